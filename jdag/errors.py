@@ -1,0 +1,44 @@
+"""The few ways in which jdag says no."""
+
+
+class JdagError(Exception):
+    """Every error that jdag raises on purpose; its text says what would have been right."""
+
+
+class GraphError(JdagError):
+    """The recorded graph cannot give what was asked: spent nodes, double backward."""
+
+
+class ContextError(JdagError):
+    """A context, or a ref of one, was used where or when it has no meaning."""
+
+
+class RootError(JdagError):
+    """A root of a backward pass, or its cotangent, is not one that can be used."""
+
+
+class UnusedSendError(JdagError):
+    """A pass is stuck: sends wait for cotangents that nobody will ever send.
+
+    `sends` holds one entry for each owed send, those owed first in program order first.
+    """
+
+    def __init__(self, message: str, sends: tuple[object, ...] = ()) -> None:
+        super().__init__(message)
+        self.sends = sends
+
+
+class RemoteError(JdagError):
+    """A function failed on a worker: which function, which worker, called from where."""
+
+
+class WorkerLost(JdagError):
+    """A worker is gone: what it held cannot be had any more."""
+
+
+class ProtocolError(JdagError):
+    """A peer broke the protocol, or bytes on the wire are not a message."""
+
+
+class ScenarioError(JdagError):
+    """A scenario or a setting is not usable: file, key, value and what is allowed."""
