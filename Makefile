@@ -1,0 +1,68 @@
+# One command does its own set-up: `make demo`, `make test`, `make bench`.
+#
+#   PYTHON   which Python makes the environment (3.11 or newer)
+#   VENV     where that environment lives
+#   N        how many random programs `make test-long` draws
+
+PYTHON ?= python3
+VENV ?= .venv
+N ?= 3000
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+SOURCES := jdag tests $(wildcard paper)
+
+.DEFAULT_GOAL := demo
+.PHONY: demo test test-long suite lint bench install install-test clean
+
+demo: install
+	$(BIN)/jdag run scenarios/digits.toml
+
+# Everything that a change must pass.
+test: lint suite
+
+# The tests alone: on a second Python the sources are still the same text.
+suite: install-test
+	$(BIN)/python -m pytest -q -n 2
+
+test-long: install-test
+	JDAG_PROGRAMS=$(N) $(BIN)/python -m pytest -q -n 2 -m long tests/
+
+lint: install-test
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy
+
+bench: install
+	$(BIN)/python paper/figures.py
+
+install: $(VENV)/.installed
+install-test: $(VENV)/.installed-test
+
+# The stamps live inside the environment: they go when it goes, and a newer
+# pyproject.toml makes them stale.
+$(VENV)/.installed: pyproject.toml | $(BIN)/pip
+	@echo "installing jdag into $(VENV) (once, a minute or two)"
+	@$(PIP) install -e .
+	@touch $@
+
+$(VENV)/.installed-test: pyproject.toml | $(BIN)/pip
+	@echo "installing jdag and its tests' tools into $(VENV) (once, a minute or two)"
+	@$(PIP) install -e '.[test]'
+	@touch $@ $(VENV)/.installed
+
+# pip, not python: a venv that was interrupted has the one and not the other.
+$(BIN)/pip:
+	@command -v "$(PYTHON)" >/dev/null || { \
+	  echo "jdag needs Python 3.11 or newer, and there is no $(PYTHON) here;" \
+	       "name one: make PYTHON=/path/to/python3"; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "jdag needs Python 3.11 or newer, and $(PYTHON) is" \
+	       "`"$(PYTHON)" --version 2>&1`; name another: make PYTHON=python3.11"; \
+	  exit 1; }
+	@"$(PYTHON)" -m venv $(VENV)
+
+# What tools leave behind; the environments and runs/ stay.
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find jdag tests scenarios paper -name __pycache__ -prune -exec rm -rf {} +
