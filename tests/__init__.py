@@ -1,0 +1,1 @@
+"""The suite; shared helpers are imported as `tests.name`."""
