@@ -10,7 +10,7 @@ N ?= 3000
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
-SOURCES := jdag tests $(wildcard paper)
+SOURCES := jdag tests $(wildcard paper/*.py)
 
 .DEFAULT_GOAL := demo
 .PHONY: demo test test-long suite lint bench install install-test clean
@@ -31,7 +31,7 @@ test-long: install-test
 lint: install-test
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
-	$(BIN)/mypy
+	$(BIN)/mypy $(SOURCES)
 
 bench: install
 	$(BIN)/python paper/figures.py
