@@ -1,0 +1,1 @@
+"""Mathematics on one worker: shapes, pytrees, forward/vjp pairs, values by key."""

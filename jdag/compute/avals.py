@@ -1,0 +1,112 @@
+"""What is known of an array without its values: shape, dtype, weak type."""
+
+import math
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdag.errors import JdagError
+
+
+@dataclass(frozen=True, slots=True)
+class Aval:
+    """An abstract value: `shape`, `dtype` (numpy's, or a key type of JAX), `weak`.
+
+    A weak value came from a Python scalar and gives way in JAX's dtype promotion.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    weak: bool = False
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.shape, self.dtype, self.weak)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def size(self) -> int:
+        """Number of elements; a key is one element."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values; for keys, of their key data."""
+        return self.size * int(self.dtype.itemsize)
+
+    @property
+    def inexact(self) -> bool:
+        """Whether it can carry a cotangent: float or complex, bfloat16 included."""
+        return is_inexact(self.dtype)
+
+    @property
+    def strong(self) -> "Aval":
+        """The same without the weak type."""
+        return intern_aval(self.shape, self.dtype, False) if self.weak else self
+
+    def struct(self) -> jax.ShapeDtypeStruct:
+        """Return what JAX's own abstract evaluation takes."""
+        return jax.ShapeDtypeStruct(self.shape, self.dtype, weak_type=self.weak)
+
+    def __str__(self) -> str:
+        shape = ",".join(map(str, self.shape))
+        return f"{'~' if self.weak else ''}{self.dtype}[{shape}]"
+
+
+@lru_cache(maxsize=1024)
+def is_inexact(dtype: Any) -> bool:
+    """Tell whether a dtype is float or complex; PRNG keys are not."""
+    return bool(jnp.issubdtype(dtype, np.inexact))
+
+
+@lru_cache(maxsize=65536)
+def intern_aval(shape: tuple[int, ...], dtype: Any, weak: bool) -> Aval:
+    """Return the same object for the same abstract value, as long as it is remembered.
+
+    Cache keys then compare by identity, at a tenth of the time.
+    """
+    return Aval(shape, dtype, weak)
+
+
+def aval_of(value: Any) -> Aval:
+    """Return the abstract value of an array or scalar, as JAX would take it now.
+
+    Takes JAX and numpy arrays, numpy scalars, Python int, float and complex (weak),
+    `jax.ShapeDtypeStruct`, and an `Aval`, which is returned as it is. With x64 off,
+    64-bit numpy values count as the 32-bit ones that JAX makes of them.
+
+    Raises:
+        JdagError: the value is nothing of the kind, or its dtype means nothing to JAX.
+    """
+    if isinstance(value, Aval):
+        return value
+    try:
+        known = value.aval
+        return intern_aval(value.shape, value.dtype, known.weak_type)
+    except AttributeError:
+        return _other_aval(value)
+
+
+def _other_aval(value: Any) -> Aval:
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return intern_aval(value.shape, value.dtype, value.weak_type)
+    try:
+        known = jax.typeof(value)
+    except TypeError as error:
+        raise JdagError(
+            f"{_described(value)} is no array: arrays are JAX or numpy arrays of "
+            "numbers, bools or PRNG keys, and Python int, float or complex"
+        ) from error
+    return intern_aval(known.shape, known.dtype, known.weak_type)
+
+
+def _described(value: Any) -> str:
+    dtype = getattr(value, "dtype", None)
+    of = "" if dtype is None else f" of dtype {dtype}"
+    return f"a {type(value).__name__}{of}"

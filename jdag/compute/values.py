@@ -1,0 +1,68 @@
+"""The values that one worker holds by key, with the bytes that they take."""
+
+from collections.abc import Hashable
+from typing import Any
+
+
+class Values:
+    """Values by key: arrays, residuals, scalars, abstract values, errors.
+
+    `bytes_held` is what the held arrays take now, `bytes_peak` the most it ever was. An
+    array held several times, by keys or inside residuals, counts once; two arrays that
+    share a buffer count twice, and so does an array that several workers hold. Abstract
+    values count as the arrays that they stand for; what has no `nbytes` counts nothing.
+    """
+
+    __slots__ = ("_held", "_holds", "bytes_held", "bytes_peak")
+
+    def __init__(self) -> None:
+        self._held: dict[Hashable, Any] = {}
+        self._holds: dict[int, int] = {}
+        self.bytes_held = 0
+        self.bytes_peak = 0
+
+    def put(self, key: Hashable, value: Any) -> None:
+        """Hold a value under a key, in place of any that is held under it."""
+        replaced = self._held.get(key)
+        self._held[key] = value
+        self._count(value)
+        if replaced is not None:
+            self._uncount(replaced)
+        self.bytes_peak = max(self.bytes_peak, self.bytes_held)
+
+    def get(self, key: Hashable) -> Any:
+        """Return the value under a key; KeyError where there is none."""
+        return self._held[key]
+
+    def drop(self, key: Hashable) -> None:
+        """Let go of the value under a key; KeyError where there is none."""
+        self._uncount(self._held.pop(key))
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._held
+
+    @property
+    def held(self) -> int:
+        """How many values are held."""
+        return len(self._held)
+
+    def _count(self, value: Any) -> None:
+        for part in _parts(value):
+            holds = self._holds.get(id(part), 0)
+            if not holds:
+                self.bytes_held += part.nbytes
+            self._holds[id(part)] = holds + 1
+
+    def _uncount(self, value: Any) -> None:
+        for part in _parts(value):
+            holds = self._holds.pop(id(part)) - 1
+            if holds:
+                self._holds[id(part)] = holds
+            else:
+                self.bytes_held -= part.nbytes
+
+
+def _parts(value: Any) -> list[Any]:
+    """Return the arrays that a value keeps alive; they live as long as it is held."""
+    parts = getattr(value, "keeps", (value,))
+    return [part for part in parts if hasattr(part, "nbytes")]

@@ -1,0 +1,228 @@
+"""What a function is: its name, its identity, its marks, and where it is called."""
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Hashable
+from dataclasses import fields, is_dataclass
+from numbers import Number
+from types import CodeType, FunctionType, MethodType
+from typing import Any, NamedTuple, TypeVar
+
+from jdag.errors import JdagError
+
+Marked = TypeVar("Marked", bound=Callable[..., Any])
+
+_UNJITTED = "__jdag_unjitted__"
+_PROGRAM = "__jdag_program__"
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_PROGRAMS = os.path.join(_PACKAGE, "programs") + os.sep
+_PLAIN = (str, bytes, bool, type(None))
+
+
+class ById:
+    """A key that equals only a key of the same object, which it keeps alive."""
+
+    __slots__ = ("held",)
+
+    def __init__(self, held: object) -> None:
+        self.held = held
+
+    def __hash__(self) -> int:
+        return id(self.held)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ById) and self.held is other.held
+
+    def __repr__(self) -> str:
+        return f"ById({type(self.held).__name__})"
+
+
+def name_of(fn: Callable[..., Any]) -> str:
+    """Name a function as `module:qualname`; a partial says so, an object its class."""
+    if isinstance(fn, functools.partial):
+        return f"partial({name_of(fn.func)})"
+    named = fn if hasattr(fn, "__qualname__") else type(fn)
+    return f"{named.__module__}:{named.__qualname__}"
+
+
+def key_of(fn: Callable[..., Any]) -> Hashable:
+    """Return what `fn` is, for caches: equal keys compute the same.
+
+    A function is its code, globals, defaults and the contents of its closure, so that a
+    lambda made anew in a loop keeps its key as long as what it closes over does. What
+    cannot be hashed counts by identity. Changes inside such an object are not seen, nor
+    are changes of globals: functions are pure.
+    """
+    return _function_key(fn, ())
+
+
+def _function_key(fn: Any, above: tuple[int, ...]) -> Hashable:
+    if id(fn) in above:  # A function that closes over itself.
+        return ("itself", len(above) - above.index(id(fn)))
+    if type(fn) is FunctionType:
+        if not (fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__):
+            return (fn.__code__, ById(fn.__globals__))
+        above = (*above, id(fn))
+        return (
+            fn.__code__,
+            ById(fn.__globals__),
+            _value_key(fn.__defaults__, above),
+            _items_key(fn.__kwdefaults__ or {}, above),
+            tuple(_cell_key(cell, above) for cell in fn.__closure__ or ()),
+        )
+    if type(fn) is MethodType:
+        return (
+            MethodType,
+            _function_key(fn.__func__, above),
+            _value_key(fn.__self__, above),
+        )
+    if isinstance(fn, functools.partial):
+        return (
+            type(fn),
+            _function_key(fn.func, above),
+            _value_key(fn.args, above),
+            _items_key(fn.keywords, above),
+        )
+    return _object_key(fn, (*above, id(fn)))
+
+
+def _cell_key(cell: Any, above: tuple[int, ...]) -> Hashable:
+    try:
+        contents = cell.cell_contents
+    except ValueError:  # Not filled yet; its own identity is all there is.
+        return ById(cell)
+    return _value_key(contents, above)
+
+
+def _items_key(items: dict[str, Any], above: tuple[int, ...]) -> Hashable:
+    return tuple((name, _value_key(item, above)) for name, item in items.items())
+
+
+def value_key(value: object) -> Hashable:
+    """Return a key that keeps apart what `==` does not: True and 1, 0.0 and -0.0.
+
+    Tuples and frozen dataclasses are taken apart, functions go by `key_of`, other
+    hashable values by type and value, and the rest by identity (kept alive).
+    """
+    return _value_key(value, ())
+
+
+def _value_key(value: Any, above: tuple[int, ...]) -> Hashable:
+    if isinstance(value, _PLAIN):
+        return (type(value), value)
+    if isinstance(value, Number):
+        return (type(value), repr(value))
+    if isinstance(value, tuple):
+        return (type(value), tuple(_value_key(item, above) for item in value))
+    if isinstance(value, frozenset):
+        return (type(value), tuple(sorted(map(repr, value))), value)
+    if isinstance(value, FunctionType | MethodType | functools.partial):
+        return _function_key(value, above)
+    if id(value) in above:
+        return ("itself", len(above) - above.index(id(value)))
+    return _object_key(value, (*above, id(value)))
+
+
+def _object_key(value: Any, above: tuple[int, ...]) -> Hashable:
+    if isinstance(value, type):
+        return value
+    try:
+        hash(value)
+    except TypeError:
+        return ById(value)
+    if is_dataclass(value):
+        held = (getattr(value, field.name) for field in fields(value))
+        return (type(value), value, tuple(_value_key(item, above) for item in held))
+    return (type(value), value)
+
+
+def code_of(fn: Any) -> CodeType | None:
+    """Return the code that `fn` runs in the end, None for builtins."""
+    for _ in range(100):  # A bound: wrappers may, by mistake, wrap each other.
+        if isinstance(fn, functools.partial):
+            fn = fn.func
+        elif isinstance(fn, MethodType):
+            fn = fn.__func__
+        elif isinstance(fn, FunctionType):
+            return fn.__code__
+        elif hasattr(fn, "__wrapped__"):
+            fn = fn.__wrapped__
+        else:
+            call = type(fn).__call__ if callable(fn) else None
+            return call.__code__ if isinstance(call, FunctionType) else None
+    return None
+
+
+def unjitted(fn: Marked) -> Marked:
+    """Mark `fn` to be run as it stands, without jit; return it.
+
+    Raises:
+        JdagError: `fn` takes no attributes (a builtin, a bound method).
+    """
+    return _mark(fn, _UNJITTED, "jdag.unjitted")
+
+
+def is_unjitted(fn: Callable[..., Any]) -> bool:
+    """Tell whether `fn`, or what it is a partial of, is marked by `unjitted`."""
+    return _is_marked(fn, _UNJITTED)
+
+
+def program(fn: Marked) -> Marked:
+    """Mark `fn` as a program: it takes the context first and is handed refs; return it.
+
+    Raises:
+        JdagError: `fn` takes no attributes (a builtin, a bound method).
+    """
+    return _mark(fn, _PROGRAM, "jdag.program")
+
+
+def is_program(fn: Callable[..., Any]) -> bool:
+    """Tell whether `fn`, or what it is a partial of, is marked by `program`."""
+    return _is_marked(fn, _PROGRAM)
+
+
+def _mark(fn: Marked, mark: str, by: str) -> Marked:
+    try:
+        setattr(fn, mark, True)
+    except (AttributeError, TypeError) as error:
+        raise JdagError(
+            f"{by} cannot mark {fn!r}, which takes no attributes; "
+            "mark a function written with def, or a functools.partial"
+        ) from error
+    return fn
+
+
+def _is_marked(fn: Any, mark: str) -> bool:
+    while not getattr(fn, mark, False):
+        if not isinstance(fn, functools.partial):
+            return False
+        fn = fn.func
+    return True
+
+
+class CallSite(NamedTuple):
+    """Where in the user's code something was asked for."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+def call_site() -> CallSite:
+    """Return the place of the innermost frame outside of jdag.
+
+    Ready programs (`jdag.programs`) count as outside, as a user's own do. Where all
+    frames are jdag's own, the outermost one is named.
+    """
+    frame = sys._getframe(1)
+    while (outer := frame.f_back) is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(_PACKAGE) or file.startswith(_PROGRAMS):
+            break
+        frame = outer
+    code = frame.f_code
+    return CallSite(code.co_filename, frame.f_lineno, code.co_qualname)
