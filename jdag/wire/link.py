@@ -1,0 +1,289 @@
+"""One end of a link to one peer: every payload once and in order, over anything.
+
+What lies below may drop, duplicate, delay, reorder or reconnect. The link is told and
+asked, and knows no clock: time is an int of nanoseconds, handed over.
+
+Told:  `send(payload)`, `receive(frame)`, `tick()` when `deadline_ns` has come.
+Asks:  the frames that `send` and `tick` return are to be put on the wire; the payloads
+       that `receive` returns are to be handed on, in this order, each once.
+
+How it works. Data frames are numbered 1, 2, ...; each frame, data or not, carries the
+highest number up to which everything has come in. That acknowledgement rides on data;
+only when nothing was sent for `ack_delay_ns` does a pure one (sequence 0) go out. What
+comes too early is kept until the gap is filled; what comes again is counted, dropped.
+
+Resends. One timer, that of the oldest unacknowledged frame, and only that frame is sent
+again: the peer keeps what came after the gap, so all the rest is mostly there already.
+When an acknowledgement uncovers a further gap, whose time has passed as well, it is
+filled at once: k lost frames cost one wait and k round trips. Waits double, up to
+`backoff_max` times the first; any progress starts again from the first. After
+`resend_max` resends of one frame the peer is lost, which is final.
+
+A wait must not end while bytes are still on their way, or a slow but sound network
+would look like a lossy one. So `send` is told how long this very frame will fly
+(`flight_ns`), and `tick` until when the path is known to be carrying (`busy_until_ns`:
+the acknowledgement may stand in line behind a large payload). That puts off each resend
+once and no more, so that steady traffic cannot starve a lost frame.
+
+Invariants: at most `window_max` frames are unacknowledged, and as many wait for a gap
+to be filled; once both ends have nothing to say, neither holds a frame; a payload that
+was delivered is never delivered again. A peer that starts anew needs a new link.
+"""
+
+from collections import deque
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+from jdag.errors import ProtocolError, ScenarioError, WorkerLost
+
+
+class Frame(NamedTuple):
+    """What travels; a tuple, as two are made for nearly every message.
+
+    `sequence` is 0 for a pure acknowledgement; `acknowledged` is the highest number up
+    to which its sender has received everything; `resend` is for the trace alone.
+    """
+
+    sequence: int
+    acknowledged: int
+    payload: Any = None
+    resend: bool = False
+
+
+_LEAST = {
+    "resend_ns": 1,
+    "resend_max": 0,
+    "ack_delay_ns": 0,
+    "backoff_max": 1,
+    "window_max": 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSettings:
+    """When a link waits, repeats itself and gives up.
+
+    `resend_ns`: the first wait after a frame should have arrived (see `Link.send`); it
+    covers the peer's `ack_delay_ns` and the way back. `resend_max`: so many resends of
+    one frame, then the peer is lost. `ack_delay_ns`: so long an acknowledgement waits
+    for data to ride on; less than `resend_ns`. `backoff_max`: the longest wait, in
+    first waits. `window_max`: unacknowledged frames at once; the same at both ends.
+
+    Raises:
+        ScenarioError: a value that is not an int, too small, or an acknowledgement that
+            is held back until its frame is sent again.
+    """
+
+    resend_ns: int
+    resend_max: int
+    ack_delay_ns: int
+    backoff_max: int = 64
+    window_max: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            key, value = field.name, getattr(self, field.name)
+            if type(value) is not int or value < _LEAST[key]:
+                raise ScenarioError(
+                    f"{key} = {value!r}: allowed is an integer >= {_LEAST[key]}"
+                )
+        if self.ack_delay_ns >= self.resend_ns:
+            raise ScenarioError(
+                f"ack_delay_ns = {self.ack_delay_ns}: allowed is an integer below"
+                f" resend_ns = {self.resend_ns}, or each frame is sent twice"
+            )
+
+
+class Link:
+    """One end of a link to `peer`.
+
+    `deadline_ns` says when `tick` must be called next, None for not at all; it may lie
+    in the past, which means now. It changes with every call, so a driver arms one timer
+    at the earliest deadline it saw and, when that comes, looks again.
+
+    Counters: `sent` data frames, `resent` ones, pure acknowledgements sent (`acks`),
+    payloads `delivered`, data frames that came again (`duplicates`).
+    """
+
+    __slots__ = (
+        "_ack_due_ns",
+        "_acked",
+        "_early",
+        "_last",
+        "_put_off",
+        "_received",
+        "_resend_due_ns",
+        "_settings",
+        "_tries",
+        "_unacked",
+        "acks",
+        "deadline_ns",
+        "delivered",
+        "duplicates",
+        "lost",
+        "peer",
+        "resent",
+        "sent",
+    )
+
+    def __init__(self, peer: str, settings: LinkSettings) -> None:
+        self.peer = peer
+        self.lost = False
+        self.deadline_ns: int | None = None
+        self.sent = self.resent = self.acks = self.delivered = self.duplicates = 0
+        self._settings = settings
+        self._last = 0  # The highest sequence that was sent.
+        self._acked = 0  # The highest sequence that the peer has acknowledged.
+        self._received = 0  # The highest sequence up to which all were received.
+        self._early: dict[int, Any] = {}
+        # Oldest first: (payload, flight_ns, when its acknowledgement is overdue).
+        self._unacked: deque[tuple[Any, int, int]] = deque()
+        self._resend_due_ns: int | None = None
+        self._ack_due_ns: int | None = None
+        self._tries = 0
+        self._put_off = False
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing is unacknowledged, out of order, or owed to the peer."""
+        return not self._unacked and not self._early and self._ack_due_ns is None
+
+    @property
+    def unacknowledged(self) -> tuple[Any, ...]:
+        """The payloads that the peer is not known to have, oldest first."""
+        return tuple(payload for payload, _, _ in self._unacked)
+
+    def send(self, payload: Any, now_ns: int, flight_ns: int = 0) -> Frame:
+        """The next data frame, to be put on the wire now.
+
+        `flight_ns` is how long this frame will take: waiting its turn, its bytes, the
+        latency. The wait for its acknowledgement is `flight_ns + resend_ns`; a driver
+        that leaves it 0 must have a `resend_ns` that covers the largest payload.
+
+        Raises:
+            WorkerLost: the link has given up.
+            ProtocolError: `window_max` frames are unacknowledged.
+        """
+        unacked = self._unacked
+        settings = self._settings
+        if self.lost:
+            raise WorkerLost(f"{self.peer}: lost after {settings.resend_max} resends")
+        if len(unacked) >= settings.window_max:
+            raise ProtocolError(
+                f"link to {self.peer}: {len(unacked)} frames are unacknowledged;"
+                f" window_max = {settings.window_max} allows no more"
+            )
+        due_ns = now_ns + flight_ns + settings.resend_ns
+        if not unacked:
+            self._resend_due_ns = due_ns
+        unacked.append((payload, flight_ns, due_ns))
+        self.sent += 1
+        self._last = sequence = self._last + 1
+        self._ack_due_ns = None
+        self.deadline_ns = self._resend_due_ns
+        return Frame(sequence, self._received, payload)
+
+    def receive(self, frame: Frame, now_ns: int) -> tuple[Any, ...]:
+        """The payloads that this frame makes deliverable, in order; often one or none.
+
+        Raises:
+            ProtocolError: numbers that no peer that keeps the protocol can have sent.
+        """
+        if self.lost:
+            return ()  # Lost is final: what the peer still says has no listener.
+        sequence, acknowledged, payload, _ = frame
+        if acknowledged > self._acked:
+            self._acknowledge(acknowledged)
+        ready: tuple[Any, ...] = ()
+        if sequence:
+            if sequence == self._received + 1 and not self._early:
+                self._received = sequence
+                self.delivered += 1
+                ready = (payload,)
+            else:
+                ready = self._reorder(sequence, payload)
+            if self._ack_due_ns is None:
+                self._ack_due_ns = now_ns + self._settings.ack_delay_ns
+        self._arm()
+        return ready
+
+    def tick(self, now_ns: int, busy_until_ns: int = 0) -> tuple[Frame, ...]:
+        """The frames that are due: a resend, or a pure acknowledgement, or none.
+
+        `busy_until_ns` is when everything now on the path, both ways, will be in, as
+        far as the driver knows: until then silence is no loss. Sets `lost` (and asks
+        for nothing any more) when the oldest frame was resent `resend_max` times.
+        """
+        if self.lost:
+            return ()
+        frames: list[Frame] = []
+        if self._resend_due_ns is not None and self._resend_due_ns <= now_ns:
+            if busy_until_ns > now_ns and not self._put_off:
+                self._put_off = True
+                self._resend_due_ns = busy_until_ns + self._settings.resend_ns
+            elif self._tries == self._settings.resend_max:
+                self.lost = True
+                self.deadline_ns = None
+                return ()
+            else:
+                frames.append(self._resend(now_ns))
+        if self._ack_due_ns is not None and self._ack_due_ns <= now_ns:
+            self.acks += 1
+            self._ack_due_ns = None
+            frames.append(Frame(0, self._received))
+        self._arm()
+        return tuple(frames)
+
+    def _acknowledge(self, acknowledged: int) -> None:
+        if acknowledged > self._last:
+            raise ProtocolError(
+                f"link to {self.peer}: frame {acknowledged} is acknowledged;"
+                f" {self._last} is the last that was sent"
+            )
+        unacked = self._unacked
+        for _ in range(acknowledged - self._acked):
+            unacked.popleft()
+        self._acked = acknowledged
+        self._tries = 0
+        self._put_off = False
+        self._resend_due_ns = unacked[0][2] if unacked else None
+
+    def _reorder(self, sequence: int, payload: Any) -> tuple[Any, ...]:
+        first = self._received + 1
+        if sequence < first or sequence in self._early:
+            if sequence < 1:
+                raise ProtocolError(
+                    f"link to {self.peer}: frame {sequence}; the first is 1"
+                )
+            self.duplicates += 1
+            return ()
+        if sequence >= first + self._settings.window_max:
+            raise ProtocolError(
+                f"link to {self.peer}: frame {sequence}; the next is {first}, and"
+                f" window_max = {self._settings.window_max} bounds how early one comes"
+            )
+        self._early[sequence] = payload
+        ready = []
+        while self._received + 1 in self._early:  # Bounded by what is kept.
+            self._received += 1
+            ready.append(self._early.pop(self._received))
+        self.delivered += len(ready)
+        return tuple(ready)
+
+    def _resend(self, now_ns: int) -> Frame:
+        payload, flight_ns, _ = self._unacked[0]
+        settings = self._settings
+        self._tries += 1
+        self._put_off = False
+        self.resent += 1
+        waits = min(1 << self._tries, settings.backoff_max)
+        self._resend_due_ns = now_ns + flight_ns + settings.resend_ns * waits
+        self._ack_due_ns = None
+        return Frame(self._acked + 1, self._received, payload, resend=True)
+
+    def _arm(self) -> None:
+        resend_ns, ack_ns = self._resend_due_ns, self._ack_due_ns
+        if resend_ns is None or (ack_ns is not None and ack_ns < resend_ns):
+            self.deadline_ns = ack_ns
+        else:
+            self.deadline_ns = resend_ns
