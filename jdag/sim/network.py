@@ -1,0 +1,181 @@
+"""The network in virtual time: when bytes that leave now will arrive.
+
+`Network` is the description, which many runs may share; `Traffic` is the state of one
+run. Each pair of workers has two directed links, each a lane of its own:
+
+- frames leave one after another, in the order of `transmit` (FIFO): each occupies the
+  lane for size / bandwidth, rounded up to whole nanoseconds;
+- then it flies for the latency, and any number fly at once;
+- jitter adds up to `jitter_ns`, drawn uniformly for each frame, and so may reorder
+  them, which is for the link above to repair. Without jitter nothing is drawn.
+
+Told:  `transmit(source, destination, size_bytes, now_ns, rng)`, for each frame that
+       leaves, in order of time. Frames that a fault drops have left all the same.
+Gives: the arrival's time; per lane, what passed (`bytes`, `frames`, `busy_ns`) and the
+       last transfer's start and end (`start_ns`, `busy_until_ns`).
+
+Invariants: a lane carries one frame at a time; `busy_ns` never exceeds the time until
+`busy_until_ns`; what a worker tells itself never comes here.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from jdag.errors import ScenarioError
+
+_SECOND_NS = 1_000_000_000
+_ALLOWED = "an integer >= 0"
+
+
+def unusable(key: str, value: object, allowed: str) -> str:
+    """The one wording in which the simulator refuses a setting."""
+    return f"{key} = {value!r}: allowed is {allowed}"
+
+
+@dataclass(frozen=True, slots=True)
+class LinkModel:
+    """One directed link: latency and jitter in ns, bandwidth in bytes per second.
+
+    `bandwidth_bytes_per_s` None is infinite. A frame of n bytes occupies the link for
+    n / bandwidth and arrives `latency_ns` plus 0 to `jitter_ns` later.
+
+    Raises:
+        ScenarioError: a value that is not an int or too small.
+    """
+
+    latency_ns: int = 0
+    bandwidth_bytes_per_s: int | None = None
+    jitter_ns: int = 0
+
+    def __post_init__(self) -> None:
+        for key in ("latency_ns", "jitter_ns"):
+            value = getattr(self, key)
+            if type(value) is not int or value < 0:
+                raise ScenarioError(unusable(key, value, _ALLOWED))
+        rate = self.bandwidth_bytes_per_s
+        if rate is not None and (type(rate) is not int or rate < 1):
+            allowed = "an integer >= 1, or none given for no limit"
+            raise ScenarioError(unusable("bandwidth_bytes_per_s", rate, allowed))
+
+    def transfer_ns(self, size_bytes: int) -> int:
+        """How long `size_bytes` occupy the link."""
+        rate = self.bandwidth_bytes_per_s
+        return 0 if rate is None else -(-size_bytes * _SECOND_NS // rate)
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """What joins the workers: one model for all directed links, and the exceptions.
+
+    `links` maps (source, destination) to that direction's model; the other direction
+    has its own entry or the default.
+    """
+
+    default: LinkModel
+    links: Mapping[tuple[str, str], LinkModel] = field(default_factory=dict)
+
+    def model(self, source: str, destination: str) -> LinkModel:
+        """The model of one directed link."""
+        return self.links.get((source, destination), self.default)
+
+
+class Lane:
+    """One directed link of one run: its model, and what it carries and has carried."""
+
+    __slots__ = (
+        "_jitter",
+        "_latency_ns",
+        "_model",
+        "busy_ns",
+        "busy_until_ns",
+        "bytes",
+        "frames",
+        "start_ns",
+    )
+
+    def __init__(self, model: LinkModel) -> None:
+        self._model = model
+        self._latency_ns = model.latency_ns
+        self._jitter = model.jitter_ns + 1 if model.jitter_ns else 0
+        self.bytes = self.frames = 0
+        self.busy_ns = self.busy_until_ns = self.start_ns = 0
+
+    def transmit(self, size_bytes: int, now_ns: int, rng: Random) -> int:
+        """When a frame of `size_bytes` that is ready to leave now arrives.
+
+        It starts to leave at `start_ns` and has left at `busy_until_ns`.
+        """
+        start_ns = max(self.busy_until_ns, now_ns)
+        transfer_ns = self._model.transfer_ns(size_bytes)
+        self.start_ns = start_ns
+        self.busy_until_ns = left_ns = start_ns + transfer_ns
+        self.busy_ns += transfer_ns
+        self.bytes += size_bytes
+        self.frames += 1
+        arrival_ns = left_ns + self._latency_ns
+        if self._jitter:
+            # Not randrange: it draws a varying number of times, at five times the cost.
+            arrival_ns += int(rng.random() * self._jitter)
+        return arrival_ns
+
+    @property
+    def drained_ns(self) -> int:
+        """When all that was transmitted so far has arrived, jitter at its worst."""
+        return self.busy_until_ns + self._latency_ns + max(self._jitter - 1, 0)
+
+
+class Traffic:
+    """The lanes of one run over a `Network`, made as they are first used.
+
+    Raises:
+        ScenarioError: the network names a worker that is not there, or a link from a
+            worker to itself.
+    """
+
+    __slots__ = ("_lanes", "_network", "_workers")
+
+    def __init__(self, network: Network, workers: Sequence[str]) -> None:
+        for source, destination in network.links:
+            for worker in (source, destination):
+                if worker not in workers:
+                    allowed = "one of " + ", ".join(workers)
+                    key = f"links: {source} -> {destination}"
+                    raise ScenarioError(unusable(key, worker, allowed))
+            if source == destination:
+                allowed = "two workers: one reaches itself without a link"
+                raise ScenarioError(unusable("links", (source, destination), allowed))
+        self._network = network
+        self._workers = frozenset(workers)
+        self._lanes: dict[tuple[str, str], Lane] = {}
+
+    def lane(self, source: str, destination: str) -> Lane:
+        """The directed link from `source` to `destination`; worth keeping at hand."""
+        lane = self._lanes.get((source, destination))
+        if lane is None:
+            assert source != destination, source
+            assert source in self._workers, source
+            assert destination in self._workers, destination
+            lane = Lane(self._network.model(source, destination))
+            self._lanes[source, destination] = lane
+        return lane
+
+    def transmit(
+        self,
+        source: str,
+        destination: str,
+        size_bytes: int,
+        now_ns: int,
+        rng: Random,
+    ) -> int:
+        """When a frame of `size_bytes` that is ready to leave now arrives."""
+        return self.lane(source, destination).transmit(size_bytes, now_ns, rng)
+
+    def busy_until_ns(self, worker: str, peer: str) -> int:
+        """When all that is on its way between two workers, both ways, will be in."""
+        to, back = self.lane(worker, peer), self.lane(peer, worker)
+        return max(to.drained_ns, back.drained_ns)
+
+    def lanes(self) -> dict[tuple[str, str], Lane]:
+        """Every lane that was used, by (source, destination), sorted by name."""
+        return {pair: self._lanes[pair] for pair in sorted(self._lanes)}

@@ -1,0 +1,162 @@
+"""When what leaves arrives, and what that costs the link."""
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jdag.errors import ScenarioError
+from jdag.sim.network import LinkModel, Network, Traffic
+from jdag.sim.timeline import Timeline
+from jdag.wire.link import Frame, Link, LinkSettings
+
+WORKERS = ["a", "b", "c"]
+GIGABYTE = 1_000_000_000  # Per second: one byte a nanosecond.
+
+
+def traffic(default, links=None):
+    return Traffic(Network(default, links or {}), WORKERS)
+
+
+def test_a_free_link_delivers_at_once_and_in_any_number():
+    way = traffic(LinkModel())
+    assert [way.transmit("a", "b", 1 << 40, 7, Random(0)) for _ in range(3)] == [7] * 3
+
+
+def test_frames_leave_one_after_another_and_their_latencies_overlap():
+    way = traffic(LinkModel(latency_ns=1000, bandwidth_bytes_per_s=GIGABYTE))
+    sizes = [300, 200, 100]
+    arrivals = [way.transmit("a", "b", size, 50, Random(0)) for size in sizes]
+    assert arrivals == [1350, 1550, 1650]
+    lane = way.lane("a", "b")
+    assert (lane.start_ns, lane.busy_until_ns) == (550, 650)
+    assert (lane.frames, lane.bytes, lane.busy_ns) == (3, 600, 600)
+    assert way.transmit("a", "b", 10, 5000, Random(0)) == 6010
+    assert (lane.start_ns, lane.busy_ns) == (5000, 610)
+
+
+def test_each_direction_is_a_link_of_its_own():
+    slow = LinkModel(latency_ns=9, bandwidth_bytes_per_s=1000)
+    way = traffic(LinkModel(latency_ns=5), {("a", "b"): slow})
+    assert way.transmit("a", "b", 1, 0, Random(0)) == 1_000_009
+    assert way.transmit("b", "a", 1, 0, Random(0)) == 5
+    assert way.transmit("a", "c", 1, 0, Random(0)) == 5
+    assert list(way.lanes()) == [("a", "b"), ("a", "c"), ("b", "a")]
+    assert way.busy_until_ns("b", "a") == 1_000_009
+
+
+def test_a_transfer_takes_whole_nanoseconds_rounded_up():
+    model = LinkModel(bandwidth_bytes_per_s=3 * GIGABYTE)
+    assert [model.transfer_ns(size) for size in (0, 1, 3, 4)] == [0, 1, 1, 2]
+
+
+@given(st.integers(1, 50), st.integers(0, 1 << 30))
+def test_jitter_is_uniform_up_to_its_bound_and_comes_from_the_seed(jitter_ns, seed):
+    model = LinkModel(latency_ns=10, jitter_ns=jitter_ns)
+    runs = []
+    for _ in range(2):
+        way, rng = traffic(model), Random(seed)
+        runs.append([way.transmit("a", "b", 1, 0, rng) - 10 for _ in range(50)])
+        assert way.lane("a", "b").drained_ns == 10 + jitter_ns
+    assert runs[0] == runs[1]
+    assert all(0 <= extra_ns <= jitter_ns for extra_ns in runs[0])
+    assert len(dict.fromkeys(runs[0])) > 1
+
+
+def test_jitter_reaches_both_its_ends():
+    way, rng = traffic(LinkModel(jitter_ns=2)), Random(1)
+    drawn = [way.transmit("a", "b", 1, 0, rng) for _ in range(200)]
+    assert sorted(dict.fromkeys(drawn)) == [0, 1, 2]
+
+
+def test_without_jitter_nothing_is_drawn():
+    rng = Random(3)
+    before = rng.getstate()
+    traffic(LinkModel(latency_ns=5)).transmit("a", "b", 100, 0, rng)
+    assert rng.getstate() == before
+
+
+def test_two_runs_over_one_network_do_not_meet():
+    network = Network(LinkModel(bandwidth_bytes_per_s=1))
+    for _ in range(2):
+        way = Traffic(network, WORKERS)
+        assert way.transmit("a", "b", 1, 0, Random(0)) == GIGABYTE
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("latency_ns", -1, "an integer >= 0"),
+        ("latency_ns", 1.5, "an integer >= 0"),
+        ("jitter_ns", -2, "an integer >= 0"),
+        ("jitter_ns", True, "an integer >= 0"),
+        ("bandwidth_bytes_per_s", 0, "an integer >= 1"),
+    ],
+)
+def test_an_unusable_link_is_refused_by_key_value_and_what_is_allowed(
+    key, value, allowed
+):
+    with pytest.raises(ScenarioError, match=f"{key} = {value}: allowed is {allowed}"):
+        LinkModel(**{key: value})
+
+
+def test_links_of_unknown_workers_are_refused_by_name():
+    with pytest.raises(ScenarioError, match=r"a -> z = 'z': allowed is one of a, b, c"):
+        traffic(LinkModel(), {("a", "z"): LinkModel()})
+    with pytest.raises(ScenarioError, match="two workers"):
+        traffic(LinkModel(), {("a", "a"): LinkModel()})
+
+
+HEADER_BYTES = 64
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 10**7),
+            st.sampled_from([("a", "b"), ("b", "a")]),
+            st.sampled_from([0, 1000, 10**6]),
+        ),
+        max_size=30,
+    ),
+    st.integers(0, 5000),
+)
+def test_a_slow_but_clean_network_makes_no_link_resend(sends, jitter_ns):
+    latency_ns, rng = 20_000, Random(0)
+    way = traffic(LinkModel(latency_ns, GIGABYTE, jitter_ns))
+    timing = LinkSettings(
+        # The acknowledgement's delay and its way back, and a nanosecond to be over.
+        resend_ns=5000 + latency_ns + jitter_ns + HEADER_BYTES + 1,
+        resend_max=3,
+        ack_delay_ns=5000,
+    )
+    ends = {"a": Link("b", timing), "b": Link("a", timing)}
+    timeline = Timeline(events_max=10_000)
+    got: dict[str, list[object]] = {"a": [], "b": []}
+    told: dict[str, list[object]] = {"a": [], "b": []}
+    for number, (time_ns, (source, peer), size) in enumerate(sorted(sends)):
+        timeline.push(time_ns, 0, (source, (number, size)))
+        told[peer].append((number, size))
+    while (action := timeline.pop()) is not None:
+        name, what = action
+        link, now_ns = ends[name], timeline.now_ns
+        if isinstance(what, Frame):
+            got[name].extend(link.receive(what, now_ns))
+        elif what == "tick":
+            if link.deadline_ns is not None and link.deadline_ns <= now_ns:
+                for frame in link.tick(now_ns, way.busy_until_ns(name, link.peer)):
+                    size = HEADER_BYTES + (frame.payload[1] if frame.sequence else 0)
+                    arrival_ns = way.transmit(name, link.peer, size, now_ns, rng)
+                    timeline.push(arrival_ns, 0, (link.peer, frame))
+        else:
+            size = HEADER_BYTES + what[1]
+            arrival_ns = way.transmit(name, link.peer, size, now_ns, rng)
+            frame = link.send(what, now_ns, arrival_ns - now_ns)
+            timeline.push(arrival_ns, 0, (link.peer, frame))
+        if link.deadline_ns is not None:
+            timeline.push(max(now_ns, link.deadline_ns), 1, (name, "tick"))
+    assert got == told
+    for link in ends.values():
+        assert (link.resent, link.duplicates, link.quiet) == (0, 0, True)
