@@ -1,0 +1,186 @@
+"""What goes wrong is what the seed and the list say, and nothing else."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jdag.errors import ScenarioError
+from jdag.sim.faults import (
+    DELIVERED,
+    Crash,
+    Delay,
+    Drop,
+    Duplicate,
+    Fault,
+    Faults,
+    Partition,
+    Slow,
+    Verdict,
+)
+
+WORKERS = ["a", "b", "c"]
+
+
+def verdicts(faults, count=1, seed=0, now_ns=0, source="a", destination="b"):
+    made, rng = Faults(faults, WORKERS), Random(seed)
+    return [made.verdict(source, destination, now_ns, rng) for _ in range(count)]
+
+
+def test_without_faults_frames_arrive_once_and_on_time():
+    assert verdicts([]) == [DELIVERED] == [Verdict((0,))]
+    calm: list[Fault] = [Slow("a", 2), Crash("b", detect_ns=1, at_ns=5)]
+    assert not Faults(calm, WORKERS).on_frames
+
+
+def test_a_drop_takes_the_share_of_frames_that_it_says():
+    dropped = [not verdict.copies for verdict in verdicts([Drop(0.1)], 5000)]
+    assert 400 < sum(dropped) < 600
+
+
+@given(st.integers(0, 1 << 30))
+def test_one_seed_gives_one_row_of_verdicts(seed):
+    faults = [Drop(0.3), Delay(0.5, 1, 9), Duplicate(0.5, 9)]
+    first, again = (verdicts(faults, 50, seed) for _ in range(2))
+    assert first == again
+    assert first != verdicts(faults, 50, seed + 1)
+
+
+@pytest.mark.parametrize(
+    ("fault", "source", "destination", "now_ns"),
+    [
+        (Drop(0.5, source="b"), "a", "b", 0),
+        (Drop(0.5, destination="c"), "a", "b", 0),
+        (Drop(0.5, from_ns=10), "a", "b", 9),
+        (Drop(0.5, until_ns=10), "a", "b", 10),
+        (Drop(0), "a", "b", 0),
+        (Delay(0, 1, 9), "a", "b", 0),
+        (Partition((("a",), ("b",))), "a", "c", 0),
+        (Partition((("a",), ("b",)), 5, 9), "a", "b", 9),
+    ],
+)
+def test_nothing_is_drawn_where_no_fault_applies(fault, source, destination, now_ns):
+    faults, rng = Faults([fault], WORKERS), Random(0)
+    before = rng.getstate()
+    assert faults.verdict(source, destination, now_ns, rng) is DELIVERED
+    assert rng.getstate() == before
+
+
+def test_what_is_certain_is_not_drawn_either():
+    rng = Random(0)
+    before = rng.getstate()
+    faults = Faults([Delay(1, 7, 7), Duplicate(1)], WORKERS)
+    assert faults.verdict("a", "b", 0, rng).copies == (7, 7)
+    assert Faults([Drop(1)], WORKERS).verdict("a", "b", 0, rng).copies == ()
+    assert rng.getstate() == before
+
+
+def test_a_delay_reaches_both_its_ends_and_stays_between():
+    drawn = [verdict.copies for verdict in verdicts([Delay(1, 3, 5)], 200)]
+    assert sorted(dict.fromkeys(drawn)) == [(3,), (4,), (5,)]
+
+
+def test_a_duplicate_comes_after_its_first_copy_and_shares_its_delay():
+    for verdict in verdicts([Duplicate(1, 4), Delay(1, 10, 20)], 100):
+        first, second = verdict.copies
+        assert 10 <= first <= 20 and 0 <= second - first <= 4
+        assert verdict.causes == ("duplicate", "delay")
+
+
+def test_a_drop_ends_the_matter_and_says_what_went_before():
+    faults = [Delay(1, 5, 5), Drop(1), Duplicate(1)]
+    assert verdicts(faults) == [Verdict((), ("delay", "drop"))]
+
+
+def test_a_partition_parts_its_groups_and_is_repaired_when_it_says():
+    faults = Faults([Partition((("a",), ("b", "c")), from_ns=5, until_ns=9)], WORKERS)
+
+    def passes(source, destination, now_ns):
+        return faults.verdict(source, destination, now_ns, Random(0)) is DELIVERED
+
+    assert [passes("a", "b", now_ns) for now_ns in (4, 5, 8, 9)] == [
+        True,
+        False,
+        False,
+        True,
+    ]
+    assert not passes("c", "a", 6)
+    assert passes("b", "c", 6)
+
+
+def test_a_partition_that_is_never_repaired_stays():
+    faults = Faults([Partition((("a",), ("b",)))], WORKERS)
+    assert faults.verdict("a", "b", 1 << 60, Random(0)).causes == ("partition",)
+
+
+def test_crashes_are_found_by_the_index_of_the_trace():
+    first, second = Crash("a", 7, at_index=3), Crash("b", 0, at_index=3)
+    timed = Crash("c", 0, at_ns=3)
+    faults = Faults([first, timed, second], WORKERS)
+    assert faults.crashes == (first, timed, second)
+    assert faults.crash_at_index(3) == (first, second)
+    assert faults.crash_at_index(2) == ()
+
+
+def test_a_slow_worker_takes_longer_within_its_time():
+    faults = Faults([Slow("a", 1.5, 10, 20), Slow("a", 2, 15)], WORKERS)
+    stretched = [faults.stretched_ns("a", 101, now_ns) for now_ns in (9, 10, 15, 20)]
+    assert stretched == [101, 152, 304, 202]
+    assert faults.stretched_ns("b", 101, 15) == 101
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (Drop(1.5), "faults[0].probability = 1.5: allowed is a number from 0 to 1"),
+        (Drop(float("nan")), "faults[0].probability = nan"),
+        (Drop(True), "faults[0].probability = True"),
+        (Drop(0.1, source="z"), "faults[0].source = 'z': allowed is one of a, b, c"),
+        (Drop(0.1, destination="z"), "faults[0].destination = 'z'"),
+        (Drop(0.1, from_ns=-1), "faults[0].from_ns = -1: allowed is an integer >= 0"),
+        (Drop(0.1, from_ns=5, until_ns=4), "faults[0].until_ns = 4: allowed is an int"),
+        (
+            Delay(0.1, 9, 3),
+            "faults[0].delay_max_ns = 3: allowed is an integer >= delay",
+        ),
+        (
+            replace(Delay(0.1, 1, 3), **{"delay_min_ns": 1.5}),
+            "faults[0].delay_min_ns = 1.5",
+        ),
+        (Duplicate(0.1, -1), "faults[0].delay_max_ns = -1"),
+        (Partition((("a",),)), "allowed is two groups or more, none shared"),
+        (Partition((("a", "b"), ("b",))), "allowed is two groups or more, none shared"),
+        (Partition((("a",), ())), "allowed is two groups or more, none shared"),
+        (Partition((("a",), ("z",))), "faults[0].groups"),
+        (replace(Partition(()), **{"groups": "ab"}), "faults[0].groups = 'ab'"),
+        (Crash("z", 0, at_ns=1), "faults[0].worker = 'z'"),
+        (
+            Crash("a", 0),
+            "faults[0].(at_ns, at_index) = (None, None): allowed is one of",
+        ),
+        (Crash("a", 0, 1, 1), "faults[0].(at_ns, at_index) = (1, 1)"),
+        (Crash("a", -1, 1), "faults[0].detect_ns = -1"),
+        (Slow("a", 0.5), "faults[0].factor = 0.5: allowed is a finite number >= 1"),
+        (Slow("a", float("inf")), "faults[0].factor = inf"),
+        ("drop", "faults[0] = 'drop': allowed is one of Drop, Delay"),
+    ],
+)
+def test_an_unusable_fault_is_refused_by_key_value_and_what_is_allowed(fault, said):
+    with pytest.raises(ScenarioError) as caught:
+        Faults([fault], WORKERS)
+    assert said in str(caught.value)
+
+
+def test_all_that_is_wrong_is_named_at_once():
+    with pytest.raises(ScenarioError) as caught:
+        Faults([Drop(2, source="z"), Slow("y", 2), Drop(0.5)], WORKERS)
+    for name in ("faults[0].probability", "faults[0].source", "faults[1].worker"):
+        assert name in str(caught.value)
+    assert "faults[2]" not in str(caught.value)
+
+
+def test_a_worker_crashes_once():
+    with pytest.raises(ScenarioError, match="one crash of a"):
+        Faults([Crash("a", 0, at_ns=1), Crash("a", 0, at_ns=2)], WORKERS)
