@@ -1,7 +1,7 @@
 """What goes wrong is what the seed and the list say, and nothing else."""
 
-from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -22,6 +22,8 @@ from jdag.sim.faults import (
 )
 
 WORKERS = ["a", "b", "c"]
+WRONG_NS: Any = 1.5
+WRONG_GROUPS: Any = "ab"
 
 
 def verdicts(faults, count=1, seed=0, now_ns=0, source="a", destination="b"):
@@ -129,6 +131,7 @@ def test_a_slow_worker_takes_longer_within_its_time():
     stretched = [faults.stretched_ns("a", 101, now_ns) for now_ns in (9, 10, 15, 20)]
     assert stretched == [101, 152, 304, 202]
     assert faults.stretched_ns("b", 101, 15) == 101
+    assert Faults([Slow("a", 1.1)], WORKERS).stretched_ns("a", 10, 0) == 11
 
 
 @pytest.mark.parametrize(
@@ -146,7 +149,7 @@ def test_a_slow_worker_takes_longer_within_its_time():
             "faults[0].delay_max_ns = 3: allowed is an integer >= delay",
         ),
         (
-            replace(Delay(0.1, 1, 3), **{"delay_min_ns": 1.5}),
+            Delay(0.1, WRONG_NS, 3),
             "faults[0].delay_min_ns = 1.5",
         ),
         (Duplicate(0.1, -1), "faults[0].delay_max_ns = -1"),
@@ -154,7 +157,7 @@ def test_a_slow_worker_takes_longer_within_its_time():
         (Partition((("a", "b"), ("b",))), "allowed is two groups or more, none shared"),
         (Partition((("a",), ())), "allowed is two groups or more, none shared"),
         (Partition((("a",), ("z",))), "faults[0].groups"),
-        (replace(Partition(()), **{"groups": "ab"}), "faults[0].groups = 'ab'"),
+        (Partition(WRONG_GROUPS), "faults[0].groups = 'ab'"),
         (Crash("z", 0, at_ns=1), "faults[0].worker = 'z'"),
         (
             Crash("a", 0),

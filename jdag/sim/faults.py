@@ -15,7 +15,6 @@ Invariants: nothing is drawn unless a fault applies and its outcome or amount is
 `rng` alone.
 """
 
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -195,7 +194,7 @@ class Faults:
         """How long `worker` takes for what it starts now, unslowed `duration_ns`."""
         for slow in self._slow:
             if slow.worker == worker and _during(now_ns, slow.from_ns, slow.until_ns):
-                duration_ns = math.ceil(duration_ns * slow.factor)
+                duration_ns = round(duration_ns * slow.factor)
         return duration_ns
 
     def crash_at_index(self, index: int) -> tuple[Crash, ...]:
