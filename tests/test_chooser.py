@@ -101,10 +101,21 @@ def test_a_pick_that_is_not_there_is_refused_by_policy_and_index():
 
 def test_clearing_gives_back_what_was_ready_in_order():
     ready = ReadyJobs(policy("path"), "a")
-    for job in JOBS:
+    for job in reversed(JOBS):
         ready.add(job)
-    assert [job.phase for job in ready.clear()] == [0, 0, 0, 1, 1, 2]
+    came = [(job.phase, job.path) for job in ready.clear()]
+    assert came == order(policy("path"), JOBS)
+    assert came != [(job.phase, job.path) for job in JOBS]
     assert len(ready) == 0 and ready.take() is None
+
+
+@pytest.mark.parametrize("picks_jobs", [False, True])
+def test_jobs_of_equal_keys_come_in_the_order_of_being_added(picks_jobs):
+    ready = ReadyJobs(replace(policy("path"), picks_jobs=picks_jobs), "a")
+    alike = [Job(0, (1,)) for _ in range(3)]
+    for job in alike:
+        ready.add(job)
+    assert [id(job) for job in iter(ready.take, None)] == [id(job) for job in alike]
 
 
 def test_an_unknown_policy_is_refused_with_those_there_are():
