@@ -1,0 +1,5 @@
+"""The engine: pure Python, told events, asking for effects."""
+
+from jdag.engine.engine import Engine
+
+__all__ = ["Engine"]

@@ -1,0 +1,209 @@
+"""One worker's engine: told an event, it answers with the effects that it asks for."""
+
+from collections.abc import Sequence
+from typing import assert_never
+
+from jdag.engine.backward import Backward
+from jdag.engine.ends import Ends
+from jdag.engine.forward import Forwarding
+from jdag.engine.leaves import Leaves
+from jdag.engine.reads import Reads
+from jdag.engine.state import State
+from jdag.engine.vocabulary import (
+    Acknowledge,
+    Answer,
+    Arrived,
+    Assign,
+    Assigned,
+    Call,
+    Computed,
+    ContextId,
+    Cotangent,
+    Differentiated,
+    Dropped,
+    Effect,
+    End,
+    Ended,
+    Event,
+    Fail,
+    Fetched,
+    Forget,
+    Go,
+    Issued,
+    Launched,
+    Left,
+    Lost,
+    Message,
+    Opened,
+    Primal,
+    Read,
+    Reading,
+    Release,
+    Released,
+    Return,
+    Returned,
+    Run,
+    Ship,
+    Start,
+    Worker,
+    landing,
+)
+
+
+class Engine:
+    """The deterministic core of one worker: no clock, wire, file, chance or arithmetic.
+
+    Args:
+        worker: the name of the worker whose engine this is.
+        workers: the names of all workers, in the order that numbers them.
+        incarnation: how often this worker has been started before.
+    """
+
+    def __init__(
+        self, worker: Worker, workers: Sequence[Worker], incarnation: int = 0
+    ) -> None:
+        self._state = state = State(worker, workers, incarnation)
+        self._leaves = Leaves(state)
+        self._backward = Backward(state, self._owner_passive, self._owner_failed)
+        self._forwarding = Forwarding(state, self._leaves, self._backward.woken)
+        self._reads = Reads(state, self._leaves)
+        self._ends = Ends(
+            state, self._leaves, self._forwarding, self._backward, self._reads
+        )
+        state.on_quiet = self._ends.quiet
+        self._owner_passive_of = self._ends.owner_passive
+
+    def _owner_passive(self, fragment: object, live: object) -> None:
+        self._ends.owner_passive(fragment, live)  # type: ignore[arg-type]
+
+    def _owner_failed(self, fragment: object, failure: object) -> None:
+        self._ends.owner_failed(fragment, failure)  # type: ignore[arg-type]
+
+    @property
+    def live_contexts(self) -> int:
+        """How many contexts have a part here."""
+        return len(self._state.contexts)
+
+    @property
+    def live_passes(self) -> int:
+        """How many passes are in progress here."""
+        return sum(part.live is not None for part in self._state.contexts.values())
+
+    def handle(self, event: Event) -> list[Effect]:
+        """Take one event; return the effects that it asks for, in order.
+
+        Raises:
+            ContextError: a program told something that its context's phase does not take.
+            WorkerLost: a program asked something of a worker that is lost.
+        """
+        state = self._state
+        match event:
+            case Computed(job=number, failure=failure):
+                done, fragment, owner, job = state.jobs.pop(number)
+                done(failure, fragment, owner, job)
+            case Arrived(sender=sender, message=message):
+                if sender not in state.lost:
+                    self._arrived(sender, message)
+                else:
+                    state.drop(landing(message))
+            case _:
+                self._told(event)
+        soon = state.soon
+        while soon:
+            soon.popleft()()
+        out, state.out = state.out, []
+        return out
+
+    def _told(self, event: Event) -> None:
+        match event:
+            case Issued():
+                self._forwarding.issued(event)
+            case Fetched():
+                self._reads.fetched(event)
+            case Launched():
+                self._forwarding.launched(event)
+            case Returned():
+                self._forwarding.returned(event)
+                self._heed(event.context)
+            case Opened():
+                self._ends.opened(event)
+            case Differentiated():
+                self._ends.differentiated(event)
+            case Left():
+                self._ends.left(event)
+            case Assigned():
+                self._leaves.assigned(event)
+            case Dropped():
+                self._leaves.dropped(event)
+            case Lost(worker=worker):
+                self._ends.lost(worker)
+            case Computed() | Arrived():
+                raise AssertionError(event)
+            case _:
+                assert_never(event)
+
+    def _arrived(self, sender: Worker, message: Message) -> None:
+        match message:
+            case Answer():
+                self._backward.answer(message)
+            case Cotangent():
+                self._backward.cotangent(sender, message, landing(message))
+            case Call():
+                self._forwarding.call(sender, message)
+            case Acknowledge():
+                self._forwarding.acknowledged(sender, message)
+            case Primal():
+                self._forwarding.primal(message, landing(message))
+            case Ship():
+                self._forwarding.ship(sender, message)
+            case Read():
+                self._reads.read(sender, message)
+            case Reading():
+                self._reads.reading(message, landing(message))
+            case _:
+                self._arrived_seldom(sender, message)
+
+    def _arrived_seldom(self, sender: Worker, message: Message) -> None:
+        match message:
+            case Start():
+                self._backward.start(sender, message, landing(message))
+            case Go():
+                self._backward.go(sender, message)
+            case End():
+                self._ends.end(sender, message)
+            case Ended():
+                self._ends.ended(sender, message)
+            case Release():
+                self._ends.release(sender, message)
+            case Released():
+                self._ends.released(sender, message)
+            case Run():
+                self._forwarding.run(sender, message)
+            case Return():
+                self._forwarding.program_ended(message)
+                self._heed(message.context)
+            case Fail():
+                self._backward.fail_arrived(message)
+            case Assign():
+                self._leaves.arrived(sender, message)
+            case Forget():
+                self._leaves.forget(message)
+            case (
+                Answer()
+                | Cotangent()
+                | Call()
+                | Acknowledge()
+                | Primal()
+                | Ship()
+                | Read()
+                | Reading()
+            ):
+                raise AssertionError(message)
+            case _:
+                assert_never(message)
+
+    def _heed(self, context: ContextId) -> None:
+        """After a program returned: did it lose a worker that it alone knew?"""
+        fragment = self._state.contexts.get(context)
+        if fragment is not None and fragment.ownership is not None:
+            self._ends.program_returned(fragment, fragment.ownership)

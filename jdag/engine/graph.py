@@ -1,0 +1,182 @@
+"""What one worker owns of a context: values, vertices, edges and the calls it issued.
+
+A vertex is a place where cotangents meet. There are four kinds, alike in shape: `outputs` are
+the values whose cotangents come in, `inputs` the values whose cotangents go out.
+
+    Node     a recorded vjp: tracked results of a call in, its tracked arguments out
+    SendEnd  the sending end of a transfer: a cotangent message in, what was sent out
+    RecvEnd  the receiving end: what was received in, a cotangent message out
+    LeafEnd  where the gradient of a leaf accumulates: its versions in, nothing out
+
+Invariants: an edge is (a vertex, a place in its `inputs`), and the value there names its
+producer; `spent` is set once and never cleared; a value settles once.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from jdag.engine.phases import Ownership
+from jdag.engine.vocabulary import (
+    ContextId,
+    Failure,
+    Key,
+    LeafId,
+    Path,
+    Release,
+    Worker,
+)
+
+
+class Value:
+    """A value as the engine knows it: where it is stored, whether it is there or failed."""
+
+    __slots__ = ("failure", "index", "key", "producer", "settled", "stored", "waiters")
+
+    def __init__(self, key: Key, producer: "Vertex | None", index: int) -> None:
+        self.key = key
+        self.stored = key  # A gradient is stored under the key of the sum that made it.
+        self.producer = producer
+        self.index = index
+        self.settled = False
+        self.failure: Failure | None = None
+        self.waiters: list[Pending] = []
+
+
+class Pending:
+    """Something that runs once, when every value it waits for has settled."""
+
+    __slots__ = ("missing", "then")
+
+    def __init__(self, missing: int, then: Callable[[], None]) -> None:
+        self.missing = missing
+        self.then = then
+
+
+class Node:
+    """A call that runs here; a recorded vjp where it has tracked inputs and outputs."""
+
+    __slots__ = (
+        "arguments", "call_site", "done", "failure", "function", "inputs", "outputs",
+        "path", "residuals", "results", "spent", "waited",
+    )  # fmt: skip
+
+    def __init__(self, path: Path, function: Any, call_site: str) -> None:
+        self.path = path
+        self.function = function
+        self.call_site = call_site
+        self.arguments: tuple[Value, ...] = ()
+        self.results: tuple[Value, ...] = ()
+        self.inputs: tuple[Value, ...] = ()
+        self.outputs: tuple[Value, ...] = ()
+        self.residuals: Key | None = None
+        self.done = False
+        self.failure: Failure | None = None
+        self.spent = False
+        self.waited = False  # A live pass has all its cotangents and waits for it.
+
+
+class SendEnd:
+    """The sending end of a transfer; `inputs` holds None for a slot that is not tracked."""
+
+    __slots__ = (
+        "call_site",
+        "destination",
+        "function",
+        "inputs",
+        "outputs",
+        "path",
+        "spent",
+    )
+
+    def __init__(
+        self,
+        path: Path,
+        destination: Worker,
+        inputs: tuple[Value | None, ...],
+        function: str,
+        call_site: str,
+    ) -> None:
+        self.path = path
+        self.destination = destination
+        self.inputs = inputs
+        self.outputs: tuple[Value, ...] = ()
+        self.function = function
+        self.call_site = call_site
+        self.spent = False
+
+
+class RecvEnd:
+    """The receiving end of a transfer: made by its call, or empty by data that came first."""
+
+    __slots__ = ("inputs", "outputs", "path", "source", "spent")
+
+    def __init__(
+        self, context: ContextId, path: Path, source: Worker, slots: int
+    ) -> None:
+        self.path = path
+        self.source = source
+        self.inputs: tuple[Value, ...] = ()
+        self.outputs = tuple(
+            Value(Key("received", context, (path, source), slot), self, slot)
+            for slot in range(slots)
+        )
+        self.spent = False
+
+
+class LeafEnd:
+    """Where the gradient of one leaf accumulates in one context. It is never spent."""
+
+    __slots__ = ("aval", "gradient", "inputs", "leaf", "outputs", "spent")
+
+    def __init__(self, leaf: LeafId, aval: Any) -> None:
+        self.leaf = leaf
+        self.aval = aval
+        self.gradient: Key | None = None  # The committed one, where it is stored.
+        self.inputs: tuple[Value, ...] = ()
+        self.outputs: tuple[Value, ...] = ()
+        self.spent = False
+
+
+Vertex = Node | SendEnd | RecvEnd | LeafEnd
+
+
+@dataclass(slots=True)
+class Activation:
+    """One run of a program here: what it issued and what it still waits for."""
+
+    path: Path
+    issuer: Worker | None  # Who waits for it; None for the top level.
+    unacknowledged: dict[tuple[Path, Worker], None] = field(default_factory=dict)
+    launched: dict[Path, tuple[int, Worker]] = field(default_factory=dict)
+    moved: dict[tuple[Key, Worker, bool], Key] = field(default_factory=dict)
+    workers: dict[Worker, None] = field(default_factory=dict)
+
+
+class Fragment:
+    """The part of a context that one worker owns."""
+
+    __slots__ = (
+        "activations", "context", "ended", "failures", "leaves", "live", "nodes", "owner",
+        "ownership", "pending", "recvs", "release", "sends", "values",
+    )  # fmt: skip
+
+    def __init__(self, context: ContextId, owner: Worker) -> None:
+        self.context = context
+        self.owner = owner
+        self.values: dict[Key, Value] = {}
+        self.nodes: dict[Path, Node] = {}
+        self.sends: dict[Path, SendEnd] = {}
+        self.recvs: dict[tuple[Path, Worker], RecvEnd] = {}
+        self.leaves: dict[LeafId, LeafEnd] = {}
+        self.activations: dict[Path, Activation] = {}
+        self.pending = 0  # Calls that have not run and values that were not shipped.
+        self.failures: list[Failure] = []  # Those that began here.
+        self.live: Any = None  # The `tree.Pass` in progress here.
+        self.ended = 0  # The number of the last pass that ended.
+        self.release: tuple[Worker, Release] | None = None  # Waits for `pending` == 0.
+        self.ownership: Ownership | None = None  # On the context's owner alone.
+
+    def vertices(self) -> tuple[Vertex, ...]:
+        """Every vertex that a pass can spend."""
+        return (*self.nodes.values(), *self.sends.values(), *self.recvs.values())

@@ -1,0 +1,284 @@
+"""Leaves and their versions: made, replaced and dropped in the order that messages came.
+
+A version is kept while it is the newest, while an assignment waits for it, and while a context
+that read it is open. Invariant: `users` counts just those last two.
+"""
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from jdag.engine.graph import Fragment, LeafEnd, Value
+from jdag.engine.state import State, first_failure
+from jdag.engine.vocabulary import (
+    Acknowledge,
+    Assign,
+    Assigned,
+    Dropped,
+    Failure,
+    Forget,
+    Forward,
+    Job,
+    Key,
+    LeafId,
+    Path,
+    Worker,
+)
+from jdag.errors import WorkerLost
+
+
+@dataclass(slots=True)
+class Version:
+    """One version of a leaf and how many contexts and assignments use it."""
+
+    value: Value
+    users: int = 0
+
+
+@dataclass(slots=True)
+class Leaf:
+    """The versions of one leaf that are still held here."""
+
+    aval: Any
+    newest: int = -1
+    forgotten: bool = False
+    versions: dict[int, Version] = field(default_factory=dict)
+
+
+class Leaves:
+    """The leaves of one worker, and the assignments that it issued."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._leaves: dict[LeafId, Leaf] = {}
+        self.unacknowledged: dict[tuple[Path, Worker], None] = {}
+
+    def assigned(self, event: Assigned) -> None:
+        """A program here makes versions of leaves, on this worker or another."""
+        state = self._state
+        if event.worker in state.lost:
+            raise WorkerLost(f"leaves cannot be made on {event.worker!r}: it is lost")
+        message = Assign(
+            event.path,
+            event.function,
+            event.inputs,
+            event.outputs,
+            event.avals,
+            event.call_site,
+        )
+        if event.worker == state.worker:
+            self.assign(message)
+            return
+        self.unacknowledged[event.path, event.worker] = None
+        if event.function is None:
+            carried = event.outputs
+        else:
+            carried = tuple(key for key in event.inputs if key.kind == "constant")
+        state.send(event.worker, message, carried)
+        state.drop(carried)
+
+    def arrived(self, sender: Worker, message: Assign) -> None:
+        """An assignment from another worker."""
+        self.assign(message)
+        self._state.send(sender, Acknowledge(None, message.path))
+
+    def assign(self, message: Assign) -> None:
+        """Make the versions: they settle when the function has run."""
+        state = self._state
+        inputs, held = self._inputs(message)
+        outputs = []
+        for key, aval in zip(message.outputs, message.avals, strict=True):
+            leaf = self._leaves.setdefault(key.name, Leaf(aval))
+            previous = leaf.versions.get(leaf.newest)
+            leaf.newest = key.index
+            value = Value(key, None, 0)
+            leaf.versions[key.index] = Version(value)
+            outputs.append(value)
+            if previous is not None:
+                self._free(leaf, previous)
+        if message.function is None:
+            for value in outputs:
+                state.settle(value, None)
+            return
+        run = partial(self._run, message, inputs, tuple(outputs), held)
+        state.when_settled(inputs, run)
+
+    def _inputs(self, message: Assign) -> tuple[tuple[Value, ...], tuple[Any, ...]]:
+        """The values of an assignment, each held until it has run."""
+        state = self._state
+        inputs: list[Value] = []
+        held: list[Any] = []
+        for key in message.inputs:
+            value: Value | None = None
+            if key.kind == "leaf":
+                version = self._version(key)
+                if version is not None:
+                    version.users += 1
+                    held.append((key.name, version))
+                    value = version.value
+            elif key.kind == "constant":
+                value = Value(key, None, 0)
+                state.settle(value, None)
+            else:
+                fragment = (
+                    None if key.context is None else state.contexts.get(key.context)
+                )
+                value = None if fragment is None else fragment.values.get(key)
+                if fragment is not None and value is not None:
+                    fragment.pending += 1
+                    held.append(fragment)
+            inputs.append(self.missing(key) if value is None else value)
+        return tuple(inputs), tuple(held)
+
+    def _run(
+        self,
+        message: Assign,
+        inputs: tuple[Value, ...],
+        outputs: tuple[Value, ...],
+        held: tuple[Any, ...],
+    ) -> None:
+        state = self._state
+        failure = first_failure(inputs)
+        if failure is not None:
+            self._settle(outputs, held, failure, message)
+            return
+        job = Forward(
+            state.number_job(),
+            None,
+            message.path,
+            message.function,
+            tuple(value.stored for value in inputs),
+            tuple(value.key for value in outputs),
+            None,
+        )
+        state.compute(job, self._computed, (outputs, held), message)
+
+    def _computed(
+        self, failure: Failure | None, settle: Any, message: Assign, job: Job
+    ) -> None:
+        outputs, held = settle
+        self._settle(outputs, held, failure, message)
+
+    def _settle(
+        self,
+        outputs: tuple[Value, ...],
+        held: tuple[Any, ...],
+        failure: Failure | None,
+        message: Assign,
+    ) -> None:
+        state = self._state
+        state.drop(key for key in message.inputs if key.kind == "constant")
+        for value in outputs:
+            state.settle(value, failure)
+        for use in held:
+            if isinstance(use, Fragment):
+                state.less_pending(use)
+            else:
+                name, version = use
+                version.users -= 1
+                self._free(self._leaves[name], version)
+        for value in outputs:  # Dropped or replaced while it was being made.
+            leaf = self._leaves.get(value.key.name)
+            if leaf is None:
+                state.drop((value.key,))
+            elif value.key.index in leaf.versions:
+                self._free(leaf, leaf.versions[value.key.index])
+
+    # ------------------------------------------------------------- use and freedom
+
+    def _version(self, key: Key) -> Version | None:
+        leaf = self._leaves.get(key.name)
+        if leaf is None or leaf.forgotten:
+            return None
+        return leaf.versions.get(key.index)
+
+    def missing(self, key: Key) -> Value:
+        """A value that holds why it is not here."""
+        if key.kind == "leaf":
+            leaf = self._leaves.get(key.name)
+            newest = (
+                "it was dropped" if leaf is None else f"the newest is {leaf.newest}"
+            )
+            why = f"version {key.index} of {key.name} is not held any more ({newest})"
+        else:
+            why = f"{key.kind} {key.name} of context {key.context} is not held here"
+        value = Value(key, None, 0)
+        value.settled = True
+        value.failure = self._state.failure("ContextError", why)
+        return value
+
+    def read(self, key: Key) -> Value:
+        """A version, to be read outside any context."""
+        version = self._version(key)
+        return self.missing(key) if version is None else version.value
+
+    def use(self, fragment: Fragment, key: Key) -> Value:
+        """A version as a value of a context, with the end where its gradient accumulates."""
+        value = fragment.values.get(key)
+        if value is not None:
+            return value
+        version = self._version(key)
+        if version is None:
+            return self.missing(key)
+        version.users += 1
+        end = fragment.leaves.get(key.name)
+        if end is None:
+            end = fragment.leaves[key.name] = LeafEnd(
+                key.name, self._leaves[key.name].aval
+            )
+        value = fragment.values[key] = Value(key, end, 0)
+        end.outputs = (*end.outputs, value)
+        source = version.value
+        self._state.when_settled((source,), partial(self._mirror, source, value))
+        return value
+
+    def _mirror(self, source: Value, value: Value) -> None:
+        self._state.settle(value, source.failure)
+
+    def release(self, fragment: Fragment) -> None:
+        """A context ended: the versions that it read may go."""
+        for key in fragment.values:
+            if key.kind == "leaf" and key.name in self._leaves:
+                leaf = self._leaves[key.name]
+                version = leaf.versions.get(key.index)
+                if version is not None:
+                    version.users -= 1
+                    self._free(leaf, version)
+
+    def dropped(self, event: Dropped) -> None:
+        """A program here drops leaves, here and on other workers."""
+        by_worker: dict[Worker, list[LeafId]] = {}
+        for leaf in event.leaves:
+            by_worker.setdefault(leaf.worker, []).append(leaf)
+        for worker, leaves in by_worker.items():
+            if worker == self._state.worker:
+                self.forget(Forget(tuple(leaves)))
+            else:
+                self._state.send(worker, Forget(tuple(leaves)))
+
+    def forget(self, message: Forget) -> None:
+        """Drop leaves; a version in use goes when its last user does."""
+        for name in message.leaves:
+            leaf = self._leaves.get(name)
+            if leaf is not None:
+                leaf.forgotten = True
+                for version in tuple(leaf.versions.values()):
+                    self._free(leaf, version)
+
+    def _free(self, leaf: Leaf, version: Version) -> None:
+        key = version.value.key
+        superseded = leaf.forgotten or key.index != leaf.newest
+        if superseded and version.users == 0 and version.value.settled:
+            if leaf.versions.pop(key.index, None) is not None:
+                self._state.drop((key,))
+            if not leaf.versions:
+                self._leaves.pop(key.name, None)
+
+    def live(self) -> int:
+        """How many leaves are held here."""
+        return sum(not leaf.forgotten for leaf in self._leaves.values())
+
+    def lost(self, worker: Worker) -> None:
+        """A worker is gone: it acknowledges nothing more."""
+        for pending in [key for key in self.unacknowledged if key[1] == worker]:
+            del self.unacknowledged[pending]

@@ -1,0 +1,266 @@
+"""What engines say to each other; `landing` names the values that ride along.
+
+A message is data. The wire turns it into bytes; the driver attaches the values and stores
+them, where they land, under the keys that `landing(message)` gives.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from jdag.engine.names import (
+    ContextId,
+    Failure,
+    Key,
+    LeafId,
+    Outcome,
+    Owed,
+    Path,
+    Root,
+    Worker,
+)
+
+
+class Incoming(NamedTuple):
+    """A recv that a call makes: who sends, and which of the slots are tracked."""
+
+    source: Worker
+    tracked: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Issuer to callee: run `function` on these inputs. Carries the constants."""
+
+    context: ContextId
+    path: Path
+    function: Any
+    inputs: tuple[Key, ...]
+    tracked: tuple[bool, ...]  # Which inputs are edges.
+    outputs: tuple[bool, ...]  # Which outputs are tracked.
+    incoming: tuple[Incoming, ...]
+    call_site: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ship:
+    """Issuer to the owner of arguments: send these to where the call of this path runs."""
+
+    context: ContextId
+    path: Path
+    destination: Worker
+    keys: tuple[Key, ...]
+    tracked: tuple[bool, ...]
+    function: str  # For whom: the name of the function that is called there.
+    call_site: str
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledge:
+    """To the issuer: the call, ship or assignment of this path has arrived."""
+
+    context: ContextId | None
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Primal:
+    """Send to recv: the values of a transfer, or for a slot why there is none."""
+
+    context: ContextId
+    path: Path
+    source: Worker
+    failures: tuple[Failure | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Issuer to worker: run a program there. `arguments` are data: refs and statics."""
+
+    context: ContextId
+    path: Path
+    function: Any
+    arguments: Any
+    call_site: str
+
+
+@dataclass(frozen=True, slots=True)
+class Return:
+    """The program of this path ended; it touched these workers."""
+
+    context: ContextId
+    path: Path
+    result: Any
+    failure: Failure | None
+    workers: tuple[Worker, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Asks for values; untracked. Never makes a context."""
+
+    request: int
+    keys: tuple[Key, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Answers a read, with the values or with why there are none."""
+
+    request: int
+    failures: tuple[Failure | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Assign:
+    """Make versions of leaves: from the values carried, or by a function run there."""
+
+    path: Path  # (number,): leaves are assigned outside contexts, in one order.
+    function: Any  # None: the values come with the message.
+    inputs: tuple[Key, ...]
+    outputs: tuple[Key, ...]
+    avals: tuple[Any, ...]
+    call_site: str
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Drop these leaves, all versions."""
+
+    leaves: tuple[LeafId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Owner to a worker with roots: walk, and if `go` begin. Engages. Carries cotangents."""
+
+    context: ContextId
+    number: int  # Of the pass.
+    roots: tuple[Root, ...]
+    retain: bool
+    go: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Go:
+    """Owner to a worker whose roots it announced: begin. Engages."""
+
+    context: ContextId
+    number: int
+    retain: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Cotangent:
+    """Recv to send: cotangents of a transfer's tracked slots; absent = symbolic zero."""
+
+    context: ContextId
+    number: int
+    path: Path
+    present: tuple[bool, ...]
+    retain: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """To whom engaged or told: this message is done with; change in sends owed."""
+
+    context: ContextId
+    number: int
+    owed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """To the parent in the tree: the pass cannot finish."""
+
+    context: ContextId
+    number: int
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Owner to every participant: the pass is over."""
+
+    context: ContextId
+    number: int
+    outcome: Outcome
+    retain: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Answers End: sends still owed, and leaves that now have a gradient."""
+
+    context: ContextId
+    number: int
+    owed: tuple[Owed, ...]
+    leaves: tuple[LeafId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Owner to every participant: forget the context, at once if `abort`, else when quiet.
+
+    `live` are the counters of the owner's contexts that are still open: every other up to
+    this one is gone, which is all that a worker remembers.
+    """
+
+    context: ContextId
+    live: tuple[int, ...]
+    abort: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """Answers Release: the failures that began here, first in program order first."""
+
+    context: ContextId
+    failures: tuple[Failure, ...]
+
+
+Message = (
+    Call | Ship | Acknowledge | Primal | Run | Return | Read | Reading | Assign | Forget
+    | Start | Go | Cotangent | Answer | Fail | End | Ended | Release | Released
+)  # fmt: skip
+
+
+def landing(message: Message) -> tuple[Key, ...]:
+    """The keys under which the values that ride with a message are stored where it lands."""
+    match message:
+        case Cotangent(context=context, number=number, path=path, present=present):
+            name = (number, path)
+            return tuple(
+                Key("cotangent", context, name, slot)
+                for slot, here in enumerate(present)
+                if here
+            )
+        case Primal(context=context, path=path, source=source, failures=failures):
+            name = (path, source)
+            return tuple(
+                Key("received", context, name, slot)
+                for slot, failure in enumerate(failures)
+                if failure is None
+            )
+        case Call(inputs=inputs, context=context, path=path):
+            return tuple(
+                key for key in inputs if key.kind == "constant" and key.name == path
+            )
+        case Assign(function=None, outputs=outputs):
+            return outputs
+        case Assign(inputs=inputs):
+            return tuple(key for key in inputs if key.kind == "constant")
+        case Start(context=context, number=number, roots=roots):
+            return tuple(
+                Key("seed", context, number, root.number)
+                for root in roots
+                if root.given
+            )
+        case Reading(request=request, failures=failures):
+            return tuple(
+                Key("reading", None, request, index)
+                for index, failure in enumerate(failures)
+                if failure is None
+            )
+        case _:
+            return ()

@@ -1,0 +1,107 @@
+"""Names and plain data that messages, jobs and events are made of.
+
+Names are global: a key means the same value whoever says it.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+Path = tuple[
+    int, ...
+]  # Call numbers from the top activation down: the order of everything.
+Worker = str
+
+
+class ContextId(NamedTuple):
+    """Names a context: 16 bits of its owner's number, 48 of a counter; incarnation."""
+
+    number: int
+    counter: int
+    incarnation: int
+
+    @property
+    def id(self) -> int:
+        """The 64-bit id, as PyTorch writes it: the worker's number in its top 16 bits."""
+        return self.number << 48 | self.counter
+
+    def __str__(self) -> str:
+        return f"{self.number}.{self.counter}"
+
+
+class LeafId(NamedTuple):
+    """Names a leaf: who keeps it, and its number in the order in which leaves were put."""
+
+    worker: Worker
+    number: int
+
+    def __str__(self) -> str:
+        return f"leaf {self.number} on {self.worker}"
+
+
+class Key(NamedTuple):
+    """Names a value.
+
+    kind        name            index
+    output      path of call    which output             where the call ran
+    received    (path, source)  slot of the transfer     where the transfer went
+    constant    path            position of the argument where the call runs
+    leaf        LeafId          version                  on the leaf's worker
+    gradient    LeafId          pass                     on the leaf's worker
+    seed        pass            number of the root       where the root lives
+    cotangent   (pass, path)    slot of the transfer     on the send's worker
+    reading     request         number in the request    where it was asked
+    residuals   path of call    0                        where the call ran
+    scratch     job             which output             nowhere but here
+    """
+
+    kind: str
+    context: ContextId | None
+    name: Any
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error as a value: what holds it, and whoever computes on it, fails with it.
+
+    `error` names a class of `jdag.errors`; `exception` is the original where this process
+    has it (it does not travel). (`worker`, `path`) is where it began and identifies it.
+    """
+
+    error: str
+    message: str
+    worker: Worker
+    path: Path = ()
+    function: str = ""
+    call_site: str = ""
+    traceback: str = ""
+    route: tuple[Worker, ...] = ()  # From the owner down to where it failed.
+    exception: BaseException | None = None
+
+
+class Outcome(Enum):
+    """How a pass ended."""
+
+    FINISHED = "finished"
+    FAILED = "failed"
+    STUCK = "stuck"
+
+
+class Root(NamedTuple):
+    """Where a pass starts: a value, its shape, and whether a cotangent is carried."""
+
+    key: Key
+    aval: Any
+    given: bool
+    number: int  # Its place among all roots of the pass.
+
+
+class Owed(NamedTuple):
+    """A send that waited for its cotangent: what a stuck pass names."""
+
+    path: Path
+    worker: Worker  # Where the send is.
+    destination: Worker  # Who never sent the cotangent.
+    function: str  # The function that was called with what was sent.
+    call_site: str

@@ -1,0 +1,94 @@
+"""The phases of a context at its owner, as a table that code and error messages read."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from jdag.engine.vocabulary import (
+    ContextId,
+    Differentiated,
+    End,
+    Ended,
+    Failure,
+    Go,
+    Issued,
+    Launched,
+    LeafId,
+    Left,
+    Lost,
+    Outcome,
+    Owed,
+    Released,
+    Root,
+    Start,
+    Worker,
+)
+from jdag.errors import ContextError, WorkerLost
+
+
+class Phase(Enum):
+    """What a context is doing."""
+
+    OPEN = "open"
+    GATHERING = "gathering"  # A pass is asked for; calls are not all acknowledged.
+    ANNOUNCING = "announcing"  # Roots on several workers: wave one.
+    RUNNING = "running"  # Cotangents flow.
+    ENDING = "ending"  # Every participant is being told.
+    FAILED = "failed"  # A worker of it was lost.
+    LEAVING = "leaving"
+    RELEASED = "released"
+
+
+# What moves a context on: what its programs tell, and what is sent to or got from everybody.
+NEXT: Mapping[Phase, Mapping[type, Phase]] = {
+    Phase.OPEN: {
+        Issued: Phase.OPEN,
+        Launched: Phase.OPEN,
+        Differentiated: Phase.GATHERING,
+        Left: Phase.LEAVING,
+        Lost: Phase.FAILED,
+    },
+    Phase.GATHERING: {
+        Start: Phase.ANNOUNCING,
+        Go: Phase.RUNNING,
+        End: Phase.ENDING,
+        Left: Phase.LEAVING,
+    },
+    Phase.ANNOUNCING: {Go: Phase.RUNNING, End: Phase.ENDING, Left: Phase.LEAVING},
+    Phase.RUNNING: {End: Phase.ENDING, Left: Phase.LEAVING},
+    Phase.ENDING: {Ended: Phase.OPEN, Lost: Phase.FAILED, Left: Phase.LEAVING},
+    Phase.FAILED: {Left: Phase.LEAVING},
+    Phase.LEAVING: {Released: Phase.RELEASED},
+    Phase.RELEASED: {},
+}
+
+
+@dataclass(slots=True)
+class Ownership:
+    """What only the owner of a context keeps of it."""
+
+    phase: Phase = Phase.OPEN
+    lost: Failure | None = None  # The first loss of a worker that took part.
+    passes: int = 0
+    waiter: int = 0
+    roots: tuple[tuple[Worker, Root], ...] = ()
+    retain: bool = False
+    outcome: Outcome = Outcome.FINISHED
+    failure: Failure | None = None
+    awaited: dict[Worker, None] = field(default_factory=dict)
+    owed: list[Owed] = field(default_factory=list)
+    leaves: dict[LeafId, None] = field(default_factory=dict)
+    failures: list[Failure] = field(default_factory=list)
+
+    def advance(self, context: ContextId, cause: type) -> None:
+        """Take a step of the table, or say what the phase allows."""
+        following = NEXT[self.phase].get(cause)
+        if following is None:
+            if self.lost is not None:
+                raise WorkerLost(f"context {context} has failed: {self.lost.message}")
+            allowed = ", ".join(kind.__name__ for kind in NEXT[self.phase]) or "nothing"
+            raise ContextError(
+                f"context {context} is {self.phase.value} and cannot take "
+                f"{cause.__name__}; it takes {allowed}"
+            )
+        self.phase = following

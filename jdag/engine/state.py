@@ -1,0 +1,156 @@
+"""What the parts of one engine share: contexts, jobs under way, effects not yet asked for.
+
+Invariants: `out` holds the effects of the event being handled and nothing else; a job is in
+`jobs` from its Compute to its Computed; work that one settled value sets free runs from `soon`,
+in order, so that a chain of any length needs no recursion.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from jdag.engine.graph import Fragment, Pending, Value
+from jdag.engine.vocabulary import (
+    Compute,
+    ContextId,
+    Drop,
+    Effect,
+    Failure,
+    Job,
+    Key,
+    Message,
+    Path,
+    Send,
+    Worker,
+)
+
+
+class Horizon(NamedTuple):
+    """Which contexts of an owner are gone: all up to `counter` but those `live`."""
+
+    counter: int
+    live: tuple[int, ...]
+
+
+Done = Callable[[Failure | None, Any, Any, Job], None]
+
+
+class State:
+    """One engine's memory, and the few ways in which its parts write to it."""
+
+    def __init__(
+        self, worker: Worker, workers: Sequence[Worker], incarnation: int
+    ) -> None:
+        self.worker = worker
+        self.workers = tuple(workers)
+        self.incarnation = incarnation
+        self.number = self.workers.index(worker)
+        self.contexts: dict[ContextId, Fragment] = {}
+        self.horizons: dict[tuple[int, int], Horizon] = {}
+        self.lost: dict[Worker, None] = {}
+        self.jobs: dict[int, tuple[Done, Any, Any, Job]] = {}
+        self.soon: deque[Callable[[], None]] = deque()
+        self.out: list[Effect] = []
+        self.on_quiet: Callable[[Fragment], None] = _nobody
+        self._job = 0
+
+    # ------------------------------------------------------------------- contexts
+
+    def fragment(self, context: ContextId) -> Fragment | None:
+        """The part of a context that is here; made on first sight; None once released."""
+        fragment = self.contexts.get(context)
+        if fragment is None and not self.gone(context):
+            fragment = Fragment(context, self.workers[context.number])
+            self.contexts[context] = fragment
+        return fragment
+
+    def gone(self, context: ContextId) -> bool:
+        """Whether a context was released, or its owner is lost."""
+        if self.workers[context.number] in self.lost:
+            return True
+        horizon = self.horizons.get((context.number, context.incarnation))
+        return (
+            horizon is not None
+            and context.counter <= horizon.counter
+            and context.counter not in horizon.live
+        )
+
+    # -------------------------------------------------------------------- effects
+
+    def send(self, to: Worker, message: Message, values: tuple[Key, ...] = ()) -> None:
+        """Ask for a message to be sent; to a lost worker there is nothing to say."""
+        assert to != self.worker, message
+        if to not in self.lost:
+            self.out.append(Send(to, message, values))
+
+    def drop(self, keys: Iterable[Key]) -> None:
+        """Ask for values to be dropped."""
+        keys = tuple(keys)
+        if keys:
+            self.out.append(Drop(keys))
+
+    def number_job(self) -> int:
+        """A number for the next job: it only identifies."""
+        self._job += 1
+        return self._job
+
+    def compute(self, job: Job, done: Done, fragment: Any, owner: Any) -> None:
+        """Ask for a job; `done(failure, fragment, owner, job)` runs when it is computed."""
+        self.jobs[job.id] = (done, fragment, owner, job)
+        self.out.append(Compute(job))
+
+    # -------------------------------------------------------------------- waiting
+
+    def when_settled(self, values: Sequence[Value], then: Callable[[], None]) -> None:
+        """Run `then` once all values have settled: now, if they have."""
+        missing = [value for value in values if not value.settled]
+        if not missing:
+            then()
+            return
+        pending = Pending(len(missing), then)
+        for value in missing:
+            value.waiters.append(pending)
+
+    def settle(self, value: Value, failure: Failure | None) -> None:
+        """A value is there, or never will be; who waited for it runs soon."""
+        assert not value.settled, value.key
+        value.settled = True
+        value.failure = failure
+        waiters = value.waiters
+        if waiters:
+            value.waiters = []
+            for pending in waiters:
+                pending.missing -= 1
+                if pending.missing == 0:
+                    self.soon.append(pending.then)
+
+    def less_pending(self, fragment: Fragment) -> None:
+        """One thing less to wait for before the fragment can be released."""
+        fragment.pending -= 1
+        assert fragment.pending >= 0, fragment.pending
+        if fragment.pending == 0 and fragment.release is not None:
+            self.soon.append(partial(self.on_quiet, fragment))
+
+    def failure(self, error: str, message: str, path: Path = ()) -> Failure:
+        """An error of our own that begins here."""
+        return Failure(error, message, self.worker, path, route=(self.worker,))
+
+
+def _nobody(fragment: Fragment) -> None:
+    raise AssertionError(fragment.context)  # The engine puts `Ends.quiet` here.
+
+
+def first_failure(values: Sequence[Value]) -> Failure | None:
+    """The failure that a computation on these values holds: the first by position."""
+    for value in values:
+        if value.failure is not None:
+            return value.failure
+    return None
+
+
+def lost_failure(worker: Worker, seen_by: Worker) -> Failure:
+    """Says that a worker is gone."""
+    return Failure(
+        "WorkerLost", f"worker {worker!r} is lost (noticed by {seen_by!r})", worker
+    )
