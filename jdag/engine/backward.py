@@ -1,14 +1,13 @@
 """Backward on one worker: count what a pass owes, then run vjps as cotangents complete.
 
-Told: Start, Go, Cotangent, Answer, Fail, and results of Vjp, Sum and Fill jobs. Asks for
-those jobs and for Cotangent, Answer and Fail messages.
+Told: Start, Go, Cotangent, Answer, Fail, and results of Vjp, Sum and Fill jobs. Asks
+for those jobs and for Cotangent, Answer and Fail messages.
 
-Invariants
-- Counting is done once a pass and worker, on first sight, from its roots and all its sends.
-- Each counted edge brings exactly one contribution, perhaps a symbolic zero; a vertex is ready
-  when all have come, and its addends are then put in order of (path, position), seeds last.
-- A gradient is staged in the pass; only `End(finished)` commits it.
-- Nothing recurses: what one contribution makes ready waits in `Pass.ready`.
+Invariants - Counting is done once a pass and worker, on first sight, from its roots and
+all its sends. - Each counted edge brings exactly one contribution, perhaps a symbolic
+zero; a vertex is ready when all have come, and its addends are then put in order of
+(path, position), seeds last. - A gradient is staged in the pass; only `End(finished)`
+commits it. - Nothing recurses: what one contribution makes ready waits in `Pass.ready`.
 """
 
 from collections.abc import Callable
@@ -108,7 +107,7 @@ class Backward:
     def answer(self, message: Answer) -> None:
         """A message of the pass is done with."""
         fragment = self._state.contexts.get(message.context)
-        live = fragment and fragment.live
+        live: Pass | None = None if fragment is None else fragment.live
         if fragment is None or live is None or live.number != message.number:
             return
         live.unanswered -= 1
@@ -119,7 +118,7 @@ class Backward:
     def fail_arrived(self, message: Fail) -> None:
         """A child in the tree cannot finish: pass it on towards the owner."""
         fragment = self._state.contexts.get(message.context)
-        live = fragment and fragment.live
+        live: Pass | None = None if fragment is None else fragment.live
         if fragment is None or live is None or live.number != message.number:
             return
         route = (self._state.worker, *message.failure.route)
@@ -133,7 +132,7 @@ class Backward:
         retain: bool,
         landed: tuple[Key, ...],
     ) -> tuple[Fragment, Pass, bool] | None:
-        """The pass that a message belongs to and whether it engaged; None if it ended."""
+        """A message's pass and whether it engaged; None if the pass ended."""
         fragment = self._state.fragment(context)  # type: ignore[arg-type]
         if fragment is None or number <= fragment.ended:
             self._state.drop(landed)
@@ -147,7 +146,7 @@ class Backward:
     def _close(
         self, fragment: Fragment, live: Pass, sender: Worker, engaged: bool
     ) -> None:
-        """End the handling of a message: work off what is ready, answer if it is time."""
+        """Work off what is ready and answer if it is time."""
         self._work(fragment, live)
         if not engaged and not live.failed:
             change = 0 if live.is_owner else live.report()
@@ -221,8 +220,9 @@ class Backward:
 
     def _fail_spent(self, fragment: Fragment, live: Pass, vertex: Vertex) -> None:
         message = (
-            f"{_describe(vertex)} on {self._state.worker!r} was already used by a backward "
-            "pass; call backward with retain_graph=True where the graph is to be used again"
+            f"{_describe(vertex)} on {self._state.worker!r} was already used by a "
+            "backward pass; call backward with retain_graph=True where the graph is to "
+            "be used again"
         )
         self.fail(
             fragment, live, self._state.failure("GraphError", message, _path(vertex))
@@ -481,7 +481,7 @@ class Backward:
 
 
 def _ordered(addends: list[tuple[tuple[float, ...], int, Key]]) -> tuple[Key, ...]:
-    """The addends in the order of the program, whatever the order in which they came."""
+    """The addends in the order of the program, whatever order they came in."""
     if len(addends) == 1:
         return (addends[0][2],)
     return tuple([key for _, _, key in sorted(addends)])

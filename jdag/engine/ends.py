@@ -1,17 +1,17 @@
 """The owner's half of a pass, and how passes, contexts and workers end.
 
-Told by programs: Opened, Differentiated, Left; by others: End, Ended, Release, Released; by the
-driver: Lost. Asks for Start, Go, End, Release and their answers, Resume and Drop.
+Told by programs: Opened, Differentiated, Left; by others: End, Ended, Release,
+Released; by the driver: Lost. Asks for Start, Go, End, Release and their answers,
+Resume and Drop.
 
-Invariants
-- A pass begins when the top activation has no unacknowledged call; with roots on several
-  workers all are announced before any begins.
-- Every pass ends with one End to every worker that took part, and is over when all have
-  answered; gradients are committed by End(finished) and by nothing else.
-- Every context ends with one Release to every worker that took part. A worker answers it when it
-  is quiet (all calls have run, all values are shipped), so that no error goes unseen; an abort
-  (a worker was lost, or a pass was interrupted) goes to all workers and is answered at once.
-- After a release a worker keeps of a context only its owner's horizon.
+Invariants - A pass begins when the top activation has no unacknowledged call; with
+roots on several workers all are announced before any begins. - Every pass ends with one
+End to every worker that took part, and is over when all have answered; gradients are
+committed by End(finished) and by nothing else. - Every context ends with one Release to
+every worker that took part. A worker answers it when it is quiet (all calls have run,
+all values are shipped), so that no error goes unseen; an abort (a worker was lost, or a
+pass was interrupted) goes to all workers and is answered at once. - After a release a
+worker keeps of a context only its owner's horizon.
 """
 
 from dataclasses import replace
@@ -33,6 +33,7 @@ from jdag.engine.vocabulary import (
     Failure,
     Go,
     Key,
+    LeafId,
     Left,
     Opened,
     Outcome,
@@ -95,7 +96,7 @@ class Ends:
         self._forwarding.when_acknowledged(top, partial(self._begin, fragment, own))
 
     def _begin(self, fragment: Fragment, own: Ownership) -> None:
-        """Everything issued has arrived: announce the roots, or start if one worker has all."""
+        """All calls have arrived: announce the roots, or start where they all are."""
         if own.phase is not Phase.GATHERING:
             return  # A worker was lost meanwhile.
         state = self._state
@@ -169,7 +170,7 @@ class Ends:
     def ended(self, sender: Worker, message: Ended) -> None:
         """A participant knows that the pass is over."""
         fragment = self._state.contexts.get(message.context)
-        own = fragment and fragment.ownership
+        own = None if fragment is None else fragment.ownership
         if fragment is None or own is None or own.phase is not Phase.ENDING:
             return
         if sender in own.awaited and message.number == own.passes:
@@ -209,11 +210,11 @@ class Ends:
         self._state.send(sender, reply)
 
     def _close_pass(self, fragment: Fragment, message: End) -> Ended:
-        """Commit or forget what the pass did here; leave no trace of it but gradients."""
+        """Commit or forget what the pass did here; leave only gradients of it."""
         fragment.ended = message.number
         live: Pass | None = fragment.live
         owed: tuple[Owed, ...] = ()
-        leaves = ()
+        leaves: tuple[LeafId, ...] = ()
         if live is not None:
             fragment.live = None
             owed = tuple(
@@ -347,7 +348,7 @@ class Ends:
     def released(self, sender: Worker, message: Released) -> None:
         """A participant has forgotten the context."""
         fragment = self._state.contexts.get(message.context)
-        own = fragment and fragment.ownership
+        own = None if fragment is None else fragment.ownership
         if fragment is None or own is None or sender not in own.awaited:
             return
         del own.awaited[sender]
@@ -391,7 +392,7 @@ class Ends:
     # ----------------------------------------------------------- the end of a worker
 
     def lost(self, worker: Worker) -> None:
-        """A worker is gone: its contexts, and the passes and contexts it took part in."""
+        """A worker is gone, and its contexts, and those that it took part in."""
         state = self._state
         if worker in state.lost:
             return

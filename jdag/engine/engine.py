@@ -92,9 +92,8 @@ class Engine:
     def handle(self, event: Event) -> list[Effect]:
         """Take one event; return the effects that it asks for, in order.
 
-        Raises:
-            ContextError: a program told something that its context's phase does not take.
-            WorkerLost: a program asked something of a worker that is lost.
+        Raises: ContextError: a program told something that its context's phase does not
+        take. WorkerLost: a program asked something of a worker that is lost.
         """
         state = self._state
         match event:

@@ -1,16 +1,15 @@
 """Forward: calls, transfers and programs; the graph as it comes to be.
 
-Told by programs here: Issued, Launched, Returned. Told by others: Call, Ship, Primal, Run,
-Return, Acknowledge. Asks for Forward jobs, Primal messages, Spawn and Resume.
+Told by programs here: Issued, Launched, Returned. Told by others: Call, Ship, Primal,
+Run, Return, Acknowledge. Asks for Forward jobs, Primal messages, Spawn and Resume.
 
-Invariants
-- Only the issuer decides transfers: a value goes to a worker once per activation and tracking.
-- A call, ship or program is acknowledged once; a program call leaves only when all earlier
-  calls of its activation (and all assignments from here) are acknowledged, and a program
-  returns only when its own are. So whoever learns of a ref can use it at once.
-- A recv may exist before its call: data makes it empty, the call fills it.
-- A call runs when all its inputs have settled; if any failed it does not run, and its results
-  hold the first failure by position.
+Invariants - Only the issuer decides transfers: a value goes to a worker once per
+activation and tracking. - A call, ship or program is acknowledged once; a program call
+leaves only when all earlier calls of its activation (and all assignments from here) are
+acknowledged, and a program returns only when its own are. So whoever learns of a ref
+can use it at once. - A recv may exist before its call: data makes it empty, the call
+fills it. - A call runs when all its inputs have settled; if any failed it does not run,
+and its results hold the first failure by position.
 """
 
 from functools import partial
@@ -62,13 +61,17 @@ class Forwarding:
         activation = None if fragment is None else fragment.activations.get(path[:-1])
         if fragment is None or activation is None:
             raise ContextError(
-                f"context {context} is not open on {self._state.worker!r}: it was released, "
-                "or the program that issues this call has ended"
+                f"context {context} is not open on {self._state.worker!r}: it was "
+                "released, or the program that issues this call has ended"
             )
         return fragment, activation
 
+    def _issuer(self, context: ContextId, path: Path) -> Activation | None:
+        fragment = self._state.contexts.get(context)
+        return None if fragment is None else fragment.activations.get(path[:-1])
+
     def issued(self, event: Issued) -> None:
-        """Turn one call into a message to the callee and one to each owner of arguments."""
+        """Turn a call into messages: to the callee and to each owner of arguments."""
         state = self._state
         fragment, activation = self.activation(event.context, event.path)
         if fragment.ownership is not None:
@@ -173,8 +176,7 @@ class Forwarding:
         if message.context is None:
             self._leaves.unacknowledged.pop((message.path, sender), None)
         else:
-            fragment = self._state.contexts.get(message.context)
-            activation = fragment and fragment.activations.get(message.path[:-1])
+            activation = self._issuer(message.context, message.path)
             if activation is None:
                 return
             activation.unacknowledged.pop((message.path, sender), None)
@@ -239,9 +241,8 @@ class Forwarding:
 
     def program_ended(self, message: Return) -> None:
         """A program that was called from here returned."""
-        fragment = self._state.contexts.get(message.context)
-        activation = fragment and fragment.activations.get(message.path[:-1])
-        if fragment is None or activation is None:
+        activation = self._issuer(message.context, message.path)
+        if activation is None:
             return
         for worker in message.workers:
             activation.workers[worker] = None
@@ -270,9 +271,9 @@ class Forwarding:
         node.arguments = tuple(self.value(fragment, key) for key in message.inputs)
         recorded = True in message.outputs
         results = []
-        for index, tracked in enumerate(message.outputs):
+        for index, recording in enumerate(message.outputs):
             key = Key("output", message.context, message.path, index)
-            value = Value(key, node if tracked else None, 0)
+            value = Value(key, node if recording else None, 0)
             fragment.values[key] = value
             results.append(value)
         node.results = tuple(results)
@@ -429,7 +430,7 @@ class Forwarding:
     # ----------------------------------------------------------------------- ends
 
     def lost(self, worker: Worker) -> None:
-        """A worker is gone: what it owed us never comes, what we owe it is not needed."""
+        """A worker is gone: it sends nothing more, acknowledges nothing more."""
         for fragment in self._state.contexts.values():
             for recv in fragment.recvs.values():
                 if recv.source == worker:

@@ -1,15 +1,16 @@
 """What one worker owns of a context: values, vertices, edges and the calls it issued.
 
-A vertex is a place where cotangents meet. There are four kinds, alike in shape: `outputs` are
-the values whose cotangents come in, `inputs` the values whose cotangents go out.
+A vertex is a place where cotangents meet. There are four kinds, alike in shape:
+`outputs` are the values whose cotangents come in, `inputs` the values whose cotangents
+go out.
 
     Node     a recorded vjp: tracked results of a call in, its tracked arguments out
     SendEnd  the sending end of a transfer: a cotangent message in, what was sent out
     RecvEnd  the receiving end: what was received in, a cotangent message out
     LeafEnd  where the gradient of a leaf accumulates: its versions in, nothing out
 
-Invariants: an edge is (a vertex, a place in its `inputs`), and the value there names its
-producer; `spent` is set once and never cleared; a value settles once.
+Invariants: an edge is (a vertex, a place in its `inputs`), and the value there names
+its producer; `spent` is set once and never cleared; a value settles once.
 """
 
 from collections.abc import Callable
@@ -29,7 +30,7 @@ from jdag.engine.vocabulary import (
 
 
 class Value:
-    """A value as the engine knows it: where it is stored, whether it is there or failed."""
+    """A value as the engine knows it: where it is stored, if it is there or failed."""
 
     __slots__ = ("failure", "index", "key", "producer", "settled", "stored", "waiters")
 
@@ -77,7 +78,7 @@ class Node:
 
 
 class SendEnd:
-    """The sending end of a transfer; `inputs` holds None for a slot that is not tracked."""
+    """The sending end of a transfer; in `inputs`, None is a slot not tracked."""
 
     __slots__ = (
         "call_site",
@@ -107,7 +108,7 @@ class SendEnd:
 
 
 class RecvEnd:
-    """The receiving end of a transfer: made by its call, or empty by data that came first."""
+    """The receiving end of a transfer: made by its call, or by data that came first."""
 
     __slots__ = ("inputs", "outputs", "path", "source", "spent")
 
@@ -157,8 +158,8 @@ class Fragment:
     """The part of a context that one worker owns."""
 
     __slots__ = (
-        "activations", "context", "ended", "failures", "leaves", "live", "nodes", "owner",
-        "ownership", "pending", "recvs", "release", "sends", "values",
+        "activations", "context", "ended", "failures", "leaves", "live", "nodes",
+        "owner", "ownership", "pending", "recvs", "release", "sends", "values",
     )  # fmt: skip
 
     def __init__(self, context: ContextId, owner: Worker) -> None:

@@ -1,7 +1,7 @@
-"""Leaves and their versions: made, replaced and dropped in the order that messages came.
+"""Leaves and their versions: made, replaced and dropped in message order.
 
-A version is kept while it is the newest, while an assignment waits for it, and while a context
-that read it is open. Invariant: `users` counts just those last two.
+A version is kept while it is the newest, while an assignment waits for it, and while a
+context that read it is open. Invariant: `users` counts just those last two.
 """
 
 from dataclasses import dataclass, field
@@ -213,7 +213,7 @@ class Leaves:
         return self.missing(key) if version is None else version.value
 
     def use(self, fragment: Fragment, key: Key) -> Value:
-        """A version as a value of a context, with the end where its gradient accumulates."""
+        """A version as a value of a context, with the end of its gradient."""
         value = fragment.values.get(key)
         if value is not None:
             return value

@@ -1,7 +1,7 @@
 """What engines say to each other; `landing` names the values that ride along.
 
-A message is data. The wire turns it into bytes; the driver attaches the values and stores
-them, where they land, under the keys that `landing(message)` gives.
+A message is data. The wire turns it into bytes; the driver attaches the values and
+stores them, where they land, under the keys that `landing(message)` gives.
 """
 
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Ship:
-    """Issuer to the owner of arguments: send these to where the call of this path runs."""
+    """Issuer to an owner of arguments: send these to where this path's call runs."""
 
     context: ContextId
     path: Path
@@ -131,7 +131,7 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Owner to a worker with roots: walk, and if `go` begin. Engages. Carries cotangents."""
+    """Owner to a worker with roots: count, and if `go` begin. Carries cotangents."""
 
     context: ContextId
     number: int  # Of the pass.
@@ -151,7 +151,7 @@ class Go:
 
 @dataclass(frozen=True, slots=True)
 class Cotangent:
-    """Recv to send: cotangents of a transfer's tracked slots; absent = symbolic zero."""
+    """Recv to send: cotangents of a transfer's slots; absent = symbolic zero."""
 
     context: ContextId
     number: int
@@ -200,10 +200,10 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Owner to every participant: forget the context, at once if `abort`, else when quiet.
+    """Owner to every participant: forget it, at once if `abort`, else when quiet.
 
-    `live` are the counters of the owner's contexts that are still open: every other up to
-    this one is gone, which is all that a worker remembers.
+    `live` are the counters of the owner's contexts that are still open: every other up
+    to this one is gone, which is all that a worker remembers.
     """
 
     context: ContextId
@@ -226,19 +226,17 @@ Message = (
 
 
 def landing(message: Message) -> tuple[Key, ...]:
-    """The keys under which the values that ride with a message are stored where it lands."""
+    """The keys under which the values that ride with a message are stored."""
     match message:
         case Cotangent(context=context, number=number, path=path, present=present):
-            name = (number, path)
             return tuple(
-                Key("cotangent", context, name, slot)
+                Key("cotangent", context, (number, path), slot)
                 for slot, here in enumerate(present)
                 if here
             )
         case Primal(context=context, path=path, source=source, failures=failures):
-            name = (path, source)
             return tuple(
-                Key("received", context, name, slot)
+                Key("received", context, (path, source), slot)
                 for slot, failure in enumerate(failures)
                 if failure is None
             )

@@ -22,7 +22,7 @@ class ContextId(NamedTuple):
 
     @property
     def id(self) -> int:
-        """The 64-bit id, as PyTorch writes it: the worker's number in its top 16 bits."""
+        """The 64-bit id: the worker's number in its top 16 bits."""
         return self.number << 48 | self.counter
 
     def __str__(self) -> str:
@@ -30,7 +30,7 @@ class ContextId(NamedTuple):
 
 
 class LeafId(NamedTuple):
-    """Names a leaf: who keeps it, and its number in the order in which leaves were put."""
+    """Names a leaf: who keeps it, and its number in the order of making."""
 
     worker: Worker
     number: int
@@ -58,15 +58,16 @@ class Key(NamedTuple):
     kind: str
     context: ContextId | None
     name: Any
-    index: int
+    index: int  # type: ignore[assignment]  # Hides tuple.index, unused.
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
     """An error as a value: what holds it, and whoever computes on it, fails with it.
 
-    `error` names a class of `jdag.errors`; `exception` is the original where this process
-    has it (it does not travel). (`worker`, `path`) is where it began and identifies it.
+    `error` names a class of `jdag.errors`; `exception` is the original where this
+    process has it (it does not travel). (`worker`, `path`) is where it began and
+    identifies it.
     """
 
     error: str

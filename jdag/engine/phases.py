@@ -1,4 +1,4 @@
-"""The phases of a context at its owner, as a table that code and error messages read."""
+"""The phases of a context at its owner, a table that code and errors read."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -39,7 +39,7 @@ class Phase(Enum):
     RELEASED = "released"
 
 
-# What moves a context on: what its programs tell, and what is sent to or got from everybody.
+# What moves a context on: what its programs tell, what goes to or comes from all.
 NEXT: Mapping[Phase, Mapping[type, Phase]] = {
     Phase.OPEN: {
         Issued: Phase.OPEN,

@@ -1,8 +1,8 @@
 """Reads: values fetched by programs. They make no node, no edge and no context.
 
-Told: Fetched by a program here, Read and Reading by other workers. Asks for Resume, Read and
-Reading. Invariant: every Fetched is resumed and every Read answered, whatever becomes of
-the values, their context or their worker.
+Told: Fetched by a program here, Read and Reading by other workers. Asks for Resume,
+Read and Reading. Invariant: every Fetched is resumed and every Read answered, whatever
+becomes of the values, their context or their worker.
 """
 
 from dataclasses import dataclass

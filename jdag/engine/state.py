@@ -1,8 +1,8 @@
-"""What the parts of one engine share: contexts, jobs under way, effects not yet asked for.
+"""What the parts of one engine share: contexts, jobs under way, effects to be.
 
-Invariants: `out` holds the effects of the event being handled and nothing else; a job is in
-`jobs` from its Compute to its Computed; work that one settled value sets free runs from `soon`,
-in order, so that a chain of any length needs no recursion.
+Invariants: `out` holds the effects of the event being handled and nothing else; a job
+is in `jobs` from its Compute to its Computed; work that one settled value sets free
+runs from `soon`, in order, so that a chain of any length needs no recursion.
 """
 
 from collections import deque
@@ -58,7 +58,7 @@ class State:
     # ------------------------------------------------------------------- contexts
 
     def fragment(self, context: ContextId) -> Fragment | None:
-        """The part of a context that is here; made on first sight; None once released."""
+        """The part of a context here, made on first sight; None once released."""
         fragment = self.contexts.get(context)
         if fragment is None and not self.gone(context):
             fragment = Fragment(context, self.workers[context.number])
@@ -96,7 +96,7 @@ class State:
         return self._job
 
     def compute(self, job: Job, done: Done, fragment: Any, owner: Any) -> None:
-        """Ask for a job; `done(failure, fragment, owner, job)` runs when it is computed."""
+        """Ask for a job; `done(failure, fragment, owner, job)` runs afterwards."""
         self.jobs[job.id] = (done, fragment, owner, job)
         self.out.append(Compute(job))
 

@@ -1,17 +1,20 @@
 """One pass on one worker, and its place in the Dijkstra-Scholten tree.
 
-A message of the pass either engages a worker (the sender becomes its parent) or, if it is
-engaged already, is answered at once. A worker answers its parent when it is passive; then it
-may be engaged again. The owner is the root of the tree and never answers anybody.
+A message of the pass either engages a worker (the sender becomes its parent) or, if it
+is engaged already, is answered at once. A worker answers its parent when it is passive;
+then it may be engaged again. The owner is the root of the tree and never answers
+anybody.
 
-Every answer carries `unreported`: the change in this worker's count of owed sends since its last
-answer, plus the changes that answers brought it. So each change climbs to the owner exactly
-once, and when the owner is passive the sum it holds is the number of sends owed everywhere.
+Every answer carries `unreported`: the change in this worker's count of owed sends since
+its last answer, plus the changes that answers brought it. So each change climbs to the
+owner exactly once, and when the owner is passive the sum it holds is the number of
+sends owed everywhere.
 
-Why the owner is passive only when everybody is: a worker with an unanswered message is not
-passive, so each engaged worker's parent is engaged too; by induction the owner is not passive
-while anybody is engaged, and somebody is engaged while any message of the pass is under way
-(its sender has it unanswered) or any job of it runs (its worker is not passive).
+Why the owner is passive only when everybody is: a worker with an unanswered message is
+not passive, so each engaged worker's parent is engaged too; by induction the owner is
+not passive while anybody is engaged, and somebody is engaged while any message of the
+pass is under way (its sender has it unanswered) or any job of it runs (its worker is
+not passive).
 """
 
 from typing import Any
@@ -25,7 +28,7 @@ Addend = tuple[
 
 
 class Due:
-    """The cotangents of one vertex: how many contributions are awaited, what has come."""
+    """The cotangents of one vertex: how many are awaited, what has come."""
 
     __slots__ = ("addends", "remaining")
 
@@ -38,8 +41,9 @@ class Pass:
     """One backward pass as one worker sees it."""
 
     __slots__ = (
-        "computing", "dues", "engaged", "failed", "is_owner", "number", "owed", "parent",
-        "ready", "retain", "roots", "sighted", "staged", "unanswered", "unreported", "waiting",
+        "computing", "dues", "engaged", "failed", "is_owner", "number", "owed",
+        "parent", "ready", "retain", "roots", "sighted", "staged", "unanswered",
+        "unreported", "waiting",
     )  # fmt: skip
 
     def __init__(self, number: int, retain: bool, is_owner: bool) -> None:

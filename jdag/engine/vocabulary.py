@@ -1,111 +1,114 @@
-"""The words that engines and drivers share: jobs, events and effects, and all they are made of.
+"""The words that engines and drivers share: jobs, events, effects and their parts.
 
-Everything here is data. Values are opaque: a `Key` names one, a driver holds it. Functions,
-shapes and the arguments and results of programs are opaque too; the engine passes them on and
-never looks inside. Names and messages have modules of their own and are found here as well.
+Everything here is data. Values are opaque: a `Key` names one, a driver holds it.
+Functions, shapes and the arguments and results of programs are opaque too; the engine
+passes them on and never looks inside. Names and messages have modules of their own and
+are found here as well.
 """
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from jdag.engine.messages import (
-    Acknowledge as Acknowledge,
-)
-from jdag.engine.messages import (
-    Answer as Answer,
-)
-from jdag.engine.messages import (
-    Assign as Assign,
-)
-from jdag.engine.messages import (
-    Call as Call,
-)
-from jdag.engine.messages import (
-    Cotangent as Cotangent,
-)
-from jdag.engine.messages import (
-    End as End,
-)
-from jdag.engine.messages import (
-    Ended as Ended,
-)
-from jdag.engine.messages import (
-    Fail as Fail,
-)
-from jdag.engine.messages import (
-    Forget as Forget,
-)
-from jdag.engine.messages import (
-    Go as Go,
-)
-from jdag.engine.messages import (
-    Incoming as Incoming,
-)
-from jdag.engine.messages import (
-    Message as Message,
-)
-from jdag.engine.messages import (
-    Primal as Primal,
-)
-from jdag.engine.messages import (
-    Read as Read,
-)
-from jdag.engine.messages import (
-    Reading as Reading,
-)
-from jdag.engine.messages import (
-    Release as Release,
-)
-from jdag.engine.messages import (
-    Released as Released,
-)
-from jdag.engine.messages import (
-    Return as Return,
-)
-from jdag.engine.messages import (
-    Run as Run,
-)
-from jdag.engine.messages import (
-    Ship as Ship,
-)
-from jdag.engine.messages import (
-    Start as Start,
-)
-from jdag.engine.messages import (
-    landing as landing,
+    Acknowledge,
+    Answer,
+    Assign,
+    Call,
+    Cotangent,
+    End,
+    Ended,
+    Fail,
+    Forget,
+    Go,
+    Incoming,
+    Message,
+    Primal,
+    Read,
+    Reading,
+    Release,
+    Released,
+    Return,
+    Run,
+    Ship,
+    Start,
+    landing,
 )
 from jdag.engine.names import (
-    ContextId as ContextId,
+    ContextId,
+    Failure,
+    Key,
+    LeafId,
+    Outcome,
+    Owed,
+    Path,
+    Root,
+    Worker,
 )
-from jdag.engine.names import (
-    Failure as Failure,
-)
-from jdag.engine.names import (
-    Key as Key,
-)
-from jdag.engine.names import (
-    LeafId as LeafId,
-)
-from jdag.engine.names import (
-    Outcome as Outcome,
-)
-from jdag.engine.names import (
-    Owed as Owed,
-)
-from jdag.engine.names import (
-    Path as Path,
-)
-from jdag.engine.names import (
-    Root as Root,
-)
-from jdag.engine.names import (
-    Worker as Worker,
-)
+
+__all__ = [
+    "Acknowledge",
+    "Answer",
+    "Argument",
+    "Arrived",
+    "Assign",
+    "Assigned",
+    "Call",
+    "Compute",
+    "Computed",
+    "ContextId",
+    "Cotangent",
+    "Differentiated",
+    "Drop",
+    "Dropped",
+    "Effect",
+    "End",
+    "Ended",
+    "Event",
+    "Fail",
+    "Failure",
+    "Fetched",
+    "Fill",
+    "Forget",
+    "Forward",
+    "Go",
+    "Incoming",
+    "Issued",
+    "Job",
+    "Key",
+    "Launched",
+    "LeafId",
+    "Left",
+    "Lost",
+    "Message",
+    "Opened",
+    "Outcome",
+    "Owed",
+    "PassResult",
+    "Path",
+    "Primal",
+    "Read",
+    "Reading",
+    "Release",
+    "Released",
+    "Resume",
+    "Return",
+    "Returned",
+    "Root",
+    "Run",
+    "Send",
+    "Ship",
+    "Spawn",
+    "Start",
+    "Sum",
+    "Vjp",
+    "Worker",
+    "landing",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Run a function: read `inputs`, write `outputs`, keep `residuals` if it is tracked."""
+    """Run a function: read `inputs`, write `outputs`, keep `residuals` if tracked."""
 
     id: int
     context: ContextId | None
@@ -188,7 +191,7 @@ class Lost:
 
 
 class Argument(NamedTuple):
-    """An argument of a call as its issuer knows it: a value, where it lives, tracked."""
+    """An argument as its issuer knows it: a value, where it lives, tracked or not."""
 
     key: Key
     owner: Worker
@@ -204,7 +207,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Issued:
-    """An activation here calls a function. Constants are already stored under their keys."""
+    """An activation here calls a function. Its constants are already stored."""
 
     context: ContextId
     path: Path
@@ -218,7 +221,7 @@ class Issued:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """An activation here calls a program, and waits: Resume brings (result, failure)."""
+    """A program here calls a program and waits: Resume brings (result, failure)."""
 
     waiter: int
     context: ContextId
@@ -289,14 +292,14 @@ class Left:
 
 
 Event = (
-    Computed | Arrived | Lost | Opened | Issued | Launched | Returned | Fetched | Assigned
-    | Dropped | Differentiated | Left
+    Computed | Arrived | Lost | Opened | Issued | Launched | Returned | Fetched
+    | Assigned | Dropped | Differentiated | Left
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send a message, with the values of these keys, in the order of `landing(message)`."""
+    """Send a message with these values, in the order of `landing(message)`."""
 
     to: Worker
     message: Message
@@ -330,7 +333,7 @@ class Spawn:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """What a program waits for is here: its result (see the event that named the waiter)."""
+    """What a program waits for is here; the event that named the waiter says what."""
 
     waiter: int
     result: Any
