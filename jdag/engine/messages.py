@@ -4,7 +4,6 @@ A message is data. The wire turns it into bytes; the driver attaches the values 
 stores them, where they land, under the keys that `landing(message)` gives.
 """
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jdag.engine.names import (
@@ -17,6 +16,7 @@ from jdag.engine.names import (
     Path,
     Root,
     Worker,
+    data,
 )
 
 
@@ -27,7 +27,7 @@ class Incoming(NamedTuple):
     tracked: tuple[bool, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@data
 class Call:
     """Issuer to callee: run `function` on these inputs. Carries the constants."""
 
@@ -41,7 +41,7 @@ class Call:
     call_site: str
 
 
-@dataclass(frozen=True, slots=True)
+@data
 class Ship:
     """Issuer to an owner of arguments: send these to where this path's call runs."""
 
@@ -54,7 +54,7 @@ class Ship:
     call_site: str
 
 
-@dataclass(frozen=True, slots=True)
+@data
 class Acknowledge:
     """To the issuer: the call, ship or assignment of this path has arrived."""
 
@@ -62,7 +62,7 @@ class Acknowledge:
     path: Path
 
 
-@dataclass(frozen=True, slots=True)
+@data
 class Primal:
     """Send to recv: the values of a transfer, or for a slot why there is none."""
 
@@ -72,7 +72,7 @@ class Primal:
     failures: tuple[Failure | None, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@data
 class Run:
     """Issuer to worker: run a program there. `arguments` are data: refs and statics."""
 
@@ -83,7 +83,7 @@ class Run:
     call_site: str
 
 
-@dataclass(frozen=True, slots=True)
+@data
 class Return:
     """The program of this path ended; it touched these workers."""
 
@@ -94,7 +94,7 @@ class Return:
     workers: tuple[Worker, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@data
 class Read:
     """Asks for values; untracked. Never makes a context."""
 
@@ -102,7 +102,7 @@ class Read:
     keys: tuple[Key, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@data
 class Reading:
     """Answers a read, with the values or with why there are none."""
 
@@ -110,7 +110,7 @@ class Reading:
     failures: tuple[Failure | None, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@data
 class Assign:
     """Make versions of leaves: from the values carried, or by a function run there."""
 
@@ -122,14 +122,14 @@ class Assign:
     call_site: str
 
 
-@dataclass(frozen=True, slots=True)
+@data
 class Forget:
     """Drop these leaves, all versions."""
 
     leaves: tuple[LeafId, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@data
 class Start:
     """Owner to a worker with roots: count, and if `go` begin. Carries cotangents."""
 
@@ -140,7 +140,7 @@ class Start:
     go: bool
 
 
-@dataclass(frozen=True, slots=True)
+@data
 class Go:
     """Owner to a worker whose roots it announced: begin. Engages."""
 
@@ -149,7 +149,7 @@ class Go:
     retain: bool
 
 
-@dataclass(frozen=True, slots=True)
+@data
 class Cotangent:
     """Recv to send: cotangents of a transfer's slots; absent = symbolic zero."""
 
@@ -160,7 +160,7 @@ class Cotangent:
     retain: bool
 
 
-@dataclass(frozen=True, slots=True)
+@data
 class Answer:
     """To whom engaged or told: this message is done with; change in sends owed."""
 
@@ -169,7 +169,7 @@ class Answer:
     owed: int
 
 
-@dataclass(frozen=True, slots=True)
+@data
 class Fail:
     """To the parent in the tree: the pass cannot finish."""
 
@@ -178,7 +178,7 @@ class Fail:
     failure: Failure
 
 
-@dataclass(frozen=True, slots=True)
+@data
 class End:
     """Owner to every participant: the pass is over."""
 
@@ -188,7 +188,7 @@ class End:
     retain: bool
 
 
-@dataclass(frozen=True, slots=True)
+@data
 class Ended:
     """Answers End: sends still owed, and leaves that now have a gradient."""
 
@@ -198,7 +198,7 @@ class Ended:
     leaves: tuple[LeafId, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@data
 class Release:
     """Owner to every participant: forget it, at once if `abort`, else when quiet.
 
@@ -211,7 +211,7 @@ class Release:
     abort: bool
 
 
-@dataclass(frozen=True, slots=True)
+@data
 class Released:
     """Answers Release: the failures that began here, first in program order first."""
 

@@ -5,7 +5,20 @@ Names are global: a key means the same value whoever says it.
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, dataclass_transform
+
+T = TypeVar("T")
+
+
+@dataclass_transform(frozen_default=True)
+def data(cls: type[T]) -> type[T]:
+    """A frozen dataclass with slots: the type checker refuses every write to a field.
+
+    """A frozen dataclass with slots: the type checker refuses writes to its fields.
+    whole construction, several times a node.
+    """
+    return dataclass(slots=True, unsafe_hash=True)(cls)
+
 
 Path = tuple[
     int, ...
@@ -61,7 +74,7 @@ class Key(NamedTuple):
     index: int  # type: ignore[assignment]  # Hides tuple.index, unused.
 
 
-@dataclass(frozen=True, slots=True)
+@data
 class Failure:
     """An error as a value: what holds it, and whoever computes on it, fails with it.
 

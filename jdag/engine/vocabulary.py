@@ -6,7 +6,6 @@ passes them on and never looks inside. Names and messages have modules of their 
 are found here as well.
 """
 
-from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from jdag.engine.messages import (
@@ -43,6 +42,7 @@ from jdag.engine.names import (
     Path,
     Root,
     Worker,
+    data,
 )
 
 __all__ = [
@@ -106,7 +106,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@data
 class Forward:
     """Run a function: read `inputs`, write `outputs`, keep `residuals` if tracked."""
 
@@ -120,7 +120,7 @@ class Forward:
     phase: ClassVar[int] = 0
 
 
-@dataclass(frozen=True, slots=True)
+@data
 class Vjp:
     """Run a recorded vjp: one tuple of addends an output, one output a tracked input.
 
@@ -138,7 +138,7 @@ class Vjp:
     last: bool
 
 
-@dataclass(frozen=True, slots=True)
+@data
 class Sum:
     """Add cotangents left to right: `base` first where there is one (it is kept)."""
 
@@ -151,7 +151,7 @@ class Sum:
     output: Key
 
 
-@dataclass(frozen=True, slots=True)
+@data
 class Fill:
     """Make an array of zeros or ones of the given shape and dtype."""
 
@@ -167,7 +167,7 @@ class Fill:
 Job = Forward | Vjp | Sum | Fill
 
 
-@dataclass(frozen=True, slots=True)
+@data
 class Computed:
     """A job is done: its outputs are held, or it failed and they are not."""
 
@@ -175,7 +175,7 @@ class Computed:
     failure: Failure | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@data
 class Arrived:
     """A message arrived; its values are already stored under `landing(message)`."""
 
@@ -183,7 +183,7 @@ class Arrived:
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
+@data
 class Lost:
     """A worker is gone for good."""
 
@@ -198,14 +198,14 @@ class Argument(NamedTuple):
     tracked: bool
 
 
-@dataclass(frozen=True, slots=True)
+@data
 class Opened:
     """A program opened a context here: this engine owns it."""
 
     context: ContextId
 
 
-@dataclass(frozen=True, slots=True)
+@data
 class Issued:
     """An activation here calls a function. Its constants are already stored."""
 
@@ -219,7 +219,7 @@ class Issued:
     call_site: str
 
 
-@dataclass(frozen=True, slots=True)
+@data
 class Launched:
     """A program here calls a program and waits: Resume brings (result, failure)."""
 
@@ -232,7 +232,7 @@ class Launched:
     call_site: str
 
 
-@dataclass(frozen=True, slots=True)
+@data
 class Returned:
     """The program of this path, which ran here, ended. `failure`: it raised."""
 
@@ -242,7 +242,7 @@ class Returned:
     failure: Failure | None
 
 
-@dataclass(frozen=True, slots=True)
+@data
 class Fetched:
     """A program here waits for values: Resume brings a key or a failure for each."""
 
@@ -250,7 +250,7 @@ class Fetched:
     keys: tuple[tuple[Key, Worker], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@data
 class Assigned:
     """A program here makes versions of leaves on `worker`. Outputs are leaf keys."""
 
@@ -263,14 +263,14 @@ class Assigned:
     call_site: str
 
 
-@dataclass(frozen=True, slots=True)
+@data
 class Dropped:
     """A program here drops leaves."""
 
     leaves: tuple[LeafId, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@data
 class Differentiated:
     """The owner's top activation asks for a pass: Resume brings a `PassResult`.
 
@@ -283,7 +283,7 @@ class Differentiated:
     retain: bool
 
 
-@dataclass(frozen=True, slots=True)
+@data
 class Left:
     """The owner's top activation leaves the context: Resume brings unseen failures."""
 
@@ -297,7 +297,7 @@ Event = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@data
 class Send:
     """Send a message with these values, in the order of `landing(message)`."""
 
@@ -306,21 +306,21 @@ class Send:
     values: tuple[Key, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@data
 class Compute:
     """Run a job when the device is free; then tell `Computed`."""
 
     job: Job
 
 
-@dataclass(frozen=True, slots=True)
+@data
 class Drop:
     """These values are not needed any more. A key that is not held is no error."""
 
     keys: tuple[Key, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@data
 class Spawn:
     """Start a program as the activation of this path; when it ends tell `Returned`."""
 
@@ -331,7 +331,7 @@ class Spawn:
     call_site: str
 
 
-@dataclass(frozen=True, slots=True)
+@data
 class Resume:
     """What a program waits for is here; the event that named the waiter says what."""
 
