@@ -12,17 +12,16 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True)
 def data(cls: type[T]) -> type[T]:
-    """A frozen dataclass with slots: the type checker refuses every write to a field.
-
     """A frozen dataclass with slots: the type checker refuses writes to its fields.
-    whole construction, several times a node.
+
+    At run time it is not frozen: one `object.__setattr__` for each field would double the
+    cost of making one, and several are made for each node.
     """
     return dataclass(slots=True, unsafe_hash=True)(cls)
 
 
-Path = tuple[
-    int, ...
-]  # Call numbers from the top activation down: the order of everything.
+# Call numbers from the top activation down: the order of everything.
+Path = tuple[int, ...]
 Worker = str
 
 
