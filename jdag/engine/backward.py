@@ -14,7 +14,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import inf
 
-from jdag.engine.graph import Fragment, LeafEnd, Node, RecvEnd, SendEnd, Value, Vertex
+from jdag.engine.count import count, describe, path_of
+from jdag.engine.graph import Fragment, LeafEnd, Node, RecvEnd, Value, Vertex
 from jdag.engine.state import State
 from jdag.engine.tree import Due, Pass
 from jdag.engine.vocabulary import (
@@ -35,10 +36,6 @@ from jdag.engine.vocabulary import (
 )
 
 SEED = (inf,)  # Sorts after every path: seeds come last.
-
-
-class _Spent(Exception):
-    """A vertex that an earlier pass has used up was reached."""
 
 
 class Backward:
@@ -182,50 +179,19 @@ class Backward:
     def sight(self, fragment: Fragment, live: Pass) -> bool:
         """Count the dependencies of everything behind the roots and sends here."""
         live.sighted = True
-        stack: list[Vertex] = []
-        try:
-            for root in live.roots:
-                producer = fragment.values[root.key].producer
-                assert producer is not None, root.key
-                self._count(live, producer, stack)
-            for send in fragment.sends.values():
-                if not send.spent:
-                    send.spent = not live.retain
-                    live.owed[send.path] = send
-                    for value in send.inputs:
-                        if value is not None and value.producer is not None:
-                            self._count(live, value.producer, stack)
-            while stack:
-                for value in stack.pop().inputs:
-                    if value is not None and value.producer is not None:
-                        self._count(live, value.producer, stack)
-        except _Spent as spent:
-            self._fail_spent(fragment, live, spent.args[0])
-            return False
-        live.unreported += len(live.owed)
-        return True
-
-    def _count(self, live: Pass, vertex: Vertex, stack: list[Vertex]) -> None:
-        due = live.dues.get(vertex)
-        if due is None:
-            if vertex.spent:
-                raise _Spent(vertex)
-            if type(vertex) is not LeafEnd:
-                vertex.spent = not live.retain
-            due = live.dues[vertex] = Due(
-                1 if type(vertex) is LeafEnd else len(vertex.outputs)
-            )
-            stack.append(vertex)
-        due.remaining += 1
+        spent = count(fragment, live)
+        if spent is not None:
+            self._fail_spent(fragment, live, spent)
+        return spent is None
 
     def _fail_spent(self, fragment: Fragment, live: Pass, vertex: Vertex) -> None:
         message = (
-            f"{_describe(vertex)} on {self._state.worker!r} was already used by a "
+            f"{describe(vertex)} on {self._state.worker!r} was already used by a "
             "backward pass; call backward with retain_graph=True where the graph is to "
             "be used again"
         )
         self.fail(
-            fragment, live, self._state.failure("GraphError", message, _path(vertex))
+            fragment, live, self._state.failure("GraphError", message, path_of(vertex))
         )
 
     def seed(self, fragment: Fragment, live: Pass) -> None:
@@ -317,21 +283,22 @@ class Backward:
     def _vjp(self, fragment: Fragment, live: Pass, node: Node, due: Due) -> None:
         state = self._state
         number = state.number_job()
+        context = fragment.context
         assert node.residuals is not None, node.path
+        if len(node.inputs) == 1:
+            outputs: tuple[Key, ...] = (Key("scratch", context, number, 0),)
+        else:
+            positions = range(len(node.inputs))
+            outputs = tuple([Key("scratch", context, number, p) for p in positions])
         job = Vjp(
             number,
-            fragment.context,
+            context,
             live.number,
             node.path,
             node.function,
             node.residuals,
             tuple([_ordered(addends) for addends in due.addends]),
-            tuple(
-                [
-                    Key("scratch", fragment.context, number, position)
-                    for position in range(len(node.inputs))
-                ]
-            ),
+            outputs,
             not live.retain,
         )
         due.addends = []
@@ -485,19 +452,3 @@ def _ordered(addends: list[tuple[tuple[float, ...], int, Key]]) -> tuple[Key, ..
     if len(addends) == 1:
         return (addends[0][2],)
     return tuple([key for _, _, key in sorted(addends)])
-
-
-def _path(vertex: Vertex) -> Path:
-    return () if isinstance(vertex, LeafEnd) else vertex.path
-
-
-def _describe(vertex: Vertex) -> str:
-    match vertex:
-        case Node(function=function, path=path, call_site=site):
-            return f"{getattr(function, 'name', function)} (call {path}, {site})"
-        case SendEnd(function=function, path=path, call_site=site):
-            return f"the send to {function} (call {path}, {site})"
-        case RecvEnd(path=path, source=source):
-            return f"the recv from {source!r} of call {path}"
-        case _:
-            return f"{vertex.leaf}"

@@ -12,9 +12,9 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True)
 def data(cls: type[T]) -> type[T]:
-    """A frozen dataclass with slots: the type checker refuses writes to its fields.
+    """A frozen dataclass with slots: the type checker refuses all writes.
 
-    At run time it is not frozen: one `object.__setattr__` for each field would double the
+    At run time it is not frozen: `object.__setattr__` for each field would double the
     cost of making one, and several are made for each node.
     """
     return dataclass(slots=True, unsafe_hash=True)(cls)

@@ -34,7 +34,9 @@ class Due:
 
     def __init__(self, width: int) -> None:
         self.remaining = 0
-        self.addends: list[list[Addend]] = [[] for _ in range(width)]
+        self.addends: list[list[Addend]] = (
+            [[]] if width == 1 else [[] for _ in range(width)]
+        )
 
 
 class Pass:
