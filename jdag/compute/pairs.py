@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 
 from jdag.compute.avals import Aval, aval_of
 from jdag.compute.pytrees import Template
@@ -97,7 +98,8 @@ class Residuals:
 class Pair:
     """Forward and vjp of one function for one set of abstract values.
 
-    `out_avals`, `out_tree` and `out_tracked` are known without running anything.
+    `out_avals`, `out_tree`, `out_tracked` and `residual_bytes` (what residuals hold
+    beyond arguments and outputs) are known without running anything.
     `may_raise` tells that forward holds callbacks or is not jitted; forward and vjp
     then wait for their results, so that what goes wrong is raised there.
     """
@@ -127,6 +129,7 @@ class Pair:
         self.out_tree: Any = spec.out_tree
         self.out_avals: tuple[Aval, ...] = spec.out_avals
         self.out_tracked: tuple[bool, ...] = spec.out_tracked
+        self.residual_bytes: int = spec.nbytes
 
     def forward(self, args: Sequence[Any]) -> tuple[tuple[Any, ...], Residuals | None]:
         """Run the function on `args`, in order of position.
@@ -198,6 +201,7 @@ def _body(
     places = tuple(place for place, is_tracked in enumerate(tracked) if is_tracked)
 
     def body(*args: Any) -> _Returned:
+        args = tuple(map(_as_jax, args))
         out_tree: Any = None
         order: tuple[bool, ...] = ()
 
@@ -215,7 +219,7 @@ def _body(
         vjp: Any = None
         if places:
             inputs = [args[place] for place in places]
-            smooth, other, vjp = _vjp(split_outputs, inputs)
+            smooth, vjp, other = jax.vjp(split_outputs, *inputs, has_aux=True)
         else:
             smooth, other = split_outputs()
         found = (iter(other), iter(smooth))
@@ -234,9 +238,9 @@ def _body(
     return body
 
 
-def _vjp(fn: Callable[..., Any], inputs: list[Any]) -> tuple[list[Any], list[Any], Any]:
-    smooth, vjp, other = jax.vjp(fn, *inputs, has_aux=True)
-    return smooth, other, vjp
+def _as_jax(value: Any) -> Any:
+    """Take numpy's values as jit would; promotion must not depend on jit."""
+    return jnp.asarray(value) if isinstance(value, np.ndarray | np.generic) else value
 
 
 def _outputs(name: str, tree: Any) -> tuple[list[Any], Any]:
@@ -278,8 +282,8 @@ def _place_residuals(
     rest: list[Any] = []
     sources = []
     for residual in residuals:
-        home, place = known.setdefault(id(residual), (0, len(rest)))
-        if home == 0 and place == len(rest):
+        home, place = known.get(id(residual), (0, len(rest)))
+        if home == 0:  # JAX itself returns no residual twice.
             rest.append(residual)
         sources.append((home, kept[home].setdefault(place, len(kept[home]))))
     spec.sources = tuple(sources)
@@ -310,18 +314,15 @@ def _backward_of(spec: _Spec) -> Callable[..., tuple[Any, ...]]:
     return backward
 
 
-def _has_callback(jaxpr: Any) -> bool:
+def _has_callback(part: Any) -> bool:
     """Tell whether a jaxpr, or one inside of it, calls back into Python."""
-    inner = getattr(jaxpr, "jaxpr", jaxpr)
-    for equation in inner.eqns:
+    for equation in getattr(getattr(part, "jaxpr", part), "eqns", ()):
         if "callback" in equation.primitive.name:
             return True
         for param in equation.params.values():
-            for part in param if isinstance(param, tuple | list) else (param,):
-                if hasattr(getattr(part, "jaxpr", part), "eqns") and _has_callback(
-                    part
-                ):
-                    return True
+            parts = param if isinstance(param, tuple | list) else (param,)
+            if any(map(_has_callback, parts)):
+                return True
     return False
 
 

@@ -3,14 +3,16 @@
 from collections.abc import Hashable
 from typing import Any
 
+from jdag.compute.avals import Aval
+
 
 class Values:
     """Values by key: arrays, residuals, scalars, abstract values, errors.
 
     `bytes_held` is what the held arrays take now, `bytes_peak` the most it ever was. An
     array held several times, by keys or inside residuals, counts once; two arrays that
-    share a buffer count twice, and so does an array that several workers hold. Abstract
-    values count as the arrays that they stand for; what has no `nbytes` counts nothing.
+    share a buffer count twice, and so does an array that several workers hold. Each
+    abstract value counts as an array of its own; what has no `nbytes` counts nothing.
     """
 
     __slots__ = ("_held", "_holds", "bytes_held", "bytes_peak")
@@ -49,7 +51,7 @@ class Values:
     def _count(self, value: Any) -> None:
         for part in _parts(value):
             holds = self._holds.get(id(part), 0)
-            if not holds:
+            if not holds or isinstance(part, Aval):
                 self.bytes_held += part.nbytes
             self._holds[id(part)] = holds + 1
 
@@ -58,7 +60,7 @@ class Values:
             holds = self._holds.pop(id(part)) - 1
             if holds:
                 self._holds[id(part)] = holds
-            else:
+            if not holds or isinstance(part, Aval):
                 self.bytes_held -= part.nbytes
 
 

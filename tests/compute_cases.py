@@ -1,0 +1,69 @@
+"""What the tests of pairs share: calls whose arguments are marked as leaves."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdag.compute.avals import aval_of
+from jdag.compute.pairs import Pair, Residuals, pair
+from jdag.compute.pytrees import split
+
+
+class Leaf:
+    """Stands for a ref: an argument that is tracked."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Call:
+    """One call: `Leaf`s are tracked where inexact, all else as `split` has it."""
+
+    def __init__(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        parts = split(args, kwargs, lambda leaf: isinstance(leaf, Leaf))
+        positions = {place: ref.value for place, ref in parts.refs}
+        positions.update(dict(parts.constants))
+        self.args = [positions[place] for place in range(parts.size)]
+        avals = tuple(map(aval_of, self.args))
+        leaves = dict(parts.refs)
+        self.tracked = tuple(
+            place in leaves and aval.inexact for place, aval in enumerate(avals)
+        )
+        self.pair: Pair = pair(fn, parts.template, avals, self.tracked)
+        self.outputs, residuals = self.pair.forward(self.args)
+        self.kept = residuals
+
+    @property
+    def residuals(self) -> Residuals:
+        assert self.kept is not None, self.pair
+        return self.kept
+
+    def vjp(self, *cotangents: list[Any]) -> tuple[Any, ...]:
+        return self.pair.vjp(self.residuals, cotangents)
+
+
+def array(*shape: int, seed: int = 0, dtype: Any = np.float64) -> jax.Array:
+    values = np.random.default_rng(seed).standard_normal(shape)
+    return jnp.asarray(values, dtype)
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """All leaves have equal shape and dtype, and values within 1e-12."""
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    for one, other in pairs:
+        assert one.dtype == other.dtype
+        np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
+
+
+@contextmanager
+def setting(name: str, value: Any) -> Iterator[None]:
+    before = getattr(jax.config, name)
+    jax.config.update(name, value)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)

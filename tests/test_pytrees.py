@@ -1,0 +1,136 @@
+"""Arguments taken apart: positions, templates, and what a call does not take."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdag.compute.pytrees import (
+    Split,
+    flatten,
+    map_leaves,
+    paths,
+    split,
+    static,
+    unflatten,
+)
+from jdag.errors import ContextError, JdagError
+
+
+class Ref:
+    """Stands for a ref: a type that JAX does not know."""
+
+
+def is_ref(leaf: Any) -> bool:
+    return isinstance(leaf, Ref)
+
+
+def taken(*args: Any, **kwargs: Any) -> Split:
+    return split(args, kwargs, is_ref)
+
+
+def test_positions_count_refs_and_constants_in_the_order_of_jax() -> None:
+    one, two, three = Ref(), Ref(), Ref()
+    parts = taken(one, "mode", {"b": two, "a": 2.0}, z=three, y=[True, None, 3])
+    assert parts.refs == ((0, one), (2, two), (4, three))
+    assert parts.constants == ((1, 2.0), (3, 3))
+    assert parts.size == 5
+    args, kwargs = parts.template.rebuild(["v0", "v1", "v2", "v3", "v4"])
+    assert args == ("v0", "mode", {"b": "v2", "a": "v1"})
+    assert kwargs == {"z": "v4", "y": [True, None, "v3"]}
+
+
+def test_arrays_and_numbers_are_constants() -> None:
+    held = [jnp.ones(2), np.ones(2), np.float32(1), np.bool_(True), 1, 1.0, 1j]
+    held.append(jax.random.key(0))
+    assert [place for place, _ in taken(held).constants] == list(range(8))
+
+
+def test_statics_are_part_of_the_template_and_come_back_unwrapped() -> None:
+    shape = static((2, 3))
+    parts = taken("a", True, None, jnp.sin, float, jnp.float32, shape, ())
+    assert parts.size == 0
+    args, _ = parts.template.rebuild([])
+    assert args == ("a", True, None, jnp.sin, float, jnp.float32, (2, 3), ())
+
+
+def test_templates_are_equal_when_tree_and_statics_are() -> None:
+    def other(x: Any) -> Any:
+        return x
+
+    base = taken(Ref(), 1.0, "a", fn=jnp.sin, n=static(1)).template
+    same = taken(2.0, np.ones(3), "a", fn=jnp.sin, n=static(1)).template
+    assert base == same
+    assert hash(base) == hash(same)
+    for unlike in (
+        taken(Ref(), 1.0, "b", fn=jnp.sin, n=static(1)),
+        taken(Ref(), 1.0, "a", fn=other, n=static(1)),
+        taken(Ref(), 1.0, "a", fn=jnp.sin, n=static(True)),
+        taken(Ref(), 1.0, "a", fn=jnp.sin, n=static(1.0)),
+        taken(Ref(), "a", 1.0, fn=jnp.sin, n=static(1)),
+        taken(Ref(), 1.0, "a", f=jnp.sin, n=static(1)),
+        taken(Ref(), [1.0], "a", fn=jnp.sin, n=static(1)),
+        taken(Ref(), 1.0, "a", fn=jnp.sin, n=1),
+    ):
+        assert unlike.template != base
+
+
+def test_a_numpy_array_written_to_afterwards_is_as_it_was() -> None:
+    array = np.zeros(3)
+    view = array[:2]
+    view.flags.writeable = False
+    parts = taken(array, view)
+    array[:] = 7.0
+    assert [value.tolist() for _, value in parts.constants] == [[0, 0, 0], [0, 0]]
+    again = taken(parts.constants[0][1])
+    assert again.constants[0][1] is parts.constants[0][1]
+
+
+def test_a_tracer_is_refused_with_what_to_do() -> None:
+    def traced(x: Any) -> Any:
+        return taken(1.0, {"w": x}).size
+
+    for transform in (jax.jit, jax.vmap, jax.grad):
+        with pytest.raises(
+            ContextError, match=r"a tracer as argument 1\['w'\].*outside"
+        ):
+            transform(traced)(jnp.ones(3))
+
+
+@pytest.mark.parametrize("wrong", [object(), {1, 2}, b"raw", range(3), slice(None)])
+def test_what_a_call_does_not_take_is_named_with_its_place(wrong: Any) -> None:
+    kind = type(wrong).__name__
+    with pytest.raises(
+        JdagError, match=rf"argument 'w'\[1\] is a {kind}.*jdag\.static"
+    ):
+        taken(1.0, w=[2.0, wrong])
+
+
+def test_arrays_that_are_not_numbers_are_refused() -> None:
+    with pytest.raises(JdagError, match="dtype <U1 cannot be computed with"):
+        taken(np.array(["a"]))
+
+
+def test_a_static_value_has_to_be_hashable() -> None:
+    with pytest.raises(JdagError, match=r"hashable value, not \[1, 2\] of type list"):
+        static([1, 2])  # type: ignore[arg-type]
+
+
+def test_a_tree_of_refs_is_taken_apart_and_put_together() -> None:
+    tree = {"w": [Ref(), Ref()], "b": Ref()}
+    leaves, treedef = flatten(tree, is_ref)
+    assert leaves == [tree["b"], *tree["w"]]  # type: ignore[misc]
+    assert unflatten(treedef, leaves) == tree
+    assert map_leaves(is_ref, tree) == {"w": [True, True], "b": True}
+    assert paths(tree) == ["['b']", "['w'][0]", "['w'][1]"]
+
+
+def test_a_leaf_that_is_not_a_ref_is_named() -> None:
+    with pytest.raises(
+        JdagError, match=r"leaf \['w'\]\[1\] is a float; it takes a ref"
+    ):
+        flatten({"w": [Ref(), 1.0]}, is_ref)
+    with pytest.raises(JdagError, match="the value is a float"):
+        flatten(1.0, is_ref)
