@@ -8,8 +8,8 @@ from jdag.engine.vocabulary import Path
 def count(fragment: Fragment, live: Pass) -> Vertex | None:
     """Count every edge behind the roots and the unspent sends here.
 
-    Each unspent send is one dependency of its own, owed till its cotangents come. Without
-    `retain_graph` what is counted is spent by that.
+    Each unspent send is one dependency of its own, owed until its cotangents come. If
+    the graph is not retained, what is counted is spent by that.
 
     Returns:
         None, or a vertex that was reached although an earlier pass had spent it.

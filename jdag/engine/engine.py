@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import assert_never
 
 from jdag.engine.backward import Backward
+from jdag.engine.drawing import Drawing, draw
 from jdag.engine.ends import Ends
 from jdag.engine.forward import Forwarding
 from jdag.engine.leaves import Leaves
@@ -71,7 +72,6 @@ class Engine:
             state, self._leaves, self._forwarding, self._backward, self._reads
         )
         state.on_quiet = self._ends.quiet
-        self._owner_passive_of = self._ends.owner_passive
 
     def _owner_passive(self, fragment: object, live: object) -> None:
         self._ends.owner_passive(fragment, live)  # type: ignore[arg-type]
@@ -88,6 +88,11 @@ class Engine:
     def live_passes(self) -> int:
         """How many passes are in progress here."""
         return sum(part.live is not None for part in self._state.contexts.values())
+
+    def graph(self, context: ContextId) -> Drawing | None:
+        """The part of a context's graph that is here; None if there is none."""
+        fragment = self._state.contexts.get(context)
+        return None if fragment is None else draw(fragment)
 
     def handle(self, event: Event) -> list[Effect]:
         """Take one event; return the effects that it asks for, in order.

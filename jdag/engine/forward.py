@@ -266,7 +266,8 @@ class Forwarding:
     def _call(self, fragment: Fragment, message: Call) -> None:
         state = self._state
         for source, tracked in message.incoming:
-            self._recv(fragment, message.path, source, len(tracked))
+            recv = self._recv(fragment, message.path, source, len(tracked))
+            recv.tracked = tracked
         node = Node(message.path, message.function, message.call_site)
         node.arguments = tuple(self.value(fragment, key) for key in message.inputs)
         recorded = True in message.outputs

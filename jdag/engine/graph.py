@@ -110,7 +110,7 @@ class SendEnd:
 class RecvEnd:
     """The receiving end of a transfer: made by its call, or by data that came first."""
 
-    __slots__ = ("inputs", "outputs", "path", "source", "spent")
+    __slots__ = ("inputs", "outputs", "path", "source", "spent", "tracked")
 
     def __init__(
         self, context: ContextId, path: Path, source: Worker, slots: int
@@ -118,6 +118,7 @@ class RecvEnd:
         self.path = path
         self.source = source
         self.inputs: tuple[Value, ...] = ()
+        self.tracked: tuple[bool, ...] = ()  # Known when the call has come.
         self.outputs = tuple(
             Value(Key("received", context, (path, source), slot), self, slot)
             for slot in range(slots)
