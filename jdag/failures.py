@@ -1,0 +1,66 @@
+"""Failures, which travel as values, turned into the exceptions that users see."""
+
+from collections.abc import Callable
+from typing import Any
+
+from jdag import errors
+from jdag.compute.machine import failure_of, user_traceback
+from jdag.engine.vocabulary import Failure, Path
+from jdag.errors import JdagError, RemoteError
+from jdag.functions import name_of
+
+
+def remote_error(
+    error: Exception, fn: Callable[..., Any], worker: str, site: object
+) -> JdagError:
+    """Say that a user's function raised `error`: which, where, called from where.
+
+    What jdag itself said of the function needs no more than the place.
+    """
+    where = f"{name_of(fn)} failed on {worker!r}, called at {site}"
+    if isinstance(error, JdagError):
+        return type(error)(f"{where}: {error}")
+    said = f"{type(error).__name__}: {error}"
+    return RemoteError(f"{where}: {said}\n\n{user_traceback(error)}")
+
+
+def exception_of(failure: Failure) -> JdagError:
+    """Return the exception that a failure names, chained to the original if it is here.
+
+    The text has function, worker, call site, the route of workers and the user's own
+    traceback, as far as the failure knows them.
+    """
+    known = getattr(errors, failure.error, None)
+    kind = known if isinstance(known, type) else RemoteError
+    text = failure.message
+    if failure.function:
+        site = f", called at {failure.call_site}" if failure.call_site else ""
+        text = f"{failure.function} failed on {failure.worker!r}{site}: {text}"
+    if len(failure.route) > 1:
+        text += f"\nit came along {' <- '.join(failure.route)}"
+    if failure.traceback:
+        text += f"\n\n{failure.traceback}"
+    exception: JdagError = kind(text)
+    exception.__cause__ = failure.exception
+    return exception
+
+
+def program_failure(
+    error: Exception, worker: str, path: Path, fn: Callable[..., Any], site: str
+) -> Failure:
+    """Return what a program raised as a value.
+
+    An error of jdag keeps its class and text; any other is a RemoteError.
+    """
+    failure = failure_of(error, worker, path, name_of(fn))
+    is_ours = isinstance(error, JdagError)
+    return Failure(
+        error=type(error).__name__ if is_ours else failure.error,
+        message=str(error) if is_ours else failure.message,
+        worker=worker,
+        path=path,
+        function=failure.function,
+        call_site=site,
+        traceback=failure.traceback,
+        exception=error,
+    )

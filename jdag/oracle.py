@@ -1,0 +1,354 @@
+"""The oracle: the same program through plain JAX on one machine.
+
+A program runs as it is, on a context of this module in place of a cluster's, inside of
+`jax.value_and_grad`. Nothing of the engine, and no recorded vjp, takes part.
+
+What a program fetches it may branch on, which JAX's tracers do not allow: so it runs
+once plainly, what it fetched is recorded, and the run under `jax.value_and_grad` is
+given that back, in the same order.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+
+from jdag.compute.avals import aval_of
+from jdag.compute.pytrees import flatten, frozen, paths, split, unflatten
+from jdag.engine.vocabulary import Failure, Key, Path
+from jdag.errors import ContextError, JdagError, RootError
+from jdag.failures import exception_of, remote_error
+from jdag.functions import call_site, is_program
+from jdag.ref import Ref, fetch, is_ref
+
+HERE = "home"
+
+
+class Run:
+    """One run of a program: the values of its refs, and what it has fetched.
+
+    To refs it is home, reader and holder at once.
+    """
+
+    def __init__(self, recorded: Sequence[Any] | None) -> None:
+        self.values: dict[Key, Any] = {}
+        self.fetched: list[Any] = []
+        self._recorded = recorded
+        self._leaves = 0
+
+    @property
+    def home(self) -> "Run":
+        """Refs belong to the run that made them."""
+        return self
+
+    @property
+    def reader(self) -> "Run":
+        """It reads its own values."""
+        return self
+
+    def check_readable(self, ref: Ref) -> None:
+        """All values of a run are there as long as it is."""
+
+    def seen(self, failure: Failure) -> JdagError:
+        """Never needed, as a call that fails raises at once; here for the protocol."""
+        return exception_of(failure)
+
+    def read(self, refs: Sequence[Ref]) -> list[Any]:
+        """Return the values, in a second run those that the first one read."""
+        values = []
+        for ref in refs:
+            place = len(self.fetched)
+            if self._recorded is None:
+                value = self.values[ref.key]
+            elif place < len(self._recorded):
+                value = self._recorded[place]
+            else:
+                raise ContextError(
+                    f"the program fetched {place} values when it ran first, and now "
+                    "more: programs have to do the same each time they run"
+                )
+            self.fetched.append(value)
+            values.append(value)
+        return values
+
+    def put(self, value: Any, worker: str) -> Ref:
+        """Return a ref to an input of the program."""
+        value = _strong(jnp.asarray(value))
+        self._leaves += 1
+        key = Key("leaf", None, (worker, self._leaves), 0)
+        return self.ref(key, value, worker, tracked=aval_of(value).inexact)
+
+    def ref(self, key: Key, value: Any, worker: str, tracked: bool) -> Ref:
+        """Hold a value and return a ref to it."""
+        self.values[key] = value
+        return Ref(self, key, worker, aval_of(value), tracked)
+
+    def use(self, ref: Ref) -> Any:
+        """Return the value of an argument; no gradient flows into an untracked one.
+
+        Raises:
+            ContextError: the ref is not of this run.
+        """
+        if ref.holder is not self:
+            raise ContextError(
+                f"{ref!r} is of a cluster, or of another run of an oracle: hand the "
+                "oracle everything that the program reads as arguments"
+            )
+        value = self.values[ref.key]
+        return value if ref.tracked else jax.lax.stop_gradient(value)
+
+
+class OracleContext:
+    """The part of `jdag.Context` that programs use, on one machine.
+
+    Calls run at once, one operation after the other; what they raise is raised there.
+    """
+
+    def __init__(self, run: Run, path: Path, here: str) -> None:
+        self._run = run
+        self._path = path
+        self._here = here
+        self._calls = 0
+
+    @property
+    def here(self) -> str:
+        """The name of the worker on which the program would run."""
+        return self._here
+
+    def call(
+        self, worker: str, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call a function or a program; see `jdag.Context.call`."""
+        if not isinstance(worker, str):
+            raise JdagError(
+                f"the worker comes first, as its name: ctx.call('a', fn, ...), "
+                f"not {worker!r}"
+            )
+        parts = split(args, kwargs, is_ref)
+        path = (*self._path, self._calls + 1)
+        values: list[Any] = [None] * parts.size
+        site = call_site()
+        if is_program(fn):
+            for place, value in (*parts.refs, *parts.constants):
+                values[place] = value
+            for _, ref in parts.refs:
+                self._run.use(ref)
+            args, kwargs = parts.template.rebuild(values)
+            self._calls += 1
+            return fn(OracleContext(self._run, path, worker), *args, **kwargs)
+        for place, ref in parts.refs:
+            values[place] = self._run.use(ref)
+        for place, value in parts.constants:
+            values[place] = jnp.asarray(value)
+        args, kwargs = parts.template.rebuild(values)
+        try:
+            outputs, treedef = flatten(fn(*args, **kwargs))
+            outputs = [_strong(jnp.asarray(output)) for output in outputs]
+        except Exception as error:
+            raise remote_error(error, fn, worker, site) from error
+        self._calls += 1
+        tracked = any(ref.tracked for _, ref in parts.refs)
+        refs = []
+        for index, output in enumerate(outputs):
+            key = Key("output", None, path, index)
+            edge = tracked and aval_of(output).inexact
+            refs.append(self._run.ref(key, output, worker, edge))
+        return unflatten(treedef, refs)
+
+    def move(self, worker: str, refs: Any) -> Any:
+        """Move arrays to a worker; see `jdag.Context.move`."""
+        return self.call(worker, _same, refs)
+
+    def backward(self, *roots: Any, **options: Any) -> NoReturn:
+        """Refused: the oracle differentiates the program that it is given."""
+        raise self._refusal("backward")
+
+    def gradient(self, refs: Any) -> NoReturn:
+        """Refused: the oracle differentiates the program that it is given."""
+        raise self._refusal("gradient")
+
+    def gradients(self) -> NoReturn:
+        """Refused: the oracle differentiates the program that it is given."""
+        raise self._refusal("gradients")
+
+    def _refusal(self, what: str) -> ContextError:
+        return ContextError(
+            f"ctx.{what} inside of a program that the oracle runs: the program returns "
+            "its loss, and jdag.oracle(program) gives value and gradients"
+        )
+
+
+def _same(tree: Any) -> Any:
+    return tree
+
+
+def _strong(array: Any) -> Any:
+    if not aval_of(array).weak:
+        return array
+    return jax.lax.convert_element_type(array, array.dtype)
+
+
+def oracle(
+    program: Callable[..., Any],
+    *,
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+) -> Callable[..., Any]:
+    """Return a function that gives a program's value and gradients by plain JAX.
+
+    The truth that distributed runs are held against: `jax.value_and_grad` of the whole
+    program, on one machine. Outputs of each call lose their weak types, as they do when
+    they travel.
+
+    Args:
+        program: takes a context first, then arguments; returns a ref to its loss, an
+            inexact value of size 1, or with `has_aux` (loss, pytree of refs).
+        argnums: which arguments after the context to differentiate by.
+        has_aux: whether the program returns more than its loss.
+
+    Returns:
+        A function of the arguments after the context. Refs of a cluster among them
+        stand for their values; arguments that are differentiated are pytrees of refs or
+        of inexact arrays. It gives (value, gradients), or ((value, aux), gradients),
+        where gradients are arrays in the structure of the arguments.
+
+    Raises:
+        RootError: the program returns no loss of size 1.
+        RemoteError: a function in it raised.
+    """
+
+    def run(*args: Any) -> Any:
+        numbers = (argnums,) if isinstance(argnums, int) else argnums
+
+        def roots_of(result: Any) -> tuple[list[Any], Any]:
+            return ([result[0]], result[1]) if has_aux else ([result], ())
+
+        values, aux, gradients = _differentiate(program, args, numbers, roots_of, None)
+        value = (values[0], aux) if has_aux else values[0]
+        return value, gradients[0] if isinstance(argnums, int) else gradients
+
+    return run
+
+
+def pullback(program: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that gives what one pass from several roots should.
+
+    Args:
+        program: takes a context first, then parameters and arguments; returns a list of
+            refs, the roots. A root that is there twice counts twice.
+
+    Returns:
+        A function `(params, *args, cotangents=None)` that gives the roots' values and
+        the gradient of each parameter, an array. Cotangents are one array a root, of
+        its shape and dtype, or None for ones.
+    """
+
+    def run(*args: Any, cotangents: Sequence[Any] | None = None) -> Any:
+        def roots_of(result: Any) -> tuple[list[Any], Any]:
+            return list(result), ()
+
+        found = _differentiate(program, args, (0,), roots_of, cotangents)
+        values, _, gradients = found
+        return values, gradients[0]
+
+    return run
+
+
+def _differentiate(
+    program: Callable[..., Any],
+    args: tuple[Any, ...],
+    argnums: tuple[int, ...],
+    roots_of: Callable[[Any], tuple[list[Any], Any]],
+    cotangents: Sequence[Any] | None,
+) -> tuple[list[Any], Any, tuple[Any, ...]]:
+    """Run the program twice; return root values, aux values, and gradients."""
+    arguments = tuple(_Arguments(argument, n) for n, argument in enumerate(args))
+    for number in argnums:
+        arguments[number].refuse_unless_inexact()
+
+    def total(smooth: Sequence[Any], recorded: Sequence[Any] | None) -> Any:
+        run = Run(recorded)
+        given = dict(zip(argnums, smooth, strict=True))
+        bound = [a.bound(run, given.get(n)) for n, a in enumerate(arguments)]
+        roots, aux = roots_of(program(OracleContext(run, (), HERE), *bound))
+        values = [_root(run, root, n) for n, root in enumerate(roots)]
+        sums = [
+            _inner(value, None if cotangents is None else cotangents[n])
+            for n, value in enumerate(values)
+        ]
+        leaves, treedef = flatten(aux)
+        held = [run.values[leaf.key] if is_ref(leaf) else leaf for leaf in leaves]
+        return sum(sums[1:], sums[0]), (values, unflatten(treedef, held), run.fetched)
+
+    smooth = [arguments[number].arrays for number in argnums]
+    _, (_, _, fetched) = total(smooth, None)
+    differentiated = jax.value_and_grad(lambda s: total(s, fetched), has_aux=True)
+    (_, (values, aux, _)), gradients = differentiated(smooth)
+    trees = [
+        arguments[number].unflatten(gradient)
+        for number, gradient in zip(argnums, gradients, strict=True)
+    ]
+    return values, aux, tuple(trees)
+
+
+def _root(run: Run, root: Any, number: int) -> Any:
+    if not is_ref(root):
+        raise RootError(
+            f"root {number} is a {type(root).__name__}; a program returns refs, such "
+            "as ctx.call gives"
+        )
+    if not root.aval.inexact:
+        raise RootError(f"root {number} is {root.aval}; a root is float or complex")
+    return run.use(root)
+
+
+def _inner(value: Any, cotangent: Any) -> Any:
+    """Return the number whose gradient is what flows back from this cotangent."""
+    if cotangent is None and value.size != 1:
+        raise RootError(
+            f"a root of shape {value.shape} needs a cotangent; without one its size "
+            "is 1, such as that of a loss"
+        )
+    weighted = value if cotangent is None else value * cotangent
+    return jnp.sum(jnp.real(weighted))
+
+
+class _Arguments:
+    """One argument of a program: its pytree, with values in the place of refs."""
+
+    def __init__(self, tree: Any, number: int) -> None:
+        self._tree = tree
+        self._leaves, self._treedef = flatten(tree)
+        self._number = number
+        self.arrays = list(flatten(fetch(tree))[0])
+
+    def refuse_unless_inexact(self) -> None:
+        """Raise unless all leaves can have gradients."""
+        for place, array in enumerate(self.arrays):
+            self.arrays[place] = frozen(array)
+            if not aval_of(array).inexact:
+                raise JdagError(
+                    f"argument {self._number}{paths(self._tree)[place]} is "
+                    f"{aval_of(array)}, which has no gradient; differentiate by "
+                    "float and complex arrays"
+                )
+
+    def bound(self, run: Run, arrays: Sequence[Any] | None) -> Any:
+        """Return the argument as the program gets it.
+
+        Refs, and all leaves of an argument that is differentiated (then `arrays` has
+        their values), are refs of this run.
+        """
+        values = self.arrays if arrays is None else arrays
+        bound = []
+        for leaf, value in zip(self._leaves, values, strict=True):
+            if is_ref(leaf) or arrays is not None:
+                bound.append(run.put(value, leaf.worker if is_ref(leaf) else HERE))
+            else:
+                bound.append(leaf)
+        return unflatten(self._treedef, bound)
+
+    def unflatten(self, gradients: Sequence[Any]) -> Any:
+        """Return the gradients in the structure of the argument."""
+        return unflatten(self._treedef, gradients)

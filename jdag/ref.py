@@ -1,0 +1,300 @@
+"""Refs: data that name arrays on workers, and reading what they name.
+
+A ref is no array and never becomes one by accident: arithmetic, `jnp`, `float` and
+indexing say what to do instead. To JAX's pytrees a ref is a leaf.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+from jdag.compute.avals import Aval
+from jdag.compute.pytrees import flatten, unflatten
+from jdag.engine.vocabulary import Failure, Key, LeafId, Worker
+from jdag.errors import ContextError, JdagError
+
+
+@dataclass(frozen=True, slots=True)
+class RefData:
+    """A ref without the program that holds it: what travels between workers."""
+
+    key: Key
+    owner: Worker
+    aval: Aval
+    tracked: bool
+    descends: LeafId | None
+
+
+class Leaf:
+    """A leaf as its cluster knows it: all refs of one leaf share its newest version."""
+
+    __slots__ = ("aval", "dropped", "id", "version")
+
+    def __init__(self, id: LeafId, aval: Aval, version: int = 0) -> None:
+        self.id = id
+        self.aval = aval
+        self.version = version
+        self.dropped = False
+
+    @property
+    def key(self) -> Key:
+        """The key of the newest version."""
+        return Key("leaf", None, self.id, self.version)
+
+    def __str__(self) -> str:
+        return str(self.id)
+
+
+class Reader(Protocol):
+    """How a program reads values: one request for them all."""
+
+    def read(self, refs: Sequence["Ref"]) -> Sequence[Any]:
+        """Return for each ref its value, or a `Failure`."""
+
+
+class Holder(Protocol):
+    """The program, or the cluster, that holds refs."""
+
+    @property
+    def home(self) -> object:
+        """What all holders of one cluster share; refs never leave it."""
+
+    @property
+    def reader(self) -> Reader:
+        """Reads for this program."""
+
+    def check_readable(self, ref: "Ref") -> None:
+        """Raise ContextError where the ref cannot be read any more."""
+
+    def seen(self, failure: Failure) -> JdagError:
+        """Note that the program sees this failure; return it as an exception."""
+
+
+def _refusing(what: str) -> Callable[..., NoReturn]:
+    def refuse(self: "Ref", *others: object, **options: object) -> NoReturn:
+        raise self.refusal(what)
+
+    return refuse
+
+
+class Ref:
+    """Names an array on a worker; made by a cluster or a context, never by users.
+
+    Attributes:
+        worker: where the array is.
+        shape, dtype, size, ndim: those of the array, known before it is computed.
+        tracked: whether cotangents flow back through it: it is inexact, descends from a
+            leaf, and no `jdag.stop_gradient` cut it off.
+
+    Refs of one leaf are equal and hash alike, whatever their version.
+    """
+
+    __slots__ = ("_key", "aval", "descends", "holder", "leaf", "tracked", "worker")
+
+    def __init__(
+        self,
+        holder: Holder,
+        key: Key | None,
+        worker: Worker,
+        aval: Aval,
+        tracked: bool,
+        *,
+        descends: LeafId | None = None,
+        leaf: Leaf | None = None,
+    ) -> None:
+        self.holder = holder
+        self._key = key
+        self.worker = worker
+        self.aval = aval
+        self.tracked = tracked
+        self.descends = descends
+        self.leaf = leaf
+
+    @property
+    def key(self) -> Key:
+        """The name of the value; of a leaf, that of its newest version."""
+        if self.leaf is not None:
+            return self.leaf.key
+        assert self._key is not None, self.worker
+        return self._key
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array."""
+        return self.aval.shape
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the array: numpy's, or a key type of JAX."""
+        return self.aval.dtype
+
+    @property
+    def size(self) -> int:
+        """How many elements the array has."""
+        return self.aval.size
+
+    @property
+    def ndim(self) -> int:
+        """How many axes the array has."""
+        return len(self.aval.shape)
+
+    @property
+    def data(self) -> RefData:
+        """The same without its holder."""
+        return RefData(self.key, self.worker, self.aval, self.tracked, self.descends)
+
+    @property
+    def described(self) -> str:
+        """What it names, for error messages."""
+        if self.leaf is not None:
+            return str(self.leaf)
+        key = self.key
+        if key.kind == "gradient":
+            return f"the gradient of {key.name}"
+        return f"output {key.index} of call {_dotted(key.name)} on {self.worker}"
+
+    def fetch(self) -> Any:
+        """Return the value, as a JAX array; waits until it is computed.
+
+        Only reads: no node, no edge. In abstract mode a `jax.ShapeDtypeStruct`.
+
+        Raises:
+            RemoteError: what was to compute it failed.
+            WorkerLost: its worker is gone.
+            ContextError: its context has ended, or the leaf was dropped.
+        """
+        return fetch(self)
+
+    def refusal(self, what: str) -> ContextError:
+        """Return the error that says what to do in place of `what`."""
+        return ContextError(
+            f"{what} takes an array, and this is a ref, which only names one "
+            f"({self!r}). Compute with it where it lives: ctx.call(worker, fn, ref), "
+            "with all operations inside of fn. Or read it: ref.fetch(), "
+            "jdag.fetch(refs); no gradient flows through that"
+        )
+
+    def __repr__(self) -> str:
+        what = self.described
+        if self.leaf is not None:
+            what = f"{what}, version {self.leaf.version}"
+        elif self.key.context is not None:
+            what = f"{what} in context {self.key.context}"
+        tracked = "tracked" if self.tracked else "untracked"
+        return f"Ref({self.aval}, {what}, {tracked})"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Ref):
+            if isinstance(other, int | float | complex) or hasattr(other, "__array__"):
+                raise self.refusal("==")
+            return NotImplemented
+        if self.holder.home is not other.holder.home:
+            return False
+        if self.leaf is not None or other.leaf is not None:
+            return self.key.kind == other.key.kind and self.key.name == other.key.name
+        return self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.leaf.id if self.leaf is not None else self._key)
+
+    @property
+    def __jax_array__(self) -> NoReturn:
+        # A property: JAX only looks whether it is there, and then raises its own error.
+        raise self.refusal("JAX")
+
+    __array__ = _refusing("numpy")
+    __float__ = _refusing("float()")
+    __int__ = _refusing("int()")
+    __complex__ = _refusing("complex()")
+    __index__ = _refusing("an index")
+    __bool__ = _refusing("a condition (if, while, and, or, not)")
+    __len__ = _refusing("len()")
+    __iter__ = _refusing("iteration")
+    __contains__ = _refusing("in")
+    __getitem__ = _refusing("indexing")
+    __setitem__ = _refusing("assignment to elements")
+    __neg__ = __pos__ = __abs__ = __invert__ = _refusing("arithmetic")
+    __round__ = __trunc__ = __floor__ = __ceil__ = _refusing("rounding")
+    __add__ = __radd__ = _refusing("+")
+    __sub__ = __rsub__ = _refusing("-")
+    __mul__ = __rmul__ = _refusing("*")
+    __matmul__ = __rmatmul__ = _refusing("@")
+    __truediv__ = __rtruediv__ = _refusing("/")
+    __floordiv__ = __rfloordiv__ = _refusing("//")
+    __mod__ = __rmod__ = __divmod__ = __rdivmod__ = _refusing("%")
+    __pow__ = __rpow__ = _refusing("**")
+    __lshift__ = __rlshift__ = _refusing("<<")
+    __rshift__ = __rrshift__ = _refusing(">>")
+    __and__ = __rand__ = _refusing("&")
+    __or__ = __ror__ = _refusing("|")
+    __xor__ = __rxor__ = _refusing("^")
+    __lt__ = _refusing("<")
+    __le__ = _refusing("<=")
+    __gt__ = _refusing(">")
+    __ge__ = _refusing(">=")
+
+    def __format__(self, spec: str) -> str:
+        if spec:
+            raise self.refusal(f"the format {spec!r}")
+        return repr(self)
+
+    if not TYPE_CHECKING:  # To a type checker, what a ref lacks stays an error.
+
+        def __getattr__(self, name: str) -> NoReturn:
+            message = f"a Ref has no attribute {name!r}"
+            if not name.startswith("_"):
+                message = f"{message}: {self.refusal(f'.{name}')}"
+            raise AttributeError(message, name=name, obj=self)
+
+
+def _dotted(path: Any) -> str:
+    return ".".join(map(str, path))
+
+
+def is_ref(value: object) -> bool:
+    """Tell whether a value is a ref."""
+    return type(value) is Ref
+
+
+def fetch(tree: Any) -> Any:
+    """Return the pytree with the value of each ref in its place; the rest stays.
+
+    All refs of one program are read by one request. Waits until all are computed.
+
+    Raises:
+        JdagError: as `Ref.fetch` does, for the first ref that has no value.
+    """
+    leaves, treedef = flatten(tree)
+    places: dict[int, list[int]] = {}
+    for place, leaf in enumerate(leaves):
+        if is_ref(leaf):
+            leaf.holder.check_readable(leaf)
+            places.setdefault(id(leaf.holder.reader), []).append(place)
+    values = list(leaves)
+    for mine in places.values():
+        refs = [leaves[place] for place in mine]
+        for place, value in zip(mine, refs[0].holder.reader.read(refs), strict=True):
+            values[place] = value
+    for leaf, value in zip(leaves, values, strict=True):
+        if isinstance(value, Failure):
+            raise leaf.holder.seen(value)
+    return unflatten(treedef, values)
+
+
+def stop_gradient(refs: Any) -> Any:
+    """Return the same refs, untracked: to what computes on them they are constants.
+
+    Also what descends from a gradient may be differentiated again from there.
+
+    Args:
+        refs: a ref, or a pytree of refs.
+
+    Raises:
+        JdagError: a leaf of the pytree is not a ref.
+    """
+    leaves, treedef = flatten(refs, is_ref)
+    stopped = [
+        Ref(ref.holder, ref.key, ref.worker, ref.aval, False, leaf=ref.leaf)
+        for ref in leaves
+    ]
+    return unflatten(treedef, stopped)
