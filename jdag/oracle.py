@@ -37,6 +37,9 @@ class Run:
         self._recorded = recorded
         self._leaves = 0
 
+    def __str__(self) -> str:
+        return "a run of the oracle"
+
     @property
     def home(self) -> "Run":
         """Refs belong to the run that made them."""

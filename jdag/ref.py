@@ -24,6 +24,11 @@ class RefData:
     tracked: bool
     descends: LeafId | None
 
+    @property
+    def parts(self) -> tuple[Key, Worker, Aval, bool, LeafId | None]:
+        """All fields, in order."""
+        return (self.key, self.owner, self.aval, self.tracked, self.descends)
+
 
 class Leaf:
     """A leaf as its cluster knows it: all refs of one leaf share its newest version."""

@@ -33,6 +33,8 @@ LAYERS = (
     ("ref",),
     ("parallel",),
     ("sim", "rpc"),
+    ("home", "roots"),
+    ("activation",),
     ("context",),
     ("cluster",),
     ("oracle", "transform"),

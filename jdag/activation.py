@@ -1,0 +1,311 @@
+"""An activation: one run of a program in a context, and the calls that it makes.
+
+A program tells its engine what it wants through the `Port` of the driver that runs it,
+and waits there. Its calls are numbered from 1, so that the path of such numbers from
+the top activation down is the place of a call in the program; keys, and the order of
+every sum, are made from paths.
+
+Invariants: a number is used once; an activation that is over tells the engine no more.
+"""
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, NamedTuple
+
+from jdag.compute.avals import Aval, aval_of
+from jdag.compute.pairs import Pair, pair
+from jdag.compute.pytrees import Split, flatten, paths, split, unflatten
+from jdag.engine.vocabulary import (
+    Argument,
+    ContextId,
+    Failure,
+    Issued,
+    Key,
+    Launched,
+    LeafId,
+    Path,
+    Worker,
+)
+from jdag.errors import ContextError, JdagError
+from jdag.failures import exception_of, remote_error
+from jdag.functions import call_site, is_program, name_of
+from jdag.home import Home, Port, PortReader, trace_state
+from jdag.ref import Leaf, Ref, RefData, is_ref
+
+Identity = tuple[Worker, Path]
+
+
+class Phase(Enum):
+    """What a context is to the program that holds it."""
+
+    NEW = "not entered yet: write `with cluster.context() as ctx:`"
+    OPEN = "open"
+    LEFT = "over: its values, graph and gradients are gone"
+
+
+class Reply(NamedTuple):
+    """What a program returns: its result as data, and the failures that it has seen."""
+
+    result: Any
+    seen: tuple[Identity, ...]
+
+
+class Activation:
+    """One run of a program: what it holds, may use, and calls."""
+
+    def __init__(
+        self, home: Home, port: Port, id: ContextId, prefix: Path, program: str
+    ) -> None:
+        self.home = home
+        self.port = port
+        self.id = id
+        self.prefix = prefix
+        self.program = program
+        self.phase = Phase.OPEN if prefix else Phase.NEW
+        self.reader = PortReader(port)
+        self._waits = ""  # What its program waits for, while it does.
+        self._calls = 0
+        self._seen: dict[Identity, None] = {}
+        self._raised: list[tuple[JdagError, Failure]] = []
+
+    def __str__(self) -> str:
+        if self.prefix:
+            return f"context {self.id} in {self.program} on {self.port.worker!r}"
+        return f"context {self.id}"
+
+    def wait(self, what: str, event_of: Callable[[int], Any]) -> Any:
+        """Tell the engine something that it answers; wait for the answer."""
+        waiter = self.port.waiter()
+        self._waits = what
+        try:
+            self.port.tell(event_of(waiter))
+            return self.port.wait(waiter)
+        finally:
+            self._waits = ""
+
+    def check(self, what: str) -> None:
+        """Raise unless the program may do this here and now."""
+        if (
+            self.phase is not Phase.OPEN
+            or self._waits
+            or self.home.closed
+            or trace_state() != self.home.trace
+        ):
+            self._refuse(what)
+
+    def _refuse(self, what: str) -> None:
+        self.home.check_open(what)
+        if self._waits:
+            raise ContextError(
+                f"{what} on {self!r}, whose program waits for {self._waits}; a program "
+                "that runs on a worker uses the context that it is handed first"
+            )
+        if self.prefix and self.phase is Phase.LEFT:
+            raise ContextError(f"{what} on {self!r}: its program has returned")
+        raise ContextError(f"{what} on context {self.id}, which is {self.phase.value}")
+
+    def check_readable(self, ref: Ref) -> None:
+        """Raise ContextError where a ref cannot be read any more."""
+        self.check(f"a fetch of {ref!r}")
+
+    def seen(self, failure: Failure) -> JdagError:
+        """Note that the program sees this failure; return it as an exception."""
+        exception = exception_of(failure)
+        self._seen[failure.worker, failure.path] = None
+        self._raised.append((exception, failure))
+        return exception
+
+    def has_seen(self, failure: Failure) -> bool:
+        """Whether the program, or one that it called, was told of this failure."""
+        return (failure.worker, failure.path) in self._seen
+
+    @property
+    def all_seen(self) -> tuple[Identity, ...]:
+        """Where the failures began that the program was told of."""
+        return tuple(self._seen)
+
+    def failure_of(self, error: Exception) -> Failure | None:
+        """The failure that this exception was raised for, if there is one."""
+        for raised, failure in self._raised:
+            if raised is error:
+                return failure
+        return None
+
+    def call(
+        self,
+        worker: str,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Call a function or a program; see `jdag.Context.call`."""
+        self.check("ctx.call")
+        self.home.check_worker(worker, "ctx.call")
+        parts = split(args, kwargs, self.home.is_named)
+        site = str(call_site())
+        if is_program(fn):
+            return self._launch(worker, fn, parts, site)
+        return self._issue(worker, fn, parts, site)
+
+    def _issue(
+        self, worker: str, fn: Callable[..., Any], parts: Split, site: str
+    ) -> Any:
+        path = (*self.prefix, self._calls + 1)
+        here = self.port.worker
+        avals: list[Any] = [None] * parts.size
+        arguments: list[Any] = [None] * parts.size
+        descends: LeafId | None = None
+        constants = []
+        for place, ref in parts.refs:
+            if is_ref(ref):
+                self.admit(ref)
+                descends = descends or ref.descends
+                avals[place] = ref.aval
+                arguments[place] = Argument(ref.key, ref.worker, ref.tracked)
+            else:
+                constants.append((place, aval_of(ref)))
+        for place, value in (*parts.constants, *constants):
+            key = Key("constant", self.id, path, place)
+            avals[place] = aval_of(value)
+            arguments[place] = Argument(key, here, False)
+        tracked = tuple([argument.tracked for argument in arguments])
+        made = traced(fn, parts, tuple(avals), tracked, worker, site)
+        self._calls += 1
+        stored = []
+        for place, value in (*parts.constants, *constants):
+            stored.append(arguments[place].key)
+            self.port.put(stored[-1], self.home.value(value))
+        try:
+            self.port.tell(
+                Issued(
+                    self.id,
+                    path,
+                    worker,
+                    made,
+                    made.name,
+                    tuple(arguments),
+                    made.out_tracked,
+                    site,
+                )
+            )
+        except JdagError:
+            self.port.drop(stored)
+            raise
+        refs = [
+            Ref(
+                self,
+                Key("output", self.id, path, index),
+                worker,
+                aval,
+                made.out_tracked[index],
+                descends=descends,
+            )
+            for index, aval in enumerate(made.out_avals)
+        ]
+        return unflatten(made.out_tree, refs)
+
+    def admit(self, ref: Ref) -> None:
+        """Raise ContextError unless this program may use the ref."""
+        holder: Any = ref.holder
+        if holder is self:
+            return
+        if holder.home is not self.home:
+            raise ContextError(
+                f"{ref!r} is of {holder.home}, and this is {self.home}: refs do not "
+                "leave their cluster; ref.fetch() gives the value"
+            )
+        if ref.leaf is not None:
+            if ref.leaf.dropped:
+                raise ContextError(f"{ref.leaf} was dropped by cluster.drop")
+            return
+        context = ref.key.context
+        if context != self.id:
+            over = holder.phase is Phase.LEFT
+            raise ContextError(
+                f"{ref!r} is of context {context}{', which is over,' * over} and this "
+                f"is context {self.id}: refs do not leave their context; make it "
+                "a leaf (cluster.put) or a constant (ref.fetch()) to take it along"
+            )
+
+    def _launch(
+        self, worker: str, fn: Callable[..., Any], parts: Split, site: str
+    ) -> Any:
+        values: list[Any] = [None] * parts.size
+        for place, ref in parts.refs:
+            if is_ref(ref):
+                self.admit(ref)
+            values[place] = ref.data if is_ref(ref) else ref
+        for place, value in parts.constants:
+            values[place] = value
+        self._calls += 1
+        path = (*self.prefix, self._calls)
+        arguments = parts.template.rebuild(values)
+        result, failure = self.wait(
+            f"{name_of(fn)} on {worker!r}",
+            lambda waiter: Launched(waiter, self.id, path, worker, fn, arguments, site),
+        )
+        if result is not None:
+            self._seen.update(dict.fromkeys(result.seen))
+        if failure is not None:
+            raise self.seen(failure)
+        return self.bound(result.result)
+
+    def bound(self, tree: Any) -> Any:
+        """Return the pytree with refs of this program in place of data."""
+        leaves, treedef = flatten(tree)
+        return unflatten(treedef, [self._bind(leaf) for leaf in leaves])
+
+    def _bind(self, leaf: Any) -> Any:
+        if type(leaf) is not RefData:
+            return leaf
+        key, worker, aval, tracked, descends = leaf.parts
+        if key.kind != "leaf":
+            return Ref(self, key, worker, aval, tracked, descends=descends)
+        record = self.home.leaves.get(key.name) or Leaf(key.name, aval, key.index)
+        holder = self if self.prefix else self.home.cluster
+        return Ref(holder, None, worker, aval, tracked, leaf=record)
+
+    def unbound(self, tree: Any) -> Any:
+        """Return what a program returns as data.
+
+        Raises:
+            ContextError: it is, or has in it, what cannot be returned.
+        """
+        leaves, treedef = flatten(tree)
+        data = []
+        for place, leaf in enumerate(leaves):
+            if is_ref(leaf):
+                self.admit(leaf)
+                data.append(leaf.data)
+            elif isinstance(leaf, str | bool | int | float | complex):
+                data.append(leaf)
+            else:
+                try:
+                    aval_of(leaf)
+                except JdagError as error:
+                    raise ContextError(
+                        f"{self.program} returned a {type(leaf).__name__} "
+                        f"(at {paths(tree)[place] or 'the top'}); programs return "
+                        "pytrees of refs, arrays, numbers and strings"
+                    ) from error
+                data.append(leaf)
+        return unflatten(treedef, data)
+
+
+def traced(
+    fn: Callable[..., Any],
+    parts: Split,
+    avals: tuple[Aval, ...],
+    tracked: tuple[bool, ...],
+    worker: str,
+    site: str,
+) -> Pair:
+    """Return the forward/vjp pair of a call.
+
+    Raises:
+        RemoteError: the function raised while it was traced.
+    """
+    try:
+        return pair(fn, parts.template, avals, tracked)
+    except Exception as error:
+        raise remote_error(error, fn, worker, site) from error

@@ -1,0 +1,315 @@
+"""A context as users see it: calls, backward passes, gradients.
+
+Only the program that opened a context differentiates in it. Invariant: `_gradients`
+names, of each leaf that a finished pass has reached, the last such pass.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from jdag.activation import Activation, Phase, Reply
+from jdag.compute.pytrees import flatten, unflatten
+from jdag.engine.vocabulary import (
+    Differentiated,
+    Key,
+    LeafId,
+    Left,
+    Opened,
+    Outcome,
+    Owed,
+    PassResult,
+    Returned,
+    Root,
+    Spawn,
+)
+from jdag.errors import ContextError, GraphError, JdagError, UnusedSendError
+from jdag.failures import program_failure
+from jdag.functions import name_of
+from jdag.home import Home, Port
+from jdag.ref import Leaf, Ref, is_ref
+from jdag.roots import checked_roots
+
+
+class Context:
+    """One forward pass and its backward passes over all workers; a context manager.
+
+    Made by `cluster.context()`; a program that runs on a worker is handed one as its
+    first argument. Within it calls record a graph; gradients live in it, and all that
+    it holds goes when it is left. Several may be open at once.
+
+    Leaving raises the first error, in program order, of a call in it that nobody has
+    seen, unless another exception is already on its way.
+    """
+
+    def __init__(self, activation: Activation) -> None:
+        self._activation = activation
+        self._home = activation.home
+        self._port = activation.port
+        self._id = activation.id
+        self._passes = 0
+        self._gradients: dict[LeafId, tuple[Leaf, int]] = {}
+
+    @property
+    def id(self) -> int:
+        """Its 64-bit id: the number of its owner in the top 16 bits, then a counter."""
+        return self._id.id
+
+    @property
+    def here(self) -> str:
+        """The name of the worker on which this program runs."""
+        return self._port.worker
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """The names of all workers."""
+        return self._home.workers
+
+    def __repr__(self) -> str:
+        return f"Context({self._activation}, {self._activation.phase.name.lower()})"
+
+    def __enter__(self) -> "Context":
+        activation = self._activation
+        if activation.phase is not Phase.NEW:
+            raise ContextError(
+                f"{activation} was entered before; each `with` takes a new "
+                "cluster.context()"
+            )
+        self._home.check_open("a context")
+        self._port.tell(Opened(self._id))
+        activation.phase = Phase.OPEN
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        activation = self._activation
+        activation.phase = Phase.LEFT
+        if self._home.closed:
+            return  # The cluster went first, with all that it held.
+        failures = activation.wait("leaving", lambda waiter: Left(waiter, self._id))
+        if error is None:
+            for failure in failures:
+                if not activation.has_seen(failure):
+                    raise activation.seen(failure)
+
+    # ---------------------------------------------------------------- calls
+
+    def call(
+        self, worker: str, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call a function, or a program, on a worker.
+
+        Args:
+            worker: where it runs.
+            fn: a pure function of arrays, or one that `jdag.program` marks.
+            *args: pytrees of refs; of arrays and Python numbers, which are constants;
+                and of statics, part of the function: str, bool, None, functions, and
+                what `jdag.static` wraps. A program gets all as they are, statics
+                unwrapped.
+            **kwargs: the same, by keyword.
+
+        Returns:
+            A pytree of refs shaped like what the function returns, at once; of a
+            program its result, refs or plain data, once it has returned.
+
+        Raises:
+            RemoteError: the function cannot be traced with these arguments, or the
+                program raised; names function, worker, call site, the user's lines.
+            ContextError: an argument is a tracer, or a ref of another context; or the
+                context is not open.
+            WorkerLost: that worker, or the owner of an argument, is gone.
+        """
+        return self._activation.call(worker, fn, args, kwargs)
+
+    def move(self, worker: str, refs: Any) -> Any:
+        """Move arrays to a worker; gradients flow back through it.
+
+        Args:
+            worker: where they are to be.
+            refs: a pytree of refs, or of constants, which then travel once.
+
+        Returns:
+            The same pytree of refs, on that worker.
+
+        Raises:
+            JdagError: as `call` does.
+        """
+        return self._activation.call(worker, moved, (refs,), {})
+
+    # ---------------------------------------------------------------- backward
+
+    def backward(
+        self,
+        *roots: Ref,
+        cotangents: Any = None,
+        retain_graph: bool = False,
+        mode: Literal["fast"] = "fast",
+    ) -> None:
+        """Run a backward pass: gradients of the sum of all roots, added to the leaves'.
+
+        Waits until the pass has ended everywhere. The pass is the FAST mode of
+        PyTorch's distributed autograd (dist_engine.cpp): every send of the context's
+        graph counts as a dependency where the pass comes by.
+
+        Args:
+            *roots: refs, tracked, on any workers; one that is given twice counts twice.
+            cotangents: None, where each root has size 1 and gets ones; or one for each
+                root (of a single root: it alone will do), an array or number of the
+                root's shape and dtype, or None.
+            retain_graph: keep the graph, so that a later pass may use it again.
+            mode: "fast".
+
+        Raises:
+            RootError: a root, or a cotangent, is not one that can be used.
+            GraphError: the graph was used before; or double backward.
+            UnusedSendError: stuck: some value was sent whose cotangent never comes.
+            RemoteError: a forward or a vjp failed, with the route of workers to it.
+            WorkerLost: a worker of the context is gone.
+            ContextError: this program is not the one that opened the context.
+        """
+        self._activation.check("ctx.backward")
+        self._check_top("ctx.backward")
+        if mode != "fast":
+            raise JdagError(f"mode={mode!r}: allowed is 'fast'")
+        for root in roots:
+            if is_ref(root) and root.leaf is None:
+                self._activation.admit(root)
+        seeds = checked_roots(roots, cotangents)
+        number = self._passes + 1
+        told = []
+        stored = []
+        for place, (root, seed) in enumerate(zip(roots, seeds, strict=True)):
+            given = seed is not None
+            told.append((root.worker, Root(root.key, root.aval, given, place)))
+            if given:
+                stored.append(Key("seed", self._id, number, place))
+                self._port.put(stored[-1], self._home.value(seed))
+        try:
+            result: PassResult = self._activation.wait(
+                "ctx.backward",
+                lambda waiter: Differentiated(
+                    waiter, self._id, tuple(told), retain_graph
+                ),
+            )
+        except JdagError:
+            self._port.drop(stored)
+            raise
+        self._conclude(result)
+
+    def _conclude(self, result: PassResult) -> None:
+        self._passes = result.number
+        if result.outcome is Outcome.FAILED:
+            assert result.failure is not None, result
+            raise self._activation.seen(result.failure)
+        if result.outcome is Outcome.STUCK:
+            raise UnusedSendError(_stuck(result.owed), result.owed)
+        for leaf in result.leaves:
+            record = self._home.leaves.get(leaf)
+            if record is not None:
+                self._gradients[leaf] = (record, result.number)
+
+    def _check_top(self, what: str) -> None:
+        if self._activation.prefix:
+            raise ContextError(
+                f"{what} in {self._activation.program}, which runs on {self.here!r}: "
+                "only the program that opened the context takes gradients; return the "
+                "refs to it"
+            )
+
+    # ---------------------------------------------------------------- gradients
+
+    def gradient(self, refs: Any) -> Any:
+        """Return the gradients of leaves, accumulated over all finished passes.
+
+        Args:
+            refs: a pytree of leaves, as `cluster.put` gave them.
+
+        Returns:
+            The same pytree of refs, each on its leaf's worker, untracked. What one
+            names stays as it is when another pass adds to the gradient.
+
+        Raises:
+            GraphError: a ref is no leaf, or one that no finished pass has reached.
+            ContextError: the context is not open, or the ref of another cluster.
+        """
+        self._activation.check("ctx.gradient")
+        self._check_top("ctx.gradient")
+        leaves, treedef = flatten(refs, is_ref)
+        return unflatten(treedef, [self._gradient(leaf) for leaf in leaves])
+
+    def _gradient(self, ref: Ref) -> Ref:
+        if ref.leaf is None:
+            raise GraphError(
+                f"{ref!r} is no leaf: gradients accumulate in what cluster.put and "
+                "cluster.make give"
+            )
+        if ref.holder.home is not self._home:
+            self._activation.admit(ref)
+        if ref.leaf.id not in self._gradients:
+            why = "is not inexact" if not ref.aval.inexact else "was reached by no pass"
+            raise GraphError(
+                f"{ref.leaf} {why}, of {self._passes} in context {self._id}, so it has "
+                "no gradient; ctx.gradients() has those that there are, and "
+                "jdag.value_and_grad fills in zeros"
+            )
+        record, number = self._gradients[ref.leaf.id]
+        key = Key("gradient", self._id, record.id, number)
+        aval = record.aval
+        holder = self._activation
+        return Ref(holder, key, ref.worker, aval, False, descends=record.id)
+
+    def gradients(self) -> Mapping[Ref, Ref]:
+        """Return `{leaf: gradient}` of all leaves that a finished pass has reached.
+
+        In the order in which the leaves were made; those that were dropped are left
+        out. See `gradient`.
+        """
+        self._activation.check("ctx.gradients")
+        self._check_top("ctx.gradients")
+        found = {}
+        for leaf in sorted(self._gradients, key=lambda leaf: leaf.number):
+            record, _ = self._gradients[leaf]
+            if not record.dropped:
+                ref = self._home.leaf_ref(record)
+                found[ref] = self._gradient(ref)
+        return found
+
+
+def moved(tree: Any) -> Any:
+    """Return what it is given: `Context.move` calls it."""
+    return tree
+
+
+def _stuck(owed: tuple[Owed, ...]) -> str:
+    lines = [
+        f"  call {'.'.join(map(str, send.path))}: {send.worker} -> {send.destination}, "
+        f"sent for {send.function}, called at {send.call_site}"
+        for send in owed
+    ]
+    return (
+        "the pass is stuck: no cotangent will ever come for what was sent by\n"
+        + "\n".join(lines)
+        + "\nEvery tracked value that is sent has to be part of what the roots are "
+        "computed from; jdag.stop_gradient(ref) sends one that is not"
+    )
+
+
+def run_program(home: Home, port: Port, spawn: Spawn) -> Returned:
+    """Run a program on a worker, in a context of its own activation.
+
+    What it raises is the failure that it returns.
+    """
+    name = name_of(spawn.function)
+    activation = Activation(home, port, spawn.context, spawn.path, name)
+    result = failure = None
+    try:
+        args, kwargs = activation.bound(spawn.arguments)
+        returned = spawn.function(Context(activation), *args, **kwargs)
+        result = activation.unbound(returned)
+    except Exception as error:
+        # What began elsewhere keeps its place, so that it counts as seen there too.
+        failure = activation.failure_of(error) or program_failure(
+            error, port.worker, spawn.path, spawn.function, spawn.call_site
+        )
+    finally:
+        activation.phase = Phase.LEFT
+    reply = Reply(result, activation.all_seen)
+    return Returned(spawn.context, spawn.path, reply, failure)

@@ -1,0 +1,138 @@
+"""What the programs of one cluster share in one process, and the port of each."""
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any, Protocol
+
+import jax
+from jax.extend.core import get_opaque_trace_state
+
+from jdag.compute.avals import Aval, aval_of
+from jdag.engine.vocabulary import Event, Fetched, Key, LeafId
+from jdag.errors import ContextError, JdagError
+from jdag.ref import Holder, Leaf, Ref, is_ref
+
+
+class Port(Protocol):
+    """A program's way to the engine of its worker, and to the values held there."""
+
+    @property
+    def worker(self) -> str:
+        """The worker on which the program runs."""
+
+    def tell(self, event: Event) -> None:
+        """Have the engine handle the event; never blocks. May raise JdagError."""
+
+    def waiter(self) -> int:
+        """Return a new number to wait for."""
+
+    def wait(self, waiter: int) -> Any:
+        """Block until the engine resumes that waiter; return what it was given."""
+
+    def put(self, key: Key, value: Any) -> None:
+        """Hold a value here."""
+
+    def get(self, key: Key) -> Any:
+        """Return a value that is held here."""
+
+    def drop(self, keys: Sequence[Key]) -> None:
+        """Let go of values that are held here."""
+
+
+class PortReader:
+    """Reads the values of refs through a port."""
+
+    def __init__(self, port: Port) -> None:
+        self._port = port
+
+    def read(self, refs: Sequence[Ref]) -> list[Any]:
+        """Return for each ref its value or a `Failure`; waits for all of them."""
+        port = self._port
+        waiter = port.waiter()
+        keys = tuple([(ref.key, ref.worker) for ref in refs])
+        port.tell(Fetched(waiter, keys))
+        values = []
+        read = []
+        for found in port.wait(waiter):
+            is_key = type(found) is Key
+            values.append(port.get(found) if is_key else found)
+            if is_key and found.kind == "reading":
+                read.append(found)
+        port.drop(read)
+        return [v.struct() if isinstance(v, Aval) else v for v in values]
+
+
+def trace_state() -> Any:
+    """Return what tells one nesting of jit, vmap and grad from another."""
+    return get_opaque_trace_state(convention="flax")  # type: ignore[no-untyped-call]
+
+
+class Home:
+    """The workers of a cluster, its leaves, and how its values are: real or abstract.
+
+    Refs belong to the home whose program made them. It remembers under which nesting of
+    JAX's transformations it was made: jdag's programs run under that one alone.
+    """
+
+    def __init__(self, workers: Sequence[str], abstract: bool) -> None:
+        self.workers = tuple(workers)
+        self.abstract = abstract
+        self.leaves: dict[LeafId, Leaf] = {}
+        self.closed = False
+        self.trace = trace_state()
+        self._cluster: Holder | None = None
+
+    def __str__(self) -> str:
+        return f"the cluster of {', '.join(map(repr, self.workers))}"
+
+    @property
+    def cluster(self) -> Holder:
+        """Who holds the refs of leaves."""
+        assert self._cluster is not None, self.workers
+        return self._cluster
+
+    @cluster.setter
+    def cluster(self, cluster: Holder) -> None:
+        self._cluster = cluster
+
+    def leaf_ref(self, leaf: Leaf) -> Ref:
+        """Return a ref to the newest version of a leaf."""
+        worker = leaf.id.worker
+        return Ref(self.cluster, None, worker, leaf.aval, leaf.aval.inexact, leaf=leaf)
+
+    def value(self, value: Any) -> Any:
+        """Return a value as the store holds it: in abstract mode its shape alone."""
+        return aval_of(value) if self.abstract else value
+
+    def is_named(self, value: object) -> bool:
+        """Tell whether an argument is a ref or, in abstract mode, stands for arrays."""
+        return is_ref(value) or (
+            self.abstract and isinstance(value, jax.ShapeDtypeStruct)
+        )
+
+    def check_open(self, what: str) -> None:
+        """Raise ContextError where the cluster is closed, or under jit and its kin."""
+        if self.closed:
+            raise ContextError(f"{what} on {self}, which is closed")
+        if trace_state() != self.trace:
+            raise ContextError(
+                f"{what} inside of jax.jit, vmap, grad or another function that JAX "
+                "traces: jdag runs outside of these. Put them inside of the functions "
+                "that are called; ctx.backward and jdag.value_and_grad differentiate"
+            )
+
+    def check_worker(self, worker: object, what: str) -> None:
+        """Raise JdagError unless that is the name of a worker."""
+        if worker in self.workers:
+            return
+        if not isinstance(worker, str):
+            raise JdagError(
+                f"{what} takes the name of a worker first, not {worker!r}; the workers "
+                f"are {', '.join(map(repr, self.workers))}"
+            )
+        close = get_close_matches(worker, self.workers, n=1)
+        raise JdagError(
+            f"{what}: there is no worker {worker!r}"
+            f"{f', did you mean {close[0]!r}?' if close else ';'} the workers are "
+            f"{', '.join(map(repr, self.workers))}"
+        )

@@ -1,0 +1,131 @@
+"""Roots of a backward pass and their cotangents, checked before anything runs."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdag.compute.avals import Aval, aval_of
+from jdag.compute.pytrees import frozen
+from jdag.errors import ContextError, GraphError, JdagError, RootError
+from jdag.ref import Ref, is_ref
+
+
+def checked_roots(roots: tuple[Any, ...], cotangents: Any) -> list[Any]:
+    """Return the cotangent of each root, None where that is ones.
+
+    Raises:
+        RootError: there are no roots; one is no ref, a leaf, a constant, an integer;
+            its size is not 1, or it is complex, and no cotangent is given; a cotangent
+            has another shape or dtype than its root; there are too few or too many.
+        GraphError: a root descends from a gradient (double backward).
+    """
+    if not roots:
+        raise RootError(
+            "ctx.backward() has no roots: it takes the refs to start from, such as a "
+            "loss, as ctx.backward(loss)"
+        )
+    for number, root in enumerate(roots):
+        _check_root(root, number)
+    seeds = _seeds(len(roots), cotangents)
+    return [
+        _seed(root, seed, number)
+        for number, (root, seed) in enumerate(zip(roots, seeds, strict=True))
+    ]
+
+
+def _check_root(root: Any, number: int) -> None:
+    if root is None:
+        raise RootError(
+            f"root {number} is None; it has to be a ref: does the function that made "
+            "it return something?"
+        )
+    if not is_ref(root):
+        hint = ""
+        if isinstance(root, list | tuple | dict):
+            hint = "; of several write ctx.backward(*roots)"
+        elif hasattr(root, "dtype"):
+            hint = "; a value that was fetched is cut off from the graph"
+        raise RootError(
+            f"root {number} is a {type(root).__name__}; it has to be a ref, as "
+            f"ctx.call gives{hint}"
+        )
+    if root.descends is not None:
+        raise GraphError(
+            f"double backward: root {number}, {root!r}, descends from the gradient of "
+            f"{root.descends}, which is not differentiable; jdag.stop_gradient("
+            "gradient) makes it a constant"
+        )
+    if root.leaf is not None:
+        raise RootError(
+            f"root {number} is {root.leaf}, itself a leaf, so there is nothing to go "
+            "back through; a root is computed from leaves by ctx.call"
+        )
+    if not root.aval.inexact:
+        raise RootError(
+            f"root {number}, {root!r}, is not differentiable: its dtype is "
+            f"{root.dtype}, and only float and complex values have cotangents"
+        )
+    if not root.tracked:
+        raise RootError(
+            f"root {number}, {root!r}, is a constant: nothing that it was computed "
+            "from is tracked (a float or complex leaf, without jdag.stop_gradient)"
+        )
+
+
+def _seeds(count: int, cotangents: Any) -> list[Any]:
+    if cotangents is None:
+        return [None] * count
+    if not isinstance(cotangents, list | tuple):
+        if count == 1:
+            return [cotangents]
+        raise RootError(
+            f"cotangents is a {type(cotangents).__name__}; for {count} roots it is a "
+            "list or tuple with one for each, in their order"
+        )
+    if len(cotangents) != count:
+        raise RootError(
+            f"{len(cotangents)} cotangents for {count} roots; there has to be one for "
+            "each, in their order, or None"
+        )
+    return list(cotangents)
+
+
+def _seed(root: Ref, seed: Any, number: int) -> Any:
+    wanted = f"root {number} is {root.aval}"
+    if seed is None:
+        if root.size != 1:
+            raise RootError(
+                f"{wanted}, of size {root.size}; without a cotangent its size has to "
+                "be 1: sum it in a call, or give cotangents="
+            )
+        if jnp.issubdtype(root.dtype, jnp.complexfloating):
+            raise RootError(
+                f"{wanted}, complex, which needs a cotangent: give cotangents=, or "
+                "take its real part in a call"
+            )
+        return None
+    if is_ref(seed):
+        raise RootError(
+            f"cotangent {number} is a ref ({seed!r}); it has to be an array: "
+            "ref.fetch() gives it"
+        )
+    if isinstance(seed, jax.core.Tracer):
+        raise ContextError(
+            f"cotangent {number} is a tracer; jdag runs outside of jit, vmap and grad"
+        )
+    return _fitting(root.aval, seed, f"cotangent {number}", wanted)
+
+
+def _fitting(aval: Aval, seed: Any, name: str, wanted: str) -> Any:
+    try:
+        seed = frozen(seed)
+        found = aval_of(seed)
+    except JdagError as error:
+        raise RootError(f"{name}: {error}; {wanted}") from error
+    if isinstance(seed, int | float | complex) and not hasattr(seed, "dtype"):
+        if aval.shape == () and jnp.can_cast(type(seed), aval.dtype):
+            return jnp.asarray(seed, aval.dtype)
+    elif found.shape == aval.shape and found.dtype == aval.dtype:
+        return seed
+    raise RootError(f"{name} is {found}, but {wanted}; shape and dtype have to agree")
