@@ -1,0 +1,194 @@
+"""The ordered record of a run: what happened when and where, and what it waited for.
+
+A driver tells `add(...)`; it returns the index by which later events name this one as
+their cause. Rows are plain tuples of int, str, bool, None and such tuples, so that
+keeping one costs little, a file gives back what was written, and the digest stands for
+every bit of them: equal digests, equal runs.
+
+Invariants: indices count from 0 without a gap; causes point backwards.
+
+`DETAIL` says what the detail of each kind holds, in order:
+
+- path and number (of the pass, 0 for none) place an event in the program, context is
+  `owner.counter`;
+- `fingerprints` has one number a value that travels, `payload_bytes` their bytes,
+  `wire_bytes` those with all headers;
+- `by` says who made a duplicate: a "fault" sent it, or the "link" threw it away.
+"""
+
+import hashlib
+import json
+import marshal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from jdag.errors import JdagError
+
+_Row = tuple[int, str, str, tuple[Any, ...], tuple[int, ...]]
+
+# Format 2 knows no references, so equal rows have equal bytes in every process.
+_MARSHAL = 2
+_CHUNK = 4096
+
+_PLACE = ("context", "number", "path")
+_JOB = ("job", *_PLACE, "function", "cost_ns")
+
+DETAIL: Mapping[str, tuple[str, ...]] = {
+    # A program told its engine something.
+    "issue": ("event", *_PLACE),
+    # A message left; it was handed on, once and in order, where it went.
+    "send": (
+        *("destination", "message", *_PLACE),
+        *("payload_bytes", "wire_bytes", "fingerprints"),
+    ),
+    "deliver": ("source", "message", *_PLACE),
+    # A frame that went again, or carries nothing but an acknowledgement.
+    "resend": ("destination", "message", "wire_bytes"),
+    "ack": ("destination", "wire_bytes"),
+    # A frame that was lost, late, or came (or was thrown away as having come) again.
+    "drop": ("peer", "why"),
+    "delay": ("peer", "delay_ns"),
+    "duplicate": ("peer", "by"),
+    # A job on a device; `failure` names the error of one that failed.
+    "start": _JOB,
+    "finish": (*_JOB, "failure"),
+    # A worker stopped; another was told so.
+    "crash": ("why",),
+    "lost": ("peer",),
+    # A program began, or has what it waited for.
+    "spawn": (*_PLACE, "function"),
+    "resume": ("waiter", "event"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One event: its place in the trace, its time, its kind, where, what, and why then.
+
+    `causes` are the indices of the events that it waited for: data (what made each
+    value that it reads, what brought the message that asked for it), device (the job
+    before it, where it waited for that), link (the frame before it, where it queued).
+    """
+
+    index: int
+    time_ns: int
+    kind: str
+    worker: str
+    detail: tuple[Any, ...]
+    causes: tuple[int, ...]
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """The detail by the names of `DETAIL`."""
+        return dict(zip(DETAIL[self.kind], self.detail, strict=True))
+
+
+_FIELDS = tuple(field.name for field in fields(Record))
+
+
+class Trace:
+    """The records of one run, in order; indexing and iteration give `Record`s."""
+
+    __slots__ = ("_hash", "_hashed", "_rows")
+
+    def __init__(self) -> None:
+        self._rows: list[_Row] = []
+        self._hash = hashlib.sha256()
+        self._hashed = 0  # How many rows the hash has taken in.
+
+    def add(
+        self,
+        time_ns: int,
+        kind: str,
+        worker: str,
+        detail: tuple[Any, ...],
+        causes: tuple[int, ...],
+    ) -> int:
+        """Keep one more event; return its index. Nothing is checked: this is often."""
+        rows = self._rows
+        rows.append((time_ns, kind, worker, detail, causes))
+        return len(rows) - 1
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Record:
+        place = range(len(self._rows))[index]
+        return Record(place, *self._rows[place])
+
+    def __iter__(self) -> Iterator[Record]:
+        for index, row in enumerate(self._rows):
+            yield Record(index, *row)
+
+    def of_kind(self, *kinds: str) -> Iterator[Record]:
+        """The records of these kinds, in order."""
+        for index, row in enumerate(self._rows):
+            if row[1] in kinds:
+                yield Record(index, *row)
+
+    @property
+    def digest(self) -> str:
+        """A hash (SHA-256, in hexadecimal) over all records so far.
+
+        Taken in when it is asked for, so that it costs a run nothing; what was taken in
+        before is not read again.
+        """
+        rows = self._rows
+        for start in range(self._hashed, len(rows), _CHUNK):
+            # Row by row, so that the result does not depend on when it was asked for.
+            chunk = rows[start : start + _CHUNK]
+            self._hash.update(b"".join([marshal.dumps(row, _MARSHAL) for row in chunk]))
+        self._hashed = len(rows)
+        return self._hash.hexdigest()
+
+    def write(self, path: str | Path) -> None:
+        """Write one JSON object a line; each has the fields of `Record`.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        with Path(path).open("w", encoding="utf-8") as file:
+            for record in self:
+                held = {name: getattr(record, name) for name in _FIELDS}
+                file.write(json.dumps(held, separators=(",", ":")) + "\n")
+
+
+def read_trace(path: str | Path) -> Trace:
+    """Read what `Trace.write` wrote; it has the same records and the same digest.
+
+    Raises:
+        JdagError: a line is no record, or not the next one; names file and line.
+        OSError: the file cannot be read.
+    """
+    trace = Trace()
+    with Path(path).open(encoding="utf-8") as file:
+        for index, line in enumerate(file):
+            try:
+                trace.add(*_row(line, index))
+            except (ValueError, KeyError, TypeError) as error:
+                raise JdagError(
+                    f"{path}, line {index + 1}: {error!s} is wrong;"
+                    f" a trace has one JSON object a line, with {', '.join(_FIELDS)}"
+                ) from error
+    return trace
+
+
+def _row(line: str, index: int) -> _Row:
+    held = json.loads(line)
+    if held["index"] != index:
+        raise ValueError(f"index {held['index']} in place of {index}")
+    if held["kind"] not in DETAIL:
+        raise ValueError(f"kind {held['kind']!r}")
+    detail, causes = _tupled(held["detail"]), _tupled(held["causes"])
+    if len(detail) != len(DETAIL[held["kind"]]):
+        raise ValueError(f"a detail of {len(detail)} parts")
+    if not all(type(cause) is int and 0 <= cause < index for cause in causes):
+        raise ValueError(f"causes {causes}")
+    return held["time_ns"], held["kind"], held["worker"], detail, causes
+
+
+def _tupled(value: Any) -> Any:
+    """What JSON made of nested tuples, as such again."""
+    return tuple(map(_tupled, value)) if isinstance(value, list) else value

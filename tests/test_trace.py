@@ -1,0 +1,127 @@
+"""The trace: what was added comes back, and the digest stands for every bit of it."""
+
+import subprocess
+import sys
+
+import pytest
+
+from jdag.errors import JdagError
+from jdag.trace import DETAIL, Record, Trace, read_trace
+
+SEND = ("b", "Primal", "0.1", 0, (3, 1), 24, 88, (7, 2**32 - 1))
+
+
+def filled() -> Trace:
+    trace = Trace()
+    trace.add(0, "issue", "a", ("Issued", "0.1", 0, (3,)), ())
+    trace.add(5, "send", "a", SEND, (0,))
+    trace.add(2**40, "deliver", "b", ("a", "Primal", "0.1", 0, (3, 1)), (1,))
+    trace.add(2**40, "lost", "b", ("a",), (1, 2))
+    return trace
+
+
+def test_what_was_added_comes_back_in_order_under_its_index():
+    trace = filled()
+    assert [trace.add(9, "crash", "a", ("at_ns",), ()), len(trace)] == [4, 5]
+    assert trace[1] == Record(1, 5, "send", "a", SEND, (0,))
+    assert trace[-1] == trace[4]
+    assert [record.index for record in trace] == [0, 1, 2, 3, 4]
+    with pytest.raises(IndexError):
+        trace[5]
+
+
+def test_records_are_found_by_kind_and_their_detail_by_name():
+    (send,) = filled().of_kind("send", "resend")
+    assert send.named["fingerprints"] == (7, 2**32 - 1)
+    assert list(send.named) == list(DETAIL["send"])
+
+
+@pytest.mark.parametrize("place", range(8))
+def test_each_part_of_a_detail_changes_the_digest(place: int):
+    other = list(SEND)
+    part = other[place]
+    other[place] = part + part if isinstance(part, str) else (part, 0)
+    digests = []
+    for detail in (SEND, tuple(other)):
+        trace = Trace()
+        trace.add(5, "send", "a", detail, ())
+        digests.append(trace.digest)
+    assert digests[0] != digests[1]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        (6, "send", "a", SEND, (0,)),
+        (5, "resend", "a", SEND, (0,)),
+        (5, "send", "b", SEND, (0,)),
+        (5, "send", "a", SEND, (1,)),
+    ],
+)
+def test_each_field_changes_the_digest(row):
+    digests = []
+    for added in ((5, "send", "a", SEND, (0,)), row):
+        trace = Trace()
+        trace.add(*added)
+        digests.append(trace.digest)
+    assert digests[0] != digests[1]
+
+
+def test_the_digest_does_not_depend_on_when_it_was_asked_for():
+    asked, not_asked = Trace(), Trace()
+    for index in range(10_000):
+        for trace in (asked, not_asked):
+            trace.add(index, "send", "a", SEND, (index - 1,))
+        if index % 1_234 == 0:
+            assert asked.digest
+    assert asked.digest == not_asked.digest
+    assert asked.digest == asked.digest
+
+
+def test_the_digest_does_not_depend_on_how_equal_strings_came_to_be():
+    shared, made = Trace(), Trace()
+    shared.add(0, "crash", "aa", ("aa",), ())
+    made.add(0, "crash", "".join(["a", "a"]), ("".join(["a", "a"]),), ())
+    assert shared.digest == made.digest
+
+
+@pytest.mark.parametrize("hash_seed", ["0", "1", "2"])
+def test_another_process_under_another_hash_seed_has_the_same_digest(hash_seed: str):
+    code = "import sys; from tests.test_trace import filled as f; sys.exit(f().digest)"
+    environment = {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": ":".join(sys.path)}
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False
+    )
+    assert run.stderr.strip() == filled().digest  # Where exit writes a text.
+
+
+def test_a_written_trace_is_read_back_with_its_digest(tmp_path):
+    trace = filled()
+    trace.write(tmp_path / "trace.jsonl")
+    again = read_trace(tmp_path / "trace.jsonl")
+    assert list(again) == list(trace)
+    assert again.digest == trace.digest
+
+
+LINE = '{"index":%s,"time_ns":0,"kind":"%s","worker":"a","detail":%s,"causes":%s}'
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("what", "Expecting value"),
+        ("[]", "list indices"),
+        ("{}", "'index'"),
+        (LINE % (7, "crash", '["at_ns"]', "[]"), "index 7 in place of 4"),
+        (LINE % (4, "boom", '["at_ns"]', "[]"), "kind 'boom'"),
+        (LINE % (4, "crash", "[]", "[]"), "a detail of 0 parts"),
+        (LINE % (4, "crash", '["at_ns"]', "[4]"), r"causes \(4,\)"),
+    ],
+)
+def test_a_line_that_is_no_record_is_refused_by_file_and_number(tmp_path, line, said):
+    path = tmp_path / "trace.jsonl"
+    filled().write(path)
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(JdagError, match=rf"trace.jsonl, line 5: .*{said}"):
+        read_trace(path)
