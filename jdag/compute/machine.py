@@ -1,0 +1,168 @@
+"""A machine carries out one worker's jobs on the values that it holds.
+
+Told:  `run(job)`.
+Gives: None, and what the job makes is held; or what was raised, and nothing new is.
+
+Real values are arrays and JAX computes them. Abstract ones are shapes (`Aval`): nothing
+is computed and no array is made, not even a zero, so that a thousand workers fit on a
+laptop. What is held, read and dropped is the same in both.
+"""
+
+import os
+import traceback
+from collections.abc import Sequence
+from typing import Any, assert_never
+
+import jax
+
+from jdag.compute.avals import Aval
+from jdag.compute.sums import ADDENDS_MAX, add, ones, zeros
+from jdag.compute.values import Values
+from jdag.engine.vocabulary import Failure, Fill, Forward, Job, Key, Path, Sum, Vjp
+from jdag.errors import ScenarioError
+
+KINDS = ("real", "abstract")
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_PROGRAMS = os.path.join(_PACKAGE, "programs") + os.sep
+_JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
+
+
+class Machine:
+    """The values of one worker, real or abstract, and what computes on them.
+
+    Raises:
+        ScenarioError: `values` is neither "real" nor "abstract".
+    """
+
+    __slots__ = ("abstract", "values")
+
+    def __init__(self, values: str) -> None:
+        if values not in KINDS:
+            allowed = " or ".join(map(repr, KINDS))
+            raise ScenarioError(f"values = {values!r}: allowed is {allowed}")
+        self.values = Values()
+        self.abstract = values == "abstract"
+
+    def run(self, job: Job) -> Exception | None:
+        """Carry out a job; return what it raised, None if all went well.
+
+        A vjp's and a sum's addends are let go of either way, the residuals if the vjp
+        is the last to use them; the base of a sum stays.
+        """
+        match job:
+            case Forward():
+                return self._run_forward(job)
+            case Vjp():
+                return self._run_vjp(job)
+            case Sum():
+                return self._run_sum(job)
+            case Fill():
+                self.values.put(job.output, job.aval if self.abstract else _filled(job))
+                return None
+            case _:
+                assert_never(job)
+
+    def _run_forward(self, job: Forward) -> Exception | None:
+        values = self.values
+        args = [values.get(key) for key in job.inputs]
+        pair = job.function
+        if self.abstract:
+            outputs, residuals = pair.out_avals, _AbstractResiduals(pair.residual_bytes)
+        else:
+            try:
+                outputs, residuals = pair.forward(args)
+            except Exception as error:  # Whatever a user's function raises is a result.
+                return error
+        for key, output in zip(job.outputs, outputs, strict=True):
+            values.put(key, output)
+        if job.residuals is not None:
+            values.put(job.residuals, residuals)
+        return None
+
+    def _run_vjp(self, job: Vjp) -> Exception | None:
+        values = self.values
+        residuals = values.get(job.residuals)
+        cotangents = [[values.get(key) for key in keys] for keys in job.cotangents]
+        for keys in job.cotangents:
+            self._drop(keys)
+        if job.last:
+            values.drop(job.residuals)
+        pair = job.function
+        if self.abstract:
+            outputs = _input_avals(pair)
+        else:
+            try:
+                # The vjp adds 8 by itself; more are a sum before it, of the same bits.
+                few = [c if len(c) <= ADDENDS_MAX else [add(c)] for c in cotangents]
+                outputs = pair.vjp(residuals, few)
+            except Exception as error:
+                return error
+        for key, output in zip(job.outputs, outputs, strict=True):
+            values.put(key, output)
+        return None
+
+    def _run_sum(self, job: Sum) -> Exception | None:
+        values = self.values
+        keys = job.addends if job.base is None else (job.base, *job.addends)
+        addends = [values.get(key) for key in keys]
+        self._drop(job.addends)
+        try:
+            total = addends[0] if self.abstract else add(addends)
+        except Exception as error:
+            return error
+        values.put(job.output, total)
+        return None
+
+    def _drop(self, keys: Sequence[Key]) -> None:
+        for key in keys:
+            self.values.drop(key)
+
+
+class _AbstractResiduals:
+    """Stands for what a forward keeps, of which only the bytes are known."""
+
+    __slots__ = ("nbytes",)
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+
+def _input_avals(pair: Any) -> tuple[Aval, ...]:
+    """What a vjp of `pair` returns: cotangents are shaped as the tracked inputs."""
+    places = zip(pair.avals, pair.tracked, strict=True)
+    return tuple(aval.strong for aval, is_tracked in places if is_tracked)
+
+
+def _filled(job: Fill) -> jax.Array:
+    assert job.value in (0, 1), job
+    return ones(job.aval) if job.value else zeros(job.aval)
+
+
+def failure_of(error: BaseException, worker: str, path: Path, function: str) -> Failure:
+    """What a user's function raised on `worker`, as a value for engines to hand on."""
+    return Failure(
+        error="RemoteError",
+        message="".join(traceback.format_exception_only(error)).rstrip("\n"),
+        worker=worker,
+        path=path,
+        function=function,
+        traceback=user_traceback(error),
+        exception=error,
+    )
+
+
+def user_traceback(error: BaseException) -> str:
+    """The traceback of `error` without the frames of jdag and JAX.
+
+    Where there are no others all are shown: the error is then jdag's or JAX's own.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    kept = [frame for frame in frames if _is_users(frame.filename)] or frames
+    lines = ["Traceback (most recent call last):\n", *traceback.format_list(kept)]
+    lines += traceback.format_exception_only(error)
+    return "".join(lines).rstrip("\n")
+
+
+def _is_users(file: str) -> bool:
+    return file.startswith(_PROGRAMS) or not file.startswith((_PACKAGE, _JAX))
