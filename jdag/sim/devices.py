@@ -1,0 +1,200 @@
+"""One device a worker: what its jobs cost, and which of the ready ones runs next.
+
+`DeviceModel` says what a job costs, in virtual time; `Device` is the state of one run:
+jobs wait in the chooser's order and run one at a time.
+
+Told:  `add(job, ...)` when the engine asks for a job, `begin(now_ns)` when the device
+       may choose, `end(record)` when what runs is done.
+Gives: from `begin` the task that runs from now on, and for how long.
+
+Invariants: at most one job runs; each that was added runs once, unless the worker dies;
+`busy_ns` is the sum of what ran.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, assert_never
+
+from jdag.engine.vocabulary import Fill, Forward, Job, Path, Sum, Vjp
+from jdag.errors import ScenarioError
+from jdag.sim.chooser import Chooser, ReadyJobs
+from jdag.sim.faults import Faults
+from jdag.sim.network import unusable
+
+_ALLOWED = "an integer >= 0"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceModel:
+    """What each job takes on a device, in nanoseconds of virtual time.
+
+    A forward takes `forward_ns`, a vjp `backward_ns`, a sum of cotangents and a fill
+    with zeros or ones `sum_ns`. `functions` has the exceptions: a function's name, with
+    its module as `module:name` or without, and its (forward_ns, backward_ns). Moving a
+    value is no work of a device and takes nothing.
+
+    Raises:
+        ScenarioError: a time that is not an int or below 0; names it.
+    """
+
+    forward_ns: int = 0
+    backward_ns: int = 0
+    sum_ns: int = 0
+    functions: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for key in ("forward_ns", "backward_ns", "sum_ns"):
+            _need_ns(key, getattr(self, key))
+        for name, costs in self.functions.items():
+            if len(costs) != 2:
+                allowed = f"two, forward_ns and backward_ns, each {_ALLOWED}"
+                raise ScenarioError(unusable(f"functions[{name!r}]", costs, allowed))
+            for key, cost_ns in zip(("forward_ns", "backward_ns"), costs, strict=True):
+                _need_ns(f"functions[{name!r}].{key}", cost_ns)
+
+    def cost_ns(self, job: Job) -> int:
+        """What a job takes by itself."""
+        match job:
+            case Forward():
+                return self._of(job.function.name)[0]
+            case Vjp():
+                return self._of(job.function.name)[1]
+            case Sum() | Fill():
+                return self.sum_ns
+            case _:
+                assert_never(job)
+
+    def _of(self, name: str) -> tuple[int, int]:
+        costs = self.functions.get(name)
+        if costs is None:
+            costs = self.functions.get(name.rpartition(":")[2])
+        return (self.forward_ns, self.backward_ns) if costs is None else costs
+
+
+def _need_ns(key: str, value: object) -> None:
+    if type(value) is not int or value < 0:
+        raise ScenarioError(unusable(key, value, _ALLOWED))
+
+
+FREE = DeviceModel()
+
+Devices = DeviceModel | Mapping[str, DeviceModel] | None
+
+
+def models(devices: Devices, workers: Sequence[str]) -> dict[str, DeviceModel]:
+    """The model of each worker: one for all, or by name; none given is free of cost.
+
+    Raises:
+        ScenarioError: a worker that is not there, or what is no model; names it.
+    """
+    if devices is None or isinstance(devices, DeviceModel):
+        return dict.fromkeys(workers, devices or FREE)
+    for worker, model in devices.items():
+        if worker not in workers:
+            allowed = "one of " + ", ".join(workers)
+            raise ScenarioError(unusable("devices: worker", worker, allowed))
+        if not isinstance(model, DeviceModel):
+            raise ScenarioError(
+                unusable(f"devices[{worker!r}]", model, "a DeviceModel")
+            )
+    return {worker: devices.get(worker, FREE) for worker in workers}
+
+
+class Task:
+    """A job on a device, as a chooser sees it, and what its trace needs.
+
+    `asked` is the record of what made the engine ask for it, `behind` that of the job
+    that it had to wait for (-1: for none), `start` that of its own start, and `detail`
+    what that says.
+    """
+
+    __slots__ = (
+        "added_ns",
+        "asked",
+        "behind",
+        "cost_ns",
+        "detail",
+        "job",
+        "path",
+        "phase",
+        "sequence",
+        "start",
+    )
+
+    def __init__(self, job: Job, sequence: int, asked: int, added_ns: int) -> None:
+        self.job = job
+        self.phase: int = job.phase
+        self.path: Path = job.path
+        self.sequence = sequence
+        self.asked = asked
+        self.added_ns = added_ns
+        self.behind = self.start = -1
+        self.cost_ns = 0
+        self.detail: tuple[Any, ...] = ()
+
+
+class Device:
+    """The device of one worker: `running` is its task, None while it has none.
+
+    `called` is for the driver to note that it has already arranged for a `begin`.
+    """
+
+    __slots__ = (
+        "_added",
+        "_faults",
+        "_last",
+        "_model",
+        "_ready",
+        "_worker",
+        "busy_ns",
+        "called",
+        "running",
+    )
+
+    def __init__(
+        self, worker: str, model: DeviceModel, chooser: Chooser, faults: Faults
+    ) -> None:
+        self._worker = worker
+        self._model = model
+        self._faults = faults
+        self._ready = ReadyJobs(chooser, worker)
+        self._added = 0
+        self._last = -1  # The record of the last finish.
+        self.running: Task | None = None
+        self.called = False
+        self.busy_ns = 0
+
+    @property
+    def wanting(self) -> bool:
+        """Whether it could begin a job that nobody has arranged for."""
+        return self.running is None and not self.called and len(self._ready) > 0
+
+    def add(self, job: Job, asked: int, now_ns: int) -> None:
+        """One more job is ready."""
+        self._added += 1
+        self._ready.add(Task(job, self._added, asked, now_ns))
+
+    def begin(self, now_ns: int) -> Task | None:
+        """The task that runs from now on for its `cost_ns`; None if there is none."""
+        assert self.running is None, self.running
+        task: Task | None = self._ready.take()
+        if task is None:
+            return None
+        cost_ns = self._model.cost_ns(task.job)
+        task.cost_ns = self._faults.stretched_ns(self._worker, cost_ns, now_ns)
+        if now_ns > task.added_ns:
+            task.behind = self._last
+        self.running = task
+        self.busy_ns += task.cost_ns
+        return task
+
+    def end(self, record: int) -> None:
+        """The task that ran is done; `record` says so in the trace."""
+        assert self.running is not None, self._worker
+        self.running = None
+        self._last = record
+
+    def stop(self) -> None:
+        """Forget all that runs and waits: the worker is gone."""
+        self._ready.clear()
+        self.running = None

@@ -1,0 +1,85 @@
+"""One simulated worker: its engine, its values, what computes on them, its device."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jdag.compute.machine import Machine
+from jdag.engine.vocabulary import Key
+from jdag.sim.carriage import End
+from jdag.sim.devices import Device
+
+
+class Host:
+    """The state of one worker in one run.
+
+    `alive` is False from the moment in which it crashes (then it is `crashed` as well)
+    or is closed. `lost` are the peers that it was told are gone. `made` has the record
+    of the trace that made each value that is held here; `fresh` are those that programs
+    put since they last told the engine anything, for that event to be their record.
+    """
+
+    __slots__ = (
+        "alive",
+        "crashed",
+        "device",
+        "engine",
+        "fresh",
+        "lost",
+        "machine",
+        "made",
+        "worker",
+    )
+
+    def __init__(
+        self, worker: str, engine: Any, machine: Machine, device: Device
+    ) -> None:
+        self.worker = worker
+        self.engine = engine
+        self.machine = machine
+        self.device = device
+        self.alive = True
+        self.crashed = False
+        self.lost: dict[str, None] = {}
+        self.made: dict[Key, int] = {}
+        self.fresh: list[Key] = []
+
+    def drop(self, keys: Sequence[Key]) -> None:
+        """Let go of values; a key that is not held is no error."""
+        values = self.machine.values
+        for key in keys:
+            if key in values:
+                values.drop(key)
+                self.made.pop(key, None)
+
+    def clear(self) -> None:
+        """Let go of everything; what was counted stays."""
+        assert not self.alive, self.worker
+        peak = self.machine.values.bytes_peak
+        self.machine = Machine("abstract" if self.machine.abstract else "real")
+        self.machine.values.bytes_peak = peak
+        self.device.stop()
+        self.made.clear()
+        self.fresh.clear()
+        self.engine = None
+
+    def info(self, ends: Sequence[End]) -> dict[str, int | bool]:
+        """What it holds now, and what it has sent and computed so far.
+
+        A worker that crashed holds nothing; what it did before still counts.
+        """
+        values, engine = self.machine.values, self.engine
+        return {
+            "live_contexts": 0 if engine is None else engine.live_contexts,
+            "live_passes": 0 if engine is None else engine.live_passes,
+            "values_held": values.held,
+            "bytes_held": values.bytes_held,
+            "bytes_peak": values.bytes_peak,
+            "messages_sent": sum(end.link.sent for end in ends),
+            "payload_bytes_sent": sum(end.payload_bytes for end in ends),
+            "bytes_sent": sum(end.out.bytes for end in ends),
+            "frames_sent": sum(end.out.frames for end in ends),
+            "resends": sum(end.link.resent for end in ends),
+            "duplicates": sum(end.link.duplicates for end in ends),
+            "busy_ns": self.device.busy_ns,
+            "lost": self.crashed,
+        }

@@ -1,0 +1,113 @@
+"""What the trace says of messages, events and jobs: plain data for its details."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, get_args
+
+from jdag.compute.avals import aval_of
+from jdag.engine.vocabulary import (
+    ContextId,
+    Effect,
+    Event,
+    Fill,
+    Forward,
+    Job,
+    Key,
+    Message,
+    Path,
+    Sum,
+    Vjp,
+)
+
+Place = tuple[str, int, Path]  # Context ("" for none), pass (0 for none), path.
+
+_CONTEXT, _PASS, _PATH = "context", "number", "path"
+
+
+def _placer(cls: type) -> Callable[[Any], Place]:
+    """What tells the place of things of a class, by the fields that it has."""
+    fields: Iterable[str] = cls.__annotations__
+    has = tuple(name in fields for name in (_CONTEXT, _PASS, _PATH))
+    match has:
+        case (True, False, True):
+            return lambda thing: (_label(thing.context), 0, thing.path)
+        case (True, True, True):
+            return lambda thing: (_label(thing.context), thing.number, thing.path)
+        case (True, True, False):
+            return lambda thing: (_label(thing.context), thing.number, ())
+        case (True, False, False):
+            return lambda thing: (_label(thing.context), 0, ())
+        case (False, False, True):
+            return lambda thing: ("", 0, thing.path)
+        case _:
+            return lambda thing: ("", 0, ())
+
+
+def _label(context: ContextId | None) -> str:
+    return "" if context is None else f"{context[0]}.{context[1]}"
+
+
+_PLACERS = {
+    cls: _placer(cls) for union in (Message, Event, Effect) for cls in get_args(union)
+}
+
+
+def place(thing: Message | Event | Effect) -> Place:
+    """Where in the program a message, an event or an effect belongs."""
+    return _PLACERS[thing.__class__](thing)
+
+
+def job_place(job: Job) -> tuple[Any, ...]:
+    """Kind, context, pass, path and function of a job."""
+    kind = type(job).__name__.lower()
+    return (kind, _label(job.context), job.phase, job.path, job_name(job))
+
+
+def job_name(job: Job) -> str:
+    """The name of the function of a job; of what has none, what it does."""
+    if isinstance(job, Forward | Vjp):
+        return str(job.function.name)
+    return type(job).__name__.lower()
+
+
+def used_up(job: Job) -> tuple[Key, ...]:
+    """The values that a job reads and that are gone afterwards."""
+    match job:
+        case Vjp():
+            addends = tuple([key for keys in job.cotangents for key in keys])
+            return (*addends, job.residuals) if job.last else addends
+        case Sum():
+            return job.addends
+        case _:
+            return ()
+
+
+def kept(job: Job) -> tuple[Key, ...]:
+    """The values that a job reads and that stay."""
+    match job:
+        case Forward():
+            return job.inputs
+        case Vjp():
+            return () if job.last else (job.residuals,)
+        case Sum():
+            return () if job.base is None else (job.base,)
+        case Fill():
+            return ()
+
+
+def made(job: Job) -> tuple[Key, ...]:
+    """The values that a job makes."""
+    match job:
+        case Forward():
+            return (
+                job.outputs if job.residuals is None else (*job.outputs, job.residuals)
+            )
+        case Vjp():
+            return job.outputs
+        case Sum() | Fill():
+            return (job.output,)
+
+
+def nbytes(value: Any) -> int:
+    """Bytes of a value on the wire, where a Python scalar is an array of its own."""
+    known = getattr(value, "nbytes", None)
+    return aval_of(value).nbytes if known is None else int(known)

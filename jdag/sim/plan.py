@@ -1,0 +1,61 @@
+"""What a run is asked for, checked before it begins."""
+
+from collections.abc import Sequence
+
+from jdag.errors import ScenarioError
+from jdag.sim.faults import Crash, Fault
+from jdag.sim.network import LinkModel, Network, unusable
+
+
+def checked_workers(workers: Sequence[str], home: str, seed: int) -> tuple[str, ...]:
+    """The workers' names, if they are usable and home is one of them.
+
+    Raises:
+        ScenarioError: names what is not, its value and what is allowed.
+    """
+    names = tuple(workers)
+    usable = names and all(isinstance(name, str) and name for name in names)
+    if not usable or len(dict.fromkeys(names)) != len(names):
+        allowed = "one name or more, none empty, none twice"
+        raise ScenarioError(unusable("workers", names, allowed))
+    if home not in names:
+        raise ScenarioError(unusable("home", home, "one of " + ", ".join(names)))
+    if type(seed) is not int:
+        raise ScenarioError(unusable("seed", seed, "an integer"))
+    return names
+
+
+def check_crashes(faults: Sequence[Fault], home: str, trace: bool) -> None:
+    """Refuse a crash of home, and one by place in a trace that is not kept.
+
+    Raises:
+        ScenarioError: names the fault, its value and what is allowed.
+    """
+    for index, fault in enumerate(faults):
+        if not isinstance(fault, Crash):
+            continue
+        key = f"faults[{index}]"
+        if fault.worker == home:
+            allowed = "a worker other than home, where the main program runs"
+            raise ScenarioError(unusable(f"{key}.worker", home, allowed))
+        if fault.at_index is not None and not trace:
+            allowed = "at_ns in its place, as no trace is kept"
+            raise ScenarioError(unusable(f"{key}.at_index", fault.at_index, allowed))
+
+
+def checked_ns(key: str, value: int) -> int:
+    """A time in nanoseconds, if it is one.
+
+    Raises:
+        ScenarioError: it is not; names it.
+    """
+    if type(value) is not int or value < 0:
+        raise ScenarioError(unusable(key, value, "an integer >= 0"))
+    return value
+
+
+def network_of(network: Network | LinkModel | None) -> Network:
+    """A network as it is, or of one model for all links, or (None) of free ones."""
+    if isinstance(network, Network):
+        return network
+    return Network(LinkModel() if network is None else network)

@@ -1,0 +1,74 @@
+"""What one program has of the driver: its worker's engine and values, and waiting."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jdag.engine.vocabulary import Event, Key
+from jdag.sim.host import Host
+
+Tell = Callable[["Port", Event], None]
+Wait = Callable[[Host, int], tuple[Any, int]]
+
+
+class Port:
+    """A program's way to its driver.
+
+    `record` is what the program last waited for, as an index of the trace, -1 for
+    nothing: it causes what the program does next.
+    """
+
+    __slots__ = ("_number", "_tell", "_wait", "host", "record", "worker")
+
+    def __init__(
+        self,
+        host: Host,
+        record: int,
+        *,
+        tell: Tell,
+        wait: Wait,
+        number: Callable[[], int],
+    ) -> None:
+        self.host = host
+        self.worker = host.worker
+        self.record = record
+        self._tell = tell
+        self._wait = wait
+        self._number = number
+
+    def tell(self, event: Event) -> None:
+        """Have the engine handle an event, and its effects carried out; never blocks.
+
+        Raises:
+            JdagError: the engine refuses the event, or the cluster is closed.
+        """
+        self._tell(self, event)
+
+    def waiter(self) -> int:
+        """A number that no other waiter of the run has."""
+        return self._number()
+
+    def wait(self, waiter: int) -> Any:
+        """Block this program until its engine resumes `waiter`; return the result.
+
+        Raises:
+            JdagError: nothing is left to happen that could, or the cluster is closed.
+        """
+        result, self.record = self._wait(self.host, waiter)
+        return result
+
+    def put(self, key: Key, value: Any) -> None:
+        """Hold a value on this worker."""
+        self.host.machine.values.put(key, value)
+        self.host.fresh.append(key)
+
+    def get(self, key: Key) -> Any:
+        """A value that this worker holds; KeyError if it does not."""
+        return self.host.machine.values.get(key)
+
+    def drop(self, keys: Sequence[Key]) -> None:
+        """Let go of values; a key that is not held is no error."""
+        self.host.drop(keys)
+
+    def lost(self, worker: str) -> bool:
+        """Whether this worker was told that one to be gone."""
+        return worker in self.host.lost

@@ -1,0 +1,147 @@
+"""How programs wait in virtual time: each on a worker is a greenlet, home is the hub.
+
+The main program runs in its caller's greenlet. When it blocks, that greenlet becomes
+the hub: it carries out what happens next, and switches to a program's greenlet when
+what that waits for is there; a program that blocks, or ends, switches back. One thing
+runs at a time, and who is next is the timeline's to say.
+
+Told:  what programs wait for and what came of it (`Waiters`); `enter` and `leave`
+       around the hub's loop; `start`, `wake`, `kill` from within it; `park` from a
+       program.
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
+from typing import Any
+
+from greenlet import GreenletExit, getcurrent, greenlet
+
+from jdag.errors import JdagError
+
+
+class Waiters:
+    """What programs wait for: numbers that engines resume.
+
+    `given` has, for each waiter that was resumed and has not yet taken it, the result
+    and the record of the trace that says so.
+    """
+
+    __slots__ = ("_asked", "_numbers", "given")
+
+    def __init__(self) -> None:
+        self._numbers = count(1)
+        self._asked: dict[int, tuple[str, str]] = {}
+        self.given: dict[int, tuple[Any, int]] = {}
+
+    def number(self) -> int:
+        """A number that no other waiter of the run has."""
+        return next(self._numbers)
+
+    def ask(self, waiter: int, worker: str, what: str) -> None:
+        """A program of `worker` will wait for this; `what` is the event it told."""
+        self._asked[waiter] = (worker, what)
+
+    def asked(self, waiter: int) -> str | None:
+        """What the waiter asked for; None if nobody is there any more."""
+        worker_and_what = self._asked.get(waiter)
+        return None if worker_and_what is None else worker_and_what[1]
+
+    def forget(self, waiter: int) -> None:
+        """Who waited has the result, or was interrupted."""
+        self._asked.pop(waiter, None)
+        self.given.pop(waiter, None)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._asked.clear()
+        self.given.clear()
+
+    def __str__(self) -> str:
+        """Who waits for what, in the order in which they asked."""
+        asked = [(w, *of) for w, of in self._asked.items() if w not in self.given]
+        waiting = [f"{worker!r} for {what} {w}" for w, worker, what in asked]
+        return ", ".join(waiting) or "nobody"
+
+
+class Programs:
+    """The greenlets of one run, by the worker whose program each is."""
+
+    __slots__ = ("_alive", "_hub", "_parked")
+
+    def __init__(self) -> None:
+        self._hub: greenlet | None = None
+        self._alive: dict[greenlet, str] = {}
+        self._parked: dict[int, greenlet] = {}
+
+    @property
+    def looping(self) -> bool:
+        """Whether a hub carries out events, so that who blocks must switch to it."""
+        return self._hub is not None
+
+    @property
+    def alive(self) -> int:
+        """How many programs have begun and not ended."""
+        return len(self._alive)
+
+    def enter(self) -> None:
+        """The current greenlet is the hub from now on."""
+        assert self._hub is None, self._hub
+        self._hub = getcurrent()
+
+    def leave(self) -> None:
+        """There is no hub any more."""
+        self._hub = None
+
+    def start(self, worker: str, body: Callable[[], None]) -> None:
+        """Run `body` as a program of `worker` until it blocks or ends."""
+        program = greenlet(body)
+        self._alive[program] = worker
+        self._run(program)
+
+    def park(self, waiter: int) -> None:
+        """Block the program that calls this until `wake(waiter)`.
+
+        Raises:
+            GreenletExit: its worker has crashed, or the cluster is closed.
+        """
+        assert self._hub is not None, waiter
+        self._parked[waiter] = getcurrent()
+        try:
+            self._hub.switch()
+        finally:
+            self._parked.pop(waiter, None)
+
+    def is_parked(self, waiter: int) -> bool:
+        """Whether a program is blocked on that waiter."""
+        return waiter in self._parked
+
+    def wake(self, waiter: int) -> None:
+        """Let the program that is blocked on `waiter` go on until it blocks or ends."""
+        program = self._parked.get(waiter)
+        if program is not None:
+            self._run(program)
+
+    def kill(self, worker: str | None) -> None:
+        """End the programs of a worker, or of all (None), as if they had never waited.
+
+        Raises:
+            JdagError: asked by one of those programs.
+        """
+        dying = [p for p, home in self._alive.items() if worker in (None, home)]
+        if getcurrent() in dying:
+            raise JdagError("a program cannot end the cluster that runs it; main can")
+        for program in dying:
+            program.parent = getcurrent()
+            # Whatever it raises as it dies has no listener: its worker is gone.
+            with suppress(Exception):
+                program.throw(GreenletExit)
+            self._alive.pop(program, None)
+
+    def _run(self, program: greenlet) -> None:
+        program.parent = getcurrent()
+        try:
+            program.switch()
+        finally:
+            if program.dead:
+                self._alive.pop(program, None)

@@ -1,0 +1,519 @@
+"""The virtual-time driver: what engines ask for, carried out in one process.
+
+One engine, machine and device a worker; links between them; one timeline. Programs tell
+engines events through their `Port` and block there; user code takes no virtual time. Of
+an engine's effects, in their order: a message leaves at once (`jdag.sim.carriage`); a
+job waits for its device (`jdag.sim.devices`) and is computed when it starts, though its
+engine is told only when its time is over; what a program waits for wakes it
+(`jdag.sim.programs`) as an event of its own, so that no user code runs in between.
+
+What is to happen is on the timeline as a tuple: its kind, the `Host` or `End` where it
+happens, and what else it takes. The method of that name carries it out.
+
+Invariants: a run is a function of its arguments and the seed; a worker that crashed is
+told nothing any more, and its engine, values, jobs and programs are gone before
+anything else happens; a worker is told of each loss once.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from random import Random
+from typing import Any
+
+from greenlet import GreenletExit
+
+from jdag.compute.digest import fingerprint
+from jdag.compute.machine import Machine, failure_of
+from jdag.engine import Engine
+from jdag.engine.vocabulary import (
+    Arrived,
+    Compute,
+    Computed,
+    Differentiated,
+    Drop,
+    Event,
+    Failure,
+    Fetched,
+    Launched,
+    Left,
+    Lost,
+    Resume,
+    Returned,
+    Send,
+    Spawn,
+    landing,
+)
+from jdag.errors import JdagError
+from jdag.functions import name_of
+from jdag.sim.carriage import BEGIN, CRASH, EVENT, Carriage, End, Parcel
+from jdag.sim.chooser import checked
+from jdag.sim.chooser import policy as policy_named
+from jdag.sim.devices import Device, Devices, Task, models
+from jdag.sim.faults import Crash, Fault, Faults
+from jdag.sim.host import Host
+from jdag.sim.network import LinkModel, Network
+from jdag.sim.notes import job_name, job_place, kept, made, nbytes, place, used_up
+from jdag.sim.plan import check_crashes, checked_ns, checked_workers, network_of
+from jdag.sim.port import Port
+from jdag.sim.programs import Programs, Waiters
+from jdag.sim.timeline import Timeline
+from jdag.trace import Trace
+from jdag.wire.link import Frame, LinkSettings
+
+RunProgram = Callable[[Port, Spawn], Returned]
+
+DETECT_NS = 1_000_000
+EVENTS_MAX = 1 << 40
+
+_WAITING = frozenset({Launched, Fetched, Differentiated, Left})
+_KINDS = (
+    *("frame", "timer", "begin", "finish"),
+    *("wake", "spawn", "lost", "crash", "bury"),
+)
+FRAME_BYTES = 24  # Until jdag.wire.link names its own.
+_NEVER = -2  # No record has this index; -1 is "none".
+
+
+class Simulation:
+    """A cluster in virtual time.
+
+    Args:
+        workers: their names, in the order that numbers them.
+        seed: makes the one source of chance.
+        home: the worker where the main program runs, which is whoever uses `port`.
+        network: what joins the workers; None is free and immediate.
+        faults: what goes wrong; home cannot crash.
+        devices: what jobs cost, for all or by worker; None is nothing.
+        values: "real" or "abstract".
+        policy: the name of the order in which ready jobs run.
+        run_program: runs a program that an engine asked for; it says how it ended.
+        link: when links wait, repeat and give up; None suits each pair's latencies.
+        detect_ns: so much later a worker hears that a peer has given it up.
+        events_max: bounds what may happen in the whole run.
+        trace: whether a trace is kept.
+
+    Raises:
+        ScenarioError: names a setting that is unusable, its value and what is allowed.
+    """
+
+    def __init__(  # noqa: PLR0913 - each is an option of its own, by keyword.
+        self,
+        workers: Sequence[str],
+        *,
+        seed: int,
+        home: str,
+        run_program: RunProgram,
+        network: Network | LinkModel | None = None,
+        faults: Sequence[Fault] = (),
+        devices: Devices = None,
+        values: str = "real",
+        policy: str = "path",
+        link: LinkSettings | None = None,
+        detect_ns: int = DETECT_NS,
+        events_max: int = EVENTS_MAX,
+        trace: bool = True,
+    ) -> None:
+        from jdag.wire.messages import size  # Here until that module is whole.
+
+        self._size = size
+        self.workers = checked_workers(workers, home, seed)
+        check_crashes(faults, home, trace)
+        self.seed = seed
+        self.trace = Trace() if trace else None
+        self._add = _add_nothing if self.trace is None else self.trace.add
+        self._timeline = Timeline(events_max)
+        self._faults = Faults(faults, self.workers)
+        self._detect_ns = checked_ns("detect_ns", detect_ns)
+        self._chooser = policy_named(policy)
+        self._programs = Programs()
+        self._run_program = run_program
+        self._carriage = Carriage(
+            self.workers,
+            network=network_of(network),
+            faults=self._faults,
+            settings=link,
+            frame_bytes=FRAME_BYTES,
+            timeline=self._timeline,
+            rng=Random(seed),
+            note=self._note,
+        )
+        self._hosts = self._made_hosts(values, devices)
+        self._waiters = Waiters()
+        self._closed = False
+        self._counted: dict[str, dict[str, int | bool]] | None = None
+        self.port = self._port(self._hosts[home], -1)
+        self._happens: dict[str, Callable[..., None]] = {
+            kind: getattr(self, f"_{kind}") for kind in _KINDS
+        }
+        self._crash_index = _NEVER
+        self._plan_crashes()
+
+    def _made_hosts(self, values: str, devices: Devices) -> dict[str, Host]:
+        hosts = {}
+        for worker, model in models(devices, self.workers).items():
+            device = Device(worker, model, self._chooser, self._faults)
+            engine = Engine(worker, self.workers)
+            hosts[worker] = Host(worker, engine, Machine(values), device)
+        return hosts
+
+    # ------------------------------------------------------------------ what users see
+
+    @property
+    def now_ns(self) -> int:
+        """The virtual time."""
+        return self._timeline.now_ns
+
+    def info(self) -> dict[str, dict[str, int | bool]]:
+        """For each worker, what it holds and what it has sent and computed so far."""
+        if self._counted is not None:
+            return self._counted
+        ends = self._carriage.ends
+        return {w: host.info(ends(w)) for w, host in self._hosts.items()}
+
+    def settle(self) -> None:
+        """Let everything happen that is still to happen, such as acknowledgements."""
+        self._loop(_NEVER)
+
+    def close(self) -> None:
+        """End all programs and let go of everything; what was counted stays.
+
+        Raises:
+            JdagError: asked by a program that runs on a worker.
+        """
+        if self._closed:
+            return
+        for host in self._hosts.values():
+            host.alive = False
+        self._programs.kill(None)
+        self._closed = True
+        for host in self._hosts.values():
+            host.clear()
+        self._waiters.clear()
+        self._counted = self.info()
+        now_ns, self._timeline = self.now_ns, Timeline(0)
+        self._timeline.now_ns = now_ns
+        self._carriage.clear(self._timeline)
+
+    # -------------------------------------------------------- what programs do: `Port`
+
+    def _port(self, host: Host, record: int) -> Port:
+        number = self._waiters.number
+        return Port(host, record, tell=self._told, wait=self._waited, number=number)
+
+    def _told(self, port: Port, event: Event) -> None:
+        self._check_open()
+        host = port.host
+        if not host.alive:
+            return  # A program that has not yet noticed that its worker crashed.
+        kind = type(event)
+        name = kind.__name__
+        causes = () if port.record < 0 else (port.record,)
+        record = self._note("issue", host.worker, (name, *place(event)), causes)
+        for key in host.fresh:
+            host.made[key] = record
+        host.fresh.clear()
+        if kind in _WAITING:
+            self._waiters.ask(event.waiter, host.worker, name)  # type: ignore[union-attr]
+        self._handle(host, event, record)
+
+    def _waited(self, host: Host, waiter: int) -> tuple[Any, int]:
+        """Block whoever calls this; return what the waiter was given and its record."""
+        given = self._waiters.given
+        try:
+            if waiter not in given:
+                self._check_open()
+                if not host.alive:
+                    raise GreenletExit
+                if self._programs.looping:
+                    self._programs.park(waiter)
+                else:
+                    self._loop(waiter)
+            return given[waiter]
+        finally:
+            self._waiters.forget(waiter)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise JdagError("this cluster is closed; make another one")
+
+    def _program(self, port: Port, spawn: Spawn) -> None:
+        """What a program's greenlet runs."""
+        try:
+            returned = self._run_program(port, spawn)
+        except GreenletExit:
+            raise
+        except BaseException as error:
+            # What run_program lets pass, such as KeyboardInterrupt, is for main; but
+            # its caller waits, and the pass or release that waits for it as well.
+            name = name_of(spawn.function)
+            failure = failure_of(error, port.worker, spawn.path, name)
+            port.tell(Returned(spawn.context, spawn.path, None, failure))
+            raise
+        port.tell(returned)
+
+    # ------------------------------------------------------------------------ the loop
+
+    def _loop(self, waiter: int) -> None:
+        """Carry out what happens next until `waiter` is given something."""
+        given, programs = self._waiters.given, self._programs
+        take = self._picked if self._chooser.picks_events else self._timeline.pop
+        happens = self._happens
+        programs.enter()
+        try:
+            while waiter not in given:  # Bounded by the timeline's events_max.
+                action = take()
+                if action is None:
+                    if waiter == _NEVER:
+                        return
+                    raise JdagError(
+                        f"at {self.now_ns} ns nothing is left to happen, and there wait"
+                        f" {self._waiters}; no engine will ever resume them"
+                    )
+                happens[action[0]](*action[1:])
+        finally:
+            programs.leave()
+
+    def _picked(self) -> Any:
+        """The action that the chooser wants, of those that could be next."""
+        tied = self._timeline.tied()
+        if not tied:
+            return None
+        seen = tuple((entry[-1][0], entry[-1][1].worker) for entry in tied)
+        index = self._chooser.pick_event(seen)
+        return self._timeline.take(tied[checked(self._chooser, index, len(tied))])
+
+    # ----------------------------------------------------------------- what engines ask
+
+    def _handle(self, host: Host, event: Event, record: int) -> None:
+        """Let an engine handle an event; carry out its effects, caused by `record`."""
+        for effect in host.engine.handle(event):
+            if not host.alive:
+                return  # It crashed between two effects.
+            kind = effect.__class__
+            if kind is Send:
+                self._send(host, effect, record)
+            elif kind is Compute:
+                host.device.add(effect.job, record, self._timeline.now_ns)
+                self._call_device(host)
+            elif kind is Drop:
+                host.drop(effect.keys)
+            elif kind is Resume:
+                self._resume(host, effect, record)
+            else:
+                assert kind is Spawn, effect
+                name = name_of(effect.function)
+                spawned = self._note(
+                    "spawn", host.worker, (*place(effect), name), (record,)
+                )
+                action = ("spawn", host, effect, spawned)
+                self._timeline.push(self.now_ns, EVENT, action)
+
+    def _send(self, host: Host, send: Send, record: int) -> None:
+        message, keys = send.message, send.values
+        values: tuple[Any, ...] = ()
+        prints: tuple[int, ...] = ()
+        causes: tuple[int, ...] = (record,)
+        end = self._carriage.end(host.worker, send.to)
+        payload_bytes = 0
+        if keys:
+            get, made_by = host.machine.values.get, host.made.get
+            values = tuple([get(key) for key in keys])
+            payload_bytes = sum(map(nbytes, values))
+            end.payload_bytes += payload_bytes
+            if self.trace is not None:
+                prints = tuple(map(fingerprint, values))
+            data = [made_by(key, record) for key in keys]
+            causes = tuple(dict.fromkeys((record, *data)))
+        wire_bytes = self._size(message, payload_bytes) + FRAME_BYTES
+        name = message.__class__.__name__
+        detail = (send.to, name, *place(message), payload_bytes, wire_bytes, prints)
+        self._carriage.send(end, message, values, wire_bytes, detail, causes)
+
+    def _resume(self, host: Host, resume: Resume, record: int) -> None:
+        waiter = resume.waiter
+        asked = self._waiters.asked(waiter)
+        if asked is None:
+            return  # Who waited was interrupted, and is not there any more.
+        resumed = self._note("resume", host.worker, (waiter, asked), (record,))
+        self._waiters.given[waiter] = (resume.result, resumed)
+        if self._programs.is_parked(waiter):
+            self._timeline.push(self.now_ns, EVENT, ("wake", host, waiter))
+
+    def _call_device(self, host: Host) -> None:
+        """Let a device choose once all that happens now has happened."""
+        device = host.device
+        if device.wanting:
+            device.called = True
+            self._timeline.push(self._timeline.now_ns, BEGIN, ("begin", host))
+
+    # --------------------------------------------------------------------- what happens
+
+    def _frame(self, end: End, frame: Frame, sent: int) -> None:
+        """A frame comes out at `end`."""
+        host = self._hosts[end.worker]
+        if not host.alive:
+            return
+        carriage = self._carriage
+        for parcel in carriage.receive(end, frame, sent):
+            self._deliver(host, end.peer, parcel, sent)
+        carriage.watch(end)  # After the answers: an acknowledgement rides on them.
+
+    def _deliver(self, host: Host, sender: str, parcel: Parcel, record: int) -> None:
+        if not host.alive:
+            return  # It crashed over the parcel before.
+        message, values, _, sent = parcel
+        causes = (sent,) if sent == record else (sent, record)
+        name = message.__class__.__name__
+        detail = (sender, name, *place(message))
+        record = self._note("deliver", host.worker, detail, causes)
+        if values:
+            put, made_by = host.machine.values.put, host.made
+            for key, value in zip(landing(message), values, strict=True):
+                put(key, value)
+                made_by[key] = record
+        if host.alive:
+            self._handle(host, Arrived(sender, message), record)
+
+    def _timer(self, end: End) -> None:
+        """The timer of an end of a link is due."""
+        host = self._hosts[end.worker]
+        if host.alive and self._carriage.tick(end):
+            peer = self._hosts[end.peer]
+            at_ns = self.now_ns + self._detect_ns
+            action = ("lost", peer, end.worker, end.record)
+            self._timeline.push(at_ns, EVENT, action)
+            self._lost(host, end.peer, end.record)
+
+    def _begin(self, host: Host) -> None:
+        """A device may choose its next job, and compute it."""
+        device = host.device
+        device.called = False
+        task = device.begin(self.now_ns) if host.alive else None
+        if task is None:
+            return
+        job, made_by = task.job, host.made
+        gone = used_up(job)
+        read = [made_by.get(key, task.asked) for key in (*kept(job), *gone)]
+        behind = () if task.behind < 0 else (task.behind,)
+        causes = tuple(dict.fromkeys((task.asked, *read, *behind)))
+        task.detail = (*job_place(job), task.cost_ns)
+        task.start = self._note("start", host.worker, task.detail, causes)
+        if not host.alive:
+            return
+        for key in gone:
+            made_by.pop(key, None)
+        try:
+            error: BaseException | None = host.machine.run(job)
+        except BaseException as interrupt:
+            # It is main's to know, but who waits for this job must not wait for ever.
+            self._end_later(host, task, interrupt)
+            raise
+        self._end_later(host, task, error)
+
+    def _end_later(self, host: Host, task: Task, error: BaseException | None) -> None:
+        """When its time is over the engine will be told that a job is done."""
+        failure = None
+        if error is not None:
+            job = task.job
+            failure = failure_of(error, host.worker, job.path, job_name(job))
+        if task.cost_ns:
+            at_ns = self.now_ns + task.cost_ns
+            self._timeline.push(at_ns, EVENT, ("finish", host, task, failure))
+        else:
+            self._finish(host, task, failure)
+
+    def _finish(self, host: Host, task: Task, failure: Failure | None) -> None:
+        """A job's time is over."""
+        if not host.alive:
+            return
+        detail = (*task.detail, "" if failure is None else failure.error)
+        record = self._note("finish", host.worker, detail, (task.start,))
+        host.device.end(record)
+        if failure is None:
+            for key in made(task.job):
+                host.made[key] = record
+        if host.alive:
+            self._handle(host, Computed(task.job.id, failure), record)
+            self._call_device(host)
+
+    def _wake(self, host: Host, waiter: int) -> None:
+        """A program goes on: what it waited for is here."""
+        assert host.alive or not self._programs.is_parked(waiter), waiter
+        self._programs.wake(waiter)
+
+    def _spawn(self, host: Host, spawn: Spawn, record: int) -> None:
+        """A program begins."""
+        if host.alive:
+            port = self._port(host, record)
+            self._programs.start(host.worker, partial(self._program, port, spawn))
+
+    def _lost(self, host: Host, peer: str, record: int) -> None:
+        """A worker is told that a peer is gone."""
+        if not host.alive or peer in host.lost:
+            return
+        host.lost[peer] = None
+        self._carriage.close(host.worker, peer)
+        record = self._note("lost", host.worker, (peer,), (record,))
+        if host.alive:
+            self._handle(host, Lost(peer), record)
+
+    # ----------------------------------------------------------------- crashes, records
+
+    def _plan_crashes(self) -> None:
+        for crash in self._faults.crashes:
+            host = self._hosts[crash.worker]
+            if crash.at_ns is not None:
+                self._timeline.push(crash.at_ns, CRASH, ("crash", host, crash))
+        self._next_crash_index(0)
+        if self._crash_index == 0:
+            self._crash_at(0)
+
+    def _next_crash_index(self, least: int) -> None:
+        indices = [c.at_index for c in self._faults.crashes if c.at_index is not None]
+        due = [index for index in indices if index >= least]
+        self._crash_index = min(due) if due else _NEVER
+
+    def _note(
+        self, kind: str, worker: str, detail: tuple[Any, ...], causes: tuple[int, ...]
+    ) -> int:
+        """Record what happens; return its index."""
+        record = self._add(self._timeline.now_ns, kind, worker, detail, causes)
+        if record + 1 == self._crash_index:
+            self._crash_at(record + 1)
+        return record
+
+    def _crash_at(self, index: int) -> None:
+        """The trace has `index` records: a crash that waits for that is due.
+
+        The worker is dead from here on; its remains are cleared away by the next event,
+        as a program of its own may be what runs right now.
+        """
+        self._next_crash_index(index + 1)
+        for crash in self._faults.crash_at_index(index):
+            host = self._hosts[crash.worker]
+            self._die(host, crash)
+            self._timeline.push(self.now_ns, CRASH, ("bury", host))
+
+    def _crash(self, host: Host, crash: Crash) -> None:
+        """A crash planned for this time."""
+        self._die(host, crash)
+        self._bury(host)
+
+    def _die(self, host: Host, crash: Crash) -> None:
+        host.alive = False
+        host.crashed = True
+        why = "at_ns" if crash.at_index is None else "at_index"
+        record = self._note("crash", host.worker, (why,), ())
+        for other in self._hosts.values():
+            if other.alive:
+                action = ("lost", other, host.worker, record)
+                self._timeline.push(self.now_ns + crash.detect_ns, EVENT, action)
+
+    def _bury(self, host: Host) -> None:
+        """Clear away what a crashed worker held."""
+        self._programs.kill(host.worker)
+        host.clear()
+
+
+def _add_nothing(*_: Any) -> int:
+    return -1
