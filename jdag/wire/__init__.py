@@ -1,0 +1,1 @@
+"""Messages as bytes, their exact sizes, and links that deliver them once in order."""

@@ -36,6 +36,11 @@ from typing import Any, NamedTuple
 
 from jdag.errors import ProtocolError, ScenarioError, WorkerLost
 
+# A frame on the wire begins with its sequence, what it acknowledges, and the length of
+# its payload, 8 bytes each. A pure acknowledgement is nothing more.
+FRAME_BYTES = 3 * 8
+ACK_BYTES = FRAME_BYTES
+
 
 class Frame(NamedTuple):
     """What travels; a tuple, as two are made for nearly every message.

@@ -1,0 +1,139 @@
+"""What a value takes on the wire: its type and shape as a header, then its bytes.
+
+The header is a byte for the dtype (its top bit is set for a weak type, which constants
+may have), a byte for the rank, and 8 bytes for each axis. Then the elements, row by row
+and little-endian; of PRNG keys their key data; of a Python number 8 bytes, of a complex
+one 16.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jdag.errors import ProtocolError
+from jdag.wire.encoding import Layout, Reader, Writer
+
+# Bytes of an element. The place in this table is the dtype's number: only append.
+DTYPES = {
+    "bool": 1,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "uint8": 1,
+    "uint16": 2,
+    "uint32": 4,
+    "uint64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "complex64": 8,
+    "complex128": 16,
+    "int2": 1,
+    "int4": 1,
+    "uint2": 1,
+    "uint4": 1,
+    "float4_e2m1fn": 1,
+    "float8_e3m4": 1,
+    "float8_e4m3": 1,
+    "float8_e4m3b11fnuz": 1,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "key<fry>": 8,
+    "key<rbg>": 16,
+    "key<urbg>": 16,
+}
+SCALARS = {int: "int64", float: "float64", complex: "complex128"}
+
+_NAMES = tuple(DTYPES)
+_NUMBERS = {name: number for number, name in enumerate(_NAMES)}
+_WEAK = 0x80
+
+HEADER_BYTES = 2
+AXIS_BYTES = 8
+
+
+class ArrayType(NamedTuple):
+    """Shape, name of the dtype, weak type or not: an abstract value as it travels."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    weak: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return math.prod(self.shape) * DTYPES[self.dtype]
+
+
+def type_of(value: Any) -> ArrayType:
+    """The type of an array, an abstract value or a Python number.
+
+    Raises:
+        ProtocolError: it is nothing of the kind, or its dtype has no number here.
+    """
+    scalar = SCALARS.get(type(value))
+    if scalar is not None:
+        return ArrayType((), scalar, True)
+    try:
+        shape, dtype = value.shape, str(value.dtype)
+    except AttributeError as error:
+        raise _no_value(value) from error
+    if dtype not in DTYPES:
+        raise ProtocolError(
+            f"dtype {dtype} cannot travel: allowed are {', '.join(DTYPES)}"
+        )
+    weak = getattr(value, "weak", None)
+    if weak is None:
+        weak = getattr(value, "weak_type", False)  # JAX's own word; numpy has none.
+    return ArrayType(tuple(shape), dtype, bool(weak))
+
+
+def sizes(values: Sequence[Any]) -> tuple[int, int]:
+    """Bytes of all elements, and of all headers."""
+    elements, axes = 0, 0
+    for value in values:
+        try:
+            axes += len(value.shape)
+            elements += value.nbytes
+        except AttributeError:
+            elements += type_of(value).nbytes
+    return elements, HEADER_BYTES * len(values) + AXIS_BYTES * axes
+
+
+def _no_value(value: Any) -> ProtocolError:
+    return ProtocolError(
+        f"{value!r} of type {type(value).__name__} is no value: allowed are arrays,"
+        " abstract values, and Python int, float and complex"
+    )
+
+
+def _more(value: Any) -> int:
+    return 0 if type(value) in SCALARS else AXIS_BYTES * len(value.shape)
+
+
+def _write(writer: Writer, value: Any) -> None:
+    kind = type_of(value)
+    writer.integer(_NUMBERS[kind.dtype] | _WEAK * kind.weak, 1, "dtype")
+    writer.integer(len(kind.shape), 1, "rank")
+    for axis in kind.shape:
+        writer.integer(axis, AXIS_BYTES, "size of an axis")
+
+
+def _read(reader: Reader) -> ArrayType:
+    number = reader.integer(1, "dtype")
+    if number & ~_WEAK >= len(_NAMES):
+        raise ProtocolError(
+            f"dtype {number & ~_WEAK}: allowed is 0 to {len(_NAMES) - 1}"
+        )
+    rank = reader.integer(1, "rank")
+    shape = tuple([reader.integer(AXIS_BYTES, "an axis") for _ in range(rank)])
+    return ArrayType(shape, _NAMES[number & ~_WEAK], bool(number & _WEAK))
+
+
+# Of anything with a shape and a dtype; read as an `ArrayType`.
+ARRAY_TYPE = Layout(HEADER_BYTES, _more, _write, _read)

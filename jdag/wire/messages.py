@@ -1,0 +1,298 @@
+"""Messages as bytes: the layout of each, its exact size, writing and reading it.
+
+A message is a byte for its type and its fields in the order of `jdag.engine.messages`.
+The values that ride along follow it, in the order of `landing(message)`: of each a
+header and its bytes (`jdag.wire.arrays`). What kinds of fields take is written in
+`jdag.wire.encoding`, `keys` and `trees` (arguments and results of programs).
+
+One table says it all: writing, reading and measuring go by it. Measuring looks only at
+fields that have no fixed size, since the simulator asks for each message.
+
+What reads back as it was: everything but these. The function of a call or assignment
+is its name and the types of its arguments (`FunctionData`), that of a run its name; the
+shape of a root or version is an `ArrayType`; in arguments and results see
+`jdag.wire.trees`. A failure's `exception` stays where it was raised. All of this writes
+as the same bytes again.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jdag.engine.vocabulary import (
+    Acknowledge,
+    Answer,
+    Assign,
+    Call,
+    Cotangent,
+    End,
+    Ended,
+    Fail,
+    Failure,
+    Forget,
+    Go,
+    Incoming,
+    Message,
+    Outcome,
+    Owed,
+    Primal,
+    Read,
+    Reading,
+    Release,
+    Released,
+    Return,
+    Root,
+    Run,
+    Ship,
+    Start,
+    Worker,
+)
+from jdag.errors import ProtocolError
+from jdag.functions import name_of
+from jdag.wire.arrays import ARRAY_TYPE, ArrayType, sizes
+from jdag.wire.encoding import (
+    CONTEXT,
+    CONTEXT_MAYBE,
+    FLAG,
+    LEAF,
+    MASK,
+    PASS,
+    PATH,
+    REQUEST,
+    TEXT,
+    WORKER,
+    WORKERS,
+    Layout,
+    Reader,
+    Writer,
+    integer,
+    many,
+    maybe,
+    record,
+)
+from jdag.wire.keys import KEY
+from jdag.wire.trees import TREE
+
+
+class FunctionData(NamedTuple):
+    """A function for certain arguments as it travels."""
+
+    name: str
+    avals: tuple[ArrayType, ...]
+
+
+def _program_name(program: Any) -> str:
+    return program if type(program) is str else name_of(program)
+
+
+_OUTCOMES = tuple(Outcome)
+
+
+def _read_outcome(reader: Reader) -> Outcome:
+    number = reader.integer(1, "outcome")
+    if number >= len(_OUTCOMES):
+        raise ProtocolError(f"outcome {number}: allowed is 0 to {len(_OUTCOMES) - 1}")
+    return _OUTCOMES[number]
+
+
+OUTCOME = Layout(
+    1,
+    None,
+    lambda writer, outcome: writer.out.append(_OUTCOMES.index(outcome)),
+    _read_outcome,
+)
+PROGRAM = Layout(
+    TEXT.fixed,
+    lambda program: len(_program_name(program)),
+    lambda writer, program: TEXT.write(writer, _program_name(program)),
+    TEXT.read,
+)
+FAILURE = record(
+    Failure,
+    error=TEXT,
+    message=TEXT,
+    worker=WORKER,
+    path=PATH,
+    function=TEXT,
+    call_site=TEXT,
+    traceback=TEXT,
+    route=WORKERS,
+)
+FUNCTION = record(FunctionData, name=TEXT, avals=many(ARRAY_TYPE, "argument types"))
+FAILURES = many(maybe(FAILURE), "failures")
+KEYS = many(KEY, "keys")
+LEAVES = many(LEAF, "leaves")
+COUNTER = integer(6, "context's counter")
+OWED = record(
+    Owed, path=PATH, worker=WORKER, destination=WORKER, function=TEXT, call_site=TEXT
+)
+ROOT = record(
+    Root, key=KEY, aval=ARRAY_TYPE, given=FLAG, number=integer(4, "root's number")
+)
+INCOMING = record(Incoming, source=WORKER, tracked=MASK)
+
+# The place in this table is the type's number: only append.
+LAYOUTS: dict[type[Any], Layout] = {
+    Call: record(
+        Call,
+        context=CONTEXT,
+        path=PATH,
+        function=FUNCTION,
+        inputs=KEYS,
+        tracked=MASK,
+        outputs=MASK,
+        incoming=many(INCOMING, "receives"),
+        call_site=TEXT,
+    ),
+    Ship: record(
+        Ship,
+        context=CONTEXT,
+        path=PATH,
+        destination=WORKER,
+        keys=KEYS,
+        tracked=MASK,
+        function=TEXT,
+        call_site=TEXT,
+    ),
+    Acknowledge: record(Acknowledge, context=CONTEXT_MAYBE, path=PATH),
+    Primal: record(
+        Primal, context=CONTEXT, path=PATH, source=WORKER, failures=FAILURES
+    ),
+    Run: record(
+        Run,
+        context=CONTEXT,
+        path=PATH,
+        function=PROGRAM,
+        arguments=TREE,
+        call_site=TEXT,
+    ),
+    Return: record(
+        Return,
+        context=CONTEXT,
+        path=PATH,
+        result=TREE,
+        failure=maybe(FAILURE),
+        workers=WORKERS,
+    ),
+    Read: record(Read, request=REQUEST, keys=KEYS),
+    Reading: record(Reading, request=REQUEST, failures=FAILURES),
+    Assign: record(
+        Assign,
+        path=PATH,
+        function=maybe(FUNCTION),
+        inputs=KEYS,
+        outputs=KEYS,
+        avals=many(ARRAY_TYPE, "types of versions"),
+        call_site=TEXT,
+    ),
+    Forget: record(Forget, leaves=LEAVES),
+    Start: record(
+        Start,
+        context=CONTEXT,
+        number=PASS,
+        roots=many(ROOT, "roots"),
+        retain=FLAG,
+        go=FLAG,
+    ),
+    Go: record(Go, context=CONTEXT, number=PASS, retain=FLAG),
+    Cotangent: record(
+        Cotangent, context=CONTEXT, number=PASS, path=PATH, present=MASK, retain=FLAG
+    ),
+    Answer: record(
+        Answer,
+        context=CONTEXT,
+        number=PASS,
+        owed=integer(8, "change in sends owed", signed=True),
+    ),
+    Fail: record(Fail, context=CONTEXT, number=PASS, failure=FAILURE),
+    End: record(End, context=CONTEXT, number=PASS, outcome=OUTCOME, retain=FLAG),
+    Ended: record(
+        Ended, context=CONTEXT, number=PASS, owed=many(OWED, "owed"), leaves=LEAVES
+    ),
+    Release: record(
+        Release, context=CONTEXT, live=many(COUNTER, "live contexts"), abort=FLAG
+    ),
+    Released: record(Released, context=CONTEXT, failures=many(FAILURE, "failures")),
+}
+_TYPES = tuple(LAYOUTS)
+_NUMBERS = {kind: number for number, kind in enumerate(_TYPES)}
+TYPE_BYTES = 1
+_SIZES = {
+    kind: (TYPE_BYTES + layout.fixed, layout.more) for kind, layout in LAYOUTS.items()
+}
+
+
+def size(message: Message, values: Sequence[Any]) -> tuple[int, int]:
+    """How many bytes the values are, and message, headers and values together.
+
+    Args:
+        message: any of `jdag.engine.messages`.
+        values: what rides with it: arrays, abstract values, Python numbers.
+
+    Raises:
+        ProtocolError: it has no layout, or holds something that cannot travel.
+    """
+    try:
+        total, more = _SIZES[type(message)]
+    except KeyError:
+        raise _no_message(message) from None
+    if more is not None:
+        total += more(message)
+    if not values:
+        return 0, total
+    elements, headers = sizes(values)
+    return elements, total + headers + elements
+
+
+def _no_message(message: object) -> ProtocolError:
+    allowed = ", ".join(kind.__name__ for kind in _TYPES)
+    return ProtocolError(f"{message!r} is no message: allowed are {allowed}")
+
+
+class Codec:
+    """Writes and reads the messages of one cluster, whose workers go by number.
+
+    Raises:
+        ProtocolError: more workers than the 2 bytes of a number can tell apart.
+    """
+
+    __slots__ = ("_numbers", "_workers")
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        if len(workers) > 1 << 16:
+            raise ProtocolError(f"{len(workers)} workers: allowed are {1 << 16}")
+        self._workers = tuple(workers)
+        self._numbers = {worker: number for number, worker in enumerate(workers)}
+
+    def encode(self, message: Message) -> bytes:
+        """The bytes of a message, without the values that ride with it.
+
+        Raises:
+            ProtocolError: a field holds what cannot travel; names field and value.
+        """
+        kind = type(message)
+        if kind not in LAYOUTS:
+            raise _no_message(message)
+        writer = Writer(self._numbers)
+        writer.out.append(_NUMBERS[kind])
+        LAYOUTS[kind].write(writer, message)
+        return bytes(writer.out)
+
+    def decode(self, data: bytes) -> Message:
+        """The message that these bytes are; nothing may be left over.
+
+        Raises:
+            ProtocolError: they are none; says where and what would have been right.
+        """
+        reader = Reader(data, self._workers)
+        number = reader.integer(TYPE_BYTES, "type of a message")
+        if number >= len(_TYPES):
+            raise ProtocolError(
+                f"type {number} of a message: allowed is 0 to {len(_TYPES) - 1}"
+            )
+        message: Message = LAYOUTS[_TYPES[number]].read(reader)
+        if reader.left:
+            raise ProtocolError(
+                f"{reader.left} of {len(data)} bytes are left after a"
+                f" {type(message).__name__}"
+            )
+        return message

@@ -1,0 +1,278 @@
+"""Arguments and results of programs as bytes: nested data, refs, arrays, names.
+
+Each item is a byte that says what it is, then its content. Refs travel as data. What
+only code can make again travels by name: functions and classes as `Named`, instances
+(named tuples, dataclasses, enums, partials, dtypes and JAX's own pytree nodes) as
+`Node`, the name of their class and their parts. Reading gives `Named`, `Node`,
+`RefParts` and `Raw` arrays, which write as the same bytes again; who reads makes of
+them what they name, if it allows that. Anything else is refused: nothing is pickled.
+"""
+
+import functools
+import struct
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jdag.engine.vocabulary import Key, LeafId, Worker
+from jdag.errors import ProtocolError
+from jdag.functions import name_of
+from jdag.wire.arrays import ARRAY_TYPE, AXIS_BYTES, ArrayType, type_of
+from jdag.wire.encoding import (
+    COUNT_BYTES,
+    FLAG,
+    LEAF,
+    TEXT,
+    WORKER,
+    Layout,
+    Reader,
+    Writer,
+    items,
+    many,
+    maybe,
+    record,
+)
+from jdag.wire.keys import KEY
+
+DEPTH_MAX = 100
+
+
+class RefParts(NamedTuple):
+    """A ref as it travels."""
+
+    key: Key
+    owner: Worker
+    aval: Any
+    tracked: bool
+    descends: LeafId | None
+
+
+class Named(NamedTuple):
+    """A function or class, by `module:qualname`."""
+
+    name: str
+
+
+class Node(NamedTuple):
+    """An instance: the name of its class, and its parts."""
+
+    name: str
+    parts: tuple[Any, ...]
+
+
+class Raw(NamedTuple):
+    """An array as it travels: its type, and its elements row by row."""
+
+    kind: ArrayType
+    data: bytes
+
+
+def _write_bytes(writer: Writer, data: bytes) -> None:
+    writer.count(data, "bytes")
+    writer.out += data
+
+
+def _read_bytes(reader: Reader) -> bytes:
+    return reader.take(reader.count(1, "bytes"), "bytes")
+
+
+def _write_int(writer: Writer, value: int) -> None:
+    _write_bytes(writer, value.to_bytes(_int_more(value), "little", signed=True))
+
+
+def _int_more(value: int) -> int:
+    return value.bit_length() // 8 + 1  # One bit more for the sign.
+
+
+def _packed(
+    packing: struct.Struct, split: Callable[[Any], Any], made: Callable[..., Any]
+) -> Layout:
+    return Layout(
+        packing.size,
+        None,
+        lambda writer, value: writer.out.extend(packing.pack(*split(value))),
+        lambda reader: made(*packing.unpack(reader.take(packing.size, "a number"))),
+    )
+
+
+def _elements(value: Any) -> int:
+    if isinstance(value, Raw):
+        return len(value.data)
+    try:
+        return int(value.nbytes)
+    except AttributeError:  # A jax.ShapeDtypeStruct does not count its bytes.
+        return type_of(value).nbytes
+
+
+def _array_more(value: Any) -> int:
+    kind = value.kind if isinstance(value, Raw) else value
+    return AXIS_BYTES * len(kind.shape) + _elements(value)
+
+
+def _write_array(writer: Writer, value: Any) -> None:
+    raw = value if isinstance(value, Raw) else Raw(type_of(value), _bytes_of(value))
+    assert len(raw.data) == raw.kind.nbytes, (raw.kind, len(raw.data))
+    ARRAY_TYPE.write(writer, raw.kind)
+    writer.out += raw.data
+
+
+def _bytes_of(array: Any) -> bytes:
+    """The elements of a JAX or numpy array."""
+    if not isinstance(array, jax.Array | np.ndarray | np.generic):
+        raise ProtocolError(f"{array!r} is abstract and has no bytes to send")
+    if str(array.dtype).startswith("key<"):
+        array = jax.random.key_data(array)
+    return np.asarray(array).tobytes()
+
+
+def _read_array(reader: Reader) -> Raw:
+    kind = ARRAY_TYPE.read(reader)
+    return Raw(kind, reader.take(kind.nbytes, f"array {kind.dtype}{kind.shape}"))
+
+
+def form(value: Any) -> tuple[str, Any]:
+    """What an item is, and the content that the layout of that kind takes.
+
+    Raises:
+        ProtocolError: it cannot travel.
+    """
+    kind = _PLAIN.get(type(value))
+    if kind is not None:
+        return kind, value
+    if type(value) is Named:
+        return "named", value.name
+    if type(value) is bool:
+        return ("true" if value else "false"), None
+    if type(value) is dict:
+        return "dict", tuple(value.items())
+    if isinstance(value, Raw) or (hasattr(value, "shape") and hasattr(value, "dtype")):
+        return "array", value
+    if all(hasattr(value, name) for name in RefParts._fields):
+        return "ref", value
+    if callable(value) and hasattr(value, "__qualname__"):
+        return "named", name_of(value)
+    return "node", _taken_apart(value)
+
+
+def _taken_apart(value: Any) -> tuple[str, tuple[Any, ...]]:
+    """The name of an instance's class, and its parts in an order of their own."""
+    name = name_of(type(value))
+    if isinstance(value, Enum):
+        return name, (value.name,)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return name, tuple(value)
+    if is_dataclass(value):
+        return name, tuple([getattr(value, field.name) for field in fields(value)])
+    if isinstance(value, functools.partial):
+        return name, (value.func, value.args, value.keywords)
+    if isinstance(value, np.dtype):
+        return name, (str(value),)
+    if isinstance(value, frozenset):
+        return name, tuple(sorted(value, key=repr))
+    treedef: Any
+    children, treedef = jax.tree.flatten(value, is_leaf=lambda part: part is not value)
+    if jax.tree_util.treedef_is_leaf(treedef):
+        raise ProtocolError(
+            f"{value!r} of type {name} cannot travel: allowed are refs, arrays, None,"
+            " bool, int, float, complex, str, bytes, functions and classes, and tuples,"
+            " lists, dicts, frozensets, dataclasses, enums, partials, dtypes and JAX's"
+            " pytree nodes of these"
+        )
+    return name, (treedef.node_data()[1], *children)
+
+
+def _made(kind: str, content: Any) -> Any:
+    """The item that has this content."""
+    match kind:
+        case "true" | "false":
+            return kind == "true"
+        case "list":
+            return list(content)
+        case "named":
+            return Named(content)
+        case "node":
+            return Node(*content)
+        case "dict":
+            try:
+                return dict(content)
+            except TypeError as error:
+                raise ProtocolError(f"a dict whose keys cannot be: {error}") from error
+        case _:
+            return content
+
+
+def _more(tree: Any) -> int:
+    kind, content = form(tree)
+    return FORMS[kind].size(content)
+
+
+def _write(writer: Writer, tree: Any) -> None:
+    kind, content = form(tree)
+    writer.out.append(_NUMBERS[kind])
+    writer.deeper(DEPTH_MAX)
+    FORMS[kind].write(writer, content)
+    writer.depth -= 1
+
+
+def _read(reader: Reader) -> Any:
+    number = reader.integer(1, "kind of data")
+    if number >= len(_KINDS):
+        raise ProtocolError(f"kind {number} of data: allowed is 0 to {len(_KINDS) - 1}")
+    kind = _KINDS[number]
+    reader.deeper(DEPTH_MAX)
+    content = FORMS[kind].read(reader)
+    reader.depth -= 1
+    return _made(kind, content)
+
+
+TREE = Layout(1, _more, _write, _read)
+_NOTHING = Layout(0, None, lambda writer, value: None, lambda reader: None)
+# The place in this table is the kind's number: only append.
+FORMS = {
+    "none": _NOTHING,
+    "false": _NOTHING,
+    "true": _NOTHING,
+    "int": Layout(
+        COUNT_BYTES,
+        _int_more,
+        _write_int,
+        lambda reader: int.from_bytes(_read_bytes(reader), "little", signed=True),
+    ),
+    "float": _packed(struct.Struct("<d"), lambda value: (value,), float),
+    "complex": _packed(
+        struct.Struct("<dd"), lambda value: (value.real, value.imag), complex
+    ),
+    "text": TEXT,
+    "bytes": Layout(COUNT_BYTES, len, _write_bytes, _read_bytes),
+    "tuple": many(TREE, "items"),
+    "list": many(TREE, "items"),
+    "dict": many(items(TREE, TREE), "items"),
+    "ref": record(
+        RefParts,
+        key=KEY,
+        owner=WORKER,
+        aval=ARRAY_TYPE,
+        tracked=FLAG,
+        descends=maybe(LEAF),
+    ),
+    "array": Layout(ARRAY_TYPE.fixed, _array_more, _write_array, _read_array),
+    "named": TEXT,
+    "node": items(TEXT, many(TREE, "parts")),
+}
+_KINDS = tuple(FORMS)
+_NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
+_PLAIN = {
+    type(None): "none",
+    int: "int",
+    float: "float",
+    complex: "complex",
+    str: "text",
+    bytes: "bytes",
+    tuple: "tuple",
+    list: "list",
+    Node: "node",
+}
