@@ -2,16 +2,19 @@
 
 The header is a byte for the dtype (its top bit is set for a weak type, which constants
 may have), a byte for the rank, and 8 bytes for each axis. Then the elements, row by row
-and little-endian; of PRNG keys their key data; of a Python number 8 bytes, of a complex
-one 16.
+and little-endian; of PRNG keys their key data. A Python number travels as the weak
+scalar that JAX makes of it, so that abstract runs count the same.
 """
 
 import math
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
+from jax.dtypes import canonicalize_dtype
+
 from jdag.errors import ProtocolError
-from jdag.wire.encoding import Layout, Reader, Writer
+from jdag.wire.encoding import Layout, Reader, Writer, many
 
 # Bytes of an element. The place in this table is the dtype's number: only append.
 DTYPES = {
@@ -47,11 +50,12 @@ DTYPES = {
     "key<rbg>": 16,
     "key<urbg>": 16,
 }
-SCALARS = {int: "int64", float: "float64", complex: "complex128"}
+SCALARS = (int, float, complex)
 
 _NAMES = tuple(DTYPES)
 _NUMBERS = {name: number for number, name in enumerate(_NAMES)}
 _WEAK = 0x80
+_SHAPE = attrgetter("shape")
 
 HEADER_BYTES = 2
 AXIS_BYTES = 8
@@ -76,9 +80,8 @@ def type_of(value: Any) -> ArrayType:
     Raises:
         ProtocolError: it is nothing of the kind, or its dtype has no number here.
     """
-    scalar = SCALARS.get(type(value))
-    if scalar is not None:
-        return ArrayType((), scalar, True)
+    if type(value) in SCALARS:
+        return ArrayType((), canonicalize_dtype(type(value)).name, True)
     try:
         shape, dtype = value.shape, str(value.dtype)
     except AttributeError as error:
@@ -135,5 +138,12 @@ def _read(reader: Reader) -> ArrayType:
     return ArrayType(shape, _NAMES[number & ~_WEAK], bool(number & _WEAK))
 
 
+def types_more(values: Sequence[Any]) -> int:
+    """How many bytes the types of these take beyond their count."""
+    axes = sum(map(len, map(_SHAPE, values)))  # Asked for with each call: no Python.
+    return HEADER_BYTES * len(values) + AXIS_BYTES * axes
+
+
 # Of anything with a shape and a dtype; read as an `ArrayType`.
 ARRAY_TYPE = Layout(HEADER_BYTES, _more, _write, _read)
+ARRAY_TYPES = many(ARRAY_TYPE, "array types")._replace(more=types_more)

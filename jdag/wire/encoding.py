@@ -142,6 +142,8 @@ def many(item: Layout, what: str) -> Layout:
     each, more_of_one = item.fixed, item.more
 
     def more(items: Sequence[Any]) -> int:
+        if not items:
+            return 0
         total = each * len(items)
         return total + sum(map(more_of_one, items)) if more_of_one else total
 
@@ -160,8 +162,12 @@ def many(item: Layout, what: str) -> Layout:
 def maybe(item: Layout) -> Layout:
     """What may be None."""
 
+    fixed, more_of_it = item.fixed, item.more
+
     def more(value: Any) -> int:
-        return 0 if value is None else item.size(value)
+        if value is None:
+            return 0
+        return fixed + more_of_it(value) if more_of_it else fixed
 
     def write(writer: Writer, value: Any) -> None:
         FLAG.write(writer, value is not None)

@@ -48,7 +48,7 @@ from jdag.engine.vocabulary import (
 )
 from jdag.errors import ProtocolError
 from jdag.functions import name_of
-from jdag.wire.arrays import ARRAY_TYPE, ArrayType, sizes
+from jdag.wire.arrays import ARRAY_TYPE, ARRAY_TYPES, ArrayType, sizes, types_more
 from jdag.wire.encoding import (
     CONTEXT,
     CONTEXT_MAYBE,
@@ -68,6 +68,7 @@ from jdag.wire.encoding import (
     many,
     maybe,
     record,
+    text_more,
 )
 from jdag.wire.keys import KEY
 from jdag.wire.trees import TREE
@@ -102,7 +103,7 @@ OUTCOME = Layout(
 )
 PROGRAM = Layout(
     TEXT.fixed,
-    lambda program: len(_program_name(program)),
+    lambda program: text_more(_program_name(program)),
     lambda writer, program: TEXT.write(writer, _program_name(program)),
     TEXT.read,
 )
@@ -117,7 +118,9 @@ FAILURE = record(
     traceback=TEXT,
     route=WORKERS,
 )
-FUNCTION = record(FunctionData, name=TEXT, avals=many(ARRAY_TYPE, "argument types"))
+FUNCTION = record(FunctionData, name=TEXT, avals=ARRAY_TYPES)._replace(
+    more=lambda function: text_more(function.name) + types_more(function.avals)
+)
 FAILURES = many(maybe(FAILURE), "failures")
 KEYS = many(KEY, "keys")
 LEAVES = many(LEAF, "leaves")
@@ -181,7 +184,7 @@ LAYOUTS: dict[type[Any], Layout] = {
         function=maybe(FUNCTION),
         inputs=KEYS,
         outputs=KEYS,
-        avals=many(ARRAY_TYPE, "types of versions"),
+        avals=ARRAY_TYPES,
         call_site=TEXT,
     ),
     Forget: record(Forget, leaves=LEAVES),

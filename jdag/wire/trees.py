@@ -120,13 +120,13 @@ def _write_array(writer: Writer, value: Any) -> None:
     writer.out += raw.data
 
 
-def _bytes_of(array: Any) -> bytes:
+def _bytes_of(value: Any) -> bytes:
     """The elements of a JAX or numpy array."""
-    if not isinstance(array, jax.Array | np.ndarray | np.generic):
-        raise ProtocolError(f"{array!r} is abstract and has no bytes to send")
-    if str(array.dtype).startswith("key<"):
-        array = jax.random.key_data(array)
-    return np.asarray(array).tobytes()
+    if not isinstance(value, jax.Array | np.ndarray | np.generic):
+        raise ProtocolError(f"{value!r} is abstract and has no bytes to send")
+    if isinstance(value, jax.Array) and str(value.dtype).startswith("key<"):
+        value = jax.random.key_data(value)
+    return np.asarray(value).tobytes()
 
 
 def _read_array(reader: Reader) -> Raw:
