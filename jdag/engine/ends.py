@@ -93,6 +93,8 @@ class Ends:
         own.retain = event.retain
         own.owed, own.leaves = [], {}
         top = fragment.activations[()]
+        if not event.retain:
+            self._forwarding.move_leaves_again(top)
         self._forwarding.when_acknowledged(top, partial(self._begin, fragment, own))
 
     def _begin(self, fragment: Fragment, own: Ownership) -> None:

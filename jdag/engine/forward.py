@@ -4,12 +4,13 @@ Told by programs here: Issued, Launched, Returned. Told by others: Call, Ship, P
 Run, Return, Acknowledge. Asks for Forward jobs, Primal messages, Spawn and Resume.
 
 Invariants - Only the issuer decides transfers: a value goes to a worker once per
-activation and tracking. - A call, ship or program is acknowledged once; a program call
-leaves only when all earlier calls of its activation (and all assignments from here) are
-acknowledged, and a program returns only when its own are. So whoever learns of a ref
-can use it at once. - A recv may exist before its call: data makes it empty, the call
-fills it. - A call runs when all its inputs have settled; if any failed it does not run,
-and its results hold the first failure by position.
+activation and tracking, a leaf once more after a pass that spends. - A call, ship or
+program is acknowledged once; a program call leaves only when all earlier calls of its
+activation (and all assignments from here) are acknowledged, and a program returns only
+when its own are. So whoever learns of a ref can use it at once. - A recv may exist
+before its call: data makes it empty, the call fills it. - A call runs when all its
+inputs have settled; if any failed it does not run, and its results hold the first
+failure by position.
 """
 
 from functools import partial
@@ -144,6 +145,14 @@ class Forwarding:
                 activation.moved[what] = moved
             inputs.append(moved)
         return inputs, ships
+
+    def move_leaves_again(self, activation: Activation) -> None:
+        """A pass spends transfers, but a leaf can be used again: in a new one."""
+        activation.moved = {
+            what: moved
+            for what, moved in activation.moved.items()
+            if not (what[0].kind == "leaf" and what[2])
+        }
 
     def launched(self, event: Launched) -> None:
         """Call a program, once all that was issued before it has arrived."""
