@@ -195,7 +195,7 @@ class Ends:
             own.passes,
             own.outcome,
             own.failure,
-            tuple(sorted(own.owed)),
+            tuple(sorted(own.owed)) if own.outcome is Outcome.STUCK else (),
             tuple(sorted(own.leaves)),
         )
         self._state.out.append(Resume(own.waiter, result))
