@@ -321,6 +321,7 @@ class Ends:
             self._release(sender, fragment, message)
 
     def _release(self, sender: Worker, fragment: Fragment, message: Release) -> None:
+        self._remember(message)  # In the order in which the owner said it.
         fragment.release = (sender, message)
         if message.abort or fragment.pending == 0:
             self.quiet(fragment)
@@ -331,7 +332,6 @@ class Ends:
             return
         owner, message = fragment.release
         failures = tuple(sorted(fragment.failures, key=_by_path))
-        self._remember(message)
         reply = Released(message.context, failures)
         if owner == self._state.worker:
             self.released(owner, reply)
