@@ -129,7 +129,7 @@ class Backward:
         retain: bool,
         landed: tuple[Key, ...],
     ) -> tuple[Fragment, Pass, bool] | None:
-        """A message's pass and whether it engaged; None if the pass ended."""
+        """A message's pass and whether it engaged; None if it ended or failed."""
         fragment = self._state.fragment(context)  # type: ignore[arg-type]
         if fragment is None or number <= fragment.ended:
             self._state.drop(landed)
@@ -138,6 +138,9 @@ class Backward:
             fragment.live = Pass(number, retain, is_owner=False)
         live: Pass = fragment.live
         assert live.number == number, (live.number, number)
+        if live.failed:  # Perhaps in mid-count: what came has nowhere to go.
+            self._state.drop(landed)
+            return None
         return fragment, live, live.engage(sender)
 
     def _close(
