@@ -215,6 +215,7 @@ class Backward:
                 key,
             )
             self._state.compute(job, self._filled, fragment, (live, root))
+        live.roots = ()
 
     def _seeded(self, fragment: Fragment, live: Pass, root: Root, key: Key) -> None:
         self._deliver(live, fragment.values[root.key], SEED, root.number, key)

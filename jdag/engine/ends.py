@@ -14,6 +14,7 @@ pass was interrupted) goes to all workers and is answered at once. - After a rel
 worker keeps of a context only its owner's horizon.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -97,6 +98,12 @@ class Ends:
             self._forwarding.move_leaves_again(top)
         self._forwarding.when_acknowledged(top, partial(self._begin, fragment, own))
 
+    def _never_began(self, fragment: Fragment, own: Ownership) -> None:
+        """A pass that ends while it gathers has its cotangents here, unused."""
+        if own.phase is Phase.GATHERING:
+            roots = [root for _, root in own.roots]
+            self._state.drop(_seeds(fragment, own.passes, roots))
+
     def _begin(self, fragment: Fragment, own: Ownership) -> None:
         """All calls have arrived: announce the roots, or start where they all are."""
         if own.phase is not Phase.GATHERING:
@@ -113,11 +120,7 @@ class Ends:
                 live.roots = tuple(roots)
                 continue
             live.unanswered += 1
-            seeds = tuple(
-                Key("seed", fragment.context, own.passes, root.number)
-                for root in roots
-                if root.given
-            )
+            seeds = _seeds(fragment, own.passes, roots)
             start = Start(fragment.context, own.passes, tuple(roots), own.retain, alone)
             state.send(worker, start, seeds)
             state.drop(seeds)
@@ -154,6 +157,7 @@ class Ends:
         failure: Failure | None,
     ) -> None:
         """Tell everybody how the pass ended."""
+        self._never_began(fragment, own)
         own.advance(fragment.context, End)
         own.outcome, own.failure = outcome, failure
         message = End(fragment.context, own.passes, outcome, own.retain)
@@ -258,11 +262,7 @@ class Ends:
         ]
         if outcome is not Outcome.FINISHED:
             left.extend(key for key in live.staged.values() if key is not None)
-            left.extend(
-                Key("seed", fragment.context, live.number, root.number)
-                for root in live.roots
-                if root.given
-            )
+            left.extend(_seeds(fragment, live.number, live.roots))
         self._state.drop(left)
         for vertex in live.dues:
             if isinstance(vertex, Node):
@@ -284,6 +284,7 @@ class Ends:
         """The top activation leaves the context."""
         fragment, own = self.owned(event.context)
         abort = own.phase is not Phase.OPEN
+        self._never_began(fragment, own)
         own.advance(event.context, Left)
         own.waiter = event.waiter
         top = fragment.activations[()]
@@ -452,6 +453,15 @@ class Ends:
         for worker in self._state.lost:
             if own.lost is None and self.takes_part(fragment, worker):
                 self._lost(fragment, own, worker)
+
+
+def _seeds(fragment: Fragment, number: int, roots: Sequence[Root]) -> tuple[Key, ...]:
+    """Where the given cotangents of these roots are."""
+    return tuple(
+        Key("seed", fragment.context, number, root.number)
+        for root in roots
+        if root.given
+    )
 
 
 def _by_path(failure: Failure) -> tuple[Any, ...]:

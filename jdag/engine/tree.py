@@ -62,7 +62,7 @@ class Pass:
         self.dues: dict[Vertex, Due] = {}
         self.ready: list[Any] = []  # Vertices with all their contributions.
         self.staged: dict[LeafId, Key | None] = {}
-        self.roots: tuple[Root, ...] = ()
+        self.roots: tuple[Root, ...] = ()  # Those here that have no cotangent yet.
         self.sighted = False  # Dependencies have been counted here.
         self.failed = False
 
