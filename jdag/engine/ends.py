@@ -283,16 +283,25 @@ class Ends:
     def left(self, event: Left) -> None:
         """The top activation leaves the context."""
         fragment, own = self.owned(event.context)
-        abort = own.phase is not Phase.OPEN
+        top = fragment.activations[()]
+        abort = own.phase is not Phase.OPEN or bool(top.launched)
         self._never_began(fragment, own)
         own.advance(event.context, Left)
         own.waiter = event.waiter
-        top = fragment.activations[()]
         go = partial(self._leave, fragment, own, abort)
         if abort:
+            self._forwarding.never_mind(top)
+            self._abandon_pass(fragment)
             go()
         else:
             self._forwarding.when_acknowledged(top, go)
+
+    def _abandon_pass(self, fragment: Fragment) -> None:
+        """End a pass here without a word: an abort says it all."""
+        if fragment.live is not None:
+            number = fragment.live.number
+            end = End(fragment.context, number, Outcome.FAILED, retain=True)
+            self._close_pass(fragment, end)
 
     def _leave(self, fragment: Fragment, own: Ownership, abort: bool) -> None:
         state = self._state
@@ -369,11 +378,7 @@ class Ends:
         failure = state.failure(
             "ContextError", f"context {fragment.context} was released"
         )
-        if fragment.live is not None:
-            end = End(
-                fragment.context, fragment.live.number, Outcome.FAILED, retain=True
-            )
-            self._close_pass(fragment, end)
+        self._abandon_pass(fragment)
         self._reads.release(fragment, failure)
         self._forwarding.abort(fragment, failure)
         self._leaves.release(fragment)

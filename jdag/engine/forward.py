@@ -13,6 +13,7 @@ inputs have settled; if any failed it does not run, and its results hold the fir
 failure by position.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -179,6 +180,10 @@ class Forwarding:
             self._held.append((activation, then))
         else:
             then()
+
+    def never_mind(self, activation: Activation) -> None:
+        """What was held back for an activation is not wanted any more."""
+        self._held = [entry for entry in self._held if entry[0] is not activation]
 
     def acknowledged(self, sender: Worker, message: Acknowledge) -> None:
         """A call, ship or assignment has arrived."""
@@ -348,6 +353,7 @@ class Forwarding:
             self._state.drop((*job.outputs, *kept))
             return
         if failure is not None:
+            failure = replace(failure, call_site=node.call_site)
             fragment.failures.append(failure)
         elif node.residuals is None and job.residuals is not None:
             self._state.drop((job.residuals,))  # Spent before it ran.
@@ -463,9 +469,8 @@ class Forwarding:
 
     def abort(self, fragment: Fragment, failure: Failure) -> None:
         """The context is released from under its programs: they wait no longer."""
-        mine = tuple(fragment.activations.values())
-        self._held = [entry for entry in self._held if entry[0] not in mine]
-        for activation in mine:
+        for activation in fragment.activations.values():
+            self.never_mind(activation)
             for waiter, _ in activation.launched.values():
                 self._state.out.append(Resume(waiter, (None, failure)))
         fragment.activations.clear()
