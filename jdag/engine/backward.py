@@ -320,6 +320,8 @@ class Backward:
     ) -> None:
         assert isinstance(job, Vjp), job
         live, node = owner
+        if failure is not None:
+            failure = replace(failure, call_site=node.call_site)
         if not self._current(fragment, live, failure, job.outputs):
             return
         for position, value in enumerate(node.inputs):

@@ -4,7 +4,7 @@ A version is kept while it is the newest, while an assignment waits for it, and 
 context that read it is open. Invariant: `users` counts just those last two.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -157,6 +157,8 @@ class Leaves:
         self, failure: Failure | None, settle: Any, message: Assign, job: Job
     ) -> None:
         outputs, held = settle
+        if failure is not None:
+            failure = replace(failure, call_site=message.call_site)
         self._settle(outputs, held, failure, message)
 
     def _settle(
