@@ -1,0 +1,50 @@
+"""Distributed autograd for JAX: programs over workers, simulated, proved and run.
+
+A program calls plain JAX functions on named workers; what comes back are refs. One
+backward pass then runs over all of them, and gradients stay where their leaves are:
+
+    with jdag.simulate(["trainer", "ps"], seed=0) as cluster:
+        w = cluster.put("ps", jnp.ones((8, 1)))
+        with cluster.context() as ctx:
+            loss = ctx.call("ps", mean_square, w, x)
+            ctx.backward(loss)
+            gradient = ctx.gradient(w).fetch()
+
+What a simulated cluster is made of (links, faults, devices) is in `jdag.sim`.
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from jdag import errors, sim
+from jdag.cluster import Cluster, simulate
+from jdag.compute.pytrees import static
+from jdag.context import Context
+from jdag.errors import JdagError
+from jdag.functions import program, unjitted
+from jdag.optim import Optimizer
+from jdag.oracle import oracle
+from jdag.ref import Ref, fetch, stop_gradient
+from jdag.transform import value_and_grad
+
+try:
+    __version__ = version("jdag")
+except PackageNotFoundError:  # From a checkout that is not installed.
+    __version__ = "0+unknown"
+
+__all__ = [
+    "Cluster",
+    "Context",
+    "JdagError",
+    "Optimizer",
+    "Ref",
+    "errors",
+    "fetch",
+    "oracle",
+    "program",
+    "sim",
+    "simulate",
+    "static",
+    "stop_gradient",
+    "unjitted",
+    "value_and_grad",
+]
