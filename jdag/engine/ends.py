@@ -14,7 +14,7 @@ pass was interrupted) goes to all workers and is answered at once. - After a rel
 worker keeps of a context only its owner's horizon.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 from jdag.engine.backward import Backward
 from jdag.engine.forward import Forwarding
 from jdag.engine.graph import Activation, Fragment, Node, Value
-from jdag.engine.leaves import Leaves
+from jdag.engine.leaves import Held, Leaves
 from jdag.engine.phases import Ownership, Phase
 from jdag.engine.reads import Reads
 from jdag.engine.state import Horizon, State, lost_failure
@@ -169,9 +169,10 @@ class Ends:
         own.awaited = dict.fromkeys(others)
         for worker in others:
             self._state.send(worker, message)
-        self._note_end(own, self._close_pass(fragment, message))
-        if not others:
-            self._conclude(fragment, own)
+        own.awaited[self._state.worker] = None
+        reply = self._close_pass(fragment, message)
+        then = partial(self.ended, self._state.worker, reply)
+        self._after_pass(fragment, message, then)
 
     def ended(self, sender: Worker, message: Ended) -> None:
         """A participant knows that the pass is over."""
@@ -211,9 +212,22 @@ class Ends:
         fragment = self._state.contexts.get(message.context)
         if fragment is None:
             reply = Ended(message.context, message.number, (), ())
+            self._state.send(sender, reply)
         else:
             reply = self._close_pass(fragment, message)
-        self._state.send(sender, reply)
+            then = partial(self._state.send, sender, reply)
+            self._after_pass(fragment, message, then)
+
+    def _after_pass(
+        self, fragment: Fragment, message: End, then: Callable[[], None]
+    ) -> None:
+        """Run `then` when no job of the pass runs here: a failed one may have some."""
+        jobs = [
+            number
+            for number, (_, part, _, job) in self._state.jobs.items()
+            if part is fragment and job.phase == message.number
+        ]
+        self._state.when_computed(jobs, then)
 
     def _close_pass(self, fragment: Fragment, message: End) -> Ended:
         """Commit or forget what the pass did here; leave only gradients of it."""
@@ -346,8 +360,7 @@ class Ends:
         if owner == self._state.worker:
             self.released(owner, reply)
         else:
-            self._forget(fragment)
-            self._state.send(owner, reply)
+            self._forget(fragment, partial(self._state.send, owner, reply))
 
     def _remember(self, message: Release) -> None:
         context = message.context
@@ -368,19 +381,34 @@ class Ends:
         if own.awaited:
             return
         own.advance(fragment.context, Released)
-        self._forget(fragment)
         failures = tuple(sorted(own.failures, key=_by_path))
-        self._state.out.append(Resume(own.waiter, failures))
+        resume = Resume(own.waiter, failures)
+        self._forget(fragment, partial(self._state.out.append, resume))
 
-    def _forget(self, fragment: Fragment) -> None:
-        """Drop everything of a context that is held here."""
+    def _forget(self, fragment: Fragment, then: Callable[[], None]) -> None:
+        """Drop what is held of a context here, when no job reads it; then `then`."""
         state = self._state
+        fragment.gone = True
+        del state.contexts[fragment.context]
         failure = state.failure(
             "ContextError", f"context {fragment.context} was released"
         )
         self._abandon_pass(fragment)
-        self._reads.release(fragment, failure)
         self._forwarding.abort(fragment, failure)
+        if fragment.pending:
+            for value in fragment.values.values():
+                if not value.settled:  # Reads and assignments may wait for it.
+                    state.settle(value, failure)
+        jobs = [
+            number
+            for number, (_, part, _, _) in state.jobs.items()
+            if part is fragment or (type(part) is Held and fragment in part.fragments)
+        ]
+        state.when_computed(jobs, partial(self._drop, fragment))
+        state.when_computed(jobs, then)
+
+    def _drop(self, fragment: Fragment) -> None:
+        """Drop everything of a context that is held here."""
         self._leaves.release(fragment)
         keys = [
             value.stored
@@ -394,8 +422,7 @@ class Ends:
             for node in fragment.nodes.values()
             if node.residuals is not None
         )
-        state.drop(keys)
-        state.contexts.pop(fragment.context, None)
+        self._state.drop(keys)
 
     # ----------------------------------------------------------- the end of a worker
 
@@ -407,7 +434,7 @@ class Ends:
         state.lost[worker] = None
         for fragment in tuple(state.contexts.values()):
             if fragment.owner == worker:
-                self._forget(fragment)
+                self._forget(fragment, _nothing)
         self._reads.lost(worker)
         for fragment in tuple(state.contexts.values()):
             if fragment.ownership is not None:
@@ -458,6 +485,10 @@ class Ends:
         for worker in self._state.lost:
             if own.lost is None and self.takes_part(fragment, worker):
                 self._lost(fragment, own, worker)
+
+
+def _nothing() -> None:
+    """Nobody is left who would have to be told."""
 
 
 def _seeds(fragment: Fragment, number: int, roots: Sequence[Root]) -> tuple[Key, ...]:

@@ -105,6 +105,8 @@ class Engine:
             case Computed(job=number, failure=failure):
                 done, fragment, owner, job = state.jobs.pop(number)
                 done(failure, fragment, owner, job)
+                if number in state.after:
+                    state.computed(number)
             case Arrived(sender=sender, message=message):
                 if sender not in state.lost:
                     self._arrived(sender, message)

@@ -321,13 +321,15 @@ class Forwarding:
                 self._leaves.missing(key) if recv is None else recv.outputs[key.index]
             )
         if key.kind == "constant":
-            value = Value(key, None, 0)
+            value = fragment.values[key] = Value(key, None, 0)
             value.settled = True
             return value
         known = fragment.values.get(key)
         return self._leaves.missing(key) if known is None else known
 
     def _start(self, fragment: Fragment, node: Node) -> None:
+        if fragment.gone:
+            return
         failure = first_failure(node.arguments)
         if failure is not None:
             self._settle(fragment, node, failure)
@@ -348,7 +350,7 @@ class Forwarding:
         self, failure: Failure | None, fragment: Fragment, node: Node, job: Job
     ) -> None:
         assert isinstance(job, Forward), job
-        if self._state.contexts.get(fragment.context) is not fragment:
+        if fragment.gone:
             kept = () if job.residuals is None else (job.residuals,)
             self._state.drop((*job.outputs, *kept))
             return
@@ -363,9 +365,10 @@ class Forwarding:
         state = self._state
         node.done = True
         node.failure = failure
-        state.drop(
-            value.key for value in node.arguments if value.key.kind == "constant"
-        )
+        for value in node.arguments:
+            if value.key.kind == "constant":
+                state.drop((value.key,))
+                del fragment.values[value.key]
         node.arguments = ()
         for value in node.results:
             state.settle(value, failure)
@@ -421,6 +424,8 @@ class Forwarding:
     def _shipped(
         self, fragment: Fragment, message: Ship, values: tuple[Value, ...]
     ) -> None:
+        if fragment.gone:
+            return
         state = self._state
         failures = tuple(value.failure for value in values)
         state.send(

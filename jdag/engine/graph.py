@@ -159,8 +159,8 @@ class Fragment:
     """The part of a context that one worker owns."""
 
     __slots__ = (
-        "activations", "context", "ended", "failures", "leaves", "live", "nodes",
-        "owner", "ownership", "pending", "recvs", "release", "sends", "values",
+        "activations", "context", "ended", "failures", "gone", "leaves", "live",
+        "nodes", "owner", "ownership", "pending", "recvs", "release", "sends", "values",
     )  # fmt: skip
 
     def __init__(self, context: ContextId, owner: Worker) -> None:
@@ -175,6 +175,7 @@ class Fragment:
         self.pending = 0  # Calls that have not run and values that were not shipped.
         self.failures: list[Failure] = []  # Those that began here.
         self.live: Any = None  # The `tree.Pass` in progress here.
+        self.gone = False  # It was released; jobs of it may still run.
         self.ended = 0  # The number of the last pass that ended.
         self.release: tuple[Worker, Release] | None = None  # Waits for `pending` == 0.
         self.ownership: Ownership | None = None  # On the context's owner alone.

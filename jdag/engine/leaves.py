@@ -6,7 +6,7 @@ context that read it is open. Invariant: `users` counts just those last two.
 
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from jdag.engine.graph import Fragment, LeafEnd, Value
 from jdag.engine.state import State, first_failure
@@ -43,6 +43,13 @@ class Leaf:
     newest: int = -1
     forgotten: bool = False
     versions: dict[int, Version] = field(default_factory=dict)
+
+
+class Held(NamedTuple):
+    """What an assignment reads: it is kept until that has run."""
+
+    fragments: tuple[Fragment, ...]
+    versions: tuple[tuple[LeafId, Version], ...]
 
 
 class Leaves:
@@ -103,18 +110,19 @@ class Leaves:
         run = partial(self._run, message, inputs, tuple(outputs), held)
         state.when_settled(inputs, run)
 
-    def _inputs(self, message: Assign) -> tuple[tuple[Value, ...], tuple[Any, ...]]:
+    def _inputs(self, message: Assign) -> tuple[tuple[Value, ...], Held]:
         """The values of an assignment, each held until it has run."""
         state = self._state
         inputs: list[Value] = []
-        held: list[Any] = []
+        fragments: list[Fragment] = []
+        versions: list[tuple[LeafId, Version]] = []
         for key in message.inputs:
             value: Value | None = None
             if key.kind == "leaf":
                 version = self._version(key)
                 if version is not None:
                     version.users += 1
-                    held.append((key.name, version))
+                    versions.append((key.name, version))
                     value = version.value
             elif key.kind == "constant":
                 value = Value(key, None, 0)
@@ -126,19 +134,23 @@ class Leaves:
                 value = None if fragment is None else fragment.values.get(key)
                 if fragment is not None and value is not None:
                     fragment.pending += 1
-                    held.append(fragment)
+                    fragments.append(fragment)
             inputs.append(self.missing(key) if value is None else value)
-        return tuple(inputs), tuple(held)
+        return tuple(inputs), Held(tuple(fragments), tuple(versions))
 
     def _run(
         self,
         message: Assign,
         inputs: tuple[Value, ...],
         outputs: tuple[Value, ...],
-        held: tuple[Any, ...],
+        held: Held,
     ) -> None:
         state = self._state
         failure = first_failure(inputs)
+        for fragment in held.fragments:
+            if fragment.gone and failure is None:  # Aborted: its values are not kept.
+                why = f"context {fragment.context} was released before its values"
+                failure = state.failure("ContextError", f"{why} were used")
         if failure is not None:
             self._settle(outputs, held, failure, message)
             return
@@ -151,12 +163,16 @@ class Leaves:
             tuple(value.key for value in outputs),
             None,
         )
-        state.compute(job, self._computed, (outputs, held), message)
+        state.compute(job, self._computed, held, (message, outputs))
 
     def _computed(
-        self, failure: Failure | None, settle: Any, message: Assign, job: Job
+        self,
+        failure: Failure | None,
+        held: Held,
+        owner: tuple[Assign, tuple[Value, ...]],
+        job: Job,
     ) -> None:
-        outputs, held = settle
+        message, outputs = owner
         if failure is not None:
             failure = replace(failure, call_site=message.call_site)
         self._settle(outputs, held, failure, message)
@@ -164,7 +180,7 @@ class Leaves:
     def _settle(
         self,
         outputs: tuple[Value, ...],
-        held: tuple[Any, ...],
+        held: Held,
         failure: Failure | None,
         message: Assign,
     ) -> None:
@@ -172,13 +188,11 @@ class Leaves:
         state.drop(key for key in message.inputs if key.kind == "constant")
         for value in outputs:
             state.settle(value, failure)
-        for use in held:
-            if isinstance(use, Fragment):
-                state.less_pending(use)
-            else:
-                name, version = use
-                version.users -= 1
-                self._free(self._leaves[name], version)
+        for fragment in held.fragments:
+            state.less_pending(fragment)
+        for name, version in held.versions:
+            version.users -= 1
+            self._free(self._leaves[name], version)
         for value in outputs:  # Dropped or replaced while it was being made.
             leaf = self._leaves.get(value.key.name)
             if leaf is None:
@@ -235,7 +249,8 @@ class Leaves:
         return value
 
     def _mirror(self, source: Value, value: Value) -> None:
-        self._state.settle(value, source.failure)
+        if not value.settled:  # It has if the context was aborted.
+            self._state.settle(value, source.failure)
 
     def release(self, fragment: Fragment) -> None:
         """A context ended: the versions that it read may go."""

@@ -5,10 +5,11 @@ Read and Reading. Invariant: every Fetched is resumed and every Read answered, w
 becomes of the values, their context or their worker.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from jdag.engine.graph import Fragment, Value
+from jdag.engine.graph import Value
 from jdag.engine.leaves import Leaves
 from jdag.engine.state import State, lost_failure
 from jdag.engine.vocabulary import (
@@ -50,49 +51,54 @@ class Reads:
         self._leaves = leaves
         self._number = 0
         self._requests: dict[int, Request] = {}
-        self._waiting: dict[Value, list[partial[None]]] = {}
 
     def fetched(self, event: Fetched) -> None:
         """A program here waits for values."""
         fetch = Fetch(event.waiter, [None] * len(event.keys), len(event.keys))
-        places: dict[Worker, list[int]] = {}
+        parts: dict[Worker, list[int]] = {}
         for place, (_, owner) in enumerate(event.keys):
-            places.setdefault(owner, []).append(place)
-        for owner, mine in places.items():
-            keys = tuple(event.keys[place][0] for place in mine)
+            parts.setdefault(owner, []).append(place)
+        for owner, places in parts.items():
+            keys = tuple(event.keys[place][0] for place in places)
             if owner == self._state.worker:
-                for place, key in zip(mine, keys, strict=True):
-                    self._when_read(key, partial(self._give, fetch, place))
+                values = self._find(keys)
+                give = partial(self._give_own, fetch, places, keys, values)
+                self._state.when_settled(values, give)
             elif owner in self._state.lost:
-                for place in mine:
-                    self._give(fetch, place, lost_failure(owner, self._state.worker))
+                self._give_lost(fetch, places, owner)
             else:
                 self._number += 1
-                self._requests[self._number] = Request(fetch, owner, tuple(mine))
+                self._requests[self._number] = Request(fetch, owner, tuple(places))
                 self._state.send(owner, Read(self._number, keys))
         if not event.keys:
             self._state.out.append(Resume(event.waiter, ()))
 
-    def _give(self, fetch: Fetch, place: int, answer: Answered) -> None:
-        fetch.results[place] = answer
-        fetch.missing -= 1
+    def _give_own(
+        self,
+        fetch: Fetch,
+        places: Sequence[int],
+        keys: Sequence[Key],
+        values: Sequence[Value],
+    ) -> None:
+        self._give(fetch, places, self._answers(keys, values))
+
+    def _give_lost(self, fetch: Fetch, places: Sequence[int], worker: Worker) -> None:
+        failure = lost_failure(worker, self._state.worker)
+        self._give(fetch, places, [failure] * len(places))
+
+    def _give(
+        self, fetch: Fetch, places: Sequence[int], answers: Sequence[Answered]
+    ) -> None:
+        for place, answer in zip(places, answers, strict=True):
+            fetch.results[place] = answer
+        fetch.missing -= len(places)
         if fetch.missing == 0:
             self._state.out.append(Resume(fetch.waiter, tuple(fetch.results)))
 
-    def _when_read(self, key: Key, give: partial[None]) -> None:
-        """Give the value of a key, or why there is none, once that is known."""
-        value = self._find(key)
-        if value.settled:
-            give(value.failure or value.stored)
-            return
-        self._waiting.setdefault(value, []).append(give)
-        self._state.when_settled((value,), partial(self._settled, value))
+    def _find(self, keys: Sequence[Key]) -> list[Value]:
+        return [self._value(key) for key in keys]
 
-    def _settled(self, value: Value) -> None:
-        for give in self._waiting.pop(value, ()):
-            give(value.failure or value.stored)
-
-    def _find(self, key: Key) -> Value:
+    def _value(self, key: Key) -> Value:
         if key.kind == "leaf":
             return self._leaves.read(key)
         fragment = (
@@ -101,29 +107,31 @@ class Reads:
         value = None if fragment is None else fragment.values.get(key)
         return self._leaves.missing(key) if value is None else value
 
+    def _answers(
+        self, keys: Sequence[Key], values: Sequence[Value]
+    ) -> tuple[Answered, ...]:
+        """Where each settled value is, or why it is not.
+
+        Found anew: while one of several was awaited another may have been dropped.
+        """
+        return tuple(
+            value.failure or again.failure or again.stored
+            for value, again in zip(values, self._find(keys), strict=True)
+        )
+
     def read(self, sender: Worker, message: Read) -> None:
         """Another worker asks: answer when all of it is known."""
-        results: list[Answered | None] = [None] * len(message.keys)
-        fetch = Fetch(0, results, len(results))
-        for place, key in enumerate(message.keys):
-            self._when_read(
-                key, partial(self._reply, sender, message.request, fetch, place)
-            )
+        values = self._find(message.keys)
+        reply = partial(self._reply, sender, message, values)
+        self._state.when_settled(values, reply)
 
-    def _reply(
-        self, sender: Worker, request: int, fetch: Fetch, place: int, answer: Answered
-    ) -> None:
-        fetch.results[place] = answer
-        fetch.missing -= 1
-        if fetch.missing == 0:
-            failures = tuple(
-                result if isinstance(result, Failure) else None
-                for result in fetch.results
-            )
-            values = tuple(
-                result for result in fetch.results if isinstance(result, Key)
-            )
-            self._state.send(sender, Reading(request, failures), values)
+    def _reply(self, sender: Worker, message: Read, values: Sequence[Value]) -> None:
+        answers = self._answers(message.keys, values)
+        failures = tuple(
+            answer if isinstance(answer, Failure) else None for answer in answers
+        )
+        held = tuple(answer for answer in answers if isinstance(answer, Key))
+        self._state.send(sender, Reading(message.request, failures), held)
 
     def reading(self, message: Reading, landed: tuple[Key, ...]) -> None:
         """What was asked for is here."""
@@ -132,22 +140,14 @@ class Reads:
             self._state.drop(landed)
             return
         keys = iter(landed)
-        for place, failure in zip(request.places, message.failures, strict=True):
-            self._give(request.fetch, place, next(keys) if failure is None else failure)
+        answers = [
+            next(keys) if failure is None else failure for failure in message.failures
+        ]
+        self._give(request.fetch, request.places, answers)
 
     def lost(self, worker: Worker) -> None:
         """A worker is gone: it answers no more."""
         for number, request in tuple(self._requests.items()):
             if request.worker == worker:
                 del self._requests[number]
-                for place in request.places:
-                    failure = lost_failure(worker, self._state.worker)
-                    self._give(request.fetch, place, failure)
-
-    def release(self, fragment: Fragment, failure: Failure) -> None:
-        """A context goes: who still waits for a value of it gets to know."""
-        if not self._waiting:
-            return
-        for value in fragment.values.values():
-            for give in self._waiting.pop(value, ()):
-                give(failure)
+                self._give_lost(request.fetch, request.places, worker)

@@ -1,8 +1,9 @@
 """What the parts of one engine share: contexts, jobs under way, effects to be.
 
 Invariants: `out` holds the effects of the event being handled and nothing else; a job
-is in `jobs` from its Compute to its Computed; work that one settled value sets free
-runs from `soon`, in order, so that a chain of any length needs no recursion.
+is in `jobs` from its Compute to its Computed, and what it reads is not dropped between
+the two; work that one settled value sets free runs from `soon`, in order, so that a
+chain of any length needs no recursion.
 """
 
 from collections import deque
@@ -50,6 +51,7 @@ class State:
         self.horizons: dict[tuple[int, int], Horizon] = {}
         self.lost: dict[Worker, None] = {}
         self.jobs: dict[int, tuple[Done, Any, Any, Job]] = {}
+        self.after: dict[int, list[Pending]] = {}  # What waits for a job.
         self.soon: deque[Callable[[], None]] = deque()
         self.out: list[Effect] = []
         self.on_quiet: Callable[[Fragment], None] = _nobody
@@ -112,6 +114,20 @@ class State:
         for value in missing:
             value.waiters.append(pending)
 
+    def when_computed(self, jobs: Sequence[int], then: Callable[[], None]) -> None:
+        """Run `then` once all these jobs are done: now, if there are none."""
+        if not jobs:
+            then()
+            return
+        pending = Pending(len(jobs), then)
+        for number in jobs:
+            self.after.setdefault(number, []).append(pending)
+
+    def computed(self, number: int) -> None:
+        """A job is done; who waited for it runs soon."""
+        for pending in self.after.pop(number):
+            self._less_missing(pending)
+
     def settle(self, value: Value, failure: Failure | None) -> None:
         """A value is there, or never will be; who waited for it runs soon."""
         assert not value.settled, value.key
@@ -121,9 +137,12 @@ class State:
         if waiters:
             value.waiters = []
             for pending in waiters:
-                pending.missing -= 1
-                if pending.missing == 0:
-                    self.soon.append(pending.then)
+                self._less_missing(pending)
+
+    def _less_missing(self, pending: Pending) -> None:
+        pending.missing -= 1
+        if pending.missing == 0:
+            self.soon.append(pending.then)
 
     def less_pending(self, fragment: Fragment) -> None:
         """One thing less to wait for before the fragment can be released."""
