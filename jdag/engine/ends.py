@@ -382,8 +382,10 @@ class Ends:
             return
         own.advance(fragment.context, Released)
         failures = tuple(sorted(own.failures, key=_by_path))
-        resume = Resume(own.waiter, failures)
-        self._forget(fragment, partial(self._state.out.append, resume))
+        self._forget(fragment, partial(self._resume, own.waiter, failures))
+
+    def _resume(self, waiter: int, failures: tuple[Failure, ...]) -> None:
+        self._state.out.append(Resume(waiter, failures))
 
     def _forget(self, fragment: Fragment, then: Callable[[], None]) -> None:
         """Drop what is held of a context here, when no job reads it; then `then`."""
