@@ -59,6 +59,7 @@ _SHAPE = attrgetter("shape")
 
 HEADER_BYTES = 2
 AXIS_BYTES = 8
+RANK_MAX = 64  # As numpy's; it also bounds the numbers that errors print.
 
 
 class ArrayType(NamedTuple):
@@ -78,14 +79,20 @@ def type_of(value: Any) -> ArrayType:
     """The type of an array, an abstract value or a Python number.
 
     Raises:
-        ProtocolError: it is nothing of the kind, or its dtype has no number here.
+        ProtocolError: it is nothing of the kind, its dtype has no number here, or it
+            has more than `RANK_MAX` axes.
     """
     if type(value) in SCALARS:
         return ArrayType((), canonicalize_dtype(type(value)).name, True)
     try:
         shape, dtype = value.shape, str(value.dtype)
     except AttributeError as error:
-        raise _no_value(value) from error
+        raise ProtocolError(
+            f"{value!r} of type {type(value).__name__} is no value: allowed are arrays,"
+            " abstract values, and Python int, float and complex"
+        ) from error
+    if len(shape) > RANK_MAX:
+        raise ProtocolError(f"rank {len(shape)}: allowed is 0 to {RANK_MAX}")
     if dtype not in DTYPES:
         raise ProtocolError(
             f"dtype {dtype} cannot travel: allowed are {', '.join(DTYPES)}"
@@ -101,18 +108,12 @@ def sizes(values: Sequence[Any]) -> tuple[int, int]:
     elements, axes = 0, 0
     for value in values:
         try:
-            axes += len(value.shape)
-            elements += value.nbytes
+            shape = value.shape
+            axes += len(shape)  # JAX's own nbytes takes thrice as long as this product.
+            elements += math.prod(shape) * int(value.dtype.itemsize)
         except AttributeError:
             elements += type_of(value).nbytes
     return elements, HEADER_BYTES * len(values) + AXIS_BYTES * axes
-
-
-def _no_value(value: Any) -> ProtocolError:
-    return ProtocolError(
-        f"{value!r} of type {type(value).__name__} is no value: allowed are arrays,"
-        " abstract values, and Python int, float and complex"
-    )
 
 
 def _more(value: Any) -> int:
@@ -134,6 +135,8 @@ def _read(reader: Reader) -> ArrayType:
             f"dtype {number & ~_WEAK}: allowed is 0 to {len(_NAMES) - 1}"
         )
     rank = reader.integer(1, "rank")
+    if rank > RANK_MAX:
+        raise ProtocolError(f"rank {rank}: allowed is 0 to {RANK_MAX}")
     shape = tuple([reader.integer(AXIS_BYTES, "an axis") for _ in range(rank)])
     return ArrayType(shape, _NAMES[number & ~_WEAK], bool(number & _WEAK))
 

@@ -161,7 +161,6 @@ def many(item: Layout, what: str) -> Layout:
 
 def maybe(item: Layout) -> Layout:
     """What may be None."""
-
     fixed, more_of_it = item.fixed, item.more
 
     def more(value: Any) -> int:
@@ -262,7 +261,7 @@ def _read_mask(reader: Reader) -> tuple[bool, ...]:
     slots = reader.integer(COUNT_BYTES, "number of slots")
     bits = reader.integer((slots + 7) // 8, "mask")
     if bits >> slots:
-        raise ProtocolError(f"mask {bits:b} has bits beyond its {slots} slots")
+        raise ProtocolError(f"mask of {slots} slots has bits beyond its last slot")
     return tuple([digit == "1" for digit in reversed(f"{bits:0{slots}b}")][:slots])
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from jdag.engine.vocabulary import Key, LeafId, Worker
 from jdag.errors import ProtocolError
 from jdag.functions import name_of
-from jdag.wire.arrays import ARRAY_TYPE, AXIS_BYTES, ArrayType, type_of
+from jdag.wire.arrays import ARRAY_TYPE, AXIS_BYTES, ArrayType, sizes, type_of
 from jdag.wire.encoding import (
     COUNT_BYTES,
     FLAG,
@@ -99,18 +99,10 @@ def _packed(
     )
 
 
-def _elements(value: Any) -> int:
-    if isinstance(value, Raw):
-        return len(value.data)
-    try:
-        return int(value.nbytes)
-    except AttributeError:  # A jax.ShapeDtypeStruct does not count its bytes.
-        return type_of(value).nbytes
-
-
 def _array_more(value: Any) -> int:
-    kind = value.kind if isinstance(value, Raw) else value
-    return AXIS_BYTES * len(kind.shape) + _elements(value)
+    if isinstance(value, Raw):
+        return AXIS_BYTES * len(value.kind.shape) + len(value.data)
+    return AXIS_BYTES * len(value.shape) + sizes((value,))[0]
 
 
 def _write_array(writer: Writer, value: Any) -> None:

@@ -1,0 +1,222 @@
+"""Messages as bytes: sizes are exact, and what was written is what is read."""
+
+from dataclasses import fields
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jdag.compute.avals import aval_of
+from jdag.compute.pairs import pair
+from jdag.compute.pytrees import split
+from jdag.engine.vocabulary import (
+    Acknowledge,
+    Answer,
+    Call,
+    ContextId,
+    Cotangent,
+    Fail,
+    Failure,
+    Key,
+    Message,
+    Primal,
+    Read,
+    Release,
+    Run,
+)
+from jdag.errors import ProtocolError
+from jdag.wire.arrays import AXIS_BYTES, HEADER_BYTES, ArrayType
+from jdag.wire.messages import LAYOUTS, Codec, FunctionData, size
+from tests.wire_cases import OPAQUE, WORKERS, messages, program
+
+CODEC = Codec(WORKERS)
+CONTEXT = ContextId(1, 2, 3)
+TYPES = pytest.mark.parametrize("kind", messages, ids=lambda kind: kind.__name__)
+
+
+def test_every_message_has_a_layout_and_is_drawn() -> None:
+    assert set(LAYOUTS) == set(get_args(Message)) == set(messages)
+
+
+@TYPES
+@given(data=st.data())
+@settings(max_examples=40)
+def test_the_size_is_the_number_of_bytes(kind: type[Any], data: st.DataObject) -> None:
+    message = data.draw(messages[kind])
+    assert size(message, ()) == (0, len(CODEC.encode(message)))
+
+
+@TYPES
+@given(data=st.data())
+@settings(max_examples=40)
+def test_what_was_written_is_read(kind: type[Any], data: st.DataObject) -> None:
+    message = data.draw(messages[kind])
+    written = CODEC.encode(message)
+    read = CODEC.decode(written)
+    assert type(read) is kind
+    assert CODEC.encode(read) == written
+    assert size(read, ()) == (0, len(written))
+    for field in fields(kind):
+        if field.name not in OPAQUE.get(kind, ()):
+            assert getattr(read, field.name) == getattr(message, field.name)
+
+
+@TYPES
+@given(data=st.data())
+@settings(max_examples=20)
+def test_bytes_that_are_no_message_are_refused_and_nothing_else_is_raised(
+    kind: type[Any], data: st.DataObject
+) -> None:
+    written = CODEC.encode(data.draw(messages[kind]))
+    short = data.draw(st.integers(0, len(written) - 1))
+    with pytest.raises(ProtocolError):
+        CODEC.decode(written[:short])
+    with pytest.raises(ProtocolError, match="1 of"):
+        CODEC.decode(written + b"\0")
+    place = data.draw(st.integers(0, len(written) - 1))
+    byte = data.draw(st.integers(0, 255))
+    changed = written[:place] + bytes([byte]) + written[place + 1 :]
+    try:
+        read = CODEC.decode(changed)
+    except ProtocolError:
+        return
+    assert type(read) in messages
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=300)
+def test_noise_is_refused_or_is_a_message(data: bytes) -> None:
+    try:
+        read = CODEC.decode(data)
+    except ProtocolError:
+        return
+    assert type(read) in messages
+
+
+def test_values_add_their_headers_and_their_bytes() -> None:
+    values = (
+        jnp.ones((3, 4), jnp.float32),
+        np.ones(5, np.int8),
+        jnp.ones((), jnp.bfloat16),
+    )
+    message = Primal(CONTEXT, (1,), "a", (None, None, None))
+    headers = 3 * HEADER_BYTES + 3 * AXIS_BYTES
+    elements = 48 + 5 + 2
+    body = len(CODEC.encode(message))
+    assert size(message, values) == (elements, body + headers + elements)
+
+
+def test_an_abstract_run_is_charged_for_the_same_bytes() -> None:
+    values = (jnp.ones((3, 4)), 2.5, 3, 1j, jax.random.split(jax.random.key(0), 3))
+    message = Primal(CONTEXT, (1,), "a", (None,) * len(values))
+    assert size(message, tuple(map(aval_of, values))) == size(message, values)
+
+
+def layer(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.tanh(w @ x)
+
+
+def test_a_compiled_function_travels_as_its_name_and_types() -> None:
+    arguments = (jnp.ones((2, 3), jnp.float32), jnp.ones(3, jnp.bfloat16))
+    template = split(arguments, {}, lambda _: False).template
+    made = pair(layer, template, tuple(map(aval_of, arguments)), (True, True))
+    call = Call(CONTEXT, (1,), made, (), (), (True,), (), "x.py:1")
+    written = CODEC.encode(call)
+    assert size(call, ()) == (0, len(written))
+    read = CODEC.decode(written)
+    assert isinstance(read, Call)
+    assert read.function == FunctionData(
+        "tests.test_messages:layer",
+        (ArrayType((2, 3), "float32", False), ArrayType((3,), "bfloat16", False)),
+    )
+
+
+def test_a_program_travels_as_its_name() -> None:
+    run = Run(CONTEXT, (1,), program, ((), {}), "x.py:1")
+    read = CODEC.decode(CODEC.encode(run))
+    assert read == Run(CONTEXT, (1,), "tests.wire_cases:program", ((), {}), "x.py:1")
+
+
+def test_an_exception_stays_where_it_was_raised() -> None:
+    bare = Failure("RemoteError", "no", "a", (1,), route=("home", "a"))
+    raised = Failure(
+        "RemoteError", "no", "a", (1,), route=("home", "a"), exception=ValueError("no")
+    )
+    assert CODEC.decode(CODEC.encode(Fail(CONTEXT, 1, raised))) == Fail(
+        CONTEXT, 1, bare
+    )
+
+
+def test_a_byte_that_a_message_takes_is_as_it_is_written_down() -> None:
+    answer = Answer(ContextId(1, 2, 3), 4, -1)
+    assert CODEC.encode(answer) == bytes.fromhex(
+        "0d01000200000000000300000004000000ffffffffffffffff"
+    )
+    cotangent = Cotangent(ContextId(1, 2, 3), 4, (5, 6), (True, False, True), True)
+    assert CODEC.encode(cotangent) == bytes.fromhex(
+        "0c" "0100" "020000000000" "03000000" "04000000"
+        "02000000" "05000000" "06000000" "03000000" "05" "01"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        (
+            Acknowledge(ContextId(1, 1 << 48, 0), (1,)),
+            r"context's counter = 281474976710656.*0 to 281474976710655",
+        ),
+        (
+            Acknowledge(ContextId(1 << 16, 1, 0), (1,)),
+            r"context's worker = 65536 .*0 to 65535",
+        ),
+        (
+            Acknowledge(CONTEXT, (1, 1 << 32)),
+            r"number in a path = 4294967296 .*0 to 4294967295",
+        ),
+        (Acknowledge(CONTEXT, (-1,)), r"number in a path = -1 .*0 to"),
+        (
+            Answer(CONTEXT, 1, 1 << 63),
+            r"sends owed = 9223372036854775808 .*-9223372036854775808 to",
+        ),
+        (Primal(CONTEXT, (1,), "z", ()), r"worker 'z' is not in .*: home, a, b, ü"),
+        (
+            Read(1, (Key("scratch", CONTEXT, 1, 0),)),
+            r"kind 'scratch' cannot travel: allowed are output, received",
+        ),
+        (
+            Release(CONTEXT, (1.5,), False),  # type: ignore[arg-type]
+            r"context's counter = 1.5 cannot travel: allowed is an int",
+        ),
+    ],
+    ids=str,
+)
+def test_what_a_field_cannot_hold_is_named(message: Message, said: str) -> None:
+    with pytest.raises(ProtocolError, match=said):
+        CODEC.encode(message)
+
+
+def test_what_is_no_message_is_named() -> None:
+    other: Any = ("hello",)
+    said = r"\('hello',\) is no message: allowed are Call, Ship"
+    with pytest.raises(ProtocolError, match=said):
+        size(other, ())
+    with pytest.raises(ProtocolError, match=said):
+        CODEC.encode(other)
+
+
+def test_more_is_never_announced_than_can_follow() -> None:
+    released = bytes([18]) + bytes(12) + b"\xff\xff\xff\xff"
+    with pytest.raises(ProtocolError, match="4294967295 failures of at least"):
+        CODEC.decode(released)
+
+
+def test_a_cluster_has_no_more_workers_than_numbers() -> None:
+    names = [f"w{number}" for number in range((1 << 16) + 1)]
+    Codec(names[:-1])
+    with pytest.raises(ProtocolError, match="65537 workers: allowed are 65536"):
+        Codec(names)

@@ -1,0 +1,229 @@
+"""Messages drawn at random, of every type, with contents of every kind."""
+
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import strategies as st
+
+from jdag.compute.avals import Aval
+from jdag.engine.vocabulary import (
+    Acknowledge,
+    Answer,
+    Assign,
+    Call,
+    ContextId,
+    Cotangent,
+    End,
+    Ended,
+    Fail,
+    Failure,
+    Forget,
+    Go,
+    Incoming,
+    Key,
+    LeafId,
+    Outcome,
+    Owed,
+    Primal,
+    Read,
+    Reading,
+    Release,
+    Released,
+    Return,
+    Root,
+    Run,
+    Ship,
+    Start,
+)
+from jdag.ref import RefData
+
+WORKERS = ("home", "a", "b", "ü")
+
+
+@dataclass(frozen=True)
+class Config:
+    width: int
+    names: tuple[str, ...]
+
+
+class Mode(Enum):
+    FAST = "fast"
+
+
+Point = namedtuple("Point", "x y")
+
+
+class Function:
+    """What the wire sees of a compiled pair."""
+
+    def __init__(self, name: str, avals: tuple[Aval, ...]) -> None:
+        self.name = name
+        self.avals = avals
+
+
+def program(context: Any, rounds: int = 1) -> None:
+    """A program, for its name."""
+
+
+def _several(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.lists(strategy, max_size=3).map(tuple)
+
+
+def _wide(size: int) -> st.SearchStrategy[int]:
+    return st.integers(0, (1 << 8 * size) - 1)
+
+
+contexts = st.builds(ContextId, _wide(2), _wide(6), _wide(4))
+paths = st.lists(_wide(4), max_size=4).map(tuple)
+workers = st.sampled_from(WORKERS)
+leaves = st.builds(LeafId, workers, _wide(8))
+masks = st.lists(st.booleans(), max_size=20).map(tuple)
+texts = st.text(max_size=8) | st.just("\udc80 of a file's name")
+passes = _wide(4)
+names = {
+    "output": paths,
+    "received": st.tuples(paths, workers),
+    "constant": paths,
+    "leaf": leaves,
+    "gradient": leaves,
+    "seed": passes,
+    "cotangent": st.tuples(passes, paths),
+    "reading": _wide(8),
+}
+keys = st.sampled_from(tuple(names)).flatmap(
+    lambda kind: st.builds(
+        Key, st.just(kind), st.none() | contexts, names[kind], _wide(4)
+    )
+)
+dtypes = st.sampled_from(
+    [
+        *map(jnp.dtype, ("bool", "int8", "uint32", "float32", "bfloat16", "complex64")),
+        jax.random.key(0).dtype,
+    ]
+)
+avals = st.builds(
+    Aval,
+    st.lists(st.integers(0, 1 << 40), max_size=3).map(tuple),
+    dtypes,
+    st.booleans(),
+)
+functions = st.builds(Function, texts, _several(avals))
+# An exception does not travel: it is compared by hand.
+failures = st.builds(
+    Failure,
+    error=texts,
+    message=texts,
+    worker=workers,
+    path=paths,
+    function=texts,
+    call_site=texts,
+    traceback=texts,
+    route=_several(workers),
+)
+maybe_failures = _several(st.none() | failures)
+owed = st.builds(Owed, paths, workers, workers, texts, texts)
+roots = st.builds(Root, keys, avals, st.booleans(), _wide(4))
+incoming = st.builds(Incoming, workers, masks)
+refs = st.builds(RefData, keys, workers, avals, st.booleans(), st.none() | leaves)
+plain = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.complex_numbers(allow_nan=False)
+    | texts
+    | st.binary(max_size=4)
+)
+opaque = refs | st.sampled_from(
+    [
+        np.float32(3),
+        np.arange(6, dtype=np.int16).reshape(2, 3),
+        jnp.ones((2, 0), jnp.bfloat16),
+        jax.random.split(jax.random.key(1), 3),
+        program,
+        Config,
+        Config(3, ("a", "b")),
+        Mode.FAST,
+        Point(1, (2.0,)),
+        partial(program, 3, rounds=4),
+        np.dtype("float32"),
+        frozenset({"c", "a", "b"}),
+        OrderedDict(b=1, a=2),
+    ]
+)
+
+
+def _nested(one: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.recursive(
+        one,
+        lambda inner: (
+            _several(inner)
+            | st.lists(inner, max_size=3)
+            | st.dictionaries(texts, inner, max_size=3)
+        ),
+        max_leaves=6,
+    )
+
+
+plain_trees = _nested(plain)
+trees = _nested(plain | opaque)
+
+messages: dict[type[Any], st.SearchStrategy[Any]] = {
+    Call: st.builds(
+        Call,
+        contexts,
+        paths,
+        functions,
+        _several(keys),
+        masks,
+        masks,
+        _several(incoming),
+        texts,
+    ),
+    Ship: st.builds(
+        Ship, contexts, paths, workers, _several(keys), masks, texts, texts
+    ),
+    Acknowledge: st.builds(Acknowledge, st.none() | contexts, paths),
+    Primal: st.builds(Primal, contexts, paths, workers, maybe_failures),
+    Run: st.builds(Run, contexts, paths, st.just(program), trees, texts),
+    Return: st.builds(
+        Return, contexts, paths, trees, st.none() | failures, _several(workers)
+    ),
+    Read: st.builds(Read, _wide(8), _several(keys)),
+    Reading: st.builds(Reading, _wide(8), maybe_failures),
+    Assign: st.builds(
+        Assign,
+        paths,
+        st.none() | functions,
+        _several(keys),
+        _several(keys),
+        _several(avals),
+        texts,
+    ),
+    Forget: st.builds(Forget, _several(leaves)),
+    Start: st.builds(
+        Start, contexts, passes, _several(roots), st.booleans(), st.booleans()
+    ),
+    Go: st.builds(Go, contexts, passes, st.booleans()),
+    Cotangent: st.builds(Cotangent, contexts, passes, paths, masks, st.booleans()),
+    Answer: st.builds(Answer, contexts, passes, st.integers(-(1 << 63), (1 << 63) - 1)),
+    Fail: st.builds(Fail, contexts, passes, failures),
+    End: st.builds(End, contexts, passes, st.sampled_from(Outcome), st.booleans()),
+    Ended: st.builds(Ended, contexts, passes, _several(owed), _several(leaves)),
+    Release: st.builds(Release, contexts, _several(_wide(6)), st.booleans()),
+    Released: st.builds(Released, contexts, _several(failures)),
+}
+# The fields that read back as something else, since only code can make them again.
+OPAQUE: dict[type[Any], tuple[str, ...]] = {
+    Call: ("function",),
+    Run: ("function", "arguments"),
+    Return: ("result",),
+    Assign: ("function", "avals"),
+    Start: ("roots",),
+}
