@@ -147,6 +147,10 @@ class Activation:
             return self._launch(worker, fn, parts, site)
         return self._issue(worker, fn, parts, site)
 
+    def move(self, worker: str, tree: Any) -> Any:
+        """Move arrays to a worker; see `jdag.Context.move`."""
+        return move(self.call, worker, tree)
+
     def _issue(
         self, worker: str, fn: Callable[..., Any], parts: Split, site: str
     ) -> Any:
@@ -290,6 +294,33 @@ class Activation:
                     ) from error
                 data.append(leaf)
         return unflatten(treedef, data)
+
+
+def moved(*arrays: Any) -> Any:
+    """Return what it is given: moving arrays is calling it elsewhere."""
+    return arrays
+
+
+def move(call: Callable[..., Any], worker: str, tree: Any) -> Any:
+    """Call `moved` on a worker with the leaves of a pytree.
+
+    What is tracked goes by one call and the rest by another, since outputs of one call
+    are tracked or not together.
+    """
+    leaves, treedef = flatten(tree)
+    there = list(leaves)
+    for kind in (True, False):
+        places = [
+            place
+            for place, leaf in enumerate(leaves)
+            if (is_ref(leaf) and leaf.tracked) is kind
+        ]
+        if places:
+            arrays = tuple([leaves[place] for place in places])
+            refs = call(worker, moved, arrays, {})
+            for place, ref in zip(places, refs, strict=True):
+                there[place] = ref
+    return unflatten(treedef, there)
 
 
 def traced(

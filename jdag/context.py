@@ -132,7 +132,7 @@ class Context:
         Raises:
             JdagError: as `call` does.
         """
-        return self._activation.call(worker, moved, (refs,), {})
+        return self._activation.move(worker, refs)
 
     # ---------------------------------------------------------------- backward
 
@@ -271,11 +271,6 @@ class Context:
                 ref = self._home.leaf_ref(record)
                 found[ref] = self._gradient(ref)
         return found
-
-
-def moved(tree: Any) -> Any:
-    """Return what it is given: `Context.move` calls it."""
-    return tree
 
 
 def _stuck(owed: tuple[Owed, ...]) -> str:

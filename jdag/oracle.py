@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
+from jdag.activation import move
 from jdag.compute.avals import aval_of
 from jdag.compute.pytrees import flatten, frozen, paths, split, unflatten
 from jdag.engine.vocabulary import Failure, Key, Path
@@ -123,6 +124,15 @@ class OracleContext:
         self, worker: str, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         """Call a function or a program; see `jdag.Context.call`."""
+        return self._call(worker, fn, args, kwargs)
+
+    def _call(
+        self,
+        worker: str,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         if not isinstance(worker, str):
             raise JdagError(
                 f"the worker comes first, as its name: ctx.call('a', fn, ...), "
@@ -161,7 +171,7 @@ class OracleContext:
 
     def move(self, worker: str, refs: Any) -> Any:
         """Move arrays to a worker; see `jdag.Context.move`."""
-        return self.call(worker, _same, refs)
+        return move(self._call, worker, refs)
 
     def backward(self, *roots: Any, **options: Any) -> NoReturn:
         """Refused: the oracle differentiates the program that it is given."""
@@ -180,10 +190,6 @@ class OracleContext:
             f"ctx.{what} inside of a program that the oracle runs: the program returns "
             "its loss, and jdag.oracle(program) gives value and gradients"
         )
-
-
-def _same(tree: Any) -> Any:
-    return tree
 
 
 def _strong(array: Any) -> Any:

@@ -1,10 +1,20 @@
 """What every test runs under: 64-bit JAX and repeatable Hypothesis."""
 
 import jax
+import pytest
 from hypothesis import settings
+
+from jdag.cluster import simulate
 
 jax.config.update("jax_enable_x64", True)
 
 # No deadline: a first compile takes as long as the machine is busy.
 settings.register_profile("jdag", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("jdag")
+
+
+@pytest.fixture
+def cluster():
+    """Four workers in virtual time; the main program runs on the first, a."""
+    with simulate(["a", "b", "c", "d"], seed=0) as made:
+        yield made
