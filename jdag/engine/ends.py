@@ -445,9 +445,11 @@ class Ends:
 
     def _lost(self, fragment: Fragment, own: Ownership, worker: Worker) -> None:
         """A context here loses a worker: does that concern it, and how far was it?"""
-        if not self.takes_part(fragment, worker):
-            return
         context = fragment.context
+        if not self.takes_part(fragment, worker):
+            if worker in own.awaited:  # An abort goes to all.
+                self.released(worker, Released(context, ()))
+            return
         own.lost = own.lost or replace(
             lost_failure(worker, self._state.worker), route=(self._state.worker, worker)
         )
