@@ -60,6 +60,11 @@ class Context:
         return self._port.worker
 
     @property
+    def home(self) -> Home:
+        """What all programs of its cluster share in this process."""
+        return self._home
+
+    @property
     def workers(self) -> tuple[str, ...]:
         """The names of all workers."""
         return self._home.workers

@@ -19,7 +19,7 @@ from jdag.cluster import Cluster
 from jdag.compute.avals import Aval
 from jdag.compute.pytrees import flatten, unflatten
 from jdag.context import Context
-from jdag.errors import JdagError
+from jdag.errors import ContextError, JdagError
 from jdag.ref import Ref, fetch, is_ref
 
 # Sub-jaxprs whose inputs and outputs are those of their equation, one for one.
@@ -79,6 +79,11 @@ class Optimizer:
             RemoteError: a norm could not be computed.
             WorkerLost: an owner is gone.
         """
+        if ctx.home is not self._cluster.home:
+            raise ContextError(
+                f"a step of leaves of {self._cluster.home} with the gradients of "
+                f"{ctx.home}; the context has to be one of the leaves' cluster"
+            )
         found = ctx.gradients()
         stepped = [ref for ref in self._states if ref in found]
         scale = self._scale(ctx, [found[ref] for ref in stepped])

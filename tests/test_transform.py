@@ -1,0 +1,151 @@
+"""`value_and_grad` over a cluster gives what the oracle gives, in one structure."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdag.cluster import simulate
+from jdag.errors import GraphError, JdagError, RemoteError, RootError
+from jdag.functions import program
+from jdag.oracle import oracle
+from jdag.ref import fetch
+from jdag.transform import value_and_grad
+from tests.face_cases import ONES, nothing_is_left, total
+
+X = jnp.linspace(-0.5, 1, 12).reshape(4, 3)
+
+
+def layer(w, x):
+    return jnp.tanh(x @ w)
+
+
+@program
+def block(ctx, w, x, depth):
+    h = ctx.call(ctx.here, layer, w, x)
+    if depth == 0 or ctx.call(ctx.here, jnp.max, h).fetch() < 0:
+        return h
+    return ctx.call("c" if ctx.here == "b" else "b", block, w, h, depth - 1)
+
+
+def loss(ctx, params, x, scale):
+    h = ctx.call("b", block, params["w"], x, 3)
+    h = ctx.call("d", lambda h, v, s: h * v * s, h, params["v"][0], scale)
+    return ctx.call("a", total, h)
+
+
+PARAMS = {"w": ONES / 3, "v": [jnp.arange(3.0)], "unused": jnp.ones((2, 2))}
+
+
+def assert_close(got, wanted):
+    assert jax.tree.map(np.shape, got) == jax.tree.map(np.shape, wanted)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-13)
+
+
+def test_arrays_give_the_oracles_value_and_gradients(cluster):
+    got = value_and_grad(loss, cluster)(PARAMS, X, 2.0)
+    assert_close(got, oracle(loss)(PARAMS, X, 2.0))
+    np.testing.assert_array_equal(got[1]["unused"], np.zeros((2, 2)))
+    nothing_is_left(cluster)
+    held = {name: info["values_held"] for name, info in cluster.info().items()}
+    assert held == {"a": 0, "b": 0, "c": 0, "d": 0}, "arrays were put meanwhile"
+
+
+def test_refs_give_the_same_and_stay(cluster):
+    refs = {
+        "w": cluster.put("c", PARAMS["w"]),
+        "v": cluster.put("d", PARAMS["v"]),
+        "unused": cluster.put("b", PARAMS["unused"]),
+    }
+    wanted = oracle(loss)(PARAMS, X, 2.0)
+    assert_close(value_and_grad(loss, cluster)(refs, X, 2.0), wanted)
+    assert_close(oracle(loss)(refs, X, 2.0), wanted)
+    assert_close(fetch(refs), PARAMS)
+
+
+def test_argnums_and_aux_are_as_in_jax(cluster):
+    def with_aux(ctx, w, x, v):
+        h = ctx.call("b", layer, w, x)
+        return ctx.call("c", lambda h, v: jnp.sum(h * v), h, v), {"h": h, "n": 3}
+
+    args = (ONES, X, jnp.arange(3.0))
+    for argnums in (2, (0, 2), (2, 0)):
+        options: Any = {"argnums": argnums, "has_aux": True}
+        got = value_and_grad(with_aux, cluster, **options)(*args)
+        assert_close(got, oracle(with_aux, **options)(*args))
+        assert got[0][1]["n"] == 3
+
+
+def test_a_loss_that_depends_on_nothing_has_zero_gradients(cluster):
+    def constant(ctx, w):
+        return ctx.call("b", jnp.sum, X)
+
+    value, gradient = value_and_grad(constant, cluster)(ONES)
+    np.testing.assert_allclose(value, jnp.sum(X), atol=1e-15)
+    np.testing.assert_array_equal(gradient, 0 * ONES)
+
+
+@pytest.mark.parametrize(
+    ("program", "args", "error", "text"),
+    [
+        (lambda ctx, w: None, (ONES,), RootError, "root 0 is None"),
+        (lambda ctx, w: w, (ONES,), RootError, "itself a leaf"),
+        (lambda ctx, w: ctx.call("b", jnp.sin, w), (ONES,), RootError, "size 9"),
+        (
+            lambda ctx, w: ctx.call("b", jnp.sin, X),
+            (ONES,),
+            RootError,
+            "size has to be",
+        ),
+        (
+            lambda ctx, w: ctx.call("b", jnp.argmax, w),
+            (ONES,),
+            RootError,
+            "dtype is int",
+        ),
+        (loss, ({"n": [3]},), JdagError, r"argument 0\['n'\]\[0\] is int64\[\]"),
+        (
+            lambda ctx, w: ctx.call("b", layer, X, w),
+            (ONES,),
+            RemoteError,
+            "layer failed",
+        ),
+    ],
+)
+def test_bad_losses_are_named_and_nothing_stays(cluster, program, args, error, text):
+    with pytest.raises(error, match=text):
+        value_and_grad(program, cluster)(*args)
+    nothing_is_left(cluster)
+    assert not any(info["values_held"] for info in cluster.info().values())
+
+
+def test_a_gradient_as_a_loss_is_double_backward(cluster):
+    w = cluster.put("b", ONES)
+
+    def outer(ctx, p):
+        ctx.backward(ctx.call("b", total, w), retain_graph=True)
+        return ctx.call("b", total, ctx.gradient(w))
+
+    with pytest.raises(GraphError, match="double backward"):
+        value_and_grad(outer, cluster)(w)
+
+
+def test_a_ref_that_is_no_leaf_is_refused(cluster):
+    with cluster.context() as ctx:
+        h = ctx.call("b", jnp.sin, ONES)
+        with pytest.raises(JdagError, match="is no leaf"):
+            value_and_grad(loss, cluster)(h)
+
+
+def test_abstract_programs_give_shapes():
+    with simulate(["a", "b", "c", "d"], seed=0, values="abstract") as cluster:
+
+        def one_layer(ctx, p, x):
+            return ctx.call("c", jnp.sum, ctx.call("b", layer, p["w"], x))
+
+        value, gradients = value_and_grad(one_layer, cluster)(PARAMS, X)
+        assert value.shape == () and gradients["unused"].shape == (2, 2)
+        assert isinstance(gradients["w"], jax.ShapeDtypeStruct)
