@@ -19,10 +19,10 @@ Invariants: indices count from 0 without a gap; causes point backwards.
 import hashlib
 import json
 import marshal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from jdag.errors import JdagError
 
@@ -45,7 +45,7 @@ DETAIL: Mapping[str, tuple[str, ...]] = {
     ),
     "deliver": ("source", "message", *_PLACE),
     # A frame that went again, or carries nothing but an acknowledgement.
-    "resend": ("destination", "message", "wire_bytes"),
+    "resend": ("destination", "message", *_PLACE, "wire_bytes"),
     "ack": ("destination", "wire_bytes"),
     # A frame that was lost, late, or came (or was thrown away as having come) again.
     "drop": ("peer", "why"),
@@ -85,6 +85,15 @@ class Record:
         return dict(zip(DETAIL[self.kind], self.detail, strict=True))
 
 
+class Clock(Protocol):
+    """What knows the time of a run."""
+
+    now_ns: int
+
+
+# note(kind, worker, detail, causes) -> the record's index.
+Note = Callable[[str, str, tuple[Any, ...], tuple[int, ...]], int]
+
 _FIELDS = tuple(field.name for field in fields(Record))
 
 
@@ -110,6 +119,19 @@ class Trace:
         rows = self._rows
         rows.append((time_ns, kind, worker, detail, causes))
         return len(rows) - 1
+
+    def at(self, clock: Clock) -> Note:
+        """`add` for a driver, which takes the time from its clock."""
+        rows = self._rows
+        append = rows.append
+
+        def note(
+            kind: str, worker: str, detail: tuple[Any, ...], causes: tuple[int, ...]
+        ) -> int:
+            append((clock.now_ns, kind, worker, detail, causes))
+            return len(rows) - 1
+
+        return note
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -12,14 +12,15 @@ Invariants: a parcel is handed on once and in order, or its link is closed; a cl
 takes and gives nothing; each end has at most one timer that counts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
 from jdag.sim.faults import Faults
 from jdag.sim.network import Lane, LinkModel, Network, Traffic
 from jdag.sim.timeline import Timeline
-from jdag.wire.link import Frame, Link, LinkSettings
+from jdag.trace import Note
+from jdag.wire.link import ACK_BYTES, Frame, Link, LinkSettings
 
 # At one time: crashes first, then what happens, then devices choose among all that is
 # ready by then, and timers last, so that acknowledgements can still ride on answers.
@@ -28,12 +29,11 @@ CRASH, EVENT, BEGIN, TIMER = range(4)
 ACK_DELAY_NS = 1_000_000
 RESEND_MAX = 10
 
-# (message, values, wire_bytes, the record of its send): a tuple, as one is made for
-# each message.
-Parcel = tuple[Any, tuple[Any, ...], int, int]
-
-# note(kind, worker, detail, causes) -> the record's index.
-Note = Callable[[str, str, tuple[Any, ...], tuple[int, ...]], int]
+# What the trace says of a message: kind, context, pass, path.
+Said = tuple[str, str, int, tuple[int, ...]]
+# (message, values, what is said of it, wire_bytes, the record of its send): a tuple, as
+# one is made for each message.
+Parcel = tuple[Any, tuple[Any, ...], Said, int, int]
 
 
 def link_settings(there: LinkModel, back: LinkModel) -> LinkSettings:
@@ -94,7 +94,6 @@ class Carriage:
         network: Network,
         faults: Faults,
         settings: LinkSettings | None,
-        frame_bytes: int,
         timeline: Timeline,
         rng: Random,
         note: Note,
@@ -107,7 +106,6 @@ class Carriage:
         self._timeline = timeline
         self._rng = rng
         self._note = note
-        self._frame_bytes = frame_bytes
         self._ends: dict[str, dict[str, End]] = {worker: {} for worker in workers}
 
     def ends(self, worker: str) -> tuple[End, ...]:
@@ -146,22 +144,26 @@ class Carriage:
         end: End,
         message: Any,
         values: tuple[Any, ...],
-        wire_bytes: int,
-        detail: tuple[Any, ...],
+        said: Said,
+        sizes: tuple[int, int, tuple[int, ...]],
         causes: tuple[int, ...],
     ) -> None:
-        """A message leaves for the peer; `detail` and `causes` are its record's."""
+        """A message leaves for the peer.
+
+        `sizes` are the bytes of its values, those of its frame, and fingerprints.
+        """
         if not end.open:
             self._note("drop", end.worker, (end.peer, "lost"), causes)
             return
         now_ns = self._timeline.now_ns
-        lane = end.out
+        lane, link = end.out, end.link
+        wire_bytes = sizes[1]
         arrival_ns = lane.transmit(wire_bytes, now_ns, self._rng)
         if lane.start_ns > now_ns and end.record >= 0:
             causes = (*causes, end.record)
+        detail = (end.peer, *said, *sizes)
         end.record = record = self._note("send", end.worker, detail, causes)
-        link = end.link
-        parcel: Parcel = (message, values, wire_bytes, record)
+        parcel: Parcel = (message, values, said, wire_bytes, record)
         frame = link.send(parcel, now_ns, arrival_ns - now_ns)
         if self._tormented:
             self._torment(end, frame, arrival_ns)
@@ -220,11 +222,11 @@ class Carriage:
         now_ns = self._timeline.now_ns
         lane = end.out
         if frame.sequence:
-            message, _, wire_bytes, sent = frame.payload
+            _, _, said, wire_bytes, sent = frame.payload
             kind, causes = "resend", [sent]
-            detail: tuple[Any, ...] = (end.peer, type(message).__name__, wire_bytes)
+            detail: tuple[Any, ...] = (end.peer, *said, wire_bytes)
         else:
-            wire_bytes = self._frame_bytes
+            wire_bytes = ACK_BYTES
             kind, causes = "ack", [end.heard]
             detail = (end.peer, wire_bytes)
         arrival_ns = lane.transmit(wire_bytes, now_ns, self._rng)

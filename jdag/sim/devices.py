@@ -15,11 +15,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, assert_never
 
-from jdag.engine.vocabulary import Fill, Forward, Job, Path, Sum, Vjp
+from jdag.engine.vocabulary import Failure, Fill, Forward, Job, Path, Sum, Vjp
 from jdag.errors import ScenarioError
 from jdag.sim.chooser import Chooser, ReadyJobs
 from jdag.sim.faults import Faults
 from jdag.sim.network import unusable
+
+# The function that `ctx.move` calls.
+MOVED = "jdag.context:moved"
 
 _ALLOWED = "an integer >= 0"
 
@@ -31,7 +34,8 @@ class DeviceModel:
     A forward takes `forward_ns`, a vjp `backward_ns`, a sum of cotangents and a fill
     with zeros or ones `sum_ns`. `functions` has the exceptions: a function's name, with
     its module as `module:name` or without, and its (forward_ns, backward_ns). Moving a
-    value is no work of a device and takes nothing.
+    value is no work for a device: `ctx.move` takes nothing, unless `functions` names
+    what it calls (`moved`).
 
     Raises:
         ScenarioError: a time that is not an int or below 0; names it.
@@ -68,7 +72,9 @@ class DeviceModel:
         costs = self.functions.get(name)
         if costs is None:
             costs = self.functions.get(name.rpartition(":")[2])
-        return (self.forward_ns, self.backward_ns) if costs is None else costs
+        if costs is None:
+            return (0, 0) if name == MOVED else (self.forward_ns, self.backward_ns)
+        return costs
 
 
 def _need_ns(key: str, value: object) -> None:
@@ -105,7 +111,7 @@ class Task:
 
     `asked` is the record of what made the engine ask for it, `behind` that of the job
     that it had to wait for (-1: for none), `start` that of its own start, and `detail`
-    what that says.
+    what that says. `failure` is what came of it, if it failed.
     """
 
     __slots__ = (
@@ -114,6 +120,7 @@ class Task:
         "behind",
         "cost_ns",
         "detail",
+        "failure",
         "job",
         "path",
         "phase",
@@ -131,6 +138,7 @@ class Task:
         self.behind = self.start = -1
         self.cost_ns = 0
         self.detail: tuple[Any, ...] = ()
+        self.failure: Failure | None = None
 
 
 class Device:

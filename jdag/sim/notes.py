@@ -1,9 +1,8 @@
 """What the trace says of messages, events and jobs: plain data for its details."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_args
 
-from jdag.compute.avals import aval_of
 from jdag.engine.vocabulary import (
     ContextId,
     Effect,
@@ -46,14 +45,10 @@ def _label(context: ContextId | None) -> str:
     return "" if context is None else f"{context[0]}.{context[1]}"
 
 
-_PLACERS = {
+# For each class of messages, events and effects: where in the program one belongs.
+PLACE: Mapping[type, Callable[[Any], Place]] = {
     cls: _placer(cls) for union in (Message, Event, Effect) for cls in get_args(union)
 }
-
-
-def place(thing: Message | Event | Effect) -> Place:
-    """Where in the program a message, an event or an effect belongs."""
-    return _PLACERS[thing.__class__](thing)
 
 
 def job_place(job: Job) -> tuple[Any, ...]:
@@ -105,9 +100,3 @@ def made(job: Job) -> tuple[Key, ...]:
             return job.outputs
         case Sum() | Fill():
             return (job.output,)
-
-
-def nbytes(value: Any) -> int:
-    """Bytes of a value on the wire, where a Python scalar is an array of its own."""
-    known = getattr(value, "nbytes", None)
-    return aval_of(value).nbytes if known is None else int(known)

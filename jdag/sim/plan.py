@@ -14,10 +14,14 @@ def checked_workers(workers: Sequence[str], home: str, seed: int) -> tuple[str, 
         ScenarioError: names what is not, its value and what is allowed.
     """
     names = tuple(workers)
-    usable = names and all(isinstance(name, str) and name for name in names)
+    usable = (
+        not isinstance(workers, str)
+        and names
+        and all(isinstance(name, str) and name for name in names)
+    )
     if not usable or len(dict.fromkeys(names)) != len(names):
         allowed = "one name or more, none empty, none twice"
-        raise ScenarioError(unusable("workers", names, allowed))
+        raise ScenarioError(unusable("workers", workers, allowed))
     if home not in names:
         raise ScenarioError(unusable("home", home, "one of " + ", ".join(names)))
     if type(seed) is not int:

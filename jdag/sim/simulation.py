@@ -3,7 +3,7 @@
 One engine, machine and device a worker; links between them; one timeline. Programs tell
 engines events through their `Port` and block there; user code takes no virtual time. Of
 an engine's effects, in their order: a message leaves at once (`jdag.sim.carriage`); a
-job waits for its device (`jdag.sim.devices`) and is computed when it starts, though its
+job waits for its device (`jdag.sim.jobs`) and is computed when it starts, though its
 engine is told only when its time is over; what a program waits for wakes it
 (`jdag.sim.programs`) as an event of its own, so that no user code runs in between.
 
@@ -15,6 +15,7 @@ told nothing any more, and its engine, values, jobs and programs are gone before
 anything else happens; a worker is told of each loss once.
 """
 
+import gc
 from collections.abc import Callable, Sequence
 from functools import partial
 from random import Random
@@ -32,7 +33,6 @@ from jdag.engine.vocabulary import (
     Differentiated,
     Drop,
     Event,
-    Failure,
     Fetched,
     Launched,
     Left,
@@ -45,32 +45,37 @@ from jdag.engine.vocabulary import (
 )
 from jdag.errors import JdagError
 from jdag.functions import name_of
-from jdag.sim.carriage import BEGIN, CRASH, EVENT, Carriage, End, Parcel
+from jdag.sim.carriage import CRASH, EVENT, Carriage, End, Parcel
 from jdag.sim.chooser import checked
 from jdag.sim.chooser import policy as policy_named
 from jdag.sim.devices import Device, Devices, Task, models
 from jdag.sim.faults import Crash, Fault, Faults
 from jdag.sim.host import Host
+from jdag.sim.jobs import Jobs
 from jdag.sim.network import LinkModel, Network
-from jdag.sim.notes import job_name, job_place, kept, made, nbytes, place, used_up
+from jdag.sim.notes import PLACE
 from jdag.sim.plan import check_crashes, checked_ns, checked_workers, network_of
 from jdag.sim.port import Port
 from jdag.sim.programs import Programs, Waiters
 from jdag.sim.timeline import Timeline
 from jdag.trace import Trace
-from jdag.wire.link import Frame, LinkSettings
+from jdag.wire.link import FRAME_BYTES, Frame, LinkSettings
+from jdag.wire.messages import size
 
 RunProgram = Callable[[Port, Spawn], Returned]
 
 DETECT_NS = 1_000_000
 EVENTS_MAX = 1 << 40
 
+# A graph is many small tuples that live long. Python looks for cycles whenever 700 more
+# objects are alive, which took half of the time of a long run; there are few cycles.
+GARBAGE_MIN = 50_000
+
 _WAITING = frozenset({Launched, Fetched, Differentiated, Left})
 _KINDS = (
     *("frame", "timer", "begin", "finish"),
     *("wake", "spawn", "lost", "crash", "bury"),
 )
-FRAME_BYTES = 24  # Until jdag.wire.link names its own.
 _NEVER = -2  # No record has this index; -1 is "none".
 
 
@@ -113,18 +118,20 @@ class Simulation:
         events_max: int = EVENTS_MAX,
         trace: bool = True,
     ) -> None:
-        from jdag.wire.messages import size  # Here until that module is whole.
-
-        self._size = size
         self.workers = checked_workers(workers, home, seed)
         check_crashes(faults, home, trace)
         self.seed = seed
         self.trace = Trace() if trace else None
-        self._add = _add_nothing if self.trace is None else self.trace.add
         self._timeline = Timeline(events_max)
         self._faults = Faults(faults, self.workers)
+        self._add = (
+            _note_nothing if self.trace is None else self.trace.at(self._timeline)
+        )
+        by_index = any(crash.at_index is not None for crash in self._faults.crashes)
+        self._note = self._note_and_look if by_index else self._add
         self._detect_ns = checked_ns("detect_ns", detect_ns)
         self._chooser = policy_named(policy)
+        self._jobs = Jobs(self._timeline, self._note)
         self._programs = Programs()
         self._run_program = run_program
         self._carriage = Carriage(
@@ -132,7 +139,6 @@ class Simulation:
             network=network_of(network),
             faults=self._faults,
             settings=link,
-            frame_bytes=FRAME_BYTES,
             timeline=self._timeline,
             rng=Random(seed),
             note=self._note,
@@ -208,7 +214,7 @@ class Simulation:
         kind = type(event)
         name = kind.__name__
         causes = () if port.record < 0 else (port.record,)
-        record = self._note("issue", host.worker, (name, *place(event)), causes)
+        record = self._note("issue", host.worker, (name, *PLACE[kind](event)), causes)
         for key in host.fresh:
             host.made[key] = record
         host.fresh.clear()
@@ -255,10 +261,12 @@ class Simulation:
 
     def _loop(self, waiter: int) -> None:
         """Carry out what happens next until `waiter` is given something."""
+        thresholds = gc.get_threshold()
         given, programs = self._waiters.given, self._programs
         take = self._picked if self._chooser.picks_events else self._timeline.pop
         happens = self._happens
         programs.enter()
+        gc.set_threshold(GARBAGE_MIN, *thresholds[1:])
         try:
             while waiter not in given:  # Bounded by the timeline's events_max.
                 action = take()
@@ -271,6 +279,7 @@ class Simulation:
                     )
                 happens[action[0]](*action[1:])
         finally:
+            gc.set_threshold(*thresholds)
             programs.leave()
 
     def _picked(self) -> Any:
@@ -293,8 +302,7 @@ class Simulation:
             if kind is Send:
                 self._send(host, effect, record)
             elif kind is Compute:
-                host.device.add(effect.job, record, self._timeline.now_ns)
-                self._call_device(host)
+                self._jobs.add(host, effect.job, record)
             elif kind is Drop:
                 host.drop(effect.keys)
             elif kind is Resume:
@@ -303,10 +311,9 @@ class Simulation:
                 assert kind is Spawn, effect
                 name = name_of(effect.function)
                 spawned = self._note(
-                    "spawn", host.worker, (*place(effect), name), (record,)
+                    "spawn", host.worker, (*PLACE[kind](effect), name), (record,)
                 )
-                action = ("spawn", host, effect, spawned)
-                self._timeline.push(self.now_ns, EVENT, action)
+                self._soon(("spawn", host, effect, spawned))
 
     def _send(self, host: Host, send: Send, record: int) -> None:
         message, keys = send.message, send.values
@@ -314,20 +321,19 @@ class Simulation:
         prints: tuple[int, ...] = ()
         causes: tuple[int, ...] = (record,)
         end = self._carriage.end(host.worker, send.to)
-        payload_bytes = 0
         if keys:
             get, made_by = host.machine.values.get, host.made.get
             values = tuple([get(key) for key in keys])
-            payload_bytes = sum(map(nbytes, values))
-            end.payload_bytes += payload_bytes
             if self.trace is not None:
                 prints = tuple(map(fingerprint, values))
             data = [made_by(key, record) for key in keys]
             causes = tuple(dict.fromkeys((record, *data)))
-        wire_bytes = self._size(message, payload_bytes) + FRAME_BYTES
-        name = message.__class__.__name__
-        detail = (send.to, name, *place(message), payload_bytes, wire_bytes, prints)
-        self._carriage.send(end, message, values, wire_bytes, detail, causes)
+        payload_bytes, wire_bytes = size(message, values)
+        end.payload_bytes += payload_bytes
+        kind = message.__class__
+        said = (kind.__name__, *PLACE[kind](message))
+        sizes = (payload_bytes, wire_bytes + FRAME_BYTES, prints)
+        self._carriage.send(end, message, values, said, sizes, causes)
 
     def _resume(self, host: Host, resume: Resume, record: int) -> None:
         waiter = resume.waiter
@@ -337,14 +343,10 @@ class Simulation:
         resumed = self._note("resume", host.worker, (waiter, asked), (record,))
         self._waiters.given[waiter] = (resume.result, resumed)
         if self._programs.is_parked(waiter):
-            self._timeline.push(self.now_ns, EVENT, ("wake", host, waiter))
+            self._soon(("wake", host, waiter))
 
-    def _call_device(self, host: Host) -> None:
-        """Let a device choose once all that happens now has happened."""
-        device = host.device
-        if device.wanting:
-            device.called = True
-            self._timeline.push(self._timeline.now_ns, BEGIN, ("begin", host))
+    def _soon(self, action: tuple[Any, ...]) -> None:
+        self._timeline.push(self._timeline.now_ns, EVENT, action)
 
     # --------------------------------------------------------------------- what happens
 
@@ -361,11 +363,9 @@ class Simulation:
     def _deliver(self, host: Host, sender: str, parcel: Parcel, record: int) -> None:
         if not host.alive:
             return  # It crashed over the parcel before.
-        message, values, _, sent = parcel
+        message, values, said, _, sent = parcel
         causes = (sent,) if sent == record else (sent, record)
-        name = message.__class__.__name__
-        detail = (sender, name, *place(message))
-        record = self._note("deliver", host.worker, detail, causes)
+        record = self._note("deliver", host.worker, (sender, *said), causes)
         if values:
             put, made_by = host.machine.values.put, host.made
             for key, value in zip(landing(message), values, strict=True):
@@ -385,56 +385,19 @@ class Simulation:
             self._lost(host, end.peer, end.record)
 
     def _begin(self, host: Host) -> None:
-        """A device may choose its next job, and compute it."""
-        device = host.device
-        device.called = False
-        task = device.begin(self.now_ns) if host.alive else None
-        if task is None:
-            return
-        job, made_by = task.job, host.made
-        gone = used_up(job)
-        read = [made_by.get(key, task.asked) for key in (*kept(job), *gone)]
-        behind = () if task.behind < 0 else (task.behind,)
-        causes = tuple(dict.fromkeys((task.asked, *read, *behind)))
-        task.detail = (*job_place(job), task.cost_ns)
-        task.start = self._note("start", host.worker, task.detail, causes)
-        if not host.alive:
-            return
-        for key in gone:
-            made_by.pop(key, None)
-        try:
-            error: BaseException | None = host.machine.run(job)
-        except BaseException as interrupt:
-            # It is main's to know, but who waits for this job must not wait for ever.
-            self._end_later(host, task, interrupt)
-            raise
-        self._end_later(host, task, error)
+        """A device may choose its next job, which is computed at once."""
+        task = self._jobs.begin(host)
+        if task is not None:
+            self._finish(host, task)
 
-    def _end_later(self, host: Host, task: Task, error: BaseException | None) -> None:
-        """When its time is over the engine will be told that a job is done."""
-        failure = None
-        if error is not None:
-            job = task.job
-            failure = failure_of(error, host.worker, job.path, job_name(job))
-        if task.cost_ns:
-            at_ns = self.now_ns + task.cost_ns
-            self._timeline.push(at_ns, EVENT, ("finish", host, task, failure))
-        else:
-            self._finish(host, task, failure)
-
-    def _finish(self, host: Host, task: Task, failure: Failure | None) -> None:
+    def _finish(self, host: Host, task: Task) -> None:
         """A job's time is over."""
         if not host.alive:
             return
-        detail = (*task.detail, "" if failure is None else failure.error)
-        record = self._note("finish", host.worker, detail, (task.start,))
-        host.device.end(record)
-        if failure is None:
-            for key in made(task.job):
-                host.made[key] = record
+        record = self._jobs.finish(host, task)
         if host.alive:
-            self._handle(host, Computed(task.job.id, failure), record)
-            self._call_device(host)
+            self._handle(host, Computed(task.job.id, task.failure), record)
+            self._jobs.call(host)
 
     def _wake(self, host: Host, waiter: int) -> None:
         """A program goes on: what it waited for is here."""
@@ -473,11 +436,11 @@ class Simulation:
         due = [index for index in indices if index >= least]
         self._crash_index = min(due) if due else _NEVER
 
-    def _note(
+    def _note_and_look(
         self, kind: str, worker: str, detail: tuple[Any, ...], causes: tuple[int, ...]
     ) -> int:
-        """Record what happens; return its index."""
-        record = self._add(self._timeline.now_ns, kind, worker, detail, causes)
+        """Note a record, and see whether a crash waits for there being so many."""
+        record = self._add(kind, worker, detail, causes)
         if record + 1 == self._crash_index:
             self._crash_at(record + 1)
         return record
@@ -515,5 +478,8 @@ class Simulation:
         host.clear()
 
 
-def _add_nothing(*_: Any) -> int:
+def _note_nothing(
+    kind: str, worker: str, detail: tuple[Any, ...], causes: tuple[int, ...]
+) -> int:
+    del kind, worker, detail, causes
     return -1
