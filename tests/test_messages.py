@@ -220,3 +220,43 @@ def test_a_cluster_has_no_more_workers_than_numbers() -> None:
     Codec(names[:-1])
     with pytest.raises(ProtocolError, match="65537 workers: allowed are 65536"):
         Codec(names)
+
+
+HERE = bytes(12)  # A context.
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"", r"type of a message at byte 0 takes 1 bytes; 0 of 0 are left"),
+        (b"\x13", r"type 19 of a message: allowed is 0 to 18"),
+        (b"\x02\x02", r"flag = 2: allowed are 0 and 1"),
+        (b"\x0f" + HERE + b"\1\0\0\0\3\0", r"outcome 3: allowed is 0 to 2"),
+        (
+            b"\x0c" + HERE + bytes(8) + b"\3\0\0\0\x08\0",
+            r"mask of 3 slots has bits beyond its last",
+        ),
+        (
+            b"\x09\1\0\0\0\4\0" + bytes(8),
+            r"worker's number 4: the cluster has 4 workers",
+        ),
+        (
+            b"\x06" + bytes(8) + b"\1\0\0\0\x08" + bytes(20),
+            r"kind 8 of a key: allowed is 0 to 7",
+        ),
+        (
+            b"\x04" + HERE + bytes(4) + b"\1\0\0\0f\x0f" + bytes(4),
+            r"kind 15 of data: allowed is 0 to 14",
+        ),
+        (
+            b"\x04" + HERE + bytes(4) + b"\1\0\0\0\xff\0" + bytes(4),
+            r"text b'\\xff' is not UTF-8",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bytes_that_mean_nothing_are_named_with_what_would(
+    data: bytes, said: str
+) -> None:
+    with pytest.raises(ProtocolError, match=said):
+        CODEC.decode(data)

@@ -52,6 +52,14 @@ class Config:
     names: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Buffer:
+    """Has what an array has, and is none."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+
 class Mode(Enum):
     FAST = "fast"
 

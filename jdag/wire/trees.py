@@ -39,6 +39,7 @@ from jdag.wire.encoding import (
 from jdag.wire.keys import KEY
 
 DEPTH_MAX = 100
+_ABSTRACT = ("shape", "dtype", "nbytes")  # Of an abstract value, whatever its class.
 
 
 class RefParts(NamedTuple):
@@ -141,7 +142,7 @@ def form(value: Any) -> tuple[str, Any]:
         return ("true" if value else "false"), None
     if type(value) is dict:
         return "dict", tuple(value.items())
-    if isinstance(value, Raw) or (hasattr(value, "shape") and hasattr(value, "dtype")):
+    if isinstance(value, _ARRAYS) or all(hasattr(value, name) for name in _ABSTRACT):
         return "array", value
     if all(hasattr(value, name) for name in RefParts._fields):
         return "ref", value
@@ -257,6 +258,7 @@ FORMS = {
 }
 _KINDS = tuple(FORMS)
 _NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
+_ARRAYS = (Raw, jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 _PLAIN = {
     type(None): "none",
     int: "int",
