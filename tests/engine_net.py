@@ -1,13 +1,13 @@
-"""Engines wired together without arithmetic, clock or wire: any order of events is allowed.
+"""Engines wired together without arithmetic, clock or wire: any order of events.
 
-Values are pairs of an exact integer and the expression that made it, so that a test sees both
-whether a gradient is right and in which order it was added up.
+Values are the numbers of engine_values. Programs that run on workers are generators:
+they yield a waiter and are sent what it was resumed with.
 """
 
 import random
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jdag.engine import Engine
@@ -20,12 +20,11 @@ from jdag.engine.vocabulary import (
     ContextId,
     Differentiated,
     Drop,
+    Dropped,
     Effect,
     Event,
     Failure,
     Fetched,
-    Fill,
-    Forward,
     Issued,
     Job,
     Key,
@@ -36,69 +35,29 @@ from jdag.engine.vocabulary import (
     Opened,
     PassResult,
     Resume,
+    Returned,
     Root,
     Send,
     Spawn,
-    Sum,
-    Vjp,
+    Worker,
     landing,
 )
+from tests.engine_values import IDENTITY, Linear, compute
 
-Number = tuple[int, str]
-
-
-@dataclass(frozen=True)
-class Linear:
-    """A function of integers: output j is the sum over i of weights[j][i] * input i."""
-
-    name: str
-    weights: tuple[tuple[int, ...], ...]
-    raises: str = ""  # "forward" or "vjp".
-
-    def forward(self, inputs: Sequence[Number]) -> list[Number]:
-        if self.raises == "forward":
-            raise ValueError(f"{self.name} raised in forward")
-        return [
-            (
-                sum(w * x for w, (x, _) in zip(row, inputs, strict=True)),
-                f"{self.name}.{j}",
-            )
-            for j, row in enumerate(self.weights)
-        ]
-
-    def vjp(self, outputs: Sequence[Number], tracked: Sequence[int]) -> list[Number]:
-        if self.raises == "vjp":
-            raise ValueError(f"{self.name} raised in vjp")
-        made = ",".join(expression for _, expression in outputs)
-        return [
-            (
-                sum(
-                    row[i] * cotangent
-                    for row, (cotangent, _) in zip(self.weights, outputs, strict=True)
-                ),
-                f"{self.name}/{i}({made})",
-            )
-            for i in tracked
-        ]
-
-
-def left_fold(addends: Sequence[Number]) -> Number:
-    """Sum left to right, and say so."""
-    total, expression = addends[0]
-    for value, added in addends[1:]:
-        total, expression = total + value, f"({expression}+{added})"
-    return total, expression
+Body = Generator[int, Any, Any]
+STEPS_MAX = 200_000
 
 
 @dataclass
 class Place:
-    """One worker: its engine, its values, its ready jobs."""
+    """One worker: its engine, its values, its ready jobs, its programs."""
 
     engine: Engine
     values: dict[Key, Any] = field(default_factory=dict)
     jobs: list[Job] = field(default_factory=list)
     resumed: dict[int, Any] = field(default_factory=dict)
-    spawned: deque[Spawn] = field(default_factory=deque)
+    spawned: list[Spawn] = field(default_factory=list)
+    running: dict[int, tuple[Spawn, Body]] = field(default_factory=dict)
 
 
 class Net:
@@ -111,9 +70,14 @@ class Net:
         self.queues: dict[tuple[str, str], deque[tuple[Any, list[Any]]]] = {}
         self.sent: list[tuple[str, str, Any]] = []
         self.dead: dict[str, None] = {}
+        self.unnoticed: list[tuple[str, str]] = []  # (who has not noticed, whom)
+        self.steps = 0
+        self.before_step: Callable[[Net], None] | None = None
+        self.holds: Callable[[str, str, Any], bool] | None = None
         self._waiter = 0
         self._leaf = 0
-        self._context = 0
+        self._assignment = 0
+        self._contexts: dict[str, int] = {}
 
     # -------------------------------------------------------------------- running
 
@@ -128,7 +92,9 @@ class Net:
             case Send(to=to, message=message, values=values):
                 self.sent.append((worker, to, message))
                 carried = [place.values[key] for key in values]
-                self.queues.setdefault((worker, to), deque()).append((message, carried))
+                if to not in self.dead:
+                    queue = self.queues.setdefault((worker, to), deque())
+                    queue.append((message, carried))
             case Compute(job=job):
                 place.jobs.append(job)
             case Drop(keys=keys):
@@ -137,42 +103,83 @@ class Net:
             case Spawn():
                 place.spawned.append(effect)
             case Resume(waiter=waiter, result=result):
+                assert waiter not in place.resumed, waiter
                 place.resumed[waiter] = result
 
-    def step(self) -> bool:
-        """Let one thing happen: a message arrive or a job run. False if nothing can."""
-        choices: list[tuple[str, Any]] = [
-            ("message", pair)
-            for pair, queue in self.queues.items()
-            if queue and pair[1] not in self.dead
-        ]
+    def choices(self) -> list[tuple[str, str, Any]]:
+        """Everything that can happen next: what, on which worker, which."""
+        found: list[tuple[str, str, Any]] = []
+        for pair, queue in self.queues.items():
+            held = self.holds is not None and queue and self.holds(*pair, queue[0][0])
+            if queue and not held:
+                found.append(("message", pair[1], pair))
         for name, place in self.places.items():
-            if name not in self.dead:
-                choices.extend(
-                    ("job", (name, index)) for index in range(len(place.jobs))
-                )
+            if name in self.dead:
+                continue
+            found.extend(("job", name, job) for job in place.jobs)
+            found.extend(("spawn", name, spawn) for spawn in place.spawned)
+            found.extend(
+                ("resume", name, waiter)
+                for waiter in place.running
+                if waiter in place.resumed
+            )
+        found.extend(("notice", *pair) for pair in self.unnoticed)
+        return found
+
+    def step(self) -> bool:
+        """Let one thing happen. False if nothing can."""
+        if self.before_step is not None:
+            self.before_step(self)
+        choices = self.choices()
         if not choices:
             return False
-        kind, what = self.rng.choice(choices)
-        if kind == "message":
-            sender, receiver = what
-            message, carried = self.queues[what].popleft()
-            store = self.places[receiver].values
-            store.update(zip(landing(message), carried, strict=True))
-            self.tell(receiver, Arrived(sender, message))
-        else:
-            name, index = what
-            self._run(name, self.places[name].jobs.pop(index))
+        self.steps += 1
+        assert self.steps < STEPS_MAX, "the net never falls silent"
+        kind, worker, what = self.rng.choice(choices)
+        place = self.places[worker]
+        match kind:
+            case "message":
+                message, carried = self.queues[what].popleft()
+                landed = zip(landing(message), carried, strict=True)
+                place.values.update(landed)
+                self.tell(worker, Arrived(what[0], message))
+            case "job":
+                place.jobs.remove(what)
+                self._run(worker, what)
+            case "spawn":
+                place.spawned.remove(what)
+                scope = Scope(self, worker, what.context, what.path)
+                self._resume(worker, what, what.function(scope, *what.arguments), None)
+            case "resume":
+                spawn, body = place.running.pop(what)
+                self._resume(worker, spawn, body, place.resumed.pop(what))
+            case "notice":
+                self.unnoticed.remove((worker, what))
+                self.tell(worker, Lost(what))
         return True
 
     def _run(self, name: str, job: Job) -> None:
-        store = self.places[name].values
         failure = None
         try:
-            compute(store, job)
+            compute(self.places[name].values, job)
         except ValueError as error:
-            failure = Failure("RemoteError", str(error), name, job.path)
+            function = getattr(job, "function", None)
+            called = getattr(function, "name", "")
+            failure = Failure("RemoteError", str(error), name, job.path, called)
         self.tell(name, Computed(job.id, failure))
+
+    def _resume(self, name: str, spawn: Spawn, body: Body, result: Any) -> None:
+        """Let a program run until it waits again or ends."""
+        failure, returned = None, None
+        try:
+            self.places[name].running[body.send(result)] = (spawn, body)
+            return
+        except StopIteration as stop:
+            returned = stop.value
+        except Exception as error:  # Whatever a program raises is what it returns.
+            kind = type(error).__name__
+            failure = Failure(kind, str(error), name, spawn.path)
+        self.tell(name, Returned(spawn.context, spawn.path, returned, failure))
 
     def until(self, worker: str, waiter: int) -> Any:
         """Run until a waiter is resumed."""
@@ -186,15 +193,56 @@ class Net:
         while self.step():
             pass
 
+    def some(self) -> None:
+        """Let a few things happen, or none."""
+        while self.rng.random() < 0.7 and self.step():
+            pass
+
     def crash(self, worker: str) -> None:
-        """A worker stops; the others notice, each in its own time."""
+        """A worker stops; what it sent may still come; others notice in their time."""
         self.dead[worker] = None
-        for pair in list(self.queues):
-            if worker in pair:
-                self.queues[pair].clear()
-        for other in self.workers:
-            if other not in self.dead:
-                self.tell(other, Lost(worker))
+        place = self.places[worker]
+        for pair, queue in self.queues.items():
+            if pair[1] == worker:
+                queue.clear()
+            elif pair[0] == worker:
+                while queue and self.rng.random() < 0.5:
+                    queue.pop()
+        place.values.clear()
+        place.jobs.clear()
+        place.spawned.clear()
+        place.running.clear()
+        self.unnoticed = [pair for pair in self.unnoticed if pair[0] != worker]
+        alive = [name for name in self.workers if name not in self.dead]
+        self.unnoticed.extend((name, worker) for name in alive)
+
+    def leftovers(self) -> list[str]:
+        """What living workers hold although nothing is going on; leaves may stay."""
+        found: list[str] = []
+        for name, place in self.places.items():
+            if name in self.dead:
+                continue
+            for result in place.resumed.values():  # Whoever waited has left: the
+                for answer in result if type(result) is tuple else ():
+                    if isinstance(answer, Key):  # driver drops what it fetched.
+                        place.values.pop(answer, None)
+            engine: Any = place.engine
+            state = engine._state
+            kept = {
+                "contexts": state.contexts,
+                "passes": engine.live_passes,
+                "jobs": state.jobs,
+                "soon": state.soon,
+                "effects": state.out,
+                "requests": engine._reads._requests,
+                "after": state.after,
+                "held": engine._forwarding._held,
+                "unacknowledged": engine._leaves.unacknowledged,
+                "programs": place.running,
+                "values": [key for key in place.values if key.kind != "leaf"],
+            }
+            found.extend(f"{name}: {what} {it}" for what, it in kept.items() if it)
+        return found
 
     # ------------------------------------------------------------------ what users do
 
@@ -207,27 +255,61 @@ class Net:
         leaf = LeafId(worker, self._leaf)
         key = Key("leaf", None, leaf, 0)
         self.places[home].values[key] = (value, f"leaf{self._leaf}")
-        event = Assigned((self._leaf,), worker, None, (), (key,), ("aval",), "here")
-        self.tell(home, event)
+        self.assign(home, worker, None, (), key)
         return Argument(key, worker, True)
 
+    def assign(
+        self,
+        home: str,
+        worker: str,
+        function: Linear | None,
+        inputs: Sequence[Argument],
+        output: Key,
+    ) -> Argument:
+        """Make a version of a leaf by a function of values on its worker."""
+        self._assignment += 1
+        keys = tuple(argument.key for argument in inputs)
+        path = (self._assignment,)
+        self.tell(
+            home, Assigned(path, worker, function, keys, (output,), ("aval",), "here")
+        )
+        return Argument(output, worker, True)
+
+    def update(
+        self, home: str, leaf: Argument, function: Linear, *inputs: Argument
+    ) -> Argument:
+        """The next version of a leaf."""
+        key = leaf.key._replace(index=leaf.key.index + 1)
+        return self.assign(home, leaf.owner, function, inputs, key)
+
+    def drop(self, home: str, *leaves: Argument) -> None:
+        self.tell(home, Dropped(tuple(leaf.key.name for leaf in leaves)))
+
     def open(self, owner: str) -> "Scope":
-        self._context += 1
-        context = ContextId(self.workers.index(owner), self._context, 0)
+        counter = self._contexts[owner] = self._contexts.get(owner, 0) + 1
+        context = ContextId(self.workers.index(owner), counter, 0)
         self.tell(owner, Opened(context))
         return Scope(self, owner, context, ())
 
-    def fetch(self, worker: str, *arguments: Argument) -> Any:
+    def asked(self, worker: str, *arguments: Argument) -> int:
+        """Ask for values; the waiter to wait for."""
         waiter = self.waiter()
         keys = tuple((argument.key, argument.owner) for argument in arguments)
         self.tell(worker, Fetched(waiter, keys))
-        answers = self.until(worker, waiter)
+        return waiter
+
+    def got(self, worker: str, answers: Sequence[Any]) -> list[Any]:
+        """The numbers or failures that a fetch brought."""
         store = self.places[worker].values
         got = [a if isinstance(a, Failure) else store[a] for a in answers]
         for answer in answers:
             if not isinstance(answer, Failure) and answer.kind == "reading":
                 del store[answer]
         return got
+
+    def fetch(self, worker: str, *arguments: Argument) -> list[Any]:
+        waiter = self.asked(worker, *arguments)
+        return self.got(worker, self.until(worker, waiter))
 
 
 class Scope:
@@ -241,83 +323,130 @@ class Scope:
         self.passes = 0
 
     def call(
-        self, worker: str, function: Linear, *arguments: Argument
+        self,
+        worker: str,
+        function: Linear,
+        *arguments: Argument | int,
+        inexact: Sequence[bool] | None = None,
     ) -> list[Argument]:
+        """Call; an int is a constant; `inexact`: which outputs can be tracked."""
         self.count += 1
         path = (*self.path, self.count)
-        tracked = any(argument.tracked for argument in arguments)
-        outputs = tuple(tracked for _ in function.weights)
+        store = self.net.places[self.worker].values
+        given: list[Argument] = []
+        for position, argument in enumerate(arguments):
+            if isinstance(argument, int):
+                key = Key("constant", self.context, path, position)
+                store[key] = (argument, str(argument))
+                given.append(Argument(key, self.worker, False))
+            else:
+                given.append(argument)
+        inputs = tuple(i for i, argument in enumerate(given) if argument.tracked)
+        flags = [True] * len(function.weights) if inexact is None else inexact
+        outputs = tuple(bool(inputs) and flag for flag in flags)
+        made = tuple(j for j, flag in enumerate(outputs) if flag)
         event = Issued(
             self.context,
             path,
             worker,
-            function,
+            replace(function, inputs=inputs, outputs=made),
             function.name,
-            arguments,
+            tuple(given),
             outputs,
             "here",
         )
-        self.net.tell(self.worker, event)
+        constants = [a.key for a in given if a.key.kind == "constant"]
+        self._tell(event, constants)
         return [
             Argument(Key("output", self.context, path, i), worker, tracked)
-            for i in range(len(outputs))
+            for i, tracked in enumerate(outputs)
         ]
 
-    def launch(self, worker: str, function: Any, *arguments: Argument) -> int:
+    def _tell(self, event: Event, carried: Sequence[Key]) -> None:
+        """Tell the engine; if it refuses, the values that go with it are not wanted."""
+        try:
+            self.net.tell(self.worker, event)
+        except Exception:
+            for key in carried:
+                del self.net.places[self.worker].values[key]
+            raise
+
+    def move(self, worker: str, value: Argument) -> Argument:
+        return self.call(worker, IDENTITY, value)[0]
+
+    def launch(self, worker: str, body: Any, *arguments: Any) -> int:
+        """Call a program; the waiter for (result, failure)."""
         self.count += 1
         waiter = self.net.waiter()
         path = (*self.path, self.count)
-        event = Launched(
-            waiter, self.context, path, worker, function, arguments, "here"
-        )
+        event = Launched(waiter, self.context, path, worker, body, arguments, "here")
         self.net.tell(self.worker, event)
         return waiter
 
-    def backward(self, *roots: Argument, retain: bool = False) -> PassResult:
+    def run(self, worker: str, body: Any, *arguments: Any) -> Any:
+        """Call a program and wait for (result, failure)."""
+        return self.net.until(self.worker, self.launch(worker, body, *arguments))
+
+    def start_backward(
+        self,
+        *roots: Argument,
+        retain: bool = False,
+        seeds: Sequence[int | None] | None = None,
+    ) -> int:
+        """Ask for a pass; the waiter for its result."""
         waiter = self.net.waiter()
         self.passes += 1
+        given = seeds or [None] * len(roots)
+        carried: list[Key] = []
+        for number, seed in enumerate(given):
+            if seed is not None:
+                carried.append(Key("seed", self.context, self.passes, number))
+                self.net.places[self.worker].values[carried[-1]] = (seed, str(seed))
         placed = tuple(
-            (root.owner, Root(root.key, "aval", False, number))
+            (root.owner, Root(root.key, "aval", given[number] is not None, number))
             for number, root in enumerate(roots)
         )
         event = Differentiated(waiter, self.context, placed, retain)
-        self.net.tell(self.worker, event)
+        self._tell(event, carried)
+        return waiter
+
+    def backward(self, *roots: Argument, **settings: Any) -> PassResult:
+        waiter = self.start_backward(*roots, **settings)
         result = self.net.until(self.worker, waiter)
         assert isinstance(result, PassResult)
         return result
 
-    def gradient(self, leaf: Argument, number: int) -> Argument:
+    def gradient(self, leaf: Argument, number: int | None = None) -> Argument:
+        """The gradient that a pass, by default the last one, left of a leaf."""
+        number = self.passes if number is None else number
         key = Key("gradient", self.context, leaf.key.name, number)
         return Argument(key, leaf.owner, False)
 
-    def leave(self) -> tuple[Failure, ...]:
+    def gradients(self, *leaves: Argument) -> list[Any]:
+        """The gradients after the last pass, as integers."""
+        refs = [self.gradient(leaf) for leaf in leaves]
+        return [number for number, _ in self.net.fetch(self.worker, *refs)]
+
+    def start_leaving(self) -> int:
         waiter = self.net.waiter()
         self.net.tell(self.worker, Left(waiter, self.context))
-        failures = self.net.until(self.worker, waiter)
+        return waiter
+
+    def leave(self) -> tuple[Failure, ...]:
+        failures = self.net.until(self.worker, self.start_leaving())
         assert isinstance(failures, tuple)
         return failures
 
 
-def compute(store: dict[Key, Any], job: Job) -> None:
-    """Carry out a job on pairs of integer and expression."""
-    match job:
-        case Forward(function=function, inputs=inputs, outputs=outputs, residuals=kept):
-            results = function.forward([store[key] for key in inputs])
-            store.update(zip(outputs, results, strict=True))
-            if kept is not None:
-                store[kept] = "residuals"
-        case Vjp(function=function, cotangents=cotangents, outputs=outputs):
-            assert store[job.residuals] == "residuals"
-            if job.last:
-                del store[job.residuals]
-            summed = [
-                left_fold([store.pop(key) for key in addends]) if addends else (0, "0")
-                for addends in cotangents
-            ]
-            made = function.vjp(summed, range(len(outputs)))
-            store.update(zip(outputs, made, strict=True))
-        case Sum(addends=addends, base=base, output=output):
-            values = [] if base is None else [store[base]]
-            store[output] = left_fold([*values, *(store.pop(key) for key in addends)])
-        case Fill(value=value, output=output):
-            store[output] = (value, str(value))
+def stopped(value: Argument) -> Argument:
+    """The same value, its gradient stopped."""
+    return value._replace(tracked=False)
+
+
+def weights(*rows: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(row) for row in rows)
+
+
+def names(count: int) -> tuple[Worker, ...]:
+    """Workers, named by letters in their order."""
+    return tuple("abcdef"[:count])

@@ -1,0 +1,342 @@
+"""What a program's passes must give, worked out on the whole graph at once.
+
+Two ways that know nothing of each other, and nothing of the engine: the gradient as the
+adjoint of the program, as if it ran on one machine; and FAST's rule as a fixpoint on
+the graph with its transfers, which says how a pass ends, what is owed and, sum by sum
+in program order, with which expression each gradient is made.
+
+FAST's rule: a worker is reached if it has a root or is sent a cotangent. On a reached
+worker everything behind its roots and its unspent sends is counted; a vertex is done
+when every counted consumer is; a recv that is done sends its cotangent; a send that is
+counted and never gets one is owed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any
+
+from jdag.engine.vocabulary import LeafId, Outcome, Owed
+from tests.engine_values import Linear, Number, left_fold
+
+Path = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Use:
+    """A variable as an argument; tracked unless its gradient is stopped."""
+
+    variable: int
+    stopped: bool = False
+
+
+@dataclass(eq=False)
+class Vertex:
+    """A node, send, recv or leaf. `inputs`: (producer, its output) or None."""
+
+    kind: str
+    worker: str
+    path: Path = ()
+    function: Any = None
+    outputs: int = 1
+    inputs: "list[tuple[Vertex, int] | None]" = field(default_factory=list)
+    peer: "Vertex | None" = None  # Of a recv its send.
+    destination: str = ""
+    leaf: LeafId | None = None
+    spent: bool = False
+
+
+@dataclass
+class Variable:
+    """A value of the program: where it is and what made it."""
+
+    worker: str
+    number: int
+    made: tuple[Vertex, int] | None  # None: not tracked.
+
+
+@dataclass
+class Expected:
+    """How a pass must end. `gradients` are those of the leaves it reached."""
+
+    outcome: Outcome
+    owed: tuple[Owed, ...] = ()
+    gradients: dict[LeafId, Number] = field(default_factory=dict)
+
+
+@dataclass
+class Contributions:
+    """What a counted vertex has been given: (path, position, number) by output."""
+
+    awaited: int
+    given: list[list[tuple[tuple[float, ...], int, Number]]]
+
+
+class Oracle:
+    """One context's program, told call by call in program order."""
+
+    def __init__(self) -> None:
+        self.variables: dict[int, Variable] = {}
+        self.vertices: list[Vertex] = []
+        self.calls: list[tuple[Linear, list[int | None], list[int]]] = []
+        self.gradients: dict[LeafId, Number] = {}
+        self.totals: dict[LeafId, int] = {}
+        self.moved: dict[tuple[Path, int, str, bool], tuple[Vertex, int]] = {}
+
+    # ---------------------------------------------------------------------- forward
+
+    def leaf(self, variable: int, leaf: LeafId, number: int) -> None:
+        vertex = Vertex("leaf", leaf.worker, leaf=leaf)
+        self.variables[variable] = Variable(leaf.worker, number, (vertex, 0))
+
+    def call(
+        self,
+        path: Path,
+        worker: str,
+        function: Linear,
+        arguments: Sequence[Use | int],
+        outputs: Sequence[int],
+    ) -> None:
+        """A call; `function.outputs` are those of its outputs that can be tracked."""
+        uses = [a for a in arguments if isinstance(a, Use)]
+        arriving = self._transfers(path, worker, function.name, uses)
+        inputs: list[tuple[Vertex, int]] = []
+        places: list[int] = []
+        for place, argument in enumerate(arguments):
+            if isinstance(argument, Use) and self.tracked(argument):
+                inputs.append(arriving[argument])
+                places.append(place)
+        made = list(function.outputs) if inputs else []
+        numbers = [
+            (a, "") if isinstance(a, int) else (self.variables[a.variable].number, "")
+            for a in arguments
+        ]
+        used = Linear(
+            function.name, function.weights, None, tuple(places), function.outputs
+        )
+        node = Vertex("node", worker, path, used, len(made), [*inputs])
+        if made:
+            self.vertices.append(node)
+        results = [number for number, _ in used.forward(numbers)]
+        for index, (output, number) in enumerate(zip(outputs, results, strict=True)):
+            origin = (node, made.index(index)) if index in made else None
+            self.variables[output] = Variable(worker, number, origin)
+        tracked = [
+            a.variable if isinstance(a, Use) and self.tracked(a) else None
+            for a in arguments
+        ]
+        self.calls.append((used, tracked, list(outputs)))
+
+    def tracked(self, use: Use) -> bool:
+        return not use.stopped and self.variables[use.variable].made is not None
+
+    def _transfers(
+        self, path: Path, worker: str, name: str, uses: Sequence[Use]
+    ) -> dict[Use, tuple[Vertex, int]]:
+        """Where each argument is on the worker; new sends and recvs where it is not."""
+        slots: dict[str, list[Use]] = {}
+        found: dict[Use, tuple[Vertex, int]] = {}
+        for use in uses:
+            variable = self.variables[use.variable]
+            key = (path[:-1], use.variable, worker, self.tracked(use))
+            if variable.worker == worker:
+                if variable.made is not None:
+                    found[use] = variable.made
+            elif key in self.moved:
+                found[use] = self.moved[key]
+            elif use not in slots.get(variable.worker, []):
+                slots.setdefault(variable.worker, []).append(use)
+        for owner, mine in slots.items():
+            self._transfer(path, worker, owner, name, mine, found)
+        return found
+
+    def _transfer(
+        self,
+        path: Path,
+        worker: str,
+        owner: str,
+        name: str,
+        uses: list[Use],
+        found: dict[Use, tuple[Vertex, int]],
+    ) -> None:
+        # Stopped or not makes no difference to a value that is not tracked.
+        kinds = list(dict.fromkeys((use.variable, self.tracked(use)) for use in uses))
+        send = Vertex("send", owner, path, name, destination=worker)
+        recv = Vertex("recv", worker, path, outputs=len(kinds), peer=send)
+        for slot, (variable, tracked) in enumerate(kinds):
+            made = self.variables[variable].made if tracked else None
+            send.inputs.append(made)
+            self.moved[path[:-1], variable, worker, tracked] = (recv, slot)
+        for use in uses:
+            found[use] = (recv, kinds.index((use.variable, self.tracked(use))))
+        if any(tracked for _, tracked in kinds):
+            self.vertices += [send, recv]
+
+    # --------------------------------------------------------------------- backward
+
+    def differentiate(
+        self, roots: Sequence[int], seeds: Sequence[int | None], retain: bool
+    ) -> Expected:
+        """One pass by FAST's rule; the state afterwards is that of its outcome."""
+        if not retain:  # Its transfers are spent; a leaf never is, and moves again.
+            self.moved = {
+                key: place
+                for key, place in self.moved.items()
+                if not (key[3] and self._is_leaf(key[1]))
+            }
+        fast = Fast(self.vertices, self.gradients)
+        for number, root in enumerate(roots):
+            made = self.variables[root].made
+            assert made is not None, root
+            fast.root(made, number, seeds[number])
+        expected = fast.run()
+        if expected.outcome is Outcome.FINISHED:
+            self.gradients.update(expected.gradients)
+            self._check_adjoint(roots, seeds, expected)
+            spent = [] if retain else [*fast.counted, *fast.sends]
+        else:
+            spent = [] if retain else self.vertices
+        for vertex in spent:
+            vertex.spent = vertex.kind != "leaf"
+        return expected
+
+    def _is_leaf(self, variable: int) -> bool:
+        made = self.variables[variable].made
+        return made is not None and made[0].kind == "leaf"
+
+    def _check_adjoint(
+        self, roots: Sequence[int], seeds: Sequence[int | None], expected: Expected
+    ) -> None:
+        """Hold the fixpoint's gradients against the adjoint of the plain program."""
+        adjoint: dict[int, int] = {}
+        for root, seed in zip(roots, seeds, strict=True):
+            adjoint[root] = adjoint.get(root, 0) + (1 if seed is None else seed)
+        for function, tracked, outputs in reversed(self.calls):
+            for place, used in enumerate(tracked):
+                if used is not None:
+                    adjoint[used] = adjoint.get(used, 0) + sum(
+                        function.weights[j][place] * adjoint.get(outputs[j], 0)
+                        for j in function.outputs
+                    )
+        for name, variable in self.variables.items():
+            if variable.made is not None and variable.made[0].kind == "leaf":
+                leaf = variable.made[0].leaf
+                assert leaf is not None
+                total = self.totals.get(leaf, 0) + adjoint.get(name, 0)
+                self.totals[leaf] = total
+                if leaf in expected.gradients:
+                    assert expected.gradients[leaf][0] == total, (leaf, total)
+                else:
+                    assert adjoint.get(name, 0) == 0, leaf
+
+
+class Fast:
+    """One FAST pass, as a fixpoint: nothing here depends on any order of events."""
+
+    def __init__(
+        self, vertices: Sequence[Vertex], gradients: dict[LeafId, Number]
+    ) -> None:
+        self.vertices = vertices
+        self.gradients = gradients
+        self.roots: list[tuple[Vertex, int, int, int | None]] = []
+        self.counted: dict[Vertex, Contributions] = {}
+        self.reached: dict[str, None] = {}
+        self.broken: dict[str, None] = {}  # Reached, and something there is spent.
+        self.sends: list[Vertex] = []  # Those counted,
+        self.owed: dict[Vertex, None] = {}  # and of them those that still wait.
+        self.done: list[Vertex] = []
+        self.found: dict[LeafId, Number] = {}
+
+    def root(self, made: tuple[Vertex, int], number: int, seed: int | None) -> None:
+        self.roots.append((*made, number, seed))
+
+    def run(self) -> Expected:
+        for vertex, *_ in self.roots:
+            self._reach(vertex.worker)
+        for vertex, index, number, seed in self.roots:
+            value = (1, "1") if seed is None else (seed, str(seed))
+            if vertex.worker not in self.broken:
+                self._give(vertex, index, (inf,), number, value)
+        while self.done:
+            self._finish(self.done.pop())
+        if self.broken:
+            return Expected(Outcome.FAILED)
+        if self.owed:
+            owed = [
+                Owed(v.path, v.worker, v.destination, v.function, "here")
+                for v in self.owed
+            ]
+            return Expected(Outcome.STUCK, tuple(sorted(owed)))
+        return Expected(Outcome.FINISHED, (), self.found)
+
+    def _reach(self, worker: str) -> None:
+        if worker in self.reached:
+            return
+        self.reached[worker] = None
+        seen: list[Vertex] = []
+        edges = [(v, i) for v, i, _, _ in self.roots if v.worker == worker]
+        for vertex in self.vertices:
+            if vertex.worker == worker and vertex.kind == "send" and not vertex.spent:
+                self.owed[vertex] = None
+                self.sends.append(vertex)
+                edges += [edge for edge in vertex.inputs if edge is not None]
+        while edges:
+            vertex, _ = edges.pop()
+            if vertex not in self.counted:
+                empty = [[] for _ in range(vertex.outputs)]  # type: ignore[var-annotated]
+                self.counted[vertex] = Contributions(0, empty)
+                seen.append(vertex)
+                edges += [edge for edge in vertex.inputs if edge is not None]
+            self.counted[vertex].awaited += 1
+        if any(vertex.spent for vertex in seen):
+            self.broken[worker] = None
+
+    def _give(
+        self,
+        vertex: Vertex,
+        index: int,
+        path: tuple[float, ...],
+        position: int,
+        number: Number | None,
+    ) -> None:
+        contributions = self.counted[vertex]
+        if number is not None:
+            contributions.given[index].append((path, position, number))
+        contributions.awaited -= 1
+        if contributions.awaited == 0:
+            self.done.append(vertex)
+
+    def _finish(self, vertex: Vertex) -> None:
+        slots = [
+            left_fold([number for _, _, number in sorted(slot)]) if slot else None
+            for slot in self.counted[vertex].given
+        ]
+        if vertex.kind == "leaf":
+            assert vertex.leaf is not None
+            before = self.gradients.get(vertex.leaf)
+            addends = [n for _, _, n in sorted(self.counted[vertex].given[0])]
+            if before is not None:
+                addends.insert(0, before)
+            self.found[vertex.leaf] = left_fold(addends) if addends else (0, "0")
+        elif vertex.kind == "recv":
+            self._send(vertex, slots)
+        elif any(slot is not None for slot in slots):
+            made = vertex.function.vjp([slot or (0, "0") for slot in slots])
+            self._pass_on(vertex, list(made))
+        else:
+            self._pass_on(vertex, [None] * len(vertex.inputs))
+
+    def _send(self, recv: Vertex, slots: Sequence[Number | None]) -> None:
+        send = recv.peer
+        assert send is not None
+        self._reach(send.worker)
+        if send not in self.owed:  # An earlier pass has used it.
+            self.broken[send.worker] = None
+        if send.worker not in self.broken:
+            del self.owed[send]
+            self._pass_on(send, slots)
+
+    def _pass_on(self, vertex: Vertex, numbers: Sequence[Number | None]) -> None:
+        for position, edge in enumerate(vertex.inputs):
+            if edge is not None:
+                self._give(*edge, vertex.path, position, numbers[position])

@@ -1,0 +1,109 @@
+"""Numbers that remember how they were made, and the functions and jobs on them.
+
+A number is an exact integer and the expression that made it: a test sees both whether a
+gradient is right and in which order it was added up. A long expression is cut to a
+digest of itself.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+from jdag.engine.vocabulary import Fill, Forward, Job, Key, Sum, Vjp
+
+Number = tuple[int, str]
+
+
+@dataclass
+class Fuse:
+    """Makes a function raise, in "forward" or in "vjp", so and so many times."""
+
+    when: str
+    times: int = 1_000_000
+
+    def burn(self, when: str, name: str) -> None:
+        if when == self.when and self.times > 0:
+            self.times -= 1
+            raise ValueError(f"{name} raised in {when}")
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A function of integers: output j is the sum over i of weights[j][i] * input i.
+
+    `inputs` and `outputs` are the places of those that are tracked; a call sets them.
+    """
+
+    name: str
+    weights: tuple[tuple[int, ...], ...]
+    fuse: Fuse | None = None
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+
+    def forward(self, inputs: Sequence[Number]) -> list[Number]:
+        if self.fuse is not None:
+            self.fuse.burn("forward", self.name)
+        return [
+            (
+                sum(w * x for w, (x, _) in zip(row, inputs, strict=True)),
+                f"{self.name}.{j}",
+            )
+            for j, row in enumerate(self.weights)
+        ]
+
+    def vjp(self, cotangents: Sequence[Number]) -> list[Number]:
+        """A cotangent for each tracked input, from one for each tracked output."""
+        if self.fuse is not None:
+            self.fuse.burn("vjp", self.name)
+        made = ",".join(expression for _, expression in cotangents)
+        pairs = list(zip(self.outputs, cotangents, strict=True))
+        return [
+            (
+                sum(self.weights[j][i] * cotangent for j, (cotangent, _) in pairs),
+                short(f"{self.name}/{i}({made})"),
+            )
+            for i in self.inputs
+        ]
+
+
+IDENTITY = Linear("move", ((1,),))
+
+
+def short(expression: str) -> str:
+    """An expression, or what stands for one that is too long."""
+    if len(expression) < 80:
+        return expression
+    return "#" + blake2b(expression.encode(), digest_size=8).hexdigest()
+
+
+def left_fold(addends: Sequence[Number]) -> Number:
+    """Sum left to right, and say so."""
+    total, expression = addends[0]
+    for value, added in addends[1:]:
+        total, expression = total + value, short(f"({expression}+{added})")
+    return total, expression
+
+
+def compute(store: dict[Key, Any], job: Job) -> None:
+    """Carry out a job on pairs of integer and expression."""
+    match job:
+        case Forward(function=function, inputs=inputs, outputs=outputs, residuals=kept):
+            results = function.forward([store[key] for key in inputs])
+            store.update(zip(outputs, results, strict=True))
+            if kept is not None:
+                store[kept] = "residuals"
+        case Vjp(function=function, cotangents=cotangents, outputs=outputs):
+            assert store[job.residuals] == "residuals"
+            if job.last:
+                del store[job.residuals]
+            summed = [
+                left_fold([store.pop(key) for key in addends]) if addends else (0, "0")
+                for addends in cotangents
+            ]
+            store.update(zip(outputs, function.vjp(summed), strict=True))
+        case Sum(addends=addends, base=base, output=output):
+            values = [] if base is None else [store[base]]
+            store[output] = left_fold([*values, *(store.pop(key) for key in addends)])
+        case Fill(value=value, output=output):
+            store[output] = (value, str(value))

@@ -1,0 +1,75 @@
+"""Random programs over engines alone: the oracle's integers, in the oracle's order."""
+
+import os
+import random
+from collections import Counter
+
+import pytest
+
+from jdag.engine.vocabulary import Outcome
+from tests.engine_faults import FAULTS, happen
+from tests.engine_net import Net
+from tests.engine_programs import Run, draw
+
+PROGRAMS = 300
+ORDERS = 20  # Interleavings of each program.
+FAULTY = 200  # Programs for each kind of fault.
+CHUNKS = 10  # For tests to run side by side.
+
+
+def run_program(seed: int) -> list[Outcome]:
+    """Run a program in several orders of events, each held against the oracle.
+
+    The oracle gives one integer, one expression and one list of owed sends, so all
+    orders agree with each other as well.
+    """
+    plan = draw(random.Random(seed))
+    outcomes: list[Outcome] = []
+    for order in range(ORDERS):
+        net = Net(plan.workers, random.Random(f"{seed} {order}"))
+        run = Run(plan, net)
+        run.all()
+        assert run.scope.leave() == (), seed
+        net.drain()
+        assert (left := net.leftovers()) == [], (seed, left)
+        outcomes = [result.outcome for result in run.passes]
+    return outcomes
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_every_pass_is_the_oracles_in_any_order_of_events(chunk: int):
+    for seed in range(chunk, PROGRAMS, CHUNKS):
+        run_program(seed)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_nothing_is_left_and_the_next_program_is_right_after_a(fault: str):
+    for seed in range(FAULTY):
+        happen(fault, seed)
+
+
+def test_programs_end_in_every_way_and_use_what_they_are_meant_to():
+    outcomes: Counter[Outcome] = Counter()
+    workers: Counter[int] = Counter()
+    passes: Counter[int] = Counter()
+    for seed in range(PROGRAMS):
+        plan = draw(random.Random(seed))
+        run = Run(plan, Net(plan.workers, random.Random(seed)))
+        run.all()
+        outcomes.update(result.outcome for result in run.passes)
+        workers[len(plan.workers)] += 1
+        passes[len(run.passes)] += 1
+    assert outcomes[Outcome.FINISHED] > PROGRAMS
+    assert outcomes[Outcome.STUCK] > PROGRAMS // 8
+    assert outcomes[Outcome.FAILED] > PROGRAMS // 8
+    assert sorted(workers) == [1, 2, 3, 4, 5, 6]
+    assert passes[1] and passes[2] and passes[3]
+
+
+@pytest.mark.long
+def test_as_many_programs_as_asked_for():
+    count = int(os.environ.get("JDAG_PROGRAMS", "3000"))
+    for seed in range(PROGRAMS, PROGRAMS + count):
+        run_program(seed)
+        for fault in FAULTS:
+            happen(fault, seed)
