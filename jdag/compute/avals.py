@@ -17,14 +17,18 @@ class Aval:
     """An abstract value: `shape`, `dtype` (numpy's, or a key type of JAX), `weak`.
 
     A weak value came from a Python scalar and gives way in JAX's dtype promotion.
+    `nbytes` are those of the values; for keys, of their key data.
     """
 
     shape: tuple[int, ...]
     dtype: Any
     weak: bool = False
+    nbytes: int = field(init=False, repr=False, compare=False)
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        nbytes = math.prod(self.shape) * int(self.dtype.itemsize)
+        object.__setattr__(self, "nbytes", nbytes)
         object.__setattr__(self, "_hash", hash((self.shape, self.dtype, self.weak)))
 
     def __hash__(self) -> int:
@@ -34,11 +38,6 @@ class Aval:
     def size(self) -> int:
         """Number of elements; a key is one element."""
         return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the values; for keys, of their key data."""
-        return self.size * int(self.dtype.itemsize)
 
     @property
     def inexact(self) -> bool:

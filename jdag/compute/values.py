@@ -27,9 +27,14 @@ class Values:
         """Hold a value under a key, in place of any that is held under it."""
         replaced = self._held.get(key)
         self._held[key] = value
-        self._count(value)
+        if (
+            value.__class__ is Aval
+        ):  # Never shared, so that there is nothing to look up.
+            self.bytes_held += value.nbytes
+        else:
+            self._count(value)
         if replaced is not None:
-            self._uncount(replaced)
+            self._let_go(replaced)
         self.bytes_peak = max(self.bytes_peak, self.bytes_held)
 
     def get(self, key: Hashable) -> Any:
@@ -38,7 +43,13 @@ class Values:
 
     def drop(self, key: Hashable) -> None:
         """Let go of the value under a key; KeyError where there is none."""
-        self._uncount(self._held.pop(key))
+        self._let_go(self._held.pop(key))
+
+    def _let_go(self, value: Any) -> None:
+        if value.__class__ is Aval:
+            self.bytes_held -= value.nbytes
+        else:
+            self._uncount(value)
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._held
@@ -51,7 +62,7 @@ class Values:
     def _count(self, value: Any) -> None:
         for part in _parts(value):
             holds = self._holds.get(id(part), 0)
-            if not holds or isinstance(part, Aval):
+            if not holds:
                 self.bytes_held += part.nbytes
             self._holds[id(part)] = holds + 1
 
@@ -60,7 +71,7 @@ class Values:
             holds = self._holds.pop(id(part)) - 1
             if holds:
                 self._holds[id(part)] = holds
-            if not holds or isinstance(part, Aval):
+            else:
                 self.bytes_held -= part.nbytes
 
 
