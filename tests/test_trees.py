@@ -16,7 +16,7 @@ from jdag.ref import RefData
 from jdag.wire.arrays import ArrayType
 from jdag.wire.encoding import Reader, Writer
 from jdag.wire.trees import DEPTH_MAX, TREE, Named, Node, Raw, RefParts
-from tests.wire_cases import WORKERS, Config, Mode, plain_trees, program, trees
+from tests.wire_cases import WORKERS, Buffer, Config, Mode, plain_trees, program, trees
 
 
 def written(tree: Any) -> bytes:
@@ -82,6 +82,7 @@ def test_code_and_instances_travel_by_name() -> None:
     here = "tests.wire_cases:"
     assert there_and_back(program) == Named(f"{here}program")
     assert there_and_back(Config(3, ("a",))) == Node(f"{here}Config", (3, ("a",)))
+    assert there_and_back(Buffer((3, 4), "f4")) == Node(f"{here}Buffer", ((3, 4), "f4"))
     assert there_and_back(Mode.FAST) == Node(f"{here}Mode", ("FAST",))
     assert there_and_back(partial(program, 3, rounds=4)) == Node(
         "functools:partial", (Named(f"{here}program"), (3,), {"rounds": 4})
