@@ -73,7 +73,9 @@ class Net:
         self.unnoticed: list[tuple[str, str]] = []  # (who has not noticed, whom)
         self.steps = 0
         self.before_step: Callable[[Net], None] | None = None
-        self.holds: Callable[[str, str, Any], bool] | None = None
+        # What a test holds back: a message at the head of its queue, a job.
+        self.holds: Callable[[str, str, Any], bool] = lambda *_: False
+        self.pauses: Callable[[str, Job], bool] = lambda *_: False
         self._waiter = 0
         self._leaf = 0
         self._assignment = 0
@@ -104,19 +106,20 @@ class Net:
                 place.spawned.append(effect)
             case Resume(waiter=waiter, result=result):
                 assert waiter not in place.resumed, waiter
-                place.resumed[waiter] = result
+                place.resumed[waiter] = _taken(place.values, result)
 
     def choices(self) -> list[tuple[str, str, Any]]:
         """Everything that can happen next: what, on which worker, which."""
         found: list[tuple[str, str, Any]] = []
         for pair, queue in self.queues.items():
-            held = self.holds is not None and queue and self.holds(*pair, queue[0][0])
-            if queue and not held:
+            if queue and not self.holds(*pair, queue[0][0]):
                 found.append(("message", pair[1], pair))
         for name, place in self.places.items():
             if name in self.dead:
                 continue
-            found.extend(("job", name, job) for job in place.jobs)
+            found.extend(
+                ("job", name, job) for job in place.jobs if not self.pauses(name, job)
+            )
             found.extend(("spawn", name, spawn) for spawn in place.spawned)
             found.extend(
                 ("resume", name, waiter)
@@ -216,16 +219,21 @@ class Net:
         alive = [name for name in self.workers if name not in self.dead]
         self.unnoticed.extend((name, worker) for name in alive)
 
+    def messages(self, kind: type) -> list[tuple[str, str]]:
+        """Who sent a message of this kind to whom, in order."""
+        return [(a, b) for a, b, message in self.sent if type(message) is kind]
+
+    def let_go(self) -> None:
+        """Hold nothing back any more."""
+        self.holds = lambda *_: False
+        self.pauses = lambda *_: False
+
     def leftovers(self) -> list[str]:
         """What living workers hold although nothing is going on; leaves may stay."""
         found: list[str] = []
         for name, place in self.places.items():
             if name in self.dead:
                 continue
-            for result in place.resumed.values():  # Whoever waited has left: the
-                for answer in result if type(result) is tuple else ():
-                    if isinstance(answer, Key):  # driver drops what it fetched.
-                        place.values.pop(answer, None)
             engine: Any = place.engine
             state = engine._state
             kept = {
@@ -298,18 +306,20 @@ class Net:
         self.tell(worker, Fetched(waiter, keys))
         return waiter
 
-    def got(self, worker: str, answers: Sequence[Any]) -> list[Any]:
-        """The numbers or failures that a fetch brought."""
-        store = self.places[worker].values
-        got = [a if isinstance(a, Failure) else store[a] for a in answers]
-        for answer in answers:
-            if not isinstance(answer, Failure) and answer.kind == "reading":
-                del store[answer]
-        return got
-
     def fetch(self, worker: str, *arguments: Argument) -> list[Any]:
-        waiter = self.asked(worker, *arguments)
-        return self.got(worker, self.until(worker, waiter))
+        """The numbers, or the failures in their place."""
+        return list(self.until(worker, self.asked(worker, *arguments)))
+
+
+def _taken(store: dict[Key, Any], result: Any) -> Any:
+    """What a program is resumed with; values that it fetched are taken at once."""
+    if type(result) is not tuple:
+        return result
+    taken = tuple(store[what] if isinstance(what, Key) else what for what in result)
+    for what in result:
+        if isinstance(what, Key) and what.kind == "reading":
+            del store[what]
+    return taken
 
 
 class Scope:

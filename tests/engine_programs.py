@@ -203,6 +203,7 @@ class Draft:
         if not self.tidy and fresh:
             count = rng.randint(1, 3)
             return steps, tuple(rng.choice(fresh) for _ in range(count))
+        self.tidy = True
         loose = self.loose(visible) or fresh[:1]
         wanted = rng.randint(1, 3)
         while len(loose) > wanted or not loose:
@@ -340,7 +341,7 @@ class Run:
     ) -> Generator[int, Any, None]:
         net = self.net
         waiter = net.asked(scope.worker, *(self.refs[v] for v in variables))
-        answers = net.got(scope.worker, (yield waiter))
+        answers = yield waiter
         for answer in answers:
             if isinstance(answer, Failure):
                 raise Broken(answer)

@@ -107,3 +107,9 @@ def compute(store: dict[Key, Any], job: Job) -> None:
             store[output] = left_fold([*values, *(store.pop(key) for key in addends)])
         case Fill(value=value, output=output):
             store[output] = (value, str(value))
+
+
+SAME = Linear("same", ((1,),))
+DOUBLE = Linear("double", ((2,),))
+ADD = Linear("add", ((1, 1),))
+SPLIT = Linear("split", ((1,), (3,)))  # Two outputs of one input.
