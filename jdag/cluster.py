@@ -17,6 +17,7 @@ from jdag.compute.avals import Aval, aval_of
 from jdag.compute.pairs import Pair
 from jdag.compute.pytrees import flatten, frozen, paths, split, unflatten
 from jdag.context import Context, run_program
+from jdag.engine.drawing import Drawing
 from jdag.engine.vocabulary import (
     Assigned,
     ContextId,
@@ -55,6 +56,9 @@ class Driver(Protocol):
     def info(self) -> Mapping[str, Mapping[str, Any]]:
         """What each worker holds, and has sent."""
 
+    def graph(self, context: ContextId) -> Mapping[str, Drawing]:
+        """The graph of a context: what each worker has of it."""
+
     def close(self) -> None:
         """Let go of everything."""
 
@@ -74,6 +78,7 @@ class Cluster:
         self._home = Home(workers, abstract)
         self._home.cluster = self
         self._driver: Driver = drive(partial(run_program, self._home))
+        self._home.graph = self._driver.graph
         self._port = self._driver.port
         self._reader = PortReader(self._port)
         self._contexts = 0

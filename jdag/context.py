@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from jdag.activation import Activation, Phase, Reply
 from jdag.compute.pytrees import flatten, unflatten
+from jdag.engine.drawing import Drawing
 from jdag.engine.vocabulary import (
     Differentiated,
     Key,
@@ -276,6 +277,16 @@ class Context:
                 ref = self._home.leaf_ref(record)
                 found[ref] = self._gradient(ref)
         return found
+
+    def graph(self) -> Mapping[str, Drawing]:
+        """Return the recorded graph as it is now: for each worker its part.
+
+        A `Drawing` has `nodes`, `sends`, `recvs`, `leaves` and `edges`, in program
+        order. Calls that have not arrived at their worker yet are not in it.
+        """
+        self._activation.check("ctx.graph")
+        drawn: Mapping[str, Drawing] = self._home.graph(self._id)
+        return drawn
 
 
 def _stuck(owed: tuple[Owed, ...]) -> str:

@@ -1,6 +1,6 @@
 """What the programs of one cluster share in one process, and the port of each."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, Protocol
 
@@ -8,7 +8,8 @@ import jax
 from jax.extend.core import get_opaque_trace_state
 
 from jdag.compute.avals import Aval, aval_of
-from jdag.engine.vocabulary import Event, Fetched, Key, LeafId
+from jdag.engine.drawing import Drawing
+from jdag.engine.vocabulary import ContextId, Event, Fetched, Key, LeafId
 from jdag.errors import ContextError, JdagError
 from jdag.ref import Holder, Leaf, Ref, is_ref
 
@@ -67,6 +68,10 @@ def trace_state() -> Any:
     return get_opaque_trace_state(convention="flax")  # type: ignore[no-untyped-call]
 
 
+def _no_driver(context: ContextId) -> Mapping[str, Drawing]:
+    raise AssertionError(context)  # The cluster puts its driver's here.
+
+
 class Home:
     """The workers of a cluster, its leaves, and how its values are: real or abstract.
 
@@ -81,6 +86,7 @@ class Home:
         self.closed = False
         self.trace = trace_state()
         self._cluster: Holder | None = None
+        self.graph: Callable[[ContextId], Mapping[str, Drawing]] = _no_driver
 
     def __str__(self) -> str:
         return f"the cluster of {', '.join(map(repr, self.workers))}"

@@ -1,1 +1,23 @@
-"""Virtual time: a whole cluster in one process, exactly repeatable from one seed."""
+"""Virtual time: a whole cluster in one process, exactly repeatable from one seed.
+
+What a simulated cluster is made of, for `jdag.simulate`: links, faults, devices.
+"""
+
+from jdag.sim.devices import DeviceModel
+from jdag.sim.faults import Crash, Delay, Drop, Duplicate, Fault, Partition, Slow
+from jdag.sim.network import LinkModel, Network
+from jdag.wire.link import LinkSettings
+
+__all__ = [
+    "Crash",
+    "Delay",
+    "DeviceModel",
+    "Drop",
+    "Duplicate",
+    "Fault",
+    "LinkModel",
+    "LinkSettings",
+    "Network",
+    "Partition",
+    "Slow",
+]

@@ -26,10 +26,12 @@ from greenlet import GreenletExit
 from jdag.compute.digest import fingerprint
 from jdag.compute.machine import Machine, failure_of
 from jdag.engine import Engine
+from jdag.engine.drawing import Drawing
 from jdag.engine.vocabulary import (
     Arrived,
     Compute,
     Computed,
+    ContextId,
     Differentiated,
     Drop,
     Event,
@@ -179,6 +181,11 @@ class Simulation:
     def settle(self) -> None:
         """Let everything happen that is still to happen, such as acknowledgements."""
         self._loop(_NEVER)
+
+    def graph(self, context: ContextId) -> dict[str, Drawing]:
+        """The graph of a context as it is now: what each worker has of it."""
+        drawn = {w: host.engine.graph(context) for w, host in self._hosts.items()}
+        return {w: drawing for w, drawing in drawn.items() if drawing is not None}
 
     def close(self) -> None:
         """End all programs and let go of everything; what was counted stays.

@@ -1,0 +1,322 @@
+"""One context and one pass: played for each seed, held against the oracle, counted."""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from jdag.cluster import Cluster
+from jdag.errors import JdagError, RootError, UnusedSendError
+from jdag.oracle import pullback
+from jdag.ref import Ref, fetch
+
+Figure = bool | int | float | str | None | Sequence[Any] | Mapping[str, Any]
+Figures = dict[str, Figure]
+
+
+class Run(Protocol):
+    """What a scenario offers whom it has play."""
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """The names of the workers."""
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """The seeds to play with; the first is the one that is reported."""
+
+    @property
+    def abstract(self) -> bool:
+        """Whether values are shapes alone."""
+
+    @property
+    def troubled(self) -> bool:
+        """Whether the scenario has faults or jitter."""
+
+    def simulate(self, seed: int, *, clean: bool = False) -> Cluster:
+        """Make the scenario's cluster; `clean` leaves out its faults and jitter."""
+
+    def progress(self, done: int, total: int, **numbers: float) -> None:
+        """Show how far the play is."""
+
+    def keep(self, cluster: Cluster, window: tuple[int, int]) -> None:
+        """Report on this cluster; draw its timeline in this window of nanoseconds."""
+
+    def draw(self, drawings: Any) -> None:
+        """Report this graph, as `ctx.graph()` gives it."""
+
+
+class Player(Protocol):
+    """What a scenario's program returns."""
+
+    @property
+    def figures(self) -> Mapping[str, str]:
+        """The figures that it gives, and what each is."""
+
+    def play(self, run: Run) -> Figures:
+        """Run, and return the figures."""
+
+
+FIGURES: Mapping[str, str] = {
+    "outcome": "how the pass ended: finished, failed or stuck",
+    "error": "the class of the error, if there was one",
+    "error_message": "what the error said",
+    "owed_sends": "sends that a stuck pass names",
+    "owed_functions": "the functions that those were sent for",
+    "owed_workers": "where those sends are",
+    "owed_call_sites": "where those functions were called",
+    "gradient_difference": "max|g - g*| / max|g*|, the worst leaf; g* by the oracle",
+    "loss": "the sum of the roots",
+    "seeds": "seeds played",
+    "bit_patterns": "different gradients, bit by bit, over the seeds",
+    "arrival_orders": "different orders in which cotangents arrived, over the seeds",
+    "same_bits_as_clean": "whether faults and jitter left the gradient as it was",
+    "messages": "protocol messages",
+    "payload_bytes": "bytes of arrays in them",
+    "wire_bytes": "all bytes: headers, acknowledgements and resends too",
+    "resends": "frames that were sent again",
+    "duplicates": "frames that were thrown away, having come before",
+    "virtual_time_ns": "from opening the context to the end of the pass",
+    "bubble": "1 - busy time / virtual time, by worker",
+    "bubble_min": "the smallest bubble of a worker",
+    "bubble_max": "the largest bubble of a worker",
+    "live_contexts": "contexts that some worker holds afterwards",
+    "live_passes": "passes that some worker holds afterwards",
+    "values_left": "values held afterwards that are not leaves",
+    "digest": "the digest of the trace",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """One play of a case with one seed."""
+
+    error: JdagError | None
+    gradients: tuple[Any, ...] | None
+    loss: float | None
+    window: tuple[int, int]
+    busy_ns: Mapping[str, int]
+    cluster: Cluster
+
+    @property
+    def outcome(self) -> str:
+        """How the pass ended."""
+        if self.error is None:
+            return "finished"
+        return "stuck" if isinstance(self.error, UnusedSendError) else "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A program of one context, its parameters and where they live.
+
+    Args:
+        program: takes a context and the parameters; returns a ref or a list of refs.
+        params: arrays by name (`jax.ShapeDtypeStruct`s will do for abstract values).
+        placement: the worker of each parameter, by name.
+        passes: how often the pass is repeated; the graph is retained till the last.
+    """
+
+    program: Callable[[Any, Any], Any]
+    params: Mapping[str, Any]
+    placement: Mapping[str, str]
+    passes: int = 1
+    figures: Mapping[str, str] = field(default_factory=lambda: FIGURES)
+
+    def play(self, run: Run) -> Figures:
+        """Play with each seed; the first one is reported.
+
+        Raises:
+            RootError: the program does not return roots that a pass can start from.
+        """
+        patterns: dict[str, None] = {}
+        orders: dict[str, None] = {}
+        first: Played | None = None
+        for number, seed in enumerate(run.seeds):
+            played = self._once(run, seed, clean=False)
+            if played.gradients is not None:
+                patterns[_bits(played.gradients)] = None
+            orders[_arrivals(played.cluster)] = None
+            if first is None:
+                first = played
+                run.keep(played.cluster, played.window)
+            run.progress(number + 1, len(run.seeds))
+        assert first is not None, run.seeds
+        return {
+            **self._outcome(first),
+            **self._truth(run, first),
+            **_counts(first),
+            **_after(first, len(self.params)),
+            "seeds": len(run.seeds),
+            "bit_patterns": len(patterns),
+            "arrival_orders": len(orders),
+            "same_bits_as_clean": self._same_as_clean(run, first),
+            "digest": first.cluster.trace.digest,
+        }
+
+    def _once(self, run: Run, seed: int, *, clean: bool) -> Played:
+        """Play with one seed."""
+        cluster = run.simulate(seed, clean=clean)
+        refs = {
+            name: cluster.put(self.placement[name], value)
+            for name, value in self.params.items()
+        }
+        error: JdagError | None = None
+        gradients = loss = None
+        before = _busy(cluster)
+        opened_ns = ended_ns = cluster.now_ns
+        try:
+            with cluster.context() as ctx:
+                try:
+                    roots = _roots(self.program(ctx, refs))
+                    for number in range(self.passes):
+                        ctx.backward(*roots, retain_graph=number + 1 < self.passes)
+                finally:
+                    ended_ns = cluster.now_ns
+                    if not clean and seed == run.seeds[0]:
+                        run.draw(ctx.graph())
+                if not run.abstract:
+                    found = ctx.gradients()
+                    gradients = tuple(
+                        fetch(found[ref]) if ref in found else None
+                        for ref in refs.values()
+                    )
+                    loss = float(sum(np.sum(root.fetch()) for root in roots))
+        except RootError:
+            raise
+        except JdagError as raised:
+            error = raised
+        busy = {name: ns - before[name] for name, ns in _busy(cluster).items()}
+        window = (opened_ns, ended_ns)
+        return Played(error, gradients, loss, window, busy, cluster)
+
+    def _outcome(self, played: Played) -> Figures:
+        error = played.error
+        owed = error.sends if isinstance(error, UnusedSendError) else ()
+        return {
+            "outcome": played.outcome,
+            "error": None if error is None else type(error).__name__,
+            "error_message": None if error is None else str(error),
+            "owed_sends": len(owed),
+            "owed_functions": [send.function for send in owed],
+            "owed_workers": [send.worker for send in owed],
+            "owed_call_sites": [send.call_site for send in owed],
+            "loss": played.loss,
+        }
+
+    def _truth(self, run: Run, played: Played) -> Figures:
+        """How far the gradients are from the oracle's."""
+        if played.gradients is None:
+            return {"gradient_difference": None}
+        truth = self._oracle()
+        worst = 0.0
+        for name, gradient in zip(self.params, played.gradients, strict=True):
+            expected = np.asarray(truth[name]) * self.passes
+            worst = max(worst, difference(gradient, expected))
+        return {"gradient_difference": worst}
+
+    def _oracle(self) -> Mapping[str, Any]:
+        def roots(ctx: Any, params: Any) -> list[Any]:
+            return _roots(self.program(ctx, params))
+
+        _, gradients = pullback(roots)(dict(self.params))
+        truth: Mapping[str, Any] = gradients
+        return truth
+
+    def _same_as_clean(self, run: Run, played: Played) -> bool | None:
+        if played.gradients is None or not run.troubled:
+            return None
+        clean = self._once(run, run.seeds[0], clean=True)
+        assert clean.gradients is not None, clean.error
+        same = _bits(clean.gradients) == _bits(played.gradients)
+        clean.cluster.close()
+        return same
+
+
+def difference(gradient: Any, truth: Any) -> float:
+    """max|g - g*| / max|g*|; a gradient that is absent counts as zeros.
+
+    Where g* is zero throughout, the difference itself.
+    """
+    expected = np.asarray(truth)
+    got = np.zeros_like(expected) if gradient is None else np.asarray(gradient)
+    if expected.size == 0:
+        return 0.0
+    scale = float(np.max(np.abs(expected)))
+    return float(np.max(np.abs(got - expected))) / (scale or 1.0)
+
+
+def _roots(result: Any) -> list[Ref]:
+    return list(result) if isinstance(result, list | tuple) else [result]
+
+
+def _bits(gradients: Sequence[Any]) -> str:
+    taken = hashlib.sha256()
+    for gradient in gradients:
+        array = np.asarray(jax.device_get(gradient))
+        taken.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
+    return taken.hexdigest()
+
+
+def _arrivals(cluster: Cluster) -> str:
+    """The order in which cotangents arrived, everywhere."""
+    taken = hashlib.sha256()
+    for record in cluster.trace.of_kind("deliver"):
+        said = record.named
+        if said["message"] == "Cotangent":
+            taken.update(f"{record.worker} {said['source']} {said['path']};".encode())
+    return taken.hexdigest()
+
+
+def _busy(cluster: Cluster) -> dict[str, int]:
+    return {name: worker["busy_ns"] for name, worker in cluster.info().items()}
+
+
+def total(cluster: Cluster, name: str) -> int:
+    """One of the numbers of `cluster.info()`, over all workers."""
+    return sum(int(worker[name]) for worker in cluster.info().values())
+
+
+def _counts(played: Played) -> Figures:
+    """What went over the wire, how long it took, and how idle the workers were."""
+    cluster = played.cluster
+    start_ns, end_ns = played.window
+    taken_ns = end_ns - start_ns
+    bubbles = {
+        name: Fraction(taken_ns - busy_ns, taken_ns) if taken_ns else Fraction(0)
+        for name, busy_ns in played.busy_ns.items()
+    }
+    return {
+        "messages": total(cluster, "messages_sent"),
+        "payload_bytes": total(cluster, "payload_bytes_sent"),
+        "wire_bytes": total(cluster, "bytes_sent"),
+        "resends": total(cluster, "resends"),
+        "duplicates": total(cluster, "duplicates"),
+        "virtual_time_ns": taken_ns,
+        "bubble": {name: str(bubble) for name, bubble in bubbles.items()},
+        "bubble_min": str(min(bubbles.values())),
+        "bubble_max": str(max(bubbles.values())),
+    }
+
+
+def _after(played: Played, leaves: int) -> Figures:
+    """What the workers that are left still hold."""
+    living = [one for one in played.cluster.info().values() if not one["lost"]]
+    lost = len(played.cluster.info()) - len(living)
+    held = sum(int(worker["values_held"]) for worker in living)
+    kept = leaves if not lost else sum(_leaves_of(played.cluster))
+    return {
+        "live_contexts": sum(int(worker["live_contexts"]) for worker in living),
+        "live_passes": sum(int(worker["live_passes"]) for worker in living),
+        "values_left": held - kept,
+    }
+
+
+def _leaves_of(cluster: Cluster) -> list[int]:
+    info = cluster.info()
+    kept = cluster.home.leaves
+    return [not info[leaf.worker]["lost"] for leaf in kept]

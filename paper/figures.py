@@ -1,0 +1,361 @@
+"""Measures the figures of the simulated half of jdag; each goes to a file of its own.
+
+    python paper/figures.py                 all of them
+    python paper/figures.py face simulator  some
+
+Each figure is a function of this module that returns its numbers: medians of repeats,
+and ratios against plain JAX in the same run, in turn. `paper/results/NAME.json` holds
+them with the target, the machine and the versions. A figure that is about a whole
+process (memory) runs in a process of its own.
+"""
+
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jdag
+from jdag.engine import Engine
+from jdag.engine.vocabulary import (
+    Argument,
+    Arrived,
+    Assigned,
+    Compute,
+    Computed,
+    ContextId,
+    Differentiated,
+    Effect,
+    Issued,
+    Key,
+    LeafId,
+    Opened,
+    PassResult,
+    Resume,
+    Root,
+    Send,
+)
+
+RESULTS = Path(__file__).parent / "results"
+REPEATS = 7
+
+
+def median_of(measure: Callable[[], float], repeats: int = REPEATS) -> float:
+    """The median of some measurements, after one that does not count."""
+    measure()
+    return statistics.median(measure() for _ in range(repeats))
+
+
+def paired(first: Callable[[], float], second: Callable[[], float]) -> dict[str, float]:
+    """Two measurements in turn: their medians, and the median of the ratios."""
+    first(), second()
+    pairs = [(first(), second()) for _ in range(REPEATS)]
+    return {
+        "jdag_s": statistics.median(one for one, _ in pairs),
+        "jax_s": statistics.median(other for _, other in pairs),
+        "ratio": statistics.median(one / other for one, other in pairs),
+        "ratio_min": min(one / other for one, other in pairs),
+        "ratio_max": max(one / other for one, other in pairs),
+    }
+
+
+# ----------------------------------------------------------------------- engine alone
+
+
+class Named:
+    """A function that nobody runs."""
+
+    name = "nothing"
+
+
+class Bench:
+    """Engines whose jobs are done as soon as asked for, and a queue between."""
+
+    def __init__(self, workers: tuple[str, ...]) -> None:
+        self.engines = {name: Engine(name, workers) for name in workers}
+        self.queue: deque[tuple[str, Effect]] = deque()
+        self.result: Any = None
+
+    def tell(self, worker: str, event: Any) -> None:
+        """Have an engine handle an event, and all that follows from it."""
+        queue, engines = self.queue, self.engines
+        queue.extend((worker, effect) for effect in engines[worker].handle(event))
+        while queue:
+            here, effect = queue.popleft()
+            kind = type(effect)
+            if kind is Compute:
+                done = Computed(effect.job.id)
+                queue.extend((here, more) for more in engines[here].handle(done))
+            elif kind is Send:
+                to = effect.to
+                arrived = Arrived(here, effect.message)
+                queue.extend((to, more) for more in engines[to].handle(arrived))
+            elif kind is Resume:
+                self.result = effect.result
+
+
+def chain(nodes: int, workers: tuple[str, ...]) -> tuple[float, float]:
+    """Forward and backward of a chain that changes worker at every node: us a node."""
+    bench = Bench(workers)
+    home = workers[0]
+    context = ContextId(0, 1, 0)
+    bench.tell(home, Opened(context))
+    leaf = Key("leaf", None, LeafId(home, 1), 0)
+    bench.tell(home, Assigned((1,), home, None, (), (leaf,), ("aval",), "here"))
+    argument = Argument(leaf, home, True)
+    function = Named()
+    start = time.perf_counter()
+    for number in range(1, nodes + 1):
+        worker = workers[number % len(workers)]
+        path = (number,)
+        bench.tell(
+            home,
+            Issued(context, path, worker, function, "f", (argument,), (True,), "here"),
+        )
+        argument = Argument(Key("output", context, path, 0), worker, True)
+    forward = time.perf_counter()
+    root = Root(argument.key, "aval", False, 0)
+    bench.tell(home, Differentiated(1, context, ((argument.owner, root),), False))
+    end = time.perf_counter()
+    result = bench.result
+    assert isinstance(result, PassResult) and result.outcome.value == "finished", result
+    return (forward - start) / nodes * 1e6, (end - forward) / nodes * 1e6
+
+
+def engine() -> dict[str, Any]:
+    """Engine alone, no arithmetic: microseconds a node of a chain, and a transfer."""
+    rows = []
+    for nodes in (10, 100, 1_000, 10_000, 100_000):
+        repeats = max(3, min(201, 20_000 // nodes))
+        local = [chain(nodes, ("a",)) for _ in range(repeats)]
+        hopping = [chain(nodes, ("a", "b")) for _ in range(repeats)]
+        here = [statistics.median(column) for column in zip(*local, strict=True)]
+        there = [statistics.median(column) for column in zip(*hopping, strict=True)]
+        rows.append(
+            {
+                "nodes": nodes,
+                "forward_us_per_node": here[0],
+                "backward_us_per_node": here[1],
+                "forward_us_more_per_transfer": there[0] - here[0],
+                "backward_us_more_per_transfer": there[1] - here[1],
+            }
+        )
+    target = "backward <= 5 us a node from 10 to 100,000 nodes; + <= 15 us a transfer"
+    return {"target": target, "rows": rows}
+
+
+# ---------------------------------------------------------------------------- the face
+
+
+def tanh_layer(w: jax.Array, x: jax.Array) -> jax.Array:
+    """One layer."""
+    return jnp.tanh(x @ w)
+
+
+def mean_square(h: jax.Array) -> jax.Array:
+    """A loss."""
+    return jnp.mean(h * h)
+
+
+def face() -> dict[str, Any]:
+    """One `ctx.call`, compiled before: microseconds until it returns its refs."""
+    calls = 200
+
+    def once() -> float:
+        with jdag.simulate(["a", "b"], seed=0, trace=False) as cluster:
+            w = cluster.put("b", jnp.ones((64, 64)))
+            x = cluster.put("b", jnp.ones((8, 64)))
+            with cluster.context() as ctx:
+                ctx.call("b", tanh_layer, w, x)
+                start = time.perf_counter()
+                for _ in range(calls):
+                    ctx.call("b", tanh_layer, w, x)
+                return (time.perf_counter() - start) / calls * 1e6
+
+    return {"target": "<= 20 us", "us_per_call": median_of(once, 15)}
+
+
+# -------------------------------------------------------------------------- whole steps
+
+
+def step_of(widths: int, layers: int, batch: int, workers: int) -> dict[str, float]:
+    """A whole step, calls one by one, against one jitted value_and_grad, in turn."""
+    keys = jax.random.split(jax.random.key(0), layers)
+    ws = [jax.random.normal(key, (widths, widths)) / widths**0.5 for key in keys]
+    x = jax.random.normal(jax.random.key(1), (batch, widths))
+    names = [f"w{number}" for number in range(workers)]
+
+    def loss(params: list[jax.Array]) -> jax.Array:
+        h = x
+        for w in params:
+            h = tanh_layer(w, h)
+        return mean_square(h)
+
+    plain = jax.jit(jax.value_and_grad(loss))
+
+    def jax_step() -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(plain(ws))
+        return time.perf_counter() - start
+
+    with jdag.simulate(names, seed=0, trace=layers * workers > 0) as cluster:
+        owners = [names[i * workers // layers] for i in range(layers)]
+        refs = [cluster.put(o, w) for o, w in zip(owners, ws, strict=True)]
+
+        def jdag_step() -> float:
+            start = time.perf_counter()
+            with cluster.context() as ctx:
+                h: Any = x
+                for owner, ref in zip(owners, refs, strict=True):
+                    h = ctx.call(owner, tanh_layer, ref, h)
+                out = ctx.call(owners[-1], mean_square, h)
+                ctx.backward(out)
+                grads = jdag.fetch([ctx.gradient(ref) for ref in refs])
+                jax.block_until_ready((out.fetch(), grads))
+            return time.perf_counter() - start
+
+        figures = paired(jdag_step, jax_step)
+    layer = figures["jax_s"] / layers
+    return {**figures, "jax_ms_per_layer": layer * 1e3}
+
+
+def large_layers() -> dict[str, Any]:
+    """Layers of at least 2.5 ms on 4 workers in one process, against one jit."""
+    rows = [
+        {"width": width, "layers": 8, "batch": batch, **step_of(width, 8, batch, 4)}
+        for width, batch in ((512, 256), (768, 256), (1024, 512))
+    ]
+    return {"target": "<= 1.05x where a layer takes >= 2.5 ms", "rows": rows}
+
+
+def small_layers() -> dict[str, Any]:
+    """64 layers, 64 wide, batch 8, calls one by one, against one jit."""
+    return {"target": "<= 6x", "width": 64, "layers": 64, **step_of(64, 64, 8, 4)}
+
+
+# --------------------------------------------------------------------------- simulator
+
+
+def scalar(x: jax.Array) -> jax.Array:
+    """Next to nothing."""
+    return x
+
+
+def simulator() -> dict[str, Any]:
+    """Protocol messages delivered per second, trace on, over a clean network."""
+    hops = 2_000
+
+    def once() -> float:
+        names = ["a", "b", "c", "d"]
+        network = jdag.sim.Network(jdag.sim.LinkModel(latency_ns=1_000))
+        with jdag.simulate(
+            names, seed=0, values="abstract", network=network
+        ) as cluster:
+            w = cluster.put("b", jax.ShapeDtypeStruct((), jnp.float32))
+            before = messages(cluster)
+            start = time.perf_counter()
+            with cluster.context() as ctx:
+                h = w
+                for hop in range(hops):
+                    h = ctx.call(names[hop % 4], scalar, h)
+                ctx.backward(h)
+            taken = time.perf_counter() - start
+            return (messages(cluster) - before) / taken
+
+    return {"target": ">= 50,000", "messages_per_s": median_of(once, 5)}
+
+
+def messages(cluster: jdag.Cluster) -> int:
+    """Protocol messages sent so far; the link's own frames do not count."""
+    return sum(worker["messages_sent"] for worker in cluster.info().values())
+
+
+def many_workers() -> dict[str, Any]:
+    """1,024 workers x 64 micro-batches, abstract: seconds and peak memory."""
+    command = [sys.executable, __file__, "--inside", "many_workers_inside"]
+    rows = []
+    for _ in range(3):
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        rows.append(json.loads(done.stdout.splitlines()[-1]))
+    middle = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+    return {"target": "<= 20 s and <= 2 GB", **middle}
+
+
+def many_workers_inside() -> dict[str, Any]:
+    """A pipeline of 1,024 stages and 64 micro-batches, shapes only."""
+    names = [f"w{number}" for number in range(1_024)]
+    aval = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    start = time.perf_counter()
+    with jdag.simulate(names, seed=0, values="abstract") as cluster:
+        ws = [cluster.put(name, aval) for name in names]
+        xs = [cluster.put(names[0], aval) for _ in range(64)]
+        with cluster.context() as ctx:
+            losses = []
+            for x in xs:
+                h = x
+                for name, w in zip(names, ws, strict=True):
+                    h = ctx.call(name, tanh_layer, w, h)
+                losses.append(ctx.call(names[-1], mean_square, h))
+            ctx.backward(*losses)
+        sent = messages(cluster)
+    seconds = time.perf_counter() - start
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    return {"seconds": seconds, "peak_gb": peak, "messages": sent}
+
+
+# --------------------------------------------------------------------------------- main
+
+FIGURES = {
+    "engine": engine,
+    "face": face,
+    "large_layers": large_layers,
+    "small_layers": small_layers,
+    "simulator": simulator,
+    "many_workers": many_workers,
+}
+
+
+def machine() -> dict[str, Any]:
+    """Where and with what the figures were taken."""
+    model = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                model = line.split(":", 1)[1].strip()
+                break
+    return {
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "jaxlib": version("jaxlib"),
+        "jdag": version("jdag"),
+    }
+
+
+def main(names: list[str]) -> None:
+    """Measure the figures that are named, or all, and write each to its file."""
+    if names[:1] == ["--inside"]:
+        sys.stdout.write(json.dumps(globals()[names[1]]()) + "\n")
+        return
+    RESULTS.mkdir(exist_ok=True)
+    for name in names or FIGURES:
+        figures = {"figure": name, "machine": machine(), **FIGURES[name]()}
+        text = json.dumps(figures, indent=2)
+        (RESULTS / f"{name}.json").write_text(text + "\n")
+        sys.stdout.write(f"{name}: {text}\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
