@@ -460,3 +460,20 @@ def weights(*rows: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 def names(count: int) -> tuple[Worker, ...]:
     """Workers, named by letters in their order."""
     return tuple("abcdef"[:count])
+
+
+def net_of(count: int, seed: int = 0) -> Net:
+    """Workers a, b, c, ... and an order of events."""
+    return Net(names(count), random.Random(seed))
+
+
+def holding(kind: type, sender: str = "", receiver: str = "") -> Any:
+    """Hold back messages of a kind, from a worker, to a worker."""
+    return lambda a, b, message: (
+        type(message) is kind and sender in ("", a) and receiver in ("", b)
+    )
+
+
+def pausing(kind: str) -> Any:
+    """Hold back the forward of the functions of this name."""
+    return lambda _, job: getattr(getattr(job, "function", None), "name", "") == kind

@@ -1,8 +1,6 @@
 """Forward: calls, transfers, leaves, reads and programs on engines alone."""
 
-import random
 from collections.abc import Generator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,24 +9,18 @@ from jdag.engine.vocabulary import (
     Acknowledge,
     Argument,
     Call,
-    Failure,
     Key,
     Primal,
-    Read,
     Release,
     Return,
     Run,
     Ship,
 )
 from jdag.errors import ContextError
-from tests.engine_net import Net, Scope, names, stopped
-from tests.engine_values import ADD, DOUBLE, SAME, SPLIT, Fuse, Linear
+from tests.engine_net import Scope, holding, net_of, pausing, stopped
+from tests.engine_values import ADD, DOUBLE, SPLIT, Fuse, Linear
 
 SEEDS = range(20)
-
-
-def net_of(count: int, seed: int = 0) -> Net:
-    return Net(names(count), random.Random(seed))
 
 
 def ends(scope: Scope, worker: str) -> tuple[int, int]:
@@ -36,18 +28,6 @@ def ends(scope: Scope, worker: str) -> tuple[int, int]:
     drawing = scope.net.places[worker].engine.graph(scope.context)
     assert drawing is not None, worker
     return len(drawing.sends), len(drawing.recvs)
-
-
-def holding(kind: type, sender: str = "", receiver: str = "") -> Any:
-    """Hold back messages of a kind, from a worker, to a worker."""
-    return lambda a, b, message: (
-        type(message) is kind and sender in ("", a) and receiver in ("", b)
-    )
-
-
-def pausing(kind: str) -> Any:
-    """Hold back the forward of the functions of this name."""
-    return lambda _, job: getattr(getattr(job, "function", None), "name", "") == kind
 
 
 # ------------------------------------------------------------------ calls and transfers
@@ -275,209 +255,6 @@ def test_a_program_may_not_go_on_in_a_context_that_is_gone():
     scope.leave()
     with pytest.raises(ContextError, match=r"context 0\.1 is not open on 'a'"):
         scope.call("b", DOUBLE, x)
-    assert net.leftovers() == []
-
-
-# ------------------------------------------------------------------------------- leaves
-
-
-def test_a_version_that_forward_read_is_kept_until_its_context_is_released():
-    net = net_of(2)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
-    (y,) = scope.call("b", Linear("f", ((5,),)), x)
-    newer = net.update("a", x, DOUBLE, x)
-    (z,) = scope.call("b", ADD, y, newer)
-    net.drain()
-    assert x.key in net.places["b"].values
-    scope.backward(z)
-    assert net.fetch("a", z, newer)[0][0] == 15 + 6
-    assert scope.gradients(x) == [5 + 1]  # Both versions are of one leaf.
-    scope.leave()
-    assert [k for k in net.places["b"].values if k.kind == "leaf"] == [newer.key]
-    (read,) = net.fetch("a", x)
-    assert isinstance(read, Failure) and "the newest is 1" in read.message
-
-
-def test_a_leaf_dropped_while_in_use_goes_with_its_last_context():
-    net = net_of(2)
-    x = net.put("b", 3, "a")
-    first, second = net.open("a"), net.open("a")
-    (y,) = first.call("b", DOUBLE, x)
-    (z,) = second.call("b", DOUBLE, x)
-    net.drop("a", x)
-    assert first.backward(y).leaves == (x.key.name,)
-    assert first.gradients(x) == [2]
-    first.leave()
-    assert x.key in net.places["b"].values
-    (late,) = second.call("b", ADD, x, z)  # Its context holds it already.
-    assert net.fetch("a", late)[0][0] == 9
-    third = net.open("a")
-    (failed,) = net.fetch("a", third.call("b", DOUBLE, x)[0])
-    assert (
-        failed.error == "ContextError" and "version 0 of leaf 1 on b" in failed.message
-    )
-    second.leave()
-    third.leave()
-    assert net.places["b"].values == {}
-
-
-def test_versions_are_made_in_the_order_in_which_they_were_asked_for():
-    net = net_of(2)
-    x = net.put("b", 3, "a")
-    net.pauses = pausing("double")
-    versions = [x]
-    for _ in range(3):
-        versions.append(net.update("a", versions[-1], DOUBLE, versions[-1]))
-    reading = net.asked("a", versions[-1])
-    net.let_go()
-    assert net.until("a", reading)[0][0] == 24
-    net.drain()
-    assert list(net.places["b"].values) == [versions[-1].key]
-
-
-def test_a_step_that_reads_a_gradient_runs_although_its_context_is_left_at_once():
-    net = net_of(2)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
-    (y,) = scope.call("b", Linear("f", ((5,),)), x)
-    scope.backward(y)
-    net.pauses = pausing("step")
-    step = Linear("step", ((1, -1),))
-    newer = net.update("a", x, step, x, scope.gradient(x))
-    leaving = scope.start_leaving()
-    net.drain()
-    assert leaving not in net.places["a"].resumed
-    net.let_go()
-    assert net.until("a", leaving) == ()
-    assert net.fetch("a", newer)[0][0] == 3 - 5
-    net.drain()
-    assert net.leftovers() == []
-
-
-def test_a_version_whose_making_failed_holds_the_failure():
-    net = net_of(2)
-    x = net.put("b", 3, "a")
-    newer = net.update("a", x, Linear("step", ((1,),), Fuse("forward")), x)
-    scope = net.open("a")
-    (y,) = scope.call("b", DOUBLE, newer)
-    for failed in net.fetch("a", newer, y):
-        assert failed.message == "step raised in forward"
-    scope.leave()
-    net.drain()
-    assert net.leftovers() == []
-
-
-def test_a_step_whose_context_is_aborted_fails_and_is_not_awaited_for_ever():
-    net = net_of(3)
-    x, other = net.put("b", 3, "a"), net.put("b", 4, "a")
-    scope = net.open("a")
-    (y,) = scope.call("b", DOUBLE, x)
-    scope.call("c", DOUBLE, 1)
-    scope.backward(y)
-    net.pauses = pausing("slow")
-    slow = net.update("a", other, Linear("slow", ((1,),)), other)
-    step = Linear("step", ((1, 1),))
-    late = net.update("a", x, step, slow, scope.gradient(x))
-    net.drain()
-    net.crash("c")
-    net.drain()
-    scope.leave()
-    net.let_go()
-    number, failed = net.fetch("a", slow, late)
-    assert number[0] == 4
-    assert "context 0.1 was released before its values were used" in failed.message
-    net.drain()
-    assert net.leftovers() == []
-
-
-# -------------------------------------------------------------------------------- reads
-
-
-def test_a_read_is_answered_when_the_value_is_there_and_makes_no_context():
-    net = net_of(3)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
-    net.pauses = pausing("double")
-    (y,) = scope.call("b", DOUBLE, x)
-    net.drain()
-    waiter = net.asked("c", y, x)
-    net.drain()
-    assert waiter not in net.places["c"].resumed
-    net.let_go()
-    assert [n for n, _ in net.until("c", waiter)] == [6, 3]
-    assert net.places["c"].engine.live_contexts == 0
-
-
-def test_a_read_of_a_released_context_says_so_and_does_not_remake_it():
-    net = net_of(3)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
-    (y,) = scope.call("b", DOUBLE, x)
-    scope.backward(y)
-    gradient = scope.gradient(x)
-    scope.leave()
-    for reader in "abc":
-        for failed in net.fetch(reader, y, gradient):
-            assert failed.error == "ContextError" and "context 0.1" in failed.message
-    assert net.leftovers() == []
-
-
-def test_a_read_that_waits_is_answered_when_its_context_is_aborted():
-    net = net_of(4)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
-    (y,) = scope.call("b", DOUBLE, x)
-    net.drain()
-    net.holds = holding(Primal)
-    (z,) = scope.call("c", DOUBLE, y)
-    net.drain()
-    far, own = net.asked("d", z), net.asked("c", z)
-    net.drain()
-    scope.start_backward(z)
-    net.drain()
-    scope.leave()
-    for reader, waiter in (("d", far), ("c", own)):
-        (failed,) = net.until(reader, waiter)
-        assert "context 0.1 was released" in failed.message
-    net.let_go()
-    net.drain()
-    assert net.leftovers() == []
-
-
-def test_a_read_of_several_does_not_name_one_that_went_while_another_was_awaited():
-    net = net_of(2)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
-    net.pauses = pausing("double")
-    (y,) = scope.call("b", SAME, 1)
-    (z,) = scope.call("b", DOUBLE, y)
-    waiter = net.asked("a", x, z)
-    net.drain()
-    net.update("a", x, SAME, x)
-    net.drain()
-    net.let_go()
-    gone, number = net.until("a", waiter)
-    assert "version 0 of leaf 1 on b is not held any more" in gone.message
-    assert number[0] == 2
-
-
-def test_a_read_of_nothing_returns_at_once():
-    net = net_of(1)
-    assert net.fetch("a") == []
-
-
-def test_reads_of_a_lost_worker_fail_before_and_after_it_is_lost():
-    net = net_of(2)
-    x = net.put("b", 3, "a")
-    net.drain()
-    net.holds = holding(Read)
-    waiter = net.asked("a", x)
-    net.crash("b")
-    (failed,) = net.until("a", waiter)
-    assert failed.error == "WorkerLost" and "'b' is lost" in failed.message
-    (again,) = net.fetch("a", x)
-    assert again == replace(failed)
     assert net.leftovers() == []
 
 

@@ -1,0 +1,92 @@
+"""Reads: every one is answered, and none makes a node, an edge or a context."""
+
+from jdag.engine.vocabulary import Primal, Read
+from tests.engine_net import holding, net_of, pausing
+from tests.engine_values import DOUBLE, SAME
+
+
+def test_a_read_is_answered_when_the_value_is_there_and_makes_no_context():
+    net = net_of(3)
+    x = net.put("b", 3, "a")
+    scope = net.open("a")
+    net.pauses = pausing("double")
+    (y,) = scope.call("b", DOUBLE, x)
+    net.drain()
+    waiter = net.asked("c", y, x)
+    net.drain()
+    assert waiter not in net.places["c"].resumed
+    net.let_go()
+    assert [n for n, _ in net.until("c", waiter)] == [6, 3]
+    assert net.places["c"].engine.live_contexts == 0
+
+
+def test_a_read_of_a_released_context_says_so_and_does_not_remake_it():
+    net = net_of(3)
+    x = net.put("b", 3, "a")
+    scope = net.open("a")
+    (y,) = scope.call("b", DOUBLE, x)
+    scope.backward(y)
+    gradient = scope.gradient(x)
+    scope.leave()
+    for reader in "abc":
+        for failed in net.fetch(reader, y, gradient):
+            assert failed.error == "ContextError" and "context 0.1" in failed.message
+    assert net.leftovers() == []
+
+
+def test_a_read_that_waits_is_answered_when_its_context_is_aborted():
+    net = net_of(4)
+    x = net.put("b", 3, "a")
+    scope = net.open("a")
+    (y,) = scope.call("b", DOUBLE, x)
+    net.drain()
+    net.holds = holding(Primal)
+    (z,) = scope.call("c", DOUBLE, y)
+    net.drain()
+    far, own = net.asked("d", z), net.asked("c", z)
+    net.drain()
+    scope.start_backward(z)
+    net.drain()
+    scope.leave()
+    for reader, waiter in (("d", far), ("c", own)):
+        (failed,) = net.until(reader, waiter)
+        assert "context 0.1 was released" in failed.message
+    net.let_go()
+    net.drain()
+    assert net.leftovers() == []
+
+
+def test_a_read_of_several_does_not_name_one_that_went_while_another_was_awaited():
+    net = net_of(2)
+    x = net.put("b", 3, "a")
+    scope = net.open("a")
+    net.pauses = pausing("double")
+    (y,) = scope.call("b", SAME, 1)
+    (z,) = scope.call("b", DOUBLE, y)
+    waiter = net.asked("a", x, z)
+    net.drain()
+    net.update("a", x, SAME, x)
+    net.drain()
+    net.let_go()
+    gone, number = net.until("a", waiter)
+    assert "version 0 of leaf 1 on b is not held any more" in gone.message
+    assert number[0] == 2
+
+
+def test_a_read_of_nothing_returns_at_once():
+    net = net_of(1)
+    assert net.fetch("a") == []
+
+
+def test_reads_of_a_lost_worker_fail_before_and_after_it_is_lost():
+    net = net_of(2)
+    x = net.put("b", 3, "a")
+    net.drain()
+    net.holds = holding(Read)
+    waiter = net.asked("a", x)
+    net.crash("b")
+    (failed,) = net.until("a", waiter)
+    assert failed.error == "WorkerLost" and "'b' is lost" in failed.message
+    (again,) = net.fetch("a", x)
+    assert again == failed
+    assert net.leftovers() == []
