@@ -90,3 +90,17 @@ def test_reads_of_a_lost_worker_fail_before_and_after_it_is_lost():
     (again,) = net.fetch("a", x)
     assert again == failed
     assert net.leftovers() == []
+
+
+def test_a_fetch_from_two_workers_does_not_name_an_own_value_that_went_meanwhile():
+    net = net_of(3)
+    x, y = net.put("b", 3, "a"), net.put("c", 4, "a")
+    net.drain()
+    net.holds = holding(Read)
+    waiter = net.asked("b", x, y)
+    net.update("b", x, SAME, x)
+    net.drain()
+    net.let_go()
+    gone, number = net.until("b", waiter)
+    assert "version 0 of leaf 1 on b is not held any more" in gone.message
+    assert number[0] == 4

@@ -32,6 +32,7 @@ class Fetch:
     waiter: int
     results: list[Answered | None]
     missing: int
+    own: dict[int, tuple[Key, Value]]  # By place: those of this worker.
 
 
 @dataclass(slots=True)
@@ -54,7 +55,7 @@ class Reads:
 
     def fetched(self, event: Fetched) -> None:
         """A program here waits for values."""
-        fetch = Fetch(event.waiter, [None] * len(event.keys), len(event.keys))
+        fetch = Fetch(event.waiter, [None] * len(event.keys), len(event.keys), {})
         parts: dict[Worker, list[int]] = {}
         for place, (_, owner) in enumerate(event.keys):
             parts.setdefault(owner, []).append(place)
@@ -62,7 +63,10 @@ class Reads:
             keys = tuple(event.keys[place][0] for place in places)
             if owner == self._state.worker:
                 values = self._find(keys)
-                give = partial(self._give_own, fetch, places, keys, values)
+                fetch.own = dict(
+                    zip(places, zip(keys, values, strict=True), strict=True)
+                )
+                give = partial(self._less_missing, fetch, len(places))
                 self._state.when_settled(values, give)
             elif owner in self._state.lost:
                 self._give_lost(fetch, places, owner)
@@ -73,15 +77,6 @@ class Reads:
         if not event.keys:
             self._state.out.append(Resume(event.waiter, ()))
 
-    def _give_own(
-        self,
-        fetch: Fetch,
-        places: Sequence[int],
-        keys: Sequence[Key],
-        values: Sequence[Value],
-    ) -> None:
-        self._give(fetch, places, self._answers(keys, values))
-
     def _give_lost(self, fetch: Fetch, places: Sequence[int], worker: Worker) -> None:
         failure = lost_failure(worker, self._state.worker)
         self._give(fetch, places, [failure] * len(places))
@@ -91,8 +86,13 @@ class Reads:
     ) -> None:
         for place, answer in zip(places, answers, strict=True):
             fetch.results[place] = answer
-        fetch.missing -= len(places)
+        self._less_missing(fetch, len(places))
+
+    def _less_missing(self, fetch: Fetch, count: int) -> None:
+        fetch.missing -= count
         if fetch.missing == 0:
+            for place, (key, value) in fetch.own.items():
+                fetch.results[place] = self._answer(key, value)
             self._state.out.append(Resume(fetch.waiter, tuple(fetch.results)))
 
     def _find(self, keys: Sequence[Key]) -> list[Value]:
@@ -107,17 +107,13 @@ class Reads:
         value = None if fragment is None else fragment.values.get(key)
         return self._leaves.missing(key) if value is None else value
 
-    def _answers(
-        self, keys: Sequence[Key], values: Sequence[Value]
-    ) -> tuple[Answered, ...]:
-        """Where each settled value is, or why it is not.
+    def _answer(self, key: Key, value: Value) -> Answered:
+        """Where a settled value is, or why it is not.
 
-        Found anew: while one of several was awaited another may have been dropped.
+        Found anew: while others were awaited it may have been dropped.
         """
-        return tuple(
-            value.failure or again.failure or again.stored
-            for value, again in zip(values, self._find(keys), strict=True)
-        )
+        again = self._value(key)
+        return value.failure or again.failure or again.stored
 
     def read(self, sender: Worker, message: Read) -> None:
         """Another worker asks: answer when all of it is known."""
@@ -126,7 +122,9 @@ class Reads:
         self._state.when_settled(values, reply)
 
     def _reply(self, sender: Worker, message: Read, values: Sequence[Value]) -> None:
-        answers = self._answers(message.keys, values)
+        answers = [
+            self._answer(*pair) for pair in zip(message.keys, values, strict=True)
+        ]
         failures = tuple(
             answer if isinstance(answer, Failure) else None for answer in answers
         )
