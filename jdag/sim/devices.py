@@ -22,7 +22,7 @@ from jdag.sim.faults import Faults
 from jdag.sim.network import unusable
 
 # The function that `ctx.move` calls.
-MOVED = "jdag.context:moved"
+MOVED = "jdag.activation:moved"
 
 _ALLOWED = "an integer >= 0"
 
@@ -50,7 +50,7 @@ class DeviceModel:
         for key in ("forward_ns", "backward_ns", "sum_ns"):
             _need_ns(key, getattr(self, key))
         for name, costs in self.functions.items():
-            if len(costs) != 2:
+            if not isinstance(costs, tuple) or len(costs) != 2:
                 allowed = f"two, forward_ns and backward_ns, each {_ALLOWED}"
                 raise ScenarioError(unusable(f"functions[{name!r}]", costs, allowed))
             for key, cost_ns in zip(("forward_ns", "backward_ns"), costs, strict=True):

@@ -1,0 +1,253 @@
+"""Jobs on one worker's values: what is made, what goes, and that shapes stand in."""
+
+import gc
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdag.compute.avals import Aval, aval_of
+from jdag.compute.machine import Machine, failure_of, user_traceback
+from jdag.compute.pairs import Pair, pair
+from jdag.compute.pytrees import split
+from jdag.compute.sums import add
+from jdag.engine.vocabulary import ContextId, Fill, Forward, Key, Sum, Vjp
+from jdag.errors import JdagError, ScenarioError
+from jdag.functions import unjitted
+
+CONTEXT = ContextId(0, 1, 0)
+PATH = (3, 1)
+
+
+def key(name: str, index: int = 0) -> Key:
+    return Key("scratch", CONTEXT, name, index)
+
+
+def affine(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return jnp.tanh(w @ x), w * 2
+
+
+@unjitted
+def breaks(w: jax.Array) -> jax.Array:
+    if not isinstance(w, jax.core.Tracer):
+        _deeper()
+    return w * 2
+
+
+def _deeper() -> None:
+    raise ValueError("no such weight")
+
+
+@jax.custom_vjp
+def one_way(w: jax.Array) -> jax.Array:
+    return w
+
+
+def _not_back(_: Any) -> Any:
+    raise ValueError("no way back")
+
+
+def _back(_: Any, cotangent: jax.Array) -> tuple[jax.Array]:
+    shape = jax.ShapeDtypeStruct(cotangent.shape, cotangent.dtype)
+    return (jax.pure_callback(_not_back, shape, cotangent),)
+
+
+one_way.defvjp(lambda w: (w, None), _back)
+
+W, X = jnp.arange(9.0).reshape(3, 3) / 9, jnp.ones((3, 2))
+
+
+def pair_of(fn: Any, *args: Any, tracked: tuple[bool, ...] | None = None) -> Pair:
+    template = split(args, {}, lambda _: False).template
+    tracked = (True,) * len(args) if tracked is None else tracked
+    return pair(fn, template, tuple(map(aval_of, args)), tracked)
+
+
+def held(values: str, *arrays: Any) -> Machine:
+    """A machine that holds these arrays, or their shapes, as x 0, x 1, ..."""
+    machine = Machine(values)
+    for index, array in enumerate(arrays):
+        value = aval_of(array) if machine.abstract else array
+        machine.values.put(key("x", index), value)
+    return machine
+
+
+def keys(name: str, count: int) -> tuple[Key, ...]:
+    return tuple(key(name, index) for index in range(count))
+
+
+def forward(made: Pair, *, inputs: int, outputs: int, kept: bool = True) -> Forward:
+    residuals = key("r") if kept else None
+    return Forward(
+        1, CONTEXT, PATH, made, keys("x", inputs), keys("y", outputs), residuals
+    )
+
+
+def vjp(made: Pair, *addends: tuple[Key, ...], outputs: int, last: bool) -> Vjp:
+    given = keys("g", outputs)
+    return Vjp(2, CONTEXT, 1, PATH, made, key("r"), addends, given, last)
+
+
+@pytest.mark.parametrize("values", ["real", "abstract"])
+def test_a_forward_reads_its_inputs_and_holds_outputs_and_residuals(values: str):
+    made = pair_of(affine, W, X)
+    machine = held(values, W, X)
+    assert machine.run(forward(made, inputs=2, outputs=2)) is None
+    assert machine.values.held == 2 + 2 + 1
+    outputs = [machine.values.get(each) for each in keys("y", 2)]
+    if values == "abstract":
+        assert outputs == list(made.out_avals)
+    else:
+        assert all(map(np.array_equal, outputs, affine(W, X)))
+
+
+def test_a_forward_that_nobody_differentiates_holds_no_residuals():
+    machine = held("real", W, X)
+    made = pair_of(affine, W, X, tracked=(False, False))
+    assert machine.run(forward(made, inputs=2, outputs=2, kept=False)) is None
+    assert machine.values.held == 2 + 2
+
+
+def differentiated(values: str, addends: list[Any], *, last: bool) -> Machine:
+    """Forward and vjp of affine; the cotangent of its first output in addends."""
+    made = pair_of(affine, W, X)
+    machine = held(values, W, X)
+    machine.run(forward(made, inputs=2, outputs=2))
+    for index, addend in enumerate(addends):
+        value = aval_of(addend) if machine.abstract else addend
+        machine.values.put(key("c", index), value)
+    job = vjp(made, keys("c", len(addends)), (), outputs=2, last=last)
+    assert machine.run(job) is None
+    return machine
+
+
+@pytest.mark.parametrize("values", ["real", "abstract"])
+@pytest.mark.parametrize("last", [False, True])
+def test_a_vjp_uses_up_its_addends_and_the_last_one_the_residuals(
+    values: str, last: bool
+):
+    addends = [jnp.full((3, 2), 0.5 + index) for index in range(3)]
+    machine = differentiated(values, addends, last=last)
+    assert not any(each in machine.values for each in keys("c", 3))
+    assert (key("r") in machine.values) == (not last)
+    gradients = [machine.values.get(each) for each in keys("g", 2)]
+    if values == "abstract":
+        assert gradients == [aval_of(W), aval_of(X)]
+    else:
+        cotangents = (sum(addends), jnp.zeros((3, 3)))
+        expected = jax.vjp(affine, W, X)[1](cotangents)
+        assert all(map(np.allclose, gradients, expected))
+
+
+def test_more_than_8_addends_have_the_bits_of_one_fold_from_the_left():
+    rng = np.random.RandomState(7)
+    addends = [
+        jnp.asarray(rng.randn(3, 2) * 10.0 ** rng.randint(-6, 7, (3, 2)))
+        for _ in range(21)
+    ]
+    wide = differentiated("real", addends, last=True)
+    folded = differentiated("real", [add(addends)], last=True)
+    backwards = differentiated("real", addends[::-1], last=True)
+    bits = [
+        [np.asarray(machine.values.get(each)).tobytes() for each in keys("g", 2)]
+        for machine in (wide, folded, backwards)
+    ]
+    assert bits[0] == bits[1]
+    assert bits[0] != bits[2]  # So the order can be seen in these addends.
+
+
+@pytest.mark.parametrize("values", ["real", "abstract"])
+@pytest.mark.parametrize("based", [False, True])
+def test_a_sum_begins_with_its_base_and_keeps_it(values: str, based: bool):
+    # In float32 1e8 swallows 1, so that these have another sum in any other order.
+    parts = [jnp.float32(x) for x in (1e8, 1.0, -1e8, 1.0)]
+    machine = held(values, *parts)
+    base, addends = (key("x", 0), keys("x", 4)[1:]) if based else (None, keys("x", 4))
+    job = Sum(1, CONTEXT, 1, PATH, addends, base, key("s"))
+    assert machine.run(job) is None
+    assert machine.values.held == (2 if based else 1)
+    assert (key("x", 0) in machine.values) == based
+    total = machine.values.get(key("s"))
+    assert total == (aval_of(parts[0]) if values == "abstract" else 1.0)
+
+
+@pytest.mark.parametrize("value", [0, 1])
+def test_a_fill_makes_zeros_or_ones_of_the_given_shape_and_dtype(value: int):
+    aval = Aval((2, 3), jnp.dtype("bfloat16"))
+    for kind in ("real", "abstract"):
+        machine = Machine(kind)
+        job = Fill(1, CONTEXT, 1, PATH, aval, value, key("f"))
+        assert machine.run(job) is None
+        made = machine.values.get(key("f"))
+        assert aval_of(made) == aval
+        assert kind == "abstract" or (np.asarray(made) == value).all()
+
+
+def test_abstract_jobs_make_no_array_and_count_the_same_bytes():
+    addends = [jnp.full((3, 2), float(index)) for index in range(3)]
+    real = differentiated("real", addends, last=False)
+    gc.collect()
+    before = len(jax.live_arrays())
+    abstract = differentiated("abstract", addends, last=False)
+    assert len(jax.live_arrays()) == before
+    assert abstract.values.held == real.values.held
+    assert abstract.values.bytes_held == real.values.bytes_held
+    assert abstract.values.bytes_peak == real.values.bytes_peak
+
+
+def broken(machine: Machine) -> Exception | None:
+    made = pair_of(breaks, W, tracked=(False,))
+    return machine.run(forward(made, inputs=1, outputs=1, kept=False))
+
+
+def test_what_a_function_raises_is_given_back_and_nothing_new_is_held():
+    machine = held("real", W)
+    assert isinstance(broken(machine), ValueError)
+    assert machine.values.held == 1
+
+
+def test_a_vjp_that_raises_has_used_up_what_it_read():
+    made = pair_of(one_way, W)
+    machine = held("real", W)
+    machine.run(forward(made, inputs=1, outputs=1))
+    machine.values.put(key("c"), jnp.ones((3, 3)))
+    error = machine.run(vjp(made, (key("c"),), outputs=1, last=True))
+    assert error is not None and "no way back" in str(error)
+    assert machine.values.held == 2  # The argument and the output.
+
+
+def test_a_failure_says_what_where_and_shows_the_users_frames_alone():
+    error = broken(held("real", W))
+    assert error is not None
+    failure = failure_of(error, "b", PATH, "m:breaks")
+    assert failure.error == "RemoteError"
+    assert failure.message == "ValueError: no such weight"
+    assert (failure.worker, failure.path, failure.function) == ("b", PATH, "m:breaks")
+    assert failure.exception is error
+    frames = re.findall(r'File "(.*)", line \d+, in (\w+)', failure.traceback)
+    assert [name for _, name in frames] == ["breaks", "_deeper"]
+    assert {file for file, _ in frames} == {__file__}
+    assert failure.traceback.endswith("ValueError: no such weight")
+
+
+def test_an_error_without_a_users_frame_shows_all_that_it_has():
+    with pytest.raises(JdagError) as raised:
+        aval_of("no array")
+    error = raised.value
+    assert error.__traceback__ is not None
+    assert "avals.py" not in user_traceback(error)  # This test's frame is a user's.
+    error.__traceback__ = error.__traceback__.tb_next
+    assert "avals.py" in user_traceback(error)
+
+
+def test_a_job_that_reads_what_is_not_held_is_our_own_mistake():
+    with pytest.raises(KeyError):
+        Machine("real").run(forward(pair_of(affine, W, X), inputs=2, outputs=2))
+
+
+def test_values_are_real_or_abstract_and_nothing_else():
+    with pytest.raises(ScenarioError, match="values = 'vague': allowed is 'real' or"):
+        Machine("vague")
