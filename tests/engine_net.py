@@ -69,6 +69,7 @@ class Net:
         self.rng = rng
         self.queues: dict[tuple[str, str], deque[tuple[Any, list[Any]]]] = {}
         self.sent: list[tuple[str, str, Any]] = []
+        self.ran: list[Job] = []
         self.dead: dict[str, None] = {}
         self.unnoticed: list[tuple[str, str]] = []  # (who has not noticed, whom)
         self.steps = 0
@@ -163,6 +164,7 @@ class Net:
 
     def _run(self, name: str, job: Job) -> None:
         failure = None
+        self.ran.append(job)
         try:
             compute(self.places[name].values, job)
         except ValueError as error:
@@ -460,20 +462,3 @@ def weights(*rows: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 def names(count: int) -> tuple[Worker, ...]:
     """Workers, named by letters in their order."""
     return tuple("abcdef"[:count])
-
-
-def net_of(count: int, seed: int = 0) -> Net:
-    """Workers a, b, c, ... and an order of events."""
-    return Net(names(count), random.Random(seed))
-
-
-def holding(kind: type, sender: str = "", receiver: str = "") -> Any:
-    """Hold back messages of a kind, from a worker, to a worker."""
-    return lambda a, b, message: (
-        type(message) is kind and sender in ("", a) and receiver in ("", b)
-    )
-
-
-def pausing(kind: str) -> Any:
-    """Hold back the forward of the functions of this name."""
-    return lambda _, job: getattr(getattr(job, "function", None), "name", "") == kind

@@ -111,5 +111,6 @@ def compute(store: dict[Key, Any], job: Job) -> None:
 
 SAME = Linear("same", ((1,),))
 DOUBLE = Linear("double", ((2,),))
+TRIPLE = Linear("triple", ((3,),))
 ADD = Linear("add", ((1, 1),))
 SPLIT = Linear("split", ((1,), (3,)))  # Two outputs of one input.

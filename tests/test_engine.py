@@ -17,10 +17,9 @@ from jdag.engine.vocabulary import (
     Ship,
 )
 from jdag.errors import ContextError
-from tests.engine_net import Scope, holding, net_of, pausing, stopped
+from tests.engine_cases import SEEDS, holding, net_of, pausing
+from tests.engine_net import Scope, stopped
 from tests.engine_values import ADD, DOUBLE, SPLIT, Fuse, Linear
-
-SEEDS = range(20)
 
 
 def ends(scope: Scope, worker: str) -> tuple[int, int]:

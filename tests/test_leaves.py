@@ -1,7 +1,7 @@
 """Leaves: their versions, who keeps them, and steps that make new ones."""
 
 from jdag.engine.vocabulary import Failure
-from tests.engine_net import net_of, pausing
+from tests.engine_cases import net_of, pausing
 from tests.engine_values import ADD, DOUBLE, Fuse, Linear
 
 

@@ -1,7 +1,7 @@
 """Reads: every one is answered, and none makes a node, an edge or a context."""
 
 from jdag.engine.vocabulary import Primal, Read
-from tests.engine_net import holding, net_of, pausing
+from tests.engine_cases import holding, net_of, pausing
 from tests.engine_values import DOUBLE, SAME
 
 

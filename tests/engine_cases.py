@@ -1,0 +1,38 @@
+"""What tests of engines say often: a net, what it holds back, a pass that finishes."""
+
+import random
+from typing import Any
+
+from jdag.engine.vocabulary import Argument, Key, Outcome
+from tests.engine_net import Net, Scope, names
+
+SEEDS = range(20)
+
+
+def net_of(count: int, seed: int = 0) -> Net:
+    """Workers a, b, c, ... and an order of events."""
+    return Net(names(count), random.Random(seed))
+
+
+def holding(kind: type, sender: str = "", receiver: str = "") -> Any:
+    """Hold back messages of a kind, from a worker, to a worker."""
+    return lambda a, b, message: (
+        type(message) is kind and sender in ("", a) and receiver in ("", b)
+    )
+
+
+def pausing(kind: str) -> Any:
+    """Hold back the forward of the functions of this name."""
+    return lambda _, job: getattr(getattr(job, "function", None), "name", "") == kind
+
+
+def kept(net: Net, kind: str) -> list[Key]:
+    """Which values of a kind are held anywhere."""
+    return [k for place in net.places.values() for k in place.values if k.kind == kind]
+
+
+def finished(scope: Scope, *roots: Argument, **settings: Any) -> int:
+    """Run a pass that finishes; its number."""
+    result = scope.backward(*roots, **settings)
+    assert result.outcome is Outcome.FINISHED, result
+    return result.number
