@@ -209,7 +209,10 @@ class CallSite(NamedTuple):
     function: str
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line} in {self.function}"
+        # The file by its name alone: a call site travels, so that a path would make
+        # the bytes on the wire, and with them the digest, depend on the folder.
+        name = self.file.replace("\\", "/").rpartition("/")[2]
+        return f"{name}:{self.line} in {self.function}"
 
 
 def call_site() -> CallSite:

@@ -196,7 +196,9 @@ class Case:
 
     def _outcome(self, played: Played) -> Figures:
         error = played.error
-        owed = error.sends if isinstance(error, UnusedSendError) else ()
+        owed: tuple[Any, ...] = ()
+        if isinstance(error, UnusedSendError):
+            owed = error.sends
         return {
             "outcome": played.outcome,
             "error": None if error is None else type(error).__name__,

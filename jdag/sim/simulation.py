@@ -184,7 +184,8 @@ class Simulation:
 
     def graph(self, context: ContextId) -> dict[str, Drawing]:
         """The graph of a context as it is now: what each worker has of it."""
-        drawn = {w: host.engine.graph(context) for w, host in self._hosts.items()}
+        living = {w: h.engine for w, h in self._hosts.items() if h.engine is not None}
+        drawn = {w: engine.graph(context) for w, engine in living.items()}
         return {w: drawing for w, drawing in drawn.items() if drawing is not None}
 
     def close(self) -> None:

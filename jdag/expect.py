@@ -1,0 +1,130 @@
+"""What a scenario expects of its figures, and whether it is so.
+
+[expect]
+outcome = "finished"                       # equal
+gradient_difference = { max = 1e-12 }      # min, max, above, below
+bubble_max = "3/11"                        # a fraction, exactly
+owed_functions = { contains = "product" }  # part of it, or one of its items
+"""
+
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from jdag.errors import ScenarioError
+
+
+class Judged(NamedTuple):
+    """One expectation: the figure, what was wanted of it, what it is, whether so."""
+
+    figure: str
+    wanted: str
+    got: Any
+    met: bool
+
+
+def _number(value: Any) -> Fraction:
+    if isinstance(value, bool):
+        raise TypeError(f"{value!r} is no number")
+    return Fraction(value)
+
+
+def _contains(got: Any, wanted: Any) -> bool:
+    items = got if isinstance(got, list | tuple) else [got]
+    return any(wanted == item or str(wanted) in str(item) for item in items)
+
+
+COMPARE: Mapping[str, Callable[[Any, Any], bool]] = {
+    "min": lambda got, wanted: _number(got) >= _number(wanted),
+    "max": lambda got, wanted: _number(got) <= _number(wanted),
+    "above": lambda got, wanted: _number(got) > _number(wanted),
+    "below": lambda got, wanted: _number(got) < _number(wanted),
+    "contains": _contains,
+}
+
+
+def refuse_unknown(expect: Mapping[str, Any], figures: Mapping[str, str]) -> None:
+    """Refuse expectations that name nothing.
+
+    Raises:
+        ScenarioError: there are none, or one of no figure, or by no comparison.
+    """
+    if not expect:
+        raise ScenarioError(
+            "expect: it is empty; a scenario has to expect something of its figures, "
+            f"which are {', '.join(figures)}"
+        )
+    for name, wanted in expect.items():
+        if name not in figures:
+            near = get_close_matches(name, figures, 1)
+            hint = f" (do you mean {near[0]}?)" if near else ""
+            raise ScenarioError(
+                f"expect.{name} = {wanted!r}: there is no such figure{hint}; there are "
+                f"{', '.join(figures)}"
+            )
+        if isinstance(wanted, Mapping):
+            for how, bound in wanted.items():
+                _refuse_bound(f"expect.{name}.{how}", how, bound)
+            if not wanted:
+                raise ScenarioError(
+                    f"expect.{name} = {{}}: it says nothing; it takes "
+                    f"{', '.join(COMPARE)}"
+                )
+
+
+def _refuse_bound(key: str, how: str, bound: Any) -> None:
+    if how not in COMPARE:
+        raise ScenarioError(
+            f"{key} = {bound!r}: there is no such comparison; there are "
+            f"{', '.join(COMPARE)}"
+        )
+    if how == "contains":
+        return
+    try:
+        _number(bound)
+    except (TypeError, ValueError) as error:
+        raise ScenarioError(
+            f"{key} = {bound!r}: it has to be a number, or a fraction such as '3/11'"
+        ) from error
+
+
+def judge(expect: Mapping[str, Any], figures: Mapping[str, Any]) -> list[Judged]:
+    """Compare figures with what is expected of them.
+
+    Raises:
+        ScenarioError: a figure that is expected was not given.
+    """
+    judged = []
+    for name, wanted in expect.items():
+        if name not in figures:
+            raise ScenarioError(
+                f"expect.{name} = {wanted!r}: this run gave no such figure; it gave "
+                f"{', '.join(figures)}"
+            )
+        got = figures[name]
+        if isinstance(wanted, Mapping):
+            for how, bound in wanted.items():
+                met = _compare(how, got, bound)
+                judged.append(Judged(name, f"{how} {bound}", got, met))
+        else:
+            judged.append(Judged(name, str(wanted), got, _equal(got, wanted)))
+    return judged
+
+
+def _compare(how: str, got: Any, bound: Any) -> bool:
+    try:
+        return COMPARE[how](got, bound)
+    except (TypeError, ValueError):
+        return False  # There is no such number: the pass did not get that far.
+
+
+def _equal(got: Any, wanted: Any) -> bool:
+    if isinstance(wanted, list):
+        return list(got) == wanted if isinstance(got, list | tuple) else False
+    if isinstance(wanted, str) and isinstance(got, str):
+        try:
+            return Fraction(got) == Fraction(wanted)
+        except ValueError:
+            return got == wanted
+    return type(got) is type(wanted) and bool(got == wanted)

@@ -1,0 +1,115 @@
+"""Playing a scenario: its program runs, its figures meet what it expects of them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jdag.cluster import Cluster
+from jdag.errors import RootError, ScenarioError
+from jdag.expect import Judged, judge
+from jdag.programs import Figures
+from jdag.scenario import Scenario, configured, make_cluster, wrong
+
+Progress = Callable[[int, int, Mapping[str, float]], None]
+
+
+@dataclass(slots=True)
+class Answer:
+    """What came of a scenario."""
+
+    figures: Figures
+    judged: list[Judged]
+    cluster: Cluster
+    window: tuple[int, int]
+    drawings: Any = None
+
+    @property
+    def met(self) -> bool:
+        """Whether all that was expected is so."""
+        return all(one.met for one in self.judged)
+
+
+@dataclass(slots=True)
+class Playing:
+    """One play of a scenario, as its program sees it (`jdag.programs.Run`)."""
+
+    scenario: Scenario
+    show: Progress
+    cluster: Cluster | None = None
+    window: tuple[int, int] = (0, 0)
+    drawings: Any = None
+    made: list[Cluster] = field(default_factory=list)
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """The names of the workers."""
+        return self.scenario.workers
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """The seeds to play with."""
+        first = self.scenario.settings.seed
+        return tuple(range(first, first + self.scenario.settings.seeds))
+
+    @property
+    def abstract(self) -> bool:
+        """Whether values are shapes alone."""
+        return self.scenario.settings.values == "abstract"
+
+    @property
+    def troubled(self) -> bool:
+        """Whether there are faults or jitter."""
+        network = self.scenario.settings.network
+        jitters = [network.jitter_ns, *(link.jitter_ns for link in network.links)]
+        return bool(self.scenario.settings.faults) or any(jitters)
+
+    def simulate(self, seed: int, *, clean: bool = False) -> Cluster:
+        """Make the scenario's cluster."""
+        scenario = self.scenario
+        for old in self.made:
+            if old is not self.cluster:
+                old.close()
+        cluster = make_cluster(scenario.settings, self.workers, seed, clean=clean)
+        self.made.append(cluster)
+        return cluster
+
+    def progress(self, done: int, total: int, **numbers: float) -> None:
+        """Show how far the play is."""
+        self.show(done, total, numbers)
+
+    def keep(self, cluster: Cluster, window: tuple[int, int]) -> None:
+        """Report on this cluster, and draw this window."""
+        self.cluster, self.window = cluster, window
+
+    def draw(self, drawings: Any) -> None:
+        """Report this graph."""
+        self.drawings = drawings
+
+
+def play(scenario: Scenario, show: Progress) -> Answer:
+    """Run a scenario and hold what came of it against what it expects.
+
+    Raises:
+        ScenarioError: its program returns no roots that a pass can start from, or
+            no figures, or it raised.
+    """
+    playing = Playing(scenario, show)
+    program = scenario.settings.program
+    with wrong(scenario.path), configured(scenario.settings):
+        try:
+            figures = scenario.player.play(playing)
+        except ScenarioError:
+            raise
+        except RootError as error:
+            raise ScenarioError(f"program = {program!r}: {error}") from error
+        except Exception as error:
+            raise ScenarioError(
+                f"program = {program!r}: it raised {type(error).__name__}: {error}"
+            ) from error
+        if playing.cluster is None:
+            raise ScenarioError(
+                f"program = {program!r}: it kept no cluster to report on; its "
+                "play(run) has to call run.keep(cluster, (from_ns, until_ns))"
+            )
+        judged = judge(scenario.settings.expect, figures)
+    return Answer(figures, judged, playing.cluster, playing.window, playing.drawings)

@@ -1,0 +1,319 @@
+"""Trains a classifier of handwritten digits over several workers.
+
+Stage owners keep one layer's parameters each. Every step is one context: its batch is
+cut into micro-batches, which are all in flight at once; one pass starts from all their
+losses; an optimizer then steps the parameters where they live.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+
+from jdag.cluster import Cluster
+from jdag.errors import ScenarioError
+from jdag.optim import Optimizer
+from jdag.oracle import pullback
+from jdag.programs.case import Figures, Run, difference, total
+from jdag.ref import fetch
+
+KEPT_ASIDE = 360
+CLASSES = 10
+
+FIGURES: Mapping[str, str] = {
+    "outcome": "how the training ended",
+    "test_accuracy": "right answers among 360 images kept aside",
+    "train_accuracy": "right answers in the last epoch, while it trained",
+    "final_loss": "mean cross-entropy over the last epoch, nats",
+    "gradient_difference": "max|g - g*| / max|g*|, the worst leaf of all checks",
+    "gradient_checks": "steps whose gradients were held against the oracle",
+    "steps": "steps, one context each",
+    "micro_batches": "micro-batches in flight in each step",
+    "messages": "protocol messages",
+    "payload_bytes": "bytes of arrays in them",
+    "wire_bytes": "all bytes: headers, acknowledgements and resends too",
+    "resends": "frames that were sent again",
+    "virtual_time_ns": "of the whole training",
+    "virtual_time_per_step_ns": "median over the steps",
+    "bubble": "1 - busy time / step time of the last step, by worker",
+    "live_contexts": "contexts that some worker holds afterwards",
+    "live_passes": "passes that some worker holds afterwards",
+    "digest": "the digest of the trace",
+}
+
+
+def stage(params: Mapping[str, Array], x: Array) -> Array:
+    """A hidden stage: tanh(x w + b), (rows, in) to (rows, out)."""
+    return jnp.tanh(x @ params["w"] + params["b"])
+
+
+def logits(params: Mapping[str, Array], x: Array) -> Array:
+    """The last stage without its loss: (rows, in) to (rows, 10)."""
+    return jnp.tanh(x @ params["w"] + params["b"]) @ params["out"]
+
+
+def loss(params: Mapping[str, Array], x: Array, labels: Array, rows: float) -> Any:
+    """The last stage: (its share of the mean cross-entropy, how many were right)."""
+    scores = logits(params, x)
+    each = optax.softmax_cross_entropy_with_integer_labels(scores, labels)
+    right = jnp.sum(jnp.argmax(scores, axis=-1) == labels)
+    return jnp.sum(each) / rows, right
+
+
+@dataclass(frozen=True, slots=True)
+class Images:
+    """Images as rows of 64 numbers from 0 to 1, and what they show."""
+
+    train_x: Any
+    train_y: Any
+    test_x: Any
+    test_y: Any
+
+
+def load(path: Path) -> Images:
+    """Read the digits; the 360 kept aside are drawn by a permutation that is fixed.
+
+    Raises:
+        ScenarioError: there is no such file, or it does not hold the digits.
+    """
+    try:
+        with np.load(path) as data:
+            images, labels = data["images"], data["labels"]
+    except (OSError, KeyError, ValueError) as error:
+        raise ScenarioError(
+            f"settings.data = {str(path)!r}: no digits there ({error}); it has to be "
+            "the digits.npz that is shipped in scenarios/data"
+        ) from error
+    rows = (images.reshape(len(images), -1) / 16.0).astype(np.float32)
+    order = np.argsort([pow(5, number, 1_801) for number in range(len(rows))])
+    rows, labels = rows[order], labels[order].astype(np.int32)
+    cut = len(rows) - KEPT_ASIDE
+    return Images(rows[:cut], labels[:cut], rows[cut:], labels[cut:])
+
+
+@dataclass(slots=True)
+class Digits:
+    """The training, as a scenario plays it."""
+
+    workers: Sequence[str]
+    images: Images
+    epochs: int
+    batch: int
+    micro_batches: int
+    hidden: int
+    learning_rate: float
+    checks: int
+    figures: Mapping[str, str] = field(default_factory=lambda: FIGURES)
+    _worst: float = 0.0
+    _checked: int = 0
+
+    def play(self, run: Run) -> Figures:
+        """Train with the first seed."""
+        cluster = run.simulate(run.seeds[0])
+        refs = self._put(cluster, run.seeds[0])
+        optimizer = Optimizer(optax.adam(self.learning_rate), refs)
+        steps = self.epochs * (len(self.images.train_x) // self.batch)
+        check = {steps * place // self.checks for place in range(self.checks)}
+        order = np.arange(len(self.images.train_x))
+        shuffle = jax.random.key(run.seeds[0])
+        times_ns: list[int] = []
+        sums = np.zeros(2)
+        epoch_of = steps // self.epochs
+        busy: Mapping[str, int] = {}
+        for step in range(steps):
+            if step % epoch_of == 0:
+                order = np.asarray(
+                    jax.random.permutation(
+                        jax.random.fold_in(shuffle, step), len(order)
+                    )
+                )
+                sums[:] = 0
+            place = step % epoch_of * self.batch
+            rows = order[place : place + self.batch]
+            before, start_ns = _busy(cluster), cluster.now_ns
+            truth = step in check
+            got = self._step(cluster, run, refs, optimizer, rows, truth)
+            times_ns.append(cluster.now_ns - start_ns)
+            busy = {name: ns - before[name] for name, ns in _busy(cluster).items()}
+            sums += got
+            seen = (step % epoch_of + 1) * self.batch
+            run.progress(
+                step + 1,
+                steps,
+                loss=float(sums[0]) / (step % epoch_of + 1),
+                accuracy=float(sums[1]) / seen,
+            )
+        window = (cluster.now_ns - times_ns[-1], cluster.now_ns)
+        run.keep(cluster, window)
+        figures = self._figures(cluster, times_ns, busy)
+        figures["test_accuracy"] = self._accuracy(refs)
+        figures["final_loss"] = float(sums[0]) / epoch_of
+        figures["train_accuracy"] = float(sums[1]) / (epoch_of * self.batch)
+        return figures
+
+    # ------------------------------------------------------------------ one step
+
+    def _put(self, cluster: Cluster, seed: int) -> list[Any]:
+        """Make each stage's parameters on its owner."""
+        widths = [self.images.train_x.shape[1], *[self.hidden] * len(self.owners)]
+        key = jax.random.key(seed)
+        refs = []
+        for number, owner in enumerate(self.owners):
+            last = number + 1 == len(self.owners)
+            refs.append(
+                cluster.make(
+                    owner,
+                    made_last if last else made,
+                    jax.random.fold_in(key, number),
+                    jnp.zeros((widths[number], widths[number + 1])),
+                )
+            )
+        return refs
+
+    @property
+    def owners(self) -> Sequence[str]:
+        """Who owns the stages: every worker but the first, the trainer."""
+        return self.workers[1:]
+
+    def _forward(self, ctx: Any, params: Sequence[Any], rows: Any) -> list[Any]:
+        """All micro-batches through all stages: for each (loss, how many right)."""
+        found = []
+        for part in np.array_split(rows, self.micro_batches):
+            value: Any = self.images.train_x[part]
+            for owner, own in zip(self.owners[:-1], params[:-1], strict=True):
+                value = ctx.call(owner, stage, own, value)
+            labels = self.images.train_y[part]
+            size = float(len(rows))
+            found.append(
+                ctx.call(self.owners[-1], loss, params[-1], value, labels, size)
+            )
+        return found
+
+    def _step(
+        self,
+        cluster: Cluster,
+        run: Run,
+        refs: list[Any],
+        optimizer: Optimizer,
+        rows: Any,
+        check: bool,
+    ) -> Any:
+        """One context: forward, backward from all losses, the optimizer's step."""
+        with cluster.context() as ctx:
+            found = self._forward(ctx, refs, rows)
+            ctx.backward(*[one for one, _ in found])
+            got = np.asarray(fetch(found), dtype=np.float64).sum(axis=0)
+            if check:
+                self._compare(fetch(refs), fetch(ctx.gradient(refs)), rows)
+                run.draw(ctx.graph())
+            optimizer.step(ctx)
+        return got
+
+    def _compare(self, params: Any, gradients: Any, rows: Any) -> None:
+        """Hold the gradients of one step against the oracle's."""
+
+        def roots(ctx: Any, params: Any) -> list[Any]:
+            return [one for one, _ in self._forward(ctx, params, rows)]
+
+        _, truth = pullback(roots)(params)
+        pairs = zip(jax.tree.leaves(gradients), jax.tree.leaves(truth), strict=True)
+        self._worst = max(self._worst, *[difference(got, g) for got, g in pairs])
+        self._checked += 1
+
+    # ------------------------------------------------------------------- figures
+
+    def _accuracy(self, refs: list[Any]) -> float:
+        """Right answers on the images kept aside, by the parameters as they are."""
+        *front, last = fetch(refs)
+        value = jnp.asarray(self.images.test_x)
+        for params in front:
+            value = stage(params, value)
+        answers = jnp.argmax(logits(last, value), axis=-1)
+        return float(jnp.mean(answers == self.images.test_y))
+
+    def _figures(
+        self, cluster: Cluster, times_ns: list[int], busy: Mapping[str, int]
+    ) -> Figures:
+        info = cluster.info().values()
+        last = times_ns[-1]
+        idle = {name: str(Fraction(last - ns, last)) for name, ns in busy.items()}
+        return {
+            "outcome": "finished",
+            "gradient_difference": self._worst,
+            "gradient_checks": self._checked,
+            "steps": len(times_ns),
+            "micro_batches": self.micro_batches,
+            "messages": total(cluster, "messages_sent"),
+            "payload_bytes": total(cluster, "payload_bytes_sent"),
+            "wire_bytes": total(cluster, "bytes_sent"),
+            "resends": total(cluster, "resends"),
+            "virtual_time_ns": cluster.now_ns,
+            "virtual_time_per_step_ns": int(np.median(times_ns)),
+            "bubble": idle,
+            "live_contexts": sum(int(worker["live_contexts"]) for worker in info),
+            "live_passes": sum(int(worker["live_passes"]) for worker in info),
+            "digest": cluster.trace.digest,
+        }
+
+
+def made(key: Array, like: Array) -> dict[str, Array]:
+    """The parameters of a hidden stage, by Glorot and Bengio (2010)."""
+    return {
+        "w": jax.nn.initializers.glorot_normal()(key, like.shape, like.dtype),
+        "b": jnp.zeros(like.shape[1], like.dtype),
+    }
+
+
+def made_last(key: Array, like: Array) -> dict[str, Array]:
+    """The parameters of the last stage."""
+    one, other = jax.random.split(key)
+    shape = (like.shape[1], CLASSES)
+    out = jax.nn.initializers.glorot_normal()(other, shape, like.dtype)
+    return {**made(one, like), "out": out}
+
+
+def _busy(cluster: Cluster) -> dict[str, int]:
+    return {name: int(worker["busy_ns"]) for name, worker in cluster.info().items()}
+
+
+def digits(  # noqa: PLR0913 - each is a setting of its own, by keyword.
+    workers: Sequence[str],
+    *,
+    folder: Path,
+    data: str = "data/digits.npz",
+    epochs: int = 12,
+    batch: int = 64,
+    micro_batches: int = 4,
+    hidden: int = 64,
+    learning_rate: float = 0.003,
+    checks: int = 8,
+) -> Digits:
+    """A trainer, and a stage on each other worker.
+
+    Args:
+        workers: the trainer first, then the owners of the stages.
+        folder: where the scenario is.
+        data: the file of digits, from there.
+        epochs: passes over the images to train on.
+        batch: images in a step.
+        micro_batches: parts that a step's images are cut into, all in flight at once.
+        hidden: the width of each stage.
+        learning_rate: of Adam.
+        checks: steps whose gradients are held against the oracle.
+    """
+    if len(workers) < 2:
+        raise ScenarioError(
+            f"workers = {list(workers)!r}: digits needs a trainer and at least one "
+            "owner of a stage"
+        )
+    images = load(folder / data)
+    return Digits(
+        workers, images, epochs, batch, micro_batches, hidden, learning_rate, checks
+    )
