@@ -6,8 +6,16 @@ import numpy as np
 import pytest
 
 from jdag.cluster import simulate
-from jdag.errors import ContextError, JdagError, RemoteError, ScenarioError
+from jdag.errors import (
+    ContextError,
+    JdagError,
+    RemoteError,
+    ScenarioError,
+    WorkerLost,
+)
+from jdag.functions import program
 from jdag.ref import fetch
+from jdag.sim import Crash, DeviceModel, LinkModel
 from tests.face_cases import ONES, nothing_is_left, total
 
 
@@ -248,3 +256,77 @@ def test_abstract_values_have_shapes_and_no_arrays():
             assert ctx.gradient(w)["w"].fetch() == huge
         cluster.update(lambda w: w * 2, w)
         assert cluster.info()["b"]["bytes_peak"] > 3 << 30
+
+
+def with_a_crash(at_ns):
+    """A cluster of which c crashes; a call takes 100 ns, a message 10."""
+    return simulate(
+        ["a", "b", "c"],
+        seed=0,
+        network=LinkModel(latency_ns=10),
+        devices=DeviceModel(forward_ns=100, backward_ns=100),
+        faults=[Crash("c", detect_ns=5, at_ns=at_ns)],
+    )
+
+
+def outlast(cluster, worker="a"):
+    """Let a worker compute once, so that time goes on."""
+    with cluster.context() as ctx:
+        ctx.call(worker, jnp.sin, ONES).fetch()
+
+
+def test_what_was_on_a_lost_worker_is_lost_and_the_rest_goes_on():
+    with with_a_crash(at_ns=50) as cluster:
+        w, v = cluster.put("b", ONES), cluster.put("c", ONES)
+        said = "worker 'c' is lost"
+        with pytest.raises(WorkerLost, match=said), cluster.context() as ctx:
+            ctx.backward(ctx.call("c", total, w, v))
+        nothing_is_left(cluster)
+        for use in (
+            v.fetch,
+            lambda: cluster.put("c", ONES),
+            lambda: cluster.make("c", lambda: ONES),
+            lambda: cluster.update(lambda a, b: a * b, v, ONES),
+        ):
+            with pytest.raises(WorkerLost, match="'c'"):
+                use()
+        assert "leaf 1 on c, version 0" in repr(v)
+        prog = program(lambda ctx: 1)
+        with cluster.context() as ctx:
+            for fn in (total, prog):
+                with pytest.raises(WorkerLost, match="'c'"):
+                    ctx.call("c", fn, *[ONES][: fn is total])
+            ctx.backward(ctx.call("a", total, w))
+            np.testing.assert_array_equal(ctx.gradient(w).fetch(), ONES)
+        nothing_is_left(cluster)
+        held = {name: info["values_held"] for name, info in cluster.info().items()}
+        assert held == {"a": 0, "b": 1, "c": 0}, "nor was any constant kept"
+
+
+def test_a_crash_under_a_waiting_program_is_raised_at_its_call():
+    @program
+    def works(ctx, w):
+        return ctx.call("c", total, w).fetch()
+
+    @program
+    def calls(ctx, w):
+        return ctx.call("c", works, w)
+
+    with with_a_crash(at_ns=150) as cluster:
+        w = cluster.put("b", ONES)
+        with cluster.context() as ctx, pytest.raises(WorkerLost, match="'c'"):
+            ctx.call("b", calls, w)
+        nothing_is_left(cluster)
+
+
+def test_seeds_of_a_pass_that_cannot_begin_are_dropped():
+    with with_a_crash(at_ns=150) as cluster:
+        w, v = cluster.put("b", ONES), cluster.put("c", ONES)
+        with pytest.raises(WorkerLost), cluster.context() as ctx:
+            h = ctx.call("b", jnp.add, w, v)
+            h.fetch()
+            outlast(cluster)
+            ctx.backward(h, cotangents=[ONES])
+        nothing_is_left(cluster)
+        held = {name: info["values_held"] for name, info in cluster.info().items()}
+        assert held == {"a": 0, "b": 1, "c": 0}

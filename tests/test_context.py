@@ -137,6 +137,53 @@ def test_several_contexts_are_open_at_once_and_mix_nothing(cluster):
         np.testing.assert_array_equal(two.gradient(w).fetch(), 5 * ONES)
 
 
+# ---- the graph
+
+
+def counts(ctx):
+    """For each worker how many nodes, sends, recvs and leaves it has."""
+    parts = {w: (d.nodes, d.sends, d.recvs, d.leaves) for w, d in ctx.graph().items()}
+    return {worker: tuple(map(len, part)) for worker, part in parts.items()}
+
+
+def test_an_add_elsewhere_whose_result_comes_back_has_the_peers_sends(cluster):
+    t1, t2 = cluster.put("a", ONES), cluster.put("a", ONES)
+    with cluster.context() as ctx:
+        back = ctx.move("a", ctx.call("b", jnp.add, t1, t2))
+        ctx.backward(ctx.call("a", total, back), retain_graph=True)
+        assert counts(ctx) == {"a": (2, 1, 1, 2), "b": (1, 1, 1, 0)}
+        (add,) = ctx.graph()["b"].nodes
+        (recv,) = ctx.graph()["b"].recvs
+        assert len(add.inputs) == 2 and recv.path == add.path == (1,)
+
+
+def test_three_hops_have_one_send_at_the_ends_and_two_in_the_middle(cluster):
+    @program
+    def forward(ctx, x):
+        there = {"b": "c", "c": "d", "d": None}[ctx.here]
+        x = ctx.call(ctx.here, jnp.add, x, ONES)
+        if there is not None:
+            x = ctx.call(there, forward, ctx.move(there, x))
+            x = ctx.move(ctx.here, x)
+        return x
+
+    w = cluster.put("a", ONES)
+    with cluster.context() as ctx:
+        out = ctx.move("a", ctx.call("b", forward, ctx.move("b", w)))
+        ctx.backward(ctx.call("a", total, out), retain_graph=True)
+        ends = {w: part[1:3] for w, part in counts(ctx).items()}
+        assert ends == {"a": (1, 1), "b": (2, 2), "c": (2, 2), "d": (1, 1)}
+
+
+def test_a_call_without_tracked_inputs_makes_no_node_and_no_ends(cluster):
+    n = cluster.put("b", jnp.arange(3))
+    with cluster.context() as ctx:
+        ctx.call("c", total, n, ONES).fetch()
+        made = {worker: part[:3] for worker, part in counts(ctx).items()}
+        assert all(part == (0, 0, 0) for part in made.values()), made
+        assert "c" in ctx.graph(), "it belongs to the context all the same"
+
+
 # ---- errors
 
 
