@@ -1,0 +1,149 @@
+"""Engines that follow a script, to see what the driver alone does."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from jdag.engine.vocabulary import (
+    Answer,
+    Arrived,
+    ContextId,
+    Cotangent,
+    Effect,
+    Event,
+    Forward,
+    Key,
+    Left,
+    Message,
+    Resume,
+    Send,
+)
+from jdag.sim import simulation
+from jdag.sim.simulation import Simulation
+from jdag.trace import Record
+
+CONTEXT = ContextId(0, 1, 0)
+WORKERS = ("a", "b", "c")
+
+# What an engine does: react(engine, event) -> effects, None for none.
+React = Callable[[Any, Any], Sequence[Effect] | None]
+
+
+class Scripted:
+    """An engine that follows a function, and remembers what it was told, and when."""
+
+    live_contexts = 2
+    live_passes = 1
+
+    def __init__(self, worker: str, react: React) -> None:
+        self.worker = worker
+        self.told: list[tuple[int, Event]] = []
+        self.react = react
+        self.simulation: Any = None
+
+    def handle(self, event: Event) -> list[Effect]:
+        self.told.append((self.simulation.now_ns, event))
+        return list(self.react(self, event) or ())
+
+    @property
+    def heard(self) -> list[tuple[int, str, int]]:
+        """(time, sender, tag) of each answer and cotangent that arrived."""
+        return [
+            (now_ns, event.sender, tag_of(event.message))
+            for now_ns, event in self.told
+            if isinstance(event, Arrived)
+        ]
+
+
+class Played:
+    """A simulation with scripted engines, by worker."""
+
+    def __init__(self, made: Simulation, engines: dict[str, Scripted]) -> None:
+        self.simulation = made
+        self.engines = engines
+        self.port = made.port
+
+    def ask(self) -> int:
+        """Tell home that main waits; the waiter."""
+        waiter = self.port.waiter()
+        self.port.tell(Left(waiter, CONTEXT))
+        return waiter
+
+    def run(self) -> Any:
+        """Tell home that main waits, and wait."""
+        return self.port.wait(self.ask())
+
+    def records(self, *kinds: str) -> list[Record]:
+        """The records of the trace that are of these kinds, or all."""
+        assert self.simulation.trace is not None
+        return [r for r in self.simulation.trace if not kinds or r.kind in kinds]
+
+    def kinds(self, *kinds: str) -> list[tuple[int, str, str]]:
+        """(time, kind, worker) of these records."""
+        return [(r.time_ns, r.kind, r.worker) for r in self.records(*kinds)]
+
+
+def play(
+    monkeypatch: pytest.MonkeyPatch,
+    react: React,
+    workers: Sequence[str] = WORKERS,
+    **settings: Any,
+) -> Played:
+    """A simulation of engines that all follow one script; home is the first worker."""
+    engines: dict[str, Scripted] = {}
+
+    def engine(worker: str, _: Sequence[str]) -> Scripted:
+        engines[worker] = Scripted(worker, react)
+        return engines[worker]
+
+    monkeypatch.setattr(simulation, "Engine", engine)
+    settings = {"seed": 0, "home": workers[0], "run_program": None, **settings}
+    made = Simulation(workers, **settings)
+    for each in engines.values():
+        each.simulation = made
+    return Played(made, engines)
+
+
+def answer(tag: int) -> Answer:
+    return Answer(CONTEXT, 1, tag)
+
+
+def cotangent(tag: int, count: int = 1) -> Cotangent:
+    return Cotangent(CONTEXT, 1, (tag,), (True,) * count, False)
+
+
+def tag_of(message: Message) -> int:
+    return message.owed if isinstance(message, Answer) else message.path[0]  # type: ignore[union-attr]
+
+
+def send(to: str, tag: int) -> Send:
+    return Send(to, answer(tag))
+
+
+def key(name: Any, index: int = 0) -> Key:
+    return Key("scratch", CONTEXT, name, index)
+
+
+def resume(event: Event, result: Any = None) -> Resume:
+    assert isinstance(event, Left), event
+    return Resume(event.waiter, result)
+
+
+class Work:
+    """Stands for a pair: a function with a name that is called when its job starts."""
+
+    def __init__(self, name: str, function: Callable[[], Any] = lambda: None) -> None:
+        self.name = name
+        self.function = function
+
+    def forward(self, args: list[Any]) -> tuple[tuple[Any, ...], None]:
+        self.function()
+        return (sum(args, 0.0),), None
+
+
+def job(number: int, work: Work, *inputs: Key, path: tuple[int, ...] = ()) -> Forward:
+    """A forward whose output is key("made", number)."""
+    path = path or (number,)
+    outputs = (key("made", number),)
+    return Forward(number, CONTEXT, path, work, inputs, outputs, None)

@@ -1,0 +1,228 @@
+"""Links in virtual time: what arrives when, over which faults; who gives up whom."""
+
+from typing import Any
+
+import pytest
+
+from jdag.engine.vocabulary import Arrived, Compute, Computed, Left, Lost, Resume
+from jdag.sim.carriage import link_settings
+from jdag.sim.devices import DeviceModel
+from jdag.sim.faults import Delay, Drop, Duplicate, Partition
+from jdag.sim.network import LinkModel, Network
+from jdag.wire.link import ACK_BYTES, LinkSettings
+from tests.sim_cases import Work, job, play, resume, send, tag_of
+
+LATENCY_NS = 100
+NETWORK = LinkModel(latency_ns=LATENCY_NS)
+QUICK = LinkSettings(resend_ns=1_000, resend_max=3, ack_delay_ns=50)
+
+
+def stream(count):
+    """Home sends 1, 2, ... to b, which says 0 when it has all."""
+
+    def react(engine, event):
+        if isinstance(event, Left):
+            return [send("b", tag) for tag in range(1, count + 1)]
+        if engine.worker == "b" and isinstance(event, Arrived):
+            return [send("a", 0)] if len(engine.heard) == count else None
+        return [Resume(1, None)] if isinstance(event, Arrived) else None
+
+    return react
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_over_drops_duplicates_and_delays_each_message_arrives_once_in_order(
+    monkeypatch, seed
+):
+    faults = [Drop(0.2), Duplicate(0.3, 500), Delay(0.3, 10, 900)]
+    network = LinkModel(latency_ns=100, jitter_ns=50)
+    settings: Any = {"seed": seed, "network": network, "faults": faults}
+    played = play(monkeypatch, stream(100), **settings)
+    played.run()
+    played.simulation.settle()
+    assert [tag for _, _, tag in played.engines["b"].heard] == list(range(1, 101))
+    info = played.simulation.info()
+    assert info["a"]["messages_sent"] == 100
+    assert info["a"]["resends"] > 0 and info["b"]["duplicates"] > 0
+    noted = {kind for _, kind, _ in played.kinds()}
+    assert {"drop", "delay", "duplicate", "resend", "ack"} <= noted
+    assert len(played.records("deliver")) == 101
+
+
+def test_the_seed_alone_decides_what_goes_wrong(monkeypatch):
+    digests = []
+    for seed in (3, 3, 4):
+        faults = [Drop(0.2), Duplicate(0.3, 500), Delay(0.3, 10, 900)]
+        played = play(monkeypatch, stream(50), seed=seed, faults=faults)
+        played.run()
+        assert played.simulation.trace is not None
+        digests.append(played.simulation.trace.digest)
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_without_faults_nothing_is_sent_twice_whatever_the_latency(monkeypatch):
+    for latency_ns in (0, 100, 10**7, 10**10):
+        network = LinkModel(latency_ns=latency_ns, jitter_ns=latency_ns // 3)
+        played = play(monkeypatch, stream(30), network=network)
+        played.run()
+        played.simulation.settle()
+        assert [r.kind for r in played.records("resend", "duplicate", "drop")] == []
+
+
+def test_a_large_message_holds_up_what_follows_it_and_is_named_as_the_cause(
+    monkeypatch,
+):
+    network = Network(LinkModel(latency_ns=10, bandwidth_bytes_per_s=1_000_000_000))
+
+    def react(engine, event):
+        if isinstance(event, Left):
+            return [send("b", 1), send("c", 2), send("b", 3)]
+        if engine.worker == "b" and tag_of(event.message) == 3:
+            return [send("a", 4)]
+        return [Resume(1, None)] if engine.worker == "a" else None
+
+    played = play(monkeypatch, react, network=network)
+    played.run()
+    issue, first, other, second = played.records()[:4]
+    sizes = [record.named["wire_bytes"] for record in (first, second)]
+    heard = played.engines["b"].heard
+    assert [now_ns for now_ns, _, _ in heard] == [sizes[0] + 10, sum(sizes) + 10]
+    assert (first.causes, other.causes) == ((issue.index,), (issue.index,))
+    assert second.causes == (issue.index, first.index)
+
+
+def test_a_message_that_a_gap_held_up_is_caused_by_what_filled_the_gap(monkeypatch):
+    # The first frame is lost; those behind it wait for its resend.
+    faults = [Drop(1, until_ns=1)]
+
+    def react(engine, event):
+        if isinstance(event, Left):
+            return [send("b", 1), Compute(job(1, Work("f")))]
+        if isinstance(event, Computed):
+            return [send("b", 2), send("b", 3)]
+        if engine.worker == "b" and tag_of(event.message) == 3:
+            return [send("a", 4)]
+        return [Resume(1, None)] if engine.worker == "a" else None
+
+    model = DeviceModel(forward_ns=5)
+    settings: Any = {
+        "network": NETWORK,
+        "faults": faults,
+        "link": QUICK,
+        "devices": model,
+    }
+    played = play(monkeypatch, react, **settings)
+    played.run()
+    sends = played.records("send")[:3]
+    (resend,) = played.records("resend")
+    delivers = played.records("deliver")[:3]
+    assert [r.time_ns for r in delivers] == [1_200] * 3
+    assert resend.causes == (sends[0].index,)
+    assert [r.causes for r in delivers] == [
+        (sends[number].index, resend.index) for number in range(3)
+    ]
+
+
+def test_a_message_over_a_partition_arrives_once_it_is_repaired(monkeypatch):
+    faults = [Partition((("a",), ("b", "c")), until_ns=4_000)]
+    settings: Any = {"network": NETWORK, "faults": faults, "link": QUICK}
+    played = play(monkeypatch, stream(5), **settings)
+    played.run()
+    assert [tag for _, _, tag in played.engines["b"].heard] == [1, 2, 3, 4, 5]
+    assert played.engines["b"].heard[0][0] >= 4_000
+
+
+def lost(engine):
+    """(time, peer) of each loss that an engine was told."""
+    return [(t, event.worker) for t, event in engine.told if isinstance(event, Lost)]
+
+
+def test_a_link_that_gives_up_tells_its_side_at_once_and_the_other_later(monkeypatch):
+    def react(engine, event):
+        if isinstance(event, Left):
+            return [send("b", 1), send("c", 2)]
+        return [Resume(1, None)] if event == Lost("b") else None
+
+    faults = [Partition((("a",), ("b",)), until_ns=100_000)]
+    settings: Any = {
+        "network": NETWORK,
+        "faults": faults,
+        "link": QUICK,
+        "detect_ns": 77,
+    }
+    played = play(monkeypatch, react, **settings)
+    assert not played.port.lost("b")
+    played.run()
+    assert played.port.lost("b")
+    played.simulation.settle()
+    # Waits of 1, 2, 4 and 8 times resend_ns, each and the flight of 100 ns.
+    gave_up_ns = 15_000 + 4 * LATENCY_NS
+    assert lost(played.engines["a"]) == [(gave_up_ns, "b")]
+    assert lost(played.engines["b"]) == [(gave_up_ns + 77, "a")]
+    assert lost(played.engines["c"]) == []
+    assert played.engines["c"].heard == [(LATENCY_NS, "a", 2)]
+    assert len(played.records("resend")) == QUICK.resend_max
+    assert played.records("lost")[0].causes == (played.records("resend")[-1].index,)
+
+
+def test_frames_of_a_lost_worker_are_ignored_and_what_is_sent_to_it_vanishes(
+    monkeypatch,
+):
+    # Only what a sends to b is lost; b sends on until it is told.
+    def react(engine, event):
+        match engine.worker, event:
+            case "a", Left():
+                return [send("b", 1), send("c", 0)]
+            case "c", Arrived():
+                return [send("b", 5)] if len(engine.heard) < 2 else None
+            case "b", Arrived():
+                return [send("a", 9), send("c", 9)]
+            case "a", Lost():
+                return [send("b", 2), Resume(1, None)]
+
+    faults = [
+        Drop(1, source="a", destination="b"),
+        Delay(1, 18_000, 18_000, source="b", destination="a"),
+    ]
+    settings: Any = {
+        "network": NETWORK,
+        "faults": faults,
+        "link": QUICK,
+        "detect_ns": 10**6,
+    }
+    played = play(monkeypatch, react, **settings)
+    played.run()
+    assert played.engines["a"].heard == []
+    played.simulation.settle()
+    assert played.engines["a"].heard == []
+    drops = [r.detail for r in played.records("drop") if r.worker == "a"]
+    assert drops == [("b", "drop")] * 4 + [("b", "lost")]
+
+
+def test_acknowledgements_ride_on_answers_and_cost_their_own_bytes_alone(monkeypatch):
+    def react(engine, event):
+        if isinstance(event, Left):
+            return [send("b", 1), resume(event)]
+        return [send("a", 2)] if engine.worker == "b" else None
+
+    played = play(monkeypatch, react, network=NETWORK)
+    played.run()
+    played.simulation.settle()
+    (ack,) = played.records("ack")
+    assert ack.worker == "a" and ack.named["wire_bytes"] == ACK_BYTES
+    assert ack.causes == (played.records("send")[1].index,)
+
+
+def test_waits_suit_the_latencies_of_a_pair():
+    there, back = LinkModel(latency_ns=10**6), LinkModel(latency_ns=10**9, jitter_ns=7)
+    settings = link_settings(there, back)
+    assert settings.resend_ns > settings.ack_delay_ns + 10**6 + 10**9 + 7
+    assert settings == link_settings(back, there)
+
+
+def test_a_network_may_be_one_model_or_a_model_a_direction(monkeypatch):
+    slow = LinkModel(latency_ns=70)
+    network = Network(NETWORK, {("a", "b"): slow})
+    played = play(monkeypatch, stream(1), network=network)
+    played.run()
+    assert played.simulation.now_ns == 70 + LATENCY_NS
