@@ -324,10 +324,12 @@ class Ends:
         others = [
             name for name in told if name != state.worker and name not in state.lost
         ]
-        live = tuple(
+        live = tuple(  # One whose release was said before this one is not.
             other.counter
             for other, kept in state.contexts.items()
-            if kept.ownership is not None and other != fragment.context
+            if kept.ownership is not None
+            and kept.release is None
+            and other != fragment.context
         )
         message = Release(fragment.context, live, abort)
         own.awaited = dict.fromkeys((*others, state.worker))
