@@ -29,8 +29,8 @@ from jdag.errors import JdagError, ScenarioError
 from jdag.expect import Judged
 from jdag.playing import Answer, play
 from jdag.report import read_drawings, render
-from jdag.shown import shown
 from jdag.scenario import Scenario, load
+from jdag.shown import shown
 from jdag.trace import read_trace
 
 RESULT = "result.json"
@@ -99,7 +99,8 @@ def run(
         typer.echo(json.dumps(result))
     else:
         _print(console, result)
-        console.print(f"report: {folder / 'index.html'}", highlight=False, soft_wrap=True)
+        page = folder / "index.html"
+        console.print(f"report: {page}", highlight=False, soft_wrap=True)
     raise typer.Exit(_code(answer))
 
 
@@ -107,9 +108,7 @@ def _refuse_options(driver: str, device: str, seed: int | None) -> None:
     if driver != "sim":
         raise ScenarioError(f"--driver = {driver!r}: there is only sim so far")
     if device != "cpu":
-        raise ScenarioError(
-            f"--device = {device!r}: virtual time computes on cpu, and only there so far"
-        )
+        raise ScenarioError(f"--device = {device!r}: there is only cpu so far")
     if seed is not None and seed < 0:
         raise ScenarioError(f"--seed = {seed}: it has to be 0 or more")
 
@@ -124,8 +123,8 @@ def _refuse_folder(folder: Path) -> None:
             pass
     except OSError as error:
         raise ScenarioError(
-            f"--out = {str(folder)!r}: {error.strerror}; it has to be a folder that can "
-            "be written"
+            f"--out = {str(folder)!r}: {error.strerror}; it has to be a folder that "
+            "can be written"
         ) from error
 
 
@@ -193,8 +192,8 @@ def _report(folder: Path, result: dict[str, Any], answer: Answer) -> None:
         made.rename(folder)
     except OSError as error:
         raise ScenarioError(
-            f"--out = {str(folder)!r}: {error.strerror or error}; it has to be a folder "
-            "that can be written"
+            f"--out = {str(folder)!r}: {error.strerror or error}; it has to be a "
+            "folder that can be written"
         ) from error
     finally:
         shutil.rmtree(made, ignore_errors=True)

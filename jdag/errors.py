@@ -2,7 +2,7 @@
 
 
 class JdagError(Exception):
-    """Every error that jdag raises on purpose; its text says what would have been right."""
+    """An error that jdag raises on purpose; it says what would have been right."""
 
 
 class GraphError(JdagError):
@@ -29,7 +29,7 @@ class UnusedSendError(JdagError):
 
 
 class RemoteError(JdagError):
-    """A function failed on a worker: which function, which worker, called from where."""
+    """A function failed on a worker: which one, on which, called from where."""
 
 
 class WorkerLost(JdagError):

@@ -21,8 +21,10 @@ def shown(name: str, value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if name.startswith("bubble"):
-        return f"{float(Fraction(value)):.1%} ({value})" if len(value) < 16 else (
-            f"{float(Fraction(value)):.1%}"
+        return (
+            f"{float(Fraction(value)):.1%} ({value})"
+            if len(value) < 16
+            else (f"{float(Fraction(value)):.1%}")
         )
     return str(value)
 

@@ -25,7 +25,7 @@ COLUMNS_MAX = 88
 # nothing beside it in its own row (so that sim and rpc never meet).
 LAYERS = (
     ("errors",),
-    ("trace",),
+    ("trace", "expect", "shown"),
     ("functions",),
     ("engine",),
     ("compute", "wire"),
@@ -42,6 +42,7 @@ LAYERS = (
     ("programs",),
     ("report",),
     ("scenario",),
+    ("playing",),
     ("cli",),
     ("__init__",),
 )
