@@ -39,11 +39,16 @@ class ById:
 
 
 def name_of(fn: Callable[..., Any]) -> str:
-    """Name a function as `module:qualname`; a partial says so, an object its class."""
+    """Name a function as `module:qualname`; a partial says so, an object its class.
+
+    An object that has a name of its own, such as `jnp.add`, goes by that.
+    """
     if isinstance(fn, functools.partial):
         return f"partial({name_of(fn.func)})"
-    named = fn if hasattr(fn, "__qualname__") else type(fn)
-    return f"{named.__module__}:{named.__qualname__}"
+    name = getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None)
+    if name is None:
+        return f"{type(fn).__module__}:{type(fn).__qualname__}"
+    return f"{fn.__module__}:{name}"
 
 
 def key_of(fn: Callable[..., Any]) -> Hashable:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
 from jdag.errors import JdagError
@@ -77,6 +78,7 @@ def test_a_name_is_module_and_qualname_of_what_runs() -> None:
     assert name_of(scaler) == f"{module}:Scaler"
     assert name_of(functools.partial(plain, 1)) == f"partial({module}:plain)"
     assert name_of(len) == "builtins:len"
+    assert name_of(jnp.add) == "jax.numpy:add"
 
 
 @pytest.mark.parametrize("make", MAKERS)
