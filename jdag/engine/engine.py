@@ -8,6 +8,7 @@ from jdag.engine.drawing import Drawing, draw
 from jdag.engine.ends import Ends
 from jdag.engine.forward import Forwarding
 from jdag.engine.leaves import Leaves
+from jdag.engine.passes import Passes
 from jdag.engine.reads import Reads
 from jdag.engine.state import State
 from jdag.engine.vocabulary import (
@@ -68,16 +69,17 @@ class Engine:
         self._backward = Backward(state, self._owner_passive, self._owner_failed)
         self._forwarding = Forwarding(state, self._leaves, self._backward.woken)
         self._reads = Reads(state, self._leaves)
+        self._passes = Passes(state, self._forwarding, self._backward)
         self._ends = Ends(
-            state, self._leaves, self._forwarding, self._backward, self._reads
+            state, self._leaves, self._forwarding, self._passes, self._reads
         )
         state.on_quiet = self._ends.quiet
 
     def _owner_passive(self, fragment: object, live: object) -> None:
-        self._ends.owner_passive(fragment, live)  # type: ignore[arg-type]
+        self._passes.owner_passive(fragment, live)  # type: ignore[arg-type]
 
     def _owner_failed(self, fragment: object, failure: object) -> None:
-        self._ends.owner_failed(fragment, failure)  # type: ignore[arg-type]
+        self._passes.owner_failed(fragment, failure)  # type: ignore[arg-type]
 
     @property
     def live_contexts(self) -> int:
@@ -134,7 +136,7 @@ class Engine:
             case Opened():
                 self._ends.opened(event)
             case Differentiated():
-                self._ends.differentiated(event)
+                self._passes.differentiated(event)
             case Left():
                 self._ends.left(event)
             case Assigned():
@@ -176,9 +178,9 @@ class Engine:
             case Go():
                 self._backward.go(sender, message)
             case End():
-                self._ends.end(sender, message)
+                self._passes.end(sender, message)
             case Ended():
-                self._ends.ended(sender, message)
+                self._passes.ended(sender, message)
             case Release():
                 self._ends.release(sender, message)
             case Released():

@@ -1,0 +1,283 @@
+"""Passes: the owner's half of one, and how it ends on every worker.
+
+Told by programs: Differentiated; by others: End, Ended; by the tree: that the owner is
+passive, or that a failure reached it. Asks for Start, Go, End, Ended, Resume and Drop.
+
+Invariants - A pass begins when the top activation has no unacknowledged call; with
+roots on several workers all are announced before any begins. - Every pass ends with one
+End to every worker that took part, and is over when all have answered: then no job of
+it runs anywhere. Gradients are committed by End(finished) and by nothing else.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from jdag.engine.backward import Backward
+from jdag.engine.forward import Forwarding
+from jdag.engine.graph import Fragment, Node, Value
+from jdag.engine.phases import Ownership, Phase
+from jdag.engine.state import State
+from jdag.engine.tree import Pass
+from jdag.engine.vocabulary import (
+    Differentiated,
+    End,
+    Ended,
+    Failure,
+    Go,
+    Key,
+    LeafId,
+    Outcome,
+    Owed,
+    PassResult,
+    Resume,
+    Root,
+    Start,
+    Worker,
+)
+from jdag.engine.vocabulary import Lost as LostEvent
+
+
+class Passes:
+    """The owner's passes, and the end of a pass on any worker."""
+
+    def __init__(
+        self, state: State, forwarding: Forwarding, backward: Backward
+    ) -> None:
+        self._state = state
+        self._forwarding = forwarding
+        self._backward = backward
+
+    # -------------------------------------------------------------- the owner's pass
+
+    def owned(self, context: Any) -> tuple[Fragment, Ownership]:
+        """A context that this engine owns."""
+        fragment, _ = self._forwarding.activation(context, (0,))
+        assert fragment.ownership is not None, context
+        return fragment, fragment.ownership
+
+    def differentiated(self, event: Differentiated) -> None:
+        """The top activation asks for a pass."""
+        fragment, own = self.owned(event.context)
+        own.advance(event.context, Differentiated)
+        own.passes += 1
+        own.waiter = event.waiter
+        own.roots = event.roots
+        own.retain = event.retain
+        own.owed, own.leaves = [], {}
+        top = fragment.activations[()]
+        if not event.retain:
+            self._forwarding.move_leaves_again(top)
+        self._forwarding.when_acknowledged(top, partial(self._begin, fragment, own))
+
+    def never_began(self, fragment: Fragment, own: Ownership) -> None:
+        """A pass that ends while it gathers has its cotangents here, unused."""
+        if own.phase is Phase.GATHERING:
+            roots = [root for _, root in own.roots]
+            self._state.drop(_seeds(fragment, own.passes, roots))
+
+    def _begin(self, fragment: Fragment, own: Ownership) -> None:
+        """All calls have arrived: announce the roots, or start where they all are."""
+        if own.phase is not Phase.GATHERING:
+            return  # A worker was lost meanwhile.
+        state = self._state
+        live = fragment.live = Pass(own.passes, own.retain, is_owner=True)
+        by_worker: dict[Worker, list[Root]] = {}
+        for worker, root in own.roots:
+            by_worker.setdefault(worker, []).append(root)
+        alone = len(by_worker) == 1
+        own.advance(fragment.context, Go if alone else Start)
+        for worker, roots in by_worker.items():
+            if worker == state.worker:
+                live.roots = tuple(roots)
+                continue
+            live.unanswered += 1
+            seeds = _seeds(fragment, own.passes, roots)
+            start = Start(fragment.context, own.passes, tuple(roots), own.retain, alone)
+            state.send(worker, start, seeds)
+            state.drop(seeds)
+        if live.roots and self._backward.sight(fragment, live) and alone:
+            self._backward.seed(fragment, live)
+        self._backward.settle(fragment, live)
+
+    def owner_passive(self, fragment: Fragment, live: Pass) -> None:
+        """Nobody is engaged any more: wave one is over, or the pass is."""
+        own = fragment.ownership
+        assert own is not None, fragment.context
+        if own.phase is Phase.RUNNING:
+            stuck = live.unreported > 0
+            self.finish(
+                fragment, own, Outcome.STUCK if stuck else Outcome.FINISHED, None
+            )
+            return
+        own.advance(fragment.context, Go)
+        for worker in dict.fromkeys(worker for worker, _ in own.roots):
+            if worker != self._state.worker:
+                live.unanswered += 1
+                self._state.send(worker, Go(fragment.context, live.number, own.retain))
+        self._backward.seed(fragment, live)
+        self._backward.settle(fragment, live)
+
+    def owner_failed(self, fragment: Fragment, failure: Failure) -> None:
+        """A failure reached the root of the tree."""
+        assert fragment.ownership is not None, fragment.context
+        self.finish(fragment, fragment.ownership, Outcome.FAILED, failure)
+
+    def finish(
+        self,
+        fragment: Fragment,
+        own: Ownership,
+        outcome: Outcome,
+        failure: Failure | None,
+    ) -> None:
+        """Tell everybody how the pass ended."""
+        self.never_began(fragment, own)
+        own.advance(fragment.context, End)
+        own.outcome, own.failure = outcome, failure
+        message = End(fragment.context, own.passes, outcome, own.retain)
+        others = [
+            worker
+            for worker in fragment.activations[()].workers
+            if worker != self._state.worker and worker not in self._state.lost
+        ]
+        own.awaited = dict.fromkeys(others)
+        for worker in others:
+            self._state.send(worker, message)
+        own.awaited[self._state.worker] = None
+        reply = self._close_pass(fragment, message)
+        then = partial(self.ended, self._state.worker, reply)
+        self._after_pass(fragment, message, then)
+
+    def ended(self, sender: Worker, message: Ended) -> None:
+        """A participant knows that the pass is over."""
+        fragment = self._state.contexts.get(message.context)
+        own = None if fragment is None else fragment.ownership
+        if fragment is None or own is None or own.phase is not Phase.ENDING:
+            return
+        if sender in own.awaited and message.number == own.passes:
+            del own.awaited[sender]
+            self._note_end(own, message)
+            if not own.awaited:
+                self.conclude(fragment, own)
+
+    def _note_end(self, own: Ownership, message: Ended) -> None:
+        own.owed.extend(message.owed)
+        for leaf in message.leaves:
+            own.leaves[leaf] = None
+
+    def conclude(self, fragment: Fragment, own: Ownership) -> None:
+        """Everybody knows: tell the program."""
+        own.advance(fragment.context, Ended if own.lost is None else LostEvent)
+        if own.lost is not None:
+            own.outcome, own.failure = Outcome.FAILED, own.lost
+        result = PassResult(
+            own.passes,
+            own.outcome,
+            own.failure,
+            tuple(sorted(own.owed)) if own.outcome is Outcome.STUCK else (),
+            tuple(sorted(own.leaves)),
+        )
+        self._state.out.append(Resume(own.waiter, result))
+
+    # ------------------------------------------------------------- the end of a pass
+
+    def end(self, sender: Worker, message: End) -> None:
+        """The pass is over, says the context's owner."""
+        fragment = self._state.contexts.get(message.context)
+        if fragment is None:
+            reply = Ended(message.context, message.number, (), ())
+            self._state.send(sender, reply)
+        else:
+            reply = self._close_pass(fragment, message)
+            then = partial(self._state.send, sender, reply)
+            self._after_pass(fragment, message, then)
+
+    def _after_pass(
+        self, fragment: Fragment, message: End, then: Callable[[], None]
+    ) -> None:
+        """Run `then` when no job of the pass runs here: a failed one may have some."""
+        jobs = [
+            number
+            for number, (_, part, _, job) in self._state.jobs.items()
+            if part is fragment and job.phase == message.number
+        ]
+        self._state.when_computed(jobs, then)
+
+    def _close_pass(self, fragment: Fragment, message: End) -> Ended:
+        """Commit or forget what the pass did here; leave only gradients of it."""
+        fragment.ended = message.number
+        live: Pass | None = fragment.live
+        owed: tuple[Owed, ...] = ()
+        leaves: tuple[LeafId, ...] = ()
+        if live is not None:
+            fragment.live = None
+            owed = tuple(
+                Owed(
+                    send.path,
+                    self._state.worker,
+                    send.destination,
+                    send.function,
+                    send.call_site,
+                )
+                for send in live.owed.values()
+            )
+            if message.outcome is Outcome.FINISHED:
+                leaves = tuple(live.staged)
+                self._commit(fragment, live)
+            self._clear(fragment, live, message.outcome)
+        if message.outcome is not Outcome.FINISHED and not message.retain:
+            self._spend(fragment)
+        return Ended(message.context, message.number, owed, leaves)
+
+    def _commit(self, fragment: Fragment, live: Pass) -> None:
+        for leaf, staged in live.staged.items():
+            end = fragment.leaves[leaf]
+            if staged is not None:
+                end.gradient = staged
+            assert end.gradient is not None, leaf
+            value = Value(Key("gradient", fragment.context, leaf, live.number), None, 0)
+            value.stored = end.gradient
+            value.settled = True
+            fragment.values[value.key] = value
+
+    def _clear(self, fragment: Fragment, live: Pass, outcome: Outcome) -> None:
+        """Drop what was on its way in a pass."""
+        left = [
+            key
+            for due in live.dues.values()
+            for slot in due.addends
+            for _, _, key in slot
+        ]
+        if outcome is not Outcome.FINISHED:
+            left.extend(key for key in live.staged.values() if key is not None)
+            left.extend(_seeds(fragment, live.number, live.roots))
+        self._state.drop(left)
+        for vertex in live.dues:
+            if isinstance(vertex, Node):
+                vertex.waited = False
+
+    def _spend(self, fragment: Fragment) -> None:
+        """Nothing recorded so far can be used again."""
+        residuals = []
+        for vertex in fragment.vertices():
+            vertex.spent = True
+            if isinstance(vertex, Node) and vertex.residuals is not None:
+                residuals.append(vertex.residuals)
+                vertex.residuals = None
+        self._state.drop(residuals)
+
+    def abandon(self, fragment: Fragment) -> None:
+        """End a pass here without a word: an abort says it all."""
+        if fragment.live is not None:
+            number = fragment.live.number
+            end = End(fragment.context, number, Outcome.FAILED, retain=True)
+            self._close_pass(fragment, end)
+
+
+def _seeds(fragment: Fragment, number: int, roots: Sequence[Root]) -> tuple[Key, ...]:
+    """Where the given cotangents of these roots are."""
+    return tuple(
+        Key("seed", fragment.context, number, root.number)
+        for root in roots
+        if root.given
+    )
