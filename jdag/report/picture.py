@@ -1,0 +1,175 @@
+"""The graph of a context as a picture: fragments side by side, transfers across.
+
+A call's vertices share a height: first its sends, then its recvs, then its node. Leaves
+stand on the left of their column, where they are first used.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, Rectangle
+
+from jdag.report.graph import Edge, Graph, Vertex
+
+COLUMNS_MAX = 8
+HEIGHTS_MAX = 72
+
+_COLUMN_INCHES = 2.7
+_HEIGHT_INCHES = 0.31
+_BOX = (0.62, 0.70)  # Width in columns, height in heights.
+_MIDDLE = 0.10  # Of the boxes, right of the middle of the column: leaves stand left.
+_LEAF_AT = -0.37
+_ORDER = {"send": 0, "recv": 1, "node": 2}
+_FILL = {"leaf": "#f3e3b8", "node": "#dbe6f4", "send": "#e6dcee", "recv": "#d9ecec"}
+_EDGE = {"leaf": "#b8912f", "node": "#3d6fb4", "send": "#7d5a91", "recv": "#3f8590"}
+_COLUMN, _INSIDE, _ACROSS, _FROM_LEAF = "#f6f7f8", "#55606b", "#7d5a91", "#cdb673"
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where the vertices that are drawn stand, and how high it all is."""
+
+    workers: tuple[str, ...]
+    places: Mapping[str, tuple[float, float]]
+    height: int
+    is_whole: bool
+
+
+def draw_graph(path: Path, graph: Graph, title: str) -> None:
+    """Write the picture, a PNG; of a large graph its beginning, and says so.
+
+    Args:
+        path: the file to write.
+        graph: the graph of a context.
+        title: what it is.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    layout = _laid_out(graph)
+    columns = len(layout.workers)
+    size = (
+        max(6.0, _COLUMN_INCHES * columns + 0.4),
+        _HEIGHT_INCHES * (layout.height + 1.4) + 0.7,
+    )
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.set_xlim(-0.5, columns - 0.5)
+    axes.set_ylim(layout.height - 0.3, -1.6)
+    axes.axis("off")
+    for place, worker in enumerate(layout.workers):
+        axes.add_patch(
+            Rectangle((place - 0.47, -1.5), 0.94, layout.height + 1.15, color=_COLUMN)
+        )
+        axes.text(place, -1.0, worker, ha="center", va="center", weight="bold")
+    vertices = {vertex.id: vertex for vertex in graph.vertices}
+    for edge in graph.edges:
+        if edge.source in layout.places and edge.target in layout.places:
+            _draw_edge(axes, edge, vertices, layout)
+    for id, place in layout.places.items():
+        _draw_vertex(axes, vertices[id], place)
+    said = title if layout.is_whole else f"{title} (its beginning)"
+    axes.set_title(said, loc="left", fontsize=11)
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+
+
+def _laid_out(graph: Graph) -> _Layout:
+    present = [vertex.worker for vertex in graph.vertices]
+    workers = tuple(w for w in graph.workers if w in present)[:COLUMNS_MAX]
+    shown = [vertex for vertex in graph.vertices if vertex.worker in workers]
+    slots = sorted({(v.path, _ORDER[v.kind]) for v in shown if v.kind != "leaf"})
+    height_of = {slot: place for place, slot in enumerate(slots[:HEIGHTS_MAX])}
+    places: dict[str, tuple[float, float]] = {}
+    for vertex in shown:
+        slot = (vertex.path, _ORDER.get(vertex.kind, -1))
+        if slot in height_of:
+            column = workers.index(vertex.worker)
+            places[vertex.id] = (column + _MIDDLE, float(height_of[slot]))
+    _spread(places, shown)
+    places.update(_leaf_places(graph, shown, places, workers))
+    is_whole = len(places) == len(graph.vertices)
+    return _Layout(workers, places, max(1, len(height_of)), is_whole)
+
+
+def _spread(places: dict[str, tuple[float, float]], shown: list[Vertex]) -> None:
+    """Let recvs of one call from several workers share their height."""
+    alike: dict[tuple[float, float], list[str]] = {}
+    for vertex in shown:
+        if vertex.id in places:
+            alike.setdefault(places[vertex.id], []).append(vertex.id)
+    for (x, y), ids in alike.items():
+        for number, id in enumerate(ids):
+            shift = (number - (len(ids) - 1) / 2) * _BOX[0] / len(ids)
+            places[id] = (x + shift, y)
+
+
+def _leaf_places(
+    graph: Graph,
+    shown: list[Vertex],
+    places: Mapping[str, tuple[float, float]],
+    workers: tuple[str, ...],
+) -> dict[str, tuple[float, float]]:
+    """Each leaf beside what first uses it, the next free height below."""
+    taken: set[tuple[float, float]] = set()
+    found: dict[str, tuple[float, float]] = {}
+    for leaf in shown:
+        if leaf.kind != "leaf":
+            continue
+        uses = [places[e.target][1] for e in graph.edges
+                if e.source == leaf.id and e.target in places]  # fmt: skip
+        if not uses:
+            continue
+        x, y = workers.index(leaf.worker) + _LEAF_AT, min(uses)
+        while (x, y) in taken:  # Bounded: by the leaves of this column.
+            y -= 0.8
+        taken.add((x, y))
+        found[leaf.id] = (x, y)
+    return found
+
+
+def _draw_vertex(axes: Axes, vertex: Vertex, place: tuple[float, float]) -> None:
+    x, y = place
+    width, height = (0.19, 0.62) if vertex.kind == "leaf" else _BOX
+    axes.add_patch(
+        Rectangle(
+            (x - width / 2, y - height / 2), width, height, zorder=3,
+            facecolor=_FILL[vertex.kind], edgecolor=_EDGE[vertex.kind], linewidth=0.8,
+        )
+    )  # fmt: skip
+    limit = 8 if vertex.kind == "leaf" else 28
+    label = vertex.label if len(vertex.label) <= limit else vertex.label[:limit] + "…"
+    axes.text(x, y, label, ha="center", va="center", fontsize=7.5, zorder=4)
+
+
+def _draw_edge(
+    axes: Axes, edge: Edge, vertices: Mapping[str, Vertex], layout: _Layout
+) -> None:
+    source, target = vertices[edge.source], vertices[edge.target]
+    (x, y), (to_x, to_y) = layout.places[edge.source], layout.places[edge.target]
+    half_width, half_height = _BOX[0] / 2, _BOX[1] / 2
+    if source.kind == "leaf":
+        color, style, bend = _FROM_LEAF, "-", 0.0
+        ends = ((x + 0.095, y), (to_x - half_width, to_y))
+    elif source.worker != target.worker:
+        color, style, bend = _ACROSS, "--", 0.0
+        side = 1 if to_x > x else -1
+        ends = ((x + side * half_width, y), (to_x - side * half_width, to_y))
+    elif to_y - y < 1.5:
+        color, style, bend = _INSIDE, "-", 0.0
+        ends = ((x, y + half_height), (to_x, to_y - half_height))
+    else:
+        # Around the boxes between, on the right of the column.
+        color, style, bend = _INSIDE, "-", -0.25
+        ends = ((x + half_width, y), (to_x + half_width, to_y))
+    axes.add_patch(
+        FancyArrowPatch(
+            *ends, arrowstyle="-|>", mutation_scale=7, linewidth=0.9, color=color,
+            linestyle=style, connectionstyle=f"arc3,rad={bend}", shrinkA=0, shrinkB=0,
+            zorder=2,
+        )
+    )  # fmt: skip

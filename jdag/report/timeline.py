@@ -1,0 +1,233 @@
+"""The timeline of a run as a picture: a row a worker, what it did and what it sent.
+
+The upper part of a row is the worker's device (forward, backward, sums, idle), the
+lower, thinner one holds the arrays that it has on their way to others.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from jdag.report.spans import Job, Spans, Transfer
+
+ROWS_MAX = 24
+_WIDTH_INCHES = 12.0
+_ROW_INCHES = 0.58
+_FRAME_INCHES = 1.75  # Title, axis and legend.
+_LABEL_SHARE = 0.022  # A bar that is wider than this share of the axis has a label.
+
+_IDLE = "#eef0f2"
+_KINDS = {
+    "forward": ("#3d6fb4", "forward"),
+    "vjp": ("#dd7c1f", "backward"),
+    "sum": ("#6b9e5b", "sums, zeros and ones"),
+}
+_KIND_OF = {"forward": "forward", "vjp": "vjp", "sum": "sum", "fill": "sum"}
+_PRIMALS, _COTANGENTS = "#7fb7c9", "#a884b8"
+_MARK = "#b8232f"
+_MARKS = (("drop", "x", "a frame was dropped"), ("crash", "X", "it crashed"))
+_UNITS = ((1_000_000_000, "s"), (1_000_000, "ms"), (1_000, "µs"), (1, "ns"))
+
+# The device's bar and the strip of transfers, in units of a row, from its middle.
+_DEVICE = (-0.38, 0.56)
+_STRIP = (0.25, 0.13)
+
+
+def draw_timeline(
+    path: Path,
+    spans: Spans,
+    workers: Sequence[str],
+    window_ns: tuple[int, int],
+    title: str,
+) -> None:
+    """Write the picture, a PNG, of what happened in a window of time.
+
+    Args:
+        path: the file to write.
+        spans: what took time in the run.
+        workers: all workers, in their order; of many, some are drawn.
+        window_ns: from when to when.
+        title: what it is.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    rows = _some(workers)
+    inside = spans.within(window_ns)
+    size = (_WIDTH_INCHES, _FRAME_INCHES + _ROW_INCHES * len(rows))
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    length_ns = window_ns[1] - window_ns[0]
+    unit_ns, unit = _unit(length_ns)
+    span = length_ns / unit_ns
+    for place, worker in enumerate(rows):
+        axes.barh(place, span, height=0.86, color=_IDLE, zorder=0)
+        jobs = [job for job in inside.jobs if job.worker == worker]
+        _draw_jobs(axes, place, jobs, window_ns, unit_ns)
+        sent = [one for one in inside.transfers if one.worker == worker]
+        _draw_transfers(axes, place, sent, window_ns, unit_ns)
+        _write_busy(axes, place, jobs, window_ns, span)
+    _draw_marks(axes, rows, inside, window_ns, unit_ns)
+    _frame(axes, rows, span, f"virtual time since its beginning, {unit}")
+    some = "" if len(rows) == len(workers) else f"; {len(rows)} of {len(workers)} rows"
+    axes.set_title(f"{title}{some}", loc="left", fontsize=11, pad=10)
+    _legend(figure, inside)
+    if length_ns == 0:
+        axes.text(0.5, 0.5, "nothing took any time", ha="center", va="center",
+                  transform=axes.transAxes, color="#555555")  # fmt: skip
+    # No date and no version in the file: the same run gives the same bytes.
+    figure.savefig(path, dpi=130, metadata={"Software": None})
+
+
+def _some(workers: Sequence[str]) -> list[str]:
+    """All workers, or as many as can be told apart, evenly spread."""
+    if len(workers) <= ROWS_MAX:
+        return list(workers)
+    last = len(workers) - 1
+    return [workers[place * last // (ROWS_MAX - 1)] for place in range(ROWS_MAX)]
+
+
+def _unit(length_ns: int) -> tuple[int, str]:
+    """The largest unit of which the length is at least two."""
+    for size_ns, name in _UNITS:
+        if length_ns >= 2 * size_ns:
+            return size_ns, name
+    return _UNITS[-1]
+
+
+def _draw_jobs(
+    axes: Axes,
+    place: int,
+    jobs: Sequence[Job],
+    window_ns: tuple[int, int],
+    unit_ns: int,
+) -> None:
+    first_ns, last_ns = window_ns
+    for kind, (color, _) in _KINDS.items():
+        mine = [job for job in jobs if _KIND_OF[job.kind] == kind]
+        bars = [_bar(job, window_ns, unit_ns) for job in mine]
+        axes.broken_barh(
+            bars, (place + _DEVICE[0], _DEVICE[1]), facecolors=color,
+            edgecolors="white", linewidth=0.5, zorder=2,
+        )  # fmt: skip
+        for job, (start, width) in zip(mine, bars, strict=True):
+            if width * unit_ns < _LABEL_SHARE * (last_ns - first_ns):
+                continue
+            axes.text(
+                start + width / 2, place + _DEVICE[0] + _DEVICE[1] / 2,
+                ".".join(map(str, job.path)), ha="center", va="center", fontsize=7,
+                color="white", zorder=3, clip_on=True,
+            )  # fmt: skip
+
+
+def _draw_transfers(
+    axes: Axes,
+    place: int,
+    sent: Sequence[Transfer],
+    window_ns: tuple[int, int],
+    unit_ns: int,
+) -> None:
+    for color, bars in (
+        (_PRIMALS, [_bar(t, window_ns, unit_ns) for t in sent if _is_primal(t)]),
+        (_COTANGENTS, [_bar(t, window_ns, unit_ns) for t in sent if _is_cotangent(t)]),
+    ):
+        axes.broken_barh(
+            bars, (place + _STRIP[0], _STRIP[1]), facecolors=color, alpha=0.75, zorder=2
+        )
+
+
+def _is_cotangent(transfer: Transfer) -> bool:
+    return transfer.payload_bytes > 0 and transfer.message == "Cotangent"
+
+
+def _is_primal(transfer: Transfer) -> bool:
+    return transfer.payload_bytes > 0 and transfer.message != "Cotangent"
+
+
+def _bar(
+    span: Job | Transfer, window_ns: tuple[int, int], unit_ns: int
+) -> tuple[float, float]:
+    """Start and width, cut at the window."""
+    start_ns = max(span.start_ns, window_ns[0])
+    end_ns = min(span.end_ns, window_ns[1])
+    return (start_ns - window_ns[0]) / unit_ns, (end_ns - start_ns) / unit_ns
+
+
+def _write_busy(
+    axes: Axes,
+    place: int,
+    jobs: Sequence[Job],
+    window_ns: tuple[int, int],
+    span: float,
+) -> None:
+    length_ns = window_ns[1] - window_ns[0]
+    if not length_ns:
+        return
+    busy_ns = sum(
+        min(job.end_ns, window_ns[1]) - max(job.start_ns, window_ns[0]) for job in jobs
+    )
+    axes.text(
+        span * 1.008, place, f"{100 * busy_ns / length_ns:.0f} % busy", va="center",
+        fontsize=8, color="#555555",
+    )  # fmt: skip
+
+
+def _draw_marks(
+    axes: Axes,
+    rows: Sequence[str],
+    spans: Spans,
+    window_ns: tuple[int, int],
+    unit_ns: int,
+) -> None:
+    for kind, symbol, _ in _MARKS:
+        marks = [m for m in spans.marks if m.kind == kind and m.worker in rows]
+        if marks:
+            axes.scatter(
+                [(mark.at_ns - window_ns[0]) / unit_ns for mark in marks],
+                [rows.index(mark.worker) + _STRIP[0] + 0.06 for mark in marks],
+                marker=symbol, s=16 if kind == "drop" else 80, color=_MARK, zorder=4,
+                linewidths=1.0, clip_on=False,
+            )  # fmt: skip
+
+
+def _frame(axes: Axes, rows: Sequence[str], span: float, label: str) -> None:
+    axes.set_xlim(0, span or 1)
+    axes.set_ylim(len(rows) - 0.45, -0.55)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set_xlabel(label)
+    axes.tick_params(length=0, axis="y")
+    axes.tick_params(color="#999999", axis="x")
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color("#999999")
+    axes.grid(axis="x", color="white", linewidth=0.8, zorder=1)
+    axes.set_axisbelow(False)
+
+
+def _legend(figure: Figure, spans: Spans) -> None:
+    kinds = [_KIND_OF[job.kind] for job in spans.jobs if job.end_ns > job.start_ns]
+    marks = [mark.kind for mark in spans.marks]
+    handles: list[Patch | Line2D] = [
+        Patch(color=color, label=label)
+        for kind, (color, label) in _KINDS.items()
+        if kind != "sum" or kind in kinds
+    ]
+    handles += [
+        Patch(color=_PRIMALS, label="primals on their way"),
+        Patch(color=_COTANGENTS, label="cotangents on their way"),
+        Patch(facecolor=_IDLE, edgecolor="#cccccc", label="idle"),
+    ]
+    for kind, symbol, label in _MARKS:
+        if kind in marks:
+            mark = Line2D([], [], color=_MARK, marker=symbol, linestyle="", label=label)
+            handles.append(mark)
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=len(handles), frameon=False,
+        fontsize=9, handlelength=1.2, columnspacing=1.6,
+    )  # fmt: skip
