@@ -283,8 +283,9 @@ class Fast:
         while edges:
             vertex, _ = edges.pop()
             if vertex not in self.counted:
-                empty = [[] for _ in range(vertex.outputs)]  # type: ignore[var-annotated]
-                self.counted[vertex] = Contributions(0, empty)
+                self.counted[vertex] = Contributions(0, [])
+                for _ in range(vertex.outputs):
+                    self.counted[vertex].given.append([])
                 seen.append(vertex)
                 edges += [edge for edge in vertex.inputs if edge is not None]
             self.counted[vertex].awaited += 1

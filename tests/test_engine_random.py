@@ -13,7 +13,7 @@ from tests.engine_programs import Run, draw
 
 PROGRAMS = 300
 ORDERS = 20  # Interleavings of each program.
-FAULTY = 200  # Programs for each kind of fault.
+FAULTY = 150  # Programs for each kind of fault.
 CHUNKS = 10  # For tests to run side by side.
 
 

@@ -1,0 +1,461 @@
+"""How contexts and workers end, and that nothing is left of any of them."""
+
+import random
+from collections.abc import Generator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from jdag.engine.vocabulary import (
+    Acknowledge,
+    Argument,
+    Arrived,
+    Call,
+    ContextId,
+    Cotangent,
+    End,
+    Incoming,
+    Key,
+    LeafId,
+    Message,
+    Outcome,
+    Primal,
+    Release,
+    Released,
+    Root,
+    Run,
+    Ship,
+    Start,
+    landing,
+)
+from jdag.errors import ContextError, JdagError, WorkerLost
+from tests.engine_cases import SEEDS, finished, holding, net_of, pausing
+from tests.engine_net import Net, Scope
+from tests.engine_values import ADD, DOUBLE, SAME, TRIPLE, Fuse, Linear
+
+
+def nothing_left(net: Net) -> None:
+    net.let_go()
+    net.drain()
+    assert (left := net.leftovers()) == [], left
+
+
+def state_of(net: Net, worker: str) -> Any:
+    engine: Any = net.places[worker].engine
+    return engine._state
+
+
+# -------------------------------------------------------------------- leaving a context
+
+
+def test_a_context_is_released_everywhere_it_was_and_nowhere_else():
+    net = net_of(4)
+    x = net.put("b", 3, "a")
+    scope = net.open("a")
+    scope.call("c", DOUBLE, x)
+    scope.leave()
+    assert sorted(net.messages(Release)) == [("a", "b"), ("a", "c")]
+    nothing_left(net)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_leaving_with_calls_in_flight_waits_for_them_and_their_errors_are_told(
+    seed: int,
+):
+    net = net_of(4, seed)
+    x = net.put("b", 3, "a")
+    scope = net.open("a")
+    (y,) = scope.call("c", DOUBLE, x)
+    scope.call("d", Linear("late", ((1,),), Fuse("forward")), y)
+    scope.call("b", Linear("early", ((1,),), Fuse("forward")), x)
+    scope.call("c", ADD, y, 5)
+    failures = scope.leave()
+    assert [(f.path, f.worker, f.function) for f in failures] == [
+        ((2,), "d", "late"),
+        ((3,), "b", "early"),
+    ]
+    nothing_left(net)
+
+
+def test_release_leaves_only_when_all_calls_are_acknowledged():
+    net = net_of(3)
+    x = net.put("b", 3, "a")
+    scope = net.open("a")
+    net.drain()
+    net.holds = holding(Acknowledge, sender="c")
+    scope.call("c", DOUBLE, x)
+    scope.start_leaving()
+    net.drain()
+    assert net.messages(Release) == []
+    nothing_left(net)
+
+
+def test_a_context_cannot_be_used_or_left_again():
+    net = net_of(2)
+    x = net.put("b", 3, "a")
+    scope = net.open("a")
+    scope.call("b", DOUBLE, x)
+    scope.start_leaving()
+    for use in (scope.start_leaving, lambda: scope.call("b", DOUBLE, 1)):
+        with pytest.raises(ContextError, match="is leaving and cannot take"):
+            use()
+    net.drain()
+    for use in (scope.start_leaving, lambda: scope.call("b", DOUBLE, 1)):
+        with pytest.raises(ContextError, match=r"context 0\.1 is not open on 'a'"):
+            use()
+    nothing_left(net)
+
+
+def waits(scope: Scope, x: Argument) -> Generator[int, Any, None]:
+    """A program that calls elsewhere and waits for a value that is slow to come."""
+    scope.call("c", SAME, x)
+    (slow,) = scope.call("b", Linear("slow", ((1,),)), x)
+    yield scope.net.asked(scope.worker, slow)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_context_left_while_a_program_of_it_runs_is_aborted_everywhere(seed: int):
+    net = net_of(4, seed)
+    x = net.put("b", 3, "a")
+    scope = net.open("a")
+    net.pauses = pausing("slow")
+    scope.launch("b", waits, x)
+    for _ in range(seed):
+        net.step()
+    scope.start_leaving()
+    nothing_left(net)
+    assert [m.abort for _, _, m in net.sent if type(m) is Release] == [True] * 3
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_pass_left_in_the_middle_leaves_nothing_and_the_next_context_is_right(
+    seed: int,
+):
+    for at in range(0, 40, 3):
+        net = net_of(3, seed)
+        x, y = net.put("b", 3, "a"), net.put("c", 4, "a")
+        scope = net.open("a")
+        (one,) = scope.call("c", ADD, x, y)
+        (two,) = scope.call("b", DOUBLE, one)
+        net.drain()
+        scope.start_backward(two, one, seeds=(None, 2), retain=at % 2 == 0)
+        for _ in range(at):
+            net.step()
+        assert scope.leave() == ()
+        again = net.open("a")
+        (root,) = again.call("c", ADD, x, y)
+        finished(again, root)
+        assert again.gradients(x, y) == [1, 1]
+        again.leave()
+        nothing_left(net)
+
+
+# ------------------------------------------------------------------------ late messages
+
+
+def late_messages(context: ContextId, leaf: Argument) -> list[Message]:
+    """One of each kind that could remake a context."""
+    key = Key("constant", context, (9,), 0)
+    root = Root(Key("output", context, (1,), 0), "aval", True, 0)
+    call = Call(
+        context,
+        (9,),
+        SAME,
+        (key,),
+        (False,),
+        (True,),
+        (Incoming("c", (True,)),),
+        "here",
+    )
+    return [
+        call,
+        Ship(context, (9,), "c", (leaf.key,), (True,), "same", "here"),
+        Primal(context, (1,), "c", (None,)),
+        Run(context, (9,), iter, (), "here"),
+        Start(context, 5, (root,), False, True),
+        Cotangent(context, 5, (1,), (True,), False),
+        End(context, 5, Outcome.FINISHED, False),
+        Release(context, (), False),
+    ]
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_late_messages_of_a_context_that_is_gone_do_not_remake_it(lost: bool):
+    net = net_of(3)
+    x = net.put("b", 3, "c")
+    scope = net.open("a")
+    scope.call("b", DOUBLE, x)
+    if lost:
+        net.drain()
+        net.crash("a")
+        net.drain()
+    else:
+        scope.leave()
+    for message in late_messages(scope.context, x):
+        for sender in ("a", "c"):
+            store = net.places["b"].values
+            store.update((key, (1, "late")) for key in landing(message))
+            net.tell("b", Arrived(sender, message))
+    net.drain()
+    assert [type(m) for a, _, m in net.sent if a == "b" and type(m) is Acknowledge] == [
+        Acknowledge
+    ] * (1 + 1)  # Of the assignment and of the first call.
+    nothing_left(net)
+
+
+def test_ten_thousand_contexts_beside_an_open_one_take_no_memory():
+    net = net_of(3)
+    x = net.put("b", 3, "a")
+    held = net.open("a")
+    held.call("b", DOUBLE, x)
+    for number in range(10_000):
+        scope = net.open("a")
+        scope.call("bc"[number % 2], SAME, 1)
+        scope.leave()
+        net.sent.clear()
+    for worker in "abc":
+        state = state_of(net, worker)
+        assert list(state.horizons) == [(0, 0)]
+        (horizon,) = state.horizons.values()
+        assert horizon.counter >= 10_000 and len(horizon.live) <= 1
+        assert len(state.contexts) == (0 if worker == "c" else 1)
+    (late,) = held.call("c", DOUBLE, x)
+    finished(held, late)
+    assert held.gradients(x) == [2]
+    held.leave()
+    nothing_left(net)
+
+
+@pytest.mark.parametrize("quiet_first", [0, 1])
+def test_contexts_that_are_released_at_once_stay_gone_in_whichever_order(
+    quiet_first: int,
+):
+    net = net_of(2)
+    scopes = [net.open("a"), net.open("a")]
+    for number, scope in enumerate(scopes):
+        scope.call("b", Linear(f"slow{number}", ((1,),)), 1)
+    net.pauses = lambda _, job: True
+    for scope in scopes:
+        scope.start_leaving()
+    net.drain()
+    net.pauses = pausing(f"slow{1 - quiet_first}")
+    net.drain()
+    assert net.messages(Released) == [("b", "a")]
+    net.let_go()
+    net.drain()
+    for scope in scopes:
+        key = Key("received", scope.context, ((9,), "c"), 0)
+        net.places["b"].values[key] = (1, "late")
+        net.tell("b", Arrived("a", Primal(scope.context, (9,), "c", (None,))))
+        assert net.places["b"].engine.live_contexts == 0
+    nothing_left(net)
+
+
+# ------------------------------------------------------------------------- lost workers
+
+
+def nested(scope: Scope, x: Argument) -> Generator[int, Any, list[Argument]]:
+    """A program whose calls touch workers that its caller does not know."""
+    (one,) = scope.call("d", DOUBLE, x)
+    (two,) = scope.call("c", TRIPLE, one)
+    yield scope.net.asked(scope.worker, one)
+    return [one, two]
+
+
+def small_program(net: Net) -> Scope:
+    """Calls, a program, two passes and a step; all of it on four workers."""
+    x, y = net.put("b", 3, "a"), net.put("c", 4, "a")
+    scope = net.open("a")
+    try:
+        (z,) = scope.call("c", ADD, x, y)
+        made, failure = scope.run("b", nested, z)
+        if failure is None:
+            (total,) = scope.call("a", Linear("sum", ((1, 1, 1),)), z, *made)
+            one = scope.backward(total, retain=True)
+            two = scope.backward(total, z, seeds=(None, 2))
+            if two.outcome is Outcome.FINISHED:
+                assert one.outcome is Outcome.FINISHED
+                net.update("a", x, ADD, x, scope.gradient(x))
+                for number, _ in net.fetch("a", scope.gradient(x)):
+                    assert number == 2 * (1 + 2 + 6) + 2
+    except (JdagError, TypeError):
+        pass  # A failure where a number was asked for.
+    return scope
+
+
+def test_the_small_program_is_right_when_nobody_crashes():
+    net = net_of(4)
+    scope = small_program(net)
+    assert scope.passes == 2
+    assert scope.leave() == ()
+    nothing_left(net)
+    assert net.steps > 60
+
+
+@pytest.mark.parametrize("victim", ["b", "c", "d"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_crash_before_every_step_leaves_nothing_and_the_next_pass_is_right(
+    victim: str, seed: int
+):
+    steps = 0
+    for at in range(200):
+        net = net_of(4, seed)
+
+        def crash(net: Net, at: int = at) -> None:
+            if net.steps == at and victim not in net.dead:
+                net.crash(victim)
+
+        net.before_step = crash
+        scope = small_program(net)
+        scope.leave()
+        net.before_step = None
+        steps = net.steps
+        alive = [name for name in "bcd" if name not in net.dead]
+        leaf = net.put(alive[0], 3, "a")
+        again = net.open("a")
+        (root,) = again.call(alive[-1], DOUBLE, leaf)
+        finished(again, root)
+        assert again.gradients(leaf) == [2]
+        again.leave()
+        nothing_left(net)
+        if at > steps:
+            break
+    assert 50 < steps < 200
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_crash_of_the_owner_leaves_nothing_of_its_contexts(seed: int):
+    for at in range(0, 90, 4):
+        net = net_of(4, seed)
+
+        def crash(net: Net, at: int = at) -> None:
+            if net.steps == at and "a" not in net.dead:
+                net.crash("a")
+                raise WorkerLost("the owner is gone")
+
+        net.before_step = crash
+        with suppress(WorkerLost):
+            small_program(net)
+        if "a" in net.dead:
+            nothing_left(net)
+
+
+def test_a_pass_whose_worker_is_lost_fails_with_its_name_and_way():
+    net = net_of(3)
+    x = net.put("b", 3, "a")
+    scope = net.open("a")
+    (y,) = scope.call("b", DOUBLE, x)
+    net.drain()
+    net.pauses = pausing("double")
+    waiter = scope.start_backward(y)
+    net.crash("b")
+    result = net.until("a", waiter)
+    assert result.outcome is Outcome.FAILED and result.leaves == ()
+    assert result.failure.error == "WorkerLost" and result.failure.route == ("a", "b")
+    assert "worker 'b' is lost" in result.failure.message
+    scope.leave()
+    nothing_left(net)
+
+
+def test_a_worker_that_took_no_part_is_not_missed():
+    net = net_of(4)
+    x = net.put("b", 3, "a")
+    scope = net.open("a")
+    (y,) = scope.call("c", DOUBLE, x)
+    net.drain()
+    net.crash("d")
+    net.drain()
+    finished(scope, y)
+    assert scope.leave() == ()
+    nothing_left(net)
+
+
+def test_an_abort_does_not_wait_for_a_lost_worker_that_took_no_part():
+    net = net_of(4)
+    x = net.put("b", 3, "a")
+    scope = net.open("a")
+    (y,) = scope.call("c", DOUBLE, x)
+    net.drain()
+    scope.start_backward(y)
+    net.holds = holding(Release, receiver="d")
+    waiter = scope.start_leaving()
+    net.drain()
+    assert waiter not in net.places["a"].resumed
+    net.crash("d")
+    assert net.until("a", waiter) == ()
+    nothing_left(net)
+
+
+def test_a_worker_that_only_a_program_knew_is_missed_when_the_program_returns():
+    net = net_of(4)
+    x = net.put("b", 3, "a")
+    scope = net.open("a")
+    net.pauses = pausing("triple")
+    waiter = scope.launch("b", nested, x)
+    net.drain()
+    net.crash("d")
+    made, failure = net.until("a", waiter)
+    net.drain()
+    assert failure is not None or made
+    with pytest.raises(WorkerLost, match="worker 'd' is lost"):
+        scope.call("b", SAME, 1)
+    net.let_go()
+    scope.leave()
+    nothing_left(net)
+
+
+def test_who_waits_for_a_program_on_a_lost_worker_is_told():
+    net = net_of(4)
+    x = net.put("b", 3, "a")
+    scope = net.open("a")
+    net.pauses = pausing("slow")
+    waiter = scope.launch("b", waits, x)
+    net.drain()
+    net.crash("b")
+    result, failure = net.until("a", waiter)
+    assert result is None and failure.error == "WorkerLost"
+    scope.leave()
+    nothing_left(net)
+
+
+def test_nothing_can_be_asked_of_a_lost_worker():
+    net = net_of(3)
+    x = net.put("b", 3, "a")
+    net.drain()
+    net.crash("b")
+    net.drain()
+    scope = net.open("a")
+    with pytest.raises(WorkerLost, match=r"double cannot be called on 'c'.*'b' is"):
+        scope.call("c", DOUBLE, x)
+    with pytest.raises(WorkerLost, match="no program can run on 'b'"):
+        scope.launch("b", nested, x)
+    with pytest.raises(WorkerLost, match="leaves cannot be made on 'b'"):
+        net.put("b", 4, "a")
+    assert scope.leave() == ()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_contexts_in_every_state_at_once_end_each_by_itself(seed: int):
+    rng = random.Random(seed)
+    net = net_of(4, seed)
+    x = net.put("b", 3, "a")
+    net.drain()
+    scopes = [net.open(rng.choice("acd")) for _ in range(6)]
+    passes: dict[int, int] = {}
+    for number, scope in enumerate(scopes):
+        (y,) = scope.call(rng.choice("bcd"), Linear("f", ((number,),)), x)
+        net.some()
+        if number % 3 == 1:
+            passes[number] = scope.start_backward(y)
+        elif number % 3 == 2:
+            scope.start_leaving()
+    for number, waiter in passes.items():
+        scope = scopes[number]
+        assert net.until(scope.worker, waiter).leaves == (LeafId("b", 1),)
+        assert scope.gradients(x) == [number]
+    for number, scope in enumerate(scopes):
+        if number % 3 != 2:
+            assert scope.leave() == ()
+    nothing_left(net)
+    assert all(type(m.failures) is tuple for _, _, m in net.sent if type(m) is Released)
