@@ -91,7 +91,7 @@ def _parts(value: Any) -> tuple[Any, ...]:
 
 
 def _nbytes(part: Any) -> int:
-    # `jax.Array.nbytes` takes most of a microsecond where these two take a third of one.
+    # `jax.Array.nbytes` takes most of a microsecond, and these two a third of one.
     if isinstance(part, jax.Array) and isinstance(part.dtype, np.dtype):
         return math.prod(part.shape) * int(part.dtype.itemsize)
     return int(getattr(part, "nbytes", 0))
