@@ -1,7 +1,7 @@
 """The graph of a context as a picture: fragments side by side, transfers across.
 
-A call's vertices share a height: first its sends, then its recvs, then its node. Leaves
-stand on the left of their column, where they are first used.
+From top to bottom a column follows the program, and every edge leads down. Leaves stand
+on the left of their column, beside what first uses them.
 """
 
 from collections.abc import Mapping
@@ -79,33 +79,34 @@ def draw_graph(path: Path, graph: Graph, title: str) -> None:
 
 
 def _laid_out(graph: Graph) -> _Layout:
-    present = [vertex.worker for vertex in graph.vertices]
+    present = {vertex.worker for vertex in graph.vertices}
     workers = tuple(w for w in graph.workers if w in present)[:COLUMNS_MAX]
     shown = [vertex for vertex in graph.vertices if vertex.worker in workers]
-    slots = sorted({(v.path, _ORDER[v.kind]) for v in shown if v.kind != "leaf"})
-    height_of = {slot: place for place, slot in enumerate(slots[:HEIGHTS_MAX])}
-    places: dict[str, tuple[float, float]] = {}
-    for vertex in shown:
-        slot = (vertex.path, _ORDER.get(vertex.kind, -1))
-        if slot in height_of:
-            column = workers.index(vertex.worker)
-            places[vertex.id] = (column + _MIDDLE, float(height_of[slot]))
-    _spread(places, shown)
+    places = {
+        id: (workers.index(worker) + _MIDDLE, float(height))
+        for id, (worker, height) in _heights(graph, shown).items()
+        if height < HEIGHTS_MAX
+    }
     places.update(_leaf_places(graph, shown, places, workers))
+    heights = [int(height) for _, height in places.values()]
     is_whole = len(places) == len(graph.vertices)
-    return _Layout(workers, places, max(1, len(height_of)), is_whole)
+    return _Layout(workers, places, max(heights, default=0) + 1, is_whole)
 
 
-def _spread(places: dict[str, tuple[float, float]], shown: list[Vertex]) -> None:
-    """Let recvs of one call from several workers share their height."""
-    alike: dict[tuple[float, float], list[str]] = {}
-    for vertex in shown:
-        if vertex.id in places:
-            alike.setdefault(places[vertex.id], []).append(vertex.id)
-    for (x, y), ids in alike.items():
-        for number, id in enumerate(ids):
-            shift = (number - (len(ids) - 1) / 2) * _BOX[0] / len(ids)
-            places[id] = (x + shift, y)
+def _heights(graph: Graph, shown: list[Vertex]) -> dict[str, tuple[str, int]]:
+    """As high as the order of the program and of its edges lets each vertex stand."""
+    sources: dict[str, list[str]] = {}
+    for edge in graph.edges:
+        sources.setdefault(edge.target, []).append(edge.source)
+    found: dict[str, tuple[str, int]] = {}
+    free: dict[str, int] = {}
+    calls = [vertex for vertex in shown if vertex.kind != "leaf"]
+    for vertex in sorted(calls, key=lambda one: (one.path, _ORDER[one.kind])):
+        above = [found[id][1] for id in sources.get(vertex.id, ()) if id in found]
+        height = max([free.get(vertex.worker, 0), *(at + 1 for at in above)])
+        found[vertex.id] = vertex.worker, height
+        free[vertex.worker] = height + 1
+    return found
 
 
 def _leaf_places(
@@ -153,22 +154,33 @@ def _draw_edge(
     (x, y), (to_x, to_y) = layout.places[edge.source], layout.places[edge.target]
     half_width, half_height = _BOX[0] / 2, _BOX[1] / 2
     if source.kind == "leaf":
-        color, style, bend = _FROM_LEAF, "-", 0.0
-        ends = ((x + 0.095, y), (to_x - half_width, to_y))
+        # Down a trunk of its own, so that a leaf that is used often stays readable.
+        trunk_x = x + 0.03 * (int(source.label.rpartition(" ")[2]) % 5 - 2)
+        axes.plot([trunk_x, trunk_x], [y, to_y], color=_FROM_LEAF, lw=0.9, zorder=1)
+        _arrow(axes, (trunk_x, to_y), (to_x - half_width, to_y), _FROM_LEAF)
     elif source.worker != target.worker:
-        color, style, bend = _ACROSS, "--", 0.0
-        side = 1 if to_x > x else -1
-        ends = ((x + side * half_width, y), (to_x - side * half_width, to_y))
+        side = half_width if to_x > x else -half_width
+        _arrow(axes, (x + side, y), (to_x - side, to_y), _ACROSS, style="--")
     elif to_y - y < 1.5:
-        color, style, bend = _INSIDE, "-", 0.0
-        ends = ((x, y + half_height), (to_x, to_y - half_height))
+        _arrow(axes, (x, y + half_height), (to_x, to_y - half_height), _INSIDE)
     else:
         # Around the boxes between, on the right of the column.
-        color, style, bend = _INSIDE, "-", -0.25
-        ends = ((x + half_width, y), (to_x + half_width, to_y))
+        ends = (x + half_width, y), (to_x + half_width, to_y)
+        _arrow(axes, *ends, _INSIDE, bend=-0.6 / (to_y - y))
+
+
+def _arrow(
+    axes: Axes,
+    start: tuple[float, float],
+    end: tuple[float, float],
+    color: str,
+    *,
+    style: str = "-",
+    bend: float = 0.0,
+) -> None:
     axes.add_patch(
         FancyArrowPatch(
-            *ends, arrowstyle="-|>", mutation_scale=7, linewidth=0.9, color=color,
+            start, end, arrowstyle="-|>", mutation_scale=7, linewidth=0.9, color=color,
             linestyle=style, connectionstyle=f"arc3,rad={bend}", shrinkA=0, shrinkB=0,
             zorder=2,
         )

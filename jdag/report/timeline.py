@@ -1,7 +1,7 @@
 """The timeline of a run as a picture: a row a worker, what it did and what it sent.
 
-The upper part of a row is the worker's device (forward, backward, sums, idle), the
-lower, thinner one holds the arrays that it has on their way to others.
+The upper part of a row is the worker's device (forward, backward, sums, idle), with the
+paths of its calls; the thin one below holds the arrays that it has on their way.
 """
 
 from collections.abc import Sequence
@@ -206,8 +206,8 @@ def _frame(axes: Axes, rows: Sequence[str], span: float, label: str) -> None:
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color("#999999")
-    axes.grid(axis="x", color="white", linewidth=0.8, zorder=1)
-    axes.set_axisbelow(False)
+    axes.grid(axis="x", color="white", linewidth=0.8)
+    axes.set_axisbelow(True)  # Lines above idle, below all that is done.
 
 
 def _legend(figure: Figure, spans: Spans) -> None:
