@@ -1,196 +1,172 @@
-"""The graph of one context over all workers: joined from its fragments, and as DOT.
+"""The graph of one context: as plain data, as DOT, and as a picture.
 
-A vertex is a leaf, a node, or an end of a transfer. Edges go forward, from where a
-value is made to where it is used, and from a send to its recv.
+A fragment is a column. A vertex is a leaf, a node, or an end of a transfer; all that
+one call made stands at one height, so that the program runs from top to bottom and
+transfers run across.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import networkx as nx
-
-from jdag.engine.drawing import Drawing, DrawnEnd
-from jdag.engine.vocabulary import Key
-from jdag.report.spans import dotted, short_name
+from jdag.engine.drawing import Drawing, DrawnEdge
 
 Path = tuple[int, ...]
 
 
 class Vertex(NamedTuple):
-    """A place in the graph.
+    """A place in the graph; `kind` is leaf, node, send or recv, a leaf's path is ()."""
 
-    `kind` is leaf, node, send or recv; `label` a function, "leaf 0" or a peer; a leaf
-    has the path () and no call site, and so has an end.
-    """
-
+    id: str
     worker: str
     kind: str
     path: Path
     label: str
-    call_site: str = ""
-
-    @property
-    def id(self) -> str:
-        """What tells it from all others."""
-        of = f" {dotted(self.path)}" if self.path else ""
-        return f"{self.worker}: {self.kind}{of} {self.label}"
 
 
-def graph_of(drawings: Mapping[str, Drawing]) -> "nx.DiGraph[Vertex]":
-    """Join the fragments that `ctx.graph()` gives, `drawings` by worker.
+class Edge(NamedTuple):
+    """From where a value is made to where it is used, by the ids of the vertices."""
 
-    Vertices stand in program order: by path, what was sent for a call before the call.
-    Edges from a send to a recv have the attribute `crosses`.
+    source: str
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """The graph of a context over all workers, edges in forward direction."""
+
+    workers: tuple[str, ...]
+    vertices: tuple[Vertex, ...]
+    edges: tuple[Edge, ...]
+
+    def plain(self) -> dict[str, Any]:
+        """The same for JSON."""
+        return {
+            "workers": list(self.workers),
+            "vertices": [vertex._asdict() for vertex in self.vertices],
+            "edges": [edge._asdict() for edge in self.edges],
+        }
+
+
+def graph_of_plain(plain: Mapping[str, Any]) -> Graph:
+    """Return the graph that `Graph.plain` gave.
+
+    Raises:
+        KeyError: something is missing in it.
+        TypeError: something else is in it.
     """
-    graph: nx.DiGraph[Vertex] = nx.DiGraph()
-    vertices = [v for worker, one in drawings.items() for v in _vertices(worker, one)]
-    order = {"leaf": 0, "send": 1, "recv": 2, "node": 3}
-    graph.add_nodes_from(sorted(vertices, key=lambda v: (v.path, order[v.kind])))
+    vertices = [{**one, "path": tuple(one["path"])} for one in plain["vertices"]]
+    return Graph(
+        tuple(plain["workers"]),
+        tuple(Vertex(**vertex) for vertex in vertices),
+        tuple(Edge(**edge) for edge in plain["edges"]),
+    )
+
+
+def graph_of(drawings: Mapping[str, Drawing]) -> Graph:
+    """Join the fragments that `ctx.graph()` gives; `drawings` is by worker."""
+    vertices: list[Vertex] = []
+    edges: list[Edge] = []
     for worker, drawing in drawings.items():
-        made = _made(worker, drawing)
-        for target, keys in _used(worker, drawing):
-            found = (made[key] for key in keys if key in made)
-            graph.add_edges_from(
-                (source, target, {"crosses": False}) for source in found
-            )
-        for send in drawing.sends:
-            recv = Vertex(send.peer, "recv", send.path, worker)
-            if recv in graph:
-                graph.add_edge(_end(worker, "send", send), recv, crosses=True)
-    return graph
+        vertices += _vertices(worker, drawing)
+        edges += _edges(worker, drawing)
+    known = {vertex.id for vertex in vertices}
+    used = [edge for edge in edges if edge.source in known and edge.target in known]
+    return Graph(tuple(drawings), tuple(vertices), tuple(dict.fromkeys(used)))
 
 
-def _end(worker: str, kind: str, end: DrawnEnd) -> Vertex:
-    return Vertex(worker, kind, end.path, end.peer)
+def dotted(path: Path) -> str:
+    """A path as it is written: 3.1."""
+    return ".".join(map(str, path))
 
 
 def _vertices(worker: str, drawing: Drawing) -> Iterator[Vertex]:
     for leaf in drawing.leaves:
-        yield Vertex(worker, "leaf", (), f"leaf {leaf.leaf.number}")
+        number = leaf.leaf.number
+        yield Vertex(_leaf(worker, number), worker, "leaf", (), f"leaf {number}")
     for node in drawing.nodes:
-        name = short_name(node.function)
-        yield Vertex(worker, "node", node.path, name, node.call_site)
+        name = node.function.rpartition(":")[2].rpartition(".")[2]
+        id = _node(worker, node.path)
+        yield Vertex(id, worker, "node", node.path, f"{dotted(node.path)} {name}")
     for send in drawing.sends:
-        yield _end(worker, "send", send)
+        id = _send(worker, send.path)
+        yield Vertex(id, worker, "send", send.path, f"send to {send.peer}")
     for recv in drawing.recvs:
-        yield _end(worker, "recv", recv)
+        id = _recv(worker, recv.path, recv.peer)
+        yield Vertex(id, worker, "recv", recv.path, f"recv from {recv.peer}")
 
 
-def _made(worker: str, drawing: Drawing) -> dict[Key, Vertex]:
-    """Which vertex of a fragment makes each value."""
-    made = {}
-    for node in drawing.nodes:
-        name = short_name(node.function)
-        vertex = Vertex(worker, "node", node.path, name, node.call_site)
-        made.update(dict.fromkeys(node.outputs, vertex))
-    for recv in drawing.recvs:
-        made.update(dict.fromkeys(recv.values, _end(worker, "recv", recv)))
-    for leaf in drawing.leaves:
-        vertex = Vertex(worker, "leaf", (), f"leaf {leaf.leaf.number}")
-        made.update(dict.fromkeys(leaf.versions, vertex))
-    return made
-
-
-def _used(worker: str, drawing: Drawing) -> Iterator[tuple[Vertex, tuple[Key, ...]]]:
-    """Each vertex of a fragment that uses values, and those values."""
-    for node in drawing.nodes:
-        name = short_name(node.function)
-        yield Vertex(worker, "node", node.path, name, node.call_site), node.inputs
+def _edges(worker: str, drawing: Drawing) -> Iterator[Edge]:
+    for edge in drawing.edges:
+        yield Edge(_source(worker, edge), _target(worker, edge))
     for send in drawing.sends:
-        yield _end(worker, "send", send), send.values
+        yield Edge(_send(worker, send.path), _recv(send.peer, send.path, worker))
 
 
-# --------------------------------------------------------------------- sends owed
+def _source(worker: str, edge: DrawnEdge) -> str:
+    key = edge.value
+    match key.kind:
+        case "leaf":
+            return _leaf(worker, key.name.number)
+        case "received":
+            path, source = key.name
+            return _recv(worker, path, source)
+        case _:
+            return _node(worker, key.name)
 
 
-def owed_in(
-    graph: "nx.DiGraph[Vertex]", figures: Mapping[str, Any]
-) -> tuple[Vertex, ...]:
-    """Return the sends of a graph that a stuck pass names as owed.
-
-    Args:
-        graph: the graph of its context.
-        figures: those of the run. `owed` lists them, each a dict with path (dotted) and
-            worker, or a line of the error's text; or else `owed_workers` and
-            `owed_call_sites` say, side by side, where each send is and which call it
-            was made for.
-    """
-    listed = figures.get("owed")
-    if listed is not None:
-        return tuple(v for v in _sends(graph) if any(_names(one, v) for one in listed))
-    workers, sites = figures.get("owed_workers"), figures.get("owed_call_sites")
-    named = list(zip(workers or (), sites or (), strict=True))
-    return tuple(v for v in _sends(graph) if (v.worker, _site(graph, v)) in named)
+def _target(worker: str, edge: DrawnEdge) -> str:
+    kind, _, path = edge.consumer.partition(" ")
+    numbers = tuple(int(part) for part in path.strip("()").split(",") if part.strip())
+    return _send(worker, numbers) if kind == "send" else _node(worker, numbers)
 
 
-def _sends(graph: "nx.DiGraph[Vertex]") -> Iterator[Vertex]:
-    return (vertex for vertex in graph if vertex.kind == "send")
+def _leaf(worker: str, number: int) -> str:
+    return f"{worker}/leaf {number}"
 
 
-def _names(said: Any, send: Vertex) -> bool:
-    path = dotted(send.path)
-    if isinstance(said, str):
-        return f"call {path}: {send.worker} -> {send.label}," in said
-    place = said["path"]
-    here = place if isinstance(place, str) else dotted(tuple(place))
-    return bool(here == path and said["worker"] == send.worker)
+def _node(worker: str, path: Path) -> str:
+    return f"{worker}/node {dotted(path)}"
 
 
-def _site(graph: "nx.DiGraph[Vertex]", send: Vertex) -> str:
-    """Where the call was written for which something was sent."""
-    for recv in graph.successors(send):
-        for user in graph.successors(recv):
-            if user.path == send.path:
-                return user.call_site
-    return ""
+def _send(worker: str, path: Path) -> str:
+    return f"{worker}/send {dotted(path)}"
+
+
+def _recv(worker: str, path: Path, source: str) -> str:
+    return f"{worker}/recv {dotted(path)} from {source}"
 
 
 # ------------------------------------------------------------------------------- DOT
 
 _SHAPES = {"leaf": "ellipse", "node": "box", "send": "cds", "recv": "cds"}
-_WORDS = {"leaf": "", "node": "", "send": "to ", "recv": "from "}
 
 
-def label_of(vertex: Vertex) -> str:
-    """Return what is written on a vertex: its function, its peer, or its leaf."""
-    return f"{_WORDS[vertex.kind]}{vertex.label}"
-
-
-def dot_of(
-    graph: "nx.DiGraph[Vertex]", name: str, owed: tuple[Vertex, ...] = ()
-) -> str:
-    """Return the graph in the language of Graphviz, a cluster a worker."""
+def dot_of(graph: Graph, name: str) -> str:
+    """The graph in the language of Graphviz, a cluster a worker."""
     lines = [
         f"digraph {_quoted(name)} {{",
         '  graph [rankdir=TB, fontname="Helvetica"];',
         '  node [fontname="Helvetica", fontsize=10];',
     ]
-    fragments: dict[str, list[Vertex]] = {}
-    for vertex in graph:
-        fragments.setdefault(vertex.worker, []).append(vertex)
-    for place, (worker, vertices) in enumerate(fragments.items()):
+    for place, worker in enumerate(graph.workers):
         lines.append(f"  subgraph cluster_{place} {{")
         lines.append(f"    label={_quoted(worker)};")
-        lines += [_dot_vertex(vertex, vertex in owed) for vertex in vertices]
+        lines += [
+            f"    {_quoted(one.id)} [label={_quoted(one.label)}, "
+            f"shape={_SHAPES[one.kind]}];"
+            for one in graph.vertices
+            if one.worker == worker
+        ]
         lines.append("  }")
-    for source, target, crosses in graph.edges(data="crosses"):
-        style = " [style=dashed]" if crosses else ""
-        lines.append(f"  {_quoted(source.id)} -> {_quoted(target.id)}{style};")
+    worker_of = {vertex.id: vertex.worker for vertex in graph.vertices}
+    for edge in graph.edges:
+        crosses = worker_of[edge.source] != worker_of[edge.target]
+        style = " [style=dashed, constraint=true]" if crosses else ""
+        lines.append(f"  {_quoted(edge.source)} -> {_quoted(edge.target)}{style};")
     return "\n".join([*lines, "}", ""])
 
 
-def _dot_vertex(vertex: Vertex, is_owed: bool) -> str:
-    path = f"\n{dotted(vertex.path)}" if vertex.kind == "node" else ""
-    said = {
-        "label": label_of(vertex) + path,
-        "shape": _SHAPES[vertex.kind],
-        **({"tooltip": vertex.call_site} if vertex.call_site else {}),
-        **({"color": "red", "fontcolor": "red"} if is_owed else {}),
-    }
-    listed = ", ".join(f"{name}={_quoted(text)}" for name, text in said.items())
-    return f"    {_quoted(vertex.id)} [{listed}];"
-
-
 def _quoted(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'
