@@ -17,6 +17,7 @@ from jdag.engine.vocabulary import (
 from jdag.sim.devices import DeviceModel
 from jdag.sim.faults import Crash
 from jdag.sim.network import LinkModel
+from jdag.wire.link import LinkSettings
 from tests.sim_cases import Played, Work, cotangent, job, key, play, resume, send
 
 WORKERS = ("a", "b", "c", "d")
@@ -85,6 +86,9 @@ def test_what_it_held_is_gone_and_what_it_did_before_still_counts(monkeypatch):
     assert gone["messages_sent"] == 1
     # What it had begun counts as begun.
     assert gone["busy_ns"] == 2_000
+    host = played.simulation._hosts["b"]
+    assert host.device.running is None and not host.device.wanting
+    assert not host.made and host.engine is None
 
 
 def test_every_survivor_is_told_at_once_when_the_crash_is_detected(monkeypatch):
@@ -110,7 +114,28 @@ def test_what_left_before_the_crash_arrives_unless_the_loss_is_known(monkeypatch
         assert heard == ([(1_200, "b")] if arrives else []), detect_ns
 
 
-def test_a_worker_that_already_gave_it_up_is_not_told_twice(monkeypatch):
+def test_frames_to_a_crashed_worker_vanish_until_its_link_is_given_up(monkeypatch):
+    def react(engine, event):
+        match event:
+            case Left():
+                return [send("b", 1)]
+            case Lost(worker="b") if engine.worker == "a":
+                return [Resume(1, None)]
+
+    link = LinkSettings(resend_ns=1_000, resend_max=3, ack_delay_ns=50)
+    faults = [Crash("b", 10**9, at_ns=50)]
+    settings: Any = {"network": NETWORK, "faults": faults, "link": link}
+    played = play(monkeypatch, react, WORKERS, **settings)
+    played.run()
+    assert len(played.records("resend")) == 3
+    assert {r.kind for r in played.records() if r.worker == "b"} == {"crash"}
+    played.simulation.settle()
+    # The others are told by the crash, a by its link: once each.
+    losses = [(r.worker, r.detail[0]) for r in played.records("lost")]
+    assert losses == [("a", "b"), ("c", "b"), ("d", "b")]
+
+
+def test_two_who_crash_at_once_are_not_told_of_each_other(monkeypatch):
     def react(engine, event):
         return [resume(event)] if isinstance(event, Left) else None
 

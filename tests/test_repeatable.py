@@ -59,6 +59,7 @@ def train(cluster: Cluster, x: Any) -> list[Any]:
         with cluster.context() as ctx:
             losses = ctx.call("b", branch, w, x * (step + 1.0))
             mixed = ctx.call("d", total, *(ctx.call("c", layer, v, o) for o in losses))
+            ctx.backward(mixed, retain_graph=True)
             ctx.backward(mixed)
             gradients = [ctx.gradient(leaf).fetch() for leaf in (w, v)]
             seen += [mixed.fetch(), *gradients]
@@ -185,6 +186,15 @@ def test_what_a_job_reads_is_among_its_causes():
                 if cause in delivers and delivers[cause].named["message"] == "Primal"
             ]
             assert start.named["job"] == "vjp" or start.named["path"] in primals
+
+
+def test_records_are_kept_of_no_value_that_is_not_held():
+    with simulate(WORKERS, seed=1, **ROUGH) as cluster:
+        train(cluster, X)
+        cluster.driver.settle()
+        for host in cluster.driver._hosts.values():
+            assert all(key in host.machine.values for key in host.made)
+            assert not host.fresh
 
 
 def test_abstract_runs_make_no_arrays_and_send_the_same_messages():

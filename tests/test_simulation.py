@@ -205,6 +205,55 @@ def test_of_jobs_that_become_ready_at_one_time_the_policy_says_which_runs(
     assert done == [(110 + 10 * n, number) for n, number in enumerate(order)]
 
 
+def test_a_device_chooses_when_all_that_happens_at_that_time_has_happened(monkeypatch):
+    # The first job in program order comes by way of c, in no time.
+    done = []
+
+    def react(engine, event):
+        match engine.worker, event:
+            case "a", Left():
+                return [send("b", 2), send("c", 1)]
+            case "c", Arrived():
+                return [send("b", 1)]
+            case "b", Arrived():
+                return [Compute(job(tag_of(event.message), Work("f")))]
+            case "b", Computed():
+                done.append(event.job)
+                return [send("a", 0)] if len(done) == 2 else None
+            case "a", Arrived():
+                return [Resume(1, None)]
+
+    play(monkeypatch, react, devices=MODEL).run()
+    assert done == [1, 2]
+
+
+def test_what_is_sent_is_caused_by_what_made_it_and_by_what_asked_for_it(monkeypatch):
+    def react(engine, event):
+        match engine.worker, event:
+            case "a", Left():
+                return [Compute(job(1, Work("f"), key("x"))), send("b", 1)]
+            case "b", Arrived():
+                return [send("a", 2)]
+            case "a", Arrived() if len(engine.heard) == 1:
+                values = (key("x"), key("made", 1), key("y"))
+                return [Send("b", cotangent(3, 3), values)]
+            case "a", Arrived():
+                return [Resume(1, None)]
+
+    played = play(monkeypatch, react, network=SLOW_LINKS, devices=MODEL)
+    played.port.put(key("x"), 1.0)
+    waiter = played.ask()
+    played.port.put(key("y"), 2.0)  # Told by no event, so that nothing made it.
+    played.port.wait(waiter)
+    (issue,) = played.records("issue")
+    (start,) = played.records("start")
+    (finish,) = played.records("finish")
+    answered = next(r for r in played.records("deliver") if r.worker == "a")
+    sent = [r for r in played.records("send") if r.named["message"] == "Cotangent"]
+    assert start.causes == (issue.index,)
+    assert sent[0].causes == (answered.index, issue.index, finish.index)
+
+
 def test_jobs_that_take_no_time_end_when_they_start_and_free_the_device(monkeypatch):
     done = []
 
