@@ -71,8 +71,8 @@ def draw_graph(path: Path, graph: Graph, title: str) -> None:
     for edge in graph.edges:
         if edge.source in layout.places and edge.target in layout.places:
             _draw_edge(axes, edge, vertices, layout)
-    for id, place in layout.places.items():
-        _draw_vertex(axes, vertices[id], place)
+    for id, at in layout.places.items():
+        _draw_vertex(axes, vertices[id], at)
     said = title if layout.is_whole else f"{title} (its beginning)"
     axes.set_title(said, loc="left", fontsize=11)
     figure.savefig(path, dpi=110, metadata={"Software": None})

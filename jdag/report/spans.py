@@ -5,7 +5,7 @@ their starts; what began and did not end in the trace (its worker crashed, its f
 were all lost) is left out of both.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -90,11 +90,9 @@ def spans_of(records: Iterable[Record]) -> Spans:
                 transfers.append(_transfer(began.pop(record.causes[0]), record))
             case kind if kind in MARKS:
                 marks.append(_mark(record))
-    return Spans(_by_start(jobs), _by_start(transfers), tuple(marks))
-
-
-def _by_start(spans: Sequence[Job | Transfer]) -> tuple[Job | Transfer, ...]:
-    return tuple(sorted(spans, key=lambda span: span.start_ns))
+    jobs.sort(key=lambda job: job.start_ns)
+    transfers.sort(key=lambda one: one.start_ns)
+    return Spans(tuple(jobs), tuple(transfers), tuple(marks))
 
 
 def _job(start: Record, finish: Record) -> Job:
