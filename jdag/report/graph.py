@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 from jdag.engine.drawing import Drawing, DrawnEdge
 
+WORKERS_MAX = 8
+
 Path = tuple[int, ...]
 
 
@@ -33,11 +35,15 @@ class Edge(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """The graph of a context over all workers, edges in forward direction."""
+    """The graph of a context, edges in forward direction.
+
+    `left_out` says how many workers have fragments that are not in it.
+    """
 
     workers: tuple[str, ...]
     vertices: tuple[Vertex, ...]
     edges: tuple[Edge, ...]
+    left_out: int = 0
 
     def plain(self) -> dict[str, Any]:
         """The same for JSON."""
@@ -45,6 +51,7 @@ class Graph:
             "workers": list(self.workers),
             "vertices": [vertex._asdict() for vertex in self.vertices],
             "edges": [edge._asdict() for edge in self.edges],
+            "left_out": self.left_out,
         }
 
 
@@ -60,19 +67,23 @@ def graph_of_plain(plain: Mapping[str, Any]) -> Graph:
         tuple(plain["workers"]),
         tuple(Vertex(**vertex) for vertex in vertices),
         tuple(Edge(**edge) for edge in plain["edges"]),
+        plain["left_out"],
     )
 
 
 def graph_of(drawings: Mapping[str, Drawing]) -> Graph:
-    """Join the fragments that `ctx.graph()` gives; `drawings` is by worker."""
+    """Join the fragments that `ctx.graph()` gives, of many workers the first ones."""
+    workers = tuple(drawings)[:WORKERS_MAX]
     vertices: list[Vertex] = []
     edges: list[Edge] = []
-    for worker, drawing in drawings.items():
+    for worker in workers:
+        drawing = drawings[worker]
         vertices += _vertices(worker, drawing)
         edges += _edges(worker, drawing)
     known = {vertex.id for vertex in vertices}
     used = [edge for edge in edges if edge.source in known and edge.target in known]
-    return Graph(tuple(drawings), tuple(vertices), tuple(dict.fromkeys(used)))
+    left_out = len(drawings) - len(workers)
+    return Graph(workers, tuple(vertices), tuple(dict.fromkeys(used)), left_out)
 
 
 def dotted(path: Path) -> str:

@@ -9,12 +9,19 @@ from typing import Any
 
 from jdag.report.spans import Job, Spans, Transfer
 
+JOBS_MAX = 20_000
+
 _DEVICE, _LINK = 1, 2
 _US = 1_000
 
 
 def trace_events(spans: Spans, workers: Sequence[str]) -> dict[str, Any]:
-    """Return the JSON object for what happened on these workers, in their order."""
+    """Return the JSON object for what happened on these workers, in their order.
+
+    Of a long run it has the first `JOBS_MAX` jobs and what was sent until then.
+    """
+    if len(spans.jobs) > JOBS_MAX:
+        spans = spans.within((0, spans.jobs[JOBS_MAX].start_ns))
     number = {worker: place for place, worker in enumerate(workers, 1)}
     events = [event for w in workers for event in _named(w, number[w])]
     events += [_job(job, number[job.worker]) for job in spans.jobs]

@@ -15,7 +15,6 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from jdag.report.graph import Edge, Graph, Vertex
 
-COLUMNS_MAX = 8
 HEIGHTS_MAX = 72
 
 _COLUMN_INCHES = 2.7
@@ -80,8 +79,8 @@ def draw_graph(path: Path, graph: Graph, title: str) -> None:
 
 def _laid_out(graph: Graph) -> _Layout:
     present = {vertex.worker for vertex in graph.vertices}
-    workers = tuple(w for w in graph.workers if w in present)[:COLUMNS_MAX]
-    shown = [vertex for vertex in graph.vertices if vertex.worker in workers]
+    workers = tuple(w for w in graph.workers if w in present)
+    shown = list(graph.vertices)
     places = {
         id: (workers.index(worker) + _MIDDLE, float(height))
         for id, (worker, height) in _heights(graph, shown).items()
@@ -89,7 +88,7 @@ def _laid_out(graph: Graph) -> _Layout:
     }
     places.update(_leaf_places(graph, shown, places, workers))
     heights = [int(height) for _, height in places.values()]
-    is_whole = len(places) == len(graph.vertices)
+    is_whole = not graph.left_out and len(places) == len(graph.vertices)
     return _Layout(workers, places, max(heights, default=0) + 1, is_whole)
 
 
@@ -160,13 +159,16 @@ def _draw_edge(
         _arrow(axes, (trunk_x, to_y), (to_x - half_width, to_y), _FROM_LEAF)
     elif source.worker != target.worker:
         side = half_width if to_x > x else -half_width
-        _arrow(axes, (x + side, y), (to_x - side, to_y), _ACROSS, style="--")
+        _arrow(axes, (x + side, y), (to_x - side, to_y), _ACROSS, "--")
     elif to_y - y < 1.5:
         _arrow(axes, (x, y + half_height), (to_x, to_y - half_height), _INSIDE)
     else:
         # Around the boxes between, on the right of the column.
-        ends = (x + half_width, y), (to_x + half_width, to_y)
-        _arrow(axes, *ends, _INSIDE, bend=-0.6 / (to_y - y))
+        right = x + half_width
+        trunk_x = right + 0.02 + 0.012 * (int(y) % 4)
+        xs, ys = [right, trunk_x, trunk_x], [y, y, to_y - 0.12]
+        axes.plot(xs, ys, color=_INSIDE, lw=0.9, zorder=1)
+        _arrow(axes, (trunk_x, to_y - 0.12), (right, to_y - 0.12), _INSIDE)
 
 
 def _arrow(
@@ -174,14 +176,11 @@ def _arrow(
     start: tuple[float, float],
     end: tuple[float, float],
     color: str,
-    *,
     style: str = "-",
-    bend: float = 0.0,
 ) -> None:
     axes.add_patch(
         FancyArrowPatch(
             start, end, arrowstyle="-|>", mutation_scale=7, linewidth=0.9, color=color,
-            linestyle=style, connectionstyle=f"arc3,rad={bend}", shrinkA=0, shrinkB=0,
-            zorder=2,
+            linestyle=style, shrinkA=0, shrinkB=0, zorder=2,
         )
     )  # fmt: skip

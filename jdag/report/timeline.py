@@ -21,13 +21,16 @@ _ROW_INCHES = 0.58
 _FRAME_INCHES = 1.75  # Title, axis and legend.
 _LABEL_SHARE = 0.022  # A bar that is wider than this share of the axis has a label.
 
+_BARS_EDGED = 40  # More of them in a row, and their edges would hide them.
+
 _IDLE = "#eef0f2"
 _KINDS = {
     "forward": ("#3d6fb4", "forward"),
     "vjp": ("#dd7c1f", "backward"),
     "sum": ("#6b9e5b", "sums, zeros and ones"),
+    "update": ("#8f7a5c", "updates of leaves"),
 }
-_KIND_OF = {"forward": "forward", "vjp": "vjp", "sum": "sum", "fill": "sum"}
+_ALWAYS = ("forward", "vjp")  # In the legend, whether there are any or not.
 _PRIMALS, _COTANGENTS = "#7fb7c9", "#a884b8"
 _MARK = "#b8232f"
 _MARKS = (("drop", "x", "a frame was dropped"), ("crash", "X", "it crashed"))
@@ -85,6 +88,13 @@ def draw_timeline(
     figure.savefig(path, dpi=130, metadata={"Software": None})
 
 
+def _kind(job: Job) -> str:
+    """What a job is drawn as; one outside of contexts makes new versions of leaves."""
+    if job.kind == "forward":
+        return "forward" if job.context else "update"
+    return "vjp" if job.kind == "vjp" else "sum"
+
+
 def _some(workers: Sequence[str]) -> list[str]:
     """All workers, or as many as can be told apart, evenly spread."""
     if len(workers) <= ROWS_MAX:
@@ -110,14 +120,16 @@ def _draw_jobs(
 ) -> None:
     first_ns, last_ns = window_ns
     for kind, (color, _) in _KINDS.items():
-        mine = [job for job in jobs if _KIND_OF[job.kind] == kind]
+        mine = [job for job in jobs if _kind(job) == kind]
         bars = [_bar(job, window_ns, unit_ns) for job in mine]
+        edge = 0.5 if len(bars) <= _BARS_EDGED else 0.0
         axes.broken_barh(
             bars, (place + _DEVICE[0], _DEVICE[1]), facecolors=color,
-            edgecolors="white", linewidth=0.5, zorder=2,
+            edgecolors="white", linewidth=edge, zorder=2,
         )  # fmt: skip
         for job, (start, width) in zip(mine, bars, strict=True):
-            if width * unit_ns < _LABEL_SHARE * (last_ns - first_ns):
+            narrow = width * unit_ns < _LABEL_SHARE * (last_ns - first_ns)
+            if narrow or not job.context:
                 continue
             axes.text(
                 start + width / 2, place + _DEVICE[0] + _DEVICE[1] / 2,
@@ -211,12 +223,12 @@ def _frame(axes: Axes, rows: Sequence[str], span: float, label: str) -> None:
 
 
 def _legend(figure: Figure, spans: Spans) -> None:
-    kinds = [_KIND_OF[job.kind] for job in spans.jobs if job.end_ns > job.start_ns]
+    kinds = [_kind(job) for job in spans.jobs if job.end_ns > job.start_ns]
     marks = [mark.kind for mark in spans.marks]
     handles: list[Patch | Line2D] = [
         Patch(color=color, label=label)
         for kind, (color, label) in _KINDS.items()
-        if kind != "sum" or kind in kinds
+        if kind in _ALWAYS or kind in kinds
     ]
     handles += [
         Patch(color=_PRIMALS, label="primals on their way"),
