@@ -226,3 +226,23 @@ def test_a_network_may_be_one_model_or_a_model_a_direction(monkeypatch):
     played = play(monkeypatch, stream(1), network=network)
     played.run()
     assert played.simulation.now_ns == 70 + LATENCY_NS
+
+
+def test_a_lasting_partition_parts_also_those_who_have_nothing_to_say(monkeypatch):
+    def react(engine, event):
+        return (
+            [Resume(1, None)] if event == Lost("c") and engine.worker == "a" else None
+        )
+
+    groups = (("a",), ("c",))
+    for until_ns, parted in ((None, True), (100_000, True), (30_000, False)):
+        faults = [Partition(groups, from_ns=500, until_ns=until_ns)]
+        settings: Any = {"network": NETWORK, "faults": faults, "link": QUICK}
+        played = play(monkeypatch, react, **settings)
+        played.ask()
+        played.simulation.settle()
+        # Twice the waits of a link: 1, 2, 4 and 8 times resend_ns.
+        assert lost(played.engines["a"]) == [(30_500, "c")] * parted
+        assert lost(played.engines["c"]) == [(30_500, "a")] * parted
+        assert lost(played.engines["b"]) == []
+        assert played.port.lost("c") == parted

@@ -46,6 +46,12 @@ def link_settings(there: LinkModel, back: LinkModel) -> LinkSettings:
     )
 
 
+def gives_up_ns(settings: LinkSettings) -> int:
+    """How long a link tries in vain until it gives up its peer, flights not counted."""
+    waits = [1 << tries for tries in range(settings.resend_max + 1)]
+    return settings.resend_ns * sum(min(w, settings.backoff_max) for w in waits)
+
+
 class End:
     """One worker's end of its link to a peer; `twin` is the peer's end of it.
 

@@ -1,10 +1,13 @@
 """What a run is asked for, checked before it begins."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import permutations, product
 
 from jdag.errors import ScenarioError
-from jdag.sim.faults import Crash, Fault
+from jdag.sim.carriage import gives_up_ns, link_settings
+from jdag.sim.faults import Crash, Fault, Partition
 from jdag.sim.network import LinkModel, Network, unusable
+from jdag.wire.link import LinkSettings
 
 
 def checked_workers(workers: Sequence[str], home: str, seed: int) -> tuple[str, ...]:
@@ -63,3 +66,24 @@ def network_of(network: Network | LinkModel | None) -> Network:
     if isinstance(network, Network):
         return network
     return Network(LinkModel() if network is None else network)
+
+
+def partings(
+    faults: Sequence[Fault], network: Network, link: LinkSettings | None
+) -> Iterator[tuple[int, str, str]]:
+    """When who will notice, for want of any sign of life, that whom is out of reach.
+
+    A partition that lasts twice as long as a link tries parts each pair across it, as
+    keepalives would: two that have nothing to say might else wait for ever, each for
+    what the other waits for from a third.
+    """
+    for fault in faults:
+        if not isinstance(fault, Partition):
+            continue
+        for here, there in permutations(fault.groups, 2):
+            for worker, peer in product(here, there):
+                models = network.model(worker, peer), network.model(peer, worker)
+                settings = link or link_settings(*models)
+                at_ns = fault.from_ns + 2 * gives_up_ns(settings)
+                if fault.until_ns is None or at_ns < fault.until_ns:
+                    yield at_ns, worker, peer

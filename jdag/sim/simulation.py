@@ -16,7 +16,7 @@ anything else happens; a worker is told of each loss once.
 """
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from random import Random
 from typing import Any
@@ -47,6 +47,7 @@ from jdag.engine.vocabulary import (
 )
 from jdag.errors import JdagError
 from jdag.functions import name_of
+from jdag.sim import plan
 from jdag.sim.carriage import CRASH, EVENT, Carriage, End, Parcel
 from jdag.sim.chooser import checked
 from jdag.sim.chooser import policy as policy_named
@@ -56,7 +57,6 @@ from jdag.sim.host import Host
 from jdag.sim.jobs import Jobs
 from jdag.sim.network import LinkModel, Network
 from jdag.sim.notes import PLACE
-from jdag.sim.plan import check_crashes, checked_ns, checked_workers, network_of
 from jdag.sim.port import Port
 from jdag.sim.programs import Programs, Waiters
 from jdag.sim.timeline import Timeline
@@ -120,8 +120,8 @@ class Simulation:
         events_max: int = EVENTS_MAX,
         trace: bool = True,
     ) -> None:
-        self.workers = checked_workers(workers, home, seed)
-        check_crashes(faults, home, trace)
+        self.workers = plan.checked_workers(workers, home, seed)
+        plan.check_crashes(faults, home, trace)
         self.seed = seed
         self.trace = Trace() if trace else None
         self._timeline = Timeline(events_max)
@@ -131,14 +131,14 @@ class Simulation:
         )
         by_index = any(crash.at_index is not None for crash in self._faults.crashes)
         self._note = self._note_and_look if by_index else self._add
-        self._detect_ns = checked_ns("detect_ns", detect_ns)
+        self._detect_ns = plan.checked_ns("detect_ns", detect_ns)
         self._chooser = policy_named(policy)
         self._jobs = Jobs(self._timeline, self._note)
         self._programs = Programs()
         self._run_program = run_program
         self._carriage = Carriage(
             self.workers,
-            network=network_of(network),
+            network=plan.network_of(network),
             faults=self._faults,
             settings=link,
             timeline=self._timeline,
@@ -154,7 +154,7 @@ class Simulation:
             kind: getattr(self, f"_{kind}") for kind in _KINDS
         }
         self._crash_index = _NEVER
-        self._plan_crashes()
+        self._plan_losses(plan.partings(faults, plan.network_of(network), link))
 
     def _made_hosts(self, values: str, devices: Devices) -> dict[str, Host]:
         hosts = {}
@@ -424,13 +424,17 @@ class Simulation:
             return
         host.lost[peer] = None
         self._carriage.close(host.worker, peer)
-        record = self._note("lost", host.worker, (peer,), (record,))
+        causes = () if record < 0 else (record,)
+        record = self._note("lost", host.worker, (peer,), causes)
         if host.alive:
             self._handle(host, Lost(peer), record)
 
     # ----------------------------------------------------------------- crashes, records
 
-    def _plan_crashes(self) -> None:
+    def _plan_losses(self, partings: Iterable[tuple[int, str, str]]) -> None:
+        for at_ns, worker, peer in partings:
+            action = ("lost", self._hosts[worker], peer, -1)
+            self._timeline.push(at_ns, EVENT, action)
         for crash in self._faults.crashes:
             host = self._hosts[crash.worker]
             if crash.at_ns is not None:
