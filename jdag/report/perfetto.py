@@ -9,7 +9,7 @@ from typing import Any
 
 from jdag.report.spans import Job, Spans, Transfer
 
-JOBS_MAX = 20_000
+JOBS_MAX = 5_000
 
 _DEVICE, _LINK = 1, 2
 _US = 1_000
