@@ -15,7 +15,7 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from jdag.report.graph import Edge, Graph, Vertex
 
-HEIGHTS_MAX = 72
+HEIGHTS_MAX = 40
 
 _COLUMN_INCHES = 2.7
 _HEIGHT_INCHES = 0.31

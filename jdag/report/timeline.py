@@ -120,7 +120,7 @@ def _draw_jobs(
 ) -> None:
     first_ns, last_ns = window_ns
     for kind, (color, _) in _KINDS.items():
-        mine = [job for job in jobs if _kind(job) == kind]
+        mine = [j for j in jobs if _kind(j) == kind and j.end_ns > j.start_ns]
         bars = [_bar(job, window_ns, unit_ns) for job in mine]
         edge = 0.5 if len(bars) <= _BARS_EDGED else 0.0
         axes.broken_barh(
