@@ -15,9 +15,11 @@ from jdag.report.graph import Graph, dot_of, graph_of, graph_of_plain
 from jdag.report.page import write_page
 from jdag.report.perfetto import trace_events
 from jdag.report.picture import draw_graph
-from jdag.report.spans import spans_of
+from jdag.report.spans import Span, bubble, spans, spans_of
 from jdag.report.timeline import draw_timeline
 from jdag.trace import Trace
+
+__all__ = ["Span", "bubble", "read_drawings", "render", "spans"]
 
 TIMELINE = "timeline.png"
 GRAPH = "graph.png"
@@ -49,10 +51,10 @@ def render(
         OSError: something cannot be written.
     """
     name, workers = result["name"], result["workers"]
-    spans = spans_of(trace)
+    read = spans_of(trace)
     title = f"{name}: what each worker did in one context"
-    draw_timeline(folder / TIMELINE, spans, workers, window, title)
-    _write_json(folder / PERFETTO, trace_events(spans, workers))
+    draw_timeline(folder / TIMELINE, read, workers, window, title)
+    _write_json(folder / PERFETTO, trace_events(read, workers))
     pictures = [(folder / TIMELINE, "Timeline", _ON_TIMELINE)]
     if drawings is not None:
         graph = drawings if isinstance(drawings, Graph) else graph_of(drawings)

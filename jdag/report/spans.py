@@ -1,15 +1,18 @@
 """What a trace says of time: which job ran when, and what was on its way when.
 
 Reads the records of `jdag.trace` and nothing else. Jobs and transfers keep the order of
-their starts; what began and did not end in the trace (its worker crashed, its frames
-were all lost) is left out of both.
+their starts. A job that did not end in the trace ends where its worker crashed, or with
+the last record; a message that was never handed on is left out.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import NamedTuple
 
 from jdag.trace import Record
+
+Window = tuple[int, int]  # From when to when, nanoseconds.
 
 
 class Job(NamedTuple):
@@ -23,6 +26,17 @@ class Job(NamedTuple):
     path: tuple[int, ...]
     start_ns: int
     end_ns: int
+
+    @property
+    def drawn_as(self) -> str:
+        """What it is for: "forward", "backward", "sum" or "update".
+
+        A forward outside of contexts makes new versions of leaves; what makes zeros or
+        ones makes them for a sum.
+        """
+        if self.kind == "forward":
+            return "forward" if self.context else "update"
+        return "backward" if self.kind == "vjp" else "sum"
 
 
 class Transfer(NamedTuple):
@@ -77,51 +91,44 @@ class Spans:
 def spans_of(records: Iterable[Record]) -> Spans:
     """Pair the beginnings and the ends that a trace records."""
     began: dict[int, Record] = {}
+    crashed: dict[str, int] = {}
     jobs: list[Job] = []
     transfers: list[Transfer] = []
     marks: list[Mark] = []
+    last_ns = 0
     for record in records:
+        last_ns = record.time_ns
         match record.kind:
             case "start" | "send":
                 began[record.index] = record
             case "finish":
-                jobs.append(_job(began.pop(record.causes[0]), record))
+                jobs.append(_job(began.pop(record.causes[0]), record.time_ns))
             case "deliver":
-                transfers.append(_transfer(began.pop(record.causes[0]), record))
+                sent = began.pop(record.causes[0])
+                transfers.append(_transfer(sent, record.time_ns))
             case kind if kind in MARKS:
                 marks.append(_mark(record))
+                if kind == "crash":
+                    crashed[record.worker] = record.time_ns
+    for record in began.values():
+        if record.kind == "start":
+            jobs.append(_job(record, crashed.get(record.worker, last_ns)))
     jobs.sort(key=lambda job: job.start_ns)
     transfers.sort(key=lambda one: one.start_ns)
     return Spans(tuple(jobs), tuple(transfers), tuple(marks))
 
 
-def _job(start: Record, finish: Record) -> Job:
-    said = start.named
-    return Job(
-        start.worker,
-        said["job"],
-        said["function"],
-        said["context"],
-        said["number"],
-        said["path"],
-        start.time_ns,
-        finish.time_ns,
-    )
+def _job(start: Record, end_ns: int) -> Job:
+    # The detail as it lies, for there may be hundreds of thousands: DETAIL["start"].
+    context, number, path, function = start.detail[1:5]
+    at = start.time_ns, end_ns
+    return Job(start.worker, start.detail[0], function, context, number, path, *at)
 
 
-def _transfer(send: Record, deliver: Record) -> Transfer:
-    said = send.named
-    return Transfer(
-        send.worker,
-        said["destination"],
-        said["message"],
-        said["context"],
-        said["number"],
-        said["path"],
-        said["payload_bytes"],
-        said["wire_bytes"],
-        send.time_ns,
-        deliver.time_ns,
+def _transfer(send: Record, end_ns: int) -> Transfer:
+    # The same: DETAIL["send"], which has the fields of a Transfer in their order.
+    return Transfer._make(
+        (send.worker, *send.detail[:7], send.time_ns, end_ns),
     )
 
 
@@ -129,3 +136,52 @@ def _mark(record: Record) -> Mark:
     said = record.named
     peer = said.get("peer", said.get("destination", ""))
     return Mark(record.worker, record.kind, peer, record.time_ns)
+
+
+class Span(NamedTuple):
+    """Something that took time on a worker, as it is drawn.
+
+    `kind` is what a job is drawn as, or "transfer": of arrays that this worker sent.
+    `label` is a function, or where a transfer went.
+    """
+
+    start_ns: int
+    end_ns: int
+    kind: str
+    label: str
+    worker: str
+
+
+def spans(records: Iterable[Record]) -> list[Span]:
+    """Return all jobs, then all transfers of arrays, each in the order of starts."""
+    read = spans_of(records)
+    computed = (
+        Span(job.start_ns, job.end_ns, job.drawn_as, job.function, job.worker)
+        for job in read.jobs
+    )
+    transferred = (
+        Span(one.start_ns, one.end_ns, "transfer", one.destination, one.worker)
+        for one in read.transfers
+        if one.payload_bytes
+    )
+    return [*computed, *transferred]
+
+
+def bubble(
+    spans: Iterable[Span | Job], workers: Sequence[str], window: Window
+) -> dict[str, Fraction]:
+    """Return for each worker 1 - busy time / length of the window, exactly.
+
+    Busy is a worker that computes; transfers do not count. In a window of no length
+    nobody is idle: 0.
+    """
+    first_ns, last_ns = window
+    busy_ns = dict.fromkeys(workers, 0)
+    for span in spans:
+        if span.kind != "transfer" and span.worker in busy_ns:
+            part_ns = min(span.end_ns, last_ns) - max(span.start_ns, first_ns)
+            busy_ns[span.worker] += max(part_ns, 0)
+    length_ns = last_ns - first_ns
+    if length_ns <= 0:
+        return dict.fromkeys(workers, Fraction(0))
+    return {worker: 1 - Fraction(ns, length_ns) for worker, ns in busy_ns.items()}

@@ -1,7 +1,8 @@
 """The timeline of a run as a picture: a row a worker, what it did and what it sent.
 
 The upper part of a row is the worker's device (forward, backward, sums, idle), with the
-paths of its calls; the thin one below holds the arrays that it has on their way.
+paths of its calls; the thin one below holds the arrays that it has on their way. Where
+there are more workers than have room for that, a raster shows the devices alone.
 """
 
 from collections.abc import Sequence
@@ -13,26 +14,32 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from jdag.report.spans import Job, Spans, Transfer
+from jdag.report.raster import mixed
+from jdag.report.spans import Job, Spans, Transfer, bubble
+from jdag.shown import shown
 
-ROWS_MAX = 24
+ROWS_MAX = 40
 _WIDTH_INCHES = 12.0
 _ROW_INCHES = 0.58
+_ROWS_INCHES = 15.0  # All rows together, at most; of a raster half of it.
+_RASTER_ROW_INCHES = 0.13
+_NAMES_MAX = 40
+_NAME_MAX = 24
 _FRAME_INCHES = 1.75  # Title, axis and legend.
+_EDGE_SHARE = 0.004  # One that is wider than this one has a white edge.
 _LABEL_SHARE = 0.022  # A bar that is wider than this share of the axis has a label.
 
-_BARS_EDGED = 40  # More of them in a row, and their edges would hide them.
-
+# The colours of Okabe and Ito (2008), which colour-blind readers tell apart.
 _IDLE = "#eef0f2"
 _KINDS = {
-    "forward": ("#3d6fb4", "forward"),
-    "vjp": ("#dd7c1f", "backward"),
-    "sum": ("#6b9e5b", "sums, zeros and ones"),
-    "update": ("#8f7a5c", "updates of leaves"),
+    "forward": ("#0072b2", "forward"),
+    "backward": ("#d55e00", "backward"),
+    "sum": ("#009e73", "sums, zeros and ones"),
+    "update": ("#f0e442", "updates of leaves"),
 }
-_ALWAYS = ("forward", "vjp")  # In the legend, whether there are any or not.
-_PRIMALS, _COTANGENTS = "#7fb7c9", "#a884b8"
-_MARK = "#b8232f"
+_ALWAYS = ("forward", "backward")  # In the legend, whether there are any or not.
+_PRIMALS, _COTANGENTS = "#56b4e9", "#cc79a7"
+_MARK = "#22272c"
 _MARKS = (("drop", "x", "a frame was dropped"), ("crash", "X", "it crashed"))
 _UNITS = ((1_000_000_000, "s"), (1_000_000, "ms"), (1_000, "µs"), (1, "ns"))
 
@@ -53,34 +60,39 @@ def draw_timeline(
     Args:
         path: the file to write.
         spans: what took time in the run.
-        workers: all workers, in their order; of many, some are drawn.
+        workers: all workers, in their order.
         window_ns: from when to when.
         title: what it is.
 
     Raises:
         OSError: the file cannot be written.
     """
-    rows = _some(workers)
     inside = spans.within(window_ns)
-    size = (_WIDTH_INCHES, _FRAME_INCHES + _ROW_INCHES * len(rows))
+    is_raster = len(workers) > ROWS_MAX
+    rows_inches = _ROW_INCHES * len(workers)
+    if is_raster:
+        rows_inches = min(_RASTER_ROW_INCHES * len(workers), _ROWS_INCHES / 2)
+    size = (_WIDTH_INCHES, _FRAME_INCHES + min(rows_inches, _ROWS_INCHES))
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     length_ns = window_ns[1] - window_ns[0]
     unit_ns, unit = _unit(length_ns)
     span = length_ns / unit_ns
-    for place, worker in enumerate(rows):
-        axes.barh(place, span, height=0.86, color=_IDLE, zorder=0)
-        jobs = [job for job in inside.jobs if job.worker == worker]
-        _draw_jobs(axes, place, jobs, window_ns, unit_ns)
-        sent = [one for one in inside.transfers if one.worker == worker]
-        _draw_transfers(axes, place, sent, window_ns, unit_ns)
-        _write_busy(axes, place, jobs, window_ns, span)
-    _draw_marks(axes, rows, inside, window_ns, unit_ns)
-    _frame(axes, rows, span, f"virtual time since its beginning, {unit}")
-    some = "" if len(rows) == len(workers) else f"; {len(rows)} of {len(workers)} rows"
-    axes.set_title(f"{title}{some}", loc="left", fontsize=11, pad=10)
-    _legend(figure, inside)
+    if is_raster:
+        colors = {kind: color for kind, (color, _) in _KINDS.items()}
+        picture = mixed(inside.jobs, workers, window_ns, colors, _IDLE)
+        extent = (0, span or 1, len(workers) - 0.5, -0.5)
+        axes.imshow(picture, extent=extent, aspect="auto", interpolation="nearest")
+    else:
+        _draw_rows(axes, workers, inside, window_ns, unit_ns)
+    _draw_marks(axes, workers, inside, window_ns, unit_ns)
+    since = shown("start_ns", window_ns[0]) if window_ns[0] else "its beginning"
+    _frame(axes, workers, span, f"virtual time since {since}, in {unit}")
+    if is_raster:
+        axes.grid(visible=False)
+    axes.set_title(title, loc="left", fontsize=11, pad=10, parse_math=False)
+    _legend(figure, inside, is_raster)
     if length_ns == 0:
         axes.text(0.5, 0.5, "nothing took any time", ha="center", va="center",
                   transform=axes.transAxes, color="#555555")  # fmt: skip
@@ -88,19 +100,26 @@ def draw_timeline(
     figure.savefig(path, dpi=130, metadata={"Software": None})
 
 
-def _kind(job: Job) -> str:
-    """What a job is drawn as; one outside of contexts makes new versions of leaves."""
-    if job.kind == "forward":
-        return "forward" if job.context else "update"
-    return "vjp" if job.kind == "vjp" else "sum"
-
-
-def _some(workers: Sequence[str]) -> list[str]:
-    """All workers, or as many as can be told apart, evenly spread."""
-    if len(workers) <= ROWS_MAX:
-        return list(workers)
-    last = len(workers) - 1
-    return [workers[place * last // (ROWS_MAX - 1)] for place in range(ROWS_MAX)]
+def _draw_rows(
+    axes: Axes,
+    workers: Sequence[str],
+    spans: Spans,
+    window_ns: tuple[int, int],
+    unit_ns: int,
+) -> None:
+    span = (window_ns[1] - window_ns[0]) / unit_ns
+    idle = bubble(spans.jobs, workers, window_ns)
+    for place, worker in enumerate(workers):
+        axes.barh(place, span, height=0.86, color=_IDLE, zorder=0)
+        jobs = [job for job in spans.jobs if job.worker == worker]
+        _draw_jobs(axes, place, jobs, window_ns, unit_ns)
+        sent = [one for one in spans.transfers if one.worker == worker]
+        _draw_transfers(axes, place, sent, window_ns, unit_ns)
+        if span:
+            axes.text(
+                span * 1.008, place, f"{float(1 - idle[worker]):.0%} busy", va="center",
+                fontsize=8, color="#555555",
+            )  # fmt: skip
 
 
 def _unit(length_ns: int) -> tuple[int, str]:
@@ -120,12 +139,15 @@ def _draw_jobs(
 ) -> None:
     first_ns, last_ns = window_ns
     for kind, (color, _) in _KINDS.items():
-        mine = [j for j in jobs if _kind(j) == kind and j.end_ns > j.start_ns]
+        mine = [j for j in jobs if j.drawn_as == kind and j.end_ns > j.start_ns]
         bars = [_bar(job, window_ns, unit_ns) for job in mine]
-        edge = 0.5 if len(bars) <= _BARS_EDGED else 0.0
+        # A thin bar has no edge, which would hide it.
+        thin = _EDGE_SHARE * (last_ns - first_ns) / unit_ns
         axes.broken_barh(
             bars, (place + _DEVICE[0], _DEVICE[1]), facecolors=color,
-            edgecolors="white", linewidth=edge, zorder=2,
+            edgecolors="white",
+            linewidth=[0.5 if width > thin else 0.0 for _, width in bars] or 0.0,
+            zorder=2,
         )  # fmt: skip
         for job, (start, width) in zip(mine, bars, strict=True):
             narrow = width * unit_ns < _LABEL_SHARE * (last_ns - first_ns)
@@ -171,25 +193,6 @@ def _bar(
     return (start_ns - window_ns[0]) / unit_ns, (end_ns - start_ns) / unit_ns
 
 
-def _write_busy(
-    axes: Axes,
-    place: int,
-    jobs: Sequence[Job],
-    window_ns: tuple[int, int],
-    span: float,
-) -> None:
-    length_ns = window_ns[1] - window_ns[0]
-    if not length_ns:
-        return
-    busy_ns = sum(
-        min(job.end_ns, window_ns[1]) - max(job.start_ns, window_ns[0]) for job in jobs
-    )
-    axes.text(
-        span * 1.008, place, f"{100 * busy_ns / length_ns:.0f} % busy", va="center",
-        fontsize=8, color="#555555",
-    )  # fmt: skip
-
-
 def _draw_marks(
     axes: Axes,
     rows: Sequence[str],
@@ -208,10 +211,19 @@ def _draw_marks(
             )  # fmt: skip
 
 
+def _shortened(name: str) -> str:
+    return name if len(name) <= _NAME_MAX else name[: _NAME_MAX - 1] + "…"
+
+
 def _frame(axes: Axes, rows: Sequence[str], span: float, label: str) -> None:
     axes.set_xlim(0, span or 1)
     axes.set_ylim(len(rows) - 0.45, -0.55)
-    axes.set_yticks(range(len(rows)), rows)
+    every = -(-len(rows) // _NAMES_MAX)
+    named = range(0, len(rows), every)
+    names = [_shortened(rows[place]) for place in named]
+    axes.set_yticks(named, names, fontsize=7 if len(rows) > ROWS_MAX else 10)
+    for name in axes.get_yticklabels():
+        name.set_parse_math(False)
     axes.set_xlabel(label)
     axes.tick_params(length=0, axis="y")
     axes.tick_params(color="#999999", axis="x")
@@ -222,19 +234,18 @@ def _frame(axes: Axes, rows: Sequence[str], span: float, label: str) -> None:
     axes.set_axisbelow(True)  # Lines above idle, below all that is done.
 
 
-def _legend(figure: Figure, spans: Spans) -> None:
-    kinds = [_kind(job) for job in spans.jobs if job.end_ns > job.start_ns]
+def _legend(figure: Figure, spans: Spans, is_raster: bool) -> None:
+    kinds = [job.drawn_as for job in spans.jobs if job.end_ns > job.start_ns]
     marks = [mark.kind for mark in spans.marks]
     handles: list[Patch | Line2D] = [
         Patch(color=color, label=label)
         for kind, (color, label) in _KINDS.items()
         if kind in _ALWAYS or kind in kinds
     ]
-    handles += [
-        Patch(color=_PRIMALS, label="primals on their way"),
-        Patch(color=_COTANGENTS, label="cotangents on their way"),
-        Patch(facecolor=_IDLE, edgecolor="#cccccc", label="idle"),
-    ]
+    if not is_raster:
+        handles.append(Patch(color=_PRIMALS, label="primals on their way"))
+        handles.append(Patch(color=_COTANGENTS, label="cotangents on their way"))
+    handles.append(Patch(facecolor=_IDLE, edgecolor="#cccccc", label="idle"))
     for kind, symbol, label in _MARKS:
         if kind in marks:
             mark = Line2D([], [], color=_MARK, marker=symbol, linestyle="", label=label)
