@@ -4,6 +4,7 @@
 outcome = "finished"                       # equal
 gradient_difference = { max = 1e-12 }      # min, max, above, below
 bubble_max = "3/11"                        # a fraction, exactly
+bubble = { below = 0.5 }                   # of each worker
 owed_functions = { contains = "product" }  # part of it, or one of its items
 """
 
@@ -12,7 +13,18 @@ from difflib import get_close_matches
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from jdag.errors import ScenarioError
+from jdag import errors
+from jdag.errors import JdagError, ScenarioError
+
+OUTCOMES = ("finished", "failed", "stuck")
+ERRORS = tuple(
+    name
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type) and issubclass(kind, JdagError)
+)
+
+# What a figure can be at all, where that is known: anything else would name nothing.
+POSSIBLE: Mapping[str, tuple[str, ...]] = {"outcome": OUTCOMES, "error": ERRORS}
 
 
 class Judged(NamedTuple):
@@ -22,6 +34,10 @@ class Judged(NamedTuple):
     wanted: str
     got: Any
     met: bool
+
+
+# What making a number of a thing may raise: of "x", of inf, of "1/0".
+_NO_NUMBER = (TypeError, ValueError, OverflowError, ZeroDivisionError)
 
 
 def _number(value: Any) -> Fraction:
@@ -52,40 +68,44 @@ def refuse_unknown(expect: Mapping[str, Any], figures: Mapping[str, str]) -> Non
     """
     if not expect:
         raise ScenarioError(
-            "expect: it is empty; a scenario has to expect something of its figures, "
-            f"which are {', '.join(figures)}"
+            f"expect is empty: allowed is something of the figures {', '.join(figures)}"
         )
     for name, wanted in expect.items():
         if name not in figures:
             near = get_close_matches(name, figures, 1)
             hint = f" (do you mean {near[0]}?)" if near else ""
             raise ScenarioError(
-                f"expect.{name} = {wanted!r}: there is no such figure{hint}; there are "
-                f"{', '.join(figures)}"
+                f"expect.{name} = {wanted!r}: there is no such figure{hint}: allowed is "
+                f"one of {', '.join(figures)}"
             )
         if isinstance(wanted, Mapping):
             for how, bound in wanted.items():
                 _refuse_bound(f"expect.{name}.{how}", how, bound)
             if not wanted:
                 raise ScenarioError(
-                    f"expect.{name} = {{}}: it says nothing; it takes "
-                    f"{', '.join(COMPARE)}"
+                    f"expect.{name} = {{}}: it says nothing: allowed is a value, or some "
+                    f"of {', '.join(COMPARE)}"
                 )
+        elif name in POSSIBLE and wanted not in POSSIBLE[name]:
+            raise ScenarioError(
+                f"expect.{name} = {wanted!r}: allowed is one of "
+                f"{', '.join(POSSIBLE[name])}"
+            )
 
 
 def _refuse_bound(key: str, how: str, bound: Any) -> None:
     if how not in COMPARE:
         raise ScenarioError(
-            f"{key} = {bound!r}: there is no such comparison; there are "
+            f"{key} = {bound!r}: there is no such comparison: allowed is one of "
             f"{', '.join(COMPARE)}"
         )
     if how == "contains":
         return
     try:
         _number(bound)
-    except (TypeError, ValueError) as error:
+    except _NO_NUMBER as error:
         raise ScenarioError(
-            f"{key} = {bound!r}: it has to be a number, or a fraction such as '3/11'"
+            f"{key} = {bound!r}: allowed is a number, or a fraction such as '3/11'"
         ) from error
 
 
@@ -113,18 +133,22 @@ def judge(expect: Mapping[str, Any], figures: Mapping[str, Any]) -> list[Judged]
 
 
 def _compare(how: str, got: Any, bound: Any) -> bool:
+    if isinstance(got, Mapping):
+        return bool(got) and all(_compare(how, one, bound) for one in got.values())
     try:
         return COMPARE[how](got, bound)
-    except (TypeError, ValueError):
+    except _NO_NUMBER:
         return False  # There is no such number: the pass did not get that far.
 
 
 def _equal(got: Any, wanted: Any) -> bool:
+    if isinstance(got, Mapping):
+        return bool(got) and all(_equal(one, wanted) for one in got.values())
     if isinstance(wanted, list):
         return list(got) == wanted if isinstance(got, list | tuple) else False
-    if isinstance(wanted, str) and isinstance(got, str):
-        try:
-            return Fraction(got) == Fraction(wanted)
-        except ValueError:
-            return got == wanted
-    return type(got) is type(wanted) and bool(got == wanted)
+    if isinstance(got, bool) or isinstance(wanted, bool):
+        return got is wanted
+    try:
+        return _number(got) == _number(wanted)
+    except _NO_NUMBER:
+        return bool(got == wanted)

@@ -69,7 +69,7 @@ class Playing:
         for old in self.made:
             if old is not self.cluster:
                 old.close()
-        cluster = make_cluster(scenario.settings, self.workers, seed, clean=clean)
+        cluster = make_cluster(scenario.settings, seed, clean=clean)
         self.made.append(cluster)
         return cluster
 

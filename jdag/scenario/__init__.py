@@ -1,0 +1,143 @@
+"""A scenario: a TOML file that asks a question, checked and ready to be played.
+
+Its first comment is the question, its `[expect]` the answer. `load` turns the file into
+settings and a program, or says in one line what is wrong: file, key, value, and what is
+allowed.
+"""
+
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jdag.cluster import Cluster, simulate
+from jdag.errors import ScenarioError
+from jdag.expect import refuse_unknown
+from jdag.programs import Player
+from jdag.scenario.program import player_of, raised
+from jdag.scenario.tables import Settings, checked
+from jdag.sim.network import unusable
+
+__all__ = [
+    "Scenario",
+    "Settings",
+    "configured",
+    "load",
+    "make_cluster",
+    "raised",
+    "wrong",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A scenario that can be played."""
+
+    path: Path
+    question: str
+    settings: Settings
+    player: Player
+    workers: tuple[str, ...]
+
+
+def load(path: Path, *, seed: int | None = None) -> Scenario:
+    """Read and check a scenario.
+
+    Args:
+        path: the TOML file.
+        seed: in place of the one in the file.
+
+    Raises:
+        ScenarioError: one line: file, key, value, and what is allowed.
+    """
+    with wrong(path):
+        text, table = _read(path)
+        settings = checked(table)
+        if seed is not None:
+            settings = settings.model_copy(update={"seed": seed})
+        question = _question(text)
+        _check_workers(settings)
+        with configured(settings):
+            # A network, or faults, that cannot be are found out by making it once.
+            make_cluster(settings, settings.seed, clean=False).close()
+            player = player_of(settings, path.resolve().parent)
+            refuse_unknown(settings.expect, player.figures)
+    return Scenario(path, question, settings, player, settings.names)
+
+
+def _read(path: Path) -> tuple[str, dict[str, Any]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise ScenarioError(
+            f"{why}; allowed is a scenario's TOML file, such as scenarios/chain.toml"
+        ) from error
+    try:
+        return text, tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ScenarioError(f"this is not TOML: {error}") from error
+
+
+def _question(text: str) -> str:
+    """The first comment, if the file begins with one."""
+    lines = []
+    for line in text.lstrip().splitlines():
+        if not line.startswith("#"):
+            break
+        lines.append(line.lstrip("# ").rstrip())
+    return " ".join(lines)
+
+
+def _check_workers(settings: Settings) -> None:
+    """See that every worker that is named is there."""
+    named = [("home", settings.home)] if settings.home is not None else []
+    named += [(f"placement.{key}", name) for key, name in settings.placement.items()]
+    named += [(f"devices.workers.{name}", name) for name in settings.devices.workers]
+    for number, link in enumerate(settings.network.links):
+        named.append((f"network.links[{number}].source", link.source))
+        named.append((f"network.links[{number}].destination", link.destination))
+    for key, name in named:
+        if name not in settings.names:
+            allowed = f"one of the workers {', '.join(settings.names)}"
+            raise ScenarioError(unusable(key, name, allowed))
+
+
+@contextmanager
+def wrong(path: Path) -> Iterator[None]:
+    """What is wrong with a scenario is said with its file."""
+    try:
+        yield
+    except ScenarioError as error:
+        raise ScenarioError(f"{path}: {error}") from error
+
+
+@contextmanager
+def configured(settings: Settings) -> Iterator[None]:
+    """JAX as the scenario wants it."""
+    before = jax.config.read("jax_enable_x64")
+    jax.config.update("jax_enable_x64", settings.x64)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_x64", before)
+
+
+def make_cluster(settings: Settings, seed: int, *, clean: bool) -> Cluster:
+    """The cluster that the file describes; a clean one has no faults and no jitter."""
+    names = settings.names
+    return simulate(
+        names,
+        seed=seed,
+        home=settings.home,
+        values=settings.values,
+        network=settings.network.network(clean=clean),
+        devices=settings.devices.models(names),
+        faults=[] if clean else settings.made_faults(),
+        policy=settings.policy,
+        link=settings.made_link(),
+    )

@@ -1,0 +1,147 @@
+"""A scenario's program: found by its name, handed its settings, placed."""
+
+import inspect
+import json
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from jdag.errors import ScenarioError
+from jdag.programs import Case, Player
+from jdag.scenario.tables import Settings
+from jdag.sim.network import unusable
+
+_FOLDER = "folder"  # A program that takes it is told where the scenario's file is.
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_PROGRAMS = os.path.join(_HERE, "programs") + os.sep
+
+
+def player_of(settings: Settings, folder: Path) -> Player:
+    """Import a scenario's program and call it with its settings.
+
+    Args:
+        settings: what the file says.
+        folder: where the file is; modules are looked for there first, then in the
+            current folder.
+
+    Raises:
+        ScenarioError: it cannot be imported, takes no such settings, raised, or
+            returned what cannot be played; or there is no such parameter to place.
+    """
+    function = _imported(settings.program, folder)
+    given = _given(settings, function, folder)
+    try:
+        player = function(settings.names, **given)
+    except ScenarioError:
+        raise
+    except Exception as error:
+        said = f"{settings.program} to take them; it raised {raised(error)}"
+        raise ScenarioError(unusable("settings", settings.settings, said)) from error
+    if not (hasattr(player, "figures") and callable(getattr(player, "play", None))):
+        allowed = (
+            "a function that returns a jdag.programs.Case, or an object with figures "
+            f"and play(run); it returned {player!r}"
+        )
+        raise ScenarioError(unusable("program", settings.program, allowed))
+    return _placed(settings, player)
+
+
+def raised(error: Exception) -> str:
+    """Say what a user's code raised, and in which of its lines."""
+    text = f"{type(error).__name__}: {error}"
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(_HERE) or frame.filename.startswith(_PROGRAMS):
+            name = os.path.basename(frame.filename)
+            return f"{text} ({name}:{frame.lineno} in {frame.name})"
+    return text
+
+
+def _imported(program: str, folder: Path) -> Any:
+    module_name, _, name = program.partition(":")
+    for place in (str(Path.cwd()), str(folder)):  # The last is looked into first.
+        if place in sys.path:
+            sys.path.remove(place)
+        sys.path.insert(0, place)
+    where = f"module:function, of a module in {folder}, in {Path.cwd()} or installed"
+    try:
+        function = getattr(import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise ScenarioError(
+            unusable("program", program, f"{where}; {error}")
+        ) from error
+    except Exception as error:
+        said = f"{where}; importing this one raised {raised(error)}"
+        raise ScenarioError(unusable("program", program, said)) from error
+    if not callable(function):
+        said = f"{where}; this is {function!r}"
+        raise ScenarioError(unusable("program", program, said))
+    return function
+
+
+def _given(settings: Settings, function: Any, folder: Path) -> dict[str, Any]:
+    """The settings that the program takes, of the types that it says."""
+    parameters = dict(list(inspect.signature(function).parameters.items())[1:])
+    is_open = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    named = {
+        name: parameter
+        for name, parameter in parameters.items()
+        if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+    }
+    types = _types(settings.program, function)
+    allowed = ", ".join(name for name in named if name != _FOLDER) or "none"
+    given: dict[str, Any] = {}
+    for name, value in settings.settings.items():
+        if (name not in named and not is_open) or name == _FOLDER:
+            said = f"one of the settings of {settings.program}: {allowed}"
+            raise ScenarioError(unusable(f"settings.{name}", value, said))
+        given[name] = _typed(name, value, types.get(name, Any))
+    if _FOLDER in named:
+        given[_FOLDER] = folder
+    for name, parameter in named.items():
+        if parameter.default is parameter.empty and name not in given:
+            raise ScenarioError(
+                f"settings.{name} is missing; {settings.program} has to have it"
+            )
+    return given
+
+
+def _types(program: str, function: Any) -> Mapping[str, Any]:
+    try:
+        return get_type_hints(function, include_extras=True)
+    except (NameError, TypeError) as error:
+        said = f"a function whose annotations can be read; {error}"
+        raise ScenarioError(unusable("program", program, said)) from error
+
+
+def _typed(name: str, value: Any, type_: Any) -> Any:
+    """The value as what the program says that it takes: a list may be a tuple."""
+    try:
+        # By way of JSON, where a strict reader still takes lists as tuples.
+        return TypeAdapter(type_).validate_json(json.dumps(value), strict=True)
+    except (ValidationError, TypeError) as error:
+        allowed = str(error)
+        if isinstance(error, ValidationError):
+            allowed = error.errors()[0]["msg"].removeprefix("Input should be ")
+        raise ScenarioError(unusable(f"settings.{name}", value, allowed)) from error
+
+
+def _placed(settings: Settings, player: Any) -> Player:
+    """Put parameters where the file wants them."""
+    checked: Player = player
+    if not settings.placement:
+        return checked
+    if not isinstance(player, Case):
+        said = f"nothing, as {settings.program} places its parameters itself"
+        raise ScenarioError(unusable("placement", settings.placement, said))
+    for name, worker in settings.placement.items():
+        if name not in player.params:
+            said = f"one of the parameters {', '.join(player.params)}"
+            raise ScenarioError(unusable(f"placement.{name}", worker, said))
+    return replace(player, placement={**player.placement, **settings.placement})
