@@ -77,6 +77,8 @@ class Net:
         # What a test holds back: a message at the head of its queue, a job.
         self.holds: Callable[[str, str, Any], bool] = lambda *_: False
         self.pauses: Callable[[str, Job], bool] = lambda *_: False
+        # One kind of thing may be slow, so that much of it is under way at once.
+        self.slow = rng.choice(("nothing", "message", "job", "resume"))
         self._waiter = 0
         self._leaf = 0
         self._assignment = 0
@@ -140,6 +142,9 @@ class Net:
         self.steps += 1
         assert self.steps < STEPS_MAX, "the net never falls silent"
         kind, worker, what = self.rng.choice(choices)
+        for _ in range(4 if kind == self.slow else 0):
+            if kind == self.slow:
+                kind, worker, what = self.rng.choice(choices)
         place = self.places[worker]
         match kind:
             case "message":

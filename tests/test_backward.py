@@ -127,7 +127,7 @@ def test_the_slots_of_a_transfer_are_summed_each_by_itself_where_they_were_used(
 # -------------------------------------------------------------------------------- zeros
 
 
-def half_used(net: Net) -> tuple[Scope, Argument, Argument, Argument]:
+def half_used(net: Net) -> tuple[Scope, Argument, Argument, Argument, Argument]:
     """Two values in one transfer, of which the root uses the second alone.
 
     The first was made on b of a leaf on c, so that zeros go on from b to c.
@@ -136,15 +136,15 @@ def half_used(net: Net) -> tuple[Scope, Argument, Argument, Argument]:
     scope = net.open("a")
     (unused,) = scope.call("b", DOUBLE, x)
     (used,) = scope.call("b", TRIPLE, y)
-    scope.call("a", ADD, unused, used)  # Dropped.
+    (both,) = scope.call("a", ADD, unused, used)
     (root,) = scope.call("a", SAME, used)
-    return scope, x, y, root
+    return scope, x, y, root, both
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_node_that_got_only_symbolic_zeros_is_not_run(seed: int):
     net = net_of(3, seed)
-    scope, _, _, root = half_used(net)
+    scope, _, _, root, _ = half_used(net)
     finished(scope, root)
     vjps = [job.function.name for job in net.ran if type(job) is Vjp]
     assert vjps == ["same", "triple"]
@@ -157,7 +157,7 @@ def test_a_node_that_got_only_symbolic_zeros_is_not_run(seed: int):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_leaf_that_only_symbolic_zeros_reach_has_an_explicit_zero(seed: int):
     net = net_of(3, seed)
-    scope, x, y, root = half_used(net)
+    scope, x, y, root, _ = half_used(net)
     finished(scope, root)
     assert net.fetch("a", scope.gradient(x), scope.gradient(y)) == [
         (0, "0"),
@@ -168,12 +168,21 @@ def test_a_leaf_that_only_symbolic_zeros_reach_has_an_explicit_zero(seed: int):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_zeros_alone_leave_an_earlier_gradient_as_it_was(seed: int):
     net = net_of(3, seed)
-    scope, x, _, root = half_used(net)
+    scope, x, _, root, _ = half_used(net)
     (early,) = scope.call("b", SAME, x)
     finished(scope, early, root, retain=True)
     assert scope.gradients(x) == [1]
     finished(scope, root)
     assert net.fetch("a", scope.gradient(x)) == [(1, "same/0(1)")]
+
+
+def test_what_zeros_passed_by_in_a_pass_that_retains_can_be_used_in_the_next():
+    net = net_of(3)
+    scope, x, y, root, both = half_used(net)
+    finished(scope, root, retain=True)
+    finished(scope, both)
+    assert scope.gradients(x, y) == [2, 3 + 3]
+    assert kept(net, "residuals") == [Key("residuals", scope.context, (4,), 0)]
 
 
 # --------------------------------------------------------------------- passes and graph
