@@ -85,7 +85,7 @@ def test_the_digest_does_not_depend_on_how_equal_strings_came_to_be():
     assert shared.digest == made.digest
 
 
-@pytest.mark.parametrize("hash_seed", ["0", "1", "2"])
+@pytest.mark.parametrize("hash_seed", ["1", "2"])
 def test_another_process_under_another_hash_seed_has_the_same_digest(hash_seed: str):
     code = "import sys; from tests.test_trace import filled as f; sys.exit(f().digest)"
     environment = {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": ":".join(sys.path)}
