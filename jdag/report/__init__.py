@@ -11,7 +11,7 @@ from typing import Any
 
 from jdag.engine.drawing import Drawing
 from jdag.errors import JdagError
-from jdag.report.graph import Graph, dot_of, graph_of, graph_of_plain
+from jdag.report.graph import Graph, dot_of, graph_of, graph_of_plain, owed_in
 from jdag.report.page import write_page
 from jdag.report.perfetto import trace_events
 from jdag.report.picture import draw_graph
@@ -59,10 +59,12 @@ def render(
     if drawings is not None:
         graph = drawings if isinstance(drawings, Graph) else graph_of(drawings)
         _write_json(folder / GRAPH_DATA, graph.plain())
-        (folder / GRAPH_DOT).write_text(dot_of(graph, name), encoding="utf-8")
-        title = f"{name}: the graph of one context"
-        draw_graph(folder / GRAPH, graph, title)
-        pictures.append((folder / GRAPH, "Graph", _ON_GRAPH))
+        owed = owed_in(graph, result["figures"])
+        (folder / GRAPH_DOT).write_text(dot_of(graph, name, owed), encoding="utf-8")
+        if graph.vertices:
+            title = f"{name}: the graph of one context"
+            draw_graph(folder / GRAPH, graph, title, owed)
+            pictures.append((folder / GRAPH, "Graph", _ON_GRAPH))
     write_page(folder / PAGE, result, pictures)
 
 

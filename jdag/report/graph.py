@@ -5,7 +5,7 @@ one call made stands at one height, so that the program runs from top to bottom 
 transfers run across.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ class Vertex(NamedTuple):
     kind: str
     path: Path
     label: str
+    call_site: str = ""  # Of a node: where the call was written.
 
 
 class Edge(NamedTuple):
@@ -86,6 +87,31 @@ def graph_of(drawings: Mapping[str, Drawing]) -> Graph:
     return Graph(workers, tuple(vertices), tuple(dict.fromkeys(used)), left_out)
 
 
+def owed_in(graph: Graph, figures: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the ids of the sends that a stuck pass names as owed.
+
+    Args:
+        graph: the graph of its context.
+        figures: of the run: `owed_workers` and `owed_call_sites` say, side by side,
+            where each send is and where the call was written that it was made for.
+    """
+    workers, sites = figures.get("owed_workers"), figures.get("owed_call_sites")
+    named = list(zip(workers or (), sites or (), strict=True))
+    vertices = {vertex.id: vertex for vertex in graph.vertices}
+    after: dict[str, list[str]] = {}
+    for edge in graph.edges:
+        after.setdefault(edge.source, []).append(edge.target)
+
+    def is_owed(send: Vertex) -> bool:
+        users = [
+            user for recv in after.get(send.id, ()) for user in after.get(recv, ())
+        ]
+        calls = [vertices[id] for id in users if vertices[id].path == send.path]
+        return any((send.worker, one.call_site) in named for one in calls)
+
+    return tuple(v.id for v in graph.vertices if v.kind == "send" and is_owed(v))
+
+
 def dotted(path: Path) -> str:
     """A path as it is written: 3.1."""
     return ".".join(map(str, path))
@@ -98,7 +124,8 @@ def _vertices(worker: str, drawing: Drawing) -> Iterator[Vertex]:
     for node in drawing.nodes:
         name = node.function.rpartition(":")[2].rpartition(".")[2]
         id = _node(worker, node.path)
-        yield Vertex(id, worker, "node", node.path, f"{dotted(node.path)} {name}")
+        label = f"{dotted(node.path)} {name}"
+        yield Vertex(id, worker, "node", node.path, label, node.call_site)
     for send in drawing.sends:
         id = _send(worker, send.path)
         yield Vertex(id, worker, "send", send.path, f"send to {send.peer}")
@@ -153,8 +180,8 @@ def _recv(worker: str, path: Path, source: str) -> str:
 _SHAPES = {"leaf": "ellipse", "node": "box", "send": "cds", "recv": "cds"}
 
 
-def dot_of(graph: Graph, name: str) -> str:
-    """The graph in the language of Graphviz, a cluster a worker."""
+def dot_of(graph: Graph, name: str, owed: Collection[str] = ()) -> str:
+    """The graph in the language of Graphviz, a cluster a worker; `owed` in red."""
     lines = [
         f"digraph {_quoted(name)} {{",
         '  graph [rankdir=TB, fontname="Helvetica"];',
@@ -164,8 +191,7 @@ def dot_of(graph: Graph, name: str) -> str:
         lines.append(f"  subgraph cluster_{place} {{")
         lines.append(f"    label={_quoted(worker)};")
         lines += [
-            f"    {_quoted(one.id)} [label={_quoted(one.label)}, "
-            f"shape={_SHAPES[one.kind]}];"
+            _dot_vertex(one, one.id in owed)
             for one in graph.vertices
             if one.worker == worker
         ]
@@ -176,6 +202,15 @@ def dot_of(graph: Graph, name: str) -> str:
         style = " [style=dashed, constraint=true]" if crosses else ""
         lines.append(f"  {_quoted(edge.source)} -> {_quoted(edge.target)}{style};")
     return "\n".join([*lines, "}", ""])
+
+
+def _dot_vertex(vertex: Vertex, is_owed: bool) -> str:
+    said = [f"label={_quoted(vertex.label)}", f"shape={_SHAPES[vertex.kind]}"]
+    if vertex.call_site:
+        said.append(f"tooltip={_quoted(vertex.call_site)}")
+    if is_owed:
+        said.append("color=red, fontcolor=red")
+    return f"    {_quoted(vertex.id)} [{', '.join(said)}];"
 
 
 def _quoted(text: str) -> str:

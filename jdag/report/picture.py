@@ -4,7 +4,7 @@ From top to bottom a column follows the program, and every edge leads down. Leav
 on the left of their column, beside what first uses them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,11 +20,13 @@ HEIGHTS_MAX = 40
 _COLUMN_INCHES = 2.7
 _HEIGHT_INCHES = 0.31
 _BOX = (0.62, 0.70)  # Width in columns, height in heights.
+_NAME_MAX = 25  # Characters that have room in a box.
 _MIDDLE = 0.10  # Of the boxes, right of the middle of the column: leaves stand left.
 _LEAF_AT = -0.37
 _ORDER = {"send": 0, "recv": 1, "node": 2}
 _FILL = {"leaf": "#f3e3b8", "node": "#dbe6f4", "send": "#e6dcee", "recv": "#d9ecec"}
 _EDGE = {"leaf": "#b8912f", "node": "#3d6fb4", "send": "#7d5a91", "recv": "#3f8590"}
+_OWED_FILL, _OWED_EDGE = "#ffdfe0", "#c00018"
 _COLUMN, _INSIDE, _ACROSS, _FROM_LEAF = "#f6f7f8", "#55606b", "#7d5a91", "#cdb673"
 
 
@@ -35,16 +37,18 @@ class _Layout:
     workers: tuple[str, ...]
     places: Mapping[str, tuple[float, float]]
     height: int
-    is_whole: bool
 
 
-def draw_graph(path: Path, graph: Graph, title: str) -> None:
+def draw_graph(
+    path: Path, graph: Graph, title: str, owed: Collection[str] = ()
+) -> None:
     """Write the picture, a PNG; of a large graph its beginning, and says so.
 
     Args:
         path: the file to write.
-        graph: the graph of a context.
+        graph: the graph of a context; it has a vertex.
         title: what it is.
+        owed: the ids of the sends for which no cotangent came, in red.
 
     Raises:
         OSError: the file cannot be written.
@@ -65,16 +69,31 @@ def draw_graph(path: Path, graph: Graph, title: str) -> None:
         axes.add_patch(
             Rectangle((place - 0.47, -1.5), 0.94, layout.height + 1.15, color=_COLUMN)
         )
-        axes.text(place, -1.0, worker, ha="center", va="center", weight="bold")
+        name = worker if len(worker) <= _NAME_MAX else f"{worker[:_NAME_MAX]}…"
+        axes.text(
+            place, -1.0, name, ha="center", va="center", weight="bold", parse_math=False
+        )
     vertices = {vertex.id: vertex for vertex in graph.vertices}
     for edge in graph.edges:
         if edge.source in layout.places and edge.target in layout.places:
             _draw_edge(axes, edge, vertices, layout)
     for id, at in layout.places.items():
-        _draw_vertex(axes, vertices[id], at)
-    said = title if layout.is_whole else f"{title} (its beginning)"
-    axes.set_title(said, loc="left", fontsize=11)
+        _draw_vertex(axes, vertices[id], at, id in owed)
+    said = f"{title}{_left_out(graph, layout)}"
+    axes.set_title(said, loc="left", fontsize=11, parse_math=False)
     figure.savefig(path, dpi=110, metadata={"Software": None})
+
+
+def _left_out(graph: Graph, layout: _Layout) -> str:
+    """What of the graph has no place in the picture, for its title."""
+    drawn, total = len(layout.places), len(graph.vertices)
+    said = []
+    if drawn < total:
+        said.append(f"its first {drawn:,} of {total:,} vertices")
+    if graph.left_out:
+        columns = len(graph.workers)
+        said.append(f"on {columns:,} of {columns + graph.left_out:,} workers")
+    return f": {' '.join(said)}" if said else ""
 
 
 def _laid_out(graph: Graph) -> _Layout:
@@ -88,8 +107,7 @@ def _laid_out(graph: Graph) -> _Layout:
     }
     places.update(_leaf_places(graph, shown, places, workers))
     heights = [int(height) for _, height in places.values()]
-    is_whole = not graph.left_out and len(places) == len(graph.vertices)
-    return _Layout(workers, places, max(heights, default=0) + 1, is_whole)
+    return _Layout(workers, places, max(heights, default=0) + 1)
 
 
 def _heights(graph: Graph, shown: list[Vertex]) -> dict[str, tuple[str, int]]:
@@ -132,18 +150,26 @@ def _leaf_places(
     return found
 
 
-def _draw_vertex(axes: Axes, vertex: Vertex, place: tuple[float, float]) -> None:
+def _draw_vertex(
+    axes: Axes, vertex: Vertex, place: tuple[float, float], is_owed: bool
+) -> None:
     x, y = place
+    fill = _OWED_FILL if is_owed else _FILL[vertex.kind]
+    edge = _OWED_EDGE if is_owed else _EDGE[vertex.kind]
     width, height = (0.19, 0.62) if vertex.kind == "leaf" else _BOX
     axes.add_patch(
         Rectangle(
             (x - width / 2, y - height / 2), width, height, zorder=3,
-            facecolor=_FILL[vertex.kind], edgecolor=_EDGE[vertex.kind], linewidth=0.8,
+            facecolor=fill, edgecolor=edge, linewidth=1.8 if is_owed else 0.8,
         )
     )  # fmt: skip
-    limit = 8 if vertex.kind == "leaf" else 28
+    limit = 8 if vertex.kind == "leaf" else _NAME_MAX
     label = vertex.label if len(vertex.label) <= limit else vertex.label[:limit] + "…"
-    axes.text(x, y, label, ha="center", va="center", fontsize=7.5, zorder=4)
+    label += ", owed" if is_owed else ""
+    axes.text(
+        x, y, label, ha="center", va="center", fontsize=7.5, zorder=4,
+        color=_OWED_EDGE if is_owed else "black", parse_math=False,
+    )  # fmt: skip
 
 
 def _draw_edge(
