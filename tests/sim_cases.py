@@ -15,7 +15,6 @@ from jdag.engine.vocabulary import (
     Forward,
     Key,
     Left,
-    Message,
     Resume,
     Send,
 )
@@ -113,8 +112,8 @@ def cotangent(tag: int, count: int = 1) -> Cotangent:
     return Cotangent(CONTEXT, 1, (tag,), (True,) * count, False)
 
 
-def tag_of(message: Message) -> int:
-    return message.owed if isinstance(message, Answer) else message.path[0]  # type: ignore[union-attr]
+def tag_of(message: Any) -> int:
+    return int(message.owed if isinstance(message, Answer) else message.path[0])
 
 
 def send(to: str, tag: int) -> Send:
