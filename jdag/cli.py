@@ -1,14 +1,16 @@
 """The command line: run a scenario, check that it repeats, report on what was run."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import IntEnum
+from fractions import Fraction
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,9 +33,11 @@ from jdag.playing import Answer, play
 from jdag.report import read_drawings, render
 from jdag.scenario import Scenario, load
 from jdag.shown import shown
+from jdag.sim.network import unusable
 from jdag.trace import read_trace
 
 RESULT = "result.json"
+_TAKEN = ("seed", "workers", "expect", "figures", "exact", "meaning", "versions")
 TRACE = "trace.jsonl"
 
 
@@ -87,16 +91,16 @@ def run(
         _refuse_options(driver, device, seed)
         scenario = load(file, seed=seed)
         folder = out or Path("runs") / scenario.settings.name
-        _refuse_folder(folder)
-        console = Console(quiet=as_json)
-        console.print(f"seed {scenario.settings.seed}", highlight=False)
-        console.print(Text(scenario.question, style="italic"))
-        answer = _played(scenario, console)
-        result = _result(scenario, answer)
-        _report(folder, result, answer)
+        with _staged(folder) as made:
+            console = Console(quiet=as_json)
+            console.print(f"seed {scenario.settings.seed}", highlight=False)
+            console.print(Text(scenario.question, style="italic"))
+            answer = _played(scenario, console)
+            result = _result(scenario, answer)
+            _write(made, result, answer)
         answer.cluster.close()
     if as_json:
-        typer.echo(json.dumps(result))
+        typer.echo(json.dumps(result, allow_nan=False))
     else:
         _print(console, result)
         page = folder / "index.html"
@@ -105,27 +109,43 @@ def run(
 
 
 def _refuse_options(driver: str, device: str, seed: int | None) -> None:
-    if driver != "sim":
-        raise ScenarioError(f"--driver = {driver!r}: there is only sim so far")
-    if device != "cpu":
-        raise ScenarioError(f"--device = {device!r}: there is only cpu so far")
+    for key, value, allowed in (("driver", driver, "sim"), ("device", device, "cpu")):
+        if value != allowed:
+            said = f"{allowed}; more is to come"
+            raise ScenarioError(unusable(f"--{key}", value, said))
     if seed is not None and seed < 0:
-        raise ScenarioError(f"--seed = {seed}: it has to be 0 or more")
+        raise ScenarioError(unusable("--seed", seed, "an integer >= 0"))
 
 
-def _refuse_folder(folder: Path) -> None:
-    """Before a long run, see that its report can be written."""
+@contextmanager
+def _staged(folder: Path) -> Iterator[Path]:
+    """A new folder to write in, which becomes `folder` at the end, at once or never.
+
+    It is made before a long run, so that a folder that cannot be written is known then.
+
+    Raises:
+        ScenarioError: the folder cannot be written, or holds something that is no run.
+    """
+    allowed = "a folder that can be written: a new one, an empty one or that of a run"
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        if folder.exists() and not folder.is_dir():
-            raise NotADirectoryError(20, "it is a file")
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".jdag-"):
-            pass
+        if folder.exists() and any(folder.iterdir()) and not (folder / RESULT).exists():
+            said = f"{allowed}; this one has something else in it"
+            raise ScenarioError(unusable("--out", str(folder), said))
+        above = next(one for one in folder.absolute().parents if one.exists())
+        made = Path(tempfile.mkdtemp(dir=above, prefix=".jdag-"))
+        try:
+            yield made
+            made.chmod(0o755)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            if folder.exists():
+                folder.rename(made / ".before")
+            shutil.move(made, folder)
+            shutil.rmtree(folder / ".before", ignore_errors=True)
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
     except OSError as error:
-        raise ScenarioError(
-            f"--out = {str(folder)!r}: {error.strerror}; it has to be a folder that "
-            "can be written"
-        ) from error
+        said = f"{allowed}; {error.strerror or error}"
+        raise ScenarioError(unusable("--out", str(folder), said)) from error
 
 
 def _played(scenario: Scenario, console: Console) -> Answer:
@@ -149,6 +169,7 @@ def _played(scenario: Scenario, console: Console) -> Answer:
 
 def _result(scenario: Scenario, answer: Answer) -> dict[str, Any]:
     """What `result.json` holds."""
+    figures = {name: _plain(value) for name, value in answer.figures.items()}
     return {
         "name": scenario.settings.name,
         "question": scenario.question,
@@ -156,8 +177,10 @@ def _result(scenario: Scenario, answer: Answer) -> dict[str, Any]:
         "outcome": answer.figures.get("outcome"),
         "seed": scenario.settings.seed,
         "workers": list(scenario.workers),
-        "expect": [one._asdict() for one in answer.judged],
-        "figures": dict(answer.figures),
+        "expect": [{**one._asdict(), "got": _plain(one.got)} for one in answer.judged],
+        "figures": figures,
+        # Figures that are fractions, exactly.
+        "exact": {k: one for k, v in answer.figures.items() if (one := _exact(v))},
         "meaning": {
             name: text
             for name, text in scenario.player.figures.items()
@@ -173,30 +196,39 @@ def _result(scenario: Scenario, answer: Answer) -> dict[str, Any]:
             "python": ".".join(map(str, sys.version_info[:3])),
         },
         # The figures by their names alone, for whoever reads this file by hand.
-        **{k: v for k, v in answer.figures.items() if isinstance(v, int | float)},
+        **{k: v for k, v in figures.items() if k not in _TAKEN},
     }
 
 
-def _report(folder: Path, result: dict[str, Any], answer: Answer) -> None:
-    """Write everything beside its place, then put it there at once."""
-    made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".jdag-"))
-    try:
-        (made / RESULT).write_text(json.dumps(result, indent=2) + "\n")
-        answer.cluster.trace.write(made / TRACE)
-        render(
-            made, result, answer.cluster.trace, answer.drawings, window=answer.window
-        )
-        made.chmod(0o755)
-        if folder.exists():
-            shutil.rmtree(folder)
-        made.rename(folder)
-    except OSError as error:
-        raise ScenarioError(
-            f"--out = {str(folder)!r}: {error.strerror or error}; it has to be a "
-            "folder that can be written"
-        ) from error
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
+def _plain(value: Any) -> Any:
+    """A figure as JSON has it: fractions as floats, no number as text."""
+    match value:
+        case Mapping():
+            return {key: _plain(one) for key, one in value.items()}
+        case list() | tuple():
+            return [_plain(one) for one in value]
+        case Fraction():
+            return float(value)
+        case float() if not math.isfinite(value):
+            return str(value)
+        case _:
+            return value
+
+
+def _exact(value: Any) -> Any:
+    """The fractions in a figure as they are: 3/11."""
+    if isinstance(value, Mapping):
+        return {k: str(one) for k, one in value.items() if isinstance(one, Fraction)}
+    return str(value) if isinstance(value, Fraction) else None
+
+
+def _write(made: Path, result: dict[str, Any], answer: Answer) -> None:
+    """Write everything there is to keep."""
+    text = json.dumps(result, indent=2, allow_nan=False)
+    (made / RESULT).write_text(f"{text}\n", encoding="utf-8")
+    trace = answer.cluster.trace
+    trace.write(made / TRACE)
+    render(made, result, trace, answer.drawings, window=answer.window)
 
 
 def _print(console: Console, result: Mapping[str, Any]) -> None:
@@ -266,11 +298,11 @@ def report(
             result = json.loads((folder / RESULT).read_text())
             trace = read_trace(folder / TRACE)
             drawings = read_drawings(folder)
-        except (OSError, ValueError, JdagError) as error:
-            raise ScenarioError(
-                f"{folder}: {error}; it has to be a folder that `jdag run` wrote"
-            ) from error
-        render(folder, result, trace, drawings, window=tuple(result["window_ns"]))
+            window = tuple(result["window_ns"])
+            render(folder, result, trace, drawings, window=window)
+        except (OSError, ValueError, KeyError, TypeError, JdagError) as error:
+            said = f"a folder that `jdag run` wrote; {type(error).__name__}: {error}"
+            raise ScenarioError(unusable("DIR", str(folder), said)) from error
     console = Console()
     _print(console, result)
     page = folder / "index.html"
@@ -284,7 +316,17 @@ def _main() -> None:
 
 def main() -> None:
     """The console script."""
-    app()
+    command = typer.main.get_command(app)
+    try:
+        code = command.main(standalone_mode=False)
+    except Exception as error:
+        # What the command line itself refuses is bad input as well, and one line.
+        said = getattr(error, "format_message", None)
+        if said is None:
+            raise
+        typer.echo(f"jdag: {' '.join(said().split())} See: jdag --help", err=True)
+        code = Exit.BAD_INPUT
+    sys.exit(code)
 
 
 if __name__ == "__main__":

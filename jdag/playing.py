@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jdag.cluster import Cluster
-from jdag.errors import RootError, ScenarioError
+from jdag.errors import JdagError, RootError, ScenarioError, UnusedSendError
 from jdag.expect import Judged, judge
 from jdag.programs import Figures
-from jdag.scenario import Scenario, configured, make_cluster, wrong
+from jdag.scenario import Scenario, configured, make_cluster, raised, wrong
+from jdag.sim.network import unusable
 
 Progress = Callable[[int, int, Mapping[str, float]], None]
 
@@ -81,6 +82,11 @@ class Playing:
         """Report on this cluster, and draw this window."""
         self.cluster, self.window = cluster, window
 
+    def keep_last(self) -> None:
+        """Report on the last cluster that was made, the whole of its run."""
+        if self.made and self.cluster is None:
+            self.keep(self.made[-1], (0, self.made[-1].now_ns))
+
     def draw(self, drawings: Any) -> None:
         """Report this graph."""
         self.drawings = drawings
@@ -89,9 +95,11 @@ class Playing:
 def play(scenario: Scenario, show: Progress) -> Answer:
     """Run a scenario and hold what came of it against what it expects.
 
+    What its program lets pass of jdag's errors is the outcome, as if it had said so.
+
     Raises:
-        ScenarioError: its program returns no roots that a pass can start from, or
-            no figures, or it raised.
+        ScenarioError: its program returns no roots that a pass can start from, kept no
+            cluster, or raised what is no error of jdag.
     """
     playing = Playing(scenario, show)
     program = scenario.settings.program
@@ -101,15 +109,29 @@ def play(scenario: Scenario, show: Progress) -> Answer:
         except ScenarioError:
             raise
         except RootError as error:
-            raise ScenarioError(f"program = {program!r}: {error}") from error
+            allowed = f"one whose roots a pass can start from; {error}"
+            raise ScenarioError(unusable("program", program, allowed)) from error
+        except JdagError as error:
+            figures = _ended(error)
+            playing.keep_last()
         except Exception as error:
-            raise ScenarioError(
-                f"program = {program!r}: it raised {type(error).__name__}: {error}"
-            ) from error
+            allowed = f"one that does not raise; it raised {raised(error)}"
+            raise ScenarioError(unusable("program", program, allowed)) from error
         if playing.cluster is None:
-            raise ScenarioError(
-                f"program = {program!r}: it kept no cluster to report on; its "
-                "play(run) has to call run.keep(cluster, (from_ns, until_ns))"
+            allowed = (
+                "one that keeps a cluster to report on, by "
+                "run.keep(cluster, (from_ns, until_ns))"
             )
+            raise ScenarioError(unusable("program", program, allowed))
         judged = judge(scenario.settings.expect, figures)
     return Answer(figures, judged, playing.cluster, playing.window, playing.drawings)
+
+
+def _ended(error: JdagError) -> Figures:
+    """The figures of a play that an error ended."""
+    is_stuck = isinstance(error, UnusedSendError)
+    return {
+        "outcome": "stuck" if is_stuck else "failed",
+        "error": type(error).__name__,
+        "error_message": str(error),
+    }

@@ -1,32 +1,37 @@
 """Figures as people read them: units from the end of the name, few digits."""
 
-from collections.abc import Mapping
-from fractions import Fraction
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _TIMES = ((1_000_000_000, "s"), (1_000_000, "ms"), (1_000, "us"), (1, "ns"))
 _SIZES = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
+_SHARES = ("bubble", "accuracy")
+_ITEMS_MAX = 12
 
 
 def shown(name: str, value: Any) -> str:
-    """Write one figure: 1352036 of `..._ns` is 1.352 ms."""
+    """Write one figure: 1352036 of `..._ns` is 1.352 ms, a bubble of 0.3 is 30.00 %."""
     if isinstance(value, Mapping):
-        return "  ".join(f"{key} {shown(name, one)}" for key, one in value.items())
+        return _listed([f"{key} {shown(name, one)}" for key, one in value.items()])
     if isinstance(value, list | tuple):
-        return ", ".join(shown(name, one) for one in value)
+        return _listed([shown(name, one) for one in value])
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: "-"}[value]
+    if isinstance(value, int | float) and _is_share(name):
+        return f"{100 * value:.2f} %"
     if isinstance(value, int):
         return _whole(name, value)
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if name.startswith("bubble"):
-        return (
-            f"{float(Fraction(value)):.1%} ({value})"
-            if len(value) < 16
-            else (f"{float(Fraction(value)):.1%}")
-        )
-    return str(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _is_share(name: str) -> bool:
+    return any(part in _SHARES for part in name.split("_"))
+
+
+def _listed(parts: Sequence[str]) -> str:
+    more = len(parts) - _ITEMS_MAX
+    ending = [f"and {more} more"] if more > 0 else []
+    return ", ".join([*parts[:_ITEMS_MAX], *ending])
 
 
 def _whole(name: str, value: int) -> str:

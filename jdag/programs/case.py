@@ -14,7 +14,7 @@ from jdag.errors import JdagError, RootError, UnusedSendError
 from jdag.oracle import pullback
 from jdag.ref import Ref, fetch
 
-Figure = bool | int | float | str | None | Sequence[Any] | Mapping[str, Any]
+Figure = bool | int | float | Fraction | str | None | Sequence[Any] | Mapping[str, Any]
 Figures = dict[str, Figure]
 
 
@@ -87,7 +87,7 @@ FIGURES: Mapping[str, str] = {
     "live_contexts": "contexts that some worker holds afterwards",
     "live_passes": "passes that some worker holds afterwards",
     "values_left": "values held afterwards that are not leaves",
-    "digest": "the digest of the trace",
+    "digest": "the digest of the trace; of several seeds, that of their digests",
 }
 
 
@@ -116,7 +116,8 @@ class Case:
 
     Args:
         program: takes a context and the parameters; returns a ref or a list of refs.
-        params: arrays by name (`jax.ShapeDtypeStruct`s will do for abstract values).
+        params: arrays, or pytrees of arrays, by name (`jax.ShapeDtypeStruct`s will do
+            for abstract values).
         placement: the worker of each parameter, by name.
         passes: how often the pass is repeated; the graph is retained till the last.
     """
@@ -135,12 +136,14 @@ class Case:
         """
         patterns: dict[str, None] = {}
         orders: dict[str, None] = {}
+        digests: list[str] = []
         first: Played | None = None
         for number, seed in enumerate(run.seeds):
             played = self._once(run, seed, clean=False)
             if played.gradients is not None:
                 patterns[_bits(played.gradients)] = None
             orders[_arrivals(played.cluster)] = None
+            digests.append(played.cluster.trace.digest)
             if first is None:
                 first = played
                 run.keep(played.cluster, played.window)
@@ -150,12 +153,12 @@ class Case:
             **self._outcome(first),
             **self._truth(run, first),
             **_counts(first),
-            **_after(first, len(self.params)),
+            **_after(first, len(jax.tree.leaves(self.params))),
             "seeds": len(run.seeds),
             "bit_patterns": len(patterns),
             "arrival_orders": len(orders),
             "same_bits_as_clean": self._same_as_clean(run, first),
-            "digest": first.cluster.trace.digest,
+            "digest": _digest(digests),
         }
 
     def _once(self, run: Run, seed: int, *, clean: bool) -> Played:
@@ -183,9 +186,10 @@ class Case:
                     found = ctx.gradients()
                     gradients = tuple(
                         fetch(found[ref]) if ref in found else None
-                        for ref in refs.values()
+                        for ref in jax.tree.leaves(refs)
                     )
-                    loss = float(sum(np.sum(root.fetch()) for root in roots))
+                    total_loss = sum(np.sum(root.fetch()) for root in roots)
+                    loss = float(np.real(total_loss))
         except RootError:
             raise
         except JdagError as raised:
@@ -214,12 +218,12 @@ class Case:
         """How far the gradients are from the oracle's."""
         if played.gradients is None:
             return {"gradient_difference": None}
-        truth = self._oracle()
-        worst = 0.0
-        for name, gradient in zip(self.params, played.gradients, strict=True):
-            expected = np.asarray(truth[name]) * self.passes
-            worst = max(worst, difference(gradient, expected))
-        return {"gradient_difference": worst}
+        truth = jax.tree.leaves(self._oracle())
+        apart = [
+            difference(gradient, np.asarray(expected) * self.passes)
+            for gradient, expected in zip(played.gradients, truth, strict=True)
+        ]
+        return {"gradient_difference": worst(apart)}
 
     def _oracle(self) -> Mapping[str, Any]:
         def roots(ctx: Any, params: Any) -> list[Any]:
@@ -252,6 +256,17 @@ def difference(gradient: Any, truth: Any) -> float:
     return float(np.max(np.abs(got - expected))) / (scale or 1.0)
 
 
+def worst(differences: Sequence[float]) -> float:
+    """The largest of them; nan if one is, which no bound will pass."""
+    return float(np.max(differences)) if len(differences) else 0.0
+
+
+def _digest(digests: Sequence[str]) -> str:
+    if len(digests) == 1:
+        return digests[0]
+    return hashlib.sha256(" ".join(digests).encode()).hexdigest()
+
+
 def _roots(result: Any) -> list[Ref]:
     return list(result) if isinstance(result, list | tuple) else [result]
 
@@ -259,6 +274,9 @@ def _roots(result: Any) -> list[Ref]:
 def _bits(gradients: Sequence[Any]) -> str:
     taken = hashlib.sha256()
     for gradient in gradients:
+        if gradient is None:
+            taken.update(b"none")
+            continue
         array = np.asarray(jax.device_get(gradient))
         taken.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
     return taken.hexdigest()
@@ -299,9 +317,9 @@ def _counts(played: Played) -> Figures:
         "resends": total(cluster, "resends"),
         "duplicates": total(cluster, "duplicates"),
         "virtual_time_ns": taken_ns,
-        "bubble": {name: str(bubble) for name, bubble in bubbles.items()},
-        "bubble_min": str(min(bubbles.values())),
-        "bubble_max": str(max(bubbles.values())),
+        "bubble": bubbles,
+        "bubble_min": min(bubbles.values()),
+        "bubble_max": max(bubbles.values()),
     }
 
 
