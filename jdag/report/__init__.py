@@ -91,7 +91,7 @@ def _write_json(path: Path, value: Any) -> None:
 _ON_TIMELINE = (
     "A row is a worker. Numbers in bars are the paths of calls: a forward and the "
     "backward of the same number are one call. Below them, arrays on their way from "
-    "this worker. trace.perfetto.json is the whole run for ui.perfetto.dev."
+    "this worker."
 )
 _ON_GRAPH = (
     "A column is the fragment of a worker: calls by their paths, the two ends of each "
