@@ -73,7 +73,7 @@ EVENTS_MAX = 1 << 40
 # objects are alive, which took half of the time of a long run; there are few cycles.
 GARBAGE_MIN = 50_000
 
-_WAITING = frozenset({Launched, Fetched, Differentiated, Left})
+_WAITING = (Launched, Fetched, Differentiated, Left)
 _KINDS = (
     *("frame", "timer", "begin", "finish"),
     *("wake", "spawn", "lost", "crash", "bury"),
@@ -226,8 +226,8 @@ class Simulation:
         for key in host.fresh:
             host.made[key] = record
         host.fresh.clear()
-        if kind in _WAITING:
-            self._waiters.ask(event.waiter, host.worker, name)  # type: ignore[union-attr]
+        if isinstance(event, _WAITING):
+            self._waiters.ask(event.waiter, host.worker, name)
         self._handle(host, event, record)
 
     def _waited(self, host: Host, waiter: int) -> tuple[Any, int]:
