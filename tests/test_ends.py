@@ -380,7 +380,7 @@ def test_nothing_new_starts_in_a_context_that_was_aborted():
     slow = net.update("a", x, DOUBLE, x)
     scope = net.open("a")
     (own,) = scope.call("b", TRIPLE, y)
-    (next_own,) = scope.call("b", ADD, own, slow)
+    (next_own,) = scope.call("b", Linear("f", ((1, 1, 1),)), own, slow, 7)
     scope.call("b", SAME, next_own)
     scope.call("c", ADD, own, slow)
     net.drain()
