@@ -234,7 +234,7 @@ def _write(made: Path, result: dict[str, Any], answer: Answer) -> None:
 def _print(console: Console, result: Mapping[str, Any]) -> None:
     """The summary table, then what was expected."""
     table = Table(title=result["name"], title_justify="left")
-    table.add_column("figure")
+    table.add_column("figure", min_width=max(map(len, result["figures"])))
     table.add_column("value", overflow="fold")
     table.add_column("what it is", style="dim")
     for name, value in result["figures"].items():
