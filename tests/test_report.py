@@ -1,0 +1,415 @@
+"""The report of a run: what its trace says of time, pictures, page and other traces."""
+
+import json
+import struct
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jdag.cluster import simulate
+from jdag.errors import JdagError, UnusedSendError
+from jdag.programs.shapes import dropped_reply, pipeline
+from jdag.report import bubble, read_drawings, render, spans
+from jdag.report.graph import (
+    WORKERS_MAX,
+    dot_of,
+    graph_of,
+    graph_of_plain,
+    owed_in,
+)
+from jdag.report.perfetto import JOBS_MAX, MESSAGES_MAX, trace_events
+from jdag.report.raster import COLUMNS, mixed
+from jdag.report.spans import Job, Spans, Transfer, spans_of
+from jdag.shown import shown
+from jdag.sim.devices import DeviceModel
+from jdag.sim.network import LinkModel
+from jdag.trace import Trace
+
+STAGES = ("stage0", "stage1", "stage2", "stage3")
+FILES = ("timeline.png", "graph.png", "graph.dot", "graph.json", "index.html")
+COLORS = {
+    "forward": "#ff0000",
+    "backward": "#00ff00",
+    "sum": "#0000ff",
+    "update": "#ffff00",
+}
+
+
+def play(case, workers, **settings):
+    """Run a case once: (trace, drawings, window, owed sends)."""
+    owed: tuple[Any, ...] = ()
+    with simulate(workers, seed=0, **settings) as cluster:
+        refs = {
+            name: cluster.put(case.placement[name], value)
+            for name, value in case.params.items()
+        }
+        start_ns = cluster.now_ns
+        with cluster.context() as ctx:
+            roots = case.program(ctx, refs)
+            try:
+                ctx.backward(*(roots if isinstance(roots, list) else [roots]))
+            except UnusedSendError as error:
+                owed = error.sends
+            window = start_ns, cluster.now_ns
+            drawings = ctx.graph()
+        return cluster.trace, drawings, window, owed
+
+
+def result_of(workers, **figures):
+    return {
+        "name": "a <name> & more",
+        "question": "Is 1 < 2 & 3 > 2?",
+        "answer": "met",
+        "outcome": "finished",
+        "seed": 7,
+        "workers": list(workers),
+        "expect": [
+            {"figure": "messages", "wanted": "3", "got": 3, "met": True},
+            {"figure": "loss", "wanted": "max 1", "got": 2.5, "met": False},
+        ],
+        "figures": figures,
+        "meaning": {"messages": "protocol messages"},
+        "command": "jdag run some.toml --seed 7",
+        "versions": {"jdag": "0.1.0"},
+        "digest": "abc123",
+    }
+
+
+@pytest.fixture(scope="module")
+def piped():
+    devices = DeviceModel(forward_ns=1_000, backward_ns=1_000)
+    return play(pipeline(STAGES), STAGES, devices=devices)
+
+
+@pytest.fixture(scope="module")
+def slow():
+    """With links that take time, and sums that do."""
+    return play(
+        pipeline(STAGES),
+        STAGES,
+        network=LinkModel(latency_ns=50_000, bandwidth_bytes_per_s=10_000_000),
+        devices=DeviceModel(forward_ns=200_000, backward_ns=400_000, sum_ns=20_000),
+    )
+
+
+def noted(*events):
+    """A trace of (time, kind, worker, detail, causes)."""
+    trace = Trace()
+    for event in events:
+        trace.add(*event)
+    return trace
+
+
+def start(at_ns, worker, job="forward", context="0.1"):
+    return (at_ns, "start", worker, (job, context, 1, (1,), "m:f", 5), ())
+
+
+def finish(at_ns, worker, cause, job="forward"):
+    detail = (job, "0.1", 1, (1,), "m:f", 5, "")
+    return (at_ns, "finish", worker, detail, (cause,))
+
+
+def send(at_ns, source, destination, payload_bytes=8):
+    said = ("Primal", "0.1", 0, (2,), payload_bytes, payload_bytes + 40, ())
+    return (at_ns, "send", source, (destination, *said), ())
+
+
+def deliver(at_ns, source, destination, cause):
+    return (at_ns, "deliver", destination, (source, "Primal", "0.1", 0, (2,)), (cause,))
+
+
+# ---------------------------------------------------------------------------- time
+
+
+def test_a_job_lasts_from_its_start_to_its_finish_and_an_array_till_handed_on():
+    trace = noted(
+        start(10, "a"),
+        send(12, "a", "b"),
+        send(13, "a", "b", payload_bytes=0),
+        finish(15, "a", 0),
+        deliver(30, "a", "b", 1),
+        deliver(31, "a", "b", 2),
+        start(40, "b", job="vjp"),
+        finish(45, "b", 6, job="vjp"),
+        start(45, "b", job="fill"),
+        finish(46, "b", 8, job="fill"),
+    )
+    assert [tuple(span) for span in spans(trace)] == [
+        (10, 15, "forward", "m:f", "a"),
+        (40, 45, "backward", "m:f", "b"),
+        (45, 46, "sum", "m:f", "b"),
+        (12, 30, "transfer", "b", "a"),
+    ]
+
+
+def test_a_job_that_a_crash_cut_off_ends_with_the_crash():
+    trace = noted(
+        start(10, "a"),
+        start(11, "b"),
+        (14, "crash", "a", ("planned",), ()),
+        (99, "lost", "b", ("a",), ()),
+    )
+    assert [(s.worker, s.start_ns, s.end_ns) for s in spans(trace)] == [
+        ("a", 10, 14),
+        ("b", 11, 99),
+    ]
+
+
+def test_a_message_that_was_never_handed_on_is_no_transfer():
+    assert spans(noted(send(10, "a", "b"))) == []
+
+
+def test_a_forward_outside_of_contexts_is_an_update():
+    trace = noted(start(1, "a", context=""), finish(2, "a", 0))
+    assert [span.kind for span in spans(trace)] == ["update"]
+
+
+def test_the_bubble_of_a_pipeline_is_exactly_what_theory_says(piped):
+    trace, _, window, _ = piped
+    found = bubble(spans(trace), STAGES, window)
+    assert found == dict.fromkeys(STAGES, Fraction(4 - 1, 8 + 4 - 1))
+
+
+def test_a_bubble_counts_what_lies_in_the_window_and_no_transfers():
+    trace = noted(
+        start(0, "a"),
+        finish(10, "a", 0),
+        send(10, "a", "b"),
+        deliver(30, "a", "b", 2),
+    )
+    found = bubble(spans(trace), ("a", "b"), (8, 20))
+    assert found == {"a": Fraction(10, 12), "b": Fraction(1)}
+    assert bubble(spans(trace), ("a",), (5, 5)) == {"a": 0}
+
+
+def test_a_window_keeps_what_overlaps_it(slow):
+    trace, _, _, _ = slow
+    inside = spans_of(trace).within((1_000_000, 2_000_000))
+    assert inside.jobs
+    assert inside.transfers
+    found: list[Any] = [*inside.jobs, *inside.transfers]
+    assert all(one.start_ns <= 2_000_000 for one in found)
+    assert all(one.end_ns >= 1_000_000 for one in found)
+    assert len(inside.jobs) < len(spans_of(trace).jobs)
+
+
+# -------------------------------------------------------------------------- raster
+
+
+def _job(worker, start_ns, end_ns, kind="forward"):
+    return Job(worker, kind, "m:f", "0.1", 0, (1,), start_ns, end_ns)
+
+
+def test_a_raster_shows_the_share_of_each_pixels_time():
+    jobs = [_job("a", 0, 3), _job("b", 5, 10), _job("b", 10, 15), _job("x", 0, 9)]
+    window = (0, 10 * COLUMNS)  # Ten nanoseconds a pixel.
+    picture = mixed(jobs, ("a", "b"), window, COLORS, "#000000")
+    assert picture.shape == (2, COLUMNS, 3)
+    red = picture[:, :, 0]
+    np.testing.assert_allclose(red[0, :3], [0.3, 0, 0], atol=1e-9)
+    np.testing.assert_allclose(red[1, :3], [0.5, 0.5, 0], atol=1e-9)
+    assert red[:, 3:].max() < 1e-9
+
+
+def test_a_raster_neither_loses_nor_adds_time(slow):
+    trace, _, window, _ = slow
+    jobs = spans_of(trace).jobs
+    plain = dict.fromkeys(COLORS, "#ffffff")
+    picture = mixed(jobs, STAGES, window, plain, "#000000")
+    busy = picture[:, :, 0].mean(axis=1)
+    idle = bubble(jobs, STAGES, window)
+    np.testing.assert_allclose(busy, [float(1 - idle[w]) for w in STAGES], atol=1e-9)
+
+
+# --------------------------------------------------------------------------- graph
+
+
+def test_a_graph_joins_the_fragments_by_their_transfers(piped):
+    _, drawings, _, _ = piped
+    graph = graph_of(drawings)
+    kinds = [vertex.kind for vertex in graph.vertices]
+    assert {kind: kinds.count(kind) for kind in ("node", "send", "recv", "leaf")} == {
+        "node": 32,
+        "send": 24,
+        "recv": 24,
+        "leaf": 4,
+    }
+    worker = {vertex.id: vertex.worker for vertex in graph.vertices}
+    assert len(worker) == len(graph.vertices)
+    across = [e for e in graph.edges if worker[e.source] != worker[e.target]]
+    assert len(across) == 24
+    for one in across:
+        assert "/send " in one.source
+        assert "/recv " in one.target
+
+
+def test_a_graph_comes_back_from_json(piped):
+    graph = graph_of(piped[1])
+    assert graph_of_plain(json.loads(json.dumps(graph.plain()))) == graph
+
+
+def test_a_graph_of_many_workers_says_how_many_it_leaves_out(piped):
+    one = piped[1]["stage0"]
+    graph = graph_of({f"w{number}": one for number in range(WORKERS_MAX + 3)})
+    assert len(graph.workers) == WORKERS_MAX
+    assert graph.left_out == 3
+
+
+def test_the_sends_that_a_stuck_pass_owes_are_the_red_ones():
+    case = dropped_reply(("home", "other"))
+    _, drawings, _, owed = play(case, ("home", "other"))
+    (named,) = owed
+    graph = graph_of(drawings)
+    figures = {"owed_workers": [named.worker], "owed_call_sites": [named.call_site]}
+    found = owed_in(graph, figures)
+    assert found == ("home/send 2",)
+    dot = dot_of(graph, "stuck", found)
+    (red,) = [line for line in dot.splitlines() if "color=red" in line]
+    assert red.strip().startswith('"home/send 2"')
+    assert owed_in(graph, {}) == ()
+    elsewhere = {"owed_workers": ["other"], "owed_call_sites": [named.call_site]}
+    assert owed_in(graph, elsewhere) == ()
+
+
+def test_dot_has_a_cluster_a_worker_and_each_vertex_and_edge_once(piped):
+    graph = graph_of(piped[1])
+    dot = dot_of(graph, 'a "quoted" name')
+    assert dot.startswith('digraph "a \\"quoted\\" name" {')
+    assert dot.count("{") == dot.count("}") == 1 + len(STAGES)
+    assert dot.count("subgraph cluster_") == len(STAGES)
+    assert dot.count(" -> ") == len(graph.edges)
+    for vertex in graph.vertices:
+        assert dot.count(f'    "{vertex.id}" [') == 1
+
+
+# ------------------------------------------------------------------------ Perfetto
+
+
+def test_perfetto_has_an_arrow_from_where_a_message_left_to_where_it_arrived(slow):
+    read = spans_of(slow[0])
+    events = trace_events(read, STAGES)["traceEvents"]
+    left = {event["id"]: event for event in events if event["ph"] == "s"}
+    came = {event["id"]: event for event in events if event["ph"] == "f"}
+    assert list(left) == sorted(left)
+    assert sorted(came) == list(left) == list(range(1, len(read.transfers) + 1))
+    pid = {worker: place for place, worker in enumerate(STAGES, 1)}
+    for one, transfer in zip(left.values(), read.transfers, strict=True):
+        other = came[one["id"]]
+        assert one["pid"] == pid[transfer.worker]
+        assert other["pid"] == pid[transfer.destination]
+        assert one["ts"] * 1_000 == pytest.approx(transfer.start_ns)
+        assert other["ts"] * 1_000 == pytest.approx(transfer.end_ns)
+
+
+def test_each_arrow_of_perfetto_stands_right_after_the_slice_that_it_joins(slow):
+    events = trace_events(spans_of(slow[0]), STAGES)["traceEvents"]
+    for track in range(1, len(STAGES) + 1):
+        mine = [e for e in events if e["pid"] == track and e.get("tid") == 2]
+        for before, event in pairwise(mine):
+            if event["ph"] in "sf":
+                assert before["ph"] == "X", (before, event)
+                assert before["ts"] == event["ts"]
+
+
+def test_what_a_worker_computes_in_perfetto_does_not_overlap(slow):
+    events = trace_events(spans_of(slow[0]), STAGES)["traceEvents"]
+    for pid in range(1, len(STAGES) + 1):
+        jobs = [e for e in events if e["ph"] == "X" and e["pid"] == pid]
+        jobs = [e for e in jobs if e["tid"] == 1]
+        assert len(jobs) >= 16
+        for one, other in pairwise(jobs):
+            assert one["ts"] + one["dur"] <= other["ts"] + 1e-6
+
+
+def test_perfetto_gets_the_beginning_of_a_long_run():
+    jobs = tuple(_job("a", at, at + 1) for at in range(JOBS_MAX + 9))
+    place = ("Call", "0.1", 0, (1,), 0, 9)
+    sent = [Transfer("a", "a", *place, 0, 1) for _ in range(MESSAGES_MAX + 9)]
+    late = Transfer("a", "a", *place, JOBS_MAX + 5, JOBS_MAX + 6)
+    events = trace_events(Spans(jobs, (*sent, late), ()), ("a",))["traceEvents"]
+    assert sum(e["ph"] == "X" and e["tid"] == 1 for e in events) == JOBS_MAX
+    assert sum(e["ph"] == "s" for e in events) == MESSAGES_MAX
+
+
+# ------------------------------------------------------------- pictures and the page
+
+
+def _size(png):
+    """Width and height that a PNG says it has."""
+    data = png.read_bytes()
+    assert data.startswith(b"\x89PNG\r\n\x1a\n")
+    return struct.unpack(">II", data[16:24])
+
+
+def test_a_report_is_made_whole_and_made_again_to_the_same_bytes(slow, tmp_path):
+    trace, drawings, window, _ = slow
+    result = result_of(STAGES, messages=3, bubble=dict.fromkeys(STAGES, 1 / 3))
+    render(tmp_path, result, trace, drawings, window=window)
+    made = sorted(path.name for path in tmp_path.iterdir())
+    assert made == sorted([*FILES, "trace.perfetto.json"])
+    before = {name: (tmp_path / name).read_bytes() for name in made}
+    again = read_drawings(tmp_path)
+    assert again == graph_of(drawings)
+    render(tmp_path, result, trace, again, window=window)
+    assert {name: (tmp_path / name).read_bytes() for name in made} == before
+    for name in ("timeline.png", "graph.png"):
+        width, height = _size(tmp_path / name)
+        assert 400 < width < 4_000
+        assert 200 < height < 4_000
+
+
+@pytest.mark.parametrize("count", [1, 41, 300])
+def test_any_number_of_workers_has_a_timeline(count, tmp_path):
+    workers = [f"a ${number}$ _{{name}}_ that is long" for number in range(count)]
+    events = []
+    for number, worker in enumerate(workers):
+        events += [start(number, worker), finish(number + 40, worker, 2 * number)]
+    trace = noted(*events, (500, "crash", workers[0], ("planned",), ()))
+    render(tmp_path, result_of(workers), trace, None, window=(0, 600))
+    width, height = _size(tmp_path / "timeline.png")
+    assert width == 1_560
+    assert 200 < height < 2_400
+    assert not (tmp_path / "graph.png").exists()
+    assert read_drawings(tmp_path) is None
+
+
+def test_a_run_that_takes_no_time_and_records_nothing_has_a_report(tmp_path):
+    render(tmp_path, result_of(("a", "b")), Trace(), {}, window=(0, 0))
+    assert (tmp_path / "index.html").is_file()
+    assert not (tmp_path / "graph.png").exists()
+
+
+def test_the_page_needs_nothing_else_and_shows_what_was_expected(piped, tmp_path):
+    trace, drawings, window, _ = piped
+    figures = {
+        "messages": 12_345,
+        "virtual_time_ns": 1_352_036,
+        "loss": None,
+        "error_message": "line <one>\nline two",
+        "bubble": {"stage0": 3 / 11, "stage1": 0.5},
+    }
+    result = result_of(STAGES, **figures)
+    render(tmp_path, result, trace, drawings, window=window)
+    page = (tmp_path / "index.html").read_text()
+    assert "http" not in page
+    assert "<link" not in page
+    assert "<script" not in page
+    assert page.count('src="data:image/png;base64,') == page.count("src=") == 2
+    assert "Is 1 &lt; 2 &amp; 3 &gt; 2?" in page
+    assert "line &lt;one&gt;\nline two" in page
+    assert ">met</td>" in page
+    assert ">not met</td>" in page
+    share = shown("bubble", 3 / 11)
+    for said in ("12,345", "1.352 ms", share, "seed 7", "digest abc123"):
+        assert said in page, said
+    assert "jdag run some.toml --seed 7" in page
+    assert "trace.perfetto.json" in page
+
+
+def test_a_graph_that_is_none_is_refused_by_file(tmp_path):
+    (tmp_path / "graph.json").write_text('{"workers": []}')
+    with pytest.raises(JdagError, match=r"graph\.json holds no graph"):
+        read_drawings(tmp_path)
