@@ -1,0 +1,189 @@
+"""Scenarios as texts, and programs as a user writes them, for the tests of both."""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+from jdag.cluster import simulate
+from jdag.programs import Case
+from jdag.sim import LinkModel, Network
+
+GOOD = """# Is it so?
+
+name = "mine"
+program = "jdag.programs.shapes:chain"
+workers = ["a", "b"]
+x64 = true
+
+[expect]
+outcome = "finished"
+"""
+
+PROGRAM = "tests.scenario_cases:{}"
+
+
+def written(folder: Path, *more: str, **replaced: str) -> Path:
+    """Write the good scenario into a folder, with lines replaced, and more at its end.
+
+    `replaced` names the key of a line: its new text, "" to leave it out.
+    """
+    lines = GOOD.splitlines()
+    for key, text in replaced.items():
+        places = [n for n, line in enumerate(lines) if line.startswith(f"{key} =")]
+        if places:
+            lines[places[0]] = text
+        else:
+            lines.insert(2, text)
+    path = folder / "mine.toml"
+    path.write_text("\n".join([*lines, *more, ""]))
+    return path
+
+
+def scenario_of(folder: Path, program: str, *more: str, **replaced: str) -> Path:
+    """Write a scenario whose program is one of this module's."""
+    line = f'program = "{PROGRAM.format(program)}"'
+    return written(folder, *more, program=line, **replaced)
+
+
+# ------------------------------------------------------------------ programs that play
+
+
+def square(w):
+    return jnp.sum(w * w)
+
+
+def times(w, x):
+    return w * x
+
+
+def roots(w):
+    return jnp.sqrt(w)
+
+
+def add_up(*losses):
+    return sum(losses[1:], losses[0])
+
+
+def one_leaf(workers, *, size: int = 3):
+    """One leaf, one call."""
+
+    def program(ctx, params):
+        return ctx.call(workers[-1], square, params["w"])
+
+    return Case(program, {"w": jnp.ones(size)}, {"w": workers[0]})
+
+
+def tree(workers):
+    """A pytree of leaves as one parameter, in a pass that is repeated."""
+
+    def program(ctx, params):
+        w = params["layer"]
+        value = ctx.call(workers[-1], times, w["w"], w["b"])
+        return ctx.call(workers[0], square, value)
+
+    params = {"layer": {"w": jnp.arange(3.0), "b": jnp.ones(3)}}
+    return Case(program, params, {"layer": workers[0]}, passes=3)
+
+
+def no_scalar(workers):
+    """A loss that is a vector."""
+
+    def program(ctx, params):
+        return ctx.call(workers[0], times, params["w"], params["w"])
+
+    return Case(program, {"w": jnp.ones(3)}, {"w": workers[0]})
+
+
+def not_a_number(workers):
+    """A gradient that is nan, in jdag and in the oracle."""
+
+    def program(ctx, params):
+        return ctx.call(workers[0], square, ctx.call(workers[0], roots, params["w"]))
+
+    return Case(program, {"w": -jnp.ones(3)}, {"w": workers[0]})
+
+
+def raises(workers):
+    """A program with a mistake in it."""
+
+    def program(ctx, params):
+        return ctx.no_such_method(params)
+
+    return Case(program, {"w": jnp.ones(3)}, {"w": workers[0]})
+
+
+def no_case(workers):
+    """A program that returns nothing that can be played."""
+    return 3
+
+
+def settings_of_all_kinds(
+    workers, *, sizes: tuple[int, ...] = (), rate: float = 0.1, path: Path | None = None
+):
+    """A program that takes settings of several types."""
+    return one_leaf(workers, size=sum(sizes) or 1)
+
+
+class Player:
+    """A program that plays for itself, and may be stuck or fail."""
+
+    figures = {"outcome": "how it ended", "answer": "a number of its own"}  # noqa: RUF012
+
+    def __init__(self, workers, end):
+        self.workers, self.end = workers, end
+
+    def play(self, run):
+        cluster = run.simulate(run.seeds[0])
+        w = cluster.put(self.workers[0], jnp.ones(3))
+        with cluster.context() as ctx:
+            kept = ctx.call(self.workers[0], times, w, w)
+            if self.end == "stuck":
+                ctx.call(self.workers[1], times, kept, 2.0)
+            if self.end == "lost":
+                return {"outcome": "finished"}
+            ctx.backward(ctx.call(self.workers[0], square, kept))
+        run.keep(cluster, (0, cluster.now_ns))
+        return {"outcome": "finished", "answer": 42}
+
+
+def player(workers, *, end: str = "good"):
+    """A program of its own kind."""
+    return Player(workers, end)
+
+
+# ------------------------------------------------------------- what runs are made of
+
+
+class Stage:
+    """Plays a case without a scenario: what `jdag.programs.Run` asks for."""
+
+    def __init__(self, workers, *, seeds=(0,), network=None, faults=(), **settings):
+        self.workers, self.seeds = tuple(workers), tuple(seeds)
+        self.network, self.faults, self.settings = network, faults, settings
+        self.abstract = settings.get("values") == "abstract"
+        self.troubled = bool(faults) or network is not None
+        self.kept = self.drawn = None
+        self.shown = []
+
+    def simulate(self, seed, *, clean=False):
+        network, faults = (None, ()) if clean else (self.network, self.faults)
+        return simulate(
+            self.workers, seed=seed, network=network, faults=faults, **self.settings
+        )
+
+    def progress(self, done, total, **numbers):
+        self.shown.append((done, total, numbers))
+
+    def keep(self, cluster, window):
+        self.kept = cluster, window
+
+    def draw(self, drawings):
+        self.drawn = drawings
+
+
+JITTER = Network(LinkModel(latency_ns=10_000, jitter_ns=50_000))
+
+
+def bits(array):
+    return np.asarray(array).tobytes()

@@ -1,0 +1,163 @@
+"""A case is played for each seed, held against the oracle, and counted."""
+
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdag.errors import RootError
+from jdag.programs import Case
+from jdag.programs.case import FIGURES, difference, worst
+from jdag.programs.shapes import chain, dropped_reply, fan_out
+from jdag.sim import Crash, DeviceModel, Drop, LinkModel, Network
+from tests.scenario_cases import JITTER, Stage, no_scalar, one_leaf, square, tree
+
+
+def test_all_figures_are_given_and_none_that_is_not_announced():
+    stage = Stage(["a", "b"])
+    figures = one_leaf(stage.workers).play(stage)
+    assert sorted(figures) == sorted(FIGURES)
+
+
+def test_what_a_pass_says_is_counted():
+    device = DeviceModel(forward_ns=10, backward_ns=30)
+    stage = Stage(["a", "b"], network=Network(LinkModel(100)), devices=device)
+    figures = one_leaf(stage.workers).play(stage)
+    assert figures["outcome"] == "finished"
+    assert figures["loss"] == 3.0
+    assert figures["gradient_difference"] == 0.0
+    # The leaf goes to b and its cotangent comes back; the loss is fetched later.
+    assert stage.kept[1] == (0, figures["virtual_time_ns"])
+    # 40 ns of work on b, and nothing on a.
+    taken_ns = figures["virtual_time_ns"]
+    assert figures["bubble"]["a"] == 1
+    assert figures["bubble"]["b"] == Fraction(taken_ns - 40, taken_ns)
+    assert figures["bubble_min"] == figures["bubble"]["b"]
+    # There and back three float64 each, and the loss.
+    assert figures["payload_bytes"] == 3 * 8 + 3 * 8 + 8
+    assert figures["wire_bytes"] > figures["payload_bytes"]
+    assert figures["values_left"] == figures["live_contexts"] == 0
+
+
+def test_a_wrong_gradient_is_found():
+    good = one_leaf(["a", "b"])
+    calls = []
+
+    def lies(ctx, params):
+        # The oracle, which comes later, is told another program.
+        calls.append(ctx)
+        loss = good.program(ctx, params)
+        return ctx.call("a", jnp.add, loss, loss) if len(calls) > 1 else loss
+
+    figures = Case(lies, good.params, good.placement).play(Stage(["a", "b"]))
+    assert figures["gradient_difference"] == pytest.approx(0.5)
+
+
+def test_parameters_may_be_pytrees_and_passes_repeated():
+    figures = tree(["a", "b"]).play(stage := Stage(["a", "b"]))
+    assert figures["gradient_difference"] == 0.0
+    assert figures["values_left"] == 0
+    assert len(stage.drawn["a"].leaves) == 2
+
+
+def test_jitter_changes_arrivals_and_no_bit():
+    stage = Stage(["a", "b", "c", "d"], seeds=range(8), network=JITTER)
+    figures = fan_out(stage.workers).play(stage)
+    assert figures["bit_patterns"] == 1
+    assert figures["arrival_orders"] >= 3
+    assert figures["same_bits_as_clean"] is True
+    assert figures["seeds"] == 8
+    assert [done for done, _, _ in stage.shown] == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_other_bits_on_a_clean_network_are_found(monkeypatch):
+    stage = Stage(["a", "b"], network=JITTER)
+    simulate = stage.simulate
+
+    def unlike(seed, *, clean=False):
+        cluster = simulate(seed, clean=clean)
+        if clean:
+            put = cluster.put
+            monkeypatch.setattr(cluster, "put", lambda w, v: put(w, v * (1 + 2**-52)))
+        return cluster
+
+    monkeypatch.setattr(stage, "simulate", unlike)
+    assert one_leaf(stage.workers).play(stage)["same_bits_as_clean"] is False
+
+
+def test_the_digest_stands_for_all_seeds():
+    def digest(*seeds):
+        stage = Stage(["a", "b"], seeds=seeds, network=JITTER)
+        return one_leaf(stage.workers).play(stage)["digest"]
+
+    one = Stage(["a", "b"], network=JITTER)
+    assert one_leaf(one.workers).play(one)["digest"] == one.kept[0].trace.digest
+    assert digest(0, 1, 2) == digest(0, 1, 2)
+    assert digest(0, 1, 2) != digest(0, 1, 3)
+
+
+def test_a_stuck_pass_names_what_is_owed():
+    stage = Stage(["a", "b"])
+    figures = dropped_reply(stage.workers).play(stage)
+    assert figures["outcome"] == "stuck"
+    assert figures["error"] == "UnusedSendError"
+    assert figures["owed_workers"] == ["a"]
+    assert figures["owed_functions"] == ["jdag.programs.shapes:product"]
+    assert figures["owed_call_sites"][0].startswith("shapes.py:")
+    assert figures["gradient_difference"] is None
+    assert figures["values_left"] == figures["live_passes"] == 0
+
+
+def test_a_lost_worker_is_a_failed_pass_that_leaves_nothing():
+    crash = Crash("c", detect_ns=10, at_ns=250)
+    device = DeviceModel(forward_ns=100, backward_ns=100)
+    stage = Stage(["a", "b", "c"], faults=[crash], devices=device)
+    figures = chain(stage.workers).play(stage)
+    assert (figures["outcome"], figures["error"]) == ("failed", "WorkerLost")
+    assert "c" in figures["error_message"]
+    assert figures["live_contexts"] == figures["live_passes"] == 0
+    assert figures["values_left"] == 0
+
+
+def test_lost_frames_are_counted():
+    network = Network(LinkModel(latency_ns=1_000))
+    stage = Stage(["a", "b"], network=network, faults=[Drop(0.2)], seeds=range(5))
+    figures = chain(stage.workers).play(stage)
+    assert figures["resends"] > 0
+    assert figures["bit_patterns"] == 1
+
+
+def test_abstract_values_need_no_array():
+    shape = jax.ShapeDtypeStruct((3,), jnp.float32)
+    case = one_leaf(["a", "b"])
+    stage = Stage(["a", "b"], values="abstract")
+    figures = Case(case.program, {"w": shape}, case.placement).play(stage)
+    assert figures["outcome"] == "finished"
+    assert figures["gradient_difference"] is figures["loss"] is None
+    assert figures["bit_patterns"] == 0
+
+
+def test_a_root_that_is_no_scalar_is_the_users_to_know():
+    with pytest.raises(RootError, match="size 3"):
+        no_scalar(["a"]).play(Stage(["a"]))
+
+
+def test_difference_is_relative_to_the_largest_of_the_truth():
+    truth = np.array([1.0, -4.0, 2.0])
+    assert difference(truth + np.array([0.0, 0.0, 0.4]), truth) == pytest.approx(0.1)
+    assert difference(None, truth) == 1.0
+    assert difference(np.array([0.5]), np.array([0.0])) == 0.5
+    assert difference(np.zeros(0), np.zeros(0)) == 0.0
+
+
+def test_the_worst_of_differences_is_nan_if_one_is():
+    assert worst([0.1, 0.3, 0.2]) == 0.3
+    assert np.isnan(worst([0.1, float("nan"), 0.2]))
+    assert worst([]) == 0.0
+
+
+def test_a_case_says_what_it_runs():
+    case = Case(lambda ctx, p: ctx.call("a", square, p["w"]), {"w": 2.0}, {"w": "a"})
+    assert case.play(Stage(["a"]))["loss"] == 4.0

@@ -1,0 +1,288 @@
+"""A scenario file is read, checked and refused in one line: what is allowed."""
+
+from pathlib import Path
+
+import jax
+import pytest
+
+from jdag.errors import ScenarioError
+from jdag.scenario import load
+from jdag.sim import Crash, DeviceModel, Drop, LinkModel, LinkSettings, Partition
+from tests.scenario_cases import scenario_of, written
+
+SCENARIOS = Path(__file__).parent.parent / "scenarios"
+
+FAULT = "[[faults]]\nkind = "
+# What the file says in place of, or after, a good scenario's lines; what is answered.
+BAD = {
+    "not TOML": (("x = = 3",), {}, "this is not TOML"),
+    "unknown key": ((), {"sede": "sede = 3"}, "sede = 3: allowed is one of the keys"),
+    "wrong type": ((), {"seed": 'seed = "3"'}, "seed = '3': allowed is an integer"),
+    "a flag is no number": ((), {"seed": "seed = true"}, "seed = True: allowed is an"),
+    "missing key": ((), {"name": ""}, "name is missing"),
+    "name leaves runs": (
+        (),
+        {"name": 'name = ".."'},
+        "name = '..': allowed is letters",
+    ),
+    "negative latency": (
+        ("[network]", "latency_ns = -5"),
+        {},
+        "network.latency_ns = -5: allowed is an integer >= 0",
+    ),
+    "bandwidth of nothing": (
+        ("[network]", "bandwidth_bytes_per_s = 0"),
+        {},
+        "network.bandwidth_bytes_per_s = 0: allowed is an integer >= 1",
+    ),
+    "link of nobody": (
+        ("[[network.links]]", 'source = "a"', 'destination = "z"'),
+        {},
+        "network.links[0].destination = 'z': allowed is one of the workers a, b",
+    ),
+    "link to itself": (
+        ("[[network.links]]", 'source = "a"', 'destination = "a"'),
+        {},
+        "('a', 'a'): allowed is two workers",
+    ),
+    "unknown key of a link": (
+        ("[[network.links]]", 'source = "a"', 'destination = "b"', "lat = 3"),
+        {},
+        "network.links[0].lat = 3: allowed is one of the keys",
+    ),
+    "no table": ((), {"network": "network = 3"}, "network = 3: allowed is a table"),
+    "placement on nobody": (
+        ("[placement]", 'w0 = "z"'),
+        {},
+        "placement.w0 = 'z': allowed is one of the workers a, b",
+    ),
+    "placement of nothing": (
+        ("[placement]", 'q = "a"'),
+        {},
+        "placement.q = 'a': allowed is one of the parameters w0, w1",
+    ),
+    "home is nobody": ((), {"home": 'home = "z"'}, "home = 'z': allowed is one of the"),
+    "workers twice": ((), {"workers": 'workers = ["a", "a"]'}, "allowed is names"),
+    "no workers": ((), {"workers": "workers = 0"}, "workers = 0: allowed is names"),
+    "unknown policy": (
+        (),
+        {"policy": 'policy = "x"'},
+        "policy = 'x': allowed is one of path, backward_first",
+    ),
+    "no such module": (
+        (),
+        {"program": 'program = "nowhere:main"'},
+        "program = 'nowhere:main': allowed is module:function",
+    ),
+    "no such function": (
+        (),
+        {"program": 'program = "jdag.programs.shapes:chian"'},
+        "has no attribute 'chian'",
+    ),
+    "no reference": ((), {"program": 'program = "x"'}, "allowed is module:function"),
+    "no program": (
+        (),
+        {"program": 'program = "tests.scenario_cases:GOOD"'},
+        "allowed is module:function",
+    ),
+    "unknown setting": (
+        ("[settings]", "len = 3"),
+        {},
+        "settings.len = 3: allowed is one of the settings of "
+        "jdag.programs.shapes:chain: length, size",
+    ),
+    "wrong type of a setting": (
+        ("[settings]", 'length = "3"'),
+        {},
+        "settings.length = '3': allowed is a valid integer",
+    ),
+    "unknown fault": (
+        (f'{FAULT}"dorp"',),
+        {},
+        "faults[0].kind = 'dorp': allowed is one of drop, delay",
+    ),
+    "fault without kind": (
+        ("[[faults]]", "probability = 0.1"),
+        {},
+        "faults[0].kind is missing: allowed is one of drop",
+    ),
+    "chance above one": (
+        (f'{FAULT}"drop"', "probability = 1.5"),
+        {},
+        "faults[0].probability = 1.5: allowed is a number from 0 to 1",
+    ),
+    "chance that is nan": (
+        (f'{FAULT}"drop"', "probability = nan"),
+        {},
+        "faults[0].probability = nan: allowed is a number from 0 to 1",
+    ),
+    "fault at nobody": (
+        (f'{FAULT}"drop"', "probability = 0.5", 'source = "z"'),
+        {},
+        "faults[0].source = 'z': allowed is one of a, b",
+    ),
+    "home crashes": (
+        (f'{FAULT}"crash"', 'worker = "a"', "at_ns = 3"),
+        {},
+        "faults[0].worker = 'a': allowed is a worker other than home",
+    ),
+    "costs of a function": (
+        ("[devices.functions]", "scale = [1]"),
+        {},
+        "devices.functions.scale = [1]: allowed is two integers >= 0",
+    ),
+    "device of nobody": (
+        ("[devices.workers.z]", "forward_ns = 1"),
+        {},
+        "devices.workers.z = 'z': allowed is one of the workers a, b",
+    ),
+    "link settings in part": (
+        ("[link]", "resend_ns = 1"),
+        {},
+        "link.resend_max is mis",
+    ),
+    "expects nothing": ((), {"outcome": ""}, "expect is empty: allowed is"),
+    "expects no figure": (
+        ("losss = 3",),
+        {},
+        "expect.losss = 3: there is no such figure (do you mean loss?): allowed is one",
+    ),
+    "expects no outcome": (
+        (),
+        {"outcome": 'outcome = "finnished"'},
+        "expect.outcome = 'finnished': allowed is one of finished, failed, stuck",
+    ),
+    "expects no error": (
+        ('error = "WorkerLsot"',),
+        {},
+        "expect.error = 'WorkerLsot': allowed is one of JdagError",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_wrong_is_one_line_with_file_key_value_and_what_is_allowed(
+    case: str, tmp_path: Path
+):
+    more, replaced, answer = BAD[case]
+    path = written(tmp_path, *more, **replaced)
+    with pytest.raises(ScenarioError) as raised:
+        load(path)
+    assert str(raised.value).startswith(f"{path}: ")
+    assert answer in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_file_that_is_not_there_or_no_text_is_refused(tmp_path: Path):
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"\xff\xfe")
+    for path in (tmp_path / "nothing.toml", tmp_path, binary):
+        with pytest.raises(ScenarioError, match=r"allowed is a scenario's TOML file"):
+            load(path)
+
+
+def test_a_program_that_returns_nothing_to_play_is_refused(tmp_path: Path):
+    with pytest.raises(ScenarioError, match=r"allowed is a function that returns a jd"):
+        load(scenario_of(tmp_path, "no_case"))
+
+
+def test_a_module_that_raises_is_refused_with_its_line(tmp_path: Path):
+    (tmp_path / "raises_on_import.py").write_text("x = 1\ny = x / 0\n")
+    path = written(tmp_path, program='program = "raises_on_import:main"')
+    with pytest.raises(
+        ScenarioError, match=r"ZeroDivisionError.*raises_on_import.py:2"
+    ):
+        load(path)
+
+
+def test_the_first_comment_is_the_question_and_may_be_left_out(tmp_path: Path):
+    path = written(tmp_path)
+    assert load(path).question == "Is it so?"
+    text = path.read_text()
+    path.write_text(f"\n# Is it so,\n#   and why?\n\n{text[len('# Is it so?') :]}")
+    assert load(path).question == "Is it so, and why?"
+    path.write_text(text[len("# Is it so?") :])
+    assert load(path).question == ""
+
+
+def test_a_module_beside_the_file_is_found_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
+    home.mkdir()
+    elsewhere.mkdir()
+    source = "from tests.scenario_cases import one_leaf as mine\n"
+    (home / "beside_the_file.py").write_text(source)
+    (elsewhere / "where_i_am.py").write_text(source)
+    monkeypatch.chdir(elsewhere)
+    for module in ("beside_the_file", "where_i_am"):
+        path = written(home, program=f'program = "{module}:mine"')
+        assert load(Path("../home") / path.name).workers == ("a", "b")
+
+
+def test_settings_are_what_the_program_says_that_it_takes(tmp_path: Path):
+    more = ("[settings]", "sizes = [1, 2]", "rate = 1", 'path = "x"')
+    scenario = load(scenario_of(tmp_path, "settings_of_all_kinds", *more))
+    assert scenario.player.params["w"].shape == (3,)  # type: ignore[attr-defined]
+    more = ("[settings]", "sizes = [1, 2.5]")
+    with pytest.raises(
+        ScenarioError, match=r"settings.sizes = \[1, 2.5\]: allowed is a"
+    ):
+        load(scenario_of(tmp_path, "settings_of_all_kinds", *more))
+
+
+def test_a_placement_moves_a_parameter(tmp_path: Path):
+    scenario = load(written(tmp_path, "[placement]", 'w0 = "b"'))
+    assert scenario.player.placement["w0"] == "b"  # type: ignore[attr-defined]
+
+
+def test_a_number_of_workers_names_them(tmp_path: Path):
+    assert load(written(tmp_path, workers="workers = 3")).workers == ("w0", "w1", "w2")
+
+
+def test_another_seed_may_be_given(tmp_path: Path):
+    assert load(written(tmp_path)).settings.seed == 0
+    assert load(written(tmp_path), seed=7).settings.seed == 7
+
+
+def test_loading_leaves_jax_as_it_was(tmp_path: Path):
+    assert jax.config.read("jax_enable_x64")
+    load(written(tmp_path, x64="x64 = false"))
+    assert jax.config.read("jax_enable_x64")
+
+
+def test_the_tables_say_what_the_cluster_is_made_of(tmp_path: Path):
+    settings = load(
+        written(
+            tmp_path,
+            "[network]\nlatency_ns = 1\njitter_ns = 2",
+            '[[network.links]]\nsource = "a"\ndestination = "b"\nlatency_ns = 3',
+            "[devices]\nforward_ns = 4\nfunctions = { scale = [5, 6] }",
+            "[devices.workers.b]\nsum_ns = 7",
+            "[link]\nresend_ns = 8\nresend_max = 9\nack_delay_ns = 1",
+            f'{FAULT}"drop"\nprobability = 0.5\nsource = "b"',
+            f'{FAULT}"partition"\ngroups = [["a"], ["b"]]\nuntil_ns = 2',
+            f'{FAULT}"crash"\nworker = "b"\nat_ns = 1',
+        )
+    ).settings
+    network = settings.network.network(clean=False)
+    assert network.model("b", "a") == LinkModel(1, None, 2)
+    assert network.model("a", "b") == LinkModel(3)
+    assert settings.network.network(clean=True).model("b", "a") == LinkModel(1)
+    assert settings.devices.models(("a", "b")) == {
+        "a": DeviceModel(forward_ns=4, functions={"scale": (5, 6)}),
+        "b": DeviceModel(sum_ns=7),
+    }
+    assert settings.made_link() == LinkSettings(8, 9, 1)
+    assert settings.made_faults() == [
+        Drop(0.5, source="b"),
+        Partition((("a",), ("b",)), 0, 2),
+        Crash("b", detect_ns=1_000_000, at_ns=1),
+    ]
+
+
+@pytest.mark.parametrize("path", sorted(SCENARIOS.glob("*.toml")), ids=lambda p: p.stem)
+def test_each_scenario_asks_a_question_and_is_named_as_its_file(path: Path):
+    scenario = load(path)
+    assert scenario.question.endswith("?") or "?" in scenario.question
+    assert scenario.settings.name == path.stem
