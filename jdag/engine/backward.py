@@ -3,11 +3,14 @@
 Told: Start, Go, Cotangent, Answer, Fail, and results of Vjp, Sum and Fill jobs. Asks
 for those jobs and for Cotangent, Answer and Fail messages.
 
-Invariants - Counting is done once a pass and worker, on first sight, from its roots and
-all its sends. - Each counted edge brings exactly one contribution, perhaps a symbolic
-zero; a vertex is ready when all have come, and its addends are then put in order of
-(path, position), seeds last. - A gradient is staged in the pass; only `End(finished)`
-commits it. - Nothing recurses: what one contribution makes ready waits in `Pass.ready`.
+Invariants
+- Counting is done once a pass and worker, on first sight, from its roots and all its
+  sends.
+- Each counted edge brings exactly one contribution, perhaps a symbolic zero; a vertex
+  is ready when all have come, and its addends are then put in order of (path,
+  position), seeds last.
+- A gradient is staged in the pass; only `End(finished)` commits it.
+- Nothing recurses: what one contribution makes ready waits in `Pass.ready`.
 """
 
 from collections.abc import Callable

@@ -3,11 +3,16 @@
 Told by programs: Opened, Left; by others: Release, Released; by the driver: Lost. Asks
 for Release and its answers, Resume and Drop.
 
-Invariants - Every context ends with one Release to every worker that took part. A
-worker answers it when it is quiet (all calls have run, all values are shipped), so that
-no error goes unseen; an abort (a worker was lost, or a pass was interrupted) goes to
-all workers and is answered when no job of the context runs. - After a release a worker
-keeps of a context only its owner's horizon.
+Invariants
+- Every context ends with one Release to every worker that took part. A worker answers
+  when it is quiet (all calls have run, all values are shipped), so that no error goes
+  unseen; an abort (a worker was lost, or a pass was interrupted) goes to all workers
+  and is answered when no job of the context runs.
+- A loss in the middle of leaving turns the release into an abort: somebody may wait for
+  what the lost one never sent.
+- Whoever loses a peer of a transfer in the middle of a pass fails the pass: only they
+  know that a cotangent will not come.
+- After a release a worker keeps of a context only its owner's horizon.
 """
 
 from collections.abc import Callable
@@ -141,7 +146,8 @@ class Ends:
         if fragment is None or own is None or sender not in own.awaited:
             return
         del own.awaited[sender]
-        own.failures.extend(message.failures)
+        # Whoever answered a release answers the abort that it turned into as well.
+        own.failures.extend(f for f in message.failures if f not in own.failures)
         if own.awaited:
             return
         own.advance(fragment.context, Released)
@@ -206,6 +212,8 @@ class Ends:
             if fragment.ownership is not None:
                 self._lost(fragment, fragment.ownership, worker)
         self._forwarding.lost(worker)
+        for fragment in tuple(state.contexts.values()):
+            self._passes.lost(fragment, worker)
 
     def _lost(self, fragment: Fragment, own: Ownership, worker: Worker) -> None:
         """A context here loses a worker: does that concern it, and how far was it?"""
@@ -236,8 +244,8 @@ class Ends:
         assert own.lost is not None, worker
         if own.lost not in own.failures:
             own.failures.append(own.lost)
-        if worker in own.awaited:
-            self.released(worker, Released(fragment.context, ()))
+        if own.awaited:  # Else it has not left yet, and will abort when it does.
+            self._leave(fragment, own, abort=True)
 
     def takes_part(self, fragment: Fragment, worker: Worker) -> bool:
         """Whether a worker has, or may have, a part of a context."""
@@ -248,8 +256,14 @@ class Ends:
             for activation in fragment.activations.values()
         )
 
-    def program_returned(self, fragment: Fragment, own: Ownership) -> None:
-        """A program may have lost a worker that only it knew to take part."""
+    def program_returned(
+        self, fragment: Fragment, own: Ownership, failure: Failure | None
+    ) -> None:
+        """A program may have lost a worker, and with it who else took part."""
+        lost = failure is not None and failure.error == "WorkerLost"
+        if lost and own.lost is None and own.phase is Phase.OPEN:
+            own.lost = failure
+            own.advance(fragment.context, LostEvent)
         for worker in self._state.lost:
             if own.lost is None and self.takes_part(fragment, worker):
                 self._lost(fragment, own, worker)

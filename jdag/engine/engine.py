@@ -28,6 +28,7 @@ from jdag.engine.vocabulary import (
     Ended,
     Event,
     Fail,
+    Failure,
     Fetched,
     Forget,
     Go,
@@ -132,7 +133,7 @@ class Engine:
                 self._forwarding.launched(event)
             case Returned():
                 self._forwarding.returned(event)
-                self._heed(event.context)
+                self._heed(event.context, event.failure)
             case Opened():
                 self._ends.opened(event)
             case Differentiated():
@@ -189,7 +190,7 @@ class Engine:
                 self._forwarding.run(sender, message)
             case Return():
                 self._forwarding.program_ended(message)
-                self._heed(message.context)
+                self._heed(message.context, message.failure)
             case Fail():
                 self._backward.fail_arrived(message)
             case Assign():
@@ -210,8 +211,8 @@ class Engine:
             case _:
                 assert_never(message)
 
-    def _heed(self, context: ContextId) -> None:
+    def _heed(self, context: ContextId, failure: Failure | None) -> None:
         """After a program returned: did it lose a worker that it alone knew?"""
         fragment = self._state.contexts.get(context)
         if fragment is not None and fragment.ownership is not None:
-            self._ends.program_returned(fragment, fragment.ownership)
+            self._ends.program_returned(fragment, fragment.ownership, failure)

@@ -3,14 +3,16 @@
 Told by programs here: Issued, Launched, Returned. Told by others: Call, Ship, Primal,
 Run, Return, Acknowledge. Asks for Forward jobs, Primal messages, Spawn and Resume.
 
-Invariants - Only the issuer decides transfers: a value goes to a worker once per
-activation and tracking, a leaf once more after a pass that spends. - A call, ship or
-program is acknowledged once; a program call leaves only when all earlier calls of its
-activation (and all assignments from here) are acknowledged, and a program returns only
-when its own are. So whoever learns of a ref can use it at once. - A recv may exist
-before its call: data makes it empty, the call fills it. - A call runs when all its
-inputs have settled; if any failed it does not run, and its results hold the first
-failure by position.
+Invariants
+- Only the issuer decides transfers: a value goes to a worker once per activation and
+  tracking, a leaf once more after a pass that spends.
+- A call, ship or program is acknowledged once; a program call leaves only when all
+  earlier calls of its activation (and all assignments from here) are acknowledged, and
+  a program returns only when its own are. So whoever learns of a ref can use it at
+  once.
+- A recv may exist before its call: data makes it empty, the call fills it.
+- A call runs when all its inputs have settled; if any failed it does not run, and its
+  results hold the first failure by position.
 """
 
 from dataclasses import replace
@@ -106,7 +108,8 @@ class Forwarding:
             if owner == state.worker:
                 self._ship(fragment, ship)
             else:
-                activation.unacknowledged[event.path, owner] = None
+                waits = (event.worker, len(slots))
+                activation.unacknowledged[event.path, owner] = waits
                 state.send(owner, ship)
         if event.worker == state.worker:
             self._call(fragment, call)
@@ -457,20 +460,26 @@ class Forwarding:
                 if recv.source == worker:
                     self.fail_recv(recv, worker)
             for activation in tuple(fragment.activations.values()):
-                self._lost(activation, worker)
+                self._lost(fragment, activation, worker)
         self._leaves.lost(worker)
         self.let_go()
 
-    def _lost(self, activation: Activation, worker: Worker) -> None:
+    def _lost(self, fragment: Fragment, activation: Activation, worker: Worker) -> None:
+        state = self._state
+        failure = lost_failure(worker, state.worker)
         for pending in [key for key in activation.unacknowledged if key[1] == worker]:
-            del activation.unacknowledged[pending]
+            waits = activation.unacknowledged.pop(pending)
             activation.workers[worker] = None
+            if waits is not None and waits[0] != state.worker:
+                # It may never have heard that it was to send: who waits is told so.
+                failures = (failure,) * waits[1]
+                primal = Primal(fragment.context, pending[0], worker, failures)
+                state.send(waits[0], primal)
         for path, (waiter, where) in tuple(activation.launched.items()):
             if where == worker:
                 del activation.launched[path]
                 activation.workers[worker] = None
-                failure = lost_failure(worker, self._state.worker)
-                self._state.out.append(Resume(waiter, (None, failure)))
+                state.out.append(Resume(waiter, (None, failure)))
 
     def abort(self, fragment: Fragment, failure: Failure) -> None:
         """The context is released from under its programs: they wait no longer."""

@@ -149,7 +149,10 @@ class Activation:
 
     path: Path
     issuer: Worker | None  # Who waits for it; None for the top level.
-    unacknowledged: dict[tuple[Path, Worker], None] = field(default_factory=dict)
+    # By path and to whom: of a ship, who waits for how many slots.
+    unacknowledged: dict[tuple[Path, Worker], tuple[Worker, int] | None] = field(
+        default_factory=dict
+    )
     launched: dict[Path, tuple[int, Worker]] = field(default_factory=dict)
     moved: dict[tuple[Key, Worker, bool], Key] = field(default_factory=dict)
     workers: dict[Worker, None] = field(default_factory=dict)

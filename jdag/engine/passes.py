@@ -3,13 +3,16 @@
 Told by programs: Differentiated; by others: End, Ended; by the tree: that the owner is
 passive, or that a failure reached it. Asks for Start, Go, End, Ended, Resume and Drop.
 
-Invariants - A pass begins when the top activation has no unacknowledged call; with
-roots on several workers all are announced before any begins. - Every pass ends with one
-End to every worker that took part, and is over when all have answered: then no job of
-it runs anywhere. Gradients are committed by End(finished) and by nothing else.
+Invariants
+- A pass begins when the top activation has no unacknowledged call; with roots on
+  several workers all are announced before any begins.
+- Every pass ends with one End to every worker that took part, and is over when all have
+  answered: then no job of it runs anywhere. Gradients are committed by End(finished)
+  and by nothing else.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +20,7 @@ from jdag.engine.backward import Backward
 from jdag.engine.forward import Forwarding
 from jdag.engine.graph import Fragment, Node, Value
 from jdag.engine.phases import Ownership, Phase
-from jdag.engine.state import State
+from jdag.engine.state import State, lost_failure
 from jdag.engine.tree import Pass
 from jdag.engine.vocabulary import (
     Differentiated,
@@ -265,6 +268,18 @@ class Passes:
                 residuals.append(vertex.residuals)
                 vertex.residuals = None
         self._state.drop(residuals)
+
+    def lost(self, fragment: Fragment, worker: Worker) -> None:
+        """A peer of a transfer is gone: what it owes this pass never comes."""
+        live: Pass | None = fragment.live
+        if live is None or live.is_owner or not live.engaged:
+            return
+        peers = [send.destination for send in fragment.sends.values()]
+        peers += [recv.source for recv in fragment.recvs.values()]
+        if worker == live.parent or worker in peers:
+            here = self._state.worker
+            failure = replace(lost_failure(worker, here), route=(here, worker))
+            self._backward.fail(fragment, live, failure)
 
     def abandon(self, fragment: Fragment) -> None:
         """End a pass here without a word: an abort says it all."""
