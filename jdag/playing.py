@@ -123,6 +123,8 @@ def play(scenario: Scenario, show: Progress) -> Answer:
                 "run.keep(cluster, (from_ns, until_ns))"
             )
             raise ScenarioError(unusable("program", program, allowed))
+        named = [name for name in scenario.player.figures if name in figures]
+        figures = {name: figures[name] for name in dict.fromkeys((*named, *figures))}
         judged = judge(scenario.settings.expect, figures)
     return Answer(figures, judged, playing.cluster, playing.window, playing.drawings)
 
