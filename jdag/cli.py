@@ -72,8 +72,7 @@ def _said_in_one_line() -> Any:
     try:
         yield
     except ScenarioError as error:
-        line = " ".join(str(error).split())
-        Console(stderr=True, soft_wrap=True).print(f"jdag: {line}", markup=False)
+        typer.echo(f"jdag: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(Exit.BAD_INPUT) from None
 
 
@@ -152,7 +151,7 @@ def _played(scenario: Scenario, console: Console) -> Answer:
     """Play, with a progress bar."""
     columns = (
         TextColumn("{task.description}"),
-        BarColumn(bar_width=32),
+        BarColumn(bar_width=20),
         MofNCompleteColumn(),
         TextColumn("{task.fields[numbers]}"),
         TimeElapsedColumn(),
@@ -277,7 +276,7 @@ def check(file: File, seed: Seed = None) -> None:
                 command, env=environment, capture_output=True, text=True, check=False
             )
         if not done.stdout.strip():
-            Console(stderr=True).print(done.stderr.strip(), markup=False)
+            typer.echo(done.stderr.strip(), err=True)
             raise typer.Exit(done.returncode or Exit.WRONG)
         digests.append(json.loads(done.stdout)["digest"])
         said = f"run {number + 1}: {digests[-1]}"

@@ -1,6 +1,7 @@
 """Scenarios as texts, and programs as a user writes them, for the tests of both."""
 
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -128,9 +129,8 @@ def settings_of_all_kinds(
 class Player:
     """A program that plays for itself, and may be stuck or fail."""
 
-    figures = {"outcome": "how it ended", "answer": "a number of its own"}  # noqa: RUF012
-
     def __init__(self, workers, end):
+        self.figures = {"outcome": "how it ended", "answer": "a number of its own"}
         self.workers, self.end = workers, end
 
     def play(self, run):
@@ -163,7 +163,8 @@ class Stage:
         self.network, self.faults, self.settings = network, faults, settings
         self.abstract = settings.get("values") == "abstract"
         self.troubled = bool(faults) or network is not None
-        self.kept = self.drawn = None
+        self.kept: Any = None
+        self.drawn: Any = None
         self.shown = []
 
     def simulate(self, seed, *, clean=False):

@@ -1,6 +1,7 @@
 """Digits: a classifier learns over several workers, and its gradients are true."""
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,7 +25,12 @@ def trained():
         network = Network(LinkModel(20_000, 1_000_000_000))
         device = DeviceModel(forward_ns=50_000, backward_ns=100_000)
         stage = Stage(WORKERS, network=network, devices=device)
-        small = {"epochs": 3, "batch": 96, "hidden": 32, "learning_rate": 0.01}
+        small: dict[str, Any] = {
+            "epochs": 3,
+            "batch": 96,
+            "hidden": 32,
+            "learning_rate": 0.01,
+        }
         player = digits(stage.workers, folder=SCENARIOS, checks=5, **small)
         return stage, player.play(stage)
     finally:
@@ -65,7 +71,7 @@ def test_micro_batches_are_in_flight_at_once(trained):
     last = stage.drawn["ps2"]
     assert len(last.nodes) == figures["micro_batches"] == 4
     cluster, (start_ns, end_ns) = stage.kept
-    busy = {"ps0": [], "ps1": []}
+    busy: dict[str, list[Any]] = {"ps0": [], "ps1": []}
     for record in cluster.trace.of_kind("start"):
         said = record.named
         if start_ns <= record.time_ns <= end_ns and record.worker in busy:

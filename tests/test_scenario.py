@@ -224,11 +224,11 @@ def test_settings_are_what_the_program_says_that_it_takes(tmp_path: Path):
     more = ("[settings]", "sizes = [1, 2]", "rate = 1", 'path = "x"')
     scenario = load(scenario_of(tmp_path, "settings_of_all_kinds", *more))
     assert scenario.player.params["w"].shape == (3,)  # type: ignore[attr-defined]
-    more = ("[settings]", "sizes = [1, 2.5]")
+    wrong = ("[settings]", "sizes = [1, 2.5]")
     with pytest.raises(
         ScenarioError, match=r"settings.sizes = \[1, 2.5\]: allowed is a"
     ):
-        load(scenario_of(tmp_path, "settings_of_all_kinds", *more))
+        load(scenario_of(tmp_path, "settings_of_all_kinds", *wrong))
 
 
 def test_a_placement_moves_a_parameter(tmp_path: Path):

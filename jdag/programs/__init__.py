@@ -17,6 +17,6 @@ oracle and counts. For more control return any object with `figures` (name to wh
 is) and `play(run)`, which returns those figures; see `jdag.programs.digits`.
 """
 
-from jdag.programs.case import Case, Figure, Figures, Player, Run
+from jdag.programs.case import Case, Figures, Player, Run
 
-__all__ = ["Case", "Figure", "Figures", "Player", "Run"]
+__all__ = ["Case", "Figures", "Player", "Run"]

@@ -14,8 +14,9 @@ from jdag.errors import JdagError, RootError, UnusedSendError
 from jdag.oracle import pullback
 from jdag.ref import Ref, fetch
 
-Figure = bool | int | float | Fraction | str | None | Sequence[Any] | Mapping[str, Any]
-Figures = dict[str, Figure]
+# What a play gives, by name: numbers, fractions, texts, flags, None; lists of these,
+# and mappings from workers to these.
+Figures = dict[str, Any]
 
 
 class Run(Protocol):
