@@ -8,7 +8,7 @@ bubble = { below = 0.5 }                   # of each worker
 owed_functions = { contains = "product" }  # part of it, or one of its items
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -72,11 +72,14 @@ def refuse_unknown(expect: Mapping[str, Any], figures: Mapping[str, str]) -> Non
         )
     for name, wanted in expect.items():
         if name not in figures:
-            near = get_close_matches(name, figures, 1)
-            hint = f" (do you mean {near[0]}?)" if near else ""
             raise ScenarioError(
-                f"expect.{name} = {wanted!r}: there is no such figure{hint}: allowed "
-                f"is one of {', '.join(figures)}"
+                f"expect.{name} = {wanted!r}: there is no such figure"
+                f"{meant(name, figures)}: allowed is one of {', '.join(figures)}"
+            )
+        if name in POSSIBLE and wanted not in POSSIBLE[name]:
+            raise ScenarioError(
+                f"expect.{name} = {wanted!r}: allowed is one of "
+                f"{', '.join(POSSIBLE[name])}"
             )
         if isinstance(wanted, Mapping):
             for how, bound in wanted.items():
@@ -86,11 +89,12 @@ def refuse_unknown(expect: Mapping[str, Any], figures: Mapping[str, str]) -> Non
                     f"expect.{name} = {{}}: it says nothing: allowed is a value, or "
                     f"some of {', '.join(COMPARE)}"
                 )
-        elif name in POSSIBLE and wanted not in POSSIBLE[name]:
-            raise ScenarioError(
-                f"expect.{name} = {wanted!r}: allowed is one of "
-                f"{', '.join(POSSIBLE[name])}"
-            )
+
+
+def meant(name: str, names: Iterable[str]) -> str:
+    """Ask whether one of the names is meant, if one is like it."""
+    near = get_close_matches(name, list(names), 1)
+    return f" (do you mean {near[0]}?)" if near else ""
 
 
 def _refuse_bound(key: str, how: str, bound: Any) -> None:

@@ -13,6 +13,7 @@ from tests.scenario_cases import scenario_of, written
 SCENARIOS = Path(__file__).parent.parent / "scenarios"
 
 FAULT = "[[faults]]\nkind = "
+LINK = '{ source = "a", destination = "b" }'
 # What the file says in place of, or after, a good scenario's lines; what is answered.
 BAD = {
     "not TOML": (("x = = 3",), {}, "this is not TOML"),
@@ -43,7 +44,52 @@ BAD = {
     "link to itself": (
         ("[[network.links]]", 'source = "a"', 'destination = "a"'),
         {},
-        "('a', 'a'): allowed is two workers",
+        "network.links[0].destination = 'a': allowed is a worker other than the",
+    ),
+    "a link twice": (
+        (f"[network]\nlinks = [{LINK}, {LINK}]",),
+        {},
+        "network.links[1].destination = 'b': allowed is one link from a to b",
+    ),
+    "a key that is nearly one": (
+        ("[network]", "latency = 5"),
+        {},
+        "jitter_ns, links (do you mean latency_ns?)",
+    ),
+    "a function that is nearly one": (
+        (),
+        {"program": 'program = "jdag.programs.shapes:chian"'},
+        "has no attribute 'chian' (do you mean chain?)",
+    ),
+    "a setting that is nearly one": (
+        ("[settings]", "lenght = 3"),
+        {},
+        "length, size (do you mean length?)",
+    ),
+    "a worker that is nearly one": (
+        (),
+        {"workers": 'workers = ["trainer", "ps"]', "home": 'home = "trianer"'},
+        "allowed is one of the workers trainer, ps (do you mean trainer?)",
+    ),
+    "too many workers": (
+        (),
+        {"workers": "workers = 1_000_000_000"},
+        "workers = 1000000000: allowed is names",
+    ),
+    "a fault that is no table": (
+        (),
+        {"faults": "faults = [3]"},
+        "faults = [3]: allowed is a list of tables",
+    ),
+    "groups of what is no name": (
+        (f'{FAULT}"partition"', "groups = [[1], [2]]"),
+        {},
+        "faults[0].groups = [[1], [2]]: allowed is a list of lists of workers",
+    ),
+    "an acknowledgement that waits too long": (
+        ("[link]", "resend_ns = 5", "resend_max = 3", "ack_delay_ns = 7"),
+        {},
+        "link.ack_delay_ns = 7: allowed is an integer below resend_ns = 5",
     ),
     "unknown key of a link": (
         ("[[network.links]]", 'source = "a"', 'destination = "b"', "lat = 3"),
@@ -152,6 +198,11 @@ BAD = {
         {"outcome": 'outcome = "finnished"'},
         "expect.outcome = 'finnished': allowed is one of finished, failed, stuck",
     ),
+    "compares an outcome": (
+        (),
+        {"outcome": "outcome = { min = 3 }"},
+        "expect.outcome = {'min': 3}: allowed is one of finished, failed, stuck",
+    ),
     "expects no error": (
         ('error = "WorkerLsot"',),
         {},
@@ -193,6 +244,15 @@ def test_a_module_that_raises_is_refused_with_its_line(tmp_path: Path):
         ScenarioError, match=r"ZeroDivisionError.*raises_on_import.py:2"
     ):
         load(path)
+    (tmp_path / "exits_on_import.py").write_text("import sys\nsys.exit(0)\n")
+    path = written(tmp_path, program='program = "exits_on_import:main"')
+    with pytest.raises(ScenarioError, match=r"SystemExit: 0 \(exits_on_import.py:2"):
+        load(path)
+
+
+def test_what_a_library_raises_is_said_with_the_line_that_called_it(tmp_path: Path):
+    with pytest.raises(ScenarioError, match=r"ValueError.*\(shapes.py:\d+ in _vector"):
+        load(written(tmp_path, "[settings]", "size = -4"))
 
 
 def test_the_first_comment_is_the_question_and_may_be_left_out(tmp_path: Path):

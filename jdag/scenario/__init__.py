@@ -16,7 +16,7 @@ import jax
 
 from jdag.cluster import Cluster, simulate
 from jdag.errors import ScenarioError
-from jdag.expect import refuse_unknown
+from jdag.expect import meant, refuse_unknown
 from jdag.programs import Player
 from jdag.scenario.program import player_of, raised
 from jdag.scenario.tables import Settings, checked
@@ -103,8 +103,23 @@ def _check_workers(settings: Settings) -> None:
         named.append((f"network.links[{number}].destination", link.destination))
     for key, name in named:
         if name not in settings.names:
-            allowed = f"one of the workers {', '.join(settings.names)}"
+            workers = ", ".join(settings.names)
+            allowed = f"one of the workers {workers}{meant(name, settings.names)}"
             raise ScenarioError(unusable(key, name, allowed))
+    _check_links(settings)
+
+
+def _check_links(settings: Settings) -> None:
+    """See that each link joins two workers, and is there once."""
+    ends = [(link.source, link.destination) for link in settings.network.links]
+    for number, (source, destination) in enumerate(ends):
+        key = f"network.links[{number}].destination"
+        if source == destination:
+            allowed = f"a worker other than the source, {source}"
+            raise ScenarioError(unusable(key, destination, allowed))
+        if (source, destination) in ends[:number]:
+            allowed = f"one link from {source} to {destination}, and this is the second"
+            raise ScenarioError(unusable(key, destination, allowed))
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """A scenario's program: found by its name, handed its settings, placed."""
 
+import importlib
 import inspect
 import json
 import os
@@ -7,13 +8,15 @@ import sys
 import traceback
 from collections.abc import Mapping
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any, get_type_hints
 
+import jax
+import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from jdag.errors import ScenarioError
+from jdag.expect import meant
 from jdag.programs import Case, Player
 from jdag.scenario.tables import Settings
 from jdag.sim.network import unusable
@@ -21,6 +24,7 @@ from jdag.sim.network import unusable
 _FOLDER = "folder"  # A program that takes it is told where the scenario's file is.
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _PROGRAMS = os.path.join(_HERE, "programs") + os.sep
+_LIBRARIES = tuple(library.__path__[0] + os.sep for library in (jax, np, importlib))
 
 
 def player_of(settings: Settings, folder: Path) -> Player:
@@ -53,14 +57,20 @@ def player_of(settings: Settings, folder: Path) -> Player:
     return _placed(settings, player)
 
 
-def raised(error: Exception) -> str:
+def raised(error: BaseException) -> str:
     """Say what a user's code raised, and in which of its lines."""
     text = f"{type(error).__name__}: {error}"
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith(_HERE) or frame.filename.startswith(_PROGRAMS):
+        if _is_users(frame.filename):
             name = os.path.basename(frame.filename)
             return f"{text} ({name}:{frame.lineno} in {frame.name})"
     return text
+
+
+def _is_users(file: str) -> bool:
+    """Whether a file is neither jdag's nor of what it calls for the user."""
+    others = (_HERE, *_LIBRARIES, "<frozen")
+    return file.startswith(_PROGRAMS) or not file.startswith(others)
 
 
 def _imported(program: str, folder: Path) -> Any:
@@ -71,14 +81,18 @@ def _imported(program: str, folder: Path) -> Any:
         sys.path.insert(0, place)
     where = f"module:function, of a module in {folder}, in {Path.cwd()} or installed"
     try:
-        function = getattr(import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
-        raise ScenarioError(
-            unusable("program", program, f"{where}; {error}")
-        ) from error
-    except Exception as error:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        said = f"{where}; {error}"
+        raise ScenarioError(unusable("program", program, said)) from error
+    except (Exception, SystemExit) as error:
         said = f"{where}; importing this one raised {raised(error)}"
         raise ScenarioError(unusable("program", program, said)) from error
+    if not hasattr(module, name):
+        file = getattr(module, "__file__", None)
+        said = f"{where}; {file} has no attribute {name!r}{meant(name, dir(module))}"
+        raise ScenarioError(unusable("program", program, said))
+    function = getattr(module, name)
     if not callable(function):
         said = f"{where}; this is {function!r}"
         raise ScenarioError(unusable("program", program, said))
@@ -100,6 +114,7 @@ def _given(settings: Settings, function: Any, folder: Path) -> dict[str, Any]:
     for name, value in settings.settings.items():
         if (name not in named and not is_open) or name == _FOLDER:
             said = f"one of the settings of {settings.program}: {allowed}"
+            said += meant(name, named)
             raise ScenarioError(unusable(f"settings.{name}", value, said))
         given[name] = _typed(name, value, types.get(name, Any))
     if _FOLDER in named:
@@ -143,5 +158,6 @@ def _placed(settings: Settings, player: Any) -> Player:
     for name, worker in settings.placement.items():
         if name not in player.params:
             said = f"one of the parameters {', '.join(player.params)}"
+            said += meant(name, player.params)
             raise ScenarioError(unusable(f"placement.{name}", worker, said))
     return replace(player, placement={**player.placement, **settings.placement})

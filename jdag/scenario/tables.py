@@ -17,6 +17,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from jdag.errors import ScenarioError
+from jdag.expect import meant
 from jdag.sim import (
     Crash,
     Delay,
@@ -33,8 +34,12 @@ from jdag.sim import (
 from jdag.sim.chooser import POLICIES
 from jdag.sim.network import unusable
 
+WORKERS_MAX = 1 << 16  # A context's id has 16 bits for the worker.
 _NAME = "letters, digits, _, - and ., beginning with a letter or a digit"
-_WORKERS = "names, none empty and none twice; or how many, and they are w0, w1, ..."
+_WORKERS = (
+    "names, none empty and none twice; or how many, and they are w0, w1, ...; "
+    f"at most {WORKERS_MAX:,}"
+)
 
 
 def _only(allowed: str, usable: Callable[[Any], bool]) -> BeforeValidator:
@@ -73,13 +78,18 @@ def _is_reference(value: Any) -> bool:
 
 def _are_workers(value: Any) -> bool:
     if not isinstance(value, list):
-        return _at_least(1)(value)
+        return _at_least(1)(value) and value <= WORKERS_MAX
     named = all(isinstance(name, str) and name for name in value)
-    return bool(value) and named and len(dict.fromkeys(value)) == len(value)
+    once = named and len(dict.fromkeys(value)) == len(value)
+    return once and 1 <= len(value) <= WORKERS_MAX
 
 
 def _are_groups(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(group, list) for group in value)
+    groups = value if isinstance(value, list) else [None]
+    return all(
+        isinstance(group, list) and all(isinstance(name, str) for name in group)
+        for group in groups
+    )
 
 
 def _is_table(value: Any) -> bool:
@@ -105,7 +115,10 @@ _COSTS = Annotated[
     list[int],
     _only("two integers >= 0, [forward_ns, backward_ns]", _are_costs),
 ]
-_LIST = _only("a list of tables", lambda value: isinstance(value, list))
+_LIST = _only(
+    "a list of tables",
+    lambda value: isinstance(value, list) and all(map(_is_table, value)),
+)
 
 
 class _Table(BaseModel):
@@ -120,8 +133,9 @@ class _Table(BaseModel):
             raise PydanticCustomError("unusable", "{allowed}", {"allowed": "a table"})
         for key in table:
             if key not in cls.model_fields:
-                allowed = ", ".join(cls.model_fields)
-                context = {"key": key, "allowed": f"one of the keys {allowed}"}
+                keys = ", ".join(cls.model_fields)
+                allowed = f"one of the keys {keys}{meant(key, cls.model_fields)}"
+                context = {"key": key, "allowed": allowed}
                 raise PydanticCustomError("unknown", "{allowed}", context)
         for key, field in cls.model_fields.items():
             if field.is_required() and key not in table:
@@ -280,7 +294,12 @@ class Settings(_Table):
 
     def made_link(self) -> LinkSettings | None:
         """When links wait and resend; None: as suits the latencies."""
-        return None if self.link is None else LinkSettings(**self.link.model_dump())
+        if self.link is None:
+            return None
+        try:
+            return LinkSettings(**self.link.model_dump())
+        except ScenarioError as error:
+            raise ScenarioError(f"link.{error}") from error
 
 
 def _fault(table: Any) -> Fault:
