@@ -308,7 +308,7 @@ class Backward:
             outputs,
             not live.retain,
         )
-        due.addends = []
+        del live.dues[node]  # Nothing more can come: a long pass stays small.
         if not live.retain:
             node.residuals = None
         live.computing += 1
