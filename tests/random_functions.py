@@ -1,0 +1,130 @@
+"""The functions that random programs call, and a fuse that makes them raise.
+
+They are smooth with slopes far from zero, so that rounding stays small, and no two
+elements that they make are equal by construction, so that ranks are no matter of
+rounding.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+SIZE = 3
+
+WEIGHTS = (0.9, -0.7, 0.8, 0.6, -0.5, 1.1, -0.3, 0.7, 1.2, -0.4, 0.5, 1.3)
+
+
+def mix(*arrays):
+    """A weighted mean, bent a little; 1 to 12 arrays."""
+    terms = [w * array for w, array in zip(WEIGHTS, arrays, strict=False)]
+    return jnp.sin(sum(terms[1:], terms[0]) / len(terms) + 0.1)
+
+
+def product(a, b):
+    """Not linear in either."""
+    return jnp.sin(a * b + 0.5 * a)
+
+
+def total(*arrays):
+    """A weighted sum, of shape ()."""
+    terms = [w * jnp.sum(array) for w, array in zip(WEIGHTS, arrays, strict=False)]
+    return sum(terms[1:], terms[0])
+
+
+def split(count, *arrays):
+    """`count` outputs."""
+    whole = mix(*arrays)
+    return tuple(jnp.sin((0.3 + 0.1 * k) * whole + 0.1 * k) for k in range(count))
+
+
+def ranks(a):
+    """Integers, 0 to 2."""
+    return jnp.argsort(a)
+
+
+def gather(index, a):
+    """Elements by integers that were computed elsewhere."""
+    return a[index] + 0.1 * a
+
+
+def scale(index, a):
+    """An integer multiplied in."""
+    return a * (index + 1) / SIZE
+
+
+def both(a, b):
+    """A pytree with an integer and a float in it."""
+    return {"ranks": jnp.argsort(b), "value": jnp.sin(a + 0.5 * b)}
+
+
+# Whether each output is inexact; of `split` as many as asked for, of `moved` as it is.
+INEXACT = {
+    "mix": (True,),
+    "product": (True,),
+    "total": (True,),
+    "ranks": (False,),
+    "gather": (True,),
+    "scale": (True,),
+    "both": (False, True),
+}
+
+
+class Broken(RuntimeError):
+    """What a function or program that is to fail raises."""
+
+
+class Fuse:
+    """Makes functions raise, in "forward" or in "vjp", so and so many times."""
+
+    def __init__(self) -> None:
+        self.left = {"forward": 0, "vjp": 0}
+        self.burnt = {"forward": 0, "vjp": 0}
+
+    def light(self, when: str, times: int) -> None:
+        """From now on, so many times."""
+        self.left[when] = times
+        self.burnt[when] = 0
+
+    def burn(self, when: str, array: Any) -> Any:
+        """Return the array, or raise."""
+        if self.left[when] > 0:
+            self.left[when] -= 1
+            self.burnt[when] += 1
+            raise Broken(f"the fuse for {when}")
+        return array
+
+
+FUSE = Fuse()
+
+
+def _struct(array):
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+
+@jax.custom_vjp
+def _fused_forward(array):
+    return jax.pure_callback(lambda a: FUSE.burn("forward", a), _struct(array), array)
+
+
+_fused_forward.defvjp(lambda a: (_fused_forward(a), None), lambda _, g: (g,))
+
+
+@jax.custom_vjp
+def _fused_vjp(array):
+    return array
+
+
+def _burnt(_, g):
+    return (jax.pure_callback(lambda a: FUSE.burn("vjp", a), _struct(g), g),)
+
+
+_fused_vjp.defvjp(lambda a: (a, None), _burnt)
+
+
+def fused(when, function, *arguments):
+    """`function`, one of whose outputs goes through the fuse."""
+    outputs, tree = jax.tree.flatten(function(*arguments))
+    through = _fused_forward if when == "forward" else _fused_vjp
+    outputs[-1] = through(outputs[-1])
+    return jax.tree.unflatten(tree, outputs)

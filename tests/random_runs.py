@@ -1,0 +1,212 @@
+"""Plans run in virtual time, held against plain JAX and against reachability."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdag import Cluster, sim, simulate
+from jdag.errors import GraphError, UnusedSendError
+from jdag.oracle import pullback
+from tests.random_programs import Pass, Plan, draw
+from tests.random_source import Record, Source, main_of, source_of
+from tests.reachability import Ended, Reachability
+
+RELATIVE_MAX = 1e-12
+
+Gradients = dict[int, Any]  # By the number of the leaf.
+
+
+@dataclass
+class Result:
+    """How one run went: its passes, its gradients after each, what it fetched."""
+
+    record: Record = field(default_factory=Record)
+    passes: list[Ended] = field(default_factory=list)
+    gradients: list[Gradients] = field(default_factory=list)
+    digest: str = ""
+
+    @property
+    def bits(self) -> list[Any]:
+        """All that no seed may change."""
+        found = [
+            [(number, bytes_of(array)) for number, array in gradients.items()]
+            for gradients in self.gradients
+        ]
+        notes = [bytes_of(value) for note in self.record.notes for value in note]
+        return [self.record.decisions, self.passes, found, notes]
+
+
+def bytes_of(array: Any) -> bytes:
+    return np.asarray(array).tobytes()
+
+
+def settings(seed: int) -> dict[str, Any]:
+    """A network that jitters and loses, and devices that differ, by the seed."""
+    rng = Random(f"settings {seed}")
+    device = sim.DeviceModel(
+        forward_ns=rng.randrange(3) * 700,
+        backward_ns=rng.randrange(3) * 900,
+        sum_ns=rng.randrange(2) * 100,
+    )
+    faults: tuple[sim.Fault, ...] = (
+        sim.Drop(rng.choice((0.0, 0.02, 0.1))),
+        sim.Duplicate(rng.choice((0.0, 0.05, 0.2)), 3_000),
+        sim.Delay(rng.choice((0.0, 0.1, 0.3)), 10, 20_000),
+    )
+    link = sim.LinkModel(
+        latency_ns=500,
+        jitter_ns=rng.choice((0, 300, 5_000)),
+        bandwidth_bytes_per_s=rng.choice((None, 100_000_000)),
+    )
+    return {
+        "seed": seed,
+        "network": link,
+        "devices": device,
+        "faults": faults,
+        "policy": rng.choice(("path", "backward_first")),
+    }
+
+
+def put(cluster: Cluster, plan: Plan) -> list[Any]:
+    """The leaves of a plan."""
+    return [cluster.put(leaf.worker, jnp.array(leaf.values)) for leaf in plan.leaves]
+
+
+def run(plan: Plan, source: Source, **options: Any) -> Result:
+    """A plan on a cluster of its own, which is clean afterwards."""
+    with simulate(plan.workers, home=plan.home, **options) as cluster:
+        leaves = put(cluster, plan)
+        result = passes(cluster, plan, source, leaves)
+        clean(cluster, plan)
+        trace = cluster.trace
+        result.digest = trace.digest
+    return result
+
+
+def passes(
+    cluster: Cluster, plan: Plan, source: Source, leaves: Sequence[Any]
+) -> Result:
+    """Run a plan in one context."""
+    result = Result()
+    numbers = {leaf: number for number, leaf in enumerate(leaves)}
+
+    def backward(ctx: Any, number: int, roots: list[Any]) -> None:
+        step = source.passes[number]
+        result.passes.append(_ended(ctx, step, roots))
+        reached = {numbers[leaf]: ref for leaf, ref in ctx.gradients().items()}
+        values = jax.tree.map(lambda ref: ref.fetch(), reached)
+        result.gradients.append(values)
+
+    main = main_of(source, result.record, backward)
+    with cluster.context() as ctx:
+        main(ctx, *leaves)
+    return result
+
+
+def _ended(ctx: Any, step: Pass, roots: list[Any]) -> Ended:
+    given = [None if c is None else jnp.array(c) for c in step.cotangents]
+    try:
+        ctx.backward(*roots, cotangents=given, retain_graph=step.retain)
+    except UnusedSendError as error:
+        sends: Any = error.sends
+        return Ended("stuck", tuple(sends))
+    except GraphError:
+        return Ended("spent")
+    return Ended("finished")
+
+
+def clean(cluster: Cluster, *plans: Plan) -> None:
+    """Hold that workers have the leaves of these plans and nothing else."""
+    driver: Any = cluster.driver
+    driver.settle()
+    for worker, held in cluster.info().items():
+        owners = [leaf.worker for plan in plans for leaf in plan.leaves]
+        leaves = owners.count(worker)
+        left = [held[what] for what in ("live_contexts", "live_passes", "values_held")]
+        wanted = [0, 0, 0 if held["lost"] else leaves]
+        assert left == wanted, (worker, left, wanted)
+
+
+# ------------------------------------------------------------------------ the oracle
+
+
+def gradients_of(plan: Plan, source: Source, number: int) -> tuple[Record, Any]:
+    """What the pass of this number adds to the gradients, by plain JAX."""
+    record = Record()
+    smooth = [jnp.array(leaf.values) for leaf in plan.leaves if leaf.inexact]
+    step = source.passes[number]
+
+    def program(ctx: Any, params: Any) -> list[Any]:
+        record.decisions.clear()
+        record.notes.clear()
+        found: list[Any] = []
+
+        def backward(_: Any, at: int, roots: list[Any]) -> None:
+            if at == number:
+                found.extend(roots)
+
+        refs = iter(params)
+        given = [
+            next(refs)
+            if leaf.inexact
+            else ctx.call(leaf.worker, jnp.array, np.array(leaf.values))
+            for leaf in plan.leaves
+        ]
+        main_of(source, record, backward)(ctx, *given)
+        return found
+
+    cotangents = [None if c is None else jnp.array(c) for c in step.cotangents]
+    _, gradients = pullback(program)(smooth, cotangents=cotangents)
+    return record, gradients
+
+
+def check(plan: Plan, result: Result) -> None:
+    """Hold a run against reachability, and its finished passes against the oracle."""
+    source = source_of(plan)
+    expected = Reachability(plan, source.sites, result.record.decisions).ended
+    ends = [(ended.outcome, ended.owed) for ended in result.passes]
+    assert ends == [(ended.outcome, ended.owed) for ended in expected], source.text
+    reached: dict[int, None] = {}
+    smooth = [number for number, leaf in enumerate(plan.leaves) if leaf.inexact]
+    sums = {number: np.zeros(3) for number in smooth}
+    for number, ended in enumerate(result.passes):
+        if ended.outcome == "finished":
+            record, gradients = gradients_of(plan, source, number)
+            assert record.decisions == result.record.decisions, source.text
+            for ours, theirs in zip(result.record.notes, record.notes, strict=True):
+                _close(ours, theirs, source)
+            for leaf, gradient in zip(smooth, gradients, strict=True):
+                sums[leaf] = sums[leaf] + np.asarray(gradient)
+        reached |= dict.fromkeys(expected[number].leaves)
+        assert sorted(result.gradients[number]) == sorted(reached), source.text
+        found = [result.gradients[number].get(leaf, np.zeros(3)) for leaf in smooth]
+        _close(found, [sums[leaf] for leaf in smooth], source)
+
+
+def _close(found: Sequence[Any], truth: Sequence[Any], source: Source) -> None:
+    """Hold arrays against the oracle's, each relative to its largest element."""
+    for ours, theirs in zip(found, truth, strict=True):
+        off = np.max(np.abs(np.asarray(ours) - np.asarray(theirs)))
+        largest = np.max(np.abs(np.asarray(theirs)))
+        assert off <= RELATIVE_MAX * largest, (off / largest, source.text)
+
+
+def hold(number: int, seeds: int) -> Result:
+    """Draw the program of this number; hold all that must hold of it.
+
+    It runs undisturbed, and with each of so many seeds under jitter and faults; no two
+    of those runs may differ in a bit of a result.
+    """
+    plan = draw(Random(number))
+    source = source_of(plan)
+    calm = run(plan, source, seed=number)
+    check(plan, calm)
+    for seed in range(seeds):
+        disturbed = run(plan, source, **settings(seed))
+        assert disturbed.bits == calm.bits, (number, seed, source.text)
+    return calm

@@ -1,0 +1,184 @@
+"""A plan as the source that a user would write, each step on a line of its own.
+
+So errors name call sites that differ, and a plan that fails can be read. What the
+source calls besides jdag: `decide` and `note` remember what was fetched, `backward`
+does what whoever runs it wants of a pass.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import CodeType
+from typing import Any
+
+import jax.numpy as jnp
+
+from jdag import fetch, program, static, stop_gradient
+from tests import random_functions
+from tests.random_programs import (
+    Argument,
+    Body,
+    Branch,
+    Call,
+    Constant,
+    Fetch,
+    Invoke,
+    Move,
+    Pass,
+    Plan,
+    Raise,
+    Step,
+    Use,
+)
+
+FILE = "plan.py"
+FUNCTIONS = ("mix", "product", "total", "split", "ranks", "gather", "scale", "both")
+
+
+@dataclass
+class Source:
+    """A plan's source: its text, its code, and the call site of each step."""
+
+    lines: list[str] = field(default_factory=list)
+    sites: dict[int, str] = field(default_factory=dict)
+    passes: list[Pass] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+    @cached_property
+    def code(self) -> CodeType:
+        return compile(self.text, FILE, "exec")
+
+    def say(self, depth: int, text: str) -> None:
+        self.lines.append("    " * depth + text)
+
+    def bodies(self, steps: Sequence[Step]) -> None:
+        """The programs that these steps call, and those that those call, once each."""
+        for step in steps:
+            if isinstance(step, Branch):
+                self.bodies((*step.above, *step.below))
+            elif isinstance(step, Invoke) and not self.has(step.body):
+                self.bodies(step.body.steps)
+                self.function(step.body)
+
+    def has(self, body: Body) -> bool:
+        return any(line.startswith(f"def {body.name}(") for line in self.lines)
+
+    def function(self, body: Body) -> None:
+        self.say(0, "@program")
+        self.say(0, f"def {body.name}(ctx, {names(body.parameters)}):")
+        self.steps(body.steps, body.name, 1)
+        self.say(1, f"return [{names(body.returns)}]")
+        self.say(0, "")
+
+    def steps(self, steps: Sequence[Step], function: str, depth: int) -> None:
+        for step in steps:
+            self.step(step, function, depth)
+        if not steps:
+            self.say(depth, "pass")
+
+    def step(self, step: Step, function: str, depth: int) -> None:
+        match step:
+            case Call() | Move() | Invoke():
+                self.say(depth, call(step))
+                self.sites[step.id] = f"{FILE}:{len(self.lines)} in {function}"
+            case Fetch(variables=variables):
+                self.say(depth, f"note(fetch(({names(variables)})))")
+            case Branch():
+                value = f"float(fetch(v{step.variable})[{step.element}])"
+                self.say(depth, f"if decide({value} > {step.bound}):")
+                self.steps(step.above, function, depth + 1)
+                self.say(depth, "else:")
+                self.steps(step.below, function, depth + 1)
+            case Raise():
+                self.say(depth, "raise Broken(f'a program on {ctx.here}')")
+            case Pass(roots=roots):
+                self.say(depth, f"backward(ctx, {len(self.passes)}, [{names(roots)}])")
+                self.passes.append(step)
+
+
+def names(variables: Sequence[int]) -> str:
+    return "".join(f"v{variable}, " for variable in variables)
+
+
+def call(step: Call | Move | Invoke) -> str:
+    """A call as a statement."""
+    given = ", ".join(argument(a) for a in step.arguments)
+    made = names(step.outputs)
+    match step:
+        case Move():
+            return f"{made}= ctx.move({step.worker!r}, ({given},))"
+        case Invoke():
+            return f"[{made}] = ctx.call({step.worker!r}, {step.body.name}, {given})"
+        case Call():
+            fn = step.function
+            if fn == "split":
+                given = f"static({len(step.outputs)}), {given}"
+            else:
+                made = made.removesuffix(", ")
+            if step.fuse:
+                fn = f"fused, {step.fuse!r}, {fn}"
+            called = f"ctx.call({step.worker!r}, {fn}, {given})"
+            if step.function == "both":
+                called = f"values({called})"
+            return f"{made} = {called}"
+
+
+def argument(given: Argument) -> str:
+    match given:
+        case Constant(value=tuple() as value):
+            return f"array({value})"
+        case Constant(value=value):
+            return repr(value)
+        case Use(variable=variable, stopped=True):
+            return f"stop_gradient(v{variable})"
+        case Use(variable=variable):
+            return f"v{variable}"
+
+
+def source_of(plan: Plan) -> Source:
+    """The source of a plan: its programs, then `main`, which takes ctx and leaves."""
+    source = Source()
+    source.bodies(plan.steps)
+    leaves = names([leaf.variable for leaf in plan.leaves])
+    source.say(0, f"def main(ctx, {leaves}):")
+    source.steps(plan.steps, "main", 1)
+    return source
+
+
+@dataclass
+class Record:
+    """What one run of a plan has fetched, and which ways it went."""
+
+    decisions: list[bool] = field(default_factory=list)
+    notes: list[Any] = field(default_factory=list)
+
+    def decide(self, above: bool) -> bool:
+        self.decisions.append(above)
+        return above
+
+
+def main_of(
+    source: Source, record: Record, backward: Callable[[Any, int, list[Any]], None]
+) -> Callable[..., None]:
+    """`main`, which calls `backward(ctx, number from 0, roots)` for each pass."""
+    held: dict[str, Any] = {name: getattr(random_functions, name) for name in FUNCTIONS}
+    held |= {
+        "__name__": "plan",
+        "Broken": random_functions.Broken,
+        "fused": random_functions.fused,
+        "array": jnp.array,
+        "values": lambda tree: (tree["ranks"], tree["value"]),
+        "fetch": fetch,
+        "static": static,
+        "stop_gradient": stop_gradient,
+        "program": program,
+        "note": record.notes.append,
+        "decide": record.decide,
+        "backward": backward,
+    }
+    exec(source.code, held)
+    main: Callable[..., None] = held["main"]
+    return main
