@@ -19,7 +19,7 @@ from math import inf
 
 from jdag.engine.count import count, describe, path_of
 from jdag.engine.graph import Fragment, LeafEnd, Node, RecvEnd, Value, Vertex
-from jdag.engine.state import State
+from jdag.engine.state import State, lost_failure
 from jdag.engine.tree import Due, Pass
 from jdag.engine.vocabulary import (
     Answer,
@@ -179,6 +179,12 @@ class Backward:
         else:
             assert live.parent is not None, failure
             self._state.send(live.parent, Fail(fragment.context, live.number, failure))
+
+    def fail_lost(self, fragment: Fragment, live: Pass, worker: Worker) -> None:
+        """The pass cannot finish: a worker whose part it needs is gone."""
+        here = self._state.worker
+        lost = lost_failure(worker, here)
+        self.fail(fragment, live, replace(lost, route=(here, worker)))
 
     # ------------------------------------------------------------------- counting
 
@@ -403,6 +409,9 @@ class Backward:
         self.settle(fragment, live)
 
     def _send_cotangents(self, fragment: Fragment, live: Pass, recv: RecvEnd) -> None:
+        if recv.source in self._state.lost:
+            self.fail_lost(fragment, live, recv.source)
+            return
         due = live.dues[recv]
         keys = tuple(addends[0][2] for addends in due.addends if addends)
         present = tuple(bool(addends) for addends in due.addends)

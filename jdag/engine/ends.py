@@ -20,7 +20,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from jdag.engine.forward import Forwarding
+from jdag.engine.forward import Forwarding, takes_part
 from jdag.engine.graph import Activation, Fragment
 from jdag.engine.leaves import Held, Leaves
 from jdag.engine.passes import Passes
@@ -250,9 +250,7 @@ class Ends:
     def takes_part(self, fragment: Fragment, worker: Worker) -> bool:
         """Whether a worker has, or may have, a part of a context."""
         return any(
-            worker in activation.workers
-            or any(where == worker for _, where in activation.unacknowledged)
-            or any(where == worker for _, where in activation.launched.values())
+            takes_part(activation, worker)
             for activation in fragment.activations.values()
         )
 

@@ -213,6 +213,18 @@ class Forwarding:
         fragment = self._state.fragment(message.context)
         if fragment is not None:
             self._run(fragment, message, sender)
+            return
+        failure = self._gone(message.context)
+        reply = Return(message.context, message.path, None, failure, ())
+        self._state.send(sender, reply)
+
+    def _gone(self, context: ContextId) -> Failure:
+        """Why a context is not here any more: its sender may not know, and waits."""
+        state = self._state
+        owner = state.workers[context.number]
+        if owner in state.lost:
+            return lost_failure(owner, state.worker)
+        return state.failure("ContextError", f"context {context} was released")
 
     def _run(self, fragment: Fragment, message: Run, issuer: Worker) -> None:
         activation = Activation(message.path, issuer)
@@ -244,13 +256,11 @@ class Forwarding:
         if fragment.activations.pop(event.path, None) is None:
             return
         assert activation.issuer is not None, event.path
-        message = Return(
-            event.context,
-            event.path,
-            event.result,
-            event.failure,
-            tuple(activation.workers),
-        )
+        # What it returns may need what is lost, and its issuer may not notice the loss.
+        failure = activation.lost or event.failure
+        result = event.result if failure is None else None
+        workers = tuple(activation.workers)
+        message = Return(event.context, event.path, result, failure, workers)
         if activation.issuer == self._state.worker:
             self.program_ended(message)
         else:
@@ -263,6 +273,8 @@ class Forwarding:
             return
         for worker in message.workers:
             activation.workers[worker] = None
+        if message.failure is not None and message.failure.error == "WorkerLost":
+            activation.lost = activation.lost or message.failure
         launched = activation.launched.pop(message.path, None)
         if launched is not None:
             self._state.out.append(
@@ -276,8 +288,8 @@ class Forwarding:
         fragment = self._state.fragment(message.context)
         if fragment is None:
             self._state.drop(key for key in message.inputs if key.kind == "constant")
-            return
-        self._call(fragment, message)
+        else:
+            self._call(fragment, message)
         self._state.send(sender, Acknowledge(message.context, message.path))
 
     def _call(self, fragment: Fragment, message: Call) -> None:
@@ -400,10 +412,15 @@ class Forwarding:
 
     def ship(self, sender: Worker, message: Ship) -> None:
         """A value here is wanted elsewhere, says another worker."""
-        fragment = self._state.fragment(message.context)
+        state = self._state
+        fragment = state.fragment(message.context)
         if fragment is not None:
             self._ship(fragment, message)
-            self._state.send(sender, Acknowledge(message.context, message.path))
+        else:
+            failures = (self._gone(message.context),) * len(message.keys)
+            primal = Primal(message.context, message.path, state.worker, failures)
+            state.send(message.destination, primal)
+        state.send(sender, Acknowledge(message.context, message.path))
 
     def _ship(self, fragment: Fragment, message: Ship) -> None:
         values = tuple(self.value(fragment, key) for key in message.keys)
@@ -467,6 +484,8 @@ class Forwarding:
     def _lost(self, fragment: Fragment, activation: Activation, worker: Worker) -> None:
         state = self._state
         failure = lost_failure(worker, state.worker)
+        if takes_part(activation, worker):
+            activation.lost = activation.lost or failure
         for pending in [key for key in activation.unacknowledged if key[1] == worker]:
             waits = activation.unacknowledged.pop(pending)
             activation.workers[worker] = None
@@ -488,3 +507,12 @@ class Forwarding:
             for waiter, _ in activation.launched.values():
                 self._state.out.append(Resume(waiter, (None, failure)))
         fragment.activations.clear()
+
+
+def takes_part(activation: Activation, worker: Worker) -> bool:
+    """Whether a worker has, or may have, a part in what an activation did."""
+    return (
+        worker in activation.workers
+        or any(where == worker for _, where in activation.unacknowledged)
+        or any(where == worker for _, where in activation.launched.values())
+    )

@@ -156,6 +156,7 @@ class Activation:
     launched: dict[Path, tuple[int, Worker]] = field(default_factory=dict)
     moved: dict[tuple[Key, Worker, bool], Key] = field(default_factory=dict)
     workers: dict[Worker, None] = field(default_factory=dict)
+    lost: Failure | None = None  # The first loss of a worker of these.
 
 
 class Fragment:

@@ -12,7 +12,6 @@ Invariants
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,7 @@ from jdag.engine.backward import Backward
 from jdag.engine.forward import Forwarding
 from jdag.engine.graph import Fragment, Node, Value
 from jdag.engine.phases import Ownership, Phase
-from jdag.engine.state import State, lost_failure
+from jdag.engine.state import State
 from jdag.engine.tree import Pass
 from jdag.engine.vocabulary import (
     Differentiated,
@@ -277,9 +276,7 @@ class Passes:
         peers = [send.destination for send in fragment.sends.values()]
         peers += [recv.source for recv in fragment.recvs.values()]
         if worker == live.parent or worker in peers:
-            here = self._state.worker
-            failure = replace(lost_failure(worker, here), route=(here, worker))
-            self._backward.fail(fragment, live, failure)
+            self._backward.fail_lost(fragment, live, worker)
 
     def abandon(self, fragment: Fragment) -> None:
         """End a pass here without a word: an abort says it all."""
