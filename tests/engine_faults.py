@@ -19,7 +19,9 @@ from tests.engine_values import Fuse
 
 STEPS_MAX = 600  # Beyond most runs: some faults come too late to be noticed.
 
-FAULTS = ("forward", "vjp", "program", "abandon", "crash", "two crashes")
+FAULTS = (
+    "forward", "vjp", "program", "abandon", "crash", "two crashes", "partition",
+)  # fmt: skip
 
 
 class Abandoned(Exception):
@@ -60,7 +62,8 @@ def happen(fault: str, seed: int) -> str:
 
 def _good(net: Net, seed: int) -> None:
     """The next program, on who is left, is right."""
-    alive = tuple(name for name in net.workers if name not in net.dead)
+    apart = [max(pair) for pair in net.parted]
+    alive = tuple(n for n in net.workers if n not in net.dead and n not in apart)
     run = Run(draw(random.Random(seed), alive), net)
     run.all()
     assert run.scope.leave() == ()
@@ -87,8 +90,16 @@ def _arm(net: Net, fault: str, rng: random.Random) -> None:
                 net.before_step = None
                 raise Abandoned
 
+    def part(net: Net) -> None:
+        if net.steps >= at:
+            net.before_step = None
+            one, other = rng.sample(net.workers, 2)
+            net.part(one, other)
+
     if fault == "abandon":
         net.before_step = abandon
+    elif fault == "partition" and len(net.workers) > 1:
+        net.before_step = part
     elif fault in ("crash", "two crashes"):
         net.before_step = crash
 

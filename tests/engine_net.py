@@ -71,6 +71,7 @@ class Net:
         self.sent: list[tuple[str, str, Any]] = []
         self.ran: list[Job] = []
         self.dead: dict[str, None] = {}
+        self.parted: dict[tuple[str, str], None] = {}  # (from, to): nothing passes.
         self.unnoticed: list[tuple[str, str]] = []  # (who has not noticed, whom)
         self.steps = 0
         self.before_step: Callable[[Net], None] | None = None
@@ -97,7 +98,7 @@ class Net:
             case Send(to=to, message=message, values=values):
                 self.sent.append((worker, to, message))
                 carried = [place.values[key] for key in values]
-                if to not in self.dead:
+                if to not in self.dead and (worker, to) not in self.parted:
                     queue = self.queues.setdefault((worker, to), deque())
                     queue.append((message, carried))
             case Compute(job=job):
@@ -225,6 +226,13 @@ class Net:
         self.unnoticed = [pair for pair in self.unnoticed if pair[0] != worker]
         alive = [name for name in self.workers if name not in self.dead]
         self.unnoticed.extend((name, worker) for name in alive)
+
+    def part(self, one: str, other: str) -> None:
+        """Two workers lose each other; what lies between them is gone."""
+        for pair in ((one, other), (other, one)):
+            self.parted[pair] = None
+            self.queues.pop(pair, None)
+            self.unnoticed.append(pair)
 
     def messages(self, kind: type) -> list[tuple[str, str]]:
         """Who sent a message of this kind to whom, in order."""

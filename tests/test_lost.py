@@ -1,14 +1,21 @@
-"""Workers that are lost while others are in the middle of something with them."""
+"""Workers that are lost to some while they are in the middle of something with them."""
 
 from collections.abc import Generator
 from typing import Any
 
 import pytest
 
-from jdag.engine.vocabulary import Argument, Release, Ship
-from tests.engine_cases import SEEDS, holding, net_of
+from jdag.engine.vocabulary import Argument, Call, Failure, Outcome, Release, Ship
+from jdag.errors import WorkerLost
+from tests.engine_cases import SEEDS, finished, holding, net_of, pausing
 from tests.engine_net import Net, Scope
-from tests.engine_values import ADD, DOUBLE, SAME, Fuse, Linear
+from tests.engine_values import ADD, DOUBLE, SAME, TRIPLE, Fuse, Linear
+
+
+def nothing_left(net: Net) -> None:
+    net.let_go()
+    net.drain()
+    assert (left := net.leftovers()) == [], left
 
 
 def inner(scope: Scope, y: Argument) -> Generator[int, Any, None]:
@@ -23,41 +30,53 @@ def outer(scope: Scope, y: Argument) -> Generator[int, Any, str]:
     return str(failure.error)
 
 
-def half_told(seed: int) -> tuple[Net, Scope]:
-    """On b waits a call whose argument was never asked for; only d knows c is lost."""
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_program_that_swallows_a_loss_fails_its_context_all_the_same(seed: int):
+    """On b a call waits for what nobody asks for, and d alone knows that c is lost."""
     net = net_of(4, seed)
     x = net.put("d", 3, "a")
     scope = net.open("a")
     (y,) = scope.call("d", DOUBLE, x)
-    scope.call("a", Linear("mine", ((1,),), Fuse("forward")), 1)
     net.drain()
     net.holds = holding(Ship, sender="c")
     waiter = scope.launch("d", outer, y)
     net.drain()
-    for queue in net.queues.values():
-        queue.clear()
+    net.queues["c", "d"].clear()
     net.crash("c")
     net.unnoticed = [("d", "c")]
-    assert net.until("a", waiter) == ("WorkerLost", None)
-    net.drain()
-    return net, scope
+    result, failure = net.until("a", waiter)
+    assert result is None and failure.error == "WorkerLost"
+    with pytest.raises(WorkerLost, match="worker 'c' is lost"):
+        scope.call("b", SAME, 1)
+    scope.start_leaving()
+    assert next(m.abort for _, _, m in net.sent if type(m) is Release)
+    net.unnoticed = [("a", "c"), ("b", "c")]
+    nothing_left(net)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_loss_noticed_while_leaving_turns_the_release_into_an_abort(seed: int):
-    net, scope = half_told(seed)
+    net = net_of(4, seed)
+    x, y = net.put("b", 3, "a"), net.put("c", 4, "a")
+    scope = net.open("a")
+    scope.call("a", Linear("mine", ((1,),), Fuse("forward")), 1)
+    scope.call("c", ADD, x, y)
+    net.drain()
+    net.pauses = pausing("slow")
+    scope.call("b", Linear("slow", ((1,),)), x)
     waiter = scope.start_leaving()
     net.drain()
-    assert waiter not in net.places["a"].resumed  # b waits for what d never sent.
-    net.unnoticed = [("a", "c"), ("b", "c")]
-    failures = net.until("a", waiter)
-    assert sorted(f.message for f in failures) == [
-        "mine raised in forward",
-        "worker 'c' is lost (noticed by 'a')",
-    ]
-    assert [m.abort for _, _, m in net.sent if type(m) is Release][-2:] == [True, True]
+    assert waiter not in net.places["a"].resumed
+    net.crash("c")
     net.drain()
-    assert net.leftovers() == []
+    aborts = [(b, m.abort) for _, b, m in net.sent if type(m) is Release]
+    assert sorted(aborts[2:]) == [("b", True), ("d", True)]
+    net.let_go()
+    assert [f.message for f in net.until("a", waiter)] == [
+        "worker 'c' is lost (noticed by 'a')",
+        "mine raised in forward",
+    ]
+    nothing_left(net)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -71,9 +90,117 @@ def test_a_loss_noticed_while_leaving_waits_for_calls_ends_the_context_once(seed
     for _ in range(seed % 5):
         net.step()
     net.crash("c")
-    failures = net.until("a", waiter)
-    told = [f.message for f in failures]
+    told = [f.message for f in net.until("a", waiter)]
     assert told.count("mine raised in forward") <= 1  # An abort does not wait for it.
     assert told.count("worker 'c' is lost (noticed by 'a')") == 1
+    nothing_left(net)
+
+
+# --------------------------------------------------- two lose each other and both live
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("before", [True, False])
+def test_a_pass_whose_way_is_cut_fails_and_names_who_lost_whom(before: bool, seed: int):
+    net = net_of(4, seed)
+    x = net.put("b", 3, "a")
+    scope = net.open("a")
+    (y,) = scope.call("c", DOUBLE, x)
+    (z,) = scope.call("d", TRIPLE, y)
     net.drain()
-    assert net.leftovers() == []
+    if before:
+        net.part("b", "c")
+        net.drain()
+    net.pauses = pausing("double")
+    waiter = scope.start_backward(z)
+    net.drain()
+    if not before:
+        net.part("b", "c")
+    net.let_go()
+    result = net.until("a", waiter)
+    assert result.outcome is Outcome.FAILED
+    assert result.failure.error == "WorkerLost"
+    assert result.failure.route == ("a", "d", "c", "b")
+    scope.leave()
+    nothing_left(net)
+
+
+def uses(scope: Scope, x: Argument) -> Generator[int, Any, Argument]:
+    """On c: two calls on b, the second of a value that comes from c itself."""
+    (one,) = scope.call("c", DOUBLE, x)
+    (two,) = scope.call("b", TRIPLE, one)
+    (back,) = scope.call("c", ADD, two, one)
+    (number,) = yield scope.net.asked("c", back)
+    if isinstance(number, Failure):
+        raise ValueError(number.message)
+    return back
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_who_calls_a_worker_that_has_lost_the_owner_is_answered(seed: int):
+    net = net_of(3, seed)
+    x = net.put("c", 3, "a")
+    scope = net.open("a")
+    net.drain()
+    net.part("a", "b")
+    net.drain()
+    result, failure = net.until("a", scope.launch("c", uses, x))
+    assert result is None
+    assert failure.message == "worker 'a' is lost (noticed by 'b')"
+    scope.leave()
+    nothing_left(net)
+
+
+def returns_far(scope: Scope) -> Generator[int, Any, Argument]:
+    """On b: a call on c, whose ref is returned although c may never have heard."""
+    (far,) = scope.call("c", SAME, 1)
+    yield scope.net.asked(scope.worker)
+    return far
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_ref_that_may_not_be_there_is_not_returned(seed: int):
+    net = net_of(3, seed)
+    scope = net.open("a")
+    net.holds = holding(Call)
+    waiter = scope.launch("b", returns_far)
+    net.drain()
+    net.part("b", "c")
+    result, failure = net.until("a", waiter)
+    assert result is None and failure.message == "worker 'c' is lost (noticed by 'b')"
+    with pytest.raises(WorkerLost, match="worker 'c' is lost"):
+        scope.start_backward()
+    scope.leave()
+    nothing_left(net)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_who_waits_for_what_a_lost_worker_may_not_have_heard_of_is_told(seed: int):
+    """The owner loses b before b acknowledges the ship; c waits for b's value."""
+    net = net_of(3, seed)
+    x = net.put("b", 3, "a")
+    scope = net.open("a")
+    net.drain()
+    net.holds = holding(Ship)
+    (y,) = scope.call("c", DOUBLE, x)
+    net.drain()
+    net.part("a", "b")
+    (failed,) = net.fetch("a", y)
+    assert failed.error == "WorkerLost" and failed.worker == "b"
+    scope.leave()
+    nothing_left(net)
+
+
+def test_a_cut_that_nobody_needs_is_not_missed():
+    net = net_of(4)
+    x, y = net.put("b", 3, "a"), net.put("c", 4, "a")
+    scope = net.open("a")
+    (one,) = scope.call("d", DOUBLE, x)
+    (two,) = scope.call("d", TRIPLE, y)
+    net.drain()
+    net.part("b", "c")
+    net.drain()
+    finished(scope, one, two)
+    assert scope.gradients(x, y) == [2, 3]
+    assert scope.leave() == ()
+    nothing_left(net)
