@@ -259,7 +259,7 @@ class Net:
                 "effects": state.out,
                 "requests": engine._reads._requests,
                 "after": state.after,
-                "held": engine._forwarding._held,
+                "held": engine._activations._held,
                 "unacknowledged": engine._leaves.unacknowledged,
                 "programs": place.running,
                 "values": [key for key in place.values if key.kind != "leaf"],

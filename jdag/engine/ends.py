@@ -20,7 +20,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from jdag.engine.forward import Forwarding, takes_part
+from jdag.engine.activations import Activations, takes_part
+from jdag.engine.forward import Forwarding
 from jdag.engine.graph import Activation, Fragment
 from jdag.engine.leaves import Held, Leaves
 from jdag.engine.passes import Passes
@@ -48,12 +49,14 @@ class Ends:
         state: State,
         leaves: Leaves,
         forwarding: Forwarding,
+        activations: Activations,
         passes: Passes,
         reads: Reads,
     ) -> None:
         self._state = state
         self._leaves = leaves
         self._forwarding = forwarding
+        self._activations = activations
         self._passes = passes
         self._reads = reads
 
@@ -78,11 +81,11 @@ class Ends:
         own.waiter = event.waiter
         go = partial(self._leave, fragment, own, abort)
         if abort:
-            self._forwarding.never_mind(top)
+            self._activations.never_mind(top)
             self._passes.abandon(fragment)
             go()
         else:
-            self._forwarding.when_acknowledged(top, go)
+            self._activations.when_acknowledged(top, go)
 
     def _leave(self, fragment: Fragment, own: Ownership, abort: bool) -> None:
         state = self._state
@@ -166,7 +169,7 @@ class Ends:
             "ContextError", f"context {fragment.context} was released"
         )
         self._passes.abandon(fragment)
-        self._forwarding.abort(fragment, failure)
+        self._activations.abort(fragment, failure)
         if fragment.pending:
             for value in fragment.values.values():
                 if not value.settled:  # Reads and assignments may wait for it.
@@ -212,6 +215,7 @@ class Ends:
             if fragment.ownership is not None:
                 self._lost(fragment, fragment.ownership, worker)
         self._forwarding.lost(worker)
+        self._activations.lost(worker)
         for fragment in tuple(state.contexts.values()):
             self._passes.lost(fragment, worker)
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import assert_never
 
+from jdag.engine.activations import Activations
 from jdag.engine.backward import Backward
 from jdag.engine.drawing import Drawing, draw
 from jdag.engine.ends import Ends
@@ -69,10 +70,16 @@ class Engine:
         self._leaves = Leaves(state)
         self._backward = Backward(state, self._owner_passive, self._owner_failed)
         self._forwarding = Forwarding(state, self._leaves, self._backward.woken)
+        self._activations = Activations(state, self._leaves, self._forwarding)
         self._reads = Reads(state, self._leaves)
-        self._passes = Passes(state, self._forwarding, self._backward)
+        self._passes = Passes(state, self._activations, self._backward)
         self._ends = Ends(
-            state, self._leaves, self._forwarding, self._passes, self._reads
+            state,
+            self._leaves,
+            self._forwarding,
+            self._activations,
+            self._passes,
+            self._reads,
         )
         state.on_quiet = self._ends.quiet
 
@@ -126,13 +133,13 @@ class Engine:
     def _told(self, event: Event) -> None:
         match event:
             case Issued():
-                self._forwarding.issued(event)
+                self._activations.issued(event)
             case Fetched():
                 self._reads.fetched(event)
             case Launched():
-                self._forwarding.launched(event)
+                self._activations.launched(event)
             case Returned():
-                self._forwarding.returned(event)
+                self._activations.returned(event)
                 self._heed(event.context, event.failure)
             case Opened():
                 self._ends.opened(event)
@@ -160,7 +167,7 @@ class Engine:
             case Call():
                 self._forwarding.call(sender, message)
             case Acknowledge():
-                self._forwarding.acknowledged(sender, message)
+                self._activations.acknowledged(sender, message)
             case Primal():
                 self._forwarding.primal(message, landing(message))
             case Ship():
@@ -187,9 +194,9 @@ class Engine:
             case Released():
                 self._ends.released(sender, message)
             case Run():
-                self._forwarding.run(sender, message)
+                self._activations.run(sender, message)
             case Return():
-                self._forwarding.program_ended(message)
+                self._activations.program_ended(message)
                 self._heed(message.context, message.failure)
             case Fail():
                 self._backward.fail_arrived(message)

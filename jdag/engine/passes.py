@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from jdag.engine.activations import Activations
 from jdag.engine.backward import Backward
-from jdag.engine.forward import Forwarding
 from jdag.engine.graph import Fragment, Node, Value
 from jdag.engine.phases import Ownership, Phase
 from jdag.engine.state import State
@@ -44,17 +44,17 @@ class Passes:
     """The owner's passes, and the end of a pass on any worker."""
 
     def __init__(
-        self, state: State, forwarding: Forwarding, backward: Backward
+        self, state: State, activations: Activations, backward: Backward
     ) -> None:
         self._state = state
-        self._forwarding = forwarding
+        self._activations = activations
         self._backward = backward
 
     # -------------------------------------------------------------- the owner's pass
 
     def owned(self, context: Any) -> tuple[Fragment, Ownership]:
         """A context that this engine owns."""
-        fragment, _ = self._forwarding.activation(context, (0,))
+        fragment, _ = self._activations.activation(context, (0,))
         assert fragment.ownership is not None, context
         return fragment, fragment.ownership
 
@@ -69,8 +69,8 @@ class Passes:
         own.owed, own.leaves = [], {}
         top = fragment.activations[()]
         if not event.retain:
-            self._forwarding.move_leaves_again(top)
-        self._forwarding.when_acknowledged(top, partial(self._begin, fragment, own))
+            self._activations.move_leaves_again(top)
+        self._activations.when_acknowledged(top, partial(self._begin, fragment, own))
 
     def never_began(self, fragment: Fragment, own: Ownership) -> None:
         """A pass that ends while it gathers has its cotangents here, unused."""
