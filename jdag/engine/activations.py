@@ -270,7 +270,7 @@ class Activations:
     # ----------------------------------------------------------------------- ends
 
     def lost(self, worker: Worker) -> None:
-        """A worker is gone: it acknowledges nothing more, its programs do not return."""
+        """A worker is gone: it acknowledges nothing, its programs do not return."""
         for fragment in self._state.contexts.values():
             for activation in tuple(fragment.activations.values()):
                 self._lost(fragment, activation, worker)
