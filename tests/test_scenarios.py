@@ -1,0 +1,44 @@
+"""Each scenario that is shipped is answered as it expects."""
+
+from pathlib import Path
+
+import pytest
+
+from jdag.playing import Answer, play
+from jdag.scenario import load
+
+SCENARIOS = Path(__file__).parent.parent / "scenarios"
+SHIPPED = sorted(SCENARIOS.glob("*.toml"))
+QUICK = [path for path in SHIPPED if path.stem != "digits"]
+
+
+def played(path: Path) -> Answer:
+    return play(load(path), lambda done, total, numbers: None)
+
+
+def test_all_thirteen_are_there():
+    assert len(SHIPPED) == 13
+
+
+@pytest.mark.parametrize("path", QUICK, ids=lambda path: path.stem)
+def test_a_shipped_scenario_is_answered_as_it_expects(path: Path):
+    answer = played(path)
+    assert [one for one in answer.judged if not one.met] == []
+    assert len(answer.judged) >= 4
+    answer.cluster.close()
+
+
+def test_three_epochs_of_digits_are_right_in_all_but_perhaps_accuracy(tmp_path: Path):
+    text = (SCENARIOS / "digits.toml").read_text(encoding="utf-8")
+    data = SCENARIOS / "data" / "digits.npz"
+    path = tmp_path / "digits.toml"
+    shorter = text.replace("epochs = 12", "epochs = 3")
+    path.write_text(shorter.replace("data/digits.npz", str(data)), encoding="utf-8")
+    assert path.read_text() != text
+    answer = played(path)
+    missed = [one.figure for one in answer.judged if not one.met]
+    assert missed in ([], ["test_accuracy"])
+    assert answer.figures["steps"] == 3 * 22
+    assert answer.figures["gradient_checks"] == 8
+    assert answer.figures["test_accuracy"] > 0.8
+    answer.cluster.close()
