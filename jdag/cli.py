@@ -8,7 +8,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import (
+    AbstractContextManager,
+    contextmanager,
+    nullcontext,
+    redirect_stdout,
+)
 from enum import IntEnum
 from fractions import Fraction
 from importlib.metadata import version
@@ -28,17 +33,18 @@ from rich.table import Table
 from rich.text import Text
 
 from jdag.errors import JdagError, ScenarioError
-from jdag.expect import Judged
 from jdag.playing import Answer, play
-from jdag.report import read_drawings, render
+from jdag.report import PAGE, WRITTEN, read_drawings, render
 from jdag.scenario import Scenario, load
 from jdag.shown import shown
 from jdag.sim.network import unusable
 from jdag.trace import read_trace
 
 RESULT = "result.json"
-_TAKEN = ("seed", "workers", "expect", "figures", "exact", "meaning", "versions")
 TRACE = "trace.jsonl"
+_WRITTEN = (RESULT, TRACE, *WRITTEN)
+_NARROW = 72  # Columns below which a table has no room for what a figure is.
+_INTERRUPTED = 130  # What a shell makes of Ctrl-C.
 
 
 class Exit(IntEnum):
@@ -52,16 +58,19 @@ class Exit(IntEnum):
 
 app = typer.Typer(
     add_completion=False,
-    no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    help="Distributed autograd for JAX: play scenarios in virtual time.",
 )
 
 File = Annotated[Path, typer.Argument(help="The scenario, a TOML file.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object alone.")]
-Seed = Annotated[int | None, typer.Option(help="In place of the scenario's.")]
-Out = Annotated[Path | None, typer.Option(help="Folder of the report.")]
+Seed = Annotated[
+    str | None, typer.Option(metavar="N", help="In place of the scenario's.")
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(help="Folder of the report.  [default: runs/NAME]"),
+]
 Driver = Annotated[str, typer.Option(help="What runs it: sim.")]
 Device = Annotated[str, typer.Option(help="What computes: cpu.")]
 
@@ -76,6 +85,11 @@ def _said_in_one_line() -> Any:
         raise typer.Exit(Exit.BAD_INPUT) from None
 
 
+def _programs_are_silent(is_so: bool) -> AbstractContextManager[Any]:
+    """What a user's program prints is not among what the command says."""
+    return redirect_stdout(sys.stderr) if is_so else nullcontext()
+
+
 @app.command()
 def run(
     file: File,
@@ -85,10 +99,14 @@ def run(
     driver: Driver = "sim",
     device: Device = "cpu",
 ) -> None:
-    """Play a scenario; say whether what it expects is so, and write a report."""
-    with _said_in_one_line():
-        _refuse_options(driver, device, seed)
-        scenario = load(file, seed=seed)
+    """Play a scenario, hold it against what it expects, report.
+
+    Exit codes: 0 all that it expects is so; 1 something is not; 2 bad input; 3 a pass
+    was stuck, and nothing expected it.
+    """
+    with _said_in_one_line(), _programs_are_silent(as_json):
+        _refuse_options(driver, device)
+        scenario = load(file, seed=_seed_of(seed))
         folder = out or Path("runs") / scenario.settings.name
         with _staged(folder) as made:
             console = Console(quiet=as_json)
@@ -101,19 +119,23 @@ def run(
     if as_json:
         typer.echo(json.dumps(result, allow_nan=False))
     else:
-        _print(console, result)
-        page = folder / "index.html"
-        console.print(f"report: {page}", highlight=False, soft_wrap=True)
+        _print(console, result, folder / PAGE)
     raise typer.Exit(_code(answer))
 
 
-def _refuse_options(driver: str, device: str, seed: int | None) -> None:
+def _refuse_options(driver: str, device: str) -> None:
     for key, value, allowed in (("driver", driver, "sim"), ("device", device, "cpu")):
         if value != allowed:
             said = f"{allowed}; more is to come"
             raise ScenarioError(unusable(f"--{key}", value, said))
-    if seed is not None and seed < 0:
-        raise ScenarioError(unusable("--seed", seed, "an integer >= 0"))
+
+
+def _seed_of(text: str | None) -> int | None:
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit()):
+        raise ScenarioError(unusable("--seed", text, "an integer >= 0"))
+    return int(text)
 
 
 @contextmanager
@@ -126,25 +148,45 @@ def _staged(folder: Path) -> Iterator[Path]:
         ScenarioError: the folder cannot be written, or holds something that is no run.
     """
     allowed = "a folder that can be written: a new one, an empty one or that of a run"
+    place = folder.resolve()
     try:
-        if folder.exists() and any(folder.iterdir()) and not (folder / RESULT).exists():
+        if place.exists() and any(place.iterdir()) and not _is_run(place):
             said = f"{allowed}; this one has something else in it"
             raise ScenarioError(unusable("--out", str(folder), said))
-        above = next(one for one in folder.absolute().parents if one.exists())
+        above = next(one for one in place.parents if one.exists())
         made = Path(tempfile.mkdtemp(dir=above, prefix=".jdag-"))
         try:
             yield made
             made.chmod(0o755)
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            if folder.exists():
-                folder.rename(made / ".before")
-            shutil.move(made, folder)
-            shutil.rmtree(folder / ".before", ignore_errors=True)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            if place.exists():
+                place.rename(made / ".before")
+            shutil.move(made, place)
+            _keep_what_is_not_ours(place)
         finally:
             shutil.rmtree(made, ignore_errors=True)
     except OSError as error:
         said = f"{allowed}; {error.strerror or error}"
         raise ScenarioError(unusable("--out", str(folder), said)) from error
+
+
+def _is_run(folder: Path) -> bool:
+    try:
+        result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(result, dict) and "window_ns" in result
+
+
+def _keep_what_is_not_ours(folder: Path) -> None:
+    """Throw away the run that was there before, but nothing that others put to it."""
+    before = folder / ".before"
+    if not before.exists():
+        return
+    for other in sorted(before.iterdir()):
+        if other.name not in _WRITTEN:
+            other.rename(folder / other.name)
+    shutil.rmtree(before)
 
 
 def _played(scenario: Scenario, console: Console) -> Answer:
@@ -169,7 +211,7 @@ def _played(scenario: Scenario, console: Console) -> Answer:
 def _result(scenario: Scenario, answer: Answer) -> dict[str, Any]:
     """What `result.json` holds."""
     figures = {name: _plain(value) for name, value in answer.figures.items()}
-    return {
+    own = {
         "name": scenario.settings.name,
         "question": scenario.question,
         "answer": "met" if answer.met else "not met",
@@ -186,7 +228,7 @@ def _result(scenario: Scenario, answer: Answer) -> dict[str, Any]:
             if name in answer.figures
         },
         "window_ns": list(answer.window),
-        "digest": answer.figures.get("digest"),
+        "digest": answer.figures.get("digest") or answer.cluster.trace.digest,
         "command": f"jdag run {scenario.path.name} --seed {scenario.settings.seed}",
         "versions": {
             "jdag": version("jdag"),
@@ -194,9 +236,9 @@ def _result(scenario: Scenario, answer: Answer) -> dict[str, Any]:
             "jaxlib": version("jaxlib"),
             "python": ".".join(map(str, sys.version_info[:3])),
         },
-        # The figures by their names alone, for whoever reads this file by hand.
-        **{k: v for k, v in figures.items() if k not in _TAKEN},
     }
+    # The figures by their names alone, for whoever reads this file by hand.
+    return {**figures, **own}
 
 
 def _plain(value: Any) -> Any:
@@ -230,24 +272,28 @@ def _write(made: Path, result: dict[str, Any], answer: Answer) -> None:
     render(made, result, trace, answer.drawings, window=answer.window)
 
 
-def _print(console: Console, result: Mapping[str, Any]) -> None:
-    """The summary table, then what was expected."""
-    table = Table(title=result["name"], title_justify="left")
-    table.add_column("figure", min_width=max(map(len, result["figures"])))
+def _print(console: Console, result: Mapping[str, Any], page: Path) -> None:
+    """The summary table, what was expected, and where the page is."""
+    table = Table(title=result["name"], title_justify="left", title_style="bold")
+    table.add_column("figure", no_wrap=True)
     table.add_column("value", overflow="fold")
-    table.add_column("what it is", style="dim")
+    if is_wide := console.width >= _NARROW:
+        table.add_column("what it is", style="dim")
     for name, value in result["figures"].items():
-        if value is None or value == []:
+        if value is None or value == [] or name == "digest":
             continue
-        table.add_row(name, Text(shown(name, value)), result["meaning"].get(name, ""))
+        meaning = [result["meaning"].get(name, "")] if is_wide else []
+        table.add_row(name, Text(shown(name, value)), *meaning)
     console.print(table)
     for one in result["expect"]:
-        judged = Judged(**one)
-        mark = "[green]met[/]" if judged.met else "[red]not met[/]"
-        got = Text(shown(judged.figure, judged.got)) if not judged.met else ""
-        console.print(
-            mark, Text(f"{judged.figure}: {judged.wanted}"), got, highlight=False
-        )
+        mark = "[green]met[/]" if one["met"] else "[red]not met[/]"
+        # As it was compared: what is shown rounded may look as if it were met.
+        got = result["exact"].get(one["figure"], one["got"])
+        said = f"{one['figure']}: {one['wanted']}"
+        said += "" if one["met"] else f" (it is {got})"
+        console.print(mark, Text(said), highlight=False, soft_wrap=True)
+    for line in (f"digest: {result['digest']}", f"report: {page}"):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _code(answer: Answer) -> Exit:
@@ -261,24 +307,16 @@ def _code(answer: Answer) -> Exit:
 
 @app.command()
 def check(file: File, seed: Seed = None) -> None:
-    """Play a scenario twice, in fresh processes, and compare the digests."""
-    with _said_in_one_line():
-        load(file, seed=seed)
+    """Play a scenario twice in fresh processes, compare digests.
+
+    Exit codes: 0 the two runs are the same; 1 they differ; 2 bad input.
+    """
+    with _said_in_one_line(), _programs_are_silent(True):
+        load(file, seed=_seed_of(seed))
     console = Console()
     digests = []
     for number, hash_seed in enumerate(("1", "2")):
-        with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "jdag.cli", "run", str(file), "--json"]
-            command += ["--out", str(Path(folder) / "run")]
-            command += [] if seed is None else ["--seed", str(seed)]
-            environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
-            done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, check=False
-            )
-        if not done.stdout.strip():
-            typer.echo(done.stderr.strip(), err=True)
-            raise typer.Exit(done.returncode or Exit.WRONG)
-        digests.append(json.loads(done.stdout)["digest"])
+        digests.append(_digest(file, seed, hash_seed))
         said = f"run {number + 1}: {digests[-1]}"
         console.print(said, highlight=False, soft_wrap=True)
     if digests[0] != digests[1]:
@@ -287,44 +325,98 @@ def check(file: File, seed: Seed = None) -> None:
     console.print("[green]the two runs are the same, event by event[/]")
 
 
+def _digest(file: Path, seed: str | None, hash_seed: str) -> str:
+    """Play in a fresh process; what that says of bad input is said here."""
+    command = [sys.executable, "-m", "jdag.cli", "run", str(file), "--json"]
+    command += [] if seed is None else ["--seed", seed]
+    environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        done = subprocess.run(
+            [*command, "--out", str(out)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if not (out / RESULT).exists():
+            typer.echo(done.stderr.strip(), err=True)
+            raise typer.Exit(done.returncode or Exit.WRONG)
+        result = json.loads((out / RESULT).read_text(encoding="utf-8"))
+    return str(result["digest"])
+
+
 @app.command()
 def report(
     folder: Annotated[Path, typer.Argument(help="What `jdag run` wrote.")],
 ) -> None:
-    """Make the page and the pictures of a run again, and print its table."""
+    """Make the page of a run again, and print its table."""
     with _said_in_one_line():
         try:
-            result = json.loads((folder / RESULT).read_text())
+            result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+            _need_all(result)
             trace = read_trace(folder / TRACE)
             drawings = read_drawings(folder)
             window = tuple(result["window_ns"])
             render(folder, result, trace, drawings, window=window)
-        except (OSError, ValueError, KeyError, TypeError, JdagError) as error:
+        except OSError as error:
+            said = f"a folder that `jdag run` wrote; {error.filename}: {error.strerror}"
+            raise ScenarioError(unusable("folder", str(folder), said)) from error
+        except (ValueError, KeyError, TypeError, JdagError) as error:
             said = f"a folder that `jdag run` wrote; {type(error).__name__}: {error}"
-            raise ScenarioError(unusable("DIR", str(folder), said)) from error
-    console = Console()
-    _print(console, result)
-    page = folder / "index.html"
-    console.print(f"report: {page}", highlight=False, soft_wrap=True)
+            raise ScenarioError(unusable("folder", str(folder), said)) from error
+    _print(Console(), result, folder / PAGE)
 
 
-@app.callback()
-def _main() -> None:
+def _need_all(result: Any) -> None:
+    for key in ("name", "workers", "figures", "meaning", "expect", "exact", "digest"):
+        if not isinstance(result, dict) or key not in result:
+            raise ValueError(f"{RESULT} has no {key}")
+
+
+def _version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"jdag {version('jdag')}, JAX {version('jax')}")
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool,
+    typer.Option(
+        "--version", callback=_version, is_eager=True, help="Print the version."
+    ),
+]
+
+
+@app.callback(invoke_without_command=True)
+def _main(context: typer.Context, is_asked: Version = False) -> None:
     """Distributed autograd for JAX: play scenarios in virtual time."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(Exit.BAD_INPUT)
 
 
 def main() -> None:
     """The console script."""
     command = typer.main.get_command(app)
     try:
-        code = command.main(standalone_mode=False)
+        code = command.main(prog_name="jdag", standalone_mode=False)
     except Exception as error:
         # What the command line itself refuses is bad input as well, and one line.
         said = getattr(error, "format_message", None)
         if said is None:
             raise
-        typer.echo(f"jdag: {' '.join(said().split())} See: jdag --help", err=True)
+        context = getattr(error, "ctx", None)
+        command_path = context.command_path if context is not None else "jdag"
+        line = " ".join(said().split()).rstrip(".")
+        typer.echo(f"jdag: {line}; see {command_path} --help", err=True)
         code = Exit.BAD_INPUT
+    if code == _INTERRUPTED:
+        typer.echo("jdag: interrupted", err=True)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Without Python's tidying up, which crashes where XLA is still compiling.
+        os._exit(code)
     sys.exit(code)
 
 

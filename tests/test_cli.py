@@ -96,14 +96,77 @@ def test_json_is_one_object_and_nothing_else(place: Path):
     assert json.loads(out) == json.loads(Path("runs/mine/result.json").read_text())
 
 
-def test_a_run_replaces_an_earlier_one(place: Path):
+def test_a_run_replaces_an_earlier_one_but_nothing_that_others_put_there(place: Path):
     path = written(place.parent)
     jdag("run", path, "--json")
-    (place / "runs" / "mine" / "stale").write_text("")
+    folder = place / "runs" / "mine"
+    (folder / "notes.txt").write_text("mine")
+    # A run that draws no graph leaves none behind of the one before.
+    path = scenario_of(place.parent, "player")
     assert jdag("run", path, "--json", "--seed", 3)[0] == 0
-    assert not (place / "runs" / "mine" / "stale").exists()
-    assert json.loads(Path("runs/mine/result.json").read_text())["seed"] == 3
+    assert json.loads((folder / "result.json").read_text())["seed"] == 3
+    assert (folder / "notes.txt").read_text() == "mine"
+    assert not (folder / "graph.png").exists()
+    assert not (folder / ".before").exists()
     assert [path.name for path in (place / "runs").iterdir()] == ["mine"]
+
+
+def test_a_figure_may_have_the_name_of_what_every_result_says(place: Path):
+    path = scenario_of(place.parent, "player", "answer = 42")
+    result = json.loads(jdag("run", path, "--json")[1])
+    assert result["answer"] == "met"
+    assert result["figures"]["answer"] == 42
+    # It gives no digest of its own.
+    assert len(result["digest"]) == 64
+
+
+def test_what_a_program_prints_is_not_in_the_json(place: Path):
+    (place.parent / "says.py").write_text(
+        "from jdag.programs.shapes import chain\n"
+        "print('imported')\n"
+        "def mine(workers):\n"
+        "    print('called')\n"
+        "    return chain(workers)\n"
+    )
+    path = written(place.parent, program='program = "says:mine"')
+    code, out, err = jdag("run", path, "--json")
+    assert (code, err) == (0, "imported\ncalled\n")
+    assert json.loads(out)["answer"] == "met"
+
+
+def test_a_narrow_table_leaves_out_what_figures_mean(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for columns, is_there in (("60", False), ("100", True)):
+        monkeypatch.setenv("COLUMNS", columns)
+        _, out, _ = jdag("run", written(place.parent), "--out", f"at{columns}")
+        assert ("the sum of the roots" in out) is is_there
+        assert "gradient_difference" in out
+        digest = next(line for line in out.splitlines() if line.startswith("digest: "))
+        assert len(digest.split()[1]) == 64
+
+
+def test_progress_is_drawn_on_a_terminal_and_piped_output_is_plain(place: Path):
+    written(place.parent)
+    master, terminal = os.openpty()
+    command = "import sys; from jdag.cli import main; main()"
+    arguments = [sys.executable, "-c", command, "run", "../mine.toml"]
+    with subprocess.Popen(arguments, stdout=terminal, cwd=place) as running:
+        os.close(terminal)
+        seen = b""
+        while True:
+            try:
+                seen += os.read(master, 4096)
+            except OSError:  # How Linux says that the other end is closed.
+                break
+    os.close(master)
+    assert running.returncode == 0
+    assert seen.startswith(b"seed 0")
+    assert b"\x1b[?25l" in seen  # The cursor is hidden while a bar is drawn.
+    assert b"1/1" in seen
+    plain = jdag("run", "../mine.toml")[1]
+    assert "\x1b" not in plain and "\r" not in plain
+    assert "1/1" in plain
 
 
 # ------------------------------------------------------------------------ exit codes
@@ -121,11 +184,15 @@ def test_a_wrong_result_is_1_and_says_what_it_is_instead(place: Path):
     code, out, _ = jdag("run", written(place.parent, "messages = 1"))
     assert code == 1
     assert "met outcome: finished" in out
-    line = next(line for line in out.splitlines() if line.startswith("not met"))
-    assert line.startswith("not met messages: 1 ")
-    assert line.rstrip() != "not met messages: 1"
     result = json.loads(Path("runs/mine/result.json").read_text())
     assert result["answer"] == "not met"
+    assert f"not met messages: 1 (it is {result['messages']})" in out.splitlines()
+
+
+def test_what_is_not_met_is_said_exactly(place: Path):
+    _, out, _ = jdag("run", written(place.parent, 'bubble_min = "1/3"'))
+    result = json.loads(Path("runs/mine/result.json").read_text())
+    assert f"not met bubble_min: 1/3 (it is {result['exact']['bubble_min']})" in out
 
 
 def test_stuck_where_it_is_not_expected_is_3(place: Path):
@@ -191,6 +258,10 @@ def test_a_folder_with_something_else_in_it_is_left_alone(place: Path):
     said = refused(place, "run", written(place.parent), "--out", place)
     assert "this one has something else in it" in said
     assert (place / "precious").read_text() == "mine"
+    # Neither is it a run because there is a file of that name.
+    (place / "result.json").write_text('{"results": []}')
+    said = refused(place, "run", written(place.parent), "--out", place)
+    assert "this one has something else in it" in said
 
 
 def test_options_say_what_is_allowed(place: Path):
@@ -199,6 +270,7 @@ def test_options_say_what_is_allowed(place: Path):
         ("--driver", "rpc", "allowed is sim"),
         ("--device", "gpu", "allowed is cpu"),
         ("--seed", -1, "allowed is an integer >= 0"),
+        ("--seed", "two", "allowed is an integer >= 0"),
     ):
         said = refused(place, "run", path, option, value)
         assert f"{option} = " in said and allowed in said
@@ -217,6 +289,43 @@ def test_a_wrong_command_line_is_one_line_and_2(
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("jdag: ") and err.count("\n") == 1
+
+
+def test_no_command_is_answered_by_help(capsys: pytest.CaptureFixture):
+    code, out, err = jdag()
+    assert (code, err) == (2, "")
+    for command in ("run", "check", "report"):
+        line = next(
+            line for line in out.splitlines() if line.strip().startswith(command)
+        )
+        assert line.endswith(".") and not line.endswith("...")
+
+
+def test_the_version_can_be_asked_for():
+    code, out, _ = jdag("--version")
+    assert code == 0
+    assert out.startswith("jdag ") and "JAX " in out
+
+
+def test_an_interrupted_run_is_one_line_and_130_and_leaves_nothing(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    class Left(BaseException):
+        pass
+
+    def leave(code: int) -> None:
+        raise Left(code)
+
+    monkeypatch.setattr(cli, "play", interrupted)
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(sys, "argv", ["jdag", "run", str(written(place.parent))])
+    with pytest.raises(Left, match="130"):
+        cli.main()
+    assert capsys.readouterr().err == "jdag: interrupted\n"
+    assert list(place.iterdir()) == []
 
 
 def test_what_is_written_half_is_not_kept(place: Path, monkeypatch: pytest.MonkeyPatch):
@@ -240,18 +349,31 @@ def test_a_run_is_the_same_in_other_processes_under_other_hash_seeds(place: Path
     assert list(place.iterdir()) == []
 
 
-def test_two_runs_that_differ_are_1(place: Path):
-    source = (
-        "import os, jax.numpy as jnp\n"
-        "from jdag.programs.shapes import chain\n"
+def test_two_runs_that_differ_by_the_order_of_a_set_are_1(place: Path):
+    (place.parent / "unordered.py").write_text(
+        "import jax.numpy as jnp\n"
+        "from jdag.programs import Case\n"
+        "from jdag.programs.shapes import scale, total\n"
         "def mine(workers):\n"
-        "    return chain(workers, length=1 + int(os.environ['PYTHONHASHSEED']))\n"
+        "    def program(ctx, params):\n"
+        "        value = params['w']\n"
+        "        for worker in set(workers):\n"
+        "            value = ctx.call(worker, scale, params['w'], value)\n"
+        "        return ctx.call(workers[0], total, value)\n"
+        "    print('a program may print')\n"
+        "    return Case(program, {'w': jnp.ones(3)}, {'w': workers[0]})\n"
     )
-    (place.parent / "differs.py").write_text(source)
-    path = written(place.parent, program='program = "differs:mine"')
+    names = ", ".join(f'"worker{number}"' for number in range(6))
+    path = written(
+        place.parent,
+        program='program = "unordered:mine"',
+        workers=f"workers = [{names}]",
+    )
     done = fresh("check", path)
     assert done.returncode == 1, done.stderr
-    assert "differ" in done.stdout
+    first, second, verdict = done.stdout.splitlines()
+    assert first.split()[-1] != second.split()[-1]
+    assert verdict == "the two runs differ"
 
 
 def test_a_check_of_what_cannot_be_played_is_2(place: Path):

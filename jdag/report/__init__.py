@@ -19,7 +19,7 @@ from jdag.report.spans import Span, bubble, spans, spans_of
 from jdag.report.timeline import draw_timeline
 from jdag.trace import Trace
 
-__all__ = ["Span", "bubble", "read_drawings", "render", "spans"]
+__all__ = ["PAGE", "WRITTEN", "Span", "bubble", "read_drawings", "render", "spans"]
 
 TIMELINE = "timeline.png"
 GRAPH = "graph.png"
@@ -27,6 +27,7 @@ GRAPH_DATA = "graph.json"
 GRAPH_DOT = "graph.dot"
 PERFETTO = "trace.perfetto.json"
 PAGE = "index.html"
+WRITTEN = (TIMELINE, GRAPH, GRAPH_DATA, GRAPH_DOT, PERFETTO, PAGE)
 
 
 def render(

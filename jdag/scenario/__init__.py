@@ -73,7 +73,7 @@ def _read(path: Path) -> tuple[str, dict[str, Any]]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or str(error)
+        why = error.strerror if isinstance(error, OSError) else "this is no text"
         raise ScenarioError(
             f"{why}; allowed is a scenario's TOML file, such as scenarios/chain.toml"
         ) from error
