@@ -349,4 +349,4 @@ class PassResult(NamedTuple):
     outcome: Outcome
     failure: Failure | None
     owed: tuple[Owed, ...]
-    leaves: tuple[LeafId, ...]  # Every leaf of the context with a gradient, in order.
+    leaves: tuple[LeafId, ...]  # Those that it reached, in order; none unless finished.
