@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+import jax.numpy as jnp
+
 from tests.random_functions import INEXACT, SIZE
 
 FAN_MAX = 12
@@ -127,6 +129,10 @@ class Leaf:
     @property
     def inexact(self) -> bool:
         return isinstance(self.values[0], float)
+
+    @property
+    def array(self) -> Any:
+        return jnp.array(self.values)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Plans run in virtual time, held against plain JAX and against reachability."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdag import Cluster, sim, simulate
-from jdag.errors import GraphError, UnusedSendError
+from jdag.errors import GraphError, RemoteError, UnusedSendError
 from jdag.oracle import pullback
 from tests.random_programs import Pass, Plan, draw
 from tests.random_source import Record, Source, main_of, source_of
@@ -29,6 +29,7 @@ class Result:
     passes: list[Ended] = field(default_factory=list)
     gradients: list[Gradients] = field(default_factory=list)
     digest: str = ""
+    records: int = 0
 
     @property
     def bits(self) -> list[Any]:
@@ -74,30 +75,41 @@ def settings(seed: int) -> dict[str, Any]:
 
 def put(cluster: Cluster, plan: Plan) -> list[Any]:
     """The leaves of a plan."""
-    return [cluster.put(leaf.worker, jnp.array(leaf.values)) for leaf in plan.leaves]
+    return [cluster.put(leaf.worker, leaf.array) for leaf in plan.leaves]
 
 
 def run(plan: Plan, source: Source, **options: Any) -> Result:
     """A plan on a cluster of its own, which is clean afterwards."""
     with simulate(plan.workers, home=plan.home, **options) as cluster:
         leaves = put(cluster, plan)
-        result = passes(cluster, plan, source, leaves)
-        clean(cluster, plan)
-        trace = cluster.trace
-        result.digest = trace.digest
+        result = passes(cluster, source, leaves)
+        clean(cluster, leaves)
+        result.digest = cluster.trace.digest
+        result.records = len(cluster.trace)
     return result
 
 
 def passes(
-    cluster: Cluster, plan: Plan, source: Source, leaves: Sequence[Any]
+    cluster: Cluster,
+    source: Source,
+    leaves: Sequence[Any],
+    *,
+    result: Result | None = None,
+    before_pass: Callable[[], None] | None = None,
+    tries: int = 1,
 ) -> Result:
-    """Run a plan in one context."""
-    result = Result()
+    """Run a plan in one context.
+
+    `result` is filled as far as the run comes; `before_pass` runs before each pass; a
+    pass that a failure ends is tried again, so and so many times in all.
+    """
+    result = result or Result()
     numbers = {leaf: number for number, leaf in enumerate(leaves)}
 
     def backward(ctx: Any, number: int, roots: list[Any]) -> None:
-        step = source.passes[number]
-        result.passes.append(_ended(ctx, step, roots))
+        if before_pass is not None:
+            before_pass()
+        result.passes.append(_tried(ctx, source.passes[number], roots, tries))
         reached = {numbers[leaf]: ref for leaf, ref in ctx.gradients().items()}
         values = jax.tree.map(lambda ref: ref.fetch(), reached)
         result.gradients.append(values)
@@ -106,6 +118,15 @@ def passes(
     with cluster.context() as ctx:
         main(ctx, *leaves)
     return result
+
+
+def _tried(ctx: Any, step: Pass, roots: list[Any], tries: int) -> Ended:
+    for _ in range(tries - 1):
+        try:
+            return _ended(ctx, step, roots)
+        except RemoteError:
+            continue
+    return _ended(ctx, step, roots)
 
 
 def _ended(ctx: Any, step: Pass, roots: list[Any]) -> Ended:
@@ -120,15 +141,14 @@ def _ended(ctx: Any, step: Pass, roots: list[Any]) -> Ended:
     return Ended("finished")
 
 
-def clean(cluster: Cluster, *plans: Plan) -> None:
-    """Hold that workers have the leaves of these plans and nothing else."""
+def clean(cluster: Cluster, leaves: Sequence[Any]) -> None:
+    """Hold that workers have these leaves and nothing else."""
     driver: Any = cluster.driver
     driver.settle()
     for worker, held in cluster.info().items():
-        owners = [leaf.worker for plan in plans for leaf in plan.leaves]
-        leaves = owners.count(worker)
+        mine = sum(leaf.worker == worker for leaf in leaves)
         left = [held[what] for what in ("live_contexts", "live_passes", "values_held")]
-        wanted = [0, 0, 0 if held["lost"] else leaves]
+        wanted = [0, 0, 0 if held["lost"] else mine]
         assert left == wanted, (worker, left, wanted)
 
 
@@ -138,7 +158,7 @@ def clean(cluster: Cluster, *plans: Plan) -> None:
 def gradients_of(plan: Plan, source: Source, number: int) -> tuple[Record, Any]:
     """What the pass of this number adds to the gradients, by plain JAX."""
     record = Record()
-    smooth = [jnp.array(leaf.values) for leaf in plan.leaves if leaf.inexact]
+    smooth = [leaf.array for leaf in plan.leaves if leaf.inexact]
     step = source.passes[number]
 
     def program(ctx: Any, params: Any) -> list[Any]:

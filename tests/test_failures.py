@@ -1,0 +1,97 @@
+"""What failures and crashes leave behind, which is nothing, at the level of users."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from jdag import sim
+from tests import random_failures
+from tests.random_failures import FAILURES, again, beside, crash_somewhere, happen
+from tests.random_programs import (
+    Body,
+    Branch,
+    Call,
+    Invoke,
+    Leaf,
+    Move,
+    Pass,
+    Plan,
+    Use,
+)
+from tests.random_runs import check, run
+from tests.random_source import source_of
+
+PROGRAMS = 60
+
+
+@pytest.mark.parametrize("what", FAILURES)
+def test_a_failure_is_told_leaves_nothing_and_the_next_program_is_right(what: str):
+    ended = Counter(happen(what, number) for number in range(PROGRAMS))
+    assert ended.total() - ended["untouched"] >= PROGRAMS // 4, ended
+
+
+@pytest.mark.parametrize("what", FAILURES)
+def test_a_failure_does_not_touch_a_context_that_is_open_beside_it(what: str):
+    ended = Counter(beside(what, number) for number in range(PROGRAMS))
+    assert ended.total() - ended["untouched"] >= PROGRAMS // 4, ended
+
+
+def test_a_retained_pass_that_fails_and_is_tried_again_is_one_good_pass():
+    failed = Counter(again(number) for number in range(PROGRAMS))
+    assert failed[1] >= 5 and failed[2] >= 5 and failed[3] >= 5, failed
+
+
+def test_after_a_crash_anywhere_in_a_program_those_who_live_go_on():
+    ended = Counter(crash_somewhere(number) for number in range(PROGRAMS))
+    assert ended["WorkerLost"] >= PROGRAMS // 2 and ended["untouched"] >= 5, ended
+
+
+# Two leaves, programs to depth 2 and back to the caller, a branch, two roots on two
+# workers, two passes.
+INNERMOST = Body(
+    "innermost", (20, 21), (Call(1, "c", "product", (Use(20), Use(21)), (22,)),), (22,)
+)
+INNER = Body(
+    "inner",
+    (10, 11),
+    (
+        Invoke(2, "a", INNERMOST, (Use(10), Use(11)), (12,)),
+        Branch(
+            *(12, 0, 0.1),
+            above=(Call(3, "c", "mix", (Use(12), Use(11)), (13,)),),
+            below=(Call(4, "b", "mix", (Use(12), Use(11)), (13,)),),
+        ),
+    ),
+    (12, 13),
+)
+SMALL = Plan(
+    workers=("a", "b", "c"),
+    home="a",
+    leaves=(Leaf(0, "b", (0.3, -0.2, 0.9)), Leaf(1, "c", (0.7, 0.5, -0.4))),
+    steps=(
+        Invoke(5, "b", INNER, (Use(0), Use(1)), (2, 3)),
+        Move(6, "c", (Use(2),), (4,)),
+        Call(7, "a", "total", (Use(3), Use(2), Use(0)), (5,)),
+        Call(8, "c", "total", (Use(4),), (6,)),
+        Pass((5, 6), (None, 0.5), retain=True),
+        Pass((6, 5), (None, 2.0), retain=False),
+    ),
+)
+CALM: dict[str, Any] = {
+    "seed": 0,
+    "network": sim.LinkModel(latency_ns=500),
+    "devices": sim.DeviceModel(forward_ns=1_000, backward_ns=2_000),
+    "faults": (),
+}
+
+
+@pytest.mark.parametrize("victim", ["b", "c"])
+def test_after_a_crash_at_any_index_of_a_trace_those_who_live_go_on(victim: str):
+    calm = run(SMALL, source_of(SMALL), **CALM)
+    check(SMALL, calm)
+    ended: Counter[str] = Counter()
+    for index in range(calm.records):
+        crash = sim.Crash(victim, 2_000 * (index % 2), at_index=index)
+        ended[random_failures.crashed(SMALL, crash, calm, CALM, after=index % 8)] += 1
+    assert ended["WorkerLost"] > calm.records // 2 and ended["untouched"] > 0, ended
