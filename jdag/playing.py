@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 from jdag.cluster import Cluster
@@ -80,6 +81,11 @@ class Playing:
 
     def keep(self, cluster: Cluster, window: tuple[int, int]) -> None:
         """Report on this cluster, and draw this window."""
+        if not isinstance(cluster, Cluster):
+            raise ScenarioError(unusable("run.keep: cluster", cluster, "a cluster"))
+        if not _is_window(window):
+            allowed = "two integers of nanoseconds, 0 <= from_ns <= until_ns"
+            raise ScenarioError(unusable("run.keep: window", window, allowed))
         self.cluster, self.window = cluster, window
 
     def keep_last(self) -> None:
@@ -89,6 +95,9 @@ class Playing:
 
     def draw(self, drawings: Any) -> None:
         """Report this graph."""
+        if not isinstance(drawings, Mapping):
+            allowed = "what ctx.graph() gives"
+            raise ScenarioError(unusable("run.draw: drawings", drawings, allowed))
         self.drawings = drawings
 
 
@@ -98,14 +107,14 @@ def play(scenario: Scenario, show: Progress) -> Answer:
     What its program lets pass of jdag's errors is the outcome, as if it had said so.
 
     Raises:
-        ScenarioError: its program returns no roots that a pass can start from, kept no
-            cluster, or raised what is no error of jdag.
+        ScenarioError: its program returns no roots that a pass can start from, or no
+            figures; kept no cluster; or raised what is no error of jdag.
     """
     playing = Playing(scenario, show)
     program = scenario.settings.program
     with wrong(scenario.path), configured(scenario.settings):
         try:
-            figures = scenario.player.play(playing)
+            figures = _plain(scenario.player.play(playing))
         except ScenarioError:
             raise
         except RootError as error:
@@ -127,6 +136,42 @@ def play(scenario: Scenario, show: Progress) -> Answer:
         figures = {name: figures[name] for name in dict.fromkeys((*named, *figures))}
         judged = judge(scenario.settings.expect, figures)
     return Answer(figures, judged, playing.cluster, playing.window, playing.drawings)
+
+
+def _is_window(window: Any) -> bool:
+    if not isinstance(window, tuple | list) or len(window) != 2:
+        return False
+    return all(type(ns) is int for ns in window) and 0 <= window[0] <= window[1]
+
+
+def _plain(figures: Any) -> Figures:
+    """What a program returned, its arrays as lists and numbers.
+
+    Raises:
+        ScenarioError: it is no table of figures, or one is what no result can hold.
+    """
+    if not isinstance(figures, Mapping):
+        allowed = "a mapping of figures by their names"
+        raise ScenarioError(unusable("what play(run) returned", figures, allowed))
+    for name in figures:
+        if not isinstance(name, str):
+            raise ScenarioError(unusable("name of a figure", name, "a text"))
+    return {name: _figure(name, value) for name, value in figures.items()}
+
+
+def _figure(name: str, value: Any) -> Any:
+    match value:
+        case None | bool() | int() | float() | str() | Fraction():
+            return value
+        case Mapping():
+            return {str(key): _figure(name, one) for key, one in value.items()}
+        case list() | tuple():
+            return [_figure(name, one) for one in value]
+        case _ if hasattr(value, "tolist"):  # An array, of numpy's or of JAX's.
+            return _figure(name, value.tolist())
+        case _:
+            allowed = "a number, a text, None, or a list or mapping of these"
+            raise ScenarioError(unusable(f"figure {name}", value, allowed))
 
 
 def _ended(error: JdagError) -> Figures:

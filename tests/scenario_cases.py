@@ -119,11 +119,32 @@ def no_case(workers):
     return 3
 
 
+def takes_nothing():
+    """A program without workers."""
+
+
+def places(workers, *, where: str = "", named: bool = True):
+    """A case that places its parameter on a worker that may not be there."""
+    case = one_leaf(workers)
+    params = case.params if named else list(case.params.values())
+    placement = {"w": where} if where else {}
+    return Case(case.program, params, placement)  # type: ignore[arg-type]
+
+
 def settings_of_all_kinds(
     workers, *, sizes: tuple[int, ...] = (), rate: float = 0.1, path: Path | None = None
 ):
     """A program that takes settings of several types."""
     return one_leaf(workers, size=sum(sizes) or 1)
+
+
+# What a player returns, by how it ends, if that is no good one.
+RETURNED = {
+    "nothing": None,
+    "an object": {"outcome": "finished", "answer": object()},
+    "a number for a name": {"outcome": "finished", 3: 42},
+    "arrays": {"outcome": "finished", "answer": np.float32(42), "all": jnp.arange(3)},
+}
 
 
 class Player:
@@ -142,9 +163,13 @@ class Player:
                 ctx.call(self.workers[1], times, kept, 2.0)
             if self.end == "lost":
                 return {"outcome": "finished"}
+            if self.end == "keeps a word":
+                run.keep("word", (0, 1))
+            if self.end == "drawn":
+                run.draw(3)
             ctx.backward(ctx.call(self.workers[0], square, kept))
-        run.keep(cluster, (0, cluster.now_ns))
-        return {"outcome": "finished", "answer": 42}
+        run.keep(cluster, (3, 2) if self.end == "window" else (0, cluster.now_ns))
+        return RETURNED.get(self.end, {"outcome": "finished", "answer": 42})
 
 
 def player(workers, *, end: str = "good"):

@@ -68,6 +68,30 @@ def test_a_player_that_keeps_no_cluster_is_refused(tmp_path: Path):
         played(scenario_of(tmp_path, "player", *more))
 
 
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        ("nothing", "what play.run. returned = None: allowed is a mapping of figures"),
+        ("an object", "figure answer = <object.*: allowed is a number, a text"),
+        ("a number for a name", "name of a figure = 3: allowed is a text"),
+        ("keeps a word", "run.keep: cluster = 'word': allowed is a cluster"),
+        ("window", r"run.keep: window = \(3, 2\): allowed is two integers of nanos"),
+        ("drawn", "run.draw: drawings = 3: allowed is what ctx.graph.. gives"),
+    ],
+)
+def test_what_a_player_gives_has_to_be_usable(end: str, said: str, tmp_path: Path):
+    with pytest.raises(ScenarioError, match=f"mine.toml: {said}"):
+        played(scenario_of(tmp_path, "player", "[settings]", f'end = "{end}"'))
+
+
+def test_arrays_among_figures_are_numbers(tmp_path: Path):
+    more = ("answer = 42", "[settings]", 'end = "arrays"')
+    answer = played(scenario_of(tmp_path, "player", *more))
+    assert answer.met
+    assert answer.figures["all"] == [0, 1, 2]
+    assert type(answer.figures["answer"]) is float
+
+
 def test_a_loss_that_is_no_scalar_is_refused(tmp_path: Path):
     path = scenario_of(tmp_path, "no_scalar")
     said = r"mine.toml: program = .*no_scalar.*float64\[3\], of size 3; .* has to be 1"

@@ -237,6 +237,28 @@ def test_a_program_that_returns_nothing_to_play_is_refused(tmp_path: Path):
         load(scenario_of(tmp_path, "no_case"))
 
 
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("takes_nothing", "program = .* allowed is a function that takes the workers"),
+        ("places", r"placement.w = None: .* workers a, b; .*:places leaves it out"),
+    ],
+)
+def test_a_program_of_a_wrong_kind_is_refused(program: str, said: str, tmp_path: Path):
+    with pytest.raises(ScenarioError, match=said):
+        load(scenario_of(tmp_path, program))
+
+
+def test_a_program_may_not_place_where_nobody_is(tmp_path: Path):
+    with pytest.raises(ScenarioError, match=r"placement.w = 'z': .*:places has it th"):
+        load(scenario_of(tmp_path, "places", "[settings]", 'where = "z"'))
+    more = ("[placement]", 'w = "b"', "[settings]", 'where = "z"')
+    player = load(scenario_of(tmp_path, "places", *more)).player
+    assert player.placement == {"w": "b"}  # type: ignore[attr-defined]
+    with pytest.raises(ScenarioError, match=r"params and their placement, both by n"):
+        load(scenario_of(tmp_path, "places", "[settings]", "named = false"))
+
+
 def test_a_module_that_raises_is_refused_with_its_line(tmp_path: Path):
     (tmp_path / "raises_on_import.py").write_text("x = 1\ny = x / 0\n")
     path = written(tmp_path, program='program = "raises_on_import:main"')

@@ -46,12 +46,14 @@ def player_of(settings: Settings, folder: Path) -> Player:
     except ScenarioError:
         raise
     except Exception as error:
-        said = f"{settings.program} to take them; it raised {raised(error)}"
-        raise ScenarioError(unusable("settings", settings.settings, said)) from error
-    if not (hasattr(player, "figures") and callable(getattr(player, "play", None))):
+        said = f"one that takes these settings, {settings.settings}"
+        said += f"; it raised {raised(error)}"
+        raise ScenarioError(unusable("program", settings.program, said)) from error
+    has_figures = isinstance(getattr(player, "figures", None), Mapping)
+    if not (has_figures and callable(getattr(player, "play", None))):
         allowed = (
             "a function that returns a jdag.programs.Case, or an object with figures "
-            f"and play(run); it returned {player!r}"
+            f"(what each is, by name) and play(run); it returned {player!r}"
         )
         raise ScenarioError(unusable("program", settings.program, allowed))
     return _placed(settings, player)
@@ -70,7 +72,8 @@ def raised(error: BaseException) -> str:
 def _is_users(file: str) -> bool:
     """Whether a file is neither jdag's nor of what it calls for the user."""
     others = (_HERE, *_LIBRARIES, "<frozen")
-    return file.startswith(_PROGRAMS) or not file.startswith(others)
+    is_ready = file.startswith(_PROGRAMS) and not file.endswith("case.py")
+    return is_ready or not file.startswith(others)
 
 
 def _imported(program: str, folder: Path) -> Any:
@@ -101,7 +104,7 @@ def _imported(program: str, folder: Path) -> Any:
 
 def _given(settings: Settings, function: Any, folder: Path) -> dict[str, Any]:
     """The settings that the program takes, of the types that it says."""
-    parameters = dict(list(inspect.signature(function).parameters.items())[1:])
+    parameters = _parameters(settings.program, function)
     is_open = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     named = {
         name: parameter
@@ -127,6 +130,17 @@ def _given(settings: Settings, function: Any, folder: Path) -> dict[str, Any]:
     return given
 
 
+def _parameters(program: str, function: Any) -> Mapping[str, inspect.Parameter]:
+    """What a program takes, by name, after the workers."""
+    try:
+        signature = inspect.signature(function)
+        signature.bind_partial(())
+    except (TypeError, ValueError) as error:
+        said = f"a function that takes the workers, then its settings; {error}"
+        raise ScenarioError(unusable("program", program, said)) from error
+    return dict(list(signature.parameters.items())[1:])
+
+
 def _types(program: str, function: Any) -> Mapping[str, Any]:
     try:
         return get_type_hints(function, include_extras=True)
@@ -149,15 +163,28 @@ def _typed(name: str, value: Any, type_: Any) -> Any:
 
 def _placed(settings: Settings, player: Any) -> Player:
     """Put parameters where the file wants them."""
-    checked: Player = player
-    if not settings.placement:
-        return checked
     if not isinstance(player, Case):
-        said = f"nothing, as {settings.program} places its parameters itself"
-        raise ScenarioError(unusable("placement", settings.placement, said))
+        checked: Player = player
+        if settings.placement:
+            said = f"nothing, as {settings.program} places its parameters itself"
+            raise ScenarioError(unusable("placement", settings.placement, said))
+        return checked
+    if not (
+        isinstance(player.params, Mapping) and isinstance(player.placement, Mapping)
+    ):
+        said = "one whose Case has params and their placement, both by name"
+        raise ScenarioError(unusable("program", settings.program, said))
     for name, worker in settings.placement.items():
         if name not in player.params:
             said = f"one of the parameters {', '.join(player.params)}"
             said += meant(name, player.params)
             raise ScenarioError(unusable(f"placement.{name}", worker, said))
-    return replace(player, placement={**player.placement, **settings.placement})
+    placement = {**player.placement, **settings.placement}
+    for name in player.params:
+        place = placement.get(name)
+        if place not in settings.names:
+            why = "leaves it out" if place is None else "has it there"
+            said = f"one of the workers {', '.join(settings.names)}; "
+            said += f"{settings.program} {why}"
+            raise ScenarioError(unusable(f"placement.{name}", place, said))
+    return replace(player, placement=placement)
