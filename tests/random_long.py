@@ -4,6 +4,8 @@ An executable holds six memory maps and a process may have 65,530, so that near 
 executables it dies: each process takes a few hundred programs and says how they spread.
 
     python -m tests.random_long FIRST COUNT SEEDS
+
+prints how often each feature was there, as JSON.
 """
 
 import json
@@ -11,11 +13,14 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from random import Random
 
 import jax
 
+from tests.random_failures import FAILURES, again, beside, crash_somewhere, happen
 from tests.random_features import features
 from tests.random_programs import draw
 from tests.random_runs import hold
@@ -23,11 +28,27 @@ from tests.random_runs import hold
 CHUNK = 200
 
 
+# What else happens to a program: one of these each, in turn.
+ELSE: dict[str, Callable[[int], object]] = {
+    **{what: partial(happen, what) for what in FAILURES},
+    **{f"{what} beside it": partial(beside, what) for what in FAILURES},
+    "vjps tried again": again,
+    "crash": crash_somewhere,
+}
+
+
 def chunk(first: int, count: int, seeds: int) -> Counter[str]:
-    """Hold these programs; return how they spread."""
+    """Hold these programs, and something else of each; return how they spread."""
     spread: Counter[str] = Counter()
+    kinds = tuple(ELSE)
     for number in range(first, first + count):
-        spread += features(draw(Random(number)), hold(number, seeds).passes)
+        what = kinds[number % len(kinds)]
+        try:
+            spread += features(draw(Random(number)), hold(number, seeds).passes)
+            spread[f"{what}: {ELSE[what](number)}"] += 1
+        except Exception as error:
+            error.add_note(f"program {number}; {what}")
+            raise
     return spread
 
 
@@ -53,7 +74,7 @@ def _process(first: int, count: int, seeds: int) -> Counter[str]:
         text=True,
         check=False,
     )
-    assert done.returncode == 0, f"programs from {first}: {done.stderr}"
+    assert done.returncode == 0, done.stderr[-10_000:]  # All that failed before, too.
     return Counter(json.loads(done.stdout))
 
 
