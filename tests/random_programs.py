@@ -4,7 +4,7 @@ All arrays have one shape and there are few functions, so that compiled pairs ar
 again; what varies is who calls what where, with which arguments.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -276,9 +276,22 @@ class Draft:
             function = rng.choice(("gather", "scale"))
             arguments = [self.index(scope), self.use(floats)]
             return [self.call(scope, function, arguments)]
-        if kind < 0.55:
+        if kind < 0.52:
             return [self.call(scope, "product", self.floats(scope, 2))]
+        if kind < 0.6:
+            return self.dropped(scope)
         return [self.call(scope, "mix", self.floats(scope, self.fan_in()))]
+
+    def dropped(self, scope: list[int]) -> list[Step]:
+        """A call that comes to nothing; one of what was sent for it is used again.
+
+        So the other, and what it was computed from, may have symbolic zeros alone.
+        """
+        floats = of_kind(scope, self.known, "float")
+        uses: list[Argument] = [self.use(floats) for _ in range(2)]
+        first = self.call(list(scope), "mix", uses)
+        again = self.call(scope, "mix", uses[1:])
+        return [first, replace(again, worker=first.worker)]
 
     def move(self, scope: list[int]) -> Move:
         rng = self.rng
