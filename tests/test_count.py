@@ -42,8 +42,11 @@ def test_calls_after_a_pass_that_spent_work_and_leaves_move_again(seed: int):
     assert paths == [(1,), (3,), (2,)]
 
 
-def test_a_spent_value_used_by_a_send_fails_the_next_pass_once_for_all_cotangents():
-    net = net_of(4)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_spent_value_used_by_sends_fails_the_next_pass_once_for_all_cotangents(
+    seed: int,
+):
+    net = net_of(4, seed)
     x = net.put("b", 3, "a")
     scope = net.open("a")
     (y,) = scope.call("b", DOUBLE, x)
