@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Hashable
 from dataclasses import fields, is_dataclass
 from numbers import Number
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 from jdag.errors import JdagError
@@ -54,10 +54,10 @@ def name_of(fn: Callable[..., Any]) -> str:
 def key_of(fn: Callable[..., Any]) -> Hashable:
     """Return what `fn` is, for caches: equal keys compute the same.
 
-    A function is its code, globals, defaults and the contents of its closure, so that a
-    lambda made anew in a loop keeps its key as long as what it closes over does. What
-    cannot be hashed counts by identity. Changes inside such an object are not seen, nor
-    are changes of globals: functions are pure.
+    A function is its code, defaults, and what is in its closure and in the globals that
+    its code names, so that a lambda made anew in a loop keeps its key as long as what
+    it reads does. What cannot be hashed counts by identity: changes inside of a list or
+    an array are not seen, nor are globals that only a function that it calls reads.
     """
     return _function_key(fn, ())
 
@@ -66,12 +66,13 @@ def _function_key(fn: Any, above: tuple[int, ...]) -> Hashable:
     if id(fn) in above:  # A function that closes over itself.
         return ("itself", len(above) - above.index(id(fn)))
     if type(fn) is FunctionType:
+        read = _globals_key(fn)
         if not (fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__):
-            return (fn.__code__, ById(fn.__globals__))
+            return (fn.__code__, read)
         above = (*above, id(fn))
         return (
             fn.__code__,
-            ById(fn.__globals__),
+            read,
             _value_key(fn.__defaults__, above),
             _items_key(fn.__kwdefaults__ or {}, above),
             tuple(_cell_key(cell, above) for cell in fn.__closure__ or ()),
@@ -90,6 +91,29 @@ def _function_key(fn: Any, above: tuple[int, ...]) -> Hashable:
             _items_key(fn.keywords, above),
         )
     return _object_key(fn, (*above, id(fn)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _names(code: CodeType) -> tuple[str, ...]:
+    """The names that code, and code inside of it, may read as globals."""
+    inner = [const for const in code.co_consts if isinstance(const, CodeType)]
+    names = [*code.co_names, *(name for one in inner for name in _names(one))]
+    return tuple(dict.fromkeys(names))
+
+
+def _globals_key(fn: FunctionType) -> Hashable:
+    """What a function reads of its module, as far as it can change unnoticed."""
+    space = fn.__globals__
+    key: list[Hashable] = []
+    for name in _names(fn.__code__):
+        value = space.get(name)
+        if value is None or isinstance(value, ModuleType):
+            continue
+        if isinstance(value, FunctionType):
+            key.append(ById(value))
+        else:
+            key.append(_value_key(value, ()))
+    return tuple(key)
 
 
 def _cell_key(cell: Any, above: tuple[int, ...]) -> Hashable:

@@ -203,3 +203,17 @@ def test_a_ready_program_counts_as_outside_of_the_package() -> None:
     file = _PACKAGE + "programs/made_up.py"
     exec(compile("def step():\n    return call_site()\n", file, "exec"), space)
     assert space["step"]() == CallSite(file, 2, "step")
+
+
+def test_a_global_that_changed_makes_another_key_and_one_that_did_not_the_same():
+    space: dict[str, Any] = {"factor": 2, "helper": len}
+    exec("def times(x):\n    return [helper(x) * factor for _ in x]", space)
+    times = space["times"]
+    first = key_of(times)
+    assert key_of(times) == first
+    for name, value in (("factor", 3), ("factor", 2.0), ("helper", sum)):
+        before = space[name]
+        space[name] = value
+        assert key_of(times) != first, (name, value)
+        space[name] = before
+    assert key_of(times) == first
