@@ -124,7 +124,8 @@ def _fitting(aval: Aval, seed: Any, name: str, wanted: str) -> Any:
     except JdagError as error:
         raise RootError(f"{name}: {error}; {wanted}") from error
     if isinstance(seed, int | float | complex) and not hasattr(seed, "dtype"):
-        if aval.shape == () and jnp.can_cast(type(seed), aval.dtype):
+        is_complex = jnp.issubdtype(aval.dtype, jnp.complexfloating)
+        if aval.shape == () and (is_complex or not isinstance(seed, complex)):
             return jnp.asarray(seed, aval.dtype)
     elif found.shape == aval.shape and found.dtype == aval.dtype:
         return seed

@@ -1,5 +1,8 @@
 """A root, or a cotangent, that cannot be one says why, before anything runs."""
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import jax.numpy as jnp
@@ -101,3 +104,23 @@ def test_a_ref_as_a_cotangent_is_refused(cluster):
         h = ctx.call("c", jnp.sin, w)
         with pytest.raises(RootError, match=r"cotangent 0 is a ref .*ref.fetch\(\)"):
             ctx.backward(h, cotangents=[h])
+
+
+def test_a_number_is_a_cotangent_of_any_float_root_with_x64_off():
+    code = (
+        "import jax.numpy as jnp, jdag\n"
+        "with jdag.simulate(['a', 'b'], seed=0) as cluster:\n"
+        "    w = cluster.put('b', 3.0)\n"
+        "    with cluster.context() as ctx:\n"
+        "        ctx.backward(ctx.call('b', jnp.square, w), cotangents=2.0)\n"
+        "        print(ctx.gradient(w).fetch())\n"
+    )
+    environment = {**os.environ, "JAX_ENABLE_X64": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "12.0\n"
