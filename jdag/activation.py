@@ -68,6 +68,9 @@ class Activation:
         self._seen: dict[Identity, None] = {}
         self._raised: list[tuple[JdagError, Failure]] = []
 
+    def __repr__(self) -> str:
+        return str(self)
+
     def __str__(self) -> str:
         if self.prefix:
             return f"context {self.id} in {self.program} on {self.port.worker!r}"

@@ -56,6 +56,9 @@ class Driver(Protocol):
     def info(self) -> Mapping[str, Mapping[str, Any]]:
         """What each worker holds, and has sent."""
 
+    def settle(self) -> None:
+        """Let all happen that is to happen."""
+
     def graph(self, context: ContextId) -> Mapping[str, Drawing]:
         """The graph of a context: what each worker has of it."""
 
@@ -79,6 +82,7 @@ class Cluster:
         self._home.cluster = self
         self._driver: Driver = drive(partial(run_program, self._home))
         self._home.graph = self._driver.graph
+        self._home.settle = self._driver.settle
         self._port = self._driver.port
         self._reader = PortReader(self._port)
         self._contexts = 0
@@ -155,15 +159,21 @@ class Cluster:
                 2^48 - 1 contexts were made, which is all the numbers that there are.
         """
         self._home.check_open("a context")
+        id, who = self._next_id(), "the main program"
+        return Context(Activation(self._home, self._port, id, (), who), self._newest)
+
+    def _next_id(self) -> ContextId:
         if self._contexts == CONTEXTS_MAX:
             raise ContextError(
                 f"{self._home} has had {CONTEXTS_MAX} contexts; there are no more "
                 "numbers: make another cluster"
             )
         self._contexts += 1
-        number = self.workers.index(self.here)
-        id = ContextId(number, self._contexts, 0)
-        return Context(Activation(self._home, self._port, id, (), "the main program"))
+        return ContextId(self.workers.index(self.here), self._contexts, 0)
+
+    def _newest(self, id: ContextId) -> ContextId:
+        """An id, or another in its place if contexts were made after it."""
+        return id if id.counter == self._contexts else self._next_id()
 
     def check_readable(self, ref: Ref) -> None:
         """Raise ContextError where a leaf cannot be read any more."""

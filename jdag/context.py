@@ -11,6 +11,7 @@ from jdag.activation import Activation, Phase, Reply
 from jdag.compute.pytrees import flatten, unflatten
 from jdag.engine.drawing import Drawing
 from jdag.engine.vocabulary import (
+    ContextId,
     Differentiated,
     Key,
     LeafId,
@@ -42,8 +43,13 @@ class Context:
     seen, unless another exception is already on its way.
     """
 
-    def __init__(self, activation: Activation) -> None:
+    def __init__(
+        self,
+        activation: Activation,
+        newest: Callable[[ContextId], ContextId] | None = None,
+    ) -> None:
         self._activation = activation
+        self._newest = newest
         self._home = activation.home
         self._port = activation.port
         self._id = activation.id
@@ -81,6 +87,10 @@ class Context:
                 "cluster.context()"
             )
         self._home.check_open("a context")
+        if self._newest is not None:
+            # Numbers are given out in the order of entering: a release says of all
+            # lower ones that are not open that they are over.
+            self._id = activation.id = self._newest(self._id)
         self._port.tell(Opened(self._id))
         activation.phase = Phase.OPEN
         return self
@@ -250,9 +260,13 @@ class Context:
         if ref.holder.home is not self._home:
             self._activation.admit(ref)
         if ref.leaf.id not in self._gradients:
-            why = "is not inexact" if not ref.aval.inexact else "was reached by no pass"
+            why = f"was reached by no pass, of {self._passes} in context {self._id}"
+            if not ref.aval.inexact:
+                why = "is not inexact"
+            elif ref.leaf.dropped:
+                why = "was dropped by cluster.drop"
             raise GraphError(
-                f"{ref.leaf} {why}, of {self._passes} in context {self._id}, so it has "
+                f"{ref.leaf} {why}, so it has "
                 "no gradient; ctx.gradients() has those that there are, and "
                 "jdag.value_and_grad fills in zeros"
             )
@@ -282,9 +296,12 @@ class Context:
         """Return the recorded graph as it is now: for each worker its part.
 
         A `Drawing` has `nodes`, `sends`, `recvs`, `leaves` and `edges`, in program
-        order. Calls that have not arrived at their worker yet are not in it.
+        order. The main program waits until all that it has called for has happened; in
+        a program on a worker, calls that have not arrived yet are not in it.
         """
         self._activation.check("ctx.graph")
+        if not self._activation.prefix:
+            self._home.settle()
         drawn: Mapping[str, Drawing] = self._home.graph(self._id)
         return drawn
 

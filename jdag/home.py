@@ -72,6 +72,10 @@ def _no_driver(context: ContextId) -> Mapping[str, Drawing]:
     raise AssertionError(context)  # The cluster puts its driver's here.
 
 
+def _no_driver_yet() -> None:
+    raise AssertionError  # Likewise.
+
+
 class Home:
     """The workers of a cluster, its leaves, and how its values are: real or abstract.
 
@@ -87,6 +91,7 @@ class Home:
         self.trace = trace_state()
         self._cluster: Holder | None = None
         self.graph: Callable[[ContextId], Mapping[str, Drawing]] = _no_driver
+        self.settle: Callable[[], None] = _no_driver_yet
 
     def __str__(self) -> str:
         return f"the cluster of {', '.join(map(repr, self.workers))}"

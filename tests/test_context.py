@@ -1,6 +1,7 @@
 """Passes give the right gradients, a context its errors, and nothing stays."""
 
 import re
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -311,3 +312,32 @@ def test_a_failed_pass_leaves_no_gradient_and_the_next_is_right(cluster):
         ctx.backward(ctx.call("c", total, w))
         np.testing.assert_array_equal(ctx.gradient(w).fetch(), ONES)
     nothing_is_left(cluster)
+
+
+def test_a_context_may_be_entered_after_a_later_one_has_been_left(cluster: Any):
+    w = cluster.put("b", 3.0)
+    early = cluster.context()
+    with cluster.context() as later:
+        later.backward(later.call("b", jnp.square, w))
+    with early:
+        early.backward(early.call("b", jnp.square, w))
+        assert float(early.gradient(w).fetch()) == 6.0
+    assert early.id != later.id
+
+
+def test_the_graph_has_in_it_what_was_called_just_now(cluster: Any):
+    w = cluster.put("a", 3.0)
+    with cluster.context() as ctx:
+        ctx.call("b", jnp.square, w)
+        drawn = ctx.graph()
+    assert [len(drawn[name].sends) for name in ("a", "b")] == [1, 0]
+    assert [len(drawn[name].recvs) for name in ("a", "b")] == [0, 1]
+
+
+def test_the_gradient_of_a_leaf_that_was_dropped_says_so(cluster: Any):
+    w = cluster.put("b", 3.0)
+    with cluster.context() as ctx:
+        ctx.backward(ctx.call("b", jnp.square, w))
+        cluster.drop(w)
+        with pytest.raises(GraphError, match=r"was dropped by cluster\.drop"):
+            ctx.gradient(w)

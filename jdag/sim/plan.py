@@ -65,6 +65,8 @@ def network_of(network: Network | LinkModel | None) -> Network:
     """A network as it is, or of one model for all links, or (None) of free ones."""
     if isinstance(network, Network):
         return network
+    if not isinstance(network, LinkModel | None):
+        raise ScenarioError(unusable("network", network, "a Network or a LinkModel"))
     return Network(LinkModel() if network is None else network)
 
 
