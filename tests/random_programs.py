@@ -278,7 +278,7 @@ class Draft:
             return [self.call(scope, function, arguments)]
         if kind < 0.52:
             return [self.call(scope, "product", self.floats(scope, 2))]
-        if kind < 0.6:
+        if kind < 0.57:
             return self.dropped(scope)
         return [self.call(scope, "mix", self.floats(scope, self.fan_in()))]
 
@@ -288,10 +288,14 @@ class Draft:
         So the other, and what it was computed from, may have symbolic zeros alone.
         """
         floats = of_kind(scope, self.known, "float")
-        uses: list[Argument] = [self.use(floats) for _ in range(2)]
-        first = self.call(list(scope), "mix", uses)
-        again = self.call(scope, "mix", uses[1:])
-        return [first, replace(again, worker=first.worker)]
+        inner = list(scope)
+        one = self.call(inner, "mix", [self.use(floats)])
+        other = self.call(inner, "mix", [self.use(floats)])
+        other = replace(other, worker=one.worker)
+        uses: list[Argument] = [Use(*step.outputs) for step in (one, other)]
+        first = self.call(inner, "mix", uses)
+        again = replace(self.call(scope, "mix", uses[1:]), worker=first.worker)
+        return [one, other, first, again]
 
     def move(self, scope: list[int]) -> Move:
         rng = self.rng
