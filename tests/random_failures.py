@@ -50,7 +50,9 @@ def good(cluster: Cluster, number: int, leaves: list[Any], workers: Workers) -> 
 def happen(what: str, number: int) -> str:
     """Run a program while this happens to it, then a good one; say how that ended."""
     plan = spoilt(what, number)
-    with simulate(plan.workers, home=plan.home, **settings(number)) as cluster:
+    with simulate(
+        plan.workers, home=plan.home, **settings(number, plan.workers)
+    ) as cluster:
         leaves = put(cluster, plan)
         ended = spoil(cluster, what, plan, leaves)
         clean(cluster, leaves)
@@ -63,7 +65,9 @@ def beside(what: str, number: int) -> str:
     plan = draw(Random(number))
     bad = spoilt(what, number)
     ended: list[str] = []
-    with simulate(plan.workers, home=plan.home, **settings(number)) as cluster:
+    with simulate(
+        plan.workers, home=plan.home, **settings(number, plan.workers)
+    ) as cluster:
         leaves, others = put(cluster, plan), put(cluster, bad)
 
         def before_pass() -> None:
@@ -149,7 +153,9 @@ def again(number: int) -> int:
     source = source_of(plan)
     calm = run(plan, source, seed=0)
     fuses = 1 + number % 3
-    with simulate(plan.workers, home=plan.home, **settings(number)) as cluster:
+    with simulate(
+        plan.workers, home=plan.home, **settings(number, plan.workers)
+    ) as cluster:
         leaves = put(cluster, plan)
         FUSE.light("vjp", fuses)
         result = passes(cluster, source, leaves, tries=fuses + 1)
@@ -168,12 +174,12 @@ def crash_somewhere(number: int) -> str:
     others = [worker for worker in plan.workers if worker != plan.home]
     if not others:
         return "alone"
-    calm = run(plan, source_of(plan), **settings(number))
+    calm = run(plan, source_of(plan), **settings(number, plan.workers))
     rng = Random(f"crash {number}")
     victim, index = rng.choice(others), rng.randrange(calm.records)
     detect_ns = rng.choice((0, 2_000, 500_000))
     crash = sim.Crash(victim, detect_ns, at_index=index)
-    return crashed(plan, crash, calm, settings(number), number + 1)
+    return crashed(plan, crash, calm, settings(number, plan.workers), number + 1)
 
 
 def crashed(

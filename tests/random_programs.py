@@ -292,7 +292,7 @@ class Draft:
         one = self.call(inner, "mix", [self.use(floats)])
         other = self.call(inner, "mix", [self.use(floats)])
         other = replace(other, worker=one.worker)
-        uses: list[Argument] = [Use(*step.outputs) for step in (one, other)]
+        uses: list[Argument] = [Use(step.outputs[0]) for step in (one, other)]
         first = self.call(inner, "mix", uses)
         again = replace(self.call(scope, "mix", uses[1:]), worker=first.worker)
         return [one, other, first, again]

@@ -46,7 +46,7 @@ def bytes_of(array: Any) -> bytes:
     return np.asarray(array).tobytes()
 
 
-def settings(seed: int) -> dict[str, Any]:
+def settings(seed: int, workers: Sequence[str]) -> dict[str, Any]:
     """A network that jitters and loses, and devices that differ, by the seed."""
     rng = Random(f"settings {seed}")
     device = sim.DeviceModel(
@@ -59,6 +59,13 @@ def settings(seed: int) -> dict[str, Any]:
         sim.Duplicate(rng.choice((0.0, 0.05, 0.2)), 3_000),
         sim.Delay(rng.choice((0.0, 0.1, 0.3)), 10, 20_000),
     )
+    if len(workers) > 1 and rng.random() < 0.3:
+        first, second = rng.sample(workers, 2)
+        groups = ((first,), tuple(name for name in workers if name != first))
+        if rng.random() < 0.5:
+            groups = ((first,), (second,))
+        from_ns = rng.randrange(30_000)
+        faults = (*faults, sim.Partition(groups, from_ns, from_ns + 50_000))
     link = sim.LinkModel(
         latency_ns=500,
         jitter_ns=rng.choice((0, 300, 5_000)),
@@ -227,6 +234,6 @@ def hold(number: int, seeds: int) -> Result:
     calm = run(plan, source, seed=number)
     check(plan, calm)
     for seed in range(seeds):
-        disturbed = run(plan, source, **settings(seed))
+        disturbed = run(plan, source, **settings(seed, plan.workers))
         assert disturbed.bits == calm.bits, (number, seed, source.text)
     return calm

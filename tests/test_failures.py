@@ -12,6 +12,7 @@ from tests.random_programs import (
     Body,
     Branch,
     Call,
+    Fetch,
     Invoke,
     Leaf,
     Move,
@@ -70,10 +71,13 @@ SMALL = Plan(
     home="a",
     leaves=(Leaf(0, "b", (0.3, -0.2, 0.9)), Leaf(1, "c", (0.7, 0.5, -0.4))),
     steps=(
+        Call(9, "b", "mix", (Use(0),), (7,)),
+        Call(10, "c", "mix", (Use(7),), (8,)),
+        Fetch((8,)),  # From c, who waits for b.
         Invoke(5, "b", INNER, (Use(0), Use(1)), (2, 3)),
         Move(6, "c", (Use(2),), (4,)),
         Call(7, "a", "total", (Use(3), Use(2), Use(0)), (5,)),
-        Call(8, "c", "total", (Use(4),), (6,)),
+        Call(8, "c", "total", (Use(4), Use(8)), (6,)),
         Pass((5, 6), (None, 0.5), retain=True),
         Pass((6, 5), (None, 2.0), retain=False),
     ),

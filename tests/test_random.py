@@ -37,7 +37,10 @@ def test_what_hypothesis_draws_is_right_as_well(rng: Random):
     calm = run(plan, source, seed=0)
     check(plan, calm)
     for seed in range(2):
-        assert run(plan, source, **random_runs.settings(seed)).bits == calm.bits
+        assert (
+            run(plan, source, **random_runs.settings(seed, plan.workers)).bits
+            == calm.bits
+        )
 
 
 def test_the_programs_have_in_them_what_they_are_meant_to():

@@ -21,7 +21,7 @@ def plan_of(number: int) -> Plan:
 
 
 def disturbed(plan: Plan, seed: int) -> Result:
-    return run(plan, source_of(plan), **settings(seed))
+    return run(plan, source_of(plan), **settings(seed, plan.workers))
 
 
 def digests() -> list[str]:
