@@ -204,3 +204,38 @@ def test_a_cut_that_nobody_needs_is_not_missed():
     assert scope.gradients(x, y) == [2, 3]
     assert scope.leave() == ()
     nothing_left(net)
+
+
+def swallows(scope: Scope, worker: str, body: Any) -> Generator[int, Any, str]:
+    """It calls a program there, and does not mind that it fails."""
+    _, failure = yield scope.launch(worker, body)
+    return str(failure.message)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_program_called_on_a_worker_that_has_lost_the_owner_is_answered(seed: int):
+    net = net_of(3, seed)
+    scope = net.open("a")
+    net.part("a", "b")
+    net.drain()
+    result, failure = net.until("a", scope.launch("c", swallows, "b", returns_far))
+    assert result is None
+    assert failure.message == "worker 'a' is lost (noticed by 'b')"
+    scope.leave()
+    nothing_left(net)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_loss_that_an_inner_program_returned_cannot_be_swallowed(seed: int):
+    net = net_of(4, seed)
+    scope = net.open("a")
+    net.holds = holding(Call)
+    waiter = scope.launch("d", swallows, "b", returns_far)
+    net.drain()
+    net.part("b", "c")
+    result, failure = net.until("a", waiter)
+    assert result is None and failure.message == "worker 'c' is lost (noticed by 'b')"
+    with pytest.raises(WorkerLost, match="worker 'c' is lost"):
+        scope.start_backward()
+    scope.leave()
+    nothing_left(net)
