@@ -239,3 +239,23 @@ def test_a_loss_that_an_inner_program_returned_cannot_be_swallowed(seed: int):
         scope.start_backward()
     scope.leave()
     nothing_left(net)
+
+
+def for_ever(scope: Scope) -> Generator[int, Any, None]:
+    """It waits for what never comes."""
+    yield scope.net.waiter()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_who_waits_for_a_program_whose_worker_then_loses_the_owner_is_told(seed: int):
+    net = net_of(3, seed)
+    scope = net.open("a")
+    waiter = scope.launch("c", swallows, "b", for_ever)
+    net.drain()
+    net.part("a", "b")
+    net.drain()
+    result, failure = net.until("a", waiter)
+    assert result is None and failure.message == "worker 'a' is lost (noticed by 'b')"
+    net.places["b"].running.clear()
+    scope.leave()
+    nothing_left(net)

@@ -298,8 +298,14 @@ class Activations:
 
     def abort(self, fragment: Fragment, failure: Failure) -> None:
         """The context is released from under its programs: they wait no longer."""
+        state = self._state
         for activation in fragment.activations.values():
             self.never_mind(activation)
+            issuer = activation.issuer
+            if fragment.owner in state.lost and issuer not in (None, state.worker):
+                # The issuer may not have lost the owner, and waits.
+                reply = Return(fragment.context, activation.path, None, failure, ())
+                state.send(issuer, reply)
             for waiter, _ in activation.launched.values():
                 self._state.out.append(Resume(waiter, (None, failure)))
         fragment.activations.clear()

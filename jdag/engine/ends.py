@@ -165,9 +165,7 @@ class Ends:
         state = self._state
         fragment.gone = True
         del state.contexts[fragment.context]
-        failure = state.failure(
-            "ContextError", f"context {fragment.context} was released"
-        )
+        failure = self._forwarding.gone(fragment.context)
         self._passes.abandon(fragment)
         self._activations.abort(fragment, failure)
         if fragment.pending:
