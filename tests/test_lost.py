@@ -259,3 +259,19 @@ def test_who_waits_for_a_program_whose_worker_then_loses_the_owner_is_told(seed:
     net.places["b"].running.clear()
     scope.leave()
     nothing_left(net)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_who_waits_for_a_value_whose_maker_then_loses_the_owner_is_told(seed: int):
+    net = net_of(3, seed)
+    x = net.put("b", 3, "a")
+    scope = net.open("a")
+    net.pauses = pausing("slow")
+    (slow,) = scope.call("b", Linear("slow", ((1,),)), x)
+    (far,) = scope.call("c", DOUBLE, slow)
+    net.drain()
+    net.part("a", "b")
+    (failed,) = net.fetch("a", far)
+    assert failed.message == "worker 'a' is lost (noticed by 'b')"
+    scope.leave()
+    nothing_left(net)

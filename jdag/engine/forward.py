@@ -213,10 +213,13 @@ class Forwarding:
     def _shipped(
         self, fragment: Fragment, message: Ship, values: tuple[Value, ...]
     ) -> None:
-        if fragment.gone:
-            return
         state = self._state
         failures = tuple(value.failure for value in values)
+        if fragment.gone:
+            if fragment.owner not in state.lost:
+                return  # An abort reaches who waits for these as well.
+            failures = (self.gone(fragment.context),) * len(values)
+            values = ()
         state.send(
             message.destination,
             Primal(message.context, message.path, state.worker, failures),
