@@ -16,6 +16,7 @@ from jdag.engine.vocabulary import (
     Key,
     LeafId,
     Left,
+    Mode,
     Opened,
     Outcome,
     Owed,
@@ -30,6 +31,9 @@ from jdag.functions import name_of
 from jdag.home import Home, Port
 from jdag.ref import Leaf, Ref, is_ref
 from jdag.roots import checked_roots
+
+
+_MODES = {mode.value: mode for mode in (Mode.SMART, Mode.FAST)}
 
 
 class Context:
@@ -157,13 +161,15 @@ class Context:
         *roots: Ref,
         cotangents: Any = None,
         retain_graph: bool = False,
-        mode: Literal["fast"] = "fast",
+        mode: Literal["smart", "fast"] = "smart",
     ) -> None:
         """Run a backward pass: gradients of the sum of all roots, added to the leaves'.
 
-        Waits until the pass has ended everywhere. The pass is the FAST mode of
-        PyTorch's distributed autograd (dist_engine.cpp): every send of the context's
-        graph counts as a dependency where the pass comes by.
+        Waits until the pass has ended everywhere. SMART mode first finds what the roots
+        were computed from, and waits for that alone. FAST is the rule of PyTorch's
+        distributed autograd (dist_engine.cpp), which saves the finding: wherever the
+        pass comes by, every send of the context's graph is waited for, so that a value
+        that was sent and then not used, or used for something else, leaves it stuck.
 
         Args:
             *roots: refs, tracked, on any workers; one that is given twice counts twice.
@@ -171,20 +177,22 @@ class Context:
                 root (of a single root: it alone will do), an array or number of the
                 root's shape and dtype, or None.
             retain_graph: keep the graph, so that a later pass may use it again.
-            mode: "fast".
+            mode: "smart" or "fast"; where both finish they give the same bits.
 
         Raises:
             RootError: a root, or a cotangent, is not one that can be used.
             GraphError: the graph was used before; or double backward.
-            UnusedSendError: stuck: some value was sent whose cotangent never comes.
+            UnusedSendError: a FAST pass is stuck: some value was sent whose cotangent
+                never comes.
             RemoteError: a forward or a vjp failed, with the route of workers to it.
             WorkerLost: a worker of the context is gone.
             ContextError: this program is not the one that opened the context.
         """
         self._activation.check("ctx.backward")
         self._check_top("ctx.backward")
-        if mode != "fast":
-            raise JdagError(f"mode={mode!r}: allowed is 'fast'")
+        if mode not in _MODES:
+            allowed = " or ".join(map(repr, _MODES))
+            raise JdagError(f"mode={mode!r}: allowed is {allowed}")
         for root in roots:
             if is_ref(root) and root.leaf is None:
                 self._activation.admit(root)
@@ -202,7 +210,7 @@ class Context:
             result: PassResult = self._activation.wait(
                 "ctx.backward",
                 lambda waiter: Differentiated(
-                    waiter, self._id, tuple(told), retain_graph
+                    waiter, self._id, tuple(told), _MODES[mode], retain_graph
                 ),
             )
         except JdagError:
@@ -315,8 +323,9 @@ def _stuck(owed: tuple[Owed, ...]) -> str:
     return (
         "the pass is stuck: no cotangent will ever come for what was sent by\n"
         + "\n".join(lines)
-        + "\nEvery tracked value that is sent has to be part of what the roots are "
-        "computed from; jdag.stop_gradient(ref) sends one that is not"
+        + "\nIn FAST mode every tracked value that is sent has to be part of what the "
+        "roots are computed from; jdag.stop_gradient(ref) sends one that is not, and "
+        "mode='smart' waits for no such send"
     )
 
 

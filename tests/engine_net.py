@@ -32,6 +32,7 @@ from jdag.engine.vocabulary import (
     LeafId,
     Left,
     Lost,
+    Mode,
     Opened,
     PassResult,
     Resume,
@@ -417,6 +418,7 @@ class Scope:
         *roots: Argument,
         retain: bool = False,
         seeds: Sequence[int | None] | None = None,
+        mode: Mode = Mode.FAST,
     ) -> int:
         """Ask for a pass; the waiter for its result."""
         waiter = self.net.waiter()
@@ -431,7 +433,7 @@ class Scope:
             (root.owner, Root(root.key, "aval", given[number] is not None, number))
             for number, root in enumerate(roots)
         )
-        event = Differentiated(waiter, self.context, placed, retain)
+        event = Differentiated(waiter, self.context, placed, mode, retain)
         self._tell(event, carried)
         return waiter
 

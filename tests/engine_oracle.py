@@ -1,14 +1,18 @@
 """What a program's passes must give, worked out on the whole graph at once.
 
 Two ways that know nothing of each other, and nothing of the engine: the gradient as the
-adjoint of the program, as if it ran on one machine; and FAST's rule as a fixpoint on
-the graph with its transfers, which says how a pass ends, what is owed and, sum by sum
-in program order, with which expression each gradient is made.
+adjoint of the program, as if it ran on one machine; and each mode's rule as a fixpoint
+on the graph with its transfers, which says how a pass ends, what is owed and, sum by
+sum in program order, with which expression each gradient is made.
 
 FAST's rule: a worker is reached if it has a root or is sent a cotangent. On a reached
 worker everything behind its roots and its unspent sends is counted; a vertex is done
 when every counted consumer is; a recv that is done sends its cotangent; a send that is
 counted and never gets one is owed.
+
+SMART's rule: what is counted is what can be reached from the roots against the edges,
+and through each slot of a transfer that is reached; so nothing that is counted can be
+owed in the end.
 """
 
 from collections.abc import Sequence
@@ -16,7 +20,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from jdag.engine.vocabulary import LeafId, Outcome, Owed
+from jdag.engine.vocabulary import LeafId, Mode, Outcome, Owed
 from tests.engine_values import Linear, Number, left_fold
 
 Path = tuple[int, ...]
@@ -44,6 +48,15 @@ class Vertex:
     destination: str = ""
     leaf: LeafId | None = None
     spent: bool = False
+    used: list[int] = field(default_factory=list)  # Of a send: its spent slots.
+
+    def unused(self) -> list[int]:
+        """The tracked slots of a send that no pass has spent."""
+        return [
+            slot
+            for slot, edge in enumerate(self.inputs)
+            if edge is not None and slot not in self.used
+        ]
 
 
 @dataclass
@@ -175,29 +188,37 @@ class Oracle:
     # --------------------------------------------------------------------- backward
 
     def differentiate(
-        self, roots: Sequence[int], seeds: Sequence[int | None], retain: bool
+        self,
+        roots: Sequence[int],
+        seeds: Sequence[int | None],
+        retain: bool,
+        mode: Mode = Mode.FAST,
     ) -> Expected:
-        """One pass by FAST's rule; the state afterwards is that of its outcome."""
+        """One pass by its mode's rule; the state afterwards is that of its outcome."""
         if not retain:  # Its transfers are spent; a leaf never is, and moves again.
             self.moved = {
                 key: place
                 for key, place in self.moved.items()
                 if not (key[3] and self._is_leaf(key[1]))
             }
-        fast = Fast(self.vertices, self.gradients)
+        rule = Fixpoint(self.vertices, self.gradients, mode)
         for number, root in enumerate(roots):
             made = self.variables[root].made
             assert made is not None, root
-            fast.root(made, number, seeds[number])
-        expected = fast.run()
+            rule.root(made, number, seeds[number])
+        expected = rule.run()
         if expected.outcome is Outcome.FINISHED:
             self.gradients.update(expected.gradients)
             self._check_adjoint(roots, seeds, expected)
-            spent = [] if retain else [*fast.counted, *fast.sends]
+            counted, slots = list(rule.counted), rule.slots
         else:
-            spent = [] if retain else self.vertices
-        for vertex in spent:
-            vertex.spent = vertex.kind != "leaf"
+            counted = self.vertices
+            slots = {v: v.unused() for v in self.vertices if v.kind == "send"}
+        if not retain:
+            for vertex in counted:
+                vertex.spent = vertex.kind == "node"
+            for send, used in slots.items():
+                send.used += used
         return expected
 
     def _is_leaf(self, variable: int) -> bool:
@@ -230,20 +251,24 @@ class Oracle:
                     assert adjoint.get(name, 0) == 0, leaf
 
 
-class Fast:
-    """One FAST pass, as a fixpoint: nothing here depends on any order of events."""
+class Fixpoint:
+    """One pass, as a fixpoint: nothing here depends on any order of events."""
 
     def __init__(
-        self, vertices: Sequence[Vertex], gradients: dict[LeafId, Number]
+        self,
+        vertices: Sequence[Vertex],
+        gradients: dict[LeafId, Number],
+        mode: Mode,
     ) -> None:
+        self.mode = mode
         self.vertices = vertices
         self.gradients = gradients
         self.roots: list[tuple[Vertex, int, int, int | None]] = []
         self.counted: dict[Vertex, Contributions] = {}
         self.reached: dict[str, None] = {}
         self.broken: dict[str, None] = {}  # Reached, and something there is spent.
-        self.sends: list[Vertex] = []  # Those counted,
-        self.owed: dict[Vertex, None] = {}  # and of them those that still wait.
+        self.slots: dict[Vertex, list[int]] = {}  # Of each send those counted.
+        self.owed: dict[Vertex, None] = {}  # The counted sends that still wait.
         self.done: list[Vertex] = []
         self.found: dict[LeafId, Number] = {}
 
@@ -251,6 +276,8 @@ class Fast:
         self.roots.append((*made, number, seed))
 
     def run(self) -> Expected:
+        if self.mode is Mode.SMART:
+            self._mark()
         for vertex, *_ in self.roots:
             self._reach(vertex.worker)
         for vertex, index, number, seed in self.roots:
@@ -270,27 +297,49 @@ class Fast:
         return Expected(Outcome.FINISHED, (), self.found)
 
     def _reach(self, worker: str) -> None:
-        if worker in self.reached:
+        if worker in self.reached or self.mode is Mode.SMART:
             return
         self.reached[worker] = None
-        seen: list[Vertex] = []
         edges = [(v, i) for v, i, _, _ in self.roots if v.worker == worker]
         for vertex in self.vertices:
-            if vertex.worker == worker and vertex.kind == "send" and not vertex.spent:
-                self.owed[vertex] = None
-                self.sends.append(vertex)
-                edges += [edge for edge in vertex.inputs if edge is not None]
+            if vertex.worker == worker and vertex.kind == "send":
+                edges += self._owe(vertex, vertex.unused())
+        self._count(edges)
+
+    def _mark(self) -> None:
+        edges = [(vertex, index) for vertex, index, _, _ in self.roots]
         while edges:
-            vertex, _ = edges.pop()
+            edges = [
+                edge
+                for recv, slot in self._count(edges)
+                if recv.peer is not None and slot not in self.slots.get(recv.peer, [])
+                for edge in self._owe(recv.peer, [slot])
+            ]
+
+    def _owe(self, send: Vertex, slots: Sequence[int]) -> list[tuple[Vertex, int]]:
+        """Count slots of a send; the edges behind them."""
+        if slots:
+            self.owed[send] = None
+            self.slots.setdefault(send, []).extend(slots)
+        edges = [send.inputs[slot] for slot in slots]
+        return [edge for edge in edges if edge is not None]
+
+    def _count(self, edges: list[tuple[Vertex, int]]) -> list[tuple[Vertex, int]]:
+        """Count edges and all behind them on their worker; the recvs' slots reached."""
+        received: list[tuple[Vertex, int]] = []
+        while edges:
+            vertex, index = edges.pop()
+            if vertex.kind == "recv":
+                received.append((vertex, index))
             if vertex not in self.counted:
                 self.counted[vertex] = Contributions(0, [])
                 for _ in range(vertex.outputs):
                     self.counted[vertex].given.append([])
-                seen.append(vertex)
+                if vertex.spent:
+                    self.broken[vertex.worker] = None
                 edges += [edge for edge in vertex.inputs if edge is not None]
             self.counted[vertex].awaited += 1
-        if any(vertex.spent for vertex in seen):
-            self.broken[worker] = None
+        return received
 
     def _give(
         self,
@@ -331,13 +380,20 @@ class Fast:
         send = recv.peer
         assert send is not None
         self._reach(send.worker)
-        if send not in self.owed:  # An earlier pass has used it.
+        counted = self.slots.get(send, [])
+        late = [s for s, n in enumerate(slots) if n is not None and s not in counted]
+        if not counted or late:  # An earlier pass has used it.
             self.broken[send.worker] = None
         if send.worker not in self.broken:
             del self.owed[send]
-            self._pass_on(send, slots)
+            self._pass_on(send, slots, counted)
 
-    def _pass_on(self, vertex: Vertex, numbers: Sequence[Number | None]) -> None:
+    def _pass_on(
+        self,
+        vertex: Vertex,
+        numbers: Sequence[Number | None],
+        slots: Sequence[int] | None = None,
+    ) -> None:
         for position, edge in enumerate(vertex.inputs):
-            if edge is not None:
+            if edge is not None and (slots is None or position in slots):
                 self._give(*edge, vertex.path, position, numbers[position])

@@ -5,11 +5,18 @@ A plan is data: calls, programs on workers, reads and passes. `draw` makes one f
 """
 
 import random
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jdag.engine.vocabulary import Argument, Failure, LeafId, Outcome, PassResult
+from jdag.engine.vocabulary import (
+    Argument,
+    Failure,
+    LeafId,
+    Mode,
+    Outcome,
+    PassResult,
+)
 from tests.engine_net import Net, Scope, names, stopped
 from tests.engine_oracle import Oracle, Use
 from tests.engine_values import Linear
@@ -57,6 +64,7 @@ class PassStep:
     roots: tuple[int, ...]
     seeds: tuple[int | None, ...]
     retain: bool
+    mode: Mode = Mode.FAST
 
 
 Step = CallStep | ProgramStep | ReadStep | RaiseStep | PassStep
@@ -245,7 +253,17 @@ def draw(rng: random.Random, workers: tuple[str, ...] = ()) -> Plan:
                 known.old = known.call != -1
         for variable in visible:
             draft.known[variable].used = False
-    return Plan(workers, leaves, tuple(steps))
+    modes = (Mode.FAST, Mode.SMART)
+    return in_modes(Plan(workers, leaves, tuple(steps)), lambda: rng.choice(modes))
+
+
+def in_modes(plan: Plan, mode: Callable[[], Mode]) -> Plan:
+    """The same plan, each pass in the mode that is given next."""
+    steps = tuple(
+        replace(step, mode=mode()) if isinstance(step, PassStep) else step
+        for step in plan.steps
+    )
+    return replace(plan, steps=steps)
 
 
 # ---------------------------------------------------------------------------- running
@@ -349,9 +367,13 @@ class Run:
         assert numbers == [self.oracle.variables[v].number for v in variables]
 
     def _pass(self, step: PassStep) -> None:
-        expected = self.oracle.differentiate(step.roots, step.seeds, step.retain)
+        expected = self.oracle.differentiate(
+            step.roots, step.seeds, step.retain, step.mode
+        )
         roots = [self.refs[root] for root in step.roots]
-        got = self.scope.backward(*roots, retain=step.retain, seeds=step.seeds)
+        got = self.scope.backward(
+            *roots, retain=step.retain, seeds=step.seeds, mode=step.mode
+        )
         self.passes.append(got)
         if got.failure is not None and got.failure.error != "GraphError":
             raise Broken(got.failure)

@@ -6,15 +6,16 @@ from collections import Counter
 
 import pytest
 
-from jdag.engine.vocabulary import Outcome
+from jdag.engine.vocabulary import Mode, Outcome
 from tests.engine_faults import FAULTS, happen
 from tests.engine_net import Net
-from tests.engine_programs import Run, draw
+from tests.engine_programs import Run, draw, in_modes
 
 PROGRAMS = 300
 ORDERS = 20  # Interleavings of each program.
 FAULTY = 150  # Programs for each kind of fault.
 CHUNKS = 10  # For tests to run side by side.
+MODES = (None, Mode.SMART, Mode.FAST)  # None: each pass as it was drawn.
 
 
 def run_program(seed: int) -> list[Outcome]:
@@ -27,12 +28,16 @@ def run_program(seed: int) -> list[Outcome]:
     outcomes: list[Outcome] = []
     for order in range(ORDERS):
         net = Net(plan.workers, random.Random(f"{seed} {order}"))
-        run = Run(plan, net)
+        mode = MODES[order % len(MODES)]
+        run = Run(plan if mode is None else in_modes(plan, lambda m=mode: m), net)
         run.all()
         assert run.scope.leave() == (), seed
         net.drain()
         assert (left := net.leftovers()) == [], (seed, left)
-        outcomes = [result.outcome for result in run.passes]
+        if mode is None:
+            outcomes = [result.outcome for result in run.passes]
+        if mode is Mode.SMART:
+            assert all(result.outcome is not Outcome.STUCK for result in run.passes)
     return outcomes
 
 
@@ -53,7 +58,7 @@ def test_programs_end_in_every_way_and_use_what_they_are_meant_to():
     workers: Counter[int] = Counter()
     passes: Counter[int] = Counter()
     for seed in range(PROGRAMS):
-        plan = draw(random.Random(seed))
+        plan = in_modes(draw(random.Random(seed)), lambda: Mode.FAST)
         run = Run(plan, Net(plan.workers, random.Random(seed)))
         run.all()
         outcomes.update(result.outcome for result in run.passes)

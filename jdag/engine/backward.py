@@ -1,11 +1,12 @@
 """Backward on one worker: count what a pass owes, then run vjps as cotangents complete.
 
-Told: Start, Go, Cotangent, Answer, Fail, and results of Vjp, Sum and Fill jobs. Asks
-for those jobs and for Cotangent, Answer and Fail messages.
+Told: Start, Mark, Go, Cotangent, Answer, Fail, and results of Vjp, Sum and Fill jobs.
+Asks for those jobs and for Mark, Cotangent, Answer and Fail messages.
 
 Invariants
-- Counting is done once a pass and worker, on first sight, from its roots and all its
-  sends.
+- No cotangent is delivered on a worker before all that it will count is counted: FAST
+  counts once, on first sight of the pass; SMART as marks come, and Go is said when no
+  mark is under way.
 - Each counted edge brings exactly one contribution, perhaps a symbolic zero; a vertex
   is ready when all have come, and its addends are then put in order of (path,
   position), seeds last.
@@ -16,8 +17,9 @@ Invariants
 from collections.abc import Callable
 from dataclasses import replace
 from math import inf
+from operator import gt
 
-from jdag.engine.count import count, describe, path_of
+from jdag.engine.count import count, describe, mark, path_of
 from jdag.engine.graph import Fragment, LeafEnd, Node, RecvEnd, Value, Vertex
 from jdag.engine.state import State, lost_failure
 from jdag.engine.tree import Due, Pass
@@ -30,6 +32,9 @@ from jdag.engine.vocabulary import (
     Go,
     Job,
     Key,
+    Mark,
+    Marked,
+    Mode,
     Path,
     Root,
     Start,
@@ -58,9 +63,7 @@ class Backward:
 
     def start(self, sender: Worker, message: Start, landed: tuple[Key, ...]) -> None:
         """Roots live here: count, and begin if told to."""
-        taken = self._take(
-            sender, message.context, message.number, message.retain, landed
-        )
+        taken = self._take(sender, message, message.mode, landed)
         if taken is None:
             return
         fragment, live, engaged = taken
@@ -69,9 +72,18 @@ class Backward:
             self.seed(fragment, live)
         self._close(fragment, live, sender, engaged)
 
+    def mark(self, sender: Worker, message: Mark) -> None:
+        """SMART: the roots need these slots of sends here, and all behind them."""
+        taken = self._take(sender, message, Mode.SMART, ())
+        if taken is None:
+            return
+        fragment, live, engaged = taken
+        self._counted(fragment, live, mark(fragment, live, message.transfers))
+        self._close(fragment, live, sender, engaged)
+
     def go(self, sender: Worker, message: Go) -> None:
         """The announced pass begins."""
-        taken = self._take(sender, message.context, message.number, message.retain, ())
+        taken = self._take(sender, message, Mode.FAST, ())
         if taken is None:
             return
         fragment, live, engaged = taken
@@ -82,25 +94,27 @@ class Backward:
         self, sender: Worker, message: Cotangent, landed: tuple[Key, ...]
     ) -> None:
         """The cotangents of a transfer that was sent from here."""
-        context, number = message.context, message.number
-        taken = self._take(sender, context, number, message.retain, landed)
+        taken = self._take(sender, message, Mode.FAST, landed)
         if taken is None:
             return
         fragment, live, engaged = taken
-        if not live.sighted and not self.sight(fragment, live):
+        late = live.mode is Mode.FAST and not live.sighted
+        if late and not self.sight(fragment, live):
             self._state.drop(landed)
             return
-        send = live.owed.pop(message.path, None)
-        if send is None:
+        counted = live.counted.get(message.path)
+        if counted is None or any(map(gt, message.present, counted)):
             self._state.drop(landed)
             self._fail_spent(fragment, live, fragment.sends[message.path])
             return
+        send = live.owed.pop(message.path)
         live.unreported -= 1
-        name = (number, message.path)
+        name = (message.number, message.path)
         for slot, value in enumerate(send.inputs):
-            if value is not None:
+            if counted[slot]:
+                assert value is not None, (message, slot)
                 here = message.present[slot]
-                key = Key("cotangent", context, name, slot) if here else None
+                key = Key("cotangent", message.context, name, slot) if here else None
                 self._deliver(live, value, send.path, slot, key)
         self._close(fragment, live, sender, engaged)
 
@@ -127,18 +141,22 @@ class Backward:
     def _take(
         self,
         sender: Worker,
-        context: object,
-        number: int,
-        retain: bool,
+        message: Start | Mark | Go | Cotangent,
+        mode: Mode,
         landed: tuple[Key, ...],
     ) -> tuple[Fragment, Pass, bool] | None:
-        """A message's pass and whether it engaged; None if it ended or failed."""
-        fragment = self._state.fragment(context)  # type: ignore[arg-type]
+        """A message's pass and whether it engaged; None if it ended or failed.
+
+        Where it is the first of its pass here, that is of this mode: a SMART pass is
+        first heard of by a Start or a Mark.
+        """
+        number = message.number
+        fragment = self._state.fragment(message.context)
         if fragment is None or number <= fragment.ended:
             self._state.drop(landed)
             return None
         if fragment.live is None:
-            fragment.live = Pass(number, retain, is_owner=False)
+            fragment.live = Pass(number, mode, message.retain, is_owner=False)
         live: Pass = fragment.live
         assert live.number == number, (live.number, number)
         if live.failed:  # Perhaps in mid-count: what came has nowhere to go.
@@ -189,12 +207,28 @@ class Backward:
     # ------------------------------------------------------------------- counting
 
     def sight(self, fragment: Fragment, live: Pass) -> bool:
-        """Count the dependencies of everything behind the roots and sends here."""
+        """Count the dependencies that are known at first sight of a pass."""
         live.sighted = True
-        spent = count(fragment, live)
+        return self._counted(fragment, live, count(fragment, live))
+
+    def _counted(self, fragment: Fragment, live: Pass, spent: Node | None) -> bool:
+        """After counting: fail on a spent node, else tell sends what is needed."""
         if spent is not None:
             self._fail_spent(fragment, live, spent)
-        return spent is None
+            return False
+        by_source: dict[Worker, list[Marked]] = {}
+        for recv, needed in live.untold.items():
+            slots = tuple([slot in needed for slot in range(len(recv.outputs))])
+            by_source.setdefault(recv.source, []).append(Marked(recv.path, slots))
+        live.untold = {}
+        for source, transfers in by_source.items():
+            if source in self._state.lost:
+                self.fail_lost(fragment, live, source)
+                return False
+            message = Mark(fragment.context, live.number, tuple(transfers), live.retain)
+            live.unanswered += 1
+            self._state.send(source, message)
+        return True
 
     def _fail_spent(self, fragment: Fragment, live: Pass, vertex: Vertex) -> None:
         message = (

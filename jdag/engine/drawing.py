@@ -23,7 +23,6 @@ class DrawnEnd(NamedTuple):
     path: Path
     peer: Worker
     values: tuple[Key, ...]
-    spent: bool
 
 
 class DrawnLeaf(NamedTuple):
@@ -85,7 +84,6 @@ def draw(fragment: Fragment) -> Drawing:
             send.path,
             send.destination,
             use(tuple(v for v in send.inputs if v is not None), f"send {send.path}"),
-            send.spent,
         )
         for _, send in sorted(fragment.sends.items())
     )
@@ -94,7 +92,6 @@ def draw(fragment: Fragment) -> Drawing:
             recv.path,
             recv.source,
             tuple(recv.outputs[slot].key for slot, on in enumerate(recv.tracked) if on),
-            recv.spent,
         )
         for _, recv in sorted(fragment.recvs.items())
         if True in recv.tracked

@@ -37,6 +37,7 @@ from jdag.engine.vocabulary import (
     Launched,
     Left,
     Lost,
+    Mark,
     Message,
     Opened,
     Primal,
@@ -164,6 +165,8 @@ class Engine:
                 self._backward.answer(message)
             case Cotangent():
                 self._backward.cotangent(sender, message, landing(message))
+            case Mark():
+                self._backward.mark(sender, message)
             case Call():
                 self._forwarding.call(sender, message)
             case Acknowledge():
@@ -207,6 +210,7 @@ class Engine:
             case (
                 Answer()
                 | Cotangent()
+                | Mark()
                 | Call()
                 | Acknowledge()
                 | Primal()

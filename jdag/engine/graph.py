@@ -10,7 +10,8 @@ go out.
     LeafEnd  where the gradient of a leaf accumulates: its versions in, nothing out
 
 Invariants: an edge is (a vertex, a place in its `inputs`), and the value there names
-its producer; `spent` is set once and never cleared; a value settles once.
+its producer; a node is spent once and for ever, and so is each slot of a send, which
+says that FAST passes need not wait for it; a value settles once.
 """
 
 from collections.abc import Callable
@@ -104,13 +105,13 @@ class SendEnd:
         self.outputs: tuple[Value, ...] = ()
         self.function = function
         self.call_site = call_site
-        self.spent = False
+        self.spent = [value is None for value in inputs]
 
 
 class RecvEnd:
     """The receiving end of a transfer: made by its call, or by data that came first."""
 
-    __slots__ = ("inputs", "outputs", "path", "source", "spent", "tracked")
+    __slots__ = ("inputs", "outputs", "path", "source", "tracked")
 
     def __init__(
         self, context: ContextId, path: Path, source: Worker, slots: int
@@ -123,13 +124,12 @@ class RecvEnd:
             Value(Key("received", context, (path, source), slot), self, slot)
             for slot in range(slots)
         )
-        self.spent = False
 
 
 class LeafEnd:
     """Where the gradient of one leaf accumulates in one context. It is never spent."""
 
-    __slots__ = ("aval", "gradient", "inputs", "leaf", "outputs", "spent")
+    __slots__ = ("aval", "gradient", "inputs", "leaf", "outputs")
 
     def __init__(self, leaf: LeafId, aval: Any) -> None:
         self.leaf = leaf
@@ -137,7 +137,6 @@ class LeafEnd:
         self.gradient: Key | None = None  # The committed one, where it is stored.
         self.inputs: tuple[Value, ...] = ()
         self.outputs: tuple[Value, ...] = ()
-        self.spent = False
 
 
 Vertex = Node | SendEnd | RecvEnd | LeafEnd
@@ -183,7 +182,3 @@ class Fragment:
         self.ended = 0  # The number of the last pass that ended.
         self.release: tuple[Worker, Release] | None = None  # Waits for `pending` == 0.
         self.ownership: Ownership | None = None  # On the context's owner alone.
-
-    def vertices(self) -> tuple[Vertex, ...]:
-        """Every vertex that a pass can spend."""
-        return (*self.nodes.values(), *self.sends.values(), *self.recvs.values())

@@ -11,6 +11,7 @@ from jdag.engine.names import (
     Failure,
     Key,
     LeafId,
+    Mode,
     Outcome,
     Owed,
     Path,
@@ -136,8 +137,26 @@ class Start:
     context: ContextId
     number: int  # Of the pass.
     roots: tuple[Root, ...]
+    mode: Mode
     retain: bool
     go: bool
+
+
+class Marked(NamedTuple):
+    """Slots of a transfer, by its path, that the roots are newly known to need."""
+
+    path: Path
+    slots: tuple[bool, ...]
+
+
+@data
+class Mark:
+    """Recv to send, in SMART mode: what the roots need of these transfers. Engages."""
+
+    context: ContextId
+    number: int
+    transfers: tuple[Marked, ...]
+    retain: bool
 
 
 @data
@@ -221,7 +240,7 @@ class Released:
 
 Message = (
     Call | Ship | Acknowledge | Primal | Run | Return | Read | Reading | Assign | Forget
-    | Start | Go | Cotangent | Answer | Fail | End | Ended | Release | Released
+    | Start | Mark | Go | Cotangent | Answer | Fail | End | Ended | Release | Released
 )  # fmt: skip
 
 

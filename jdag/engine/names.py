@@ -93,6 +93,13 @@ class Failure:
     exception: BaseException | None = None
 
 
+class Mode(Enum):
+    """Which sends a pass waits for: all of the context, or those that roots need."""
+
+    FAST = "fast"
+    SMART = "smart"
+
+
 class Outcome(Enum):
     """How a pass ended."""
 

@@ -4,8 +4,9 @@ Told by programs: Differentiated; by others: End, Ended; by the tree: that the o
 passive, or that a failure reached it. Asks for Start, Go, End, Ended, Resume and Drop.
 
 Invariants
-- A pass begins when the top activation has no unacknowledged call; with roots on
-  several workers all are announced before any begins.
+- A pass begins when the top activation has no unacknowledged call. In SMART mode the
+  roots are marked from first; in FAST, with roots on several workers, all are announced
+  first. The wave is over when the owner is passive: then, and not before, it says Go.
 - Every pass ends with one End to every worker that took part, and is over when all have
   answered: then no job of it runs anywhere. Gradients are committed by End(finished)
   and by nothing else.
@@ -29,6 +30,8 @@ from jdag.engine.vocabulary import (
     Go,
     Key,
     LeafId,
+    Mark,
+    Mode,
     Outcome,
     Owed,
     PassResult,
@@ -65,6 +68,7 @@ class Passes:
         own.passes += 1
         own.waiter = event.waiter
         own.roots = event.roots
+        own.mode = event.mode
         own.retain = event.retain
         own.owed, own.leaves = [], {}
         top = fragment.activations[()]
@@ -83,19 +87,30 @@ class Passes:
         if own.phase is not Phase.GATHERING:
             return  # A worker was lost meanwhile.
         state = self._state
-        live = fragment.live = Pass(own.passes, own.retain, is_owner=True)
+        live = Pass(own.passes, own.mode, own.retain, is_owner=True)
+        fragment.live = live
         by_worker: dict[Worker, list[Root]] = {}
         for worker, root in own.roots:
             by_worker.setdefault(worker, []).append(root)
-        alone = len(by_worker) == 1
-        own.advance(fragment.context, Go if alone else Start)
+        alone = len(by_worker) == 1 and own.mode is Mode.FAST
+        if own.mode is Mode.SMART:
+            own.advance(fragment.context, Mark)
+        else:
+            own.advance(fragment.context, Go if alone else Start)
         for worker, roots in by_worker.items():
             if worker == state.worker:
                 live.roots = tuple(roots)
                 continue
             live.unanswered += 1
             seeds = _seeds(fragment, own.passes, roots)
-            start = Start(fragment.context, own.passes, tuple(roots), own.retain, alone)
+            start = Start(
+                fragment.context,
+                own.passes,
+                tuple(roots),
+                own.mode,
+                own.retain,
+                alone,
+            )
             state.send(worker, start, seeds)
             state.drop(seeds)
         if live.roots and self._backward.sight(fragment, live) and alone:
@@ -261,11 +276,13 @@ class Passes:
     def _spend(self, fragment: Fragment) -> None:
         """Nothing recorded so far can be used again."""
         residuals = []
-        for vertex in fragment.vertices():
-            vertex.spent = True
-            if isinstance(vertex, Node) and vertex.residuals is not None:
-                residuals.append(vertex.residuals)
-                vertex.residuals = None
+        for node in fragment.nodes.values():
+            node.spent = True
+            if node.residuals is not None:
+                residuals.append(node.residuals)
+                node.residuals = None
+        for send in fragment.sends.values():
+            send.spent = [True] * len(send.spent)
         self._state.drop(residuals)
 
     def lost(self, fragment: Fragment, worker: Worker) -> None:

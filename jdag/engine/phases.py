@@ -16,6 +16,8 @@ from jdag.engine.vocabulary import (
     LeafId,
     Left,
     Lost,
+    Mark,
+    Mode,
     Outcome,
     Owed,
     Released,
@@ -31,7 +33,8 @@ class Phase(Enum):
 
     OPEN = "open"
     GATHERING = "gathering"  # A pass is asked for; calls are not all acknowledged.
-    ANNOUNCING = "announcing"  # Roots on several workers: wave one.
+    ANNOUNCING = "announcing"  # FAST, roots on several workers: all hear of the pass.
+    MARKING = "marking"  # SMART: what the roots need is being found.
     RUNNING = "running"  # Cotangents flow.
     ENDING = "ending"  # Every participant is being told.
     FAILED = "failed"  # A worker of it was lost.
@@ -50,11 +53,13 @@ NEXT: Mapping[Phase, Mapping[type, Phase]] = {
     },
     Phase.GATHERING: {
         Start: Phase.ANNOUNCING,
+        Mark: Phase.MARKING,
         Go: Phase.RUNNING,
         End: Phase.ENDING,
         Left: Phase.LEAVING,
     },
     Phase.ANNOUNCING: {Go: Phase.RUNNING, End: Phase.ENDING, Left: Phase.LEAVING},
+    Phase.MARKING: {Go: Phase.RUNNING, End: Phase.ENDING, Left: Phase.LEAVING},
     Phase.RUNNING: {End: Phase.ENDING, Left: Phase.LEAVING},
     Phase.ENDING: {Ended: Phase.OPEN, Lost: Phase.FAILED, Left: Phase.LEAVING},
     Phase.FAILED: {Left: Phase.LEAVING},
@@ -72,6 +77,7 @@ class Ownership:
     passes: int = 0
     waiter: int = 0
     roots: tuple[tuple[Worker, Root], ...] = ()
+    mode: Mode = Mode.SMART
     retain: bool = False
     outcome: Outcome = Outcome.FINISHED
     failure: Failure | None = None

@@ -19,8 +19,8 @@ not passive).
 
 from typing import Any
 
-from jdag.engine.graph import SendEnd, Vertex
-from jdag.engine.vocabulary import Key, LeafId, Path, Root, Worker
+from jdag.engine.graph import RecvEnd, SendEnd, Vertex
+from jdag.engine.vocabulary import Key, LeafId, Mode, Path, Root, Worker
 
 Addend = tuple[
     tuple[float, ...], int, Key
@@ -43,13 +43,14 @@ class Pass:
     """One backward pass as one worker sees it."""
 
     __slots__ = (
-        "computing", "dues", "engaged", "failed", "is_owner", "number", "owed",
-        "parent", "ready", "retain", "roots", "sighted", "staged", "unanswered",
-        "unreported", "waiting",
+        "computing", "counted", "dues", "engaged", "failed", "is_owner", "mode",
+        "needed", "number", "owed", "parent", "ready", "retain", "roots", "sighted",
+        "staged", "unanswered", "unreported", "untold", "waiting",
     )  # fmt: skip
 
-    def __init__(self, number: int, retain: bool, is_owner: bool) -> None:
+    def __init__(self, number: int, mode: Mode, retain: bool, is_owner: bool) -> None:
         self.number = number
+        self.mode = mode
         self.retain = retain
         self.is_owner = is_owner
         self.engaged = is_owner
@@ -59,11 +60,15 @@ class Pass:
         self.waiting = 0  # Nodes with all their cotangents whose forward has not run.
         self.unreported = 0
         self.owed: dict[Path, SendEnd] = {}
+        self.counted: dict[Path, list[bool]] = {}  # Of each send, the slots that are.
+        # SMART: of each recv, the slots that roots need; those not yet told its send.
+        self.needed: dict[RecvEnd, dict[int, None]] = {}
+        self.untold: dict[RecvEnd, dict[int, None]] = {}
         self.dues: dict[Vertex, Due] = {}
         self.ready: list[Any] = []  # Vertices with all their contributions.
         self.staged: dict[LeafId, Key | None] = {}
         self.roots: tuple[Root, ...] = ()  # Those here that have no cotangent yet.
-        self.sighted = False  # Dependencies have been counted here.
+        self.sighted = False  # FAST: dependencies have been counted here.
         self.failed = False
 
     def engage(self, sender: Worker) -> bool:

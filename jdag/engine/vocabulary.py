@@ -20,6 +20,8 @@ from jdag.engine.messages import (
     Forget,
     Go,
     Incoming,
+    Mark,
+    Marked,
     Message,
     Primal,
     Read,
@@ -37,6 +39,7 @@ from jdag.engine.names import (
     Failure,
     Key,
     LeafId,
+    Mode,
     Outcome,
     Owed,
     Path,
@@ -79,7 +82,10 @@ __all__ = [
     "LeafId",
     "Left",
     "Lost",
+    "Mark",
+    "Marked",
     "Message",
+    "Mode",
     "Opened",
     "Outcome",
     "Owed",
@@ -280,6 +286,7 @@ class Differentiated:
     waiter: int
     context: ContextId
     roots: tuple[tuple[Worker, Root], ...]
+    mode: Mode
     retain: bool
 
 

@@ -16,6 +16,7 @@ as the same bytes again.
 """
 
 from collections.abc import Sequence
+from enum import Enum
 from typing import Any, NamedTuple
 
 from jdag.engine.vocabulary import (
@@ -31,7 +32,10 @@ from jdag.engine.vocabulary import (
     Forget,
     Go,
     Incoming,
+    Mark,
+    Marked,
     Message,
+    Mode,
     Outcome,
     Owed,
     Primal,
@@ -85,22 +89,24 @@ def _program_name(program: Any) -> str:
     return program if type(program) is str else name_of(program)
 
 
-_OUTCOMES = tuple(Outcome)
+def _choice(kind: type[Enum], what: str) -> Layout:
+    """One of a few, by its place: a byte."""
+    members = tuple(kind)
+
+    def read(reader: Reader) -> Enum:
+        number = reader.integer(1, what)
+        if number >= len(members):
+            raise ProtocolError(f"{what} {number}: allowed is 0 to {len(members) - 1}")
+        return members[number]
+
+    def write(writer: Writer, member: Enum) -> None:
+        writer.out.append(members.index(member))
+
+    return Layout(1, None, write, read)
 
 
-def _read_outcome(reader: Reader) -> Outcome:
-    number = reader.integer(1, "outcome")
-    if number >= len(_OUTCOMES):
-        raise ProtocolError(f"outcome {number}: allowed is 0 to {len(_OUTCOMES) - 1}")
-    return _OUTCOMES[number]
-
-
-OUTCOME = Layout(
-    1,
-    None,
-    lambda writer, outcome: writer.out.append(_OUTCOMES.index(outcome)),
-    _read_outcome,
-)
+OUTCOME = _choice(Outcome, "outcome")
+MODE = _choice(Mode, "mode")
 PROGRAM = Layout(
     TEXT.fixed,
     lambda program: text_more(_program_name(program)),
@@ -132,6 +138,7 @@ ROOT = record(
     Root, key=KEY, aval=ARRAY_TYPE, given=FLAG, number=integer(4, "root's number")
 )
 INCOMING = record(Incoming, source=WORKER, tracked=MASK)
+MARKED = record(Marked, path=PATH, slots=MASK)
 
 # The place in this table is the type's number: only append.
 LAYOUTS: dict[type[Any], Layout] = {
@@ -193,6 +200,7 @@ LAYOUTS: dict[type[Any], Layout] = {
         context=CONTEXT,
         number=PASS,
         roots=many(ROOT, "roots"),
+        mode=MODE,
         retain=FLAG,
         go=FLAG,
     ),
@@ -215,6 +223,13 @@ LAYOUTS: dict[type[Any], Layout] = {
         Release, context=CONTEXT, live=many(COUNTER, "live contexts"), abort=FLAG
     ),
     Released: record(Released, context=CONTEXT, failures=many(FAILURE, "failures")),
+    Mark: record(
+        Mark,
+        context=CONTEXT,
+        number=PASS,
+        transfers=many(MARKED, "transfers"),
+        retain=FLAG,
+    ),
 }
 _TYPES = tuple(LAYOUTS)
 _NUMBERS = {kind: number for number, kind in enumerate(_TYPES)}
