@@ -32,7 +32,6 @@ from jdag.home import Home, Port
 from jdag.ref import Leaf, Ref, is_ref
 from jdag.roots import checked_roots
 
-
 _MODES = {mode.value: mode for mode in (Mode.SMART, Mode.FAST)}
 
 

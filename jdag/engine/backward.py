@@ -16,13 +16,14 @@ Invariants
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from math import inf
 from operator import gt
 
 from jdag.engine.count import count, describe, mark, path_of
 from jdag.engine.graph import Fragment, LeafEnd, Node, RecvEnd, Value, Vertex
+from jdag.engine.live import Due, Pass
 from jdag.engine.state import State, lost_failure
-from jdag.engine.tree import Due, Pass
 from jdag.engine.vocabulary import (
     Answer,
     Cotangent,
@@ -66,29 +67,29 @@ class Backward:
         taken = self._take(sender, message, message.mode, landed)
         if taken is None:
             return
-        fragment, live, engaged = taken
+        fragment, live = taken
         live.roots = message.roots
         if self.sight(fragment, live) and message.go:
             self.seed(fragment, live)
-        self._close(fragment, live, sender, engaged)
+        self.settle(fragment, live)
 
     def mark(self, sender: Worker, message: Mark) -> None:
         """SMART: the roots need these slots of sends here, and all behind them."""
         taken = self._take(sender, message, Mode.SMART, ())
         if taken is None:
             return
-        fragment, live, engaged = taken
+        fragment, live = taken
         self._counted(fragment, live, mark(fragment, live, message.transfers))
-        self._close(fragment, live, sender, engaged)
+        self.settle(fragment, live)
 
     def go(self, sender: Worker, message: Go) -> None:
         """The announced pass begins."""
         taken = self._take(sender, message, Mode.FAST, ())
         if taken is None:
             return
-        fragment, live, engaged = taken
+        fragment, live = taken
         self.seed(fragment, live)
-        self._close(fragment, live, sender, engaged)
+        self.settle(fragment, live)
 
     def cotangent(
         self, sender: Worker, message: Cotangent, landed: tuple[Key, ...]
@@ -97,7 +98,7 @@ class Backward:
         taken = self._take(sender, message, Mode.FAST, landed)
         if taken is None:
             return
-        fragment, live, engaged = taken
+        fragment, live = taken
         late = live.mode is Mode.FAST and not live.sighted
         if late and not self.sight(fragment, live):
             self._state.drop(landed)
@@ -116,21 +117,20 @@ class Backward:
                 here = message.present[slot]
                 key = Key("cotangent", message.context, name, slot) if here else None
                 self._deliver(live, value, send.path, slot, key)
-        self._close(fragment, live, sender, engaged)
+        self.settle(fragment, live)
 
     def answer(self, message: Answer) -> None:
-        """A message of the pass is done with."""
+        """A worker has nothing of the pass to do, and its weight is back here."""
         fragment = self._state.contexts.get(message.context)
         live: Pass | None = None if fragment is None else fragment.live
         if fragment is None or live is None or live.number != message.number:
             return
-        live.unanswered -= 1
-        assert live.unanswered >= 0, message
-        live.unreported += message.owed
+        assert live.is_owner, message
+        live.take(message.weight, message.owed)
         self.settle(fragment, live)
 
     def fail_arrived(self, message: Fail) -> None:
-        """A child in the tree cannot finish: pass it on towards the owner."""
+        """Who heard of the pass from here cannot finish: pass it on to the owner."""
         fragment = self._state.contexts.get(message.context)
         live: Pass | None = None if fragment is None else fragment.live
         if fragment is None or live is None or live.number != message.number:
@@ -144,8 +144,8 @@ class Backward:
         message: Start | Mark | Go | Cotangent,
         mode: Mode,
         landed: tuple[Key, ...],
-    ) -> tuple[Fragment, Pass, bool] | None:
-        """A message's pass and whether it engaged; None if it ended or failed.
+    ) -> tuple[Fragment, Pass] | None:
+        """A message's pass, with the weight it brings; None if it ended or failed.
 
         Where it is the first of its pass here, that is of this mode: a SMART pass is
         first heard of by a Start or a Mark.
@@ -156,47 +156,47 @@ class Backward:
             self._state.drop(landed)
             return None
         if fragment.live is None:
-            fragment.live = Pass(number, mode, message.retain, is_owner=False)
+            fragment.live = Pass(number, mode, message.retain, sender)
         live: Pass = fragment.live
         assert live.number == number, (live.number, number)
         if live.failed:  # Perhaps in mid-count: what came has nowhere to go.
             self._state.drop(landed)
             return None
-        return fragment, live, live.engage(sender)
-
-    def _close(
-        self, fragment: Fragment, live: Pass, sender: Worker, engaged: bool
-    ) -> None:
-        """Work off what is ready and answer if it is time."""
-        self._work(fragment, live)
-        if not engaged and not live.failed:
-            change = 0 if live.is_owner else live.report()
-            self._state.send(sender, Answer(fragment.context, live.number, change))
-        self.settle(fragment, live)
+        live.take(message.weight, message.owed)
+        return fragment, live
 
     def settle(self, fragment: Fragment, live: Pass) -> None:
-        """Answer the parent, or conclude the pass, if this worker is passive."""
+        """Work off what is ready, say what is to be said, and let go of the weight."""
         self._work(fragment, live)
-        if live.failed or not live.engaged or not live.passive:
+        if live.failed:
+            return
+        state = self._state
+        for to, message, values in live.parcel():
+            state.send(to, message, values)
+            state.drop(values)
+        if not live.passive:
             return
         if live.is_owner:
-            self._owner_passive(fragment, live)
-            return
-        live.engaged = False
-        assert live.parent is not None, live.number
-        parent, live.parent = live.parent, None
-        self._state.send(parent, Answer(fragment.context, live.number, live.report()))
+            if live.whole:
+                self._owner_passive(fragment, live)
+        elif live.weight.units:
+            answer = Answer(fragment.context, live.number, *live.hand_back())
+            state.send(fragment.owner, answer)
 
     def fail(self, fragment: Fragment, live: Pass, failure: Failure) -> None:
-        """The pass cannot finish: say so up the tree, once, and do no more."""
+        """The pass cannot finish: say so, once, and do no more."""
         if live.failed:
             return
         live.failed = True
-        if live.is_owner:
+        for _, _, values in live.outbox:
+            self._state.drop(values)
+        live.outbox = []
+        if live.parent is None:
             self._owner_failed(fragment, failure)
-        else:
-            assert live.parent is not None, failure
-            self._state.send(live.parent, Fail(fragment.context, live.number, failure))
+            return
+        lost = live.parent in self._state.lost
+        told = fragment.owner if lost else live.parent
+        self._state.send(told, Fail(fragment.context, live.number, failure))
 
     def fail_lost(self, fragment: Fragment, live: Pass, worker: Worker) -> None:
         """The pass cannot finish: a worker whose part it needs is gone."""
@@ -225,9 +225,8 @@ class Backward:
             if source in self._state.lost:
                 self.fail_lost(fragment, live, source)
                 return False
-            message = Mark(fragment.context, live.number, tuple(transfers), live.retain)
-            live.unanswered += 1
-            self._state.send(source, message)
+            context, number, retain = fragment.context, live.number, live.retain
+            live.say(source, partial(Mark, context, number, tuple(transfers), retain))
         return True
 
     def _fail_spent(self, fragment: Fragment, live: Pass, vertex: Vertex) -> None:
@@ -450,12 +449,9 @@ class Backward:
         keys = tuple(addends[0][2] for addends in due.addends if addends)
         present = tuple(bool(addends) for addends in due.addends)
         due.addends = []
-        message = Cotangent(
-            fragment.context, live.number, recv.path, present, live.retain
-        )
-        live.unanswered += 1
-        self._state.send(recv.source, message, keys)
-        self._state.drop(keys)
+        context, number = fragment.context, live.number
+        message = partial(Cotangent, context, number, recv.path, present, live.retain)
+        live.say(recv.source, message, keys)
 
     def _leaf(self, fragment: Fragment, live: Pass, end: LeafEnd) -> None:
         """The gradient of a leaf is complete: stage it."""

@@ -19,6 +19,7 @@ from jdag.engine.names import (
     Worker,
     data,
 )
+from jdag.engine.weight import Weight
 
 
 class Incoming(NamedTuple):
@@ -140,6 +141,8 @@ class Start:
     mode: Mode
     retain: bool
     go: bool
+    weight: Weight
+    owed: int
 
 
 class Marked(NamedTuple):
@@ -151,21 +154,25 @@ class Marked(NamedTuple):
 
 @data
 class Mark:
-    """Recv to send, in SMART mode: what the roots need of these transfers. Engages."""
+    """Recv to send, in SMART mode: what the roots need of these transfers."""
 
     context: ContextId
     number: int
     transfers: tuple[Marked, ...]
     retain: bool
+    weight: Weight
+    owed: int
 
 
 @data
 class Go:
-    """Owner to a worker whose roots it announced: begin. Engages."""
+    """Owner to a worker whose roots it announced: begin."""
 
     context: ContextId
     number: int
     retain: bool
+    weight: Weight
+    owed: int
 
 
 @data
@@ -177,20 +184,26 @@ class Cotangent:
     path: Path
     present: tuple[bool, ...]
     retain: bool
+    weight: Weight
+    owed: int
 
 
 @data
 class Answer:
-    """To whom engaged or told: this message is done with; change in sends owed."""
+    """To the owner: nothing of the pass goes on here; weight and change in owed sends.
+
+    All messages of a pass carry these two (`jdag.engine.weight`).
+    """
 
     context: ContextId
     number: int
+    weight: Weight
     owed: int
 
 
 @data
 class Fail:
-    """To the parent in the tree: the pass cannot finish."""
+    """To whom one first heard of the pass from: it cannot finish."""
 
     context: ContextId
     number: int

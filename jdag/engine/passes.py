@@ -19,9 +19,9 @@ from typing import Any
 from jdag.engine.activations import Activations
 from jdag.engine.backward import Backward
 from jdag.engine.graph import Fragment, Node, Value
+from jdag.engine.live import Pass
 from jdag.engine.phases import Ownership, Phase
 from jdag.engine.state import State
-from jdag.engine.tree import Pass
 from jdag.engine.vocabulary import (
     Differentiated,
     End,
@@ -87,7 +87,7 @@ class Passes:
         if own.phase is not Phase.GATHERING:
             return  # A worker was lost meanwhile.
         state = self._state
-        live = Pass(own.passes, own.mode, own.retain, is_owner=True)
+        live = Pass(own.passes, own.mode, own.retain, None)
         fragment.live = live
         by_worker: dict[Worker, list[Root]] = {}
         for worker, root in own.roots:
@@ -101,9 +101,8 @@ class Passes:
             if worker == state.worker:
                 live.roots = tuple(roots)
                 continue
-            live.unanswered += 1
-            seeds = _seeds(fragment, own.passes, roots)
-            start = Start(
+            start = partial(
+                Start,
                 fragment.context,
                 own.passes,
                 tuple(roots),
@@ -111,14 +110,13 @@ class Passes:
                 own.retain,
                 alone,
             )
-            state.send(worker, start, seeds)
-            state.drop(seeds)
+            live.say(worker, start, _seeds(fragment, own.passes, roots))
         if live.roots and self._backward.sight(fragment, live) and alone:
             self._backward.seed(fragment, live)
         self._backward.settle(fragment, live)
 
     def owner_passive(self, fragment: Fragment, live: Pass) -> None:
-        """Nobody is engaged any more: wave one is over, or the pass is."""
+        """Nothing goes on anywhere: the wave before the pass is over, or it is."""
         own = fragment.ownership
         assert own is not None, fragment.context
         if own.phase is Phase.RUNNING:
@@ -130,8 +128,8 @@ class Passes:
         own.advance(fragment.context, Go)
         for worker in dict.fromkeys(worker for worker, _ in own.roots):
             if worker != self._state.worker:
-                live.unanswered += 1
-                self._state.send(worker, Go(fragment.context, live.number, own.retain))
+                go = partial(Go, fragment.context, live.number, own.retain)
+                live.say(worker, go)
         self._backward.seed(fragment, live)
         self._backward.settle(fragment, live)
 
@@ -288,11 +286,11 @@ class Passes:
     def lost(self, fragment: Fragment, worker: Worker) -> None:
         """A peer of a transfer is gone: what it owes this pass never comes."""
         live: Pass | None = fragment.live
-        if live is None or live.is_owner or not live.engaged:
+        if live is None or live.is_owner:
             return
         peers = [send.destination for send in fragment.sends.values()]
         peers += [recv.source for recv in fragment.recvs.values()]
-        if worker == live.parent or worker in peers:
+        if worker in peers:
             self._backward.fail_lost(fragment, live, worker)
 
     def abandon(self, fragment: Fragment) -> None:

@@ -50,6 +50,7 @@ from jdag.engine.vocabulary import (
     Start,
     Worker,
 )
+from jdag.engine.weight import Weight
 from jdag.errors import ProtocolError
 from jdag.functions import name_of
 from jdag.wire.arrays import ARRAY_TYPE, ARRAY_TYPES, ArrayType, sizes, types_more
@@ -139,6 +140,27 @@ ROOT = record(
 )
 INCOMING = record(Incoming, source=WORKER, tracked=MASK)
 MARKED = record(Marked, path=PATH, slots=MASK)
+CHANGE = integer(4, "change in sends owed", signed=True)
+
+
+def _units_bytes(weight: Weight) -> int:
+    return (weight.units.bit_length() + 7) >> 3
+
+
+def _write_weight(writer: Writer, weight: Weight) -> None:
+    size = _units_bytes(weight)
+    writer.integer(weight.halvings, 4, "halvings of a weight")
+    writer.integer(size, 2, "bytes of a weight")
+    writer.integer(weight.units, size, "units of a weight")
+
+
+def _read_weight(reader: Reader) -> Weight:
+    halvings = reader.integer(4, "halvings of a weight")
+    size = reader.integer(2, "bytes of a weight")
+    return Weight(reader.integer(size, "units of a weight"), halvings)
+
+
+WEIGHT = Layout(6, _units_bytes, _write_weight, _read_weight)
 
 # The place in this table is the type's number: only append.
 LAYOUTS: dict[type[Any], Layout] = {
@@ -203,17 +225,23 @@ LAYOUTS: dict[type[Any], Layout] = {
         mode=MODE,
         retain=FLAG,
         go=FLAG,
+        weight=WEIGHT,
+        owed=CHANGE,
     ),
-    Go: record(Go, context=CONTEXT, number=PASS, retain=FLAG),
+    Go: record(
+        Go, context=CONTEXT, number=PASS, retain=FLAG, weight=WEIGHT, owed=CHANGE
+    ),
     Cotangent: record(
-        Cotangent, context=CONTEXT, number=PASS, path=PATH, present=MASK, retain=FLAG
-    ),
-    Answer: record(
-        Answer,
+        Cotangent,
         context=CONTEXT,
         number=PASS,
-        owed=integer(8, "change in sends owed", signed=True),
+        path=PATH,
+        present=MASK,
+        retain=FLAG,
+        weight=WEIGHT,
+        owed=CHANGE,
     ),
+    Answer: record(Answer, context=CONTEXT, number=PASS, weight=WEIGHT, owed=CHANGE),
     Fail: record(Fail, context=CONTEXT, number=PASS, failure=FAILURE),
     End: record(End, context=CONTEXT, number=PASS, outcome=OUTCOME, retain=FLAG),
     Ended: record(
@@ -229,6 +257,8 @@ LAYOUTS: dict[type[Any], Layout] = {
         number=PASS,
         transfers=many(MARKED, "transfers"),
         retain=FLAG,
+        weight=WEIGHT,
+        owed=CHANGE,
     ),
 }
 _TYPES = tuple(LAYOUTS)

@@ -1,0 +1,166 @@
+"""Measures what finding out costs: SMART passes beside FAST ones, in virtual time.
+
+    python paper/modes.py
+
+Chains on two and on as many workers as transfers, fan-outs and trees, of 2 to 512
+transfers, with the pass asked for at once (while forward still runs) and after forward.
+Counted from asking for the pass to its end: protocol messages, all bytes on the wire,
+virtual time. All is virtual, so that there is nothing to repeat: the same numbers come
+out on any machine. `paper/results/modes.json` holds them, `modes.md` the table.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import jdag
+
+RESULTS = Path(__file__).parent / "results"
+SIZES = (2, 8, 64, 512)
+WIDTH = 64
+NETWORK = jdag.sim.Network(
+    jdag.sim.LinkModel(latency_ns=20_000, bandwidth_bytes_per_s=1_250_000_000)
+)
+DEVICES = jdag.sim.DeviceModel(forward_ns=10_000, backward_ns=20_000, sum_ns=1_000)
+MODES = ("fast", "smart")
+
+
+def scaled(w: jax.Array, x: jax.Array) -> jax.Array:
+    """One call: w * x, elementwise."""
+    return w * x
+
+
+def total(*parts: jax.Array) -> jax.Array:
+    """The loss: a scalar."""
+    result = jnp.zeros(())
+    for part in parts:
+        result = result + jnp.sum(part)
+    return result
+
+
+def chain_of_two(ctx: Any, leaves: Any, size: int) -> Any:
+    """`size` transfers forth and back between two workers."""
+    value = ctx.call("w0", scaled, leaves[0], 1.5)
+    for number in range(size):
+        value = ctx.call(f"w{(number + 1) % 2}", scaled, value, 1.5)
+    return ctx.call(value.worker, total, value)
+
+
+def chain_of_many(ctx: Any, leaves: Any, size: int) -> Any:
+    """`size` transfers, each to another worker."""
+    value = ctx.call("w0", scaled, leaves[0], 1.5)
+    for number in range(size):
+        value = ctx.call(f"w{number + 1}", scaled, value, 1.5)
+    return ctx.call(value.worker, total, value)
+
+
+def fan_out(ctx: Any, leaves: Any, size: int) -> Any:
+    """One value goes to half as many workers; what they make of it comes back."""
+    value = ctx.call("w0", scaled, leaves[0], 1.5)
+    parts = [ctx.call(f"w{n + 1}", scaled, value, 1.5) for n in range(size // 2)]
+    return ctx.call("w0", total, *parts)
+
+
+def tree(ctx: Any, leaves: Any, size: int) -> Any:
+    """A binary tree: each worker adds up its own and what two others hand it."""
+    values = [ctx.call(leaf.worker, scaled, leaf, 1.5) for leaf in leaves]
+    for number in range(size, 0, -1):
+        above = (number - 1) // 2
+        values[above] = ctx.call(f"w{above}", scaled, values[above], values[number])
+    return ctx.call("w0", total, values[0])
+
+
+SHAPES: dict[str, tuple[Callable[..., Any], Callable[[int], int]]] = {
+    "chain on 2 workers": (chain_of_two, lambda size: 2),
+    "chain on n workers": (chain_of_many, lambda size: size + 1),
+    "fan-out and back": (fan_out, lambda size: size // 2 + 1),
+    "tree": (tree, lambda size: size + 1),
+}
+
+
+class Cost(NamedTuple):
+    """What one pass took."""
+
+    messages: int
+    bytes: int
+    virtual_ns: int
+
+
+def cost(shape: str, size: int, mode: str, after_forward: bool) -> Cost:
+    """Run a pass; count what it took, from asking for it to its end."""
+    program, workers_of = SHAPES[shape]
+    names = [f"w{number}" for number in range(workers_of(size))]
+    settings: dict[str, Any] = {"network": NETWORK, "devices": DEVICES, "trace": False}
+    with jdag.simulate(names, seed=0, values="abstract", **settings) as cluster:
+        shape_of = jax.ShapeDtypeStruct((WIDTH,), jnp.float32)
+        leaves = [cluster.put(name, shape_of) for name in names]
+        with cluster.context() as ctx:
+            root = program(ctx, leaves, size)
+            if after_forward:
+                cluster.driver.settle()
+            before, start_ns = _sent(cluster), cluster.now_ns
+            ctx.backward(root, mode=mode)
+            took_ns = cluster.now_ns - start_ns
+            after = _sent(cluster)
+    return Cost(after[0] - before[0], after[1] - before[1], took_ns)
+
+
+def _sent(cluster: jdag.Cluster) -> tuple[int, int]:
+    info = cluster.info().values()
+    return (
+        sum(worker["messages_sent"] for worker in info),
+        sum(worker["bytes_sent"] for worker in info),
+    )
+
+
+def rows() -> list[dict[str, Any]]:
+    """All costs."""
+    found = []
+    for shape in SHAPES:
+        for size in SIZES:
+            for after in (False, True):
+                fast, smart = (cost(shape, size, mode, after) for mode in MODES)
+                found.append(
+                    {
+                        "shape": shape,
+                        "transfers": size,
+                        "backward": "after forward" if after else "at once",
+                        "fast": fast._asdict(),
+                        "smart": smart._asdict(),
+                    }
+                )
+    return found
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """The costs as a table in Markdown."""
+    lines = [
+        "| shape | transfers | backward | messages | bytes | virtual time | |",
+        "| --- | ---: | --- | ---: | ---: | ---: | ---: |",
+    ]
+    for row in found:
+        fast, smart = Cost(**row["fast"]), Cost(**row["smart"])
+        more = (smart.virtual_ns / fast.virtual_ns - 1) * 100
+        lines.append(
+            f"| {row['shape']} | {row['transfers']} | {row['backward']} "
+            f"| {fast.messages} -> {smart.messages} | {fast.bytes} -> {smart.bytes} "
+            f"| {fast.virtual_ns / 1e3:.0f} -> {smart.virtual_ns / 1e3:.0f} us "
+            f"| {more:+.1f}% |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure, and write both files."""
+    found = rows()
+    (RESULTS / "modes.json").write_text(json.dumps(found, indent=1) + "\n")
+    (RESULTS / "modes.md").write_text("FAST -> SMART\n\n" + table(found))
+    print(table(found))
+
+
+if __name__ == "__main__":
+    main()
