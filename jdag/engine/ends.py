@@ -25,10 +25,11 @@ from jdag.engine.forward import Forwarding
 from jdag.engine.graph import Activation, Fragment
 from jdag.engine.leaves import Held, Leaves
 from jdag.engine.passes import Passes
-from jdag.engine.phases import Ownership, Phase
+from jdag.engine.phases import NEXT, Ownership, Phase
 from jdag.engine.reads import Reads
 from jdag.engine.state import Horizon, State, lost_failure
 from jdag.engine.vocabulary import (
+    End,
     Failure,
     Left,
     Opened,
@@ -230,7 +231,7 @@ class Ends:
         match own.phase:
             case Phase.OPEN:
                 own.advance(context, LostEvent)
-            case Phase.GATHERING | Phase.ANNOUNCING | Phase.RUNNING:
+            case phase if End in NEXT[phase]:  # A pass is in progress.
                 if fragment.live is not None:
                     fragment.live.failed = True
                 self._passes.finish(fragment, own, Outcome.FAILED, own.lost)
@@ -239,8 +240,8 @@ class Ends:
                     self._passes.conclude(fragment, own)
             case Phase.LEAVING:
                 self._lost_leaving(own, fragment, worker)
-            case Phase.FAILED | Phase.RELEASED:
-                pass
+            case _:
+                assert own.phase in (Phase.FAILED, Phase.RELEASED), own.phase
 
     def _lost_leaving(self, own: Ownership, fragment: Fragment, worker: Worker) -> None:
         assert own.lost is not None, worker
