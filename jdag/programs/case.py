@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 import numpy as np
@@ -121,12 +121,14 @@ class Case:
             for abstract values).
         placement: the worker of each parameter, by name.
         passes: how often the pass is repeated; the graph is retained till the last.
+        mode: of the passes, "smart" or "fast".
     """
 
     program: Callable[[Any, Any], Any]
     params: Mapping[str, Any]
     placement: Mapping[str, str]
     passes: int = 1
+    mode: Literal["smart", "fast"] = "smart"
     figures: Mapping[str, str] = field(default_factory=lambda: FIGURES)
 
     def play(self, run: Run) -> Figures:
@@ -178,7 +180,8 @@ class Case:
                 try:
                     roots = _roots(self.program(ctx, refs))
                     for number in range(self.passes):
-                        ctx.backward(*roots, retain_graph=number + 1 < self.passes)
+                        retain = number + 1 < self.passes
+                        ctx.backward(*roots, retain_graph=retain, mode=self.mode)
                 finally:
                     ended_ns = cluster.now_ns
                     if not clean and seed == run.seeds[0]:

@@ -1,7 +1,7 @@
 """Small graphs, each of one shape that a distributed backward pass has to get right."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -176,7 +176,12 @@ def several_roots(workers: Sequence[str], *, size: int = 3) -> Case:
     )
 
 
-def dropped_reply(workers: Sequence[str], *, size: int = 3) -> Case:
+def dropped_reply(
+    workers: Sequence[str],
+    *,
+    size: int = 3,
+    mode: Literal["smart", "fast"] = "smart",
+) -> Case:
     """What one worker sends another is used there, and the reply is dropped."""
     home, other = workers[0], workers[1 % len(workers)]
 
@@ -186,7 +191,7 @@ def dropped_reply(workers: Sequence[str], *, size: int = 3) -> Case:
         return ctx.call(home, total, value)
 
     params = {"w": _vector(0, size), "x": _vector(1, size), "y": _vector(2, size)}
-    return Case(body, params, {"w": home, "x": home, "y": other})
+    return Case(body, params, {"w": home, "x": home, "y": other}, mode=mode)
 
 
 def pipeline(
