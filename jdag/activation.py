@@ -17,8 +17,10 @@ from jdag.compute.pairs import Pair, pair
 from jdag.compute.pytrees import Split, flatten, paths, split, unflatten
 from jdag.engine.vocabulary import (
     Argument,
+    Attached,
     ContextId,
     Failure,
+    Hook,
     Issued,
     Key,
     Launched,
@@ -26,7 +28,7 @@ from jdag.engine.vocabulary import (
     Path,
     Worker,
 )
-from jdag.errors import ContextError, JdagError
+from jdag.errors import ContextError, GraphError, JdagError
 from jdag.failures import exception_of, remote_error
 from jdag.functions import call_site, is_program, name_of
 from jdag.home import Home, Port, PortReader, trace_state
@@ -149,6 +151,28 @@ class Activation:
         if is_program(fn):
             return self._launch(worker, fn, parts, site)
         return self._issue(worker, fn, parts, site)
+
+    def hook(self, what: str, ref: Any, fn: Any, *, replaces: bool) -> None:
+        """Attach a hook; see `jdag.Context.on_cotangent` and `on_gradient`."""
+        self.check(what)
+        if not is_ref(ref):
+            raise JdagError(f"{what} takes a ref first, not {ref!r}")
+        if not callable(fn):
+            raise JdagError(f"{what} takes a function of an array, not {fn!r}")
+        self.admit(ref)
+        if not replaces and ref.leaf is None:
+            raise JdagError(
+                f"{what} takes a leaf, as cluster.put and cluster.make give, and "
+                f"{ref!r} is none; ctx.on_cotangent sees its cotangent"
+            )
+        if not ref.tracked:
+            raise GraphError(
+                f"{what}: {ref!r} is not tracked, so that no cotangent ever comes"
+            )
+        self._calls += 1
+        path = (*self.prefix, self._calls)
+        hook = Hook(path, fn, replaces, ref.aval, str(call_site()))
+        self.port.tell(Attached(self.id, ref.worker, ref.key, hook))
 
     def move(self, worker: str, tree: Any) -> Any:
         """Move arrays to a worker; see `jdag.Context.move`."""

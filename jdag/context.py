@@ -5,6 +5,7 @@ names, of each leaf that a finished pass has reached, the last such pass.
 """
 
 from collections.abc import Callable, Mapping
+from math import inf
 from typing import Any, Literal
 
 from jdag.activation import Activation, Phase, Reply
@@ -25,7 +26,13 @@ from jdag.engine.vocabulary import (
     Root,
     Spawn,
 )
-from jdag.errors import ContextError, GraphError, JdagError, UnusedSendError
+from jdag.errors import (
+    ContextError,
+    GraphError,
+    JdagError,
+    PassTimeout,
+    UnusedSendError,
+)
 from jdag.failures import program_failure
 from jdag.functions import name_of
 from jdag.home import Home, Port
@@ -161,6 +168,7 @@ class Context:
         cotangents: Any = None,
         retain_graph: bool = False,
         mode: Literal["smart", "fast"] = "smart",
+        timeout_s: float | None = None,
     ) -> None:
         """Run a backward pass: gradients of the sum of all roots, added to the leaves'.
 
@@ -177,13 +185,16 @@ class Context:
                 root's shape and dtype, or None.
             retain_graph: keep the graph, so that a later pass may use it again.
             mode: "smart" or "fast"; where both finish they give the same bits.
+            timeout_s: None, or how many seconds (of `cluster.now_ns`) it may take.
 
         Raises:
             RootError: a root, or a cotangent, is not one that can be used.
             GraphError: the graph was used before; or double backward.
             UnusedSendError: a FAST pass is stuck: some value was sent whose cotangent
                 never comes.
-            RemoteError: a forward or a vjp failed, with the route of workers to it.
+            PassTimeout: it took longer than `timeout_s`; names what is owed.
+            RemoteError: a forward, a vjp or a hook failed, with the route of workers to
+                it; which of two that fail at the same time depends on timing.
             WorkerLost: a worker of the context is gone.
             ContextError: this program is not the one that opened the context.
         """
@@ -192,6 +203,7 @@ class Context:
         if mode not in _MODES:
             allowed = " or ".join(map(repr, _MODES))
             raise JdagError(f"mode={mode!r}: allowed is {allowed}")
+        timeout_ns = _nanoseconds(timeout_s)
         for root in roots:
             if is_ref(root) and root.leaf is None:
                 self._activation.admit(root)
@@ -209,16 +221,25 @@ class Context:
             result: PassResult = self._activation.wait(
                 "ctx.backward",
                 lambda waiter: Differentiated(
-                    waiter, self._id, tuple(told), _MODES[mode], retain_graph
+                    waiter,
+                    self._id,
+                    tuple(told),
+                    _MODES[mode],
+                    retain_graph,
+                    timeout_ns,
                 ),
             )
         except JdagError:
             self._port.drop(stored)
             raise
-        self._conclude(result)
+        self._conclude(result, timeout_s)
 
-    def _conclude(self, result: PassResult) -> None:
+    def _conclude(self, result: PassResult, timeout_s: float | None) -> None:
         self._passes = result.number
+        if result.outcome is Outcome.EXPIRED:
+            assert result.failure is not None, result
+            text = _expired(result, timeout_s)
+            raise PassTimeout(text, result.owed)
         if result.outcome is Outcome.FAILED:
             assert result.failure is not None, result
             raise self._activation.seen(result.failure)
@@ -228,6 +249,8 @@ class Context:
             record = self._home.leaves.get(leaf)
             if record is not None:
                 self._gradients[leaf] = (record, result.number)
+        if result.failure is not None:
+            raise self._activation.seen(result.failure)
 
     def _check_top(self, what: str) -> None:
         if self._activation.prefix:
@@ -236,6 +259,46 @@ class Context:
                 "only the program that opened the context takes gradients; return the "
                 "refs to it"
             )
+
+    # ---------------------------------------------------------------- hooks
+
+    def on_cotangent(self, ref: Ref, fn: Callable[[Any], Any]) -> None:
+        """Have a function see, and perhaps replace, the complete cotangent of a ref.
+
+        In each later pass that reaches the ref it is called once, on the ref's worker,
+        with the sum of all its cotangents, an array of the ref's shape and dtype, zeros
+        where nothing came. What it returns goes on in its place; None leaves it as it
+        is. Several are called in the order in which they were attached, each with what
+        the one before gave. It runs as it is, not compiled.
+
+        Args:
+            ref: a leaf, or a tracked ref of this context.
+            fn: a function of one array.
+
+        Raises:
+            GraphError: the ref is not tracked, so it has no cotangent.
+            ContextError: the context is not open, or the ref of another one.
+            WorkerLost: the ref's worker is gone.
+            JdagError: `ref` is no ref, or `fn` cannot be called.
+        """
+        self._activation.hook("ctx.on_cotangent", ref, fn, replaces=True)
+
+    def on_gradient(self, leaf: Ref, fn: Callable[[Any], Any]) -> None:
+        """Have a function see what each later pass adds to the gradient of a leaf.
+
+        It is called once for each finished pass that reaches the leaf, on the leaf's
+        worker, when that pass's gradient, its argument, has been accumulated. What it
+        returns is ignored. Several are called in the order in which they were attached.
+        What it raises `backward` raises, after the pass has finished.
+
+        Args:
+            leaf: a leaf, float or complex.
+            fn: a function of one array.
+
+        Raises:
+            JdagError: as `on_cotangent` does; or `leaf` is not one.
+        """
+        self._activation.hook("ctx.on_gradient", leaf, fn, replaces=False)
 
     # ---------------------------------------------------------------- gradients
 
@@ -313,12 +376,40 @@ class Context:
         return drawn
 
 
-def _stuck(owed: tuple[Owed, ...]) -> str:
-    lines = [
+def _nanoseconds(timeout_s: float | None) -> int | None:
+    if timeout_s is None:
+        return None
+    is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
+    if not is_number or not 0 < timeout_s < inf:
+        raise JdagError(
+            f"timeout_s={timeout_s!r}: allowed is a number of seconds above 0, or None"
+        )
+    return max(round(timeout_s * 1e9), 1)
+
+
+def _owed_lines(owed: tuple[Owed, ...]) -> list[str]:
+    return [
         f"  call {'.'.join(map(str, send.path))}: {send.worker} -> {send.destination}, "
         f"sent for {send.function}, called at {send.call_site}"
         for send in owed
     ]
+
+
+def _expired(result: PassResult, timeout_s: float | None) -> str:
+    assert result.failure is not None, result
+    text = f"pass {result.number} took longer than timeout_s={timeout_s!r}"
+    if result.failure.message:
+        text = f"{text}; it had not begun, for want of {result.failure.message}"
+    if result.owed:
+        lines = _owed_lines(result.owed)
+        text = "\n".join(
+            [f"{text}; no cotangent has come for what was sent by", *lines]
+        )
+    return text
+
+
+def _stuck(owed: tuple[Owed, ...]) -> str:
+    lines = _owed_lines(owed)
     return (
         "the pass is stuck: no cotangent will ever come for what was sent by\n"
         + "\n".join(lines)

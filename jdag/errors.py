@@ -28,6 +28,17 @@ class UnusedSendError(JdagError):
         self.sends = sends
 
 
+class PassTimeout(JdagError):
+    """A pass took longer than it was given.
+
+    `sends` holds one entry for each send that still waited for its cotangent.
+    """
+
+    def __init__(self, message: str, sends: tuple[object, ...] = ()) -> None:
+        super().__init__(message)
+        self.sends = sends
+
+
 class RemoteError(JdagError):
     """A function failed on a worker: which one, on which, called from where."""
 

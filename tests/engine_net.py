@@ -433,7 +433,7 @@ class Scope:
             (root.owner, Root(root.key, "aval", given[number] is not None, number))
             for number, root in enumerate(roots)
         )
-        event = Differentiated(waiter, self.context, placed, mode, retain)
+        event = Differentiated(waiter, self.context, placed, mode, retain, None)
         self._tell(event, carried)
         return waiter
 

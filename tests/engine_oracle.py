@@ -365,9 +365,10 @@ class Fixpoint:
             assert vertex.leaf is not None
             before = self.gradients.get(vertex.leaf)
             addends = [n for _, _, n in sorted(self.counted[vertex].given[0])]
-            if before is not None:
-                addends.insert(0, before)
-            self.found[vertex.leaf] = left_fold(addends) if addends else (0, "0")
+            own = left_fold(addends) if addends else (0, "0")
+            if before is not None:  # A pass is summed by itself, then added.
+                own = left_fold([before, own]) if addends else before
+            self.found[vertex.leaf] = own
         elif vertex.kind == "recv":
             self._send(vertex, slots)
         elif any(slot is not None for slot in slots):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from jdag.engine.vocabulary import Fill, Forward, Job, Key, Sum, Vjp
+from jdag.engine.vocabulary import Apply, Fill, Forward, Job, Key, Sum, Vjp
 
 Number = tuple[int, str]
 
@@ -40,6 +40,11 @@ class Linear:
     fuse: Fuse | None = None
     inputs: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
+
+    @property
+    def avals(self) -> tuple[str, ...]:
+        """What its inputs are, which nobody here looks at."""
+        return ("aval",) * len(self.weights[0])
 
     def forward(self, inputs: Sequence[Number]) -> list[Number]:
         if self.fuse is not None:
@@ -107,6 +112,11 @@ def compute(store: dict[Key, Any], job: Job) -> None:
             store[output] = left_fold([*values, *(store.pop(key) for key in addends)])
         case Fill(value=value, output=output):
             store[output] = (value, str(value))
+        case Apply(function=function, input=source, output=None):
+            function(store[source])
+        case Apply(function=function, input=source, output=output):
+            assert output is not None, job
+            store[output] = function(store.pop(source))
 
 
 SAME = Linear("same", ((1,),))

@@ -16,10 +16,21 @@ from typing import Any, assert_never
 import jax
 
 from jdag.compute.avals import Aval
+from jdag.compute.hooks import hooked
 from jdag.compute.sums import ADDENDS_MAX, add, ones, zeros
 from jdag.compute.values import Values
-from jdag.engine.vocabulary import Failure, Fill, Forward, Job, Key, Path, Sum, Vjp
-from jdag.errors import ScenarioError
+from jdag.engine.vocabulary import (
+    Apply,
+    Failure,
+    Fill,
+    Forward,
+    Job,
+    Key,
+    Path,
+    Sum,
+    Vjp,
+)
+from jdag.errors import JdagError, ScenarioError
 
 KINDS = ("real", "abstract")
 
@@ -60,8 +71,23 @@ class Machine:
             case Fill():
                 self.values.put(job.output, job.aval if self.abstract else _filled(job))
                 return None
+            case Apply():
+                return self._run_apply(job)
             case _:
                 assert_never(job)
+
+    def _run_apply(self, job: Apply) -> Exception | None:
+        values = self.values
+        value = values.get(job.input)
+        if job.output is not None:
+            values.drop(job.input)
+        try:
+            result = hooked(job.function, value)
+        except Exception as error:
+            return error
+        if job.output is not None:
+            values.put(job.output, result)
+        return None
 
     def _run_forward(self, job: Forward) -> Exception | None:
         values = self.values
@@ -140,7 +166,14 @@ def _filled(job: Fill) -> jax.Array:
 
 
 def failure_of(error: BaseException, worker: str, path: Path, function: str) -> Failure:
-    """What a user's function raised on `worker`, as a value for engines to hand on."""
+    """What a user's function raised on `worker`, as a value for engines to hand on.
+
+    What jdag itself says of it needs no traceback.
+    """
+    if isinstance(error, JdagError):
+        return Failure(
+            type(error).__name__, str(error), worker, path, function, exception=error
+        )
     return Failure(
         error="RemoteError",
         message="".join(traceback.format_exception_only(error)).rstrip("\n"),

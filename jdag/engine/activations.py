@@ -1,7 +1,8 @@
 """Activations: what programs here issue, who has heard of it, the programs they call.
 
-Told by programs here: Issued, Launched, Returned. Told by others: Run, Return,
-Acknowledge. Asks for Call, Ship, Run and Return messages, Spawn and Resume.
+Told by programs here: Issued, Launched, Attached, Returned. Told by others: Run,
+Return, Attach, Acknowledge. Asks for Call, Ship, Run, Return and Attach messages, Spawn
+and Resume.
 
 Invariants
 - Only the issuer decides transfers: a value goes to a worker once per activation and
@@ -14,6 +15,7 @@ Invariants
 """
 
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from jdag.engine.forward import Forwarding
@@ -22,9 +24,12 @@ from jdag.engine.leaves import Leaves
 from jdag.engine.state import State, lost_failure
 from jdag.engine.vocabulary import (
     Acknowledge,
+    Attach,
+    Attached,
     Call,
     ContextId,
     Failure,
+    Hook,
     Incoming,
     Issued,
     Key,
@@ -200,6 +205,30 @@ class Activations:
         for activation, then in held:
             self.when_acknowledged(activation, then)
 
+    # ---------------------------------------------------------------------- hooks
+
+    def attached(self, event: Attached) -> None:
+        """A program here hooks a value, wherever that is."""
+        state = self._state
+        path = event.hook.path
+        fragment, activation = self.activation(event.context, path)
+        if fragment.ownership is not None:
+            fragment.ownership.advance(event.context, Attached)
+        if event.worker in state.lost:
+            raise WorkerLost(f"nothing can be hooked on {event.worker!r}: it is lost")
+        if event.worker == state.worker:
+            _attach(fragment, event.key, event.hook)
+            return
+        activation.unacknowledged[path, event.worker] = None
+        state.send(event.worker, Attach(event.context, event.key, event.hook))
+
+    def attach(self, sender: Worker, message: Attach) -> None:
+        """A program elsewhere hooks a value that is here."""
+        fragment = self._state.fragment(message.context)
+        if fragment is not None:
+            _attach(fragment, message.key, message.hook)
+        self._state.send(sender, Acknowledge(message.context, message.hook.path))
+
     # ------------------------------------------------------------------- programs
 
     def run(self, sender: Worker, message: Run) -> None:
@@ -309,6 +338,13 @@ class Activations:
             for waiter, _ in activation.launched.values():
                 self._state.out.append(Resume(waiter, (None, failure)))
         fragment.activations.clear()
+
+
+def _attach(fragment: Fragment, key: Key, hook: Hook) -> None:
+    """The hooks of one value are in the order of the program, however they came."""
+    place = key.name if key.kind == "leaf" else key
+    attached = (*fragment.hooks.get(place, ()), hook)
+    fragment.hooks[place] = tuple(sorted(attached, key=attrgetter("path")))
 
 
 def takes_part(activation: Activation, worker: Worker) -> bool:

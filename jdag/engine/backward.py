@@ -1,7 +1,9 @@
 """Backward on one worker: count what a pass owes, then run vjps as cotangents complete.
 
 Told: Start, Mark, Go, Cotangent, Answer, Fail, and results of Vjp, Sum and Fill jobs.
-Asks for those jobs and for Mark, Cotangent, Answer and Fail messages.
+Asks for those jobs and for Mark, Cotangent, Answer and Fail messages. What a vertex's
+cotangents come to is `jdag.engine.complete`'s to say, and a leaf's gradient is
+`jdag.engine.gradients`'s.
 
 Invariants
 - No cotangent is delivered on a worker before all that it will count is counted: FAST
@@ -10,7 +12,6 @@ Invariants
 - Each counted edge brings exactly one contribution, perhaps a symbolic zero; a vertex
   is ready when all have come, and its addends are then put in order of (path,
   position), seeds last.
-- A gradient is staged in the pass; only `End(finished)` commits it.
 - Nothing recurses: what one contribution makes ready waits in `Pass.ready`.
 """
 
@@ -19,10 +20,13 @@ from dataclasses import replace
 from functools import partial
 from math import inf
 from operator import gt
+from typing import Any
 
+from jdag.engine.complete import Completion
 from jdag.engine.count import count, describe, mark, path_of
-from jdag.engine.graph import Fragment, LeafEnd, Node, RecvEnd, Value, Vertex
-from jdag.engine.live import Due, Pass
+from jdag.engine.gradients import Gradients
+from jdag.engine.graph import Fragment, Node, RecvEnd, Value, Vertex
+from jdag.engine.live import Due, Pass, ordered
 from jdag.engine.state import State, lost_failure
 from jdag.engine.vocabulary import (
     Answer,
@@ -36,10 +40,8 @@ from jdag.engine.vocabulary import (
     Mark,
     Marked,
     Mode,
-    Path,
     Root,
     Start,
-    Sum,
     Vjp,
     Worker,
 )
@@ -59,6 +61,8 @@ class Backward:
         self._state = state
         self._owner_passive = owner_passive
         self._owner_failed = owner_failed
+        self._complete = Completion(state, self._current, self.settle)
+        self.gradients = Gradients(state, self._complete)
 
     # ------------------------------------------------------------------- messages
 
@@ -171,9 +175,10 @@ class Backward:
         if live.failed:
             return
         state = self._state
-        for to, message, values in live.parcel():
-            state.send(to, message, values)
-            state.drop(values)
+        if live.outbox:
+            for outgoing, message in live.parcel():
+                state.send(outgoing.to, message, outgoing.values, outgoing.zeros)
+                state.drop(outgoing.values)
         if not live.passive:
             return
         if live.is_owner:
@@ -188,8 +193,8 @@ class Backward:
         if live.failed:
             return
         live.failed = True
-        for _, _, values in live.outbox:
-            self._state.drop(values)
+        for outgoing in live.outbox:
+            self._state.drop(outgoing.values)
         live.outbox = []
         if live.parent is None:
             self._owner_failed(fragment, failure)
@@ -259,6 +264,19 @@ class Backward:
             self._state.compute(job, self._filled, fragment, (live, root))
         live.roots = ()
 
+    def _filled(
+        self,
+        failure: Failure | None,
+        fragment: Fragment,
+        owner: tuple[Pass, Root],
+        job: Job,
+    ) -> None:
+        assert isinstance(job, Fill), job
+        live, root = owner
+        if self._current(fragment, live, failure, (job.output,)):
+            self._seeded(fragment, live, root, job.output)
+            self.settle(fragment, live)
+
     def _seeded(self, fragment: Fragment, live: Pass, root: Root, key: Key) -> None:
         self._deliver(live, fragment.values[root.key], SEED, root.number, key)
 
@@ -294,10 +312,12 @@ class Backward:
             elif type(vertex) is RecvEnd:
                 self._recv(fragment, live, vertex)
             else:
-                self._leaf(fragment, live, vertex)
+                self.gradients.reached(fragment, live, vertex)
 
     def _node(self, fragment: Fragment, live: Pass, node: Node) -> None:
         due = live.dues[node]
+        if fragment.hooks and not due.hooked and self._hooked(fragment, live, node):
+            return
         if not any(due.addends):
             self._zero(fragment, live, node)
         elif not node.done:
@@ -308,6 +328,32 @@ class Backward:
             self.fail(fragment, live, replace(node.failure, route=route))
         else:
             self._vjp(fragment, live, node, due)
+
+    def _hooked(self, fragment: Fragment, live: Pass, node: Node) -> bool:
+        """Hand what is complete to its hooks, if it has some: the node goes on then."""
+        due = live.dues[node]
+        due.hooked = True
+        attached = [
+            (slot, fragment.hooks[value.key])
+            for slot, value in enumerate(node.outputs)
+            if value.key in fragment.hooks
+        ]
+        due.remaining = len(attached)
+        for slot, hooks in attached:
+            then = partial(self._replaced, live, node, slot)
+            addends = ordered(due.addends[slot])
+            aval = hooks[0].aval
+            self._complete.total(
+                fragment, live, node.path, addends, then, aval=aval, hooks=hooks
+            )
+        return bool(attached)
+
+    def _replaced(self, live: Pass, node: Node, slot: int, key: Key) -> None:
+        due = live.dues[node]
+        due.addends[slot] = [(SEED, 0, key)]
+        due.remaining -= 1
+        if due.remaining == 0:
+            live.ready.append(node)
 
     def woken(self, fragment: Fragment, node: Node) -> None:
         """The forward of a node that a pass waits for has run."""
@@ -343,7 +389,7 @@ class Backward:
             node.path,
             node.function,
             node.residuals,
-            tuple([_ordered(addends) for addends in due.addends]),
+            tuple([ordered(addends) for addends in due.addends]),
             outputs,
             not live.retain,
         )
@@ -388,7 +434,7 @@ class Backward:
             return False
         return True
 
-    # -------------------------------------------------------------- recvs and leaves
+    # --------------------------------------------------------------------- recvs
 
     def _recv(self, fragment: Fragment, live: Pass, recv: RecvEnd) -> None:
         """All cotangents of a transfer are here: sum each slot, then send them."""
@@ -399,104 +445,31 @@ class Backward:
             return
         due.remaining = len(wide)  # From here on: sums under way.
         for slot in wide:
-            addends = _ordered(due.addends[slot])
-            owner = (live, recv, slot)
-            output = self._sum(fragment, live, recv.path, addends, None, owner)
-            due.addends[slot] = [(SEED, 0, output)]
-
-    def _sum(
-        self,
-        fragment: Fragment,
-        live: Pass,
-        path: Path,
-        addends: tuple[Key, ...],
-        base: Key | None,
-        owner: object,
-    ) -> Key:
-        state = self._state
-        number = state.number_job()
-        output = Key("scratch", fragment.context, number, 0)
-        job = Sum(number, fragment.context, live.number, path, addends, base, output)
-        live.computing += 1
-        state.compute(job, self._summed, fragment, owner)
-        return output
+            then = partial(self._summed, fragment, live, recv, slot)
+            addends = ordered(due.addends[slot])
+            self._complete.total(fragment, live, recv.path, addends, then)
 
     def _summed(
-        self,
-        failure: Failure | None,
-        fragment: Fragment,
-        owner: tuple[Pass, RecvEnd | LeafEnd, int],
-        job: Job,
+        self, fragment: Fragment, live: Pass, recv: RecvEnd, slot: int, key: Key
     ) -> None:
-        assert isinstance(job, Sum), job
-        live, vertex, _ = owner
-        if not self._current(fragment, live, failure, (job.output,)):
-            return
-        if isinstance(vertex, LeafEnd):
-            live.staged[vertex.leaf] = job.output
-        else:
-            due = live.dues[vertex]
-            due.remaining -= 1
-            if due.remaining == 0:
-                self._send_cotangents(fragment, live, vertex)
-        self.settle(fragment, live)
+        due = live.dues[recv]
+        due.addends[slot] = [(SEED, 0, key)]
+        due.remaining -= 1
+        if due.remaining == 0:
+            self._send_cotangents(fragment, live, recv)
 
     def _send_cotangents(self, fragment: Fragment, live: Pass, recv: RecvEnd) -> None:
         if recv.source in self._state.lost:
             self.fail_lost(fragment, live, recv.source)
             return
         due = live.dues[recv]
-        keys = tuple(addends[0][2] for addends in due.addends if addends)
-        present = tuple(bool(addends) for addends in due.addends)
+        keys = tuple([addends[0][2] for addends in due.addends if addends])
+        present = tuple([bool(addends) for addends in due.addends])
         due.addends = []
+        zeros: tuple[Any, ...] = ()
+        if len(keys) < len(present):
+            slots = zip(recv.avals, recv.tracked, present, strict=True)
+            zeros = tuple([aval for aval, on, here in slots if on and not here])
         context, number = fragment.context, live.number
         message = partial(Cotangent, context, number, recv.path, present, live.retain)
-        live.say(recv.source, message, keys)
-
-    def _leaf(self, fragment: Fragment, live: Pass, end: LeafEnd) -> None:
-        """The gradient of a leaf is complete: stage it."""
-        due = live.dues[end]
-        addends = _ordered(due.addends[0])
-        due.addends = []
-        if len(addends) > 1 or (addends and end.gradient is not None):
-            self._sum(fragment, live, (), addends, end.gradient, (live, end, 0))
-        elif addends:
-            live.staged[end.leaf] = addends[0]
-        elif end.gradient is not None:
-            live.staged[end.leaf] = (
-                None  # Reached by zeros alone: what was there stays.
-            )
-        else:
-            self._fill_zero(fragment, live, end)
-
-    def _fill_zero(self, fragment: Fragment, live: Pass, end: LeafEnd) -> None:
-        """A leaf that a pass reached has an explicit zero."""
-        number = self._state.number_job()
-        output = Key("scratch", fragment.context, number, 0)
-        job = Fill(number, fragment.context, live.number, (), end.aval, 0, output)
-        live.computing += 1
-        self._state.compute(job, self._filled, fragment, (live, end))
-
-    def _filled(
-        self,
-        failure: Failure | None,
-        fragment: Fragment,
-        owner: tuple[Pass, Root | LeafEnd],
-        job: Job,
-    ) -> None:
-        assert isinstance(job, Fill), job
-        live, what = owner
-        if not self._current(fragment, live, failure, (job.output,)):
-            return
-        if isinstance(what, LeafEnd):
-            live.staged[what.leaf] = job.output
-        else:
-            self._seeded(fragment, live, what, job.output)
-        self.settle(fragment, live)
-
-
-def _ordered(addends: list[tuple[tuple[float, ...], int, Key]]) -> tuple[Key, ...]:
-    """The addends in the order of the program, whatever order they came in."""
-    if len(addends) == 1:
-        return (addends[0][2],)
-    return tuple([key for _, _, key in sorted(addends)])
+        live.say(recv.source, message, keys, zeros)

@@ -18,6 +18,8 @@ from jdag.engine.vocabulary import (
     Arrived,
     Assign,
     Assigned,
+    Attach,
+    Attached,
     Call,
     Computed,
     ContextId,
@@ -28,6 +30,7 @@ from jdag.engine.vocabulary import (
     End,
     Ended,
     Event,
+    Expired,
     Fail,
     Failure,
     Fetched,
@@ -152,6 +155,10 @@ class Engine:
                 self._leaves.assigned(event)
             case Dropped():
                 self._leaves.dropped(event)
+            case Attached():
+                self._activations.attached(event)
+            case Expired():
+                self._passes.expired(event)
             case Lost(worker=worker):
                 self._ends.lost(worker)
             case Computed() | Arrived():
@@ -203,6 +210,8 @@ class Engine:
                 self._heed(message.context, message.failure)
             case Fail():
                 self._backward.fail_arrived(message)
+            case Attach():
+                self._activations.attach(sender, message)
             case Assign():
                 self._leaves.arrived(sender, message)
             case Forget():

@@ -58,6 +58,8 @@ class Forwarding:
         for source, tracked in message.incoming:
             recv = self._recv(fragment, message.path, source, len(tracked))
             recv.tracked = tracked
+        if message.incoming:
+            self._note_avals(fragment, message)
         node = Node(message.path, message.function, message.call_site)
         node.arguments = tuple(self.value(fragment, key) for key in message.inputs)
         recorded = True in message.outputs
@@ -72,6 +74,12 @@ class Forwarding:
             self._record(fragment, node, message)
         fragment.pending += 1
         state.when_settled(node.arguments, partial(self._start, fragment, node))
+
+    def _note_avals(self, fragment: Fragment, message: Call) -> None:
+        """Note for new recvs what they receive: zeros of it are never sent."""
+        for key, aval in zip(message.inputs, message.function.avals, strict=True):
+            if key.kind == "received" and key.name[0] == message.path:
+                fragment.recvs[key.name].avals[key.index] = aval
 
     def _record(self, fragment: Fragment, node: Node, message: Call) -> None:
         """Enter a call into the graph."""

@@ -22,6 +22,7 @@ from jdag.engine.phases import Ownership
 from jdag.engine.vocabulary import (
     ContextId,
     Failure,
+    Hook,
     Key,
     LeafId,
     Path,
@@ -111,7 +112,7 @@ class SendEnd:
 class RecvEnd:
     """The receiving end of a transfer: made by its call, or by data that came first."""
 
-    __slots__ = ("inputs", "outputs", "path", "source", "tracked")
+    __slots__ = ("avals", "inputs", "outputs", "path", "source", "tracked")
 
     def __init__(
         self, context: ContextId, path: Path, source: Worker, slots: int
@@ -119,7 +120,8 @@ class RecvEnd:
         self.path = path
         self.source = source
         self.inputs: tuple[Value, ...] = ()
-        self.tracked: tuple[bool, ...] = ()  # Known when the call has come.
+        self.tracked: tuple[bool, ...] = ()  # These two are known from the call on.
+        self.avals: list[Any] = [None] * slots
         self.outputs = tuple(
             Value(Key("received", context, (path, source), slot), self, slot)
             for slot in range(slots)
@@ -162,8 +164,9 @@ class Fragment:
     """The part of a context that one worker owns."""
 
     __slots__ = (
-        "activations", "context", "ended", "failures", "gone", "leaves", "live",
-        "nodes", "owner", "ownership", "pending", "recvs", "release", "sends", "values",
+        "activations", "context", "ended", "failures", "gone", "hooks", "leaves",
+        "live", "nodes", "owner", "ownership", "pending", "recvs", "release", "sends",
+        "values",
     )  # fmt: skip
 
     def __init__(self, context: ContextId, owner: Worker) -> None:
@@ -174,6 +177,8 @@ class Fragment:
         self.sends: dict[Path, SendEnd] = {}
         self.recvs: dict[tuple[Path, Worker], RecvEnd] = {}
         self.leaves: dict[LeafId, LeafEnd] = {}
+        # Of a leaf, or of an output by its key; in order of path.
+        self.hooks: dict[Key | LeafId, tuple[Hook, ...]] = {}
         self.activations: dict[Path, Activation] = {}
         self.pending = 0  # Calls that have not run and values that were not shipped.
         self.failures: list[Failure] = []  # Those that began here.

@@ -6,7 +6,7 @@ before the event in hand has been handled.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from jdag.engine.graph import RecvEnd, SendEnd, Vertex
 from jdag.engine.vocabulary import Key, LeafId, Message, Mode, Path, Root, Worker
@@ -15,29 +15,47 @@ from jdag.engine.weight import NOTHING, WHOLE, Weight, added, split
 Addend = tuple[
     tuple[float, ...], int, Key
 ]  # Path of the consumer, position there, value.
-# To whom, what it says once it has weight and a change in owed sends, its values.
-Outgoing = tuple[Worker, Callable[[Weight, int], Message], tuple[Key, ...]]
+
+
+class Outgoing(NamedTuple):
+    """To whom, what is said once it has weight and a change in owed sends, and with it.
+
+    `zeros` are the shapes of those that it does without.
+    """
+
+    to: Worker
+    message: Callable[[Weight, int], Message]
+    values: tuple[Key, ...]
+    zeros: tuple[Any, ...]
 
 
 class Due:
     """The cotangents of one vertex: how many are awaited, what has come."""
 
-    __slots__ = ("addends", "remaining")
+    __slots__ = ("addends", "hooked", "remaining")
 
     def __init__(self, width: int) -> None:
         self.remaining = 0
+        self.hooked = False  # What has come has been through its hooks.
         self.addends: list[list[Addend]] = (
             [[]] if width == 1 else [[] for _ in range(width)]
         )
+
+
+def ordered(addends: list[Addend]) -> tuple[Key, ...]:
+    """The addends in the order of the program, whatever order they came in."""
+    if len(addends) == 1:
+        return (addends[0][2],)
+    return tuple([key for _, _, key in sorted(addends)])
 
 
 class Pass:
     """One backward pass as one worker sees it."""
 
     __slots__ = (
-        "computing", "counted", "dues", "failed", "mode", "needed", "number", "outbox",
-        "owed", "parent", "ready", "retain", "roots", "sighted", "staged", "unreported",
-        "untold", "waiting", "weight",
+        "computing", "counted", "dues", "failed", "mode", "needed", "number",
+        "observed", "outbox", "owed", "parent", "ready", "retain", "roots", "sighted",
+        "staged", "unreported", "untold", "waiting", "weight",
     )  # fmt: skip
 
     def __init__(
@@ -61,6 +79,7 @@ class Pass:
         self.dues: dict[Vertex, Due] = {}
         self.ready: list[Any] = []  # Vertices with all their contributions.
         self.staged: dict[LeafId, Key | None] = {}
+        self.observed: dict[LeafId, Key] = {}  # This pass's gradients, for hooks.
         self.roots: tuple[Root, ...] = ()  # Those here that have no cotangent yet.
         self.sighted = False  # FAST: dependencies have been counted here.
         self.failed = False
@@ -90,11 +109,12 @@ class Pass:
         to: Worker,
         message: Callable[[Weight, int], Message],
         values: tuple[Key, ...] = (),
+        zeros: tuple[Any, ...] = (),
     ) -> None:
         """Note what is to be sent; it is given its weight by `parcel`."""
-        self.outbox.append((to, message, values))
+        self.outbox.append(Outgoing(to, message, values, zeros))
 
-    def parcel(self) -> list[tuple[Worker, Message, tuple[Key, ...]]]:
+    def parcel(self) -> list[tuple[Outgoing, Message]]:
         """What is to be sent, with its weight: all of it, unless some is needed here.
 
         The first message carries the change in owed sends.
@@ -108,8 +128,8 @@ class Pass:
             self.weight, *parts = split(self.weight, len(outbox) + 1)
         owed, self.unreported = self.unreported, 0
         sent = []
-        for (to, message, values), part in zip(outbox, parts, strict=True):
-            sent.append((to, message(part, owed), values))
+        for outgoing, part in zip(outbox, parts, strict=True):
+            sent.append((outgoing, outgoing.message(part, owed)))
             owed = 0
         return sent
 

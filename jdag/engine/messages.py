@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from jdag.engine.names import (
     ContextId,
     Failure,
+    Hook,
     Key,
     LeafId,
     Mode,
@@ -132,6 +133,15 @@ class Forget:
 
 
 @data
+class Attach:
+    """Issuer to the owner of a value: have this hook see its cotangents."""
+
+    context: ContextId
+    key: Key  # An output, or any version of a leaf.
+    hook: Hook
+
+
+@data
 class Start:
     """Owner to a worker with roots: count, and if `go` begin. Carries cotangents."""
 
@@ -222,12 +232,16 @@ class End:
 
 @data
 class Ended:
-    """Answers End: sends still owed, and leaves that now have a gradient."""
+    """Answers End: sends still owed, leaves that now have a gradient.
+
+    `failure`: a hook that saw one raised.
+    """
 
     context: ContextId
     number: int
     owed: tuple[Owed, ...]
     leaves: tuple[LeafId, ...]
+    failure: Failure | None
 
 
 @data
@@ -253,7 +267,8 @@ class Released:
 
 Message = (
     Call | Ship | Acknowledge | Primal | Run | Return | Read | Reading | Assign | Forget
-    | Start | Mark | Go | Cotangent | Answer | Fail | End | Ended | Release | Released
+    | Attach | Start | Mark | Go | Cotangent | Answer | Fail | End | Ended | Release
+    | Released
 )  # fmt: skip
 
 

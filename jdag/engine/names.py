@@ -106,6 +106,7 @@ class Outcome(Enum):
     FINISHED = "finished"
     FAILED = "failed"
     STUCK = "stuck"
+    EXPIRED = "expired"  # It was given a time, and that is over.
 
 
 class Root(NamedTuple):
@@ -115,6 +116,20 @@ class Root(NamedTuple):
     aval: Any
     given: bool
     number: int  # Its place among all roots of the pass.
+
+
+class Hook(NamedTuple):
+    """A function of a complete cotangent, applied where that is; in order of path.
+
+    `replaces`: what it returns takes the cotangent's place. Else it sees a leaf's
+    gradient of a pass once that has been accumulated.
+    """
+
+    path: Path
+    function: Any
+    replaces: bool
+    aval: Any  # Of the cotangent.
+    call_site: str
 
 
 class Owed(NamedTuple):

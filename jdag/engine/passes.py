@@ -1,15 +1,16 @@
 """Passes: the owner's half of one, and how it ends on every worker.
 
-Told by programs: Differentiated; by others: End, Ended; by the tree: that the owner is
-passive, or that a failure reached it. Asks for Start, Go, End, Ended, Resume and Drop.
+Told by programs: Differentiated; by others: End, Ended; by the driver: Expired; by
+`backward`: that the owner has nothing to do and holds the whole weight, or that a
+failure reached it. Asks for Start, Go, End, Ended, Resume, Alarm and Drop.
 
 Invariants
 - A pass begins when the top activation has no unacknowledged call. In SMART mode the
   roots are marked from first; in FAST, with roots on several workers, all are announced
-  first. The wave is over when the owner is passive: then, and not before, it says Go.
+  first. The wave is over when the owner holds the whole weight: then it says Go.
 - Every pass ends with one End to every worker that took part, and is over when all have
-  answered: then no job of it runs anywhere. Gradients are committed by End(finished)
-  and by nothing else.
+  answered: then no job of it runs anywhere, unless its time ran out. Gradients are
+  committed by End(finished) and by nothing else.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,14 +19,16 @@ from typing import Any
 
 from jdag.engine.activations import Activations
 from jdag.engine.backward import Backward
-from jdag.engine.graph import Fragment, Node, Value
+from jdag.engine.graph import Fragment, Node
 from jdag.engine.live import Pass
-from jdag.engine.phases import Ownership, Phase
+from jdag.engine.phases import NEXT, Ownership, Phase
 from jdag.engine.state import State
 from jdag.engine.vocabulary import (
+    Alarm,
     Differentiated,
     End,
     Ended,
+    Expired,
     Failure,
     Go,
     Key,
@@ -52,6 +55,7 @@ class Passes:
         self._state = state
         self._activations = activations
         self._backward = backward
+        self._gradients = backward.gradients
 
     # -------------------------------------------------------------- the owner's pass
 
@@ -70,8 +74,11 @@ class Passes:
         own.roots = event.roots
         own.mode = event.mode
         own.retain = event.retain
-        own.owed, own.leaves = [], {}
+        own.owed, own.leaves, own.seen = [], {}, None
         top = fragment.activations[()]
+        if event.timeout_ns is not None:
+            expired = Expired(event.context, own.passes)
+            self._state.out.append(Alarm(event.waiter, expired, event.timeout_ns))
         if not event.retain:
             self._activations.move_leaves_again(top)
         self._activations.when_acknowledged(top, partial(self._begin, fragment, own))
@@ -138,6 +145,21 @@ class Passes:
         assert fragment.ownership is not None, fragment.context
         self.finish(fragment, fragment.ownership, Outcome.FAILED, failure)
 
+    def expired(self, event: Expired) -> None:
+        """The time of a pass is over; who is owed what is gathered as it ends."""
+        fragment = self._state.contexts.get(event.context)
+        own = None if fragment is None else fragment.ownership
+        if fragment is None or own is None or own.passes != event.number:
+            return
+        if End not in NEXT[own.phase]:
+            return  # It is ending already.
+        top = fragment.activations[()]
+        waits = [f"call {path} on {worker!r}" for path, worker in top.unacknowledged]
+        why = f"acknowledgements of {', '.join(waits)}" if waits else ""
+        self._activations.never_mind(top)
+        failure = self._state.failure("PassTimeout", why)
+        self.finish(fragment, own, Outcome.EXPIRED, failure)
+
     def finish(
         self,
         fragment: Fragment,
@@ -159,9 +181,8 @@ class Passes:
         for worker in others:
             self._state.send(worker, message)
         own.awaited[self._state.worker] = None
-        reply = self._close_pass(fragment, message)
-        then = partial(self.ended, self._state.worker, reply)
-        self._after_pass(fragment, message, then)
+        tell = partial(self.ended, self._state.worker)
+        self._close_pass(fragment, message, tell)
 
     def ended(self, sender: Worker, message: Ended) -> None:
         """A participant knows that the pass is over."""
@@ -179,17 +200,21 @@ class Passes:
         own.owed.extend(message.owed)
         for leaf in message.leaves:
             own.leaves[leaf] = None
+        seen = message.failure
+        if seen is not None and (own.seen is None or seen.path < own.seen.path):
+            own.seen = seen
 
     def conclude(self, fragment: Fragment, own: Ownership) -> None:
         """Everybody knows: tell the program."""
         own.advance(fragment.context, Ended if own.lost is None else LostEvent)
         if own.lost is not None:
             own.outcome, own.failure = Outcome.FAILED, own.lost
+        waits = own.outcome in (Outcome.STUCK, Outcome.EXPIRED)
         result = PassResult(
             own.passes,
             own.outcome,
-            own.failure,
-            tuple(sorted(own.owed)) if own.outcome is Outcome.STUCK else (),
+            own.failure or own.seen,
+            tuple(sorted(own.owed)) if waits else (),
             tuple(sorted(own.leaves)),
         )
         self._state.out.append(Resume(own.waiter, result))
@@ -200,17 +225,21 @@ class Passes:
         """The pass is over, says the context's owner."""
         fragment = self._state.contexts.get(message.context)
         if fragment is None:
-            reply = Ended(message.context, message.number, (), ())
+            reply = Ended(message.context, message.number, (), (), None)
             self._state.send(sender, reply)
         else:
-            reply = self._close_pass(fragment, message)
-            then = partial(self._state.send, sender, reply)
-            self._after_pass(fragment, message, then)
+            self._close_pass(fragment, message, partial(self._state.send, sender))
 
     def _after_pass(
         self, fragment: Fragment, message: End, then: Callable[[], None]
     ) -> None:
-        """Run `then` when no job of the pass runs here: a failed one may have some."""
+        """Run `then` when no job of the pass runs here: a failed one may have some.
+
+        One that ran out of time does not wait for them.
+        """
+        if message.outcome is Outcome.EXPIRED:
+            then()
+            return
         jobs = [
             number
             for number, (_, part, _, job) in self._state.jobs.items()
@@ -218,8 +247,13 @@ class Passes:
         ]
         self._state.when_computed(jobs, then)
 
-    def _close_pass(self, fragment: Fragment, message: End) -> Ended:
-        """Commit or forget what the pass did here; leave only gradients of it."""
+    def _close_pass(
+        self, fragment: Fragment, message: End, tell: Callable[[Ended], None]
+    ) -> None:
+        """Commit or forget what the pass did here; leave only gradients of it.
+
+        `tell` is called with the answer when hooks have seen these, and no job runs.
+        """
         fragment.ended = message.number
         live: Pass | None = fragment.live
         owed: tuple[Owed, ...] = ()
@@ -238,22 +272,18 @@ class Passes:
             )
             if message.outcome is Outcome.FINISHED:
                 leaves = tuple(live.staged)
-                self._commit(fragment, live)
+                self._gradients.commit(fragment, live)
             self._clear(fragment, live, message.outcome)
         if message.outcome is not Outcome.FINISHED and not message.retain:
             self._spend(fragment)
-        return Ended(message.context, message.number, owed, leaves)
 
-    def _commit(self, fragment: Fragment, live: Pass) -> None:
-        for leaf, staged in live.staged.items():
-            end = fragment.leaves[leaf]
-            if staged is not None:
-                end.gradient = staged
-            assert end.gradient is not None, leaf
-            value = Value(Key("gradient", fragment.context, leaf, live.number), None, 0)
-            value.stored = end.gradient
-            value.settled = True
-            fragment.values[value.key] = value
+        def reply(failure: Failure | None) -> None:
+            tell(Ended(message.context, message.number, owed, leaves, failure))
+
+        if live is not None and live.observed:
+            self._gradients.show(fragment, live, reply)
+        else:
+            self._after_pass(fragment, message, partial(reply, None))
 
     def _clear(self, fragment: Fragment, live: Pass, outcome: Outcome) -> None:
         """Drop what was on its way in a pass."""
@@ -265,6 +295,8 @@ class Passes:
         ]
         if outcome is not Outcome.FINISHED:
             left.extend(key for key in live.staged.values() if key is not None)
+            left.extend(live.observed.values())
+            live.observed = {}
             left.extend(_seeds(fragment, live.number, live.roots))
         self._state.drop(left)
         for vertex in live.dues:
@@ -298,7 +330,7 @@ class Passes:
         if fragment.live is not None:
             number = fragment.live.number
             end = End(fragment.context, number, Outcome.FAILED, retain=True)
-            self._close_pass(fragment, end)
+            self._close_pass(fragment, end, lambda _: None)
 
 
 def _seeds(fragment: Fragment, number: int, roots: Sequence[Root]) -> tuple[Key, ...]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from jdag.engine.vocabulary import (
+    Attached,
     ContextId,
     Differentiated,
     End,
@@ -47,6 +48,7 @@ NEXT: Mapping[Phase, Mapping[type, Phase]] = {
     Phase.OPEN: {
         Issued: Phase.OPEN,
         Launched: Phase.OPEN,
+        Attached: Phase.OPEN,
         Differentiated: Phase.GATHERING,
         Left: Phase.LEAVING,
         Lost: Phase.FAILED,
@@ -81,6 +83,7 @@ class Ownership:
     retain: bool = False
     outcome: Outcome = Outcome.FINISHED
     failure: Failure | None = None
+    seen: Failure | None = None  # A hook raised that saw a gradient.
     awaited: dict[Worker, None] = field(default_factory=dict)
     owed: list[Owed] = field(default_factory=list)
     leaves: dict[LeafId, None] = field(default_factory=dict)

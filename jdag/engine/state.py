@@ -80,11 +80,17 @@ class State:
 
     # -------------------------------------------------------------------- effects
 
-    def send(self, to: Worker, message: Message, values: tuple[Key, ...] = ()) -> None:
+    def send(
+        self,
+        to: Worker,
+        message: Message,
+        values: tuple[Key, ...] = (),
+        zeros: tuple[Any, ...] = (),
+    ) -> None:
         """Ask for a message to be sent; to a lost worker there is nothing to say."""
         assert to != self.worker, message
         if to not in self.lost:
-            self.out.append(Send(to, message, values))
+            self.out.append(Send(to, message, values, zeros))
 
     def drop(self, keys: Iterable[Key]) -> None:
         """Ask for values to be dropped."""

@@ -12,6 +12,7 @@ from jdag.engine.messages import (
     Acknowledge,
     Answer,
     Assign,
+    Attach,
     Call,
     Cotangent,
     End,
@@ -37,6 +38,7 @@ from jdag.engine.messages import (
 from jdag.engine.names import (
     ContextId,
     Failure,
+    Hook,
     Key,
     LeafId,
     Mode,
@@ -50,11 +52,15 @@ from jdag.engine.names import (
 
 __all__ = [
     "Acknowledge",
+    "Alarm",
     "Answer",
+    "Apply",
     "Argument",
     "Arrived",
     "Assign",
     "Assigned",
+    "Attach",
+    "Attached",
     "Call",
     "Compute",
     "Computed",
@@ -67,6 +73,7 @@ __all__ = [
     "End",
     "Ended",
     "Event",
+    "Expired",
     "Fail",
     "Failure",
     "Fetched",
@@ -74,6 +81,7 @@ __all__ = [
     "Forget",
     "Forward",
     "Go",
+    "Hook",
     "Incoming",
     "Issued",
     "Job",
@@ -170,7 +178,23 @@ class Fill:
     output: Key
 
 
-Job = Forward | Vjp | Sum | Fill
+@data
+class Apply:
+    """Hand a cotangent to a hook: `output` is what it gives in its place.
+
+    Without an output the hook only sees it. The input is dropped, unless it is kept.
+    """
+
+    id: int
+    context: ContextId
+    phase: int
+    path: Path  # Of the hook.
+    function: Any
+    input: Key
+    output: Key | None
+
+
+Job = Forward | Vjp | Sum | Fill | Apply
 
 
 @data
@@ -288,6 +312,25 @@ class Differentiated:
     roots: tuple[tuple[Worker, Root], ...]
     mode: Mode
     retain: bool
+    timeout_ns: int | None  # None: it may take as long as it does.
+
+
+@data
+class Expired:
+    """The time that a pass was given is over."""
+
+    context: ContextId
+    number: int
+
+
+@data
+class Attached:
+    """An activation here hooks a value, here or on another worker."""
+
+    context: ContextId
+    worker: Worker
+    key: Key
+    hook: Hook
 
 
 @data
@@ -300,7 +343,7 @@ class Left:
 
 Event = (
     Computed | Arrived | Lost | Opened | Issued | Launched | Returned | Fetched
-    | Assigned | Dropped | Differentiated | Left
+    | Assigned | Dropped | Attached | Differentiated | Expired | Left
 )  # fmt: skip
 
 
@@ -311,6 +354,7 @@ class Send:
     to: Worker
     message: Message
     values: tuple[Key, ...] = ()
+    zeros: tuple[Any, ...] = ()  # Shapes of the zeros that it does without.
 
 
 @data
@@ -346,11 +390,23 @@ class Resume:
     result: Any
 
 
-Effect = Send | Compute | Drop | Spawn | Resume
+@data
+class Alarm:
+    """Tell `event` when so much time has passed, unless the waiter is resumed first."""
+
+    waiter: int
+    event: Expired
+    after_ns: int
+
+
+Effect = Send | Compute | Drop | Spawn | Resume | Alarm
 
 
 class PassResult(NamedTuple):
-    """How a pass ended, for the program that asked for it."""
+    """How a pass ended, for the program that asked for it.
+
+    A finished one has a failure where a hook raised that saw a gradient.
+    """
 
     number: int
     outcome: Outcome

@@ -56,8 +56,8 @@ class End:
     """One worker's end of its link to a peer; `twin` is the peer's end of it.
 
     `out` and `back` are the lanes from and to here. `record` is the last frame that
-    left here, `heard` the last with a message that came; `payload_bytes` is for the
-    driver to count in.
+    left here, `heard` the last with a message that came; `payload_bytes`, and
+    `zero_bytes` of what went unsaid, are for the driver to count in.
     """
 
     __slots__ = (
@@ -72,6 +72,7 @@ class End:
         "timer_ns",
         "twin",
         "worker",
+        "zero_bytes",
     )
 
     twin: "End"
@@ -88,6 +89,7 @@ class End:
         self.timer_ns: int | None = None
         self.record = self.heard = -1
         self.payload_bytes = 0
+        self.zero_bytes = 0
 
 
 class Carriage:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, assert_never
 
-from jdag.engine.vocabulary import Failure, Fill, Forward, Job, Path, Sum, Vjp
+from jdag.engine.vocabulary import Apply, Failure, Fill, Forward, Job, Path, Sum, Vjp
 from jdag.errors import ScenarioError
 from jdag.sim.chooser import Chooser, ReadyJobs
 from jdag.sim.faults import Faults
@@ -31,11 +31,11 @@ _ALLOWED = "an integer >= 0"
 class DeviceModel:
     """What each job takes on a device, in nanoseconds of virtual time.
 
-    A forward takes `forward_ns`, a vjp `backward_ns`, a sum of cotangents and a fill
-    with zeros or ones `sum_ns`. `functions` has the exceptions: a function's name, with
-    its module as `module:name` or without, and its (forward_ns, backward_ns). Moving a
-    value is no work for a device: `ctx.move` takes nothing, unless `functions` names
-    what it calls (`moved`).
+    A forward takes `forward_ns`, a vjp `backward_ns`; a sum of cotangents, a fill with
+    zeros or ones and a hook `sum_ns`. `functions` has the exceptions: a function's
+    name, with its module as `module:name` or without, and its (forward_ns,
+    backward_ns). Moving a value is no work for a device: `ctx.move` takes nothing,
+    unless `functions` names what it calls (`moved`).
 
     Raises:
         ScenarioError: a time that is not an int or below 0; names it.
@@ -63,7 +63,7 @@ class DeviceModel:
                 return self._of(job.function.name)[0]
             case Vjp():
                 return self._of(job.function.name)[1]
-            case Sum() | Fill():
+            case Sum() | Fill() | Apply():
                 return self.sum_ns
             case _:
                 assert_never(job)

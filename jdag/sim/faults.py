@@ -201,6 +201,11 @@ class Faults:
         """The crashes due when the trace has `index` events."""
         return self._at_index.get(index, ())
 
+    def next_index(self, least: int, never: int) -> int:
+        """The first index, from `least` on, at which a crash is due; or `never`."""
+        due = [index for index in self._at_index if index >= least]
+        return min(due) if due else never
+
 
 def _during(now_ns: int, from_ns: int, until_ns: int | None) -> bool:
     return from_ns <= now_ns and (until_ns is None or now_ns < until_ns)

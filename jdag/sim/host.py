@@ -76,6 +76,7 @@ class Host:
             "bytes_peak": values.bytes_peak,
             "messages_sent": sum(end.link.sent for end in ends),
             "payload_bytes_sent": sum(end.payload_bytes for end in ends),
+            "zero_bytes_saved": sum(end.zero_bytes for end in ends),
             "bytes_sent": sum(end.out.bytes for end in ends),
             "frames_sent": sum(end.out.frames for end in ends),
             "resends": sum(end.link.resent for end in ends),

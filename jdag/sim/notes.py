@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_args
 
 from jdag.engine.vocabulary import (
+    Apply,
     ContextId,
     Effect,
     Event,
@@ -16,6 +17,7 @@ from jdag.engine.vocabulary import (
     Sum,
     Vjp,
 )
+from jdag.functions import name_of
 
 Place = tuple[str, int, Path]  # Context ("" for none), pass (0 for none), path.
 
@@ -51,6 +53,14 @@ PLACE: Mapping[type, Callable[[Any], Place]] = {
 }
 
 
+def note_nothing(
+    kind: str, worker: str, detail: tuple[Any, ...], causes: tuple[int, ...]
+) -> int:
+    """Note, where no trace is kept."""
+    del kind, worker, detail, causes
+    return -1
+
+
 def job_place(job: Job) -> tuple[Any, ...]:
     """Kind, context, pass, path and function of a job."""
     kind = type(job).__name__.lower()
@@ -61,6 +71,8 @@ def job_name(job: Job) -> str:
     """The name of the function of a job; of what has none, what it does."""
     if isinstance(job, Forward | Vjp):
         return str(job.function.name)
+    if isinstance(job, Apply):
+        return name_of(job.function)
     return type(job).__name__.lower()
 
 
@@ -72,6 +84,8 @@ def used_up(job: Job) -> tuple[Key, ...]:
             return (*addends, job.residuals) if job.last else addends
         case Sum():
             return job.addends
+        case Apply():
+            return () if job.output is None else (job.input,)
         case _:
             return ()
 
@@ -87,6 +101,8 @@ def kept(job: Job) -> tuple[Key, ...]:
             return () if job.base is None else (job.base,)
         case Fill():
             return ()
+        case Apply():
+            return (job.input,) if job.output is None else ()
 
 
 def made(job: Job) -> tuple[Key, ...]:
@@ -100,3 +116,5 @@ def made(job: Job) -> tuple[Key, ...]:
             return job.outputs
         case Sum() | Fill():
             return (job.output,)
+        case Apply():
+            return () if job.output is None else (job.output,)

@@ -18,21 +18,23 @@ from typing import Any
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from jdag.errors import JdagError
+from jdag.sim.timeline import Entry
 
 
 class Waiters:
     """What programs wait for: numbers that engines resume.
 
     `given` has, for each waiter that was resumed and has not yet taken it, the result
-    and the record of the trace that says so.
+    and the record of the trace that says so; `alarms` what goes off if it is not.
     """
 
-    __slots__ = ("_asked", "_numbers", "given")
+    __slots__ = ("_asked", "_numbers", "alarms", "given")
 
     def __init__(self) -> None:
         self._numbers = count(1)
         self._asked: dict[int, tuple[str, str]] = {}
         self.given: dict[int, tuple[Any, int]] = {}
+        self.alarms: dict[int, Entry] = {}
 
     def number(self) -> int:
         """A number that no other waiter of the run has."""
@@ -56,6 +58,7 @@ class Waiters:
         """Forget all."""
         self._asked.clear()
         self.given.clear()
+        self.alarms.clear()
 
     def __str__(self) -> str:
         """Who waits for what, in the order in which they asked."""

@@ -28,6 +28,7 @@ from jdag.compute.machine import Machine, failure_of
 from jdag.engine import Engine
 from jdag.engine.drawing import Drawing
 from jdag.engine.vocabulary import (
+    Alarm,
     Arrived,
     Compute,
     Computed,
@@ -56,7 +57,7 @@ from jdag.sim.faults import Crash, Fault, Faults
 from jdag.sim.host import Host
 from jdag.sim.jobs import Jobs
 from jdag.sim.network import LinkModel, Network
-from jdag.sim.notes import PLACE
+from jdag.sim.notes import PLACE, note_nothing
 from jdag.sim.port import Port
 from jdag.sim.programs import Programs, Waiters
 from jdag.sim.timeline import Timeline
@@ -74,10 +75,8 @@ EVENTS_MAX = 1 << 40
 GARBAGE_MIN = 50_000
 
 _WAITING = (Launched, Fetched, Differentiated, Left)
-_KINDS = (
-    *("frame", "timer", "begin", "finish"),
-    *("wake", "spawn", "lost", "crash", "bury"),
-)
+_KINDS = ["frame", "timer", "begin", "finish", "alarm", "wake", "spawn"]
+_KINDS += ["lost", "crash", "bury"]
 _NEVER = -2  # No record has this index; -1 is "none".
 
 
@@ -127,7 +126,7 @@ class Simulation:
         self._timeline = Timeline(events_max)
         self._faults = Faults(faults, self.workers)
         self._add = (
-            _note_nothing if self.trace is None else self.trace.at(self._timeline)
+            note_nothing if self.trace is None else self.trace.at(self._timeline)
         )
         by_index = any(crash.at_index is not None for crash in self._faults.crashes)
         self._note = self._note_and_look if by_index else self._add
@@ -219,16 +218,17 @@ class Simulation:
         host = port.host
         if not host.alive:
             return  # A program that has not yet noticed that its worker crashed.
-        kind = type(event)
-        name = kind.__name__
-        causes = () if port.record < 0 else (port.record,)
-        record = self._note("issue", host.worker, (name, *PLACE[kind](event)), causes)
+        record = self._note_event(host, event, port.record)
         for key in host.fresh:
             host.made[key] = record
         host.fresh.clear()
         if isinstance(event, _WAITING):
-            self._waiters.ask(event.waiter, host.worker, name)
+            self._waiters.ask(event.waiter, host.worker, type(event).__name__)
         self._handle(host, event, record)
+
+    def _note_event(self, host: Host, event: Event, cause: int) -> int:
+        detail = (type(event).__name__, *PLACE[type(event)](event))
+        return self._note("issue", host.worker, detail, () if cause < 0 else (cause,))
 
     def _waited(self, host: Host, waiter: int) -> tuple[Any, int]:
         """Block whoever calls this; return what the waiter was given and its record."""
@@ -315,6 +315,11 @@ class Simulation:
                 host.drop(effect.keys)
             elif kind is Resume:
                 self._resume(host, effect, record)
+            elif kind is Alarm:
+                at_ns = self.now_ns + effect.after_ns
+                action = ("alarm", host, effect.event, record)
+                entry = self._timeline.push(at_ns, EVENT, action)
+                self._waiters.alarms[effect.waiter] = entry
             else:
                 assert kind is Spawn, effect
                 name = name_of(effect.function)
@@ -338,6 +343,8 @@ class Simulation:
             causes = tuple(dict.fromkeys((record, *data)))
         payload_bytes, wire_bytes = size(message, values)
         end.payload_bytes += payload_bytes
+        for zero in send.zeros:
+            end.zero_bytes += zero.nbytes
         kind = message.__class__
         said = (kind.__name__, *PLACE[kind](message))
         sizes = (payload_bytes, wire_bytes + FRAME_BYTES, prints)
@@ -345,6 +352,9 @@ class Simulation:
 
     def _resume(self, host: Host, resume: Resume, record: int) -> None:
         waiter = resume.waiter
+        alarm = self._waiters.alarms.pop(waiter, None)
+        if alarm is not None:
+            self._timeline.cancel(alarm)
         asked = self._waiters.asked(waiter)
         if asked is None:
             return  # Who waited was interrupted, and is not there any more.
@@ -407,6 +417,11 @@ class Simulation:
             self._handle(host, Computed(task.job.id, task.failure), record)
             self._jobs.call(host)
 
+    def _alarm(self, host: Host, event: Event, record: int) -> None:
+        """The time that an engine set itself is over."""
+        if host.alive:
+            self._handle(host, event, self._note_event(host, event, record))
+
     def _wake(self, host: Host, waiter: int) -> None:
         """A program goes on: what it waited for is here."""
         assert host.alive or not self._programs.is_parked(waiter), waiter
@@ -439,14 +454,9 @@ class Simulation:
             host = self._hosts[crash.worker]
             if crash.at_ns is not None:
                 self._timeline.push(crash.at_ns, CRASH, ("crash", host, crash))
-        self._next_crash_index(0)
+        self._crash_index = self._faults.next_index(0, _NEVER)
         if self._crash_index == 0:
             self._crash_at(0)
-
-    def _next_crash_index(self, least: int) -> None:
-        indices = [c.at_index for c in self._faults.crashes if c.at_index is not None]
-        due = [index for index in indices if index >= least]
-        self._crash_index = min(due) if due else _NEVER
 
     def _note_and_look(
         self, kind: str, worker: str, detail: tuple[Any, ...], causes: tuple[int, ...]
@@ -463,7 +473,7 @@ class Simulation:
         The worker is dead from here on; its remains are cleared away by the next event,
         as a program of its own may be what runs right now.
         """
-        self._next_crash_index(index + 1)
+        self._crash_index = self._faults.next_index(index + 1, _NEVER)
         for crash in self._faults.crash_at_index(index):
             host = self._hosts[crash.worker]
             self._die(host, crash)
@@ -488,10 +498,3 @@ class Simulation:
         """Clear away what a crashed worker held."""
         self._programs.kill(host.worker)
         host.clear()
-
-
-def _note_nothing(
-    kind: str, worker: str, detail: tuple[Any, ...], causes: tuple[int, ...]
-) -> int:
-    del kind, worker, detail, causes
-    return -1

@@ -9,10 +9,10 @@ One table says it all: writing, reading and measuring go by it. Measuring looks 
 fields that have no fixed size, since the simulator asks for each message.
 
 What reads back as it was: everything but these. The function of a call or assignment
-is its name and the types of its arguments (`FunctionData`), that of a run its name; the
-shape of a root or version is an `ArrayType`; in arguments and results see
-`jdag.wire.trees`. A failure's `exception` stays where it was raised. All of this writes
-as the same bytes again.
+is its name and the types of its arguments (`FunctionData`), that of a run or hook its
+name; the shape of a root, version or hook is an `ArrayType`; in arguments and results
+see `jdag.wire.trees`. A failure's `exception` stays where it was raised. All of this
+writes as the same bytes again.
 """
 
 from collections.abc import Sequence
@@ -23,6 +23,7 @@ from jdag.engine.vocabulary import (
     Acknowledge,
     Answer,
     Assign,
+    Attach,
     Call,
     Cotangent,
     End,
@@ -31,6 +32,7 @@ from jdag.engine.vocabulary import (
     Failure,
     Forget,
     Go,
+    Hook,
     Incoming,
     Mark,
     Marked,
@@ -140,6 +142,9 @@ ROOT = record(
 )
 INCOMING = record(Incoming, source=WORKER, tracked=MASK)
 MARKED = record(Marked, path=PATH, slots=MASK)
+HOOK = record(
+    Hook, path=PATH, function=PROGRAM, replaces=FLAG, aval=ARRAY_TYPE, call_site=TEXT
+)
 CHANGE = integer(4, "change in sends owed", signed=True)
 
 
@@ -245,7 +250,12 @@ LAYOUTS: dict[type[Any], Layout] = {
     Fail: record(Fail, context=CONTEXT, number=PASS, failure=FAILURE),
     End: record(End, context=CONTEXT, number=PASS, outcome=OUTCOME, retain=FLAG),
     Ended: record(
-        Ended, context=CONTEXT, number=PASS, owed=many(OWED, "owed"), leaves=LEAVES
+        Ended,
+        context=CONTEXT,
+        number=PASS,
+        owed=many(OWED, "owed"),
+        leaves=LEAVES,
+        failure=maybe(FAILURE),
     ),
     Release: record(
         Release, context=CONTEXT, live=many(COUNTER, "live contexts"), abort=FLAG
@@ -260,6 +270,7 @@ LAYOUTS: dict[type[Any], Layout] = {
         weight=WEIGHT,
         owed=CHANGE,
     ),
+    Attach: record(Attach, context=CONTEXT, key=KEY, hook=HOOK),
 }
 _TYPES = tuple(LAYOUTS)
 _NUMBERS = {kind: number for number, kind in enumerate(_TYPES)}

@@ -1,0 +1,35 @@
+"""Hooks: functions of a cotangent, run as they are, where the cotangent is."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jdag.compute.avals import Aval, aval_of
+from jdag.errors import JdagError
+
+
+def hooked(function: Callable[[Any], Any], cotangent: Any) -> Any:
+    """Return what the function gives in place of a cotangent; for None, the same.
+
+    It is not compiled: what it prints or collects are values. An abstract cotangent
+    (`Aval`) it is traced with.
+
+    Raises:
+        JdagError: what it gives is not an array of the cotangent's shape and dtype.
+    """
+    if isinstance(cotangent, Aval):
+        result = jax.eval_shape(function, cotangent.struct())
+    else:
+        result = function(cotangent)
+    if result is None:
+        return cotangent
+    wanted = aval_of(cotangent).strong
+    found = aval_of(result).strong if hasattr(result, "dtype") else None
+    if found != wanted:
+        given = f"a {type(result).__name__}" if found is None else str(found)
+        raise JdagError(
+            f"the hook returned {given}, and the cotangent is {wanted}; it has to "
+            "return an array of that shape and dtype, or None to leave it as it is"
+        )
+    return found if isinstance(cotangent, Aval) else result

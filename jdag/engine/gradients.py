@@ -1,0 +1,127 @@
+"""The gradients of leaves: staged in a pass, committed by its end, seen by hooks.
+
+Told of a leaf whose cotangent of a pass is complete, and of the end of a pass. Asks for
+sums and, after a finished pass, for an Apply for each hook that wants to see.
+
+Invariants
+- What a pass adds to a gradient is summed first, and goes through its hooks, and is
+  then added: its bits do not depend on the passes before.
+- Nothing is committed but by `End(finished)`; hooks see what has been committed, each
+  once for a pass, one after another in the order of the program.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from jdag.engine.complete import Completion
+from jdag.engine.graph import Fragment, LeafEnd, Value
+from jdag.engine.live import Pass, ordered
+from jdag.engine.state import State
+from jdag.engine.vocabulary import Apply, Failure, Hook, Job, Key
+
+Told = Callable[[Failure | None], None]
+
+
+class Seeing:
+    """The hooks that still have to see gradients of a pass, and the first failure."""
+
+    __slots__ = ("failure", "left", "number", "then")
+
+    def __init__(self, number: int, left: list[tuple[Hook, Key]], then: Told) -> None:
+        self.number = number
+        self.left = left
+        self.then = then
+        self.failure: Failure | None = None
+
+
+class Gradients:
+    """The leaves' part of passes on one worker."""
+
+    def __init__(self, state: State, complete: Completion) -> None:
+        self._state = state
+        self._complete = complete
+
+    def reached(self, fragment: Fragment, live: Pass, end: LeafEnd) -> None:
+        """All cotangents of a leaf are here: together they are this pass's gradient."""
+        due = live.dues[end]
+        addends = ordered(due.addends[0])
+        due.addends = []
+        attached = fragment.hooks.get(end.leaf, ())
+        if not addends and not attached and end.gradient is not None:
+            live.staged[end.leaf] = None  # By zeros alone: what was there stays.
+            return
+        seen = not all(hook.replaces for hook in attached)
+        then = partial(self._observe if seen else self._add, fragment, live, end)
+        hooks = [hook for hook in attached if hook.replaces]
+        self._complete.total(
+            fragment, live, (), addends, then, aval=end.aval, hooks=hooks
+        )
+
+    def _observe(self, fragment: Fragment, live: Pass, end: LeafEnd, key: Key) -> None:
+        """Keep this pass's gradient by itself, for hooks to see in the end."""
+        live.observed[end.leaf] = key
+        then = partial(self._add, fragment, live, end)
+        self._complete.sum(fragment, live, (), (), then, base=key)
+
+    def _add(self, fragment: Fragment, live: Pass, end: LeafEnd, key: Key) -> None:
+        """Add this pass's gradient to that of the passes before; stage it."""
+        stage = partial(live.staged.__setitem__, end.leaf)
+        if end.gradient is None:
+            stage(key)
+        else:
+            self._complete.sum(fragment, live, (), (key,), stage, base=end.gradient)
+
+    def commit(self, fragment: Fragment, live: Pass) -> None:
+        """The pass has finished: what it staged are gradients from now on."""
+        for leaf, staged in live.staged.items():
+            end = fragment.leaves[leaf]
+            if staged is not None:
+                end.gradient = staged
+            assert end.gradient is not None, leaf
+            value = Value(Key("gradient", fragment.context, leaf, live.number), None, 0)
+            value.stored = end.gradient
+            value.settled = True
+            fragment.values[value.key] = value
+
+    def show(self, fragment: Fragment, live: Pass, then: Told) -> None:
+        """Let hooks see what a finished pass has added; then call `then`."""
+        left = [
+            (hook, key)
+            for leaf, key in live.observed.items()
+            for hook in fragment.hooks[leaf]
+            if not hook.replaces
+        ]
+        left.sort(key=lambda pair: pair[0].path, reverse=True)
+        self._next(fragment, live, Seeing(live.number, left, then))
+
+    def _next(self, fragment: Fragment, live: Pass, seeing: Seeing) -> None:
+        if not seeing.left or fragment.gone:
+            self._state.drop(live.observed.values())
+            seeing.then(seeing.failure)
+            return
+        hook, key = seeing.left.pop()
+        job = Apply(
+            self._state.number_job(),
+            fragment.context,
+            seeing.number,
+            hook.path,
+            hook.function,
+            key,
+            None,
+        )
+        self._state.compute(job, self._seen, fragment, (live, seeing, hook))
+
+    def _seen(
+        self,
+        failure: Failure | None,
+        fragment: Fragment,
+        owner: tuple[Pass, Seeing, Hook],
+        job: Job,
+    ) -> None:
+        del job
+        live, seeing, hook = owner
+        if failure is not None and seeing.failure is None:
+            route = (self._state.worker,)
+            seeing.failure = replace(failure, call_site=hook.call_site, route=route)
+        self._next(fragment, live, seeing)
