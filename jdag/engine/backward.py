@@ -341,7 +341,7 @@ class Backward:
         due.remaining = len(attached)
         for slot, hooks in attached:
             then = partial(self._replaced, live, node, slot)
-            addends = ordered(due.addends[slot])
+            addends = due.taken(slot)
             aval = hooks[0].aval
             self._complete.total(
                 fragment, live, node.path, addends, then, aval=aval, hooks=hooks
@@ -446,7 +446,7 @@ class Backward:
         due.remaining = len(wide)  # From here on: sums under way.
         for slot in wide:
             then = partial(self._summed, fragment, live, recv, slot)
-            addends = ordered(due.addends[slot])
+            addends = due.taken(slot)
             self._complete.total(fragment, live, recv.path, addends, then)
 
     def _summed(

@@ -16,7 +16,7 @@ from functools import partial
 
 from jdag.engine.complete import Completion
 from jdag.engine.graph import Fragment, LeafEnd, Value
-from jdag.engine.live import Pass, ordered
+from jdag.engine.live import Pass
 from jdag.engine.state import State
 from jdag.engine.vocabulary import Apply, Failure, Hook, Job, Key
 
@@ -44,9 +44,7 @@ class Gradients:
 
     def reached(self, fragment: Fragment, live: Pass, end: LeafEnd) -> None:
         """All cotangents of a leaf are here: together they are this pass's gradient."""
-        due = live.dues[end]
-        addends = ordered(due.addends[0])
-        due.addends = []
+        addends = live.dues[end].taken(0)
         attached = fragment.hooks.get(end.leaf, ())
         if not addends and not attached and end.gradient is not None:
             live.staged[end.leaf] = None  # By zeros alone: what was there stays.

@@ -41,6 +41,12 @@ class Due:
             [[]] if width == 1 else [[] for _ in range(width)]
         )
 
+    def taken(self, slot: int) -> tuple[Key, ...]:
+        """Take what has come for one slot, in order: whoever sums it drops it."""
+        taken = ordered(self.addends[slot])
+        self.addends[slot] = []
+        return taken
+
 
 def ordered(addends: list[Addend]) -> tuple[Key, ...]:
     """The addends in the order of the program, whatever order they came in."""
