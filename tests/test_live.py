@@ -1,0 +1,405 @@
+"""What a pass says and when: who begins, who holds weight, how its end is known."""
+
+import random
+from typing import Any
+
+import pytest
+
+from jdag.engine.live import Pass
+from jdag.engine.vocabulary import (
+    Acknowledge,
+    Answer,
+    Call,
+    Cotangent,
+    End,
+    Fail,
+    Go,
+    Mark,
+    Mode,
+    Outcome,
+    Ship,
+    Start,
+)
+from jdag.engine.weight import NOTHING, WHOLE, Weight, added
+from tests.engine_cases import SEEDS, holding, net_of, pausing
+from tests.engine_net import Net
+from tests.engine_programs import Run, draw, in_modes
+from tests.engine_values import DOUBLE, SAME, TRIPLE, Linear
+
+PROGRAMS = range(150)
+WEIGHED = (Start, Mark, Go, Cotangent, Answer)
+OF_A_PASS = (*WEIGHED, Fail)
+MODES = pytest.mark.parametrize("mode", [Mode.SMART, Mode.FAST])
+
+
+# ----------------------------------------------------------------- when a pass begins
+
+
+@MODES
+@pytest.mark.parametrize("kind", [Call, Ship, Acknowledge])
+def test_a_pass_begins_only_when_every_call_is_acknowledged(kind: type, mode: Mode):
+    net = net_of(3)
+    x = net.put("b", 3, "a")
+    scope = net.open("a")
+    net.drain()
+    net.holds = holding(kind)
+    (y,) = scope.call("c", DOUBLE, x)
+    (z,) = scope.call("a", TRIPLE, x)
+    waiter = scope.start_backward(z, y, mode=mode)
+    net.drain()
+    assert not [m for _, _, m in net.sent if type(m) in OF_A_PASS]
+    assert net.places["a"].engine.live_passes == 0
+    net.let_go()
+    assert net.until("a", waiter).outcome is Outcome.FINISHED
+    assert scope.gradients(x) == [5]
+
+
+def test_a_send_that_is_not_there_yet_is_waited_for_and_not_forgotten():
+    """Without the acknowledgement the pass would end before the send is counted."""
+    net = net_of(3)
+    x = net.put("b", 3, "a")
+    scope = net.open("a")
+    net.drain()
+    (root,) = scope.call("b", DOUBLE, x)
+    net.drain()
+    net.holds = holding(Ship)
+    scope.call("c", TRIPLE, x)  # Dropped: its send is owed.
+    waiter = scope.start_backward(root)
+    net.drain()
+    net.let_go()
+    result = net.until("a", waiter)
+    assert result.outcome is Outcome.STUCK
+    assert [owed.path for owed in result.owed] == [(2,)]
+
+
+@MODES
+def test_values_may_still_be_on_their_way_when_a_pass_begins(mode: Mode):
+    net = net_of(3)
+    x = net.put("b", 3, "a")
+    scope = net.open("a")
+    net.pauses = pausing("double")
+    (y,) = scope.call("c", DOUBLE, x)
+    waiter = scope.start_backward(y, mode=mode)
+    net.drain()
+    assert net.places["c"].engine.live_passes == 1
+    net.let_go()
+    assert net.until("a", waiter).outcome is Outcome.FINISHED
+
+
+def test_a_fast_pass_with_its_roots_on_one_worker_is_not_announced():
+    net = net_of(2)
+    x = net.put("b", 3, "a")
+    scope = net.open("a")
+    (y,) = scope.call("b", DOUBLE, x)
+    scope.backward(y, y)
+    assert [m.go for _, _, m in net.sent if type(m) is Start] == [True]
+    assert net.messages(Go) == []
+
+
+@MODES
+@pytest.mark.parametrize("seed", SEEDS)
+def test_all_roots_are_heard_of_before_any_cotangent_flows(seed: int, mode: Mode):
+    net = net_of(4, seed)
+    x = net.put("a", 3, "a")
+    scope = net.open("a")
+    (one,) = scope.call("b", DOUBLE, x)
+    (two,) = scope.call("c", TRIPLE, one)
+    (three,) = scope.call("d", SAME, two)
+    (own,) = scope.call("a", Linear("own", ((5,),)), x)  # A root of the owner's.
+    result = scope.backward(one, two, three, own, mode=mode)
+    assert result.outcome is Outcome.FINISHED
+    assert scope.gradients(x) == [2 + 6 + 6 + 5]
+    order = [type(m) for _, _, m in net.sent if type(m) in OF_A_PASS]
+    assert order[:3] == [Start] * 3
+    first = order.index(Go)
+    assert order[first : first + 3] == [Go] * 3 and order.count(Go) == 3
+    assert Cotangent not in order[:first] and Mark not in order[first:]
+    assert not [m for _, _, m in net.sent if type(m) is Start and m.go]
+
+
+@MODES
+def test_a_root_that_comes_late_would_be_counted_too_late(mode: Mode):
+    """C's root is behind b's: told first, b must wait for what c's root brings."""
+    net = net_of(3)
+    x = net.put("b", 3, "a")
+    scope = net.open("a")
+    (one,) = scope.call("b", DOUBLE, x)
+    (two,) = scope.call("b", TRIPLE, one)
+    (three,) = scope.call("c", SAME, two)
+    net.holds = holding(Start, receiver="c")
+    waiter = scope.start_backward(two, three, mode=mode)
+    net.drain()
+    assert net.messages(Go) == []
+    net.let_go()
+    assert net.until("a", waiter).outcome is Outcome.FINISHED
+    assert scope.gradients(x) == [12]
+
+
+def test_go_is_said_only_when_no_mark_is_under_way():
+    """The mark that b is held back from would find that c's send is needed."""
+    net = net_of(4)
+    x = net.put("b", 3, "a")
+    scope = net.open("a")
+    (one,) = scope.call("c", DOUBLE, x)
+    (two,) = scope.call("d", TRIPLE, one)
+    (three,) = scope.call("c", SAME, one)
+    net.drain()
+    net.holds = holding(Mark, sender="c")
+    waiter = scope.start_backward(two, three, mode=Mode.SMART)
+    net.drain()
+    assert net.messages(Mark) == [("d", "c"), ("c", "b")]
+    assert net.messages(Go) == [] and net.messages(Cotangent) == []
+    net.let_go()
+    assert net.until("a", waiter).outcome is Outcome.FINISHED
+    assert scope.gradients(x) == [8]
+
+
+# --------------------------------------------------------------- who is done, and when
+
+
+@MODES
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_when_a_pass_ends_nothing_of_it_is_under_way(program: int, mode: Mode):
+    plan = in_modes(draw(random.Random(program)), lambda: mode)
+    net = Net(plan.workers, random.Random(f"weights {program}"))
+    seen = 0
+
+    def look(net: Net) -> None:
+        """Look at each End of a pass that did not fail, as soon as it is sent."""
+        nonlocal seen
+        while seen < len(net.sent):
+            _, _, message = net.sent[seen]
+            seen += 1
+            if type(message) is End and message.outcome is not Outcome.FAILED:
+                _nothing_under_way(net, message)
+
+    net.before_step = look
+    run = Run(plan, net)
+    run.all()
+    net.drain()
+    if mode is Mode.SMART:
+        assert Outcome.STUCK not in [result.outcome for result in run.passes]
+
+
+def _nothing_under_way(net: Net, end: End) -> None:
+    queued = [m for queue in net.queues.values() for m, _ in queue]
+    assert not [m for m in queued if type(m) in OF_A_PASS], end
+    jobs = [job for place in net.places.values() for job in place.jobs]
+    assert not [job for job in jobs if job.phase == end.number], end
+    owner = net.places[net.workers[end.context.number]]
+    for place in net.places.values():
+        part = place.engine._state.contexts.get(end.context)
+        live = None if part is None else part.live
+        if live is not None and place is not owner:
+            assert live.weight == NOTHING and live.passive, (end, place)
+
+
+@MODES
+@pytest.mark.parametrize("program", range(40))
+def test_at_every_moment_of_a_pass_its_parts_sum_to_the_whole(program: int, mode: Mode):
+    plan = in_modes(draw(random.Random(program)), lambda: mode)
+    net = Net(plan.workers, random.Random(f"parts {program}"))
+    looks = 0
+
+    def look(net: Net) -> None:
+        nonlocal looks
+        for context, live in _live(net):
+            if live.is_owner and not live.failed:
+                parts = _parts(net, context, live.number)
+                if parts is not None:
+                    assert parts == WHOLE, (context, parts)
+                    looks += 1
+
+    net.before_step = look
+    Run(plan, net).all()
+    assert looks > 0
+
+
+def _live(net: Net) -> list[tuple[Any, Pass]]:
+    return [
+        (context, part.live)
+        for place in net.places.values()
+        for context, part in place.engine._state.contexts.items()
+        if part.live is not None
+    ]
+
+
+def _parts(net: Net, context: Any, number: int) -> Weight | None:
+    """All parts of a pass, held and under way; None once it has failed somewhere."""
+    total = NOTHING
+    for other, live in _live(net):
+        if (other, live.number) == (context, number):
+            if live.failed:
+                return None
+            total = added(total, live.weight)
+    for queue in net.queues.values():
+        for message, _ in queue:
+            if type(message) in WEIGHED and (message.context, message.number) == (
+                context,
+                number,
+            ):
+                assert message.weight.units > 0, message
+                total = added(total, message.weight)
+    return total
+
+
+@MODES
+def test_a_worker_that_computes_keeps_weight(mode: Mode):
+    net = net_of(2)
+    x = net.put("b", 3, "a")
+    scope = net.open("a")
+    (y,) = scope.call("b", DOUBLE, x)
+    net.drain()
+    net.pauses = pausing("double")
+    waiter = scope.start_backward(y, mode=mode)
+    net.drain()
+    marked = [("b", "a")] if mode is Mode.SMART else []  # The wave's, before it.
+    assert net.messages(Answer) == marked and net.messages(End) == []
+    net.let_go()
+    assert net.until("a", waiter).outcome is Outcome.FINISHED
+    assert net.messages(Answer) == [*marked, ("b", "a")]
+
+
+@MODES
+def test_a_worker_whose_node_waits_for_its_forward_keeps_weight(mode: Mode):
+    net = net_of(2)
+    x = net.put("b", 3, "a")
+    scope = net.open("a")
+    net.pauses = pausing("double")
+    (y,) = scope.call("b", DOUBLE, x)
+    waiter = scope.start_backward(y, mode=mode)
+    net.drain()
+    assert net.places["b"].engine.live_passes == 1 and net.places["b"].jobs != []
+    assert len(net.messages(Answer)) == (mode is Mode.SMART)
+    assert net.messages(End) == []
+    net.let_go()
+    assert net.until("a", waiter).outcome is Outcome.FINISHED
+
+
+@pytest.mark.parametrize("count", [2, 3, 6])
+def test_a_chain_of_any_length_is_answered_once_a_wave(count: int):
+    for mode, waves in ((Mode.FAST, 1), (Mode.SMART, 2)):
+        net = net_of(count)
+        *others, last = net.workers[1:]
+        x = net.put("b", 3, "a")
+        scope = net.open("a")
+        y = x
+        for worker in (*others, last):
+            (y,) = scope.call(worker, DOUBLE, y)
+        assert scope.backward(y, mode=mode).outcome is Outcome.FINISHED
+        assert net.messages(Answer) == [("b", "a")] * waves
+        assert scope.gradients(x) == [2 ** (count - 1)]
+
+
+def test_messages_of_one_moment_share_what_is_held():
+    live = Pass(1, Mode.FAST, retain=False, parent="a")
+    live.take(WHOLE, 3)
+    for to in "bcd":
+        live.say(to, lambda weight, owed: Answer(None, 1, weight, owed))
+    sent = live.parcel()
+    assert [outgoing.to for outgoing, _ in sent] == list("bcd")
+    parts = [message.weight for _, message in sent]
+    assert added(added(parts[0], parts[1]), parts[2]) == WHOLE
+    assert live.weight == NOTHING and live.parcel() == []
+
+
+def test_who_has_more_to_do_keeps_a_part():
+    live = Pass(1, Mode.FAST, retain=False, parent="a")
+    live.take(WHOLE, 0)
+    live.computing = 1
+    live.say("b", lambda weight, owed: Answer(None, 1, weight, owed))
+    ((_, message),) = live.parcel()
+    assert live.weight.units > 0 and not live.whole
+    assert added(live.weight, message.weight) == WHOLE
+
+
+@pytest.mark.parametrize("what", ["computing", "waiting", "ready"])
+def test_a_pass_is_not_passive_while_anything_is_open(what: str):
+    live = Pass(1, Mode.FAST, retain=False, parent="a")
+    assert live.passive
+    setattr(live, what, ["a vertex"] if what == "ready" else 1)
+    assert not live.passive
+
+
+def test_the_owner_begins_with_the_whole_and_others_with_nothing():
+    assert Pass(1, Mode.SMART, retain=False, parent=None).whole
+    other = Pass(1, Mode.SMART, retain=False, parent="a")
+    assert other.weight == NOTHING and not other.is_owner
+
+
+# -------------------------------------------------------------------------------- owed
+
+
+@MODES
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_changes_that_reach_the_owner_add_up_to_what_is_owed(seed: int, mode: Mode):
+    net = net_of(4, seed)
+    x = net.put("b", 3, "a")
+    scope = net.open("a")
+    for worker in "cd":
+        scope.call(worker, DOUBLE, x)  # Dropped.
+    (one,) = scope.call("c", TRIPLE, x)
+    (two,) = scope.call("b", SAME, one)
+    (three,) = scope.call("d", SAME, two)
+    result = scope.backward(three, mode=mode)
+    stuck = mode is Mode.FAST
+    assert result.outcome is (Outcome.STUCK if stuck else Outcome.FINISHED)
+    assert [(o.path, o.worker, o.destination) for o in result.owed] == [
+        ((2,), "b", "d")  # What moved to c, for the first call, came back.
+    ] * stuck
+    told = [m.owed for _, to, m in net.sent if type(m) in WEIGHED and to == "a"]
+    said = [m.owed for by, _, m in net.sent if type(m) in WEIGHED and by == "a"]
+    assert sum(told) - sum(said) == len(result.owed)
+
+
+def test_a_pass_gives_each_change_away_once():
+    live = Pass(1, Mode.FAST, retain=False, parent="a")
+    live.take(WHOLE, 3)
+    live.unreported -= 1
+    for to in "bc":
+        live.say(to, lambda weight, owed: Answer(None, 1, weight, owed))
+    assert [message.owed for _, message in live.parcel()] == [2, 0]
+    assert live.unreported == 0
+    live.take(Weight(1, 1), -1)
+    assert live.hand_back() == (Weight(1, 1), -1)
+    assert live.hand_back() == (NOTHING, 0)
+
+
+def test_a_stuck_fast_pass_is_known_without_any_timer():
+    net = net_of(3)
+    x = net.put("b", 3, "a")
+    scope = net.open("a")
+    scope.call("c", DOUBLE, x)
+    (y,) = scope.call("b", TRIPLE, x)
+    net.drain()
+    waiter = scope.start_backward(y)
+    net.drain()
+    result = net.places["a"].resumed.pop(waiter)
+    assert result.outcome is Outcome.STUCK
+    assert [(o.worker, o.destination, o.function) for o in result.owed] == [
+        ("b", "c", "double")
+    ]
+
+
+@MODES
+def test_a_job_of_a_failed_pass_that_still_runs_ends_before_the_pass_does(mode: Mode):
+    net = net_of(3)
+    x, y = net.put("b", 3, "a"), net.put("c", 3, "a")
+    scope = net.open("a")
+    (slow,) = scope.call("b", Linear("slow", ((1,),)), x)
+    (far,) = scope.call("c", SAME, slow)
+    (near,) = scope.call("b", TRIPLE, x)
+    net.drain()
+    net.pauses = pausing("slow")
+    first = scope.start_backward(far, near, slow, retain=True, mode=mode)
+    net.drain()
+    net.crash("c")  # The pass fails while b computes for it.
+    net.drain()
+    assert first not in net.places["a"].resumed
+    net.let_go()
+    result = net.until("a", first)
+    assert result.outcome is Outcome.FAILED and y.tracked
+    assert [job.path for job in net.ran][-1] == (1,)
+    scope.leave()
+    net.drain()
+    assert net.leftovers() == []

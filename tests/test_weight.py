@@ -1,0 +1,115 @@
+"""Weights: parts of one whole, split and added without loss."""
+
+from functools import reduce
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jdag.engine.weight import NOTHING, WHOLE, Weight, added, split
+
+counts = st.integers(1, 40)
+seeds = st.randoms(use_true_random=False)
+
+
+def share(weight: Weight, halvings: int) -> int:
+    """A part of the whole in units of the whole halved so often."""
+    assert weight.halvings <= halvings, (weight, halvings)
+    return weight.units << halvings - weight.halvings
+
+
+def total(parts: list[Weight]) -> Weight:
+    """The parts added one after another."""
+    return reduce(added, parts, NOTHING)
+
+
+def scatter(rng: Random, splits: list[int]) -> list[Weight]:
+    """The whole, some part of it split each time, into so many."""
+    parts = [WHOLE]
+    for count in splits:
+        parts += split(parts.pop(rng.randrange(len(parts))), count)
+    return parts
+
+
+@given(seeds, st.lists(counts, max_size=30))
+def test_however_often_it_is_split_the_parts_are_positive_and_sum_to_the_whole(
+    rng: Random, splits: list[int]
+):
+    parts = scatter(rng, splits)
+    halvings = max(part.halvings for part in parts)
+    assert all(part.units > 0 and part.halvings >= 0 for part in parts)
+    assert sum(share(part, halvings) for part in parts) == 1 << halvings
+
+
+@given(seeds, st.lists(counts, max_size=30))
+@settings(max_examples=200)
+def test_in_whatever_order_parts_are_joined_the_whole_is_the_whole(
+    rng: Random, splits: list[int]
+):
+    parts = scatter(rng, splits)
+    while len(parts) > 1:
+        rng.shuffle(parts)
+        one = added(parts.pop(), parts.pop())
+        assert one.units % 2 == 1 or one.halvings == 0, one  # In lowest terms.
+        parts.append(one)
+    assert parts == [WHOLE]
+
+
+@given(seeds, st.lists(counts, max_size=12), st.lists(st.booleans(), max_size=60))
+def test_splits_and_joins_in_any_order_lose_nothing(
+    rng: Random, splits: list[int], joins: list[bool]
+):
+    """What a pass does: parts meet, are split again, meet again."""
+    parts = scatter(rng, splits)
+    for join in joins:
+        rng.shuffle(parts)
+        if join and len(parts) > 1:
+            parts.append(added(parts.pop(), parts.pop()))
+        else:
+            parts += split(parts.pop(), rng.randint(1, 5))
+    assert total(parts) == WHOLE
+
+
+@given(seeds, st.lists(counts, min_size=1, max_size=10))
+def test_no_part_that_is_short_of_one_is_the_whole(rng: Random, splits: list[int]):
+    parts = scatter(rng, splits)
+    if len(parts) > 1:
+        parts.pop(rng.randrange(len(parts)))
+        assert total(parts) != WHOLE
+
+
+@pytest.mark.parametrize("count", [2, 3, 1000, 100_000])
+def test_a_wide_fan_out_comes_together_again(count: int):
+    parts = split(WHOLE, count)
+    assert len(parts) == count
+    assert max(part.halvings for part in parts) == (count - 1).bit_length()
+    assert total(parts) == WHOLE
+
+
+def test_a_chain_of_fan_outs_grows_by_a_bit_each_and_comes_together():
+    rest, given_away = WHOLE, []
+    for _ in range(3000):
+        rest, part = split(rest, 2)
+        given_away.append(part)
+    assert rest == Weight(1, 3000)
+    assert total([*given_away, rest]) == WHOLE
+
+
+def test_fan_outs_that_join_each_time_do_not_grow():
+    weight = WHOLE
+    for _ in range(1000):
+        weight = total(split(weight, 7))
+        assert weight == WHOLE
+
+
+def test_nothing_adds_nothing():
+    part = split(WHOLE, 3)[1]
+    assert added(NOTHING, part) == part == added(part, NOTHING)
+    assert added(NOTHING, NOTHING) == NOTHING
+
+
+@pytest.mark.parametrize(("weight", "count"), [(NOTHING, 1), (NOTHING, 3), (WHOLE, 0)])
+def test_nothing_cannot_be_split_and_no_weight_into_no_parts(weight: Weight, count):
+    with pytest.raises(AssertionError):
+        split(weight, count)
