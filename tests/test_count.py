@@ -1,12 +1,22 @@
 """What a pass counts: sends that are owed, and what is spent by being counted."""
 
+from collections import Counter
+from collections.abc import Generator
 from typing import Any
 
 import pytest
 
-from jdag.engine.vocabulary import Argument, Cotangent, Failure, Outcome
-from tests.engine_cases import SEEDS, finished, kept, net_of
-from tests.engine_net import Scope, stopped
+from jdag.engine.vocabulary import (
+    Argument,
+    Cotangent,
+    Failure,
+    Mark,
+    Mode,
+    Outcome,
+    Vjp,
+)
+from tests.engine_cases import SEEDS, finished, holding, kept, net_of
+from tests.engine_net import Net, Scope, stopped
 from tests.engine_values import ADD, DOUBLE, SAME, TRIPLE, Fuse, Linear
 
 # ------------------------------------------------------------------ what is spent
@@ -162,3 +172,226 @@ def test_a_stuck_pass_leaves_no_gradient_and_can_be_run_again_if_retained():
     assert isinstance(net.fetch("a", scope.gradient(x))[0], Failure)
     finished(scope, y, reply)
     assert scope.gradients(x) == [5]
+
+
+# -------------------------------------------------------------------- SMART: marks
+
+
+def marks(net: Net) -> list[tuple[str, str, list[tuple[Any, Any]]]]:
+    """Each mark message: from, to, and its (path, slots)."""
+    return [
+        (a, b, [tuple(marked) for marked in m.transfers])
+        for a, b, m in net.sent
+        if type(m) is Mark
+    ]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_mark_goes_to_the_worker_of_each_send_once_a_slot(seed: int):
+    """C learns that b's slots are needed from a root of its own, and from d."""
+    net = net_of(4, seed)
+    x, y = net.put("b", 3, "a"), net.put("b", 4, "a")
+    scope = net.open("a")
+    (both,) = scope.call("c", ADD, x, y)
+    (one,) = scope.call("c", DOUBLE, x)
+    (two,) = scope.call("d", TRIPLE, both)
+    (three,) = scope.call("d", SAME, one)
+    finished(scope, two, three, one, mode=Mode.SMART)
+    assert scope.gradients(x, y) == [3 + 2 + 2, 3]
+    told: Counter[tuple[Any, ...]] = Counter()
+    for sender, receiver, transfers in marks(net):
+        for path, slots in transfers:
+            assert any(slots), transfers
+            told.update(
+                (sender, receiver, path, slot) for slot, on in enumerate(slots) if on
+            )
+    assert told == {
+        ("c", "b", (1,), 0): 1,
+        ("c", "b", (1,), 1): 1,
+        ("d", "c", (3,), 0): 1,
+        ("d", "c", (4,), 0): 1,
+    }
+
+
+def test_marks_for_one_worker_from_one_event_travel_in_one_message():
+    net = net_of(3)
+    x, y, z = (net.put("b", value, "a") for value in (3, 4, 5))
+    scope = net.open("a")
+    (one,) = scope.call("c", DOUBLE, x)
+    (two,) = scope.call("c", TRIPLE, y)
+    (three,) = scope.call("c", SAME, z)
+    finished(scope, one, two, three, mode=Mode.SMART)
+    ((sender, receiver, transfers),) = marks(net)
+    assert (sender, receiver) == ("c", "b")
+    assert sorted(transfers) == [((n,), (True,)) for n in (1, 2, 3)]
+
+
+def test_a_slot_that_no_root_needs_is_not_marked_and_what_made_it_not_run():
+    net = net_of(3)
+    scope, (x, y), (one, _) = two_slots(net)
+    finished(scope, one, mode=Mode.SMART)
+    assert marks(net) == [("c", "b", [((3,), (True, False))])]
+    assert scope.gradients(x) == [2 * 2]
+    assert isinstance(net.fetch("a", scope.gradient(y))[0], Failure)
+    assert [job.path for job in net.ran if type(job) is Vjp] == [(4,), (1,)]
+
+
+def two_slots(net: Net) -> tuple[Scope, list[Argument], list[Argument]]:
+    """Two values go to c in one transfer; two losses there use one each."""
+    x, y = net.put("b", 3, "a"), net.put("b", 4, "a")
+    scope = net.open("a")
+    (p,) = scope.call("b", DOUBLE, x)
+    (q,) = scope.call("b", TRIPLE, y)
+    scope.call("c", ADD, p, q)  # Dropped.
+    (one,) = scope.call("c", DOUBLE, p)
+    (two,) = scope.call("c", SAME, q)
+    return scope, [x, y], [one, two]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_two_losses_go_one_at_a_time_through_one_transfer_that_is_not_retained(
+    seed: int,
+):
+    net = net_of(3, seed)
+    scope, (x, y), (one, two) = two_slots(net)
+    finished(scope, one, mode=Mode.SMART)
+    finished(scope, two, mode=Mode.SMART)
+    assert net.fetch("a", scope.gradient(x, 1))[0][0] == 4
+    assert net.fetch("a", scope.gradient(y, 2))[0][0] == 3
+    again = scope.backward(one, mode=Mode.SMART)
+    assert again.failure is not None and again.failure.error == "GraphError"
+    scope.leave()
+    net.drain()
+    assert net.leftovers() == []
+
+
+def test_two_losses_on_two_workers_go_one_at_a_time():
+    net = net_of(3)
+    x = net.put("a", 3, "a")
+    scope = net.open("a")
+    (one,) = scope.call("b", DOUBLE, x)
+    (two,) = scope.call("c", TRIPLE, x)
+    finished(scope, one, mode=Mode.SMART)
+    finished(scope, two, mode=Mode.SMART)
+    assert scope.gradients(x) == [5]
+
+
+def dropped(scope: Scope, x: Argument) -> list[Argument]:
+    scope.call("b", DOUBLE, x)
+    return scope.call("a", TRIPLE, x)
+
+
+def stopped_gradient(scope: Scope, x: Argument) -> list[Argument]:
+    (reply,) = scope.call("b", DOUBLE, x)
+    return scope.call("a", Linear("of", ((3, 1),)), x, stopped(reply))
+
+
+def integer_reply(scope: Scope, x: Argument) -> list[Argument]:
+    (place,) = scope.call("b", Linear("argmax", ((1,),)), x, inexact=(False,))
+    return scope.call("a", Linear("of", ((3, 1),)), x, place)
+
+
+def logged(scope: Scope, x: Argument) -> list[Argument]:
+    (y,) = scope.call("b", DOUBLE, x)
+    scope.move("c", y)
+    (z,) = scope.call("a", SAME, x)
+    return [y, z]
+
+
+def nested_dropped(scope: Scope, x: Argument) -> list[Argument]:
+    """B's program calls c and drops the reply."""
+
+    def body(inner: Scope, given: Argument) -> Generator[Any, Any, Any]:
+        inner.call("c", DOUBLE, given)
+        (kept,) = inner.call("b", TRIPLE, given)
+        return kept
+        yield
+
+    result, failure = scope.run("b", body, x)
+    assert failure is None
+    return [result]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    "program", [dropped, stopped_gradient, integer_reply, logged, nested_dropped]
+)
+def test_smart_does_not_wait_for_what_no_root_needs_and_fast_does(
+    program: Any, seed: int
+):
+    outcomes = []
+    for mode in (Mode.SMART, Mode.FAST):
+        net = net_of(3, seed)
+        x = net.put("a", 3, "a")
+        scope = net.open("a")
+        result = scope.backward(*program(scope, x), mode=mode)
+        outcomes.append(result.outcome)
+        if mode is Mode.SMART:
+            assert scope.gradients(x) == [3]
+        scope.leave()
+        net.drain()
+        assert net.leftovers() == []
+    assert outcomes == [Outcome.FINISHED, Outcome.STUCK]
+
+
+@pytest.mark.parametrize("retain", [True, False])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_modes_mix_on_one_graph_if_it_is_retained_and_say_what_is_spent_if_not(
+    seed: int, retain: bool
+):
+    net = net_of(3, seed)
+    scope, (x, y), (one, two) = two_slots(net)
+    finished(scope, one, mode=Mode.SMART, retain=retain)
+    second = scope.backward(one, two, mode=Mode.FAST, retain=retain)
+    if retain:
+        assert second.outcome is Outcome.FINISHED
+        finished(scope, two, one, mode=Mode.SMART)
+        assert scope.gradients(x, y) == [4 + 4 + 4, 3 + 3]
+    else:
+        assert second.failure is not None and second.failure.error == "GraphError"
+    scope.leave()
+    net.drain()
+    assert net.leftovers() == []
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_smart_left_of_a_transfer_fast_can_use(seed: int):
+    """Each slot is spent by itself, so FAST counts the one that is left."""
+    net = net_of(3, seed)
+    scope, (x, y), (one, two) = two_slots(net)
+    finished(scope, one, mode=Mode.SMART)
+    finished(scope, two, mode=Mode.FAST)
+    assert net.fetch("a", scope.gradient(x, 1))[0][0] == 4
+    assert net.fetch("a", scope.gradient(y, 2))[0][0] == 3
+
+
+def test_what_fast_has_spent_a_mark_finds_spent_and_names():
+    net = net_of(3)
+    scope, _, (one, two) = two_slots(net)
+    finished(scope, one, mode=Mode.FAST)
+    result = scope.backward(two, mode=Mode.SMART)
+    assert result.outcome is Outcome.FAILED and result.failure is not None
+    assert result.failure.error == "GraphError"
+    assert result.failure.message.startswith("triple (call (2,), here) on 'b' was")
+    assert (result.failure.worker, result.failure.path) == ("b", (2,))
+    assert result.failure.route[-1] == "b" and net.messages(Cotangent) == [("c", "b")]
+
+
+def test_a_mark_to_a_worker_that_is_lost_fails_the_pass_and_names_it():
+    net = net_of(4)
+    x = net.put("b", 3, "a")
+    scope = net.open("a")
+    (one,) = scope.call("c", DOUBLE, x)
+    (two,) = scope.call("d", TRIPLE, one)
+    net.drain()
+    net.holds = holding(Mark, sender="d")
+    waiter = scope.start_backward(two, mode=Mode.SMART)
+    net.drain()
+    net.crash("b")
+    net.let_go()
+    result = net.until("a", waiter)
+    assert result.outcome is Outcome.FAILED and result.failure is not None
+    assert result.failure.error == "WorkerLost" and "'b'" in result.failure.message
+    scope.leave()
+    net.drain()
+    assert net.leftovers() == []
