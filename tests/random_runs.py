@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,8 @@ from tests.reachability import Ended, Reachability
 
 RELATIVE_MAX = 1e-12
 
+Mode = Literal["smart", "fast"]
+MODES: tuple[Mode, ...] = ("smart", "fast")
 Gradients = dict[int, Any]  # By the number of the leaf.
 
 
@@ -25,6 +27,7 @@ Gradients = dict[int, Any]  # By the number of the leaf.
 class Result:
     """How one run went: its passes, its gradients after each, what it fetched."""
 
+    mode: Mode = "smart"
     record: Record = field(default_factory=Record)
     passes: list[Ended] = field(default_factory=list)
     gradients: list[Gradients] = field(default_factory=list)
@@ -85,11 +88,11 @@ def put(cluster: Cluster, plan: Plan) -> list[Any]:
     return [cluster.put(leaf.worker, leaf.array) for leaf in plan.leaves]
 
 
-def run(plan: Plan, source: Source, **options: Any) -> Result:
+def run(plan: Plan, source: Source, *, mode: Mode = "smart", **options: Any) -> Result:
     """A plan on a cluster of its own, which is clean afterwards."""
     with simulate(plan.workers, home=plan.home, **options) as cluster:
         leaves = put(cluster, plan)
-        result = passes(cluster, source, leaves)
+        result = passes(cluster, source, leaves, result=Result(mode))
         clean(cluster, leaves)
         result.digest = cluster.trace.digest
         result.records = len(cluster.trace)
@@ -116,7 +119,8 @@ def passes(
     def backward(ctx: Any, number: int, roots: list[Any]) -> None:
         if before_pass is not None:
             before_pass()
-        result.passes.append(_tried(ctx, source.passes[number], roots, tries))
+        step = source.passes[number]
+        result.passes.append(_tried(ctx, step, roots, tries, result.mode))
         reached = {numbers[leaf]: ref for leaf, ref in ctx.gradients().items()}
         values = jax.tree.map(lambda ref: ref.fetch(), reached)
         result.gradients.append(values)
@@ -127,19 +131,19 @@ def passes(
     return result
 
 
-def _tried(ctx: Any, step: Pass, roots: list[Any], tries: int) -> Ended:
+def _tried(ctx: Any, step: Pass, roots: list[Any], tries: int, mode: Mode) -> Ended:
     for _ in range(tries - 1):
         try:
-            return _ended(ctx, step, roots)
+            return _ended(ctx, step, roots, mode)
         except RemoteError:
             continue
-    return _ended(ctx, step, roots)
+    return _ended(ctx, step, roots, mode)
 
 
-def _ended(ctx: Any, step: Pass, roots: list[Any]) -> Ended:
+def _ended(ctx: Any, step: Pass, roots: list[Any], mode: Mode) -> Ended:
     given = [None if c is None else jnp.array(c) for c in step.cotangents]
     try:
-        ctx.backward(*roots, cotangents=given, retain_graph=step.retain)
+        ctx.backward(*roots, cotangents=given, retain_graph=step.retain, mode=mode)
     except UnusedSendError as error:
         sends: Any = error.sends
         return Ended("stuck", tuple(sends))
@@ -195,7 +199,8 @@ def gradients_of(plan: Plan, source: Source, number: int) -> tuple[Record, Any]:
 def check(plan: Plan, result: Result) -> None:
     """Hold a run against reachability, and its finished passes against the oracle."""
     source = source_of(plan)
-    expected = Reachability(plan, source.sites, result.record.decisions).ended
+    decisions = result.record.decisions
+    expected = Reachability(plan, source.sites, decisions, result.mode).ended
     ends = [(ended.outcome, ended.owed) for ended in result.passes]
     assert ends == [(ended.outcome, ended.owed) for ended in expected], source.text
     reached: dict[int, None] = {}
@@ -224,16 +229,43 @@ def _close(found: Sequence[Any], truth: Sequence[Any], source: Source) -> None:
 
 
 def hold(number: int, seeds: int) -> Result:
-    """Draw the program of this number; hold all that must hold of it.
+    """Draw the program of this number; hold all that must hold of it. Its FAST run.
 
-    It runs undisturbed, and with each of so many seeds under jitter and faults; no two
-    of those runs may differ in a bit of a result.
+    It runs undisturbed in both modes, and in one or the other with each of so many
+    seeds under jitter and faults; no two runs in one mode may differ in a bit of a
+    result, and no two modes as long as FAST finishes.
     """
     plan = draw(Random(number))
+    return held(plan, number, seeds)[1]
+
+
+def held(plan: Plan, number: int, seeds: int) -> list[Result]:
+    """Hold all that must hold of a plan; its undisturbed run in each mode."""
     source = source_of(plan)
-    calm = run(plan, source, seed=number)
-    check(plan, calm)
+    calm = [run(plan, source, mode=mode, seed=number) for mode in MODES]
+    for result in calm:
+        check(plan, result)
+    _agree(*calm, source)
     for seed in range(seeds):
-        disturbed = run(plan, source, **settings(seed, plan.workers))
-        assert disturbed.bits == calm.bits, (number, seed, source.text)
+        which = seed % len(MODES)
+        options = settings(seed, plan.workers)
+        disturbed = run(plan, source, mode=MODES[which], **options)
+        assert disturbed.bits == calm[which].bits, (number, seed, source.text)
     return calm
+
+
+def _agree(smart: Result, fast: Result, source: Source) -> None:
+    """SMART is never stuck; it finishes where FAST does, with the same bits.
+
+    Leaves that the roots do not need have zeros in FAST, and nothing in SMART.
+    """
+    assert not [one for one in smart.passes if one.outcome == "stuck"], source.text
+    for number, ended in enumerate(fast.passes):
+        if ended.outcome != "finished":
+            return
+        assert smart.passes[number] == ended, source.text
+        ours, theirs = smart.gradients[number], fast.gradients[number]
+        assert sorted(ours | theirs) == sorted(theirs), source.text
+        for leaf, array in theirs.items():
+            same = ours.get(leaf, np.zeros_like(array))
+            assert bytes_of(same) == bytes_of(array), (leaf, source.text)

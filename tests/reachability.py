@@ -1,17 +1,22 @@
 """How each pass of a plan must end, found from the plan alone.
 
 It knows nothing of the engine: it follows the plan's steps, notes which call sends
-what where, and works out by FAST's rule, over the whole graph at once, what a pass
-waits for.
+what where, and works out by the rule of a mode, over the whole graph at once, what a
+pass waits for.
 
 FAST's rule. A worker is reached if it has a root or is sent a cotangent. On a reached
 worker everything counts that its roots, or its sends that no earlier pass has spent,
 are computed from there. A recv that counts sends its cotangents once everything that
-uses it and counts has had its own. A send that counts and never gets any is owed. What
-counts and was spent before fails the pass.
+uses it and counts has had its own. A send that counts and never gets any is owed.
+
+SMART's rule. What the roots were computed from counts, through each slot that something
+of that used; nothing can be owed.
+
+In both, a call or a send that counts and was spent before fails the pass; what only
+hands cotangents on, a recv, is never spent, and nor is what SMART sends through.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -66,6 +71,13 @@ class Recv(Vertex):
 
 
 @dataclass(eq=False)
+class Slot(Vertex):
+    """One value of a recv, and what it was computed from on the other side."""
+
+    beyond: Vertex | None = None
+
+
+@dataclass(eq=False)
 class Value:
     """An array on a worker; who made it, if anything flows back there."""
 
@@ -97,7 +109,7 @@ class Frame:
     prefix: Path
     refs: dict[int, Ref]
     calls: Iterator[int] = field(default_factory=lambda: count(1))
-    sent: dict[tuple[Value, bool, str], Vertex] = field(default_factory=dict)
+    sent: dict[tuple[Value, bool, str], Slot] = field(default_factory=dict)
 
     def taken(self, argument: Use | Constant) -> Ref | None:
         if isinstance(argument, Constant):
@@ -110,8 +122,9 @@ class Reachability:
     """Follows a plan on the ways that it went; `ended` has its passes."""
 
     def __init__(
-        self, plan: Plan, sites: dict[int, str], decisions: Sequence[bool]
+        self, plan: Plan, sites: dict[int, str], decisions: Sequence[bool], mode: str
     ) -> None:
+        self._rule = {"fast": Fast, "smart": Smart}[mode]
         self.ended: list[Ended] = []
         self._sites = sites
         self._decisions = iter(decisions)
@@ -191,7 +204,7 @@ class Reachability:
                     owed = Owed(path, owner, worker, name, self._sites[id])
                     send = Send(owner, owed=owed)
                     ends = news.setdefault(owner, (send, Recv(worker, send=send)))
-                    frame.sent[what] = ends[1]
+                    frame.sent[what] = Slot(worker, [ends[1]], beyond=ref.value.maker)
                     if ref.tracked and ref.value.maker is not None:
                         ends[0].sources.append(ref.value.maker)
                 source = frame.sent[what]
@@ -231,18 +244,47 @@ class Reachability:
                 for what, recv in frame.sent.items()
                 if not (what[1] and isinstance(what[0].maker, Leaf))
             }
-        fast = Fast(self._vertices)
+        rule = self._rule(self._vertices)
         roots = [frame.refs[root].value.maker for root in step.roots]
-        ended = fast.run([root for root in roots if root is not None])
+        ended = rule.run([root for root in roots if root is not None])
         self.ended.append(ended)
         if not step.retain:
             finished = ended.outcome == "finished"
-            for vertex in fast.counted if finished else self._vertices:
-                vertex.spent = not isinstance(vertex, Leaf)
+            for vertex in rule.counted if finished else self._vertices:
+                vertex.spent = type(vertex) in (Vertex, Send)
+
+
+class Smart:
+    """One SMART pass."""
+
+    def __init__(self, vertices: Sequence[Vertex]) -> None:
+        self.counted: dict[Vertex, None] = {}
+
+    def run(self, roots: Sequence[Vertex]) -> Ended:
+        """Follow what the roots were computed from, through slots that brought it."""
+        left = list(roots)
+        while left:
+            vertex = left.pop()
+            if vertex in self.counted:
+                continue
+            self.counted[vertex] = None
+            if isinstance(vertex, Slot):
+                assert vertex.beyond is not None, vertex
+                left.append(vertex.beyond)
+            else:
+                left += vertex.sources
+        if any(vertex.spent for vertex in self.counted):
+            return Ended("spent")
+        return Ended("finished", (), leaves_of(self.counted))
+
+
+def leaves_of(counted: Iterable[Vertex]) -> tuple[int, ...]:
+    """The numbers of the leaves among these."""
+    return tuple(sorted(v.number for v in counted if isinstance(v, Leaf)))
 
 
 class Fast:
-    """One pass."""
+    """One FAST pass."""
 
     def __init__(self, vertices: Sequence[Vertex]) -> None:
         self._sends = [v for v in vertices if isinstance(v, Send)]
@@ -271,8 +313,7 @@ class Fast:
         owed = [s for s in self.counted if isinstance(s, Send) and s not in answered]
         if owed:
             return Ended("stuck", tuple(sorted(s.owed for s in owed if s.owed)))
-        leaves = [v.number for v in self.counted if isinstance(v, Leaf)]
-        return Ended("finished", (), tuple(sorted(leaves)))
+        return Ended("finished", (), leaves_of(self.counted))
 
     def _reach(self, worker: str, roots: Sequence[Vertex]) -> None:
         self._reached[worker] = None

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from tests import random_features, random_long, random_runs
 from tests.random_programs import DEPTH_MAX, WORKERS_MAX, draw
-from tests.random_runs import check, run
 from tests.random_source import source_of
 from tests.reachability import Reachability
 
@@ -32,15 +31,7 @@ def test_a_pass_is_the_oracles_or_names_what_is_owed_and_no_seed_changes_a_bit(
 @settings(max_examples=50)
 @given(st.randoms(use_true_random=False))
 def test_what_hypothesis_draws_is_right_as_well(rng: Random):
-    plan = draw(rng)
-    source = source_of(plan)
-    calm = run(plan, source, seed=0)
-    check(plan, calm)
-    for seed in range(2):
-        assert (
-            run(plan, source, **random_runs.settings(seed, plan.workers)).bits
-            == calm.bits
-        )
+    random_runs.held(draw(rng), 0, 2)
 
 
 def test_the_programs_have_in_them_what_they_are_meant_to():
@@ -49,7 +40,7 @@ def test_the_programs_have_in_them_what_they_are_meant_to():
         plan = draw(Random(number))
         coin = Random(number)
         ways = [coin.random() < 0.5 for _ in range(100)]
-        ended = Reachability(plan, source_of(plan).sites, ways).ended
+        ended = Reachability(plan, source_of(plan).sites, ways, "fast").ended
         spread += random_features.features(plan, ended)
     few = PROGRAMS // 20
     for what in (
