@@ -167,7 +167,7 @@ class Player:
                 run.keep("word", (0, 1))
             if self.end == "drawn":
                 run.draw(3)
-            ctx.backward(ctx.call(self.workers[0], square, kept))
+            ctx.backward(ctx.call(self.workers[0], square, kept), mode="fast")
         run.keep(cluster, (3, 2) if self.end == "window" else (0, cluster.now_ns))
         return RETURNED.get(self.end, {"outcome": "finished", "answer": 42})
 

@@ -18,6 +18,7 @@ from jdag.engine.vocabulary import (
     Resume,
     Send,
 )
+from jdag.engine.weight import WHOLE
 from jdag.sim import simulation
 from jdag.sim.simulation import Simulation
 from jdag.trace import Record
@@ -105,11 +106,11 @@ def play(
 
 
 def answer(tag: int) -> Answer:
-    return Answer(CONTEXT, 1, tag)
+    return Answer(CONTEXT, 1, WHOLE, tag)
 
 
 def cotangent(tag: int, count: int = 1) -> Cotangent:
-    return Cotangent(CONTEXT, 1, (tag,), (True,) * count, False)
+    return Cotangent(CONTEXT, 1, (tag,), (True,) * count, False, WHOLE, 0)
 
 
 def tag_of(message: Any) -> int:

@@ -12,12 +12,14 @@ from jdag.engine.vocabulary import (
     Fail,
     Failure,
     Key,
+    Mode,
     Outcome,
     Primal,
     Root,
     Start,
     Vjp,
 )
+from jdag.engine.weight import WHOLE
 from tests.engine_cases import SEEDS, finished, holding, kept, net_of, pausing
 from tests.engine_net import Net, Scope
 from tests.engine_values import (
@@ -372,7 +374,7 @@ def test_a_late_start_of_a_pass_that_ended_is_dropped_with_what_it_carries():
     (y,) = scope.call("b", DOUBLE, x)
     finished(scope, y, retain=True)
     root = Root(y.key, "aval", True, 0)
-    late = Start(scope.context, 1, (root,), True, True)
+    late = Start(scope.context, 1, (root,), Mode.FAST, True, True, WHOLE, 0)
     net.places["b"].values[Key("seed", scope.context, 1, 0)] = (9, "late")
     net.tell("b", Arrived("a", late))
     assert kept(net, "seed") == []

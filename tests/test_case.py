@@ -100,7 +100,7 @@ def test_the_digest_stands_for_all_seeds():
 
 def test_a_stuck_pass_names_what_is_owed():
     stage = Stage(["a", "b"])
-    figures = dropped_reply(stage.workers).play(stage)
+    figures = dropped_reply(stage.workers, mode="fast").play(stage)
     assert figures["outcome"] == "stuck"
     assert figures["error"] == "UnusedSendError"
     assert figures["owed_workers"] == ["a"]

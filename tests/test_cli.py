@@ -19,6 +19,7 @@ FILES = (
     *("index.html", "trace.perfetto.json"),
 )
 STUCK = "jdag.programs.shapes:dropped_reply"
+FAST = '[settings]\nmode = "fast"'
 
 
 @pytest.fixture
@@ -174,7 +175,7 @@ def test_progress_is_drawn_on_a_terminal_and_piped_output_is_plain(place: Path):
 
 def test_stuck_where_stuck_is_expected_is_0(place: Path):
     program = f'program = "{STUCK}"'
-    path = written(place.parent, program=program, outcome='outcome = "stuck"')
+    path = written(place.parent, FAST, program=program, outcome='outcome = "stuck"')
     code, out, _ = jdag("run", path)
     assert code == 0
     assert "dropped_reply" in out and "shapes.py" in out
@@ -196,10 +197,14 @@ def test_what_is_not_met_is_said_exactly(place: Path):
 
 
 def test_stuck_where_it_is_not_expected_is_3(place: Path):
-    path = written(place.parent, program=f'program = "{STUCK}"')
+    path = written(place.parent, FAST, program=f'program = "{STUCK}"')
     assert jdag("run", path, "--json")[0] == 3
     path = written(
-        place.parent, "owed_sends = 1", program=f'program = "{STUCK}"', outcome=""
+        place.parent,
+        "owed_sends = 1",
+        FAST,
+        program=f'program = "{STUCK}"',
+        outcome="",
     )
     assert jdag("run", path, "--json")[0] == 3
     path = scenario_of(place.parent, "player", "[settings]", 'end = "stuck"')

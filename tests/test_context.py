@@ -229,7 +229,7 @@ def test_a_stuck_pass_names_send_function_and_call_site(cluster):
         loss = ctx.call("c", total, h)
         ctx.call("d", mean_for_the_log, h)
         with pytest.raises(UnusedSendError) as caught:
-            ctx.backward(loss)
+            ctx.backward(loss, mode="fast")
         said = str(caught.value)
         assert re.search(
             r"call 3: b -> d, sent for \S*test_context:mean_for_the_log, called at "
@@ -250,8 +250,10 @@ def test_the_mode_is_one_that_there_is(cluster):
     w = cluster.put("b", ONES)
     with cluster.context() as ctx:
         loss = ctx.call("c", total, w)
-        with pytest.raises(JdagError, match="mode='smart': allowed is 'fast'"):
-            ctx.backward(loss, mode="smart")
+        with pytest.raises(
+            JdagError, match="mode='slow': allowed is 'smart' or 'fast'"
+        ):
+            ctx.backward(loss, mode="slow")
 
 
 # ---- gradients

@@ -20,7 +20,10 @@ from jdag.engine.vocabulary import (
     Incoming,
     Key,
     LeafId,
+    Mark,
+    Marked,
     Message,
+    Mode,
     Outcome,
     Primal,
     Release,
@@ -32,6 +35,7 @@ from jdag.engine.vocabulary import (
     Start,
     landing,
 )
+from jdag.engine.weight import WHOLE
 from jdag.errors import ContextError, WorkerLost
 from tests.engine_cases import SEEDS, finished, holding, net_of, pausing
 from tests.engine_net import Net, Scope
@@ -176,8 +180,9 @@ def late_messages(context: ContextId, leaf: Argument) -> list[Message]:
         Ship(context, (9,), "a", (leaf.key,), (True,), "same", "here"),
         Primal(context, (1,), "c", (None,)),
         Run(context, (9,), iter, (), "here"),
-        Start(context, 5, (root,), False, True),
-        Cotangent(context, 5, (1,), (True,), False),
+        Start(context, 5, (root,), Mode.FAST, False, True, WHOLE, 0),
+        Mark(context, 5, (Marked((1,), (True,)),), False, WHOLE, 0),
+        Cotangent(context, 5, (1,), (True,), False, WHOLE, 0),
         End(context, 5, Outcome.FINISHED, False),
         Release(context, (), False),
     ]

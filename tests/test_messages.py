@@ -28,6 +28,7 @@ from jdag.engine.vocabulary import (
     Release,
     Run,
 )
+from jdag.engine.weight import NOTHING, WHOLE, Weight
 from jdag.errors import ProtocolError
 from jdag.wire.arrays import AXIS_BYTES, HEADER_BYTES, ArrayType
 from jdag.wire.messages import LAYOUTS, Codec, FunctionData, size
@@ -152,14 +153,18 @@ def test_an_exception_stays_where_it_was_raised() -> None:
 
 
 def test_a_byte_that_a_message_takes_is_as_it_is_written_down() -> None:
-    answer = Answer(ContextId(1, 2, 3), 4, -1)
+    weight = Weight(0x203, 10)
+    answer = Answer(ContextId(1, 2, 3), 4, weight, -1)
     assert CODEC.encode(answer) == bytes.fromhex(
-        "0d01000200000000000300000004000000ffffffffffffffff"
-    )
-    cotangent = Cotangent(ContextId(1, 2, 3), 4, (5, 6), (True, False, True), True)
+        "0d" "0100" "020000000000" "03000000" "04000000" "0a000000" "0200" "0302"
+        "ffffffff"
+    )  # fmt: skip
+    context, slots = ContextId(1, 2, 3), (True, False, True)
+    cotangent = Cotangent(context, 4, (5, 6), slots, True, weight, 7)
     assert CODEC.encode(cotangent) == bytes.fromhex(
         "0c" "0100" "020000000000" "03000000" "04000000"
-        "02000000" "05000000" "06000000" "03000000" "05" "01"
+        "02000000" "05000000" "06000000" "03000000" "05" "01" "0a000000" "0200" "0302"
+        "07000000"
     )  # fmt: skip
 
 
@@ -180,8 +185,12 @@ def test_a_byte_that_a_message_takes_is_as_it_is_written_down() -> None:
         ),
         (Acknowledge(CONTEXT, (-1,)), r"number in a path = -1 .*0 to"),
         (
-            Answer(CONTEXT, 1, 1 << 63),
-            r"sends owed = 9223372036854775808 .*-9223372036854775808 to",
+            Answer(CONTEXT, 1, WHOLE, 1 << 31),
+            r"sends owed = 2147483648 .*-2147483648 to",
+        ),
+        (
+            Answer(CONTEXT, 1, Weight(1, 1 << 32), 0),
+            r"halvings of a weight = 4294967296 .*0 to",
         ),
         (Primal(CONTEXT, (1,), "z", ()), r"worker 'z' is not in .*: home, a, b, ü"),
         (
@@ -207,6 +216,28 @@ def test_what_is_no_message_is_named() -> None:
         size(other, ())
     with pytest.raises(ProtocolError, match=said):
         CODEC.encode(other)
+
+
+@pytest.mark.parametrize("bits", [1, 8, 9, 5_000, 8 * 65_535])
+def test_a_weight_of_any_length_is_charged_for_its_bytes(bits: int) -> None:
+    answer = Answer(CONTEXT, 1, Weight((1 << bits) - 1, bits + 3), -2)
+    written = CODEC.encode(answer)
+    nothing = CODEC.encode(Answer(CONTEXT, 1, NOTHING, -2))
+    assert len(written) - len(nothing) == (bits + 7) // 8
+    assert size(answer, ()) == (0, len(written))
+    assert CODEC.decode(written) == answer
+
+
+def test_a_weight_that_is_longer_than_its_length_can_say_is_refused() -> None:
+    weight = Weight(1 << (8 << 16), 8 << 16)
+    with pytest.raises(ProtocolError, match=r"bytes of a weight = 65537 .*0 to 65535"):
+        CODEC.encode(Answer(CONTEXT, 1, weight, 0))
+
+
+def test_a_weight_that_is_cut_short_is_refused() -> None:
+    written = CODEC.encode(Answer(CONTEXT, 1, Weight((1 << 5_000) - 1, 5_000), 0))
+    with pytest.raises(ProtocolError, match=r"units of a weight .*625 bytes; 600 of"):
+        CODEC.decode(written[: 17 + 6 + 600])
 
 
 def test_more_is_never_announced_than_can_follow() -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from jdag.engine.phases import NEXT, Ownership, Phase
 from jdag.engine.vocabulary import (
+    Attached,
     ContextId,
     Differentiated,
     End,
@@ -16,6 +17,8 @@ from jdag.engine.vocabulary import (
     Launched,
     Left,
     Lost,
+    Mark,
+    Mode,
     Outcome,
     Released,
     Start,
@@ -27,7 +30,8 @@ from tests.engine_values import DOUBLE, SAME, Linear
 
 CONTEXT = ContextId(0, 7, 0)
 CAUSES = (
-    Issued, Launched, Differentiated, Left, Lost, Start, Go, End, Ended, Released,
+    Issued, Launched, Attached, Differentiated, Left, Lost, Start, Mark, Go, End, Ended,
+    Released,
 )  # fmt: skip
 REFUSED = [
     (phase, cause) for phase in Phase for cause in CAUSES if cause not in NEXT[phase]
@@ -92,6 +96,11 @@ def test_a_context_that_lost_a_worker_says_so_in_place_of_its_phase():
 # --------------------------------------------------------- the same, asked of an engine
 
 
+PASSES = (
+    Phase.GATHERING, Phase.ANNOUNCING, Phase.MARKING, Phase.RUNNING, Phase.ENDING,
+)  # fmt: skip
+
+
 def in_phase(phase: Phase) -> tuple[Net, Scope]:
     """A net whose context is in that phase, and stays there while nothing is let go."""
     net = net_of(3)
@@ -104,10 +113,11 @@ def in_phase(phase: Phase) -> tuple[Net, Scope]:
     roots = (one,) if phase in (Phase.RUNNING, Phase.ENDING) else (one, two)
     if phase is Phase.FAILED:
         net.crash("c")
-    if phase in (Phase.GATHERING, Phase.ANNOUNCING, Phase.RUNNING, Phase.ENDING):
+    if phase in PASSES:
         net.pauses = pausing("double")
-        scope.start_backward(*roots)
-        if phase is Phase.ANNOUNCING:
+        mode = Mode.SMART if phase is Phase.MARKING else Mode.FAST
+        scope.start_backward(*roots, mode=mode)
+        if phase in (Phase.ANNOUNCING, Phase.MARKING):
             net.holds = holding(Start)
     if phase is Phase.ENDING:
         net.let_go()

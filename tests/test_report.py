@@ -51,7 +51,8 @@ def play(case, workers, **settings):
         with cluster.context() as ctx:
             roots = case.program(ctx, refs)
             try:
-                ctx.backward(*(roots if isinstance(roots, list) else [roots]))
+                given = roots if isinstance(roots, list) else [roots]
+                ctx.backward(*given, mode=case.mode)
             except UnusedSendError as error:
                 owed = error.sends
             window = start_ns, cluster.now_ns
@@ -261,7 +262,7 @@ def test_a_graph_of_many_workers_says_how_many_it_leaves_out(piped):
 
 
 def test_the_sends_that_a_stuck_pass_owes_are_the_red_ones():
-    case = dropped_reply(("home", "other"))
+    case = dropped_reply(("home", "other"), mode="fast")
     _, drawings, _, owed = play(case, ("home", "other"))
     (named,) = owed
     graph = graph_of(drawings)

@@ -81,7 +81,7 @@ BREACHES: tuple[tuple[str, str, str, int], ...] = (
     ),
     (
         "sets_are_never_iterated",
-        "jdag/engine/tree.py",
+        "jdag/engine/weight.py",
         "class A:\n    held: set[int]\n"
         "    def __init__(self): self.owed: set[int] = f()\n"
         "    def g(self):\n        return list(self.owed)",
@@ -98,7 +98,7 @@ OBEDIENT: tuple[tuple[str, str, str], ...] = (
         "def long():\n" + "    x = 1\n" * 68,
     ),
     ("a_line_has_at_most_88_columns", "jdag/trace.py", "x" * 88),
-    ("imports_point_down", "jdag/engine/tree.py", "from jdag.engine.graph import x"),
+    ("imports_point_down", "jdag/engine/weight.py", "from jdag.engine.graph import x"),
     ("imports_point_down", "jdag/wire/link.py", "from jdag import engine, errors"),
     ("imports_point_down", "jdag/__init__.py", "from jdag.sim import simulate"),
     ("imports_point_down", "jdag/scenario.py", "from jdag.report import page"),

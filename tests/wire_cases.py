@@ -28,6 +28,8 @@ from jdag.engine.vocabulary import (
     Incoming,
     Key,
     LeafId,
+    Mark,
+    Marked,
     Outcome,
     Owed,
     Primal,
@@ -41,6 +43,8 @@ from jdag.engine.vocabulary import (
     Ship,
     Start,
 )
+from jdag.engine.vocabulary import Mode as PassMode
+from jdag.engine.weight import NOTHING, WHOLE, Weight
 from jdag.ref import RefData
 
 WORKERS = ("home", "a", "b", "ü")
@@ -138,6 +142,13 @@ maybe_failures = _several(st.none() | failures)
 owed = st.builds(Owed, paths, workers, workers, texts, texts)
 roots = st.builds(Root, keys, avals, st.booleans(), _wide(4))
 incoming = st.builds(Incoming, workers, masks)
+marked = st.builds(Marked, paths, masks)
+modes = st.sampled_from(PassMode)
+# A long one has thousands of bits: its numbers grow with the fan-outs on its way.
+weights = st.sampled_from(
+    [NOTHING, WHOLE, Weight((1 << 5_000) - 1, 5_001)]
+) | st.builds(Weight, _wide(12), _wide(4))
+changes = st.integers(-(1 << 31), (1 << 31) - 1)
 refs = st.builds(RefData, keys, workers, avals, st.booleans(), st.none() | leaves)
 plain = (
     st.none()
@@ -216,11 +227,24 @@ messages: dict[type[Any], st.SearchStrategy[Any]] = {
     ),
     Forget: st.builds(Forget, _several(leaves)),
     Start: st.builds(
-        Start, contexts, passes, _several(roots), st.booleans(), st.booleans()
+        Start,
+        contexts,
+        passes,
+        _several(roots),
+        modes,
+        st.booleans(),
+        st.booleans(),
+        weights,
+        changes,
     ),
-    Go: st.builds(Go, contexts, passes, st.booleans()),
-    Cotangent: st.builds(Cotangent, contexts, passes, paths, masks, st.booleans()),
-    Answer: st.builds(Answer, contexts, passes, st.integers(-(1 << 63), (1 << 63) - 1)),
+    Mark: st.builds(
+        Mark, contexts, passes, _several(marked), st.booleans(), weights, changes
+    ),
+    Go: st.builds(Go, contexts, passes, st.booleans(), weights, changes),
+    Cotangent: st.builds(
+        Cotangent, contexts, passes, paths, masks, st.booleans(), weights, changes
+    ),
+    Answer: st.builds(Answer, contexts, passes, weights, changes),
     Fail: st.builds(Fail, contexts, passes, failures),
     End: st.builds(End, contexts, passes, st.sampled_from(Outcome), st.booleans()),
     Ended: st.builds(Ended, contexts, passes, _several(owed), _several(leaves)),
