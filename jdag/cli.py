@@ -32,9 +32,11 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from jdag.engine.drawing import Need
 from jdag.errors import JdagError, ScenarioError
+from jdag.graph import ContextGraph
 from jdag.playing import Answer, play
-from jdag.report import PAGE, WRITTEN, read_drawings, render
+from jdag.report import GRAPH, GRAPH_DOT, PAGE, WRITTEN, read_drawings, render
 from jdag.scenario import Scenario, load
 from jdag.shown import shown
 from jdag.sim.network import unusable
@@ -71,6 +73,9 @@ Out = Annotated[
     Path | None,
     typer.Option(help="Folder of the report.  [default: runs/NAME]"),
 ]
+ShowGraph = Annotated[
+    bool, typer.Option("--graph", help="Print and draw the graph of one context.")
+]
 Driver = Annotated[str, typer.Option(help="What runs it: sim.")]
 Device = Annotated[str, typer.Option(help="What computes: cpu.")]
 
@@ -93,9 +98,11 @@ def _programs_are_silent(is_so: bool) -> AbstractContextManager[Any]:
 @app.command()
 def run(
     file: File,
+    *,
     as_json: Json = False,
     seed: Seed = None,
     out: Out = None,
+    show_graph: ShowGraph = False,
     driver: Driver = "sim",
     device: Device = "cpu",
 ) -> None:
@@ -120,6 +127,8 @@ def run(
         typer.echo(json.dumps(result, allow_nan=False))
     else:
         _print(console, result, folder / PAGE)
+        if show_graph:
+            _print_graph(console, answer.drawings, folder)
     raise typer.Exit(_code(answer))
 
 
@@ -294,6 +303,29 @@ def _print(console: Console, result: Mapping[str, Any], page: Path) -> None:
         console.print(mark, Text(said), highlight=False, soft_wrap=True)
     for line in (f"digest: {result['digest']}", f"report: {page}"):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _print_graph(console: Console, drawings: Any, folder: Path) -> None:
+    """What each worker has of the graph, and where the picture is."""
+    if drawings is None:
+        console.print("graph: this program shows none")
+        return
+    table = Table(title="graph", title_justify="left", title_style="bold")
+    table.add_column("worker")
+    counts = ContextGraph(drawings).counts()
+    kinds = ("nodes", "sends", "recvs", "leaves", "edges")
+    for kind in (*kinds, "unneeded", "owed"):
+        table.add_column(kind, justify="right")
+    for worker, drawing in drawings.items():
+        needs = [send.need for send in drawing.sends]
+        numbers = [counts[worker][kind] for kind in kinds]
+        numbers += [needs.count(Need.UNNEEDED), needs.count(Need.OWED)]
+        table.add_row(Text(worker), *map(str, numbers))
+    console.print(table)
+    for name in (GRAPH, GRAPH_DOT):
+        if (folder / name).exists():
+            line = f"graph: {folder / name}"
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _code(answer: Answer) -> Exit:

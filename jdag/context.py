@@ -4,13 +4,12 @@ Only the program that opened a context differentiates in it. Invariant: `_gradie
 names, of each leaf that a finished pass has reached, the last such pass.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import Any, Literal
 
 from jdag.activation import Activation, Phase, Reply
 from jdag.compute.pytrees import flatten, unflatten
-from jdag.engine.drawing import Drawing
 from jdag.engine.vocabulary import (
     ContextId,
     Differentiated,
@@ -35,6 +34,7 @@ from jdag.errors import (
 )
 from jdag.failures import program_failure
 from jdag.functions import name_of
+from jdag.graph import ContextGraph
 from jdag.home import Home, Port
 from jdag.ref import Leaf, Ref, is_ref
 from jdag.roots import checked_roots
@@ -208,22 +208,14 @@ class Context:
             if is_ref(root) and root.leaf is None:
                 self._activation.admit(root)
         seeds = checked_roots(roots, cotangents)
-        number = self._passes + 1
-        told = []
-        stored = []
-        for place, (root, seed) in enumerate(zip(roots, seeds, strict=True)):
-            given = seed is not None
-            told.append((root.worker, Root(root.key, root.aval, given, place)))
-            if given:
-                stored.append(Key("seed", self._id, number, place))
-                self._port.put(stored[-1], self._home.value(seed))
+        told, stored = self._stored(roots, seeds)
         try:
             result: PassResult = self._activation.wait(
                 "ctx.backward",
                 lambda waiter: Differentiated(
                     waiter,
                     self._id,
-                    tuple(told),
+                    told,
                     _MODES[mode],
                     retain_graph,
                     timeout_ns,
@@ -233,6 +225,20 @@ class Context:
             self._port.drop(stored)
             raise
         self._conclude(result, timeout_s)
+
+    def _stored(
+        self, roots: Sequence[Ref], seeds: Sequence[Any]
+    ) -> tuple[tuple[tuple[str, Root], ...], list[Key]]:
+        """What the engine is told of roots; the keys of cotangents that are given."""
+        told = []
+        stored = []
+        for place, (root, seed) in enumerate(zip(roots, seeds, strict=True)):
+            given = seed is not None
+            told.append((root.worker, Root(root.key, root.aval, given, place)))
+            if given:
+                stored.append(Key("seed", self._id, self._passes + 1, place))
+                self._port.put(stored[-1], self._home.value(seed))
+        return tuple(told), stored
 
     def _conclude(self, result: PassResult, timeout_s: float | None) -> None:
         self._passes = result.number
@@ -362,18 +368,17 @@ class Context:
                 found[ref] = self._gradient(ref)
         return found
 
-    def graph(self) -> Mapping[str, Drawing]:
+    def graph(self) -> ContextGraph:
         """Return the recorded graph as it is now: for each worker its part.
 
-        A `Drawing` has `nodes`, `sends`, `recvs`, `leaves` and `edges`, in program
-        order. The main program waits until all that it has called for has happened; in
-        a program on a worker, calls that have not arrived yet are not in it.
+        A mapping of workers to `Drawing`s, with `counts()` and `dot()`. The main
+        program waits until all that it has called for has happened; in a program on a
+        worker, calls that have not arrived yet are not in it.
         """
         self._activation.check("ctx.graph")
         if not self._activation.prefix:
             self._home.settle()
-        drawn: Mapping[str, Drawing] = self._home.graph(self._id)
-        return drawn
+        return ContextGraph(self._home.graph(self._id))
 
 
 def _nanoseconds(timeout_s: float | None) -> int | None:

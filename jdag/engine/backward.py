@@ -262,7 +262,7 @@ class Backward:
                 key,
             )
             self._state.compute(job, self._filled, fragment, (live, root))
-        live.roots = ()
+        live.seeded = True
 
     def _filled(
         self,

@@ -1,9 +1,23 @@
-"""A fragment as plain data, for `ctx.graph()` and for drawing."""
+"""A fragment as plain data, for `ctx.graph()` and for drawing.
 
+What the last pass awaited is worked out anew from its roots and from the slots of sends
+that it counted here: edges are counted as it counted them.
+"""
+
+from enum import Enum
 from typing import NamedTuple
 
-from jdag.engine.graph import Fragment, Value
-from jdag.engine.vocabulary import Key, LeafId, Path, Worker
+from jdag.engine.graph import Fragment, Node, Value, Vertex
+from jdag.engine.vocabulary import Key, LeafId, Mode, Outcome, Path, Worker
+
+
+class Need(Enum):
+    """What the last pass that came by made of a send."""
+
+    NONE = ""  # None came by.
+    NEEDED = "needed"  # Its cotangent was waited for, and came.
+    UNNEEDED = "unneeded"  # SMART: its mark never came, so nobody waited.
+    OWED = "owed"  # Its cotangent was waited for, and never came.
 
 
 class DrawnNode(NamedTuple):
@@ -15,6 +29,7 @@ class DrawnNode(NamedTuple):
     inputs: tuple[Key, ...]
     outputs: tuple[Key, ...]
     spent: bool
+    awaited: int  # Cotangents, one an edge, in the last pass.
 
 
 class DrawnEnd(NamedTuple):
@@ -23,6 +38,8 @@ class DrawnEnd(NamedTuple):
     path: Path
     peer: Worker
     values: tuple[Key, ...]
+    awaited: int  # Cotangents in the last pass: of a send 1 message, if it was counted.
+    need: Need = Need.NONE  # Of a send.
 
 
 class DrawnLeaf(NamedTuple):
@@ -30,6 +47,15 @@ class DrawnLeaf(NamedTuple):
 
     leaf: LeafId
     versions: tuple[Key, ...]
+    awaited: int
+
+
+class DrawnPass(NamedTuple):
+    """The last pass that came by a fragment."""
+
+    number: int
+    mode: Mode
+    outcome: Outcome
 
 
 class DrawnEdge(NamedTuple):
@@ -48,6 +74,7 @@ class Drawing(NamedTuple):
     recvs: tuple[DrawnEnd, ...]
     leaves: tuple[DrawnLeaf, ...]
     edges: tuple[DrawnEdge, ...]
+    last: DrawnPass | None
 
 
 def draw(fragment: Fragment) -> Drawing:
@@ -68,6 +95,8 @@ def draw(fragment: Fragment) -> Drawing:
             edges.append(DrawnEdge(value.key, made.get(value.key, "nothing"), consumer))
         return tuple(value.key for value in values)
 
+    awaited = _awaited(fragment)
+    past = fragment.past
     nodes = tuple(
         DrawnNode(
             node.path,
@@ -76,6 +105,7 @@ def draw(fragment: Fragment) -> Drawing:
             use(node.inputs, f"node {node.path}"),
             tuple(value.key for value in node.outputs),
             node.spent,
+            awaited.get(node, 0),
         )
         for _, node in sorted(fragment.nodes.items())
     )
@@ -84,6 +114,8 @@ def draw(fragment: Fragment) -> Drawing:
             send.path,
             send.destination,
             use(tuple(v for v in send.inputs if v is not None), f"send {send.path}"),
+            int(past is not None and send.path in past.counted),
+            _need(fragment, send.path),
         )
         for _, send in sorted(fragment.sends.items())
     )
@@ -92,12 +124,50 @@ def draw(fragment: Fragment) -> Drawing:
             recv.path,
             recv.source,
             tuple(recv.outputs[slot].key for slot, on in enumerate(recv.tracked) if on),
+            awaited.get(recv, 0),
         )
         for _, recv in sorted(fragment.recvs.items())
         if True in recv.tracked
     )
     leaves = tuple(
-        DrawnLeaf(leaf, tuple(value.key for value in end.outputs if value.key in used))
+        DrawnLeaf(
+            leaf,
+            tuple(value.key for value in end.outputs if value.key in used),
+            awaited.get(end, 0),
+        )
         for leaf, end in sorted(fragment.leaves.items())
     )
-    return Drawing(nodes, sends, recvs, leaves, tuple(edges))
+    last = None if past is None else DrawnPass(past.number, past.mode, past.outcome)
+    return Drawing(nodes, sends, recvs, leaves, tuple(edges), last)
+
+
+def _need(fragment: Fragment, path: Path) -> Need:
+    past = fragment.past
+    if past is None:
+        return Need.NONE
+    if path in past.owed:
+        # What it is owed in a pass that failed is a matter of timing.
+        waits = past.outcome in (Outcome.STUCK, Outcome.EXPIRED)
+        return Need.OWED if waits else Need.NONE
+    return Need.NEEDED if path in past.counted else Need.UNNEEDED
+
+
+def _awaited(fragment: Fragment) -> dict[Vertex, int]:
+    """Of each vertex, how many edges the last pass counted to it."""
+    past = fragment.past
+    found: dict[Vertex, int] = {}
+    if past is None:
+        return found
+    values: list[Value | None] = [fragment.values[root.key] for root in past.roots]
+    for path, slots in past.counted.items():
+        inputs = fragment.sends[path].inputs
+        values.extend(v for v, on in zip(inputs, slots, strict=True) if on)
+    while values:  # Bounded: by the edges, each vertex being entered once.
+        value = values.pop()
+        vertex = None if value is None else value.producer
+        if vertex is None:
+            continue
+        if vertex not in found and type(vertex) is Node:
+            values.extend(vertex.inputs)
+        found[vertex] = found.get(vertex, 0) + 1
+    return found

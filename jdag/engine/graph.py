@@ -14,9 +14,9 @@ its producer; a node is spent once and for ever, and so is each slot of a send, 
 says that FAST passes need not wait for it; a value settles once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from jdag.engine.phases import Ownership
 from jdag.engine.vocabulary import (
@@ -25,8 +25,11 @@ from jdag.engine.vocabulary import (
     Hook,
     Key,
     LeafId,
+    Mode,
+    Outcome,
     Path,
     Release,
+    Root,
     Worker,
 )
 
@@ -160,13 +163,24 @@ class Activation:
     lost: Failure | None = None  # The first loss of a worker of these.
 
 
+class Past(NamedTuple):
+    """A pass that ended, as far as a drawing of this fragment needs it."""
+
+    number: int
+    mode: Mode
+    outcome: Outcome
+    roots: tuple[Root, ...]
+    counted: Mapping[Path, Sequence[bool]]  # Of sends here, the slots that were.
+    owed: tuple[Path, ...]  # Of these the ones that were never answered.
+
+
 class Fragment:
     """The part of a context that one worker owns."""
 
     __slots__ = (
         "activations", "context", "ended", "failures", "gone", "hooks", "leaves",
-        "live", "nodes", "owner", "ownership", "pending", "recvs", "release", "sends",
-        "values",
+        "live", "nodes", "owner", "ownership", "past", "pending", "recvs", "release",
+        "sends", "values",
     )  # fmt: skip
 
     def __init__(self, context: ContextId, owner: Worker) -> None:
@@ -185,5 +199,6 @@ class Fragment:
         self.live: Any = None  # The `tree.Pass` in progress here.
         self.gone = False  # It was released; jobs of it may still run.
         self.ended = 0  # The number of the last pass that ended.
+        self.past: Past | None = None  # The last pass that came by here.
         self.release: tuple[Worker, Release] | None = None  # Waits for `pending` == 0.
         self.ownership: Ownership | None = None  # On the context's owner alone.

@@ -60,8 +60,8 @@ class Pass:
 
     __slots__ = (
         "computing", "counted", "dues", "failed", "mode", "needed", "number",
-        "observed", "outbox", "owed", "parent", "ready", "retain", "roots", "sighted",
-        "staged", "unreported", "untold", "waiting", "weight",
+        "observed", "outbox", "owed", "parent", "ready", "retain", "roots", "seeded",
+        "sighted", "staged", "unreported", "untold", "waiting", "weight",
     )  # fmt: skip
 
     def __init__(
@@ -86,7 +86,8 @@ class Pass:
         self.ready: list[Any] = []  # Vertices with all their contributions.
         self.staged: dict[LeafId, Key | None] = {}
         self.observed: dict[LeafId, Key] = {}  # This pass's gradients, for hooks.
-        self.roots: tuple[Root, ...] = ()  # Those here that have no cotangent yet.
+        self.roots: tuple[Root, ...] = ()  # Those here.
+        self.seeded = False  # They have their cotangents.
         self.sighted = False  # FAST: dependencies have been counted here.
         self.failed = False
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from jdag.engine.activations import Activations
 from jdag.engine.backward import Backward
-from jdag.engine.graph import Fragment, Node
+from jdag.engine.graph import Fragment, Node, Past
 from jdag.engine.live import Pass
 from jdag.engine.phases import NEXT, Ownership, Phase
 from jdag.engine.state import State
@@ -260,6 +260,14 @@ class Passes:
         leaves: tuple[LeafId, ...] = ()
         if live is not None:
             fragment.live = None
+            fragment.past = Past(
+                message.number,
+                live.mode,
+                message.outcome,
+                live.roots,
+                live.counted,
+                tuple(live.owed),
+            )
             owed = tuple(
                 Owed(
                     send.path,
@@ -297,7 +305,8 @@ class Passes:
             left.extend(key for key in live.staged.values() if key is not None)
             left.extend(live.observed.values())
             live.observed = {}
-            left.extend(_seeds(fragment, live.number, live.roots))
+            if not live.seeded:
+                left.extend(_seeds(fragment, live.number, live.roots))
         self._state.drop(left)
         for vertex in live.dues:
             if isinstance(vertex, Node):

@@ -11,7 +11,7 @@ from typing import Any
 
 from jdag.engine.drawing import Drawing
 from jdag.errors import JdagError
-from jdag.report.graph import Graph, dot_of, graph_of, graph_of_plain, owed_in
+from jdag.graph import Graph, dot_of, graph_of, graph_of_plain
 from jdag.report.page import write_page
 from jdag.report.perfetto import trace_events
 from jdag.report.picture import draw_graph
@@ -19,7 +19,17 @@ from jdag.report.spans import Span, bubble, spans, spans_of
 from jdag.report.timeline import draw_timeline
 from jdag.trace import Trace
 
-__all__ = ["PAGE", "WRITTEN", "Span", "bubble", "read_drawings", "render", "spans"]
+__all__ = [
+    "GRAPH",
+    "GRAPH_DOT",
+    "PAGE",
+    "WRITTEN",
+    "Span",
+    "bubble",
+    "read_drawings",
+    "render",
+    "spans",
+]
 
 TIMELINE = "timeline.png"
 GRAPH = "graph.png"
@@ -60,11 +70,10 @@ def render(
     if drawings is not None:
         graph = drawings if isinstance(drawings, Graph) else graph_of(drawings)
         _write_json(folder / GRAPH_DATA, graph.plain())
-        owed = owed_in(graph, result["figures"])
-        (folder / GRAPH_DOT).write_text(dot_of(graph, name, owed), encoding="utf-8")
+        (folder / GRAPH_DOT).write_text(dot_of(graph, name), encoding="utf-8")
         if graph.vertices:
             title = f"{name}: the graph of one context"
-            draw_graph(folder / GRAPH, graph, title, owed)
+            draw_graph(folder / GRAPH, graph, title)
             pictures.append((folder / GRAPH, "Graph", _ON_GRAPH))
     write_page(folder / PAGE, result, pictures)
 
@@ -97,5 +106,7 @@ _ON_TIMELINE = (
 _ON_GRAPH = (
     "A column is the fragment of a worker: calls by their paths, the two ends of each "
     "transfer, and leaves, in which gradients accumulate. Arrows point the way of the "
-    "forward pass; cotangents flow against them. graph.dot is the same for Graphviz."
+    "forward pass; cotangents flow against them. In brackets stands how many the last "
+    "pass awaited; a send that it did not need is grey, one that it is owed for red. "
+    "graph.dot is the same for Graphviz."
 )

@@ -4,7 +4,7 @@ From top to bottom a column follows the program, and every edge leads down. Leav
 on the left of their column, beside what first uses them.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-from jdag.report.graph import Edge, Graph, Vertex
+from jdag.engine.drawing import Need
+from jdag.graph import Edge, Graph, Vertex, labelled
 
 HEIGHTS_MAX = 40
 
@@ -27,6 +28,7 @@ _ORDER = {"send": 0, "recv": 1, "node": 2}
 _FILL = {"leaf": "#f3e3b8", "node": "#dbe6f4", "send": "#e6dcee", "recv": "#d9ecec"}
 _EDGE = {"leaf": "#b8912f", "node": "#3d6fb4", "send": "#7d5a91", "recv": "#3f8590"}
 _OWED_FILL, _OWED_EDGE = "#ffdfe0", "#c00018"
+_UNNEEDED, _FAINT = Need.UNNEEDED.value, "#9aa0a6"
 _COLUMN, _INSIDE, _ACROSS, _FROM_LEAF = "#f6f7f8", "#55606b", "#7d5a91", "#cdb673"
 
 
@@ -39,16 +41,13 @@ class _Layout:
     height: int
 
 
-def draw_graph(
-    path: Path, graph: Graph, title: str, owed: Collection[str] = ()
-) -> None:
+def draw_graph(path: Path, graph: Graph, title: str) -> None:
     """Write the picture, a PNG; of a large graph its beginning, and says so.
 
     Args:
         path: the file to write.
         graph: the graph of a context; it has a vertex.
         title: what it is.
-        owed: the ids of the sends for which no cotangent came, in red.
 
     Raises:
         OSError: the file cannot be written.
@@ -78,7 +77,7 @@ def draw_graph(
         if edge.source in layout.places and edge.target in layout.places:
             _draw_edge(axes, edge, vertices, layout)
     for id, at in layout.places.items():
-        _draw_vertex(axes, vertices[id], at, id in owed)
+        _draw_vertex(axes, vertices[id], at)
     said = f"{title}{_left_out(graph, layout)}"
     axes.set_title(said, loc="left", fontsize=11, parse_math=False)
     figure.savefig(path, dpi=110, metadata={"Software": None})
@@ -150,25 +149,30 @@ def _leaf_places(
     return found
 
 
-def _draw_vertex(
-    axes: Axes, vertex: Vertex, place: tuple[float, float], is_owed: bool
-) -> None:
+def _draw_vertex(axes: Axes, vertex: Vertex, place: tuple[float, float]) -> None:
     x, y = place
-    fill = _OWED_FILL if is_owed else _FILL[vertex.kind]
-    edge = _OWED_EDGE if is_owed else _EDGE[vertex.kind]
+    is_owed, is_unneeded = vertex.need == Need.OWED.value, vertex.need == _UNNEEDED
+    fill, edge, text = _FILL[vertex.kind], _EDGE[vertex.kind], "black"
+    if is_owed:
+        fill, edge, text = _OWED_FILL, _OWED_EDGE, _OWED_EDGE
+    elif is_unneeded:
+        fill, edge, text = _COLUMN, _FAINT, _FAINT
     width, height = (0.19, 0.62) if vertex.kind == "leaf" else _BOX
     axes.add_patch(
         Rectangle(
             (x - width / 2, y - height / 2), width, height, zorder=3,
             facecolor=fill, edgecolor=edge, linewidth=1.8 if is_owed else 0.8,
+            linestyle=":" if is_unneeded else "-",
         )
     )  # fmt: skip
     limit = 8 if vertex.kind == "leaf" else _NAME_MAX
-    label = vertex.label if len(vertex.label) <= limit else vertex.label[:limit] + "…"
-    label += ", owed" if is_owed else ""
+    name = vertex.label if len(vertex.label) <= limit else vertex.label[:limit] + "…"
+    label = labelled(vertex._replace(label=name))
+    if vertex.kind == "leaf":
+        label = label.replace(" [", "\n[")
     axes.text(
-        x, y, label, ha="center", va="center", fontsize=7.5, zorder=4,
-        color=_OWED_EDGE if is_owed else "black", parse_math=False,
+        x, y, label, ha="center", va="center", fontsize=7.5, zorder=4, color=text,
+        parse_math=False, linespacing=0.9,
     )  # fmt: skip
 
 

@@ -53,6 +53,11 @@ PLACE: Mapping[type, Callable[[Any], Place]] = {
 }
 
 
+def event_detail(event: Event) -> tuple[Any, ...]:
+    """Which event, and where in the program it belongs."""
+    return (type(event).__name__, *PLACE[type(event)](event))
+
+
 def note_nothing(
     kind: str, worker: str, detail: tuple[Any, ...], causes: tuple[int, ...]
 ) -> int:

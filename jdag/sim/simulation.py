@@ -57,7 +57,7 @@ from jdag.sim.faults import Crash, Fault, Faults
 from jdag.sim.host import Host
 from jdag.sim.jobs import Jobs
 from jdag.sim.network import LinkModel, Network
-from jdag.sim.notes import PLACE, note_nothing
+from jdag.sim.notes import PLACE, event_detail, note_nothing
 from jdag.sim.port import Port
 from jdag.sim.programs import Programs, Waiters
 from jdag.sim.timeline import Timeline
@@ -75,8 +75,8 @@ EVENTS_MAX = 1 << 40
 GARBAGE_MIN = 50_000
 
 _WAITING = (Launched, Fetched, Differentiated, Left)
-_KINDS = ["frame", "timer", "begin", "finish", "alarm", "wake", "spawn"]
-_KINDS += ["lost", "crash", "bury"]
+_ON_TIME = ("frame", "timer", "begin", "finish", "alarm", "lost", "crash", "bury")
+_KINDS = (*_ON_TIME, "wake", "spawn")
 _NEVER = -2  # No record has this index; -1 is "none".
 
 
@@ -227,8 +227,8 @@ class Simulation:
         self._handle(host, event, record)
 
     def _note_event(self, host: Host, event: Event, cause: int) -> int:
-        detail = (type(event).__name__, *PLACE[type(event)](event))
-        return self._note("issue", host.worker, detail, () if cause < 0 else (cause,))
+        causes = () if cause < 0 else (cause,)
+        return self._note("issue", host.worker, event_detail(event), causes)
 
     def _waited(self, host: Host, waiter: int) -> tuple[Any, int]:
         """Block whoever calls this; return what the waiter was given and its record."""
@@ -343,8 +343,7 @@ class Simulation:
             causes = tuple(dict.fromkeys((record, *data)))
         payload_bytes, wire_bytes = size(message, values)
         end.payload_bytes += payload_bytes
-        for zero in send.zeros:
-            end.zero_bytes += zero.nbytes
+        end.zero_bytes += sum([zero.nbytes for zero in send.zeros])
         kind = message.__class__
         said = (kind.__name__, *PLACE[kind](message))
         sizes = (payload_bytes, wire_bytes + FRAME_BYTES, prints)

@@ -5,11 +5,11 @@ one call made stands at one height, so that the program runs from top to bottom 
 transfers run across.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from jdag.engine.drawing import Drawing, DrawnEdge
+from jdag.engine.drawing import Drawing, DrawnEdge, Need
 
 WORKERS_MAX = 8
 
@@ -25,6 +25,8 @@ class Vertex(NamedTuple):
     path: Path
     label: str
     call_site: str = ""  # Of a node: where the call was written.
+    awaited: int = 0  # Cotangents that the last pass awaited here.
+    need: str = ""  # Of a send, the value of its `Need`.
 
 
 class Edge(NamedTuple):
@@ -72,9 +74,11 @@ def graph_of_plain(plain: Mapping[str, Any]) -> Graph:
     )
 
 
-def graph_of(drawings: Mapping[str, Drawing]) -> Graph:
+def graph_of(
+    drawings: Mapping[str, Drawing], workers_max: int | None = WORKERS_MAX
+) -> Graph:
     """Join the fragments that `ctx.graph()` gives, of many workers the first ones."""
-    workers = tuple(drawings)[:WORKERS_MAX]
+    workers = tuple(drawings)[:workers_max]
     vertices: list[Vertex] = []
     edges: list[Edge] = []
     for worker in workers:
@@ -87,29 +91,43 @@ def graph_of(drawings: Mapping[str, Drawing]) -> Graph:
     return Graph(workers, tuple(vertices), tuple(dict.fromkeys(used)), left_out)
 
 
-def owed_in(graph: Graph, figures: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the ids of the sends that a stuck pass names as owed.
+class ContextGraph(Mapping[str, Drawing]):
+    """What each worker has of a context's graph: `{worker: Drawing}`.
 
-    Args:
-        graph: the graph of its context.
-        figures: of the run: `owed_workers` and `owed_call_sites` say, side by side,
-            where each send is and where the call was written that it was made for.
+    A `Drawing` has `nodes`, `sends`, `recvs`, `leaves` and `edges`, in program order,
+    and `last`, the last pass that came by: its number, mode and outcome.
     """
-    workers, sites = figures.get("owed_workers"), figures.get("owed_call_sites")
-    named = list(zip(workers or (), sites or (), strict=True))
-    vertices = {vertex.id: vertex for vertex in graph.vertices}
-    after: dict[str, list[str]] = {}
-    for edge in graph.edges:
-        after.setdefault(edge.source, []).append(edge.target)
 
-    def is_owed(send: Vertex) -> bool:
-        users = [
-            user for recv in after.get(send.id, ()) for user in after.get(recv, ())
-        ]
-        calls = [vertices[id] for id in users if vertices[id].path == send.path]
-        return any((send.worker, one.call_site) in named for one in calls)
+    def __init__(self, drawings: Mapping[str, Drawing]) -> None:
+        self._drawings = dict(drawings)
 
-    return tuple(v.id for v in graph.vertices if v.kind == "send" and is_owed(v))
+    def __getitem__(self, worker: str) -> Drawing:
+        return self._drawings[worker]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._drawings)
+
+    def __len__(self) -> int:
+        return len(self._drawings)
+
+    def __repr__(self) -> str:
+        return f"ContextGraph({self.counts()})"
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Return how many nodes, sends, recvs, leaves and edges each worker has."""
+        kinds = ("nodes", "sends", "recvs", "leaves", "edges")
+        return {
+            worker: {kind: len(getattr(drawing, kind)) for kind in kinds}
+            for worker, drawing in self._drawings.items()
+        }
+
+    def dot(self, name: str = "context") -> str:
+        """Return the graph in the language of Graphviz, a cluster a worker.
+
+        In brackets stands how many cotangents the last pass awaited. Sends that it did
+        not need are grey and dotted; those that it is owed for are red.
+        """
+        return dot_of(graph_of(self._drawings, None), name)
 
 
 def dotted(path: Path) -> str:
@@ -120,18 +138,23 @@ def dotted(path: Path) -> str:
 def _vertices(worker: str, drawing: Drawing) -> Iterator[Vertex]:
     for leaf in drawing.leaves:
         number = leaf.leaf.number
-        yield Vertex(_leaf(worker, number), worker, "leaf", (), f"leaf {number}")
+        id, label = _leaf(worker, number), f"leaf {number}"
+        yield Vertex(id, worker, "leaf", (), label, awaited=leaf.awaited)
     for node in drawing.nodes:
         name = node.function.rpartition(":")[2].rpartition(".")[2]
         id = _node(worker, node.path)
         label = f"{dotted(node.path)} {name}"
-        yield Vertex(id, worker, "node", node.path, label, node.call_site)
+        yield Vertex(id, worker, "node", node.path, label, node.call_site, node.awaited)
     for send in drawing.sends:
         id = _send(worker, send.path)
-        yield Vertex(id, worker, "send", send.path, f"send to {send.peer}")
+        yield Vertex(
+            id, worker, "send", send.path, f"send to {send.peer}", "", send.awaited,
+            send.need.value,
+        )  # fmt: skip
     for recv in drawing.recvs:
         id = _recv(worker, recv.path, recv.peer)
-        yield Vertex(id, worker, "recv", recv.path, f"recv from {recv.peer}")
+        label = f"recv from {recv.peer}"
+        yield Vertex(id, worker, "recv", recv.path, label, awaited=recv.awaited)
 
 
 def _edges(worker: str, drawing: Drawing) -> Iterator[Edge]:
@@ -180,8 +203,12 @@ def _recv(worker: str, path: Path, source: str) -> str:
 _SHAPES = {"leaf": "ellipse", "node": "box", "send": "cds", "recv": "cds"}
 
 
-def dot_of(graph: Graph, name: str, owed: Collection[str] = ()) -> str:
-    """The graph in the language of Graphviz, a cluster a worker; `owed` in red."""
+def dot_of(graph: Graph, name: str) -> str:
+    """The graph in the language of Graphviz, a cluster a worker.
+
+    In brackets stands how many cotangents the last pass awaited. Sends that it did not
+    need are grey and dotted; those that it is owed for are red.
+    """
     lines = [
         f"digraph {_quoted(name)} {{",
         '  graph [rankdir=TB, fontname="Helvetica"];',
@@ -190,11 +217,7 @@ def dot_of(graph: Graph, name: str, owed: Collection[str] = ()) -> str:
     for place, worker in enumerate(graph.workers):
         lines.append(f"  subgraph cluster_{place} {{")
         lines.append(f"    label={_quoted(worker)};")
-        lines += [
-            _dot_vertex(one, one.id in owed)
-            for one in graph.vertices
-            if one.worker == worker
-        ]
+        lines += [_dot_vertex(one) for one in graph.vertices if one.worker == worker]
         lines.append("  }")
     worker_of = {vertex.id: vertex.worker for vertex in graph.vertices}
     for edge in graph.edges:
@@ -204,12 +227,31 @@ def dot_of(graph: Graph, name: str, owed: Collection[str] = ()) -> str:
     return "\n".join([*lines, "}", ""])
 
 
-def _dot_vertex(vertex: Vertex, is_owed: bool) -> str:
-    said = [f"label={_quoted(vertex.label)}", f"shape={_SHAPES[vertex.kind]}"]
+def labelled(vertex: Vertex) -> str:
+    """What a vertex is called, with what it awaited and, of a send, is owed."""
+    match vertex.need:
+        case Need.OWED.value:
+            return f"{vertex.label}, owed"
+        case Need.UNNEEDED.value:
+            return f"{vertex.label}, unneeded"
+        case _ if vertex.awaited and vertex.kind != "send":
+            return f"{vertex.label} [{vertex.awaited}]"
+        case _:
+            return vertex.label
+
+
+_STYLES = {
+    Need.OWED.value: "color=red, fontcolor=red",
+    Need.UNNEEDED.value: "color=gray, fontcolor=gray, style=dotted",
+}
+
+
+def _dot_vertex(vertex: Vertex) -> str:
+    said = [f"label={_quoted(labelled(vertex))}", f"shape={_SHAPES[vertex.kind]}"]
     if vertex.call_site:
         said.append(f"tooltip={_quoted(vertex.call_site)}")
-    if is_owed:
-        said.append("color=red, fontcolor=red")
+    if vertex.need in _STYLES:
+        said.append(_STYLES[vertex.need])
     return f"    {_quoted(vertex.id)} [{', '.join(said)}];"
 
 
