@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax.extend import core
 
+from jdag.assignments import Change
 from jdag.cluster import Cluster
 from jdag.compute.avals import Aval
 from jdag.compute.pytrees import flatten, unflatten
@@ -90,7 +91,8 @@ class Optimizer:
         for ref in stepped:
             state = self._states[ref]
             targets = [ref, *flatten(state)[0]]
-            self._cluster.assign(self._step, targets, (ref, state, found[ref], scale))
+            args = (ref, state, found[ref], scale)
+            self._cluster.assign([Change(self._step, targets, args)])
 
     def _scale(self, ctx: Context, gradients: Sequence[Ref]) -> float:
         if self._clip_norm is None or not gradients:

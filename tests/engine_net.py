@@ -15,6 +15,7 @@ from jdag.engine.vocabulary import (
     Argument,
     Arrived,
     Assigned,
+    Assignment,
     Compute,
     Computed,
     ContextId,
@@ -293,9 +294,8 @@ class Net:
         self._assignment += 1
         keys = tuple(argument.key for argument in inputs)
         path = (self._assignment,)
-        self.tell(
-            home, Assigned(path, worker, function, keys, (output,), ("aval",), "here")
-        )
+        part = Assignment((*path, 0), function, keys, (output,), ("aval",), "here")
+        self.tell(home, Assigned(path, (part,)))
         return Argument(output, worker, True)
 
     def update(

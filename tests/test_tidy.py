@@ -35,7 +35,7 @@ LAYERS = (
     ("sim", "rpc"),
     ("home", "roots"),
     ("activation",),
-    ("context",),
+    ("context", "assignments"),
     ("cluster",),
     ("oracle", "transform"),
     ("optim",),

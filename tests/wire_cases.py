@@ -16,6 +16,7 @@ from jdag.engine.vocabulary import (
     Acknowledge,
     Answer,
     Assign,
+    Assignment,
     Call,
     ContextId,
     Cotangent,
@@ -182,6 +183,16 @@ def _nested(one: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 plain_trees = _nested(plain)
 trees = _nested(plain | opaque)
 
+assignments = st.builds(
+    Assignment,
+    paths,
+    st.none() | functions,
+    _several(keys),
+    _several(keys),
+    _several(avals),
+    texts,
+)
+
 messages: dict[type[Any], st.SearchStrategy[Any]] = {
     Call: st.builds(
         Call,
@@ -205,15 +216,7 @@ messages: dict[type[Any], st.SearchStrategy[Any]] = {
     ),
     Read: st.builds(Read, _wide(8), _several(keys)),
     Reading: st.builds(Reading, _wide(8), maybe_failures),
-    Assign: st.builds(
-        Assign,
-        paths,
-        st.none() | functions,
-        _several(keys),
-        _several(keys),
-        _several(avals),
-        texts,
-    ),
+    Assign: st.builds(Assign, paths, _several(assignments)),
     Forget: st.builds(Forget, _several(leaves)),
     Start: st.builds(
         Start, contexts, passes, _several(roots), st.booleans(), st.booleans()
@@ -232,6 +235,6 @@ OPAQUE: dict[type[Any], tuple[str, ...]] = {
     Call: ("function",),
     Run: ("function", "arguments"),
     Return: ("result",),
-    Assign: ("function", "avals"),
+    Assign: ("parts",),
     Start: ("roots",),
 }

@@ -111,15 +111,33 @@ class Reading:
 
 
 @data
-class Assign:
-    """Make versions of leaves: from the values carried, or by a function run there."""
+class Assignment:
+    """New versions of leaves of one worker: from values, or by a function there."""
 
-    path: Path  # (number,): leaves are assigned outside contexts, in one order.
+    path: Path  # That of the message, then the place among all assigned with it.
     function: Any  # None: the values come with the message.
     inputs: tuple[Key, ...]
     outputs: tuple[Key, ...]
     avals: tuple[Any, ...]
     call_site: str
+
+    @property
+    def worker(self) -> Worker:
+        """Who keeps these leaves."""
+        leaf: LeafId = self.outputs[0].name
+        return leaf.worker
+
+
+@data
+class Assign:
+    """Make versions of leaves, each part by itself, in order.
+
+    Carries the values of parts without a function, and the constants that functions
+    take, each once however many take it.
+    """
+
+    path: Path  # (number,): leaves are assigned outside contexts, in one order.
+    parts: tuple[Assignment, ...]
 
 
 @data
@@ -244,10 +262,9 @@ def landing(message: Message) -> tuple[Key, ...]:
             return tuple(
                 key for key in inputs if key.kind == "constant" and key.name == path
             )
-        case Assign(function=None, outputs=outputs):
-            return outputs
-        case Assign(inputs=inputs):
-            return tuple(key for key in inputs if key.kind == "constant")
+        case Assign(parts=parts):
+            keys = [key for part in parts for key in _carried(part)]
+            return tuple(dict.fromkeys(keys))
         case Start(context=context, number=number, roots=roots):
             return tuple(
                 Key("seed", context, number, root.number)
@@ -262,3 +279,9 @@ def landing(message: Message) -> tuple[Key, ...]:
             )
         case _:
             return ()
+
+
+def _carried(part: Assignment) -> tuple[Key, ...]:
+    if part.function is None:
+        return part.outputs
+    return tuple(key for key in part.inputs if key.kind == "constant")

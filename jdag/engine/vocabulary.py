@@ -12,6 +12,7 @@ from jdag.engine.messages import (
     Acknowledge,
     Answer,
     Assign,
+    Assignment,
     Call,
     Cotangent,
     End,
@@ -52,6 +53,7 @@ __all__ = [
     "Arrived",
     "Assign",
     "Assigned",
+    "Assignment",
     "Call",
     "Compute",
     "Computed",
@@ -252,15 +254,13 @@ class Fetched:
 
 @data
 class Assigned:
-    """A program here makes versions of leaves on `worker`. Outputs are leaf keys."""
+    """A program here makes versions of leaves, on any workers: of all or of none.
+
+    What they are made from, constants or values, is already stored.
+    """
 
     path: Path
-    worker: Worker
-    function: Any
-    inputs: tuple[Key, ...]
-    outputs: tuple[Key, ...]
-    avals: tuple[Any, ...]
-    call_site: str
+    parts: tuple[Assignment, ...]
 
 
 @data

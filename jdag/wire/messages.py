@@ -22,6 +22,7 @@ from jdag.engine.vocabulary import (
     Acknowledge,
     Answer,
     Assign,
+    Assignment,
     Call,
     Cotangent,
     End,
@@ -132,6 +133,15 @@ ROOT = record(
     Root, key=KEY, aval=ARRAY_TYPE, given=FLAG, number=integer(4, "root's number")
 )
 INCOMING = record(Incoming, source=WORKER, tracked=MASK)
+ASSIGNMENT = record(
+    Assignment,
+    path=PATH,
+    function=maybe(FUNCTION),
+    inputs=KEYS,
+    outputs=KEYS,
+    avals=ARRAY_TYPES,
+    call_site=TEXT,
+)
 
 # The place in this table is the type's number: only append.
 LAYOUTS: dict[type[Any], Layout] = {
@@ -178,15 +188,7 @@ LAYOUTS: dict[type[Any], Layout] = {
     ),
     Read: record(Read, request=REQUEST, keys=KEYS),
     Reading: record(Reading, request=REQUEST, failures=FAILURES),
-    Assign: record(
-        Assign,
-        path=PATH,
-        function=maybe(FUNCTION),
-        inputs=KEYS,
-        outputs=KEYS,
-        avals=ARRAY_TYPES,
-        call_site=TEXT,
-    ),
+    Assign: record(Assign, path=PATH, parts=many(ASSIGNMENT, "assignments")),
     Forget: record(Forget, leaves=LEAVES),
     Start: record(
         Start,

@@ -1,0 +1,262 @@
+"""What a program does with leaves: makes, replaces and drops them, on their owners.
+
+Assignments are numbered as calls are, in one order for the whole cluster. What one asks
+for goes out at once, by one message to each owner; owners work in parallel.
+Invariants: a number is used once; of an assignment that is refused nothing is made, and
+nothing that it stored is left.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jdag.activation import traced
+from jdag.compute.avals import Aval, aval_of
+from jdag.compute.pairs import Pair
+from jdag.compute.pytrees import flatten, frozen, paths, split, unflatten
+from jdag.engine.vocabulary import Assigned, Assignment, Dropped, Key, LeafId
+from jdag.errors import ContextError, JdagError
+from jdag.functions import call_site, name_of
+from jdag.home import Home, Port
+from jdag.ref import Leaf, Ref, is_ref
+
+
+class Change(NamedTuple):
+    """Leaves of one worker replaced by what one call of `fn` returns there.
+
+    The outputs, in JAX's order, are the new values, with the leaves' shapes and dtypes.
+    Refs among the arguments are on that worker. `purpose` is added to the call site in
+    what is said of a failure.
+    """
+
+    fn: Callable[..., Any]
+    refs: Sequence[Ref]
+    args: tuple[Any, ...]
+    purpose: str = ""
+
+
+# The constants of an assignment: by the object's id, its key and the object.
+Constants = dict[int, tuple[Key, Any]]
+
+
+class Assignments:
+    """The leaves of a cluster as one program makes and replaces them."""
+
+    def __init__(self, home: Home, port: Port) -> None:
+        self._home = home
+        self._port = port
+        self._leaves = 0
+        self._count = 0
+
+    def put(self, worker: str, tree: Any) -> Any:
+        """Make leaves from values; see `Cluster.put`."""
+        values, treedef = flatten(tree)
+        arrays = [self._array(value, tree, place) for place, value in enumerate(values)]
+        leaves = self._new(worker, [aval_of(array).strong for array in arrays])
+        stored = [(leaf.key, array) for leaf, array in zip(leaves, arrays, strict=True)]
+        if leaves:
+            self._tell([self._part(None, (), leaves, 0)], stored)
+        return unflatten(treedef, self._kept(leaves))
+
+    def _array(self, value: Any, tree: Any, place: int) -> Any:
+        """Return a value as an array of strong type, in abstract mode its aval."""
+        where = paths(tree)[place] or "it"
+        if is_ref(value):
+            raise JdagError(
+                f"cluster.put takes arrays, and {where} is a ref ({value!r}), already "
+                "on a worker; ctx.move moves it"
+            )
+        if isinstance(value, jax.core.Tracer):
+            raise ContextError(f"cluster.put takes arrays, and {where} is a tracer")
+        if isinstance(value, jax.ShapeDtypeStruct) and not self._home.abstract:
+            raise JdagError(
+                f"cluster.put takes arrays, and {where} is a ShapeDtypeStruct, which "
+                "stands for one only where values='abstract'"
+            )
+        aval = aval_of(frozen(value)).strong
+        if self._home.abstract:
+            return aval
+        is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+        return value if is_key else jnp.asarray(frozen(value), aval.dtype)
+
+    def make(
+        self,
+        worker: str,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Make leaves by a function on their owner; see `Cluster.make`."""
+        constants: Constants = {}
+        change = Change(fn, (), args)
+        made, arguments = self._traced(worker, change, kwargs, 0, constants)
+        leaves = self._new(worker, made.out_avals)
+        if leaves:
+            part = self._part(made, arguments, leaves, 0)
+            self._tell([part], constants.values())
+        return unflatten(made.out_tree, self._kept(leaves))
+
+    def assign(self, changes: Sequence[Change]) -> None:
+        """Make all these changes, or none if one is refused or an owner known lost.
+
+        Raises:
+            JdagError: a ref is no leaf, or an argument is on another worker; or a new
+                value has another shape or dtype.
+            RemoteError: a function cannot be traced with its arguments.
+            WorkerLost: an owner is gone.
+        """
+        constants: Constants = {}
+        parts = []
+        replaced: list[Leaf] = []
+        for place, change in enumerate(changes):
+            leaves = [self._leaf(ref) for ref in change.refs]
+            worker = leaves[0].id.worker
+            made, arguments = self._traced(worker, change, {}, place, constants)
+            _check_outputs(made, leaves)
+            parts.append((made, arguments, leaves, place, change.purpose))
+            replaced += leaves
+        for leaf in replaced:
+            leaf.version += 1
+        try:
+            if parts:
+                self._tell([self._part(*part) for part in parts], constants.values())
+        except JdagError:
+            for leaf in replaced:
+                leaf.version -= 1
+            raise
+
+    def drop(self, refs: Any) -> None:
+        """Drop leaves; see `Cluster.drop`."""
+        leaves = [self._leaf(ref) for ref in flatten(refs, is_ref)[0]]
+        self._port.tell(Dropped(tuple(leaf.id for leaf in leaves)))
+        for leaf in leaves:
+            leaf.dropped = True
+            del self._home.leaves[leaf.id]
+
+    def admit(self, ref: Ref) -> None:
+        """Raise ContextError unless the ref is of this cluster and can be read."""
+        if ref.holder.home is not self._home:
+            raise ContextError(
+                f"{ref!r} is of {ref.holder.home}, and this is {self._home}: refs do "
+                "not leave their cluster; ref.fetch() gives the value"
+            )
+        if ref.leaf is None:
+            ref.holder.check_readable(ref)
+        elif ref.leaf.dropped:
+            raise ContextError(f"{ref.leaf} was dropped by cluster.drop")
+
+    def _leaf(self, ref: Ref) -> Leaf:
+        self.admit(ref)
+        if ref.leaf is None:
+            raise JdagError(
+                f"{ref!r} is no leaf; leaves are what cluster.put and cluster.make give"
+            )
+        return ref.leaf
+
+    def _new(self, worker: str, avals: Sequence[Aval]) -> list[Leaf]:
+        first = self._leaves
+        self._leaves += len(avals)
+        return [
+            Leaf(LeafId(worker, first + place), aval)
+            for place, aval in enumerate(avals)
+        ]
+
+    def _kept(self, leaves: Sequence[Leaf]) -> list[Ref]:
+        """Remember new leaves; return their refs."""
+        self._home.leaves.update({leaf.id: leaf for leaf in leaves})
+        return [self._home.leaf_ref(leaf) for leaf in leaves]
+
+    # ----------------------------------------------------------------- one assignment
+
+    @property
+    def _path(self) -> tuple[int, ...]:
+        """The number of the assignment that is being put together."""
+        return (self._count + 1,)
+
+    def _traced(
+        self,
+        worker: str,
+        change: Change,
+        kwargs: dict[str, Any],
+        place: int,
+        constants: Constants,
+    ) -> tuple[Pair, list[Key]]:
+        """Return a call's pair and the keys of its arguments; note its constants.
+
+        One that is there already, the same object, is stored and sent once.
+        """
+        parts = split(change.args, kwargs, self._home.is_named)
+        keys: list[Any] = [None] * parts.size
+        avals: list[Any] = [None] * parts.size
+        for position, value in (*parts.refs, *parts.constants):
+            avals[position] = aval_of(value.aval if is_ref(value) else value)
+            if is_ref(value):
+                self._check_owner(worker, change.fn, value)
+                keys[position] = value.key
+            else:
+                key = Key("constant", None, (*self._path, place), position)
+                keys[position] = constants.setdefault(id(value), (key, value))[0]
+        site = _site(change.purpose)
+        untracked = (False,) * parts.size
+        made = traced(change.fn, parts, tuple(avals), untracked, worker, site)
+        return made, keys
+
+    def _check_owner(self, worker: str, fn: Callable[..., Any], ref: Ref) -> None:
+        self.admit(ref)
+        if ref.worker != worker:
+            raise JdagError(
+                f"{name_of(fn)} makes leaves on {worker!r}, and an argument, {ref!r}, "
+                f"lives on {ref.worker!r}; leaves are computed where they are kept: "
+                f"ctx.move({worker!r}, ref) first"
+            )
+
+    def _part(
+        self,
+        made: Pair | None,
+        arguments: Sequence[Key],
+        leaves: Sequence[Leaf],
+        place: int,
+        purpose: str = "",
+    ) -> Assignment:
+        return Assignment(
+            (*self._path, place),
+            made,
+            tuple(arguments),
+            tuple(leaf.key for leaf in leaves),
+            tuple(leaf.aval for leaf in leaves),
+            _site(purpose),
+        )
+
+    def _tell(
+        self, parts: Sequence[Assignment], stored: Iterable[tuple[Key, Any]]
+    ) -> None:
+        """Have the next versions of leaves made; their number is taken either way."""
+        path = self._path
+        self._count += 1
+        for key, value in stored:
+            self._port.put(key, self._home.value(value))
+        try:
+            self._port.tell(Assigned(path, tuple(parts)))
+        except JdagError:
+            self._port.drop([key for key, _ in stored])
+            raise
+
+
+def _site(purpose: str) -> str:
+    return f"{call_site()}{purpose and f', {purpose}'}"
+
+
+def _check_outputs(made: Pair, leaves: Sequence[Leaf]) -> None:
+    if len(made.out_avals) != len(leaves):
+        raise JdagError(
+            f"{made.name} returned {len(made.out_avals)} arrays for {len(leaves)} "
+            "leaves; it returns one new value for each"
+        )
+    for leaf, aval in zip(leaves, made.out_avals, strict=True):
+        if aval != leaf.aval:
+            raise JdagError(
+                f"{made.name} returned {aval} for {leaf}, which is {leaf.aval}; new "
+                "versions keep shape and dtype"
+            )
