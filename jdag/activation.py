@@ -12,9 +12,17 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any, NamedTuple
 
-from jdag.compute.avals import Aval, aval_of
-from jdag.compute.pairs import Pair, pair
-from jdag.compute.pytrees import Split, flatten, paths, split, unflatten
+from jdag.compute.avals import Aval, aval_of, is_deleted
+from jdag.compute.pairs import Pair, configuration, pair
+from jdag.compute.pytrees import (
+    Split,
+    called,
+    flatten,
+    is_static,
+    paths,
+    split,
+    unflatten,
+)
 from jdag.engine.vocabulary import (
     Argument,
     ContextId,
@@ -26,7 +34,7 @@ from jdag.engine.vocabulary import (
     Path,
     Worker,
 )
-from jdag.errors import ContextError, JdagError
+from jdag.errors import ContextError, JdagError, kind_of
 from jdag.failures import exception_of, remote_error
 from jdag.functions import call_site, is_program, name_of
 from jdag.home import Home, Port, PortReader, trace_state
@@ -93,6 +101,7 @@ class Activation:
             or self._waits
             or self.home.closed
             or trace_state() != self.home.trace
+            or configuration() != self.home.configuration
         ):
             self._refuse(what)
 
@@ -144,7 +153,8 @@ class Activation:
         """Call a function or a program; see `jdag.Context.call`."""
         self.check("ctx.call")
         self.home.check_worker(worker, "ctx.call")
-        parts = split(args, kwargs, self.home.is_named)
+        fn, args, own = called(fn, args)
+        parts = split(args, kwargs, self.home.is_named, own)
         site = str(call_site())
         if is_program(fn):
             return self._launch(worker, fn, parts, site)
@@ -173,7 +183,7 @@ class Activation:
                 constants.append((place, aval_of(ref)))
         for place, value in (*parts.constants, *constants):
             key = Key("constant", self.id, path, place)
-            avals[place] = aval_of(value)
+            avals[place] = parts.aval(place, value)
             arguments[place] = Argument(key, here, False)
         tracked = tuple([argument.tracked for argument in arguments])
         made = traced(fn, parts, tuple(avals), tracked, worker, site)
@@ -284,19 +294,29 @@ class Activation:
             if is_ref(leaf):
                 self.admit(leaf)
                 data.append(leaf.data)
-            elif isinstance(leaf, str | bool | int | float | complex):
+            elif is_static(leaf) or isinstance(leaf, int | float | complex):
                 data.append(leaf)
             else:
                 try:
                     aval_of(leaf)
                 except JdagError as error:
                     raise ContextError(
-                        f"{self.program} returned a {type(leaf).__name__} "
+                        f"{self.program} returned {kind_of(leaf)} "
                         f"(at {paths(tree)[place] or 'the top'}); programs return "
-                        "pytrees of refs, arrays, numbers and strings"
+                        "pytrees of refs, arrays, numbers, strings and functions"
                     ) from error
-                data.append(leaf)
+                data.append(_there(leaf, self.program, tree, place))
         return unflatten(treedef, data)
+
+
+def _there(array: Any, program: str, tree: Any, place: int) -> Any:
+    """Return an array that a program returns, unless it was deleted."""
+    if is_deleted(array):
+        raise JdagError(
+            f"{program} returned {aval_of(array)} (at {paths(tree)[place] or 'the top'}"
+            "), which was deleted or donated"
+        )
+    return array
 
 
 def moved(*arrays: Any) -> Any:

@@ -15,7 +15,15 @@ import jax.numpy as jnp
 from jdag.activation import traced
 from jdag.compute.avals import Aval, aval_of
 from jdag.compute.pairs import Pair
-from jdag.compute.pytrees import flatten, frozen, paths, split, unflatten
+from jdag.compute.pytrees import (
+    called,
+    flatten,
+    frozen,
+    is_static,
+    paths,
+    split,
+    unflatten,
+)
 from jdag.engine.vocabulary import Assigned, Assignment, Dropped, Key, LeafId
 from jdag.errors import ContextError, JdagError
 from jdag.functions import call_site, name_of
@@ -53,33 +61,42 @@ class Assignments:
     def put(self, worker: str, tree: Any) -> Any:
         """Make leaves from values; see `Cluster.put`."""
         values, treedef = flatten(tree)
-        arrays = [self._array(value, tree, place) for place, value in enumerate(values)]
+        places = [place for place, v in enumerate(values) if not is_static(v)]
+        # What has nothing but statics in it is a mistake, and its first leaf says so.
+        places = places or list(range(len(values)))
+        arrays = [self._array(values[place], tree, place) for place in places]
         leaves = self._new(worker, [aval_of(array).strong for array in arrays])
         stored = [(leaf.key, array) for leaf, array in zip(leaves, arrays, strict=True)]
         if leaves:
             self._tell([self._part(None, (), leaves, 0)], stored)
-        return unflatten(treedef, self._kept(leaves))
+        for place, ref in zip(places, self._kept(leaves), strict=True):
+            values[place] = ref
+        return unflatten(treedef, values)
 
     def _array(self, value: Any, tree: Any, place: int) -> Any:
         """Return a value as an array of strong type, in abstract mode its aval."""
-        where = paths(tree)[place] or "it"
-        if is_ref(value):
-            raise JdagError(
-                f"cluster.put takes arrays, and {where} is a ref ({value!r}), already "
-                "on a worker; ctx.move moves it"
-            )
-        if isinstance(value, jax.core.Tracer):
-            raise ContextError(f"cluster.put takes arrays, and {where} is a tracer")
-        if isinstance(value, jax.ShapeDtypeStruct) and not self._home.abstract:
-            raise JdagError(
-                f"cluster.put takes arrays, and {where} is a ShapeDtypeStruct, which "
-                "stands for one only where values='abstract'"
-            )
-        aval = aval_of(frozen(value)).strong
+        try:
+            if is_ref(value):
+                raise JdagError(
+                    f"a ref ({value!r}) is already on a worker; ctx.move moves it"
+                )
+            if isinstance(value, jax.core.Tracer):
+                raise ContextError("a tracer is no array: jdag runs outside of jit")
+            if isinstance(value, jax.ShapeDtypeStruct) and not self._home.abstract:
+                raise JdagError(
+                    "a ShapeDtypeStruct stands for an array only where "
+                    "values='abstract'"
+                )
+            value = frozen(value)
+            aval = aval_of(value).strong
+        except JdagError as error:
+            path = paths(tree)[place]
+            where = f"cluster.put, at {path}" if path else "cluster.put"
+            raise type(error)(f"{where}: {error}") from None
         if self._home.abstract:
             return aval
         is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
-        return value if is_key else jnp.asarray(frozen(value), aval.dtype)
+        return value if is_key else jnp.asarray(value, aval.dtype)
 
     def make(
         self,
@@ -187,20 +204,22 @@ class Assignments:
 
         One that is there already, the same object, is stored and sent once.
         """
-        parts = split(change.args, kwargs, self._home.is_named)
+        fn, args, own = called(change.fn, change.args)
+        parts = split(args, kwargs, self._home.is_named, own)
         keys: list[Any] = [None] * parts.size
         avals: list[Any] = [None] * parts.size
         for position, value in (*parts.refs, *parts.constants):
-            avals[position] = aval_of(value.aval if is_ref(value) else value)
             if is_ref(value):
                 self._check_owner(worker, change.fn, value)
+                avals[position] = value.aval
                 keys[position] = value.key
             else:
+                avals[position] = parts.aval(position, value)
                 key = Key("constant", None, (*self._path, place), position)
                 keys[position] = constants.setdefault(id(value), (key, value))[0]
         site = _site(change.purpose)
         untracked = (False,) * parts.size
-        made = traced(change.fn, parts, tuple(avals), untracked, worker, site)
+        made = traced(fn, parts, tuple(avals), untracked, worker, site)
         return made, keys
 
     def _check_owner(self, worker: str, fn: Callable[..., Any], ref: Ref) -> None:

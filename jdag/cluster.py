@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from jdag.activation import Activation
 from jdag.assignments import Assignments, Change
-from jdag.compute.pytrees import flatten
+from jdag.compute.pytrees import flatten, is_static
 from jdag.context import Context, run_program
 from jdag.engine.drawing import Drawing
 from jdag.engine.vocabulary import ContextId, Failure, Returned, Spawn
@@ -175,7 +175,8 @@ class Cluster:
         Args:
             worker: who keeps them.
             tree: a pytree of arrays and numbers; in abstract mode of arrays or
-                `jax.ShapeDtypeStruct`s.
+                `jax.ShapeDtypeStruct`s. Statics in it (str, bool, functions, what
+                `jdag.static` wraps) stay as they are, as in a module.
 
         Returns:
             The same pytree of refs. Floats and complex numbers are tracked.
@@ -246,7 +247,9 @@ class Cluster:
         leaves, found = flatten(arg)
         if not any(map(is_ref, leaves)):
             return [arg] * treedef.num_leaves
-        if found != treedef or not all(map(is_ref, leaves)):
+        if all(is_ref(leaf) or is_static(leaf) for leaf in leaves):
+            leaves, found = flatten(arg, is_ref)
+        if treedef != found:  # In this order: a treedef calls itself equal to a Form.
             raise JdagError(
                 f"argument {number} of cluster.update has refs in it, so it has to "
                 f"have the structure of the leaves, {treedef}; it is {found}"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from jdag.activation import Activation, Phase, Reply
-from jdag.compute.pytrees import flatten, unflatten
+from jdag.compute.pytrees import flatten, no_gradient, unflatten
 from jdag.engine.drawing import Drawing
 from jdag.engine.vocabulary import (
     ContextId,
@@ -42,6 +42,8 @@ class Context:
     Leaving raises the first error, in program order, of a call in it that nobody has
     seen, unless another exception is already on its way.
     """
+
+    __jdag_context__ = True
 
     def __init__(
         self,
@@ -232,15 +234,19 @@ class Context:
 
     # ---------------------------------------------------------------- gradients
 
-    def gradient(self, refs: Any) -> Any:
+    def gradient(self, refs: Any, *, allow_int: bool = False) -> Any:
         """Return the gradients of leaves, accumulated over all finished passes.
 
         Args:
             refs: a pytree of leaves, as `cluster.put` gave them.
+            allow_int: whether there may be leaves without gradients, as the indices of
+                a sparse array: integers, bools and PRNG keys.
 
         Returns:
-            The same pytree of refs, each on its leaf's worker, untracked. What one
-            names stays as it is when another pass adds to the gradient.
+            The same pytree of refs, each on its leaf's worker, untracked; None in the
+            place of statics. What one names stays as it is when another pass adds to
+            the gradient. With `allow_int`, an array of zeros of dtype float0 stands for
+            what has no gradient, as in `jax.grad`.
 
         Raises:
             GraphError: a ref is no leaf, or one that no finished pass has reached.
@@ -248,8 +254,17 @@ class Context:
         """
         self._activation.check("ctx.gradient")
         self._check_top("ctx.gradient")
-        leaves, treedef = flatten(refs, is_ref)
-        return unflatten(treedef, [self._gradient(leaf) for leaf in leaves])
+        leaves, form = flatten(refs, is_ref)
+        abstract = self._home.abstract
+        return unflatten(
+            form.bare,
+            [
+                no_gradient(ref.aval, abstract)
+                if allow_int and not ref.aval.inexact
+                else self._gradient(ref)
+                for ref in leaves
+            ],
+        )
 
     def _gradient(self, ref: Ref) -> Ref:
         if ref.leaf is None:
@@ -262,7 +277,7 @@ class Context:
         if ref.leaf.id not in self._gradients:
             why = f"was reached by no pass, of {self._passes} in context {self._id}"
             if not ref.aval.inexact:
-                why = "is not inexact"
+                why = f"is not inexact ({ref.aval}; see allow_int)"
             elif ref.leaf.dropped:
                 why = "was dropped by cluster.drop"
             raise GraphError(

@@ -57,7 +57,7 @@ class Optimizer:
         if clip_norm is not None and not clip_norm > 0:
             raise JdagError(f"clip_norm={clip_norm!r}: it has to be above 0, or None")
         self._cluster = _cluster_of(leaves)
-        names = paths(refs)
+        names = paths(refs, is_ref)
         _refuse_mixing(tx, [ref.aval for ref in leaves], names)
         self._step = partial(_stepped, tx)
         self._clip_norm = clip_norm
