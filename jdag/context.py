@@ -7,7 +7,7 @@ names, of each leaf that a finished pass has reached, the last such pass.
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from jdag.activation import Activation, Phase, Reply
+from jdag.activation import Activation, Phase
 from jdag.compute.pytrees import flatten, no_gradient, unflatten
 from jdag.engine.drawing import Drawing
 from jdag.engine.vocabulary import (
@@ -28,7 +28,7 @@ from jdag.errors import ContextError, GraphError, JdagError, UnusedSendError
 from jdag.failures import program_failure
 from jdag.functions import name_of
 from jdag.home import Home, Port
-from jdag.ref import Leaf, Ref, is_ref
+from jdag.ref import Hold, Leaf, Ref, is_ref
 from jdag.roots import checked_roots
 
 
@@ -57,6 +57,7 @@ class Context:
         self._id = activation.id
         self._passes = 0
         self._gradients: dict[LeafId, tuple[Leaf, int]] = {}
+        self._holds: dict[LeafId, Hold] = {}  # Of these gradients.
 
     @property
     def id(self) -> int:
@@ -191,6 +192,7 @@ class Context:
             if is_ref(root) and root.leaf is None:
                 self._activation.admit(root)
         seeds = checked_roots(roots, cotangents)
+        self._activation.tell_discarded()
         number = self._passes + 1
         told = []
         stored = []
@@ -220,6 +222,8 @@ class Context:
         if result.outcome is Outcome.STUCK:
             raise UnusedSendError(_stuck(result.owed), result.owed)
         for leaf in result.leaves:
+            key = Key("gradient", self._id, leaf, result.number)
+            self._holds[leaf] = self._activation.hold(key, leaf.worker)
             record = self._home.leaves.get(leaf)
             if record is not None:
                 self._gradients[leaf] = (record, result.number)
@@ -288,8 +292,9 @@ class Context:
         record, number = self._gradients[ref.leaf.id]
         key = Key("gradient", self._id, record.id, number)
         aval = record.aval
+        hold = self._holds[record.id]
         holder = self._activation
-        return Ref(holder, key, ref.worker, aval, False, descends=record.id)
+        return Ref(holder, key, ref.worker, aval, False, descends=record.id, hold=hold)
 
     def gradients(self) -> Mapping[Ref, Ref]:
         """Return `{leaf: gradient}` of all leaves that a finished pass has reached.
@@ -344,7 +349,7 @@ def run_program(home: Home, port: Port, spawn: Spawn) -> Returned:
     activation = Activation(home, port, spawn.context, spawn.path, name)
     result = failure = None
     try:
-        args, kwargs = activation.bound(spawn.arguments)
+        args, kwargs = activation.bound(spawn.arguments, {})
         returned = spawn.function(Context(activation), *args, **kwargs)
         result = activation.unbound(returned)
     except Exception as error:
@@ -354,5 +359,6 @@ def run_program(home: Home, port: Port, spawn: Spawn) -> Returned:
         )
     finally:
         activation.phase = Phase.LEFT
-    reply = Reply(result, activation.all_seen)
-    return Returned(spawn.context, spawn.path, reply, failure)
+    args = kwargs = returned = None  # What is still held now is held elsewhere.
+    reply, discarded = activation.left(result)
+    return Returned(spawn.context, spawn.path, reply, failure, discarded)

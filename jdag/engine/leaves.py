@@ -60,6 +60,7 @@ class Held(NamedTuple):
 
     fragments: tuple[Fragment, ...]
     versions: tuple[tuple[LeafId, Version], ...]
+    values: tuple[Value, ...]  # Of the fragments.
     batch: Batch
 
 
@@ -131,6 +132,7 @@ class Leaves:
         state = self._state
         inputs: list[Value] = []
         fragments: list[Fragment] = []
+        values: list[Value] = []
         versions: list[tuple[LeafId, Version]] = []
         for key in part.inputs:
             value: Value | None = None
@@ -149,10 +151,14 @@ class Leaves:
                 )
                 value = None if fragment is None else fragment.values.get(key)
                 if fragment is not None and value is not None:
+                    assert value.users, key  # It was discarded, and is gone.
                     fragment.pending += 1
                     fragments.append(fragment)
+                    value.users += 1
+                    values.append(value)
             inputs.append(self.missing(key) if value is None else value)
-        return tuple(inputs), Held(tuple(fragments), tuple(versions), batch)
+        held = Held(tuple(fragments), tuple(versions), tuple(values), batch)
+        return tuple(inputs), held
 
     def _run(
         self,
@@ -209,6 +215,7 @@ class Leaves:
             state.drop(held.batch.constants)
         for value in outputs:
             state.settle(value, failure)
+        state.release(held.values)
         for fragment in held.fragments:
             state.less_pending(fragment)
         for name, version in held.versions:

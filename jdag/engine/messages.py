@@ -27,6 +27,13 @@ class Incoming(NamedTuple):
     tracked: tuple[bool, ...]
 
 
+class Notice(NamedTuple):
+    """Values on a worker that no program can name any more."""
+
+    worker: Worker
+    keys: tuple[Key, ...]
+
+
 @data
 class Call:
     """Issuer to callee: run `function` on these inputs. Carries the constants."""
@@ -39,6 +46,7 @@ class Call:
     outputs: tuple[bool, ...]  # Which outputs are tracked.
     incoming: tuple[Incoming, ...]
     call_site: str
+    discarded: tuple[Key, ...] = ()  # These are not named any more.
 
 
 @data
@@ -52,6 +60,7 @@ class Ship:
     tracked: tuple[bool, ...]
     function: str  # For whom: the name of the function that is called there.
     call_site: str
+    discarded: tuple[Key, ...] = ()
 
 
 @data
@@ -92,6 +101,15 @@ class Return:
     result: Any
     failure: Failure | None
     workers: tuple[Worker, ...]
+    notices: tuple[Notice, ...]
+
+
+@data
+class Discard:
+    """An activation to an owner: no program can name these values any more."""
+
+    context: ContextId
+    keys: tuple[Key, ...]
 
 
 @data
@@ -240,6 +258,7 @@ class Released:
 Message = (
     Call | Ship | Acknowledge | Primal | Run | Return | Read | Reading | Assign | Forget
     | Start | Go | Cotangent | Answer | Fail | End | Ended | Release | Released
+    | Discard
 )  # fmt: skip
 
 

@@ -17,7 +17,8 @@ from typing import Any
 
 from jdag.engine.activations import Activations
 from jdag.engine.backward import Backward
-from jdag.engine.graph import Fragment, Node, Value
+from jdag.engine.graph import Fragment, Node
+from jdag.engine.lives import Lives
 from jdag.engine.phases import Ownership, Phase
 from jdag.engine.state import State
 from jdag.engine.tree import Pass
@@ -44,9 +45,14 @@ class Passes:
     """The owner's passes, and the end of a pass on any worker."""
 
     def __init__(
-        self, state: State, activations: Activations, backward: Backward
+        self,
+        state: State,
+        lives: Lives,
+        activations: Activations,
+        backward: Backward,
     ) -> None:
         self._state = state
+        self._lives = lives
         self._activations = activations
         self._backward = backward
 
@@ -69,7 +75,7 @@ class Passes:
         own.owed, own.leaves = [], {}
         top = fragment.activations[()]
         if not event.retain:
-            self._activations.move_leaves_again(top)
+            self._lives.note_leaves(top)
         self._activations.when_acknowledged(top, partial(self._begin, fragment, own))
 
     def never_began(self, fragment: Fragment, own: Ownership) -> None:
@@ -225,22 +231,13 @@ class Passes:
             )
             if message.outcome is Outcome.FINISHED:
                 leaves = tuple(live.staged)
-                self._commit(fragment, live)
+                for leaf, staged in live.staged.items():
+                    end = fragment.leaves[leaf]
+                    self._lives.commit(fragment, end, staged, live.number)
             self._clear(fragment, live, message.outcome)
         if message.outcome is not Outcome.FINISHED and not message.retain:
             self._spend(fragment)
         return Ended(message.context, message.number, owed, leaves)
-
-    def _commit(self, fragment: Fragment, live: Pass) -> None:
-        for leaf, staged in live.staged.items():
-            end = fragment.leaves[leaf]
-            if staged is not None:
-                end.gradient = staged
-            assert end.gradient is not None, leaf
-            value = Value(Key("gradient", fragment.context, leaf, live.number), None, 0)
-            value.stored = end.gradient
-            value.settled = True
-            fragment.values[value.key] = value
 
     def _clear(self, fragment: Fragment, live: Pass, outcome: Outcome) -> None:
         """Drop what was on its way in a pass."""

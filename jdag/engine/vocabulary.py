@@ -15,6 +15,7 @@ from jdag.engine.messages import (
     Assignment,
     Call,
     Cotangent,
+    Discard,
     End,
     Ended,
     Fail,
@@ -22,6 +23,7 @@ from jdag.engine.messages import (
     Go,
     Incoming,
     Message,
+    Notice,
     Primal,
     Read,
     Reading,
@@ -60,6 +62,8 @@ __all__ = [
     "ContextId",
     "Cotangent",
     "Differentiated",
+    "Discard",
+    "Discarded",
     "Drop",
     "Dropped",
     "Effect",
@@ -82,6 +86,7 @@ __all__ = [
     "Left",
     "Lost",
     "Message",
+    "Notice",
     "Opened",
     "Outcome",
     "Owed",
@@ -219,6 +224,16 @@ class Issued:
     arguments: tuple[Argument, ...]
     outputs: tuple[bool, ...]
     call_site: str
+    discarded: tuple[tuple[Key, Worker], ...] = ()  # What it can name no more.
+
+
+@data
+class Discarded:
+    """The activation of this path is about to wait; it can name these no more."""
+
+    context: ContextId
+    path: Path
+    keys: tuple[tuple[Key, Worker], ...]
 
 
 @data
@@ -242,6 +257,7 @@ class Returned:
     path: Path
     result: Any
     failure: Failure | None
+    discarded: tuple[tuple[Key, Worker], ...] = ()  # What nobody can name any more.
 
 
 @data
@@ -292,8 +308,8 @@ class Left:
 
 
 Event = (
-    Computed | Arrived | Lost | Opened | Issued | Launched | Returned | Fetched
-    | Assigned | Dropped | Differentiated | Left
+    Computed | Arrived | Lost | Opened | Issued | Discarded | Launched | Returned
+    | Fetched | Assigned | Dropped | Differentiated | Left
 )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from jdag.engine.vocabulary import (
     Assignment,
     Call,
     Cotangent,
+    Discard,
     End,
     Ended,
     Fail,
@@ -33,6 +34,7 @@ from jdag.engine.vocabulary import (
     Go,
     Incoming,
     Message,
+    Notice,
     Outcome,
     Owed,
     Primal,
@@ -132,6 +134,7 @@ OWED = record(
 ROOT = record(
     Root, key=KEY, aval=ARRAY_TYPE, given=FLAG, number=integer(4, "root's number")
 )
+NOTICE = record(Notice, worker=WORKER, keys=KEYS)
 INCOMING = record(Incoming, source=WORKER, tracked=MASK)
 ASSIGNMENT = record(
     Assignment,
@@ -155,6 +158,7 @@ LAYOUTS: dict[type[Any], Layout] = {
         outputs=MASK,
         incoming=many(INCOMING, "receives"),
         call_site=TEXT,
+        discarded=KEYS,
     ),
     Ship: record(
         Ship,
@@ -165,6 +169,7 @@ LAYOUTS: dict[type[Any], Layout] = {
         tracked=MASK,
         function=TEXT,
         call_site=TEXT,
+        discarded=KEYS,
     ),
     Acknowledge: record(Acknowledge, context=CONTEXT_MAYBE, path=PATH),
     Primal: record(
@@ -185,6 +190,7 @@ LAYOUTS: dict[type[Any], Layout] = {
         result=TREE,
         failure=maybe(FAILURE),
         workers=WORKERS,
+        notices=many(NOTICE, "notices"),
     ),
     Read: record(Read, request=REQUEST, keys=KEYS),
     Reading: record(Reading, request=REQUEST, failures=FAILURES),
@@ -217,6 +223,7 @@ LAYOUTS: dict[type[Any], Layout] = {
         Release, context=CONTEXT, live=many(COUNTER, "live contexts"), abort=FLAG
     ),
     Released: record(Released, context=CONTEXT, failures=many(FAILURE, "failures")),
+    Discard: record(Discard, context=CONTEXT, keys=KEYS),
 }
 _TYPES = tuple(LAYOUTS)
 _NUMBERS = {kind: number for number, kind in enumerate(_TYPES)}
