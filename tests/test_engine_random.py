@@ -29,6 +29,9 @@ def run_program(seed: int) -> list[Outcome]:
         net = Net(plan.workers, random.Random(f"{seed} {order}"))
         run = Run(plan, net)
         run.all()
+        run.scope.tell_discarded()
+        net.drain()
+        assert (kept := run.kept()) == [], (seed, kept)
         assert run.scope.leave() == (), seed
         net.drain()
         assert (left := net.leftovers()) == [], (seed, left)
