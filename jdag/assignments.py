@@ -6,7 +6,8 @@ Invariants: a number is used once; of an assignment that is refused nothing is m
 nothing that it stored is left.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import jax
@@ -58,6 +59,11 @@ class Assignments:
         self._leaves = 0
         self._count = 0
 
+    @property
+    def home(self) -> Home:
+        """What all programs of the cluster share."""
+        return self._home
+
     def put(self, worker: str, tree: Any) -> Any:
         """Make leaves from values; see `Cluster.put`."""
         values, treedef = flatten(tree)
@@ -65,13 +71,43 @@ class Assignments:
         # What has nothing but statics in it is a mistake, and its first leaf says so.
         places = places or list(range(len(values)))
         arrays = [self._array(values[place], tree, place) for place in places]
-        leaves = self._new(worker, [aval_of(array).strong for array in arrays])
-        stored = [(leaf.key, array) for leaf, array in zip(leaves, arrays, strict=True)]
-        if leaves:
-            self._tell([self._part(None, (), leaves, 0)], stored)
-        for place, ref in zip(places, self._kept(leaves), strict=True):
+        refs = self.write([worker] * len(arrays), arrays)
+        for place, ref in zip(places, refs, strict=True):
             values[place] = ref
         return unflatten(treedef, values)
+
+    def write(self, places: Sequence[Ref | str], values: Sequence[Any]) -> list[Ref]:
+        """Put values into leaves, all of them or none; return refs to these.
+
+        Args:
+            places: for each value a leaf, whose next version it is to be, or the name
+                of a worker, where it is to be a new leaf.
+            values: arrays of strong type, of the shapes and dtypes of the leaves.
+
+        Raises:
+            JdagError: a ref is no leaf, or is there twice.
+            WorkerLost: an owner is gone.
+        """
+        kept: list[Leaf] = []
+        made: list[Leaf] = []
+        by_owner: dict[str, list[Leaf]] = {}
+        for place, value in zip(places, values, strict=True):
+            if isinstance(place, str):
+                kept += (new := self._new(place, [aval_of(value).strong]))
+                made += new
+            else:
+                kept.append(self.leaf(place))
+            by_owner.setdefault(kept[-1].id.worker, []).append(kept[-1])
+        if kept:
+            with self._next_versions(kept, made):
+                parts = [
+                    self._part(None, (), leaves, place)
+                    for place, leaves in enumerate(by_owner.values())
+                ]
+                keys = [leaf.key for leaf in kept]
+                self._tell(parts, list(zip(keys, values, strict=True)))
+        self._home.leaves.update({leaf.id: leaf for leaf in made})
+        return [self._home.leaf_ref(leaf) for leaf in kept]
 
     def _array(self, value: Any, tree: Any, place: int) -> Any:
         """Return a value as an array of strong type, in abstract mode its aval."""
@@ -128,25 +164,40 @@ class Assignments:
         parts = []
         replaced: list[Leaf] = []
         for place, change in enumerate(changes):
-            leaves = [self._leaf(ref) for ref in change.refs]
+            leaves = [self.leaf(ref) for ref in change.refs]
             worker = leaves[0].id.worker
             made, arguments = self._traced(worker, change, {}, place, constants)
             _check_outputs(made, leaves)
             parts.append((made, arguments, leaves, place, change.purpose))
             replaced += leaves
-        for leaf in replaced:
+        if parts:
+            with self._next_versions(replaced, ()):
+                self._tell([self._part(*part) for part in parts], constants.values())
+
+    @contextmanager
+    def _next_versions(
+        self, leaves: Sequence[Leaf], made: Sequence[Leaf]
+    ) -> Iterator[None]:
+        """Name the next version of each leaf but those `made`; not if it is refused."""
+        fresh = {id(leaf) for leaf in made}
+        replaced = {leaf.id: leaf for leaf in leaves if id(leaf) not in fresh}
+        if len(replaced) + len(made) < len(leaves):
+            twice = [leaf for leaf in leaves if leaves.count(leaf) > 1]
+            raise JdagError(
+                f"{twice[0]} is there twice; one assignment gives a leaf one new value"
+            )
+        for leaf in replaced.values():
             leaf.version += 1
         try:
-            if parts:
-                self._tell([self._part(*part) for part in parts], constants.values())
+            yield
         except JdagError:
-            for leaf in replaced:
+            for leaf in replaced.values():
                 leaf.version -= 1
             raise
 
     def drop(self, refs: Any) -> None:
         """Drop leaves; see `Cluster.drop`."""
-        leaves = [self._leaf(ref) for ref in flatten(refs, is_ref)[0]]
+        leaves = [self.leaf(ref) for ref in flatten(refs, is_ref)[0]]
         self._port.tell(Dropped(tuple(leaf.id for leaf in leaves)))
         for leaf in leaves:
             leaf.dropped = True
@@ -164,7 +215,8 @@ class Assignments:
         elif ref.leaf.dropped:
             raise ContextError(f"{ref.leaf} was dropped by cluster.drop")
 
-    def _leaf(self, ref: Ref) -> Leaf:
+    def leaf(self, ref: Ref) -> Leaf:
+        """Return the record of a leaf; raise JdagError where a ref is none of these."""
         self.admit(ref)
         if ref.leaf is None:
             raise JdagError(

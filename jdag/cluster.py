@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from jdag.activation import Activation
 from jdag.assignments import Assignments, Change
+from jdag.checkpoint import Folder, load, save
 from jdag.compute.pytrees import flatten, is_static
 from jdag.context import Context, run_program
 from jdag.engine.drawing import Drawing
@@ -277,6 +278,51 @@ class Cluster:
         """
         self._home.check_open("cluster.drop")
         self._assignments.drop(refs)
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def save(self, folder: Folder, /, **parts: Any) -> None:
+        """Write a checkpoint, with the newest versions of leaves, read by one request.
+
+        It replaces the former one in that folder, as a whole: whatever happens on the
+        way, one of the two is there. By Orbax: `pip install 'jdag[checkpoint]'`.
+
+        Args:
+            folder: its own: new, empty, or that of a former checkpoint.
+            **parts: by any names: pytrees of leaves, arrays and Python numbers; or an
+                `Optimizer`, of which its states are kept.
+
+        Raises:
+            JdagError: the folder holds something else or cannot be written; or there is
+                something that cannot be saved; or the cluster is abstract.
+            RemoteError: a leaf's version could not be computed; it is named.
+            WorkerLost: the owner of a leaf is gone; they are named.
+        """
+        save(self._assignments, self._reader, folder, parts)
+
+    def load(self, folder: Folder, /, **parts: Any) -> dict[str, Any]:
+        """Restore what `save` has written, on this or any other placement.
+
+        Leaves get their next versions, as by `update`: all of them, or none where
+        something is raised. Parts of the checkpoint that are not named stay there.
+
+        Args:
+            folder: as for `save`.
+            **parts: by the names that they were saved under, each in the structure that
+                was saved: a leaf that is to get the value; or the name of a worker,
+                where a new leaf is made of it; or an array or number like it, in the
+                place of which it is returned. Or an `Optimizer` of the same leaves.
+
+        Returns:
+            `{name: part}`: what was given, with new refs for the names of workers, and
+            saved values in the place of arrays and numbers.
+
+        Raises:
+            JdagError: there is no checkpoint; or its structure, or a shape or a dtype
+                is another: the path, what is found and what is wanted are named.
+            WorkerLost: the owner of a leaf is gone.
+        """
+        return load(self._assignments, folder, parts)
 
 
 def simulate(
