@@ -8,17 +8,27 @@ every sum, are made from paths.
 Invariants: a number is used once; an activation that is over tells the engine no more.
 """
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
-from jdag.compute.avals import Aval, aval_of
-from jdag.compute.pairs import Pair, pair
-from jdag.compute.pytrees import Split, flatten, paths, split, unflatten
+from jdag.compute.avals import Aval, aval_of, is_deleted
+from jdag.compute.pairs import Pair, configuration, pair
+from jdag.compute.pytrees import (
+    Split,
+    called,
+    flatten,
+    is_static,
+    paths,
+    split,
+    unflatten,
+)
 from jdag.engine.vocabulary import (
     Argument,
     Attached,
     ContextId,
+    Discarded,
     Failure,
     Hook,
     Issued,
@@ -28,12 +38,13 @@ from jdag.engine.vocabulary import (
     Path,
     Worker,
 )
-from jdag.errors import ContextError, GraphError, JdagError
+from jdag.errors import ContextError, GraphError, JdagError, kind_of
 from jdag.failures import exception_of, remote_error
 from jdag.functions import call_site, is_program, name_of
 from jdag.home import Home, Port, PortReader, trace_state
-from jdag.ref import Leaf, Ref, RefData, is_ref
+from jdag.ref import Hold, Leaf, Ref, RefData, is_ref
 
+Place = tuple[Key, Worker]
 Identity = tuple[Worker, Path]
 
 
@@ -46,10 +57,14 @@ class Phase(Enum):
 
 
 class Reply(NamedTuple):
-    """What a program returns: its result as data, and the failures that it has seen."""
+    """What a program returns: its result as data, and the failures that it has seen.
+
+    `kept` are call and number of outputs in the result of which refs are elsewhere too.
+    """
 
     result: Any
     seen: tuple[Identity, ...]
+    kept: tuple[tuple[Path, int], ...]
 
 
 class Activation:
@@ -64,9 +79,12 @@ class Activation:
         self.prefix = prefix
         self.program = program
         self.phase = Phase.OPEN if prefix else Phase.NEW
-        self.reader = PortReader(port)
+        self._reader = PortReader(port)
         self._waits = ""  # What its program waits for, while it does.
         self._calls = 0
+        self._loose: deque[Place] = deque()  # What refs named that are gone.
+        self._holds: dict[Key, int] = {}  # Of those that have several: how many more.
+        self._noticed = False  # Perhaps the engine has notices that wait for a ride.
         self._seen: dict[Identity, None] = {}
         self._raised: list[tuple[JdagError, Failure]] = []
 
@@ -88,6 +106,66 @@ class Activation:
         finally:
             self._waits = ""
 
+    # ---------------------------------------------------------------- what it holds
+
+    @property
+    def reader(self) -> "Activation":
+        """Reads for this program."""
+        return self
+
+    def read(self, refs: Sequence[Ref]) -> Sequence[Any]:
+        """Return for each ref its value, or a `Failure`."""
+        self.tell_discarded()
+        return self._reader.read(refs)
+
+    def hold(self, key: Key, worker: Worker) -> Hold:
+        """Return what keeps a value that this activation made."""
+        return Hold(self._loose, key, worker)
+
+    def discarded(self) -> tuple[Place, ...]:
+        """Return what the program could name and can no more, in program order."""
+        loose, more = self._loose, self._holds
+        found = []
+        while loose:
+            place = loose.popleft()
+            key = place[0]
+            if key not in more:
+                found.append(place)
+            elif more[key] > 1:
+                more[key] -= 1
+            else:
+                del more[key]
+        self._noticed = self._noticed or bool(found)
+        return tuple(sorted(found)) if len(found) > 1 else tuple(found)
+
+    def left(self, result: Any) -> tuple[Reply, tuple[Place, ...]]:
+        """Return what a program with this result returns, and what nobody can name.
+
+        All refs that it made itself are gone by now, but those that got elsewhere: into
+        a closure, say. Nobody counts these any more: what they name lives on.
+        """
+        leaves = flatten(result)[0]
+        owners = {leaf.key: leaf.owner for leaf in leaves if type(leaf) is RefData}
+        gone = dict.fromkeys(self.discarded())
+        kept = [
+            (key.name, key.index)
+            for key, owner in owners.items()
+            if self._made(key) and (key, owner) not in gone
+        ]
+        left = [place for place in gone if place[0] not in owners]
+        return Reply(result, self.all_seen, tuple(kept)), tuple(left)
+
+    def _made(self, key: Key) -> bool:
+        """Whether this activation made it, or a program that it called."""
+        path: Path = key.name if key.kind == "output" else ()
+        return key.kind != "leaf" and path[: len(self.prefix)] == self.prefix
+
+    def tell_discarded(self) -> None:
+        """Before the program waits: what it holds no more may go now."""
+        if self._loose or self._noticed:
+            self.port.tell(Discarded(self.id, self.prefix, self.discarded()))
+            self._noticed = False
+
     def check(self, what: str) -> None:
         """Raise unless the program may do this here and now."""
         if (
@@ -95,6 +173,7 @@ class Activation:
             or self._waits
             or self.home.closed
             or trace_state() != self.home.trace
+            or configuration() != self.home.configuration
         ):
             self._refuse(what)
 
@@ -146,7 +225,8 @@ class Activation:
         """Call a function or a program; see `jdag.Context.call`."""
         self.check("ctx.call")
         self.home.check_worker(worker, "ctx.call")
-        parts = split(args, kwargs, self.home.is_named)
+        fn, args, own = called(fn, args)
+        parts = split(args, kwargs, self.home.is_named, own)
         site = str(call_site())
         if is_program(fn):
             return self._launch(worker, fn, parts, site)
@@ -197,7 +277,7 @@ class Activation:
                 constants.append((place, aval_of(ref)))
         for place, value in (*parts.constants, *constants):
             key = Key("constant", self.id, path, place)
-            avals[place] = aval_of(value)
+            avals[place] = parts.aval(place, value)
             arguments[place] = Argument(key, here, False)
         tracked = tuple([argument.tracked for argument in arguments])
         made = traced(fn, parts, tuple(avals), tracked, worker, site)
@@ -217,22 +297,20 @@ class Activation:
                     tuple(arguments),
                     made.out_tracked,
                     site,
+                    self.discarded() if self._loose else (),
                 )
             )
         except JdagError:
             self.port.drop(stored)
             raise
-        refs = [
-            Ref(
-                self,
-                Key("output", self.id, path, index),
-                worker,
-                aval,
-                made.out_tracked[index],
-                descends=descends,
+        refs = []
+        for index, aval in enumerate(made.out_avals):
+            key = Key("output", self.id, path, index)
+            hold = Hold(self._loose, key, worker)
+            is_tracked = made.out_tracked[index]
+            refs.append(
+                Ref(self, key, worker, aval, is_tracked, descends=descends, hold=hold)
             )
-            for index, aval in enumerate(made.out_avals)
-        ]
         return unflatten(made.out_tree, refs)
 
     def admit(self, ref: Ref) -> None:
@@ -271,27 +349,45 @@ class Activation:
         self._calls += 1
         path = (*self.prefix, self._calls)
         arguments = parts.template.rebuild(values)
+        self.tell_discarded()
         result, failure = self.wait(
             f"{name_of(fn)} on {worker!r}",
             lambda waiter: Launched(waiter, self.id, path, worker, fn, arguments, site),
         )
+        self._noticed = True  # The program left some of its own.
         if result is not None:
             self._seen.update(dict.fromkeys(result.seen))
         if failure is not None:
             raise self.seen(failure)
-        return self.bound(result.result)
+        return self.bound(result.result, self._returned(result, path))
 
-    def bound(self, tree: Any) -> Any:
+    def _returned(self, reply: Reply, path: Path) -> dict[Key, Hold]:
+        """Return holds of what the program of this path returned."""
+        holds: dict[Key, Hold] = {}
+        for leaf in flatten(reply.result)[0]:
+            if type(leaf) is not RefData or leaf.key in holds:
+                continue
+            key = leaf.key
+            if not self._made(key) or (key.name, key.index) in reply.kept:
+                continue  # It stays, or a caller of this program holds it.
+            if key.kind != "output" or key.name[: len(path)] != path:
+                # This program made it, and holds it already.
+                self._holds[key] = self._holds.get(key, 0) + 1
+            holds[key] = self.hold(key, leaf.owner)
+        return holds
+
+    def bound(self, tree: Any, holds: Mapping[Key, Hold]) -> Any:
         """Return the pytree with refs of this program in place of data."""
         leaves, treedef = flatten(tree)
-        return unflatten(treedef, [self._bind(leaf) for leaf in leaves])
+        return unflatten(treedef, [self._bind(leaf, holds) for leaf in leaves])
 
-    def _bind(self, leaf: Any) -> Any:
+    def _bind(self, leaf: Any, holds: Mapping[Key, Hold]) -> Any:
         if type(leaf) is not RefData:
             return leaf
         key, worker, aval, tracked, descends = leaf.parts
         if key.kind != "leaf":
-            return Ref(self, key, worker, aval, tracked, descends=descends)
+            hold = holds.get(key)
+            return Ref(self, key, worker, aval, tracked, descends=descends, hold=hold)
         record = self.home.leaves.get(key.name) or Leaf(key.name, aval, key.index)
         holder = self if self.prefix else self.home.cluster
         return Ref(holder, None, worker, aval, tracked, leaf=record)
@@ -308,19 +404,29 @@ class Activation:
             if is_ref(leaf):
                 self.admit(leaf)
                 data.append(leaf.data)
-            elif isinstance(leaf, str | bool | int | float | complex):
+            elif is_static(leaf) or isinstance(leaf, int | float | complex):
                 data.append(leaf)
             else:
                 try:
                     aval_of(leaf)
                 except JdagError as error:
                     raise ContextError(
-                        f"{self.program} returned a {type(leaf).__name__} "
+                        f"{self.program} returned {kind_of(leaf)} "
                         f"(at {paths(tree)[place] or 'the top'}); programs return "
-                        "pytrees of refs, arrays, numbers and strings"
+                        "pytrees of refs, arrays, numbers, strings and functions"
                     ) from error
-                data.append(leaf)
+                data.append(_there(leaf, self.program, tree, place))
         return unflatten(treedef, data)
+
+
+def _there(array: Any, program: str, tree: Any, place: int) -> Any:
+    """Return an array that a program returns, unless it was deleted."""
+    if is_deleted(array):
+        raise JdagError(
+            f"{program} returned {aval_of(array)} (at {paths(tree)[place] or 'the top'}"
+            "), which was deleted or donated"
+        )
+    return array
 
 
 def moved(*arrays: Any) -> Any:

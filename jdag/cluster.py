@@ -1,38 +1,23 @@
 """A cluster: its workers, the leaves that they keep, and contexts over them.
 
-Leaves are made, replaced and dropped here, outside of contexts, in one order for the
-whole cluster: assignments are numbered as calls are. A driver runs it all; this module
-knows the virtual-time one.
+A driver runs it all; this module knows the virtual-time one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-import jax
-import jax.numpy as jnp
-
-from jdag.activation import Activation, traced
-from jdag.compute.avals import Aval, aval_of
-from jdag.compute.pairs import Pair
-from jdag.compute.pytrees import flatten, frozen, paths, split, unflatten
+from jdag.activation import Activation
+from jdag.assignments import Assignments, Change
+from jdag.checkpoint import Folder, load, save
+from jdag.compute.pytrees import flatten, is_static
 from jdag.context import Context, run_program
 from jdag.engine.drawing import Drawing
-from jdag.engine.vocabulary import (
-    Assigned,
-    ContextId,
-    Dropped,
-    Failure,
-    Key,
-    LeafId,
-    Returned,
-    Spawn,
-)
+from jdag.engine.vocabulary import ContextId, Failure, Returned, Spawn
 from jdag.errors import ContextError, JdagError
 from jdag.failures import exception_of
-from jdag.functions import call_site, name_of
 from jdag.home import Home, Port, PortReader
-from jdag.ref import Leaf, Ref, is_ref
+from jdag.ref import Ref, is_ref
 from jdag.sim.simulation import Simulation
 
 CONTEXTS_MAX = (1 << 48) - 1
@@ -85,9 +70,8 @@ class Cluster:
         self._home.settle = self._driver.settle
         self._port = self._driver.port
         self._reader = PortReader(self._port)
+        self._assignments = Assignments(self._home, self._port)
         self._contexts = 0
-        self._leaves = 0
-        self._assignments = 0
 
     def __repr__(self) -> str:
         closed = ", closed" if self._home.closed else ""
@@ -178,7 +162,7 @@ class Cluster:
     def check_readable(self, ref: Ref) -> None:
         """Raise ContextError where a leaf cannot be read any more."""
         self._home.check_open(f"a fetch of {ref!r}")
-        self._admit(ref)
+        self._assignments.admit(ref)
 
     def seen(self, failure: Failure) -> JdagError:
         """Return a failure as an exception; outside of contexts nobody counts them."""
@@ -192,7 +176,8 @@ class Cluster:
         Args:
             worker: who keeps them.
             tree: a pytree of arrays and numbers; in abstract mode of arrays or
-                `jax.ShapeDtypeStruct`s.
+                `jax.ShapeDtypeStruct`s. Statics in it (str, bool, functions, what
+                `jdag.static` wraps) stay as they are, as in a module.
 
         Returns:
             The same pytree of refs. Floats and complex numbers are tracked.
@@ -203,38 +188,7 @@ class Cluster:
         """
         self._home.check_open("cluster.put")
         self._home.check_worker(worker, "cluster.put")
-        values, treedef = flatten(tree)
-        arrays = [self._array(value, tree, place) for place, value in enumerate(values)]
-        leaves = self._new_leaves(worker, [aval_of(array).strong for array in arrays])
-        for leaf, array in zip(leaves, arrays, strict=True):
-            self._port.put(leaf.key, array)
-        try:
-            self._assign(worker, None, (), leaves)
-        except JdagError:
-            self._port.drop([leaf.key for leaf in leaves])
-            raise
-        return unflatten(treedef, self._kept(leaves))
-
-    def _array(self, value: Any, tree: Any, place: int) -> Any:
-        """Return a value as an array of strong type, in abstract mode its aval."""
-        where = paths(tree)[place] or "it"
-        if is_ref(value):
-            raise JdagError(
-                f"cluster.put takes arrays, and {where} is a ref ({value!r}), already "
-                "on a worker; ctx.move moves it"
-            )
-        if isinstance(value, jax.core.Tracer):
-            raise ContextError(f"cluster.put takes arrays, and {where} is a tracer")
-        if isinstance(value, jax.ShapeDtypeStruct) and not self._home.abstract:
-            raise JdagError(
-                f"cluster.put takes arrays, and {where} is a ShapeDtypeStruct, which "
-                "stands for one only where values='abstract'"
-            )
-        aval = aval_of(frozen(value)).strong
-        if self._home.abstract:
-            return aval
-        is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
-        return value if is_key else jnp.asarray(frozen(value), aval.dtype)
+        return self._assignments.put(worker, tree)
 
     def make(
         self, worker: str, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
@@ -256,16 +210,14 @@ class Cluster:
         """
         self._home.check_open("cluster.make")
         self._home.check_worker(worker, "cluster.make")
-        made, arguments, constants = self._traced(worker, fn, args, kwargs)
-        leaves = self._new_leaves(worker, made.out_avals)
-        self._assign(worker, made, arguments, leaves, constants)
-        return unflatten(made.out_tree, self._kept(leaves))
+        return self._assignments.make(worker, fn, args, kwargs)
 
     def update(self, fn: Callable[..., Any], refs: Any, /, *args: Any) -> Any:
         """Replace leaves by new versions, each computed by its owner.
 
-        Leaf by leaf as `jax.tree.map(fn, refs, *args)`. The refs stay as they are and
-        name the new versions from now on; a context that read the old ones keeps them.
+        Leaf by leaf as `jax.tree.map(fn, refs, *args)`, by one message to each owner.
+        The refs stay as they are and name the new versions from now on; a context that
+        read the old ones keeps them.
 
         Args:
             fn: a pure function of a leaf, then one value of each of `args`; returns the
@@ -281,13 +233,14 @@ class Cluster:
             JdagError: a ref is no leaf, or an argument is of another structure or on
                 another worker; or the new value has another shape or dtype.
             RemoteError: the function cannot be traced with these arguments.
+            WorkerLost: an owner is gone; then no leaf is replaced.
         """
         leaves, treedef = flatten(refs, is_ref)
         columns = [
             self._column(arg, number, treedef) for number, arg in enumerate(args)
         ]
-        for place, ref in enumerate(leaves):
-            self.assign(fn, [ref], (ref, *[column[place] for column in columns]))
+        rows = zip(leaves, *columns, strict=True)
+        self.assign([Change(fn, [ref], (ref, *rest)) for ref, *rest in rows])
         return refs
 
     def _column(self, arg: Any, number: int, treedef: Any) -> Sequence[Any]:
@@ -295,39 +248,23 @@ class Cluster:
         leaves, found = flatten(arg)
         if not any(map(is_ref, leaves)):
             return [arg] * treedef.num_leaves
-        if found != treedef or not all(map(is_ref, leaves)):
+        if all(is_ref(leaf) or is_static(leaf) for leaf in leaves):
+            leaves, found = flatten(arg, is_ref)
+        if treedef != found:  # In this order: a treedef calls itself equal to a Form.
             raise JdagError(
                 f"argument {number} of cluster.update has refs in it, so it has to "
                 f"have the structure of the leaves, {treedef}; it is {found}"
             )
         return leaves
 
-    def assign(
-        self, fn: Callable[..., Any], refs: Sequence[Ref], args: tuple[Any, ...]
-    ) -> None:
-        """Replace several leaves of one worker by what one call of `fn` returns.
-
-        Args:
-            fn: a pure function; its outputs, in JAX's order, are the new values.
-            refs: the leaves, on one worker; new values have their shapes and dtypes.
-            args: its arguments; refs in them are on that worker.
+    def assign(self, changes: Sequence[Change]) -> None:
+        """Replace leaves, several at once: all by one message to each owner, or none.
 
         Raises:
-            JdagError: as `update` does.
+            JdagError, RemoteError, WorkerLost: as `update` does.
         """
         self._home.check_open("cluster.update")
-        leaves = [self._leaf(ref) for ref in refs]
-        worker = leaves[0].id.worker
-        made, arguments, constants = self._traced(worker, fn, args, {})
-        _check_outputs(made, leaves)
-        for leaf in leaves:
-            leaf.version += 1
-        try:
-            self._assign(worker, made, arguments, leaves, constants)
-        except JdagError:
-            for leaf in leaves:
-                leaf.version -= 1
-            raise
+        self._assignments.assign(changes)
 
     def drop(self, refs: Any) -> None:
         """Drop leaves: what they hold goes, as soon as no context reads it any more.
@@ -340,122 +277,52 @@ class Cluster:
             ContextError: a leaf was dropped before.
         """
         self._home.check_open("cluster.drop")
-        leaves = [self._leaf(ref) for ref in flatten(refs, is_ref)[0]]
-        self._port.tell(Dropped(tuple(leaf.id for leaf in leaves)))
-        for leaf in leaves:
-            leaf.dropped = True
-            del self._home.leaves[leaf.id]
+        self._assignments.drop(refs)
 
-    # ---------------------------------------------------------------- assignments
+    # ---------------------------------------------------------------- checkpoints
 
-    def _admit(self, ref: Ref) -> None:
-        if ref.holder.home is not self._home:
-            raise ContextError(
-                f"{ref!r} is of {ref.holder.home}, and this is {self._home}: refs do "
-                "not leave their cluster; ref.fetch() gives the value"
-            )
-        if ref.leaf is None:
-            ref.holder.check_readable(ref)
-        elif ref.leaf.dropped:
-            raise ContextError(f"{ref.leaf} was dropped by cluster.drop")
+    def save(self, folder: Folder, /, **parts: Any) -> None:
+        """Write a checkpoint, with the newest versions of leaves, read by one request.
 
-    def _leaf(self, ref: Ref) -> Leaf:
-        self._admit(ref)
-        if ref.leaf is None:
-            raise JdagError(
-                f"{ref!r} is no leaf; leaves are what cluster.put and cluster.make give"
-            )
-        return ref.leaf
+        It replaces the former one in that folder, as a whole: whatever happens on the
+        way, one of the two is there. By Orbax: `pip install 'jdag[checkpoint]'`.
 
-    def _new_leaves(self, worker: str, avals: Sequence[Aval]) -> list[Leaf]:
-        first = self._leaves
-        self._leaves += len(avals)
-        return [
-            Leaf(LeafId(worker, first + place), aval)
-            for place, aval in enumerate(avals)
-        ]
+        Args:
+            folder: its own: new, empty, or that of a former checkpoint.
+            **parts: by any names: pytrees of leaves, arrays and Python numbers; or an
+                `Optimizer`, of which its states are kept.
 
-    def _kept(self, leaves: Sequence[Leaf]) -> list[Ref]:
-        """Remember new leaves; return their refs."""
-        self._home.leaves.update({leaf.id: leaf for leaf in leaves})
-        return [self._home.leaf_ref(leaf) for leaf in leaves]
+        Raises:
+            JdagError: the folder holds something else or cannot be written; or there is
+                something that cannot be saved; or the cluster is abstract.
+            RemoteError: a leaf's version could not be computed; it is named.
+            WorkerLost: the owner of a leaf is gone; they are named.
+        """
+        save(self._assignments, self._reader, folder, parts)
 
-    def _traced(
-        self,
-        worker: str,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> tuple[Pair, list[Key], list[tuple[Key, Any]]]:
-        """Return a call's pair, the keys of its arguments, and its constants."""
-        parts = split(args, kwargs, self._home.is_named)
-        keys: list[Any] = [None] * parts.size
-        avals: list[Any] = [None] * parts.size
-        constants = []
-        for place, value in (*parts.refs, *parts.constants):
-            avals[place] = aval_of(value.aval if is_ref(value) else value)
-            if is_ref(value):
-                self._check_owner(worker, fn, value)
-                keys[place] = value.key
-            else:
-                keys[place] = Key("constant", None, (self._assignments + 1,), place)
-                constants.append((keys[place], self._home.value(value)))
-        site = str(call_site())
-        untracked = (False,) * parts.size
-        made = traced(fn, parts, tuple(avals), untracked, worker, site)
-        return made, keys, constants
+    def load(self, folder: Folder, /, **parts: Any) -> dict[str, Any]:
+        """Restore what `save` has written, on this or any other placement.
 
-    def _check_owner(self, worker: str, fn: Callable[..., Any], ref: Ref) -> None:
-        self._admit(ref)
-        if ref.worker != worker:
-            raise JdagError(
-                f"{name_of(fn)} makes leaves on {worker!r}, and an argument, {ref!r}, "
-                f"lives on {ref.worker!r}; leaves are computed where they are kept: "
-                f"ctx.move({worker!r}, ref) first"
-            )
+        Leaves get their next versions, as by `update`: all of them, or none where
+        something is raised. Parts of the checkpoint that are not named stay there.
 
-    def _assign(
-        self,
-        worker: str,
-        made: Pair | None,
-        arguments: Sequence[Key],
-        leaves: Sequence[Leaf],
-        constants: Sequence[tuple[Key, Any]] = (),
-    ) -> None:
-        """Have the next versions of leaves made; their number is taken either way."""
-        if not leaves:
-            return
-        self._assignments += 1
-        for key, value in constants:
-            self._port.put(key, value)
-        event = Assigned(
-            (self._assignments,),
-            worker,
-            made,
-            tuple(arguments),
-            tuple(leaf.key for leaf in leaves),
-            tuple(leaf.aval for leaf in leaves),
-            str(call_site()),
-        )
-        try:
-            self._port.tell(event)
-        except JdagError:
-            self._port.drop([key for key, _ in constants])
-            raise
+        Args:
+            folder: as for `save`.
+            **parts: by the names that they were saved under, each in the structure that
+                was saved: a leaf that is to get the value; or the name of a worker,
+                where a new leaf is made of it; or an array or number like it, in the
+                place of which it is returned. Or an `Optimizer` of the same leaves.
 
+        Returns:
+            `{name: part}`: what was given, with new refs for the names of workers, and
+            saved values in the place of arrays and numbers.
 
-def _check_outputs(made: Pair, leaves: Sequence[Leaf]) -> None:
-    if len(made.out_avals) != len(leaves):
-        raise JdagError(
-            f"{made.name} returned {len(made.out_avals)} arrays for {len(leaves)} "
-            "leaves; it returns one new value for each"
-        )
-    for leaf, aval in zip(leaves, made.out_avals, strict=True):
-        if aval != leaf.aval:
-            raise JdagError(
-                f"{made.name} returned {aval} for {leaf}, which is {leaf.aval}; new "
-                "versions keep shape and dtype"
-            )
+        Raises:
+            JdagError: there is no checkpoint; or its structure, or a shape or a dtype
+                is another: the path, what is found and what is wanted are named.
+            WorkerLost: the owner of a leaf is gone.
+        """
+        return load(self._assignments, folder, parts)
 
 
 def simulate(

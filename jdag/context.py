@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import Any, Literal
 
-from jdag.activation import Activation, Phase, Reply
-from jdag.compute.pytrees import flatten, unflatten
+from jdag.activation import Activation, Phase
+from jdag.compute.pytrees import flatten, no_gradient, unflatten
 from jdag.engine.vocabulary import (
     ContextId,
     Differentiated,
@@ -36,7 +36,7 @@ from jdag.failures import program_failure
 from jdag.functions import name_of
 from jdag.graph import ContextGraph
 from jdag.home import Home, Port
-from jdag.ref import Leaf, Ref, is_ref
+from jdag.ref import Hold, Leaf, Ref, is_ref
 from jdag.roots import checked_roots
 
 _MODES = {mode.value: mode for mode in (Mode.SMART, Mode.FAST)}
@@ -53,6 +53,8 @@ class Context:
     seen, unless another exception is already on its way.
     """
 
+    __jdag_context__ = True
+
     def __init__(
         self,
         activation: Activation,
@@ -65,6 +67,7 @@ class Context:
         self._id = activation.id
         self._passes = 0
         self._gradients: dict[LeafId, tuple[Leaf, int]] = {}
+        self._holds: dict[LeafId, Hold] = {}  # Of these gradients.
 
     @property
     def id(self) -> int:
@@ -208,6 +211,7 @@ class Context:
             if is_ref(root) and root.leaf is None:
                 self._activation.admit(root)
         seeds = checked_roots(roots, cotangents)
+        self._activation.tell_discarded()
         told, stored = self._stored(roots, seeds)
         try:
             result: PassResult = self._activation.wait(
@@ -252,6 +256,8 @@ class Context:
         if result.outcome is Outcome.STUCK:
             raise UnusedSendError(_stuck(result.owed), result.owed)
         for leaf in result.leaves:
+            key = Key("gradient", self._id, leaf, result.number)
+            self._holds[leaf] = self._activation.hold(key, leaf.worker)
             record = self._home.leaves.get(leaf)
             if record is not None:
                 self._gradients[leaf] = (record, result.number)
@@ -308,15 +314,19 @@ class Context:
 
     # ---------------------------------------------------------------- gradients
 
-    def gradient(self, refs: Any) -> Any:
+    def gradient(self, refs: Any, *, allow_int: bool = False) -> Any:
         """Return the gradients of leaves, accumulated over all finished passes.
 
         Args:
             refs: a pytree of leaves, as `cluster.put` gave them.
+            allow_int: whether there may be leaves without gradients, as the indices of
+                a sparse array: integers, bools and PRNG keys.
 
         Returns:
-            The same pytree of refs, each on its leaf's worker, untracked. What one
-            names stays as it is when another pass adds to the gradient.
+            The same pytree of refs, each on its leaf's worker, untracked; None in the
+            place of statics. What one names stays as it is when another pass adds to
+            the gradient. With `allow_int`, an array of zeros of dtype float0 stands for
+            what has no gradient, as in `jax.grad`.
 
         Raises:
             GraphError: a ref is no leaf, or one that no finished pass has reached.
@@ -324,8 +334,17 @@ class Context:
         """
         self._activation.check("ctx.gradient")
         self._check_top("ctx.gradient")
-        leaves, treedef = flatten(refs, is_ref)
-        return unflatten(treedef, [self._gradient(leaf) for leaf in leaves])
+        leaves, form = flatten(refs, is_ref)
+        abstract = self._home.abstract
+        return unflatten(
+            form.bare,
+            [
+                no_gradient(ref.aval, abstract)
+                if allow_int and not ref.aval.inexact
+                else self._gradient(ref)
+                for ref in leaves
+            ],
+        )
 
     def _gradient(self, ref: Ref) -> Ref:
         if ref.leaf is None:
@@ -338,7 +357,7 @@ class Context:
         if ref.leaf.id not in self._gradients:
             why = f"was reached by no pass, of {self._passes} in context {self._id}"
             if not ref.aval.inexact:
-                why = "is not inexact"
+                why = f"is not inexact ({ref.aval}; see allow_int)"
             elif ref.leaf.dropped:
                 why = "was dropped by cluster.drop"
             raise GraphError(
@@ -349,8 +368,9 @@ class Context:
         record, number = self._gradients[ref.leaf.id]
         key = Key("gradient", self._id, record.id, number)
         aval = record.aval
+        hold = self._holds[record.id]
         holder = self._activation
-        return Ref(holder, key, ref.worker, aval, False, descends=record.id)
+        return Ref(holder, key, ref.worker, aval, False, descends=record.id, hold=hold)
 
     def gradients(self) -> Mapping[Ref, Ref]:
         """Return `{leaf: gradient}` of all leaves that a finished pass has reached.
@@ -433,7 +453,7 @@ def run_program(home: Home, port: Port, spawn: Spawn) -> Returned:
     activation = Activation(home, port, spawn.context, spawn.path, name)
     result = failure = None
     try:
-        args, kwargs = activation.bound(spawn.arguments)
+        args, kwargs = activation.bound(spawn.arguments, {})
         returned = spawn.function(Context(activation), *args, **kwargs)
         result = activation.unbound(returned)
     except Exception as error:
@@ -443,5 +463,6 @@ def run_program(home: Home, port: Port, spawn: Spawn) -> Returned:
         )
     finally:
         activation.phase = Phase.LEFT
-    reply = Reply(result, activation.all_seen)
-    return Returned(spawn.context, spawn.path, reply, failure)
+    args = kwargs = returned = None  # What is still held now is held elsewhere.
+    reply, discarded = activation.left(result)
+    return Returned(spawn.context, spawn.path, reply, failure, discarded)

@@ -1,5 +1,17 @@
 """The few ways in which jdag says no."""
 
+_NAMES = {
+    "ArrayImpl": "JAX array",
+    "PRNGKeyArray": "JAX array of keys",
+    "ndarray": "numpy array",
+}
+
+
+def kind_of(value: object) -> str:
+    """Say what a value is, as messages do: `an int`, `a JAX array`."""
+    name = _NAMES.get(type(value).__name__, type(value).__name__)
+    return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
+
 
 class JdagError(Exception):
     """An error that jdag raises on purpose; it says what would have been right."""

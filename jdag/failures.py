@@ -1,6 +1,7 @@
 """Failures, which travel as values, turned into the exceptions that users see."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from jdag import errors
@@ -21,7 +22,8 @@ def remote_error(
     if isinstance(error, JdagError):
         return type(error)(f"{where}: {error}")
     said = f"{type(error).__name__}: {error}"
-    return RemoteError(f"{where}: {said}\n\n{user_traceback(error)}")
+    lines = user_traceback(error)
+    return RemoteError(f"{where}: {said}\n\n{lines}" if lines else f"{where}: {said}")
 
 
 def exception_of(failure: Failure) -> JdagError:
@@ -48,19 +50,5 @@ def exception_of(failure: Failure) -> JdagError:
 def program_failure(
     error: Exception, worker: str, path: Path, fn: Callable[..., Any], site: str
 ) -> Failure:
-    """Return what a program raised as a value.
-
-    An error of jdag keeps its class and text; any other is a RemoteError.
-    """
-    failure = failure_of(error, worker, path, name_of(fn))
-    is_ours = isinstance(error, JdagError)
-    return Failure(
-        error=type(error).__name__ if is_ours else failure.error,
-        message=str(error) if is_ours else failure.message,
-        worker=worker,
-        path=path,
-        function=failure.function,
-        call_site=site,
-        traceback=failure.traceback,
-        exception=error,
-    )
+    """Return what a program raised as a value: see `failure_of`."""
+    return replace(failure_of(error, worker, path, name_of(fn)), call_site=site)

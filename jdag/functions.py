@@ -7,14 +7,15 @@ from collections.abc import Callable, Hashable
 from dataclasses import fields, is_dataclass
 from numbers import Number
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
-from jdag.errors import JdagError
+from jdag.errors import ContextError, JdagError, kind_of
 
 Marked = TypeVar("Marked", bound=Callable[..., Any])
 
 _UNJITTED = "__jdag_unjitted__"
 _PROGRAM = "__jdag_program__"
+CONTEXT = "__jdag_context__"  # What classes of contexts have.
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _PROGRAMS = os.path.join(_PACKAGE, "programs") + os.sep
 _PLAIN = (str, bytes, bool, type(None))
@@ -38,11 +39,43 @@ class ById:
         return f"ById({type(self.held).__name__})"
 
 
+class Applied:
+    """A callable pytree as a function of itself, and then of its arguments.
+
+    Its identity is the name of the pytree's class: all else of that is in the pytree.
+    As a program it takes the context first, as programs do.
+    """
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.name = name_of(fn)
+        self.code = code_of(fn)
+        setattr(self, _UNJITTED, is_unjitted(fn))
+        setattr(self, _PROGRAM, is_program(fn))
+
+    def __call__(self, first: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call the pytree, which is the first argument; of a program, the second."""
+        if is_program(self):
+            return args[0](first, *args[1:], **kwargs)
+        return first(*args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Applied) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[str, bool, bool]:
+        return (self.name, is_unjitted(self), is_program(self))
+
+
 def name_of(fn: Callable[..., Any]) -> str:
     """Name a function as `module:qualname`; a partial says so, an object its class.
 
     An object that has a name of its own, such as `jnp.add`, goes by that.
     """
+    if isinstance(fn, Applied):
+        return fn.name
     if isinstance(fn, functools.partial):
         return f"partial({name_of(fn.func)})"
     name = getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None)
@@ -169,6 +202,8 @@ def _object_key(value: Any, above: tuple[int, ...]) -> Hashable:
 def code_of(fn: Any) -> CodeType | None:
     """Return the code that `fn` runs in the end, None for builtins."""
     for _ in range(100):  # A bound: wrappers may, by mistake, wrap each other.
+        if isinstance(fn, Applied):
+            return fn.code
         if isinstance(fn, functools.partial):
             fn = fn.func
         elif isinstance(fn, MethodType):
@@ -200,10 +235,29 @@ def is_unjitted(fn: Callable[..., Any]) -> bool:
 def program(fn: Marked) -> Marked:
     """Mark `fn` as a program: it takes the context first and is handed refs; return it.
 
+    What is returned is called with a context, here or by `ctx.call`.
+
     Raises:
         JdagError: `fn` takes no attributes (a builtin, a bound method).
     """
-    return _mark(fn, _PROGRAM, "jdag.program")
+    if type(fn) is not FunctionType:
+        return _mark(fn, _PROGRAM, "jdag.program")
+    name: str = _mark(fn, _PROGRAM, "jdag.program").__name__
+
+    @functools.wraps(fn)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # Of a method the first argument is its object.
+        first = (*args[:2], *kwargs.values())
+        if not any(getattr(type(one), CONTEXT, False) for one in first):
+            got = kind_of(args[0]) if args else "none"
+            raise ContextError(
+                f"{name_of(fn)} is a program, which takes a context first, and got "
+                f"{got}: write ctx.call(worker, {name}, ...) to run it on a "
+                f"worker, or {name}(ctx, ...)"
+            )
+        return fn(*args, **kwargs)
+
+    return cast(Marked, run)
 
 
 def is_program(fn: Callable[..., Any]) -> bool:

@@ -7,7 +7,9 @@ from typing import Any, Protocol
 import jax
 from jax.extend.core import get_opaque_trace_state
 
-from jdag.compute.avals import Aval, aval_of
+from jdag.compute.avals import Aval, aval_of, is_deleted
+from jdag.compute.machine import deleted
+from jdag.compute.pairs import configuration
 from jdag.engine.drawing import Drawing
 from jdag.engine.vocabulary import ContextId, Event, Fetched, Key, LeafId
 from jdag.errors import ContextError, JdagError
@@ -56,7 +58,9 @@ class PortReader:
         read = []
         for found in port.wait(waiter):
             is_key = type(found) is Key
-            values.append(port.get(found) if is_key else found)
+            value = port.get(found) if is_key else found
+            gone = is_key and is_deleted(value)
+            values.append(deleted(value, found, port.worker) if gone else value)
             if is_key and found.kind == "reading":
                 read.append(found)
         port.drop(read)
@@ -80,7 +84,8 @@ class Home:
     """The workers of a cluster, its leaves, and how its values are: real or abstract.
 
     Refs belong to the home whose program made them. It remembers under which nesting of
-    JAX's transformations it was made: jdag's programs run under that one alone.
+    JAX's transformations, and under which configuration, it was made: jdag's programs
+    run under these alone.
     """
 
     def __init__(self, workers: Sequence[str], abstract: bool) -> None:
@@ -89,6 +94,7 @@ class Home:
         self.leaves: dict[LeafId, Leaf] = {}
         self.closed = False
         self.trace = trace_state()
+        self.configuration = configuration()
         self._cluster: Holder | None = None
         self.graph: Callable[[ContextId], Mapping[str, Drawing]] = _no_driver
         self.settle: Callable[[], None] = _no_driver_yet
@@ -122,15 +128,36 @@ class Home:
         )
 
     def check_open(self, what: str) -> None:
-        """Raise ContextError where the cluster is closed, or under jit and its kin."""
+        """Raise unless the cluster is open, and JAX as it was when that was made.
+
+        Raises:
+            ContextError: it is closed; or this is inside of jit or its kin.
+            JdagError: a setting of JAX that results depend on has changed.
+        """
         if self.closed:
             raise ContextError(f"{what} on {self}, which is closed")
+        if configuration() != self.configuration:
+            self._refuse_configuration(what)
         if trace_state() != self.trace:
             raise ContextError(
                 f"{what} inside of jax.jit, vmap, grad or another function that JAX "
                 "traces: jdag runs outside of these. Put them inside of the functions "
                 "that are called; ctx.backward and jdag.value_and_grad differentiate"
             )
+
+    def _refuse_configuration(self, what: str) -> None:
+        settings = zip(configuration(), self.configuration, strict=True)
+        changed = [
+            f"{name} is {now!r} and was {then!r} when it was made"
+            for name, (now, then) in zip(
+                self.configuration._fields, settings, strict=True
+            )
+            if now != then
+        ]
+        raise JdagError(
+            f"{what} on {self}: {', '.join(changed)}; the configuration of JAX is "
+            "fixed per cluster: set it first, then make the cluster"
+        )
 
     def check_worker(self, worker: object, what: str) -> None:
         """Raise JdagError unless that is the name of a worker."""

@@ -6,18 +6,19 @@ mixes leaves; its jaxpr tells.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.extend import core
 
+from jdag.assignments import Change
 from jdag.cluster import Cluster
 from jdag.compute.avals import Aval
-from jdag.compute.pytrees import flatten, unflatten
+from jdag.compute.pytrees import flatten, paths, unflatten
 from jdag.context import Context
 from jdag.errors import ContextError, JdagError
 from jdag.ref import Ref, fetch, is_ref
@@ -27,19 +28,21 @@ _PLAIN = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "r
 
 
 class Optimizer:
-    """Steps leaves by their gradients, each on its owner.
+    """Steps leaves by their gradients, each on its owner, all owners at once.
 
     Args:
         tx: an optax `GradientTransformation` that treats each leaf by itself: sgd,
-            adam, schedules, weight decay, chains of these.
+            adam, schedules (which count each leaf's own steps), weight decay,
+            `inject_hyperparams`, `MultiSteps`, chains of these.
         refs: the leaves, a pytree, on any workers.
         clip_norm: None, or the norm over all gradients of a step, on all owners, to
             which they are scaled down where it is larger.
 
     Raises:
-        JdagError: a ref is no leaf or not inexact, or the transformation mixes leaves
-            (such as `optax.clip_by_global_norm`), or it takes more than gradients and
-            parameters.
+        JdagError: a ref is no leaf or not inexact; or the transformation mixes leaves
+            (`clip_by_global_norm`, `apply_if_finite`, `prodigy`), or takes more than
+            gradients and parameters (`lookahead`, `reduce_on_plateau`).
+        WorkerLost: an owner is gone.
     """
 
     def __init__(
@@ -54,58 +57,113 @@ class Optimizer:
         if clip_norm is not None and not clip_norm > 0:
             raise JdagError(f"clip_norm={clip_norm!r}: it has to be above 0, or None")
         self._cluster = _cluster_of(leaves)
-        _refuse_mixing(tx, leaves[0].aval)
+        names = paths(refs, is_ref)
+        _refuse_mixing(tx, [ref.aval for ref in leaves], names)
         self._step = partial(_stepped, tx)
         self._clip_norm = clip_norm
+        self._names = dict(zip(leaves, names, strict=True))
         self._states: dict[Ref, Any] = {}
-        for ref in leaves:
-            state = self._cluster.make(ref.worker, partial(_init, tx), ref)
-            self._states[ref] = state
+        try:
+            for ref in leaves:
+                state = self._cluster.make(ref.worker, partial(_init, tx), ref)
+                self._states[ref] = state
+        except JdagError as error:
+            failed = list(self._names)[len(self._states)]
+            self.drop()
+            _raise(error, f"{self._called(failed)} has no state")
+
+    def __repr__(self) -> str:
+        owners = ", ".join(repr(worker) for worker in _by_owner(self._states))
+        clip = "" if self._clip_norm is None else f", clip_norm={self._clip_norm}"
+        return f"Optimizer({len(self._states)} leaves on {owners or 'no worker'}{clip})"
 
     @property
     def states(self) -> Any:
-        """The states as refs on the owners, in the structure of the leaves."""
+        """The states as refs on the owners, in the structure of the leaves.
+
+        Raises:
+            ContextError: they were dropped.
+        """
+        self._check_held()
         return unflatten(self._treedef, list(self._states.values()))
 
     def step(self, ctx: Context) -> None:
         """Give each leaf that has a gradient in `ctx` its next version, on its owner.
 
-        Leaves without one, and their states, stay as they are. Waits for nothing, but
-        with `clip_norm` for one exchange: the owners' squared norms come here, are
-        summed in the order of the leaves, and the scale goes back.
+        Leaves without one, and their states, stay as they are. One message goes to each
+        owner. Waits for nothing, but with `clip_norm` for one exchange before it: the
+        owners' squared norms come here, are summed in the order of the leaves, and the
+        scale goes out with the step. What raises here has stepped no leaf. What fails
+        later, on an owner, fails for that leaf alone: reading its new version raises.
 
         Raises:
-            ContextError: the context is over, or of another cluster.
-            RemoteError: a norm could not be computed.
+            ContextError: the context is over, or of another cluster; or the states were
+                dropped.
+            RemoteError: the transformation, or a norm, could not be computed.
             WorkerLost: an owner is gone.
         """
+        self._check_held()
         if ctx.home is not self._cluster.home:
             raise ContextError(
                 f"a step of leaves of {self._cluster.home} with the gradients of "
                 f"{ctx.home}; the context has to be one of the leaves' cluster"
             )
         found = ctx.gradients()
-        stepped = [ref for ref in self._states if ref in found]
-        scale = self._scale(ctx, [found[ref] for ref in stepped])
-        for ref in stepped:
-            state = self._states[ref]
-            targets = [ref, *flatten(state)[0]]
-            self._cluster.assign(self._step, targets, (ref, state, found[ref], scale))
+        present = {ref: found[ref] for ref in self._states if ref in found}
+        try:
+            scale = self._scale(ctx, present)
+            self._cluster.assign(
+                [
+                    Change(
+                        self._step,
+                        [ref, *flatten(self._states[ref])[0]],
+                        (ref, self._states[ref], gradient, *scale),
+                        f"stepping {self._called(ref)}",
+                    )
+                    for ref, gradient in present.items()
+                ]
+            )
+        except JdagError as error:
+            _raise(error, f"no leaf of {self!r} was stepped")
 
-    def _scale(self, ctx: Context, gradients: Sequence[Ref]) -> float:
+    def _scale(self, ctx: Context, gradients: Mapping[Ref, Ref]) -> tuple[float, ...]:
+        """The factor of all gradients where they are to be clipped, else nothing."""
         if self._clip_norm is None or not gradients:
-            return 1.0
-        squares = [ctx.call(ref.worker, squared_norm, ref) for ref in gradients]
+            return ()
+        owners = _by_owner(gradients)
+        squares = {
+            owner: ctx.call(owner, squared_norms, [gradients[ref] for ref in refs])
+            for owner, refs in owners.items()
+        }
+        of = {
+            ref: float(square)
+            for owner, values in fetch(squares).items()
+            for ref, square in zip(owners[owner], values, strict=True)
+        }
         total = 0.0
-        for square in fetch(squares):
-            total += float(square)
+        for ref in gradients:  # In the order of the leaves, wherever they are.
+            total += of[ref]
         norm = math.sqrt(total)
-        return 1.0 if norm <= self._clip_norm else self._clip_norm / norm
+        return (1.0 if norm <= self._clip_norm else self._clip_norm / norm,)
 
     def drop(self) -> None:
-        """Drop the states from their owners; the leaves stay."""
+        """Drop the states from their owners; the leaves stay. Twice is once."""
         self._cluster.drop(list(self._states.values()))
         self._states.clear()
+
+    def _check_held(self) -> None:
+        if not self._states:
+            raise ContextError("an Optimizer whose states were dropped; make another")
+
+    def _called(self, ref: Ref) -> str:
+        """How users know a leaf: its place among the leaves, and which it is."""
+        name = self._names[ref]
+        return f"{name} ({ref.leaf})" if name else str(ref.leaf)
+
+
+def squared_norms(gradients: Sequence[Any]) -> list[Any]:
+    """Return of each array the sum of squared magnitudes; see `squared_norm`."""
+    return [squared_norm(gradient) for gradient in gradients]
 
 
 def squared_norm(gradient: Any) -> Any:
@@ -119,11 +177,24 @@ def _init(tx: optax.GradientTransformation, leaf: Any) -> Any:
 
 
 def _stepped(
-    tx: optax.GradientTransformation, leaf: Any, state: Any, gradient: Any, scale: Any
+    tx: optax.GradientTransformation, leaf: Any, state: Any, gradient: Any, *scale: Any
 ) -> Any:
-    scaled = (gradient * scale).astype(gradient.dtype)
-    update, state = tx.update(scaled, state, leaf)
+    for factor in scale:
+        gradient = (gradient * factor).astype(gradient.dtype)
+    update, state = tx.update(gradient, state, leaf)
     return optax.apply_updates(leaf, update), state
+
+
+def _by_owner(refs: Iterable[Ref]) -> dict[str, list[Ref]]:
+    owners: dict[str, list[Ref]] = {}
+    for ref in refs:
+        owners.setdefault(ref.worker, []).append(ref)
+    return owners
+
+
+def _raise(error: JdagError, text: str) -> NoReturn:
+    """Raise the same error, saying more."""
+    raise type(error)(f"{error}\n{text}") from error.__cause__
 
 
 def _cluster_of(leaves: Sequence[Ref]) -> Cluster:
@@ -145,37 +216,46 @@ def _cluster_of(leaves: Sequence[Ref]) -> Cluster:
 # ------------------------------------------------------------------- what mixes leaves
 
 
-def _refuse_mixing(tx: optax.GradientTransformation, aval: Aval) -> None:
+def _refuse_mixing(
+    tx: optax.GradientTransformation, avals: Sequence[Aval], names: Sequence[str]
+) -> None:
     """Raise if the update of one leaf depends on another leaf or its gradient.
 
-    The transformation is traced for two leaves of the first one's shape, and what each
-    output depends on is read off the jaxpr. What a state carries is followed from step
-    to step until nothing new comes in.
+    The transformation is traced for all leaves together (of one alone, for two of its
+    kind), and what each output depends on is read off the jaxpr: a bit a leaf. What a
+    state carries is followed from step to step until nothing new comes in.
     """
-    name = "the transformation"
-    pair = (aval.struct(), aval.struct())
+    if len(avals) == 1:
+        avals, names = [*avals, *avals], ["the leaf", "another"]
+    leaves = [aval.struct() for aval in avals]
     try:
-        begun = jax.make_jaxpr(tx.init)(pair)
-        state = jax.eval_shape(tx.init, pair)
-        stepped = jax.make_jaxpr(tx.update)(pair, state, pair)
-    except TypeError as error:
+        begun = jax.make_jaxpr(tx.init)(leaves)
+        state = jax.eval_shape(tx.init, leaves)
+        stepped = jax.make_jaxpr(tx.update)(leaves, state, leaves)
+    except Exception as error:
         raise JdagError(
-            f"{name} cannot be applied as tx.update(gradients, state, parameters) to "
-            f"leaves such as {aval}: {error}; one that takes more is not supported"
+            "the transformation cannot be applied as tx.update(gradients, state, "
+            f"parameters) to leaves such as {avals[0]}: {type(error).__name__}: "
+            f"{error}; one that takes more is not supported"
         ) from error
-    carried = _depends(begun.jaxpr, [1, 2])
-    while True:  # Bounded: masks of two bits only grow.
-        masks = _depends(stepped.jaxpr, [1, 2, *carried, 1, 2])
-        grown = [old | new for old, new in zip(carried, masks[2:], strict=True)]
+    bits = [1 << place for place in range(len(avals))]
+    carried = _depends(begun.jaxpr, bits)
+    while True:  # Bounded: masks of so many bits only grow.
+        masks = _depends(stepped.jaxpr, [*bits, *carried, *bits])
+        rest = masks[len(bits) :]
+        grown = [old | new for old, new in zip(carried, rest, strict=True)]
         if grown == carried:
             break
         carried = grown
-    if masks[0] & 2 or masks[1] & 1:
-        raise JdagError(
-            f"{name} mixes leaves: its update of one depends on another's gradient or "
-            "value, which are on different workers. Leave out what takes them all "
-            "together, such as optax.clip_by_global_norm: clip_norm= clips here"
-        )
+    for name, bit, mask in zip(names, bits, masks, strict=False):
+        if mask & ~bit:
+            other = names[(mask & ~bit).bit_length() - 1]
+            raise JdagError(
+                f"the transformation mixes leaves: its update of {name} depends on the "
+                f"gradient or value of {other}, and leaves may be on different "
+                "workers. Leave out what takes them all together, such as "
+                "optax.clip_by_global_norm: clip_norm= clips here"
+            )
 
 
 def _depends(jaxpr: Any, inputs: Sequence[int]) -> list[int]:

@@ -16,9 +16,19 @@ import jax.numpy as jnp
 
 from jdag.activation import move
 from jdag.compute.avals import aval_of
-from jdag.compute.pytrees import flatten, frozen, paths, split, unflatten
+from jdag.compute.pytrees import (
+    argument_numbers,
+    called,
+    flatten,
+    frozen,
+    is_static,
+    no_gradient,
+    paths,
+    split,
+    unflatten,
+)
 from jdag.engine.vocabulary import Failure, Key, Path
-from jdag.errors import ContextError, JdagError, RootError
+from jdag.errors import ContextError, JdagError, RootError, kind_of
 from jdag.failures import exception_of, remote_error
 from jdag.functions import call_site, is_program
 from jdag.ref import Ref, fetch, is_ref
@@ -109,6 +119,8 @@ class OracleContext:
     Calls run at once, one operation after the other; what they raise is raised there.
     """
 
+    __jdag_context__ = True
+
     def __init__(self, run: Run, path: Path, here: str) -> None:
         self._run = run
         self._path = path
@@ -138,7 +150,8 @@ class OracleContext:
                 f"the worker comes first, as its name: ctx.call('a', fn, ...), "
                 f"not {worker!r}"
             )
-        parts = split(args, kwargs, is_ref)
+        fn, args, own = called(fn, args)
+        parts = split(args, kwargs, is_ref, own)
         path = (*self._path, self._calls + 1)
         values: list[Any] = [None] * parts.size
         site = call_site()
@@ -153,6 +166,7 @@ class OracleContext:
         for place, ref in parts.refs:
             values[place] = self._run.use(ref)
         for place, value in parts.constants:
+            parts.aval(place, value)
             values[place] = jnp.asarray(value)
         args, kwargs = parts.template.rebuild(values)
         try:
@@ -203,6 +217,7 @@ def oracle(
     *,
     argnums: int | tuple[int, ...] = 0,
     has_aux: bool = False,
+    allow_int: bool = False,
 ) -> Callable[..., Any]:
     """Return a function that gives a program's value and gradients by plain JAX.
 
@@ -215,12 +230,15 @@ def oracle(
             inexact value of size 1, or with `has_aux` (loss, pytree of refs).
         argnums: which arguments after the context to differentiate by.
         has_aux: whether the program returns more than its loss.
+        allow_int: whether arguments that are differentiated may have arrays without
+            gradients in them.
 
     Returns:
         A function of the arguments after the context. Refs of a cluster among them
         stand for their values; arguments that are differentiated are pytrees of refs or
         of inexact arrays. It gives (value, gradients), or ((value, aux), gradients),
-        where gradients are arrays in the structure of the arguments.
+        where gradients are arrays in the structure of the arguments; None for statics,
+        and with `allow_int` zeros of float0 for what has none.
 
     Raises:
         RootError: the program returns no loss of size 1.
@@ -228,12 +246,16 @@ def oracle(
     """
 
     def run(*args: Any) -> Any:
-        numbers = (argnums,) if isinstance(argnums, int) else argnums
+        numbers = argument_numbers(argnums, len(args))
 
         def roots_of(result: Any) -> tuple[list[Any], Any]:
             return ([result[0]], result[1]) if has_aux else ([result], ())
 
-        values, aux, gradients = _differentiate(program, args, numbers, roots_of, None)
+        arguments = tuple(_Arguments(argument, n) for n, argument in enumerate(args))
+        for number in numbers:
+            arguments[number].check(allow_int)
+        found = _differentiate(program, arguments, numbers, roots_of, None)
+        values, aux, gradients = found
         value = (values[0], aux) if has_aux else values[0]
         return value, gradients[0] if isinstance(argnums, int) else gradients
 
@@ -257,7 +279,9 @@ def pullback(program: Callable[..., Any]) -> Callable[..., Any]:
         def roots_of(result: Any) -> tuple[list[Any], Any]:
             return list(result), ()
 
-        found = _differentiate(program, args, (0,), roots_of, cotangents)
+        arguments = tuple(_Arguments(argument, n) for n, argument in enumerate(args))
+        arguments[0].check(allow_int=False)
+        found = _differentiate(program, arguments, (0,), roots_of, cotangents)
         values, _, gradients = found
         return values, gradients[0]
 
@@ -266,15 +290,12 @@ def pullback(program: Callable[..., Any]) -> Callable[..., Any]:
 
 def _differentiate(
     program: Callable[..., Any],
-    args: tuple[Any, ...],
+    arguments: "tuple[_Arguments, ...]",
     argnums: tuple[int, ...],
     roots_of: Callable[[Any], tuple[list[Any], Any]],
     cotangents: Sequence[Any] | None,
 ) -> tuple[list[Any], Any, tuple[Any, ...]]:
     """Run the program twice; return root values, aux values, and gradients."""
-    arguments = tuple(_Arguments(argument, n) for n, argument in enumerate(args))
-    for number in argnums:
-        arguments[number].refuse_unless_inexact()
 
     def total(smooth: Sequence[Any], recorded: Sequence[Any] | None) -> Any:
         run = Run(recorded)
@@ -290,7 +311,7 @@ def _differentiate(
         held = [run.values[leaf.key] if is_ref(leaf) else leaf for leaf in leaves]
         return sum(sums[1:], sums[0]), (values, unflatten(treedef, held), run.fetched)
 
-    smooth = [arguments[number].arrays for number in argnums]
+    smooth = [arguments[number].smooth for number in argnums]
     _, (_, _, fetched) = total(smooth, None)
     differentiated = jax.value_and_grad(lambda s: total(s, fetched), has_aux=True)
     (_, (values, aux, _)), gradients = differentiated(smooth)
@@ -304,8 +325,8 @@ def _differentiate(
 def _root(run: Run, root: Any, number: int) -> Any:
     if not is_ref(root):
         raise RootError(
-            f"root {number} is a {type(root).__name__}; a program returns refs, such "
-            "as ctx.call gives"
+            f"root {number} is {kind_of(root)}; a program returns refs, such as "
+            "ctx.call gives"
         )
     if not root.aval.inexact:
         raise RootError(f"root {number} is {root.aval}; a root is float or complex")
@@ -330,34 +351,55 @@ class _Arguments:
         self._tree = tree
         self._leaves, self._treedef = flatten(tree)
         self._number = number
-        self.arrays = list(flatten(fetch(tree))[0])
+        self._values = list(flatten(fetch(tree))[0])
 
-    def refuse_unless_inexact(self) -> None:
-        """Raise unless all leaves can have gradients."""
-        for place, array in enumerate(self.arrays):
-            self.arrays[place] = frozen(array)
-            if not aval_of(array).inexact:
+    def check(self, allow_int: bool) -> None:
+        """Raise unless this can be differentiated by."""
+        for place, value in enumerate(self._values):
+            if is_static(value):
+                continue
+            self._values[place] = frozen(value)
+            if not (aval_of(value).inexact or allow_int):
                 raise JdagError(
                     f"argument {self._number}{paths(self._tree)[place]} is "
-                    f"{aval_of(array)}, which has no gradient; differentiate by "
-                    "float and complex arrays"
+                    f"{aval_of(value)}, which has no gradient; differentiate by "
+                    "float and complex arrays, or say allow_int=True"
                 )
 
-    def bound(self, run: Run, arrays: Sequence[Any] | None) -> Any:
+    @property
+    def smooth(self) -> list[Any]:
+        """The values that can have gradients, in order."""
+        return [value for value in self._values if _is_smooth(value)]
+
+    def bound(self, run: Run, smooth: Sequence[Any] | None) -> Any:
         """Return the argument as the program gets it.
 
-        Refs, and all leaves of an argument that is differentiated (then `arrays` has
-        their values), are refs of this run.
+        Refs, and all arrays of an argument that is differentiated (then `smooth` has
+        the values of those that have gradients), are refs of this run.
         """
-        values = self.arrays if arrays is None else arrays
+        rest = iter(() if smooth is None else smooth)
         bound = []
-        for leaf, value in zip(self._leaves, values, strict=True):
-            if is_ref(leaf) or arrays is not None:
-                bound.append(run.put(value, leaf.worker if is_ref(leaf) else HERE))
-            else:
+        for leaf, value in zip(self._leaves, self._values, strict=True):
+            if is_static(leaf) or not (is_ref(leaf) or smooth is not None):
                 bound.append(leaf)
+                continue
+            given = value if smooth is None or not _is_smooth(value) else next(rest)
+            bound.append(run.put(given, leaf.worker if is_ref(leaf) else HERE))
         return unflatten(self._treedef, bound)
 
     def unflatten(self, gradients: Sequence[Any]) -> Any:
         """Return the gradients in the structure of the argument."""
-        return unflatten(self._treedef, gradients)
+        rest = iter(gradients)
+        found: list[Any] = []
+        for value in self._values:
+            if is_static(value):
+                found.append(None)
+            elif _is_smooth(value):
+                found.append(next(rest))
+            else:
+                found.append(no_gradient(aval_of(value), abstract=False))
+        return unflatten(self._treedef, found)
+
+
+def _is_smooth(value: Any) -> bool:
+    return not is_static(value) and aval_of(value).inexact

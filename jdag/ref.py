@@ -4,6 +4,8 @@ A ref is no array and never becomes one by accident: arithmetic, `jnp`, `float` 
 indexing say what to do instead. To JAX's pytrees a ref is a leaf.
 """
 
+import gc
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
@@ -50,6 +52,50 @@ class Leaf:
         return str(self.id)
 
 
+class Collector:
+    """Whether Python's collector of cycles runs: a fact of the process, so is this."""
+
+    __slots__ = ("running",)
+
+    def __init__(self) -> None:
+        self.running = False
+        gc.callbacks.append(self.note)
+
+    def note(self, phase: str, info: dict[str, int]) -> None:
+        """The collector begins or ends."""
+        del info
+        self.running = phase == "start"
+
+
+COLLECTOR = Collector()
+
+
+class Hold:
+    """What a program has of a value: when it goes, the program can name it no more.
+
+    All refs of a program to one key share one. Python counts them; where the last goes
+    is part of the program, and so is what follows from it. When Python looks for cycles
+    is not: what only that finds does not count, and lives as long as its context.
+    """
+
+    __slots__ = ("_key", "_loose", "_worker")
+
+    def __init__(
+        self, loose: deque[tuple[Key, Worker]], key: Key, worker: Worker
+    ) -> None:
+        self._loose = loose
+        self._key = key
+        self._worker = worker
+
+    def __del__(self, collector: Collector = COLLECTOR) -> None:
+        if not collector.running:
+            self._loose.append((self._key, self._worker))
+
+    def keep(self) -> None:
+        """Let the value live as long as its context."""
+        self._loose = deque()
+
+
 class Reader(Protocol):
     """How a program reads values: one request for them all."""
 
@@ -94,7 +140,9 @@ class Ref:
     Refs of one leaf are equal and hash alike, whatever their version.
     """
 
-    __slots__ = ("_key", "aval", "descends", "holder", "leaf", "tracked", "worker")
+    __slots__ = (
+        "_key", "aval", "descends", "hold", "holder", "leaf", "tracked", "worker",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -106,6 +154,7 @@ class Ref:
         *,
         descends: LeafId | None = None,
         leaf: Leaf | None = None,
+        hold: Hold | None = None,
     ) -> None:
         self.holder = holder
         self._key = key
@@ -114,6 +163,14 @@ class Ref:
         self.tracked = tracked
         self.descends = descends
         self.leaf = leaf
+        self.hold = hold
+
+    def __copy__(self) -> "Ref":
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Ref":
+        del memo
+        return self  # It is a name, and its copy names the same.
 
     @property
     def key(self) -> Key:
@@ -299,7 +356,15 @@ def stop_gradient(refs: Any) -> Any:
     """
     leaves, treedef = flatten(refs, is_ref)
     stopped = [
-        Ref(ref.holder, ref.key, ref.worker, ref.aval, False, leaf=ref.leaf)
+        Ref(
+            ref.holder,
+            ref.key,
+            ref.worker,
+            ref.aval,
+            False,
+            leaf=ref.leaf,
+            hold=ref.hold,
+        )
         for ref in leaves
     ]
     return unflatten(treedef, stopped)

@@ -7,7 +7,13 @@ import jax.numpy as jnp
 
 from jdag.compute.avals import Aval, aval_of
 from jdag.compute.pytrees import frozen
-from jdag.errors import ContextError, GraphError, JdagError, RootError
+from jdag.errors import (
+    ContextError,
+    GraphError,
+    JdagError,
+    RootError,
+    kind_of,
+)
 from jdag.ref import Ref, is_ref
 
 
@@ -47,8 +53,8 @@ def _check_root(root: Any, number: int) -> None:
         elif hasattr(root, "dtype"):
             hint = "; a value that was fetched is cut off from the graph"
         raise RootError(
-            f"root {number} is a {type(root).__name__}; it has to be a ref, as "
-            f"ctx.call gives{hint}"
+            f"root {number} is {kind_of(root)}; it has to be a ref, as ctx.call "
+            f"gives{hint}"
         )
     if root.descends is not None:
         raise GraphError(
@@ -80,7 +86,7 @@ def _seeds(count: int, cotangents: Any) -> list[Any]:
         if count == 1:
             return [cotangents]
         raise RootError(
-            f"cotangents is a {type(cotangents).__name__}; for {count} roots it is a "
+            f"cotangents is {kind_of(cotangents)}; for {count} roots it is a "
             "list or tuple with one for each, in their order"
         )
     if len(cotangents) != count:

@@ -6,7 +6,14 @@ from typing import Any
 import jax.numpy as jnp
 
 from jdag.cluster import Cluster
-from jdag.compute.pytrees import flatten, paths, unflatten
+from jdag.compute.pytrees import (
+    argument_numbers,
+    flatten,
+    is_static,
+    no_gradient,
+    paths,
+    unflatten,
+)
 from jdag.context import Context
 from jdag.errors import JdagError, RootError
 from jdag.ref import Ref, fetch, is_ref
@@ -18,6 +25,7 @@ def value_and_grad(
     *,
     argnums: int | tuple[int, ...] = 0,
     has_aux: bool = False,
+    allow_int: bool = False,
 ) -> Callable[..., Any]:
     """Return a function that gives a program's value and gradients over a cluster.
 
@@ -28,27 +36,33 @@ def value_and_grad(
             inexact value of size 1, or with `has_aux` (loss, pytree of refs and data).
         cluster: where it runs.
         argnums: which arguments after the context to differentiate by: pytrees of
-            leaves, or of inexact arrays, which are put at home meanwhile.
+            leaves, or of inexact arrays, which are put at home meanwhile. Statics in
+            them (functions, as in modules; strings, bools) stay as they are.
         has_aux: whether the program returns more than its loss.
+        allow_int: whether there may be arrays without gradients among them: integers,
+            bools, PRNG keys; so for sparse arrays, which have indices.
 
     Returns:
         A function of the arguments after the context that gives (value, gradients), or
         ((value, aux), gradients): arrays here, gradients in the structure of the
-        arguments; where the loss does not depend on a leaf, they are zeros.
+        arguments; where the loss does not depend on a leaf, they are zeros. They are
+        None for a static, and with `allow_int` zeros of dtype float0, as JAX has it,
+        for what has no gradient.
 
     Raises:
         RootError: the program returns no loss that can be differentiated.
         JdagError: an argument to differentiate by is neither a leaf nor inexact; and as
             `Context.call` and `Context.backward` do.
     """
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
     def run(*args: Any) -> Any:
+        numbers = argument_numbers(argnums, len(args))
         bound = list(args)
         put: list[Ref] = []
         try:
             for number in numbers:
-                bound[number] = _leaves(cluster, args, number, put)
+                leaves = _leaves(cluster, args, number, put, allow_int)
+                bound[number] = leaves
             chosen = [bound[number] for number in numbers]
             with cluster.context() as ctx:
                 result = program(ctx, *bound)
@@ -68,29 +82,47 @@ def value_and_grad(
     return run
 
 
-def _leaves(cluster: Cluster, args: Sequence[Any], number: int, put: list[Ref]) -> Any:
+def _leaves(
+    cluster: Cluster,
+    args: Sequence[Any],
+    number: int,
+    put: list[Ref],
+    allow_int: bool,
+) -> Any:
     """Return an argument with a leaf for each array; note those in `put`."""
-    tree = args[number]
-    leaves, treedef = flatten(tree)
-    names = paths(tree)
-    bound = []
-    for leaf, name in zip(leaves, names, strict=True):
-        ref = leaf
-        if not is_ref(leaf):
-            ref = cluster.put(cluster.here, leaf)
-            put.append(ref)
-        if ref.leaf is None:
-            raise JdagError(
-                f"argument {number}{name}, {ref!r}, is no leaf; value_and_grad "
-                "differentiates by leaves and by arrays"
-            )
-        if not ref.aval.inexact:
-            raise JdagError(
-                f"argument {number}{name} is {ref.aval}, which has no gradient; "
-                "differentiate by float and complex arrays"
-            )
-        bound.append(ref)
+    leaves, treedef = flatten(args[number])
+    bound = list(leaves)
+    for place, leaf in enumerate(leaves):
+        if is_static(leaf):
+            continue
+        try:
+            ref = leaf
+            if not is_ref(leaf):
+                ref = cluster.put(cluster.here, leaf)
+                put.append(ref)
+            _check_leaf(ref, allow_int)
+        except JdagError as error:
+            name = paths(args[number])[place]
+            raise type(error)(f"argument {number}{name}: {error}") from None
+        bound[place] = ref
+    if not any(map(is_ref, bound)):
+        raise JdagError(
+            f"argument {number} has no arrays, and so no gradient; differentiate by "
+            "leaves, and by float and complex arrays"
+        )
     return unflatten(treedef, bound)
+
+
+def _check_leaf(ref: Ref, allow_int: bool) -> None:
+    if ref.leaf is None:
+        raise JdagError(
+            f"{ref!r} is no leaf; value_and_grad differentiates by leaves and by arrays"
+        )
+    if not (ref.aval.inexact or allow_int):
+        raise JdagError(
+            f"{ref.aval} has no gradient; differentiate by float and complex arrays, "
+            "or allow others among them by allow_int=True"
+        )
 
 
 def _gradients(ctx: Context, loss: Any, chosen: Sequence[Any]) -> list[Any]:
@@ -103,18 +135,21 @@ def _gradients(ctx: Context, loss: Any, chosen: Sequence[Any]) -> list[Any]:
     else:
         ctx.backward(loss)
         found = ctx.gradients()
-    return [[found.get(leaf) for leaf in flatten(refs)[0]] for refs in chosen]
+    return [[found.get(ref) for ref in flatten(refs, is_ref)[0]] for refs in chosen]
 
 
 def _filled(gradients: Sequence[Any], refs: Any) -> Any:
     """Return gradients in the structure of `refs`, zeros where there is none."""
-    leaves, treedef = flatten(refs)
+    leaves, form = flatten(refs, is_ref)
     filled = []
     for gradient, leaf in zip(gradients, leaves, strict=True):
+        abstract = leaf.holder.home.abstract
         if gradient is not None:
             filled.append(gradient)
-        elif leaf.holder.home.abstract:
+        elif not leaf.aval.inexact:
+            filled.append(no_gradient(leaf.aval, abstract))
+        elif abstract:
             filled.append(leaf.aval.struct())
         else:
             filled.append(jnp.zeros(leaf.shape, leaf.dtype))
-    return unflatten(treedef, filled)
+    return unflatten(form.bare, filled)

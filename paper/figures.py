@@ -33,6 +33,7 @@ from jdag.engine.vocabulary import (
     Argument,
     Arrived,
     Assigned,
+    Assignment,
     Compute,
     Computed,
     ContextId,
@@ -112,7 +113,8 @@ def chain(nodes: int, workers: tuple[str, ...]) -> tuple[float, float]:
     context = ContextId(0, 1, 0)
     bench.tell(home, Opened(context))
     leaf = Key("leaf", None, LeafId(home, 1), 0)
-    bench.tell(home, Assigned((1,), home, None, (), (leaf,), ("aval",), "here"))
+    made = Assignment((1, 0), None, (), (leaf,), ("aval",), "here")
+    bench.tell(home, Assigned((1,), (made,)))
     argument = Argument(leaf, home, True)
     function = Named()
     start = time.perf_counter()

@@ -15,10 +15,12 @@ from jdag.engine.vocabulary import (
     Argument,
     Arrived,
     Assigned,
+    Assignment,
     Compute,
     Computed,
     ContextId,
     Differentiated,
+    Discarded,
     Drop,
     Dropped,
     Effect,
@@ -58,7 +60,7 @@ class Place:
     jobs: list[Job] = field(default_factory=list)
     resumed: dict[int, Any] = field(default_factory=dict)
     spawned: list[Spawn] = field(default_factory=list)
-    running: dict[int, tuple[Spawn, Body]] = field(default_factory=dict)
+    running: dict[int, tuple["Scope", Body]] = field(default_factory=dict)
 
 
 class Net:
@@ -160,10 +162,10 @@ class Net:
             case "spawn":
                 place.spawned.remove(what)
                 scope = Scope(self, worker, what.context, what.path)
-                self._resume(worker, what, what.function(scope, *what.arguments), None)
+                self._resume(scope, what.function(scope, *what.arguments), None)
             case "resume":
-                spawn, body = place.running.pop(what)
-                self._resume(worker, spawn, body, place.resumed.pop(what))
+                scope, body = place.running.pop(what)
+                self._resume(scope, body, place.resumed.pop(what))
             case "notice":
                 self.unnoticed.remove((worker, what))
                 self.tell(worker, Lost(what))
@@ -180,18 +182,20 @@ class Net:
             failure = Failure("RemoteError", str(error), name, job.path, called)
         self.tell(name, Computed(job.id, failure))
 
-    def _resume(self, name: str, spawn: Spawn, body: Body, result: Any) -> None:
+    def _resume(self, scope: "Scope", body: Body, result: Any) -> None:
         """Let a program run until it waits again or ends."""
+        name = scope.worker
         failure, returned = None, None
         try:
-            self.places[name].running[body.send(result)] = (spawn, body)
+            self.places[name].running[body.send(result)] = (scope, body)
             return
         except StopIteration as stop:
             returned = stop.value
         except Exception as error:  # Whatever a program raises is what it returns.
             kind = type(error).__name__
-            failure = Failure(kind, str(error), name, spawn.path)
-        self.tell(name, Returned(spawn.context, spawn.path, returned, failure))
+            failure = Failure(kind, str(error), name, scope.path)
+        left = scope.noted()
+        self.tell(name, Returned(scope.context, scope.path, returned, failure, left))
 
     def until(self, worker: str, waiter: int) -> Any:
         """Run until a waiter is resumed."""
@@ -294,9 +298,8 @@ class Net:
         self._assignment += 1
         keys = tuple(argument.key for argument in inputs)
         path = (self._assignment,)
-        self.tell(
-            home, Assigned(path, worker, function, keys, (output,), ("aval",), "here")
-        )
+        part = Assignment((*path, 0), function, keys, (output,), ("aval",), "here")
+        self.tell(home, Assigned(path, (part,)))
         return Argument(output, worker, True)
 
     def update(
@@ -347,6 +350,21 @@ class Scope:
         self.net, self.worker, self.context, self.path = net, worker, context, path
         self.count = 0
         self.passes = 0
+        self._discarded: list[tuple[Key, Worker]] = []
+
+    def discard(self, *values: Argument) -> None:
+        """Name these no more."""
+        self._discarded += [(value.key, value.owner) for value in values]
+
+    def noted(self) -> tuple[tuple[Key, Worker], ...]:
+        """What is discarded and was not told."""
+        noted, self._discarded = tuple(self._discarded), []
+        return noted
+
+    def tell_discarded(self) -> None:
+        """Before the program waits: tell what is discarded."""
+        event = Discarded(self.context, self.path, self.noted())
+        self.net.tell(self.worker, event)
 
     def call(
         self,
@@ -380,6 +398,7 @@ class Scope:
             tuple(given),
             outputs,
             "here",
+            self.noted(),
         )
         constants = [a.key for a in given if a.key.kind == "constant"]
         self._tell(event, constants)
@@ -405,6 +424,7 @@ class Scope:
         self.count += 1
         waiter = self.net.waiter()
         path = (*self.path, self.count)
+        self.tell_discarded()
         event = Launched(waiter, self.context, path, worker, body, arguments, "here")
         self.net.tell(self.worker, event)
         return waiter
@@ -421,6 +441,7 @@ class Scope:
         mode: Mode = Mode.FAST,
     ) -> int:
         """Ask for a pass; the waiter for its result."""
+        self.tell_discarded()
         waiter = self.net.waiter()
         self.passes += 1
         given = seeds or [None] * len(roots)

@@ -5,7 +5,8 @@ A plan is data: calls, programs on workers, reads and passes. `draw` makes one f
 """
 
 import random
-from collections.abc import Callable, Generator, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -273,8 +274,26 @@ class Broken(Exception):
     """A program was told of a failure that it did not expect."""
 
 
+def _named(steps: Sequence[Step]) -> Iterator[int]:
+    """The variables that steps name, each as often as they do."""
+    for step in steps:
+        match step:
+            case CallStep(arguments=arguments, branch=branch):
+                yield from [a.variable for a in arguments if not isinstance(a, int)]
+                yield from [] if branch is None else [branch]
+            case ProgramStep(body=body):
+                yield from _named(body)
+            case ReadStep(variables=variables) | PassStep(roots=variables):
+                yield from variables
+            case RaiseStep():
+                pass
+
+
 class Run:
-    """One run of a plan on a net, held against the oracle at every pass and read."""
+    """One run of a plan on a net, held against the oracle at every pass and read.
+
+    Programs drop what no later step names, sooner or later or never.
+    """
 
     def __init__(self, plan: Plan, net: Net) -> None:
         self.plan = plan
@@ -284,6 +303,12 @@ class Run:
         self.refs: dict[int, Argument] = {}
         self.leaf_ids: list[LeafId] = []
         self.passes: list[PassResult] = []
+        self.needs = Counter(_named(plan.steps))
+        self.holders: dict[int, Scope] = {}
+        self.discarded: list[Argument] = []
+        # Of its own: what is dropped when does not change the order of events.
+        self.rng = random.Random(str(net.rng.getstate()[1][:8]))
+        self.drops = self.rng.choice((0.0, 0.5, 0.5, 1.0))
         for variable, worker, value in plan.leaves:
             ref = self.refs[variable] = net.put(worker, value, self.home)
             self.leaf_ids.append(ref.key.name)
@@ -295,9 +320,11 @@ class Run:
         for step in self.plan.steps:
             self.net.some()
             if isinstance(step, PassStep):
+                self._drop(self.scope)
                 self._pass(step)
+                self.needs.subtract(_named([step]))
                 continue
-            body = self._step(self.scope, step)
+            body = self._stepped(self.scope, step)
             try:
                 waiter = next(body)
                 while True:
@@ -309,8 +336,39 @@ class Run:
         self, scope: Scope, steps: Sequence[Step]
     ) -> Generator[int, Any, list[str]]:
         for step in steps:
-            yield from self._step(scope, step)
+            yield from self._stepped(scope, step)
+        self._drop(scope)
         return ["returned"]
+
+    def _stepped(self, scope: Scope, step: Step) -> Generator[int, Any, None]:
+        """A step, before which the program may drop what no later one names."""
+        self._drop(scope)
+        yield from self._step(scope, step)
+        if not isinstance(step, ProgramStep):  # The steps of its body count by one.
+            self.needs.subtract(_named([step]))
+
+    def _drop(self, scope: Scope) -> None:
+        for variable, holder in tuple(self.holders.items()):
+            dead = holder is scope and not self.needs[variable]
+            if dead and self.rng.random() < self.drops:
+                del self.holders[variable]
+                scope.discard(self.refs[variable])
+                self.discarded.append(self.refs[variable])
+
+    def kept(self) -> list[str]:
+        """What is still stored although nothing is left to happen and name it."""
+        found = []
+        places, context = self.net.places, self.scope.context
+        for ref in self.discarded:
+            if ref.owner not in self.net.dead and ref.key in places[ref.owner].values:
+                found.append(f"{ref.owner}: {ref.key}")
+        engine: Any = places[self.home].engine
+        top = engine._state.contexts[context].activations[()]
+        copies = [key for of in top.moved.values() for key in of.values()]
+        for name, place in places.items():
+            received = [key for key in place.values if key.kind == "received"]
+            found += [f"{name}: {key}" for key in received if key not in copies]
+        return found
 
     def _step(self, scope: Scope, step: Step) -> Generator[int, Any, None]:
         match step:
@@ -330,6 +388,9 @@ class Run:
                 if failure is not None:
                     raise Broken(failure)
                 assert result == ["returned"], result
+                for variable, holder in self.holders.items():
+                    if holder.path[: len(scope.path)] == scope.path:
+                        self.holders[variable] = scope
             case ReadStep(variables=variables):
                 yield from self._read(scope, variables)
             case RaiseStep():
@@ -349,6 +410,7 @@ class Run:
         inexact = [j in function.outputs for j in range(len(step.outputs))]
         made = scope.call(step.worker, function, *arguments, inexact=inexact)
         self.refs.update(zip(step.outputs, made, strict=True))
+        self.holders.update(dict.fromkeys(step.outputs, scope))
         path = (*scope.path, scope.count)
         self.oracle.call(path, step.worker, function, step.arguments, step.outputs)
         for output, ref in zip(step.outputs, made, strict=True):

@@ -14,6 +14,10 @@ def total(*arrays):
     return sum(jnp.sum(array) for array in arrays)
 
 
+def squares(*arrays):
+    return sum((jnp.sum(jnp.abs(a) ** 2) for a in arrays), jnp.zeros(()))
+
+
 def product(*arrays):
     return functools.reduce(jnp.multiply, arrays)
 

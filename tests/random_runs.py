@@ -245,7 +245,8 @@ def held(plan: Plan, number: int, seeds: int) -> list[Result]:
     calm = [run(plan, source, mode=mode, seed=number) for mode in MODES]
     for result in calm:
         check(plan, result)
-    _agree(*calm, source)
+    smart, fast = calm
+    _agree(smart, fast, source)
     for seed in range(seeds):
         which = seed % len(MODES)
         options = settings(seed, plan.workers)

@@ -124,7 +124,7 @@ class Reachability:
     def __init__(
         self, plan: Plan, sites: dict[int, str], decisions: Sequence[bool], mode: str
     ) -> None:
-        self._rule = {"fast": Fast, "smart": Smart}[mode]
+        self._rule: type[Fast | Smart] = Smart if mode == "smart" else Fast
         self.ended: list[Ended] = []
         self._sites = sites
         self._decisions = iter(decisions)

@@ -206,7 +206,7 @@ def test_a_program_returns_no_strange_things(cluster):
     def strange(ctx):
         return {"x": object()}
 
-    said = r"returned a object \(at \['x'\]\)"
+    said = r"returned an object \(at \['x'\]\)"
     with cluster.context() as ctx, pytest.raises(ContextError, match=said):
         ctx.call("b", strange)
 
@@ -447,6 +447,6 @@ def test_jdag_inside_of_a_function_that_is_called_is_refused(cluster):
 
 
 def test_what_a_call_does_not_take_is_named(cluster):
-    said = r"argument 0\['x'\] is a object"
+    said = r"argument 0\['x'\] is an object"
     with cluster.context() as ctx, pytest.raises(JdagError, match=said):
         ctx.call("b", total, {"x": object()})

@@ -289,7 +289,7 @@ def test_a_leaf_never_reached_has_no_gradient_and_says_so(cluster):
             ctx.gradient(n)
         with pytest.raises(GraphError, match=r"output 0 of call 1 .*is no leaf"):
             ctx.gradient(h)
-        with pytest.raises(JdagError, match=r"leaf \['x'\] is a int; it takes a ref"):
+        with pytest.raises(JdagError, match=r"leaf \['x'\] is an int; it takes a ref"):
             ctx.gradient({"x": 1})
 
 

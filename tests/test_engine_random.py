@@ -3,6 +3,7 @@
 import os
 import random
 from collections import Counter
+from itertools import repeat
 
 import pytest
 
@@ -29,8 +30,11 @@ def run_program(seed: int) -> list[Outcome]:
     for order in range(ORDERS):
         net = Net(plan.workers, random.Random(f"{seed} {order}"))
         mode = MODES[order % len(MODES)]
-        run = Run(plan if mode is None else in_modes(plan, lambda m=mode: m), net)
+        run = Run(plan if mode is None else in_modes(plan, repeat(mode).__next__), net)
         run.all()
+        run.scope.tell_discarded()
+        net.drain()
+        assert (kept := run.kept()) == [], (seed, kept)
         assert run.scope.leave() == (), seed
         net.drain()
         assert (left := net.leftovers()) == [], (seed, left)

@@ -174,7 +174,8 @@ def test_marks_are_told_of_the_function_and_of_partials_over_it() -> None:
 
     assert not is_program(body)
     assert not is_unjitted(body)
-    assert program(body) is body
+    assert program(body).__wrapped__ is body  # type: ignore[attr-defined]
+    assert is_program(body)
     assert is_program(functools.partial(functools.partial(body), 1))
     assert not is_unjitted(body)
     assert is_unjitted(unjitted(functools.partial(body, 1)))

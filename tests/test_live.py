@@ -10,6 +10,7 @@ from jdag.engine.vocabulary import (
     Acknowledge,
     Answer,
     Call,
+    ContextId,
     Cotangent,
     End,
     Fail,
@@ -28,6 +29,7 @@ from tests.engine_values import DOUBLE, SAME, TRIPLE, Linear
 
 PROGRAMS = range(150)
 WEIGHED = (Start, Mark, Go, Cotangent, Answer)
+CONTEXT = ContextId(0, 1, 0)
 OF_A_PASS = (*WEIGHED, Fail)
 MODES = pytest.mark.parametrize("mode", [Mode.SMART, Mode.FAST])
 
@@ -295,7 +297,7 @@ def test_messages_of_one_moment_share_what_is_held():
     live = Pass(1, Mode.FAST, retain=False, parent="a")
     live.take(WHOLE, 3)
     for to in "bcd":
-        live.say(to, lambda weight, owed: Answer(None, 1, weight, owed))
+        live.say(to, lambda weight, owed: Answer(CONTEXT, 1, weight, owed))
     sent = live.parcel()
     assert [outgoing.to for outgoing, _ in sent] == list("bcd")
     parts = [message.weight for _, message in sent]
@@ -307,7 +309,7 @@ def test_who_has_more_to_do_keeps_a_part():
     live = Pass(1, Mode.FAST, retain=False, parent="a")
     live.take(WHOLE, 0)
     live.computing = 1
-    live.say("b", lambda weight, owed: Answer(None, 1, weight, owed))
+    live.say("b", lambda weight, owed: Answer(CONTEXT, 1, weight, owed))
     ((_, message),) = live.parcel()
     assert live.weight.units > 0 and not live.whole
     assert added(live.weight, message.weight) == WHOLE
@@ -357,7 +359,7 @@ def test_a_pass_gives_each_change_away_once():
     live.take(WHOLE, 3)
     live.unreported -= 1
     for to in "bc":
-        live.say(to, lambda weight, owed: Answer(None, 1, weight, owed))
+        live.say(to, lambda weight, owed: Answer(CONTEXT, 1, weight, owed))
     assert [message.owed for _, message in live.parcel()] == [2, 0]
     assert live.unreported == 0
     live.take(Weight(1, 1), -1)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jdag.compute.avals import Aval, aval_of
-from jdag.compute.machine import Machine, failure_of, user_traceback
+from jdag.compute.machine import Machine, failure_of, said, user_traceback
 from jdag.compute.pairs import Pair, pair
 from jdag.compute.pytrees import split
 from jdag.compute.sums import add
@@ -234,13 +234,28 @@ def test_a_failure_says_what_where_and_shows_the_users_frames_alone():
 
 
 def test_an_error_without_a_users_frame_shows_all_that_it_has():
-    with pytest.raises(JdagError) as raised:
-        aval_of("no array")
+    with pytest.raises(KeyError) as raised:
+        Machine("real").values.get("nothing")
     error = raised.value
     assert error.__traceback__ is not None
-    assert "avals.py" not in user_traceback(error)  # This test's frame is a user's.
+    assert "values.py" not in user_traceback(error)  # This test's frame is a user's.
     error.__traceback__ = error.__traceback__.tb_next
-    assert "avals.py" in user_traceback(error)
+    assert "values.py" in user_traceback(error)
+
+
+def test_what_jdag_says_of_an_argument_and_what_python_says_of_a_call_stand_alone():
+    with pytest.raises(JdagError) as refused:
+        aval_of("no array")
+    with pytest.raises(TypeError) as uncalled:
+        pair_of(lambda a, b, c: a, W)
+    for error in (refused.value, uncalled.value):
+        assert user_traceback(error).startswith("Traceback")  # With this test's frame.
+        while error.__traceback__ is not None and "test_machine" in str(
+            error.__traceback__.tb_frame
+        ):
+            error.__traceback__ = error.__traceback__.tb_next
+        assert user_traceback(error) == ""
+    assert said(uncalled.value).endswith("positional arguments: 'b' and 'c'")
 
 
 def test_a_job_that_reads_what_is_not_held_is_our_own_mistake():

@@ -9,9 +9,10 @@ import optax
 import pytest
 
 from jdag.cluster import simulate
-from jdag.errors import ContextError, JdagError
+from jdag.errors import ContextError, JdagError, RemoteError, WorkerLost
 from jdag.optim import Optimizer, squared_norm
 from jdag.ref import fetch
+from jdag.sim import Crash, LinkModel
 from tests.face_cases import ONES, nothing_is_left, total
 
 
@@ -51,6 +52,111 @@ def test_absent_leaves_keep_their_state_too(cluster):
     counts = [state[0].count for state in fetch(optimizer.states)]
     assert counts == [2, 1]
     assert p.fetch()[0, 0] < q.fetch()[0, 0] < 1
+
+
+def sent(cluster):
+    """Protocol messages that the first worker has sent to all others so far."""
+    cluster.driver.settle()
+    return cluster.info()["a"]["messages_sent"]
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+def test_a_step_is_one_message_to_each_owner_and_clipping_one_exchange_more(
+    cluster, clip_norm
+):
+    refs = [cluster.put("bcd"[n % 3], ONES + n) for n in range(12)]
+    optimizer = Optimizer(optax.adam(0.1), refs, clip_norm=clip_norm)
+    with cluster.context() as ctx:
+        ctx.backward(ctx.call("a", total, *refs))
+        before = sent(cluster)
+        optimizer.step(ctx)
+        # For each of three owners Assign; and with norms Call, Read before it.
+        assert sent(cluster) - before == 3 * (1 if clip_norm is None else 3)
+    nothing_is_left(cluster)
+
+
+def stepped_apart(tx, clip_norm, placement):
+    """Three steps of six leaves of three shapes and two dtypes, over owners."""
+    with simulate(["a", "b", "c"], seed=0) as cluster:
+        params = {
+            name: cluster.put(
+                placement[n], jnp.linspace(0.3, 2.0 + n, size).astype(dtype)
+            )
+            for n, (name, size, dtype) in enumerate(
+                [
+                    ("u", 5, "float32"),
+                    ("v", 700, "float32"),
+                    ("w", 5, "float32"),
+                    ("x", 3, "float16"),
+                    ("y", 700, "float32"),
+                    ("z", 1, "float64"),
+                ]
+            )
+        }
+        optimizer = Optimizer(tx, params, clip_norm=clip_norm)
+        for _ in range(3):
+            with cluster.context() as ctx:
+                parts = [
+                    ctx.call(ref.worker, lambda p: jnp.sum(jnp.sin(p) ** 2), ref)
+                    for ref in params.values()
+                ]
+                ctx.backward(*parts)
+                optimizer.step(ctx)
+        return [
+            np.asarray(leaf).tobytes()
+            for leaf in jax.tree.leaves(fetch([params, optimizer.states]))
+        ]
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.7])
+def test_the_bits_of_a_step_are_those_of_any_placement(clip_norm):
+    tx = scheduled()
+    alone = stepped_apart(tx, clip_norm, "aaaaaa")
+    for placement in ("abcabc", "bbbccc", "cabbac"):
+        assert stepped_apart(tx, clip_norm, placement) == alone
+
+
+def test_the_bits_of_a_leaf_are_those_of_stepping_it_alone():
+    tx = scheduled()
+
+    @jax.jit
+    def by_itself(leaf, gradient, state):
+        updates, state = tx.update(gradient, state, leaf)
+        return optax.apply_updates(leaf, updates), state
+
+    with simulate(["a", "b"], seed=0) as cluster:
+        params = [cluster.put("b", jnp.linspace(0.1, 1 + n, 37)) for n in range(5)]
+        alone = fetch(params)
+        optimizer = Optimizer(tx, params)
+        states = [tx.init(leaf) for leaf in alone]
+        for _ in range(3):
+            with cluster.context() as ctx:
+                ctx.backward(ctx.call("a", total, *[squared(ctx, p) for p in params]))
+                gradients = fetch(ctx.gradient(params))
+                optimizer.step(ctx)
+            for n, gradient in enumerate(gradients):
+                alone[n], states[n] = by_itself(alone[n], gradient, states[n])
+        for got, wanted in zip(
+            jax.tree.leaves(fetch([params, optimizer.states])),
+            jax.tree.leaves([alone, states]),
+            strict=True,
+        ):
+            np.testing.assert_array_equal(got, wanted)
+
+
+def squared(ctx, ref):
+    return ctx.call(ref.worker, jnp.square, ref)
+
+
+def test_a_schedule_counts_the_steps_of_each_leaf(cluster):
+    halving = optax.exponential_decay(1.0, 1, 0.5)
+    p, q = cluster.put("b", 10.0), cluster.put("c", 10.0)
+    optimizer = Optimizer(optax.sgd(halving), [p, q])
+    for leaves in ([p, q], [p], [p], [p, q]):
+        with cluster.context() as ctx:
+            ctx.backward(ctx.call("d", total, *leaves))
+            optimizer.step(ctx)
+    assert fetch([p, q]) == [10 - 1 - 0.5 - 0.25 - 0.125, 10 - 1 - 0.5]
 
 
 def scheduled():
@@ -230,3 +336,131 @@ def test_states_are_dropped_with_their_optimizer(cluster):
     optimizer.drop()
     cluster.driver.settle()
     assert cluster.info()["b"]["values_held"] == 1
+
+
+def raising(kind):
+    """A transformation that raises for leaves of two elements: traced, or run."""
+
+    def update(updates, state, params=None):
+        if updates.shape != (2,):
+            return updates, state
+        if kind == "traced":
+            raise ValueError("no leaves of two")
+
+        def refuse(_):
+            raise ValueError("no leaves of two")
+
+        shape = jax.ShapeDtypeStruct(updates.shape, updates.dtype)
+        return jax.pure_callback(refuse, shape, updates), state
+
+    def any_update(updates, state, params=None):
+        if isinstance(updates, list):  # All leaves together, to see if they mix.
+            return updates, state
+        return update(updates, state, params)
+
+    return optax.GradientTransformation(lambda _: optax.EmptyState(), any_update)
+
+
+def three_leaves(cluster):
+    return {
+        "u": cluster.put("b", jnp.ones(3)),
+        "v": cluster.put("c", jnp.ones(2)),
+        "w": cluster.put("d", jnp.ones(4)),
+    }
+
+
+def test_a_transformation_that_cannot_be_traced_for_a_leaf_steps_none(cluster):
+    params = three_leaves(cluster)
+    optimizer = Optimizer(raising("traced"), params)
+    with cluster.context() as ctx:
+        ctx.backward(ctx.call("a", total, *params.values()))
+        with pytest.raises(RemoteError) as raised:
+            optimizer.step(ctx)
+    text = str(raised.value)
+    for said in (
+        "failed on 'c'",
+        "stepping ['v'] (leaf 1 on c)",
+        "no leaves of two",
+        "no leaf of Optimizer(3 leaves on 'b', 'c', 'd') was stepped",
+    ):
+        assert said in text, text
+    assert isinstance(raised.value.__cause__, ValueError)
+    for leaf in fetch(params).values():
+        np.testing.assert_array_equal(leaf, jnp.ones_like(leaf))
+
+
+def test_a_leaf_whose_step_fails_on_its_owner_is_named_and_the_others_have_moved(
+    cluster,
+):
+    params = three_leaves(cluster)
+    optimizer = Optimizer(raising("run"), params)
+    with cluster.context() as ctx:
+        ctx.backward(ctx.call("a", total, *params.values()))
+        optimizer.step(ctx)
+    with pytest.raises(RemoteError) as raised:
+        fetch(params)
+    text = str(raised.value)
+    for said in (
+        "failed on 'c'",
+        "stepping ['v'] (leaf 1 on c)",
+        "no leaves of two",
+        "not made: leaf 1 on c; what was assigned beside that is not affected",
+    ):
+        assert said in text, text
+    np.testing.assert_array_equal(params["u"].fetch(), 2 * jnp.ones(3))
+    np.testing.assert_array_equal(params["w"].fetch(), 2 * jnp.ones(4))
+
+
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_a_step_with_a_lost_owner_steps_nobody_and_says_so(clip_norm):
+    crash = Crash("c", 70, at_ns=1_000_000)
+    with simulate(
+        list("abcd"), seed=0, faults=[crash], network=LinkModel(latency_ns=100)
+    ) as cluster:
+        params = three_leaves(cluster)
+        optimizer = Optimizer(optax.sgd(0.1), params, clip_norm=clip_norm)
+        with cluster.context() as ctx:
+            ctx.backward(ctx.call("a", total, *params.values()))
+            cluster.driver.settle()
+            with pytest.raises(WorkerLost) as raised:
+                optimizer.step(ctx)
+        text = str(raised.value)
+        assert "'c'" in text and "was stepped" in text, text
+        if clip_norm is None:
+            assert "stepping ['v'] (leaf 1 on c)" in text
+            assert "none of 3 that were asked for together is made" in text
+        np.testing.assert_array_equal(params["u"].fetch(), jnp.ones(3))
+        np.testing.assert_array_equal(params["w"].fetch(), jnp.ones(4))
+
+
+def test_an_optimizer_is_shown_with_its_owners(cluster):
+    params = three_leaves(cluster)
+    optimizer = Optimizer(optax.sgd(0.1), params, clip_norm=2.0)
+    assert repr(optimizer) == "Optimizer(3 leaves on 'b', 'c', 'd', clip_norm=2.0)"
+    optimizer.drop()
+    assert repr(optimizer) == "Optimizer(0 leaves on no worker, clip_norm=2.0)"
+    optimizer.drop()
+    with pytest.raises(ContextError, match="whose states were dropped"):
+        fetch(optimizer.states)
+    with (
+        cluster.context() as ctx,
+        pytest.raises(ContextError, match="whose states were dropped"),
+    ):
+        optimizer.step(ctx)
+
+
+def test_a_state_that_cannot_be_made_is_named_and_the_others_are_dropped(cluster):
+    def init(params):
+        if not isinstance(params, list) and params.shape == (2,):
+            raise ValueError("no leaves of two")
+        return jax.tree.map(jnp.zeros_like, params)
+
+    tx = optax.GradientTransformation(init, lambda u, s, p=None: (u, s))
+    params = three_leaves(cluster)
+    cluster.driver.settle()
+    before = cluster.info()
+    with pytest.raises(RemoteError, match=r"no leaves of two(.|\n)*\['v'\] \(leaf 1"):
+        Optimizer(tx, params)
+    cluster.driver.settle()
+    held = {name: worker["values_held"] for name, worker in cluster.info().items()}
+    assert held == {name: worker["values_held"] for name, worker in before.items()}

@@ -103,7 +103,7 @@ def test_a_tracer_is_refused_with_what_to_do() -> None:
 def test_what_a_call_does_not_take_is_named_with_its_place(wrong: Any) -> None:
     kind = type(wrong).__name__
     with pytest.raises(
-        JdagError, match=rf"argument 'w'\[1\] is a {kind}.*jdag\.static"
+        JdagError, match=rf"argument 'w'\[1\] is an? {kind}.*jdag\.static"
     ):
         taken(1.0, w=[2.0, wrong])
 

@@ -1,6 +1,5 @@
 """The report of a run: what its trace says of time, pictures, page and other traces."""
 
-import json
 import struct
 from fractions import Fraction
 from itertools import pairwise
@@ -11,16 +10,9 @@ import pytest
 
 from jdag.cluster import simulate
 from jdag.errors import JdagError, UnusedSendError
-from jdag.programs import Case
-from jdag.programs.shapes import dropped_reply, pipeline, product, scale, total
+from jdag.graph import graph_of
+from jdag.programs.shapes import pipeline
 from jdag.report import bubble, read_drawings, render, spans
-from jdag.report.graph import (
-    WORKERS_MAX,
-    dot_of,
-    graph_of,
-    graph_of_plain,
-    owed_in,
-)
 from jdag.report.perfetto import JOBS_MAX, MESSAGES_MAX, trace_events
 from jdag.report.raster import COLUMNS, mixed
 from jdag.report.spans import Job, Spans, Transfer, spans_of
@@ -225,84 +217,6 @@ def test_a_raster_neither_loses_nor_adds_time(slow):
     busy = picture[:, :, 0].mean(axis=1)
     idle = bubble(jobs, STAGES, window)
     np.testing.assert_allclose(busy, [float(1 - idle[w]) for w in STAGES], atol=1e-9)
-
-
-# --------------------------------------------------------------------------- graph
-
-
-def test_a_graph_joins_the_fragments_by_their_transfers(piped):
-    _, drawings, _, _ = piped
-    graph = graph_of(drawings)
-    kinds = [vertex.kind for vertex in graph.vertices]
-    assert {kind: kinds.count(kind) for kind in ("node", "send", "recv", "leaf")} == {
-        "node": 32,
-        "send": 24,
-        "recv": 24,
-        "leaf": 4,
-    }
-    worker = {vertex.id: vertex.worker for vertex in graph.vertices}
-    assert len(worker) == len(graph.vertices)
-    across = [e for e in graph.edges if worker[e.source] != worker[e.target]]
-    assert len(across) == 24
-    for one in across:
-        assert "/send " in one.source
-        assert "/recv " in one.target
-
-
-def test_a_graph_comes_back_from_json(piped):
-    graph = graph_of(piped[1])
-    assert graph_of_plain(json.loads(json.dumps(graph.plain()))) == graph
-
-
-def test_a_graph_of_many_workers_says_how_many_it_leaves_out(piped):
-    one = piped[1]["stage0"]
-    graph = graph_of({f"w{number}": one for number in range(WORKERS_MAX + 3)})
-    assert len(graph.workers) == WORKERS_MAX
-    assert graph.left_out == 3
-
-
-def test_the_sends_that_a_stuck_pass_owes_are_the_red_ones():
-    case = dropped_reply(("home", "other"), mode="fast")
-    _, drawings, _, owed = play(case, ("home", "other"))
-    (named,) = owed
-    graph = graph_of(drawings)
-    figures = {"owed_workers": [named.worker], "owed_call_sites": [named.call_site]}
-    found = owed_in(graph, figures)
-    assert found == ("home/send 2",)
-    dot = dot_of(graph, "stuck", found)
-    (red,) = [line for line in dot.splitlines() if "color=red" in line]
-    assert red.strip().startswith('"home/send 2"')
-    assert owed_in(graph, {}) == ()
-    elsewhere = {"owed_workers": ["other"], "owed_call_sites": [named.call_site]}
-    assert owed_in(graph, elsewhere) == ()
-
-
-def test_a_send_is_not_owed_for_a_later_call_that_uses_what_it_brought():
-    here, other = "home", "other"
-
-    def body(ctx, params):
-        first = ctx.call(here, scale, params["w"], params["w"])
-        ctx.call(other, product, first, params["y"])
-        second = ctx.call(here, scale, params["w"], first)
-        return ctx.call(other, total, ctx.call(other, product, first, second))
-
-    arrays = {"w": np.ones(3), "y": np.ones(3)}
-    case = Case(body, arrays, {"w": here, "y": other})
-    graph = graph_of(play(case, (here, other))[1])
-    (late,) = [v for v in graph.vertices if v.id == "other/node 4"]
-    figures = {"owed_workers": [here], "owed_call_sites": [late.call_site]}
-    assert owed_in(graph, figures) == ("home/send 4",)
-
-
-def test_dot_has_a_cluster_a_worker_and_each_vertex_and_edge_once(piped):
-    graph = graph_of(piped[1])
-    dot = dot_of(graph, 'a "quoted" name')
-    assert dot.startswith('digraph "a \\"quoted\\" name" {')
-    assert dot.count("{") == dot.count("}") == 1 + len(STAGES)
-    assert dot.count("subgraph cluster_") == len(STAGES)
-    assert dot.count(" -> ") == len(graph.edges)
-    for vertex in graph.vertices:
-        assert dot.count(f'    "{vertex.id}" [') == 1
 
 
 # ------------------------------------------------------------------------ Perfetto

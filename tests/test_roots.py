@@ -86,7 +86,7 @@ def test_a_root_that_cannot_be_one_says_why(cluster, name, roots, error, text):
         ([ONES, 1j], r"cotangent 1 is ~?complex128\[\]"),
         ([1.0, None], "cotangent 0 is ~?float64"),
         (["x", None], "cotangent 0: a str is no array"),
-        ([object(), None], "cotangent 0: a object is no array"),
+        ([object(), None], "cotangent 0: an object is no array"),
     ],
 )
 def test_cotangents_are_checked_against_their_roots(cluster, cotangents, text):

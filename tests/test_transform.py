@@ -106,7 +106,7 @@ def test_a_loss_that_depends_on_nothing_has_zero_gradients(cluster):
             RootError,
             "dtype is int",
         ),
-        (loss, ({"n": [3]},), JdagError, r"argument 0\['n'\]\[0\] is int64\[\]"),
+        (loss, ({"n": [3]},), JdagError, r"argument 0\['n'\]\[0\]: int64\[\]"),
         (
             lambda ctx, w: ctx.call("b", layer, X, w),
             (ONES,),

@@ -16,9 +16,11 @@ from jdag.engine.vocabulary import (
     Acknowledge,
     Answer,
     Assign,
+    Assignment,
     Call,
     ContextId,
     Cotangent,
+    Discard,
     End,
     Ended,
     Fail,
@@ -30,6 +32,7 @@ from jdag.engine.vocabulary import (
     LeafId,
     Mark,
     Marked,
+    Notice,
     Outcome,
     Owed,
     Primal,
@@ -193,6 +196,16 @@ def _nested(one: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 plain_trees = _nested(plain)
 trees = _nested(plain | opaque)
 
+assignments = st.builds(
+    Assignment,
+    paths,
+    st.none() | functions,
+    _several(keys),
+    _several(keys),
+    _several(avals),
+    texts,
+)
+
 messages: dict[type[Any], st.SearchStrategy[Any]] = {
     Call: st.builds(
         Call,
@@ -204,27 +217,35 @@ messages: dict[type[Any], st.SearchStrategy[Any]] = {
         masks,
         _several(incoming),
         texts,
+        _several(keys),
     ),
     Ship: st.builds(
-        Ship, contexts, paths, workers, _several(keys), masks, texts, texts
+        Ship,
+        contexts,
+        paths,
+        workers,
+        _several(keys),
+        masks,
+        texts,
+        texts,
+        _several(keys),
     ),
     Acknowledge: st.builds(Acknowledge, st.none() | contexts, paths),
     Primal: st.builds(Primal, contexts, paths, workers, maybe_failures),
     Run: st.builds(Run, contexts, paths, st.just(program), trees, texts),
     Return: st.builds(
-        Return, contexts, paths, trees, st.none() | failures, _several(workers)
+        Return,
+        contexts,
+        paths,
+        trees,
+        st.none() | failures,
+        _several(workers),
+        _several(st.builds(Notice, workers, _several(keys))),
     ),
+    Discard: st.builds(Discard, contexts, _several(keys)),
     Read: st.builds(Read, _wide(8), _several(keys)),
     Reading: st.builds(Reading, _wide(8), maybe_failures),
-    Assign: st.builds(
-        Assign,
-        paths,
-        st.none() | functions,
-        _several(keys),
-        _several(keys),
-        _several(avals),
-        texts,
-    ),
+    Assign: st.builds(Assign, paths, _several(assignments)),
     Forget: st.builds(Forget, _several(leaves)),
     Start: st.builds(
         Start,
@@ -256,6 +277,6 @@ OPAQUE: dict[type[Any], tuple[str, ...]] = {
     Call: ("function",),
     Run: ("function", "arguments"),
     Return: ("result",),
-    Assign: ("function", "avals"),
+    Assign: ("parts",),
     Start: ("roots",),
 }

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdag.errors import JdagError
+from jdag.errors import JdagError, kind_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +95,15 @@ def aval_of(value: Any) -> Aval:
 def _other_aval(value: Any) -> Aval:
     if isinstance(value, jax.ShapeDtypeStruct):
         return intern_aval(value.shape, value.dtype, value.weak_type)
+    config: Any = jax.config
     try:
         known = jax.typeof(value)
+    except OverflowError as error:
+        raise JdagError(
+            f"{value} is too large for the integers of JAX, which have "
+            f"{64 if config.jax_enable_x64 else 32} bits here; pass it as a float, "
+            "or as jdag.static(value), part of the function"
+        ) from error
     except TypeError as error:
         raise JdagError(
             f"{_described(value)} is no array: arrays are JAX or numpy arrays of "
@@ -105,7 +112,12 @@ def _other_aval(value: Any) -> Aval:
     return intern_aval(known.shape, known.dtype, known.weak_type)
 
 
+def is_deleted(value: Any) -> bool:
+    """Tell whether a value is a JAX array whose buffer was deleted or donated."""
+    return isinstance(value, jax.Array) and value.is_deleted()
+
+
 def _described(value: Any) -> str:
     dtype = getattr(value, "dtype", None)
     of = "" if dtype is None else f" of dtype {dtype}"
-    return f"a {type(value).__name__}{of}"
+    return f"{kind_of(value)}{of}"

@@ -15,7 +15,7 @@ from typing import Any, assert_never
 
 import jax
 
-from jdag.compute.avals import Aval
+from jdag.compute.avals import Aval, aval_of
 from jdag.compute.hooks import hooked
 from jdag.compute.sums import ADDENDS_MAX, add, ones, zeros
 from jdag.compute.values import Values
@@ -36,6 +36,7 @@ KINDS = ("real", "abstract")
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _PROGRAMS = os.path.join(_PACKAGE, "programs") + os.sep
+_JAX_NOTE = "JAX has removed its internal frames"
 _JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
 
 
@@ -168,15 +169,12 @@ def _filled(job: Fill) -> jax.Array:
 def failure_of(error: BaseException, worker: str, path: Path, function: str) -> Failure:
     """What a user's function raised on `worker`, as a value for engines to hand on.
 
-    What jdag itself says of it needs no traceback.
+    An error of jdag keeps its class and text; any other is a RemoteError.
     """
-    if isinstance(error, JdagError):
-        return Failure(
-            type(error).__name__, str(error), worker, path, function, exception=error
-        )
+    is_ours = isinstance(error, JdagError)
     return Failure(
-        error="RemoteError",
-        message="".join(traceback.format_exception_only(error)).rstrip("\n"),
+        error=type(error).__name__ if is_ours else "RemoteError",
+        message=str(error) if is_ours else said(error),
         worker=worker,
         path=path,
         function=function,
@@ -185,16 +183,43 @@ def failure_of(error: BaseException, worker: str, path: Path, function: str) -> 
     )
 
 
+def deleted(value: Any, key: Key, worker: str) -> Failure:
+    """Say that an array which `worker` holds is not there any more."""
+    what = str(key.name) if key.kind == "leaf" else f"{key.kind} {key.name} on {worker}"
+    return Failure(
+        "JdagError",
+        f"{what}, {aval_of(value)}, was deleted, or donated to a jitted "
+        "function; what was put, passed or fetched is shared, not copied, so hand over "
+        "a copy (jnp.copy) where the original is to be donated",
+        worker,
+        key.name if key.kind in ("output", "constant") else (),
+    )
+
+
 def user_traceback(error: BaseException) -> str:
     """The traceback of `error` without the frames of jdag and JAX.
 
-    Where there are no others all are shown: the error is then jdag's or JAX's own.
+    Where there are no others all are shown: the error is then jdag's or JAX's own. But
+    none are if it is a JdagError, which says all by itself, or a TypeError: then the
+    user's function could not be called with these arguments.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    kept = [frame for frame in frames if _is_users(frame.filename)] or frames
-    lines = ["Traceback (most recent call last):\n", *traceback.format_list(kept)]
-    lines += traceback.format_exception_only(error)
-    return "".join(lines).rstrip("\n")
+    kept = [frame for frame in frames if _is_users(frame.filename)]
+    if not kept and isinstance(error, JdagError | TypeError):
+        return ""
+    lines = traceback.format_list(kept or frames)
+    return "".join(["Traceback (most recent call last):\n", *lines, said(error)])
+
+
+def said(error: BaseException) -> str:
+    """The class of an exception and what it says, without what JAX says of its frames.
+
+    The notes that others added are part of it.
+    """
+    told = traceback.TracebackException.from_exception(error)
+    notes = getattr(told, "__notes__", None) or ()
+    told.__notes__ = [note for note in notes if _JAX_NOTE not in note]
+    return "".join(told.format_exception_only()).rstrip("\n")
 
 
 def _is_users(file: str) -> bool:

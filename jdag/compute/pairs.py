@@ -11,21 +11,41 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from jdag.compute.avals import Aval, aval_of
+from jdag.compute.avals import Aval, aval_of, is_deleted
 from jdag.compute.pytrees import Template
 from jdag.compute.sums import ADDENDS_MAX, fold
-from jdag.errors import JdagError
+from jdag.errors import JdagError, kind_of
 from jdag.functions import code_of, is_unjitted, key_of, name_of
 
 PAIRS_MAX = 4096
 ANEW_MAX = 32
+
+
+class Configuration(NamedTuple):
+    """The settings of JAX that what a function computes depends on."""
+
+    jax_enable_x64: bool
+    jax_default_matmul_precision: str | None
+    jax_default_prng_impl: str
+    jax_numpy_dtype_promotion: str
+
+
+def configuration() -> Configuration:
+    """Return the settings as they are now."""
+    config: Any = jax.config
+    return Configuration(
+        config.jax_enable_x64,
+        config.jax_default_matmul_precision,
+        config.jax_default_prng_impl,
+        config.jax_numpy_dtype_promotion,
+    )
 
 
 class _Spec:
@@ -114,6 +134,7 @@ class Pair:
         self.name = name_of(fn)
         self.avals = avals
         self.tracked = tracked
+        self._argument = template.name
         self._fn = fn  # Its key names its globals and objects by identity.
         compiled: Any = _as_it_is if is_unjitted(fn) else jax.jit
         body = _body(fn, self.name, template, tracked, compiled)
@@ -142,7 +163,7 @@ class Pair:
             if self.may_raise:
                 jax.block_until_ready(returned)
         except (RuntimeError, ValueError) as error:
-            _refuse_deleted(self.name, "argument", args, error)
+            _refuse_deleted(self.name, self._argument, args, error)
             raise
         spec, outputs = returned.spec, returned.outputs
         if spec.vjp_tree is None:
@@ -177,7 +198,7 @@ class Pair:
             if spec.may_raise:
                 jax.block_until_ready(gradients)
         except (RuntimeError, ValueError) as error:
-            _refuse_deleted(self.name, "residual", residuals.keeps, error)
+            _refuse_deleted(self.name, "residual {}".format, residuals.keeps, error)
             raise
         return gradients
 
@@ -251,10 +272,10 @@ def _outputs(name: str, tree: Any) -> tuple[list[Any], Any]:
         try:
             is_array = isinstance(leaf, jax.Array)
             arrays.append(_strong(leaf if is_array else jnp.asarray(leaf)))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             path = jtu.keystr(jtu.tree_flatten_with_path(tree)[0][place][0])
             raise JdagError(
-                f"{name} returned a {type(leaf).__name__} "
+                f"{name} returned {kind_of(leaf)} "
                 f"{f'at {path}' if path else 'as its output'}; functions return "
                 "arrays, Python scalars, and pytrees of these"
             ) from error
@@ -327,12 +348,12 @@ def _has_callback(part: Any) -> bool:
 
 
 def _refuse_deleted(
-    name: str, what: str, arrays: Sequence[Any], error: Exception
+    name: str, what: Callable[[int], str], arrays: Sequence[Any], error: Exception
 ) -> None:
     for place, array in enumerate(arrays):
-        if isinstance(array, jax.Array) and array.is_deleted():
+        if is_deleted(array):
             raise JdagError(
-                f"{what} {place} of {name}, {aval_of(array)}, was deleted or donated; "
+                f"{what(place)} of {name}, {aval_of(array)}, was deleted or donated; "
                 "arrays that jdag holds have to live as long as their context"
             ) from error
 
@@ -360,19 +381,8 @@ class PairCache:
         tracked: tuple[bool, ...],
     ) -> Pair:
         """Return the pair of `fn` for these arguments; see `pair` below."""
-        config: Any = jax.config
         key = _Key(
-            (
-                key_of(fn),
-                template,
-                avals,
-                tracked,
-                is_unjitted(fn),
-                config.jax_enable_x64,
-                config.jax_default_matmul_precision,
-                config.jax_default_prng_impl,
-                config.jax_numpy_dtype_promotion,
-            )
+            (key_of(fn), template, avals, tracked, is_unjitted(fn), configuration())
         )
         key.fn = fn
         key.template = template

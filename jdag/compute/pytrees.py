@@ -4,14 +4,17 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
+from numbers import Number
+from types import FunctionType, MethodType
 from typing import Any
 
 import jax
 import jax.tree_util as jtu
 import numpy as np
 
-from jdag.errors import ContextError, JdagError
-from jdag.functions import value_key
+from jdag.compute.avals import Aval, aval_of, is_deleted
+from jdag.errors import ContextError, JdagError, kind_of
+from jdag.functions import Applied, value_key
 
 ALLOWED = (
     "refs, JAX and numpy arrays, Python int, float and complex, and, as part of the "
@@ -57,15 +60,40 @@ def static(value: Hashable) -> Static:
     return Static(value)
 
 
+def called(
+    fn: Callable[..., Any], args: tuple[Any, ...]
+) -> tuple[Callable[..., Any], tuple[Any, ...], int]:
+    """Return what is called in place of `fn`, with which arguments, how many added.
+
+    A callable pytree, such as a module, is an argument of its own call, so that the
+    arrays and refs in it are arguments as any others; a method of one likewise.
+    """
+    if type(fn) is FunctionType:
+        return fn, args, 0
+    if type(fn) is MethodType:
+        return (fn.__func__, (fn.__self__, *args), 1) if _is_node(fn) else (fn, args, 0)
+    if jtu.all_leaves((fn,)):
+        return fn, args, 0
+    return Applied(fn), (fn, *args), 1
+
+
+def _is_node(method: MethodType) -> bool:
+    owner = method.__self__
+    return type(owner) not in (tuple, list, dict) and not jtu.all_leaves((owner,))
+
+
 class Template:
     """What arguments are without their arrays: the tree, and statics by place."""
 
-    __slots__ = ("_hash", "_leaves", "key", "treedef")
+    __slots__ = ("_hash", "_leaves", "_own", "key", "treedef")
 
-    def __init__(self, treedef: Any, leaves: Sequence[Any], key: Hashable) -> None:
+    def __init__(
+        self, treedef: Any, leaves: Sequence[Any], key: Hashable, own: int
+    ) -> None:
         self.treedef = treedef
-        self.key = (treedef, key)
+        self.key = (treedef, _exact(treedef), key)
         self._leaves = tuple(leaves)
+        self._own = own
         self._hash = hash(self.key)
 
     def __hash__(self) -> int:
@@ -81,6 +109,49 @@ class Template:
         assert next(rest, HOLE) is HOLE, f"more values than holes: {len(values)}"
         args, kwargs = jtu.tree_unflatten(self.treedef, leaves)
         return args, kwargs
+
+    def name(self, position: int) -> str:
+        """What errors call the argument at a position: `argument 1['w']`."""
+        holes = [place for place, leaf in enumerate(self._leaves) if leaf is HOLE]
+        args, kwargs = jtu.tree_unflatten(self.treedef, range(len(self._leaves)))
+        return _place_name(args, kwargs, holes[position], self._own)
+
+
+def _exact(treedef: Any) -> Hashable:
+    """What a treedef's own `==` does not tell apart: True and 1 in the data of a node.
+
+    Nodes of users have such data, static fields above all; dicts have keys.
+    """
+    return _numbers(treedef) if _has_data(treedef) else None
+
+
+@lru_cache(maxsize=4096)
+def _has_data(treedef: Any) -> bool:
+    node = treedef.node_data()
+    if node is None:
+        return False
+    kind, data = node
+    plain = kind in (tuple, list, type(None)) or (
+        kind is dict and all(type(key) is str for key in data)
+    )
+    return not plain or any(map(_has_data, treedef.children()))
+
+
+def _numbers(treedef: Any) -> Hashable:
+    node = treedef.node_data()
+    if node is None:
+        return None
+    return (_number_key(node[1]), tuple(map(_numbers, treedef.children())))
+
+
+def _number_key(data: Any) -> Hashable:
+    if isinstance(data, Number):
+        return (type(data), repr(data))
+    if isinstance(data, dict):
+        return _number_key(tuple(data.items()))
+    if isinstance(data, tuple | list):
+        return tuple(map(_number_key, data))
+    return None
 
 
 class _Hole(Enum):
@@ -108,6 +179,18 @@ class Split:
     def size(self) -> int:
         """Number of positions."""
         return len(self.refs) + len(self.constants)
+
+    def aval(self, position: int, value: Any) -> Aval:
+        """Return the abstract value of a constant.
+
+        Raises:
+            JdagError: it has none; names the argument.
+        """
+        try:
+            return aval_of(value)
+        except JdagError as error:
+            where = self.template.name(position)
+            raise JdagError(f"{where}: {error}") from None
 
 
 @dataclass(slots=True)
@@ -154,16 +237,20 @@ _kind: Callable[[Any], _Kind] = lru_cache(maxsize=1024)(_kind_of_type)
 
 
 def split(
-    args: tuple[Any, ...], kwargs: dict[str, Any], is_ref: Callable[[Any], bool]
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    is_ref: Callable[[Any], bool],
+    own: int = 0,
 ) -> Split:
     """Take the arguments of a call apart into refs, constants and a template.
 
     Writable numpy arrays are copied: what the caller writes into one afterwards must
-    not reach a computation that runs later.
+    not reach a computation that runs later. `own` tells how many of the arguments, the
+    first ones, are the function itself, which matters to errors alone.
 
     Raises:
         ContextError: an argument is a tracer of JAX.
-        JdagError: an argument is nothing that a call takes.
+        JdagError: an argument is nothing that a call takes, or was deleted.
     """
     leaves, treedef = jtu.tree_flatten((args, kwargs))
     parts = _Parts()
@@ -180,11 +267,15 @@ def split(
                 parts.statics.append((place, key))
                 continue
             if kind is _Kind.TRACER or kind is _Kind.REFUSED:
-                raise _refusal(leaf, _place_name(args, kwargs, place))
-            parts.constants.append((position, frozen(leaf)))
+                raise _refusal(leaf, _place_name(args, kwargs, place, own))
+            try:
+                parts.constants.append((position, frozen(leaf)))
+            except JdagError as error:
+                where = _place_name(args, kwargs, place, own)
+                raise JdagError(f"{where}: {error}") from None
         parts.leaves.append(HOLE)
         position += 1
-    template = Template(treedef, parts.leaves, tuple(parts.statics))
+    template = Template(treedef, parts.leaves, tuple(parts.statics), own)
     return Split(tuple(parts.refs), tuple(parts.constants), template)
 
 
@@ -192,9 +283,16 @@ def frozen(value: Any) -> Any:
     """Return the value, or a read-only copy where it is a numpy array that can change.
 
     Raises:
-        JdagError: a numpy array whose elements are not numbers or bools.
+        JdagError: a numpy array whose elements are not numbers or bools; or a JAX array
+            that was deleted.
     """
     if not isinstance(value, np.ndarray | np.generic):
+        if is_deleted(value):
+            raise JdagError(
+                f"{aval_of(value)} was deleted, or donated to a jitted function; an "
+                "array has to be there when it is handed over, and as long as it is "
+                "used: hand over a copy (jnp.copy) where the original is to be donated"
+            )
         return value
     if value.dtype.kind not in "biufcV":  # V: bfloat16 and its kin.
         raise JdagError(
@@ -209,11 +307,16 @@ def frozen(value: Any) -> Any:
     return value
 
 
-def _place_name(args: tuple[Any, ...], kwargs: dict[str, Any], place: int) -> str:
+def _place_name(
+    args: tuple[Any, ...], kwargs: dict[str, Any], place: int, own: int
+) -> str:
     path = jtu.tree_flatten_with_path((args, kwargs))[0][place][0]
-    first = (
-        f"argument {path[1].idx}" if path[0].idx == 0 else f"argument {path[1].key!r}"
-    )
+    if path[0].idx == 1:
+        first = f"argument {path[1].key!r}"
+    elif path[1].idx < own:
+        first = "the function's "
+    else:
+        first = f"argument {path[1].idx - own}"
     return first + jtu.keystr(path[2:])
 
 
@@ -225,9 +328,75 @@ def _refusal(leaf: Any, where: str) -> JdagError:
             "ctx.backward or jdag.value_and_grad for gradients"
         )
     return JdagError(
-        f"{where} is a {type(leaf).__name__}, which a call does not take; "
+        f"{where} is {kind_of(leaf)}, which a call does not take; "
         f"it takes pytrees of {ALLOWED}"
     )
+
+
+def argument_numbers(argnums: Any, count: int) -> tuple[int, ...]:
+    """Return which arguments `argnums` means, of `count`; negative ones from the end.
+
+    Raises:
+        JdagError: one is no integer, or there is no such argument.
+    """
+    numbers = argnums if isinstance(argnums, tuple | list) else (argnums,)
+    for number in numbers:
+        if type(number) is not int:
+            raise JdagError(
+                f"argnums={argnums!r}: allowed are an int, or a tuple of ints"
+            )
+        if not -count <= number < count:
+            allowed = f"{-count} to {count - 1}" if count else "none"
+            raise JdagError(
+                f"argnums={argnums!r} with {count} arguments after the context: "
+                f"allowed are {allowed}"
+            )
+    return tuple([number % count for number in numbers])
+
+
+class Form:
+    """What a pytree of refs is without them: its tree, and what is no ref in it.
+
+    Equal forms have refs at the same places; statics beside them are not compared, so
+    that a gradient, which has None there, is of the form of what it is the gradient of.
+    """
+
+    __slots__ = ("_leaves", "_tree")
+
+    def __init__(self, treedef: Any, leaves: Sequence[Any]) -> None:
+        self._leaves = tuple(leaves)
+        self._tree = treedef
+
+    @property
+    def num_leaves(self) -> int:
+        """How many refs there are."""
+        return sum(leaf is HOLE for leaf in self._leaves)
+
+    @property
+    def bare(self) -> "Form":
+        """The same with None in the place of statics."""
+        leaves = [HOLE if leaf is HOLE else None for leaf in self._leaves]
+        return Form(self._tree, leaves)
+
+    def rebuild(self, refs: Sequence[Any]) -> Any:
+        """Return the pytree with these in the place of its refs, in order."""
+        rest = iter(refs)
+        leaves = [next(rest) if leaf is HOLE else leaf for leaf in self._leaves]
+        assert next(rest, HOLE) is HOLE, f"more refs than places: {len(refs)}"
+        return jtu.tree_unflatten(self._tree, leaves)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Form) and self._places == other._places
+
+    def __hash__(self) -> int:
+        return hash(self._places)
+
+    def __str__(self) -> str:
+        return str(self._tree)
+
+    @property
+    def _places(self) -> tuple[Any, ...]:
+        return (self._tree, tuple([leaf is HOLE for leaf in self._leaves]))
 
 
 def flatten(
@@ -235,25 +404,49 @@ def flatten(
 ) -> tuple[list[Any], Any]:
     """Return the leaves of a pytree in JAX's order, and its treedef.
 
-    With `is_ref`, every leaf has to be a ref.
+    With `is_ref` the leaves are the refs, and a `Form` is in the treedef's place: every
+    other leaf has to be a static, beside at least one ref.
 
     Raises:
         JdagError: a leaf is not a ref; its path and type are named.
     """
-    leaves, treedef = jtu.tree_flatten(tree)
-    if is_ref is not None:
-        for place, leaf in enumerate(leaves):
-            if not is_ref(leaf):
-                path = jtu.keystr(jtu.tree_flatten_with_path(tree)[0][place][0])
-                raise JdagError(
-                    f"{f'leaf {path}' if path else 'the value'} is a "
-                    f"{type(leaf).__name__}; it takes a ref, or a pytree of refs"
-                )
-    return leaves, treedef
+    if is_ref is None:
+        leaves, treedef = jtu.tree_flatten(tree)
+        return leaves, treedef
+    leaves, treedef = jtu.tree_flatten(tree, is_leaf=_is_none)
+    refs = [leaf for leaf in leaves if is_ref(leaf)]
+    for place, leaf in enumerate(leaves):
+        if not (is_ref(leaf) or leaf is None or (refs and is_static(leaf))):
+            flat = jtu.tree_flatten_with_path(tree, is_leaf=_is_none)[0]
+            path = jtu.keystr(flat[place][0])
+            raise JdagError(
+                f"{f'leaf {path}' if path else 'the value'} is {kind_of(leaf)}; "
+                "it takes a ref, or a pytree of refs"
+            )
+    return refs, Form(treedef, [HOLE if is_ref(leaf) else leaf for leaf in leaves])
+
+
+def _is_none(leaf: object) -> bool:
+    return leaf is None
+
+
+def is_static(leaf: Any) -> bool:
+    """Tell whether a leaf is part of the function to a call, not one of its arrays."""
+    return _kind(type(leaf)) in (_Kind.STATIC, _Kind.WRAPPED)
+
+
+def no_gradient(aval: Aval, abstract: bool) -> Any:
+    """Return what stands for the gradient of an integer: as in JAX zeros of float0."""
+    float0 = jax.dtypes.float0
+    if abstract:
+        return jax.ShapeDtypeStruct(aval.shape, float0)
+    return np.zeros(aval.shape, float0)
 
 
 def unflatten(treedef: Any, leaves: Sequence[Any]) -> Any:
-    """Return the pytree that `treedef` describes, with these leaves."""
+    """Return the pytree that a treedef or `Form` describes, with these leaves."""
+    if isinstance(treedef, Form):
+        return treedef.rebuild(leaves)
     return jtu.tree_unflatten(treedef, leaves)
 
 
@@ -262,6 +455,10 @@ def map_leaves(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     return jtu.tree_map(fn, tree, *rest)
 
 
-def paths(tree: Any) -> list[str]:
-    """Return the name of each leaf, such as `['w'][0]`, in JAX's order."""
-    return [jtu.keystr(path) for path, _ in jtu.tree_flatten_with_path(tree)[0]]
+def paths(tree: Any, is_ref: Callable[[Any], bool] | None = None) -> list[str]:
+    """Return the name of each leaf, such as `['w'][0]`, in JAX's order.
+
+    With `is_ref`, of each ref: the leaves that `flatten` gives.
+    """
+    found = jtu.tree_flatten_with_path(tree)[0]
+    return [jtu.keystr(path) for path, leaf in found if is_ref is None or is_ref(leaf)]

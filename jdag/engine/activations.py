@@ -21,6 +21,7 @@ from typing import Any
 from jdag.engine.forward import Forwarding
 from jdag.engine.graph import Activation, Fragment
 from jdag.engine.leaves import Leaves
+from jdag.engine.lives import Lives
 from jdag.engine.state import State, lost_failure
 from jdag.engine.vocabulary import (
     Acknowledge,
@@ -50,9 +51,12 @@ from jdag.errors import ContextError, WorkerLost
 class Activations:
     """The programs of one worker, as its engine sees them."""
 
-    def __init__(self, state: State, leaves: Leaves, forwarding: Forwarding) -> None:
+    def __init__(
+        self, state: State, leaves: Leaves, lives: Lives, forwarding: Forwarding
+    ) -> None:
         self._state = state
         self._leaves = leaves
+        self._lives = lives
         self._forwarding = forwarding
         self._held: list[tuple[Activation, Any]] = []
 
@@ -80,6 +84,8 @@ class Activations:
         if fragment.ownership is not None:
             fragment.ownership.advance(event.context, Issued)
         self._refuse_lost(event)
+        lives = self._lives
+        lives.note(activation, event.discarded)
         inputs, ships = self._transfers(event, activation)
         call = Call(
             event.context,
@@ -93,6 +99,7 @@ class Activations:
                 for owner, slots in ships.items()
             ),
             event.call_site,
+            lives.riding(activation, event.worker),
         )
         for owner, slots in ships.items():
             ship = Ship(
@@ -103,6 +110,7 @@ class Activations:
                 tuple(tracked for _, tracked in slots),
                 event.name,
                 event.call_site,
+                lives.riding(activation, owner),
             )
             if owner == state.worker:
                 self._forwarding.make_send(fragment, ship)
@@ -139,23 +147,20 @@ class Activations:
             if owner == event.worker or key.kind == "constant":
                 inputs.append(key)
                 continue
-            what = (key, event.worker, tracked)
-            moved = activation.moved.get(what)
+            copies = activation.moved.get(key)
+            if copies is None:
+                copies = activation.moved[key] = {}
+                if key.kind == "leaf":
+                    self._lives.note_older(activation, key, event.arguments)
+            what = (event.worker, tracked)
+            moved = copies.get(what)
             if moved is None:
                 slots = ships.setdefault(owner, [])
                 moved = Key("received", event.context, (event.path, owner), len(slots))
                 slots.append((key, tracked))
-                activation.moved[what] = moved
+                copies[what] = moved
             inputs.append(moved)
         return inputs, ships
-
-    def move_leaves_again(self, activation: Activation) -> None:
-        """A pass spends transfers, but a leaf can be used again: in a new one."""
-        activation.moved = {
-            what: moved
-            for what, moved in activation.moved.items()
-            if not (what[0].kind == "leaf" and what[2])
-        }
 
     def launched(self, event: Launched) -> None:
         """Call a program, once all that was issued before it has arrived."""
@@ -238,7 +243,7 @@ class Activations:
             self._run(fragment, message, sender)
             return
         failure = self._forwarding.gone(message.context)
-        reply = Return(message.context, message.path, None, failure, ())
+        reply = Return(message.context, message.path, None, failure, (), ())
         self._state.send(sender, reply)
 
     def _run(self, fragment: Fragment, message: Run, issuer: Worker) -> None:
@@ -275,7 +280,9 @@ class Activations:
         failure = activation.lost or event.failure
         result = event.result if failure is None else None
         workers = tuple(activation.workers)
-        message = Return(event.context, event.path, result, failure, workers)
+        self._lives.note(activation, event.discarded)
+        notices = self._lives.returning(activation)
+        message = Return(event.context, event.path, result, failure, workers, notices)
         if activation.issuer == self._state.worker:
             self.program_ended(message)
         else:
@@ -290,6 +297,7 @@ class Activations:
             activation.workers[worker] = None
         if message.failure is not None and message.failure.error == "WorkerLost":
             activation.lost = activation.lost or message.failure
+        self._lives.note_notices(activation, message.notices)
         launched = activation.launched.pop(message.path, None)
         if launched is not None:
             self._state.out.append(
@@ -333,7 +341,8 @@ class Activations:
             issuer = activation.issuer
             if fragment.owner in state.lost and issuer not in (None, state.worker):
                 # The issuer may not have lost the owner, and waits.
-                reply = Return(fragment.context, activation.path, None, failure, ())
+                path = activation.path
+                reply = Return(fragment.context, path, None, failure, (), ())
                 state.send(issuer, reply)
             for waiter, _ in activation.launched.values():
                 self._state.out.append(Resume(waiter, (None, failure)))

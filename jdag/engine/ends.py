@@ -170,7 +170,7 @@ class Ends:
         self._passes.abandon(fragment)
         self._activations.abort(fragment, failure)
         if fragment.pending:
-            for value in fragment.values.values():
+            for value in tuple(fragment.values.values()):
                 if not value.settled:  # Reads and assignments may wait for it.
                     state.settle(value, failure)
         jobs = [
@@ -187,10 +187,13 @@ class Ends:
         keys = [
             value.stored
             for value in fragment.values.values()
-            if value.key.kind != "leaf"
+            if value.users and value.key.kind != "leaf"
         ]
         for recv in fragment.recvs.values():
-            keys.extend(value.stored for value in recv.outputs)
+            keys.extend(value.stored for value in recv.outputs if value.users)
+        keys.extend(
+            end.gradient for end in fragment.leaves.values() if end.gradient is not None
+        )
         keys.extend(
             node.residuals
             for node in fragment.nodes.values()

@@ -9,6 +9,7 @@ from jdag.engine.drawing import Drawing, draw
 from jdag.engine.ends import Ends
 from jdag.engine.forward import Forwarding
 from jdag.engine.leaves import Leaves
+from jdag.engine.lives import Lives
 from jdag.engine.passes import Passes
 from jdag.engine.reads import Reads
 from jdag.engine.state import State
@@ -25,6 +26,8 @@ from jdag.engine.vocabulary import (
     ContextId,
     Cotangent,
     Differentiated,
+    Discard,
+    Discarded,
     Dropped,
     Effect,
     End,
@@ -72,11 +75,16 @@ class Engine:
     ) -> None:
         self._state = state = State(worker, workers, incarnation)
         self._leaves = Leaves(state)
+        self._lives = Lives(state)
         self._backward = Backward(state, self._owner_passive, self._owner_failed)
-        self._forwarding = Forwarding(state, self._leaves, self._backward.woken)
-        self._activations = Activations(state, self._leaves, self._forwarding)
+        self._forwarding = Forwarding(
+            state, self._leaves, self._lives, self._backward.woken
+        )
+        self._activations = Activations(
+            state, self._leaves, self._lives, self._forwarding
+        )
         self._reads = Reads(state, self._leaves)
-        self._passes = Passes(state, self._activations, self._backward)
+        self._passes = Passes(state, self._lives, self._activations, self._backward)
         self._ends = Ends(
             state,
             self._leaves,
@@ -138,6 +146,8 @@ class Engine:
         match event:
             case Issued():
                 self._activations.issued(event)
+            case Discarded():
+                self._lives.discarded(event)
             case Fetched():
                 self._reads.fetched(event)
             case Launched():
@@ -216,6 +226,8 @@ class Engine:
                 self._leaves.arrived(sender, message)
             case Forget():
                 self._leaves.forget(message)
+            case Discard(keys=keys):
+                self._lives.discard(keys)
             case (
                 Answer()
                 | Cotangent()

@@ -17,6 +17,7 @@ from typing import Any
 
 from jdag.engine.graph import Fragment, Node, RecvEnd, SendEnd, Value
 from jdag.engine.leaves import Leaves
+from jdag.engine.lives import Lives
 from jdag.engine.state import State, first_failure, lost_failure
 from jdag.engine.vocabulary import (
     Acknowledge,
@@ -36,15 +37,17 @@ from jdag.engine.vocabulary import (
 class Forwarding:
     """The forward half of one engine."""
 
-    def __init__(self, state: State, leaves: Leaves, woken: Any) -> None:
+    def __init__(self, state: State, leaves: Leaves, lives: Lives, woken: Any) -> None:
         self._state = state
         self._leaves = leaves
+        self._lives = lives
         self._woken = (
             woken  # Told of a node whose forward ran while a pass waited for it.
         )
 
     def call(self, sender: Worker, message: Call) -> None:
         """A call from another worker."""
+        self._lives.discard(message.discarded)
         fragment = self._state.fragment(message.context)
         if fragment is None:
             self._state.drop(key for key in message.inputs if key.kind == "constant")
@@ -61,7 +64,9 @@ class Forwarding:
         if message.incoming:
             self._note_avals(fragment, message)
         node = Node(message.path, message.function, message.call_site)
-        node.arguments = tuple(self.value(fragment, key) for key in message.inputs)
+        node.arguments = tuple([self.value(fragment, key) for key in message.inputs])
+        for argument in node.arguments:
+            argument.users += 1
         recorded = True in message.outputs
         results = []
         for index, recording in enumerate(message.outputs):
@@ -101,15 +106,18 @@ class Forwarding:
         if key.kind == "received":
             path, source = key.name
             recv = fragment.recvs.get((path, source))
-            return (
-                self._leaves.missing(key) if recv is None else recv.outputs[key.index]
-            )
-        if key.kind == "constant":
+            known = None if recv is None else recv.outputs[key.index]
+        elif key.kind == "constant":
             value = fragment.values[key] = Value(key, None, 0)
             value.settled = True
+            value.users = 0  # No program can name it: its call is all it is for.
             return value
-        known = fragment.values.get(key)
-        return self._leaves.missing(key) if known is None else known
+        else:
+            known = fragment.values.get(key)
+        if known is None:
+            return self._leaves.missing(key)
+        assert known.users, key  # It was discarded, and is gone.
+        return known
 
     def _start(self, fragment: Fragment, node: Node) -> None:
         if fragment.gone:
@@ -149,10 +157,7 @@ class Forwarding:
         state = self._state
         node.done = True
         node.failure = failure
-        for value in node.arguments:
-            if value.key.kind == "constant":
-                state.drop((value.key,))
-                del fragment.values[value.key]
+        state.release(node.arguments)
         node.arguments = ()
         for value in node.results:
             state.settle(value, failure)
@@ -176,7 +181,7 @@ class Forwarding:
     def lost(self, worker: Worker) -> None:
         """A worker is gone: it sends nothing more."""
         for fragment in self._state.contexts.values():
-            for recv in fragment.recvs.values():
+            for recv in tuple(fragment.recvs.values()):
                 if recv.source == worker:
                     self._fail_recv(recv, worker)
 
@@ -189,6 +194,7 @@ class Forwarding:
     def ship(self, sender: Worker, message: Ship) -> None:
         """A value here is wanted elsewhere, says another worker."""
         state = self._state
+        self._lives.discard(message.discarded)
         fragment = state.fragment(message.context)
         if fragment is not None:
             self.make_send(fragment, message)
@@ -200,7 +206,9 @@ class Forwarding:
 
     def make_send(self, fragment: Fragment, message: Ship) -> None:
         """The sending end of a transfer, whoever issued it."""
-        values = tuple(self.value(fragment, key) for key in message.keys)
+        values = tuple([self.value(fragment, key) for key in message.keys])
+        for value in values:
+            value.users += 1
         if True in message.tracked:
             inputs = tuple(
                 value if tracked else None
@@ -227,12 +235,13 @@ class Forwarding:
             if fragment.owner not in state.lost:
                 return  # An abort reaches who waits for these as well.
             failures = (self.gone(fragment.context),) * len(values)
-            values = ()
+        carried = zip(values, failures, strict=True)
         state.send(
             message.destination,
             Primal(message.context, message.path, state.worker, failures),
-            tuple(value.stored for value in values if value.failure is None),
+            tuple([value.stored for value, failure in carried if failure is None]),
         )
+        state.release(values)
         state.less_pending(fragment)
 
     def primal(self, message: Primal, landed: tuple[Key, ...]) -> None:

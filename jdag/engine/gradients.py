@@ -6,8 +6,8 @@ sums and, after a finished pass, for an Apply for each hook that wants to see.
 Invariants
 - What a pass adds to a gradient is summed first, and goes through its hooks, and is
   then added: its bits do not depend on the passes before.
-- Nothing is committed but by `End(finished)`; hooks see what has been committed, each
-  once for a pass, one after another in the order of the program.
+- Nothing is committed but by `End(finished)`, in `jdag.engine.passes`; hooks see what
+  has been committed, each once for a pass, one after another in program order.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 
 from jdag.engine.complete import Completion
-from jdag.engine.graph import Fragment, LeafEnd, Value
+from jdag.engine.graph import Fragment, LeafEnd
 from jdag.engine.live import Pass
 from jdag.engine.state import State
 from jdag.engine.vocabulary import Apply, Failure, Hook, Job, Key
@@ -69,18 +69,6 @@ class Gradients:
             stage(key)
         else:
             self._complete.sum(fragment, live, (), (key,), stage, base=end.gradient)
-
-    def commit(self, fragment: Fragment, live: Pass) -> None:
-        """The pass has finished: what it staged are gradients from now on."""
-        for leaf, staged in live.staged.items():
-            end = fragment.leaves[leaf]
-            if staged is not None:
-                end.gradient = staged
-            assert end.gradient is not None, leaf
-            value = Value(Key("gradient", fragment.context, leaf, live.number), None, 0)
-            value.stored = end.gradient
-            value.settled = True
-            fragment.values[value.key] = value
 
     def show(self, fragment: Fragment, live: Pass, then: Told) -> None:
         """Let hooks see what a finished pass has added; then call `then`."""

@@ -37,7 +37,9 @@ from jdag.engine.vocabulary import (
 class Value:
     """A value as the engine knows it: where it is stored, if it is there or failed."""
 
-    __slots__ = ("failure", "index", "key", "producer", "settled", "stored", "waiters")
+    __slots__ = (
+        "failure", "index", "key", "producer", "settled", "stored", "users", "waiters",
+    )  # fmt: skip
 
     def __init__(self, key: Key, producer: "Vertex | None", index: int) -> None:
         self.key = key
@@ -47,6 +49,7 @@ class Value:
         self.settled = False
         self.failure: Failure | None = None
         self.waiters: list[Pending] = []
+        self.users = 1  # Who needs it, the program among them: see `lives`.
 
 
 class Pending:
@@ -134,12 +137,13 @@ class RecvEnd:
 class LeafEnd:
     """Where the gradient of one leaf accumulates in one context. It is never spent."""
 
-    __slots__ = ("aval", "gradient", "inputs", "leaf", "outputs")
+    __slots__ = ("aval", "current", "gradient", "inputs", "leaf", "outputs")
 
     def __init__(self, leaf: LeafId, aval: Any) -> None:
         self.leaf = leaf
         self.aval = aval
         self.gradient: Key | None = None  # The committed one, where it is stored.
+        self.current: Value | None = None  # The same as a value.
         self.inputs: tuple[Value, ...] = ()
         self.outputs: tuple[Value, ...] = ()
 
@@ -158,7 +162,10 @@ class Activation:
         default_factory=dict
     )
     launched: dict[Path, tuple[int, Worker]] = field(default_factory=dict)
-    moved: dict[tuple[Key, Worker, bool], Key] = field(default_factory=dict)
+    # Of each value, its copies by where they are and whether they are tracked.
+    moved: dict[Key, dict[tuple[Worker, bool], Key]] = field(default_factory=dict)
+    versions: dict[LeafId, Key] = field(default_factory=dict)  # That were moved last.
+    notices: dict[Worker, list[Key]] = field(default_factory=dict)  # See `lives`.
     workers: dict[Worker, None] = field(default_factory=dict)
     lost: Failure | None = None  # The first loss of a worker of these.
 

@@ -14,6 +14,7 @@ from jdag.engine.vocabulary import (
     Acknowledge,
     Assign,
     Assigned,
+    Assignment,
     Dropped,
     Failure,
     Forget,
@@ -23,6 +24,7 @@ from jdag.engine.vocabulary import (
     LeafId,
     Path,
     Worker,
+    landing,
 )
 from jdag.errors import WorkerLost
 
@@ -45,11 +47,21 @@ class Leaf:
     versions: dict[int, Version] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class Batch:
+    """What came with one message, dropped when the last of its parts has settled."""
+
+    parts: int
+    constants: tuple[Key, ...]
+
+
 class Held(NamedTuple):
     """What an assignment reads: it is kept until that has run."""
 
     fragments: tuple[Fragment, ...]
     versions: tuple[tuple[LeafId, Version], ...]
+    values: tuple[Value, ...]  # Of the fragments.
+    batch: Batch
 
 
 class Leaves:
@@ -61,28 +73,27 @@ class Leaves:
         self.unacknowledged: dict[tuple[Path, Worker], None] = {}
 
     def assigned(self, event: Assigned) -> None:
-        """A program here makes versions of leaves, on this worker or another."""
+        """A program here makes versions of leaves: one message to each who keeps some.
+
+        Where one of these is lost nobody is told.
+        """
         state = self._state
-        if event.worker in state.lost:
-            raise WorkerLost(f"leaves cannot be made on {event.worker!r}: it is lost")
-        message = Assign(
-            event.path,
-            event.function,
-            event.inputs,
-            event.outputs,
-            event.avals,
-            event.call_site,
-        )
-        if event.worker == state.worker:
-            self.assign(message)
-            return
-        self.unacknowledged[event.path, event.worker] = None
-        if event.function is None:
-            carried = event.outputs
-        else:
-            carried = tuple(key for key in event.inputs if key.kind == "constant")
-        state.send(event.worker, message, carried)
-        state.drop(carried)
+        parts: dict[Worker, list[Assignment]] = {}
+        for part in event.parts:
+            if part.worker in state.lost:
+                raise WorkerLost(_lost(part, len(event.parts)))
+            parts.setdefault(part.worker, []).append(part)
+        own = Assign(event.path, tuple(parts.pop(state.worker, ())))
+        sent: dict[Key, None] = {}
+        for worker, theirs in parts.items():
+            message = Assign(event.path, tuple(theirs))
+            carried = landing(message)
+            self.unacknowledged[event.path, worker] = None
+            state.send(worker, message, carried)
+            sent.update(dict.fromkeys(carried))
+        kept = landing(own)
+        state.drop(key for key in sent if key not in kept)
+        self.assign(own)
 
     def arrived(self, sender: Worker, message: Assign) -> None:
         """An assignment from another worker."""
@@ -90,11 +101,18 @@ class Leaves:
         self._state.send(sender, Acknowledge(None, message.path))
 
     def assign(self, message: Assign) -> None:
-        """Make the versions: they settle when the function has run."""
+        """Make the versions: they settle when the functions have run."""
+        constants = tuple(key for key in landing(message) if key.kind == "constant")
+        batch = Batch(len(message.parts), constants)
+        # All is taken before the first is made: no part reads what another replaces.
+        taken = [self._inputs(part, batch) for part in message.parts]
+        for part, (inputs, held) in zip(message.parts, taken, strict=True):
+            self._assign(part, inputs, held)
+
+    def _assign(self, part: Assignment, inputs: tuple[Value, ...], held: Held) -> None:
         state = self._state
-        inputs, held = self._inputs(message)
         outputs = []
-        for key, aval in zip(message.outputs, message.avals, strict=True):
+        for key, aval in zip(part.outputs, part.avals, strict=True):
             leaf = self._leaves.setdefault(key.name, Leaf(aval))
             previous = leaf.versions.get(leaf.newest)
             leaf.newest = key.index
@@ -103,20 +121,20 @@ class Leaves:
             outputs.append(value)
             if previous is not None:
                 self._free(leaf, previous)
-        if message.function is None:
-            for value in outputs:
-                state.settle(value, None)
+        if part.function is None:
+            self._settle(tuple(outputs), held, None)
             return
-        run = partial(self._run, message, inputs, tuple(outputs), held)
+        run = partial(self._run, part, inputs, tuple(outputs), held)
         state.when_settled(inputs, run)
 
-    def _inputs(self, message: Assign) -> tuple[tuple[Value, ...], Held]:
+    def _inputs(self, part: Assignment, batch: Batch) -> tuple[tuple[Value, ...], Held]:
         """The values of an assignment, each held until it has run."""
         state = self._state
         inputs: list[Value] = []
         fragments: list[Fragment] = []
+        values: list[Value] = []
         versions: list[tuple[LeafId, Version]] = []
-        for key in message.inputs:
+        for key in part.inputs:
             value: Value | None = None
             if key.kind == "leaf":
                 version = self._version(key)
@@ -133,14 +151,18 @@ class Leaves:
                 )
                 value = None if fragment is None else fragment.values.get(key)
                 if fragment is not None and value is not None:
+                    assert value.users, key  # It was discarded, and is gone.
                     fragment.pending += 1
                     fragments.append(fragment)
+                    value.users += 1
+                    values.append(value)
             inputs.append(self.missing(key) if value is None else value)
-        return tuple(inputs), Held(tuple(fragments), tuple(versions))
+        held = Held(tuple(fragments), tuple(versions), tuple(values), batch)
+        return tuple(inputs), held
 
     def _run(
         self,
-        message: Assign,
+        part: Assignment,
         inputs: tuple[Value, ...],
         outputs: tuple[Value, ...],
         held: Held,
@@ -152,42 +174,48 @@ class Leaves:
                 why = f"context {fragment.context} was released before its values"
                 failure = state.failure("ContextError", f"{why} were used")
         if failure is not None:
-            self._settle(outputs, held, failure, message)
+            self._settle(outputs, held, failure)
             return
         job = Forward(
             state.number_job(),
             None,
-            message.path,
-            message.function,
+            part.path,
+            part.function,
             tuple(value.stored for value in inputs),
             tuple(value.key for value in outputs),
             None,
         )
-        state.compute(job, self._computed, held, (message, outputs))
+        state.compute(job, self._computed, held, (part, outputs))
 
     def _computed(
         self,
         failure: Failure | None,
         held: Held,
-        owner: tuple[Assign, tuple[Value, ...]],
+        owner: tuple[Assignment, tuple[Value, ...]],
         job: Job,
     ) -> None:
-        message, outputs = owner
+        part, outputs = owner
         if failure is not None:
-            failure = replace(failure, call_site=message.call_site)
-        self._settle(outputs, held, failure, message)
+            failure = replace(
+                failure,
+                message=f"{failure.message}\n{_unmade(part)}",
+                call_site=part.call_site,
+            )
+        self._settle(outputs, held, failure)
 
     def _settle(
         self,
         outputs: tuple[Value, ...],
         held: Held,
         failure: Failure | None,
-        message: Assign,
     ) -> None:
         state = self._state
-        state.drop(key for key in message.inputs if key.kind == "constant")
+        held.batch.parts -= 1
+        if not held.batch.parts:
+            state.drop(held.batch.constants)
         for value in outputs:
             state.settle(value, failure)
+        state.release(held.values)
         for fragment in held.fragments:
             state.less_pending(fragment)
         for name, version in held.versions:
@@ -299,3 +327,16 @@ class Leaves:
         """A worker is gone: it acknowledges nothing more."""
         for pending in [key for key in self.unacknowledged if key[1] == worker]:
             del self.unacknowledged[pending]
+
+
+def _lost(part: Assignment, parts: int) -> str:
+    beside = f"; none of {parts} that were asked for together is made" * (parts > 1)
+    return (
+        f"{part.outputs[0].name} cannot be made, called at {part.call_site}: worker "
+        f"{part.worker!r} is lost{beside}"
+    )
+
+
+def _unmade(part: Assignment) -> str:
+    names = ", ".join(str(key.name) for key in part.outputs)
+    return f"(not made: {names}; what was assigned beside that is not affected)"

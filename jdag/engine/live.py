@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jdag.engine.graph import RecvEnd, SendEnd, Vertex
-from jdag.engine.vocabulary import Key, LeafId, Message, Mode, Path, Root, Worker
+from jdag.engine.vocabulary import Key, LeafId, Mode, Path, Root, Weighted, Worker
 from jdag.engine.weight import NOTHING, WHOLE, Weight, added, split
 
 Addend = tuple[
@@ -24,7 +24,7 @@ class Outgoing(NamedTuple):
     """
 
     to: Worker
-    message: Callable[[Weight, int], Message]
+    message: Callable[[Weight, int], Weighted]
     values: tuple[Key, ...]
     zeros: tuple[Any, ...]
 
@@ -114,14 +114,14 @@ class Pass:
     def say(
         self,
         to: Worker,
-        message: Callable[[Weight, int], Message],
+        message: Callable[[Weight, int], Weighted],
         values: tuple[Key, ...] = (),
         zeros: tuple[Any, ...] = (),
     ) -> None:
         """Note what is to be sent; it is given its weight by `parcel`."""
         self.outbox.append(Outgoing(to, message, values, zeros))
 
-    def parcel(self) -> list[tuple[Outgoing, Message]]:
+    def parcel(self) -> list[tuple[Outgoing, Weighted]]:
         """What is to be sent, with its weight: all of it, unless some is needed here.
 
         The first message carries the change in owed sends.

@@ -30,6 +30,13 @@ class Incoming(NamedTuple):
     tracked: tuple[bool, ...]
 
 
+class Notice(NamedTuple):
+    """Values on a worker that no program can name any more."""
+
+    worker: Worker
+    keys: tuple[Key, ...]
+
+
 @data
 class Call:
     """Issuer to callee: run `function` on these inputs. Carries the constants."""
@@ -42,6 +49,7 @@ class Call:
     outputs: tuple[bool, ...]  # Which outputs are tracked.
     incoming: tuple[Incoming, ...]
     call_site: str
+    discarded: tuple[Key, ...] = ()  # These are not named any more.
 
 
 @data
@@ -55,6 +63,7 @@ class Ship:
     tracked: tuple[bool, ...]
     function: str  # For whom: the name of the function that is called there.
     call_site: str
+    discarded: tuple[Key, ...] = ()
 
 
 @data
@@ -95,6 +104,15 @@ class Return:
     result: Any
     failure: Failure | None
     workers: tuple[Worker, ...]
+    notices: tuple[Notice, ...]
+
+
+@data
+class Discard:
+    """An activation to an owner: no program can name these values any more."""
+
+    context: ContextId
+    keys: tuple[Key, ...]
 
 
 @data
@@ -114,15 +132,33 @@ class Reading:
 
 
 @data
-class Assign:
-    """Make versions of leaves: from the values carried, or by a function run there."""
+class Assignment:
+    """New versions of leaves of one worker: from values, or by a function there."""
 
-    path: Path  # (number,): leaves are assigned outside contexts, in one order.
+    path: Path  # That of the message, then the place among all assigned with it.
     function: Any  # None: the values come with the message.
     inputs: tuple[Key, ...]
     outputs: tuple[Key, ...]
     avals: tuple[Any, ...]
     call_site: str
+
+    @property
+    def worker(self) -> Worker:
+        """Who keeps these leaves."""
+        leaf: LeafId = self.outputs[0].name
+        return leaf.worker
+
+
+@data
+class Assign:
+    """Make versions of leaves, each part by itself, in order.
+
+    Carries the values of parts without a function, and the constants that functions
+    take, each once however many take it.
+    """
+
+    path: Path  # (number,): leaves are assigned outside contexts, in one order.
+    parts: tuple[Assignment, ...]
 
 
 @data
@@ -265,10 +301,13 @@ class Released:
     failures: tuple[Failure, ...]
 
 
+# What carries a part of a pass's weight.
+Weighted = Start | Mark | Go | Cotangent | Answer
+
 Message = (
     Call | Ship | Acknowledge | Primal | Run | Return | Read | Reading | Assign | Forget
     | Attach | Start | Mark | Go | Cotangent | Answer | Fail | End | Ended | Release
-    | Released
+    | Released | Discard
 )  # fmt: skip
 
 
@@ -291,10 +330,9 @@ def landing(message: Message) -> tuple[Key, ...]:
             return tuple(
                 key for key in inputs if key.kind == "constant" and key.name == path
             )
-        case Assign(function=None, outputs=outputs):
-            return outputs
-        case Assign(inputs=inputs):
-            return tuple(key for key in inputs if key.kind == "constant")
+        case Assign(parts=parts):
+            keys = [key for part in parts for key in _carried(part)]
+            return tuple(dict.fromkeys(keys))
         case Start(context=context, number=number, roots=roots):
             return tuple(
                 Key("seed", context, number, root.number)
@@ -309,3 +347,9 @@ def landing(message: Message) -> tuple[Key, ...]:
             )
         case _:
             return ()
+
+
+def _carried(part: Assignment) -> tuple[Key, ...]:
+    if part.function is None:
+        return part.outputs
+    return tuple(key for key in part.inputs if key.kind == "constant")

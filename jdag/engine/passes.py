@@ -21,6 +21,7 @@ from jdag.engine.activations import Activations
 from jdag.engine.backward import Backward
 from jdag.engine.graph import Fragment, Node, Past
 from jdag.engine.live import Pass
+from jdag.engine.lives import Lives
 from jdag.engine.phases import NEXT, Ownership, Phase
 from jdag.engine.state import State
 from jdag.engine.vocabulary import (
@@ -50,9 +51,14 @@ class Passes:
     """The owner's passes, and the end of a pass on any worker."""
 
     def __init__(
-        self, state: State, activations: Activations, backward: Backward
+        self,
+        state: State,
+        lives: Lives,
+        activations: Activations,
+        backward: Backward,
     ) -> None:
         self._state = state
+        self._lives = lives
         self._activations = activations
         self._backward = backward
         self._gradients = backward.gradients
@@ -80,7 +86,7 @@ class Passes:
             expired = Expired(event.context, own.passes)
             self._state.out.append(Alarm(event.waiter, expired, event.timeout_ns))
         if not event.retain:
-            self._activations.move_leaves_again(top)
+            self._lives.note_leaves(top)
         self._activations.when_acknowledged(top, partial(self._begin, fragment, own))
 
     def never_began(self, fragment: Fragment, own: Ownership) -> None:
@@ -280,7 +286,9 @@ class Passes:
             )
             if message.outcome is Outcome.FINISHED:
                 leaves = tuple(live.staged)
-                self._gradients.commit(fragment, live)
+                for leaf, staged in live.staged.items():
+                    end = fragment.leaves[leaf]
+                    self._lives.commit(fragment, end, staged, live.number)
             self._clear(fragment, live, message.outcome)
         if message.outcome is not Outcome.FINISHED and not message.retain:
             self._spend(fragment)

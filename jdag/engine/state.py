@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from jdag.engine.graph import Fragment, Pending, Value
+from jdag.engine.graph import Fragment, Pending, RecvEnd, Value
 from jdag.engine.vocabulary import (
     Compute,
     ContextId,
@@ -144,11 +144,39 @@ class State:
             value.waiters = []
             for pending in waiters:
                 self._less_missing(pending)
+        if not value.users:
+            self._free(value)
 
     def _less_missing(self, pending: Pending) -> None:
         pending.missing -= 1
         if pending.missing == 0:
             self.soon.append(pending.then)
+
+    # ----------------------------------------------------------------------- lives
+
+    def release(self, values: Iterable[Value]) -> None:
+        """Each of these has a user less; what nobody needs any more goes."""
+        for value in values:
+            value.users -= 1
+            if value.users <= 0:
+                assert value.users == 0, value.key
+                if value.settled:
+                    self._free(value)
+
+    def _free(self, value: Value) -> None:
+        """Drop what is stored of a value; what is in no graph is forgotten."""
+        if value.failure is None:
+            self.drop((value.stored,))
+        context, producer = value.key.context, value.producer
+        fragment = None if context is None else self.contexts.get(context)
+        if fragment is None:
+            return
+        if producer is None:
+            fragment.values.pop(value.key, None)
+        elif type(producer) is RecvEnd and not (
+            True in producer.tracked or any([slot.users for slot in producer.outputs])
+        ):
+            fragment.recvs.pop((producer.path, producer.source), None)
 
     def less_pending(self, fragment: Fragment) -> None:
         """One thing less to wait for before the fragment can be released."""

@@ -12,9 +12,11 @@ from jdag.engine.messages import (
     Acknowledge,
     Answer,
     Assign,
+    Assignment,
     Attach,
     Call,
     Cotangent,
+    Discard,
     End,
     Ended,
     Fail,
@@ -24,6 +26,7 @@ from jdag.engine.messages import (
     Mark,
     Marked,
     Message,
+    Notice,
     Primal,
     Read,
     Reading,
@@ -33,6 +36,7 @@ from jdag.engine.messages import (
     Run,
     Ship,
     Start,
+    Weighted,
     landing,
 )
 from jdag.engine.names import (
@@ -59,6 +63,7 @@ __all__ = [
     "Arrived",
     "Assign",
     "Assigned",
+    "Assignment",
     "Attach",
     "Attached",
     "Call",
@@ -67,6 +72,8 @@ __all__ = [
     "ContextId",
     "Cotangent",
     "Differentiated",
+    "Discard",
+    "Discarded",
     "Drop",
     "Dropped",
     "Effect",
@@ -94,6 +101,7 @@ __all__ = [
     "Marked",
     "Message",
     "Mode",
+    "Notice",
     "Opened",
     "Outcome",
     "Owed",
@@ -115,6 +123,7 @@ __all__ = [
     "Start",
     "Sum",
     "Vjp",
+    "Weighted",
     "Worker",
     "landing",
 ]
@@ -247,6 +256,16 @@ class Issued:
     arguments: tuple[Argument, ...]
     outputs: tuple[bool, ...]
     call_site: str
+    discarded: tuple[tuple[Key, Worker], ...] = ()  # What it can name no more.
+
+
+@data
+class Discarded:
+    """The activation of this path is about to wait; it can name these no more."""
+
+    context: ContextId
+    path: Path
+    keys: tuple[tuple[Key, Worker], ...]
 
 
 @data
@@ -270,6 +289,7 @@ class Returned:
     path: Path
     result: Any
     failure: Failure | None
+    discarded: tuple[tuple[Key, Worker], ...] = ()  # What nobody can name any more.
 
 
 @data
@@ -282,15 +302,13 @@ class Fetched:
 
 @data
 class Assigned:
-    """A program here makes versions of leaves on `worker`. Outputs are leaf keys."""
+    """A program here makes versions of leaves, on any workers: of all or of none.
+
+    What they are made from, constants or values, is already stored.
+    """
 
     path: Path
-    worker: Worker
-    function: Any
-    inputs: tuple[Key, ...]
-    outputs: tuple[Key, ...]
-    avals: tuple[Any, ...]
-    call_site: str
+    parts: tuple[Assignment, ...]
 
 
 @data
@@ -342,8 +360,8 @@ class Left:
 
 
 Event = (
-    Computed | Arrived | Lost | Opened | Issued | Launched | Returned | Fetched
-    | Assigned | Dropped | Attached | Differentiated | Expired | Left
+    Computed | Arrived | Lost | Opened | Issued | Discarded | Launched | Returned
+    | Fetched | Assigned | Dropped | Attached | Differentiated | Expired | Left
 )  # fmt: skip
 
 

@@ -1,10 +1,12 @@
 """One simulated worker: its engine, its values, what computes on them, its device."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from jdag.compute.machine import Machine
-from jdag.engine.vocabulary import Key
+from jdag.compute.avals import is_deleted
+from jdag.compute.machine import Machine, deleted
+from jdag.engine.vocabulary import Key, Primal, Reading
 from jdag.sim.carriage import End
 from jdag.sim.devices import Device
 
@@ -42,6 +44,29 @@ class Host:
         self.lost: dict[str, None] = {}
         self.made: dict[Key, int] = {}
         self.fresh: list[Key] = []
+
+    def load(
+        self, message: Any, keys: tuple[Key, ...]
+    ) -> tuple[Any, tuple[Key, ...], tuple[Any, ...]]:
+        """What leaves with a message: the message, its keys, and their values.
+
+        Who made an array may have deleted it since: then a failure goes in its place.
+        """
+        get = self.machine.values.get
+        values = tuple([get(key) for key in keys])
+        gone = [is_deleted(value) for value in values]
+        if True not in gone or not isinstance(message, Primal | Reading):
+            return message, keys, values
+        failures, places = list(message.failures), iter(range(len(values)))
+        for slot, failure in enumerate(failures):
+            if failure is None and gone[place := next(places)]:
+                failures[slot] = deleted(values[place], keys[place], self.worker)
+        kept = [place for place, is_gone in enumerate(gone) if not is_gone]
+        return (
+            replace(message, failures=tuple(failures)),
+            tuple([keys[place] for place in kept]),
+            tuple([values[place] for place in kept]),
+        )
 
     def drop(self, keys: Sequence[Key]) -> None:
         """Let go of values; a key that is not held is no error."""

@@ -335,8 +335,8 @@ class Simulation:
         causes: tuple[int, ...] = (record,)
         end = self._carriage.end(host.worker, send.to)
         if keys:
-            get, made_by = host.machine.values.get, host.made.get
-            values = tuple([get(key) for key in keys])
+            made_by = host.made.get
+            message, keys, values = host.load(message, keys)
             if self.trace is not None:
                 prints = tuple(map(fingerprint, values))
             data = [made_by(key, record) for key in keys]

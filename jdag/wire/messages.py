@@ -23,9 +23,11 @@ from jdag.engine.vocabulary import (
     Acknowledge,
     Answer,
     Assign,
+    Assignment,
     Attach,
     Call,
     Cotangent,
+    Discard,
     End,
     Ended,
     Fail,
@@ -38,6 +40,7 @@ from jdag.engine.vocabulary import (
     Marked,
     Message,
     Mode,
+    Notice,
     Outcome,
     Owed,
     Primal,
@@ -140,6 +143,7 @@ OWED = record(
 ROOT = record(
     Root, key=KEY, aval=ARRAY_TYPE, given=FLAG, number=integer(4, "root's number")
 )
+NOTICE = record(Notice, worker=WORKER, keys=KEYS)
 INCOMING = record(Incoming, source=WORKER, tracked=MASK)
 MARKED = record(Marked, path=PATH, slots=MASK)
 HOOK = record(
@@ -166,6 +170,15 @@ def _read_weight(reader: Reader) -> Weight:
 
 
 WEIGHT = Layout(6, _units_bytes, _write_weight, _read_weight)
+ASSIGNMENT = record(
+    Assignment,
+    path=PATH,
+    function=maybe(FUNCTION),
+    inputs=KEYS,
+    outputs=KEYS,
+    avals=ARRAY_TYPES,
+    call_site=TEXT,
+)
 
 # The place in this table is the type's number: only append.
 LAYOUTS: dict[type[Any], Layout] = {
@@ -179,6 +192,7 @@ LAYOUTS: dict[type[Any], Layout] = {
         outputs=MASK,
         incoming=many(INCOMING, "receives"),
         call_site=TEXT,
+        discarded=KEYS,
     ),
     Ship: record(
         Ship,
@@ -189,6 +203,7 @@ LAYOUTS: dict[type[Any], Layout] = {
         tracked=MASK,
         function=TEXT,
         call_site=TEXT,
+        discarded=KEYS,
     ),
     Acknowledge: record(Acknowledge, context=CONTEXT_MAYBE, path=PATH),
     Primal: record(
@@ -209,18 +224,11 @@ LAYOUTS: dict[type[Any], Layout] = {
         result=TREE,
         failure=maybe(FAILURE),
         workers=WORKERS,
+        notices=many(NOTICE, "notices"),
     ),
     Read: record(Read, request=REQUEST, keys=KEYS),
     Reading: record(Reading, request=REQUEST, failures=FAILURES),
-    Assign: record(
-        Assign,
-        path=PATH,
-        function=maybe(FUNCTION),
-        inputs=KEYS,
-        outputs=KEYS,
-        avals=ARRAY_TYPES,
-        call_site=TEXT,
-    ),
+    Assign: record(Assign, path=PATH, parts=many(ASSIGNMENT, "assignments")),
     Forget: record(Forget, leaves=LEAVES),
     Start: record(
         Start,
@@ -271,6 +279,7 @@ LAYOUTS: dict[type[Any], Layout] = {
         owed=CHANGE,
     ),
     Attach: record(Attach, context=CONTEXT, key=KEY, hook=HOOK),
+    Discard: record(Discard, context=CONTEXT, keys=KEYS),
 }
 _TYPES = tuple(LAYOUTS)
 _NUMBERS = {kind: number for number, kind in enumerate(_TYPES)}

@@ -1,0 +1,333 @@
+"""What a program does with leaves: makes, replaces and drops them, on their owners.
+
+Assignments are numbered as calls are, in one order for the whole cluster. What one asks
+for goes out at once, by one message to each owner; owners work in parallel.
+Invariants: a number is used once; of an assignment that is refused nothing is made, and
+nothing that it stored is left.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jdag.activation import traced
+from jdag.compute.avals import Aval, aval_of
+from jdag.compute.pairs import Pair
+from jdag.compute.pytrees import (
+    called,
+    flatten,
+    frozen,
+    is_static,
+    paths,
+    split,
+    unflatten,
+)
+from jdag.engine.vocabulary import Assigned, Assignment, Dropped, Key, LeafId
+from jdag.errors import ContextError, JdagError
+from jdag.functions import call_site, name_of
+from jdag.home import Home, Port
+from jdag.ref import Leaf, Ref, is_ref
+
+
+class Change(NamedTuple):
+    """Leaves of one worker replaced by what one call of `fn` returns there.
+
+    The outputs, in JAX's order, are the new values, with the leaves' shapes and dtypes.
+    Refs among the arguments are on that worker. `purpose` is added to the call site in
+    what is said of a failure.
+    """
+
+    fn: Callable[..., Any]
+    refs: Sequence[Ref]
+    args: tuple[Any, ...]
+    purpose: str = ""
+
+
+# The constants of an assignment: by the object's id, its key and the object.
+Constants = dict[int, tuple[Key, Any]]
+
+
+class Assignments:
+    """The leaves of a cluster as one program makes and replaces them."""
+
+    def __init__(self, home: Home, port: Port) -> None:
+        self._home = home
+        self._port = port
+        self._leaves = 0
+        self._count = 0
+
+    @property
+    def home(self) -> Home:
+        """What all programs of the cluster share."""
+        return self._home
+
+    def put(self, worker: str, tree: Any) -> Any:
+        """Make leaves from values; see `Cluster.put`."""
+        values, treedef = flatten(tree)
+        places = [place for place, v in enumerate(values) if not is_static(v)]
+        # What has nothing but statics in it is a mistake, and its first leaf says so.
+        places = places or list(range(len(values)))
+        arrays = [self._array(values[place], tree, place) for place in places]
+        refs = self.write([worker] * len(arrays), arrays)
+        for place, ref in zip(places, refs, strict=True):
+            values[place] = ref
+        return unflatten(treedef, values)
+
+    def write(self, places: Sequence[Ref | str], values: Sequence[Any]) -> list[Ref]:
+        """Put values into leaves, all of them or none; return refs to these.
+
+        Args:
+            places: for each value a leaf, whose next version it is to be, or the name
+                of a worker, where it is to be a new leaf.
+            values: arrays of strong type, of the shapes and dtypes of the leaves.
+
+        Raises:
+            JdagError: a ref is no leaf, or is there twice.
+            WorkerLost: an owner is gone.
+        """
+        kept: list[Leaf] = []
+        made: list[Leaf] = []
+        by_owner: dict[str, list[Leaf]] = {}
+        for place, value in zip(places, values, strict=True):
+            if isinstance(place, str):
+                kept += (new := self._new(place, [aval_of(value).strong]))
+                made += new
+            else:
+                kept.append(self.leaf(place))
+            by_owner.setdefault(kept[-1].id.worker, []).append(kept[-1])
+        if kept:
+            with self._next_versions(kept, made):
+                parts = [
+                    self._part(None, (), leaves, place)
+                    for place, leaves in enumerate(by_owner.values())
+                ]
+                keys = [leaf.key for leaf in kept]
+                self._tell(parts, list(zip(keys, values, strict=True)))
+        self._home.leaves.update({leaf.id: leaf for leaf in made})
+        return [self._home.leaf_ref(leaf) for leaf in kept]
+
+    def _array(self, value: Any, tree: Any, place: int) -> Any:
+        """Return a value as an array of strong type, in abstract mode its aval."""
+        try:
+            if is_ref(value):
+                raise JdagError(
+                    f"a ref ({value!r}) is already on a worker; ctx.move moves it"
+                )
+            if isinstance(value, jax.core.Tracer):
+                raise ContextError("a tracer is no array: jdag runs outside of jit")
+            if isinstance(value, jax.ShapeDtypeStruct) and not self._home.abstract:
+                raise JdagError(
+                    "a ShapeDtypeStruct stands for an array only where "
+                    "values='abstract'"
+                )
+            value = frozen(value)
+            aval = aval_of(value).strong
+        except JdagError as error:
+            path = paths(tree)[place]
+            where = f"cluster.put, at {path}" if path else "cluster.put"
+            raise type(error)(f"{where}: {error}") from None
+        if self._home.abstract:
+            return aval
+        is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+        return value if is_key else jnp.asarray(value, aval.dtype)
+
+    def make(
+        self,
+        worker: str,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Make leaves by a function on their owner; see `Cluster.make`."""
+        constants: Constants = {}
+        change = Change(fn, (), args)
+        made, arguments = self._traced(worker, change, kwargs, 0, constants)
+        leaves = self._new(worker, made.out_avals)
+        if leaves:
+            part = self._part(made, arguments, leaves, 0)
+            self._tell([part], constants.values())
+        return unflatten(made.out_tree, self._kept(leaves))
+
+    def assign(self, changes: Sequence[Change]) -> None:
+        """Make all these changes, or none if one is refused or an owner known lost.
+
+        Raises:
+            JdagError: a ref is no leaf, or an argument is on another worker; or a new
+                value has another shape or dtype.
+            RemoteError: a function cannot be traced with its arguments.
+            WorkerLost: an owner is gone.
+        """
+        constants: Constants = {}
+        parts = []
+        replaced: list[Leaf] = []
+        for place, change in enumerate(changes):
+            leaves = [self.leaf(ref) for ref in change.refs]
+            worker = leaves[0].id.worker
+            made, arguments = self._traced(worker, change, {}, place, constants)
+            _check_outputs(made, leaves)
+            parts.append((made, arguments, leaves, place, change.purpose))
+            replaced += leaves
+        if parts:
+            with self._next_versions(replaced, ()):
+                self._tell([self._part(*part) for part in parts], constants.values())
+
+    @contextmanager
+    def _next_versions(
+        self, leaves: Sequence[Leaf], made: Sequence[Leaf]
+    ) -> Iterator[None]:
+        """Name the next version of each leaf but those `made`; not if it is refused."""
+        fresh = {id(leaf) for leaf in made}
+        replaced = {leaf.id: leaf for leaf in leaves if id(leaf) not in fresh}
+        if len(replaced) + len(made) < len(leaves):
+            twice = [leaf for leaf in leaves if leaves.count(leaf) > 1]
+            raise JdagError(
+                f"{twice[0]} is there twice; one assignment gives a leaf one new value"
+            )
+        for leaf in replaced.values():
+            leaf.version += 1
+        try:
+            yield
+        except JdagError:
+            for leaf in replaced.values():
+                leaf.version -= 1
+            raise
+
+    def drop(self, refs: Any) -> None:
+        """Drop leaves; see `Cluster.drop`."""
+        leaves = [self.leaf(ref) for ref in flatten(refs, is_ref)[0]]
+        self._port.tell(Dropped(tuple(leaf.id for leaf in leaves)))
+        for leaf in leaves:
+            leaf.dropped = True
+            del self._home.leaves[leaf.id]
+
+    def admit(self, ref: Ref) -> None:
+        """Raise ContextError unless the ref is of this cluster and can be read."""
+        if ref.holder.home is not self._home:
+            raise ContextError(
+                f"{ref!r} is of {ref.holder.home}, and this is {self._home}: refs do "
+                "not leave their cluster; ref.fetch() gives the value"
+            )
+        if ref.leaf is None:
+            ref.holder.check_readable(ref)
+        elif ref.leaf.dropped:
+            raise ContextError(f"{ref.leaf} was dropped by cluster.drop")
+
+    def leaf(self, ref: Ref) -> Leaf:
+        """Return the record of a leaf; raise JdagError where a ref is none of these."""
+        self.admit(ref)
+        if ref.leaf is None:
+            raise JdagError(
+                f"{ref!r} is no leaf; leaves are what cluster.put and cluster.make give"
+            )
+        return ref.leaf
+
+    def _new(self, worker: str, avals: Sequence[Aval]) -> list[Leaf]:
+        first = self._leaves
+        self._leaves += len(avals)
+        return [
+            Leaf(LeafId(worker, first + place), aval)
+            for place, aval in enumerate(avals)
+        ]
+
+    def _kept(self, leaves: Sequence[Leaf]) -> list[Ref]:
+        """Remember new leaves; return their refs."""
+        self._home.leaves.update({leaf.id: leaf for leaf in leaves})
+        return [self._home.leaf_ref(leaf) for leaf in leaves]
+
+    # ----------------------------------------------------------------- one assignment
+
+    @property
+    def _path(self) -> tuple[int, ...]:
+        """The number of the assignment that is being put together."""
+        return (self._count + 1,)
+
+    def _traced(
+        self,
+        worker: str,
+        change: Change,
+        kwargs: dict[str, Any],
+        place: int,
+        constants: Constants,
+    ) -> tuple[Pair, list[Key]]:
+        """Return a call's pair and the keys of its arguments; note its constants.
+
+        One that is there already, the same object, is stored and sent once.
+        """
+        fn, args, own = called(change.fn, change.args)
+        parts = split(args, kwargs, self._home.is_named, own)
+        keys: list[Any] = [None] * parts.size
+        avals: list[Any] = [None] * parts.size
+        for position, value in (*parts.refs, *parts.constants):
+            if is_ref(value):
+                self._check_owner(worker, change.fn, value)
+                avals[position] = value.aval
+                keys[position] = value.key
+            else:
+                avals[position] = parts.aval(position, value)
+                key = Key("constant", None, (*self._path, place), position)
+                keys[position] = constants.setdefault(id(value), (key, value))[0]
+        site = _site(change.purpose)
+        untracked = (False,) * parts.size
+        made = traced(fn, parts, tuple(avals), untracked, worker, site)
+        return made, keys
+
+    def _check_owner(self, worker: str, fn: Callable[..., Any], ref: Ref) -> None:
+        self.admit(ref)
+        if ref.worker != worker:
+            raise JdagError(
+                f"{name_of(fn)} makes leaves on {worker!r}, and an argument, {ref!r}, "
+                f"lives on {ref.worker!r}; leaves are computed where they are kept: "
+                f"ctx.move({worker!r}, ref) first"
+            )
+
+    def _part(
+        self,
+        made: Pair | None,
+        arguments: Sequence[Key],
+        leaves: Sequence[Leaf],
+        place: int,
+        purpose: str = "",
+    ) -> Assignment:
+        return Assignment(
+            (*self._path, place),
+            made,
+            tuple(arguments),
+            tuple(leaf.key for leaf in leaves),
+            tuple(leaf.aval for leaf in leaves),
+            _site(purpose),
+        )
+
+    def _tell(
+        self, parts: Sequence[Assignment], stored: Iterable[tuple[Key, Any]]
+    ) -> None:
+        """Have the next versions of leaves made; their number is taken either way."""
+        path = self._path
+        self._count += 1
+        for key, value in stored:
+            self._port.put(key, self._home.value(value))
+        try:
+            self._port.tell(Assigned(path, tuple(parts)))
+        except JdagError:
+            self._port.drop([key for key, _ in stored])
+            raise
+
+
+def _site(purpose: str) -> str:
+    return f"{call_site()}{purpose and f', {purpose}'}"
+
+
+def _check_outputs(made: Pair, leaves: Sequence[Leaf]) -> None:
+    if len(made.out_avals) != len(leaves):
+        raise JdagError(
+            f"{made.name} returned {len(made.out_avals)} arrays for {len(leaves)} "
+            "leaves; it returns one new value for each"
+        )
+    for leaf, aval in zip(leaves, made.out_avals, strict=True):
+        if aval != leaf.aval:
+            raise JdagError(
+                f"{made.name} returned {aval} for {leaf}, which is {leaf.aval}; new "
+                "versions keep shape and dtype"
+            )

@@ -1,0 +1,413 @@
+"""A checkpoint brings back the same bits, on any placement, whole or not at all."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jdag.cluster import simulate
+from jdag.errors import ContextError, JdagError, RemoteError, WorkerLost
+from jdag.optim import Optimizer
+from jdag.ref import fetch
+from jdag.sim import Crash, LinkModel
+from jdag.wire.arrays import DTYPES
+from tests.face_cases import ONES, raises_at_run_time
+
+DATA = jnp.linspace(-1, 1, 12).reshape(4, 3)
+
+
+def bits(tree):
+    """The bytes of all leaves."""
+    leaves = jax.tree.leaves(tree)
+    arrays = [jax.random.key_data(leaf) if is_key(leaf) else leaf for leaf in leaves]
+    return [(str(one.dtype), one.shape, np.asarray(one).tobytes()) for one in arrays]
+
+
+def is_key(array):
+    return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+
+
+# ------------------------------------------------------------------------- training
+
+
+def hidden(params, x):
+    return jnp.tanh(x @ params["w"] + params["b"])
+
+
+def loss(w, h):
+    return jnp.mean((h @ w) ** 2)
+
+
+class Training:
+    """Two layers on two owners, Adam with a schedule and clipping over both."""
+
+    def __init__(self, cluster, first, second):
+        self.cluster = cluster
+        self.params = {
+            "first": cluster.put(
+                first,
+                {"w": jnp.linspace(0.2, 1, 15).reshape(3, 5), "b": jnp.zeros(5)},
+            ),
+            "second": cluster.put(second, jnp.linspace(-1, 1.5, 5).astype("float32")),
+        }
+        schedule = optax.warmup_cosine_decay_schedule(0.01, 0.2, 3, 9)
+        tx = optax.chain(optax.adam(schedule), optax.add_decayed_weights(1e-3))
+        self.optimizer = Optimizer(tx, self.params, clip_norm=0.3)
+
+    def train(self, begin, end):
+        for step in range(begin, end):
+            with self.cluster.context() as ctx:
+                params = self.params
+                first, second = params["first"], params["second"]
+                h = ctx.call(first["b"].worker, hidden, first, DATA * (1 + step))
+                ctx.backward(ctx.call(second.worker, loss, second, h))
+                self.optimizer.step(ctx)
+
+    @property
+    def bits(self):
+        return bits(fetch([self.params, self.optimizer.states]))
+
+
+def test_training_resumed_on_another_placement_is_bit_equal_to_training_on(tmp_path):
+    with simulate(["a", "b", "c"], seed=0) as cluster:
+        whole = Training(cluster, "b", "c")
+        whole.train(0, 7)
+        wanted = whole.bits
+    with simulate(["a", "b", "c"], seed=0) as cluster:
+        training = Training(cluster, "b", "c")
+        training.train(0, 3)
+        parts = {"params": training.params, "optimizer": training.optimizer}
+        cluster.save(tmp_path / "run", step=3, **parts)
+        training.train(3, 5)  # What comes after is no part of it.
+    with simulate(["main", "x", "y", "z"], seed=7) as cluster:
+        resumed = Training(cluster, "z", "main")
+        parts = {"params": resumed.params, "optimizer": resumed.optimizer}
+        loaded = cluster.load(tmp_path / "run", step=0, **parts)
+        assert loaded["params"] is not resumed.params
+        assert loaded["params"] == resumed.params
+        assert loaded["optimizer"] is resumed.optimizer
+        resumed.train(loaded["step"], 7)
+        assert resumed.bits == wanted
+        fresh = Training(cluster, "x", "y")
+        fresh.train(3, 7)
+        assert fresh.bits != wanted
+
+
+# --------------------------------------------------------------------------- values
+
+
+def held(dtype):
+    """Arrays of a dtype, with what is hard to keep: nothing at all, a scalar, NaNs."""
+    if dtype.startswith("key"):
+        impl = {"fry": "threefry2x32", "rbg": "rbg", "urbg": "unsafe_rbg"}[dtype[4:-1]]
+        key = jax.random.key(7, impl=impl)
+        return [key, jax.random.split(key, 3), jax.random.split(key, 3)[:0]]
+    arrays = [jnp.arange(6).reshape(2, 3), jnp.asarray(1), jnp.zeros((2, 0, 3))]
+    arrays = [array.astype(dtype) for array in arrays]
+    if dtype == "float32":
+        strange = np.array([0x7FC12345, 0xFF812345, 0x80000000, 1], np.uint32)
+        arrays.append(jnp.asarray(strange.view(np.float32)))
+    return arrays
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_comes_back_bit_by_bit(cluster, tmp_path, dtype):
+    values = held(dtype)
+    refs = cluster.put("b", values)
+    cluster.save(tmp_path, refs=refs, plain=values)
+    blank = cluster.put("d", [jnp.zeros_like(value) for value in values])
+    placed = ["c"] * len(values)
+    for name, like in (("refs", blank), ("refs", placed), ("plain", values)):
+        got = fetch(cluster.load(tmp_path, **{name: like})[name])
+        assert bits(got) == bits(values)
+        assert [one.dtype for one in got] == [one.dtype for one in values]
+    assert bits(fetch(blank)) == bits(values)
+
+
+def test_numbers_come_back_as_they_were(cluster, tmp_path):
+    numbers = {"n": 7, "f": 0.1 + 0.2, "c": 1 - 2j, "b": False, "i": float("-inf")}
+    cluster.save(tmp_path, it=numbers)
+    got = cluster.load(tmp_path, it={"n": 0, "f": 0.0, "c": 0j, "b": True, "i": 1.0})[
+        "it"
+    ]
+    assert got == numbers
+    assert [type(got[name]) for name in numbers] == [int, float, complex, bool, float]
+
+
+def test_names_of_workers_are_places_for_new_leaves(cluster, tmp_path):
+    values = {"w": ONES, "rest": [jnp.arange(3.0), jnp.asarray(2)]}
+    cluster.save(tmp_path, params=cluster.put("b", values))
+    with simulate(["p", "q"], seed=1) as other:
+        wanted = {"w": "q", "rest": ["p", "q"]}
+        params = other.load(tmp_path, params=wanted)["params"]
+        assert jax.tree.map(lambda ref: ref.worker, params) == wanted
+        assert bits(fetch(params)) == bits(values)
+        with other.context() as ctx:
+            ctx.backward(ctx.call("p", jnp.sum, params["w"]))
+            np.testing.assert_array_equal(ctx.gradient(params["w"]).fetch(), ONES)
+        optimizer = Optimizer(optax.sgd(0.1), params["w"])
+        assert other.load(tmp_path, params=params)["params"] == params
+        optimizer.drop()
+
+
+def test_a_load_is_one_message_to_each_owner_and_a_save_one_read_of_each(
+    cluster, tmp_path
+):
+    refs = [cluster.put("bcd"[n % 3], ONES + n) for n in range(9)]
+
+    def sent(act):
+        cluster.driver.settle()
+        before = cluster.info()["a"]["messages_sent"]
+        act()
+        cluster.driver.settle()
+        return cluster.info()["a"]["messages_sent"] - before
+
+    assert sent(lambda: cluster.save(tmp_path, refs=refs)) == 3
+    assert sent(lambda: cluster.load(tmp_path, refs=refs)) == 3
+
+
+def test_a_context_that_read_a_leaf_keeps_the_version_from_before_a_load(
+    cluster, tmp_path
+):
+    w = cluster.put("b", jnp.asarray([3.0, 4.0, 5.0]))
+    cluster.save(tmp_path, w=w)
+    cluster.update(jnp.negative, w)
+    with cluster.context() as ctx:
+        out = ctx.call("c", lambda w: jnp.sum(w**2), w)
+        cluster.load(tmp_path, w=w)
+        ctx.backward(out)
+        np.testing.assert_array_equal(ctx.gradient(w).fetch(), [-6.0, -8.0, -10.0])
+    np.testing.assert_array_equal(w.fetch(), [3.0, 4.0, 5.0])
+
+
+def test_statics_beside_leaves_stay_as_they_are_given(cluster, tmp_path):
+    layer = {"w": ONES, "act": jnp.tanh, "name": "first", "bias": None}
+    refs = cluster.put("b", layer)
+    cluster.save(tmp_path, layer=refs)
+    cluster.update(jnp.negative, refs)
+    assert cluster.load(tmp_path, layer=refs)["layer"] == refs
+    np.testing.assert_array_equal(refs["w"].fetch(), ONES)
+    given = {"w": "d", "act": jnp.sin, "name": "second", "bias": None}
+    loaded = cluster.load(tmp_path, layer=given)["layer"]
+    assert loaded["w"].worker == "d"
+    assert (loaded["act"], loaded["name"], loaded["bias"]) == (jnp.sin, "second", None)
+    with pytest.raises(JdagError, match=r"layer\['act'\].* is a static .* float64\[\]"):
+        cluster.load(tmp_path, layer={**given, "act": jnp.ones(())})
+
+
+# ----------------------------------------------------------------- whole or not at all
+
+
+def test_a_save_replaces_the_former_checkpoint(cluster, tmp_path):
+    w = cluster.put("b", ONES)
+    for number in range(3):
+        cluster.save(tmp_path / "run", w=w, number=number)
+        cluster.update(jnp.add, w, 1.0)
+    assert len(list((tmp_path / "run").iterdir())) == 1
+    assert cluster.load(tmp_path / "run", w=w, number=0)["number"] == 2
+    np.testing.assert_array_equal(w.fetch(), ONES + 2)
+
+
+CRASHING = """
+import os, sys
+import jax.numpy as jnp
+import jdag
+
+def dies(what):
+    original = getattr(os, what)
+    def wrapped(source, *rest, **options):
+        if ".orbax-checkpoint-tmp" in str(source) or what == "rmdir":
+            calls.append(source)
+            if len(calls) == int(sys.argv[3]):
+                os._exit(9)
+        return original(source, *rest, **options)
+    setattr(os, what, wrapped)
+
+calls = []
+with jdag.simulate(["a", "b"], seed=0) as cluster:
+    w = cluster.put("b", jnp.zeros(3))
+    cluster.save(sys.argv[1], w=w)
+    cluster.update(jnp.add, w, 1.0)
+    dies(sys.argv[2])
+    cluster.save(sys.argv[1], w=w)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "call", "value"),
+    [("mkdir", 2, 0), ("mkdir", 3, 0), ("rename", 1, 0), ("rmdir", 1, 1)],
+)
+def test_a_crash_in_the_middle_leaves_one_checkpoint_whole(
+    cluster, tmp_path, what, call, value
+):
+    folder = tmp_path / "run"
+    script = [sys.executable, "-c", CRASHING, str(folder), what, str(call)]
+    died = subprocess.run(script, capture_output=True, text=True, check=False)
+    assert died.returncode == 9, died.stderr
+    assert len(list(folder.iterdir())) == 2
+    w = cluster.put("c", 7 * jnp.ones(3, "float32"))
+    cluster.load(folder, w=w)
+    np.testing.assert_array_equal(w.fetch(), jnp.full(3, float(value)))
+    cluster.save(folder, w=cluster.put("b", jnp.full(3, 5.0, "float32")))
+    assert len(list(folder.iterdir())) == 1
+    cluster.load(folder, w=w)
+    np.testing.assert_array_equal(w.fetch(), jnp.full(3, 5.0))
+
+
+def test_a_load_that_is_refused_changes_no_leaf(cluster, tmp_path):
+    cluster.save(tmp_path, v=cluster.put("b", ONES), w=cluster.put("b", ONES))
+    v, w = cluster.put("c", 3 * ONES), cluster.put("d", jnp.zeros(2))
+    with pytest.raises(JdagError, match=r"w \(leaf 3 on d\) is float64\[3,3\]"):
+        cluster.load(tmp_path, v=v, w=w)
+    np.testing.assert_array_equal(v.fetch(), 3 * ONES)
+
+
+# --------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"w": "b", "v": ["c"]}, r"has params\['u'\], for which there is no place; "),
+        (
+            {"w": "b", "v": ["c"], "u": "b", "x": "b"},
+            r"has no params\['x'\]; of params it has \['u'\], \['v'\]\[0\], \['w'\], ",
+        ),
+        (
+            {"w": jnp.zeros(2), "v": [0], "u": "b"},
+            r"params\['w'\] is float32\[3\] in the .*wanted is float64\[2\]",
+        ),
+        ({"w": 0, "v": [0], "u": "b"}, r"\['w'\] is float32\[3\] .* a Python int"),
+        ({"w": "b", "v": [0.0], "u": "b"}, r"v'\]\[0\] is the int 3 .* a Python float"),
+        ({"w": "b", "v": ["c"], "u": "b"}, r"v'\]\[0\] is the int 3 .* put on 'c'"),
+        ({"w": "bb", "v": [0], "u": "b"}, r"params\['w'\].*no worker 'bb'"),
+        ({"w": object(), "v": [0], "u": "b"}, r"object is no array"),
+        ({"w": jnp.tanh, "v": [0], "u": "b"}, r"is float32\[3\] .* wanted is a static"),
+    ],
+)
+def test_what_does_not_fit_is_named_with_what_is_found_and_wanted(
+    cluster, tmp_path, given, text
+):
+    params = {"w": jnp.ones(3, "float32"), "v": [3], "u": jnp.ones(())}
+    cluster.save(tmp_path, params=params)
+    with pytest.raises(JdagError, match=text):
+        cluster.load(tmp_path, params=given)
+    with pytest.raises(JdagError, match="has no 'state'; it has 'params'"):
+        cluster.load(tmp_path, state=params)
+
+
+def test_a_folder_that_is_no_checkpoint_is_refused(cluster, tmp_path):
+    w = cluster.put("b", ONES)
+    (tmp_path / "file").write_text("no")
+    (tmp_path / "empty").mkdir()
+    photos = tmp_path / "photos" / "2024"
+    photos.mkdir(parents=True)
+    (photos / "cat.png").write_text("cat")
+    for folder, text in [
+        ("nowhere", "there is no such folder"),
+        ("file", "that is a file"),
+        ("empty", "nothing in it is a finished checkpoint"),
+        ("photos", "is no checkpoint that can be read"),
+    ]:
+        with pytest.raises(JdagError, match=text):
+            cluster.load(tmp_path / folder, w=w)
+    for folder, text in [
+        ("file", "is a file; a checkpoint is a folder"),
+        ("photos", "has '2024' in it, which is no checkpoint of jdag"),
+        (".", "has 'empty' in it"),
+    ]:
+        with pytest.raises(JdagError, match=text):
+            cluster.save(tmp_path / folder, w=w)
+    assert (photos / "cat.png").read_text() == "cat"
+    cluster.save(tmp_path / "empty", w=w)
+
+
+def test_a_checkpoint_whose_files_are_damaged_is_refused(cluster, tmp_path):
+    w = cluster.put("b", ONES)
+    for name in ("metadata", "_METADATA", "manifest.ocdbt"):
+        folder = tmp_path / name
+        cluster.save(folder, w=w)
+        for path in folder.rglob(name):
+            path.write_bytes(b"no")
+        with pytest.raises(JdagError, match="is no checkpoint that can be read"):
+            cluster.load(folder, w=w)
+    np.testing.assert_array_equal(w.fetch(), ONES)
+
+
+def test_a_save_needs_leaves_of_its_open_cluster_with_real_values(tmp_path):
+    with simulate(["a", "b"], seed=0, values="abstract") as cluster:
+        w = cluster.put("b", ONES)
+        with pytest.raises(JdagError, match=r"cluster.save on .* values are abstract"):
+            cluster.save(tmp_path, w=w)
+        with pytest.raises(JdagError, match=r"cluster.load on .* values are abstract"):
+            cluster.load(tmp_path, w=w)
+    with simulate(["a", "b"], seed=0) as cluster:
+        w = cluster.put("b", ONES)
+        with pytest.raises(JdagError, match="needs something by name, such as params="):
+            cluster.save(tmp_path)
+        with pytest.raises(JdagError, match=r"w\['x'\] cannot be saved: .*str is no"):
+            cluster.save(tmp_path, w={"x": "y"})
+        optimizer = Optimizer(optax.adam(0.1), w)
+        optimizer.drop()
+        with pytest.raises(ContextError, match="whose states were dropped"):
+            cluster.save(tmp_path, optimizer=optimizer)
+        with cluster.context() as ctx:
+            out = ctx.call("b", jnp.sum, w)
+            with pytest.raises(JdagError, match="is no leaf"):
+                cluster.save(tmp_path, out=out)
+        with simulate(["x", "y"], seed=0) as other:
+            for act in (other.save, other.load):
+                with pytest.raises(ContextError, match="is of the cluster of 'a', 'b'"):
+                    act(tmp_path, w=w)
+    for act in (cluster.save, cluster.load):
+        with pytest.raises(ContextError, match="which is closed"):
+            act(tmp_path, w=w)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_leaf_that_failed_or_whose_owner_is_lost_is_named(tmp_path):
+    crash = Crash("c", 70, at_ns=1_000_000)
+    link = LinkModel(latency_ns=100)
+    with simulate(list("abc"), seed=0, faults=[crash], network=link) as cluster:
+        params = {name: cluster.put(name, ONES) for name in "abc"}
+        cluster.save(tmp_path, params=params)
+        cluster.driver.settle()
+        with pytest.raises(
+            WorkerLost, match=r"params\['c'\] \(leaf 2 on c\) cannot be"
+        ):
+            cluster.save(tmp_path, params=params)
+        cluster.update(jnp.negative, [params["a"], params["b"]])
+        with pytest.raises(WorkerLost, match=r"leaf 2 on c cannot be made.*none of 3"):
+            cluster.load(tmp_path, params=params)
+        np.testing.assert_array_equal(params["b"].fetch(), -ONES)
+        cluster.update(raises_at_run_time, params["b"])
+        with pytest.raises(RemoteError, match=r"b\['b'\] \(leaf 1 on b\) cannot") as e:
+            cluster.save(tmp_path, b={"b": params["b"]})
+        assert isinstance(e.value.__cause__, RuntimeError)
+        anew = cluster.load(tmp_path, params={"a": "a", "b": params["b"], "c": "b"})
+        for leaf in fetch(anew["params"]).values():
+            np.testing.assert_array_equal(leaf, ONES)
+
+
+def test_without_orbax_it_says_what_to_install(cluster, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
+    for act in (cluster.save, cluster.load):
+        with pytest.raises(JdagError, match=r"pip install 'jdag\[checkpoint\]'"):
+            act(tmp_path, step=3)
+
+
+def test_orbax_is_imported_by_who_saves_alone():
+    script = "import sys, jdag; sys.exit('orbax' in ' '.join(sys.modules))"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_folder_is_found_from_where_one_stands(cluster, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cluster.save("run", step=3)
+    assert Path("run").is_dir()
+    assert cluster.load(Path("run"), step=0) == {"step": 3}

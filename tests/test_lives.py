@@ -1,0 +1,352 @@
+"""How long values live: what nobody can use any more goes, and nothing before that."""
+
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+from jdag.engine.vocabulary import (
+    Argument,
+    Call,
+    Discard,
+    Failure,
+    Key,
+    Outcome,
+    Primal,
+    Ship,
+)
+from tests.engine_cases import SEEDS, finished, holding, kept, net_of, pausing
+from tests.engine_net import Net, Scope, stopped
+from tests.engine_values import ADD, DOUBLE, SAME, TRIPLE, Fuse, Linear
+
+ADD3 = Linear("add3", ((1, 1, 1),))
+
+
+def nothing_left(net: Net) -> None:
+    net.let_go()
+    net.drain()
+    assert (left := net.leftovers()) == [], left
+
+
+def outputs(net: Net) -> list[Key]:
+    return [*kept(net, "output"), *kept(net, "received"), *kept(net, "constant")]
+
+
+def test_a_value_that_is_named_no_more_goes_when_the_call_that_uses_it_has_run():
+    net = net_of(2)
+    scope = net.open("a")
+    (x,) = scope.call("b", DOUBLE, 3)
+    net.pauses = pausing("triple")
+    (y,) = scope.call("b", TRIPLE, x)
+    scope.discard(x)
+    (z,) = scope.call("b", SAME, 4)
+    net.drain()
+    assert x.key in net.places["b"].values
+    net.let_go()
+    assert net.fetch("a", y, z) == [(18, "triple.0"), (4, "same.0")]
+    assert outputs(net) == [z.key, y.key]
+    scope.leave()
+    nothing_left(net)
+
+
+def test_a_value_goes_with_all_the_copies_that_its_program_had_made_of_it():
+    net = net_of(4)
+    scope = net.open("a")
+    (x,) = scope.call("b", DOUBLE, 3)
+    used = [scope.call(worker, TRIPLE, x)[0] for worker in ("a", "c", "d")]
+    net.drain()
+    assert len(kept(net, "received")) == 3
+    scope.discard(x)
+    scope.tell_discarded()
+    net.drain()
+    assert sorted(outputs(net)) == sorted(value.key for value in used)
+    scope.leave()
+    nothing_left(net)
+
+
+def test_a_notice_rides_on_the_next_message_to_where_the_value_is():
+    net = net_of(3)
+    scope = net.open("a")
+    (x,) = scope.call("b", DOUBLE, 3)
+    (y,) = scope.call("c", TRIPLE, x)
+    scope.discard(x)
+    (z,) = scope.call("a", SAME, y)  # A ship to c.
+    net.drain()
+    assert [key.kind for key in outputs(net) if key != x.key].count("received") == 1
+    assert x.key in net.places["b"].values
+    scope.call("b", SAME, z)
+    net.drain()
+    assert x.key not in net.places["b"].values
+    ridden = {type(m): m.discarded for *_, m in net.sent if getattr(m, "discarded", 0)}
+    assert {kind: len(keys) for kind, keys in ridden.items()} == {Ship: 1, Call: 1}
+    assert net.messages(Discard) == []
+    scope.leave()
+    nothing_left(net)
+
+
+@pytest.mark.parametrize("held_back", [Primal, Call, Ship])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_value_named_no_more_while_it_is_under_way_arrives_and_is_used(
+    seed: int, held_back: type
+):
+    net = net_of(3, seed)
+    scope = net.open("a")
+    net.holds = holding(held_back)
+    (x,) = scope.call("b", DOUBLE, 3)
+    made = [scope.call("c", function, x)[0] for function in (DOUBLE, TRIPLE)]
+    scope.discard(x)
+    (total,) = scope.call("c", ADD, *made)
+    scope.discard(*made)
+    scope.tell_discarded()
+    net.some()
+    net.let_go()
+    assert net.fetch("a", total)[0][0] == 30
+    net.drain()
+    assert outputs(net) == [total.key]
+    assert scope.leave() == ()
+    nothing_left(net)
+
+
+def test_a_result_that_nobody_names_is_made_and_goes_at_once():
+    net = net_of(2)
+    scope = net.open("a")
+    net.pauses = pausing("double")
+    scope.discard(*scope.call("b", DOUBLE, 3))
+    scope.tell_discarded()
+    net.drain()
+    net.let_go()
+    net.drain()
+    assert [job.path for job in net.ran] == [(1,)]
+    assert outputs(net) == []
+    scope.leave()
+
+
+def test_calls_without_tracking_leave_nothing_in_the_memory_of_an_engine():
+    """So a loop of any length takes no more than its first rounds."""
+    net = net_of(3)
+    scope = net.open("a")
+    (x,) = scope.call("b", DOUBLE, 1)
+    sizes = []
+    for _ in range(6):
+        (y,) = scope.call("c", SAME, x)
+        scope.discard(x)
+        (x,) = scope.call("b", ADD, y, 5)
+        scope.discard(y)
+        scope.tell_discarded()
+        net.drain()
+        engines: list[Any] = [place.engine for place in net.places.values()]
+        parts = [engine._state.contexts[scope.context] for engine in engines]
+        sizes.append([(len(p.values), len(p.recvs), len(p.nodes)) for p in parts])
+        moved = parts[0].activations[()].moved
+        assert [key for key in moved if key not in (x.key, y.key)] == []
+    assert sizes[1:] == sizes[:1] * 5
+    assert net.fetch("a", x)[0][0] == 32
+    scope.leave()
+    nothing_left(net)
+
+
+def test_a_failure_that_nobody_names_is_said_when_its_context_is_left():
+    net = net_of(2)
+    scope = net.open("a")
+    scope.discard(*scope.call("b", Linear("bad", ((1,),), Fuse("forward")), 3))
+    (y,) = scope.call("b", DOUBLE, 3)
+    net.fetch("a", y)
+    assert [failure.message for failure in scope.leave()] == ["bad raised in forward"]
+    nothing_left(net)
+
+
+def test_the_graph_needs_no_values():
+    """A pass over values that are all gone gives what it gives with them."""
+    net = net_of(3)
+    x = net.put("a", 2, "a")
+    scope = net.open("a")
+    (y,) = scope.call("b", DOUBLE, x)
+    parts = [scope.call("c", TRIPLE, y)[0] for _ in range(3)]
+    (loss,) = scope.call("a", ADD3, *parts)
+    scope.discard(y, *parts)
+    scope.tell_discarded()
+    net.drain()
+    assert kept(net, "output") == [loss.key]
+    for number in (1, 2):
+        finished(scope, loss, retain=True)
+        assert scope.gradients(x) == [18 * number]
+    scope.leave()
+    nothing_left(net)
+
+
+def test_a_copy_of_a_leaf_goes_when_a_pass_has_spent_its_transfer():
+    net = net_of(2)
+    x = net.put("a", 3, "a")
+    scope = net.open("a")
+    for number in (1, 2, 3):
+        (y,) = scope.call("b", DOUBLE, x)
+        finished(scope, y)
+        scope.discard(y)
+        scope.tell_discarded()
+        net.drain()
+        assert kept(net, "received") == []
+        assert scope.gradients(x) == [2 * number]
+    scope.leave()
+    nothing_left(net)
+
+
+def test_a_copy_of_a_version_goes_when_the_next_one_is_moved():
+    net = net_of(2)
+    x = net.put("a", 3, "a")
+    scope = net.open("a")
+    for _ in range(3):
+        (y,) = scope.call("b", DOUBLE, stopped(x))
+        scope.discard(y)
+        x = net.update("a", x, DOUBLE, x)
+    (y,) = scope.call("b", DOUBLE, stopped(x))
+    assert net.fetch("a", y)[0][0] == 48
+    assert [net.places["b"].values[key][0] for key in kept(net, "received")] == [24]
+    scope.leave()
+    nothing_left(net)
+
+
+def test_a_call_of_two_versions_of_a_leaf_has_both():
+    net = net_of(2)
+    x = net.put("a", 3, "a")
+    scope = net.open("a")
+    scope.call("b", DOUBLE, x)
+    newer = net.update("a", x, TRIPLE, x)
+    (y,) = scope.call("b", ADD3, newer, x, newer)
+    (z,) = scope.call("b", ADD3, x, newer, x)
+    assert [number for number, _ in net.fetch("a", y, z)] == [21, 15]
+    scope.leave()
+    nothing_left(net)
+
+
+def inner(scope: Scope, x: Argument) -> Generator[int, Any, Argument]:
+    """Three calls of which it returns one; what it was handed it moves about."""
+    (y,) = scope.call("c", DOUBLE, x)
+    (z,) = scope.call("d", TRIPLE, y)
+    yield scope.net.asked(scope.worker, z)
+    scope.discard(y)
+    (dropped,) = scope.call("c", SAME, z)
+    scope.discard(dropped)
+    return z
+
+
+def test_what_a_program_does_not_return_goes_with_it():
+    net = net_of(4)
+    scope = net.open("a")
+    (x,) = scope.call("a", DOUBLE, 1)
+    made, failure = scope.run("b", inner, x)
+    assert failure is None
+    (total,) = scope.call("a", SAME, made)
+    scope.discard(x)
+    assert net.fetch("a", total)[0][0] == 12
+    scope.tell_discarded()
+    net.drain()
+    assert sorted(kept(net, "output")) == sorted([made.key, total.key])
+    assert [key.name for key in kept(net, "received")] == [((3,), "d")]
+    scope.discard(made, total)
+    scope.tell_discarded()
+    net.drain()
+    assert outputs(net) == []
+    scope.leave()
+    nothing_left(net)
+
+
+def test_what_an_assignment_waits_for_is_kept_until_it_has_run():
+    net = net_of(2)
+    leaf = net.put("b", 5, "a")
+    scope = net.open("a")
+    net.pauses = pausing("double")
+    (y,) = scope.call("b", DOUBLE, 3)
+    newer = net.update("a", leaf, ADD, leaf, y)
+    scope.discard(y)
+    scope.tell_discarded()
+    net.drain()
+    net.let_go()
+    assert net.fetch("a", newer)[0][0] == 11
+    assert outputs(net) == []
+    scope.leave()
+    nothing_left(net)
+
+
+def test_gradients_of_earlier_passes_go_and_the_current_one_stays():
+    net = net_of(2)
+    x = net.put("b", 3, "a")
+    scope = net.open("a")
+    (y,) = scope.call("b", DOUBLE, x)
+    (zero,) = scope.call("b", Linear("both", ((0, 1),)), x, 7)
+    for number in (1, 2, 3):
+        finished(scope, y, zero, retain=True)
+        if number > 1:
+            scope.discard(scope.gradient(x, number - 1))
+            scope.tell_discarded()
+            net.drain()
+        held = [key for key in net.places["b"].values if key.kind == "scratch"]
+        assert len(held) == 1
+    assert scope.gradients(x) == [6]
+    scope.discard(scope.gradient(x))
+    scope.tell_discarded()
+    assert finished(scope, y, zero) == 4
+    assert scope.gradients(x) == [8]
+    scope.leave()
+    nothing_left(net)
+
+
+def test_a_gradient_that_a_pass_left_as_it_was_goes_with_the_last_of_its_names():
+    net = net_of(3)
+    x, w = net.put("b", 3, "a"), net.put("b", 4, "a")
+    scope = net.open("a")
+    (u,) = scope.call("b", DOUBLE, x)
+    (v,) = scope.call("b", TRIPLE, w)
+    (both,) = scope.call("c", ADD, u, v)
+    (one,) = scope.call("c", SAME, v)
+    finished(scope, both, retain=True)
+    for _ in range(2):  # These reach x by zeros alone.
+        finished(scope, one, retain=True)
+    assert scope.gradients(x, w) == [2, 9]
+    for gone in (1, 2, 3):
+        assert net.fetch("a", scope.gradient(x, gone))[0][0] == 2
+        scope.discard(scope.gradient(x, gone))
+        scope.tell_discarded()
+        (read,) = net.fetch("a", scope.gradient(x, gone))
+        assert isinstance(read, Failure) and "is not held here" in read.message
+    finished(scope, both, retain=True)
+    assert scope.gradients(x, w) == [4, 12]
+    scope.discard(*[scope.gradient(w, number) for number in (1, 2, 3)])
+    scope.tell_discarded()
+    net.drain()
+    assert sum(key.kind == "scratch" for key in net.places["b"].values) == 2
+    scope.leave()
+    nothing_left(net)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_context_that_fails_leaves_nothing_whatever_was_dropped_in_it(seed: int):
+    net = net_of(3, seed)
+    x = net.put("b", 3, "a")
+    scope = net.open("a")
+    (y,) = scope.call("b", DOUBLE, x)
+    (z,) = scope.call("c", Linear("bad", ((1,),), Fuse("vjp")), y)
+    scope.discard(y)
+    net.some()
+    result = scope.backward(z)
+    assert result.outcome is Outcome.FAILED
+    scope.discard(z)
+    scope.tell_discarded()
+    net.some()
+    scope.leave()
+    nothing_left(net)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_was_dropped_on_a_worker_that_crashed_is_gone_with_it(seed: int):
+    net = net_of(3, seed)
+    scope = net.open("a")
+    (x,) = scope.call("b", DOUBLE, 3)
+    (y,) = scope.call("c", TRIPLE, x)
+    scope.discard(x)
+    net.some()
+    net.crash("b")
+    net.some()
+    scope.tell_discarded()
+    net.fetch("a", y)
+    scope.leave()
+    nothing_left(net)
