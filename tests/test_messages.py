@@ -260,12 +260,16 @@ HERE = bytes(12)  # A context.
     ("data", "said"),
     [
         (b"", r"type of a message at byte 0 takes 1 bytes; 0 of 0 are left"),
+<<<<<<< HEAD
         (
             bytes([len(LAYOUTS)]),
             f"type {len(LAYOUTS)} of a message: allowed is 0 to {len(LAYOUTS) - 1}",
         ),
+=======
+        (b"\x15", r"type 21 of a message: allowed is 0 to 20"),
+>>>>>>> smart
         (b"\x02\x02", r"flag = 2: allowed are 0 and 1"),
-        (b"\x0f" + HERE + b"\1\0\0\0\3\0", r"outcome 3: allowed is 0 to 2"),
+        (b"\x0f" + HERE + b"\1\0\0\0\4\0", r"outcome 4: allowed is 0 to 3"),
         (
             b"\x0c" + HERE + bytes(8) + b"\3\0\0\0\x08\0",
             r"mask of 3 slots has bits beyond its last",

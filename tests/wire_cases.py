@@ -16,7 +16,11 @@ from jdag.engine.vocabulary import (
     Acknowledge,
     Answer,
     Assign,
+<<<<<<< HEAD
     Assignment,
+=======
+    Attach,
+>>>>>>> smart
     Call,
     ContextId,
     Cotangent,
@@ -27,6 +31,7 @@ from jdag.engine.vocabulary import (
     Failure,
     Forget,
     Go,
+    Hook,
     Incoming,
     Key,
     LeafId,
@@ -144,6 +149,7 @@ failures = st.builds(
 maybe_failures = _several(st.none() | failures)
 owed = st.builds(Owed, paths, workers, workers, texts, texts)
 roots = st.builds(Root, keys, avals, st.booleans(), _wide(4))
+hooks = st.builds(Hook, paths, st.just(program), st.booleans(), avals, texts)
 incoming = st.builds(Incoming, workers, masks)
 marked = st.builds(Marked, paths, masks)
 modes = st.sampled_from(PassMode)
@@ -258,6 +264,7 @@ messages: dict[type[Any], st.SearchStrategy[Any]] = {
         weights,
         changes,
     ),
+    Attach: st.builds(Attach, contexts, keys, hooks),
     Mark: st.builds(
         Mark, contexts, passes, _several(marked), st.booleans(), weights, changes
     ),
@@ -268,7 +275,9 @@ messages: dict[type[Any], st.SearchStrategy[Any]] = {
     Answer: st.builds(Answer, contexts, passes, weights, changes),
     Fail: st.builds(Fail, contexts, passes, failures),
     End: st.builds(End, contexts, passes, st.sampled_from(Outcome), st.booleans()),
-    Ended: st.builds(Ended, contexts, passes, _several(owed), _several(leaves)),
+    Ended: st.builds(
+        Ended, contexts, passes, _several(owed), _several(leaves), st.none() | failures
+    ),
     Release: st.builds(Release, contexts, _several(_wide(6)), st.booleans()),
     Released: st.builds(Released, contexts, _several(failures)),
 }
@@ -279,4 +288,5 @@ OPAQUE: dict[type[Any], tuple[str, ...]] = {
     Return: ("result",),
     Assign: ("parts",),
     Start: ("roots",),
+    Attach: ("hook",),
 }
