@@ -22,7 +22,7 @@ from jdag.compute.avals import Aval, aval_of, is_deleted
 from jdag.compute.pytrees import Template
 from jdag.compute.sums import ADDENDS_MAX, fold
 from jdag.errors import JdagError, kind_of
-from jdag.functions import code_of, is_unjitted, key_of, name_of
+from jdag.functions import code_of, is_ours, is_unjitted, key_of, name_of
 
 PAIRS_MAX = 4096
 ANEW_MAX = 32
@@ -412,7 +412,8 @@ class PairCache:
     def _warn_of_functions_made_anew(self, key: _Key) -> None:
         """Warn once of code that came with many closures, defaults or partials."""
         code = code_of(key.fn)
-        if code is None:
+        # Our own, such as an optimizer's step, are partials of what users give.
+        if code is None or is_ours(code.co_filename):
             return
         seen = self._keys.setdefault(code, {})
         self._keys.move_to_end(code)
