@@ -118,8 +118,9 @@ class Residuals:
 class Pair:
     """Forward and vjp of one function for one set of abstract values.
 
-    `out_avals`, `out_tree`, `out_tracked` and `residual_bytes` (what residuals hold
-    beyond arguments and outputs) are known without running anything.
+    `out_avals`, `out_tree`, `out_tracked`, `args_kept`, `outputs_kept` (the places of
+    arguments and outputs that residuals hold) and `residual_bytes` (what they hold
+    beyond these) are known without running anything.
     `may_raise` tells that forward holds callbacks or is not jitted; forward and vjp
     then wait for their results, so that what goes wrong is raised there.
     """
@@ -151,6 +152,8 @@ class Pair:
         self.out_avals: tuple[Aval, ...] = spec.out_avals
         self.out_tracked: tuple[bool, ...] = spec.out_tracked
         self.residual_bytes: int = spec.nbytes
+        self.args_kept: tuple[int, ...] = spec.args_kept
+        self.outputs_kept: tuple[int, ...] = spec.outputs_kept
 
     def forward(self, args: Sequence[Any]) -> tuple[tuple[Any, ...], Residuals | None]:
         """Run the function on `args`, in order of position.
