@@ -13,6 +13,7 @@ from jdag.cluster import Cluster, simulate
 from jdag.errors import GraphError, RemoteError, UnusedSendError
 from jdag.functions import program
 from jdag.ref import stop_gradient
+from jdag.sim.network import LinkModel, Network
 from tests.face_cases import (
     ONES,
     fails_backward,
@@ -303,22 +304,25 @@ def test_a_ref_that_got_out_of_its_program_names_its_value_all_the_same(cluster)
     assert in_layers(cluster) == [0, 0, 0, 0]
 
 
-def test_what_a_program_on_a_worker_updates_a_leaf_with_is_kept_for_it(cluster):
+def test_what_a_program_on_a_worker_updates_a_leaf_with_is_kept_for_it():
     """The assignment goes from home, and what the program drops from where it runs."""
-    leaf = cluster.put("b", first())
+    slow = Network(LinkModel(), {("a", "b"): LinkModel(latency_ns=10**6)})
+    with simulate(("a", "b", "c"), seed=0, network=slow) as cluster:
+        leaf = cluster.put("b", first())
 
-    @program
-    def updates(ctx: Any) -> None:
-        value = ctx.call("b", first)
-        cluster.update(jnp.add, leaf, value)
-        del value
-        flush(ctx)
+        @program
+        def updates(ctx: Any) -> None:
+            value = ctx.call("b", first)
+            value.fetch()
+            cluster.update(jnp.add, leaf, value)
+            del value
+            ctx.call("b", first).fetch()
 
-    with cluster.context() as ctx:
-        for _ in range(3):
-            ctx.call("c", updates)
-    np.testing.assert_array_equal(leaf.fetch(), 4 * first())
-    assert in_layers(cluster) == [0, 1, 0, 0]
+        with cluster.context() as ctx:
+            for _ in range(3):
+                ctx.call("c", updates)
+        np.testing.assert_array_equal(leaf.fetch(), 4 * first())
+        assert in_layers(cluster) == [0, 1, 0]
 
 
 # ------------------------------------------------------------------------- gradients
@@ -388,8 +392,8 @@ def is_left_in_the_middle(cluster: Cluster, ctx: Any, leaf: Any) -> None:
 
 
 def calls_programs(cluster: Cluster, ctx: Any, leaf: Any) -> None:
-    h = ctx.call("d", outer, ctx.call("b", jnp.sin, leaf))[0]["more"]
-    ctx.backward(ctx.call("a", total, h, leaf), mode="fast")
+    h = ctx.call("d", two_layers, ctx.call("b", jnp.sin, leaf))
+    ctx.backward(ctx.call("a", total, h))
 
 
 def calls_a_program_that_raises(cluster: Cluster, ctx: Any, leaf: Any) -> None:
@@ -411,7 +415,7 @@ def opens_another(cluster: Cluster, ctx: Any, leaf: Any) -> None:
 
 WAYS = (
     finishes, gets_stuck, fails, fails_in_a_pass, is_spent, is_left_in_the_middle,
-    calls_a_program_that_raises, opens_another,
+    calls_programs, calls_a_program_that_raises, opens_another,
 )  # fmt: skip
 
 
