@@ -5,6 +5,7 @@ names, of each leaf that a finished pass has reached, the last such pass.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from jdag.activation import Activation, Phase
@@ -30,6 +31,25 @@ from jdag.functions import name_of
 from jdag.home import Home, Port
 from jdag.ref import Hold, Leaf, Ref, is_ref
 from jdag.roots import checked_roots
+
+
+@dataclass(frozen=True)
+class PassReport:
+    """What `ctx.backward` tells of a pass that has finished.
+
+    Attributes:
+        number: of the pass, in its context: 1, 2, ...
+        mode: "fast".
+        stale: the leaves that were updated since forward read them, in the order in
+            which they were made, and for each how many versions newer its newest one is
+            than the oldest one that this pass differentiated, as its owner knows it
+            when the pass ends. The gradient is that of the versions that were read, all
+            together; of a leaf that is not in here it is that of the newest.
+    """
+
+    number: int
+    mode: str
+    stale: Mapping[Ref, int]
 
 
 class Context:
@@ -161,7 +181,7 @@ class Context:
         cotangents: Any = None,
         retain_graph: bool = False,
         mode: Literal["fast"] = "fast",
-    ) -> None:
+    ) -> PassReport:
         """Run a backward pass: gradients of the sum of all roots, added to the leaves'.
 
         Waits until the pass has ended everywhere. The pass is the FAST mode of
@@ -175,6 +195,10 @@ class Context:
                 root's shape and dtype, or None.
             retain_graph: keep the graph, so that a later pass may use it again.
             mode: "fast".
+
+        Returns:
+            A `PassReport`: among others, which leaves have newer versions by now than
+            those that were differentiated.
 
         Raises:
             RootError: a root, or a cotangent, is not one that can be used.
@@ -212,9 +236,9 @@ class Context:
         except JdagError:
             self._port.drop(stored)
             raise
-        self._conclude(result)
+        return self._conclude(result, mode)
 
-    def _conclude(self, result: PassResult) -> None:
+    def _conclude(self, result: PassResult, mode: str) -> PassReport:
         self._passes = result.number
         if result.outcome is Outcome.FAILED:
             assert result.failure is not None, result
@@ -227,6 +251,13 @@ class Context:
             record = self._home.leaves.get(leaf)
             if record is not None:
                 self._gradients[leaf] = (record, result.number)
+        leaves = self._home.leaves
+        stale = {
+            self._home.leaf_ref(leaves[leaf]): newer
+            for leaf, newer in sorted(result.stale, key=lambda of: of.leaf.number)
+            if leaf in leaves
+        }
+        return PassReport(result.number, mode, stale)
 
     def _check_top(self, what: str) -> None:
         if self._activation.prefix:

@@ -42,6 +42,7 @@ from jdag.engine.vocabulary import (
     Root,
     Run,
     Ship,
+    Stale,
     Start,
 )
 from jdag.ref import RefData
@@ -244,7 +245,14 @@ messages: dict[type[Any], st.SearchStrategy[Any]] = {
     Answer: st.builds(Answer, contexts, passes, st.integers(-(1 << 63), (1 << 63) - 1)),
     Fail: st.builds(Fail, contexts, passes, failures),
     End: st.builds(End, contexts, passes, st.sampled_from(Outcome), st.booleans()),
-    Ended: st.builds(Ended, contexts, passes, _several(owed), _several(leaves)),
+    Ended: st.builds(
+        Ended,
+        contexts,
+        passes,
+        _several(owed),
+        _several(leaves),
+        _several(st.builds(Stale, leaves, _wide(4))),
+    ),
     Release: st.builds(Release, contexts, _several(_wide(6)), st.booleans()),
     Released: st.builds(Released, contexts, _several(failures)),
 }

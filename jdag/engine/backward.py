@@ -426,7 +426,11 @@ class Backward:
     def _leaf(self, fragment: Fragment, live: Pass, end: LeafEnd) -> None:
         """The gradient of a leaf is complete: stage it."""
         due = live.dues[end]
-        addends = _ordered(due.addends[0])
+        versions = zip(end.outputs, due.addends, strict=True)
+        read = [value.key.index for value, addends in versions if addends]
+        if read:
+            live.oldest[end.leaf] = min(read)
+        addends = _ordered([addend for version in due.addends for addend in version])
         due.addends = []
         if len(addends) > 1 or (addends and end.gradient is not None):
             self._sum(fragment, live, (), addends, end.gradient, (live, end, 0))

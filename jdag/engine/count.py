@@ -34,7 +34,7 @@ def count(fragment: Fragment, live: Pass) -> Vertex | None:
                 if vertex.spent:
                     return vertex
                 if type(vertex) is LeafEnd:
-                    due = dues[vertex] = Due(1)
+                    due = dues[vertex] = Due(len(vertex.outputs))
                 else:
                     vertex.spent = spends
                     due = dues[vertex] = Due(len(vertex.outputs))

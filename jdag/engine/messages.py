@@ -15,6 +15,7 @@ from jdag.engine.names import (
     Owed,
     Path,
     Root,
+    Stale,
     Worker,
     data,
 )
@@ -232,6 +233,7 @@ class Ended:
     number: int
     owed: tuple[Owed, ...]
     leaves: tuple[LeafId, ...]
+    stale: tuple[Stale, ...] = ()  # Of these leaves.
 
 
 @data

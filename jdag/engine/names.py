@@ -110,6 +110,13 @@ class Root(NamedTuple):
     number: int  # Its place among all roots of the pass.
 
 
+class Stale(NamedTuple):
+    """A leaf that was updated since a pass's forward read it."""
+
+    leaf: LeafId
+    newer: int  # By so many versions the newest is newer than the oldest that was read.
+
+
 class Owed(NamedTuple):
     """A send that waited for its cotangent: what a stuck pass names."""
 

@@ -18,6 +18,7 @@ from typing import Any
 from jdag.engine.activations import Activations
 from jdag.engine.backward import Backward
 from jdag.engine.graph import Fragment, Node
+from jdag.engine.leaves import Leaves
 from jdag.engine.lives import Lives
 from jdag.engine.phases import Ownership, Phase
 from jdag.engine.state import State
@@ -35,6 +36,7 @@ from jdag.engine.vocabulary import (
     PassResult,
     Resume,
     Root,
+    Stale,
     Start,
     Worker,
 )
@@ -47,11 +49,13 @@ class Passes:
     def __init__(
         self,
         state: State,
+        leaves: Leaves,
         lives: Lives,
         activations: Activations,
         backward: Backward,
     ) -> None:
         self._state = state
+        self._leaves = leaves
         self._lives = lives
         self._activations = activations
         self._backward = backward
@@ -72,7 +76,7 @@ class Passes:
         own.waiter = event.waiter
         own.roots = event.roots
         own.retain = event.retain
-        own.owed, own.leaves = [], {}
+        own.owed, own.leaves, own.stale = [], {}, []
         top = fragment.activations[()]
         if not event.retain:
             self._lives.note_leaves(top)
@@ -172,6 +176,7 @@ class Passes:
         own.owed.extend(message.owed)
         for leaf in message.leaves:
             own.leaves[leaf] = None
+        own.stale.extend(message.stale)
 
     def conclude(self, fragment: Fragment, own: Ownership) -> None:
         """Everybody knows: tell the program."""
@@ -184,6 +189,7 @@ class Passes:
             own.failure,
             tuple(sorted(own.owed)) if own.outcome is Outcome.STUCK else (),
             tuple(sorted(own.leaves)),
+            tuple(sorted(own.stale)),
         )
         self._state.out.append(Resume(own.waiter, result))
 
@@ -217,6 +223,7 @@ class Passes:
         live: Pass | None = fragment.live
         owed: tuple[Owed, ...] = ()
         leaves: tuple[LeafId, ...] = ()
+        stale: tuple[Stale, ...] = ()
         if live is not None:
             fragment.live = None
             owed = tuple(
@@ -231,13 +238,14 @@ class Passes:
             )
             if message.outcome is Outcome.FINISHED:
                 leaves = tuple(live.staged)
+                stale = self._leaves.stale(live.oldest)
                 for leaf, staged in live.staged.items():
                     end = fragment.leaves[leaf]
                     self._lives.commit(fragment, end, staged, live.number)
             self._clear(fragment, live, message.outcome)
         if message.outcome is not Outcome.FINISHED and not message.retain:
             self._spend(fragment)
-        return Ended(message.context, message.number, owed, leaves)
+        return Ended(message.context, message.number, owed, leaves, stale)
 
     def _clear(self, fragment: Fragment, live: Pass, outcome: Outcome) -> None:
         """Drop what was on its way in a pass."""

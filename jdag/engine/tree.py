@@ -43,8 +43,8 @@ class Pass:
     """One backward pass as one worker sees it."""
 
     __slots__ = (
-        "computing", "dues", "engaged", "failed", "is_owner", "number", "owed",
-        "parent", "ready", "retain", "roots", "sighted", "staged", "unanswered",
+        "computing", "dues", "engaged", "failed", "is_owner", "number", "oldest",
+        "owed", "parent", "ready", "retain", "roots", "sighted", "staged", "unanswered",
         "unreported", "waiting",
     )  # fmt: skip
 
@@ -62,6 +62,7 @@ class Pass:
         self.dues: dict[Vertex, Due] = {}
         self.ready: list[Any] = []  # Vertices with all their contributions.
         self.staged: dict[LeafId, Key | None] = {}
+        self.oldest: dict[LeafId, int] = {}  # The versions that it differentiated.
         self.roots: tuple[Root, ...] = ()  # Those here that have no cotangent yet.
         self.sighted = False  # Dependencies have been counted here.
         self.failed = False

@@ -46,6 +46,7 @@ from jdag.engine.vocabulary import (
     Root,
     Run,
     Ship,
+    Stale,
     Start,
     Worker,
 )
@@ -131,6 +132,7 @@ COUNTER = integer(6, "context's counter")
 OWED = record(
     Owed, path=PATH, worker=WORKER, destination=WORKER, function=TEXT, call_site=TEXT
 )
+STALE = record(Stale, leaf=LEAF, newer=integer(4, "number of versions"))
 ROOT = record(
     Root, key=KEY, aval=ARRAY_TYPE, given=FLAG, number=integer(4, "root's number")
 )
@@ -217,7 +219,12 @@ LAYOUTS: dict[type[Any], Layout] = {
     Fail: record(Fail, context=CONTEXT, number=PASS, failure=FAILURE),
     End: record(End, context=CONTEXT, number=PASS, outcome=OUTCOME, retain=FLAG),
     Ended: record(
-        Ended, context=CONTEXT, number=PASS, owed=many(OWED, "owed"), leaves=LEAVES
+        Ended,
+        context=CONTEXT,
+        number=PASS,
+        owed=many(OWED, "owed"),
+        leaves=LEAVES,
+        stale=many(STALE, "stale leaves"),
     ),
     Release: record(
         Release, context=CONTEXT, live=many(COUNTER, "live contexts"), abort=FLAG
