@@ -131,9 +131,12 @@ class Optimizer:
             owner: ctx.call(owner, squared_norms, [gradients[ref] for ref in refs])
             for owner, refs in owners.items()
         }
+        fetched = fetch(squares)
+        if ctx.home.abstract:  # Shapes have no norm; a scale travels all the same.
+            return (1.0,)
         of = {
             ref: float(square)
-            for owner, values in fetch(squares).items()
+            for owner, values in fetched.items()
             for ref, square in zip(owners[owner], values, strict=True)
         }
         total = 0.0

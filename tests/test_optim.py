@@ -53,9 +53,10 @@ def test_absent_leaves_keep_their_state_too(cluster):
 
 
 def sent(cluster):
-    """Protocol messages that the first worker has sent to all others so far."""
+    """Messages and bytes of arrays that the first worker has sent so far."""
     cluster.driver.settle()
-    return cluster.info()["a"]["messages_sent"]
+    info = cluster.info()["a"]
+    return np.array([info["messages_sent"], info["payload_bytes_sent"]])
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
@@ -68,9 +69,25 @@ def test_a_step_is_one_message_to_each_owner_and_clipping_one_exchange_more(
         ctx.backward(ctx.call("a", total, *refs))
         before = sent(cluster)
         optimizer.step(ctx)
+        messages, payload = sent(cluster) - before
         # For each of three owners Assign; and with norms Call, Read before it.
-        assert sent(cluster) - before == 3 * (1 if clip_norm is None else 3)
+        assert messages == 3 * (1 if clip_norm is None else 3)
+        assert payload == 3 * (0 if clip_norm is None else 8)  # The scale, once each.
     nothing_is_left(cluster)
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+def test_an_abstract_step_sends_what_a_real_one_does(clip_norm):
+    counts = []
+    for values in ("real", "abstract"):
+        with simulate(["a", "b", "c"], seed=0, values=values) as cluster:
+            refs = [cluster.put("bcb"[n], ONES) for n in range(3)]
+            optimizer = Optimizer(optax.adam(0.1), refs, clip_norm=clip_norm)
+            with cluster.context() as ctx:
+                ctx.backward(ctx.call("a", total, *refs))
+                optimizer.step(ctx)
+            counts.append(list(sent(cluster)))
+    assert counts[0] == counts[1]
 
 
 def stepped_apart(tx, clip_norm, placement):
@@ -222,6 +239,19 @@ def test_the_clipped_norm_is_that_over_all_owners(cluster):
         np.testing.assert_allclose(
             np.concatenate(fetch(refs)), [-3.0, -4.5, -9.0], rtol=1e-15
         )
+
+
+def test_squared_norms_are_summed_in_the_order_of_the_leaves(cluster):
+    # 1.96 is lost in 2 ** 54, twelve times of them are not: any other order shows.
+    factors = [2.0**27] + 12 * [1.4]
+    refs = [cluster.put("cbd"[n % 3], 0.0) for n in range(13)]
+    optimizer = Optimizer(optax.sgd(1.0), refs, clip_norm=2.0**26)
+    with cluster.context() as ctx:
+        ctx.backward(
+            ctx.call("a", lambda *x: jnp.dot(jnp.stack(x), jnp.asarray(factors)), *refs)
+        )
+        optimizer.step(ctx)
+    assert fetch(refs) == [-factor / 2 for factor in factors]
 
 
 def test_a_norm_that_is_no_number_spoils_all_leaves_as_in_optax(cluster):
