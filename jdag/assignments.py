@@ -276,6 +276,9 @@ class Assignments:
 
     def _check_owner(self, worker: str, fn: Callable[..., Any], ref: Ref) -> None:
         self.admit(ref)
+        holder: Any = ref.holder
+        if ref.hold is not None and holder.port.worker != self._port.worker:
+            ref.hold.keep()  # Two workers speak of it, and nobody orders what they say.
         if ref.worker != worker:
             raise JdagError(
                 f"{name_of(fn)} makes leaves on {worker!r}, and an argument, {ref!r}, "

@@ -5,6 +5,7 @@ names, of each leaf that a finished pass has reached, the last such pass.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import inf
 from typing import Any, Literal
 
@@ -40,6 +41,25 @@ from jdag.ref import Hold, Leaf, Ref, is_ref
 from jdag.roots import checked_roots
 
 _MODES = {mode.value: mode for mode in (Mode.SMART, Mode.FAST)}
+
+
+@dataclass(frozen=True)
+class PassReport:
+    """What `ctx.backward` tells of a pass that has finished.
+
+    Attributes:
+        number: of the pass, in its context: 1, 2, ...
+        mode: "smart" or "fast".
+        stale: the leaves that were updated since forward read them, in the order in
+            which they were made, and for each how many versions newer its newest one is
+            than the oldest one that this pass differentiated, as its owner knows it
+            when the pass ends. The gradient is that of the versions that were read, all
+            together; of a leaf that is not in here it is that of the newest.
+    """
+
+    number: int
+    mode: str
+    stale: Mapping[Ref, int]
 
 
 class Context:
@@ -172,7 +192,7 @@ class Context:
         retain_graph: bool = False,
         mode: Literal["smart", "fast"] = "smart",
         timeout_s: float | None = None,
-    ) -> None:
+    ) -> PassReport:
         """Run a backward pass: gradients of the sum of all roots, added to the leaves'.
 
         Waits until the pass has ended everywhere. SMART mode first finds what the roots
@@ -187,8 +207,14 @@ class Context:
                 root (of a single root: it alone will do), an array or number of the
                 root's shape and dtype, or None.
             retain_graph: keep the graph, so that a later pass may use it again.
-            mode: "smart" or "fast"; where both finish they give the same bits.
+            mode: "smart" or "fast". Where both finish they give the same bits; a leaf
+                that FAST reaches and the roots do not need has zeros in FAST, and in
+                SMART no gradient.
             timeout_s: None, or how many seconds (of `cluster.now_ns`) it may take.
+
+        Returns:
+            A `PassReport`: among others, which leaves have newer versions by now than
+            those that were differentiated.
 
         Raises:
             RootError: a root, or a cotangent, is not one that can be used.
@@ -228,7 +254,7 @@ class Context:
         except JdagError:
             self._port.drop(stored)
             raise
-        self._conclude(result, timeout_s)
+        return self._conclude(result, mode, timeout_s)
 
     def _stored(
         self, roots: Sequence[Ref], seeds: Sequence[Any]
@@ -244,7 +270,9 @@ class Context:
                 self._port.put(stored[-1], self._home.value(seed))
         return tuple(told), stored
 
-    def _conclude(self, result: PassResult, timeout_s: float | None) -> None:
+    def _conclude(
+        self, result: PassResult, mode: str, timeout_s: float | None
+    ) -> PassReport:
         self._passes = result.number
         if result.outcome is Outcome.EXPIRED:
             assert result.failure is not None, result
@@ -263,6 +291,13 @@ class Context:
                 self._gradients[leaf] = (record, result.number)
         if result.failure is not None:
             raise self._activation.seen(result.failure)
+        leaves = self._home.leaves
+        stale = {
+            self._home.leaf_ref(leaves[leaf]): newer
+            for leaf, newer in sorted(result.stale, key=lambda of: of.leaf.number)
+            if leaf in leaves
+        }
+        return PassReport(result.number, mode, stale)
 
     def _check_top(self, what: str) -> None:
         if self._activation.prefix:

@@ -218,6 +218,11 @@ def code_of(fn: Any) -> CodeType | None:
     return None
 
 
+def is_ours(file: str) -> bool:
+    """Tell whether a source file is jdag's own, which ready programs are not."""
+    return file.startswith(_PACKAGE) and not file.startswith(_PROGRAMS)
+
+
 def unjitted(fn: Marked) -> Marked:
     """Mark `fn` to be run as it stands, without jit; return it.
 
@@ -307,7 +312,7 @@ def call_site() -> CallSite:
     frame = sys._getframe(1)
     while (outer := frame.f_back) is not None:
         file = frame.f_code.co_filename
-        if not file.startswith(_PACKAGE) or file.startswith(_PROGRAMS):
+        if not is_ours(file):
             break
         frame = outer
     code = frame.f_code

@@ -1,8 +1,7 @@
 """An optimizer over refs: an optax transformation, leaf by leaf, stepped on each owner.
 
 Every leaf has a state of its own, kept beside it, so that leaves that a step does not
-touch stand still whole. That is the transformation as it was written only if it never
-mixes leaves; its jaxpr tells.
+touch stand still whole.
 """
 
 import math
@@ -10,21 +9,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, cast
 
-import jax
 import jax.numpy as jnp
 import optax
-from jax.extend import core
 
 from jdag.assignments import Change
 from jdag.cluster import Cluster
-from jdag.compute.avals import Aval
 from jdag.compute.pytrees import flatten, paths, unflatten
 from jdag.context import Context
 from jdag.errors import ContextError, JdagError
+from jdag.leafwise import Leafwise, leafwise
 from jdag.ref import Ref, fetch, is_ref
-
-# Sub-jaxprs whose inputs and outputs are those of their equation, one for one.
-_PLAIN = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2")
 
 
 class Optimizer:
@@ -33,7 +27,8 @@ class Optimizer:
     Args:
         tx: an optax `GradientTransformation` that treats each leaf by itself: sgd,
             adam, schedules (which count each leaf's own steps), weight decay,
-            `inject_hyperparams`, `MultiSteps`, chains of these.
+            `inject_hyperparams`, `MultiSteps`, `masked` and `multi_transform` (by trees
+            of masks or labels, or by functions), chains of these.
         refs: the leaves, a pytree, on any workers.
         clip_norm: None, or the norm over all gradients of a step, on all owners, to
             which they are scaled down where it is larger.
@@ -58,14 +53,15 @@ class Optimizer:
             raise JdagError(f"clip_norm={clip_norm!r}: it has to be above 0, or None")
         self._cluster = _cluster_of(leaves)
         names = paths(refs, is_ref)
-        _refuse_mixing(tx, [ref.aval for ref in leaves], names)
-        self._step = partial(_stepped, tx)
+        avals = [ref.aval for ref in leaves]
+        each = leafwise(tx, self._treedef.bare, avals, names)
+        self._tx = dict(zip(leaves, each, strict=True))
         self._clip_norm = clip_norm
         self._names = dict(zip(leaves, names, strict=True))
         self._states: dict[Ref, Any] = {}
         try:
-            for ref in leaves:
-                state = self._cluster.make(ref.worker, partial(_init, tx), ref)
+            for ref, tx_of in self._tx.items():
+                state = self._cluster.make(ref.worker, tx_of.init, ref)
                 self._states[ref] = state
         except JdagError as error:
             failed = list(self._names)[len(self._states)]
@@ -115,7 +111,7 @@ class Optimizer:
             self._cluster.assign(
                 [
                     Change(
-                        self._step,
+                        partial(_stepped, self._tx[ref]),
                         [ref, *flatten(self._states[ref])[0]],
                         (ref, self._states[ref], gradient, *scale),
                         f"stepping {self._called(ref)}",
@@ -135,9 +131,12 @@ class Optimizer:
             owner: ctx.call(owner, squared_norms, [gradients[ref] for ref in refs])
             for owner, refs in owners.items()
         }
+        fetched = fetch(squares)
+        if ctx.home.abstract:  # Shapes have no norm; a scale travels all the same.
+            return (1.0,)
         of = {
             ref: float(square)
-            for owner, values in fetch(squares).items()
+            for owner, values in fetched.items()
             for ref, square in zip(owners[owner], values, strict=True)
         }
         total = 0.0
@@ -172,13 +171,7 @@ def squared_norm(gradient: Any) -> Any:
     return jnp.sum(jnp.square(jnp.abs(gradient).astype(wide)))
 
 
-def _init(tx: optax.GradientTransformation, leaf: Any) -> Any:
-    return tx.init(leaf)
-
-
-def _stepped(
-    tx: optax.GradientTransformation, leaf: Any, state: Any, gradient: Any, *scale: Any
-) -> Any:
+def _stepped(tx: Leafwise, leaf: Any, state: Any, gradient: Any, *scale: Any) -> Any:
     for factor in scale:
         gradient = (gradient * factor).astype(gradient.dtype)
     update, state = tx.update(gradient, state, leaf)
@@ -211,81 +204,3 @@ def _cluster_of(leaves: Sequence[Ref]) -> Cluster:
     cluster = cast(Any, leaves[0].holder.home).cluster
     assert isinstance(cluster, Cluster), cluster
     return cluster
-
-
-# ------------------------------------------------------------------- what mixes leaves
-
-
-def _refuse_mixing(
-    tx: optax.GradientTransformation, avals: Sequence[Aval], names: Sequence[str]
-) -> None:
-    """Raise if the update of one leaf depends on another leaf or its gradient.
-
-    The transformation is traced for all leaves together (of one alone, for two of its
-    kind), and what each output depends on is read off the jaxpr: a bit a leaf. What a
-    state carries is followed from step to step until nothing new comes in.
-    """
-    if len(avals) == 1:
-        avals, names = [*avals, *avals], ["the leaf", "another"]
-    leaves = [aval.struct() for aval in avals]
-    try:
-        begun = jax.make_jaxpr(tx.init)(leaves)
-        state = jax.eval_shape(tx.init, leaves)
-        stepped = jax.make_jaxpr(tx.update)(leaves, state, leaves)
-    except Exception as error:
-        raise JdagError(
-            "the transformation cannot be applied as tx.update(gradients, state, "
-            f"parameters) to leaves such as {avals[0]}: {type(error).__name__}: "
-            f"{error}; one that takes more is not supported"
-        ) from error
-    bits = [1 << place for place in range(len(avals))]
-    carried = _depends(begun.jaxpr, bits)
-    while True:  # Bounded: masks of so many bits only grow.
-        masks = _depends(stepped.jaxpr, [*bits, *carried, *bits])
-        rest = masks[len(bits) :]
-        grown = [old | new for old, new in zip(carried, rest, strict=True)]
-        if grown == carried:
-            break
-        carried = grown
-    for name, bit, mask in zip(names, bits, masks, strict=False):
-        if mask & ~bit:
-            other = names[(mask & ~bit).bit_length() - 1]
-            raise JdagError(
-                f"the transformation mixes leaves: its update of {name} depends on the "
-                f"gradient or value of {other}, and leaves may be on different "
-                "workers. Leave out what takes them all together, such as "
-                "optax.clip_by_global_norm: clip_norm= clips here"
-            )
-
-
-def _depends(jaxpr: Any, inputs: Sequence[int]) -> list[int]:
-    """Return for each output of a jaxpr the union of the masks it depends on."""
-    masks: dict[Any, int] = dict(zip(jaxpr.invars, inputs, strict=True))
-    for equation in jaxpr.eqns:
-        taken = [_mask(masks, atom) for atom in equation.invars]
-        masks.update(zip(equation.outvars, _outputs(equation, taken), strict=True))
-    return [_mask(masks, atom) for atom in jaxpr.outvars]
-
-
-def _mask(masks: dict[Any, int], atom: Any) -> int:
-    return 0 if isinstance(atom, core.Literal) else masks.get(atom, 0)
-
-
-def _outputs(equation: Any, taken: Sequence[int]) -> list[int]:
-    """Return what each output depends on; of unknown insides, on every input."""
-    name = equation.primitive.name
-    params = equation.params
-    if name == "cond":
-        found = [_depends(branch.jaxpr, taken[1:]) for branch in params["branches"]]
-        return [_union((taken[0], *masks)) for masks in zip(*found, strict=True)]
-    inner = params.get("jaxpr", params.get("call_jaxpr"))
-    if name in _PLAIN and inner is not None:
-        return _depends(getattr(inner, "jaxpr", inner), taken)
-    return [_union(taken)] * len(equation.outvars)
-
-
-def _union(masks: Sequence[int]) -> int:
-    total = 0
-    for mask in masks:
-        total |= mask
-    return total

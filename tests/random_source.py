@@ -2,12 +2,14 @@
 
 So errors name call sites that differ, and a plan that fails can be read. What the
 source calls besides jdag: `decide` and `note` remember what was fetched, `backward`
-does what whoever runs it wants of a pass.
+does what whoever runs it wants of a pass. What no later line names is deleted, sooner
+or later or never.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from random import Random
 from types import CodeType
 from typing import Any
 
@@ -32,6 +34,7 @@ from tests.random_programs import (
 )
 
 FILE = "plan.py"
+DELETES = 0.5  # How likely what may go is deleted after a line.
 FUNCTIONS = ("mix", "product", "total", "split", "ranks", "gather", "scale", "both")
 
 
@@ -39,6 +42,7 @@ FUNCTIONS = ("mix", "product", "total", "split", "ranks", "gather", "scale", "bo
 class Source:
     """A plan's source: its text, its code, and the call site of each step."""
 
+    rng: Random  # Of what is deleted.
     lines: list[str] = field(default_factory=list)
     sites: dict[int, str] = field(default_factory=dict)
     passes: list[Pass] = field(default_factory=list)
@@ -69,13 +73,28 @@ class Source:
     def function(self, body: Body) -> None:
         self.say(0, "@program")
         self.say(0, f"def {body.name}(ctx, {names(body.parameters)}):")
-        self.steps(body.steps, body.name, 1)
+        self.steps(body.steps, body.name, 1, body.parameters, body.returns)
         self.say(1, f"return [{names(body.returns)}]")
         self.say(0, "")
 
-    def steps(self, steps: Sequence[Step], function: str, depth: int) -> None:
-        for step in steps:
+    def steps(
+        self,
+        steps: Sequence[Step],
+        function: str,
+        depth: int,
+        known: Sequence[int] = (),
+        kept: Sequence[int] = (),
+    ) -> None:
+        """Steps, and what of `known` and of what they make is deleted; not `kept`."""
+        alive = list(known)
+        for place, step in enumerate(steps):
             self.step(step, function, depth)
+            alive += made(step)
+            later = [v for after in steps[place + 1 :] for v in named(after)]
+            for variable in [v for v in alive if v not in later and v not in kept]:
+                if self.rng.random() < DELETES:
+                    self.say(depth, f"del v{variable}")
+                    alive.remove(variable)
         if not steps:
             self.say(depth, "pass")
 
@@ -89,14 +108,41 @@ class Source:
             case Branch():
                 value = f"float(fetch(v{step.variable})[{step.element}])"
                 self.say(depth, f"if decide({value} > {step.bound}):")
-                self.steps(step.above, function, depth + 1)
+                self.steps(step.above, function, depth + 1, kept=made(step))
                 self.say(depth, "else:")
-                self.steps(step.below, function, depth + 1)
+                self.steps(step.below, function, depth + 1, kept=made(step))
             case Raise():
                 self.say(depth, "raise Broken(f'a program on {ctx.here}')")
             case Pass(roots=roots):
                 self.say(depth, f"backward(ctx, {len(self.passes)}, [{names(roots)}])")
                 self.passes.append(step)
+
+
+def named(step: Step) -> list[int]:
+    """The variables that a step names."""
+    match step:
+        case Call(arguments=arguments) | Move(arguments=arguments):
+            return [given.variable for given in arguments if isinstance(given, Use)]
+        case Invoke(arguments=arguments):
+            return [given.variable for given in arguments]
+        case Branch(variable=variable, above=above, below=below):
+            return [variable, *[v for inner in (*above, *below) for v in named(inner)]]
+        case Fetch(variables=variables) | Pass(roots=variables):
+            return list(variables)
+        case Raise():
+            return []
+
+
+def made(step: Step) -> list[int]:
+    """The variables that a step makes, whichever way it goes."""
+    match step:
+        case Branch(above=above, below=below):
+            other = [variable for inner in below for variable in made(inner)]
+            return [v for inner in above for v in made(inner) if v in other]
+        case Call() | Move() | Invoke():
+            return list(step.outputs)
+        case _:
+            return []
 
 
 def names(variables: Sequence[int]) -> str:
@@ -140,11 +186,11 @@ def argument(given: Argument) -> str:
 
 def source_of(plan: Plan) -> Source:
     """The source of a plan: its programs, then `main`, which takes ctx and leaves."""
-    source = Source()
+    source = Source(Random(repr(plan)))
     source.bodies(plan.steps)
-    leaves = names([leaf.variable for leaf in plan.leaves])
-    source.say(0, f"def main(ctx, {leaves}):")
-    source.steps(plan.steps, "main", 1)
+    leaves = [leaf.variable for leaf in plan.leaves]
+    source.say(0, f"def main(ctx, {names(leaves)}):")
+    source.steps(plan.steps, "main", 1, leaves)
     return source
 
 

@@ -344,3 +344,43 @@ def test_the_gradient_of_a_leaf_that_was_dropped_says_so(cluster: Any):
         ctx.backward(loss)
         with pytest.raises(GraphError, match=r"was dropped by cluster\.drop"):
             ctx.gradient(w)
+
+
+def test_a_pass_says_which_leaves_were_updated_since_forward_read_them(cluster):
+    """And the gradient is that of the versions that it read."""
+    cubed, squared, twice = (
+        cluster.put(worker, jnp.array([1.0, 2.0, 3.0])) for worker in "bca"
+    )
+
+    def loss_of(x, y, z):
+        return jnp.sum(x**3 + y**2 + 2 * z)
+
+    with cluster.context() as ctx:
+        loss = ctx.call("d", loss_of, cubed, squared, twice)
+        report = ctx.backward(loss, retain_graph=True)
+        assert (report.number, report.stale) == (1, {})
+        for _ in range(3):
+            cluster.update(jnp.add, squared, 1.0)
+        cluster.update(jnp.multiply, cubed, 2.0)
+        report = ctx.backward(loss, retain_graph=True)
+        assert report.number == 2
+        assert list(report.stale.items()) == [(cubed, 1), (squared, 3)]
+        np.testing.assert_array_equal(ctx.gradient(cubed).fetch(), [6, 24, 54])
+        np.testing.assert_array_equal(ctx.gradient(squared).fetch(), [4, 8, 12])
+        newer = ctx.call("d", loss_of, cubed, squared, twice)
+        report = ctx.backward(loss, newer)  # Both versions of each.
+        assert report.stale == {squared: 3, cubed: 1}
+        np.testing.assert_array_equal(ctx.gradient(squared).fetch(), [14, 22, 30])
+        with pytest.raises(AttributeError):
+            report.number = 4
+    nothing_is_left(cluster)
+
+
+def test_a_leaf_that_was_dropped_is_not_reported_as_stale(cluster):
+    leaf, other = (cluster.put("b", ONES) for _ in range(2))
+    with cluster.context() as ctx:
+        loss = ctx.call("b", lambda *a: sum(map(jnp.sum, a)), leaf, other)
+        cluster.update(jnp.add, [leaf, other], 1.0)
+        cluster.drop(leaf)
+        assert ctx.backward(loss).stale == {other: 1}
+    nothing_is_left(cluster)

@@ -1,7 +1,9 @@
 """Leaves: their versions, who keeps them, and steps that make new ones."""
 
-from jdag.engine.vocabulary import Failure
-from tests.engine_cases import net_of, pausing
+import pytest
+
+from jdag.engine.vocabulary import Failure, Outcome, PassResult
+from tests.engine_cases import SEEDS, net_of, pausing
 from tests.engine_values import ADD, DOUBLE, Fuse, Linear
 
 
@@ -116,3 +118,65 @@ def test_a_step_whose_context_is_aborted_fails_and_is_not_awaited_for_ever():
     assert "context 0.1 was released before its values were used" in failed.message
     net.drain()
     assert net.leftovers() == []
+
+
+def stale(result: PassResult) -> list[tuple[int, int]]:
+    assert result.outcome is Outcome.FINISHED, result
+    return [(of.leaf.number, of.newer) for of in result.stale]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_pass_says_which_leaves_were_updated_since_forward_read_them(seed: int):
+    net = net_of(3, seed)
+    x, y, z = net.put("a", 3, "a"), net.put("b", 4, "a"), net.put("c", 5, "a")
+    scope = net.open("a")
+    add3 = Linear("add3", ((1, 1, 1),))
+    (loss,) = scope.call("a", add3, x, y, z)
+    assert stale(scope.backward(loss, retain=True)) == []
+    for _ in range(3):
+        y = net.update("a", y, DOUBLE, y)
+    x = net.update("a", x, DOUBLE, x)
+    assert stale(scope.backward(loss, retain=True)) == [(1, 1), (2, 3)]
+    assert scope.gradients(x, y, z) == [2, 2, 2]
+    (newer,) = scope.call("c", add3, x, y, z)
+    assert stale(scope.backward(newer, loss)) == [(1, 1), (2, 3)]
+    scope.leave()
+    scope = net.open("a")
+    (newest,) = scope.call("c", add3, x, y, z)
+    assert stale(scope.backward(newest)) == []
+    scope.leave()
+    net.drain()
+    assert (left := net.leftovers()) == [], left
+
+
+def test_of_several_versions_the_oldest_that_the_pass_differentiates_counts():
+    net = net_of(2)
+    versions = [net.put("b", 3, "a")]
+    scope = net.open("a")
+    made = []
+    for _ in range(4):
+        made.append(scope.call("b", DOUBLE, versions[-1])[0])
+        versions.append(net.update("a", versions[-1], DOUBLE, versions[-1]))
+    for first in (0, 2, 3):
+        assert stale(scope.backward(*made[first:], retain=True)) == [(1, 4 - first)]
+    assert scope.gradients(versions[0]) == [2 * (4 + 2 + 1)]
+    net.drop("a", versions[-1])
+    assert stale(scope.backward(made[1])) == [(1, 3)]
+    scope.leave()
+    net.drain()
+    assert net.places["b"].values == {}
+
+
+def test_a_version_that_a_pass_reaches_by_zeros_alone_is_not_differentiated():
+    net = net_of(3)
+    x, w = net.put("b", 3, "a"), net.put("b", 4, "a")
+    scope = net.open("a")
+    (u,) = scope.call("b", DOUBLE, x)
+    (v,) = scope.call("b", DOUBLE, w)
+    (both,) = scope.call("c", ADD, u, v)
+    (one,) = scope.call("c", DOUBLE, v)
+    for leaf in (x, w):
+        net.update("a", leaf, DOUBLE, leaf)
+    assert stale(scope.backward(both, retain=True)) == [(1, 1), (2, 1)]
+    assert stale(scope.backward(one)) == [(2, 1)]
+    scope.leave()

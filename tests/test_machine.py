@@ -198,6 +198,33 @@ def test_abstract_jobs_make_no_array_and_count_the_same_bytes():
     assert abstract.values.bytes_peak == real.values.bytes_peak
 
 
+def sigmoid(x: jax.Array) -> jax.Array:
+    return x * jax.nn.sigmoid(x)
+
+
+@pytest.mark.parametrize("fn", [affine, sigmoid, jnp.exp, jnp.multiply])
+def test_abstract_residuals_hold_the_same_bytes_when_their_arguments_go(fn: Any):
+    """In any order: what real residuals share with values, abstract ones share too."""
+    args = (W, X) if fn is affine else (W, W) if fn is jnp.multiply else (W,)
+    made = pair_of(fn, *args)
+    machines = [held(kind, *[arg + 1 for arg in args]) for kind in ("real", "abstract")]
+    outputs = len(made.out_avals)
+    everything = [*keys("x", len(args)), *keys("y", outputs), key("r")]
+    for drops in (everything, everything[::-1], everything[1:] + everything[:1]):
+        for machine in machines:
+            for index, arg in enumerate(args):
+                value = aval_of(arg) if machine.abstract else arg + 2
+                machine.values.put(key("x", index), value)
+            machine.run(forward(made, inputs=len(args), outputs=outputs))
+        for gone in drops:
+            real, abstract = [machine.values for machine in machines]
+            assert real.bytes_held == abstract.bytes_held > 0, gone
+            real.drop(gone)
+            abstract.drop(gone)
+        assert real.bytes_held == abstract.bytes_held == 0
+    assert real.bytes_peak == abstract.bytes_peak
+
+
 def broken(machine: Machine) -> Exception | None:
     made = pair_of(breaks, W, tracked=(False,))
     return machine.run(forward(made, inputs=1, outputs=1, kept=False))

@@ -260,14 +260,10 @@ HERE = bytes(12)  # A context.
     ("data", "said"),
     [
         (b"", r"type of a message at byte 0 takes 1 bytes; 0 of 0 are left"),
-<<<<<<< HEAD
         (
             bytes([len(LAYOUTS)]),
             f"type {len(LAYOUTS)} of a message: allowed is 0 to {len(LAYOUTS) - 1}",
         ),
-=======
-        (b"\x15", r"type 21 of a message: allowed is 0 to 20"),
->>>>>>> smart
         (b"\x02\x02", r"flag = 2: allowed are 0 and 1"),
         (b"\x0f" + HERE + b"\1\0\0\0\4\0", r"outcome 4: allowed is 0 to 3"),
         (

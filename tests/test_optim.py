@@ -1,7 +1,5 @@
 """An optimizer steps each leaf on its owner, as optax does all of them in one place."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,9 +53,10 @@ def test_absent_leaves_keep_their_state_too(cluster):
 
 
 def sent(cluster):
-    """Protocol messages that the first worker has sent to all others so far."""
+    """Messages and bytes of arrays that the first worker has sent so far."""
     cluster.driver.settle()
-    return cluster.info()["a"]["messages_sent"]
+    info = cluster.info()["a"]
+    return np.array([info["messages_sent"], info["payload_bytes_sent"]])
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
@@ -70,9 +69,25 @@ def test_a_step_is_one_message_to_each_owner_and_clipping_one_exchange_more(
         ctx.backward(ctx.call("a", total, *refs))
         before = sent(cluster)
         optimizer.step(ctx)
+        messages, payload = sent(cluster) - before
         # For each of three owners Assign; and with norms Call, Read before it.
-        assert sent(cluster) - before == 3 * (1 if clip_norm is None else 3)
+        assert messages == 3 * (1 if clip_norm is None else 3)
+        assert payload == 3 * (0 if clip_norm is None else 8)  # The scale, once each.
     nothing_is_left(cluster)
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+def test_an_abstract_step_sends_what_a_real_one_does(clip_norm):
+    counts = []
+    for values in ("real", "abstract"):
+        with simulate(["a", "b", "c"], seed=0, values=values) as cluster:
+            refs = [cluster.put("bcb"[n], ONES) for n in range(3)]
+            optimizer = Optimizer(optax.adam(0.1), refs, clip_norm=clip_norm)
+            with cluster.context() as ctx:
+                ctx.backward(ctx.call("a", total, *refs))
+                optimizer.step(ctx)
+            counts.append(list(sent(cluster)))
+    assert counts[0] == counts[1]
 
 
 def stepped_apart(tx, clip_norm, placement):
@@ -226,6 +241,19 @@ def test_the_clipped_norm_is_that_over_all_owners(cluster):
         )
 
 
+def test_squared_norms_are_summed_in_the_order_of_the_leaves(cluster):
+    # 1.96 is lost in 2 ** 54, twelve times of them are not: any other order shows.
+    factors = [2.0**27] + 12 * [1.4]
+    refs = [cluster.put("cbd"[n % 3], 0.0) for n in range(13)]
+    optimizer = Optimizer(optax.sgd(1.0), refs, clip_norm=2.0**26)
+    with cluster.context() as ctx:
+        ctx.backward(
+            ctx.call("a", lambda *x: jnp.dot(jnp.stack(x), jnp.asarray(factors)), *refs)
+        )
+        optimizer.step(ctx)
+    assert fetch(refs) == [-factor / 2 for factor in factors]
+
+
 def test_a_norm_that_is_no_number_spoils_all_leaves_as_in_optax(cluster):
     refs = [cluster.put("b", jnp.ones(2)), cluster.put("c", jnp.ones(2))]
     optimizer = Optimizer(optax.sgd(1.0), refs, clip_norm=1.0)
@@ -240,52 +268,6 @@ def test_squared_norms_are_taken_at_least_in_float32():
     assert float(squared_norm(jnp.full(4, 300.0, jnp.float16))) == 4 * 300.0**2
     assert squared_norm(jnp.asarray([3 + 4j])) == 25
     assert squared_norm(jnp.ones(2, jnp.float64)).dtype == jnp.float64
-
-
-def through_a_state():
-    """Carry the mean of all gradients to the next step, as nothing should."""
-
-    def update(updates, state, params=None):
-        mean = sum(jnp.mean(leaf) for leaf in jax.tree.leaves(updates))
-        return jax.tree.map(lambda leaf: leaf - state, updates), mean
-
-    return optax.GradientTransformation(lambda params: jnp.zeros(()), update)
-
-
-MIXING: dict[str, Any] = {
-    "global norm": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
-    "apply if finite": lambda: optax.apply_if_finite(optax.sgd(0.1), 3),
-    "prodigy": optax.contrib.prodigy,
-    "through a state": through_a_state,
-}
-
-
-@pytest.mark.parametrize("name", MIXING)
-def test_a_transformation_that_mixes_leaves_is_refused(cluster, name):
-    with pytest.raises(JdagError, match=r"mixes leaves.*clip_norm="):
-        Optimizer(MIXING[name](), cluster.put("b", ONES))
-
-
-SINGLE = {
-    "adafactor": lambda: optax.adafactor(0.1),
-    "lamb": lambda: optax.lamb(0.1),
-    "multi-steps": lambda: optax.MultiSteps(
-        optax.adam(0.1), 2
-    ).gradient_transformation(),
-    "injected": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=0.1),
-    "by block": lambda: optax.clip_by_block_rms(1.0),
-}
-
-
-@pytest.mark.parametrize("name", SINGLE)
-def test_a_transformation_of_single_leaves_is_taken(cluster, name):
-    w = cluster.put("b", ONES)
-    optimizer = Optimizer(SINGLE[name](), [w])
-    for _ in range(2):
-        with cluster.context() as ctx:
-            ctx.backward(ctx.call("c", total, w))
-            optimizer.step(ctx)
-    assert not np.array_equal(w.fetch(), ONES)
 
 
 @pytest.mark.parametrize(
@@ -341,24 +323,19 @@ def test_states_are_dropped_with_their_optimizer(cluster):
 def raising(kind):
     """A transformation that raises for leaves of two elements: traced, or run."""
 
+    def refuse(_):
+        raise ValueError("no leaves of two")
+
     def update(updates, state, params=None):
-        if updates.shape != (2,):
+        leaves = jax.tree.leaves(updates)
+        if len(leaves) > 1 or leaves[0].shape != (2,):
             return updates, state
         if kind == "traced":
             raise ValueError("no leaves of two")
+        shape = jax.ShapeDtypeStruct((2,), leaves[0].dtype)
+        return jax.tree.map(lambda u: jax.pure_callback(refuse, shape, u), updates), ()
 
-        def refuse(_):
-            raise ValueError("no leaves of two")
-
-        shape = jax.ShapeDtypeStruct(updates.shape, updates.dtype)
-        return jax.pure_callback(refuse, shape, updates), state
-
-    def any_update(updates, state, params=None):
-        if isinstance(updates, list):  # All leaves together, to see if they mix.
-            return updates, state
-        return update(updates, state, params)
-
-    return optax.GradientTransformation(lambda _: optax.EmptyState(), any_update)
+    return optax.GradientTransformation(lambda _: (), update)
 
 
 def three_leaves(cluster):
@@ -433,6 +410,15 @@ def test_a_step_with_a_lost_owner_steps_nobody_and_says_so(clip_norm):
         np.testing.assert_array_equal(params["w"].fetch(), jnp.ones(4))
 
 
+def test_many_optimizers_are_no_functions_made_anew_in_a_loop(cluster):
+    w = cluster.put("b", 1.0)
+    with cluster.context() as ctx:
+        ctx.backward(ctx.call("c", total, w))
+        for _ in range(33):  # A warning, which comes with the 32nd, is an error here.
+            Optimizer(optax.sgd(0.125), w).step(ctx)
+    assert w.fetch() == 1 - 33 * 0.125
+
+
 def test_an_optimizer_is_shown_with_its_owners(cluster):
     params = three_leaves(cluster)
     optimizer = Optimizer(optax.sgd(0.1), params, clip_norm=2.0)
@@ -451,7 +437,8 @@ def test_an_optimizer_is_shown_with_its_owners(cluster):
 
 def test_a_state_that_cannot_be_made_is_named_and_the_others_are_dropped(cluster):
     def init(params):
-        if not isinstance(params, list) and params.shape == (2,):
+        leaves = jax.tree.leaves(params)
+        if len(leaves) == 1 and leaves[0].shape == (2,):
             raise ValueError("no leaves of two")
         return jax.tree.map(jnp.zeros_like, params)
 

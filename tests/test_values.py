@@ -111,6 +111,30 @@ def test_abstract_values_count_as_what_they_stand_for_and_errors_as_nothing() ->
     assert (values.held, values.bytes_held) == (4, 128 + 8)
 
 
+def test_a_buffer_counts_until_the_abstract_value_and_all_who_keep_it_are_gone() -> (
+    None
+):
+    class Kept:
+        def __init__(self, *keeps: Any) -> None:
+            self.keeps = keeps
+
+    values = Values()
+    aval = aval_of(jnp.ones((4, 8), jnp.float32))
+    for key in ("x", "y"):
+        values.put(key, aval)
+    values.put("r", Kept(values.buffer("x")))
+    values.put("s", Kept(values.buffer("x"), values.buffer("y")))
+    assert values.bytes_held == 2 * 128
+    values.drop("x")
+    values.put("y", aval)  # In place of the one that is kept.
+    values.drop("r")
+    assert values.bytes_held == 3 * 128
+    values.drop("s")
+    assert values.bytes_held == 128
+    values.drop("y")
+    assert (values.bytes_held, values.bytes_peak) == (0, 3 * 128)
+
+
 def test_equal_abstract_values_count_each() -> None:
     values = Values()
     aval = aval_of(jnp.ones((4, 8), jnp.float32))

@@ -16,11 +16,8 @@ from jdag.engine.vocabulary import (
     Acknowledge,
     Answer,
     Assign,
-<<<<<<< HEAD
     Assignment,
-=======
     Attach,
->>>>>>> smart
     Call,
     ContextId,
     Cotangent,
@@ -49,6 +46,7 @@ from jdag.engine.vocabulary import (
     Root,
     Run,
     Ship,
+    Stale,
     Start,
 )
 from jdag.engine.vocabulary import Mode as PassMode
@@ -276,7 +274,13 @@ messages: dict[type[Any], st.SearchStrategy[Any]] = {
     Fail: st.builds(Fail, contexts, passes, failures),
     End: st.builds(End, contexts, passes, st.sampled_from(Outcome), st.booleans()),
     Ended: st.builds(
-        Ended, contexts, passes, _several(owed), _several(leaves), st.none() | failures
+        Ended,
+        contexts,
+        passes,
+        _several(owed),
+        _several(leaves),
+        _several(st.builds(Stale, leaves, _wide(4))),
+        st.none() | failures,
     ),
     Release: st.builds(Release, contexts, _several(_wide(6)), st.booleans()),
     Released: st.builds(Released, contexts, _several(failures)),

@@ -18,7 +18,7 @@ import jax
 from jdag.compute.avals import Aval, aval_of
 from jdag.compute.hooks import hooked
 from jdag.compute.sums import ADDENDS_MAX, add, ones, zeros
-from jdag.compute.values import Values
+from jdag.compute.values import Buffer, Values
 from jdag.engine.vocabulary import (
     Apply,
     Failure,
@@ -95,7 +95,7 @@ class Machine:
         args = [values.get(key) for key in job.inputs]
         pair = job.function
         if self.abstract:
-            outputs, residuals = pair.out_avals, _AbstractResiduals(pair.residual_bytes)
+            outputs, residuals = pair.out_avals, None
         else:
             try:
                 outputs, residuals = pair.forward(args)
@@ -104,6 +104,8 @@ class Machine:
         for key, output in zip(job.outputs, outputs, strict=True):
             values.put(key, output)
         if job.residuals is not None:
+            if self.abstract:
+                residuals = _AbstractResiduals(values, job)
             values.put(job.residuals, residuals)
         return None
 
@@ -147,12 +149,20 @@ class Machine:
 
 
 class _AbstractResiduals:
-    """Stands for what a forward keeps, of which only the bytes are known."""
+    """Stands for what a forward keeps, of which only the bytes are known.
 
-    __slots__ = ("nbytes",)
+    `keeps` are the buffers of arguments and outputs among it, and one for the rest.
+    """
 
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
+    __slots__ = ("keeps",)
+
+    def __init__(self, values: Values, job: Forward) -> None:
+        pair = job.function
+        self.keeps = (
+            Buffer(pair.residual_bytes),
+            *[values.buffer(job.inputs[place]) for place in pair.args_kept],
+            *[values.buffer(job.outputs[place]) for place in pair.outputs_kept],
+        )
 
 
 def _input_avals(pair: Any) -> tuple[Aval, ...]:

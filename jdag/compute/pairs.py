@@ -22,7 +22,7 @@ from jdag.compute.avals import Aval, aval_of, is_deleted
 from jdag.compute.pytrees import Template
 from jdag.compute.sums import ADDENDS_MAX, fold
 from jdag.errors import JdagError, kind_of
-from jdag.functions import code_of, is_unjitted, key_of, name_of
+from jdag.functions import code_of, is_ours, is_unjitted, key_of, name_of
 
 PAIRS_MAX = 4096
 ANEW_MAX = 32
@@ -118,8 +118,9 @@ class Residuals:
 class Pair:
     """Forward and vjp of one function for one set of abstract values.
 
-    `out_avals`, `out_tree`, `out_tracked` and `residual_bytes` (what residuals hold
-    beyond arguments and outputs) are known without running anything.
+    `out_avals`, `out_tree`, `out_tracked`, `args_kept`, `outputs_kept` (the places of
+    arguments and outputs that residuals hold) and `residual_bytes` (what they hold
+    beyond these) are known without running anything.
     `may_raise` tells that forward holds callbacks or is not jitted; forward and vjp
     then wait for their results, so that what goes wrong is raised there.
     """
@@ -151,6 +152,8 @@ class Pair:
         self.out_avals: tuple[Aval, ...] = spec.out_avals
         self.out_tracked: tuple[bool, ...] = spec.out_tracked
         self.residual_bytes: int = spec.nbytes
+        self.args_kept: tuple[int, ...] = spec.args_kept
+        self.outputs_kept: tuple[int, ...] = spec.outputs_kept
 
     def forward(self, args: Sequence[Any]) -> tuple[tuple[Any, ...], Residuals | None]:
         """Run the function on `args`, in order of position.
@@ -412,7 +415,8 @@ class PairCache:
     def _warn_of_functions_made_anew(self, key: _Key) -> None:
         """Warn once of code that came with many closures, defaults or partials."""
         code = code_of(key.fn)
-        if code is None:
+        # Our own, such as an optimizer's step, are partials of what users give.
+        if code is None or is_ours(code.co_filename):
             return
         seen = self._keys.setdefault(code, {})
         self._keys.move_to_end(code)

@@ -10,20 +10,34 @@ import numpy as np
 from jdag.compute.avals import Aval
 
 
+class Buffer:
+    """Stands for the array that an abstract value would be; only its bytes are known.
+
+    Abstract values are alike: what tells one array from another is its buffer.
+    """
+
+    __slots__ = ("nbytes",)
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+
 class Values:
     """Values by key: arrays, residuals, scalars, abstract values, errors.
 
     `bytes_held` is what the held arrays take now, `bytes_peak` the most it ever was. An
     array held several times, by keys or inside residuals, counts once; two arrays that
     share a buffer count twice, and so does an array that several workers hold. Each
-    abstract value counts as an array of its own; what has no `nbytes` counts nothing.
+    abstract value counts as an array of its own, which residuals may hold as well; what
+    has no `nbytes` counts nothing.
     """
 
-    __slots__ = ("_held", "_holds", "bytes_held", "bytes_peak")
+    __slots__ = ("_buffers", "_held", "_holds", "bytes_held", "bytes_peak")
 
     def __init__(self) -> None:
         self._held: dict[Hashable, Any] = {}
         self._holds: dict[int, tuple[int, int]] = {}  # By id: how often, bytes.
+        self._buffers: dict[Hashable, Buffer] = {}  # Those that were asked for.
         self.bytes_held = 0
         self.bytes_peak = 0
 
@@ -31,12 +45,12 @@ class Values:
         """Hold a value under a key, in place of any that is held under it."""
         replaced = self._held.get(key)
         self._held[key] = value
-        if value.__class__ is Aval:  # Never shared: there is nothing to look up.
+        if value.__class__ is Aval:  # Not shared yet: there is nothing to look up.
             self.bytes_held += value.nbytes
         else:
             self._count(value)
         if replaced is not None:
-            self._let_go(replaced)
+            self._let_go(key, replaced)
         self.bytes_peak = max(self.bytes_peak, self.bytes_held)
 
     def get(self, key: Hashable) -> Any:
@@ -45,13 +59,26 @@ class Values:
 
     def drop(self, key: Hashable) -> None:
         """Let go of the value under a key; KeyError where there is none."""
-        self._let_go(self._held.pop(key))
+        self._let_go(key, self._held.pop(key))
 
-    def _let_go(self, value: Any) -> None:
-        if value.__class__ is Aval:
-            self.bytes_held -= value.nbytes
-        else:
+    def buffer(self, key: Hashable) -> Buffer:
+        """Return what stands for the array of the abstract value under a key.
+
+        A value whose `keeps` has it in holds that array too, until it is dropped.
+        """
+        buffer = self._buffers.get(key)
+        if buffer is None:
+            buffer = self._buffers[key] = Buffer(self._held[key].nbytes)
+            self._holds[id(buffer)] = (1, buffer.nbytes)
+        return buffer
+
+    def _let_go(self, key: Hashable, value: Any) -> None:
+        if value.__class__ is not Aval:
             self._uncount(value)
+        elif key in self._buffers:
+            self._uncount(self._buffers.pop(key))
+        else:
+            self.bytes_held -= value.nbytes
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._held

@@ -107,8 +107,8 @@ class Backward:
         if late and not self.sight(fragment, live):
             self._state.drop(landed)
             return
-        counted = live.counted.get(message.path)
-        if counted is None or any(map(gt, message.present, counted)):
+        counted = live.counted.get(message.path, ())
+        if message.path not in live.owed or any(map(gt, message.present, counted)):
             self._state.drop(landed)
             self._fail_spent(fragment, live, fragment.sends[message.path])
             return

@@ -70,7 +70,7 @@ def _walk(live: Pass, values: Iterable[Value]) -> Node | None:
             due = dues.get(vertex)
             if due is None:
                 if type(vertex) is LeafEnd:
-                    due = dues[vertex] = Due(1)
+                    due = dues[vertex] = Due(len(vertex.outputs))
                 else:
                     due = dues[vertex] = Due(len(vertex.outputs))
                     if type(vertex) is Node:

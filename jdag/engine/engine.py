@@ -84,7 +84,9 @@ class Engine:
             state, self._leaves, self._lives, self._forwarding
         )
         self._reads = Reads(state, self._leaves)
-        self._passes = Passes(state, self._lives, self._activations, self._backward)
+        self._passes = Passes(
+            state, self._leaves, self._lives, self._activations, self._backward
+        )
         self._ends = Ends(
             state,
             self._leaves,

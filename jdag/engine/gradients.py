@@ -16,7 +16,7 @@ from functools import partial
 
 from jdag.engine.complete import Completion
 from jdag.engine.graph import Fragment, LeafEnd
-from jdag.engine.live import Pass
+from jdag.engine.live import Pass, ordered
 from jdag.engine.state import State
 from jdag.engine.vocabulary import Apply, Failure, Hook, Job, Key
 
@@ -44,7 +44,13 @@ class Gradients:
 
     def reached(self, fragment: Fragment, live: Pass, end: LeafEnd) -> None:
         """All cotangents of a leaf are here: together they are this pass's gradient."""
-        addends = live.dues[end].taken(0)
+        due = live.dues[end]
+        versions = zip(end.outputs, due.addends, strict=True)
+        read = [value.key.index for value, addends in versions if addends]
+        if read:
+            live.oldest[end.leaf] = min(read)
+        addends = ordered([addend for version in due.addends for addend in version])
+        due.addends = []
         attached = fragment.hooks.get(end.leaf, ())
         if not addends and not attached and end.gradient is not None:
             live.staged[end.leaf] = None  # By zeros alone: what was there stays.

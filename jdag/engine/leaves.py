@@ -4,6 +4,7 @@ A version is kept while it is the newest, while an assignment waits for it, and 
 context that read it is open. Invariant: `users` counts just those last two.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from jdag.engine.vocabulary import (
     Key,
     LeafId,
     Path,
+    Stale,
     Worker,
     landing,
 )
@@ -251,6 +253,15 @@ class Leaves:
         value.failure = self._state.failure("ContextError", why)
         return value
 
+    def stale(self, oldest: Mapping[LeafId, int]) -> tuple[Stale, ...]:
+        """Which leaves have newer versions than these."""
+        found = []
+        for name, version in oldest.items():
+            leaf = self._leaves.get(name)
+            if leaf is not None and leaf.newest > version:
+                found.append(Stale(name, leaf.newest - version))
+        return tuple(found)
+
     def read(self, key: Key) -> Value:
         """A version, to be read outside any context."""
         version = self._version(key)
@@ -270,7 +281,7 @@ class Leaves:
             end = fragment.leaves[key.name] = LeafEnd(
                 key.name, self._leaves[key.name].aval
             )
-        value = fragment.values[key] = Value(key, end, 0)
+        value = fragment.values[key] = Value(key, end, len(end.outputs))
         end.outputs = (*end.outputs, value)
         source = version.value
         self._state.when_settled((source,), partial(self._mirror, source, value))

@@ -60,8 +60,8 @@ class Pass:
 
     __slots__ = (
         "computing", "counted", "dues", "failed", "mode", "needed", "number",
-        "observed", "outbox", "owed", "parent", "ready", "retain", "roots", "seeded",
-        "sighted", "staged", "unreported", "untold", "waiting", "weight",
+        "observed", "oldest", "outbox", "owed", "parent", "ready", "retain", "roots",
+        "seeded", "sighted", "staged", "unreported", "untold", "waiting", "weight",
     )  # fmt: skip
 
     def __init__(
@@ -85,6 +85,7 @@ class Pass:
         self.dues: dict[Vertex, Due] = {}
         self.ready: list[Any] = []  # Vertices with all their contributions.
         self.staged: dict[LeafId, Key | None] = {}
+        self.oldest: dict[LeafId, int] = {}  # The versions that it differentiated.
         self.observed: dict[LeafId, Key] = {}  # This pass's gradients, for hooks.
         self.roots: tuple[Root, ...] = ()  # Those here.
         self.seeded = False  # They have their cotangents.

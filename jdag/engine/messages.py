@@ -17,6 +17,7 @@ from jdag.engine.names import (
     Owed,
     Path,
     Root,
+    Stale,
     Worker,
     data,
 )
@@ -277,6 +278,7 @@ class Ended:
     number: int
     owed: tuple[Owed, ...]
     leaves: tuple[LeafId, ...]
+    stale: tuple[Stale, ...]  # Of these leaves.
     failure: Failure | None
 
 

@@ -132,6 +132,13 @@ class Hook(NamedTuple):
     call_site: str
 
 
+class Stale(NamedTuple):
+    """A leaf that was updated since a pass's forward read it."""
+
+    leaf: LeafId
+    newer: int  # By so many versions the newest is newer than the oldest that was read.
+
+
 class Owed(NamedTuple):
     """A send that waited for its cotangent: what a stuck pass names."""
 

@@ -20,6 +20,7 @@ from typing import Any
 from jdag.engine.activations import Activations
 from jdag.engine.backward import Backward
 from jdag.engine.graph import Fragment, Node, Past
+from jdag.engine.leaves import Leaves
 from jdag.engine.live import Pass
 from jdag.engine.lives import Lives
 from jdag.engine.phases import NEXT, Ownership, Phase
@@ -41,6 +42,7 @@ from jdag.engine.vocabulary import (
     PassResult,
     Resume,
     Root,
+    Stale,
     Start,
     Worker,
 )
@@ -53,11 +55,13 @@ class Passes:
     def __init__(
         self,
         state: State,
+        leaves: Leaves,
         lives: Lives,
         activations: Activations,
         backward: Backward,
     ) -> None:
         self._state = state
+        self._leaves = leaves
         self._lives = lives
         self._activations = activations
         self._backward = backward
@@ -80,7 +84,7 @@ class Passes:
         own.roots = event.roots
         own.mode = event.mode
         own.retain = event.retain
-        own.owed, own.leaves, own.seen = [], {}, None
+        own.owed, own.leaves, own.stale, own.seen = [], {}, [], None
         top = fragment.activations[()]
         if event.timeout_ns is not None:
             expired = Expired(event.context, own.passes)
@@ -206,6 +210,7 @@ class Passes:
         own.owed.extend(message.owed)
         for leaf in message.leaves:
             own.leaves[leaf] = None
+        own.stale.extend(message.stale)
         seen = message.failure
         if seen is not None and (own.seen is None or seen.path < own.seen.path):
             own.seen = seen
@@ -222,6 +227,7 @@ class Passes:
             own.failure or own.seen,
             tuple(sorted(own.owed)) if waits else (),
             tuple(sorted(own.leaves)),
+            tuple(sorted(own.stale)),
         )
         self._state.out.append(Resume(own.waiter, result))
 
@@ -231,7 +237,7 @@ class Passes:
         """The pass is over, says the context's owner."""
         fragment = self._state.contexts.get(message.context)
         if fragment is None:
-            reply = Ended(message.context, message.number, (), (), None)
+            reply = Ended(message.context, message.number, (), (), (), None)
             self._state.send(sender, reply)
         else:
             self._close_pass(fragment, message, partial(self._state.send, sender))
@@ -264,6 +270,7 @@ class Passes:
         live: Pass | None = fragment.live
         owed: tuple[Owed, ...] = ()
         leaves: tuple[LeafId, ...] = ()
+        stale: tuple[Stale, ...] = ()
         if live is not None:
             fragment.live = None
             fragment.past = Past(
@@ -286,6 +293,7 @@ class Passes:
             )
             if message.outcome is Outcome.FINISHED:
                 leaves = tuple(live.staged)
+                stale = self._leaves.stale(live.oldest)
                 for leaf, staged in live.staged.items():
                     end = fragment.leaves[leaf]
                     self._lives.commit(fragment, end, staged, live.number)
@@ -294,7 +302,7 @@ class Passes:
             self._spend(fragment)
 
         def reply(failure: Failure | None) -> None:
-            tell(Ended(message.context, message.number, owed, leaves, failure))
+            tell(Ended(message.context, message.number, owed, leaves, stale, failure))
 
         if live is not None and live.observed:
             self._gradients.show(fragment, live, reply)

@@ -23,6 +23,7 @@ from jdag.engine.vocabulary import (
     Owed,
     Released,
     Root,
+    Stale,
     Start,
     Worker,
 )
@@ -87,6 +88,7 @@ class Ownership:
     awaited: dict[Worker, None] = field(default_factory=dict)
     owed: list[Owed] = field(default_factory=list)
     leaves: dict[LeafId, None] = field(default_factory=dict)
+    stale: list[Stale] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
 
     def advance(self, context: ContextId, cause: type) -> None:

@@ -50,6 +50,7 @@ from jdag.engine.names import (
     Owed,
     Path,
     Root,
+    Stale,
     Worker,
     data,
 )
@@ -120,6 +121,7 @@ __all__ = [
     "Send",
     "Ship",
     "Spawn",
+    "Stale",
     "Start",
     "Sum",
     "Vjp",
@@ -431,3 +433,4 @@ class PassResult(NamedTuple):
     failure: Failure | None
     owed: tuple[Owed, ...]
     leaves: tuple[LeafId, ...]  # Those that it reached, in order; none unless finished.
+    stale: tuple[Stale, ...] = ()  # Those of them that were updated since, in order.

@@ -52,6 +52,7 @@ from jdag.engine.vocabulary import (
     Root,
     Run,
     Ship,
+    Stale,
     Start,
     Worker,
 )
@@ -140,6 +141,7 @@ COUNTER = integer(6, "context's counter")
 OWED = record(
     Owed, path=PATH, worker=WORKER, destination=WORKER, function=TEXT, call_site=TEXT
 )
+STALE = record(Stale, leaf=LEAF, newer=integer(4, "number of versions"))
 ROOT = record(
     Root, key=KEY, aval=ARRAY_TYPE, given=FLAG, number=integer(4, "root's number")
 )
@@ -263,6 +265,7 @@ LAYOUTS: dict[type[Any], Layout] = {
         number=PASS,
         owed=many(OWED, "owed"),
         leaves=LEAVES,
+        stale=many(STALE, "stale leaves"),
         failure=maybe(FAILURE),
     ),
     Release: record(

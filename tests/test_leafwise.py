@@ -1,0 +1,180 @@
+"""Which transformations act leaf by leaf, and that they do what optax does to all."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jdag.errors import JdagError
+from jdag.optim import Optimizer
+from jdag.ref import fetch
+from tests.face_cases import ONES, total
+
+
+def through_a_state():
+    """Carry the mean of all gradients to the next step, as nothing should."""
+
+    def update(updates, state, params=None):
+        mean = sum(jnp.mean(leaf) for leaf in jax.tree.leaves(updates))
+        return jax.tree.map(lambda leaf: leaf - state, updates), mean
+
+    return optax.GradientTransformation(lambda params: jnp.zeros(()), update)
+
+
+MIXING: dict[str, Any] = {
+    "global norm": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
+    "apply if finite": lambda: optax.apply_if_finite(optax.sgd(0.1), 3),
+    "prodigy": optax.contrib.prodigy,
+    "through a state": through_a_state,
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_a_transformation_that_mixes_leaves_is_refused(cluster, name):
+    with pytest.raises(JdagError, match=r"mixes leaves.*clip_norm="):
+        Optimizer(MIXING[name](), cluster.put("b", ONES))
+
+
+SINGLE = {
+    "adafactor": lambda: optax.adafactor(0.1),
+    "lamb": lambda: optax.lamb(0.1),
+    "multi-steps": lambda: optax.MultiSteps(
+        optax.adam(0.1), 2
+    ).gradient_transformation(),
+    "injected": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=0.1),
+    "by block": lambda: optax.clip_by_block_rms(1.0),
+}
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_a_transformation_of_single_leaves_is_taken(cluster, name):
+    w = cluster.put("b", ONES)
+    optimizer = Optimizer(SINGLE[name](), [w])
+    for _ in range(2):
+        with cluster.context() as ctx:
+            ctx.backward(ctx.call("c", total, w))
+            optimizer.step(ctx)
+    assert not np.array_equal(w.fetch(), ONES)
+
+
+def test_the_leaves_that_are_mixed_are_named(cluster):
+    def update(updates, state, params=None):
+        mixed = updates["b"] + jnp.sum(params["c"]).astype("float32")
+        return {**updates, "b": mixed}, state
+
+    tx = optax.GradientTransformation(lambda _: optax.EmptyState(), update)
+    refs = {
+        "a": cluster.put("b", jnp.ones((2, 2))),
+        "b": cluster.put("c", jnp.ones(3, "float32")),
+        "c": cluster.put("d", jnp.ones((), "float16")),
+    }
+    with pytest.raises(JdagError, match=r"of \['b'\] depends on .* value of \['c'\]"):
+        Optimizer(tx, refs)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (
+            lambda: optax.lookahead(optax.sgd(0.1), 5, 0.5),
+            "takes more is not supported",
+        ),
+        (optax.contrib.reduce_on_plateau, "takes more is not supported"),
+        (
+            lambda: optax.MultiSteps(
+                optax.sgd(0.1), 2, should_skip_update_fn=optax.skip_not_finite
+            ).gradient_transformation(),
+            "mixes leaves",
+        ),
+        (
+            lambda: optax.masked(
+                optax.clip_by_global_norm(1.0), {"w": True, "b": True}
+            ),
+            "mixes leaves",
+        ),
+        (lambda: optax.masked(optax.sgd(0.1), {"w": True}), "is not supported"),
+    ],
+    ids=["lookahead", "plateau", "skipping", "masked norm", "mask of another tree"],
+)
+def test_what_is_refused_says_why(cluster, make, text):
+    refs = {"w": cluster.put("b", ONES), "b": cluster.put("c", jnp.ones(3, "float32"))}
+    with pytest.raises(JdagError, match=text):
+        Optimizer(make(), refs)
+
+
+def by_name(params):
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key, params)
+
+
+def matrices(params):
+    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+
+
+MASK = [{"w": True, "b": False}, {"w": False, "b": True}]
+TWO = {"w": optax.adam(0.1), "b": optax.sgd(0.3, momentum=0.9)}
+
+PLACED = {
+    "masked": lambda: optax.masked(optax.adam(0.1), MASK),
+    "masked by a function": lambda: optax.masked(optax.adam(0.1), matrices),
+    "decay": lambda: optax.adamw(0.1, weight_decay=0.5, mask=MASK),
+    "decay by a function": lambda: optax.adamw(0.1, weight_decay=0.5, mask=matrices),
+    "labels": lambda: optax.multi_transform(
+        TWO, [{"w": "w", "b": "b"}, {"w": "b", "b": "w"}]
+    ),
+    "labels by name": lambda: optax.multi_transform(TWO, by_name),
+    "frozen": lambda: optax.multi_transform(
+        {"w": optax.adam(0.1), "b": optax.set_to_zero()}, by_name
+    ),
+    "every second step": lambda: optax.MultiSteps(
+        optax.adamw(0.1, mask=MASK), 2
+    ).gradient_transformation(),
+    "injected": lambda: optax.inject_hyperparams(optax.adamw)(0.1, weight_decay=0.5),
+}
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_what_acts_by_place_acts_as_optax_does_on_all_leaves(cluster, name):
+    tx = PLACED[name]()
+    params = [
+        {"w": jnp.linspace(-1, 1, 6).reshape(2, 3), "b": jnp.ones(3, "float32")},
+        {"w": jnp.linspace(-2, 1, 6).reshape(2, 3), "b": jnp.linspace(0.5, 1, 3)},
+    ]
+    refs = [cluster.put("b", params[0]), cluster.put("c", params[1])]
+    optimizer = Optimizer(tx, refs)
+    state = tx.init(params)
+    for _ in range(4):
+        with cluster.context() as ctx:
+            flat = jax.tree.leaves(refs)
+            parts = [ctx.call(ref.worker, lambda x: jnp.sum(x**2), ref) for ref in flat]
+            ctx.backward(ctx.call("d", total, *parts))
+            optimizer.step(ctx)
+        updates, state = tx.update(jax.tree.map(lambda x: 2 * x, params), state, params)
+        params = optax.apply_updates(params, updates)
+    for got, wanted in zip(
+        jax.tree.leaves(fetch(refs)), jax.tree.leaves(params), strict=True
+    ):
+        assert got.dtype == wanted.dtype
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-7)
+
+
+def test_leaves_of_one_shape_share_what_is_compiled(cluster):
+    refs = [cluster.put("b", {"w": ONES + n, "b": ONES}) for n in range(5)]
+    plain = Optimizer(optax.adam(0.1), refs)
+    assert len(set(plain._tx.values())) == 1
+    named = Optimizer(optax.multi_transform(TWO, by_name), refs)
+    assert len(set(named._tx.values())) == 2
+
+
+def test_the_rate_of_injected_hyperparameters_can_be_set_for_each_leaf(cluster):
+    p, q = cluster.put("b", 10.0), cluster.put("c", 10.0)
+    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=1.0)
+    optimizer = Optimizer(tx, [p, q])
+    rate = optimizer.states[1].hyperparams["learning_rate"]
+    cluster.update(lambda _: jnp.asarray(0.25, rate.dtype), rate)
+    with cluster.context() as ctx:
+        ctx.backward(ctx.call("d", total, p, q))
+        optimizer.step(ctx)
+    assert fetch([p, q]) == [9.0, 9.75]

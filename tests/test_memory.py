@@ -1,0 +1,447 @@
+"""What users see of how long values live: bytes held, peaks, and nothing that stays."""
+
+import copy
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdag.cluster import Cluster, simulate
+from jdag.errors import GraphError, RemoteError, UnusedSendError
+from jdag.functions import program
+from jdag.ref import stop_gradient
+from jdag.sim.network import LinkModel, Network
+from tests.face_cases import (
+    ONES,
+    fails_backward,
+    fails_forward,
+    nothing_is_left,
+    total,
+)
+
+WIDTH = 1000
+LAYER = 8 * WIDTH  # Bytes of what one layer gives.
+LAYERS = 64
+KINDS = pytest.mark.parametrize("values", ["real", "abstract"])
+
+
+def layer(h: Any) -> Any:
+    return jnp.tanh(h) * 2
+
+
+def square(h: Any) -> Any:
+    return h * h
+
+
+def first() -> Any:
+    return jnp.ones(WIDTH)
+
+
+def held(cluster: Cluster, what: str = "bytes_held") -> dict[str, Any]:
+    cluster.driver.settle()
+    return {worker: info[what] for worker, info in cluster.info().items()}
+
+
+def in_layers(cluster: Cluster, what: str = "bytes_held") -> list[float]:
+    return [number / LAYER for number in held(cluster, what).values()]
+
+
+# ------------------------------------------------------------------------- forward
+
+
+@KINDS
+@pytest.mark.parametrize("workers", ["a", "ab", "abcd"])
+@pytest.mark.parametrize("waits", [False, True], ids=["at once", "layer by layer"])
+def test_the_peak_of_a_forward_without_tracking_is_two_layers(
+    values: str, workers: str, waits: bool
+):
+    with simulate(tuple(workers), seed=0, values=values) as cluster:
+        with cluster.context() as ctx:
+            h = ctx.call(workers[-1], first)
+            for number in range(LAYERS):
+                h = ctx.call(workers[number % len(workers)], layer, h)
+                if waits:
+                    h.fetch()
+            h.fetch()
+            assert in_layers(cluster, "bytes_peak") == [2] * len(workers)
+            assert sum(in_layers(cluster)) == 1
+        assert in_layers(cluster) == [0] * len(workers)
+
+
+def test_the_peak_of_a_forward_without_tracking_beside_its_weights_is_two_layers():
+    with simulate(("a", "b"), seed=0) as cluster:
+        weights = [cluster.put("ab"[i % 2], jnp.ones(WIDTH)) for i in range(6)]
+        with cluster.context() as ctx:
+            h: Any = jnp.ones(WIDTH)
+            for number in range(LAYERS):
+                weight = stop_gradient(weights[number % 6])
+                h = ctx.call(weight.worker, jnp.multiply, h, weight)
+            h.fetch()
+            assert in_layers(cluster, "bytes_peak") == [3 + 2, 3 + 2]
+            assert sorted(in_layers(cluster)) == [3, 4]
+        assert in_layers(cluster) == [3, 3]
+
+
+@KINDS
+def test_what_residuals_hold_counts_though_no_ref_names_it(values: str):
+    """The square's residual is its argument, which no key names any more."""
+    with simulate(("a", "b"), seed=0, values=values) as cluster:
+        leaf = cluster.put("b", first())
+        with cluster.context() as ctx:
+            h = leaf
+            for _ in range(LAYERS):
+                h = ctx.call("b", square, h)
+            loss = ctx.call("b", jnp.sum, h)
+            del h
+            loss.fetch()
+            # The leaf, and each layer but the last; and the sum.
+            assert held(cluster)["b"] == LAYERS * LAYER + 8
+            ctx.backward(loss)
+            assert held(cluster)["b"] == 2 * LAYER + 8  # The leaf and its gradient.
+        assert in_layers(cluster) == [0, 1]
+
+
+@KINDS
+def test_what_residuals_and_a_ref_hold_counts_once(values: str):
+    with simulate(("a", "b"), seed=0, values=values) as cluster:
+        leaf = cluster.put("b", first())
+        with cluster.context() as ctx:
+            x = ctx.call("b", square, leaf)
+            y = ctx.call("b", square, x)
+            ctx.call("b", square, stop_gradient(x)).fetch()
+            assert held(cluster)["b"] == 4 * LAYER  # The leaf, x, y, the last one.
+            del x
+            loss = ctx.call("b", jnp.sum, y)
+            loss.fetch()
+            assert held(cluster)["b"] == 3 * LAYER + 8
+            ctx.backward(loss)
+            assert held(cluster)["b"] == 3 * LAYER + 8  # The leaf, y, a gradient.
+
+
+# --------------------------------------------------------------- who holds a value
+
+
+def stored(cluster: Cluster, worker: str = "b") -> float:
+    return held(cluster)[worker] / LAYER
+
+
+def flush(ctx: Any) -> None:
+    """Wait for something, as programs do now and then."""
+    ctx.call("a", jnp.add, 1.0, 2.0).fetch()
+
+
+HOLDERS: dict[str, Callable[[Any], Any]] = {
+    "a list": lambda ref: [ref],
+    "a dict in a tuple": lambda ref: ({"h": ref},),
+    "a closure": lambda ref: lambda: ref,
+    "its untracked kin": stop_gradient,
+    "a copy": copy.copy,
+    "a deep copy": lambda ref: copy.deepcopy([ref]),
+    "a bound method": lambda ref: ref.fetch,
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_a_value_lives_as_long_as_there_is_a_ref_in(cluster, holder: str):
+    with cluster.context() as ctx:
+        ref = ctx.call("b", first)
+        kept = HOLDERS[holder](ref)
+        flush(ctx)
+        del ref
+        flush(ctx)
+        assert stored(cluster) == 1
+        del kept
+        assert stored(cluster) == 1  # Nobody was told yet.
+        flush(ctx)
+        assert stored(cluster) == 0
+
+
+def test_each_output_of_a_call_lives_by_itself(cluster):
+    with cluster.context() as ctx:
+        some = ctx.call("b", lambda: {"x": first(), "y": first(), "z": first()})
+        assert stored(cluster) == 3
+        del some["y"]
+        flush(ctx)
+        assert stored(cluster) == 2
+        z = some["z"]
+        del some
+        flush(ctx)
+        assert stored(cluster) == 1
+        assert (z.fetch() == 1).all()
+
+
+def test_refs_that_die_in_no_order_are_told_in_program_order(cluster):
+    """A set lets go of its refs in the order of their hashes."""
+    with cluster.context() as ctx:
+        some = {ctx.call("bcd"[number % 3], first) for number in range(12)}
+        del some
+        flush(ctx)
+        told = [r.detail for r in cluster.trace.of_kind("send")]
+        assert [to for to, kind, *_ in told if kind == "Discard"] == ["b", "c", "d"]
+        assert in_layers(cluster)[1:] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("threshold", [0, 1, 700])
+def test_what_only_the_collector_of_cycles_finds_lives_until_its_context_ends(
+    cluster, threshold: int
+):
+    """When it runs is no part of a program, so nothing follows from it."""
+    before = gc.get_threshold()
+    gc.set_threshold(threshold)
+    try:
+        with cluster.context() as ctx:
+            cycle: list[Any] = [ctx.call("b", first)]
+            cycle.append(cycle)
+            del cycle
+            for _ in range(20):
+                flush(ctx)
+            if threshold:
+                gc.collect()
+            flush(ctx)
+            assert stored(cluster) == 1
+        assert stored(cluster) == 0
+    finally:
+        gc.set_threshold(*before)
+
+
+def test_when_python_looks_for_cycles_does_not_change_the_trace():
+    def digest(threshold: int) -> str:
+        gc.set_threshold(threshold)
+        with simulate(("a", "b"), seed=0) as cluster, cluster.context() as ctx:
+            h = ctx.call("b", first)
+            for number in range(30):
+                cycle: list[Any] = [h]
+                cycle.append(cycle)
+                h = ctx.call("ab"[number % 2], layer, h)
+                if number % 7 == 0:
+                    h.fetch()
+            return str(cluster.trace.digest)
+
+    before = gc.get_threshold()
+    try:
+        assert len({digest(threshold) for threshold in (0, 1, 2, 50)}) == 1
+    finally:
+        gc.set_threshold(*before)
+
+
+# -------------------------------------------------------------------------- programs
+
+
+@program
+def two_layers(ctx: Any, h: Any) -> Any:
+    h = ctx.call("c", layer, h)
+    return ctx.call("b", layer, h)
+
+
+@program
+def the_same(ctx: Any, h: Any) -> Any:
+    ctx.call("c", layer, h).fetch()
+    return {"again": [h, h], "more": ctx.call("b", layer, h)}
+
+
+@program
+def outer(ctx: Any, h: Any) -> Any:
+    some = ctx.call("d", the_same, h)
+    return ctx.call("c", the_same, some["more"]), some["again"][1]
+
+
+def test_the_peak_of_a_forward_by_programs_is_two_layers(cluster):
+    with cluster.context() as ctx:
+        h = ctx.call("b", first)
+        for _ in range(LAYERS // 2):
+            h = ctx.call("d", two_layers, h)
+        h.fetch()
+        assert in_layers(cluster, "bytes_peak") == [1, 2, 2, 0]  # On a it was read.
+        del h
+        flush(ctx)
+    assert in_layers(cluster) == [0, 0, 0, 0]
+
+
+def test_a_ref_that_programs_hand_back_and_forth_is_one(cluster):
+    with cluster.context() as ctx:
+        h = ctx.call("b", first)
+        (inner, same) = ctx.call("c", outer, h)
+        flush(ctx)
+        assert in_layers(cluster)[1:] == [3, 0, 0]  # h and two of a layer.
+        del h
+        flush(ctx)
+        assert stored(cluster) == 3
+        assert (same.fetch() == 1).all()
+        del same
+        flush(ctx)
+        assert stored(cluster) == 2
+        del inner["again"][0]
+        flush(ctx)
+        assert stored(cluster) == 2
+        more = inner.pop("more")
+        del inner
+        flush(ctx)
+        assert stored(cluster) == 1
+        np.testing.assert_array_equal(more.fetch(), layer(layer(first())))
+        del more
+        flush(ctx)
+        assert in_layers(cluster)[1:] == [0, 0, 0]
+
+
+def test_a_ref_that_got_out_of_its_program_names_its_value_all_the_same(cluster):
+    kept: list[Any] = []
+
+    @program
+    def leaks(ctx: Any, returns: bool) -> Any:
+        kept.append(ctx.call("b", first))
+        return kept[-1] if returns else None
+
+    with cluster.context() as ctx:
+        for returns in (True, False):
+            ref = ctx.call("c", leaks, returns)
+            del ref
+            flush(ctx)
+            assert (ctx.call("d", layer, kept.pop()).fetch() > 1).all()
+        assert stored(cluster) == 2  # Nobody counts such refs.
+    assert in_layers(cluster) == [0, 0, 0, 0]
+
+
+def test_what_a_program_on_a_worker_updates_a_leaf_with_is_kept_for_it():
+    """The assignment goes from home, and what the program drops from where it runs."""
+    slow = Network(LinkModel(), {("a", "b"): LinkModel(latency_ns=10**6)})
+    with simulate(("a", "b", "c"), seed=0, network=slow) as cluster:
+        leaf = cluster.put("b", first())
+
+        @program
+        def updates(ctx: Any) -> None:
+            value = ctx.call("b", first)
+            value.fetch()
+            cluster.update(jnp.add, leaf, value)
+            del value
+            ctx.call("b", first).fetch()
+
+        with cluster.context() as ctx:
+            for _ in range(3):
+                ctx.call("c", updates)
+        np.testing.assert_array_equal(leaf.fetch(), 4 * first())
+        assert in_layers(cluster) == [0, 1, 0]
+
+
+# ------------------------------------------------------------------------- gradients
+
+
+def test_a_gradient_lives_while_it_is_the_newest_or_a_ref_names_it(cluster):
+    leaf = cluster.put("b", first())
+    with cluster.context() as ctx:
+        loss = ctx.call("b", jnp.sum, leaf)
+        ctx.backward(loss, retain_graph=True)
+        one = ctx.gradient(leaf)
+        for _ in range(5):
+            ctx.backward(loss, retain_graph=True)
+        flush(ctx)
+        # The leaf, its first gradient and its last. The sum's residual is no array.
+        assert stored(cluster) == pytest.approx(3, abs=0.01)
+        np.testing.assert_array_equal(one.fetch(), first())
+        del one
+        flush(ctx)
+        assert stored(cluster) == pytest.approx(2, abs=0.01)
+        np.testing.assert_array_equal(ctx.gradient(leaf).fetch(), 6 * first())
+
+
+# ------------------------------------------------------------------------ many contexts
+
+
+def forward(cluster: Cluster, ctx: Any, leaf: Any) -> Any:
+    del cluster
+    h = ctx.call("b", jnp.multiply, leaf, ONES)
+    return ctx.call("d", total, ctx.call("c", jnp.sin, h))
+
+
+def finishes(cluster: Cluster, ctx: Any, leaf: Any) -> None:
+    ctx.backward(forward(cluster, ctx, leaf))
+    ctx.gradient(leaf).fetch()
+
+
+def gets_stuck(cluster: Cluster, ctx: Any, leaf: Any) -> None:
+    loss = forward(cluster, ctx, leaf)
+    ctx.call("c", jnp.sin, ctx.call("b", jnp.cos, leaf))
+    with pytest.raises(UnusedSendError):
+        ctx.backward(loss, mode="fast")
+
+
+def fails(cluster: Cluster, ctx: Any, leaf: Any) -> None:
+    h = ctx.call("c", fails_forward, ctx.call("b", jnp.sin, leaf))
+    with pytest.raises(RemoteError):
+        h.fetch()
+
+
+def fails_in_a_pass(cluster: Cluster, ctx: Any, leaf: Any) -> None:
+    h = ctx.call("c", fails_backward, ctx.call("b", jnp.sin, leaf))
+    with pytest.raises(RemoteError):
+        ctx.backward(ctx.call("d", total, h))
+
+
+def is_spent(cluster: Cluster, ctx: Any, leaf: Any) -> None:
+    loss = forward(cluster, ctx, leaf)
+    ctx.backward(loss)
+    with pytest.raises(GraphError):
+        ctx.backward(loss)
+
+
+def is_left_in_the_middle(cluster: Cluster, ctx: Any, leaf: Any) -> None:
+    forward(cluster, ctx, leaf)
+    raise KeyError("left")
+
+
+def calls_programs(cluster: Cluster, ctx: Any, leaf: Any) -> None:
+    h = ctx.call("d", two_layers, ctx.call("b", jnp.sin, leaf))
+    ctx.backward(ctx.call("a", total, h))
+
+
+def calls_a_program_that_raises(cluster: Cluster, ctx: Any, leaf: Any) -> None:
+    @program
+    def raises(ctx: Any, h: Any) -> None:
+        ctx.call("c", jnp.sin, ctx.call("b", jnp.cos, h))
+        raise KeyError("raised")
+
+    with pytest.raises(RemoteError):
+        ctx.call("d", raises, ctx.call("b", jnp.sin, leaf))
+
+
+def opens_another(cluster: Cluster, ctx: Any, leaf: Any) -> None:
+    h = ctx.call("b", jnp.sin, leaf)
+    with cluster.context() as inner:
+        finishes(cluster, inner, leaf)
+    ctx.backward(ctx.call("c", total, h))
+
+
+WAYS = (
+    finishes, gets_stuck, fails, fails_in_a_pass, is_spent, is_left_in_the_middle,
+    calls_programs, calls_a_program_that_raises, opens_another,
+)  # fmt: skip
+
+
+def test_a_thousand_contexts_leave_each_worker_as_it_was(cluster):
+    """However they end; what is counted is all that an engine remembers as well."""
+    leaf = cluster.put("b", ONES)
+
+    def live(way: Any) -> None:
+        try:
+            with cluster.context() as ctx:
+                way(cluster, ctx, leaf)
+        except (KeyError, RemoteError):
+            pass
+
+    def state() -> list[Any]:
+        nothing_is_left(cluster)
+        info = cluster.info()
+        return [
+            {name: of[name] for name in ("values_held", "bytes_held", "bytes_peak")}
+            for of in info.values()
+        ]
+
+    for way in WAYS:
+        live(way)
+    before = state()
+    for number in range(1000):
+        live(WAYS[number % len(WAYS)])
+    assert state() == before
+    assert (leaf.fetch() == 1).all()
