@@ -5,8 +5,6 @@ names, of each leaf that a finished pass has reached, the last such pass.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from math import inf
 from typing import Any, Literal
 
 from jdag.activation import Activation, Phase
@@ -20,7 +18,6 @@ from jdag.engine.vocabulary import (
     Mode,
     Opened,
     Outcome,
-    Owed,
     PassResult,
     Returned,
     Root,
@@ -37,29 +34,11 @@ from jdag.failures import program_failure
 from jdag.functions import name_of
 from jdag.graph import ContextGraph
 from jdag.home import Home, Port
+from jdag.outcome import PassReport, expired, nanoseconds, stuck
 from jdag.ref import Hold, Leaf, Ref, is_ref
 from jdag.roots import checked_roots
 
 _MODES = {mode.value: mode for mode in (Mode.SMART, Mode.FAST)}
-
-
-@dataclass(frozen=True)
-class PassReport:
-    """What `ctx.backward` tells of a pass that has finished.
-
-    Attributes:
-        number: of the pass, in its context: 1, 2, ...
-        mode: "smart" or "fast".
-        stale: the leaves that were updated since forward read them, in the order in
-            which they were made, and for each how many versions newer its newest one is
-            than the oldest one that this pass differentiated, as its owner knows it
-            when the pass ends. The gradient is that of the versions that were read, all
-            together; of a leaf that is not in here it is that of the newest.
-    """
-
-    number: int
-    mode: str
-    stale: Mapping[Ref, int]
 
 
 class Context:
@@ -232,7 +211,7 @@ class Context:
         if mode not in _MODES:
             allowed = " or ".join(map(repr, _MODES))
             raise JdagError(f"mode={mode!r}: allowed is {allowed}")
-        timeout_ns = _nanoseconds(timeout_s)
+        timeout_ns = nanoseconds(timeout_s)
         for root in roots:
             if is_ref(root) and root.leaf is None:
                 self._activation.admit(root)
@@ -243,12 +222,7 @@ class Context:
             result: PassResult = self._activation.wait(
                 "ctx.backward",
                 lambda waiter: Differentiated(
-                    waiter,
-                    self._id,
-                    told,
-                    _MODES[mode],
-                    retain_graph,
-                    timeout_ns,
+                    waiter, self._id, told, _MODES[mode], retain_graph, timeout_ns
                 ),
             )
         except JdagError:
@@ -276,13 +250,13 @@ class Context:
         self._passes = result.number
         if result.outcome is Outcome.EXPIRED:
             assert result.failure is not None, result
-            text = _expired(result, timeout_s)
+            text = expired(result, timeout_s)
             raise PassTimeout(text, result.owed)
         if result.outcome is Outcome.FAILED:
             assert result.failure is not None, result
             raise self._activation.seen(result.failure)
         if result.outcome is Outcome.STUCK:
-            raise UnusedSendError(_stuck(result.owed), result.owed)
+            raise UnusedSendError(stuck(result.owed), result.owed)
         for leaf in result.leaves:
             key = Key("gradient", self._id, leaf, result.number)
             self._holds[leaf] = self._activation.hold(key, leaf.worker)
@@ -434,49 +408,6 @@ class Context:
         if not self._activation.prefix:
             self._home.settle()
         return ContextGraph(self._home.graph(self._id))
-
-
-def _nanoseconds(timeout_s: float | None) -> int | None:
-    if timeout_s is None:
-        return None
-    is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
-    if not is_number or not 0 < timeout_s < inf:
-        raise JdagError(
-            f"timeout_s={timeout_s!r}: allowed is a number of seconds above 0, or None"
-        )
-    return max(round(timeout_s * 1e9), 1)
-
-
-def _owed_lines(owed: tuple[Owed, ...]) -> list[str]:
-    return [
-        f"  call {'.'.join(map(str, send.path))}: {send.worker} -> {send.destination}, "
-        f"sent for {send.function}, called at {send.call_site}"
-        for send in owed
-    ]
-
-
-def _expired(result: PassResult, timeout_s: float | None) -> str:
-    assert result.failure is not None, result
-    text = f"pass {result.number} took longer than timeout_s={timeout_s!r}"
-    if result.failure.message:
-        text = f"{text}; it had not begun, for want of {result.failure.message}"
-    if result.owed:
-        lines = _owed_lines(result.owed)
-        text = "\n".join(
-            [f"{text}; no cotangent has come for what was sent by", *lines]
-        )
-    return text
-
-
-def _stuck(owed: tuple[Owed, ...]) -> str:
-    lines = _owed_lines(owed)
-    return (
-        "the pass is stuck: no cotangent will ever come for what was sent by\n"
-        + "\n".join(lines)
-        + "\nIn FAST mode every tracked value that is sent has to be part of what the "
-        "roots are computed from; jdag.stop_gradient(ref) sends one that is not, and "
-        "mode='smart' waits for no such send"
-    )
 
 
 def run_program(home: Home, port: Port, spawn: Spawn) -> Returned:

@@ -78,9 +78,7 @@ class Net:
         self.unnoticed: list[tuple[str, str]] = []  # (who has not noticed, whom)
         self.steps = 0
         self.before_step: Callable[[Net], None] | None = None
-        # What a test holds back: a message at the head of its queue, a job.
-        self.holds: Callable[[str, str, Any], bool] = lambda *_: False
-        self.pauses: Callable[[str, Job], bool] = lambda *_: False
+        self.let_go()  # `holds` a message at the head of its queue, `pauses` a job.
         # One kind of thing may be slow, so that much of it is under way at once.
         self.slow = rng.choice(("nothing", "message", "job", "resume"))
         self._waiter = 0
@@ -245,8 +243,8 @@ class Net:
 
     def let_go(self) -> None:
         """Hold nothing back any more."""
-        self.holds = lambda *_: False
-        self.pauses = lambda *_: False
+        self.holds: Callable[[str, str, Any], bool] = lambda *_: False
+        self.pauses: Callable[[str, Job], bool] = lambda *_: False
 
     def leftovers(self) -> list[str]:
         """What living workers hold although nothing is going on; leaves may stay."""

@@ -33,7 +33,7 @@ LAYERS = (
     ("ref",),
     ("parallel",),
     ("sim", "rpc"),
-    ("home", "roots", "graph"),
+    ("home", "roots", "graph", "outcome"),
     ("activation",),
     ("context", "assignments"),
     ("checkpoint",),

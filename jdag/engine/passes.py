@@ -151,7 +151,7 @@ class Passes:
         self._backward.settle(fragment, live)
 
     def owner_failed(self, fragment: Fragment, failure: Failure) -> None:
-        """A failure reached the root of the tree."""
+        """A failure reached the owner."""
         assert fragment.ownership is not None, fragment.context
         self.finish(fragment, fragment.ownership, Outcome.FAILED, failure)
 

@@ -1,0 +1,78 @@
+"""How a pass ended, as users are told: what it reports, what its errors say."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf
+
+from jdag.engine.vocabulary import Owed, PassResult
+from jdag.errors import JdagError
+from jdag.ref import Ref
+
+
+@dataclass(frozen=True)
+class PassReport:
+    """What `ctx.backward` tells of a pass that has finished.
+
+    Attributes:
+        number: of the pass, in its context: 1, 2, ...
+        mode: "smart" or "fast".
+        stale: the leaves that were updated since forward read them, in the order in
+            which they were made, and for each how many versions newer its newest one is
+            than the oldest one that this pass differentiated, as its owner knows it
+            when the pass ends. The gradient is that of the versions that were read, all
+            together; of a leaf that is not in here it is that of the newest.
+    """
+
+    number: int
+    mode: str
+    stale: Mapping[Ref, int]
+
+
+def nanoseconds(timeout_s: float | None) -> int | None:
+    """Return the time that a pass is given, None for no end of it.
+
+    Raises:
+        JdagError: it is no number above 0.
+    """
+    if timeout_s is None:
+        return None
+    is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
+    if not is_number or not 0 < timeout_s < inf:
+        raise JdagError(
+            f"timeout_s={timeout_s!r}: allowed is a number of seconds above 0, or None"
+        )
+    return max(round(timeout_s * 1e9), 1)
+
+
+def _owed_lines(owed: tuple[Owed, ...]) -> list[str]:
+    return [
+        f"  call {'.'.join(map(str, send.path))}: {send.worker} -> {send.destination}, "
+        f"sent for {send.function}, called at {send.call_site}"
+        for send in owed
+    ]
+
+
+def expired(result: PassResult, timeout_s: float | None) -> str:
+    """Say what a pass waited for when its time was over."""
+    assert result.failure is not None, result
+    text = f"pass {result.number} took longer than timeout_s={timeout_s!r}"
+    if result.failure.message:
+        text = f"{text}; it had not begun, for want of {result.failure.message}"
+    if result.owed:
+        lines = _owed_lines(result.owed)
+        text = "\n".join(
+            [f"{text}; no cotangent has come for what was sent by", *lines]
+        )
+    return text
+
+
+def stuck(owed: tuple[Owed, ...]) -> str:
+    """Say which sends keep a FAST pass waiting, and what helps."""
+    lines = _owed_lines(owed)
+    return (
+        "the pass is stuck: no cotangent will ever come for what was sent by\n"
+        + "\n".join(lines)
+        + "\nIn FAST mode every tracked value that is sent has to be part of what the "
+        "roots are computed from; jdag.stop_gradient(ref) sends one that is not, and "
+        "mode='smart' waits for no such send"
+    )
