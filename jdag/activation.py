@@ -126,15 +126,16 @@ class Activation:
         found = []
         while loose:
             place = loose.popleft()
-            key = place[0]
-            if key not in more:
+            if not more or place[0] not in more:
                 found.append(place)
-            elif more[key] > 1:
-                more[key] -= 1
+            elif more[place[0]] > 1:
+                more[place[0]] -= 1
             else:
-                del more[key]
-        self._noticed = self._noticed or bool(found)
-        return tuple(sorted(found)) if len(found) > 1 else tuple(found)
+                del more[place[0]]
+        if found:
+            self._noticed = True
+            found.sort()
+        return tuple(found)
 
     def left(self, result: Any) -> tuple[Reply, tuple[Place, ...]]:
         """Return what a program with this result returns, and what nobody can name.
@@ -163,6 +164,10 @@ class Activation:
         if self._loose or self._noticed:
             self.port.tell(Discarded(self.id, self.prefix, self.discarded()))
             self._noticed = False
+
+    def leaves_notices(self) -> None:
+        """What was done may have left notices to the engine: a program, or a pass."""
+        self._noticed = True
 
     def check(self, what: str) -> None:
         """Raise unless the program may do this here and now."""
@@ -330,7 +335,7 @@ class Activation:
             f"{name_of(fn)} on {worker!r}",
             lambda waiter: Launched(waiter, self.id, path, worker, fn, arguments, site),
         )
-        self._noticed = True  # The program left some of its own.
+        self.leaves_notices()
         if result is not None:
             self._seen.update(dict.fromkeys(result.seen))
         if failure is not None:

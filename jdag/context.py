@@ -236,6 +236,8 @@ class Context:
         except JdagError:
             self._port.drop(stored)
             raise
+        if not retain_graph:
+            self._activation.leaves_notices()
         return self._conclude(result, mode)
 
     def _conclude(self, result: PassResult, mode: str) -> PassReport:
