@@ -57,7 +57,8 @@ class Context:
 
     Made by `cluster.context()`; a program that runs on a worker is handed one as its
     first argument. Within it calls record a graph; gradients live in it, and all that
-    it holds goes when it is left. Several may be open at once.
+    it holds goes when it is left. A value goes before that when no ref names it any
+    more and no call waits for it. Several may be open at once.
 
     Leaving raises the first error, in program order, of a call in it that nobody has
     seen, unless another exception is already on its way.
