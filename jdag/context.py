@@ -138,8 +138,14 @@ class Context:
         """Call a function, or a program, on a worker.
 
         Args:
-            worker: where it runs.
-            fn: a pure function of arrays, or one that `jdag.program` marks.
+            worker: where it runs; of a function also a device of a worker, as in
+                `ps0/cpu:1` (platform and index; without it the default device). Then
+                its arguments are put there, gradients flow back to where these live,
+                and the results stay on that device. In virtual time each device that
+                is named is one of its own.
+            fn: a pure function of arrays, or one that `jdag.program` marks. A callable
+                pytree, such as a module, is an argument of its own call: arrays and
+                refs in it are arguments as any others; so is that of a method of one.
             *args: pytrees of refs; of arrays and Python numbers, which are constants;
                 and of statics, part of the function: str, bool, None, functions, and
                 what `jdag.static` wraps. A program gets all as they are, statics
@@ -163,7 +169,7 @@ class Context:
         """Move arrays to a worker; gradients flow back through it.
 
         Args:
-            worker: where they are to be.
+            worker: where they are to be: a worker, or a device of one.
             refs: a pytree of refs, or of constants, which then travel once.
 
         Returns:

@@ -33,7 +33,7 @@ LAYERS = (
     ("ref",),
     ("parallel",),
     ("sim", "rpc"),
-    ("home", "roots"),
+    ("home", "places", "roots"),
     ("activation",),
     ("context", "assignments"),
     ("checkpoint",),

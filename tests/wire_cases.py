@@ -74,9 +74,12 @@ Point = namedtuple("Point", "x y")
 class Function:
     """What the wire sees of a compiled pair."""
 
-    def __init__(self, name: str, avals: tuple[Aval, ...]) -> None:
+    def __init__(
+        self, name: str, avals: tuple[Aval, ...], device: str | None = None
+    ) -> None:
         self.name = name
         self.avals = avals
+        self.device = device
 
 
 def program(context: Any, rounds: int = 1) -> None:
@@ -125,7 +128,11 @@ avals = st.builds(
     dtypes,
     st.booleans(),
 )
-functions = st.builds(Function, texts, _several(avals))
+placed = avals.map(lambda aval: aval.on("cpu:1"))
+devices = st.none() | st.just("cpu:1")
+functions = st.builds(
+    Function, texts.filter(lambda text: "@" not in text), _several(avals), devices
+)
 # An exception does not travel: it is compared by hand.
 failures = st.builds(
     Failure,
@@ -140,9 +147,11 @@ failures = st.builds(
 )
 maybe_failures = _several(st.none() | failures)
 owed = st.builds(Owed, paths, workers, workers, texts, texts)
-roots = st.builds(Root, keys, avals, st.booleans(), _wide(4))
+roots = st.builds(Root, keys, avals | placed, st.booleans(), _wide(4))
 incoming = st.builds(Incoming, workers, masks)
-refs = st.builds(RefData, keys, workers, avals, st.booleans(), st.none() | leaves)
+refs = st.builds(
+    RefData, keys, workers, avals | placed, st.booleans(), st.none() | leaves
+)
 plain = (
     st.none()
     | st.booleans()
@@ -192,7 +201,7 @@ assignments = st.builds(
     st.none() | functions,
     _several(keys),
     _several(keys),
-    _several(avals),
+    _several(avals | placed),
     texts,
 )
 

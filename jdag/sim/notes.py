@@ -16,6 +16,7 @@ from jdag.engine.vocabulary import (
     Sum,
     Vjp,
 )
+from jdag.functions import name_on
 
 Place = tuple[str, int, Path]  # Context ("" for none), pass (0 for none), path.
 
@@ -58,9 +59,12 @@ def job_place(job: Job) -> tuple[Any, ...]:
 
 
 def job_name(job: Job) -> str:
-    """The name of the function of a job; of what has none, what it does."""
+    """The name of the function of a job; of what has none, what it does.
+
+    On a device that was named, `function@cpu:1`.
+    """
     if isinstance(job, Forward | Vjp):
-        return str(job.function.name)
+        return name_on(job.function)
     return type(job).__name__.lower()
 
 
