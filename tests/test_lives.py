@@ -205,15 +205,18 @@ def test_a_copy_of_a_version_goes_when_the_next_one_is_moved():
     nothing_left(net)
 
 
-def test_a_call_of_two_versions_of_a_leaf_has_both():
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_call_of_two_versions_of_a_leaf_has_both(first: int):
     net = net_of(2)
     x = net.put("a", 3, "a")
     scope = net.open("a")
     scope.call("b", DOUBLE, x)
-    newer = net.update("a", x, TRIPLE, x)
-    (y,) = scope.call("b", ADD3, newer, x, newer)
-    (z,) = scope.call("b", ADD3, x, newer, x)
-    assert [number for number, _ in net.fetch("a", y, z)] == [21, 15]
+    both = (x, net.update("a", x, TRIPLE, x))
+    one, other = both[first], both[1 - first]
+    (y,) = scope.call("b", ADD3, one, other, one)
+    (z,) = scope.call("b", ADD3, other, one, other)
+    numbers = [number for number, _ in net.fetch("a", y, z)]
+    assert numbers == [[15, 21], [21, 15]][first]
     scope.leave()
     nothing_left(net)
 
