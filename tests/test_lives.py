@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from jdag.engine.vocabulary import (
+    Acknowledge,
     Argument,
     Call,
     Discard,
@@ -352,4 +353,30 @@ def test_what_was_dropped_on_a_worker_that_crashed_is_gone_with_it(seed: int):
     scope.tell_discarded()
     net.fetch("a", y)
     scope.leave()
+    nothing_left(net)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_value_that_comes_after_its_loss_was_told_is_not_kept(seed: int):
+    """The issuer loses who is to send, and who waits for it gets both."""
+    net = net_of(3, seed)
+    x = net.put("c", 3, "a")
+    scope = net.open("a")
+    (y,) = scope.call("c", DOUBLE, x)
+    net.fetch("a", y)
+    net.holds = lambda a, b, m: a == "c" and type(m) in (Primal, Acknowledge)
+    (z,) = scope.call("b", TRIPLE, y)
+    scope.discard(y)
+    net.drain()
+    net.part("a", "c")
+    net.unnoticed = [("a", "c")]
+    net.drain()
+    scope.tell_discarded()
+    (failure,) = net.fetch("a", z)
+    assert failure.error == "WorkerLost"
+    net.let_go()
+    net.drain()
+    assert kept(net, "received") == []
+    scope.leave()
+    net.unnoticed = [("c", "a")]
     nothing_left(net)
