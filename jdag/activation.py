@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from jdag.compute.avals import Aval, aval_of, is_deleted
 from jdag.compute.pairs import Pair, configuration, pair
+from jdag.compute.placed import placed
 from jdag.compute.pytrees import (
     Split,
     called,
@@ -42,6 +43,7 @@ from jdag.errors import ContextError, GraphError, JdagError, kind_of
 from jdag.failures import exception_of, remote_error
 from jdag.functions import call_site, is_program, name_of
 from jdag.home import Home, Port, PortReader, trace_state
+from jdag.places import Left, at_home, refuse_device
 from jdag.ref import Hold, Leaf, Ref, RefData, is_ref
 
 Place = tuple[Key, Worker]
@@ -85,6 +87,7 @@ class Activation:
         self._loose: deque[Place] = deque()  # What refs named that are gone.
         self._holds: dict[Key, int] = {}  # Of those that have several: how many more.
         self._noticed = False  # Perhaps the engine has notices that wait for a ride.
+        self._left: Left = {}
         self._seen: dict[Identity, None] = {}
         self._raised: list[tuple[JdagError, Failure]] = []
 
@@ -128,15 +131,16 @@ class Activation:
         found = []
         while loose:
             place = loose.popleft()
-            key = place[0]
-            if key not in more:
+            if not more or place[0] not in more:
                 found.append(place)
-            elif more[key] > 1:
-                more[key] -= 1
+            elif more[place[0]] > 1:
+                more[place[0]] -= 1
             else:
-                del more[key]
-        self._noticed = self._noticed or bool(found)
-        return tuple(sorted(found)) if len(found) > 1 else tuple(found)
+                del more[place[0]]
+        if found:
+            self._noticed = True
+            found.sort()
+        return tuple(found)
 
     def left(self, result: Any) -> tuple[Reply, tuple[Place, ...]]:
         """Return what a program with this result returns, and what nobody can name.
@@ -165,6 +169,10 @@ class Activation:
         if self._loose or self._noticed:
             self.port.tell(Discarded(self.id, self.prefix, self.discarded()))
             self._noticed = False
+
+    def leaves_notices(self) -> None:
+        """What was done may have left notices to the engine: a program, or a pass."""
+        self._noticed = True
 
     def check(self, what: str) -> None:
         """Raise unless the program may do this here and now."""
@@ -217,20 +225,22 @@ class Activation:
 
     def call(
         self,
-        worker: str,
+        place: str,
         fn: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
         """Call a function or a program; see `jdag.Context.call`."""
         self.check("ctx.call")
-        self.home.check_worker(worker, "ctx.call")
+        worker, device = self.home.place(place, "ctx.call")
         fn, args, own = called(fn, args)
         parts = split(args, kwargs, self.home.is_named, own)
         site = str(call_site())
         if is_program(fn):
+            refuse_device(fn, place, device)
             return self._launch(worker, fn, parts, site)
-        return self._issue(worker, fn, parts, site)
+        parts = at_home(parts, worker, self._left, self.admit, self.move)
+        return self._issue(worker, device, fn, parts, site)
 
     def hook(self, what: str, ref: Any, fn: Any, *, replaces: bool) -> None:
         """Attach a hook; see `jdag.Context.on_cotangent` and `on_gradient`."""
@@ -254,24 +264,31 @@ class Activation:
         hook = Hook(path, fn, replaces, ref.aval, str(call_site()))
         self.port.tell(Attached(self.id, ref.worker, ref.key, hook))
 
-    def move(self, worker: str, tree: Any) -> Any:
+    def move(self, place: str, tree: Any) -> Any:
         """Move arrays to a worker; see `jdag.Context.move`."""
-        return move(self.call, worker, tree)
+        return move(self.call, place, tree)
 
     def _issue(
-        self, worker: str, fn: Callable[..., Any], parts: Split, site: str
+        self,
+        worker: str,
+        device: str | None,
+        fn: Callable[..., Any],
+        parts: Split,
+        site: str,
     ) -> Any:
         path = (*self.prefix, self._calls + 1)
         here = self.port.worker
         avals: list[Any] = [None] * parts.size
         arguments: list[Any] = [None] * parts.size
+        sources: list[str | None] = [None] * parts.size
         descends: LeafId | None = None
         constants = []
         for place, ref in parts.refs:
             if is_ref(ref):
                 self.admit(ref)
                 descends = descends or ref.descends
-                avals[place] = ref.aval
+                avals[place] = ref.aval.on(None)
+                sources[place] = ref.device
                 arguments[place] = Argument(ref.key, ref.worker, ref.tracked)
             else:
                 constants.append((place, aval_of(ref)))
@@ -280,7 +297,9 @@ class Activation:
             avals[place] = parts.aval(place, value)
             arguments[place] = Argument(key, here, False)
         tracked = tuple([argument.tracked for argument in arguments])
-        made = traced(fn, parts, tuple(avals), tracked, worker, site)
+        found = traced(fn, parts, tuple(avals), tracked, worker, site)
+        there = sources[0] if fn is moved else device  # To move is work of its source.
+        made = placed(found, there, sources, [device] * len(found.out_avals))
         self._calls += 1
         stored = []
         for place, value in (*parts.constants, *constants):
@@ -307,9 +326,9 @@ class Activation:
         for index, aval in enumerate(made.out_avals):
             key = Key("output", self.id, path, index)
             hold = Hold(self._loose, key, worker)
-            is_tracked = made.out_tracked[index]
+            known, tracks = aval.on(device), made.out_tracked[index]
             refs.append(
-                Ref(self, key, worker, aval, is_tracked, descends=descends, hold=hold)
+                Ref(self, key, worker, known, tracks, descends=descends, hold=hold)
             )
         return unflatten(made.out_tree, refs)
 
@@ -354,7 +373,7 @@ class Activation:
             f"{name_of(fn)} on {worker!r}",
             lambda waiter: Launched(waiter, self.id, path, worker, fn, arguments, site),
         )
-        self._noticed = True  # The program left some of its own.
+        self.leaves_notices()
         if result is not None:
             self._seen.update(dict.fromkeys(result.seen))
         if failure is not None:
@@ -434,7 +453,7 @@ def moved(*arrays: Any) -> Any:
     return arrays
 
 
-def move(call: Callable[..., Any], worker: str, tree: Any) -> Any:
+def move(call: Callable[..., Any], where: str, tree: Any) -> Any:
     """Call `moved` on a worker with the leaves of a pytree.
 
     What is tracked goes by one call and the rest by another, since outputs of one call
@@ -450,7 +469,7 @@ def move(call: Callable[..., Any], worker: str, tree: Any) -> Any:
         ]
         if places:
             arrays = tuple([leaves[place] for place in places])
-            refs = call(worker, moved, arrays, {})
+            refs = call(where, moved, arrays, {})
             for place, ref in zip(places, refs, strict=True):
                 there[place] = ref
     return unflatten(treedef, there)

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdag.activation import traced
+from jdag.activation import moved, traced
 from jdag.compute.avals import Aval, aval_of
 from jdag.compute.pairs import Pair
+from jdag.compute.placed import Placed, placed
 from jdag.compute.pytrees import (
     called,
     flatten,
@@ -64,16 +65,16 @@ class Assignments:
         """What all programs of the cluster share."""
         return self._home
 
-    def put(self, worker: str, tree: Any) -> Any:
+    def put(self, place: str, tree: Any) -> Any:
         """Make leaves from values; see `Cluster.put`."""
         values, treedef = flatten(tree)
-        places = [place for place, v in enumerate(values) if not is_static(v)]
+        places = [number for number, v in enumerate(values) if not is_static(v)]
         # What has nothing but statics in it is a mistake, and its first leaf says so.
         places = places or list(range(len(values)))
-        arrays = [self._array(values[place], tree, place) for place in places]
-        refs = self.write([worker] * len(arrays), arrays)
-        for place, ref in zip(places, refs, strict=True):
-            values[place] = ref
+        arrays = [self._array(values[number], tree, number) for number in places]
+        refs = self.write([place] * len(arrays), arrays)
+        for number, ref in zip(places, refs, strict=True):
+            values[number] = ref
         return unflatten(treedef, values)
 
     def write(self, places: Sequence[Ref | str], values: Sequence[Any]) -> list[Ref]:
@@ -81,7 +82,7 @@ class Assignments:
 
         Args:
             places: for each value a leaf, whose next version it is to be, or the name
-                of a worker, where it is to be a new leaf.
+                of a worker, or of a device of one, where it is to be a new leaf.
             values: arrays of strong type, of the shapes and dtypes of the leaves.
 
         Raises:
@@ -90,24 +91,50 @@ class Assignments:
         """
         kept: list[Leaf] = []
         made: list[Leaf] = []
-        by_owner: dict[str, list[Leaf]] = {}
+        groups: dict[tuple[str, str | None], list[tuple[Leaf, Any]]] = {}
         for place, value in zip(places, values, strict=True):
             if isinstance(place, str):
-                kept += (new := self._new(place, [aval_of(value).strong]))
+                worker, device = self._home.place(place, "cluster.put")
+                kept += (new := self._new(worker, [aval_of(value).strong.on(device)]))
                 made += new
             else:
                 kept.append(self.leaf(place))
-            by_owner.setdefault(kept[-1].id.worker, []).append(kept[-1])
+            leaf = kept[-1]
+            of = (leaf.id.worker, leaf.aval.device)
+            groups.setdefault(of, []).append((leaf, value))
         if kept:
             with self._next_versions(kept, made):
+                stored: list[tuple[Key, Any]] = []
                 parts = [
-                    self._part(None, (), leaves, place)
-                    for place, leaves in enumerate(by_owner.values())
+                    self._written(*of, group, number, stored)
+                    for number, (of, group) in enumerate(groups.items())
                 ]
-                keys = [leaf.key for leaf in kept]
-                self._tell(parts, list(zip(keys, values, strict=True)))
+                self._tell(parts, stored)
         self._home.leaves.update({leaf.id: leaf for leaf in made})
         return [self._home.leaf_ref(leaf) for leaf in kept]
+
+    def _written(
+        self,
+        worker: str,
+        device: str | None,
+        group: Sequence[tuple[Leaf, Any]],
+        place: int,
+        stored: list[tuple[Key, Any]],
+    ) -> Assignment:
+        """Return the assignment of values to leaves; note what it has to be sent."""
+        leaves = [leaf for leaf, _ in group]
+        if device is None:
+            stored += [(leaf.key, value) for leaf, value in group]
+            return self._part(None, (), leaves, place)
+        # The worker itself puts them there: a call of the identity.
+        values = [v.struct() if isinstance(v, Aval) else v for _, v in group]
+        constants: Constants = {}
+        found = self._traced(
+            worker, Change(moved, (), tuple(values)), {}, place, constants
+        )
+        stored += constants.values()
+        made, arguments, sources = found
+        return self._part(placed(made, device, sources), arguments, leaves, place)
 
     def _array(self, value: Any, tree: Any, place: int) -> Any:
         """Return a value as an array of strong type, in abstract mode its aval."""
@@ -137,6 +164,7 @@ class Assignments:
     def make(
         self,
         worker: str,
+        device: str | None,
         fn: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -144,10 +172,11 @@ class Assignments:
         """Make leaves by a function on their owner; see `Cluster.make`."""
         constants: Constants = {}
         change = Change(fn, (), args)
-        made, arguments = self._traced(worker, change, kwargs, 0, constants)
-        leaves = self._new(worker, made.out_avals)
+        made, arguments, sources = self._traced(worker, change, kwargs, 0, constants)
+        leaves = self._new(worker, [aval.on(device) for aval in made.out_avals])
         if leaves:
-            part = self._part(made, arguments, leaves, 0)
+            there = placed(made, device, sources)
+            part = self._part(there, arguments, leaves, 0)
             self._tell([part], constants.values())
         return unflatten(made.out_tree, self._kept(leaves))
 
@@ -166,9 +195,12 @@ class Assignments:
         for place, change in enumerate(changes):
             leaves = [self.leaf(ref) for ref in change.refs]
             worker = leaves[0].id.worker
-            made, arguments = self._traced(worker, change, {}, place, constants)
+            found = self._traced(worker, change, {}, place, constants)
+            made, arguments, sources = found
             _check_outputs(made, leaves)
-            parts.append((made, arguments, leaves, place, change.purpose))
+            targets = [leaf.aval.device for leaf in leaves]
+            there = placed(made, targets[0], sources, targets)
+            parts.append((there, arguments, leaves, place, change.purpose))
             replaced += leaves
         if parts:
             with self._next_versions(replaced, ()):
@@ -251,8 +283,10 @@ class Assignments:
         kwargs: dict[str, Any],
         place: int,
         constants: Constants,
-    ) -> tuple[Pair, list[Key]]:
-        """Return a call's pair and the keys of its arguments; note its constants.
+    ) -> tuple[Pair, list[Key], list[str | None]]:
+        """Return a call's pair, the keys and devices of its arguments.
+
+        Notes its constants.
 
         One that is there already, the same object, is stored and sent once.
         """
@@ -260,10 +294,12 @@ class Assignments:
         parts = split(args, kwargs, self._home.is_named, own)
         keys: list[Any] = [None] * parts.size
         avals: list[Any] = [None] * parts.size
+        sources: list[str | None] = [None] * parts.size
         for position, value in (*parts.refs, *parts.constants):
             if is_ref(value):
                 self._check_owner(worker, change.fn, value)
-                avals[position] = value.aval
+                avals[position] = value.aval.on(None)
+                sources[position] = value.device
                 keys[position] = value.key
             else:
                 avals[position] = parts.aval(position, value)
@@ -272,7 +308,7 @@ class Assignments:
         site = _site(change.purpose)
         untracked = (False,) * parts.size
         made = traced(fn, parts, tuple(avals), untracked, worker, site)
-        return made, keys
+        return made, keys, sources
 
     def _check_owner(self, worker: str, fn: Callable[..., Any], ref: Ref) -> None:
         self.admit(ref)
@@ -288,7 +324,7 @@ class Assignments:
 
     def _part(
         self,
-        made: Pair | None,
+        made: Pair | Placed | None,
         arguments: Sequence[Key],
         leaves: Sequence[Leaf],
         place: int,

@@ -130,7 +130,7 @@ def load(
             values.append(entry.value)
             continue
         if isinstance(entry.value, str):
-            assignments.home.check_worker(entry.value, f"cluster.load, {entry}")
+            assignments.home.place(entry.value, f"cluster.load, {entry}")
         if is_ref(entry.value) or isinstance(entry.value, str):
             to_leaves.append(len(values))
         values.append(_put_together(saved, arrays.get(_name(entry.part, place))))

@@ -174,7 +174,7 @@ class Cluster:
         """Put values on a worker as leaves, in which gradients accumulate.
 
         Args:
-            worker: who keeps them.
+            worker: who keeps them, or on which device of whom: `ps0/cpu:1`.
             tree: a pytree of arrays and numbers; in abstract mode of arrays or
                 `jax.ShapeDtypeStruct`s. Statics in it (str, bool, functions, what
                 `jdag.static` wraps) stay as they are, as in a module.
@@ -187,7 +187,7 @@ class Cluster:
             WorkerLost: the worker is gone.
         """
         self._home.check_open("cluster.put")
-        self._home.check_worker(worker, "cluster.put")
+        self._home.place(worker, "cluster.put")
         return self._assignments.put(worker, tree)
 
     def make(
@@ -196,7 +196,7 @@ class Cluster:
         """Make leaves on a worker by calling a function there.
 
         Args:
-            worker: who runs it and keeps what it returns.
+            worker: who runs it and keeps what it returns, or on which device.
             fn: a pure function that returns a pytree of arrays.
             *args: as for `ctx.call`, but refs have to be on that worker.
             **kwargs: the same, by keyword.
@@ -209,8 +209,8 @@ class Cluster:
             JdagError: there is no such worker, or a ref is on another one.
         """
         self._home.check_open("cluster.make")
-        self._home.check_worker(worker, "cluster.make")
-        return self._assignments.make(worker, fn, args, kwargs)
+        where = self._home.place(worker, "cluster.make")
+        return self._assignments.make(*where, fn, args, kwargs)
 
     def update(self, fn: Callable[..., Any], refs: Any, /, *args: Any) -> Any:
         """Replace leaves by new versions, each computed by its owner.

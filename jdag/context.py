@@ -46,7 +46,8 @@ class Context:
 
     Made by `cluster.context()`; a program that runs on a worker is handed one as its
     first argument. Within it calls record a graph; gradients live in it, and all that
-    it holds goes when it is left. Several may be open at once.
+    it holds goes when it is left. A value goes before that when no ref names it any
+    more and no call waits for it. Several may be open at once.
 
     Leaving raises the first error, in program order, of a call in it that nobody has
     seen, unless another exception is already on its way.
@@ -126,8 +127,14 @@ class Context:
         """Call a function, or a program, on a worker.
 
         Args:
-            worker: where it runs.
-            fn: a pure function of arrays, or one that `jdag.program` marks.
+            worker: where it runs; of a function also a device of a worker, as in
+                `ps0/cpu:1` (platform and index; without it the default device). Then
+                its arguments are put there, gradients flow back to where these live,
+                and the results stay on that device. In virtual time each device that
+                is named is one of its own.
+            fn: a pure function of arrays, or one that `jdag.program` marks. A callable
+                pytree, such as a module, is an argument of its own call: arrays and
+                refs in it are arguments as any others; so is that of a method of one.
             *args: pytrees of refs; of arrays and Python numbers, which are constants;
                 and of statics, part of the function: str, bool, None, functions, and
                 what `jdag.static` wraps. A program gets all as they are, statics
@@ -151,7 +158,7 @@ class Context:
         """Move arrays to a worker; gradients flow back through it.
 
         Args:
-            worker: where they are to be.
+            worker: where they are to be: a worker, or a device of one.
             refs: a pytree of refs, or of constants, which then travel once.
 
         Returns:
@@ -228,6 +235,8 @@ class Context:
         except JdagError:
             self._port.drop(stored)
             raise
+        if not retain_graph:
+            self._activation.leaves_notices()
         return self._conclude(result, mode, timeout_s)
 
     def _stored(

@@ -84,6 +84,12 @@ def name_of(fn: Callable[..., Any]) -> str:
     return f"{fn.__module__}:{name}"
 
 
+def name_on(pair: Any) -> str:
+    """Name the function of a pair, and the device where that was named: `m:f@cpu:1`."""
+    name: str = pair.name
+    return name if pair.device is None else f"{name}@{pair.device}"
+
+
 def key_of(fn: Callable[..., Any]) -> Hashable:
     """Return what `fn` is, for caches: equal keys compute the same.
 

@@ -8,6 +8,7 @@ import jax
 from jax.extend.core import get_opaque_trace_state
 
 from jdag.compute.avals import Aval, aval_of, is_deleted
+from jdag.compute.devices import check, on_default, parsed
 from jdag.compute.machine import deleted
 from jdag.compute.pairs import configuration
 from jdag.engine.drawing import Drawing
@@ -119,7 +120,7 @@ class Home:
 
     def value(self, value: Any) -> Any:
         """Return a value as the store holds it: in abstract mode its shape alone."""
-        return aval_of(value) if self.abstract else value
+        return aval_of(value).on(None) if self.abstract else on_default(value)
 
     def is_named(self, value: object) -> bool:
         """Tell whether an argument is a ref or, in abstract mode, stands for arrays."""
@@ -159,18 +160,30 @@ class Home:
             "fixed per cluster: set it first, then make the cluster"
         )
 
-    def check_worker(self, worker: object, what: str) -> None:
-        """Raise JdagError unless that is the name of a worker."""
-        if worker in self.workers:
-            return
-        if not isinstance(worker, str):
+    def place(self, place: object, what: str) -> tuple[str, str | None]:
+        """Return the worker of a place and its device, None for the default one.
+
+        Raises:
+            JdagError: there is no such worker, or it has no such device.
+        """
+        if place in self.workers:
+            return str(place), None
+        if not isinstance(place, str):
             raise JdagError(
-                f"{what} takes the name of a worker first, not {worker!r}; the workers "
+                f"{what} takes the name of a worker first, not {place!r}; the workers "
                 f"are {', '.join(map(repr, self.workers))}"
             )
+        worker, device = parsed(place)
+        if worker in self.workers and device is not None:
+            if not self.abstract:
+                check(device, worker, what)
+            return worker, device
         close = get_close_matches(worker, self.workers, n=1)
+        hint = f", did you mean {close[0]!r}?" if close else ";"
+        owner = place.partition("/")[0]
+        if owner in self.workers:
+            hint = f"; a device of {owner!r} is named as in '{owner}/cpu:1';"
         raise JdagError(
-            f"{what}: there is no worker {worker!r}"
-            f"{f', did you mean {close[0]!r}?' if close else ';'} the workers are "
+            f"{what}: there is no worker {place!r}{hint} the workers are "
             f"{', '.join(map(repr, self.workers))}"
         )

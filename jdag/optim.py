@@ -61,7 +61,7 @@ class Optimizer:
         self._states: dict[Ref, Any] = {}
         try:
             for ref, tx_of in self._tx.items():
-                state = self._cluster.make(ref.worker, tx_of.init, ref)
+                state = self._cluster.make(ref.place, tx_of.init, ref)
                 self._states[ref] = state
         except JdagError as error:
             failed = list(self._names)[len(self._states)]

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jdag.activation import move
 from jdag.compute.avals import aval_of
+from jdag.compute.devices import parsed
 from jdag.compute.pytrees import (
     argument_numbers,
     called,
@@ -31,6 +32,7 @@ from jdag.engine.vocabulary import Failure, Key, Path
 from jdag.errors import ContextError, JdagError, RootError, kind_of
 from jdag.failures import exception_of, remote_error
 from jdag.functions import call_site, is_program
+from jdag.places import refuse_device
 from jdag.ref import Ref, fetch, is_ref
 
 HERE = "home"
@@ -86,17 +88,20 @@ class Run:
             values.append(value)
         return values
 
-    def put(self, value: Any, worker: str) -> Ref:
+    def put(self, value: Any, worker: str, device: str | None) -> Ref:
         """Return a ref to an input of the program."""
         value = _strong(jnp.asarray(value))
         self._leaves += 1
         key = Key("leaf", None, (worker, self._leaves), 0)
-        return self.ref(key, value, worker, tracked=aval_of(value).inexact)
+        return self.ref(key, value, (worker, device), tracked=aval_of(value).inexact)
 
-    def ref(self, key: Key, value: Any, worker: str, tracked: bool) -> Ref:
-        """Hold a value and return a ref to it."""
+    def ref(
+        self, key: Key, value: Any, place: tuple[str, str | None], tracked: bool
+    ) -> Ref:
+        """Hold a value and return a ref to it, on a worker and a device of it."""
         self.values[key] = value
-        return Ref(self, key, worker, aval_of(value), tracked)
+        worker, device = place
+        return Ref(self, key, worker, aval_of(value).on(device), tracked)
 
     def use(self, ref: Ref) -> Any:
         """Return the value of an argument; no gradient flows into an untracked one.
@@ -140,34 +145,36 @@ class OracleContext:
 
     def _call(
         self,
-        worker: str,
+        place: str,
         fn: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        if not isinstance(worker, str):
+        if not isinstance(place, str):
             raise JdagError(
                 f"the worker comes first, as its name: ctx.call('a', fn, ...), "
-                f"not {worker!r}"
+                f"not {place!r}"
             )
+        worker, device = parsed(place)
         fn, args, own = called(fn, args)
         parts = split(args, kwargs, is_ref, own)
         path = (*self._path, self._calls + 1)
         values: list[Any] = [None] * parts.size
         site = call_site()
         if is_program(fn):
-            for place, value in (*parts.refs, *parts.constants):
-                values[place] = value
+            refuse_device(fn, place, device)
+            for position, value in (*parts.refs, *parts.constants):
+                values[position] = value
             for _, ref in parts.refs:
                 self._run.use(ref)
             args, kwargs = parts.template.rebuild(values)
             self._calls += 1
             return fn(OracleContext(self._run, path, worker), *args, **kwargs)
-        for place, ref in parts.refs:
-            values[place] = self._run.use(ref)
-        for place, value in parts.constants:
-            parts.aval(place, value)
-            values[place] = jnp.asarray(value)
+        for position, ref in parts.refs:
+            values[position] = self._run.use(ref)
+        for position, value in parts.constants:
+            parts.aval(position, value)
+            values[position] = jnp.asarray(value)
         args, kwargs = parts.template.rebuild(values)
         try:
             outputs, treedef = flatten(fn(*args, **kwargs))
@@ -180,7 +187,7 @@ class OracleContext:
         for index, output in enumerate(outputs):
             key = Key("output", None, path, index)
             edge = tracked and aval_of(output).inexact
-            refs.append(self._run.ref(key, output, worker, edge))
+            refs.append(self._run.ref(key, output, (worker, device), edge))
         return unflatten(treedef, refs)
 
     def move(self, worker: str, refs: Any) -> Any:
@@ -384,7 +391,8 @@ class _Arguments:
                 bound.append(leaf)
                 continue
             given = value if smooth is None or not _is_smooth(value) else next(rest)
-            bound.append(run.put(given, leaf.worker if is_ref(leaf) else HERE))
+            place = (leaf.worker, leaf.device) if is_ref(leaf) else (HERE, None)
+            bound.append(run.put(given, *place))
         return unflatten(self._treedef, bound)
 
     def unflatten(self, gradients: Sequence[Any]) -> Any:

@@ -78,7 +78,7 @@ class Hold:
     is not: what only that finds does not count, and lives as long as its context.
     """
 
-    __slots__ = ("_key", "_loose", "_worker")
+    __slots__ = ("_key", "_left", "_loose", "_worker")
 
     def __init__(
         self, loose: deque[tuple[Key, Worker]], key: Key, worker: Worker
@@ -86,6 +86,14 @@ class Hold:
         self._loose = loose
         self._key = key
         self._worker = worker
+        self._left: dict[Any, Ref] | None = None
+
+    @property
+    def left(self) -> dict[Any, "Ref"]:
+        """What was made of the value for other workers: it goes when this does."""
+        if self._left is None:
+            self._left = {}
+        return self._left
 
     def __del__(self, collector: Collector = COLLECTOR) -> None:
         if not collector.running:
@@ -133,6 +141,7 @@ class Ref:
 
     Attributes:
         worker: where the array is.
+        device: the device of that worker which it is on, as `cpu:1`; None, the default.
         shape, dtype, size, ndim: those of the array, known before it is computed.
         tracked: whether cotangents flow back through it: it is inexact, descends from a
             leaf, and no `jdag.stop_gradient` cut it off.
@@ -179,6 +188,17 @@ class Ref:
             return self.leaf.key
         assert self._key is not None, self.worker
         return self._key
+
+    @property
+    def place(self) -> str:
+        """Where the array is, as a call names it: `ps0`, or `ps0/cpu:1`."""
+        device = self.device
+        return self.worker if device is None else f"{self.worker}/{device}"
+
+    @property
+    def device(self) -> str | None:
+        """The device of the worker that the array is on, None for the default one."""
+        return self.aval.device
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -242,6 +262,8 @@ class Ref:
             what = f"{what}, version {self.leaf.version}"
         elif self.key.context is not None:
             what = f"{what} in context {self.key.context}"
+        if self.device is not None:
+            what = f"{what}, {self.device}"
         tracked = "tracked" if self.tracked else "untracked"
         return f"Ref({self.aval}, {what}, {tracked})"
 

@@ -133,6 +133,8 @@ def resume(event: Event, result: Any = None) -> Resume:
 class Work:
     """Stands for a pair: a function with a name that is called when its job starts."""
 
+    device = in_devices = out_devices = None
+
     def __init__(self, name: str, function: Callable[[], Any] = lambda: None) -> None:
         self.name = name
         self.function = function

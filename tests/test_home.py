@@ -48,7 +48,7 @@ def test_a_home_made_under_jit_is_refused_outside_of_it_and_the_other_way_round(
 )
 def test_an_unknown_worker_is_named_with_those_that_there_are(worker, text):
     home = Home(["tr", "ps1"], abstract=False)
-    home.check_worker("ps1", "ctx.call")
+    assert home.place("ps1", "ctx.call") == ("ps1", None)
     with pytest.raises(JdagError) as caught:
-        home.check_worker(worker, "ctx.call")
+        home.place(worker, "ctx.call")
     assert text in str(caught.value) and str(caught.value).startswith("ctx.call")

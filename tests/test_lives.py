@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from jdag.engine.vocabulary import (
+    Acknowledge,
     Argument,
     Call,
     Discard,
@@ -205,15 +206,18 @@ def test_a_copy_of_a_version_goes_when_the_next_one_is_moved():
     nothing_left(net)
 
 
-def test_a_call_of_two_versions_of_a_leaf_has_both():
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_call_of_two_versions_of_a_leaf_has_both(first: int):
     net = net_of(2)
     x = net.put("a", 3, "a")
     scope = net.open("a")
     scope.call("b", DOUBLE, x)
-    newer = net.update("a", x, TRIPLE, x)
-    (y,) = scope.call("b", ADD3, newer, x, newer)
-    (z,) = scope.call("b", ADD3, x, newer, x)
-    assert [number for number, _ in net.fetch("a", y, z)] == [21, 15]
+    both = (x, net.update("a", x, TRIPLE, x))
+    one, other = both[first], both[1 - first]
+    (y,) = scope.call("b", ADD3, one, other, one)
+    (z,) = scope.call("b", ADD3, other, one, other)
+    numbers = [number for number, _ in net.fetch("a", y, z)]
+    assert numbers == [[15, 21], [21, 15]][first]
     scope.leave()
     nothing_left(net)
 
@@ -349,4 +353,30 @@ def test_what_was_dropped_on_a_worker_that_crashed_is_gone_with_it(seed: int):
     scope.tell_discarded()
     net.fetch("a", y)
     scope.leave()
+    nothing_left(net)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_value_that_comes_after_its_loss_was_told_is_not_kept(seed: int):
+    """The issuer loses who is to send, and who waits for it gets both."""
+    net = net_of(3, seed)
+    x = net.put("c", 3, "a")
+    scope = net.open("a")
+    (y,) = scope.call("c", DOUBLE, x)
+    net.fetch("a", y)
+    net.holds = lambda a, b, m: a == "c" and type(m) in (Primal, Acknowledge)
+    (z,) = scope.call("b", TRIPLE, y)
+    scope.discard(y)
+    net.drain()
+    net.part("a", "c")
+    net.unnoticed = [("a", "c")]
+    net.drain()
+    scope.tell_discarded()
+    (failure,) = net.fetch("a", z)
+    assert failure.error == "WorkerLost"
+    net.let_go()
+    net.drain()
+    assert kept(net, "received") == []
+    scope.leave()
+    net.unnoticed = [("c", "a")]
     nothing_left(net)

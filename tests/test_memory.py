@@ -260,6 +260,16 @@ def test_the_peak_of_a_forward_by_programs_is_two_layers(cluster):
     assert in_layers(cluster) == [0, 0, 0, 0]
 
 
+def test_what_a_program_leaves_behind_goes_when_its_caller_waits(cluster):
+    with cluster.context() as ctx:
+        h = ctx.call("b", first)
+        out = ctx.call("d", two_layers, h)
+        assert in_layers(cluster) == [0, 3, 2, 0]
+        out.fetch()
+        assert in_layers(cluster) == [0, 2, 0, 0]
+        assert (h.fetch() == 1).all()
+
+
 def test_a_ref_that_programs_hand_back_and_forth_is_one(cluster):
     with cluster.context() as ctx:
         h = ctx.call("b", first)
@@ -326,6 +336,17 @@ def test_what_a_program_on_a_worker_updates_a_leaf_with_is_kept_for_it():
 
 
 # ------------------------------------------------------------------------- gradients
+
+
+def test_a_copy_of_a_leaf_goes_when_a_pass_that_spends_it_has_ended(cluster):
+    leaf = cluster.put("b", first())
+    with cluster.context() as ctx:
+        loss = ctx.call("c", jnp.sum, leaf)
+        loss.fetch()
+        assert held(cluster)["c"] == LAYER + 8
+        ctx.backward(loss)
+        loss.fetch()
+        assert held(cluster)["c"] == 8
 
 
 def test_a_gradient_lives_while_it_is_the_newest_or_a_ref_names_it(cluster):

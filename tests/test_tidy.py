@@ -33,7 +33,7 @@ LAYERS = (
     ("ref",),
     ("parallel",),
     ("sim", "rpc"),
-    ("home", "roots", "graph", "outcome"),
+    ("home", "places", "roots", "graph", "outcome"),
     ("activation",),
     ("context", "assignments"),
     ("checkpoint",),

@@ -80,9 +80,12 @@ Point = namedtuple("Point", "x y")
 class Function:
     """What the wire sees of a compiled pair."""
 
-    def __init__(self, name: str, avals: tuple[Aval, ...]) -> None:
+    def __init__(
+        self, name: str, avals: tuple[Aval, ...], device: str | None = None
+    ) -> None:
         self.name = name
         self.avals = avals
+        self.device = device
 
 
 def program(context: Any, rounds: int = 1) -> None:
@@ -131,7 +134,11 @@ avals = st.builds(
     dtypes,
     st.booleans(),
 )
-functions = st.builds(Function, texts, _several(avals))
+placed = avals.map(lambda aval: aval.on("cpu:1"))
+devices = st.none() | st.just("cpu:1")
+functions = st.builds(
+    Function, texts.filter(lambda text: "@" not in text), _several(avals), devices
+)
 # An exception does not travel: it is compared by hand.
 failures = st.builds(
     Failure,
@@ -146,7 +153,7 @@ failures = st.builds(
 )
 maybe_failures = _several(st.none() | failures)
 owed = st.builds(Owed, paths, workers, workers, texts, texts)
-roots = st.builds(Root, keys, avals, st.booleans(), _wide(4))
+roots = st.builds(Root, keys, avals | placed, st.booleans(), _wide(4))
 hooks = st.builds(Hook, paths, st.just(program), st.booleans(), avals, texts)
 incoming = st.builds(Incoming, workers, masks)
 marked = st.builds(Marked, paths, masks)
@@ -156,7 +163,9 @@ weights = st.sampled_from(
     [NOTHING, WHOLE, Weight((1 << 5_000) - 1, 5_001)]
 ) | st.builds(Weight, _wide(12), _wide(4))
 changes = st.integers(-(1 << 31), (1 << 31) - 1)
-refs = st.builds(RefData, keys, workers, avals, st.booleans(), st.none() | leaves)
+refs = st.builds(
+    RefData, keys, workers, avals | placed, st.booleans(), st.none() | leaves
+)
 plain = (
     st.none()
     | st.booleans()
@@ -206,7 +215,7 @@ assignments = st.builds(
     st.none() | functions,
     _several(keys),
     _several(keys),
-    _several(avals),
+    _several(avals | placed),
     texts,
 )
 

@@ -17,12 +17,15 @@ class Aval:
     """An abstract value: `shape`, `dtype` (numpy's, or a key type of JAX), `weak`.
 
     A weak value came from a Python scalar and gives way in JAX's dtype promotion.
+    `device` names the one of its worker's devices where a ref's value is, None for the
+    default one; it says where and not what, so that equality does not look at it.
     `nbytes` are those of the values; for keys, of their key data.
     """
 
     shape: tuple[int, ...]
     dtype: Any
     weak: bool = False
+    device: str | None = field(default=None, compare=False)
     nbytes: int = field(init=False, repr=False, compare=False)
     _hash: int = field(init=False, repr=False, compare=False)
 
@@ -47,7 +50,15 @@ class Aval:
     @property
     def strong(self) -> "Aval":
         """The same without the weak type."""
-        return intern_aval(self.shape, self.dtype, False) if self.weak else self
+        if not self.weak:
+            return self
+        return intern_aval(self.shape, self.dtype, False).on(self.device)
+
+    def on(self, device: str | None) -> "Aval":
+        """The same on another device of its worker."""
+        if device == self.device:
+            return self
+        return _placed_aval(self.shape, self.dtype, self.weak, device)
 
     def struct(self) -> jax.ShapeDtypeStruct:
         """Return what JAX's own abstract evaluation takes."""
@@ -71,6 +82,13 @@ def intern_aval(shape: tuple[int, ...], dtype: Any, weak: bool) -> Aval:
     Cache keys then compare by identity, at a tenth of the time.
     """
     return Aval(shape, dtype, weak)
+
+
+@lru_cache(maxsize=65536)
+def _placed_aval(
+    shape: tuple[int, ...], dtype: Any, weak: bool, device: str | None
+) -> Aval:
+    return Aval(shape, dtype, weak, device)
 
 
 def aval_of(value: Any) -> Aval:

@@ -15,7 +15,8 @@ from typing import Any, assert_never
 
 import jax
 
-from jdag.compute.avals import Aval, aval_of
+from jdag.compute.avals import Aval, aval_of, is_deleted
+from jdag.compute.devices import put
 from jdag.compute.hooks import hooked
 from jdag.compute.sums import ADDENDS_MAX, add, ones, zeros
 from jdag.compute.values import Buffer, Values
@@ -70,7 +71,9 @@ class Machine:
             case Sum():
                 return self._run_sum(job)
             case Fill():
-                self.values.put(job.output, job.aval if self.abstract else _filled(job))
+                device = job.aval.device
+                value = job.aval.on(None) if self.abstract else _filled(job)
+                self.values.put(job.output, value, device)
                 return None
             case Apply():
                 return self._run_apply(job)
@@ -79,7 +82,7 @@ class Machine:
 
     def _run_apply(self, job: Apply) -> Exception | None:
         values = self.values
-        value = values.get(job.input)
+        value, device = values.get(job.input), values.device(job.input)
         if job.output is not None:
             values.drop(job.input)
         try:
@@ -87,8 +90,35 @@ class Machine:
         except Exception as error:
             return error
         if job.output is not None:
-            values.put(job.output, result)
+            values.put(job.output, result, device)
         return None
+
+    def device_of(self, job: Job) -> str | None:
+        """The device on which a job runs: by its name, None for the default.
+
+        A sum runs where its addends are: on that of who made the value.
+        """
+        match job:
+            case Forward() | Vjp():
+                device: str | None = job.function.device
+                return device
+            case Sum():
+                keys = (job.base, *job.addends)
+                return self.values.device(keys[-1])
+            case Apply():
+                return self.values.device(job.input)
+            case Fill():
+                device = job.aval.device
+                return device
+            case _:
+                assert_never(job)
+
+    def leaving(self, key: Key) -> Any:
+        """Return a value as it leaves this worker: on the default device."""
+        value = self.values.get(key)
+        if self.values.device(key) is None or self.abstract or is_deleted(value):
+            return value
+        return put((value,), None)[0]
 
     def _run_forward(self, job: Forward) -> Exception | None:
         values = self.values
@@ -101,8 +131,7 @@ class Machine:
                 outputs, residuals = pair.forward(args)
             except Exception as error:  # Whatever a user's function raises is a result.
                 return error
-        for key, output in zip(job.outputs, outputs, strict=True):
-            values.put(key, output)
+        self._put(job.outputs, outputs, pair.out_devices)
         if job.residuals is not None:
             if self.abstract:
                 residuals = _AbstractResiduals(values, job)
@@ -112,7 +141,9 @@ class Machine:
     def _run_vjp(self, job: Vjp) -> Exception | None:
         values = self.values
         residuals = values.get(job.residuals)
-        cotangents = [[values.get(key) for key in keys] for keys in job.cotangents]
+        cotangents: list[Sequence[Any]] = [
+            [values.get(key) for key in keys] for keys in job.cotangents
+        ]
         for keys in job.cotangents:
             self._drop(keys)
         if job.last:
@@ -122,25 +153,38 @@ class Machine:
             outputs = _input_avals(pair)
         else:
             try:
+                if pair.device is not None:
+                    cotangents = [put(addends, pair.device) for addends in cotangents]
                 # The vjp adds 8 by itself; more are a sum before it, of the same bits.
                 few = [c if len(c) <= ADDENDS_MAX else [add(c)] for c in cotangents]
                 outputs = pair.vjp(residuals, few)
             except Exception as error:
                 return error
-        for key, output in zip(job.outputs, outputs, strict=True):
-            values.put(key, output)
+        self._put(job.outputs, outputs, pair.in_devices)
         return None
+
+    def _put(
+        self,
+        keys: Sequence[Key],
+        arrays: Sequence[Any],
+        devices: Sequence[str | None] | None,
+    ) -> None:
+        """Hold what a job made; `devices` None: all of it is on the default one."""
+        where = (None,) * len(keys) if devices is None else devices
+        for key, array, device in zip(keys, arrays, where, strict=True):
+            self.values.put(key, array, device)
 
     def _run_sum(self, job: Sum) -> Exception | None:
         values = self.values
         keys = job.addends if job.base is None else (job.base, *job.addends)
         addends = [values.get(key) for key in keys]
+        device = values.device(keys[-1])
         self._drop(job.addends)
         try:
             total = addends[0] if self.abstract else add(addends)
         except Exception as error:
             return error
-        values.put(job.output, total)
+        values.put(job.output, total, device)
         return None
 
     def _drop(self, keys: Sequence[Key]) -> None:
@@ -171,9 +215,10 @@ def _input_avals(pair: Any) -> tuple[Aval, ...]:
     return tuple(aval.strong for aval, is_tracked in places if is_tracked)
 
 
-def _filled(job: Fill) -> jax.Array:
+def _filled(job: Fill) -> Any:
     assert job.value in (0, 1), job
-    return ones(job.aval) if job.value else zeros(job.aval)
+    made = ones(job.aval) if job.value else zeros(job.aval)
+    return made if job.aval.device is None else put((made,), job.aval.device)[0]
 
 
 def failure_of(error: BaseException, worker: str, path: Path, function: str) -> Failure:

@@ -122,8 +122,13 @@ class Pair:
     arguments and outputs that residuals hold) and `residual_bytes` (what they hold
     beyond these) are known without running anything.
     `may_raise` tells that forward holds callbacks or is not jitted; forward and vjp
-    then wait for their results, so that what goes wrong is raised there.
+    then wait for their results, so that what goes wrong is raised there. All of
+    its devices are the default one (None): on others a pair is a `Placed`.
     """
+
+    device = None
+    in_devices = None
+    out_devices = None
 
     def __init__(
         self,

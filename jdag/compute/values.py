@@ -32,17 +32,32 @@ class Values:
     has no `nbytes` counts nothing.
     """
 
-    __slots__ = ("_buffers", "_held", "_holds", "bytes_held", "bytes_peak")
+    __slots__ = (
+        "_buffers",
+        "_devices",
+        "_held",
+        "_holds",
+        "bytes_held",
+        "bytes_peak",
+    )
 
     def __init__(self) -> None:
         self._held: dict[Hashable, Any] = {}
+        self._devices: dict[Hashable, str] = {}  # Of those not on the default one.
         self._holds: dict[int, tuple[int, int]] = {}  # By id: how often, bytes.
         self._buffers: dict[Hashable, Buffer] = {}  # Those that were asked for.
         self.bytes_held = 0
         self.bytes_peak = 0
 
-    def put(self, key: Hashable, value: Any) -> None:
-        """Hold a value under a key, in place of any that is held under it."""
+    def put(self, key: Hashable, value: Any, device: str | None = None) -> None:
+        """Hold a value under a key, in place of any that is held under it.
+
+        `device` names the one on which it is; None is the worker's default.
+        """
+        if device is not None:
+            self._devices[key] = device
+        elif self._devices:
+            self._devices.pop(key, None)
         replaced = self._held.get(key)
         self._held[key] = value
         if value.__class__ is Aval:  # Not shared yet: there is nothing to look up.
@@ -57,9 +72,15 @@ class Values:
         """Return the value under a key; KeyError where there is none."""
         return self._held[key]
 
+    def device(self, key: Hashable) -> str | None:
+        """The device on which the value under a key is, None for the default."""
+        return self._devices.get(key)
+
     def drop(self, key: Hashable) -> None:
         """Let go of the value under a key; KeyError where there is none."""
         self._let_go(key, self._held.pop(key))
+        if self._devices:
+            self._devices.pop(key, None)
 
     def buffer(self, key: Hashable) -> Buffer:
         """Return what stands for the array of the abstract value under a key.

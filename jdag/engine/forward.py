@@ -256,6 +256,8 @@ class Forwarding:
         for value, failure in zip(recv.outputs, message.failures, strict=True):
             if not value.settled:
                 state.settle(value, failure)
+            elif failure is None:
+                state.drop((value.key,))  # Too late: who waited was told of a loss.
 
     def gone(self, context: ContextId) -> Failure:
         """Why a context is not here any more: its sender may not know, and waits."""

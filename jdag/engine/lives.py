@@ -67,10 +67,13 @@ class Lives:
         self, activation: Activation, places: Iterable[tuple[Key, Worker]]
     ) -> None:
         """An activation discards keys, and with each the copies that it had made."""
+        moved = activation.moved
         for key, owner in places:
             self._note(activation, owner, key)
-            for (worker, _), copy in activation.moved.pop(key, {}).items():
-                self._note(activation, worker, copy)
+            copies = moved.pop(key, None) if moved else None
+            if copies:
+                for (worker, _), copy in copies.items():
+                    self._note(activation, worker, copy)
 
     def note_leaves(self, activation: Activation) -> None:
         """A pass spends transfers: a leaf is moved anew when it is used again."""
@@ -98,10 +101,13 @@ class Lives:
                 self._note(activation, worker, key)
 
     def _note(self, activation: Activation, worker: Worker, key: Key) -> None:
+        notices = activation.notices
         if worker == self._state.worker:
             self.discard((key,))
+        elif worker in notices:
+            notices[worker].append(key)
         else:
-            activation.notices.setdefault(worker, []).append(key)
+            notices[worker] = [key]
 
     # ---------------------------------------------------------------- what is told
 

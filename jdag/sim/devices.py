@@ -1,4 +1,4 @@
-"""One device a worker: what its jobs cost, and which of the ready ones runs next.
+"""The devices of a worker: what jobs cost, and which of the ready ones runs next.
 
 `DeviceModel` says what a job costs, in virtual time; `Device` is the state of one run:
 jobs wait in the chooser's order and run one at a time.
@@ -111,7 +111,7 @@ class Task:
 
     `asked` is the record of what made the engine ask for it, `behind` that of the job
     that it had to wait for (-1: for none), `start` that of its own start, and `detail`
-    what that says. `failure` is what came of it, if it failed.
+    what that says. `failure` is what came of it, if it failed. `device` is where it is.
     """
 
     __slots__ = (
@@ -120,6 +120,7 @@ class Task:
         "behind",
         "cost_ns",
         "detail",
+        "device",
         "failure",
         "job",
         "path",
@@ -128,8 +129,11 @@ class Task:
         "start",
     )
 
-    def __init__(self, job: Job, sequence: int, asked: int, added_ns: int) -> None:
+    def __init__(
+        self, job: Job, sequence: int, asked: int, added_ns: int, device: "Device"
+    ) -> None:
         self.job = job
+        self.device = device
         self.phase: int = job.phase
         self.path: Path = job.path
         self.sequence = sequence
@@ -142,13 +146,14 @@ class Task:
 
 
 class Device:
-    """The device of one worker: `running` is its task, None while it has none.
+    """A device of one worker: `running` is its task, None while it has none.
 
     `called` is for the driver to note that it has already arranged for a `begin`.
     """
 
     __slots__ = (
         "_added",
+        "_chooser",
         "_faults",
         "_last",
         "_model",
@@ -164,6 +169,7 @@ class Device:
     ) -> None:
         self._worker = worker
         self._model = model
+        self._chooser = chooser
         self._faults = faults
         self._ready = ReadyJobs(chooser, worker)
         self._added = 0
@@ -177,10 +183,14 @@ class Device:
         """Whether it could begin a job that nobody has arranged for."""
         return self.running is None and not self.called and len(self._ready) > 0
 
+    def beside(self) -> "Device":
+        """Another device of the same worker, with the same costs and policy."""
+        return Device(self._worker, self._model, self._chooser, self._faults)
+
     def add(self, job: Job, asked: int, now_ns: int) -> None:
         """One more job is ready."""
         self._added += 1
-        self._ready.add(Task(job, self._added, asked, now_ns))
+        self._ready.add(Task(job, self._added, asked, now_ns, self))
 
     def begin(self, now_ns: int) -> Task | None:
         """The task that runs from now on for its `cost_ns`; None if there is none."""

@@ -1,4 +1,4 @@
-"""One simulated worker: its engine, its values, what computes on them, its device."""
+"""One simulated worker: its engine, its values, what computes on them, its devices."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,9 +18,11 @@ class Host:
     or is closed. `lost` are the peers that it was told are gone. `made` has the record
     of the trace that made each value that is held here; `fresh` are those that programs
     put since they last told the engine anything, for that event to be their record.
+    `device` is the default one; each that a call names is one of its own beside it.
     """
 
     __slots__ = (
+        "_named",
         "alive",
         "crashed",
         "device",
@@ -39,11 +41,25 @@ class Host:
         self.engine = engine
         self.machine = machine
         self.device = device
+        self._named: dict[str, Device] = {}
         self.alive = True
         self.crashed = False
         self.lost: dict[str, None] = {}
         self.made: dict[Key, int] = {}
         self.fresh: list[Key] = []
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The default device, then the others in the order in which they were named."""
+        return (self.device, *self._named.values())
+
+    def on(self, name: str | None) -> Device:
+        """The device of that name; None is the default one."""
+        if name is None:
+            return self.device
+        if name not in self._named:
+            self._named[name] = self.device.beside()
+        return self._named[name]
 
     def load(
         self, message: Any, keys: tuple[Key, ...]
@@ -52,8 +68,8 @@ class Host:
 
         Who made an array may have deleted it since: then a failure goes in its place.
         """
-        get = self.machine.values.get
-        values = tuple([get(key) for key in keys])
+        leaving = self.machine.leaving
+        values = tuple([leaving(key) for key in keys])
         gone = [is_deleted(value) for value in values]
         if True not in gone or not isinstance(message, Primal | Reading):
             return message, keys, values
@@ -82,7 +98,8 @@ class Host:
         peak = self.machine.values.bytes_peak
         self.machine = Machine("abstract" if self.machine.abstract else "real")
         self.machine.values.bytes_peak = peak
-        self.device.stop()
+        for device in self.devices:
+            device.stop()
         self.made.clear()
         self.fresh.clear()
         self.engine = None
@@ -106,6 +123,6 @@ class Host:
             "frames_sent": sum(end.out.frames for end in ends),
             "resends": sum(end.link.resent for end in ends),
             "duplicates": sum(end.link.duplicates for end in ends),
-            "busy_ns": self.device.busy_ns,
+            "busy_ns": sum(device.busy_ns for device in self.devices),
             "lost": self.crashed,
         }

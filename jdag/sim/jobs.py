@@ -1,6 +1,6 @@
 """Jobs on simulated devices: chosen, computed when they start, noted in the trace.
 
-Told:  `add(host, job, record)` when an engine asks for a job; `begin(host)` and
+Told:  `add(host, job, record)` when an engine asks for a job; `begin(host, device)` and
        `finish(host, task)` when the actions of these names are due.
 Gives: those two actions to the timeline; from `begin` a task that takes no time, which
        is over at once; from `finish` the record of the task's end.
@@ -9,7 +9,7 @@ Gives: those two actions to the timeline; from `begin` a task that takes no time
 from jdag.compute.machine import failure_of
 from jdag.engine.vocabulary import Job
 from jdag.sim.carriage import BEGIN, EVENT
-from jdag.sim.devices import Task
+from jdag.sim.devices import Device, Task
 from jdag.sim.host import Host
 from jdag.sim.notes import job_name, job_place, kept, made, used_up
 from jdag.sim.timeline import Timeline
@@ -27,24 +27,23 @@ class Jobs:
 
     def add(self, host: Host, job: Job, record: int) -> None:
         """An engine asks for a job, because of `record`."""
-        host.device.add(job, record, self._timeline.now_ns)
-        self.call(host)
+        device = host.on(host.machine.device_of(job))
+        device.add(job, record, self._timeline.now_ns)
+        self.call(host, device)
 
-    def call(self, host: Host) -> None:
+    def call(self, host: Host, device: Device) -> None:
         """Let an idle device choose, once all that happens now has happened."""
-        device = host.device
         if device.wanting:
             device.called = True
-            self._timeline.push(self._timeline.now_ns, BEGIN, ("begin", host))
+            self._timeline.push(self._timeline.now_ns, BEGIN, ("begin", host, device))
 
-    def begin(self, host: Host) -> Task | None:
-        """Start and compute the next job; return its task if it is over at once.
+    def begin(self, host: Host, device: Device) -> Task | None:
+        """Start and compute a device's next job; return its task if it is over at once.
 
         The values that it makes are held from now on, but nobody knows until it ends.
         """
-        device, timeline = host.device, self._timeline
         device.called = False
-        task = device.begin(timeline.now_ns) if host.alive else None
+        task = device.begin(self._timeline.now_ns) if host.alive else None
         if task is None:
             return None
         job, made_by = task.job, host.made
@@ -88,7 +87,7 @@ class Jobs:
         detail = (*task.detail, "" if failure is None else failure.error)
         record = self._note("finish", host.worker, detail, (task.start,))
         if host.alive:
-            host.device.end(record)
+            task.device.end(record)
             if failure is None:
                 for key in made(task.job):
                     host.made[key] = record

@@ -17,7 +17,7 @@ from jdag.engine.vocabulary import (
     Sum,
     Vjp,
 )
-from jdag.functions import name_of
+from jdag.functions import name_of, name_on
 
 Place = tuple[str, int, Path]  # Context ("" for none), pass (0 for none), path.
 
@@ -73,9 +73,12 @@ def job_place(job: Job) -> tuple[Any, ...]:
 
 
 def job_name(job: Job) -> str:
-    """The name of the function of a job; of what has none, what it does."""
+    """The name of the function of a job; of what has none, what it does.
+
+    On a device that was named, `function@cpu:1`.
+    """
     if isinstance(job, Forward | Vjp):
-        return str(job.function.name)
+        return name_on(job.function)
     if isinstance(job, Apply):
         return name_of(job.function)
     return type(job).__name__.lower()

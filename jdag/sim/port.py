@@ -62,8 +62,8 @@ class Port:
         self.host.fresh.append(key)
 
     def get(self, key: Key) -> Any:
-        """A value that this worker holds; KeyError if it does not."""
-        return self.host.machine.values.get(key)
+        """A value that this worker holds, as it leaves; KeyError if there is none."""
+        return self.host.machine.leaving(key)
 
     def drop(self, keys: Sequence[Key]) -> None:
         """Let go of values; a key that is not held is no error."""

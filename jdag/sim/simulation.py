@@ -401,9 +401,9 @@ class Simulation:
             self._timeline.push(at_ns, EVENT, action)
             self._lost(host, end.peer, end.record)
 
-    def _begin(self, host: Host) -> None:
+    def _begin(self, host: Host, device: Device) -> None:
         """A device may choose its next job, which is computed at once."""
-        task = self._jobs.begin(host)
+        task = self._jobs.begin(host, device)
         if task is not None:
             self._finish(host, task)
 
@@ -414,7 +414,7 @@ class Simulation:
         record = self._jobs.finish(host, task)
         if host.alive:
             self._handle(host, Computed(task.job.id, task.failure), record)
-            self._jobs.call(host)
+            self._jobs.call(host, task.device)
 
     def _alarm(self, host: Host, event: Event, record: int) -> None:
         """The time that an engine set itself is over."""

@@ -1,7 +1,8 @@
 """What a value takes on the wire: its type and shape as a header, then its bytes.
 
 The header is a byte for the dtype (its top bit is set for a weak type, which constants
-may have), a byte for the rank, and 8 bytes for each axis. Then the elements, row by row
+may have, the next where a device is named), a byte for the rank, 8 bytes for each axis,
+and the name of the device. Then the elements, row by row
 and little-endian; of PRNG keys their key data. A Python number travels as the weak
 scalar that JAX makes of it, so that abstract runs count the same.
 """
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 from jax.dtypes import canonicalize_dtype
 
 from jdag.errors import ProtocolError
-from jdag.wire.encoding import Layout, Reader, Writer, many
+from jdag.wire.encoding import TEXT, Layout, Reader, Writer, many
 
 # Bytes of an element. The place in this table is the dtype's number: only append.
 DTYPES = {
@@ -55,6 +56,8 @@ SCALARS = (int, float, complex)
 _NAMES = tuple(DTYPES)
 _NUMBERS = {name: number for number, name in enumerate(_NAMES)}
 _WEAK = 0x80
+_PLACED = 0x40
+_FLAGS = _WEAK | _PLACED
 _SHAPE = attrgetter("shape")
 
 HEADER_BYTES = 2
@@ -63,11 +66,15 @@ RANK_MAX = 64  # As numpy's; it also bounds the numbers that errors print.
 
 
 class ArrayType(NamedTuple):
-    """Shape, name of the dtype, weak type or not: an abstract value as it travels."""
+    """Shape, name of the dtype, weak type or not: an abstract value as it travels.
+
+    `device` is that of a ref's value, None for the default one of its worker.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     weak: bool
+    device: str | None = None
 
     @property
     def nbytes(self) -> int:
@@ -97,9 +104,9 @@ def type_of(value: Any) -> ArrayType:
         raise ProtocolError(
             f"dtype {dtype} cannot travel: allowed are {', '.join(DTYPES)}"
         )
-    weak = getattr(value, "weak", None)
-    if weak is None:
-        weak = getattr(value, "weak_type", False)  # JAX's own word; numpy has none.
+    if hasattr(value, "weak"):
+        return ArrayType(tuple(shape), dtype, bool(value.weak), value.device)
+    weak = getattr(value, "weak_type", False)  # JAX's own word; numpy has none.
     return ArrayType(tuple(shape), dtype, bool(weak))
 
 
@@ -117,36 +124,43 @@ def sizes(values: Sequence[Any]) -> tuple[int, int]:
 
 
 def _more(value: Any) -> int:
-    return 0 if type(value) in SCALARS else AXIS_BYTES * len(value.shape)
+    if type(value) in SCALARS:
+        return 0
+    device = value.device if hasattr(value, "weak") else None
+    return AXIS_BYTES * len(value.shape) + (0 if device is None else TEXT.size(device))
 
 
 def _write(writer: Writer, value: Any) -> None:
     kind = type_of(value)
-    writer.integer(_NUMBERS[kind.dtype] | _WEAK * kind.weak, 1, "dtype")
+    flags = _WEAK * kind.weak | _PLACED * (kind.device is not None)
+    writer.integer(_NUMBERS[kind.dtype] | flags, 1, "dtype")
     writer.integer(len(kind.shape), 1, "rank")
     for axis in kind.shape:
         writer.integer(axis, AXIS_BYTES, "size of an axis")
+    if kind.device is not None:
+        TEXT.write(writer, kind.device)
 
 
 def _read(reader: Reader) -> ArrayType:
     number = reader.integer(1, "dtype")
-    if number & ~_WEAK >= len(_NAMES):
+    if number & ~_FLAGS >= len(_NAMES):
         raise ProtocolError(
-            f"dtype {number & ~_WEAK}: allowed is 0 to {len(_NAMES) - 1}"
+            f"dtype {number & ~_FLAGS}: allowed is 0 to {len(_NAMES) - 1}"
         )
     rank = reader.integer(1, "rank")
     if rank > RANK_MAX:
         raise ProtocolError(f"rank {rank}: allowed is 0 to {RANK_MAX}")
     shape = tuple([reader.integer(AXIS_BYTES, "an axis") for _ in range(rank)])
-    return ArrayType(shape, _NAMES[number & ~_WEAK], bool(number & _WEAK))
+    device = TEXT.read(reader) if number & _PLACED else None
+    return ArrayType(shape, _NAMES[number & ~_FLAGS], bool(number & _WEAK), device)
 
 
 def types_more(values: Sequence[Any]) -> int:
-    """How many bytes the types of these take beyond their count."""
+    """How many bytes the types of these, none on a device, take beyond their count."""
     axes = sum(map(len, map(_SHAPE, values)))  # Asked for with each call: no Python.
     return HEADER_BYTES * len(values) + AXIS_BYTES * axes
 
 
 # Of anything with a shape and a dtype; read as an `ArrayType`.
 ARRAY_TYPE = Layout(HEADER_BYTES, _more, _write, _read)
-ARRAY_TYPES = many(ARRAY_TYPE, "array types")._replace(more=types_more)
+ARRAY_TYPES = many(ARRAY_TYPE, "array types")

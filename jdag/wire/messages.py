@@ -58,7 +58,7 @@ from jdag.engine.vocabulary import (
 )
 from jdag.engine.weight import Weight
 from jdag.errors import ProtocolError
-from jdag.functions import name_of
+from jdag.functions import name_of, name_on
 from jdag.wire.arrays import ARRAY_TYPE, ARRAY_TYPES, ArrayType, sizes, types_more
 from jdag.wire.encoding import (
     CONTEXT,
@@ -86,10 +86,21 @@ from jdag.wire.trees import TREE
 
 
 class FunctionData(NamedTuple):
-    """A function for certain arguments as it travels."""
+    """A function for certain arguments as it travels, and the device that was named."""
 
     name: str
     avals: tuple[ArrayType, ...]
+    device: str | None = None
+
+
+def _write_function(writer: Writer, function: Any) -> None:
+    TEXT.write(writer, name_on(function))
+    ARRAY_TYPES.write(writer, function.avals)
+
+
+def _read_function(reader: Reader) -> FunctionData:
+    name, at, device = TEXT.read(reader).partition("@")
+    return FunctionData(name, ARRAY_TYPES.read(reader), device if at else None)
 
 
 def _program_name(program: Any) -> str:
@@ -131,8 +142,11 @@ FAILURE = record(
     traceback=TEXT,
     route=WORKERS,
 )
-FUNCTION = record(FunctionData, name=TEXT, avals=ARRAY_TYPES)._replace(
-    more=lambda function: text_more(function.name) + types_more(function.avals)
+FUNCTION = Layout(
+    TEXT.fixed + ARRAY_TYPES.fixed,
+    lambda function: text_more(name_on(function)) + types_more(function.avals),
+    _write_function,
+    _read_function,
 )
 FAILURES = many(maybe(FAILURE), "failures")
 KEYS = many(KEY, "keys")

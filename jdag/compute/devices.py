@@ -1,0 +1,93 @@
+"""Devices of a worker by name, such as `cpu:1`: parsed, found, and arrays put on them.
+
+A name is a platform and an index among the devices that this process has of it. None
+is the default device: JAX's own choice. `place` is where a call runs: `ps0`, or on a
+device of it `ps0/cpu:1`.
+"""
+
+import re
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import lru_cache
+from typing import Any
+
+import jax
+
+from jdag.errors import JdagError
+
+_PLACE = re.compile(r"(.+)/([a-z]+:\d+)", re.DOTALL)
+
+
+def parsed(place: str) -> tuple[str, str | None]:
+    """Return the worker and the device of a place, None where it names no device."""
+    found = _PLACE.fullmatch(place)
+    return (place, None) if found is None else (found[1], found[2])
+
+
+def available() -> tuple[str, ...]:
+    """Return the names of all devices of this process, CPUs last."""
+    platforms = dict.fromkeys((jax.local_devices()[0].platform, "cpu"))
+    return tuple(
+        f"{platform}:{index}"
+        for platform in platforms
+        for index in range(len(jax.local_devices(backend=platform)))
+    )
+
+
+def check(device: str, worker: str, what: str) -> None:
+    """Raise JdagError where this process, and so the worker, has no such device."""
+    if device not in available():
+        raise JdagError(
+            f"{what}: worker {worker!r} has no device {device!r}; it has "
+            f"{', '.join(available())}"
+        )
+
+
+@lru_cache(maxsize=256)
+def _named(device: str) -> Any:
+    platform, _, index = device.partition(":")
+    return jax.local_devices(backend=platform)[int(index)]
+
+
+def _device(device: str | None) -> Any:
+    if device is not None:
+        return _named(device)
+    config: Any = jax.config
+    chosen = config.jax_default_device
+    if isinstance(chosen, str):
+        return jax.local_devices(backend=chosen)[0]
+    return jax.local_devices()[0] if chosen is None else chosen
+
+
+def put(values: Sequence[Any], device: str | None) -> tuple[Any, ...]:
+    """Return the values with each JAX array on the device; no value changes.
+
+    What is there already stays as it is, and so do arrays over several devices.
+    """
+    target = _device(device)
+    return tuple(
+        [
+            jax.device_put(value, target) if _is_elsewhere(value, target) else value
+            for value in values
+        ]
+    )
+
+
+def _is_elsewhere(value: Any, target: Any) -> bool:
+    if not isinstance(value, jax.Array) or value.is_deleted():
+        return False  # Who uses one that was deleted says so.
+    there = value.devices()
+    return len(there) == 1 and target not in there
+
+
+def on_default(value: Any) -> Any:
+    """Return the value on the default device, where it was committed to another."""
+    if isinstance(value, jax.Array) and value.committed:
+        return put((value,), None)[0]
+    return value
+
+
+def working_on(device: str | None) -> AbstractContextManager[Any]:
+    """Return a context in which what has no array argument is computed there."""
+    context: AbstractContextManager[Any] = jax.default_device(_device(device))
+    return context
