@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from jdag.compute.avals import Aval
+from jdag.compute.duals import primal_of
 from jdag.compute.pytrees import flatten, unflatten
 from jdag.engine.vocabulary import Failure, Key, LeafId, Worker
 from jdag.errors import ContextError, JdagError
@@ -349,6 +350,15 @@ def fetch(tree: Any) -> Any:
         JdagError: as `Ref.fetch` does, for the first ref that has no value.
     """
     leaves, treedef = flatten(tree)
+    return unflatten(treedef, [primal_of(value) for value in read(leaves)])
+
+
+def read(leaves: Sequence[Any]) -> list[Any]:
+    """Return a list with the value of each ref in its place, duals as they are.
+
+    Raises:
+        JdagError: as `fetch` does.
+    """
     places: dict[int, list[int]] = {}
     for place, leaf in enumerate(leaves):
         if is_ref(leaf):
@@ -362,7 +372,7 @@ def fetch(tree: Any) -> Any:
     for leaf, value in zip(leaves, values, strict=True):
         if isinstance(value, Failure):
             raise leaf.holder.seen(value)
-    return unflatten(treedef, values)
+    return values
 
 
 def stop_gradient(refs: Any) -> Any:
