@@ -120,19 +120,33 @@ def _seed(root: Ref, seed: Any, number: int) -> Any:
         raise ContextError(
             f"cotangent {number} is a tracer; jdag runs outside of jit, vmap and grad"
         )
-    return _fitting(root.aval, seed, f"cotangent {number}", wanted)
+    return fitting(root.aval, seed, f"cotangent {number}", wanted, RootError)
 
 
-def _fitting(aval: Aval, seed: Any, name: str, wanted: str) -> Any:
+def fitting(
+    aval: Aval, value: Any, name: str, wanted: str, kind: type[JdagError]
+) -> Any:
+    """Return a value as an array that has this shape and dtype, or take a number so.
+
+    Args:
+        aval: what it has to be.
+        value: an array, or for the shape () a Python number.
+        name: what an error calls it.
+        wanted: what an error says that it has to fit.
+        kind: of the error.
+
+    Raises:
+        JdagError: it has another shape or dtype, or is no array.
+    """
     try:
-        seed = frozen(seed)
-        found = aval_of(seed)
+        value = frozen(value)
+        found = aval_of(value)
     except JdagError as error:
-        raise RootError(f"{name}: {error}; {wanted}") from error
-    if isinstance(seed, int | float | complex) and not hasattr(seed, "dtype"):
+        raise kind(f"{name}: {error}; {wanted}") from error
+    if isinstance(value, int | float | complex) and not hasattr(value, "dtype"):
         is_complex = jnp.issubdtype(aval.dtype, jnp.complexfloating)
-        if aval.shape == () and (is_complex or not isinstance(seed, complex)):
-            return jnp.asarray(seed, aval.dtype)
+        if aval.shape == () and (is_complex or not isinstance(value, complex)):
+            return jnp.asarray(value, aval.dtype)
     elif found.shape == aval.shape and found.dtype == aval.dtype:
-        return seed
-    raise RootError(f"{name} is {found}, but {wanted}; shape and dtype have to agree")
+        return value
+    raise kind(f"{name} is {found}, but {wanted}; shape and dtype have to agree")

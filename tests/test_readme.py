@@ -36,6 +36,7 @@ def test_the_examples_run_as_printed(
 
     assert printed("ctx.gradient(w0)").endswith(" (8, 16)\n")
     assert printed("halve") == "0.8125 ps1 0.0625\n"
+    assert printed("jdag.hvp(") == "[(8, 16), (16, 1)]\n"
     assert printed("cluster.save").endswith(" True\n")
 
 
