@@ -199,7 +199,7 @@ def _tangent(leaf: Any, part: Any, name: str, said: str) -> Any:
         )
     if not is_ref(part):
         return fitting(leaf.aval, part, name, wanted, JdagError)
-    if part.aval != leaf.aval:
+    if part.aval.on(None) != leaf.aval.on(None):
         raise JdagError(
             f"{name} is {part.aval}, but {wanted}; shape and dtype have to agree"
         )
@@ -217,12 +217,12 @@ def _make_duals(cluster: Cluster, moved: Sequence[_Moved], put: list[Ref]) -> No
     for argument in moved:
         for place, tangent in enumerate(argument.tangents):
             if tangent is not None:
-                worker = argument.leaves[place].worker
-                owned.setdefault(worker, []).append((argument, place))
-    for worker, places in owned.items():
+                where = argument.leaves[place].place
+                owned.setdefault(where, []).append((argument, place))
+    for where, places in owned.items():
         primals = [argument.leaves[place] for argument, place in places]
         tangents = [argument.tangents[place] for argument, place in places]
-        duals = cluster.make(worker, seeded, primals, tangents)
+        duals = cluster.make(where, seeded, primals, tangents)
         put += duals
         for (argument, place), dual in zip(places, duals, strict=True):
             argument.leaves[place] = dual

@@ -103,6 +103,25 @@ def here_the_device_of_a_call_changes_no_bit_of_a_wide_sum() -> None:
     np.testing.assert_allclose(found[1][0], wanted[1][0], rtol=1e-12)
 
 
+def here_a_hessian_vector_product_has_the_bits_that_it_has_without_devices() -> None:
+    found = []
+    for place, first in ((plain, "b"), (named, "b/cpu:1")):
+        with cluster_of() as cluster:
+            params = cluster.put(first, T1), cluster.put("c", T2)
+            vector = cluster.put("b", T2), T1
+            product = jdag.hvp(web, cluster)
+            found.append([np.asarray(a) for a in product(params, vector, place)])
+            nothing_is_left(cluster)
+    wanted = jax.jvp(
+        lambda p: jdag.oracle(lambda ctx, p: web(ctx, p, plain))(p)[1],
+        ((T1, T2),),
+        ((T2, T1),),
+    )[1]
+    for one, other, truth in zip(*found, wanted, strict=True):
+        assert one.tobytes() == other.tobytes()
+        np.testing.assert_allclose(one, truth, rtol=1e-11)
+
+
 def here_values_gradients_and_new_versions_are_where_they_are_named() -> None:
     with cluster_of() as cluster:
         w = cluster.put("b/cpu:2", {"x": T1})["x"]

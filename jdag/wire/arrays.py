@@ -2,9 +2,9 @@
 
 The header is a byte for the dtype (its top bit is set for a weak type, which constants
 may have, the next where a device is named), a byte for the rank (its top bit is set for
-a dual), 8 bytes for each axis, and the name of the device. Then the elements, row by row
-and little-endian; of PRNG keys their key data; of a dual, which has a `primal` and a
-`tangent` of one type, those of the one and then of the other. A Python number travels
+a dual), 8 bytes for each axis, and the name of the device. Then the elements, row by
+row and little-endian; of PRNG keys their key data; of a dual, which has a `primal` and
+a `tangent` of one type, those of the one and then of the other. A Python number travels
 as the weak scalar that JAX makes of it, so that abstract runs count the same.
 """
 
