@@ -6,12 +6,13 @@ names, of each leaf that a finished pass has reached, the last such pass.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from jdag.activation import Activation, Phase
 from jdag.compute.pytrees import flatten, no_gradient, unflatten
 from jdag.engine.drawing import Drawing
 from jdag.engine.vocabulary import (
+    Awaited,
     ContextId,
     Differentiated,
     Key,
@@ -52,6 +53,16 @@ class PassReport:
     stale: Mapping[Ref, int]
 
 
+class Opener(Protocol):
+    """The cluster of the program that opens contexts."""
+
+    def entered(self, context: "Context", id: ContextId) -> ContextId:
+        """Note that a context is open from now on; return its id, which may be new."""
+
+    def left(self, context: "Context") -> None:
+        """Note that it is not open any more."""
+
+
 class Context:
     """One forward pass and its backward passes over all workers; a context manager.
 
@@ -66,13 +77,9 @@ class Context:
 
     __jdag_context__ = True
 
-    def __init__(
-        self,
-        activation: Activation,
-        newest: Callable[[ContextId], ContextId] | None = None,
-    ) -> None:
+    def __init__(self, activation: Activation, opener: "Opener | None" = None) -> None:
         self._activation = activation
-        self._newest = newest
+        self._opener = opener
         self._home = activation.home
         self._port = activation.port
         self._id = activation.id
@@ -100,6 +107,10 @@ class Context:
         """The names of all workers."""
         return self._home.workers
 
+    def reassigned(self) -> None:
+        """Its program has assigned to leaves: the next calls read the new versions."""
+        self._activation.reassigned()
+
     def __repr__(self) -> str:
         return f"Context({self._activation}, {self._activation.phase.name.lower()})"
 
@@ -111,10 +122,9 @@ class Context:
                 "cluster.context()"
             )
         self._home.check_open("a context")
-        if self._newest is not None:
-            # Numbers are given out in the order of entering: a release says of all
-            # lower ones that are not open that they are over.
-            self._id = activation.id = self._newest(self._id)
+        self._home.check_current(f"entering {activation}", self._port)
+        if self._opener is not None:
+            self._id = activation.id = self._opener.entered(self, self._id)
         self._port.tell(Opened(self._id))
         activation.phase = Phase.OPEN
         return self
@@ -122,6 +132,8 @@ class Context:
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         activation = self._activation
         activation.phase = Phase.LEFT
+        if self._opener is not None:
+            self._opener.left(self)
         if self._home.closed:
             return  # The cluster went first, with all that it held.
         failures = activation.wait("leaving", lambda waiter: Left(waiter, self._id))
@@ -356,14 +368,13 @@ class Context:
         """Return the recorded graph as it is now: for each worker its part.
 
         A `Drawing` has `nodes`, `sends`, `recvs`, `leaves` and `edges`, in program
-        order. The main program waits until all that it has called for has happened; in
-        a program on a worker, calls that have not arrived yet are not in it.
+        order. Who opened the context waits until all calls in it have arrived; in a
+        program that it called, those that have not arrived yet are not in it.
         """
         self._activation.check("ctx.graph")
         if not self._activation.prefix:
-            self._home.settle()
-        drawn: Mapping[str, Drawing] = self._home.graph(self._id)
-        return drawn
+            self._activation.wait("ctx.graph", lambda w: Awaited(w, self._id))
+        return self._home.driver.graph(self._id)
 
 
 def _stuck(owed: tuple[Owed, ...]) -> str:

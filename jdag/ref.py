@@ -34,20 +34,27 @@ class RefData:
 
 
 class Leaf:
-    """A leaf as its cluster knows it: all refs of one leaf share its newest version."""
+    """A leaf as its cluster knows it, shared by all of its refs.
 
-    __slots__ = ("aval", "dropped", "id", "version")
+    Which version is the newest is known where it is kept, and only there.
+    """
 
-    def __init__(self, id: LeafId, aval: Aval, version: int = 0) -> None:
+    __slots__ = ("aval", "dropped", "id")
+
+    def __init__(self, id: LeafId, aval: Aval) -> None:
         self.id = id
         self.aval = aval
-        self.version = version
         self.dropped = False
 
     @property
+    def first(self) -> Key:
+        """The key of the version that it is made with."""
+        return Key("leaf", None, self.id, 0)
+
+    @property
     def key(self) -> Key:
-        """The key of the newest version."""
-        return Key("leaf", None, self.id, self.version)
+        """The key of the newest version: of the next one, where it is assigned."""
+        return Key("newest", None, self.id, 0)
 
     def __str__(self) -> str:
         return str(self.id)
@@ -184,7 +191,7 @@ class Ref:
 
     @property
     def key(self) -> Key:
-        """The name of the value; of a leaf, that of its newest version."""
+        """The name of the value; of a leaf, that of whichever version is the newest."""
         if self.leaf is not None:
             return self.leaf.key
         assert self._key is not None, self.worker
@@ -259,9 +266,7 @@ class Ref:
 
     def __repr__(self) -> str:
         what = self.described
-        if self.leaf is not None:
-            what = f"{what}, version {self.leaf.version}"
-        elif self.key.context is not None:
+        if self.key.context is not None:
             what = f"{what} in context {self.key.context}"
         if self.device is not None:
             what = f"{what}, {self.device}"

@@ -67,6 +67,9 @@ def where(ref: Any) -> set[int]:
     driver = ref.holder.home.cluster.driver
     driver.settle()
     host, key = driver._hosts[ref.worker], ref.key
+    if ref.leaf is not None:  # The newest version that is stored.
+        held = host.machine.values._held
+        key = max(k for k in held if k.kind == "leaf" and k.name == ref.leaf.id)
     if key.kind == "gradient":
         key = host.engine._state.contexts[key.context].leaves[key.name].gradient
     return {device.id for device in host.machine.values.get(key).devices()}

@@ -19,6 +19,7 @@ from jdag.engine.vocabulary import (
     Arrived,
     Assign,
     Assigned,
+    Awaited,
     Call,
     Computed,
     ContextId,
@@ -150,6 +151,8 @@ class Engine:
                 self._reads.fetched(event)
             case Launched():
                 self._activations.launched(event)
+            case Awaited():
+                self._activations.awaited(event)
             case Returned():
                 self._activations.returned(event)
                 self._heed(event.context, event.failure)
@@ -161,6 +164,7 @@ class Engine:
                 self._ends.left(event)
             case Assigned():
                 self._leaves.assigned(event)
+                self._lives.assigned(event)
             case Dropped():
                 self._leaves.dropped(event)
             case Lost(worker=worker):

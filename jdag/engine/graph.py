@@ -130,9 +130,15 @@ class RecvEnd:
 
 
 class LeafEnd:
-    """Where the gradient of one leaf accumulates in one context. It is never spent."""
+    """Where the gradient of one leaf accumulates in one context. It is never spent.
 
-    __slots__ = ("aval", "current", "gradient", "inputs", "leaf", "outputs", "spent")
+    `read` is the version that the context reads as the newest: the one that was when it
+    first did, whoever makes others meanwhile, until its own program does.
+    """
+
+    __slots__ = (
+        "aval", "current", "gradient", "inputs", "leaf", "outputs", "read", "spent",
+    )  # fmt: skip
 
     def __init__(self, leaf: LeafId, aval: Any) -> None:
         self.leaf = leaf
@@ -141,6 +147,7 @@ class LeafEnd:
         self.current: Value | None = None  # The same as a value.
         self.inputs: tuple[Value, ...] = ()
         self.outputs: tuple[Value, ...] = ()
+        self.read: Value | None = None
         self.spent = False
 
 

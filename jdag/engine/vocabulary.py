@@ -36,6 +36,7 @@ from jdag.engine.messages import (
     landing,
 )
 from jdag.engine.names import (
+    LEAF_KINDS,
     ContextId,
     Failure,
     Key,
@@ -47,9 +48,11 @@ from jdag.engine.names import (
     Stale,
     Worker,
     data,
+    is_newest,
 )
 
 __all__ = [
+    "LEAF_KINDS",
     "Acknowledge",
     "Answer",
     "Argument",
@@ -57,6 +60,7 @@ __all__ = [
     "Assign",
     "Assigned",
     "Assignment",
+    "Awaited",
     "Call",
     "Compute",
     "Computed",
@@ -111,6 +115,7 @@ __all__ = [
     "Sum",
     "Vjp",
     "Worker",
+    "is_newest",
     "landing",
 ]
 
@@ -263,6 +268,14 @@ class Returned:
 
 
 @data
+class Awaited:
+    """The owner's top activation waits until all that it issued has arrived."""
+
+    waiter: int
+    context: ContextId
+
+
+@data
 class Fetched:
     """A program here waits for values: Resume brings a key or a failure for each."""
 
@@ -311,7 +324,7 @@ class Left:
 
 Event = (
     Computed | Arrived | Lost | Opened | Issued | Discarded | Launched | Returned
-    | Fetched | Assigned | Dropped | Differentiated | Left
+    | Awaited | Fetched | Assigned | Dropped | Differentiated | Left
 )  # fmt: skip
 
 

@@ -92,6 +92,16 @@ class Host:
                 values.drop(key)
                 self.made.pop(key, None)
 
+    def taken(self, found: Sequence[Any]) -> tuple[Any, ...]:
+        """What was fetched, values in place of keys; what came only for that goes."""
+        values = tuple([self._taken(o) if type(o) is Key else o for o in found])
+        self.drop([k for k in found if type(k) is Key and k.kind == "reading"])
+        return values
+
+    def _taken(self, key: Key) -> Any:
+        value = self.machine.leaving(key)
+        return deleted(value, key, self.worker) if is_deleted(value) else value
+
     def clear(self) -> None:
         """Let go of everything; what was counted stays."""
         assert not self.alive, self.worker

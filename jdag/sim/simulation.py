@@ -29,6 +29,7 @@ from jdag.engine import Engine
 from jdag.engine.drawing import Drawing
 from jdag.engine.vocabulary import (
     Arrived,
+    Awaited,
     Compute,
     Computed,
     ContextId,
@@ -56,7 +57,7 @@ from jdag.sim.faults import Crash, Fault, Faults
 from jdag.sim.host import Host
 from jdag.sim.jobs import Jobs
 from jdag.sim.network import LinkModel, Network
-from jdag.sim.notes import PLACE
+from jdag.sim.notes import PLACE, note_nothing
 from jdag.sim.port import Port
 from jdag.sim.programs import Programs, Waiters
 from jdag.sim.timeline import Timeline
@@ -73,7 +74,7 @@ EVENTS_MAX = 1 << 40
 # objects are alive, which took half of the time of a long run; there are few cycles.
 GARBAGE_MIN = 50_000
 
-_WAITING = (Launched, Fetched, Differentiated, Left)
+_WAITING = (Launched, Awaited, Fetched, Differentiated, Left)
 _KINDS = (
     *("frame", "timer", "begin", "finish"),
     *("wake", "spawn", "lost", "crash", "bury"),
@@ -127,7 +128,7 @@ class Simulation:
         self._timeline = Timeline(events_max)
         self._faults = Faults(faults, self.workers)
         self._add = (
-            _note_nothing if self.trace is None else self.trace.at(self._timeline)
+            note_nothing if self.trace is None else self.trace.at(self._timeline)
         )
         by_index = any(crash.at_index is not None for crash in self._faults.crashes)
         self._note = self._note_and_look if by_index else self._add
@@ -165,6 +166,11 @@ class Simulation:
         return hosts
 
     # ------------------------------------------------------------------ what users see
+
+    @property
+    def current(self) -> Port:
+        """The port of the program that runs right now."""
+        return self._programs.current or self.port
 
     @property
     def now_ns(self) -> int:
@@ -349,7 +355,10 @@ class Simulation:
         if asked is None:
             return  # Who waited was interrupted, and is not there any more.
         resumed = self._note("resume", host.worker, (waiter, asked), (record,))
-        self._waiters.given[waiter] = (resume.result, resumed)
+        result = resume.result
+        if asked == Fetched.__name__:  # Before another event can replace a leaf.
+            result = host.taken(result)
+        self._waiters.given[waiter] = (result, resumed)
         if self._programs.is_parked(waiter):
             self._soon(("wake", host, waiter))
 
@@ -416,7 +425,7 @@ class Simulation:
         """A program begins."""
         if host.alive:
             port = self._port(host, record)
-            self._programs.start(host.worker, partial(self._program, port, spawn))
+            self._programs.start(port, partial(self._program, port, spawn))
 
     def _lost(self, host: Host, peer: str, record: int) -> None:
         """A worker is told that a peer is gone."""
@@ -488,10 +497,3 @@ class Simulation:
         """Clear away what a crashed worker held."""
         self._programs.kill(host.worker)
         host.clear()
-
-
-def _note_nothing(
-    kind: str, worker: str, detail: tuple[Any, ...], causes: tuple[int, ...]
-) -> int:
-    del kind, worker, detail, causes
-    return -1
