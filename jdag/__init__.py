@@ -21,6 +21,7 @@ from jdag.compute.pytrees import static
 from jdag.context import Context
 from jdag.errors import JdagError
 from jdag.functions import program, unjitted
+from jdag.hvp import hvp
 from jdag.optim import Optimizer
 from jdag.oracle import oracle
 from jdag.ref import Ref, fetch, stop_gradient
@@ -39,6 +40,7 @@ __all__ = [
     "Ref",
     "errors",
     "fetch",
+    "hvp",
     "oracle",
     "program",
     "sim",

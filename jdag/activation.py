@@ -39,12 +39,13 @@ from jdag.engine.vocabulary import (
     Path,
     Worker,
 )
-from jdag.errors import ContextError, GraphError, JdagError, kind_of
+from jdag.errors import ContextError, JdagError, kind_of
 from jdag.failures import exception_of, remote_error
 from jdag.functions import call_site, is_program, name_of
-from jdag.home import Home, Port, PortReader, trace_state
+from jdag.home import Home, Port, trace_state
 from jdag.places import Left, at_home, refuse_device
 from jdag.ref import Hold, Leaf, Ref, RefData, is_ref
+from jdag.roots import check_hook
 
 Place = tuple[Key, Worker]
 Identity = tuple[Worker, Path]
@@ -69,6 +70,14 @@ class Reply(NamedTuple):
     kept: tuple[tuple[Path, int], ...]
 
 
+class Ended(NamedTuple):
+    """How a program ended: without a failure there is a reply."""
+
+    path: Path
+    reply: Any
+    failure: Failure | None
+
+
 class Activation:
     """One run of a program: what it holds, may use, and calls."""
 
@@ -81,7 +90,6 @@ class Activation:
         self.prefix = prefix
         self.program = program
         self.phase = Phase.OPEN if prefix else Phase.NEW
-        self._reader = PortReader(port)
         self._waits = ""  # What its program waits for, while it does.
         self._calls = 0
         self._loose: deque[Place] = deque()  # What refs named that are gone.
@@ -119,7 +127,7 @@ class Activation:
     def read(self, refs: Sequence[Ref]) -> Sequence[Any]:
         """Return for each ref its value, or a `Failure`."""
         self.tell_discarded()
-        return self._reader.read(refs)
+        return self.home.reader.read(refs)
 
     def hold(self, key: Key, worker: Worker) -> Hold:
         """Return what keeps a value that this activation made."""
@@ -157,18 +165,22 @@ class Activation:
             if self._made(key) and (key, owner) not in gone
         ]
         left = [place for place in gone if place[0] not in owners]
-        return Reply(result, self.all_seen, tuple(kept)), tuple(left)
+        return Reply(result, tuple(self._seen), tuple(kept)), tuple(left)
 
     def _made(self, key: Key) -> bool:
         """Whether this activation made it, or a program that it called."""
         path: Path = key.name if key.kind == "output" else ()
-        return key.kind != "leaf" and path[: len(self.prefix)] == self.prefix
+        return key.kind != "newest" and path[: len(self.prefix)] == self.prefix
 
     def tell_discarded(self) -> None:
         """Before the program waits: what it holds no more may go now."""
         if self._loose or self._noticed:
             self.port.tell(Discarded(self.id, self.prefix, self.discarded()))
             self._noticed = False
+
+    def reassigned(self) -> None:
+        """The program has assigned to leaves: what was moved of them is older."""
+        self._left.clear()
 
     def leaves_notices(self) -> None:
         """What was done may have left notices to the engine: a program, or a pass."""
@@ -182,6 +194,7 @@ class Activation:
             or self.home.closed
             or trace_state() != self.home.trace
             or configuration() != self.home.configuration
+            or self.home.driver.current is not self.port
         ):
             self._refuse(what)
 
@@ -194,6 +207,7 @@ class Activation:
             )
         if self.prefix and self.phase is Phase.LEFT:
             raise ContextError(f"{what} on {self!r}: its program has returned")
+        self.home.check_current(f"{what} on {self!r}", self.port)
         raise ContextError(f"{what} on context {self.id}, which is {self.phase.value}")
 
     def check_readable(self, ref: Ref) -> None:
@@ -210,11 +224,6 @@ class Activation:
     def has_seen(self, failure: Failure) -> bool:
         """Whether the program, or one that it called, was told of this failure."""
         return (failure.worker, failure.path) in self._seen
-
-    @property
-    def all_seen(self) -> tuple[Identity, ...]:
-        """Where the failures began that the program was told of."""
-        return tuple(self._seen)
 
     def failure_of(self, error: Exception) -> Failure | None:
         """The failure that this exception was raised for, if there is one."""
@@ -245,20 +254,7 @@ class Activation:
     def hook(self, what: str, ref: Any, fn: Any, *, replaces: bool) -> None:
         """Attach a hook; see `jdag.Context.on_cotangent` and `on_gradient`."""
         self.check(what)
-        if not is_ref(ref):
-            raise JdagError(f"{what} takes a ref first, not {ref!r}")
-        if not callable(fn):
-            raise JdagError(f"{what} takes a function of an array, not {fn!r}")
-        self.admit(ref)
-        if not replaces and ref.leaf is None:
-            raise JdagError(
-                f"{what} takes a leaf, as cluster.put and cluster.make give, and "
-                f"{ref!r} is none; ctx.on_cotangent sees its cotangent"
-            )
-        if not ref.tracked:
-            raise GraphError(
-                f"{what}: {ref!r} is not tracked, so that no cotangent ever comes"
-            )
+        check_hook(what, ref, fn, replaces=replaces, admit=self.admit)
         self._calls += 1
         path = (*self.prefix, self._calls)
         hook = Hook(path, fn, replaces, ref.aval, str(call_site()))
@@ -365,22 +361,40 @@ class Activation:
             values[place] = ref.data if is_ref(ref) else ref
         for place, value in parts.constants:
             values[place] = value
-        self._calls += 1
-        path = (*self.prefix, self._calls)
         arguments = parts.template.rebuild(values)
-        self.tell_discarded()
-        result, failure = self.wait(
-            f"{name_of(fn)} on {worker!r}",
-            lambda waiter: Launched(waiter, self.id, path, worker, fn, arguments, site),
-        )
-        self.leaves_notices()
-        if result is not None:
-            self._seen.update(dict.fromkeys(result.seen))
-        if failure is not None:
-            raise self.seen(failure)
-        return self.bound(result.result, self._returned(result, path))
+        (ended,) = self.launch([(worker, fn, arguments)], site)
+        if ended.reply is not None:
+            self._seen.update(dict.fromkeys(ended.reply.seen))
+        if ended.failure is not None:
+            raise self.seen(ended.failure)
+        return self.returned(ended)
 
-    def _returned(self, reply: Reply, path: Path) -> dict[Key, Hold]:
+    def launch(
+        self, programs: Sequence[tuple[Worker, Callable[..., Any], Any]], site: str
+    ) -> list[Ended]:
+        """Run programs on workers at once; return how each ended, when all have."""
+        self.tell_discarded()
+        self._waits = ", ".join(f"{name_of(fn)} on {w!r}" for w, fn, _ in programs)
+        begun = []
+        try:
+            for worker, fn, arguments in programs:
+                self._calls += 1
+                path = (*self.prefix, self._calls)
+                waiter = self.port.waiter()
+                begun.append((path, waiter))
+                self.port.tell(
+                    Launched(waiter, self.id, path, worker, fn, arguments, site)
+                )
+            return [Ended(path, *self.port.wait(waiter)) for path, waiter in begun]
+        finally:
+            self._waits = ""
+            self.leaves_notices()
+
+    def returned(self, ended: Ended) -> Any:
+        """Return what a program returned, bound to this one."""
+        return self.bound(ended.reply.result, self._holds_of(ended.reply, ended.path))
+
+    def _holds_of(self, reply: Reply, path: Path) -> dict[Key, Hold]:
         """Return holds of what the program of this path returned."""
         holds: dict[Key, Hold] = {}
         for leaf in flatten(reply.result)[0]:
@@ -404,12 +418,11 @@ class Activation:
         if type(leaf) is not RefData:
             return leaf
         key, worker, aval, tracked, descends = leaf.parts
-        if key.kind != "leaf":
+        if key.kind != "newest":
             hold = holds.get(key)
             return Ref(self, key, worker, aval, tracked, descends=descends, hold=hold)
-        record = self.home.leaves.get(key.name) or Leaf(key.name, aval, key.index)
-        holder = self if self.prefix else self.home.cluster
-        return Ref(holder, None, worker, aval, tracked, leaf=record)
+        record = self.home.leaves.get(key.name) or Leaf(key.name, aval)
+        return Ref(self.home, None, worker, aval, tracked, leaf=record)
 
     def unbound(self, tree: Any) -> Any:
         """Return what a program returns as data.

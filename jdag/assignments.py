@@ -1,13 +1,13 @@
 """What a program does with leaves: makes, replaces and drops them, on their owners.
 
-Assignments are numbered as calls are, in one order for the whole cluster. What one asks
-for goes out at once, by one message to each owner; owners work in parallel.
+Assignments, and the leaves that they make, are numbered as calls are, by each worker
+whose programs ask for them. What one asks for goes out at once, by one message to each
+owner; owners work in parallel, and number the versions (`jdag.engine.leaves`).
 Invariants: a number is used once; of an assignment that is refused nothing is made, and
 nothing that it stored is left.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -57,8 +57,7 @@ class Assignments:
     def __init__(self, home: Home, port: Port) -> None:
         self._home = home
         self._port = port
-        self._leaves = 0
-        self._count = 0
+        self._numbers = home.numbers(port.worker)
 
     @property
     def home(self) -> Home:
@@ -91,25 +90,27 @@ class Assignments:
         """
         kept: list[Leaf] = []
         made: list[Leaf] = []
-        groups: dict[tuple[str, str | None], list[tuple[Leaf, Any]]] = {}
+        replaced: dict[Leaf, None] = {}
+        groups: dict[tuple[str, str | None, bool], list[tuple[Leaf, Any]]] = {}
         for place, value in zip(places, values, strict=True):
+            is_new = isinstance(place, str)
             if isinstance(place, str):
                 worker, device = self._home.place(place, "cluster.put")
                 kept += (new := self._new(worker, [aval_of(value).strong.on(device)]))
                 made += new
             else:
                 kept.append(self.leaf(place))
+                _check_once(kept[-1:], replaced)
             leaf = kept[-1]
-            of = (leaf.id.worker, leaf.aval.device)
+            of = (leaf.id.worker, leaf.aval.device, is_new)
             groups.setdefault(of, []).append((leaf, value))
-        if kept:
-            with self._next_versions(kept, made):
-                stored: list[tuple[Key, Any]] = []
-                parts = [
-                    self._written(*of, group, number, stored)
-                    for number, (of, group) in enumerate(groups.items())
-                ]
-                self._tell(parts, stored)
+        stored: list[tuple[Key, Any]] = []
+        parts = [
+            self._written(*of, group, number, stored)
+            for number, (of, group) in enumerate(groups.items())
+        ]
+        if parts:
+            self._tell(parts, stored)
         self._home.leaves.update({leaf.id: leaf for leaf in made})
         return [self._home.leaf_ref(leaf) for leaf in kept]
 
@@ -117,16 +118,18 @@ class Assignments:
         self,
         worker: str,
         device: str | None,
+        is_new: bool,
         group: Sequence[tuple[Leaf, Any]],
         place: int,
         stored: list[tuple[Key, Any]],
     ) -> Assignment:
         """Return the assignment of values to leaves; note what it has to be sent."""
         leaves = [leaf for leaf, _ in group]
-        if device is None:
-            stored += [(leaf.key, value) for leaf, value in group]
-            return self._part(None, (), leaves, place)
-        # The worker itself puts them there: a call of the identity.
+        if is_new and device is None:
+            keys = [leaf.first for leaf in leaves]
+            stored += zip(keys, [value for _, value in group], strict=True)
+            return self._part(None, (), keys, leaves, place)
+        # The worker itself puts them there, under the numbers that it gives them.
         values = [v.struct() if isinstance(v, Aval) else v for _, v in group]
         constants: Constants = {}
         found = self._traced(
@@ -134,7 +137,9 @@ class Assignments:
         )
         stored += constants.values()
         made, arguments, sources = found
-        return self._part(placed(made, device, sources), arguments, leaves, place)
+        keys = [leaf.first if is_new else leaf.key for leaf in leaves]
+        there = placed(made, device, sources)
+        return self._part(there, arguments, keys, leaves, place)
 
     def _array(self, value: Any, tree: Any, place: int) -> Any:
         """Return a value as an array of strong type, in abstract mode its aval."""
@@ -176,7 +181,8 @@ class Assignments:
         leaves = self._new(worker, [aval.on(device) for aval in made.out_avals])
         if leaves:
             there = placed(made, device, sources)
-            part = self._part(there, arguments, leaves, 0)
+            keys = [leaf.first for leaf in leaves]
+            part = self._part(there, arguments, keys, leaves, 0)
             self._tell([part], constants.values())
         return unflatten(made.out_tree, self._kept(leaves))
 
@@ -184,48 +190,35 @@ class Assignments:
         """Make all these changes, or none if one is refused or an owner known lost.
 
         Raises:
-            JdagError: a ref is no leaf, or an argument is on another worker; or a new
-                value has another shape or dtype.
+            JdagError: a ref is no leaf, or one that is there twice, or an argument is
+                on another worker; or a new value has another shape or dtype.
             RemoteError: a function cannot be traced with its arguments.
             WorkerLost: an owner is gone.
         """
         constants: Constants = {}
+        parts = self._parts(changes, constants, 0)
+        if parts:
+            self._tell(parts, constants.values())
+
+    def _parts(
+        self, changes: Sequence[Change], constants: Constants, first: int
+    ) -> list[Assignment]:
+        """Return the parts of an assignment, numbered from `first`."""
         parts = []
-        replaced: list[Leaf] = []
-        for place, change in enumerate(changes):
+        replaced: dict[Leaf, None] = {}
+        for place, change in enumerate(changes, first):
             leaves = [self.leaf(ref) for ref in change.refs]
             worker = leaves[0].id.worker
             found = self._traced(worker, change, {}, place, constants)
             made, arguments, sources = found
             _check_outputs(made, leaves)
+            _check_once(leaves, replaced)
             targets = [leaf.aval.device for leaf in leaves]
             there = placed(made, targets[0], sources, targets)
-            parts.append((there, arguments, leaves, place, change.purpose))
-            replaced += leaves
-        if parts:
-            with self._next_versions(replaced, ()):
-                self._tell([self._part(*part) for part in parts], constants.values())
-
-    @contextmanager
-    def _next_versions(
-        self, leaves: Sequence[Leaf], made: Sequence[Leaf]
-    ) -> Iterator[None]:
-        """Name the next version of each leaf but those `made`; not if it is refused."""
-        fresh = {id(leaf) for leaf in made}
-        replaced = {leaf.id: leaf for leaf in leaves if id(leaf) not in fresh}
-        if len(replaced) + len(made) < len(leaves):
-            twice = [leaf for leaf in leaves if leaves.count(leaf) > 1]
-            raise JdagError(
-                f"{twice[0]} is there twice; one assignment gives a leaf one new value"
-            )
-        for leaf in replaced.values():
-            leaf.version += 1
-        try:
-            yield
-        except JdagError:
-            for leaf in replaced.values():
-                leaf.version -= 1
-            raise
+            keys = [leaf.key for leaf in leaves]
+            part = self._part(there, arguments, keys, leaves, place, change.purpose)
+            parts.append(part)
+        return parts
 
     def drop(self, refs: Any) -> None:
         """Drop leaves; see `Cluster.drop`."""
@@ -257,8 +250,9 @@ class Assignments:
         return ref.leaf
 
     def _new(self, worker: str, avals: Sequence[Aval]) -> list[Leaf]:
-        first = self._leaves
-        self._leaves += len(avals)
+        numbers = self._numbers
+        first = numbers.index << 48 | numbers.leaves
+        numbers.leaves += len(avals)
         return [
             Leaf(LeafId(worker, first + place), aval)
             for place, aval in enumerate(avals)
@@ -274,7 +268,7 @@ class Assignments:
     @property
     def _path(self) -> tuple[int, ...]:
         """The number of the assignment that is being put together."""
-        return (self._count + 1,)
+        return (self._numbers.index, self._numbers.assignments + 1)
 
     def _traced(
         self,
@@ -326,6 +320,7 @@ class Assignments:
         self,
         made: Pair | Placed | None,
         arguments: Sequence[Key],
+        outputs: Sequence[Key],
         leaves: Sequence[Leaf],
         place: int,
         purpose: str = "",
@@ -334,7 +329,7 @@ class Assignments:
             (*self._path, place),
             made,
             tuple(arguments),
-            tuple(leaf.key for leaf in leaves),
+            tuple(outputs),
             tuple(leaf.aval for leaf in leaves),
             _site(purpose),
         )
@@ -344,7 +339,7 @@ class Assignments:
     ) -> None:
         """Have the next versions of leaves made; their number is taken either way."""
         path = self._path
-        self._count += 1
+        self._numbers.assignments += 1
         for key, value in stored:
             self._port.put(key, self._home.value(value))
         try:
@@ -356,6 +351,15 @@ class Assignments:
 
 def _site(purpose: str) -> str:
     return f"{call_site()}{purpose and f', {purpose}'}"
+
+
+def _check_once(leaves: Sequence[Leaf], replaced: dict[Leaf, None]) -> None:
+    for leaf in leaves:
+        if leaf in replaced:
+            raise JdagError(
+                f"{leaf} is there twice; one assignment gives a leaf one new value"
+            )
+        replaced[leaf] = None
 
 
 def _check_outputs(made: Pair, leaves: Sequence[Leaf]) -> None:

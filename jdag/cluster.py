@@ -4,78 +4,57 @@ A driver runs it all; this module knows the virtual-time one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-from jdag.activation import Activation
+from jdag.activation import Activation, Ended
 from jdag.assignments import Assignments, Change
 from jdag.checkpoint import Folder, load, save
-from jdag.compute.pytrees import flatten, is_static
+from jdag.compute.pytrees import flatten, is_static, unflatten
 from jdag.context import Context, run_program
-from jdag.engine.drawing import Drawing
-from jdag.engine.vocabulary import ContextId, Failure, Returned, Spawn
-from jdag.errors import ContextError, JdagError
+from jdag.engine.vocabulary import ContextId
+from jdag.errors import ContextError, JdagError, WorkerLost
 from jdag.failures import exception_of
-from jdag.home import Home, Port, PortReader
-from jdag.ref import Ref, is_ref
+from jdag.functions import call_site, is_program, name_of, program
+from jdag.home import Home, Port
+from jdag.ref import is_ref
 from jdag.sim.simulation import Simulation
 
 CONTEXTS_MAX = (1 << 48) - 1
 
-
-class Driver(Protocol):
-    """What runs a cluster."""
-
-    @property
-    def port(self) -> Port:
-        """The port of the main program, which runs at home."""
-
-    @property
-    def now_ns(self) -> int:
-        """The time."""
-
-    @property
-    def trace(self) -> Any:
-        """The record of the run, None if none is kept."""
-
-    def info(self) -> Mapping[str, Mapping[str, Any]]:
-        """What each worker holds, and has sent."""
-
-    def settle(self) -> None:
-        """Let all happen that is to happen."""
-
-    def graph(self, context: ContextId) -> Mapping[str, Drawing]:
-        """The graph of a context: what each worker has of it."""
-
-    def close(self) -> None:
-        """Let go of everything."""
-
-
-RunProgram = Callable[[Port, Spawn], Returned]
+Launch = tuple[str, Callable[..., Any], Any]  # Where, what, and its arguments.
 
 
 class Cluster:
     """Workers that keep leaves and compute; a context manager that closes it.
 
-    Made by `jdag.simulate`.
+    Made by `jdag.simulate`, for the main program. The programs that `run` runs on
+    workers are handed one of their own, over the same workers and leaves.
     """
 
-    def __init__(
-        self, workers: Sequence[str], abstract: bool, drive: Callable[[RunProgram], Any]
-    ) -> None:
-        self._home = Home(workers, abstract)
-        self._home.cluster = self
-        self._driver: Driver = drive(partial(run_program, self._home))
-        self._home.graph = self._driver.graph
-        self._home.settle = self._driver.settle
-        self._port = self._driver.port
-        self._reader = PortReader(self._port)
-        self._assignments = Assignments(self._home, self._port)
-        self._contexts = 0
+    def __init__(self, home: Home, port: Port) -> None:
+        self._home = home
+        self._port = port
+        self._numbers = home.numbers(port.worker)
+        self._assignments = Assignments(home, port)
+        self._open: dict[int, Context] = {}
+        home.began(port, self)
 
     def __repr__(self) -> str:
+        on = "" if self._is_main else f", on {self.here!r}"
         closed = ", closed" if self._home.closed else ""
-        return f"Cluster({', '.join(map(repr, self.workers))}{closed})"
+        return f"Cluster({', '.join(map(repr, self.workers))}{on}{closed})"
+
+    @property
+    def _is_main(self) -> bool:
+        return self._port is self._home.driver.port
+
+    def _check(self, what: str) -> None:
+        """Raise ContextError unless this program may do that here and now."""
+        self._home.check_open(what)
+        self._home.check_current(f"{what} on {self!r}", self._port)
 
     # ---------------------------------------------------------------- what it is
 
@@ -86,33 +65,28 @@ class Cluster:
 
     @property
     def here(self) -> str:
-        """The name of the worker on which the main program runs."""
+        """The name of the worker on which the program runs whose cluster this is."""
         return self._port.worker
 
     @property
     def now_ns(self) -> int:
         """The time since the cluster was made, in nanoseconds: here virtual."""
-        return self._driver.now_ns
+        return self._home.driver.now_ns
 
     @property
     def trace(self) -> Any:
         """The ordered record of the run, with its `digest`; see `jdag.trace`."""
-        return self._driver.trace
+        return self._home.driver.trace
 
     @property
     def driver(self) -> Any:
         """What runs it, with its own settings and counts."""
-        return self._driver
+        return self._home.driver
 
     @property
     def home(self) -> Home:
         """What all programs of the cluster share in this process."""
         return self._home
-
-    @property
-    def reader(self) -> PortReader:
-        """Reads leaves for the main program."""
-        return self._reader
 
     def info(self) -> Mapping[str, Mapping[str, Any]]:
         """Return for each worker what it holds and what it has sent so far.
@@ -120,7 +94,7 @@ class Cluster:
         Among others `live_contexts`, `live_passes`, `values_held`, `bytes_held`,
         `bytes_peak`, `messages_sent`, `bytes_sent` (with headers and resends).
         """
-        return self._driver.info()
+        return self._home.driver.info()
 
     # ---------------------------------------------------------------- its life
 
@@ -131,42 +105,148 @@ class Cluster:
         self.close()
 
     def close(self) -> None:
-        """End all that runs and let go of all values; closing twice is once."""
+        """End all that runs and let go of all values; closing twice is once.
+
+        Raises:
+            ContextError: this is not the main program's.
+        """
+        self._home.check_current(f"closing {self!r}", self._port)
+        if not self._is_main:
+            raise ContextError(
+                f"{self!r} cannot be closed by a program that cluster.run runs; the "
+                "main program closes it"
+            )
+        self._home.driver.close()
         self._home.closed = True
-        self._driver.close()
 
     def context(self) -> Context:
         """Return a new context, to be entered by `with`; several may be open at once.
 
+        Of each leaf a context reads one version: the newest when it first reads it,
+        whatever other programs make of it meanwhile. After an update by this program
+        it reads that, or what others have made of it since.
+
         Raises:
-            ContextError: the cluster is closed, or this is inside of jit or its kin; or
-                2^48 - 1 contexts were made, which is all the numbers that there are.
+            ContextError: the cluster is closed, or another program's, or this is inside
+                of jit or its kin; or the programs of this worker have made 2^48 - 1
+                contexts, which is all the numbers that there are.
         """
-        self._home.check_open("a context")
-        id, who = self._next_id(), "the main program"
-        return Context(Activation(self._home, self._port, id, (), who), self._newest)
+        self._check("a context")
+        return Context(self._activation(), self)
+
+    def _activation(self) -> Activation:
+        who = "the main program" if self._is_main else f"a program on {self.here!r}"
+        return Activation(self._home, self._port, self._next_id(), (), who)
 
     def _next_id(self) -> ContextId:
-        if self._contexts == CONTEXTS_MAX:
+        numbers = self._numbers
+        if numbers.contexts == CONTEXTS_MAX:
             raise ContextError(
-                f"{self._home} has had {CONTEXTS_MAX} contexts; there are no more "
-                "numbers: make another cluster"
+                f"the programs on {self.here!r} have had {CONTEXTS_MAX} contexts; "
+                "there are no more numbers: make another cluster"
             )
-        self._contexts += 1
-        return ContextId(self.workers.index(self.here), self._contexts, 0)
+        numbers.contexts += 1
+        return ContextId(numbers.index, numbers.contexts, 0)
 
-    def _newest(self, id: ContextId) -> ContextId:
-        """An id, or another in its place if contexts were made after it."""
-        return id if id.counter == self._contexts else self._next_id()
+    def entered(self, context: Context, id: ContextId) -> ContextId:
+        """Return the id of a context that is entered: another if some were made since.
 
-    def check_readable(self, ref: Ref) -> None:
-        """Raise ContextError where a leaf cannot be read any more."""
-        self._home.check_open(f"a fetch of {ref!r}")
-        self._assignments.admit(ref)
+        Numbers are given out in the order of entering: a release says of all lower ones
+        that are not open that they are over.
+        """
+        if id.counter != self._numbers.contexts:
+            id = self._next_id()
+        self._open[id.id] = context
+        return id
 
-    def seen(self, failure: Failure) -> JdagError:
-        """Return a failure as an exception; outside of contexts nobody counts them."""
-        return exception_of(failure)
+    def left(self, context: Context) -> None:
+        """Note that a context is not open any more."""
+        del self._open[context.id]
+
+    def leave_all(self, *error: Any) -> None:
+        """Leave the contexts that are still open, the last first, as `with` does."""
+        leaving = ExitStack()
+        for context in self._open.values():
+            leaving.push(context)
+        leaving.__exit__(*error)
+
+    # ---------------------------------------------------------------- programs at once
+
+    def run(self, programs: Mapping[str, Callable[["Cluster"], Any]]) -> dict[str, Any]:
+        """Run a program on each of several workers, all at the same time.
+
+        Each is called with a `Cluster` of its own, whose `here` is its worker: it opens
+        contexts, makes leaves and updates them from there, as the main program does
+        from home. It begins when all that the main program assigned before has arrived,
+        and has ended when all that it assigned itself has; contexts that it left open
+        are left then. Refs of leaves may be used by all of them, and by closures.
+
+        Programs that update one leaf do so in the order in which its owner hears of it,
+        in virtual time that of the seed: each update starts from the one before it, and
+        none is lost. See `context` for what a context reads.
+
+        Args:
+            programs: for each worker, home included, a function or method, or a
+                `functools.partial` of one, that takes a Cluster.
+
+        Returns:
+            What each program returned, by worker, in the order of `programs`: a pytree
+            of arrays, numbers, strings and refs of leaves.
+
+        Raises:
+            JdagError: there are no programs, or no such worker, or one of the programs
+                cannot be called. Nothing has run then.
+            WorkerLost: a worker is gone, or went meanwhile.
+            ContextError: this is not the main program's cluster.
+            RemoteError: a program raised: which, on which worker, with its traceback;
+                an error of jdag keeps its class. Of several the first in the order of
+                `programs`, when all others have ended; the rest are in its notes.
+        """
+        self._check("cluster.run")
+        if not self._is_main:
+            raise ContextError(
+                f"cluster.run in a program on {self.here!r} that cluster.run runs: "
+                "only the main program runs programs at once; in a context, ctx.call "
+                "runs what jdag.program marks"
+            )
+        launches = [self._launch(*item) for item in _items(programs)]
+        site = str(call_site())
+        activation = self._activation()
+        with Context(activation, self):
+            ended = activation.launch(launches, site)
+            _raise_first(launches, ended)
+            return {
+                worker: activation.returned(one)
+                for worker, one in zip(programs, ended, strict=True)
+            }
+
+    def _launch(self, worker: str, program: Any) -> Launch:
+        """Return where to launch what, and with which arguments; or refuse it."""
+        if self._home.place(worker, "cluster.run")[1] is not None:
+            raise JdagError(f"cluster.run: programs run on workers, not on {worker!r}")
+        if self._port.lost(worker):
+            raise WorkerLost(f"no program can run on {worker!r}: it is lost")
+        fn: Any = program
+        args: tuple[Any, ...] = ()
+        kwargs: dict[str, Any] = {}
+        if isinstance(program, partial):
+            fn, args, kwargs = program.func, program.args, program.keywords
+        if not callable(fn) or not hasattr(fn, "__qualname__"):
+            raise JdagError(
+                f"cluster.run: what is to run on {worker!r} is {program!r}; it takes a "
+                "function or method, or a functools.partial of one, that takes a "
+                "Cluster"
+            )
+        if is_program(fn):
+            raise JdagError(
+                f"cluster.run: {name_of(fn)}, to run on {worker!r}, is marked by "
+                "jdag.program, so it takes a context: ctx.call calls it. Here it takes "
+                "a function of a Cluster"
+            )
+        leaves, treedef = flatten(((fn, args), kwargs))
+        data = [_unbound(self._assignments, leaf) for leaf in leaves]
+        (called, given), named = unflatten(treedef, data)
+        return worker, run_here, ((called, *given), named)
 
     # ---------------------------------------------------------------- leaves
 
@@ -186,7 +266,7 @@ class Cluster:
             JdagError: there is no such worker, or a leaf is no array.
             WorkerLost: the worker is gone.
         """
-        self._home.check_open("cluster.put")
+        self._check("cluster.put")
         self._home.place(worker, "cluster.put")
         return self._assignments.put(worker, tree)
 
@@ -208,7 +288,7 @@ class Cluster:
             RemoteError: the function cannot be traced with these arguments.
             JdagError: there is no such worker, or a ref is on another one.
         """
-        self._home.check_open("cluster.make")
+        self._check("cluster.make")
         where = self._home.place(worker, "cluster.make")
         return self._assignments.make(*where, fn, args, kwargs)
 
@@ -230,8 +310,9 @@ class Cluster:
             `refs`.
 
         Raises:
-            JdagError: a ref is no leaf, or an argument is of another structure or on
-                another worker; or the new value has another shape or dtype.
+            JdagError: a ref is no leaf, or there twice, or an argument is of another
+                structure or on another worker; or the new value has another shape or
+                dtype.
             RemoteError: the function cannot be traced with these arguments.
             WorkerLost: an owner is gone; then no leaf is replaced.
         """
@@ -263,8 +344,13 @@ class Cluster:
         Raises:
             JdagError, RemoteError, WorkerLost: as `update` does.
         """
-        self._home.check_open("cluster.update")
+        self._check("cluster.update")
         self._assignments.assign(changes)
+        self._reassigned()
+
+    def _reassigned(self) -> None:
+        for context in self._open.values():
+            context.reassigned()
 
     def drop(self, refs: Any) -> None:
         """Drop leaves: what they hold goes, as soon as no context reads it any more.
@@ -276,7 +362,7 @@ class Cluster:
             JdagError: a ref is no leaf.
             ContextError: a leaf was dropped before.
         """
-        self._home.check_open("cluster.drop")
+        self._check("cluster.drop")
         self._assignments.drop(refs)
 
     # ---------------------------------------------------------------- checkpoints
@@ -298,7 +384,8 @@ class Cluster:
             RemoteError: a leaf's version could not be computed; it is named.
             WorkerLost: the owner of a leaf is gone; they are named.
         """
-        save(self._assignments, self._reader, folder, parts)
+        self._check("cluster.save")
+        save(self._assignments, self._home.reader, folder, parts)
 
     def load(self, folder: Folder, /, **parts: Any) -> dict[str, Any]:
         """Restore what `save` has written, on this or any other placement.
@@ -322,7 +409,52 @@ class Cluster:
                 is another: the path, what is found and what is wanted are named.
             WorkerLost: the owner of a leaf is gone.
         """
-        return load(self._assignments, folder, parts)
+        self._check("cluster.load")
+        loaded = load(self._assignments, folder, parts)
+        self._reassigned()
+        return loaded
+
+
+@program
+def run_here(ctx: Context, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `fn` with a cluster of its own, on this worker; see `Cluster.run`."""
+    home = ctx.home
+    port = home.driver.current
+    cluster = Cluster(home, port)
+    with ExitStack() as stack:
+        stack.callback(home.ended, port)
+        stack.push(cluster.leave_all)
+        return fn(*args, cluster, **kwargs)
+
+
+def _items(programs: Any) -> Sequence[tuple[Any, Any]]:
+    if not isinstance(programs, Mapping) or not programs:
+        raise JdagError(
+            f"cluster.run takes a mapping from names of workers to programs, such as "
+            f"{{'trainer0': train}}, with at least one; this is {programs!r}"
+        )
+    return list(programs.items())
+
+
+def _unbound(assignments: Assignments, leaf: Any) -> Any:
+    if not is_ref(leaf):
+        return leaf
+    assignments.admit(leaf)
+    return leaf.data
+
+
+def _raise_first(launches: Sequence[Launch], ended: Sequence[Ended]) -> None:
+    """Raise the first failure, with the others in its notes."""
+    failures = []
+    for (worker, _, ((fn, *_), _)), one in zip(launches, ended, strict=True):
+        if one.failure is not None:
+            name = one.failure.function and name_of(fn)  # A loss is of no function.
+            failures.append((worker, replace(one.failure, function=name)))
+    if failures:
+        error = exception_of(failures[0][1])
+        for worker, failure in failures[1:]:
+            error.add_note(f"so did the program on {worker!r}: {exception_of(failure)}")
+        raise error
 
 
 def simulate(
@@ -352,15 +484,13 @@ def simulate(
     """
     names = tuple(workers) if not isinstance(workers, str) else workers
     first = names[0] if names else ""
-
-    def drive(run_program: RunProgram) -> Simulation:
-        return Simulation(
-            names,
-            seed=seed,
-            home=first if home is None else home,
-            values=values,
-            run_program=run_program,
-            **settings,
-        )
-
-    return Cluster(names, values == "abstract", drive)
+    shared = Home(names, values == "abstract")
+    shared.driver = Simulation(
+        names,
+        seed=seed,
+        home=first if home is None else home,
+        values=values,
+        run_program=partial(run_program, shared),
+        **settings,
+    )
+    return Cluster(shared, shared.driver.port)

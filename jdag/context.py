@@ -5,11 +5,12 @@ names, of each leaf that a finished pass has reached, the last such pass.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from jdag.activation import Activation, Phase
 from jdag.compute.pytrees import flatten, no_gradient, unflatten
 from jdag.engine.vocabulary import (
+    Awaited,
     ContextId,
     Differentiated,
     Key,
@@ -41,6 +42,16 @@ from jdag.roots import checked_roots
 _MODES = {mode.value: mode for mode in (Mode.SMART, Mode.FAST)}
 
 
+class Opener(Protocol):
+    """The cluster of the program that opens contexts."""
+
+    def entered(self, context: "Context", id: ContextId) -> ContextId:
+        """Note that a context is open from now on; return its id, which may be new."""
+
+    def left(self, context: "Context") -> None:
+        """Note that it is not open any more."""
+
+
 class Context:
     """One forward pass and its backward passes over all workers; a context manager.
 
@@ -55,13 +66,9 @@ class Context:
 
     __jdag_context__ = True
 
-    def __init__(
-        self,
-        activation: Activation,
-        newest: Callable[[ContextId], ContextId] | None = None,
-    ) -> None:
+    def __init__(self, activation: Activation, opener: "Opener | None" = None) -> None:
         self._activation = activation
-        self._newest = newest
+        self._opener = opener
         self._home = activation.home
         self._port = activation.port
         self._id = activation.id
@@ -89,6 +96,10 @@ class Context:
         """The names of all workers."""
         return self._home.workers
 
+    def reassigned(self) -> None:
+        """Its program has assigned to leaves: the next calls read the new versions."""
+        self._activation.reassigned()
+
     def __repr__(self) -> str:
         return f"Context({self._activation}, {self._activation.phase.name.lower()})"
 
@@ -100,10 +111,9 @@ class Context:
                 "cluster.context()"
             )
         self._home.check_open("a context")
-        if self._newest is not None:
-            # Numbers are given out in the order of entering: a release says of all
-            # lower ones that are not open that they are over.
-            self._id = activation.id = self._newest(self._id)
+        self._home.check_current(f"entering {activation}", self._port)
+        if self._opener is not None:
+            self._id = activation.id = self._opener.entered(self, self._id)
         self._port.tell(Opened(self._id))
         activation.phase = Phase.OPEN
         return self
@@ -111,6 +121,8 @@ class Context:
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         activation = self._activation
         activation.phase = Phase.LEFT
+        if self._opener is not None:
+            self._opener.left(self)
         if self._home.closed:
             return  # The cluster went first, with all that it held.
         failures = activation.wait("leaving", lambda waiter: Left(waiter, self._id))
@@ -409,14 +421,14 @@ class Context:
     def graph(self) -> ContextGraph:
         """Return the recorded graph as it is now: for each worker its part.
 
-        A mapping of workers to `Drawing`s, with `counts()` and `dot()`. The main
-        program waits until all that it has called for has happened; in a program on a
-        worker, calls that have not arrived yet are not in it.
+        A mapping of workers to `Drawing`s, with `counts()` and `dot()`. Who opened the
+        context waits until all calls in it have arrived; in a program that it called,
+        those that have not arrived yet are not in it.
         """
         self._activation.check("ctx.graph")
         if not self._activation.prefix:
-            self._home.settle()
-        return ContextGraph(self._home.graph(self._id))
+            self._activation.wait("ctx.graph", lambda w: Awaited(w, self._id))
+        return ContextGraph(self._home.driver.graph(self._id))
 
 
 def run_program(home: Home, port: Port, spawn: Spawn) -> Returned:

@@ -1,20 +1,21 @@
 """What the programs of one cluster share in one process, and the port of each."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Protocol
 
 import jax
 from jax.extend.core import get_opaque_trace_state
 
-from jdag.compute.avals import Aval, aval_of, is_deleted
+from jdag.compute.avals import Aval, aval_of
 from jdag.compute.devices import check, on_default, parsed
-from jdag.compute.machine import deleted
 from jdag.compute.pairs import configuration
 from jdag.engine.drawing import Drawing
-from jdag.engine.vocabulary import ContextId, Event, Fetched, Key, LeafId
+from jdag.engine.vocabulary import ContextId, Event, Failure, Fetched, Key, LeafId
 from jdag.errors import ContextError, JdagError
-from jdag.ref import Holder, Leaf, Ref, is_ref
+from jdag.failures import exception_of
+from jdag.ref import Leaf, Ref, is_ref
 
 
 class Port(Protocol):
@@ -31,41 +32,77 @@ class Port(Protocol):
         """Return a new number to wait for."""
 
     def wait(self, waiter: int) -> Any:
-        """Block until the engine resumes that waiter; return what it was given."""
+        """Block until the engine resumes that waiter; return what it was given.
+
+        Of what was fetched that is the values, or for each a Failure.
+        """
 
     def put(self, key: Key, value: Any) -> None:
         """Hold a value here."""
 
-    def get(self, key: Key) -> Any:
-        """Return a value that is held here."""
-
     def drop(self, keys: Sequence[Key]) -> None:
         """Let go of values that are held here."""
 
+    def lost(self, worker: str) -> bool:
+        """Whether this worker was told that one to be gone."""
 
-class PortReader:
-    """Reads the values of refs through a port."""
 
-    def __init__(self, port: Port) -> None:
-        self._port = port
+class Driver(Protocol):
+    """What runs a cluster."""
+
+    @property
+    def port(self) -> Port:
+        """The port of the main program, which runs at home."""
+
+    @property
+    def current(self) -> Port:
+        """The port of the program that runs right now."""
+
+    @property
+    def now_ns(self) -> int:
+        """The time."""
+
+    @property
+    def trace(self) -> Any:
+        """The record of the run, None if none is kept."""
+
+    def info(self) -> Mapping[str, Mapping[str, Any]]:
+        """What each worker holds, and has sent."""
+
+    def graph(self, context: ContextId) -> Mapping[str, Drawing]:
+        """The graph of a context: what each worker has of it."""
+
+    def close(self) -> None:
+        """Let go of everything."""
+
+
+@dataclass(slots=True)
+class Numbers:
+    """How many things the programs of one worker have made: each is numbered by these.
+
+    So that whatever programs of several workers make at once has numbers of its own,
+    none of which depends on what the others do.
+    """
+
+    index: int  # Of the worker.
+    contexts: int = 0
+    leaves: int = 0
+    assignments: int = 0
+
+
+class Reader:
+    """Reads the values of refs for whichever program runs."""
+
+    def __init__(self, home: "Home") -> None:
+        self._home = home
 
     def read(self, refs: Sequence[Ref]) -> list[Any]:
         """Return for each ref its value or a `Failure`; waits for all of them."""
-        port = self._port
+        port = self._home.driver.current
         waiter = port.waiter()
-        keys = tuple([(ref.key, ref.worker) for ref in refs])
-        port.tell(Fetched(waiter, keys))
-        values = []
-        read = []
-        for found in port.wait(waiter):
-            is_key = type(found) is Key
-            value = port.get(found) if is_key else found
-            gone = is_key and is_deleted(value)
-            values.append(deleted(value, found, port.worker) if gone else value)
-            if is_key and found.kind == "reading":
-                read.append(found)
-        port.drop(read)
-        return [v.struct() if isinstance(v, Aval) else v for v in values]
+        port.tell(Fetched(waiter, tuple([(ref.key, ref.worker) for ref in refs])))
+        found = port.wait(waiter)
+        return [one.struct() if isinstance(one, Aval) else one for one in found]
 
 
 def trace_state() -> Any:
@@ -73,20 +110,13 @@ def trace_state() -> Any:
     return get_opaque_trace_state(convention="flax")  # type: ignore[no-untyped-call]
 
 
-def _no_driver(context: ContextId) -> Mapping[str, Drawing]:
-    raise AssertionError(context)  # The cluster puts its driver's here.
-
-
-def _no_driver_yet() -> None:
-    raise AssertionError  # Likewise.
-
-
 class Home:
     """The workers of a cluster, its leaves, and how its values are: real or abstract.
 
-    Refs belong to the home whose program made them. It remembers under which nesting of
-    JAX's transformations, and under which configuration, it was made: jdag's programs
-    run under these alone.
+    Refs belong to the home whose programs made them, and it holds those of leaves,
+    which every program may use. It remembers under which nesting of JAX's
+    transformations, and under which configuration, it was made: jdag's programs run
+    under these alone.
     """
 
     def __init__(self, workers: Sequence[str], abstract: bool) -> None:
@@ -96,27 +126,89 @@ class Home:
         self.closed = False
         self.trace = trace_state()
         self.configuration = configuration()
-        self._cluster: Holder | None = None
-        self.graph: Callable[[ContextId], Mapping[str, Drawing]] = _no_driver
-        self.settle: Callable[[], None] = _no_driver_yet
+        self.reader = Reader(self)
+        self._driver: Driver | None = None
+        self._numbers: dict[str, Numbers] = {}
+        self._clusters: dict[Port, Any] = {}
 
     def __str__(self) -> str:
         return f"the cluster of {', '.join(map(repr, self.workers))}"
 
     @property
-    def cluster(self) -> Holder:
-        """Who holds the refs of leaves."""
-        assert self._cluster is not None, self.workers
-        return self._cluster
+    def driver(self) -> Driver:
+        """What runs the cluster."""
+        assert self._driver is not None, self.workers
+        return self._driver
 
-    @cluster.setter
-    def cluster(self, cluster: Holder) -> None:
-        self._cluster = cluster
+    @driver.setter
+    def driver(self, driver: Driver) -> None:
+        self._driver = driver
+
+    def numbers(self, worker: str) -> Numbers:
+        """Return the counts of what programs of a worker have made."""
+        index = self.workers.index(worker)
+        return self._numbers.setdefault(worker, Numbers(index))
+
+    # ------------------------------------------------ programs with a cluster of theirs
+
+    @property
+    def cluster(self) -> Any:
+        """The `Cluster` of the program that runs right now.
+
+        Raises:
+            ContextError: it runs in a context, and has none.
+        """
+        port = self.driver.current
+        if port not in self._clusters:
+            raise ContextError(
+                f"a program on {port.worker!r} that runs in a context of another has "
+                "no cluster: leaves are made and replaced by the main program, and by "
+                "those that cluster.run runs"
+            )
+        return self._clusters[port]
+
+    def began(self, port: Port, cluster: Any) -> None:
+        """Note the cluster of a program."""
+        self._clusters[port] = cluster
+
+    def ended(self, port: Port) -> None:
+        """Forget the cluster of a program that is over."""
+        del self._clusters[port]
+
+    def check_current(self, what: str, port: Port) -> None:
+        """Raise ContextError unless the program of this port is the one that runs."""
+        current = self.driver.current
+        if current is not port:
+            over = "" if port in self._clusters else ", which is over"
+            raise ContextError(
+                f"{what}, in a program on {current.worker!r}: it is of a program on "
+                f"{port.worker!r}{over}. A program uses the cluster, or the context, "
+                "that it is handed; leaves are for all"
+            )
+
+    # ------------------------------------------------------- as the holder of leaves
+
+    @property
+    def home(self) -> "Home":
+        """Leaves belong to it."""
+        return self
+
+    def check_readable(self, ref: Ref) -> None:
+        """Raise ContextError where a leaf cannot be read any more."""
+        self.check_open(f"a fetch of {ref!r}")
+        assert ref.leaf is not None, ref
+        if ref.leaf.dropped:
+            raise ContextError(f"{ref.leaf} was dropped by cluster.drop")
+
+    def seen(self, failure: Failure) -> JdagError:
+        """Return a failure as an exception; outside of contexts nobody counts them."""
+        return exception_of(failure)
 
     def leaf_ref(self, leaf: Leaf) -> Ref:
-        """Return a ref to the newest version of a leaf."""
-        worker = leaf.id.worker
-        return Ref(self.cluster, None, worker, leaf.aval, leaf.aval.inexact, leaf=leaf)
+        """Return a ref to a leaf."""
+        return Ref(self, None, leaf.id.worker, leaf.aval, leaf.aval.inexact, leaf=leaf)
+
+    # ---------------------------------------------------------------- values, checks
 
     def value(self, value: Any) -> Any:
         """Return a value as the store holds it: in abstract mode its shape alone."""

@@ -7,7 +7,7 @@ touch stand still whole.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import jax.numpy as jnp
 import optax
@@ -17,6 +17,7 @@ from jdag.cluster import Cluster
 from jdag.compute.pytrees import flatten, paths, unflatten
 from jdag.context import Context
 from jdag.errors import ContextError, JdagError
+from jdag.home import Home
 from jdag.leafwise import Leafwise, leafwise
 from jdag.ref import Ref, fetch, is_ref
 
@@ -51,7 +52,7 @@ class Optimizer:
             raise JdagError("an Optimizer needs leaves to step, and there are none")
         if clip_norm is not None and not clip_norm > 0:
             raise JdagError(f"clip_norm={clip_norm!r}: it has to be above 0, or None")
-        self._cluster = _cluster_of(leaves)
+        self._home = _home_of(leaves)
         names = paths(refs, is_ref)
         avals = [ref.aval for ref in leaves]
         each = leafwise(tx, self._treedef.bare, avals, names)
@@ -67,6 +68,12 @@ class Optimizer:
             failed = list(self._names)[len(self._states)]
             self.drop()
             _raise(error, f"{self._called(failed)} has no state")
+
+    @property
+    def _cluster(self) -> Cluster:
+        """The cluster of the program that uses this: any may."""
+        cluster: Cluster = self._home.cluster
+        return cluster
 
     def __repr__(self) -> str:
         owners = ", ".join(repr(worker) for worker in _by_owner(self._states))
@@ -99,9 +106,9 @@ class Optimizer:
             WorkerLost: an owner is gone.
         """
         self._check_held()
-        if ctx.home is not self._cluster.home:
+        if ctx.home is not self._home:
             raise ContextError(
-                f"a step of leaves of {self._cluster.home} with the gradients of "
+                f"a step of leaves of {self._home} with the gradients of "
                 f"{ctx.home}; the context has to be one of the leaves' cluster"
             )
         found = ctx.gradients()
@@ -190,7 +197,7 @@ def _raise(error: JdagError, text: str) -> NoReturn:
     raise type(error)(f"{error}\n{text}") from error.__cause__
 
 
-def _cluster_of(leaves: Sequence[Ref]) -> Cluster:
+def _home_of(leaves: Sequence[Ref]) -> Home:
     for ref in leaves:
         if ref.leaf is None or not ref.aval.inexact:
             raise JdagError(
@@ -201,6 +208,6 @@ def _cluster_of(leaves: Sequence[Ref]) -> Cluster:
         raise JdagError(
             "a leaf is there twice; an Optimizer steps each of its own once"
         )
-    cluster = cast(Any, leaves[0].holder.home).cluster
-    assert isinstance(cluster, Cluster), cluster
-    return cluster
+    home = leaves[0].holder.home
+    assert isinstance(home, Home), home
+    return home

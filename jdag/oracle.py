@@ -5,7 +5,8 @@ A program runs as it is, on a context of this module in place of a cluster's, in
 
 What a program fetches it may branch on, which JAX's tracers do not allow: so it runs
 once plainly, what it fetched is recorded, and the run under `jax.value_and_grad` is
-given that back, in the same order.
+given that back, in the same order. It is a constant there, also to a `jax.jvp` around
+the oracle: that of its gradients is what `jdag.hvp` is held against.
 """
 
 from collections.abc import Callable, Sequence
@@ -319,7 +320,7 @@ def _differentiate(
         return sum(sums[1:], sums[0]), (values, unflatten(treedef, held), run.fetched)
 
     smooth = [arguments[number].smooth for number in argnums]
-    _, (_, _, fetched) = total(smooth, None)
+    _, (_, _, fetched) = total([jax.lax.stop_gradient(s) for s in smooth], None)
     differentiated = jax.value_and_grad(lambda s: total(s, fetched), has_aux=True)
     (_, (values, aux, _)), gradients = differentiated(smooth)
     trees = [

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from jdag.compute.avals import Aval
+from jdag.compute.duals import primal_of
 from jdag.compute.pytrees import flatten, unflatten
 from jdag.engine.vocabulary import Failure, Key, LeafId, Worker
 from jdag.errors import ContextError, JdagError
@@ -33,20 +34,27 @@ class RefData:
 
 
 class Leaf:
-    """A leaf as its cluster knows it: all refs of one leaf share its newest version."""
+    """A leaf as its cluster knows it, shared by all of its refs.
 
-    __slots__ = ("aval", "dropped", "id", "version")
+    Which version is the newest is known where it is kept, and only there.
+    """
 
-    def __init__(self, id: LeafId, aval: Aval, version: int = 0) -> None:
+    __slots__ = ("aval", "dropped", "id")
+
+    def __init__(self, id: LeafId, aval: Aval) -> None:
         self.id = id
         self.aval = aval
-        self.version = version
         self.dropped = False
 
     @property
+    def first(self) -> Key:
+        """The key of the version that it is made with."""
+        return Key("leaf", None, self.id, 0)
+
+    @property
     def key(self) -> Key:
-        """The key of the newest version."""
-        return Key("leaf", None, self.id, self.version)
+        """The key of the newest version: of the next one, where it is assigned."""
+        return Key("newest", None, self.id, 0)
 
     def __str__(self) -> str:
         return str(self.id)
@@ -183,7 +191,7 @@ class Ref:
 
     @property
     def key(self) -> Key:
-        """The name of the value; of a leaf, that of its newest version."""
+        """The name of the value; of a leaf, that of whichever version is the newest."""
         if self.leaf is not None:
             return self.leaf.key
         assert self._key is not None, self.worker
@@ -258,9 +266,7 @@ class Ref:
 
     def __repr__(self) -> str:
         what = self.described
-        if self.leaf is not None:
-            what = f"{what}, version {self.leaf.version}"
-        elif self.key.context is not None:
+        if self.key.context is not None:
             what = f"{what} in context {self.key.context}"
         if self.device is not None:
             what = f"{what}, {self.device}"
@@ -349,6 +355,15 @@ def fetch(tree: Any) -> Any:
         JdagError: as `Ref.fetch` does, for the first ref that has no value.
     """
     leaves, treedef = flatten(tree)
+    return unflatten(treedef, [primal_of(value) for value in read(leaves)])
+
+
+def read(leaves: Sequence[Any]) -> list[Any]:
+    """Return a list with the value of each ref in its place, duals as they are.
+
+    Raises:
+        JdagError: as `fetch` does.
+    """
     places: dict[int, list[int]] = {}
     for place, leaf in enumerate(leaves):
         if is_ref(leaf):
@@ -362,7 +377,7 @@ def fetch(tree: Any) -> Any:
     for leaf, value in zip(leaves, values, strict=True):
         if isinstance(value, Failure):
             raise leaf.holder.seen(value)
-    return unflatten(treedef, values)
+    return values
 
 
 def stop_gradient(refs: Any) -> Any:

@@ -1,5 +1,6 @@
-"""Roots of a backward pass and their cotangents, checked before anything runs."""
+"""Roots of a pass, their cotangents, and hooks: checked before anything runs."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -120,19 +121,60 @@ def _seed(root: Ref, seed: Any, number: int) -> Any:
         raise ContextError(
             f"cotangent {number} is a tracer; jdag runs outside of jit, vmap and grad"
         )
-    return _fitting(root.aval, seed, f"cotangent {number}", wanted)
+    return fitting(root.aval, seed, f"cotangent {number}", wanted, RootError)
 
 
-def _fitting(aval: Aval, seed: Any, name: str, wanted: str) -> Any:
+def fitting(
+    aval: Aval, value: Any, name: str, wanted: str, kind: type[JdagError]
+) -> Any:
+    """Return a value as an array that has this shape and dtype, or take a number so.
+
+    Args:
+        aval: what it has to be.
+        value: an array, or for the shape () a Python number.
+        name: what an error calls it.
+        wanted: what an error says that it has to fit.
+        kind: of the error.
+
+    Raises:
+        JdagError: it has another shape or dtype, or is no array.
+    """
     try:
-        seed = frozen(seed)
-        found = aval_of(seed)
+        value = frozen(value)
+        found = aval_of(value)
     except JdagError as error:
-        raise RootError(f"{name}: {error}; {wanted}") from error
-    if isinstance(seed, int | float | complex) and not hasattr(seed, "dtype"):
+        raise kind(f"{name}: {error}; {wanted}") from error
+    if isinstance(value, int | float | complex) and not hasattr(value, "dtype"):
         is_complex = jnp.issubdtype(aval.dtype, jnp.complexfloating)
-        if aval.shape == () and (is_complex or not isinstance(seed, complex)):
-            return jnp.asarray(seed, aval.dtype)
+        if aval.shape == () and (is_complex or not isinstance(value, complex)):
+            return jnp.asarray(value, aval.dtype)
     elif found.shape == aval.shape and found.dtype == aval.dtype:
-        return seed
-    raise RootError(f"{name} is {found}, but {wanted}; shape and dtype have to agree")
+        return value
+    raise kind(f"{name} is {found}, but {wanted}; shape and dtype have to agree")
+
+
+def check_hook(
+    what: str, ref: Any, fn: Any, *, replaces: bool, admit: Callable[[Ref], None]
+) -> None:
+    """Raise unless `what` can hook the ref.
+
+    Raises:
+        JdagError: it is no ref, or the function cannot be called; or a hook that does
+            not replace a cotangent is to be on what is no leaf.
+        GraphError: the ref is not tracked.
+        ContextError: `admit` refuses it.
+    """
+    if not is_ref(ref):
+        raise JdagError(f"{what} takes a ref first, not {ref!r}")
+    if not callable(fn):
+        raise JdagError(f"{what} takes a function of an array, not {fn!r}")
+    admit(ref)
+    if not replaces and ref.leaf is None:
+        raise JdagError(
+            f"{what} takes a leaf, as cluster.put and cluster.make give, and "
+            f"{ref!r} is none; ctx.on_cotangent sees its cotangent"
+        )
+    if not ref.tracked:
+        raise GraphError(
+            f"{what}: {ref!r} is not tracked, so that no cotangent ever comes"
+        )

@@ -1,6 +1,6 @@
 """`value_and_grad` of a program over a cluster, in the manner of JAX's."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -61,35 +61,39 @@ def value_and_grad(
         put: list[Ref] = []
         try:
             for number in numbers:
-                leaves = _leaves(cluster, args, number, put, allow_int)
-                bound[number] = leaves
+                bound[number] = leaves_of(cluster, args, number, put, allow_int)
             chosen = [bound[number] for number in numbers]
             with cluster.context() as ctx:
                 result = program(ctx, *bound)
                 loss, aux = result if has_aux else (result, ())
-                gradients = _gradients(ctx, loss, chosen)
+                found = gradients_of(ctx, loss)
+                gradients = [
+                    [found.get(ref) for ref in flatten(refs, is_ref)[0]]
+                    for refs in chosen
+                ]
                 value, aux, gradients = fetch((loss, aux, gradients))
         finally:
             if put and not cluster.home.closed:
                 cluster.drop(put)
-        filled = [
-            _filled(gradient, refs)
-            for gradient, refs in zip(gradients, chosen, strict=True)
-        ]
-        found = filled[0] if isinstance(argnums, int) else tuple(filled)
-        return ((value, aux) if has_aux else value), found
+        trees = tuple(map(filled, gradients, chosen))
+        value = (value, aux) if has_aux else value
+        return value, trees[0] if isinstance(argnums, int) else trees
 
     return run
 
 
-def _leaves(
+def leaves_of(
     cluster: Cluster,
     args: Sequence[Any],
     number: int,
     put: list[Ref],
     allow_int: bool,
 ) -> Any:
-    """Return an argument with a leaf for each array; note those in `put`."""
+    """Return an argument with a leaf for each array; note in `put` those made here.
+
+    Raises:
+        JdagError: something in it cannot be differentiated by; names it.
+    """
     leaves, treedef = flatten(args[number])
     bound = list(leaves)
     for place, leaf in enumerate(leaves):
@@ -116,7 +120,7 @@ def _leaves(
 def _check_leaf(ref: Ref, allow_int: bool) -> None:
     if ref.leaf is None:
         raise JdagError(
-            f"{ref!r} is no leaf; value_and_grad differentiates by leaves and by arrays"
+            f"{ref!r} is no leaf; gradients are those of leaves and of arrays"
         )
     if not (ref.aval.inexact or allow_int):
         raise JdagError(
@@ -125,31 +129,34 @@ def _check_leaf(ref: Ref, allow_int: bool) -> None:
         )
 
 
-def _gradients(ctx: Context, loss: Any, chosen: Sequence[Any]) -> list[Any]:
-    """Return what of the gradients of each argument there is, None for the rest."""
+def gradients_of(ctx: Context, loss: Any) -> Mapping[Ref, Ref]:
+    """Run a pass from a loss; return the gradients of the leaves that it reaches.
+
+    Raises:
+        RootError: it is no loss that can be differentiated; one that depends on no leaf
+            can be.
+    """
     independent = is_ref(loss) and not loss.tracked and loss.aval.inexact
     if independent and loss.leaf is None and loss.descends is None:
         if loss.size != 1:
             raise RootError(f"the loss is {loss.aval}; its size has to be 1")
-        found: Any = {}
-    else:
-        ctx.backward(loss)
-        found = ctx.gradients()
-    return [[found.get(ref) for ref in flatten(refs, is_ref)[0]] for refs in chosen]
+        return {}
+    ctx.backward(loss)
+    return ctx.gradients()
 
 
-def _filled(gradients: Sequence[Any], refs: Any) -> Any:
-    """Return gradients in the structure of `refs`, zeros where there is none."""
+def filled(gradients: Sequence[Any], refs: Any) -> Any:
+    """Return gradients in the structure of `refs`, zeros where there is None."""
     leaves, form = flatten(refs, is_ref)
-    filled = []
+    arrays = []
     for gradient, leaf in zip(gradients, leaves, strict=True):
         abstract = leaf.holder.home.abstract
         if gradient is not None:
-            filled.append(gradient)
+            arrays.append(gradient)
         elif not leaf.aval.inexact:
-            filled.append(no_gradient(leaf.aval, abstract))
+            arrays.append(no_gradient(leaf.aval, abstract))
         elif abstract:
-            filled.append(leaf.aval.struct())
+            arrays.append(leaf.aval.struct())
         else:
-            filled.append(jnp.zeros(leaf.shape, leaf.dtype))
-    return unflatten(form.bare, filled)
+            arrays.append(jnp.zeros(leaf.shape, leaf.dtype))
+    return unflatten(form.bare, arrays)

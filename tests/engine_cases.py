@@ -5,6 +5,7 @@ from typing import Any
 
 from jdag.engine.vocabulary import Argument, Key, Outcome
 from tests.engine_net import Net, Scope, names
+from tests.engine_values import Linear
 
 SEEDS = range(20)
 
@@ -36,3 +37,15 @@ def finished(scope: Scope, *roots: Argument, **settings: Any) -> int:
     result = scope.backward(*roots, **settings)
     assert result.outcome is Outcome.FINISHED, result
     return result.number
+
+
+def newest(leaf: Argument) -> Argument:
+    """A leaf as whichever version of it is the newest when its owner is asked."""
+    return leaf._replace(key=Key("newest", None, leaf.key.name, 0))
+
+
+def assign_newest(
+    net: Net, issuer: str, leaf: Argument, function: Linear, *inputs: Argument
+) -> None:
+    """Have the next version of a leaf made, whichever that is then."""
+    net.assign(issuer, leaf.owner, function, inputs, newest(leaf).key)

@@ -171,6 +171,16 @@ def gradients_of(plan: Plan, source: Source, number: int) -> tuple[Record, Any]:
     record = Record()
     smooth = [leaf.array for leaf in plan.leaves if leaf.inexact]
     step = source.passes[number]
+    cotangents = [None if c is None else jnp.array(c) for c in step.cotangents]
+    program = roots_of(plan, source, number, record)
+    _, gradients = pullback(program)(smooth, cotangents=cotangents)
+    return record, gradients
+
+
+def roots_of(
+    plan: Plan, source: Source, number: int, record: Record
+) -> Callable[[Any, Any], list[Any]]:
+    """A program of the leaves that are floats; returns the roots of one pass."""
 
     def program(ctx: Any, params: Any) -> list[Any]:
         record.decisions.clear()
@@ -191,9 +201,27 @@ def gradients_of(plan: Plan, source: Source, number: int) -> tuple[Record, Any]:
         main_of(source, record, backward)(ctx, *given)
         return found
 
+    return program
+
+
+def weighted(cotangents: Sequence[Any], roots: Sequence[Any]) -> Any:
+    """A number whose gradient is that of a pass with these cotangents."""
+    return sum(
+        jnp.sum(root if cotangent is None else root * cotangent)
+        for cotangent, root in zip(cotangents, roots, strict=True)
+    )
+
+
+def loss_of(plan: Plan, source: Source) -> Callable[[Any, Any], Any]:
+    """A program whose gradient is what the last pass of a plan adds."""
+    step = source.passes[-1]
+    roots = roots_of(plan, source, len(source.passes) - 1, Record())
     cotangents = [None if c is None else jnp.array(c) for c in step.cotangents]
-    _, gradients = pullback(program)(smooth, cotangents=cotangents)
-    return record, gradients
+
+    def program(ctx: Any, params: Any) -> Any:
+        return ctx.call(plan.home, weighted, cotangents, roots(ctx, params))
+
+    return program
 
 
 def check(plan: Plan, result: Result) -> None:

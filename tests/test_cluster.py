@@ -293,7 +293,7 @@ def test_what_was_on_a_lost_worker_is_lost_and_the_rest_goes_on():
         ):
             with pytest.raises(WorkerLost, match="'c'"):
                 use()
-        assert "leaf 1 on c, version 0" in repr(v)
+        assert "leaf 1 on c, tracked" in repr(v)
         prog = program(lambda ctx: 1)
         with cluster.context() as ctx:
             for fn in (total, prog):

@@ -1,9 +1,12 @@
 """Leaves: their versions, who keeps them, and steps that make new ones."""
 
+from itertools import permutations
+from typing import Any
+
 import pytest
 
 from jdag.engine.vocabulary import Failure, Outcome, PassResult
-from tests.engine_cases import SEEDS, net_of, pausing
+from tests.engine_cases import SEEDS, assign_newest, net_of, newest, pausing
 from tests.engine_values import ADD, DOUBLE, Fuse, Linear
 
 
@@ -180,3 +183,138 @@ def test_a_version_that_a_pass_reaches_by_zeros_alone_is_not_differentiated():
     assert stale(scope.backward(both, retain=True)) == [(1, 1), (2, 1)]
     assert stale(scope.backward(one)) == [(2, 1)]
     scope.leave()
+
+
+def versions(net, worker):
+    """The versions that a worker holds, by number."""
+    return sorted(k.index for k in net.places[worker].values if k.kind == "leaf")
+
+
+STEP = Linear("step", ((2, 1),))  # Twice what it was, and an addend.
+
+
+def test_updates_of_several_workers_each_start_from_the_one_before():
+    orders: dict[Any, Any] = {}
+    for seed in range(20):
+        net = net_of(4, seed)
+        x = net.put("d", 1, "a")
+        addends = [net.put("d", 10**place, "a") for place in range(4)]
+        net.drain()
+        for issuer, addend in zip("abca", addends, strict=True):
+            assign_newest(net, issuer, x, STEP, newest(x), addend)
+        net.drain()
+        ((found, _),) = net.fetch("b", newest(x))
+        asked = [
+            sum(10**place * 2 ** (3 - turn) for turn, place in enumerate(order))
+            for order in permutations(range(4))
+        ]
+        assert found - 16 in asked
+        orders[found] = None
+        assert versions(net, "d") == [0, 0, 0, 0, 4]
+        assert net.leftovers() == []
+    assert len(orders) > 3
+
+
+def test_a_context_reads_one_version_until_its_own_worker_assigns():
+    net = net_of(3)
+    x, one = net.put("c", 1, "a"), net.put("c", 1, "a")
+    scope = net.open("a")
+    (first,) = scope.call("c", DOUBLE, newest(x))
+    (far,) = scope.call("b", DOUBLE, newest(x))
+    net.drain()
+    assign_newest(net, "b", x, STEP, newest(x), one)
+    net.drain()
+    (second,) = scope.call("c", DOUBLE, newest(x))
+    (again,) = scope.call("b", Linear("g", ((3,),)), newest(x))
+    found = net.fetch("a", first, far, second, again, newest(x))
+    assert [number for number, _ in found] == [2, 2, 2, 3, 3]
+    assert versions(net, "c") == [0, 0, 1]
+    scope.backward(*[scope.call("c", ADD, far, again)[0], first, second])
+    assert scope.gradients(x) == [2 + 3 + 2 + 2]
+    assign_newest(net, "a", x, STEP, newest(x), one)
+    (own,) = scope.call("c", DOUBLE, newest(x))
+    (moved,) = scope.call("b", DOUBLE, newest(x))
+    assert [number for number, _ in net.fetch("a", own, moved)] == [14, 14]
+    scope.leave()
+    net.drain()
+    assert versions(net, "c") == [0, 2]
+    assert net.leftovers() == []
+
+
+def test_an_update_of_a_leaf_that_was_dropped_makes_nothing_and_leaves_nothing():
+    net = net_of(3)
+    x, one, y = (net.put("c", number, "a") for number in (3, 4, 5))
+    scope = net.open("a")
+    (used,) = scope.call("c", DOUBLE, newest(x))
+    net.drain()
+    net.pauses = pausing("step")
+    assign_newest(net, "a", x, STEP, newest(x), one)
+    net.drop("b", x)
+    net.drain()
+    assign_newest(net, "a", x, STEP, one, one)  # Its owner holds a version yet.
+    scope.leave()
+    net.drain()
+    net.let_go()
+    net.drain()
+    assign_newest(net, "a", x, STEP, one, one)  # And now none.
+    net.drain()
+    (failed,) = net.fetch("b", newest(x))
+    assert failed.message == (
+        "leaf 1 on c is not held here: it was dropped, or is not made yet"
+    )
+    assert net.fetch("b", newest(y))[0][0] == 5
+    net.drain()
+    assert versions(net, "c") == [0, 0]
+    assert net.leftovers() == []
+    assert used.owner == "c"
+
+
+def test_what_a_lost_worker_asked_for_and_cannot_be_made_changes_no_leaf():
+    net = net_of(4)
+    x = net.put("c", 3, "a")
+    scope = net.open("b")
+    net.pauses = pausing("slow")
+    (slow,) = scope.call("d", Linear("slow", ((1,),)), 7)
+    (late,) = scope.call("c", DOUBLE, slow)
+    net.drain()
+    for _ in range(2):
+        assign_newest(net, "b", x, STEP, newest(x), late)
+    assign_newest(net, "a", x, STEP, newest(x), newest(x))
+    net.drain()
+    reading = net.asked("d", newest(x))
+    net.drain()
+    net.crash("b")
+    net.drain()
+    net.let_go()
+    assert net.until("d", reading)[0][0] == 9
+    net.drain()
+    assert len(versions(net, "c")) == 1
+    assert net.leftovers() == []
+
+
+def test_a_version_that_one_context_reads_is_as_before_the_lost_update():
+    net = net_of(4)
+    x = net.put("c", 3, "a")
+    lost, scope = net.open("b"), net.open("a")
+    net.pauses = pausing("slow")
+    (slow,) = lost.call("d", Linear("slow", ((1,),)), 7)
+    (late,) = lost.call("c", DOUBLE, slow)
+    net.drain()
+    assign_newest(net, "b", x, STEP, newest(x), late)
+    net.drain()
+    (here,) = scope.call("c", DOUBLE, newest(x))
+    (far,) = scope.call("a", DOUBLE, newest(x))
+    net.crash("b")
+    net.drain()
+    net.let_go()
+    net.drain()
+    root = scope.call("a", ADD, here, far)[0]
+    scope.backward(root)
+    assert net.fetch("a", root)[0][0] == 12 and scope.gradients(x) == [4]
+    assign_newest(net, "a", x, DOUBLE, newest(x))
+    net.drain()
+    assert versions(net, "c") == [0, 2]  # The first is stored for the second.
+    scope.leave()
+    net.drain()
+    assert versions(net, "c") == [2]
+    assert net.leftovers() == []

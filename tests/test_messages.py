@@ -275,8 +275,8 @@ HERE = bytes(12)  # A context.
             r"worker's number 4: the cluster has 4 workers",
         ),
         (
-            b"\x06" + bytes(8) + b"\1\0\0\0\x08" + bytes(20),
-            r"kind 8 of a key: allowed is 0 to 7",
+            b"\x06" + bytes(8) + b"\1\0\0\0\x09" + bytes(20),
+            r"kind 9 of a key: allowed is 0 to 8",
         ),
         (
             b"\x04" + HERE + bytes(4) + b"\1\0\0\0f\x0f" + bytes(4),

@@ -45,7 +45,7 @@ class Cast:
                     fn = self.programs[engine.worker, number]
                     return [Spawn(CONTEXT, (number,), fn, None, "here")]
                 waiter = self.waiting[engine.worker].pop()
-                return [Resume(waiter, number)]
+                return [Resume(waiter, number if engine.worker == "a" else (number,))]
 
     def run(self, port: Any, spawn: Spawn) -> Returned:
         result = spawn.function(SimpleNamespace(port=port, log=self.log))
@@ -56,7 +56,8 @@ def ask(stage: Any, to: str, number: int) -> Any:
     waiter = stage.port.waiter()
     asked: Any = ((to, number),)
     stage.port.tell(Fetched(waiter, asked))
-    return stage.port.wait(waiter)
+    (number,) = stage.port.wait(waiter)
+    return number
 
 
 def outer(stage: Any) -> Any:

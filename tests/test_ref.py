@@ -54,17 +54,21 @@ def test_metadata_are_those_of_the_array():
     )
 
 
-def test_refs_of_a_leaf_name_its_newest_version_and_stay_equal():
+def test_refs_of_a_leaf_name_whichever_version_is_the_newest_and_are_equal():
     held, leaf = Held(), Leaf(LeafId("ps0", 4), AVAL)
-    old = leaf_of(held, leaf)
-    before = hash(old)
-    leaf.version = 3
-    assert old.key == Key("leaf", None, LeafId("ps0", 4), 3)
-    assert old == leaf_of(held, leaf) and hash(old) == before
-    assert old == stop_gradient(old) and not stop_gradient(old).tracked
-    assert "leaf 4 on ps0, version 3" in repr(old)
+    ref = leaf_of(held, leaf)
+    assert ref.key == Key("newest", None, LeafId("ps0", 4), 0)
+    assert leaf.first == Key("leaf", None, LeafId("ps0", 4), 0)
+    assert ref == leaf_of(held, leaf) and hash(ref) == hash(leaf_of(held, leaf))
+    assert ref == stop_gradient(ref) and not stop_gradient(ref).tracked
+    assert repr(ref) == "Ref(float64[2,3], leaf 4 on ps0, tracked)"
     other = leaf_of(held, Leaf(LeafId("ps1", 4), AVAL))
-    assert old != other and {old: 1, other: 2}[leaf_of(held, leaf)] == 1
+    assert ref != other and {ref: 1, other: 2}[leaf_of(held, leaf)] == 1
+
+
+def test_a_leaf_says_which_worker_made_it_unless_that_is_the_first():
+    assert str(LeafId("ps0", 2 << 48 | 4)) == "leaf 2.4 on ps0"
+    assert str(LeafId("ps0", 4)) == "leaf 4 on ps0"
 
 
 def test_refs_are_equal_when_they_name_the_same_value_of_one_cluster():

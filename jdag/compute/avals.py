@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdag.compute.duals import Dual
 from jdag.errors import JdagError, kind_of
 
 
@@ -95,8 +96,9 @@ def aval_of(value: Any) -> Aval:
     """Return the abstract value of an array or scalar, as JAX would take it now.
 
     Takes JAX and numpy arrays, numpy scalars, Python int, float and complex (weak),
-    `jax.ShapeDtypeStruct`, and an `Aval`, which is returned as it is. With x64 off,
-    64-bit numpy values count as the 32-bit ones that JAX makes of them.
+    `jax.ShapeDtypeStruct`, an `Aval`, which is returned as it is, and a `Dual`, which
+    has that of its primal. With x64 off, 64-bit numpy values count as the 32-bit ones
+    that JAX makes of them.
 
     Raises:
         JdagError: the value is nothing of the kind, or its dtype means nothing to JAX.
@@ -113,6 +115,8 @@ def aval_of(value: Any) -> Aval:
 def _other_aval(value: Any) -> Aval:
     if isinstance(value, jax.ShapeDtypeStruct):
         return intern_aval(value.shape, value.dtype, value.weak_type)
+    if isinstance(value, Dual):
+        return aval_of(value.primal)
     config: Any = jax.config
     try:
         known = jax.typeof(value)
@@ -132,7 +136,12 @@ def _other_aval(value: Any) -> Aval:
 
 def is_deleted(value: Any) -> bool:
     """Tell whether a value is a JAX array whose buffer was deleted or donated."""
-    return isinstance(value, jax.Array) and value.is_deleted()
+    if value.__class__ is Dual:
+        return any(map(is_deleted, value.keeps))
+    try:
+        return isinstance(value, jax.Array) and value.is_deleted()
+    except jax.errors.ConcretizationTypeError:  # A tracer, where jvp is taken.
+        return False
 
 
 def _described(value: Any) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from jdag.compute.duals import Dual
 from jdag.errors import JdagError
 
 _PLACE = re.compile(r"(.+)/([a-z]+:\d+)", re.DOTALL)
@@ -62,15 +63,17 @@ def _device(device: str | None) -> Any:
 def put(values: Sequence[Any], device: str | None) -> tuple[Any, ...]:
     """Return the values with each JAX array on the device; no value changes.
 
-    What is there already stays as it is, and so do arrays over several devices.
+    What is there already stays as it is, and so do arrays over several devices. Of a
+    dual both arrays are put.
     """
     target = _device(device)
-    return tuple(
-        [
-            jax.device_put(value, target) if _is_elsewhere(value, target) else value
-            for value in values
-        ]
-    )
+    return tuple([_put(value, target) for value in values])
+
+
+def _put(value: Any, target: Any) -> Any:
+    if value.__class__ is Dual:
+        return Dual(*[_put(part, target) for part in value.keeps])
+    return jax.device_put(value, target) if _is_elsewhere(value, target) else value
 
 
 def _is_elsewhere(value: Any, target: Any) -> bool:

@@ -14,14 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdag.compute.avals import Aval, aval_of
+from jdag.compute.duals import Dual
 
 
 def fingerprint(value: Any) -> int:
     """Return 32 bits that stand for dtype, shape and raw bytes of an array or scalar.
 
-    An abstract value is known by its shape and dtype alone. Nothing is copied where the
-    array lies in this process's memory, in order.
+    An abstract value is known by its shape and dtype alone, a dual by both its arrays.
+    Nothing is copied where the array lies in this process's memory, in order.
     """
+    if isinstance(value, Dual):
+        primal, tangent = map(fingerprint, value.keeps)
+        return zlib.crc32(tangent.to_bytes(4, "little"), primal)
     aval = aval_of(value)
     start = _start(aval.shape, aval.dtype)
     if isinstance(value, Aval | jax.ShapeDtypeStruct):

@@ -5,6 +5,10 @@ shared by all workers of the process. Residuals that are arguments or outputs of
 call are found by identity while forward is traced and handed on as they are: jit would
 copy them. The other residuals are outputs of forward; the vjp is built again from all
 of them inside the compiled backward.
+
+Of duals (`jdag.compute.duals`) a pair computes the jvp: of forward, outputs and
+residuals with their tangents; then of the vjp, along the tangents of residuals and
+cotangents. Each is compiled when the first dual comes.
 """
 
 import warnings
@@ -19,6 +23,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from jdag.compute.avals import Aval, aval_of, is_deleted
+from jdag.compute.duals import along, any_dual, is_dual, primal_of, refuse_no_jvp
 from jdag.compute.pytrees import Template
 from jdag.compute.sums import ADDENDS_MAX, fold
 from jdag.errors import JdagError, kind_of
@@ -67,6 +72,7 @@ class _Spec:
         self.nbytes = 0
         self.may_raise: bool | None = None
         self.backward: Any = None
+        self.dual_backward: Any = None
 
 
 class _Returned:
@@ -91,12 +97,16 @@ class Residuals:
     """What forward keeps for one vjp: the arguments and outputs it needs, and a rest.
 
     `nbytes` counts the rest only; `keeps` holds every array that this keeps alive.
+    `dual` tells whether there are duals among them.
     """
 
-    __slots__ = ("args", "outputs", "rest", "spec")
+    __slots__ = ("args", "dual", "outputs", "rest", "spec")
 
-    def __init__(self, spec: _Spec, args: Any, outputs: Any, rest: Any) -> None:
+    def __init__(
+        self, spec: _Spec, args: Any, outputs: Any, rest: Any, dual: bool
+    ) -> None:
         self.spec = spec
+        self.dual = dual
         self.args = args
         self.outputs = outputs
         self.rest = rest
@@ -104,12 +114,13 @@ class Residuals:
     @property
     def nbytes(self) -> int:
         """Bytes held beyond the arguments and outputs of the call."""
-        return self.spec.nbytes
+        return 2 * self.spec.nbytes if self.dual else self.spec.nbytes
 
     @property
     def keeps(self) -> tuple[Any, ...]:
         """Every array that these residuals keep alive."""
-        return (*self.args, *self.outputs, *self.rest)
+        held = (*self.args, *self.outputs, *self.rest)
+        return tuple(jtu.tree_leaves(held)) if self.dual else held
 
     def __repr__(self) -> str:
         return f"Residuals({self.spec.name}, {self.nbytes} bytes of its own)"
@@ -146,6 +157,7 @@ class Pair:
         body = _body(fn, self.name, template, tracked, compiled)
         structs = [aval.struct() for aval in avals]
         self._forward: Any = compiled(body)
+        self._dual_forward: Any = compiled(along(self._forward, self.name))
         if is_unjitted(fn):
             spec = jax.eval_shape(body, *structs).spec
             self.may_raise = True
@@ -163,22 +175,33 @@ class Pair:
     def forward(self, args: Sequence[Any]) -> tuple[tuple[Any, ...], Residuals | None]:
         """Run the function on `args`, in order of position.
 
+        Of duals at tracked positions the outputs and residuals are duals as well; at
+        others, as where a gradient is stopped, a tangent counts for nothing.
+
         Returns the outputs in the order of `out_tree` and the residuals; these are None
         when no output is tracked.
         """
+        dual = any_dual(args)
+        if dual:
+            places = zip(args, self.tracked, strict=True)
+            args = [arg if tracked else primal_of(arg) for arg, tracked in places]
+            dual = any_dual(args)
         try:
-            returned = self._forward(*args)
-            if self.may_raise:
+            returned = self._dual_forward(*args) if dual else self._forward(*args)
+            if self.may_raise or dual:  # Rules of their own may have callbacks in them.
                 jax.block_until_ready(returned)
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, TypeError) as error:
             _refuse_deleted(self.name, self._argument, args, error)
+            if dual:
+                refuse_no_jvp(self.name, error)
             raise
         spec, outputs = returned.spec, returned.outputs
         if spec.vjp_tree is None:
             return outputs, None
         args_kept = tuple([args[position] for position in spec.args_kept])
         outputs_kept = tuple([outputs[place] for place in spec.outputs_kept])
-        return outputs, Residuals(spec, args_kept, outputs_kept, returned.rest)
+        held = (args_kept, outputs_kept, returned.rest)
+        return outputs, Residuals(spec, *held, dual and any(map(any_dual, held)))
 
     def vjp(
         self, residuals: Residuals, cotangents: Sequence[Sequence[Any]]
@@ -192,21 +215,26 @@ class Pair:
 
         Returns:
             One cotangent for each tracked input, in order of position, as `jax.vjp`
-            gives them (for complex values JAX's convention holds).
+            gives them (for complex values JAX's convention holds). They are duals if a
+            residual or a cotangent is.
         """
         spec = residuals.spec
         sums = tuple(map(tuple, cotangents))
         assert len(sums) == sum(spec.out_tracked), (self.name, len(sums))
         assert max(map(len, sums)) <= ADDENDS_MAX, (self.name, list(map(len, sums)))
         held = (residuals.rest, residuals.args, residuals.outputs)
-        if spec.may_raise is None:
+        dual = residuals.dual or any(map(any_dual, sums))
+        if spec.may_raise is None and not dual:
             spec.may_raise = _has_callback(spec.backward.trace(*held, sums).jaxpr)
         try:
-            gradients: tuple[Any, ...] = spec.backward(*held, sums)
-            if spec.may_raise:
+            backward = spec.dual_backward if dual else spec.backward
+            gradients: tuple[Any, ...] = backward(*held, sums)
+            if spec.may_raise or dual:
                 jax.block_until_ready(gradients)
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, TypeError) as error:
             _refuse_deleted(self.name, "residual {}".format, residuals.keeps, error)
+            if dual:
+                refuse_no_jvp(self.name, error)
             raise
         return gradients
 
@@ -259,6 +287,7 @@ def _body(
         spec.out_tracked = order
         rest = _place_residuals(spec, vjp, args, outputs)
         spec.backward = compiled(_backward_of(spec))
+        spec.dual_backward = compiled(along(spec.backward, name))
         spec.may_raise = True if compiled is _as_it_is else None
         return _Returned(spec, outputs, rest)
 
@@ -273,10 +302,13 @@ def _as_jax(value: Any) -> Any:
 
 
 def _outputs(name: str, tree: Any) -> tuple[list[Any], Any]:
-    """Flatten what a function returned to arrays of strong type."""
-    leaves, out_tree = jtu.tree_flatten(tree)
+    """Flatten what a function returned to arrays of strong type; duals stay."""
+    leaves, out_tree = jtu.tree_flatten(tree, is_leaf=is_dual)
     arrays = []
     for place, leaf in enumerate(leaves):
+        if is_dual(leaf):
+            arrays.append(leaf)
+            continue
         try:
             is_array = isinstance(leaf, jax.Array)
             arrays.append(_strong(leaf if is_array else jnp.asarray(leaf)))

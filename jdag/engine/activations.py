@@ -27,6 +27,7 @@ from jdag.engine.vocabulary import (
     Acknowledge,
     Attach,
     Attached,
+    Awaited,
     Call,
     ContextId,
     Failure,
@@ -171,6 +172,14 @@ class Activations:
             raise WorkerLost(f"no program can run on {event.worker!r}: it is lost")
         activation.launched[event.path] = (event.waiter, event.worker)
         self.when_acknowledged(activation, partial(self._launch, fragment, event))
+
+    def awaited(self, event: Awaited) -> None:
+        """The top activation waits until others know all that it has issued."""
+        _, activation = self.activation(event.context, (0,))
+        self.when_acknowledged(activation, partial(self._resume, event.waiter))
+
+    def _resume(self, waiter: int) -> None:
+        self._state.out.append(Resume(waiter, None))
 
     def _launch(self, fragment: Fragment, event: Launched) -> None:
         run = Run(

@@ -21,6 +21,7 @@ from jdag.engine.vocabulary import (
     Assigned,
     Attach,
     Attached,
+    Awaited,
     Call,
     Computed,
     ContextId,
@@ -154,9 +155,16 @@ class Engine:
                 self._reads.fetched(event)
             case Launched():
                 self._activations.launched(event)
+            case Awaited():
+                self._activations.awaited(event)
             case Returned():
                 self._activations.returned(event)
                 self._heed(event.context, event.failure)
+            case _:
+                self._told_seldom(event)
+
+    def _told_seldom(self, event: Event) -> None:
+        match event:
             case Opened():
                 self._ends.opened(event)
             case Differentiated():
@@ -165,6 +173,7 @@ class Engine:
                 self._ends.left(event)
             case Assigned():
                 self._leaves.assigned(event)
+                self._lives.assigned(event)
             case Dropped():
                 self._leaves.dropped(event)
             case Attached():
@@ -173,7 +182,16 @@ class Engine:
                 self._passes.expired(event)
             case Lost(worker=worker):
                 self._ends.lost(worker)
-            case Computed() | Arrived():
+            case (
+                Computed()
+                | Arrived()
+                | Issued()
+                | Discarded()
+                | Fetched()
+                | Launched()
+                | Awaited()
+                | Returned()
+            ):
                 raise AssertionError(event)
             case _:
                 assert_never(event)

@@ -20,6 +20,7 @@ from jdag.engine.leaves import Leaves
 from jdag.engine.lives import Lives
 from jdag.engine.state import State, first_failure, lost_failure
 from jdag.engine.vocabulary import (
+    LEAF_KINDS,
     Acknowledge,
     Call,
     ContextId,
@@ -101,7 +102,7 @@ class Forwarding:
 
     def value(self, fragment: Fragment, key: Key) -> Value:
         """What an input of a call means here."""
-        if key.kind == "leaf":
+        if key.kind in LEAF_KINDS:
             return self._leaves.use(fragment, key)
         if key.kind == "received":
             path, source = key.name

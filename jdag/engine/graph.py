@@ -135,9 +135,13 @@ class RecvEnd:
 
 
 class LeafEnd:
-    """Where the gradient of one leaf accumulates in one context. It is never spent."""
+    """Where the gradient of one leaf accumulates in one context. It is never spent.
 
-    __slots__ = ("aval", "current", "gradient", "inputs", "leaf", "outputs")
+    `read` is the version that the context reads as the newest: the one that was when it
+    first did, whoever makes others meanwhile, until its own program does.
+    """
+
+    __slots__ = ("aval", "current", "gradient", "inputs", "leaf", "outputs", "read")
 
     def __init__(self, leaf: LeafId, aval: Any) -> None:
         self.leaf = leaf
@@ -146,6 +150,7 @@ class LeafEnd:
         self.current: Value | None = None  # The same as a value.
         self.inputs: tuple[Value, ...] = ()
         self.outputs: tuple[Value, ...] = ()
+        self.read: Value | None = None
 
 
 Vertex = Node | SendEnd | RecvEnd | LeafEnd

@@ -1,7 +1,16 @@
 """Leaves and their versions: made, replaced and dropped in message order.
 
-A version is kept while it is the newest, while an assignment waits for it, and while a
-context that read it is open. Invariant: `users` counts just those last two.
+Who keeps a leaf numbers its versions: programs of several workers may assign to it at
+once, and none knows what the others do. They ask for the `newest`, which is the last
+that an assignment made that came before the asking. So each update starts from the one
+before it, and none is lost, in whatever order they come; what one worker sends comes in
+the order in which it sent. A context goes on reading the version that it read first
+(`LeafEnd.read`), until its own program assigns.
+
+A version is kept while it is the newest, while an assignment or a read waits for it,
+and while a context that read it is open. Invariant: `users` counts just those last.
+What a worker asked for that was lost meanwhile, and cannot be made, is as if it had not
+asked: that version is the one before it.
 """
 
 from collections.abc import Mapping
@@ -12,6 +21,7 @@ from typing import Any, NamedTuple
 from jdag.engine.graph import Fragment, LeafEnd, Value
 from jdag.engine.state import State, first_failure
 from jdag.engine.vocabulary import (
+    LEAF_KINDS,
     Acknowledge,
     Assign,
     Assigned,
@@ -26,6 +36,7 @@ from jdag.engine.vocabulary import (
     Path,
     Stale,
     Worker,
+    is_newest,
     landing,
 )
 from jdag.errors import WorkerLost
@@ -33,10 +44,11 @@ from jdag.errors import WorkerLost
 
 @dataclass(slots=True)
 class Version:
-    """One version of a leaf and how many contexts and assignments use it."""
+    """One version of a leaf; how many contexts, assignments and reads use it."""
 
     value: Value
     users: int = 0
+    before: "Version | None" = None  # That whose value it has, as it was not made.
 
 
 @dataclass(slots=True)
@@ -53,6 +65,7 @@ class Leaf:
 class Batch:
     """What came with one message, dropped when the last of its parts has settled."""
 
+    issuer: Worker
     parts: int
     constants: tuple[Key, ...]
 
@@ -95,17 +108,17 @@ class Leaves:
             sent.update(dict.fromkeys(carried))
         kept = landing(own)
         state.drop(key for key in sent if key not in kept)
-        self.assign(own)
+        self.assign(state.worker, own)
 
     def arrived(self, sender: Worker, message: Assign) -> None:
         """An assignment from another worker."""
-        self.assign(message)
+        self.assign(sender, message)
         self._state.send(sender, Acknowledge(None, message.path))
 
-    def assign(self, message: Assign) -> None:
+    def assign(self, issuer: Worker, message: Assign) -> None:
         """Make the versions: they settle when the functions have run."""
         constants = tuple(key for key in landing(message) if key.kind == "constant")
-        batch = Batch(len(message.parts), constants)
+        batch = Batch(issuer, len(message.parts), constants)
         # All is taken before the first is made: no part reads what another replaces.
         taken = [self._inputs(part, batch) for part in message.parts]
         for part, (inputs, held) in zip(message.parts, taken, strict=True):
@@ -113,21 +126,37 @@ class Leaves:
 
     def _assign(self, part: Assignment, inputs: tuple[Value, ...], held: Held) -> None:
         state = self._state
-        outputs = []
-        for key, aval in zip(part.outputs, part.avals, strict=True):
-            leaf = self._leaves.setdefault(key.name, Leaf(aval))
-            previous = leaf.versions.get(leaf.newest)
-            leaf.newest = key.index
-            value = Value(key, None, 0)
-            leaf.versions[key.index] = Version(value)
-            outputs.append(value)
-            if previous is not None:
-                self._free(leaf, previous)
+        outputs = tuple(
+            self._next(key, aval, held.batch.issuer)
+            for key, aval in zip(part.outputs, part.avals, strict=True)
+        )
         if part.function is None:
-            self._settle(tuple(outputs), held, None)
+            self._settle(outputs, held, None)
             return
-        run = partial(self._run, part, inputs, tuple(outputs), held)
+        run = partial(self._run, part, inputs, outputs, held)
         state.when_settled(inputs, run)
+
+    def _next(self, key: Key, aval: Any, issuer: Worker) -> Value:
+        """A new leaf's first version, or the next one of a leaf that is here."""
+        leaf = self._leaves.get(key.name)
+        if not is_newest(key):
+            leaf = leaf or self._leaves.setdefault(key.name, Leaf(aval))
+            number = key.index
+        elif leaf is None or leaf.forgotten:
+            return Value(_version_key(key.name, _NEVER), None, 0)
+        else:
+            number = leaf.newest + 1
+        previous = leaf.versions.get(leaf.newest)
+        value = Value(_version_key(key.name, number), None, 0)
+        leaf.versions[number] = Version(value)
+        leaf.newest = number
+        if previous is not None:
+            leaf.versions[number].before = previous
+            previous.users += 1
+        for fragment in self._state.contexts.values():
+            if fragment.owner == issuer and key.name in fragment.leaves:
+                fragment.leaves[key.name].read = None
+        return value
 
     def _inputs(self, part: Assignment, batch: Batch) -> tuple[tuple[Value, ...], Held]:
         """The values of an assignment, each held until it has run."""
@@ -138,10 +167,9 @@ class Leaves:
         versions: list[tuple[LeafId, Version]] = []
         for key in part.inputs:
             value: Value | None = None
-            if key.kind == "leaf":
-                version = self._version(key)
+            if key.kind in LEAF_KINDS:
+                version = self.hold(key)
                 if version is not None:
-                    version.users += 1
                     versions.append((key.name, version))
                     value = version.value
             elif key.kind == "constant":
@@ -215,20 +243,43 @@ class Leaves:
         held.batch.parts -= 1
         if not held.batch.parts:
             state.drop(held.batch.constants)
+        withdrawn = failure is not None and self._is_lost(held.batch.issuer, failure)
         for value in outputs:
-            state.settle(value, failure)
+            self._made(value, failure, withdrawn)
         state.release(held.values)
         for fragment in held.fragments:
             state.less_pending(fragment)
         for name, version in held.versions:
-            version.users -= 1
-            self._free(self._leaves[name], version)
-        for value in outputs:  # Dropped or replaced while it was being made.
-            leaf = self._leaves.get(value.key.name)
-            if leaf is None:
-                state.drop((value.key,))
-            elif value.key.index in leaf.versions:
-                self._free(leaf, leaf.versions[value.key.index])
+            self.let_go(name, version)
+
+    def _is_lost(self, issuer: Worker, failure: Failure) -> bool:
+        """Whether who asked is gone, as known here, or where the failure began."""
+        began = failure.error == WorkerLost.__name__ and failure.worker == issuer
+        return began or issuer in self._state.lost
+
+    def _made(self, value: Value, failure: Failure | None, withdrawn: bool) -> None:
+        """A version is here, or is not and never will be."""
+        leaf = self._leaves.get(value.key.name)
+        version = None if leaf is None else leaf.versions.get(value.key.index)
+        if leaf is None or version is None:  # Dropped while it was being made.
+            self._state.settle(value, failure)
+            self._state.drop((value.key,))
+            return
+        before = version.before
+        if before is not None and withdrawn:
+            same = partial(self._as_before, leaf, version, before)
+            self._state.when_settled((before.value,), same)
+            return
+        version.before = None
+        self._state.settle(value, failure)
+        if before is not None:
+            self.let_go(value.key.name, before)
+        self._free(leaf, version)  # It may have been replaced already.
+
+    def _as_before(self, leaf: Leaf, version: Version, before: Version) -> None:
+        version.value.stored = before.value.stored
+        self._state.settle(version.value, before.value.failure)
+        self._free(leaf, version)
 
     # ------------------------------------------------------------- use and freedom
 
@@ -236,7 +287,19 @@ class Leaves:
         leaf = self._leaves.get(key.name)
         if leaf is None or leaf.forgotten:
             return None
-        return leaf.versions.get(key.index)
+        return leaf.versions.get(leaf.newest if is_newest(key) else key.index)
+
+    def hold(self, key: Key) -> Version | None:
+        """A version, kept until `let_go`; None if it is not here."""
+        version = self._version(key)
+        if version is not None:
+            version.users += 1
+        return version
+
+    def let_go(self, name: LeafId, version: Version) -> None:
+        """A user of a version has done with it."""
+        version.users -= 1
+        self._free(self._leaves[name], version)
 
     def missing(self, key: Key) -> Value:
         """A value that holds why it is not here."""
@@ -246,6 +309,8 @@ class Leaves:
                 "it was dropped" if leaf is None else f"the newest is {leaf.newest}"
             )
             why = f"version {key.index} of {key.name} is not held any more ({newest})"
+        elif key.kind == "newest":
+            why = f"{key.name} is not held here: it was dropped, or is not made yet"
         else:
             why = f"{key.kind} {key.name} of context {key.context} is not held here"
         value = Value(key, None, 0)
@@ -262,33 +327,38 @@ class Leaves:
                 found.append(Stale(name, leaf.newest - version))
         return tuple(found)
 
-    def read(self, key: Key) -> Value:
-        """A version, to be read outside any context."""
-        version = self._version(key)
-        return self.missing(key) if version is None else version.value
-
     def use(self, fragment: Fragment, key: Key) -> Value:
         """A version as a value of a context, with the end of its gradient."""
-        value = fragment.values.get(key)
-        if value is not None:
-            return value
-        version = self._version(key)
-        if version is None:
-            return self.missing(key)
-        version.users += 1
         end = fragment.leaves.get(key.name)
-        if end is None:
-            end = fragment.leaves[key.name] = LeafEnd(
-                key.name, self._leaves[key.name].aval
-            )
-        value = fragment.values[key] = Value(key, end, len(end.outputs))
-        end.outputs = (*end.outputs, value)
+        if is_newest(key) and end is not None and end.read is not None:
+            return end.read
+        version = self._version(key)
+        exact = key if version is None else version.value.key
+        value = fragment.values.get(exact)
+        if value is None:
+            if version is None:
+                return self.missing(key)
+            value = self._used(fragment, version)
+        if is_newest(key):
+            fragment.leaves[key.name].read = value
+        return value
+
+    def _used(self, fragment: Fragment, version: Version) -> Value:
         source = version.value
+        name = source.key.name
+        version.users += 1
+        end = fragment.leaves.get(name)
+        if end is None:
+            end = fragment.leaves[name] = LeafEnd(name, self._leaves[name].aval)
+        place = len(end.outputs)
+        value = fragment.values[source.key] = Value(source.key, end, place)
+        end.outputs = (*end.outputs, value)
         self._state.when_settled((source,), partial(self._mirror, source, value))
         return value
 
     def _mirror(self, source: Value, value: Value) -> None:
         if not value.settled:  # It has if the context was aborted.
+            value.stored = source.stored
             self._state.settle(value, source.failure)
 
     def release(self, fragment: Fragment) -> None:
@@ -327,6 +397,9 @@ class Leaves:
         if superseded and version.users == 0 and version.value.settled:
             if leaf.versions.pop(key.index, None) is not None:
                 self._state.drop((key,))
+                if version.before is not None:
+                    version.before.users -= 1
+                    self._free(leaf, version.before)
             if not leaf.versions:
                 self._leaves.pop(key.name, None)
 
@@ -338,6 +411,13 @@ class Leaves:
         """A worker is gone: it acknowledges nothing more."""
         for pending in [key for key in self.unacknowledged if key[1] == worker]:
             del self.unacknowledged[pending]
+
+
+_NEVER = -1  # The number of a version that nobody can ask for.
+
+
+def _version_key(name: LeafId, number: int) -> Key:
+    return Key("leaf", None, name, number)
 
 
 def _lost(part: Assignment, parts: int) -> str:

@@ -35,12 +35,15 @@ from collections.abc import Iterable
 from jdag.engine.graph import Activation, Fragment, LeafEnd, Value
 from jdag.engine.state import State
 from jdag.engine.vocabulary import (
+    LEAF_KINDS,
     Argument,
+    Assigned,
     Discard,
     Discarded,
     Key,
     Notice,
     Worker,
+    is_newest,
 )
 
 
@@ -78,7 +81,7 @@ class Lives:
     def note_leaves(self, activation: Activation) -> None:
         """A pass spends transfers: a leaf is moved anew when it is used again."""
         for key, copies in activation.moved.items():
-            if key.kind == "leaf":
+            if key.kind in LEAF_KINDS:
                 for what in [what for what in copies if what[1]]:
                     self._note(activation, what[0], copies.pop(what))
 
@@ -92,6 +95,19 @@ class Lives:
             return
         if older not in [argument.key for argument in arguments]:
             for (worker, _), copy in activation.moved.pop(older, {}).items():
+                self._note(activation, worker, copy)
+
+    def assigned(self, event: Assigned) -> None:
+        """Contexts of programs here read new versions of these leaves from now on."""
+        keys = [k for part in event.parts for k in part.outputs if is_newest(k)]
+        for fragment in self._state.contexts.values() if keys else ():
+            if fragment.owner == self._state.worker:
+                for activation in fragment.activations.values():
+                    self._note_copies(activation, keys)
+
+    def _note_copies(self, activation: Activation, keys: Iterable[Key]) -> None:
+        for key in keys:
+            for (worker, _), copy in activation.moved.pop(key, {}).items():
                 self._note(activation, worker, copy)
 
     def note_notices(self, activation: Activation, notices: Iterable[Notice]) -> None:

@@ -42,13 +42,15 @@ class ContextId(NamedTuple):
 
 
 class LeafId(NamedTuple):
-    """Names a leaf: who keeps it, and its number in the order of making."""
+    """Names a leaf: who keeps it; of who made it 16 bits of number, 48 of counter."""
 
     worker: Worker
     number: int
 
     def __str__(self) -> str:
-        return f"leaf {self.number} on {self.worker}"
+        maker, counter = self.number >> 48, self.number & (1 << 48) - 1
+        by = f"{maker}." if maker else ""
+        return f"leaf {by}{counter} on {self.worker}"
 
 
 class Key(NamedTuple):
@@ -59,6 +61,7 @@ class Key(NamedTuple):
     received    (path, source)  slot of the transfer     where the transfer went
     constant    path            position of the argument where the call runs
     leaf        LeafId          version                  on the leaf's worker
+    newest      LeafId          0: which, it says        the leaf's worker
     gradient    LeafId          pass                     on the leaf's worker
     seed        pass            number of the root       where the root lives
     cotangent   (pass, path)    slot of the transfer     on the send's worker
@@ -71,6 +74,14 @@ class Key(NamedTuple):
     context: ContextId | None
     name: Any
     index: int  # type: ignore[assignment]  # Hides tuple.index, unused.
+
+
+LEAF_KINDS = ("leaf", "newest")  # Of keys that name a version of a leaf.
+
+
+def is_newest(key: Key) -> bool:
+    """Whether a key means whichever version of a leaf is the newest."""
+    return key.kind == "newest"
 
 
 @data

@@ -1,18 +1,21 @@
 """Reads: values fetched by programs. They make no node, no edge and no context.
 
 Told: Fetched by a program here, Read and Reading by other workers. Asks for Resume,
-Read and Reading. Invariant: every Fetched is resumed and every Read answered, whatever
-becomes of the values, their context or their worker.
+Read and Reading. Invariants: every Fetched is resumed and every Read answered, whatever
+becomes of the values, their context or their worker; a version of a leaf that is read
+is kept until then, whatever is assigned meanwhile.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from jdag.engine.graph import Value
-from jdag.engine.leaves import Leaves
+from jdag.engine.leaves import Leaves, Version
 from jdag.engine.state import State, lost_failure
 from jdag.engine.vocabulary import (
+    LEAF_KINDS,
     Failure,
     Fetched,
     Key,
@@ -25,6 +28,14 @@ from jdag.engine.vocabulary import (
 Answered = Key | Failure
 
 
+class Found(NamedTuple):
+    """A value that is asked for here; of a leaf, which version, held for this."""
+
+    key: Key
+    value: Value
+    version: Version | None
+
+
 @dataclass(slots=True)
 class Fetch:
     """One program's wait for values, from one or several workers."""
@@ -32,7 +43,7 @@ class Fetch:
     waiter: int
     results: list[Answered | None]
     missing: int
-    own: dict[int, tuple[Key, Value]]  # By place: those of this worker.
+    own: dict[int, Found]  # By place: those of this worker.
 
 
 @dataclass(slots=True)
@@ -62,12 +73,10 @@ class Reads:
         for owner, places in parts.items():
             keys = tuple(event.keys[place][0] for place in places)
             if owner == self._state.worker:
-                values = self._find(keys)
-                fetch.own = dict(
-                    zip(places, zip(keys, values, strict=True), strict=True)
-                )
+                found = self._find(keys)
+                fetch.own = dict(zip(places, found, strict=True))
                 give = partial(self._less_missing, fetch, len(places))
-                self._state.when_settled(values, give)
+                self._state.when_settled([one.value for one in found], give)
             elif owner in self._state.lost:
                 self._give_lost(fetch, places, owner)
             else:
@@ -91,45 +100,55 @@ class Reads:
     def _less_missing(self, fetch: Fetch, count: int) -> None:
         fetch.missing -= count
         if fetch.missing == 0:
-            for place, (key, value) in fetch.own.items():
-                fetch.results[place] = self._answer(key, value)
+            for place, found in fetch.own.items():
+                fetch.results[place] = self._answer(found)
             self._state.out.append(Resume(fetch.waiter, tuple(fetch.results)))
+            self._let_go(tuple(fetch.own.values()))
 
-    def _find(self, keys: Sequence[Key]) -> list[Value]:
-        return [self._value(key) for key in keys]
+    def _find(self, keys: Sequence[Key]) -> list[Found]:
+        found = []
+        for key in keys:
+            version = self._leaves.hold(key) if key.kind in LEAF_KINDS else None
+            value = self._value(key) if version is None else version.value
+            found.append(Found(key, value, version))
+        return found
 
     def _value(self, key: Key) -> Value:
-        if key.kind == "leaf":
-            return self._leaves.read(key)
+        """A value of a context; or that there is none."""
         fragment = (
             None if key.context is None else self._state.contexts.get(key.context)
         )
         value = None if fragment is None else fragment.values.get(key)
         return self._leaves.missing(key) if value is None else value
 
-    def _answer(self, key: Key, value: Value) -> Answered:
+    def _answer(self, found: Found) -> Answered:
         """Where a settled value is, or why it is not.
 
-        Found anew: while others were awaited it may have been dropped.
+        Found anew, if it is not held: while others were awaited it may have gone.
         """
-        again = self._value(key)
+        key, value, version = found
+        again = self._value(key) if version is None else value
         return value.failure or again.failure or again.stored
+
+    def _let_go(self, found: Sequence[Found]) -> None:
+        for key, _, version in found:
+            if version is not None:
+                self._leaves.let_go(key.name, version)
 
     def read(self, sender: Worker, message: Read) -> None:
         """Another worker asks: answer when all of it is known."""
-        values = self._find(message.keys)
-        reply = partial(self._reply, sender, message, values)
-        self._state.when_settled(values, reply)
+        found = self._find(message.keys)
+        reply = partial(self._reply, sender, message, found)
+        self._state.when_settled([one.value for one in found], reply)
 
-    def _reply(self, sender: Worker, message: Read, values: Sequence[Value]) -> None:
-        answers = [
-            self._answer(*pair) for pair in zip(message.keys, values, strict=True)
-        ]
+    def _reply(self, sender: Worker, message: Read, found: Sequence[Found]) -> None:
+        answers = [self._answer(one) for one in found]
         failures = tuple(
             answer if isinstance(answer, Failure) else None for answer in answers
         )
         held = tuple(answer for answer in answers if isinstance(answer, Key))
         self._state.send(sender, Reading(message.request, failures), held)
+        self._let_go(found)
 
     def reading(self, message: Reading, landed: tuple[Key, ...]) -> None:
         """What was asked for is here."""

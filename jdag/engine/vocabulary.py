@@ -40,6 +40,7 @@ from jdag.engine.messages import (
     landing,
 )
 from jdag.engine.names import (
+    LEAF_KINDS,
     ContextId,
     Failure,
     Hook,
@@ -53,9 +54,11 @@ from jdag.engine.names import (
     Stale,
     Worker,
     data,
+    is_newest,
 )
 
 __all__ = [
+    "LEAF_KINDS",
     "Acknowledge",
     "Alarm",
     "Answer",
@@ -67,6 +70,7 @@ __all__ = [
     "Assignment",
     "Attach",
     "Attached",
+    "Awaited",
     "Call",
     "Compute",
     "Computed",
@@ -127,6 +131,7 @@ __all__ = [
     "Vjp",
     "Weighted",
     "Worker",
+    "is_newest",
     "landing",
 ]
 
@@ -295,6 +300,14 @@ class Returned:
 
 
 @data
+class Awaited:
+    """The owner's top activation waits until all that it issued has arrived."""
+
+    waiter: int
+    context: ContextId
+
+
+@data
 class Fetched:
     """A program here waits for values: Resume brings a key or a failure for each."""
 
@@ -363,7 +376,8 @@ class Left:
 
 Event = (
     Computed | Arrived | Lost | Opened | Issued | Discarded | Launched | Returned
-    | Fetched | Assigned | Dropped | Attached | Differentiated | Expired | Left
+    | Awaited | Fetched | Assigned | Dropped | Attached | Differentiated | Expired
+    | Left
 )  # fmt: skip
 
 

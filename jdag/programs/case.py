@@ -144,8 +144,8 @@ class Case:
         for number, seed in enumerate(run.seeds):
             played = self._once(run, seed, clean=False)
             if played.gradients is not None:
-                patterns[_bits(played.gradients)] = None
-            orders[_arrivals(played.cluster)] = None
+                patterns[bits(played.gradients)] = None
+            orders[arrivals(played.cluster)] = None
             digests.append(played.cluster.trace.digest)
             if first is None:
                 first = played
@@ -156,12 +156,12 @@ class Case:
             **self._outcome(first),
             **self._truth(run, first),
             **_counts(first),
-            **_after(first, len(jax.tree.leaves(self.params))),
+            **left_over(first.cluster),
             "seeds": len(run.seeds),
             "bit_patterns": len(patterns),
             "arrival_orders": len(orders),
             "same_bits_as_clean": self._same_as_clean(run, first),
-            "digest": _digest(digests),
+            "digest": digest_of(digests),
         }
 
     def _once(self, run: Run, seed: int, *, clean: bool) -> Played:
@@ -242,7 +242,7 @@ class Case:
             return None
         clean = self._once(run, run.seeds[0], clean=True)
         assert clean.gradients is not None, clean.error
-        same = _bits(clean.gradients) == _bits(played.gradients)
+        same = bits(clean.gradients) == bits(played.gradients)
         clean.cluster.close()
         return same
 
@@ -265,7 +265,8 @@ def worst(differences: Sequence[float]) -> float:
     return float(np.max(differences)) if len(differences) else 0.0
 
 
-def _digest(digests: Sequence[str]) -> str:
+def digest_of(digests: Sequence[str]) -> str:
+    """Return the digest of several runs; of one, its own."""
     if len(digests) == 1:
         return digests[0]
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()
@@ -275,7 +276,8 @@ def _roots(result: Any) -> list[Ref]:
     return list(result) if isinstance(result, list | tuple) else [result]
 
 
-def _bits(gradients: Sequence[Any]) -> str:
+def bits(gradients: Sequence[Any]) -> str:
+    """Return a hash of arrays, bit by bit; None is one that is absent."""
     taken = hashlib.sha256()
     for gradient in gradients:
         if gradient is None:
@@ -286,7 +288,7 @@ def _bits(gradients: Sequence[Any]) -> str:
     return taken.hexdigest()
 
 
-def _arrivals(cluster: Cluster) -> str:
+def arrivals(cluster: Cluster) -> str:
     """The order in which cotangents arrived, everywhere."""
     taken = hashlib.sha256()
     for record in cluster.trace.of_kind("deliver"):
@@ -315,11 +317,7 @@ def _counts(played: Played) -> Figures:
         for name, busy_ns in played.busy_ns.items()
     }
     return {
-        "messages": total(cluster, "messages_sent"),
-        "payload_bytes": total(cluster, "payload_bytes_sent"),
-        "wire_bytes": total(cluster, "bytes_sent"),
-        "resends": total(cluster, "resends"),
-        "duplicates": total(cluster, "duplicates"),
+        **sent(cluster),
         "virtual_time_ns": taken_ns,
         "bubble": bubbles,
         "bubble_min": min(bubbles.values()),
@@ -327,20 +325,24 @@ def _counts(played: Played) -> Figures:
     }
 
 
-def _after(played: Played, leaves: int) -> Figures:
-    """What the workers that are left still hold."""
-    living = [one for one in played.cluster.info().values() if not one["lost"]]
-    lost = len(played.cluster.info()) - len(living)
-    held = sum(int(worker["values_held"]) for worker in living)
-    kept = leaves if not lost else sum(_leaves_of(played.cluster))
+def sent(cluster: Cluster) -> Figures:
+    """What went over the wire so far."""
     return {
-        "live_contexts": sum(int(worker["live_contexts"]) for worker in living),
-        "live_passes": sum(int(worker["live_passes"]) for worker in living),
-        "values_left": held - kept,
+        "messages": total(cluster, "messages_sent"),
+        "payload_bytes": total(cluster, "payload_bytes_sent"),
+        "wire_bytes": total(cluster, "bytes_sent"),
+        "resends": total(cluster, "resends"),
+        "duplicates": total(cluster, "duplicates"),
     }
 
 
-def _leaves_of(cluster: Cluster) -> list[int]:
+def left_over(cluster: Cluster) -> Figures:
+    """What the workers that are left still hold, but for leaves."""
     info = cluster.info()
-    kept = cluster.home.leaves
-    return [not info[leaf.worker]["lost"] for leaf in kept]
+    living = [one for one in info.values() if not one["lost"]]
+    leaves = sum(not info[leaf.worker]["lost"] for leaf in cluster.home.leaves)
+    return {
+        "live_contexts": sum(int(worker["live_contexts"]) for worker in living),
+        "live_passes": sum(int(worker["live_passes"]) for worker in living),
+        "values_left": sum(int(worker["values_held"]) for worker in living) - leaves,
+    }

@@ -1,14 +1,17 @@
 """One simulated worker: its engine, its values, what computes on them, its devices."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from jdag.compute.avals import is_deleted
 from jdag.compute.machine import Machine, deleted
+from jdag.engine import Engine
 from jdag.engine.vocabulary import Key, Primal, Reading
 from jdag.sim.carriage import End
-from jdag.sim.devices import Device
+from jdag.sim.chooser import Chooser
+from jdag.sim.devices import Device, DeviceModel
+from jdag.sim.faults import Faults
 
 
 class Host:
@@ -92,6 +95,16 @@ class Host:
                 values.drop(key)
                 self.made.pop(key, None)
 
+    def taken(self, found: Sequence[Any]) -> tuple[Any, ...]:
+        """What was fetched, values in place of keys; what came only for that goes."""
+        values = tuple([self._taken(o) if type(o) is Key else o for o in found])
+        self.drop([k for k in found if type(k) is Key and k.kind == "reading"])
+        return values
+
+    def _taken(self, key: Key) -> Any:
+        value = self.machine.leaving(key)
+        return deleted(value, key, self.worker) if is_deleted(value) else value
+
     def clear(self) -> None:
         """Let go of everything; what was counted stays."""
         assert not self.alive, self.worker
@@ -126,3 +139,19 @@ class Host:
             "busy_ns": sum(device.busy_ns for device in self.devices),
             "lost": self.crashed,
         }
+
+
+def made_hosts(
+    kinds: Mapping[str, DeviceModel], values: str, chooser: Chooser, faults: Faults
+) -> dict[str, Host]:
+    """A host for each worker, of the device that it has."""
+    workers = tuple(kinds)
+    return {
+        worker: Host(
+            worker,
+            Engine(worker, workers),
+            Machine(values),
+            Device(worker, model, chooser, faults),
+        )
+        for worker, model in kinds.items()
+    }

@@ -61,7 +61,7 @@ def event_detail(event: Event) -> tuple[Any, ...]:
 def note_nothing(
     kind: str, worker: str, detail: tuple[Any, ...], causes: tuple[int, ...]
 ) -> int:
-    """Note, where no trace is kept."""
+    """Stand in for a trace where none is kept."""
     del kind, worker, detail, causes
     return -1
 

@@ -61,10 +61,6 @@ class Port:
         self.host.machine.values.put(key, value)
         self.host.fresh.append(key)
 
-    def get(self, key: Key) -> Any:
-        """A value that this worker holds, as it leaves; KeyError if there is none."""
-        return self.host.machine.leaving(key)
-
     def drop(self, keys: Sequence[Key]) -> None:
         """Let go of values; a key that is not held is no error."""
         self.host.drop(keys)

@@ -18,6 +18,7 @@ from typing import Any
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from jdag.errors import JdagError
+from jdag.sim.port import Port
 from jdag.sim.timeline import Entry
 
 
@@ -68,13 +69,13 @@ class Waiters:
 
 
 class Programs:
-    """The greenlets of one run, by the worker whose program each is."""
+    """The greenlets of one run, with the port of each."""
 
     __slots__ = ("_alive", "_hub", "_parked")
 
     def __init__(self) -> None:
         self._hub: greenlet | None = None
-        self._alive: dict[greenlet, str] = {}
+        self._alive: dict[greenlet, Port] = {}
         self._parked: dict[int, greenlet] = {}
 
     @property
@@ -87,6 +88,11 @@ class Programs:
         """How many programs have begun and not ended."""
         return len(self._alive)
 
+    @property
+    def current(self) -> Port | None:
+        """The port of the program that runs right now; None if it is main."""
+        return self._alive.get(getcurrent())
+
     def enter(self) -> None:
         """The current greenlet is the hub from now on."""
         assert self._hub is None, self._hub
@@ -96,10 +102,10 @@ class Programs:
         """There is no hub any more."""
         self._hub = None
 
-    def start(self, worker: str, body: Callable[[], None]) -> None:
-        """Run `body` as a program of `worker` until it blocks or ends."""
+    def start(self, port: Port, body: Callable[[], None]) -> None:
+        """Run `body` as the program of `port` until it blocks or ends."""
         program = greenlet(body)
-        self._alive[program] = worker
+        self._alive[program] = port
         self._run(program)
 
     def park(self, waiter: int) -> None:
@@ -131,7 +137,7 @@ class Programs:
         Raises:
             JdagError: asked by one of those programs.
         """
-        dying = [p for p, home in self._alive.items() if worker in (None, home)]
+        dying = [p for p, port in self._alive.items() if worker in (None, port.worker)]
         if getcurrent() in dying:
             raise JdagError("a program cannot end the cluster that runs it; main can")
         for program in dying:

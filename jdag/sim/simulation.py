@@ -24,12 +24,12 @@ from typing import Any
 from greenlet import GreenletExit
 
 from jdag.compute.digest import fingerprint
-from jdag.compute.machine import Machine, failure_of
-from jdag.engine import Engine
+from jdag.compute.machine import failure_of
 from jdag.engine.drawing import Drawing
 from jdag.engine.vocabulary import (
     Alarm,
     Arrived,
+    Awaited,
     Compute,
     Computed,
     ContextId,
@@ -54,7 +54,7 @@ from jdag.sim.chooser import checked
 from jdag.sim.chooser import policy as policy_named
 from jdag.sim.devices import Device, Devices, Task, models
 from jdag.sim.faults import Crash, Fault, Faults
-from jdag.sim.host import Host
+from jdag.sim.host import Host, made_hosts
 from jdag.sim.jobs import Jobs
 from jdag.sim.network import LinkModel, Network
 from jdag.sim.notes import PLACE, event_detail, note_nothing
@@ -74,7 +74,7 @@ EVENTS_MAX = 1 << 40
 # objects are alive, which took half of the time of a long run; there are few cycles.
 GARBAGE_MIN = 50_000
 
-_WAITING = (Launched, Fetched, Differentiated, Left)
+_WAITING = (Launched, Awaited, Fetched, Differentiated, Left)
 _ON_TIME = ("frame", "timer", "begin", "finish", "alarm", "lost", "crash", "bury")
 _KINDS = (*_ON_TIME, "wake", "spawn")
 _NEVER = -2  # No record has this index; -1 is "none".
@@ -144,7 +144,8 @@ class Simulation:
             rng=Random(seed),
             note=self._note,
         )
-        self._hosts = self._made_hosts(values, devices)
+        kinds = models(devices, self.workers)
+        self._hosts = made_hosts(kinds, values, self._chooser, self._faults)
         self._waiters = Waiters()
         self._closed = False
         self._counted: dict[str, dict[str, int | bool]] | None = None
@@ -155,15 +156,12 @@ class Simulation:
         self._crash_index = _NEVER
         self._plan_losses(plan.partings(faults, plan.network_of(network), link))
 
-    def _made_hosts(self, values: str, devices: Devices) -> dict[str, Host]:
-        hosts = {}
-        for worker, model in models(devices, self.workers).items():
-            device = Device(worker, model, self._chooser, self._faults)
-            engine = Engine(worker, self.workers)
-            hosts[worker] = Host(worker, engine, Machine(values), device)
-        return hosts
-
     # ------------------------------------------------------------------ what users see
+
+    @property
+    def current(self) -> Port:
+        """The port of the program that runs right now."""
+        return self._programs.current or self.port
 
     @property
     def now_ns(self) -> int:
@@ -358,7 +356,10 @@ class Simulation:
         if asked is None:
             return  # Who waited was interrupted, and is not there any more.
         resumed = self._note("resume", host.worker, (waiter, asked), (record,))
-        self._waiters.given[waiter] = (resume.result, resumed)
+        result = resume.result
+        if asked == Fetched.__name__:  # Before another event can replace a leaf.
+            result = host.taken(result)
+        self._waiters.given[waiter] = (result, resumed)
         if self._programs.is_parked(waiter):
             self._soon(("wake", host, waiter))
 
@@ -430,7 +431,7 @@ class Simulation:
         """A program begins."""
         if host.alive:
             port = self._port(host, record)
-            self._programs.start(host.worker, partial(self._program, port, spawn))
+            self._programs.start(port, partial(self._program, port, spawn))
 
     def _lost(self, host: Host, peer: str, record: int) -> None:
         """A worker is told that a peer is gone."""

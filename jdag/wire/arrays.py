@@ -1,10 +1,11 @@
 """What a value takes on the wire: its type and shape as a header, then its bytes.
 
 The header is a byte for the dtype (its top bit is set for a weak type, which constants
-may have, the next where a device is named), a byte for the rank, 8 bytes for each axis,
-and the name of the device. Then the elements, row by row
-and little-endian; of PRNG keys their key data. A Python number travels as the weak
-scalar that JAX makes of it, so that abstract runs count the same.
+may have, the next where a device is named), a byte for the rank (its top bit is set for
+a dual), 8 bytes for each axis, and the name of the device. Then the elements, row by
+row and little-endian; of PRNG keys their key data; of a dual, which has a `primal` and
+a `tangent` of one type, those of the one and then of the other. A Python number travels
+as the weak scalar that JAX makes of it, so that abstract runs count the same.
 """
 
 import math
@@ -55,7 +56,7 @@ SCALARS = (int, float, complex)
 
 _NAMES = tuple(DTYPES)
 _NUMBERS = {name: number for number, name in enumerate(_NAMES)}
-_WEAK = 0x80
+_WEAK = _DUAL = 0x80
 _PLACED = 0x40
 _FLAGS = _WEAK | _PLACED
 _SHAPE = attrgetter("shape")
@@ -68,18 +69,20 @@ RANK_MAX = 64  # As numpy's; it also bounds the numbers that errors print.
 class ArrayType(NamedTuple):
     """Shape, name of the dtype, weak type or not: an abstract value as it travels.
 
-    `device` is that of a ref's value, None for the default one of its worker.
+    `device` is that of a ref's value, None for the default one of its worker. `dual`
+    tells that two arrays of this type do, a primal and its tangent.
     """
 
     shape: tuple[int, ...]
     dtype: str
     weak: bool
     device: str | None = None
+    dual: bool = False
 
     @property
     def nbytes(self) -> int:
         """Bytes of the elements."""
-        return math.prod(self.shape) * DTYPES[self.dtype]
+        return math.prod(self.shape) * DTYPES[self.dtype] * (1 + self.dual)
 
 
 def type_of(value: Any) -> ArrayType:
@@ -94,6 +97,8 @@ def type_of(value: Any) -> ArrayType:
     try:
         shape, dtype = value.shape, str(value.dtype)
     except AttributeError as error:
+        if hasattr(value, "tangent"):
+            return type_of(value.primal)._replace(dual=True)
         raise ProtocolError(
             f"{value!r} of type {type(value).__name__} is no value: allowed are arrays,"
             " abstract values, and Python int, float and complex"
@@ -119,13 +124,17 @@ def sizes(values: Sequence[Any]) -> tuple[int, int]:
             axes += len(shape)  # JAX's own nbytes takes thrice as long as this product.
             elements += math.prod(shape) * int(value.dtype.itemsize)
         except AttributeError:
-            elements += type_of(value).nbytes
+            kind = type_of(value)
+            axes += len(kind.shape)
+            elements += kind.nbytes
     return elements, HEADER_BYTES * len(values) + AXIS_BYTES * axes
 
 
 def _more(value: Any) -> int:
     if type(value) in SCALARS:
         return 0
+    if hasattr(value, "tangent"):
+        return _more(value.primal)
     device = value.device if hasattr(value, "weak") else None
     return AXIS_BYTES * len(value.shape) + (0 if device is None else TEXT.size(device))
 
@@ -134,7 +143,7 @@ def _write(writer: Writer, value: Any) -> None:
     kind = type_of(value)
     flags = _WEAK * kind.weak | _PLACED * (kind.device is not None)
     writer.integer(_NUMBERS[kind.dtype] | flags, 1, "dtype")
-    writer.integer(len(kind.shape), 1, "rank")
+    writer.integer(len(kind.shape) | _DUAL * kind.dual, 1, "rank")
     for axis in kind.shape:
         writer.integer(axis, AXIS_BYTES, "size of an axis")
     if kind.device is not None:
@@ -147,12 +156,14 @@ def _read(reader: Reader) -> ArrayType:
         raise ProtocolError(
             f"dtype {number & ~_FLAGS}: allowed is 0 to {len(_NAMES) - 1}"
         )
-    rank = reader.integer(1, "rank")
+    ranked = reader.integer(1, "rank")
+    rank = ranked & ~_DUAL
     if rank > RANK_MAX:
         raise ProtocolError(f"rank {rank}: allowed is 0 to {RANK_MAX}")
     shape = tuple([reader.integer(AXIS_BYTES, "an axis") for _ in range(rank)])
     device = TEXT.read(reader) if number & _PLACED else None
-    return ArrayType(shape, _NAMES[number & ~_FLAGS], bool(number & _WEAK), device)
+    name, weak = _NAMES[number & ~_FLAGS], bool(number & _WEAK)
+    return ArrayType(shape, name, weak, device, bool(ranked & _DUAL))
 
 
 def types_more(values: Sequence[Any]) -> int:

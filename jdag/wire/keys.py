@@ -32,6 +32,7 @@ NAMES = {
     "seed": PASS,
     "cotangent": items(PASS, PATH),
     "reading": REQUEST,
+    "newest": LEAF,
 }
 
 _KINDS = tuple(NAMES)

@@ -1,0 +1,242 @@
+"""Trainers and a parameter server: gradients do not mix, updates are not lost.
+
+Three questions of one server that keeps the parameters and several trainers, each with
+rows of its own to fit a line through, y = x w, by least squares:
+
+1. Each trainer differentiates x . w, for an x of its own, in a context of its own while
+   all others have theirs open: its gradient is its x.
+2. Each trainer, whenever it is ready, reads the parameters, differentiates and updates
+   them: in which order is a race that the seed decides. Each update counts, and the
+   parameters get near those that the rows were made from.
+3. In rounds, all differentiate at the same parameters, and the main program applies the
+   gradients in the order of the trainers: then no seed changes a bit, and each round is
+   one of gradient descent on all rows, which plain JAX is asked for as well.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jdag.cluster import Cluster
+from jdag.errors import ScenarioError
+from jdag.programs.case import (
+    Figures,
+    Run,
+    bits,
+    difference,
+    digest_of,
+    left_over,
+    sent,
+    worst,
+)
+from jdag.transform import value_and_grad
+
+FIGURES: Mapping[str, str] = {
+    "outcome": "how the training ended",
+    "gradients": "of x . w by each trainer at once: each different element once",
+    "contexts_at_once": "the most contexts that the server held at one time",
+    "updates": "updates of the parameters that count, of all trainers; of one seed",
+    "update_orders": "different parameters that the races of the seeds ended with",
+    "distance": "from the parameters that the rows were made from, the worst seed",
+    "rounds": "rounds in step",
+    "round_patterns": "different parameters, bit by bit, that the rounds ended with",
+    "gradient_difference": "max|w - w*| / max|w*| after the rounds; w* by plain JAX",
+    "seeds": "seeds played",
+    "messages": "protocol messages",
+    "payload_bytes": "bytes of arrays in them",
+    "wire_bytes": "all bytes: headers, acknowledgements and resends too",
+    "resends": "frames that were sent again",
+    "duplicates": "frames that were thrown away, having come before",
+    "virtual_time_ns": "of all three parts",
+    "live_contexts": "contexts that some worker holds afterwards",
+    "live_passes": "passes that some worker holds afterwards",
+    "values_left": "values held afterwards that are not leaves",
+    "digest": "the digest of the trace; of several seeds, that of their digests",
+}
+
+
+def weighed(w: Array, x: Array) -> Array:
+    """The product x . w: a number."""
+    return jnp.sum(w * x)
+
+
+def loss(w: Array, x: Array, y: Array) -> Array:
+    """Half the mean square of what is missing: x (rows, width), y (rows,)."""
+    return jnp.mean(jnp.square(x @ w - y)) / 2
+
+
+def descended(w: Array, gradient: Array, rate: Array) -> Array:
+    """A step of gradient descent."""
+    return w - rate * gradient
+
+
+def one_more(count: Array) -> Array:
+    """The next number."""
+    return count + 1
+
+
+@dataclass(slots=True)
+class Trainers:
+    """The server and its trainers, as a scenario plays them."""
+
+    workers: Sequence[str]
+    steps: int
+    width: int
+    rows: int
+    rate: float
+    figures: Mapping[str, str] = field(default_factory=lambda: FIGURES)
+
+    @property
+    def trainers(self) -> Sequence[str]:
+        """Every worker but the first, the server."""
+        return self.workers[1:]
+
+    def play(self, run: Run) -> Figures:
+        """Play all three parts with each seed; the first one is reported."""
+        raced: list[Any] = []
+        stepped: list[Any] = []
+        digests = []
+        first: Figures = {}
+        for number, seed in enumerate(run.seeds):
+            cluster = run.simulate(seed)
+            found = self._at_once(cluster)
+            updates, w = self._race(cluster)
+            raced.append(w)
+            stepped.append(self._in_step(cluster))
+            digests.append(cluster.trace.digest)
+            if not number:
+                run.keep(cluster, (0, cluster.now_ns))
+                first = {**found, "updates": updates, **sent(cluster)}
+                first |= left_over(cluster)
+                first["virtual_time_ns"] = cluster.now_ns
+            run.progress(number + 1, len(run.seeds))
+        return {
+            "outcome": "finished",
+            **first,
+            "update_orders": len(dict.fromkeys(bits([w]) for w in raced)),
+            "distance": worst([difference(w, self._truth()) for w in raced]),
+            "rounds": self.steps,
+            "round_patterns": len(dict.fromkeys(bits([w]) for w in stepped)),
+            "gradient_difference": worst([difference(stepped[0], self._descent())]),
+            "seeds": len(digests),
+            "digest": digest_of(digests),
+        }
+
+    # ----------------------------------------------------------------- the three parts
+
+    def _at_once(self, cluster: Cluster) -> Figures:
+        w = cluster.put(self.workers[0], jnp.ones(self.width))
+        programs = {
+            name: partial(self._differentiate, w, float(number + 1))
+            for number, name in enumerate(self.trainers)
+        }
+        found = cluster.run(programs).values()
+        cluster.drop(w)
+        return {
+            "gradients": [np.unique(gradient).tolist() for gradient, _ in found],
+            "contexts_at_once": max(at_once for _, at_once in found),
+        }
+
+    def _differentiate(self, w: Any, x: float, cluster: Cluster) -> Any:
+        with cluster.context() as ctx:
+            product = ctx.call(self.workers[0], weighed, w, jnp.full(self.width, x))
+            product.fetch()
+            at_once = cluster.info()[self.workers[0]]["live_contexts"]
+            ctx.backward(product)
+            return ctx.gradient(w).fetch(), at_once
+
+    def _race(self, cluster: Cluster) -> tuple[int, Any]:
+        server = self.workers[0]
+        w, count = cluster.put(server, (jnp.zeros(self.width), 0))
+        programs = {
+            name: partial(self._train, w, count, number)
+            for number, name in enumerate(self.trainers)
+        }
+        cluster.run(programs)
+        updates, found = int(count.fetch()), w.fetch()
+        cluster.drop([w, count])
+        return updates, found
+
+    def _train(self, w: Any, count: Any, number: int, cluster: Cluster) -> None:
+        x, y = self._data(number)
+        for _ in range(self.steps):
+            with cluster.context() as ctx:
+                ctx.backward(ctx.call(self.workers[0], loss, w, x, y))
+                cluster.update(descended, w, ctx.gradient(w), self.rate)
+            cluster.update(one_more, count)
+
+    def _in_step(self, cluster: Cluster) -> Any:
+        w = cluster.put(self.workers[0], jnp.zeros(self.width))
+        programs = {
+            name: partial(self._gradient, w, number)
+            for number, name in enumerate(self.trainers)
+        }
+        for _ in range(self.steps):
+            for gradient in cluster.run(programs).values():
+                cluster.update(descended, w, gradient, self.rate)
+        found = w.fetch()
+        cluster.drop(w)
+        return found
+
+    def _gradient(self, w: Any, number: int, cluster: Cluster) -> Any:
+        x, y = self._data(number)
+
+        def program(ctx: Any, w: Any) -> Any:
+            return ctx.call(self.workers[0], loss, w, x, y)
+
+        _, gradient = value_and_grad(program, cluster)(w)
+        return gradient
+
+    # ------------------------------------------------------------------- what is right
+
+    def _truth(self) -> Any:
+        return jnp.linspace(-1.0, 1.0, self.width)
+
+    def _data(self, number: int) -> tuple[Any, Any]:
+        """The rows of one trainer, without noise."""
+        x = jax.random.normal(jax.random.key(number), (self.rows, self.width))
+        return x, x @ self._truth()
+
+    def _descent(self) -> Any:
+        """The parameters after all rounds, by plain JAX."""
+        data = [self._data(number) for number in range(len(self.trainers))]
+
+        def whole(w: Any) -> Any:
+            losses = [loss(w, x, y) for x, y in data]
+            return sum(losses[1:], losses[0])
+
+        w = jnp.zeros(self.width)
+        for _ in range(self.steps):
+            w = w - self.rate * jax.grad(whole)(w)
+        return w
+
+
+def trainers(
+    workers: Sequence[str],
+    *,
+    steps: int = 20,
+    width: int = 4,
+    rows: int = 16,
+    rate: float = 0.1,
+) -> Trainers:
+    """A parameter server, and a trainer on each other worker.
+
+    Args:
+        workers: the server first, then the trainers.
+        steps: of each trainer, and rounds in step.
+        width: how many parameters.
+        rows: how many each trainer has.
+        rate: of gradient descent.
+    """
+    if len(workers) < 2:
+        raise ScenarioError(
+            f"workers = {list(workers)!r}: trainers needs a server and at least one "
+            "trainer"
+        )
+    return Trainers(workers, steps, width, rows, rate)
