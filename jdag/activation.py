@@ -43,6 +43,7 @@ from jdag.errors import ContextError, JdagError, kind_of
 from jdag.failures import exception_of, remote_error
 from jdag.functions import call_site, is_program, name_of
 from jdag.home import Home, Port, trace_state
+from jdag.moving import move
 from jdag.places import Left, at_home, refuse_device
 from jdag.ref import Hold, Leaf, Ref, RefData, is_ref
 from jdag.roots import check_hook
@@ -459,33 +460,6 @@ def _there(array: Any, program: str, tree: Any, place: int) -> Any:
             "), which was deleted or donated"
         )
     return array
-
-
-def moved(*arrays: Any) -> Any:
-    """Return what it is given: moving arrays is calling it elsewhere."""
-    return arrays
-
-
-def move(call: Callable[..., Any], where: str, tree: Any) -> Any:
-    """Call `moved` on a worker with the leaves of a pytree.
-
-    What is tracked goes by one call and the rest by another, since outputs of one call
-    are tracked or not together.
-    """
-    leaves, treedef = flatten(tree)
-    there = list(leaves)
-    for kind in (True, False):
-        places = [
-            place
-            for place, leaf in enumerate(leaves)
-            if (is_ref(leaf) and leaf.tracked) is kind
-        ]
-        if places:
-            arrays = tuple([leaves[place] for place in places])
-            refs = call(where, moved, arrays, {})
-            for place, ref in zip(places, refs, strict=True):
-                there[place] = ref
-    return unflatten(treedef, there)
 
 
 def traced(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdag.activation import moved, traced
+from jdag.activation import traced
 from jdag.compute.avals import Aval, aval_of
 from jdag.compute.pairs import Pair
 from jdag.compute.placed import Placed, placed
@@ -30,6 +30,7 @@ from jdag.engine.vocabulary import Assigned, Assignment, Dropped, Key, LeafId
 from jdag.errors import ContextError, JdagError
 from jdag.functions import call_site, name_of
 from jdag.home import Home, Port
+from jdag.moving import moved
 from jdag.ref import Leaf, Ref, is_ref
 
 

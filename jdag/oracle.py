@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
-from jdag.activation import move
 from jdag.compute.avals import aval_of
 from jdag.compute.devices import parsed
 from jdag.compute.pytrees import (
@@ -33,6 +32,7 @@ from jdag.engine.vocabulary import Failure, Key, Path
 from jdag.errors import ContextError, JdagError, RootError, kind_of
 from jdag.failures import exception_of, remote_error
 from jdag.functions import call_site, is_program
+from jdag.moving import move
 from jdag.places import refuse_device
 from jdag.ref import Ref, fetch, is_ref
 

@@ -37,7 +37,7 @@ from tests.random_programs import (
 )
 
 Path = tuple[int, ...]
-MOVED = "jdag.activation:moved"
+MOVED = "jdag.moving:moved"
 
 
 @dataclass(eq=False)

@@ -33,7 +33,7 @@ LAYERS = (
     ("ref",),
     ("parallel",),
     ("sim", "rpc"),
-    ("home", "places", "roots", "graph", "outcome"),
+    ("home", "places", "roots", "graph", "outcome", "moving"),
     ("activation",),
     ("context", "assignments"),
     ("checkpoint",),

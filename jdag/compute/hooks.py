@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from jdag.compute.avals import Aval, aval_of
+from jdag.compute.duals import is_dual
 from jdag.errors import JdagError
 
 
@@ -13,11 +14,20 @@ def hooked(function: Callable[[Any], Any], cotangent: Any) -> Any:
     """Return what the function gives in place of a cotangent; for None, the same.
 
     It is not compiled: what it prints or collects are values. An abstract cotangent
-    (`Aval`) it is traced with.
+    (`Aval`) it is traced with; of a dual it sees the primal, and may not replace it, as
+    what it does to the tangent is not known.
 
     Raises:
-        JdagError: what it gives is not an array of the cotangent's shape and dtype.
+        JdagError: what it gives is not an array of the cotangent's shape and dtype; or
+            it would replace a dual.
     """
+    if is_dual(cotangent):
+        if function(cotangent.primal) is None:
+            return cotangent
+        raise JdagError(
+            "the hook would replace a cotangent in a run of jdag.hvp, which cannot "
+            "differentiate it; there a hook has to return None"
+        )
     if isinstance(cotangent, Aval):
         result = jax.eval_shape(function, cotangent.struct())
     else:

@@ -22,7 +22,7 @@ from jdag.sim.faults import Faults
 from jdag.sim.network import unusable
 
 # The function that `ctx.move` calls.
-MOVED = "jdag.activation:moved"
+MOVED = "jdag.moving:moved"
 
 _ALLOWED = "an integer >= 0"
 

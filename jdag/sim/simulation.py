@@ -75,8 +75,7 @@ EVENTS_MAX = 1 << 40
 GARBAGE_MIN = 50_000
 
 _WAITING = (Launched, Awaited, Fetched, Differentiated, Left)
-_ON_TIME = ("frame", "timer", "begin", "finish", "alarm", "lost", "crash", "bury")
-_KINDS = (*_ON_TIME, "wake", "spawn")
+_KINDS = ("frame", "timer", "begin", "finish", "alarm", "lost", "crash", "bury", "wake")
 _NEVER = -2  # No record has this index; -1 is "none".
 
 
@@ -151,7 +150,7 @@ class Simulation:
         self._counted: dict[str, dict[str, int | bool]] | None = None
         self.port = self._port(self._hosts[home], -1)
         self._happens: dict[str, Callable[..., None]] = {
-            kind: getattr(self, f"_{kind}") for kind in _KINDS
+            kind: getattr(self, f"_{kind}") for kind in (*_KINDS, "spawn")
         }
         self._crash_index = _NEVER
         self._plan_losses(plan.partings(faults, plan.network_of(network), link))
