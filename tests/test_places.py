@@ -75,6 +75,17 @@ def where(ref: Any) -> set[int]:
     return {device.id for device in host.machine.values.get(key).devices()}
 
 
+def here_a_call_elsewhere_reads_what_its_program_made_of_a_leaf_on_a_device() -> None:
+    with cluster_of() as cluster, cluster.context() as ctx:
+        w = cluster.put("b/cpu:1", jnp.ones(3))
+        before = ctx.call("c", jnp.sum, w)
+        cluster.update(jnp.cumsum, w)
+        after = ctx.call("c", jnp.sum, w)
+        assert (before.fetch(), after.fetch()) == (3, 6)
+        ctx.backward(before, after)
+        np.testing.assert_array_equal(ctx.gradient(w).fetch(), 2 * jnp.ones(3))
+
+
 def here_a_pass_goes_from_a_device_to_another_and_back() -> None:
     with cluster_of() as cluster:
         for place, one in (("b", "b/cpu:1"), ("b/cpu:2", "b/cpu:3"), ("c/cpu:1", "b")):
