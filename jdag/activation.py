@@ -43,7 +43,7 @@ from jdag.errors import ContextError, JdagError, kind_of
 from jdag.failures import exception_of, remote_error
 from jdag.functions import call_site, is_program, name_of
 from jdag.home import Home, Port, trace_state
-from jdag.moving import move
+from jdag.moving import move, moved
 from jdag.places import Left, at_home, refuse_device
 from jdag.ref import Hold, Leaf, Ref, RefData, is_ref
 from jdag.roots import check_hook

@@ -360,7 +360,7 @@ class Activations:
 
 def _attach(fragment: Fragment, key: Key, hook: Hook) -> None:
     """The hooks of one value are in the order of the program, however they came."""
-    place = key.name if key.kind == "leaf" else key
+    place = key.name if key.kind in ("leaf", "newest") else key
     attached = (*fragment.hooks.get(place, ()), hook)
     fragment.hooks[place] = tuple(sorted(attached, key=attrgetter("path")))
 
