@@ -188,6 +188,12 @@ class Activations:
         else:
             then()
 
+    def unacknowledged(self, activation: Activation) -> list[str]:
+        """Name what `when_acknowledged` waits for."""
+        named = [f"call {path} on {to!r}" for path, to in activation.unacknowledged]
+        leaves = self._leaves.unacknowledged
+        return [*named, *(f"assignment {path} on {to!r}" for path, to in leaves)]
+
     def never_mind(self, activation: Activation) -> None:
         """What was held back for an activation is not wanted any more."""
         self._held = [entry for entry in self._held if entry[0] is not activation]
