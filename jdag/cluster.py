@@ -132,8 +132,8 @@ class Cluster:
 
     def close(self) -> None:
         """End all that runs and let go of all values; closing twice is once."""
+        self._driver.close()  # Which refuses where it is what runs.
         self._home.closed = True
-        self._driver.close()
 
     def context(self) -> Context:
         """Return a new context, to be entered by `with`; several may be open at once.
