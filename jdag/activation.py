@@ -39,12 +39,13 @@ from jdag.engine.vocabulary import (
     Path,
     Worker,
 )
-from jdag.errors import ContextError, GraphError, JdagError, kind_of
+from jdag.errors import ContextError, JdagError, kind_of
 from jdag.failures import exception_of, remote_error
 from jdag.functions import call_site, is_program, name_of
 from jdag.home import Home, Port, PortReader, trace_state
 from jdag.places import Left, at_home, refuse_device
 from jdag.ref import Hold, Leaf, Ref, RefData, is_ref
+from jdag.roots import check_hook
 
 Place = tuple[Key, Worker]
 Identity = tuple[Worker, Path]
@@ -245,20 +246,7 @@ class Activation:
     def hook(self, what: str, ref: Any, fn: Any, *, replaces: bool) -> None:
         """Attach a hook; see `jdag.Context.on_cotangent` and `on_gradient`."""
         self.check(what)
-        if not is_ref(ref):
-            raise JdagError(f"{what} takes a ref first, not {ref!r}")
-        if not callable(fn):
-            raise JdagError(f"{what} takes a function of an array, not {fn!r}")
-        self.admit(ref)
-        if not replaces and ref.leaf is None:
-            raise JdagError(
-                f"{what} takes a leaf, as cluster.put and cluster.make give, and "
-                f"{ref!r} is none; ctx.on_cotangent sees its cotangent"
-            )
-        if not ref.tracked:
-            raise GraphError(
-                f"{what}: {ref!r} is not tracked, so that no cotangent ever comes"
-            )
+        check_hook(what, ref, fn, self.admit, replaces=replaces)
         self._calls += 1
         path = (*self.prefix, self._calls)
         hook = Hook(path, fn, replaces, ref.aval, str(call_site()))

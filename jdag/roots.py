@@ -1,5 +1,6 @@
-"""Roots of a backward pass and their cotangents, checked before anything runs."""
+"""Roots of a pass, their cotangents, and hooks, checked before they are used."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -136,3 +137,23 @@ def _fitting(aval: Aval, seed: Any, name: str, wanted: str) -> Any:
     elif found.shape == aval.shape and found.dtype == aval.dtype:
         return seed
     raise RootError(f"{name} is {found}, but {wanted}; shape and dtype have to agree")
+
+
+def check_hook(
+    what: str, ref: Any, fn: Any, admit: Callable[[Ref], Any], *, replaces: bool
+) -> None:
+    """Raise unless this can be a hook; `admit` does unless the ref can be used here."""
+    if not is_ref(ref):
+        raise JdagError(f"{what} takes a ref first, not {ref!r}")
+    if not callable(fn):
+        raise JdagError(f"{what} takes a function of an array, not {fn!r}")
+    admit(ref)
+    if not replaces and ref.key.kind != "leaf":
+        raise JdagError(
+            f"{what} takes a leaf, as cluster.put and cluster.make give, and "
+            f"{ref!r} is none; ctx.on_cotangent sees its cotangent"
+        )
+    if not ref.tracked:
+        raise GraphError(
+            f"{what}: {ref!r} is not tracked, so that no cotangent ever comes"
+        )
