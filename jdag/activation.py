@@ -255,7 +255,7 @@ class Activation:
     def hook(self, what: str, ref: Any, fn: Any, *, replaces: bool) -> None:
         """Attach a hook; see `jdag.Context.on_cotangent` and `on_gradient`."""
         self.check(what)
-        check_hook(what, ref, fn, replaces=replaces, admit=self.admit)
+        check_hook(what, ref, fn, self.admit, replaces=replaces)
         self._calls += 1
         path = (*self.prefix, self._calls)
         hook = Hook(path, fn, replaces, ref.aval, str(call_site()))

@@ -208,7 +208,8 @@ class Context:
             mode: "smart" or "fast". Where both finish they give the same bits; a leaf
                 that FAST reaches and the roots do not need has zeros in FAST, and in
                 SMART no gradient.
-            timeout_s: None, or how many seconds (of `cluster.now_ns`) it may take.
+            timeout_s: None, or after how many seconds (of `cluster.now_ns`) to give it
+                up. What its devices compute by then they compute to the end.
 
         Returns:
             A `PassReport`: among others, which leaves have newer versions by now than
@@ -312,6 +313,9 @@ class Context:
         where nothing came. What it returns goes on in its place; None leaves it as it
         is. Several are called in the order in which they were attached, each with what
         the one before gave. It runs as it is, not compiled.
+
+        A pass reaches what its roots were computed from, and with one result of a call
+        all others; in FAST mode also what was sent together with that, with zeros.
 
         Args:
             ref: a leaf, or a tracked ref of this context.

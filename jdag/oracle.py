@@ -35,6 +35,8 @@ from jdag.functions import call_site, is_program
 from jdag.moving import move
 from jdag.places import refuse_device
 from jdag.ref import Ref, fetch, is_ref
+from jdag.roots import check_hook
+from jdag.taps import Hooking, Taps, nothing_of
 
 HERE = "home"
 
@@ -45,8 +47,9 @@ class Run:
     To refs it is home, reader and holder at once.
     """
 
-    def __init__(self, recorded: Sequence[Any] | None) -> None:
+    def __init__(self, recorded: Sequence[Any] | None, taps: Taps) -> None:
         self.values: dict[Key, Any] = {}
+        self.taps = taps
         self.fetched: list[Any] = []
         self._recorded = recorded
         self._leaves = 0
@@ -100,7 +103,7 @@ class Run:
         self, key: Key, value: Any, place: tuple[str, str | None], tracked: bool
     ) -> Ref:
         """Hold a value and return a ref to it, on a worker and a device of it."""
-        self.values[key] = value
+        self.values[key] = self.taps.on(key, value)
         worker, device = place
         return Ref(self, key, worker, aval_of(value).on(device), tracked)
 
@@ -189,11 +192,28 @@ class OracleContext:
             key = Key("output", None, path, index)
             edge = tracked and aval_of(output).inexact
             refs.append(self._run.ref(key, output, (worker, device), edge))
+        given = [ref.key for _, ref in parts.refs if ref.tracked]
+        self._run.taps.called(given, [ref.key for ref in refs if ref.tracked])
         return unflatten(treedef, refs)
 
     def move(self, worker: str, refs: Any) -> Any:
         """Move arrays to a worker; see `jdag.Context.move`."""
         return move(self._call, worker, refs)
+
+    def on_cotangent(self, ref: Ref, fn: Callable[[Any], Any]) -> None:
+        """Hook the cotangent of a ref; see `jdag.Context.on_cotangent`."""
+        self._hook("ctx.on_cotangent", ref, fn, replaces=True)
+
+    def on_gradient(self, leaf: Ref, fn: Callable[[Any], Any]) -> None:
+        """Have the gradient of a leaf seen; see `jdag.Context.on_gradient`."""
+        self._hook("ctx.on_gradient", leaf, fn, replaces=False)
+
+    def _hook(self, what: str, ref: Ref, fn: Any, *, replaces: bool) -> None:
+        check_hook(what, ref, fn, self._run.use, replaces=replaces)
+        self._calls += 1
+        path = (*self._path, self._calls)
+        hook = Hooking(path, fn, replaces, ref.worker, call_site())
+        self._run.taps.attach(ref.key, hook)
 
     def backward(self, *roots: Any, **options: Any) -> NoReturn:
         """Refused: the oracle differentiates the program that it is given."""
@@ -305,8 +325,8 @@ def _differentiate(
 ) -> tuple[list[Any], Any, tuple[Any, ...]]:
     """Run the program twice; return root values, aux values, and gradients."""
 
-    def total(smooth: Sequence[Any], recorded: Sequence[Any] | None) -> Any:
-        run = Run(recorded)
+    def total(smooth: Sequence[Any], taps: Taps, recorded: Any) -> Any:
+        run = Run(recorded, taps)
         given = dict(zip(argnums, smooth, strict=True))
         bound = [a.bound(run, given.get(n)) for n, a in enumerate(arguments)]
         roots, aux = roots_of(program(OracleContext(run, (), HERE), *bound))
@@ -317,12 +337,26 @@ def _differentiate(
         ]
         leaves, treedef = flatten(aux)
         held = [run.values[leaf.key] if is_ref(leaf) else leaf for leaf in leaves]
-        return sum(sums[1:], sums[0]), (values, unflatten(treedef, held), run.fetched)
+        reached = taps.reached([root.key for root in roots])
+        hooked = {key: run.values[key] for key in reached}
+        sums.append(nothing_of(tuple(hooked.values())))
+        values_and_aux = values, unflatten(treedef, held)
+        return sum(sums[1:], sums[0]), (values_and_aux, hooked, run.fetched)
 
     smooth = [arguments[number].smooth for number in argnums]
-    _, (_, _, fetched) = total([jax.lax.stop_gradient(s) for s in smooth], None)
-    differentiated = jax.value_and_grad(lambda s: total(s, fetched), has_aux=True)
-    (_, (values, aux, _)), gradients = differentiated(smooth)
+    # Apart from any jvp around it, so that what is fetched is constant there too.
+    plain = [jax.lax.stop_gradient(s) for s in smooth]
+    _, (_, hooked, fetched) = total(plain, Taps(), None)
+    zeros = {key: jnp.zeros_like(value) for key, value in hooked.items()}
+
+    def again(smooth: Sequence[Any], zeros: dict[Key, Any]) -> Any:
+        taps = Taps(zeros)
+        found, (values_and_aux, _, _) = total(smooth, taps, fetched)
+        return found, (values_and_aux, taps)
+
+    differentiated = jax.value_and_grad(again, argnums=(0, 1), has_aux=True)
+    (_, ((values, aux), taps)), (gradients, seen) = differentiated(smooth, zeros)
+    taps.show(seen)
     trees = [
         arguments[number].unflatten(gradient)
         for number, gradient in zip(argnums, gradients, strict=True)

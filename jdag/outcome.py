@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
+from numbers import Real
 
 from jdag.engine.vocabulary import Owed, PassResult
 from jdag.errors import JdagError
@@ -36,12 +37,12 @@ def nanoseconds(timeout_s: float | None) -> int | None:
     """
     if timeout_s is None:
         return None
-    is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
+    is_number = isinstance(timeout_s, Real) and not isinstance(timeout_s, bool)
     if not is_number or not 0 < timeout_s < inf:
         raise JdagError(
             f"timeout_s={timeout_s!r}: allowed is a number of seconds above 0, or None"
         )
-    return max(round(timeout_s * 1e9), 1)
+    return max(round(float(timeout_s) * 1e9), 1)
 
 
 def _owed_lines(owed: tuple[Owed, ...]) -> list[str]:
@@ -57,13 +58,12 @@ def expired(result: PassResult, timeout_s: float | None) -> str:
     assert result.failure is not None, result
     text = f"pass {result.number} took longer than timeout_s={timeout_s!r}"
     if result.failure.message:
-        text = f"{text}; it had not begun, for want of {result.failure.message}"
-    if result.owed:
-        lines = _owed_lines(result.owed)
-        text = "\n".join(
-            [f"{text}; no cotangent has come for what was sent by", *lines]
-        )
-    return text
+        return f"{text}; it had not begun, for want of {result.failure.message}"
+    if not result.owed:
+        why = "something is being computed, or is on its way"
+        return f"{text}; nothing that it has come by is owed a cotangent: {why}"
+    lines = _owed_lines(result.owed)
+    return "\n".join([f"{text}; no cotangent has come for what was sent by", *lines])
 
 
 def stuck(owed: tuple[Owed, ...]) -> str:

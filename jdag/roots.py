@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jdag.compute.avals import Aval, aval_of
 from jdag.compute.pytrees import frozen
+from jdag.engine.vocabulary import LEAF_KINDS
 from jdag.errors import (
     ContextError,
     GraphError,
@@ -154,22 +155,15 @@ def fitting(
 
 
 def check_hook(
-    what: str, ref: Any, fn: Any, *, replaces: bool, admit: Callable[[Ref], None]
+    what: str, ref: Any, fn: Any, admit: Callable[[Ref], Any], *, replaces: bool
 ) -> None:
-    """Raise unless `what` can hook the ref.
-
-    Raises:
-        JdagError: it is no ref, or the function cannot be called; or a hook that does
-            not replace a cotangent is to be on what is no leaf.
-        GraphError: the ref is not tracked.
-        ContextError: `admit` refuses it.
-    """
+    """Raise unless this can be a hook; `admit` does unless the ref can be used here."""
     if not is_ref(ref):
         raise JdagError(f"{what} takes a ref first, not {ref!r}")
     if not callable(fn):
         raise JdagError(f"{what} takes a function of an array, not {fn!r}")
     admit(ref)
-    if not replaces and ref.leaf is None:
+    if not replaces and ref.key.kind not in LEAF_KINDS:
         raise JdagError(
             f"{what} takes a leaf, as cluster.put and cluster.make give, and "
             f"{ref!r} is none; ctx.on_cotangent sees its cotangent"

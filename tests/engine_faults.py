@@ -5,10 +5,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from jdag.errors import JdagError
+from tests.engine_hooks import with_hooks
 from tests.engine_net import Net
 from tests.engine_programs import (
     Broken,
     CallStep,
+    HookStep,
     ProgramStep,
     RaiseStep,
     Run,
@@ -20,8 +22,12 @@ from tests.engine_values import Fuse
 STEPS_MAX = 600  # Beyond most runs: some faults come too late to be noticed.
 
 FAULTS = (
-    "forward", "vjp", "program", "abandon", "crash", "two crashes", "partition",
+    "forward", "vjp", "hook", "program", "abandon", "expired", "crash", "two crashes",
+    "partition",
 )  # fmt: skip
+
+
+_CALLS = ("forward", "vjp")  # Happen in functions that are called.
 
 
 class Abandoned(Exception):
@@ -35,8 +41,8 @@ def happen(fault: str, seed: int) -> str:
     left, or the good program's gradients are not the oracle's.
     """
     rng = random.Random(f"{fault} {seed}")
-    plan = draw(random.Random(seed))
-    if fault in ("forward", "vjp", "program"):
+    plan = with_hooks(draw(random.Random(seed)), random.Random(f"hooks {seed}"))
+    if fault in ("forward", "vjp", "hook", "program"):
         plan = replace(plan, steps=_sabotaged(plan.steps, fault, rng))
     net = Net(plan.workers, rng)
     home = plan.workers[0]
@@ -45,6 +51,7 @@ def happen(fault: str, seed: int) -> str:
     outcome = "untouched"
     try:
         run = Run(plan, net)
+        run.timeout_ns = 1 if fault == "expired" else None
         run.all()
     except (Abandoned, Broken, JdagError) as error:
         outcome = type(error).__name__
@@ -96,8 +103,14 @@ def _arm(net: Net, fault: str, rng: random.Random) -> None:
             one, other = rng.sample(net.workers, 2)
             net.part(one, other)
 
+    def ring(net: Net) -> None:
+        if rng.random() < 0.03:
+            net.ring(home)
+
     if fault == "abandon":
         net.before_step = abandon
+    elif fault == "expired":
+        net.before_step = ring
     elif fault == "partition" and len(net.workers) > 1:
         net.before_step = part
     elif fault in ("crash", "two crashes"):
@@ -112,7 +125,9 @@ def _sabotaged(
 
 
 def _sabotage(step: Step, fault: str, rng: random.Random) -> Step:
-    if isinstance(step, CallStep) and fault != "program" and rng.random() < 0.15:
+    if isinstance(step, HookStep) and fault == "hook" and rng.random() < 0.3:
+        return replace(step, fuse=Fuse(fault, rng.choice((1, 1_000_000))))
+    if isinstance(step, CallStep) and fault in _CALLS and rng.random() < 0.15:
         fuse = Fuse(fault, rng.choice((1, 1_000_000)))
         return replace(step, function=replace(step.function, fuse=fuse))
     if isinstance(step, ProgramStep):

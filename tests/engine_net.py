@@ -12,10 +12,12 @@ from typing import Any
 
 from jdag.engine import Engine
 from jdag.engine.vocabulary import (
+    Alarm,
     Argument,
     Arrived,
     Assigned,
     Assignment,
+    Attached,
     Compute,
     Computed,
     ContextId,
@@ -27,6 +29,7 @@ from jdag.engine.vocabulary import (
     Event,
     Failure,
     Fetched,
+    Hook,
     Issued,
     Job,
     Key,
@@ -45,6 +48,7 @@ from jdag.engine.vocabulary import (
     Worker,
     landing,
 )
+from tests.engine_left import leftovers, taken
 from tests.engine_values import IDENTITY, Linear, compute
 
 Body = Generator[int, Any, Any]
@@ -59,6 +63,7 @@ class Place:
     values: dict[Key, Any] = field(default_factory=dict)
     jobs: list[Job] = field(default_factory=list)
     resumed: dict[int, Any] = field(default_factory=dict)
+    alarms: dict[int, Event] = field(default_factory=dict)  # By waiter.
     spawned: list[Spawn] = field(default_factory=list)
     running: dict[int, tuple["Scope", Body]] = field(default_factory=dict)
 
@@ -109,9 +114,12 @@ class Net:
                     place.values.pop(key, None)
             case Spawn():
                 place.spawned.append(effect)
+            case Alarm(waiter=waiter, event=event):
+                place.alarms[waiter] = event
             case Resume(waiter=waiter, result=result):
                 assert waiter not in place.resumed, waiter
-                place.resumed[waiter] = _taken(place.values, result)
+                place.alarms.pop(waiter, None)
+                place.resumed[waiter] = taken(place.values, result)
 
     def choices(self) -> list[tuple[str, str, Any]]:
         """Everything that can happen next: what, on which worker, which."""
@@ -133,6 +141,12 @@ class Net:
             )
         found.extend(("notice", *pair) for pair in self.unnoticed)
         return found
+
+    def ring(self, worker: str) -> None:
+        """The time of a pass of this worker is over, if it has one under way."""
+        alarms = self.places[worker].alarms
+        if alarms:
+            self.tell(worker, alarms.pop(min(alarms)))
 
     def step(self) -> bool:
         """Let one thing happen. False if nothing can."""
@@ -248,27 +262,7 @@ class Net:
 
     def leftovers(self) -> list[str]:
         """What living workers hold although nothing is going on; leaves may stay."""
-        found: list[str] = []
-        for name, place in self.places.items():
-            if name in self.dead:
-                continue
-            engine: Any = place.engine
-            state = engine._state
-            kept = {
-                "contexts": state.contexts,
-                "passes": engine.live_passes,
-                "jobs": state.jobs,
-                "soon": state.soon,
-                "effects": state.out,
-                "requests": engine._reads._requests,
-                "after": state.after,
-                "held": engine._activations._held,
-                "unacknowledged": engine._leaves.unacknowledged,
-                "programs": place.running,
-                "values": [key for key in place.values if key.kind != "leaf"],
-            }
-            found.extend(f"{name}: {what} {it}" for what, it in kept.items() if it)
-        return found
+        return leftovers({n: p for n, p in self.places.items() if n not in self.dead})
 
     # ------------------------------------------------------------------ what users do
 
@@ -326,17 +320,6 @@ class Net:
     def fetch(self, worker: str, *arguments: Argument) -> list[Any]:
         """The numbers, or the failures in their place."""
         return list(self.until(worker, self.asked(worker, *arguments)))
-
-
-def _taken(store: dict[Key, Any], result: Any) -> Any:
-    """What a program is resumed with; values that it fetched are taken at once."""
-    if type(result) is not tuple:
-        return result
-    taken = tuple(store[what] if isinstance(what, Key) else what for what in result)
-    for what in result:
-        if isinstance(what, Key) and what.kind == "reading":
-            del store[what]
-    return taken
 
 
 class Scope:
@@ -417,6 +400,17 @@ class Scope:
     def move(self, worker: str, value: Argument) -> Argument:
         return self.call(worker, IDENTITY, value)[0]
 
+    def attach(
+        self, value: Argument, function: Any, replaces: bool = True
+    ) -> tuple[int, ...]:
+        """Hook a value; the path of the hook."""
+        self.count += 1
+        path = (*self.path, self.count)
+        hook = Hook(path, function, replaces, "aval", f"hooked at {path}")
+        event = Attached(self.context, value.owner, value.key, hook)
+        self.net.tell(self.worker, event)
+        return path
+
     def launch(self, worker: str, body: Any, *arguments: Any) -> int:
         """Call a program; the waiter for (result, failure)."""
         self.count += 1
@@ -437,6 +431,7 @@ class Scope:
         retain: bool = False,
         seeds: Sequence[int | None] | None = None,
         mode: Mode = Mode.FAST,
+        timeout_ns: int | None = None,
     ) -> int:
         """Ask for a pass; the waiter for its result."""
         self.tell_discarded()
@@ -452,7 +447,7 @@ class Scope:
             (root.owner, Root(root.key, "aval", given[number] is not None, number))
             for number, root in enumerate(roots)
         )
-        event = Differentiated(waiter, self.context, placed, mode, retain, None)
+        event = Differentiated(waiter, self.context, placed, mode, retain, timeout_ns)
         self._tell(event, carried)
         return waiter
 

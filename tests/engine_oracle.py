@@ -13,15 +13,18 @@ counted and never gets one is owed.
 SMART's rule: what is counted is what can be reached from the roots against the edges,
 and through each slot of a transfer that is reached; so nothing that is counted can be
 owed in the end.
+
+Hooks are given the sum of all that comes to a counted vertex's output, zero if nothing
+does, in order of path; the ones that only see, what a leaf has gained in the end.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
 from jdag.engine.vocabulary import LeafId, Mode, Outcome, Owed
-from tests.engine_values import Linear, Number, left_fold
+from tests.engine_values import Affine, Linear, Number, left_fold
 
 Path = tuple[int, ...]
 
@@ -75,6 +78,8 @@ class Expected:
     outcome: Outcome
     owed: tuple[Owed, ...] = ()
     gradients: dict[LeafId, Number] = field(default_factory=dict)
+    # What each hook is given, once; by name.
+    given: dict[str, Number] = field(default_factory=dict)
 
 
 @dataclass
@@ -95,6 +100,8 @@ class Oracle:
         self.gradients: dict[LeafId, Number] = {}
         self.totals: dict[LeafId, int] = {}
         self.moved: dict[tuple[Path, int, str, bool], tuple[Vertex, int]] = {}
+        # In order of path: (path, the hook, whether it replaces).
+        self.hooks: dict[tuple[Vertex, int], list[tuple[Path, Affine, bool]]] = {}
 
     # ---------------------------------------------------------------------- forward
 
@@ -139,6 +146,13 @@ class Oracle:
             for a in arguments
         ]
         self.calls.append((used, tracked, list(outputs)))
+
+    def attach(self, path: Path, variable: int, hook: Affine, replaces: bool) -> None:
+        """A hook of a variable, which is tracked."""
+        made = self.variables[variable].made
+        assert made is not None, variable
+        attached = [*self.hooks.get(made, []), (path, hook, replaces)]
+        self.hooks[made] = sorted(attached, key=lambda one: one[0])
 
     def tracked(self, use: Use) -> bool:
         return not use.stopped and self.variables[use.variable].made is not None
@@ -201,7 +215,7 @@ class Oracle:
                 for key, place in self.moved.items()
                 if not (key[3] and self._is_leaf(key[1]))
             }
-        rule = Fixpoint(self.vertices, self.gradients, mode)
+        rule = Fixpoint(self.vertices, self.gradients, mode, self.hooks)
         for number, root in enumerate(roots):
             made = self.variables[root].made
             assert made is not None, root
@@ -209,7 +223,7 @@ class Oracle:
         expected = rule.run()
         if expected.outcome is Outcome.FINISHED:
             self.gradients.update(expected.gradients)
-            self._check_adjoint(roots, seeds, expected)
+            self._check_adjoint(roots, seeds, expected, rule.counted)
             counted, slots = list(rule.counted), rule.slots
         else:
             counted = self.vertices
@@ -226,13 +240,19 @@ class Oracle:
         return made is not None and made[0].kind == "leaf"
 
     def _check_adjoint(
-        self, roots: Sequence[int], seeds: Sequence[int | None], expected: Expected
+        self,
+        roots: Sequence[int],
+        seeds: Sequence[int | None],
+        expected: Expected,
+        reached: Container[Vertex],
     ) -> None:
         """Hold the fixpoint's gradients against the adjoint of the plain program."""
         adjoint: dict[int, int] = {}
         for root, seed in zip(roots, seeds, strict=True):
             adjoint[root] = adjoint.get(root, 0) + (1 if seed is None else seed)
         for function, tracked, outputs in reversed(self.calls):
+            for output in outputs:
+                self._hook_adjoint(adjoint, output, reached)
             for place, used in enumerate(tracked):
                 if used is not None:
                     adjoint[used] = adjoint.get(used, 0) + sum(
@@ -243,12 +263,23 @@ class Oracle:
             if variable.made is not None and variable.made[0].kind == "leaf":
                 leaf = variable.made[0].leaf
                 assert leaf is not None
+                self._hook_adjoint(adjoint, name, reached)
                 total = self.totals.get(leaf, 0) + adjoint.get(name, 0)
                 self.totals[leaf] = total
                 if leaf in expected.gradients:
                     assert expected.gradients[leaf][0] == total, (leaf, total)
                 else:
                     assert adjoint.get(name, 0) == 0, leaf
+
+    def _hook_adjoint(
+        self, adjoint: dict[int, int], variable: int, reached: Container[Vertex]
+    ) -> None:
+        """The hooks of a variable, if a pass comes by what made it."""
+        made = self.variables[variable].made
+        if made is not None and made[0] in reached:
+            for _, hook, replaces in self.hooks.get(made, []):
+                if replaces:
+                    adjoint[variable], _ = hook.of((adjoint.get(variable, 0), ""))
 
 
 class Fixpoint:
@@ -259,8 +290,12 @@ class Fixpoint:
         vertices: Sequence[Vertex],
         gradients: dict[LeafId, Number],
         mode: Mode,
+        hooks: dict[tuple[Vertex, int], list[tuple[Path, Affine, bool]]],
     ) -> None:
         self.mode = mode
+        self.hooks = hooks
+        self.given: dict[str, Number] = {}
+        self.seen: dict[str, Number] = {}
         self.vertices = vertices
         self.gradients = gradients
         self.roots: list[tuple[Vertex, int, int, int | None]] = []
@@ -287,14 +322,15 @@ class Fixpoint:
         while self.done:
             self._finish(self.done.pop())
         if self.broken:
-            return Expected(Outcome.FAILED)
+            return Expected(Outcome.FAILED, given=self.given)
         if self.owed:
             owed = [
                 Owed(v.path, v.worker, v.destination, v.function, "here")
                 for v in self.owed
             ]
-            return Expected(Outcome.STUCK, tuple(sorted(owed)))
-        return Expected(Outcome.FINISHED, (), self.found)
+            return Expected(Outcome.STUCK, tuple(sorted(owed)), given=self.given)
+        given = {**self.given, **self.seen}
+        return Expected(Outcome.FINISHED, (), self.found, given)
 
     def _reach(self, worker: str) -> None:
         if worker in self.reached or self.mode is Mode.SMART:
@@ -358,17 +394,18 @@ class Fixpoint:
 
     def _finish(self, vertex: Vertex) -> None:
         slots = [
-            left_fold([number for _, _, number in sorted(slot)]) if slot else None
-            for slot in self.counted[vertex].given
+            self._hooked(vertex, index, slot)
+            for index, slot in enumerate(self.counted[vertex].given)
         ]
         if vertex.kind == "leaf":
             assert vertex.leaf is not None
-            before = self.gradients.get(vertex.leaf)
-            addends = [n for _, _, n in sorted(self.counted[vertex].given[0])]
-            own = left_fold(addends) if addends else (0, "0")
+            before, own = self.gradients.get(vertex.leaf), slots[0]
+            for _, hook, replaces in self.hooks.get((vertex, 0), []):
+                if not replaces:
+                    self.seen[hook.name] = own or (0, "0")
             if before is not None:  # A pass is summed by itself, then added.
-                own = left_fold([before, own]) if addends else before
-            self.found[vertex.leaf] = own
+                own = before if own is None else left_fold([before, own])
+            self.found[vertex.leaf] = own or (0, "0")
         elif vertex.kind == "recv":
             self._send(vertex, slots)
         elif any(slot is not None for slot in slots):
@@ -376,6 +413,20 @@ class Fixpoint:
             self._pass_on(vertex, list(made))
         else:
             self._pass_on(vertex, [None] * len(vertex.inputs))
+
+    def _hooked(
+        self,
+        vertex: Vertex,
+        index: int,
+        slot: list[tuple[tuple[float, ...], int, Number]],
+    ) -> Number | None:
+        """What came to one place, after its hooks; None where nothing came."""
+        own = left_fold([number for _, _, number in sorted(slot)]) if slot else None
+        for _, hook, replaces in self.hooks.get((vertex, index), []):
+            if replaces:
+                self.given[hook.name] = own or (0, "0")
+                own = hook.of(self.given[hook.name])
+        return own
 
     def _send(self, recv: Vertex, slots: Sequence[Number | None]) -> None:
         send = recv.peer

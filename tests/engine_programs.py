@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from jdag.engine.vocabulary import (
@@ -19,8 +20,8 @@ from jdag.engine.vocabulary import (
     PassResult,
 )
 from tests.engine_net import Net, Scope, names, stopped
-from tests.engine_oracle import Oracle, Use
-from tests.engine_values import Linear
+from tests.engine_oracle import Expected, Oracle, Use
+from tests.engine_values import Affine, Fuse, Linear
 
 DEPTH_MAX = 2
 FAN_MAX = 12
@@ -68,7 +69,19 @@ class PassStep:
     mode: Mode = Mode.FAST
 
 
-Step = CallStep | ProgramStep | ReadStep | RaiseStep | PassStep
+@dataclass(frozen=True)
+class HookStep:
+    """Hook a variable: a hook that replaces, or of a leaf one that sees."""
+
+    variable: int
+    name: str
+    scale: int
+    shift: int
+    replaces: bool
+    fuse: Fuse | None = None
+
+
+Step = CallStep | ProgramStep | ReadStep | RaiseStep | HookStep | PassStep
 
 
 @dataclass(frozen=True)
@@ -285,6 +298,8 @@ def _named(steps: Sequence[Step]) -> Iterator[int]:
                 yield from _named(body)
             case ReadStep(variables=variables) | PassStep(roots=variables):
                 yield from variables
+            case HookStep(variable=variable):
+                yield variable
             case RaiseStep():
                 pass
 
@@ -303,6 +318,8 @@ class Run:
         self.refs: dict[int, Argument] = {}
         self.leaf_ids: list[LeafId] = []
         self.passes: list[PassResult] = []
+        self.hooks: list[Affine] = []
+        self.timeout_ns: int | None = None  # The net rings when it likes.
         self.needs = Counter(_named(plan.steps))
         self.holders: dict[int, Scope] = {}
         self.discarded: list[Argument] = []
@@ -393,6 +410,11 @@ class Run:
                         self.holders[variable] = scope
             case ReadStep(variables=variables):
                 yield from self._read(scope, variables)
+            case HookStep(variable=variable, replaces=replaces):
+                hook = Affine(step.name, step.scale, step.shift, step.fuse)
+                self.hooks.append(hook)
+                path = scope.attach(self.refs[variable], hook, replaces)
+                self.oracle.attach(path, variable, hook, replaces)
             case RaiseStep():
                 raise Broken(f"a program on {scope.worker} raised")
             case PassStep():
@@ -433,12 +455,24 @@ class Run:
             step.roots, step.seeds, step.retain, step.mode
         )
         roots = [self.refs[root] for root in step.roots]
-        got = self.scope.backward(
-            *roots, retain=step.retain, seeds=step.seeds, mode=step.mode
+        run = partial(
+            self.scope.backward,
+            *roots,
+            retain=step.retain,
+            seeds=step.seeds,
+            mode=step.mode,
         )
+        for hook in self.hooks:
+            hook.given.clear()
+        got = run(timeout_ns=self.timeout_ns)
+        late = got.outcome is Outcome.EXPIRED
+        if late and step.retain:  # What it left must not show in the next.
+            got = run()
         self.passes.append(got)
         if got.failure is not None and got.failure.error != "GraphError":
             raise Broken(got.failure)
+        if not late:
+            self._check_hooks(expected)
         assert got.outcome is expected.outcome, (got, expected)
         assert got.owed == expected.owed
         if got.outcome is Outcome.FAILED:
@@ -450,3 +484,13 @@ class Run:
             if isinstance(number, Failure):
                 raise Broken(number)
             assert number == expected.gradients[ref.key.name], (ref, number)
+
+    def _check_hooks(self, expected: Expected) -> None:
+        """Each hook of what the pass reached was given all of it, and once."""
+        given = {hook.name: hook.given for hook in self.hooks if hook.given}
+        wanted = {name: [number] for name, number in expected.given.items()}
+        if expected.outcome is Outcome.FAILED:
+            # How far it got is timing: the oracle stops where something is spent, and
+            # a worker may have come further before it was told so.
+            wanted = {name: wanted.get(name, them[:1]) for name, them in given.items()}
+        assert given == wanted, (expected.outcome, given, wanted)

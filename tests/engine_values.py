@@ -6,7 +6,7 @@ digest of itself.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
@@ -17,7 +17,7 @@ Number = tuple[int, str]
 
 @dataclass
 class Fuse:
-    """Makes a function raise, in "forward" or in "vjp", so and so many times."""
+    """Makes a function raise, in "forward", "vjp" or "hook", so and so many times."""
 
     when: str
     times: int = 1_000_000
@@ -70,6 +70,28 @@ class Linear:
             )
             for i in self.inputs
         ]
+
+
+@dataclass(frozen=True, eq=False)
+class Affine:
+    """A hook: times `scale` plus `shift`; it notes what it was given."""
+
+    name: str
+    scale: int = 1
+    shift: int = 0
+    fuse: Fuse | None = None
+    given: list[Number] = field(default_factory=list)
+
+    def __call__(self, number: Number) -> Number:
+        if self.fuse is not None:
+            self.fuse.burn("hook", self.name)
+        self.given.append(number)
+        return self.of(number)
+
+    def of(self, number: Number) -> Number:
+        """What it makes of a number."""
+        value, expression = number
+        return value * self.scale + self.shift, short(f"{self.name}({expression})")
 
 
 IDENTITY = Linear("move", ((1,),))

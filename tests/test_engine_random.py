@@ -9,6 +9,7 @@ import pytest
 
 from jdag.engine.vocabulary import Mode, Outcome
 from tests.engine_faults import FAULTS, happen
+from tests.engine_hooks import with_hooks
 from tests.engine_net import Net
 from tests.engine_programs import Run, draw, in_modes
 
@@ -25,7 +26,7 @@ def run_program(seed: int) -> list[Outcome]:
     The oracle gives one integer, one expression and one list of owed sends, so all
     orders agree with each other as well.
     """
-    plan = draw(random.Random(seed))
+    plan = with_hooks(draw(random.Random(seed)), random.Random(f"hooks {seed}"))
     outcomes: list[Outcome] = []
     for order in range(ORDERS):
         net = Net(plan.workers, random.Random(f"{seed} {order}"))

@@ -2,9 +2,11 @@
 
 from typing import Any
 
-from jdag.engine.vocabulary import End, Failure, Outcome
-from tests.engine_cases import finished, holding, net_of, pausing
-from tests.engine_values import ADD, DOUBLE, Fuse, Linear
+import pytest
+
+from jdag.engine.vocabulary import End, Expired, Failure, Mode, Outcome, Owed
+from tests.engine_cases import finished, holding, kept, net_of, pausing
+from tests.engine_values import ADD, DOUBLE, Affine, Fuse, Linear
 
 
 def test_a_gradient_is_there_when_its_pass_has_ended_finished_and_not_before():
@@ -71,3 +73,123 @@ def test_a_late_answer_of_a_pass_that_ended_changes_nothing():
     assert net.until("a", first).outcome is Outcome.FAILED
     finished(scope, good, bad)
     assert scope.gradients(x, y) == [2, 1]
+
+
+# ------------------------------------------------------------- passes given a time
+
+
+def test_a_pass_whose_time_is_over_ends_and_names_what_is_owed():
+    net = net_of(3)
+    x = net.put("b", 3, "a")
+    scope = net.open("a")
+    (y,) = scope.call("b", DOUBLE, x)
+    (root,) = scope.call("c", Linear("slow", ((1,),)), y)
+    net.drain()
+    net.pauses = pausing("slow")
+    waiter = scope.start_backward(root, retain=True, mode=Mode.SMART, timeout_ns=5)
+    net.drain()
+    net.ring("a")
+    late = net.until("a", waiter)
+    assert late.outcome is Outcome.EXPIRED and late.leaves == ()
+    assert late.owed == (Owed((2,), "b", "c", "slow", "here"),)
+    assert not any(place.engine.live_passes for place in net.places.values())
+    net.let_go()
+    finished(scope, root, retain=True)
+    assert scope.gradients(x) == [2]
+    scope.leave()
+    net.drain()
+    assert net.leftovers() == []
+
+
+@pytest.mark.parametrize("retain", [True, False])
+def test_a_pass_whose_time_is_over_before_it_begins_says_what_it_waits_for(
+    retain: bool,
+):
+    net = net_of(3)
+    x = net.put("b", 3, "a")
+    scope = net.open("a")
+    net.drain()
+    net.holds = lambda *_: True
+    (y,) = scope.call("b", DOUBLE, x)
+    (root,) = scope.call("c", DOUBLE, y)
+    net.put("c", 4, "a")
+    waiter = scope.start_backward(root, retain=retain, timeout_ns=5, seeds=[2])
+    net.drain()
+    net.ring("a")
+    net.let_go()
+    late = net.until("a", waiter)
+    assert late.outcome is Outcome.EXPIRED and late.owed == ()
+    assert late.failure is not None and late.failure.message == (
+        "acknowledgements of call (1,) on 'b', call (2,) on 'b', call (2,) on 'c', "
+        "assignment (2,) on 'c'"
+    )
+    again = scope.backward(root)
+    assert again.outcome is (Outcome.FINISHED if retain else Outcome.FAILED)
+    if not retain:  # As of any pass that did not finish: on every worker.
+        assert again.failure is not None and again.failure.error == "GraphError"
+        assert kept(net, "residuals") == []
+    scope.leave()
+    net.drain()
+    assert net.leftovers() == []
+
+
+def test_a_pass_that_has_failed_waits_for_its_jobs_until_its_time_is_over():
+    net = net_of(4)
+    x, y = net.put("b", 3, "a"), net.put("c", 4, "a")
+    scope = net.open("a")
+    (bad,) = scope.call("c", Linear("bad", ((1,),), Fuse("vjp", 1)), y)
+    (good,) = scope.call("b", Linear("slow", ((1,),)), x)
+    net.drain()
+    net.pauses = pausing("slow")
+    waiter = scope.start_backward(good, bad, retain=True, timeout_ns=5)
+    net.drain()
+    assert waiter not in net.places["a"].resumed
+    net.ring("a")
+    result = net.until("a", waiter)
+    assert result.outcome is Outcome.FAILED
+    assert result.failure is not None and result.failure.function == "bad"
+    second = scope.start_backward(good, bad, retain=True)
+    net.drain()
+    assert second not in net.places["a"].resumed  # That of the first is still there.
+    net.let_go()
+    assert net.until("a", second).outcome is Outcome.FINISHED
+    assert scope.gradients(x, y) == [1, 1]
+    scope.leave()
+    net.drain()
+    assert net.leftovers() == []
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_a_time_that_is_over_when_the_pass_is_changes_nothing(mode: Mode):
+    net = net_of(3)
+    x = net.put("b", 3, "a")
+    scope = net.open("a")
+    (root,) = scope.call("c", DOUBLE, x)
+    late = Expired(scope.context, 1)
+    finished(scope, root, retain=True, mode=mode)
+    net.tell("a", late)
+    second = scope.start_backward(root, mode=mode)
+    net.tell("a", late)
+    assert net.until("a", second).outcome is Outcome.FINISHED
+    assert scope.gradients(x) == [4]
+    net.tell("a", Expired(scope.context, 2))
+    scope.leave()
+    net.tell("a", Expired(scope.context, 2))
+    net.drain()
+    assert net.leftovers() == []
+
+
+def test_who_sees_gradients_takes_the_time_that_it_takes():
+    net = net_of(2)
+    x = net.put("b", 3, "a")
+    scope = net.open("a")
+    (root,) = scope.call("b", DOUBLE, x)
+    scope.attach(x, Affine("slow"), replaces=False)
+    net.pauses = pausing("slow")
+    waiter = scope.start_backward(root, timeout_ns=5)
+    net.drain()
+    net.ring("a")
+    net.drain()
+    assert waiter not in net.places["a"].resumed
+    net.let_go()
+    assert net.until("a", waiter).outcome is Outcome.FINISHED

@@ -40,6 +40,11 @@ def test_the_examples_run_as_printed(
     said, found = printed("cluster.run").splitlines()
     assert said == "trainer1 made contexts 3.1 to 3.50" and found == "[ 1. -2.  3.]"
     assert printed("cluster.save").endswith(" True\n")
+    assert printed("on_cotangent") == "w0 gained 2.0 on ps0\n"
+    first, second, third = printed("timeout_s").splitlines()
+    assert first.startswith("500000000 pass 1 took longer than timeout_s=0.5")
+    assert second.startswith("  call 1: trainer -> ps0, sent for ")
+    assert third.startswith("[0.5403023")
 
 
 def test_the_scenario_is_met_with_the_program_beside_it(tmp_path: Path):

@@ -130,11 +130,14 @@ def test_a_job_lasts_from_its_start_to_its_finish_and_an_array_till_handed_on():
         finish(45, "b", 6, job="vjp"),
         start(45, "b", job="fill"),
         finish(46, "b", 8, job="fill"),
+        start(46, "b", job="apply"),
+        finish(48, "b", 10, job="apply"),
     )
     assert [tuple(span) for span in spans(trace)] == [
         (10, 15, "forward", "m:f", "a"),
         (40, 45, "backward", "m:f", "b"),
         (45, 46, "sum", "m:f", "b"),
+        (46, 48, "hook", "m:f", "b"),
         (12, 30, "transfer", "b", "a"),
     ]
 

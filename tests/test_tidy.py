@@ -38,6 +38,7 @@ LAYERS = (
     ("context", "assignments"),
     ("checkpoint",),
     ("cluster",),
+    ("taps",),
     ("oracle", "transform"),
     ("leafwise", "hvp"),
     ("optim",),

@@ -7,6 +7,7 @@ import jax
 
 from jdag.compute.avals import Aval, aval_of
 from jdag.compute.duals import is_dual
+from jdag.compute.pytrees import frozen
 from jdag.errors import JdagError
 
 
@@ -28,18 +29,23 @@ def hooked(function: Callable[[Any], Any], cotangent: Any) -> Any:
             "the hook would replace a cotangent in a run of jdag.hvp, which cannot "
             "differentiate it; there a hook has to return None"
         )
-    if isinstance(cotangent, Aval):
+    abstract = isinstance(cotangent, Aval)
+    if abstract:
         result = jax.eval_shape(function, cotangent.struct())
     else:
         result = function(cotangent)
     if result is None:
         return cotangent
     wanted = aval_of(cotangent).strong
-    found = aval_of(result).strong if hasattr(result, "dtype") else None
-    if found != wanted:
+    found = aval_of(result) if hasattr(result, "dtype") else None
+    if found is None or found.strong != wanted:
         given = f"a {type(result).__name__}" if found is None else str(found)
         raise JdagError(
             f"the hook returned {given}, and the cotangent is {wanted}; it has to "
             "return an array of that shape and dtype, or None to leave it as it is"
         )
-    return found if isinstance(cotangent, Aval) else result
+    if abstract:
+        return wanted
+    # A numpy array the hook may go on writing to; a weak type would go on as one.
+    kept = frozen(result)
+    return jax.lax.convert_element_type(kept, wanted.dtype) if found.weak else kept

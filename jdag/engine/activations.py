@@ -24,6 +24,7 @@ from jdag.engine.leaves import Leaves
 from jdag.engine.lives import Lives
 from jdag.engine.state import State, lost_failure
 from jdag.engine.vocabulary import (
+    LEAF_KINDS,
     Acknowledge,
     Attach,
     Attached,
@@ -197,6 +198,12 @@ class Activations:
         else:
             then()
 
+    def unacknowledged(self, activation: Activation) -> list[str]:
+        """Name what `when_acknowledged` waits for."""
+        named = [f"call {path} on {to!r}" for path, to in activation.unacknowledged]
+        leaves = self._leaves.unacknowledged
+        return [*named, *(f"assignment {path} on {to!r}" for path, to in leaves)]
+
     def never_mind(self, activation: Activation) -> None:
         """What was held back for an activation is not wanted any more."""
         self._held = [entry for entry in self._held if entry[0] is not activation]
@@ -360,7 +367,7 @@ class Activations:
 
 def _attach(fragment: Fragment, key: Key, hook: Hook) -> None:
     """The hooks of one value are in the order of the program, however they came."""
-    place = key.name if key.kind in ("leaf", "newest") else key
+    place = key.name if key.kind in LEAF_KINDS else key
     attached = (*fragment.hooks.get(place, ()), hook)
     fragment.hooks[place] = tuple(sorted(attached, key=attrgetter("path")))
 

@@ -52,12 +52,14 @@ class Gradients:
         addends = ordered([addend for version in due.addends for addend in version])
         due.addends = []
         attached = fragment.hooks.get(end.leaf, ())
-        if not addends and not attached and end.gradient is not None:
-            live.staged[end.leaf] = None  # By zeros alone: what was there stays.
-            return
-        seen = not all(hook.replaces for hook in attached)
-        then = partial(self._observe if seen else self._add, fragment, live, end)
         hooks = [hook for hook in attached if hook.replaces]
+        seen = len(hooks) < len(attached)
+        then = partial(self._observe if seen else self._add, fragment, live, end)
+        if not addends and not hooks and end.gradient is not None:
+            live.staged[end.leaf] = None  # By zeros alone: what was there stays.
+            if not seen:
+                return
+            then = partial(live.observed.__setitem__, end.leaf)
         self._complete.total(
             fragment, live, (), addends, then, aval=end.aval, hooks=hooks
         )

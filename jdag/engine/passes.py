@@ -161,10 +161,13 @@ class Passes:
         own = None if fragment is None else fragment.ownership
         if fragment is None or own is None or own.passes != event.number:
             return
+        if own.phase is Phase.ENDING and own.outcome is Outcome.FAILED:
+            # Who waits for the jobs of what has failed waits for them no longer.
+            self._tell_all(fragment, own, Outcome.EXPIRED)
         if End not in NEXT[own.phase]:
             return  # It is ending already.
         top = fragment.activations[()]
-        waits = [f"call {path} on {worker!r}" for path, worker in top.unacknowledged]
+        waits = self._activations.unacknowledged(top)
         why = f"acknowledgements of {', '.join(waits)}" if waits else ""
         self._activations.never_mind(top)
         failure = self._state.failure("PassTimeout", why)
@@ -181,18 +184,28 @@ class Passes:
         self.never_began(fragment, own)
         own.advance(fragment.context, End)
         own.outcome, own.failure = outcome, failure
-        message = End(fragment.context, own.passes, outcome, own.retain)
-        others = [
-            worker
-            for worker in fragment.activations[()].workers
+        top = fragment.activations[()]
+        # A pass that did not begin ends for those as well that have acknowledged
+        # nothing: what they are about to hear of is spent there too.
+        told = (*top.workers, *(worker for _, worker in top.unacknowledged))
+        own.awaited = {
+            worker: None
+            for worker in told
             if worker != self._state.worker and worker not in self._state.lost
-        ]
-        own.awaited = dict.fromkeys(others)
-        for worker in others:
-            self._state.send(worker, message)
+        }
         own.awaited[self._state.worker] = None
-        tell = partial(self.ended, self._state.worker)
-        self._close_pass(fragment, message, tell)
+        self._tell_all(fragment, own, outcome)
+
+    def _tell_all(self, fragment: Fragment, own: Ownership, outcome: Outcome) -> None:
+        """Tell everybody who has not answered yet; this worker last."""
+        here = self._state.worker
+        message = End(fragment.context, own.passes, outcome, own.retain)
+        awaited = tuple(own.awaited)
+        for worker in awaited:
+            if worker != here:
+                self._state.send(worker, message)
+        if here in awaited:
+            self._close_pass(fragment, message, partial(self.ended, here))
 
     def ended(self, sender: Worker, message: Ended) -> None:
         """A participant knows that the pass is over."""
@@ -249,15 +262,17 @@ class Passes:
 
         One that ran out of time does not wait for them.
         """
-        if message.outcome is Outcome.EXPIRED:
-            then()
-            return
-        jobs = [
-            number
-            for number, (_, part, _, job) in self._state.jobs.items()
-            if part is fragment and job.phase == message.number
-        ]
+        expired = message.outcome is Outcome.EXPIRED
+        jobs = () if expired else self._jobs(fragment, message.number)
         self._state.when_computed(jobs, then)
+
+    def _jobs(self, fragment: Fragment, number: int) -> tuple[int, ...]:
+        """The jobs of a pass that are under way here."""
+        return tuple(
+            id
+            for id, (_, part, _, job) in self._state.jobs.items()
+            if part is fragment and job.phase == number
+        )
 
     def _close_pass(
         self, fragment: Fragment, message: End, tell: Callable[[Ended], None]
@@ -319,10 +334,12 @@ class Passes:
         ]
         if outcome is not Outcome.FINISHED:
             left.extend(key for key in live.staged.values() if key is not None)
-            left.extend(live.observed.values())
-            live.observed = {}
             if not live.seeded:
                 left.extend(_seeds(fragment, live.number, live.roots))
+            # A sum that is under way may still read these.
+            observed, live.observed = tuple(live.observed.values()), {}
+            jobs = self._jobs(fragment, live.number) if observed else ()
+            self._state.when_computed(jobs, partial(self._state.drop, observed))
         self._state.drop(left)
         for vertex in live.dues:
             if isinstance(vertex, Node):

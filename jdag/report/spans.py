@@ -15,8 +15,11 @@ from jdag.trace import Record
 Window = tuple[int, int]  # From when to when, nanoseconds.
 
 
+_DRAWN_AS = {"vjp": "backward", "apply": "hook"}  # What is neither is for a sum.
+
+
 class Job(NamedTuple):
-    """A job on the device of a worker; `kind` is forward, vjp, sum or fill."""
+    """A job on the device of a worker; `kind` is forward, vjp, sum, fill or apply."""
 
     worker: str
     kind: str
@@ -29,14 +32,14 @@ class Job(NamedTuple):
 
     @property
     def drawn_as(self) -> str:
-        """What it is for: "forward", "backward", "sum" or "update".
+        """What it is for: "forward", "backward", "sum", "hook" or "update".
 
         A forward outside of contexts makes new versions of leaves; what makes zeros or
         ones makes them for a sum.
         """
         if self.kind == "forward":
             return "forward" if self.context else "update"
-        return "backward" if self.kind == "vjp" else "sum"
+        return _DRAWN_AS.get(self.kind, "sum")
 
 
 class Transfer(NamedTuple):

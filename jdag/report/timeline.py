@@ -35,6 +35,7 @@ _KINDS = {
     "forward": ("#0072b2", "forward"),
     "backward": ("#d55e00", "backward"),
     "sum": ("#009e73", "sums, zeros and ones"),
+    "hook": ("#e69f00", "hooks"),
     "update": ("#f0e442", "updates of leaves"),
 }
 _ALWAYS = ("forward", "backward")  # In the legend, whether there are any or not.

@@ -19,7 +19,7 @@ from greenlet import GreenletExit, getcurrent, greenlet
 
 from jdag.errors import JdagError
 from jdag.sim.port import Port
-from jdag.sim.timeline import Entry
+from jdag.sim.timeline import Entry, Timeline
 
 
 class Waiters:
@@ -50,8 +50,15 @@ class Waiters:
         worker_and_what = self._asked.get(waiter)
         return None if worker_and_what is None else worker_and_what[1]
 
-    def forget(self, waiter: int) -> None:
+    def silence(self, waiter: int, timeline: Timeline) -> None:
+        """What goes off if the waiter is not resumed is not wanted any more."""
+        alarm = self.alarms.pop(waiter, None)
+        if alarm is not None:
+            timeline.cancel(alarm)
+
+    def forget(self, waiter: int, timeline: Timeline) -> None:
         """Who waited has the result, or was interrupted."""
+        self.silence(waiter, timeline)
         self._asked.pop(waiter, None)
         self.given.pop(waiter, None)
 
@@ -102,6 +109,22 @@ class Programs:
         """There is no hub any more."""
         self._hub = None
 
+    def check_outside(self) -> None:
+        """Raise JdagError where what runs on a worker asks this."""
+        if self._hub is not None:
+            raise JdagError("what runs on it cannot end the cluster; main can")
+
+    def check_not_hub(self) -> None:
+        """Raise JdagError where the hub itself asks this, which never uses the cluster.
+
+        Then a function that it computes does.
+        """
+        if self._hub is not None and getcurrent() is self._hub:
+            raise JdagError(
+                "what a worker computes, such as a hook, cannot use the cluster or "
+                "fetch from it; only programs can"
+            )
+
     def start(self, port: Port, body: Callable[[], None]) -> None:
         """Run `body` as the program of `port` until it blocks or ends."""
         program = greenlet(body)
@@ -132,14 +155,9 @@ class Programs:
             self._run(program)
 
     def kill(self, worker: str | None) -> None:
-        """End the programs of a worker, or of all (None), as if they had never waited.
-
-        Raises:
-            JdagError: asked by one of those programs.
-        """
+        """End the programs of a worker, or of all (None): they never hear why."""
         dying = [p for p, port in self._alive.items() if worker in (None, port.worker)]
-        if getcurrent() in dying:
-            raise JdagError("a program cannot end the cluster that runs it; main can")
+        assert getcurrent() not in dying, worker
         for program in dying:
             program.parent = getcurrent()
             # Whatever it raises as it dies has no listener: its worker is gone.

@@ -188,10 +188,11 @@ class Simulation:
         """End all programs and let go of everything; what was counted stays.
 
         Raises:
-            JdagError: asked by a program that runs on a worker.
+            JdagError: asked by what runs on a worker.
         """
         if self._closed:
             return
+        self._programs.check_outside()
         for host in self._hosts.values():
             host.alive = False
         self._programs.kill(None)
@@ -241,11 +242,12 @@ class Simulation:
                     self._loop(waiter)
             return given[waiter]
         finally:
-            self._waiters.forget(waiter)
+            self._waiters.forget(waiter, self._timeline)
 
     def _check_open(self) -> None:
         if self._closed:
             raise JdagError("this cluster is closed; make another one")
+        self._programs.check_not_hub()
 
     def _program(self, port: Port, spawn: Spawn) -> None:
         """What a program's greenlet runs."""
@@ -348,9 +350,7 @@ class Simulation:
 
     def _resume(self, host: Host, resume: Resume, record: int) -> None:
         waiter = resume.waiter
-        alarm = self._waiters.alarms.pop(waiter, None)
-        if alarm is not None:
-            self._timeline.cancel(alarm)
+        self._waiters.silence(waiter, self._timeline)
         asked = self._waiters.asked(waiter)
         if asked is None:
             return  # Who waited was interrupted, and is not there any more.

@@ -1,0 +1,40 @@
+"""What is left in engines and their stores, and what is taken from there."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jdag.engine.vocabulary import Key
+
+
+def leftovers(places: Mapping[str, Any]) -> list[str]:
+    """What living workers hold although nothing is going on; leaves may stay."""
+    found: list[str] = []
+    for name, place in places.items():
+        engine: Any = place.engine
+        state = engine._state
+        kept = {
+            "contexts": state.contexts,
+            "passes": engine.live_passes,
+            "jobs": state.jobs,
+            "soon": state.soon,
+            "effects": state.out,
+            "requests": engine._reads._requests,
+            "after": state.after,
+            "held": engine._activations._held,
+            "unacknowledged": engine._leaves.unacknowledged,
+            "programs": place.running,
+            "values": [key for key in place.values if key.kind != "leaf"],
+        }
+        found.extend(f"{name}: {what} {it}" for what, it in kept.items() if it)
+    return found
+
+
+def taken(store: dict[Key, Any], result: Any) -> Any:
+    """What a program is resumed with; values that it fetched are taken at once."""
+    if type(result) is not tuple:
+        return result
+    taken = tuple(store[what] if isinstance(what, Key) else what for what in result)
+    for what in result:
+        if isinstance(what, Key) and what.kind == "reading":
+            del store[what]
+    return taken

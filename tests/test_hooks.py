@@ -1,0 +1,78 @@
+"""A hook's result takes a cotangent's place, if it is of its shape and dtype."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdag.compute.avals import aval_of
+from jdag.compute.hooks import hooked
+from jdag.errors import JdagError
+
+COTANGENT = jnp.arange(6.0).reshape(2, 3)
+
+
+def test_what_a_hook_returns_takes_the_place_of_what_it_is_given():
+    np.testing.assert_array_equal(hooked(jnp.negative, COTANGENT), -COTANGENT)
+
+
+def test_none_leaves_it_as_it_is():
+    seen: list[Any] = []
+    assert hooked(seen.append, COTANGENT) is COTANGENT
+    assert seen[0] is COTANGENT
+
+
+def test_a_hook_is_given_values_that_it_can_look_at():
+    assert hooked(lambda c: c * float(c[1, 2]), COTANGENT)[1, 2] == 25
+
+
+def test_an_array_that_the_hook_goes_on_writing_to_is_not_what_goes_on():
+    mine = np.ones((2, 3))
+    given = hooked(lambda _: mine, COTANGENT)
+    mine[:] = 7
+    np.testing.assert_array_equal(given, np.ones((2, 3)))
+
+
+def test_what_goes_on_has_no_weak_type():
+    weak = jnp.asarray(2.0)
+    assert aval_of(weak).weak
+    assert hooked(lambda _: weak, jnp.asarray(np.float64(1))).weak_type is False
+
+
+@pytest.mark.parametrize(
+    ("hook", "said"),
+    [
+        (lambda c: c[0], r"returned float64\[3\], and the cotangent is float64\[2,3\]"),
+        (lambda c: c.astype("float32"), r"returned float32\[2,3\]"),
+        (lambda c: c.astype(int), r"returned int64\[2,3\]"),
+        (lambda c: 2.0, "returned a float,"),
+        (lambda c: [c], "returned a list,"),
+        (lambda c: "c", "returned a str,"),
+    ],
+)
+def test_what_is_no_such_array_is_refused_and_says_what_would_be_right(hook, said):
+    with pytest.raises(JdagError, match=said) as caught:
+        hooked(hook, COTANGENT)
+    assert "an array of that shape and dtype, or None" in str(caught.value)
+
+
+def test_an_abstract_cotangent_is_traced_and_stays_abstract():
+    aval = aval_of(COTANGENT)
+    seen: list[Any] = []
+    assert hooked(seen.append, aval) is aval
+    assert hooked(lambda c: c * 2, aval) == aval
+    assert isinstance(seen[0], jax.core.Tracer)
+    with pytest.raises(JdagError, match=r"returned float64\[3\]"):
+        hooked(lambda c: c[0], aval)
+    with pytest.raises(JdagError, match=r"returned ~float64\[\]"):
+        hooked(lambda c: 2.0, aval)
+
+
+def test_a_bfloat16_and_a_complex_cotangent_keep_their_dtype():
+    for dtype in ("bfloat16", "complex64"):
+        one = jnp.ones(3, dtype)
+        assert hooked(lambda c: c * 2, one).dtype == dtype
+        with pytest.raises(JdagError, match=f"the cotangent is {dtype}"):
+            hooked(lambda c: jnp.ones(3), one)

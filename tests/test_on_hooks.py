@@ -1,0 +1,365 @@
+"""Hooks as users see them: what they are given, what they change, what is refused."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdag.cluster import simulate
+from jdag.errors import ContextError, GraphError, JdagError, RemoteError, WorkerLost
+from jdag.functions import program
+from jdag.ref import stop_gradient
+from jdag.sim import Crash
+from jdag.transform import value_and_grad
+from tests.face_cases import ONES, fails_backward, nothing_is_left, total
+
+MODES = ("smart", "fast")
+
+
+def weighted(h: Any, w: Any) -> Any:
+    return jnp.sum(h * w)
+
+
+def noting(seen: list[Any], hook: Any) -> Any:
+    """A hook that notes what it is given."""
+
+    def noted(cotangent: Any) -> Any:
+        seen.append(cotangent)
+        return hook(cotangent)
+
+    return noted
+
+
+# ---- what they are given, and change
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_hook_replaces_the_complete_cotangent_of_an_intermediate_ref(
+    cluster: Any, mode: Any
+):
+    w = cluster.put("b", ONES)
+    seen: list[Any] = []
+    with cluster.context() as ctx:
+        h = ctx.call("b", lambda a: 2 * a, w)
+        parts = [ctx.call(to, weighted, h, k * ONES) for k, to in enumerate("bcd")]
+        ctx.on_cotangent(h, noting(seen, lambda c: 10 * c))
+        ctx.backward(ctx.call("a", total, *parts), mode=mode)
+        np.testing.assert_array_equal(ctx.gradient(w).fetch(), 60 * ONES)
+    (one,) = seen
+    np.testing.assert_array_equal(one, 3 * ONES)
+    assert isinstance(one, jax.Array)
+    nothing_is_left(cluster)
+
+
+def test_a_hook_replaces_the_cotangent_of_a_leaf_before_it_is_accumulated(cluster: Any):
+    w = cluster.put("b", ONES)
+    with cluster.context() as ctx:
+        loss = ctx.call("c", total, w)
+        ctx.backward(loss, retain_graph=True)
+        ctx.on_cotangent(w, lambda c: 10 * c)
+        ctx.backward(loss)
+        np.testing.assert_array_equal(ctx.gradient(w).fetch(), 11 * ONES)
+
+
+def test_several_hooks_are_chained_in_order_through_programs_as_well(cluster: Any):
+    @program
+    def inner(ctx, h):
+        ctx.on_cotangent(h, lambda c: c * 2)
+        return ctx.call("d", total, h)
+
+    w = cluster.put("b", ONES)
+    with cluster.context() as ctx:
+        h = ctx.call("b", jnp.square, w)
+        ctx.on_cotangent(h, lambda c: c + 1)
+        loss = ctx.call("c", inner, h)
+        ctx.on_cotangent(h, lambda c: c + 5)
+        ctx.backward(loss)  # ((1 + 1) * 2 + 5) * 2 w
+        np.testing.assert_array_equal(ctx.gradient(w).fetch(), 18 * ONES)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_zero_is_hooked_too(cluster: Any, mode: Any):
+    w, v = cluster.put("b", ONES), cluster.put("c", ONES)
+    seen: list[Any] = []
+    with cluster.context() as ctx:
+        h, k = ctx.call("b", lambda a: (a, 3 * a), w)
+        ctx.on_cotangent(k, noting(seen, lambda c: c + 1))
+        ctx.on_cotangent(v, noting(seen, lambda c: c + 7))
+        ctx.backward(ctx.call("d", lambda h, v: jnp.sum(h), h, v), mode=mode)
+        np.testing.assert_array_equal(ctx.gradient(w).fetch(), 4 * ONES)
+        np.testing.assert_array_equal(ctx.gradient(v).fetch(), 7 * ONES)
+    assert len(seen) == 2 and not np.any(seen)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_who_sees_a_gradient_sees_that_of_the_pass_once_and_changes_nothing(
+    cluster: Any, mode: Any
+):
+    w = cluster.put("b", ONES)
+    seen: list[Any] = []
+    with cluster.context() as ctx:
+        loss = ctx.call("a", total, *(ctx.call(to, total, w) for to in "bcd"))
+        ctx.on_gradient(w, noting(seen, lambda g: 0 * g))
+        ctx.on_cotangent(w, lambda c: 2 * c)
+        for _ in range(3):
+            ctx.backward(loss, retain_graph=True, mode=mode)
+        np.testing.assert_array_equal(ctx.gradient(w).fetch(), 18 * ONES)
+    assert len(seen) == 3
+    np.testing.assert_array_equal(seen, 6 * jnp.ones((3, 3, 3)))
+    nothing_is_left(cluster)
+
+
+def test_a_gradient_is_accumulated_when_it_is_seen_and_of_a_failed_pass_never(
+    cluster: Any,
+):
+    w = cluster.put("b", ONES)
+    seen: list[Any] = []
+    with cluster.context() as ctx:
+        ctx.on_gradient(w, seen.append)
+        bad = ctx.call("c", lambda a: jnp.sum(fails_backward(a)), ONES)
+        good = ctx.call("c", total, w)
+        with pytest.raises(JdagError):
+            ctx.backward(good, bad, retain_graph=True)
+        v = cluster.put("d", ONES)
+        bad = ctx.call("d", lambda a: jnp.sum(fails_backward(a)), v)
+        with pytest.raises(RemoteError, match="no way back"):
+            ctx.backward(good, bad, retain_graph=True)
+        assert seen == []
+        ctx.backward(good)
+        assert len(seen) == 1
+
+
+def test_any_callable_can_be_a_hook(cluster: Any):
+    class Plus:
+        def __call__(self, c: Any) -> Any:
+            return c + 1
+
+    seen: list[Any] = []
+    hooks = [jnp.negative, functools.partial(jnp.multiply, 3), Plus(), seen.append]
+    w = cluster.put("b", ONES)
+    with cluster.context() as ctx:
+        for hook in (*hooks, jax.jit(lambda c: c * 5)):
+            ctx.on_cotangent(w, hook)
+        ctx.backward(ctx.call("c", total, w))
+        np.testing.assert_array_equal(ctx.gradient(w).fetch(), -10 * ONES)
+    assert len(seen) == 1
+
+
+def test_what_was_hooked_is_hooked_wherever_it_was_used_before(cluster: Any):
+    w = cluster.put("b", ONES)
+    with cluster.context() as ctx:
+        h = ctx.call("b", jnp.square, w)
+        used = [ctx.call(to, total, h) for to in "bcd"]
+        ctx.on_cotangent(h, lambda c: 0 * c)
+        ctx.backward(*used)
+        np.testing.assert_array_equal(ctx.gradient(w).fetch(), 0 * ONES)
+
+
+def test_hooks_of_one_context_are_not_of_the_next(cluster: Any):
+    w = cluster.put("b", ONES)
+    for wanted in (5, 1):
+        with cluster.context() as ctx:
+            loss = ctx.call("c", total, w)
+            if wanted == 5:
+                ctx.on_cotangent(w, lambda c: 5 * c)
+            ctx.backward(loss)
+            np.testing.assert_array_equal(ctx.gradient(w).fetch(), wanted * ONES)
+
+
+def test_value_and_grad_goes_through_hooks(cluster: Any):
+    def halved(ctx, w, x):
+        h = ctx.call("b", jnp.multiply, w, x)
+        ctx.on_cotangent(h, lambda c: c / 2)
+        return ctx.call("c", total, h)
+
+    value, gradient = value_and_grad(halved, cluster)(ONES, 4 * ONES)
+    assert value == 36
+    np.testing.assert_array_equal(gradient, 2 * ONES)
+
+
+def test_where_values_are_abstract_hooks_are_traced():
+    seen: list[Any] = []
+    with simulate(["a", "b"], seed=0, values="abstract") as cluster:
+        w = cluster.put("b", ONES)
+        with cluster.context() as ctx:
+            ctx.on_cotangent(w, noting(seen, lambda c: 2 * c))
+            ctx.on_gradient(w, seen.append)
+            ctx.backward(ctx.call("a", total, w))
+            assert ctx.gradient(w).shape == (3, 3)
+            ctx.on_cotangent(w, lambda c: c[0])
+            loss = ctx.call("a", total, w)
+            with pytest.raises(JdagError, match=r"the hook returned float64\[3\]"):
+                ctx.backward(loss)
+        nothing_is_left(cluster)
+    assert [one.shape for one in seen[:2]] == [(3, 3), (3, 3)]
+
+
+def test_bits_are_the_same_whatever_the_seed_and_though_gradients_are_seen():
+    found = []
+    for seed in range(8):
+        with simulate(["a", "b", "c", "d"], seed=seed) as cluster:
+            w = cluster.put("b", jnp.arange(3.0) / 7)
+            with cluster.context() as ctx:
+                if seed % 2:
+                    ctx.on_gradient(w, lambda g: None)
+                ctx.on_cotangent(w, lambda c: c / 3)
+                losses = [
+                    ctx.call(to, lambda a: jnp.sum(jnp.sin(a)), w) for to in "cdb"
+                ]
+                for _ in range(3):
+                    ctx.backward(*losses, retain_graph=True)
+                found.append(np.asarray(ctx.gradient(w).fetch()).tobytes())
+    assert len(dict.fromkeys(found)) == 1
+
+
+# ---- what goes wrong
+
+
+def test_a_hook_that_raises_is_named_with_worker_call_site_route_and_the_users_lines(
+    cluster: Any,
+):
+    w = cluster.put("b", ONES)
+
+    def hook(c):
+        raise ValueError("no such direction")  # This line.
+
+    with cluster.context() as ctx:
+        h = ctx.call("c", jnp.square, w)
+        ctx.on_cotangent(w, hook)
+        loss = ctx.call("d", total, h)
+        with pytest.raises(RemoteError) as caught:
+            ctx.backward(loss, mode="fast")
+        said = str(caught.value)
+        assert "hook failed on 'b', called at test_on_hooks.py:" in said
+        assert "in test_a_hook_that_raises" in said
+        assert "a <- d <- c <- b" in said and "# This line." in said
+        assert "/jdag/compute/" not in said and "/sim/" not in said
+        assert isinstance(caught.value.__cause__, ValueError)
+        with pytest.raises(GraphError):
+            ctx.gradient(w)
+    nothing_is_left(cluster)
+
+
+def test_what_raises_when_it_sees_a_gradient_raises_when_that_is_there(cluster: Any):
+    w = cluster.put("b", ONES)
+
+    def watch(gradient):
+        raise ValueError("too steep")
+
+    with cluster.context() as ctx:
+        loss = ctx.call("c", total, w)
+        ctx.on_gradient(w, watch)
+        for times in (1, 2):
+            with pytest.raises(RemoteError, match=r"watch failed on 'b', called at .*"):
+                ctx.backward(loss, retain_graph=True)
+            np.testing.assert_array_equal(ctx.gradient(w).fetch(), times * ONES)
+    nothing_is_left(cluster)
+
+
+def test_a_hook_that_returns_another_shape_or_dtype_says_so_by_name(cluster: Any):
+    w = cluster.put("b", ONES)
+    for hook, given in ((lambda c: c[0], r"float64\[3\]"), (lambda c: 1.0, "a float")):
+        with cluster.context() as ctx:
+            ctx.on_cotangent(w, hook)
+            loss = ctx.call("c", total, w)
+            wanted = rf"<lambda> failed on 'b', called at .*: the hook returned {given}"
+            with pytest.raises(JdagError, match=wanted):
+                ctx.backward(loss)
+
+
+def test_a_hook_cannot_use_the_cluster(cluster: Any):
+    w = cluster.put("b", ONES)
+    used = [
+        lambda _: w.fetch(),
+        lambda _: cluster.put("b", 1.0),
+        lambda _: cluster.context().__enter__(),
+        lambda _: cluster.close(),
+    ]
+    said = r"cannot use the cluster|what runs on it cannot end the cluster"
+    for hook in used:
+        with cluster.context() as ctx:
+            ctx.on_cotangent(w, hook)
+            loss = ctx.call("c", total, w)
+            with pytest.raises(JdagError, match=said):
+                ctx.backward(loss)
+    with cluster.context() as ctx:
+        ctx.on_cotangent(w, lambda _: ctx.call("b", total, w))
+        loss = ctx.call("c", total, w)
+        with pytest.raises(
+            ContextError, match=r"whose program waits for ctx\.backward"
+        ):
+            ctx.backward(loss)
+    nothing_is_left(cluster)
+
+
+def test_what_cannot_be_hooked_says_why(cluster: Any):
+    w, n = cluster.put("b", ONES), cluster.put("b", 3)
+    with cluster.context() as other:
+        theirs = other.call("b", jnp.square, w)
+        with cluster.context() as ctx:
+            h = ctx.call("b", jnp.square, w)
+            i = ctx.call("b", jnp.argmax, w)
+            constant = ctx.call("b", jnp.square, ONES)
+            for ref in (n, i, constant, stop_gradient(w), stop_gradient(h)):
+                with pytest.raises(GraphError, match=r"on_cotangent: .*is not tracked"):
+                    ctx.on_cotangent(ref, jnp.negative)
+            with pytest.raises(GraphError, match=r"on_gradient: .*is not tracked"):
+                ctx.on_gradient(n, jnp.negative)
+            with pytest.raises(JdagError, match=r"on_gradient takes a leaf, .*is none"):
+                ctx.on_gradient(h, jnp.negative)
+            with pytest.raises(JdagError, match="takes a ref first, not 3"):
+                ctx.on_cotangent(3, jnp.negative)
+            for hook in (None, 3, "negative"):
+                with pytest.raises(JdagError, match=f"takes a function.*not {hook!r}"):
+                    ctx.on_cotangent(h, hook)
+            with pytest.raises(ContextError, match=r"is of context .* and this is"):
+                ctx.on_cotangent(theirs, jnp.negative)
+            with simulate(["a", "b"], seed=0) as another:
+                far = another.put("a", ONES)
+                with pytest.raises(ContextError, match="refs do not leave their"):
+                    ctx.on_gradient(far, jnp.negative)
+            ctx.backward(ctx.call("b", total, h))
+            gradient = ctx.gradient(w)
+            with pytest.raises(GraphError, match="is not tracked"):
+                ctx.on_cotangent(gradient, jnp.negative)
+            np.testing.assert_array_equal(gradient.fetch(), 2 * ONES)
+    nothing_is_left(cluster)
+
+
+def test_after_its_context_is_left_nothing_can_be_hooked(cluster: Any):
+    w = cluster.put("b", ONES)
+    with cluster.context() as ctx:
+        h = ctx.call("b", jnp.square, w)
+    for ref in (h, w):
+        with pytest.raises(ContextError, match="over"):
+            ctx.on_cotangent(ref, jnp.negative)
+    with pytest.raises(ContextError, match="not entered yet"):
+        cluster.context().on_gradient(w, jnp.negative)
+
+
+def test_on_a_worker_that_is_lost_nothing_can_be_hooked():
+    faults = [Crash("c", at_ns=10, detect_ns=10)]
+    with simulate(["a", "b", "c"], seed=0, faults=faults) as cluster:
+        w = cluster.put("c", ONES)
+        cluster.driver.settle()
+        with (
+            cluster.context() as ctx,
+            pytest.raises(WorkerLost, match="hooked on 'c': it is lost"),
+        ):
+            ctx.on_cotangent(w, jnp.negative)
+        nothing_is_left(cluster)
+
+
+def test_a_worker_that_is_lost_before_it_hears_of_a_hook_fails_the_context():
+    faults = [Crash("c", at_ns=10, detect_ns=10)]
+    with simulate(["a", "b", "c"], seed=0, faults=faults) as cluster:
+        w, v = cluster.put("c", ONES), cluster.put("b", ONES)
+        with cluster.context() as ctx, pytest.raises(WorkerLost):
+            ctx.on_cotangent(w, jnp.negative)
+            ctx.backward(ctx.call("b", total, v))
+            cluster.driver.settle()
+            ctx.backward(ctx.call("b", total, v))
+        nothing_is_left(cluster)

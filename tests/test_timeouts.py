@@ -1,0 +1,197 @@
+"""A pass that is given a time ends by then, says what is owed, and leaves nothing."""
+
+import re
+from fractions import Fraction
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdag.cluster import simulate
+from jdag.engine.vocabulary import Owed
+from jdag.errors import JdagError, PassTimeout, RemoteError
+from jdag.sim import DeviceModel, LinkModel
+from tests.face_cases import ONES, nothing_is_left, total
+
+SECOND_NS = 1_000_000_000
+LATENCY_NS = 1_000_000
+FEW_NS = 6 * LATENCY_NS  # The end of a pass is told and answered, beside what goes on.
+MODES = ("smart", "fast")
+
+
+def slow(a: Any) -> Any:
+    return jnp.sin(a)
+
+
+def long_ago(backward_s: int = 10) -> Any:
+    """A cluster where the vjp of `slow` takes so long, with links that take time."""
+    name = f"{slow.__module__}:{slow.__qualname__}"
+    model = DeviceModel(functions={name: (1000, backward_s * SECOND_NS)})
+    network = LinkModel(latency_ns=LATENCY_NS)
+    return simulate(["a", "b", "c", "d"], seed=0, network=network, devices=model)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_pass_ends_by_its_time_and_a_few_latencies_though_a_device_computes(mode):
+    with long_ago() as cluster:
+        w = cluster.put("b", ONES)
+        with cluster.context() as ctx:
+            h = ctx.call("c", slow, w)
+            loss = ctx.call("d", total, h)
+            loss.fetch()
+            began_ns = cluster.now_ns
+            with pytest.raises(PassTimeout) as caught:
+                ctx.backward(loss, timeout_s=0.5, mode=mode, retain_graph=True)
+            took_ns = cluster.now_ns - began_ns
+            assert SECOND_NS // 2 <= took_ns <= SECOND_NS // 2 + FEW_NS
+            owed = caught.value.sends
+            if mode == "smart":  # A FAST pass has not come to b yet.
+                (send,) = owed
+                assert isinstance(send, Owed)
+                assert (send.path, send.worker, send.destination) == ((1,), "b", "c")
+                said = str(caught.value)
+                assert "pass 1 took longer than timeout_s=0.5" in said
+                wanted = r"call 1: b -> c, sent for .*:slow, called at test_timeouts"
+                assert re.search(wanted, said), said
+            for worker, held in cluster.info().items():
+                assert not held["live_passes"], worker
+            with pytest.raises(JdagError, match="was reached by no pass"):
+                ctx.gradient(w)
+            ctx.backward(loss, mode=mode)
+            wanted_gradient = np.cos(ONES)
+            np.testing.assert_allclose(ctx.gradient(w).fetch(), wanted_gradient)
+        nothing_is_left(cluster)
+
+
+def test_a_pass_on_one_worker_that_computes_too_long_says_so():
+    with long_ago() as cluster:
+        w = cluster.put("b", ONES)
+        with cluster.context() as ctx:
+            loss = ctx.call("b", total, ctx.call("b", slow, w))
+            with pytest.raises(PassTimeout, match="something is being computed") as e:
+                ctx.backward(loss, timeout_s=1)
+            assert e.value.sends == ()
+        nothing_is_left(cluster)
+
+
+def test_a_pass_that_has_not_begun_by_its_time_names_the_calls_it_waited_for():
+    network = LinkModel(latency_ns=SECOND_NS)
+    with simulate(["a", "b", "c"], seed=0, network=network) as cluster:
+        w = cluster.put("b", ONES)
+        with cluster.context() as ctx:
+            loss = ctx.call("c", total, ctx.call("b", jnp.square, w))
+            with pytest.raises(PassTimeout, match="it had not begun, for want of") as e:
+                ctx.backward(loss, timeout_s=1e-3, retain_graph=True)
+            for part in ("call (1,) on 'b'", "call (2,) on 'c'", "assignment (1,)"):
+                assert part in str(e.value), part
+            ctx.backward(loss)
+            np.testing.assert_array_equal(ctx.gradient(w).fetch(), 2 * ONES)
+        nothing_is_left(cluster)
+
+
+def test_many_late_passes_and_then_a_good_one_are_one_pass():
+    with long_ago() as cluster:
+        w = cluster.put("b", ONES)
+        with cluster.context() as ctx:
+            loss = ctx.call("d", total, ctx.call("c", slow, w))
+            for _ in range(20):
+                with pytest.raises(PassTimeout):
+                    ctx.backward(loss, timeout_s=0.1, retain_graph=True)
+            ctx.backward(loss, timeout_s=1000)
+            np.testing.assert_allclose(ctx.gradient(w).fetch(), np.cos(ONES))
+        nothing_is_left(cluster)
+
+
+def test_without_retain_graph_a_late_pass_has_used_the_graph():
+    with long_ago() as cluster:
+        w = cluster.put("b", ONES)
+        with cluster.context() as ctx:
+            loss = ctx.call("d", total, ctx.call("c", slow, w))
+            with pytest.raises(PassTimeout):
+                ctx.backward(loss, timeout_s=0.1)
+            with pytest.raises(JdagError, match="retain_graph=True"):
+                ctx.backward(loss)
+        nothing_is_left(cluster)
+
+
+def test_an_alarm_that_is_not_needed_does_not_move_the_clock():
+    ends = []
+    for timeout_s in (None, 3600.0):
+        with long_ago() as cluster:
+            w = cluster.put("b", ONES)
+            with cluster.context() as ctx:
+                loss = ctx.call("d", total, ctx.call("c", slow, w))
+                ctx.backward(loss, timeout_s=timeout_s)
+                assert cluster.now_ns < 11 * SECOND_NS
+            nothing_is_left(cluster)  # All has happened that is to happen.
+            ends.append(cluster.now_ns)
+    assert ends[0] == ends[1]
+
+
+def test_the_alarm_of_a_pass_that_was_interrupted_goes_with_it():
+    def interrupt(_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with long_ago() as cluster:
+        w = cluster.put("b", ONES)
+        with pytest.raises(KeyboardInterrupt), cluster.context() as ctx:
+            ctx.on_cotangent(w, interrupt)
+            ctx.backward(ctx.call("c", total, w), timeout_s=3600)
+        nothing_is_left(cluster)
+        assert cluster.now_ns < SECOND_NS
+
+
+def test_a_failure_is_told_by_the_time_of_its_pass_though_a_device_computes():
+    def fails(_: Any) -> Any:
+        raise ValueError("no further")
+
+    with long_ago() as cluster:
+        w, v = cluster.put("b", ONES), cluster.put("d", ONES)
+        with cluster.context() as ctx:
+            ctx.on_cotangent(v, fails)
+            losses = (
+                ctx.call("c", total, ctx.call("c", slow, w)),
+                ctx.call("d", total, v),
+            )
+            [loss.fetch() for loss in losses]
+            began_ns = cluster.now_ns
+            with pytest.raises(RemoteError, match="no further"):
+                ctx.backward(*losses, timeout_s=0.5)
+            assert cluster.now_ns - began_ns <= SECOND_NS // 2 + FEW_NS
+        nothing_is_left(cluster)
+
+
+def test_the_time_is_told_apart_from_that_of_a_pass_before():
+    with long_ago(backward_s=1) as cluster:
+        w = cluster.put("b", ONES)
+        with cluster.context() as ctx:
+            loss = ctx.call("d", total, ctx.call("c", slow, w))
+            for _ in range(5):  # Of each the alarm would go off in the next.
+                ctx.backward(loss, timeout_s=1.5, retain_graph=True)
+            np.testing.assert_allclose(ctx.gradient(w).fetch(), 5 * np.cos(ONES))
+
+
+@pytest.mark.parametrize(
+    "bad", [0, -1, -0.5, True, "3", float("nan"), float("inf"), 1j]
+)
+def test_a_time_that_cannot_be_is_refused_before_anything_is_told(cluster, bad):
+    w = cluster.put("b", ONES)
+    with cluster.context() as ctx:
+        loss = ctx.call("c", total, w)
+        said = f"timeout_s={bad!r}: allowed is a number of seconds above 0, or None"
+        with pytest.raises(JdagError, match=re.escape(said)):
+            ctx.backward(loss, timeout_s=bad)
+        ctx.backward(loss)
+        np.testing.assert_array_equal(ctx.gradient(w).fetch(), ONES)
+
+
+@pytest.mark.parametrize(
+    "good", [1, 0.5, np.float32(2), np.int64(3), Fraction(1, 3), 1e-12, 1e12]
+)
+def test_a_time_is_any_real_number_of_seconds_above_none(cluster, good):
+    w = cluster.put("b", ONES)
+    with cluster.context() as ctx:
+        ctx.backward(ctx.call("c", total, w), timeout_s=good)
+        np.testing.assert_array_equal(ctx.gradient(w).fetch(), ONES)
+    assert cluster.now_ns == 0
