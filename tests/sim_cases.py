@@ -19,7 +19,6 @@ from jdag.engine.vocabulary import (
     Send,
 )
 from jdag.engine.weight import WHOLE
-from jdag.sim import simulation
 from jdag.sim.simulation import Simulation
 from jdag.trace import Record
 
@@ -97,7 +96,7 @@ def play(
         engines[worker] = Scripted(worker, react)
         return engines[worker]
 
-    monkeypatch.setattr(simulation, "Engine", engine)
+    monkeypatch.setattr("jdag.sim.host.Engine", engine)
     settings = {"seed": 0, "home": workers[0], "run_program": None, **settings}
     made = Simulation(workers, **settings)
     for each in engines.values():
