@@ -1,0 +1,1 @@
+"""What the peer does and what it fails at: one suite for every driver."""
