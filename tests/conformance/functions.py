@@ -5,12 +5,15 @@ leaves behind in the process of its worker.
 """
 
 import functools
+from contextlib import ExitStack
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
+import jdag
 from jdag import JdagError, program, stop_gradient
 
 ONES = jnp.ones((3, 3))
@@ -299,3 +302,76 @@ def nested_dropped_reply(ctx, w, v):
 
 def two_losses(ctx, w, v):
     return [ctx.call("b", sum_of_product, w, v), ctx.call("c", scaled_and_summed, w, v)]
+
+
+# ------------------------------------------- what cluster.run runs: several callers
+
+
+def train_once(leaf, by, cluster):
+    """One context on the worker of a leaf, left open until its gradient is here."""
+    with cluster.context() as ctx:
+        h = ctx.call(leaf.worker, scaled_and_summed, leaf, by * ONES)
+        loss = ctx.call(cluster.here, three_times, h)
+        ctx.backward(loss)
+        return ctx.id, ctx.gradient(leaf).fetch(), len(ctx.gradients())
+
+
+def open_twenty(t1, t2, cluster):
+    """Twenty contexts, all open at once, over two leaves of another worker."""
+    there = t1.worker
+    with ExitStack() as stack:
+        contexts = [stack.enter_context(cluster.context()) for _ in range(20)]
+        losses = []
+        for ctx in contexts:
+            t3 = ctx.call(there, jnp.add, t1, t2)
+            t4 = ctx.call(there, jnp.multiply, t2, t3)
+            t5 = ctx.call(there, jnp.matmul, t3, t4)
+            losses.append(ctx.call(there, sum_of_sum, t4, t5))
+        for ctx, loss in zip(contexts, losses, strict=True):
+            ctx.backward(loss)
+        return [
+            (ctx.id, loss.fetch(), *jdag.fetch(ctx.gradient([t1, t2])))
+            for ctx, loss in zip(contexts, losses, strict=True)
+        ]
+
+
+def dies_with_a_context_open(leaf, cluster):
+    """Its worker dies while its context is open, here and on two others."""
+    with cluster.context() as ctx:
+        ctx.call("d", three_times, 2.0).fetch()
+        ctx.backward(ctx.call(leaf.worker, total, leaf), retain_graph=True)
+        ctx.call(cluster.here, dies_forward, leaf).fetch()
+
+
+# -------------------------------------------- what an optimizer applies on each owner
+
+
+def _refused_below_zero(gradient):
+    if np.any(np.asarray(gradient) < 0):
+        raise ValueError("a gradient below zero")
+    return np.asarray(-0.5 * gradient)
+
+
+def fragile_update(updates, state, params=None):
+    """A step of SGD 0.5 that fails, when it runs, where a gradient is below zero."""
+
+    def step(leaf):
+        shape = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        return jax.pure_callback(_refused_below_zero, shape, leaf)
+
+    return jax.tree.map(step, updates), state
+
+
+def no_state(params):
+    return ()
+
+
+FRAGILE = optax.GradientTransformation(no_state, fragile_update)
+
+
+def difference(a, b):
+    return jnp.sum(a) - jnp.sum(b)
+
+
+def mean_square(h):
+    return jnp.mean(h**2)
