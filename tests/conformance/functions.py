@@ -45,8 +45,12 @@ def sum_of_cosine(a):
     return jnp.sum(jnp.cos(a))
 
 
-def stacked(a, b):
-    return jnp.stack((a, b))
+def stacked(*arrays):
+    return jnp.stack(arrays)
+
+
+def sum_of_first_times_last(s):
+    return jnp.sum(s[0] @ s[-1])
 
 
 def times_transposed(a, b):

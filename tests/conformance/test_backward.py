@@ -2,18 +2,22 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jdag
+from tests.conformance.drivers import leaving_nothing
 from tests.conformance.functions import (
     ONES,
+    add_here,
     first_alone,
     in_five,
     stacked,
     sum_of_chain,
     sum_of_cosine,
+    sum_of_first_times_last,
     sum_of_product,
     sum_of_quotient,
     sum_of_sum,
@@ -151,3 +155,79 @@ def test_a_pass_gives_what_jax_grad_of_the_program_gives(cluster: Any):
     np.testing.assert_allclose(value, wanted, rtol=1e-13)
     for name in params:
         np.testing.assert_allclose(found[name], gradients[name], rtol=1e-12)
+
+
+def test_matrices_of_different_shapes_over_workers(cluster: Any):
+    shapes = {"t1": (4, 6), "t2": (6, 5), "t3": (5, 7), "t4": (7, 9)}
+    t1, t2, t3, t4 = (
+        cluster.put(worker, jnp.cos(jnp.arange(a * b, dtype=float)).reshape(a, b))
+        for worker, (a, b) in zip("abca", shapes.values(), strict=True)
+    )
+
+    def program(ctx: Any, first: Any, third: Any) -> Any:
+        v = ctx.call("b", jnp.matmul, first, jdag.stop_gradient(t2))
+        return ctx.call("c", sum_of_chain, v, third, jdag.stop_gradient(t4))
+
+    with cluster.context() as ctx:
+        ctx.backward(program(ctx, t1, t3))
+        assert list(ctx.gradients()) == [t1, t3]
+        found = jdag.fetch(ctx.gradient([t1, t3]))
+    values = jdag.fetch([t1, t2, t3, t4])
+    wanted = jax.grad(sum_of_chain, argnums=(0, 1, 2, 3))(*values)
+    for one, other in zip(found, wanted[::2], strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-12)
+
+
+def test_one_of_three_that_were_stacked_and_is_not_used_has_zeros(cluster: Any):
+    t1, t2, t3 = (cluster.put("a", ONES) for _ in range(3))
+    with cluster.context() as ctx:
+        s = ctx.call("b", stacked, t1, t2, t3)
+        ctx.backward(ctx.call("c", sum_of_first_times_last, s))
+        for leaf, wanted in ((t1, 3), (t2, 0), (t3, 3)):
+            equal(ctx.gradient(leaf).fetch(), wanted * ONES)
+
+
+def test_each_gradient_has_the_dtype_of_its_leaf(cluster: Any):
+    half, single, double = (
+        cluster.put("a", ONES.astype(dtype)) for dtype in ("float16", "float32", float)
+    )
+    with cluster.context() as ctx:
+        ctx.backward(ctx.call("b", total, half, single, double))
+        for leaf in (half, single, double):
+            gradient = ctx.gradient(leaf).fetch()
+            assert gradient.dtype == leaf.dtype
+            equal(gradient, ONES)
+
+
+@pytest.mark.parametrize("callee", ["b", "c"])
+def test_a_leaf_of_another_worker_is_handed_on_by_its_ref(cluster: Any, callee: str):
+    """To a call on its owner, c, and to one on b, who is neither owner nor caller."""
+    remote, own = cluster.put("c", ONES), cluster.put("a", 2 * ONES)
+    with cluster.context() as ctx:
+        made = ctx.call(callee, add_here, remote, own)
+        ctx.backward(ctx.call("a", sum_of_product, made, own))
+        equal(ctx.gradient(remote).fetch(), 2 * ONES)
+        equal(ctx.gradient(own).fetch(), (3 + 2) * ONES)
+        assert ctx.gradient(remote).worker == "c" and ctx.gradient(own).worker == "a"
+
+
+def test_a_thousand_passes_over_one_hop_add_up(driver: Any, cluster: Any):
+    w = cluster.put("a", ONES)
+    with leaving_nothing(driver, cluster), cluster.context() as ctx:
+        loss = ctx.call("b", total, w)
+        for _ in range(1_000):
+            ctx.backward(loss, retain_graph=True)
+        equal(ctx.gradient(w).fetch(), 1_000 * ONES)
+
+
+def test_a_hundred_round_trips_are_a_hundred_sends_and_2_to_the_100(cluster: Any):
+    w = cluster.put("a", ONES)
+    with cluster.context() as ctx:
+        h = w
+        for _ in range(100):
+            h = ctx.move("a", ctx.call("b", jnp.add, h, h))
+        ctx.backward(ctx.call("a", total, h), retain_graph=True)
+        drawn = ctx.graph()
+        assert len(drawn["a"].sends) == len(drawn["b"].sends) == 100
+        assert len(drawn["a"].recvs) == len(drawn["b"].recvs) == 100
+        equal(ctx.gradient(w).fetch(), 2.0**100 * ONES)

@@ -175,6 +175,20 @@ def test_a_worker_that_dies_in_forward_is_an_error_at_who_fetches_and_at_backwar
         assert all(each[:2] == (0, 0) for each in held(cluster).values())
 
 
+def test_a_worker_that_died_after_forward_is_an_error_of_backward(driver: Any):
+    with driver.mortal("c") as cluster:
+        w = cluster.put("a", ONES)
+        with cluster.context() as ctx:
+            loss = ctx.call("b", total, ctx.call("c", three_times, w))
+            assert loss.fetch() == 27
+            ctx.call("c", dies_forward, 1.0)
+            driver.settle(cluster)
+            with pytest.raises(jdag.errors.WorkerLost, match="'c'"):
+                ctx.backward(loss)
+        driver.settle(cluster)
+        assert all(each[:2] == (0, 0) for each in held(cluster).values())
+
+
 @pytest.mark.parametrize("worker", ["a", "b", "d"])
 def test_every_participant_is_told_and_refuses_to_go_on(driver: Any, worker: str):
     """The caller, a second hop, and d, which only ever saw a constant."""

@@ -108,6 +108,16 @@ def test_after_a_context_ends_no_worker_holds_anything_of_it(driver: Any, cluste
     KEPT.clear()
 
 
+def test_nothing_is_left_where_messages_are_late_and_lost(driver: Any):
+    for cluster in driver.rough(("a", "b", "c", "d"), 10):
+        w = cluster.put("b", ONES)
+        with leaving_nothing(driver, cluster), cluster.context() as ctx:
+            made = ctx.call("c", three_times, w)
+            ctx.call("d", three_times, ONES)
+            ctx.backward(ctx.call("a", total, made))
+            np.testing.assert_array_equal(ctx.gradient(w).fetch(), 3 * ONES)
+
+
 def test_contexts_are_values_and_may_be_nested(cluster: Any):
     w = cluster.put("b", ONES)
     with cluster.context() as outer:
