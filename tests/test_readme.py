@@ -1,12 +1,17 @@
 """What the README prints runs as printed."""
 
+import ast
+import inspect
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import jdag
 from jdag.playing import play
 from jdag.scenario import load
+from jdag.sim.simulation import Simulation
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -58,3 +63,111 @@ def test_the_scenario_is_met_with_the_program_beside_it(tmp_path: Path):
 def test_what_it_links_to_is_there():
     for target in re.findall(r"\]\(([^)#]+)\)", README.read_text()):
         assert (README.parent / target).exists(), target
+
+
+# ----------------------------------------------------------- the table of names
+
+# What the README's short names are.
+KNOWN: dict[str, Any] = {
+    "jdag": jdag,
+    "cluster": jdag.Cluster,
+    "ctx": jdag.Context,
+    "ref": jdag.Ref,
+    "optimizer": jdag.Optimizer,
+}
+
+
+def rows() -> list[list[str]]:
+    """The rows of the table of PyTorch's names: theirs, ours, what differs."""
+    section = README.read_text().partition("## Coming from PyTorch")[2]
+    section = section.partition("\n## ")[0]
+    table = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[2:]]
+
+
+def code(text: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", text)
+
+
+def tree_of(span: str) -> ast.expr | None:
+    """A span of code as an expression, None if it is not one of ours."""
+    span = re.sub(r"=(?=[,)])", "=None", span.lstrip("@"))
+    try:
+        return ast.parse(span, mode="eval").body
+    except SyntaxError:
+        return None
+
+
+def found(node: ast.expr) -> Any:
+    """What a dotted name that begins with one of ours is; None for other names.
+
+    Raises:
+        AttributeError: there is no such thing.
+    """
+    match node:
+        case ast.Name(id=name):
+            return KNOWN.get(name)
+        case ast.Attribute(value=value, attr=attr):
+            owner = found(value)
+            return None if owner is None else getattr(owner, attr)
+    return None
+
+
+def missing(text: str) -> list[str]:
+    """The names of ours, and the keywords of calls, that are not there."""
+    lacking = []
+    for span in code(text):
+        tree = tree_of(span)
+        for node in [] if tree is None else ast.walk(tree):
+            try:
+                if isinstance(node, ast.Attribute):
+                    found(node)
+                elif isinstance(node, ast.Call) and found(node.func) is not None:
+                    check_keywords(found(node.func), node)
+            except AttributeError as error:
+                lacking.append(f"{span}: {error}")
+    return lacking
+
+
+def check_keywords(called: Any, call: ast.Call) -> None:
+    """Raise AttributeError where it does not take one of the keywords."""
+    taken = dict(inspect.signature(called).parameters)
+    if called is jdag.simulate:  # It hands its settings on to the driver.
+        del taken["settings"]
+        taken.update(inspect.signature(Simulation).parameters)
+    if any(each.kind is each.VAR_KEYWORD for each in taken.values()):
+        return
+    for keyword in call.keywords:
+        if keyword.arg not in taken:
+            raise AttributeError(f"{called} takes no {keyword.arg}")
+
+
+def test_each_of_our_names_for_those_of_pytorch_exists():
+    assert len(rows()) > 50
+    spans = [span for _, ours, differs in rows() for span in code(ours + differs)]
+    named = [span for span in spans if span.lstrip("@").split(".")[0] in KNOWN]
+    assert len(named) > 50
+    for theirs, ours, differs in rows():
+        if "to come" not in ours:
+            assert not missing(ours + differs), theirs
+
+
+def test_what_is_to_come_is_not_there_yet():
+    coming = [ours for _, ours, _ in rows() if "to come" in ours]
+    assert coming
+    for ours in coming:
+        assert len(missing(ours)) == len(code(ours)), f"{ours}: it is there now"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "`cluster.putt(worker)`",
+        "`ctx.backward(loss, retain=True)`",
+        "`@jdag.programme`",
+        "`jdag.Optimizer(tx, leaves, clip=1.0)`",
+        "`ctx.call(ref.owner, fn)`",
+    ],
+)
+def test_a_name_that_does_not_exist_is_noticed(text: str):
+    assert missing(text)

@@ -1,0 +1,253 @@
+"""Errors: each names what is wrong, reaches the caller, and leaves nothing behind."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jdag
+from tests.conformance.drivers import held, leaving_nothing
+from tests.conformance.functions import (
+    ONES,
+    dies_backward,
+    dies_forward,
+    fails_at_once,
+    forwarding_failure,
+    lingers,
+    nested_sine,
+    sum_of_product,
+    three_times,
+    total,
+    total_that_fails_backward,
+    two_losses,
+)
+
+equal = np.testing.assert_array_equal
+
+
+def six_wrong_backwards(cluster: Any) -> list[tuple[type, str]]:
+    """Each wrong root, and what was said of it."""
+    w = cluster.put("b", ONES)
+    with cluster.context() as over:
+        foreign = over.call("c", total, w)
+    said = []
+    with cluster.context() as ctx:
+        wrong: tuple[tuple[Any, ...], ...] = (
+            (),
+            (None,),
+            (ctx.call("b", total, ONES),),
+            (w,),
+            (ctx.call("c", three_times, w),),
+            (foreign,),
+        )
+        for roots in wrong:
+            with pytest.raises(jdag.JdagError) as caught:
+                ctx.backward(*roots)
+            said.append((caught.type, str(caught.value)))
+        assert ctx.gradients() == {}
+        ctx.backward(ctx.call("d", total, w))
+        equal(ctx.gradient(w).fetch(), ONES)
+    return said
+
+
+def test_no_roots_none_constant_leaf_not_scalar_unknown_context_are_six_messages(
+    cluster: Any,
+):
+    said = six_wrong_backwards(cluster)
+    assert len({message for _, message in said}) == 6
+    kinds = [kind for kind, _ in said]
+    assert kinds == [jdag.errors.RootError] * 5 + [jdag.errors.ContextError]
+    what = (
+        "has no roots",
+        "root 0 is None",
+        "is a constant",
+        "itself a leaf",
+        "of size 9",
+        "which is over",
+    )
+    for number, part in enumerate(what):
+        assert [part in message for _, message in said].index(True) == number, said
+        assert sum(part in message for _, message in said) == 1, part
+
+
+def test_an_error_in_the_backward_of_the_second_hop_brings_the_path_of_workers(
+    driver: Any, cluster: Any
+):
+    w = cluster.put("a", ONES)
+    with leaving_nothing(driver, cluster), cluster.context() as ctx:
+        loss = ctx.call("b", forwarding_failure, w)
+        assert loss.worker == "c"
+        out = ctx.call("d", three_times, ctx.call("b", three_times, loss))
+        with pytest.raises(jdag.errors.RemoteError) as caught:
+            ctx.backward(out)
+        said = str(caught.value)
+        assert "total_that_fails_backward failed on 'c'" in said, said
+        assert "RuntimeError: no way back" in said, said
+        assert "called at functions.py:" in said, said
+        # The pass began on d, and came by way of b to c.
+        assert "a <- d <- b <- c" in said, said
+        assert not [each for each in held(cluster).values() if each[1]]
+
+
+def test_after_50_failing_passes_a_good_one_gives_what_one_good_pass_gives(
+    driver: Any, cluster: Any
+):
+    w, v = cluster.put("a", ONES), cluster.put("b", 2 * ONES)
+    with cluster.context() as ctx:
+        good = ctx.call("b", sum_of_product, ctx.call("c", nested_sine, w), v)
+        ctx.backward(good)
+        wanted = jdag.fetch(ctx.gradient([w, v]))
+    with leaving_nothing(driver, cluster), cluster.context() as ctx:
+        good = ctx.call("b", sum_of_product, ctx.call("c", nested_sine, w), v)
+        bad = ctx.call("b", forwarding_failure, w)
+        for _ in range(50):
+            with pytest.raises(jdag.errors.RemoteError, match="no way back"):
+                ctx.backward(good, bad, retain_graph=True)
+            assert [passes for _, passes, _ in held(cluster).values()] == [0] * 4
+            assert ctx.gradients() == {}
+        ctx.backward(good)
+        found = jdag.fetch(ctx.gradient([w, v]))
+        for one, other in zip(found, wanted, strict=True):
+            equal(one, other)
+
+
+def test_a_pass_that_fails_without_retain_graph_spends_the_graph_and_says_so(
+    cluster: Any,
+):
+    w = cluster.put("a", ONES)
+    with cluster.context() as ctx:
+        good = ctx.call("b", total, w)
+        bad = ctx.call("c", total_that_fails_backward, w)
+        with pytest.raises(jdag.errors.RemoteError, match="no way back"):
+            ctx.backward(good, bad)
+        with pytest.raises(jdag.errors.GraphError, match="retain_graph=True"):
+            ctx.backward(good)
+
+
+def test_a_function_that_raises_names_function_worker_call_site_and_its_own_line(
+    cluster: Any,
+):
+    w = cluster.put("b", ONES)
+    with cluster.context() as ctx, pytest.raises(jdag.errors.RemoteError) as caught:
+        ctx.call("c", fails_at_once, w).fetch()
+    said = str(caught.value)
+    for part in (
+        "fails_at_once failed on 'c'",
+        "called at test_errors.py:",
+        "ValueError: not with these",
+        'raise ValueError("not with these")',
+    ):
+        assert part in said, said
+
+
+# ------------------------------------------------------------------ workers that die
+
+
+def test_a_worker_that_dies_in_a_pass_is_an_error_at_the_caller_in_time(driver: Any):
+    with driver.mortal("c") as cluster:
+        w, v = cluster.put("a", ONES), cluster.put("b", ONES)
+        with cluster.context() as ctx:
+            h = ctx.call("c", dies_backward, ctx.call("b", sum_of_product, w, v))
+            loss = ctx.call("d", total, h)
+            before_ns = cluster.now_ns
+            with pytest.raises(jdag.errors.WorkerLost, match="'c'"):
+                ctx.backward(loss)
+            assert cluster.now_ns - before_ns <= driver.loss_max_s * 1e9
+            assert ctx.gradients() == {}
+        driver.settle(cluster)
+        assert all(each[:2] == (0, 0) for each in held(cluster).values())
+
+
+def test_a_worker_that_dies_in_forward_is_an_error_at_who_fetches_and_at_backward(
+    driver: Any,
+):
+    with driver.mortal("c") as cluster:
+        w = cluster.put("a", ONES)
+        with cluster.context() as ctx:
+            loss = ctx.call("b", total, ctx.call("c", dies_forward, w))
+            before_ns = cluster.now_ns
+            with pytest.raises(jdag.errors.WorkerLost, match="'c'"):
+                loss.fetch()
+            with pytest.raises(jdag.errors.WorkerLost, match="'c'"):
+                ctx.backward(loss)
+            assert cluster.now_ns - before_ns <= driver.loss_max_s * 1e9
+        driver.settle(cluster)
+        assert all(each[:2] == (0, 0) for each in held(cluster).values())
+
+
+def test_a_worker_that_died_after_forward_is_an_error_of_backward(driver: Any):
+    with driver.mortal("c") as cluster:
+        w = cluster.put("a", ONES)
+        with cluster.context() as ctx:
+            loss = ctx.call("b", total, ctx.call("c", three_times, w))
+            assert loss.fetch() == 27
+            ctx.call("c", dies_forward, 1.0)
+            driver.settle(cluster)
+            with pytest.raises(jdag.errors.WorkerLost, match="'c'"):
+                ctx.backward(loss)
+        driver.settle(cluster)
+        assert all(each[:2] == (0, 0) for each in held(cluster).values())
+
+
+@pytest.mark.parametrize("worker", ["a", "b", "d"])
+def test_every_participant_is_told_and_refuses_to_go_on(driver: Any, worker: str):
+    """The caller, a second hop, and d, which only ever saw a constant."""
+    with driver.mortal("c") as cluster:
+        w = cluster.put("a", ONES)
+        with cluster.context() as ctx:
+            constant = ctx.call("d", three_times, 2.0)
+            h = ctx.call("a", three_times, ctx.call("b", nested_sine, w))
+            loss = ctx.call("b", total, ctx.call("c", dies_backward, h))
+            with pytest.raises(jdag.errors.WorkerLost):
+                ctx.backward(loss)
+            driver.settle(cluster)
+            given = constant if worker == "d" else w
+            with pytest.raises(jdag.errors.WorkerLost, match="'c'"):
+                ctx.call(worker, total, given).fetch()
+            with pytest.raises(jdag.errors.WorkerLost, match="'c'"):
+                ctx.backward(loss)
+
+
+def test_after_a_worker_died_the_others_go_on_in_another_context(driver: Any):
+    with driver.mortal("c") as cluster:
+        w, v = cluster.put("a", ONES), cluster.put("b", 2 * ONES)
+        with cluster.context() as ctx:
+            loss = ctx.call("b", total, ctx.call("c", dies_backward, w))
+            with pytest.raises(jdag.errors.WorkerLost):
+                ctx.backward(loss)
+        with cluster.context() as ctx:
+            ctx.backward(ctx.call("d", sum_of_product, w, v))
+            equal(ctx.gradient(w).fetch(), 2 * ONES)
+            equal(ctx.gradient(v).fetch(), ONES)
+
+
+# ---------------------------------------------------------------------- deadlines
+
+
+def test_a_pass_that_takes_longer_than_timeout_s_raises_with_what_is_owed(driver: Any):
+    with driver.slow() as cluster:
+        w, v = cluster.put("a", ONES), cluster.put("b", ONES)
+        with cluster.context() as ctx:
+            h = ctx.call("c", lingers, ctx.call("b", sum_of_product, w, v))
+            loss = ctx.call("d", total, h)
+            before_ns = cluster.now_ns
+            with pytest.raises(jdag.errors.PassTimeout) as caught:
+                ctx.backward(loss, timeout_s=0.5)
+            assert 0.5e9 <= cluster.now_ns - before_ns < 5e9
+            sends: Any = caught.value.sends
+            owed = [
+                (send.worker, send.destination, send.function.rpartition(":")[2])
+                for send in sends
+            ]
+            # What d owed c has come; what c owes b is being computed.
+            assert owed == [("a", "b", "sum_of_product"), ("b", "c", "lingers")]
+            said = str(caught.value)
+            assert "timeout_s=0.5" in said and "test_errors.py:" in said, said
+            assert all(passes == 0 for _, passes, _ in held(cluster).values())
+
+
+def test_a_pass_that_is_in_time_does_not_notice_its_timeout(driver: Any, cluster: Any):
+    w, v = cluster.put("a", ONES), cluster.put("b", 2 * ONES)
+    with leaving_nothing(driver, cluster), cluster.context() as ctx:
+        ctx.backward(*two_losses(ctx, w, v), timeout_s=60.0)
+        assert len(ctx.gradients()) == 2
