@@ -26,7 +26,7 @@ from jdag.engine.complete import Completion
 from jdag.engine.count import count, describe, mark, path_of
 from jdag.engine.gradients import Gradients
 from jdag.engine.graph import Fragment, Node, RecvEnd, Value, Vertex
-from jdag.engine.live import Due, Pass, ordered
+from jdag.engine.share import Due, Pass, ordered
 from jdag.engine.state import State, lost_failure
 from jdag.engine.vocabulary import (
     Answer,

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from jdag.engine.graph import Fragment
-from jdag.engine.live import Pass
+from jdag.engine.share import Pass
 from jdag.engine.state import State
 from jdag.engine.vocabulary import (
     Apply,

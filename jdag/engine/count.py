@@ -9,7 +9,7 @@ is reached hands its slots on, each once.
 from collections.abc import Iterable
 
 from jdag.engine.graph import Fragment, LeafEnd, Node, RecvEnd, SendEnd, Value, Vertex
-from jdag.engine.live import Due, Pass
+from jdag.engine.share import Due, Pass
 from jdag.engine.vocabulary import Marked, Mode, Path
 
 

@@ -16,7 +16,7 @@ from functools import partial
 
 from jdag.engine.complete import Completion
 from jdag.engine.graph import Fragment, LeafEnd
-from jdag.engine.live import Pass, ordered
+from jdag.engine.share import Pass, ordered
 from jdag.engine.state import State
 from jdag.engine.vocabulary import Apply, Failure, Hook, Job, Key
 

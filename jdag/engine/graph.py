@@ -208,7 +208,7 @@ class Fragment:
         self.activations: dict[Path, Activation] = {}
         self.pending = 0  # Calls that have not run and values that were not shipped.
         self.failures: list[Failure] = []  # Those that began here.
-        self.live: Any = None  # The `live.Pass` in progress here.
+        self.live: Any = None  # The `share.Pass` in progress here.
         self.gone = False  # It was released; jobs of it may still run.
         self.ended = 0  # The number of the last pass that ended.
         self.past: Past | None = None  # The last pass that came by here.

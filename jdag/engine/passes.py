@@ -21,9 +21,9 @@ from jdag.engine.activations import Activations
 from jdag.engine.backward import Backward
 from jdag.engine.graph import Fragment, Node, Past
 from jdag.engine.leaves import Leaves
-from jdag.engine.live import Pass
 from jdag.engine.lives import Lives
 from jdag.engine.phases import NEXT, Ownership, Phase
+from jdag.engine.share import Pass
 from jdag.engine.state import State
 from jdag.engine.vocabulary import (
     Alarm,

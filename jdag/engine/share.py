@@ -1,4 +1,4 @@
-"""One pass on one worker: what it still awaits, what it is about to say.
+"""The share of one worker in one pass: what it awaits, what it is about to say.
 
 Invariants: `remaining` of a vertex is how many of its counted edges have brought
 nothing yet; a worker that is not passive holds weight; what is in `outbox` is sent

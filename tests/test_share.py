@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jdag.engine.live import Pass
+from jdag.engine.share import Pass
 from jdag.engine.vocabulary import (
     Acknowledge,
     Answer,
