@@ -42,6 +42,7 @@ from jdag.engine.vocabulary import (
     Issued,
     Key,
     LeafId,
+    Mode,
     Opened,
     PassResult,
     Resume,
@@ -79,6 +80,7 @@ class Named:
     """A function that nobody runs."""
 
     name = "nothing"
+    avals = ("nothing",)
 
 
 class Bench:
@@ -128,7 +130,8 @@ def chain(nodes: int, workers: tuple[str, ...]) -> tuple[float, float]:
         argument = Argument(Key("output", context, path, 0), worker, True)
     forward = time.perf_counter()
     root = Root(argument.key, "aval", False, 0)
-    bench.tell(home, Differentiated(1, context, ((argument.owner, root),), False))
+    roots = ((argument.owner, root),)
+    bench.tell(home, Differentiated(1, context, roots, Mode.FAST, False, None))
     end = time.perf_counter()
     result = bench.result
     assert isinstance(result, PassResult) and result.outcome.value == "finished", result

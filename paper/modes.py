@@ -12,7 +12,7 @@ out on any machine. `paper/results/modes.json` holds them, `modes.md` the table.
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ NETWORK = jdag.sim.Network(
     jdag.sim.LinkModel(latency_ns=20_000, bandwidth_bytes_per_s=1_250_000_000)
 )
 DEVICES = jdag.sim.DeviceModel(forward_ns=10_000, backward_ns=20_000, sum_ns=1_000)
-MODES = ("fast", "smart")
+MODES: tuple[Literal["fast", "smart"], ...] = ("fast", "smart")
 
 
 def scaled(w: jax.Array, x: jax.Array) -> jax.Array:
@@ -90,7 +90,9 @@ class Cost(NamedTuple):
     virtual_ns: int
 
 
-def cost(shape: str, size: int, mode: str, after_forward: bool) -> Cost:
+def cost(
+    shape: str, size: int, mode: Literal["fast", "smart"], after_forward: bool
+) -> Cost:
     """Run a pass; count what it took, from asking for it to its end."""
     program, workers_of = SHAPES[shape]
     names = [f"w{number}" for number in range(workers_of(size))]

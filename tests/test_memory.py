@@ -315,22 +315,21 @@ def test_a_ref_that_got_out_of_its_program_names_its_value_all_the_same(cluster)
 
 
 def test_what_a_program_on_a_worker_updates_a_leaf_with_is_kept_for_it():
-    """The assignment goes from home, and what the program drops from where it runs."""
+    """It drops what the assignment, which is on its way, still has to read."""
     slow = Network(LinkModel(), {("a", "b"): LinkModel(latency_ns=10**6)})
     with simulate(("a", "b", "c"), seed=0, network=slow) as cluster:
         leaf = cluster.put("b", first())
 
-        @program
-        def updates(ctx: Any) -> None:
-            value = ctx.call("b", first)
-            value.fetch()
-            cluster.update(jnp.add, leaf, value)
-            del value
-            ctx.call("b", first).fetch()
+        def updates(mine: Any) -> None:
+            with mine.context() as ctx:
+                value = ctx.call("b", first)
+                value.fetch()
+                mine.update(jnp.add, leaf, value)
+                del value
+                ctx.call("b", first).fetch()
 
-        with cluster.context() as ctx:
-            for _ in range(3):
-                ctx.call("c", updates)
+        for _ in range(3):
+            cluster.run({"c": updates})
         np.testing.assert_array_equal(leaf.fetch(), 4 * first())
         assert in_layers(cluster) == [0, 1, 0]
 
