@@ -35,6 +35,7 @@ lint: install-test
 
 bench: install
 	$(BIN)/python paper/figures.py
+	$(BIN)/python paper/modes.py
 
 install: $(VENV)/.installed
 install-test: $(VENV)/.installed-test
