@@ -63,7 +63,7 @@ def render(
     """
     name, workers = result["name"], result["workers"]
     read = spans_of(trace)
-    title = f"{name}: what each worker did in one context"
+    title = f"{name}: what each worker did"
     draw_timeline(folder / TIMELINE, read, workers, window, title)
     _write_json(folder / PERFETTO, trace_events(read, workers))
     pictures = [(folder / TIMELINE, "Timeline", _ON_TIMELINE)]
