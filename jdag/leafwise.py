@@ -15,14 +15,11 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.extend import core
 
 from jdag.compute.avals import Aval
+from jdag.compute.jaxprs import depends
 from jdag.compute.pytrees import Form, flatten
 from jdag.errors import JdagError
-
-# Sub-jaxprs whose inputs and outputs are those of their equation, one for one.
-_PLAIN = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2")
 
 
 @dataclass(frozen=True)
@@ -114,9 +111,9 @@ def _refuse_mixing(
     if len(begun.invars) > len(avals):
         names = ["the leaf", "another"]
     bits = [1 << place for place in range(len(begun.invars))]
-    carried = _depends(begun, bits)
+    carried = depends(begun, bits)
     while True:  # Bounded: masks of so many bits only grow.
-        masks = _depends(stepped, [*bits, *carried, *bits])
+        masks = depends(stepped, [*bits, *carried, *bits])
         rest = masks[len(bits) :]
         grown = [old | new for old, new in zip(carried, rest, strict=True)]
         if grown == carried:
@@ -161,36 +158,3 @@ def _jaxprs(tx: optax.GradientTransformation, leaves: Any) -> tuple[Any, Any]:
     begun = jax.make_jaxpr(tx.init)(leaves)
     state = jax.eval_shape(tx.init, leaves)
     return begun.jaxpr, jax.make_jaxpr(tx.update)(leaves, state, leaves).jaxpr
-
-
-def _depends(jaxpr: Any, inputs: Sequence[int]) -> list[int]:
-    """Return for each output of a jaxpr the union of the masks it depends on."""
-    masks: dict[Any, int] = dict(zip(jaxpr.invars, inputs, strict=True))
-    for equation in jaxpr.eqns:
-        taken = [_mask(masks, atom) for atom in equation.invars]
-        masks.update(zip(equation.outvars, _outputs(equation, taken), strict=True))
-    return [_mask(masks, atom) for atom in jaxpr.outvars]
-
-
-def _mask(masks: dict[Any, int], atom: Any) -> int:
-    return 0 if isinstance(atom, core.Literal) else masks.get(atom, 0)
-
-
-def _outputs(equation: Any, taken: Sequence[int]) -> list[int]:
-    """Return what each output depends on; of unknown insides, on every input."""
-    name = equation.primitive.name
-    params = equation.params
-    if name == "cond":
-        found = [_depends(branch.jaxpr, taken[1:]) for branch in params["branches"]]
-        return [_union((taken[0], *masks)) for masks in zip(*found, strict=True)]
-    inner = params.get("jaxpr", params.get("call_jaxpr"))
-    if name in _PLAIN and inner is not None:
-        return _depends(getattr(inner, "jaxpr", inner), taken)
-    return [_union(taken)] * len(equation.outvars)
-
-
-def _union(masks: Sequence[int]) -> int:
-    total = 0
-    for mask in masks:
-        total |= mask
-    return total

@@ -24,6 +24,7 @@ import numpy as np
 
 from jdag.compute.avals import Aval, aval_of, is_deleted
 from jdag.compute.duals import along, any_dual, is_dual, primal_of, refuse_no_jvp
+from jdag.compute.jaxprs import has_callback
 from jdag.compute.pytrees import Template
 from jdag.compute.sums import ADDENDS_MAX, fold
 from jdag.errors import JdagError, kind_of
@@ -164,7 +165,7 @@ class Pair:
         else:
             traced = self._forward.trace(*structs)
             spec = traced.out_info.spec
-            self.may_raise = _has_callback(traced.jaxpr)
+            self.may_raise = has_callback(traced.jaxpr)
         self.out_tree: Any = spec.out_tree
         self.out_avals: tuple[Aval, ...] = spec.out_avals
         self.out_tracked: tuple[bool, ...] = spec.out_tracked
@@ -225,7 +226,7 @@ class Pair:
         held = (residuals.rest, residuals.args, residuals.outputs)
         dual = residuals.dual or any(map(any_dual, sums))
         if spec.may_raise is None and not dual:
-            spec.may_raise = _has_callback(spec.backward.trace(*held, sums).jaxpr)
+            spec.may_raise = has_callback(spec.backward.trace(*held, sums).jaxpr)
         try:
             backward = spec.dual_backward if dual else spec.backward
             gradients: tuple[Any, ...] = backward(*held, sums)
@@ -373,18 +374,6 @@ def _backward_of(spec: _Spec) -> Callable[..., tuple[Any, ...]]:
     backward.__name__ = f"vjp_{spec.name.rpartition(':')[2]}"
     backward.__qualname__ = backward.__name__
     return backward
-
-
-def _has_callback(part: Any) -> bool:
-    """Tell whether a jaxpr, or one inside of it, calls back into Python."""
-    for equation in getattr(getattr(part, "jaxpr", part), "eqns", ()):
-        if "callback" in equation.primitive.name:
-            return True
-        for param in equation.params.values():
-            parts = param if isinstance(param, tuple | list) else (param,)
-            if any(map(_has_callback, parts)):
-                return True
-    return False
 
 
 def _refuse_deleted(

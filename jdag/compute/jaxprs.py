@@ -1,0 +1,63 @@
+"""What jaxprs tell: what depends on what, and whether Python is called back.
+
+Dependence is never missed; where the inside of an equation is not understood, all of
+its outputs depend on all of its inputs.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend import core
+
+# Sub-jaxprs whose inputs and outputs are those of their equation, one for one.
+_PLAIN = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2")
+
+
+def has_callback(part: Any) -> bool:
+    """Tell whether a jaxpr, or one inside of it, calls back into Python."""
+    for equation in getattr(getattr(part, "jaxpr", part), "eqns", ()):
+        if "callback" in equation.primitive.name:
+            return True
+        for param in equation.params.values():
+            parts = param if isinstance(param, tuple | list) else (param,)
+            if any(map(has_callback, parts)):
+                return True
+    return False
+
+
+def depends(jaxpr: Any, inputs: Sequence[int]) -> list[int]:
+    """Return for each output of a jaxpr the union of the masks it depends on.
+
+    Args:
+        jaxpr: an open one; its constants have no bits.
+        inputs: for each input a mask, of whatever bits.
+    """
+    masks: dict[Any, int] = dict(zip(jaxpr.invars, inputs, strict=True))
+    for equation in jaxpr.eqns:
+        taken = [_mask(masks, atom) for atom in equation.invars]
+        masks.update(zip(equation.outvars, _outputs(equation, taken), strict=True))
+    return [_mask(masks, atom) for atom in jaxpr.outvars]
+
+
+def _mask(masks: dict[Any, int], atom: Any) -> int:
+    return 0 if isinstance(atom, core.Literal) else masks.get(atom, 0)
+
+
+def _outputs(equation: Any, taken: Sequence[int]) -> list[int]:
+    """Return what each output depends on; of unknown insides, on every input."""
+    name = equation.primitive.name
+    params = equation.params
+    if name == "cond":
+        found = [depends(branch.jaxpr, taken[1:]) for branch in params["branches"]]
+        return [_union((taken[0], *masks)) for masks in zip(*found, strict=True)]
+    inner = params.get("jaxpr", params.get("call_jaxpr"))
+    if name in _PLAIN and inner is not None:
+        return depends(getattr(inner, "jaxpr", inner), taken)
+    return [_union(taken)] * len(equation.outvars)
+
+
+def _union(masks: Sequence[int]) -> int:
+    total = 0
+    for mask in masks:
+        total |= mask
+    return total
