@@ -80,6 +80,7 @@ class Named:
     """A function that nobody runs."""
 
     name = "nothing"
+    reaches = ((True,),)
     avals = ("nothing",)
 
 

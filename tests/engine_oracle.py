@@ -21,6 +21,7 @@ does, in order of path; the ones that only see, what a leaf has gained in the en
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from operator import and_
 from typing import Any
 
 from jdag.engine.vocabulary import LeafId, Mode, Outcome, Owed
@@ -410,7 +411,10 @@ class Fixpoint:
             self._send(vertex, slots)
         elif any(slot is not None for slot in slots):
             made = vertex.function.vjp([slot or (0, "0") for slot in slots])
-            self._pass_on(vertex, list(made))
+            came = [slot is not None for slot in slots]
+            reaches = zip(made, vertex.function.reaches, strict=True)
+            numbers = [n if any(map(and_, row, came)) else None for n, row in reaches]
+            self._pass_on(vertex, numbers)
         else:
             self._pass_on(vertex, [None] * len(vertex.inputs))
 

@@ -46,6 +46,13 @@ class Linear:
         """What its inputs are, which nobody here looks at."""
         return ("aval",) * len(self.weights[0])
 
+    @property
+    def reaches(self) -> tuple[tuple[bool, ...], ...]:
+        """For each tracked input, which tracked outputs it reaches."""
+        return tuple(
+            tuple(self.weights[j][i] != 0 for j in self.outputs) for i in self.inputs
+        )
+
     def forward(self, inputs: Sequence[Number]) -> list[Number]:
         if self.fuse is not None:
             self.fuse.burn("forward", self.name)

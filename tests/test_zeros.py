@@ -2,12 +2,17 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jdag.cluster import simulate
+from jdag.hvp import hvp
+from jdag.oracle import oracle
 from jdag.ref import stop_gradient
+from jdag.transform import value_and_grad
+from tests.compute_cases import array
 from tests.face_cases import ONES, total
 
 MODES = ("smart", "fast")
@@ -17,6 +22,10 @@ SAVED, SENT = "zero_bytes_saved", "payload_bytes_sent"
 def nothing_of(*arrays: Any) -> Any:
     """An integer, so that no cotangent comes back from here."""
     return jnp.argmax(jnp.concatenate([jnp.ravel(array) for array in arrays]))
+
+
+def first(a: Any, *_: Any) -> Any:
+    return jnp.sum(a)
 
 
 def saved(cluster: Any) -> dict[str, int]:
@@ -72,8 +81,7 @@ def test_where_all_slots_have_cotangents_nothing_is_saved(cluster: Any, mode: An
     leaves = [cluster.put("b", ONES) for _ in range(3)]
     with cluster.context() as ctx:
         parts = [ctx.call(to, total, *leaves) for to in ("c", "d", "a")]
-        # A zero that a vjp gave is a value like any other.
-        unused = ctx.call("c", lambda a, *_: jnp.sum(a), *leaves)
+        unused = ctx.call("c", first, *leaves)  # Others use what it does not.
         ctx.backward(*parts, unused, mode=mode)
         np.testing.assert_array_equal(ctx.gradient(leaves[0]).fetch(), 4 * ONES)
         np.testing.assert_array_equal(ctx.gradient(leaves[2]).fetch(), 3 * ONES)
@@ -113,3 +121,169 @@ def test_abstract_runs_count_what_real_ones_do():
                 }
             )
     assert counted[0] == counted[1] and counted[0]["c"][0] == 20
+
+
+# ---- what a vjp gives for an input that no output with a cotangent depends on
+
+
+def counted(cluster: Any) -> dict[str, tuple[int, int]]:
+    """What each worker has sent of values, and saved."""
+    return {w: (held[SENT], held[SAVED]) for w, held in cluster.info().items()}
+
+
+def grown(cluster: Any, before: dict[str, tuple[int, int]]) -> dict[str, Any]:
+    """The same since then, of the workers where it grew."""
+    changes = {
+        w: (sent - before[w][0], kept - before[w][1])
+        for w, (sent, kept) in counted(cluster).items()
+    }
+    return {w: change for w, change in changes.items() if any(change)}
+
+
+def unused_argument(ctx: Any, w: Any, v: Any) -> Any:
+    return ctx.call("c", first, ctx.call("b", jnp.sin, w), ctx.call("d", jnp.sin, v))
+
+
+def moved_together(ctx: Any, w: Any, v: Any) -> Any:
+    parts = ctx.call("b", lambda w: tuple(w * k for k in (1.0, 2.0, 3.0)), w)
+    return ctx.call("c", jnp.sum, ctx.move("c", parts)[1])
+
+
+def split_in_five(ctx: Any, w: Any, v: Any) -> Any:
+    parts = ctx.call("d", lambda v: tuple(jnp.split(v * v, 5)), v)
+    moved = ctx.move("c", list(parts))
+    return ctx.call("c", total, *moved[::2])
+
+
+V = jnp.arange(20.0, dtype="float32").reshape(10, 2)
+# The program; the payload bytes that workers send in backward and save; gradients.
+PROGRAMS: dict[str, Any] = {
+    # The sine of v is not differentiated: its zero goes on from d to the leaf on a.
+    "unused": (
+        unused_argument,
+        {"c": (9 * 8, 20 * 4), "d": (0, 20 * 4)},
+        (np.cos(ONES), 0 * V),
+    ),
+    "moved": (moved_together, {"c": (9 * 8, 2 * 9 * 8)}, (2 * ONES, None)),
+    "split": (
+        split_in_five,
+        {"c": (3 * 4 * 4, 2 * 4 * 4), "d": (20 * 4, 0)},
+        (None, 2 * V * np.repeat([1, 0, 1, 0, 1], 2)[:, None]),
+    ),
+}
+
+
+@pytest.mark.parametrize("values", ["real", "abstract"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_zero_of_an_input_that_nothing_used_takes_no_bytes_and_is_counted(
+    name: str, mode: Any, values: Any
+):
+    program, expected, gradients = PROGRAMS[name]
+    with simulate(["a", "b", "c", "d"], seed=0, values=values) as cluster:
+        w, v = cluster.put("b", ONES), cluster.put("a", V)
+        with cluster.context() as ctx:
+            loss = program(ctx, w, v)
+            loss.fetch()
+            before = counted(cluster)
+            ctx.backward(loss, mode=mode)
+            assert grown(cluster, before) == expected
+            for leaf, gradient in zip((w, v), gradients, strict=True):
+                assert (leaf in ctx.gradients()) == (gradient is not None)
+                if gradient is not None and values == "real":
+                    found = ctx.gradient(leaf).fetch()
+                    assert (found.dtype, found.shape) == (leaf.dtype, leaf.shape)
+                    np.testing.assert_allclose(found, gradient, rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_zero_among_addends_changes_no_bit_of_their_sum(cluster: Any, mode: Any):
+    tenths = [jnp.array(value) for value in (0.1, 0.2, 0.3)]
+    w = cluster.put("b", jnp.array(1.0))
+    with cluster.context() as ctx:
+        losses = [ctx.call("c", jnp.multiply, w, tenth) for tenth in tenths]
+        losses += [ctx.call("c", lambda a, b: b * 1.0, w, losses[0])]
+        ctx.backward(*losses[1:], losses[0], mode=mode)
+        found = float(ctx.gradient(w).fetch())
+    assert found == (0.1 * 2 + 0.2) + 0.3
+    assert saved(cluster) == {}
+
+
+def reciprocal_and_other(x: Any, y: Any) -> Any:
+    return 1 / x, y * 2
+
+
+def hostile(ctx: Any, params: Any) -> Any:
+    """The vjp of a reciprocal of zero makes no number of a zero."""
+    _, doubled = ctx.call("b", reciprocal_and_other, params["x"], params["y"])
+    parts = ctx.call("d", lambda y: tuple(jnp.split(y, 3)), doubled)
+    return ctx.call("c", first, *ctx.move("c", list(parts[1:])), params["z"])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_are_those_of_the_oracle_also_where_a_zero_meets_infinity(mode: Any):
+    params = {"x": jnp.zeros(3), "y": array(3), "z": array(4)}
+    with simulate(["a", "b", "c", "d"], seed=0) as cluster:
+        refs = {
+            name: cluster.put(worker, params[name])
+            for name, worker in (("x", "a"), ("y", "d"), ("z", "b"))
+        }
+        with cluster.context() as ctx:
+            ctx.backward(hostile(ctx, refs), mode=mode)
+            found = {name: ctx.gradient(refs[name]).fetch() for name in refs}
+        assert cluster.info()["b"][SAVED] == 3 * 8  # Of x.
+    _, expected = oracle(hostile)(params)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    np.testing.assert_array_equal(found["y"], [0, 2, 0])
+
+
+@jax.custom_vjp
+def straight(x: Any, y: Any) -> Any:
+    """What comes for it goes to y as well, on which it does not depend."""
+    return jnp.round(x)
+
+
+straight.defvjp(lambda x, y: (jnp.round(x), None), lambda _, g: (g, 3 * g))
+
+
+def hands_on(ctx: Any, params: Any) -> Any:
+    return ctx.call("d", jnp.sum, ctx.call("c", straight, *params))
+
+
+def test_what_a_custom_vjp_hands_to_an_argument_that_it_does_not_use_is_no_zero():
+    params = (array(3), array(3, seed=1))
+    with simulate(["a", "b", "c", "d"], seed=0) as cluster:
+        _, found = value_and_grad(hands_on, cluster)(params)
+        assert saved(cluster) == {}
+    _, expected = oracle(hands_on)(params)
+    for one, other, wanted in zip(found, expected, (1, 3), strict=True):
+        np.testing.assert_array_equal(one, other)
+        np.testing.assert_array_equal(one, [wanted] * 3)
+
+
+def bent(ctx: Any, params: Any) -> Any:
+    w, v, u = params
+    parts = ctx.call("b", lambda w, v: (jnp.sin(w), w * v, jnp.cos(v)), w, v)
+    moved = ctx.move("c", list(parts))
+    return ctx.call("c", lambda s, h, *_: s @ h, ctx.call("d", jnp.sin, v), *moved, u)
+
+
+def test_a_zero_is_one_of_the_primal_and_of_the_tangent():
+    params = tuple(array(3, seed=k) for k in range(3))
+    along = tuple(array(3, seed=3 + k) for k in range(3))
+    with simulate(["a", "b", "c", "d"], seed=0) as cluster:
+        found = hvp(bent, cluster)(params, along)
+        assert saved(cluster)
+    _, expected = jax.jvp(lambda p: oracle(bent)(p)[1], (params,), (along,))
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_a_hook_of_an_argument_that_is_not_used_is_given_zeros(cluster: Any):
+    w, v = cluster.put("b", ONES), cluster.put("d", jnp.ones(5, "float32"))
+    with cluster.context() as ctx:
+        h = ctx.call("d", jnp.sin, v)
+        ctx.on_cotangent(h, lambda zero: zero + 1)
+        ctx.backward(ctx.call("c", first, w, h))
+        np.testing.assert_allclose(ctx.gradient(v).fetch(), np.cos(jnp.ones(5)))
+    assert saved(cluster) == {"c": 5 * 4}

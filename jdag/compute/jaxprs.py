@@ -12,6 +12,8 @@ from jax.extend import core
 # Sub-jaxprs whose inputs and outputs are those of their equation, one for one.
 _PLAIN = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2")
 
+Reaches = tuple[tuple[bool, ...], ...]
+
 
 def has_callback(part: Any) -> bool:
     """Tell whether a jaxpr, or one inside of it, calls back into Python."""
@@ -23,6 +25,31 @@ def has_callback(part: Any) -> bool:
             if any(map(has_callback, parts)):
                 return True
     return False
+
+
+def reaches(vjp: Any, inputs: int, outputs: int) -> Reaches:
+    """Return for each input of a vjp's function which outputs it reaches.
+
+    Its cotangent is zero where those that it reaches have none. This is read off the
+    linear program that JAX transposes. In the function itself an output may not depend
+    on an input to which a custom_vjp yet hands a cotangent.
+
+    Args:
+        vjp: what `jax.vjp` returned; residuals may be missing.
+        inputs: how many arrays the function takes.
+        outputs: how many it returns.
+    """
+    try:
+        _, constant, linear, _ = vjp.fun.args  # True of outputs without a tangent.
+    except (AttributeError, ValueError):
+        # Of a JAX that keeps it elsewhere: all may depend on all, at more bytes.
+        return ((True,) * outputs,) * inputs
+    assert (len(constant), len(linear.invars)) == (outputs, inputs), linear
+    found = iter(depends(linear, [1 << place for place in range(inputs)]))
+    masks = [0 if is_constant else next(found) for is_constant in constant]
+    return tuple(
+        tuple(bool(mask >> place & 1) for mask in masks) for place in range(inputs)
+    )
 
 
 def depends(jaxpr: Any, inputs: Sequence[int]) -> list[int]:

@@ -24,7 +24,7 @@ import numpy as np
 
 from jdag.compute.avals import Aval, aval_of, is_deleted
 from jdag.compute.duals import along, any_dual, is_dual, primal_of, refuse_no_jvp
-from jdag.compute.jaxprs import has_callback
+from jdag.compute.jaxprs import Reaches, has_callback, reaches
 from jdag.compute.pytrees import Template
 from jdag.compute.sums import ADDENDS_MAX, fold
 from jdag.errors import JdagError, kind_of
@@ -71,6 +71,7 @@ class _Spec:
         self.outputs_kept: tuple[int, ...] = ()
         self.sources: tuple[tuple[int, int], ...] = ()
         self.nbytes = 0
+        self.reaches: Reaches = ()
         self.may_raise: bool | None = None
         self.backward: Any = None
         self.dual_backward: Any = None
@@ -132,7 +133,9 @@ class Pair:
 
     `out_avals`, `out_tree`, `out_tracked`, `args_kept`, `outputs_kept` (the places of
     arguments and outputs that residuals hold) and `residual_bytes` (what they hold
-    beyond these) are known without running anything.
+    beyond these) are known without running anything. `reaches` says for each tracked
+    input which tracked outputs depend on it: without a cotangent of one of these its
+    own is zero.
     `may_raise` tells that forward holds callbacks or is not jitted; forward and vjp
     then wait for their results, so that what goes wrong is raised there. All of
     its devices are the default one (None): on others a pair is a `Placed`.
@@ -172,6 +175,7 @@ class Pair:
         self.residual_bytes: int = spec.nbytes
         self.args_kept: tuple[int, ...] = spec.args_kept
         self.outputs_kept: tuple[int, ...] = spec.outputs_kept
+        self.reaches: Reaches = spec.reaches
 
     def forward(self, args: Sequence[Any]) -> tuple[tuple[Any, ...], Residuals | None]:
         """Run the function on `args`, in order of position.
@@ -286,6 +290,7 @@ def _body(
         if not any(order):
             return _Returned(spec, outputs, ())
         spec.out_tracked = order
+        spec.reaches = reaches(vjp, len(places), len(smooth))
         rest = _place_residuals(spec, vjp, args, outputs)
         spec.backward = compiled(_backward_of(spec))
         spec.dual_backward = compiled(along(spec.backward, name))

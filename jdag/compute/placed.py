@@ -13,6 +13,7 @@ from typing import Any
 
 from jdag.compute.avals import Aval
 from jdag.compute.devices import put, working_on
+from jdag.compute.jaxprs import Reaches
 from jdag.compute.pairs import Pair, Residuals
 
 Device = str | None
@@ -85,6 +86,11 @@ class Placed:
     def outputs_kept(self) -> tuple[int, ...]:
         """Which outputs residuals keep."""
         return self.pair.outputs_kept
+
+    @property
+    def reaches(self) -> Reaches:
+        """Which tracked outputs each tracked input reaches."""
+        return self.pair.reaches
 
     def forward(self, args: Sequence[Any]) -> tuple[tuple[Any, ...], Residuals | None]:
         """Run the function on its device; see `Pair.forward`."""

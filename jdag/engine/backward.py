@@ -12,6 +12,8 @@ Invariants
 - Each counted edge brings exactly one contribution, perhaps a symbolic zero; a vertex
   is ready when all have come, and its addends are then put in order of (path,
   position), seeds last.
+- What a vjp gives for an input is a symbolic zero if no output that the input reaches
+  had a cotangent; which it reaches is `function.reaches`, by tracked input and output.
 - Nothing recurses: what one contribution makes ready waits in `Pass.ready`.
 """
 
@@ -19,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import inf
-from operator import gt
+from operator import and_, gt
 from typing import Any
 
 from jdag.engine.complete import Completion
@@ -412,8 +414,13 @@ class Backward:
             failure = replace(failure, call_site=node.call_site)
         if not self._current(fragment, live, failure, job.outputs):
             return
-        for position, value in enumerate(node.inputs):
-            self._deliver(live, value, node.path, position, job.outputs[position])
+        came = [bool(addends) for addends in job.cotangents]
+        for position, reached in enumerate(node.function.reaches):
+            key: Key | None = job.outputs[position]
+            if not any(map(and_, reached, came)):
+                self._state.drop((job.outputs[position],))
+                key = None
+            self._deliver(live, node.inputs[position], node.path, position, key)
         self.settle(fragment, live)
 
     def _current(
