@@ -209,6 +209,19 @@ def test_a_zero_among_addends_changes_no_bit_of_their_sum(cluster: Any, mode: An
     assert saved(cluster) == {}
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_the_array_of_such_a_zero_is_not_held_after_its_vjp(cluster: Any, mode: Any):
+    w, v = cluster.put("b", ONES), cluster.put("a", V)
+    with cluster.context() as ctx:
+        loss = unused_argument(ctx, w, v)
+        loss.fetch()
+        before = cluster.info()["c"]
+        ctx.backward(loss, mode=mode, retain_graph=True)
+        after = cluster.info()["c"]
+    for held in ("values_held", "bytes_held"):
+        assert after[held] == before[held], held
+
+
 def reciprocal_and_other(x: Any, y: Any) -> Any:
     return 1 / x, y * 2
 
