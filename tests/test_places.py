@@ -174,6 +174,18 @@ def here_a_leaf_that_only_zeros_reach_has_them_on_its_device() -> None:
             np.testing.assert_array_equal(ctx.gradient(v).fetch(), np.ones(3))
 
 
+def here_what_a_call_on_a_device_does_not_use_gets_a_zero_that_takes_no_bytes() -> None:
+    with cluster_of() as cluster:
+        w, v, u = (cluster.put(at, T1) for at in ("b/cpu:2", "b", "c"))
+        with cluster.context() as ctx:
+            ctx.backward(ctx.call("c/cpu:1", lambda w, v, u: v @ v, w, v, u))
+            assert cluster.info()["c"]["zero_bytes_saved"] == T1.nbytes  # Of w.
+            for leaf, device, wanted in ((w, 2, 0), (v, 0, 2), (u, 0, 0)):
+                assert where(ctx.gradient(leaf)) == {device}
+                found = ctx.gradient(leaf).fetch()
+                np.testing.assert_array_equal(found, wanted * T1)
+
+
 def here_a_wide_sum_has_its_given_cotangent_where_its_value_was_made() -> None:
     with cluster_of() as cluster:
         w = cluster.put("b", T1)
