@@ -263,6 +263,8 @@ class Activation:
 
     def move(self, place: str, tree: Any) -> Any:
         """Move arrays to a worker; see `jdag.Context.move`."""
+        self.check("ctx.move")
+        self.home.place(place, "ctx.move")
         return move(self.call, place, tree)
 
     def _issue(

@@ -80,7 +80,7 @@ def save(
     assignments: Assignments, reader: Reader, folder: Folder, parts: Mapping[str, Any]
 ) -> None:
     """Write a checkpoint; see `Cluster.save`."""
-    where = os.path.abspath(folder)
+    where = _path(folder, "cluster.save")
     orbax = _ready(assignments, "cluster.save", parts)
     entries = [entry for part in parts for entry in _entries(part, parts[part])]
     _refuse_what_is_not_ours(where)
@@ -109,11 +109,17 @@ def save(
         ) from error
 
 
+def _path(folder: object, what: str) -> str:
+    if not isinstance(folder, str | os.PathLike):
+        raise JdagError(f"{what} takes a folder first, a path, not {folder!r}")
+    return str(os.path.abspath(folder))
+
+
 def load(
     assignments: Assignments, folder: Folder, parts: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Restore from a checkpoint; see `Cluster.load`."""
-    where = os.path.abspath(folder)
+    where = _path(folder, "cluster.load")
     orbax = _ready(assignments, "cluster.load", parts)
     entries = [entry for part in parts for entry in _entries(part, parts[part])]
     for entry in entries:
@@ -323,14 +329,13 @@ def _places(
             if path not in found:
                 raise JdagError(
                     f"the checkpoint {where!r} has no {part}{path}; of {part} it has "
-                    f"{', '.join(found) or 'nothing'}, and wanted are "
-                    f"{', '.join(wanted)}"
+                    f"{_called(found)}, and wanted is {_called(wanted)}"
                 )
         for path in found:
             if path not in wanted:
                 raise JdagError(
                     f"the checkpoint {where!r} has {part}{path}, for which there is no "
-                    f"place; wanted are {', '.join(wanted) or 'none'}"
+                    f"place; wanted is {_called(wanted)}"
                 )
     place_of = {
         (part, saved.path): place
@@ -338,6 +343,11 @@ def _places(
         for place, saved in enumerate(about[part])
     }
     return [place_of[entry.part, entry.path] for entry in entries]
+
+
+def _called(paths: Sequence[str]) -> str:
+    """Say what there is of a part; what is no pytree has no path."""
+    return ", ".join(path or "a single value" for path in paths) or "nothing"
 
 
 def _check(where: str, entry: Entry, saved: Saved) -> None:

@@ -18,7 +18,7 @@ from jdag.compute.pytrees import argument_numbers, flatten, is_static, unflatten
 from jdag.errors import ContextError, JdagError, kind_of
 from jdag.ref import Ref, is_ref, read
 from jdag.roots import fitting
-from jdag.transform import filled, gradients_of, leaves_of
+from jdag.transform import check_program, filled, gradients_of, leaves_of
 
 
 def hvp(
@@ -38,10 +38,9 @@ def hvp(
 
     It costs the messages of a gradient and, for each owner of leaves but home, three
     more: its part of the vector, the acknowledgement, and its end. All values,
-    residuals and cotangents that depend on the leaves are there twice, as primal and
-    tangent: memory and payload double. Constants do not, nor do cotangents on which the
-    vector has no bearing, as those of a sum. A call takes two to three times as long,
-    and is compiled once more, forward and backward.
+    residuals and cotangents that depend on the leaves are there twice: memory and
+    payload double. Constants do not, nor do cotangents on which the vector has no
+    bearing. A call takes two to three times as long, and is compiled once more.
 
     Args:
         program: as for `jdag.value_and_grad`. A hook that replaces a cotangent in it
@@ -69,6 +68,7 @@ def hvp(
             way than through them; the cluster is abstract; and as `Context.call` and
             `Context.backward` do.
     """
+    check_program("jdag.hvp", program, cluster)
 
     def run(params: Any, vector: Any, *rest: Any) -> Any:
         _check(cluster)

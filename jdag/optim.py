@@ -16,7 +16,7 @@ from jdag.assignments import Change
 from jdag.cluster import Cluster
 from jdag.compute.pytrees import flatten, paths, unflatten
 from jdag.context import Context
-from jdag.errors import ContextError, JdagError
+from jdag.errors import ContextError, JdagError, kind_of
 from jdag.home import Home
 from jdag.leafwise import Leafwise, leafwise
 from jdag.ref import Ref, fetch, is_ref
@@ -50,9 +50,9 @@ class Optimizer:
         leaves, self._treedef = flatten(refs, is_ref)
         if not leaves:
             raise JdagError("an Optimizer needs leaves to step, and there are none")
-        if clip_norm is not None and not clip_norm > 0:
-            raise JdagError(f"clip_norm={clip_norm!r}: it has to be above 0, or None")
+        _check_clip_norm(clip_norm)
         self._home = _home_of(leaves)
+        self._home.check_open("jdag.Optimizer")
         names = paths(refs, is_ref)
         avals = [ref.aval for ref in leaves]
         each = leafwise(tx, self._treedef.bare, avals, names)
@@ -106,6 +106,11 @@ class Optimizer:
             WorkerLost: an owner is gone.
         """
         self._check_held()
+        if not isinstance(ctx, Context):
+            raise JdagError(
+                f"Optimizer.step takes the context whose gradients it is to use, not "
+                f"{kind_of(ctx)}"
+            )
         if ctx.home is not self._home:
             raise ContextError(
                 f"a step of leaves of {self._home} with the gradients of "
@@ -195,6 +200,14 @@ def _by_owner(refs: Iterable[Ref]) -> dict[str, list[Ref]]:
 def _raise(error: JdagError, text: str) -> NoReturn:
     """Raise the same error, saying more."""
     raise type(error)(f"{error}\n{text}") from error.__cause__
+
+
+def _check_clip_norm(clip_norm: Any) -> None:
+    number = hasattr(clip_norm, "__float__")
+    if clip_norm is not None and not (number and clip_norm > 0):
+        raise JdagError(
+            f"clip_norm={clip_norm!r}: it has to be a number above 0, or None"
+        )
 
 
 def _home_of(leaves: Sequence[Ref]) -> Home:

@@ -54,6 +54,7 @@ def value_and_grad(
         JdagError: an argument to differentiate by is neither a leaf nor inexact; and as
             `Context.call` and `Context.backward` do.
     """
+    check_program("jdag.value_and_grad", program, cluster)
 
     def run(*args: Any) -> Any:
         numbers = argument_numbers(argnums, len(args))
@@ -80,6 +81,14 @@ def value_and_grad(
         return value, trees[0] if isinstance(argnums, int) else trees
 
     return run
+
+
+def check_program(what: str, program: object, cluster: object) -> None:
+    """Raise JdagError unless this is a function and a cluster on which to run it."""
+    if not callable(program):
+        raise JdagError(f"{what} takes a function of a context, not {program!r}")
+    if not isinstance(cluster, Cluster):
+        raise JdagError(f"{what} takes a cluster second, not {cluster!r}")
 
 
 def leaves_of(

@@ -22,6 +22,22 @@ from tests.face_cases import (
 )
 
 
+def test_a_move_that_cannot_be_is_refused_as_a_move(cluster):
+    w = cluster.put("b", ONES)
+    with cluster.context() as ctx:
+        trees: tuple[Any, ...] = (w, [])
+        for tree in trees:
+            with pytest.raises(JdagError, match=r"ctx.move: there is no worker 'z'"):
+                ctx.move("z", tree)
+    with pytest.raises(ContextError, match=r"ctx.move on context 0.1, which is over"):
+        ctx.move("b", w)
+
+
+def test_what_is_no_function_is_refused_as_such(cluster):
+    with cluster.context() as ctx, pytest.raises(JdagError, match="a function, not 3"):
+        ctx.call("b", 3, ONES)
+
+
 def test_move_is_tracked_and_keeps_the_pytree(cluster):
     w = cluster.put("b", {"x": ONES, "n": jnp.arange(3)})
     with cluster.context() as ctx:

@@ -288,6 +288,7 @@ def test_a_load_that_is_refused_changes_no_leaf(cluster, tmp_path):
         ({"w": "bb", "v": [0], "u": "b"}, r"params\['w'\].*no worker 'bb'"),
         ({"w": object(), "v": [0], "u": "b"}, r"object is no array"),
         ({"w": jnp.tanh, "v": [0], "u": "b"}, r"is float32\[3\] .* wanted is a static"),
+        ("b", r"has no params; .* it has \['u'\], .*, and wanted is a single value"),
     ],
 )
 def test_what_does_not_fit_is_named_with_what_is_found_and_wanted(
@@ -324,6 +325,9 @@ def test_a_folder_that_is_no_checkpoint_is_refused(cluster, tmp_path):
         with pytest.raises(JdagError, match=text):
             cluster.save(tmp_path / folder, w=w)
     assert (photos / "cat.png").read_text() == "cat"
+    for use in (cluster.load, cluster.save):
+        with pytest.raises(JdagError, match="takes a folder first, a path, not 3"):
+            use(3, w=w)
     cluster.save(tmp_path / "empty", w=w)
 
 

@@ -105,6 +105,9 @@ def test_a_device_of_nobody_and_what_is_no_device_are_refused_by_name():
     devices: Any = {"a": 5}
     with pytest.raises(ScenarioError, match=r"devices\['a'\] = 5: allowed is a Device"):
         models(devices, WORKERS)
+    devices = "gpu"
+    with pytest.raises(ScenarioError, match="devices = 'gpu': allowed is a DeviceMode"):
+        models(devices, WORKERS)
 
 
 def ran(of: Device, jobs: list[Job]) -> list[tuple[int, tuple[int, ...]]]:

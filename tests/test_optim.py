@@ -1,5 +1,7 @@
 """An optimizer steps each leaf on its owner, as optax does all of them in one place."""
 
+from typing import Any, cast
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -282,7 +284,11 @@ def test_squared_norms_are_taken_at_least_in_float32():
         ),
         (
             lambda c: Optimizer(optax.sgd(0.1), c.put("b", 1.0), clip_norm=0.0),
-            "clip_norm=0.0: it has to be above 0",
+            "clip_norm=0.0: it has to be a number above 0",
+        ),
+        (
+            lambda c: Optimizer(optax.sgd(0.1), c.put("b", 1.0), cast(float, "1")),
+            "clip_norm='1': it has to be a number above 0",
         ),
         (
             lambda c: Optimizer(optax.contrib.reduce_on_plateau(), c.put("b", 1.0)),
@@ -295,6 +301,13 @@ def test_what_cannot_be_optimized_is_named(cluster, make, text):
         make(cluster)
 
 
+def test_an_optimizer_on_a_closed_cluster_says_that_it_is_closed(cluster):
+    w = cluster.put("b", ONES)
+    cluster.close()
+    with pytest.raises(ContextError, match=r"jdag.Optimizer on .*, which is closed"):
+        Optimizer(optax.sgd(0.1), w)
+
+
 def test_a_step_needs_an_open_context_of_its_cluster(cluster):
     w = cluster.put("b", ONES)
     optimizer = Optimizer(optax.sgd(0.1), w)
@@ -302,6 +315,8 @@ def test_a_step_needs_an_open_context_of_its_cluster(cluster):
         ctx.backward(ctx.call("c", total, w))
     with pytest.raises(ContextError, match="is over"):
         optimizer.step(ctx)
+    with pytest.raises(JdagError, match=r"step takes the context .* not a NoneType"):
+        optimizer.step(cast(Any, None))
     with simulate(["x", "y"], seed=0) as other:
         theirs = other.put("y", ONES)
         with other.context() as ctx:

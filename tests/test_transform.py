@@ -10,6 +10,7 @@ import pytest
 from jdag.cluster import simulate
 from jdag.errors import GraphError, JdagError, RemoteError, RootError
 from jdag.functions import program
+from jdag.hvp import hvp
 from jdag.oracle import oracle
 from jdag.ref import fetch
 from jdag.transform import value_and_grad
@@ -149,3 +150,11 @@ def test_abstract_programs_give_shapes():
         value, gradients = value_and_grad(one_layer, cluster)(PARAMS, X)
         assert value.shape == () and gradients["unused"].shape == (2, 2)
         assert isinstance(gradients["w"], jax.ShapeDtypeStruct)
+
+
+@pytest.mark.parametrize("transform", [value_and_grad, hvp])
+def test_what_is_no_program_and_what_is_no_cluster_are_named(cluster, transform):
+    with pytest.raises(JdagError, match="takes a function of a context, not 3"):
+        transform(3, cluster)
+    with pytest.raises(JdagError, match="takes a cluster second, not None"):
+        transform(block, None)

@@ -67,11 +67,16 @@ def called(
 
     A callable pytree, such as a module, is an argument of its own call, so that the
     arrays and refs in it are arguments as any others; a method of one likewise.
+
+    Raises:
+        JdagError: it cannot be called.
     """
     if type(fn) is FunctionType:
         return fn, args, 0
     if type(fn) is MethodType:
         return (fn.__func__, (fn.__self__, *args), 1) if _is_node(fn) else (fn, args, 0)
+    if not callable(fn):
+        raise JdagError(f"a call takes a function, not {fn!r}")
     if jtu.all_leaves((fn,)):
         return fn, args, 0
     return Applied(fn), (fn, *args), 1

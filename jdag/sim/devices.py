@@ -95,6 +95,9 @@ def models(devices: Devices, workers: Sequence[str]) -> dict[str, DeviceModel]:
     """
     if devices is None or isinstance(devices, DeviceModel):
         return dict.fromkeys(workers, devices or FREE)
+    if not isinstance(devices, Mapping):
+        allowed = "a DeviceModel, or a mapping of workers to them"
+        raise ScenarioError(unusable("devices", devices, allowed))
     for worker, model in devices.items():
         if worker not in workers:
             allowed = "one of " + ", ".join(workers)
