@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from tests.random_functions import Hook
 from tests.random_programs import (
     Branch,
     Call,
@@ -44,6 +45,19 @@ def features(plan: Plan, passes: Sequence[Ended]) -> Counter[str]:
         *[f"roots {count}" for count in {len(step.roots): 0 for step in backward}],
         *[f"has {type(step).__name__}" for _, step in steps],
         *[f"calls of {step.function}" for step in calls if isinstance(step, Call)],
+        *[
+            f"hooks that {step.how}, {'in programs' if depth else 'by the top'}"
+            for depth, step in steps
+            if isinstance(step, Hook)
+        ],
+        *["hooks before the first pass"] * _early(plan.steps),
+        *["hooks on leaves"]
+        * any(
+            step.variable == leaf.variable
+            for _, step in steps
+            if isinstance(step, Hook)
+            for leaf in plan.leaves
+        ),
         *[f"retain {step.retain}" for step in backward],
         *[
             "roots on several workers"
@@ -56,6 +70,12 @@ def features(plan: Plan, passes: Sequence[Ended]) -> Counter[str]:
     once = Counter(dict.fromkeys(found, 1))
     once.update(f"passes that are {ended.outcome}" for ended in passes)
     return once
+
+
+def _early(steps: Sequence[Step]) -> bool:
+    """Whether the top attaches a hook before the first pass."""
+    kinds = [type(step) for step in steps if isinstance(step, Hook | Pass)]
+    return kinds[0] is Hook
 
 
 def _range(count: int) -> str:

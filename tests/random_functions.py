@@ -1,10 +1,12 @@
-"""The functions that random programs call, and a fuse that makes them raise.
+"""The functions and hooks of random programs, and a fuse that makes them raise.
 
 They are smooth with slopes far from zero, so that rounding stays small, and no two
 elements that they make are equal by construction, so that ranks are no matter of
 rounding.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -72,16 +74,37 @@ INEXACT = {
 }
 
 
+# What hooks make of a cotangent. Zeros stay zeros, as FAST has some where SMART has
+# nothing.
+HOOKS: dict[str, Callable[[Any], Any]] = {
+    "look": lambda cotangent: None,
+    "weigh": lambda cotangent: 0.7 * cotangent,
+    "clip": lambda cotangent: jnp.clip(cotangent, -0.5, 0.5),
+    "bend": jnp.sin,
+    "gradient": lambda gradient: None,  # By ctx.on_gradient; the others on_cotangent.
+}
+
+
+@dataclass(frozen=True)
+class Hook:
+    """A hook on a variable, one of HOOKS; perhaps it goes through the fuse."""
+
+    id: int
+    variable: int
+    how: str
+    fuse: bool = False
+
+
 class Broken(RuntimeError):
     """What a function or program that is to fail raises."""
 
 
 class Fuse:
-    """Makes functions raise, in "forward" or in "vjp", so and so many times."""
+    """Makes functions raise, in "forward", "vjp" or "hook", so and so many times."""
 
     def __init__(self) -> None:
-        self.left = {"forward": 0, "vjp": 0}
-        self.burnt = {"forward": 0, "vjp": 0}
+        self.left = {"forward": 0, "vjp": 0, "hook": 0}
+        self.burnt = {"forward": 0, "vjp": 0, "hook": 0}
 
     def light(self, when: str, times: int) -> None:
         """From now on, so many times."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from tests.random_functions import INEXACT, SIZE
+from tests.random_functions import INEXACT, SIZE, Hook
 
 FAN_MAX = 12
 DEPTH_MAX = 2
@@ -115,7 +115,7 @@ class Pass:
     retain: bool
 
 
-Step = Call | Move | Fetch | Branch | Raise | Invoke | Pass
+Step = Call | Move | Fetch | Branch | Raise | Invoke | Pass | Hook
 
 
 @dataclass(frozen=True)

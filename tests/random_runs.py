@@ -12,7 +12,8 @@ import numpy as np
 from jdag import Cluster, sim, simulate
 from jdag.errors import GraphError, RemoteError, UnusedSendError
 from jdag.oracle import pullback
-from tests.random_programs import Pass, Plan, draw
+from tests.random_hooks import numbered
+from tests.random_programs import Pass, Plan
 from tests.random_source import Record, Source, main_of, source_of
 from tests.reachability import Ended, Reachability
 
@@ -25,12 +26,16 @@ Gradients = dict[int, Any]  # By the number of the leaf.
 
 @dataclass
 class Result:
-    """How one run went: its passes, its gradients after each, what it fetched."""
+    """How one run went: its passes, its gradients after each, what it fetched.
+
+    What hooks saw is there for passes that finish before one fails.
+    """
 
     mode: Mode = "smart"
     record: Record = field(default_factory=Record)
     passes: list[Ended] = field(default_factory=list)
     gradients: list[Gradients] = field(default_factory=list)
+    seen: list[Gradients] = field(default_factory=list)  # By hooks, by their ids.
     digest: str = ""
     records: int = 0
 
@@ -42,7 +47,11 @@ class Result:
             for gradients in self.gradients
         ]
         notes = [bytes_of(value) for note in self.record.notes for value in note]
-        return [self.record.decisions, self.passes, found, notes]
+        seen = [
+            [(hook, bytes_of(array)) for hook, array in one.items()]
+            for one in self.seen
+        ]
+        return [self.record.decisions, self.passes, found, notes, seen]
 
 
 def bytes_of(array: Any) -> bytes:
@@ -120,7 +129,9 @@ def passes(
         if before_pass is not None:
             before_pass()
         step = source.passes[number]
-        result.passes.append(_tried(ctx, step, roots, tries, result.mode))
+        record = result.record
+        result.passes.append(_tried(ctx, step, roots, tries, result))
+        result.seen.append({} if record.late else once(record))
         reached = {numbers[leaf]: ref for leaf, ref in ctx.gradients().items()}
         values = jax.tree.map(lambda ref: ref.fetch(), reached)
         result.gradients.append(values)
@@ -131,13 +142,24 @@ def passes(
     return result
 
 
-def _tried(ctx: Any, step: Pass, roots: list[Any], tries: int, mode: Mode) -> Ended:
+def once(record: Record) -> Gradients:
+    """What each hook was given in this pass: one array, by the hooks' ids."""
+    assert [id for id, given in record.seen.items() if len(given) != 1] == []
+    return {id: record.seen[id][0] for id in sorted(record.seen)}
+
+
+def _tried(ctx: Any, step: Pass, roots: list[Any], tries: int, result: Result) -> Ended:
+    record = result.record
     for _ in range(tries - 1):
+        record.seen.clear()
         try:
-            return _ended(ctx, step, roots, mode)
+            return _ended(ctx, step, roots, result.mode)
         except RemoteError:
-            continue
-    return _ended(ctx, step, roots, mode)
+            record.late = True
+    record.seen.clear()
+    ended = _ended(ctx, step, roots, result.mode)
+    record.late = record.late or ended.outcome != "finished"
+    return ended
 
 
 def _ended(ctx: Any, step: Pass, roots: list[Any], mode: Mode) -> Ended:
@@ -185,6 +207,7 @@ def roots_of(
     def program(ctx: Any, params: Any) -> list[Any]:
         record.decisions.clear()
         record.notes.clear()
+        record.seen.clear()
         found: list[Any] = []
 
         def backward(_: Any, at: int, roots: list[Any]) -> None:
@@ -198,7 +221,8 @@ def roots_of(
             else ctx.call(leaf.worker, jnp.array, np.array(leaf.values))
             for leaf in plan.leaves
         ]
-        main_of(source, record, backward)(ctx, *given)
+        # What is hooked after this pass is for later ones.
+        main_of(source, record, backward, lambda: not found)(ctx, *given)
         return found
 
     return program
@@ -224,9 +248,16 @@ def loss_of(plan: Plan, source: Source) -> Callable[[Any, Any], Any]:
     return program
 
 
-def check(plan: Plan, result: Result) -> None:
-    """Hold a run against reachability, and its finished passes against the oracle."""
+Truths = dict[int, tuple[Record, Any]]  # What gradients_of gives, by the pass.
+
+
+def check(plan: Plan, result: Result, truths: Truths | None = None) -> None:
+    """Hold a run against reachability, and its finished passes against the oracle.
+
+    `truths` has what is known of the plan already, and then what comes to be known.
+    """
     source = source_of(plan)
+    truths = {} if truths is None else truths
     decisions = result.record.decisions
     expected = Reachability(plan, source.sites, decisions, result.mode).ended
     ends = [(ended.outcome, ended.owed) for ended in result.passes]
@@ -236,16 +267,33 @@ def check(plan: Plan, result: Result) -> None:
     sums = {number: np.zeros(3) for number in smooth}
     for number, ended in enumerate(result.passes):
         if ended.outcome == "finished":
-            record, gradients = gradients_of(plan, source, number)
+            if number not in truths:
+                truths[number] = gradients_of(plan, source, number)
+            record, gradients = truths[number]
             assert record.decisions == result.record.decisions, source.text
             for ours, theirs in zip(result.record.notes, record.notes, strict=True):
                 _close(ours, theirs, source)
+            if all(one.outcome == "finished" for one in result.passes[:number]):
+                ours, theirs = result.seen[number], once(record)
+                _hooked(ours, theirs, source)
+                more = len(ours) - len(theirs)
+                assert result.mode == "fast" or more == 0, source.text
             for leaf, gradient in zip(smooth, gradients, strict=True):
                 sums[leaf] = sums[leaf] + np.asarray(gradient)
         reached |= dict.fromkeys(expected[number].leaves)
         assert sorted(result.gradients[number]) == sorted(reached), source.text
         found = [result.gradients[number].get(leaf, np.zeros(3)) for leaf in smooth]
         _close(found, [sums[leaf] for leaf in smooth], source)
+
+
+def _hooked(found: Gradients, truth: Gradients, source: Source) -> None:
+    """Hold what hooks were given against the oracle's; others were given zeros."""
+    assert [hook for hook in truth if hook not in found] == [], source.text
+    for hook, array in found.items():
+        if hook in truth:
+            _close([array], [truth[hook]], source)
+        else:
+            assert not np.any(array), (hook, source.text)
 
 
 def _close(found: Sequence[Any], truth: Sequence[Any], source: Source) -> None:
@@ -263,16 +311,16 @@ def hold(number: int, seeds: int) -> Result:
     seeds under jitter and faults; no two runs in one mode may differ in a bit of a
     result, and no two modes as long as FAST finishes.
     """
-    plan = draw(Random(number))
-    return held(plan, number, seeds)[1]
+    return held(numbered(number), number, seeds)[1]
 
 
 def held(plan: Plan, number: int, seeds: int) -> list[Result]:
     """Hold all that must hold of a plan; its undisturbed run in each mode."""
     source = source_of(plan)
     calm = [run(plan, source, mode=mode, seed=number) for mode in MODES]
+    truths: Truths = {}
     for result in calm:
-        check(plan, result)
+        check(plan, result, truths)
     smart, fast = calm
     _agree(smart, fast, source)
     for seed in range(seeds):
@@ -286,15 +334,19 @@ def held(plan: Plan, number: int, seeds: int) -> list[Result]:
 def _agree(smart: Result, fast: Result, source: Source) -> None:
     """SMART is never stuck; it finishes where FAST does, with the same bits.
 
-    Leaves that the roots do not need have zeros in FAST, and nothing in SMART.
+    Leaves that the roots do not need have zeros in FAST, and nothing in SMART; so it is
+    with hooks.
     """
     assert not [one for one in smart.passes if one.outcome == "stuck"], source.text
     for number, ended in enumerate(fast.passes):
         if ended.outcome != "finished":
             return
         assert smart.passes[number] == ended, source.text
-        ours, theirs = smart.gradients[number], fast.gradients[number]
-        assert sorted(ours | theirs) == sorted(theirs), source.text
-        for leaf, array in theirs.items():
-            same = ours.get(leaf, np.zeros_like(array))
-            assert bytes_of(same) == bytes_of(array), (leaf, source.text)
+        for ours, theirs in (
+            (smart.gradients[number], fast.gradients[number]),
+            (smart.seen[number], fast.seen[number]),
+        ):
+            assert sorted(ours | theirs) == sorted(theirs), source.text
+            for name, array in theirs.items():
+                same = ours.get(name, np.zeros_like(array))
+                assert bytes_of(same) == bytes_of(array), (name, source.text)

@@ -2,13 +2,14 @@
 
 So errors name call sites that differ, and a plan that fails can be read. What the
 source calls besides jdag: `decide` and `note` remember what was fetched, `backward`
-does what whoever runs it wants of a pass. What no later line names is deleted, sooner
+does what whoever runs it wants of a pass, and `hook` attaches hooks that remember what
+they are given. What no later line names is deleted, sooner
 or later or never.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from random import Random
 from types import CodeType
 from typing import Any
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 
 from jdag import fetch, program, static, stop_gradient
 from tests import random_functions
+from tests.random_functions import FUSE, HOOKS, Hook
 from tests.random_programs import (
     Argument,
     Body,
@@ -111,6 +113,9 @@ class Source:
                 self.steps(step.above, function, depth + 1, kept=made(step))
                 self.say(depth, "else:")
                 self.steps(step.below, function, depth + 1, kept=made(step))
+            case Hook():
+                given = f"{step.id}, {step.how!r}, {step.fuse}"
+                self.say(depth, f"hook(ctx, v{step.variable}, {given})")
             case Raise():
                 self.say(depth, "raise Broken(f'a program on {ctx.here}')")
             case Pass(roots=roots):
@@ -129,6 +134,8 @@ def named(step: Step) -> list[int]:
             return [variable, *[v for inner in (*above, *below) for v in named(inner)]]
         case Fetch(variables=variables) | Pass(roots=variables):
             return list(variables)
+        case Hook(variable=variable):
+            return [variable]
         case Raise():
             return []
 
@@ -196,20 +203,42 @@ def source_of(plan: Plan) -> Source:
 
 @dataclass
 class Record:
-    """What one run of a plan has fetched, and which ways it went."""
+    """What one run of a plan has fetched, which ways it went, what its hooks saw.
+
+    That is by the hook; `late` once a pass has failed, whose calls may come yet.
+    """
 
     decisions: list[bool] = field(default_factory=list)
     notes: list[Any] = field(default_factory=list)
+    seen: dict[int, list[Any]] = field(default_factory=dict)
+    late: bool = False
 
     def decide(self, above: bool) -> bool:
         self.decisions.append(above)
         return above
 
+    def called(self, id: int, how: str, fuse: bool, cotangent: Any) -> Any:
+        """Note what a hook is given; return what it gives."""
+        self.seen.setdefault(id, []).append(cotangent)
+        return HOOKS[how](FUSE.burn("hook", cotangent) if fuse else cotangent)
+
 
 def main_of(
-    source: Source, record: Record, backward: Callable[[Any, int, list[Any]], None]
+    source: Source,
+    record: Record,
+    backward: Callable[[Any, int, list[Any]], None],
+    hooking: Callable[[], bool] = lambda: True,
 ) -> Callable[..., None]:
-    """`main`, which calls `backward(ctx, number from 0, roots)` for each pass."""
+    """`main`, which calls `backward(ctx, number from 0, roots)` for each pass.
+
+    What it hooks is hooked as long as `hooking` says so.
+    """
+
+    def hook(ctx: Any, ref: Any, id: int, how: str, fuse: bool) -> None:
+        if hooking():
+            attach = ctx.on_gradient if how == "gradient" else ctx.on_cotangent
+            attach(ref, partial(record.called, id, how, fuse))
+
     held: dict[str, Any] = {name: getattr(random_functions, name) for name in FUNCTIONS}
     held |= {
         "__name__": "plan",
@@ -224,6 +253,7 @@ def main_of(
         "note": record.notes.append,
         "decide": record.decide,
         "backward": backward,
+        "hook": hook,
     }
     exec(source.code, held)
     main: Callable[..., None] = held["main"]

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from jdag.engine.vocabulary import Owed
-from tests.random_functions import INEXACT
+from tests.random_functions import INEXACT, Hook
 from tests.random_programs import (
     Branch,
     Call,
@@ -152,6 +152,8 @@ class Reachability:
                     self._invoke(frame, step)
                 case Pass():
                     self._pass(frame, step)
+                case Hook():
+                    next(frame.calls)  # It counts as one.
                 case Fetch():
                     pass
                 case Raise():

@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import random_features, random_long, random_runs
-from tests.random_programs import DEPTH_MAX, WORKERS_MAX, draw
+from tests.random_functions import HOOKS, Hook
+from tests.random_hooks import numbered, with_hooks
+from tests.random_programs import DEPTH_MAX, WORKERS_MAX, Pass, draw
 from tests.random_source import source_of
 from tests.reachability import Reachability
 
@@ -29,15 +31,15 @@ def test_a_pass_is_the_oracles_or_names_what_is_owed_and_no_seed_changes_a_bit(
 
 
 @settings(max_examples=50)
-@given(st.randoms(use_true_random=False))
-def test_what_hypothesis_draws_is_right_as_well(rng: Random):
-    random_runs.held(draw(rng), 0, 2)
+@given(st.randoms(use_true_random=False), st.integers(0, 1_000))
+def test_what_hypothesis_draws_is_right_as_well(rng: Random, hooks: int):
+    random_runs.held(with_hooks(draw(rng), Random(hooks)), 0, 2)
 
 
 def test_the_programs_have_in_them_what_they_are_meant_to():
     spread: Counter[str] = Counter()
     for number in range(PROGRAMS):
-        plan = draw(Random(number))
+        plan = numbered(number)
         coin = Random(number)
         ways = [coin.random() < 0.5 for _ in range(100)]
         ended = Reachability(plan, source_of(plan).sites, ways, "fast").ended
@@ -51,12 +53,49 @@ def test_the_programs_have_in_them_what_they_are_meant_to():
         *(f"{wide} 08 to 12" for wide in ("fan-in", "fan-out", "outputs")),
         *(f"has {step}" for step in ("Move", "Fetch", "Branch", "Invoke")),
         *(f"calls of {name}" for name in ("gather", "scale", "both", "product")),
+        *(f"hooks that {how}, by the top" for how in HOOKS),
+        *("hooks on leaves", "hooks before the first pass"),
         *("constants", "stopped gradients", "one program called twice"),
         *("roots on several workers", "retain True", "retain False"),
         *("passes that are stuck", "passes that are spent"),
     ):
         assert spread[what] >= few, (what, spread)
+    for how in HOOKS:
+        assert spread[f"hooks that {how}, in programs"] >= few // 2, (how, spread)
     assert spread["passes that are finished"] > PROGRAMS
+
+
+def test_each_hook_is_called_as_often_as_passes_reach_it():
+    """Of gradients: once for each pass that finishes and reaches the leaf."""
+    called = 0
+    for number in range(PROGRAMS // 5):
+        plan = numbered(number)
+        source = source_of(plan)
+        result = random_runs.run(plan, source, seed=0)
+        leaves = [leaf.variable for leaf in plan.leaves]
+        decisions = result.record.decisions
+        ended = Reachability(plan, source.sites, decisions, "smart").ended
+        for place, step in enumerate(plan.steps):
+            if not (isinstance(step, Hook) and step.how == "gradient"):
+                continue
+            if step.variable not in leaves:  # It names a leaf that came back.
+                continue
+            before = sum(isinstance(one, Pass) for one in plan.steps[:place])
+            leaf = leaves.index(step.variable)
+            for at, (seen, one) in enumerate(zip(result.seen, ended, strict=True)):
+                if one.outcome != "finished":
+                    break
+                reached = at >= before and leaf in one.leaves
+                assert (step.id in seen) == reached, (number, step, source.text)
+                called += reached
+    assert called >= PROGRAMS // 20
+
+
+def test_a_program_that_goes_wrong_is_named_and_the_status_says_so(capfd, monkeypatch):
+    monkeypatch.setenv("JAX_ENABLE_CHECKS", "not a bool")  # No process can start.
+    assert random_long.main("7", "3", "1") == 1
+    said = capfd.readouterr()
+    assert "programs 7 to 9: wrong" in said.out and "JAX_ENABLE_CHECKS" in said.err
 
 
 @pytest.mark.long
