@@ -5,28 +5,30 @@ executables it dies: each process takes a few hundred programs and says how they
 
     python -m tests.random_long FIRST COUNT SEEDS
 
-prints how often each feature was there, as JSON.
+prints a line for each process, then how often each feature was there. It ends with 1,
+and names the program, when one goes wrong.
 """
 
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from random import Random
 
 import jax
 
 from tests.random_failures import FAILURES, again, beside, crash_somewhere, happen
-from tests.random_features import features
-from tests.random_programs import draw
+from tests.random_features import features, table
+from tests.random_hooks import numbered
+from tests.random_issuers import beside_each_other
 from tests.random_runs import hold
 
 CHUNK = 200
-
+DRIVERS = 8  # Of so many numbers one has several drivers.
 
 # What else happens to a program: one of these each, in turn.
 ELSE: dict[str, Callable[[int], object]] = {
@@ -42,10 +44,11 @@ def chunk(first: int, count: int, seeds: int) -> Counter[str]:
     spread: Counter[str] = Counter()
     kinds = tuple(ELSE)
     for number in range(first, first + count):
-        what = kinds[number % len(kinds)]
+        what = "drivers" if number % DRIVERS == 0 else kinds[number % len(kinds)]
+        other = ELSE.get(what, beside_each_other)
         try:
-            spread += features(draw(Random(number)), hold(number, seeds).passes)
-            spread[f"{what}: {ELSE[what](number)}"] += 1
+            spread += features(numbered(number), hold(number, seeds).passes)
+            spread[f"{what}: {other(number)}"] += 1
         except Exception as error:
             error.add_note(f"program {number}; {what}")
             raise
@@ -55,29 +58,68 @@ def chunk(first: int, count: int, seeds: int) -> Counter[str]:
 def many(first: int, count: int, seeds: int) -> Counter[str]:
     """The same in processes of their own, as many at once as there are cores.
 
+    What they compile they find again, on disk.
+
     Raises:
         AssertionError: a program went wrong; says which, and how.
     """
     starts = range(first, first + count, CHUNK)
+    sizes = [min(CHUNK, first + count - start) for start in starts]
     spread: Counter[str] = Counter()
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        sizes = [min(CHUNK, first + count - start) for start in starts]
-        for found in pool.map(_process, starts, sizes, [seeds] * len(sizes)):
-            spread += found
+    wrong: list[str] = []
+    with (
+        tempfile.TemporaryDirectory() as compiled,
+        ThreadPoolExecutor(os.cpu_count()) as pool,
+    ):
+        run = partial(_process, seeds, compiled)
+        for start, size, ended in zip(
+            starts, sizes, pool.map(run, starts, sizes), strict=True
+        ):
+            said = "wrong" if isinstance(ended, str) else "right"
+            print(f"programs {start} to {start + size - 1}: {said}", flush=True)
+            if isinstance(ended, str):
+                wrong.append(ended)
+            else:
+                spread += ended
+    assert not wrong, "\n".join(wrong)
     return spread
 
 
-def _process(first: int, count: int, seeds: int) -> Counter[str]:
+def _process(seeds: int, compiled: str, first: int, count: int) -> Counter[str] | str:
+    """One process: how its programs spread, or how one went wrong."""
+    environment = {
+        "JAX_COMPILATION_CACHE_DIR": compiled,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        **os.environ,
+    }
+    arguments = [*map(str, (first, count, seeds)), "alone"]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.random_long", *map(str, (first, count, seeds))],
+        [sys.executable, "-m", "tests.random_long", *arguments],
         capture_output=True,
         text=True,
         check=False,
+        env=environment,
     )
-    assert done.returncode == 0, done.stderr[-10_000:]  # All that failed before, too.
+    if done.returncode != 0:
+        return done.stderr[-10_000:]  # All that failed before, too.
     return Counter(json.loads(done.stdout))
 
 
-if __name__ == "__main__":
+def main(first: str, count: str, seeds: str, *alone: str) -> int:
+    """Run, in this process alone if so told; the exit status."""
     jax.config.update("jax_enable_x64", True)
-    print(json.dumps(chunk(*map(int, sys.argv[1:4]))))
+    numbers = int(first), int(count), int(seeds)
+    if alone:
+        print(json.dumps(chunk(*numbers)))
+        return 0
+    try:
+        print(table(many(*numbers)))
+    except AssertionError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
