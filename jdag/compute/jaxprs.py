@@ -10,7 +10,10 @@ from typing import Any
 from jax.extend import core
 
 # Sub-jaxprs whose inputs and outputs are those of their equation, one for one.
-_PLAIN = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2")
+_PLAIN: tuple[str, ...] = (
+    *("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2"),
+    "vjp_node[jit]",  # A jit in the linear program of a vjp, in JAX 0.12.
+)
 
 Reaches = tuple[tuple[bool, ...], ...]
 
@@ -41,11 +44,14 @@ def reaches(vjp: Any, inputs: int, outputs: int) -> Reaches:
     """
     try:
         _, constant, linear, _ = vjp.fun.args  # True of outputs without a tangent.
+        residuals = len(linear.invars) - inputs  # They are constants in JAX 0.10.
     except (AttributeError, ValueError):
+        residuals, constant = -1, ()
+    if residuals < 0 or len(constant) != outputs:
         # Of a JAX that keeps it elsewhere: all may depend on all, at more bytes.
         return ((True,) * outputs,) * inputs
-    assert (len(constant), len(linear.invars)) == (outputs, inputs), linear
-    found = iter(depends(linear, [1 << place for place in range(inputs)]))
+    bits = [1 << place for place in range(inputs)]
+    found = iter(depends(linear, [0] * residuals + bits))
     masks = [0 if is_constant else next(found) for is_constant in constant]
     return tuple(
         tuple(bool(mask >> place & 1) for mask in masks) for place in range(inputs)
