@@ -29,7 +29,7 @@ def test_the_bits_of_each_are_those_that_it_has_alone(number: int):
 
 
 def test_several_drivers_with_hooks_have_the_oracles_gradients_in_both_modes():
-    ended = [beside_each_other(number) for number in range(8)]
+    ended = [beside_each_other(number) for number in range(12)]
     assert len(dict.fromkeys(ended)) == 4, ended
 
 
