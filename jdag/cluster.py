@@ -91,6 +91,7 @@ class Cluster:
     def info(self) -> Mapping[str, Mapping[str, Any]]:
         """Return for each worker what it holds and what it has sent so far.
 
+        It waits for nothing: what is on its way to a worker is not held there yet.
         Among others `live_contexts`, `live_passes`, `values_held`, `bytes_held`,
         `bytes_peak`, `messages_sent`, `bytes_sent` (with headers and resends).
         """

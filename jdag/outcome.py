@@ -7,6 +7,8 @@ from numbers import Real
 
 from jdag.engine.vocabulary import Owed, PassResult
 from jdag.errors import JdagError
+from jdag.functions import name_of
+from jdag.moving import moved
 from jdag.ref import Ref
 
 
@@ -48,9 +50,14 @@ def nanoseconds(timeout_s: float | None) -> int | None:
 def _owed_lines(owed: tuple[Owed, ...]) -> list[str]:
     return [
         f"  call {'.'.join(map(str, send.path))}: {send.worker} -> {send.destination}, "
-        f"sent for {send.function}, called at {send.call_site}"
+        f"sent for {_said(send.function)}, called at {send.call_site}"
         for send in owed
     ]
+
+
+def _said(function: str) -> str:
+    """A function as users called it."""
+    return "ctx.move" if function == name_of(moved) else function
 
 
 def expired(result: PassResult, timeout_s: float | None) -> str:

@@ -5,6 +5,7 @@ import pytest
 from jdag.engine.vocabulary import Failure, Outcome, Owed, PassResult
 from jdag.errors import JdagError
 from jdag.outcome import expired, nanoseconds, stuck
+from jdag.sim.devices import MOVED
 
 OWED = Owed((3, 1), "b", "c", "m:f", "x.py:7 in main")
 
@@ -37,6 +38,10 @@ def test_a_pass_that_had_not_begun_says_for_want_of_what():
         "pass 1 took longer than timeout_s=1; it had not begun, for want of "
         "acknowledgements of call (1,) on 'b'"
     )
+
+
+def test_what_was_moved_is_said_to_be_moved():
+    assert "sent for ctx.move, called" in stuck((OWED._replace(function=MOVED),))
 
 
 def test_a_stuck_pass_says_what_helps():
