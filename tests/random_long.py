@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from random import Random
 
 import jax
 
@@ -30,7 +31,7 @@ from tests.random_runs import hold
 CHUNK = 200
 DRIVERS = 8  # Of so many numbers one has several drivers.
 
-# What else happens to a program: one of these each, in turn.
+# What else happens to a program: one of these each.
 ELSE: dict[str, Callable[[int], object]] = {
     **{what: partial(happen, what) for what in FAILURES},
     **{f"{what} beside it": partial(beside, what) for what in FAILURES},
@@ -44,7 +45,8 @@ def chunk(first: int, count: int, seeds: int) -> Counter[str]:
     spread: Counter[str] = Counter()
     kinds = tuple(ELSE)
     for number in range(first, first + count):
-        what = "drivers" if number % DRIVERS == 0 else kinds[number % len(kinds)]
+        drivers = number % DRIVERS == 0
+        what = "drivers" if drivers else Random(f"else {number}").choice(kinds)
         other = ELSE.get(what, beside_each_other)
         try:
             spread += features(numbered(number), hold(number, seeds).passes)
