@@ -1,6 +1,7 @@
 """A machine carries out one worker's jobs on the values that it holds.
 
-Told:  `run(job)`.
+Told:  `run(job)`; or, where computing must not keep others waiting, `begin(job)`, then
+       `hold(job, work, made)` with what the work made.
 Gives: None, and what the job makes is held; or what was raised, and nothing new is.
 
 Real values are arrays and JAX computes them. Abstract ones are shapes (`Aval`): nothing
@@ -10,8 +11,9 @@ laptop. What is held, read and dropped is the same in both.
 
 import os
 import traceback
-from collections.abc import Sequence
-from typing import Any, assert_never
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, assert_never
 
 import jax
 
@@ -41,6 +43,13 @@ _JAX_NOTE = "JAX has removed its internal frames"
 _JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
 
 
+class Work(NamedTuple):
+    """What computes a job, from values that it holds itself, and on which device."""
+
+    compute: Callable[[], Any]
+    device: str | None
+
+
 class Machine:
     """The values of one worker, real or abstract, and what computes on them.
 
@@ -58,40 +67,68 @@ class Machine:
         self.abstract = values == "abstract"
 
     def run(self, job: Job) -> Exception | None:
-        """Carry out a job; return what it raised, None if all went well.
+        """Carry out a job; return what it raised, None if all went well."""
+        work = self.begin(job)
+        try:
+            made = work.compute()
+        except Exception as error:  # Whatever a user's function raises is a result.
+            return error
+        self.hold(job, work, made)
+        return None
 
-        A vjp's and a sum's addends are let go of either way, the residuals if the vjp
-        is the last to use them; the base of a sum stays.
+    def begin(self, job: Job) -> Work:
+        """Take what a job reads; return the work, which any thread may do.
+
+        A vjp's and a sum's addends are let go of, the residuals if the vjp is the last
+        to use them; the base of a sum stays.
         """
+        values = self.values
+        device = self.device_of(job)
         match job:
             case Forward():
-                return self._run_forward(job)
+                args = [values.get(key) for key in job.inputs]
+                if self.abstract:
+                    outputs = job.function.out_avals
+                    return Work(lambda: (outputs, None), device)
+                return Work(partial(job.function.forward, args), device)
             case Vjp():
-                return self._run_vjp(job)
+                return Work(self._begun_vjp(job), device)
             case Sum():
-                return self._run_sum(job)
+                keys = job.addends if job.base is None else (job.base, *job.addends)
+                addends = [values.get(key) for key in keys]
+                self._drop(job.addends)
+                if self.abstract:
+                    return Work(lambda: addends[0], device)
+                return Work(partial(add, addends), device)
             case Fill():
-                device = job.aval.device
-                value = job.aval.on(None) if self.abstract else _filled(job)
-                self.values.put(job.output, value, device)
-                return None
+                if self.abstract:
+                    return Work(lambda: job.aval.on(None), device)
+                return Work(partial(_filled, job), device)
             case Apply():
-                return self._run_apply(job)
+                value = values.get(job.input)
+                if job.output is not None:
+                    values.drop(job.input)
+                return Work(partial(hooked, job.function, value), device)
             case _:
                 assert_never(job)
 
-    def _run_apply(self, job: Apply) -> Exception | None:
-        values = self.values
-        value, device = values.get(job.input), values.device(job.input)
-        if job.output is not None:
-            values.drop(job.input)
-        try:
-            result = hooked(job.function, value)
-        except Exception as error:
-            return error
-        if job.output is not None:
-            values.put(job.output, result, device)
-        return None
+    def hold(self, job: Job, work: Work, made: Any) -> None:
+        """Hold what the work of a job has made."""
+        match job:
+            case Forward():
+                outputs, residuals = made
+                self._put(job.outputs, outputs, job.function.out_devices)
+                if job.residuals is not None:
+                    if self.abstract:
+                        residuals = _AbstractResiduals(self.values, job)
+                    self.values.put(job.residuals, residuals)
+            case Vjp():
+                self._put(job.outputs, made, job.function.in_devices)
+            case Sum() | Fill() | Apply():
+                if job.output is not None:
+                    self.values.put(job.output, made, work.device)
+            case _:
+                assert_never(job)
 
     def device_of(self, job: Job) -> str | None:
         """The device on which a job runs: by its name, None for the default.
@@ -120,25 +157,7 @@ class Machine:
             return value
         return put((value,), None)[0]
 
-    def _run_forward(self, job: Forward) -> Exception | None:
-        values = self.values
-        args = [values.get(key) for key in job.inputs]
-        pair = job.function
-        if self.abstract:
-            outputs, residuals = pair.out_avals, None
-        else:
-            try:
-                outputs, residuals = pair.forward(args)
-            except Exception as error:  # Whatever a user's function raises is a result.
-                return error
-        self._put(job.outputs, outputs, pair.out_devices)
-        if job.residuals is not None:
-            if self.abstract:
-                residuals = _AbstractResiduals(values, job)
-            values.put(job.residuals, residuals)
-        return None
-
-    def _run_vjp(self, job: Vjp) -> Exception | None:
+    def _begun_vjp(self, job: Vjp) -> Callable[[], Any]:
         values = self.values
         residuals = values.get(job.residuals)
         cotangents: list[Sequence[Any]] = [
@@ -148,20 +167,9 @@ class Machine:
             self._drop(keys)
         if job.last:
             values.drop(job.residuals)
-        pair = job.function
         if self.abstract:
-            outputs = _input_avals(pair)
-        else:
-            try:
-                if pair.device is not None:
-                    cotangents = [put(addends, pair.device) for addends in cotangents]
-                # The vjp adds 8 by itself; more are a sum before it, of the same bits.
-                few = [c if len(c) <= ADDENDS_MAX else [add(c)] for c in cotangents]
-                outputs = pair.vjp(residuals, few)
-            except Exception as error:
-                return error
-        self._put(job.outputs, outputs, pair.in_devices)
-        return None
+            return partial(_input_avals, job.function)
+        return partial(_vjp, job.function, residuals, cotangents)
 
     def _put(
         self,
@@ -173,19 +181,6 @@ class Machine:
         where = (None,) * len(keys) if devices is None else devices
         for key, array, device in zip(keys, arrays, where, strict=True):
             self.values.put(key, array, device)
-
-    def _run_sum(self, job: Sum) -> Exception | None:
-        values = self.values
-        keys = job.addends if job.base is None else (job.base, *job.addends)
-        addends = [values.get(key) for key in keys]
-        device = values.device(keys[-1])
-        self._drop(job.addends)
-        try:
-            total = addends[0] if self.abstract else add(addends)
-        except Exception as error:
-            return error
-        values.put(job.output, total, device)
-        return None
 
     def _drop(self, keys: Sequence[Key]) -> None:
         for key in keys:
@@ -213,6 +208,14 @@ def _input_avals(pair: Any) -> tuple[Aval, ...]:
     """What a vjp of `pair` returns: cotangents are shaped as the tracked inputs."""
     places = zip(pair.avals, pair.tracked, strict=True)
     return tuple(aval.strong for aval, is_tracked in places if is_tracked)
+
+
+def _vjp(pair: Any, residuals: Any, cotangents: list[Sequence[Any]]) -> Any:
+    if pair.device is not None:
+        cotangents = [put(addends, pair.device) for addends in cotangents]
+    # The vjp adds 8 by itself; more are a sum before it, of the same bits.
+    few = [c if len(c) <= ADDENDS_MAX else [add(c)] for c in cotangents]
+    return pair.vjp(residuals, few)
 
 
 def _filled(job: Fill) -> Any:
