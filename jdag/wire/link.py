@@ -149,6 +149,16 @@ class Link:
         self._put_off = False
 
     @property
+    def received(self) -> int:
+        """The highest number up to which everything has come in."""
+        return self._received
+
+    @property
+    def acknowledged(self) -> int:
+        """The highest number up to which the peer has everything."""
+        return self._acked
+
+    @property
     def quiet(self) -> bool:
         """Whether nothing is unacknowledged, out of order, or owed to the peer."""
         return not self._unacked and not self._early and self._ack_due_ns is None

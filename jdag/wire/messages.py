@@ -55,6 +55,7 @@ from jdag.engine.vocabulary import (
     Stale,
     Start,
     Worker,
+    landing,
 )
 from jdag.engine.weight import Weight
 from jdag.errors import ProtocolError
@@ -362,6 +363,31 @@ class Codec:
         LAYOUTS[kind].write(writer, message)
         return bytes(writer.out)
 
+    def encode_with(self, message: Message, kinds: Sequence[ArrayType]) -> bytes:
+        """The bytes of a message and of the headers of the values that ride with it.
+
+        Raises:
+            ProtocolError: as `encode` does.
+        """
+        head = self.encode(message)
+        if not kinds:
+            return head
+        writer = Writer(self._numbers)
+        for kind in kinds:
+            ARRAY_TYPE.write(writer, kind)
+        return head + bytes(writer.out)
+
+    def decode_with(self, data: bytes) -> tuple[Message, tuple[ArrayType, ...], int]:
+        """A message, the types of its values, and where the elements of these begin.
+
+        Raises:
+            ProtocolError: as `decode` does; what is left is for the caller to judge.
+        """
+        reader = Reader(data, self._workers)
+        message = self._read(reader)
+        kinds = tuple([ARRAY_TYPE.read(reader) for _ in landing(message)])
+        return message, kinds, len(data) - reader.left
+
     def decode(self, data: bytes) -> Message:
         """The message that these bytes are; nothing may be left over.
 
@@ -369,15 +395,19 @@ class Codec:
             ProtocolError: they are none; says where and what would have been right.
         """
         reader = Reader(data, self._workers)
+        message = self._read(reader)
+        if reader.left:
+            raise ProtocolError(
+                f"{reader.left} of {len(data)} bytes are left after a"
+                f" {type(message).__name__}"
+            )
+        return message
+
+    def _read(self, reader: Reader) -> Message:
         number = reader.integer(TYPE_BYTES, "type of a message")
         if number >= len(_TYPES):
             raise ProtocolError(
                 f"type {number} of a message: allowed is 0 to {len(_TYPES) - 1}"
             )
         message: Message = LAYOUTS[_TYPES[number]].read(reader)
-        if reader.left:
-            raise ProtocolError(
-                f"{reader.left} of {len(data)} bytes are left after a"
-                f" {type(message).__name__}"
-            )
         return message
