@@ -1,0 +1,59 @@
+"""What tests of streams share: ends that are connected, and moving bytes by turns."""
+
+import select
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from jdag.rpc.streams import SocketStream, Stream
+
+DEADLINE_MS = 20_000
+
+
+def sockets(kind: str) -> tuple[socket.socket, socket.socket]:
+    """Two connected sockets of a kind: `unix` or `tcp`."""
+    if kind == "unix":
+        return socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = socket.create_connection(listener.getsockname())
+        return near, listener.accept()[0]
+
+
+@contextmanager
+def streams(kind: str) -> Iterator[tuple[Stream, Stream]]:
+    """Two connected streams of a kind, closed at the end."""
+    near, far = (SocketStream(end, f"the {kind} peer") for end in sockets(kind))
+    try:
+        yield near, far
+    finally:
+        near.close()
+        far.close()
+
+
+def wait(stream: Stream, event: int) -> None:
+    """Wait until a stream is ready, not for ever."""
+    poller = select.poll()
+    poller.register(stream.fileno(), select.POLLOUT if stream.wants_write() else event)
+    assert stream.pending() or poller.poll(DEADLINE_MS), f"{stream.peer} hangs"
+
+
+def send_all(stream: Stream, data: bytes) -> None:
+    """Send every byte, waiting for room."""
+    left = memoryview(data)
+    while left:
+        try:
+            left = left[stream.send([left]) :]
+        except BlockingIOError:
+            wait(stream, select.POLLOUT)
+
+
+def receive(stream: Stream, count: int) -> bytes:
+    """Wait for as many bytes."""
+    into = memoryview(bytearray(count))
+    came = 0
+    while came < count:
+        try:
+            came += stream.recv_into(into[came:])
+        except BlockingIOError:
+            wait(stream, select.POLLIN)
+    return bytes(into)

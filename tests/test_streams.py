@@ -1,0 +1,217 @@
+"""Bytes cross a stream whole and in order, whatever the sizes; ends say why."""
+
+import os
+import random
+import select
+import socket
+import struct
+import threading
+
+import pytest
+
+from jdag.rpc.streams import DESCRIPTORS_MAX, VIEWS_MAX, SocketStream, Stream
+from tests.stream_cases import receive, send_all, sockets, streams, wait
+
+KINDS = ("unix", "tcp")
+
+
+def pieces(data: bytes, chance: random.Random, largest: int) -> list[memoryview]:
+    cuts = []
+    at = 0
+    while at < len(data):
+        size = chance.choice((0, 1, 7, chance.randint(1, largest)))
+        cuts.append(memoryview(data)[at : at + size])
+        at += size
+    return cuts
+
+
+def pour(stream: Stream, data: bytes, chance: random.Random) -> None:
+    """Send in calls of random views, going on wherever a call stopped."""
+    at = 0
+    while at < len(data):
+        views = pieces(data[at : at + chance.randint(1, 300_000)], chance, 60_000)
+        try:
+            at += stream.send(views)
+        except BlockingIOError:
+            wait(stream, select.POLLOUT)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_views_arrive_whole_and_in_order_by_random_reads(kind: str):
+    chance = random.Random(1)
+    data = chance.randbytes(6 << 20)
+    with streams(kind) as (near, far):
+        thread = threading.Thread(target=pour, args=(near, data, random.Random(2)))
+        thread.start()
+        came = bytearray()
+        while len(came) < len(data):
+            most = min(chance.randint(1, 100_000), len(data) - len(came))
+            came += receive(far, chance.randint(1, most))
+        thread.join()
+    assert came == data
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_does_not_fit_is_left_to_the_caller(kind: str):
+    with streams(kind) as (near, far):
+        block = memoryview(bytes(1 << 20))
+        sent = 0
+        with pytest.raises(BlockingIOError):
+            while sent < 1 << 28:
+                sent += near.send([block, block])
+        assert sent
+        receive(far, sent)
+        with pytest.raises(BlockingIOError):
+            far.recv_into(memoryview(bytearray(1)))
+        assert near.send([block])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_more_views_than_the_system_takes_go_in_several_calls(kind: str):
+    data = bytes(range(256)) * 16
+    with streams(kind) as (near, far):
+        views = [memoryview(data)[i : i + 1] for i in range(len(data))]
+        assert near.send(views) == VIEWS_MAX
+        assert receive(far, VIEWS_MAX) == data[:VIEWS_MAX]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_empty_views_in_front_do_not_hide_what_follows(kind: str):
+    with streams(kind) as (near, far):
+        assert near.send([memoryview(b"")] * 2000 + [memoryview(b"abc")]) == 3
+        assert receive(far, 3) == b"abc"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_sent_before_the_end_arrives_and_then_the_end_is_said(kind: str):
+    with streams(kind) as (near, far):
+        send_all(near, b"last words")
+        near.close()
+        assert receive(far, 10) == b"last words"
+        with pytest.raises(
+            ConnectionError, match=f"the {kind} peer closed the connect"
+        ):
+            receive(far, 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sending_to_a_peer_that_is_gone_is_an_error_and_no_signal(kind: str):
+    with streams(kind) as (near, far):
+        far.close()
+        with pytest.raises(ConnectionError, match=f"to the {kind} peer broke: "):
+            while True:
+                send_all(near, bytes(1 << 16))
+
+
+def test_a_reset_says_so():
+    near, far = sockets("tcp")
+    stream = SocketStream(near, "tcp:127.0.0.1:7")
+    far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    far.close()
+    with pytest.raises(
+        ConnectionError, match=r"tcp:127\.0\.0\.1:7 broke: Connection re"
+    ):
+        receive(stream, 1)
+    stream.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_closed_end_refuses_and_closes_again(kind: str):
+    with streams(kind) as (near, _):
+        near.close()
+        near.close()
+        assert near.fileno() == -1
+        with pytest.raises(ConnectionError):
+            near.send([memoryview(b"a")])
+        with pytest.raises(ConnectionError):
+            near.recv_into(memoryview(bytearray(1)))
+
+
+def test_small_messages_are_not_held_back():
+    near, far = sockets("tcp")
+    stream = SocketStream(near, "peer")
+    assert near.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    assert not stream.pending() and not stream.wants_write() and not stream.local
+    stream.close()
+    far.close()
+
+
+def content(descriptor: int) -> bytes:
+    data = os.pread(descriptor, 100, 0)
+    os.close(descriptor)
+    return data
+
+
+def numbered(number: int) -> int:
+    descriptor = os.memfd_create(f"number {number}")
+    os.write(descriptor, b"%d" % number)
+    return descriptor
+
+
+def test_descriptors_come_in_order_and_not_after_the_byte_they_went_with():
+    chance = random.Random(3)
+    with streams("unix") as (near, far):
+        assert near.local
+        starts, sent = [], 0
+        for number in range(50):
+            block = chance.randbytes(chance.randint(1, 900))
+            send_all(near, block)
+            descriptor = numbered(number)
+            taken = near.send_segment([memoryview(b""), memoryview(block)], descriptor)
+            os.close(descriptor)
+            assert taken == len(block)
+            starts.append(sent + len(block))
+            sent += 2 * len(block)
+        came = 0
+        for number, start in enumerate(starts):
+            while came <= start:
+                most = min(chance.randint(1, 700), sent - came)
+                came += len(receive(far, most))
+            assert content(far.take_segment()) == b"%d" % number
+        with pytest.raises(
+            ConnectionError, match="announced shared memory and passed n"
+        ):
+            far.take_segment()
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_descriptors_that_nobody_takes_are_closed_with_the_stream():
+    before = open_descriptors()
+    with streams("unix") as (near, far):
+        for number in range(9):
+            descriptor = numbered(number)
+            near.send_segment([memoryview(b"a")], descriptor)
+            os.close(descriptor)
+        receive(far, 9)
+    assert open_descriptors() == before
+
+
+def test_a_flood_of_descriptors_ends_the_connection():
+    before = open_descriptors()
+    with streams("unix") as (near, far):
+        descriptor = numbered(0)
+        with pytest.raises(ConnectionError, match="that no frame announced"):
+            for _ in range(DESCRIPTORS_MAX + 1):
+                near.send_segment([memoryview(b"a")], descriptor)
+                receive(far, 1)
+        os.close(descriptor)
+    assert open_descriptors() == before
+
+
+def test_several_descriptors_in_one_call_lose_none_silently():
+    near, far = socket.socketpair()
+    stream = SocketStream(far, "peer")
+    before = open_descriptors()
+    socket.send_fds(near, [b"a"], [0, 1, 2])
+    receive(stream, 1)
+    stream.close()
+    near.close()
+    assert open_descriptors() <= before
+
+
+def test_shared_memory_announced_over_a_network_ends_the_connection():
+    with streams("tcp") as (near, _), pytest.raises(ConnectionError, match="none"):
+        near.take_segment()
