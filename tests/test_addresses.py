@@ -1,0 +1,79 @@
+"""Addresses are read, written and refused by what is wrong with them."""
+
+import os
+import socket
+
+import pytest
+
+from jdag.errors import JdagError
+from jdag.rpc.addresses import Address, hold_to_loopback, listen, parse
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("tcp:127.0.0.1:80", Address("tcp", "127.0.0.1", 80)),
+        ("tcp:[::1]:0", Address("tcp", "::1", 0)),
+        ("grpc:worker.example.org:65535", Address("grpc", "worker.example.org", 65535)),
+        ("unix:@name:with:colons", Address("unix", "name:with:colons")),
+        ("unix:@", Address("unix", "")),
+    ],
+)
+def test_an_address_is_read_and_written_alike(text: str, address: Address):
+    assert parse(text) == address
+    assert str(address) == text
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["", "tcp:", "tcp:host", "tcp::1", "tcp:a:-1", "unix:/tmp/a", "udp:a:1", "tcp:a:²"],
+)
+def test_what_is_no_address_is_said_to_be_none(address: str):
+    with pytest.raises(JdagError, match="is none of tcp:HOST:PORT"):
+        parse(address)
+
+
+@pytest.mark.parametrize("address", ["tcp:a:65536", "unix:@" + "n" * 101])
+def test_an_address_out_of_range_is_refused(address: str):
+    with pytest.raises(JdagError, match=r"65536|over 100 bytes"):
+        parse(address)
+
+
+@pytest.mark.parametrize(
+    "text", ["tcp:127.0.0.1:1", "tcp:127.9.9.9:1", "tcp:[::1]:1", "grpc:localhost:1"]
+)
+def test_loopback_is_what_only_this_host_reaches(text: str):
+    hold_to_loopback(parse(text), "is dialled")
+    hold_to_loopback(parse("unix:@a"), "is dialled")
+
+
+@pytest.mark.parametrize(
+    "text", ["tcp:0.0.0.0:1", "tcp:[::]:1", "tcp:10.0.0.1:1", "grpc:localhost.evil:1"]
+)
+def test_anything_else_needs_tls(text: str):
+    with pytest.raises(
+        JdagError, match="is dialled without TLS, and only loopback may"
+    ):
+        hold_to_loopback(parse(text), "is dialled")
+
+
+def test_names_of_unix_sockets_leave_no_file_and_are_taken_once():
+    listener, where = listen(parse("unix:@"))
+    assert where.host not in os.listdir() and not os.path.exists(where.host)
+    with pytest.raises(
+        JdagError, match=r"^cannot listen at unix:@jdag-\w+: Address al"
+    ):
+        listen(where)
+    listener.close()
+    listen(where)[0].close()
+
+
+def test_the_system_chooses_a_port_that_others_can_reach():
+    listener, where = listen(parse("tcp:127.0.0.1:0"))
+    socket.create_connection((where.host, where.port), 20).close()
+    listener.close()
+
+
+def test_an_address_of_another_host_cannot_be_listened_at():
+    with pytest.raises(JdagError, match=r"^cannot listen at tcp:192\.0\.2\.1:0: "):
+        listen(parse("tcp:192.0.2.1:0"))
