@@ -9,6 +9,7 @@ import jax
 from jax.extend.core import get_opaque_trace_state
 
 from jdag.compute.avals import Aval, aval_of
+from jdag.compute.buffers import delivered
 from jdag.compute.devices import check, on_default, parsed
 from jdag.compute.pairs import configuration
 from jdag.engine.drawing import Drawing
@@ -102,7 +103,9 @@ class Reader:
         waiter = port.waiter()
         port.tell(Fetched(waiter, tuple([(ref.key, ref.worker) for ref in refs])))
         found = port.wait(waiter)
-        return [one.struct() if isinstance(one, Aval) else one for one in found]
+        return [
+            one.struct() if isinstance(one, Aval) else delivered(one) for one in found
+        ]
 
 
 def trace_state() -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from jdag.compute.avals import Aval, aval_of
+from jdag.compute.buffers import delivered
 from jdag.compute.duals import is_dual
 from jdag.compute.pytrees import frozen
 from jdag.errors import JdagError
@@ -14,7 +15,7 @@ from jdag.errors import JdagError
 def hooked(function: Callable[[Any], Any], cotangent: Any) -> Any:
     """Return what the function gives in place of a cotangent; for None, the same.
 
-    It is not compiled: what it prints or collects are values. An abstract cotangent
+    It is not compiled: what it prints or collects are JAX arrays. An abstract cotangent
     (`Aval`) it is traced with; of a dual it sees the primal, and may not replace it, as
     what it does to the tangent is not known.
 
@@ -22,6 +23,7 @@ def hooked(function: Callable[[Any], Any], cotangent: Any) -> Any:
         JdagError: what it gives is not an array of the cotangent's shape and dtype; or
             it would replace a dual.
     """
+    cotangent = delivered(cotangent)
     if is_dual(cotangent):
         if function(cotangent.primal) is None:
             return cotangent

@@ -371,7 +371,9 @@ def _backward_of(spec: _Spec) -> Callable[..., tuple[Any, ...]]:
         held = (rest, args, outputs)
         vjp = jtu.tree_unflatten(spec.vjp_tree, [held[h][i] for h, i in spec.sources])
         cotangents = [
-            fold(addends) if addends else jnp.zeros(aval.shape, aval.dtype)
+            fold(tuple(map(_as_jax, addends)))
+            if addends
+            else jnp.zeros(aval.shape, aval.dtype)
             for addends, aval in zip(sums, avals, strict=True)
         ]
         return tuple(map(_strong, vjp(cotangents)))

@@ -1,0 +1,247 @@
+"""Values as bytes in memory and back: views of arrays, and arrays over buffers.
+
+A value leaves as views of its elements (`parts`), without a copy where they are on the
+CPU and in order. What comes is written into a buffer from `Buffers.aligned` and becomes
+a value where it lies (`landed`): JAX takes aligned memory as it is. Small values become
+read-only numpy arrays and weak scalars Python numbers, which compiled functions take
+sooner than they would JAX arrays; `delivered` makes of them what users are to see.
+
+Invariants: a buffer is handed out again only when no view of it and no array over it is
+left; nobody may write into a buffer that was handed to `landed`.
+"""
+
+import math
+import weakref
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.dtypes import canonicalize_dtype
+
+from jdag.compute.duals import Dual
+
+ALIGNMENT_BYTES = 64  # What JAX asks of memory that it takes without a copy.
+ALIASED_MIN_BYTES = 1 << 16  # A smaller value is copied faster than it is handed over.
+POOLED_MIN_BYTES = 1 << 16
+KEPT_MAX_BYTES = 1 << 28
+
+_NUMBERS = (int, float, complex)
+_KEYS = {
+    "key<fry>": "threefry2x32",
+    "key<rbg>": "rbg",
+    "key<urbg>": "unsafe_rbg",
+}
+
+
+class Kind(Protocol):
+    """What a value is, as its header on the wire tells."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its axes."""
+
+    @property
+    def dtype(self) -> str:
+        """The name of its dtype; of PRNG keys that of JAX, such as `key<fry>`."""
+
+    @property
+    def weak(self) -> bool:
+        """Whether it gives way in JAX's dtype promotion."""
+
+    @property
+    def dual(self) -> bool:
+        """Whether it has a tangent, which is of the same type."""
+
+
+def parts(value: Any) -> tuple[memoryview, ...]:
+    """Return the elements of a value as bytes, row by row; of a dual those of both.
+
+    Nothing is copied but what is on another device than the CPU or not in order. The
+    views keep the memory alive, and may not be written.
+
+    Args:
+        value: a JAX or numpy array, a `Dual`, or a Python int, float or complex, which
+            is the weak scalar that JAX makes of it.
+    """
+    if value.__class__ is Dual:
+        return (*parts(value.primal), *parts(value.tangent))
+    if isinstance(value, jax.Array):
+        if not isinstance(value.dtype, np.dtype):  # It is one of JAX's own, of keys.
+            value = jax.random.key_data(value)
+    elif type(value) in _NUMBERS:
+        with np.errstate(over="ignore"):  # To infinity, as JAX has it.
+            value = np.array(value, canonicalize_dtype(type(value)))
+    # Views of bytes: to Python's own buffers bfloat16 and its kin mean nothing.
+    elements: Any = np.asarray(value).reshape(-1).view(np.uint8)
+    return (memoryview(elements).toreadonly(),)
+
+
+def landed(kind: Kind, view: memoryview) -> Any:
+    """Return the value of a type whose elements lie in a buffer.
+
+    From `ALIASED_MIN_BYTES` on, an array on the CPU aliases the buffer, if that is
+    aligned: it may not be written again. Of less, nothing is kept.
+
+    Args:
+        kind: its type.
+        view: its elements row by row, just as many bytes as they take; of a dual, those
+            of the primal and then of the tangent.
+
+    Returns:
+        A `Dual`; a JAX array, on the default device; for a small one a read-only numpy
+        array; for a weak scalar a Python number. In a call of a compiled function each
+        has the type and the bits of the value that `parts` was given.
+    """
+    if kind.dual:
+        half = view.nbytes // 2
+        return Dual(_single(kind, view[:half]), _single(kind, view[half:]))
+    return _single(kind, view)
+
+
+def _single(kind: Kind, view: memoryview) -> Any:
+    impl = _KEYS.get(kind.dtype)
+    if impl is not None:
+        width = view.nbytes // 4 // max(math.prod(kind.shape), 1)
+        data = _array((*kind.shape, width), np.dtype(np.uint32), view)
+        return jax.random.wrap_key_data(jnp.asarray(data), impl=impl)
+    array = _array(kind.shape, _dtype(kind.dtype), view)
+    return _weak(array) if kind.weak else array
+
+
+@lru_cache(maxsize=64)
+def _dtype(name: str) -> Any:
+    return jnp.dtype(name)
+
+
+def _array(shape: tuple[int, ...], dtype: Any, view: memoryview) -> Any:
+    nbytes = view.nbytes
+    assert nbytes == math.prod(shape) * dtype.itemsize, (shape, dtype, nbytes)
+    if nbytes < ALIASED_MIN_BYTES:
+        return np.ndarray(shape, dtype, bytes(view))  # Read-only, as bytes are.
+    elements: Any = np.frombuffer(view, np.uint8)
+    with np.errstate(all="ignore"):  # Where x64 is off, wide numbers become narrow.
+        # Not from_dlpack: that commits its array to a device, and knows fewer dtypes.
+        return jax.device_put(elements.view(dtype).reshape(shape))
+
+
+def _weak(array: Any) -> Any:
+    """The same with a weak type: a number, where JAX makes that same type of it."""
+    if array.shape == ():
+        number = array.item()
+        kind = type(number)
+        if kind in _NUMBERS and canonicalize_dtype(kind) == array.dtype:
+            return number
+    converted: Any = jax.lax.convert_element_type_p
+    return converted.bind(
+        jnp.asarray(array), new_dtype=array.dtype, weak_type=True, sharding=None
+    )
+
+
+def delivered(value: Any) -> Any:
+    """Return a value that landed as users see it: as a JAX array, or a dual of two.
+
+    Functions that are not compiled, hooks, and who fetches take this. What is nothing
+    that lands (a failure, an abstract value, a JAX array) stays as it is.
+    """
+    if isinstance(value, np.ndarray) or type(value) in _NUMBERS:
+        return jnp.asarray(value)
+    if value.__class__ is Dual:
+        return Dual(*map(delivered, value.keeps))
+    return value
+
+
+class Buffers:
+    """Buffers to receive into; the memory of large ones is used again.
+
+    Fresh memory costs a page fault every 4 KiB, which is more than the copy into it.
+    What is let go of is kept for the next of about its size, up to `kept_max` bytes.
+    It may be let go of in any thread and at any moment: what is kept is only ever
+    changed by operations of lists that nothing interrupts.
+    """
+
+    __slots__ = ("__weakref__", "_asked", "_free", "_kept_max", "_turn")
+
+    def __init__(self, kept_max: int = KEPT_MAX_BYTES) -> None:
+        self._kept_max = kept_max
+        self._free: dict[int, list[Any]] = {
+            size: [] for size in _capacities() if size <= kept_max
+        }
+        # Sizes that were not asked for of late are the first to give way.
+        self._asked = dict.fromkeys(self._free, 0)
+        self._turn = 0
+
+    @property
+    def kept(self) -> int:
+        """Bytes that are kept for later."""
+        return sum([size * len(blocks) for size, blocks in self._free.items()])
+
+    def aligned(self, nbytes: int) -> memoryview:
+        """Return a writable buffer of so many bytes, at an address for `landed`.
+
+        Its bytes are whatever they are. It is used again when neither a view of it nor
+        an array over it is left.
+        """
+        size = _capacity(nbytes)
+        if nbytes < POOLED_MIN_BYTES or size not in self._free:
+            return memoryview(_block(nbytes))
+        self._turn += 1
+        self._asked[size] = self._turn
+        try:
+            block = self._free[size].pop()
+        except IndexError:
+            block = _block(size)
+        # An object of its own for each use: when that goes, so has all that is over it.
+        lease: Any = np.frombuffer(memoryview(block), np.uint8, nbytes)
+        weakref.finalize(lease, _give_back, weakref.ref(self), block).atexit = False
+        return memoryview(lease)
+
+    def clear(self) -> None:
+        """Let go of what is kept."""
+        for blocks in self._free.values():
+            blocks.clear()
+
+    def _keep(self, block: Any) -> None:
+        size = block.nbytes
+        while self.kept + size > self._kept_max:  # Each turn lets go of a block.
+            oldest = min(
+                [other for other, blocks in self._free.items() if blocks],
+                key=self._asked.__getitem__,
+                default=size,
+            )
+            if oldest == size:
+                return
+            _pop(self._free[oldest])
+        self._free[size].append(block)
+
+
+def _give_back(pool: "weakref.ref[Buffers]", block: Any) -> None:
+    buffers = pool()
+    if buffers is not None:
+        buffers._keep(block)
+
+
+def _pop(blocks: list[Any]) -> None:
+    if blocks:  # Another thread may have been first.
+        blocks.pop()
+
+
+def _block(nbytes: int) -> Any:
+    memory = np.empty(nbytes + ALIGNMENT_BYTES, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT_BYTES
+    return memory[start : start + nbytes]
+
+
+def _capacity(nbytes: int) -> int:
+    """The next size that is a power of two, or by quarters of one above it."""
+    step = 1 << max((nbytes - 1).bit_length() - 3, 0)
+    return -(-nbytes // step) * step
+
+
+def _capacities() -> Iterator[int]:
+    size = POOLED_MIN_BYTES
+    while size <= 1 << 40:
+        yield size
+        size = _capacity(size + 1)
