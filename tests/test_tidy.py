@@ -79,7 +79,7 @@ HOMES = {
 }
 
 # Pure modules know neither of these.
-PURE = ("engine", "wire.link")
+PURE = ("engine", "wire.frames", "wire.link")
 ARRAYS = ("jax", "jaxlib", "numpy")
 
 # Built-ins that pass on the order of what they are given.

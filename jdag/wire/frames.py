@@ -1,0 +1,162 @@
+"""Frames of a data connection: a header of 24 bytes each, checked before it is used.
+
+A header is the frame's sequence and what it acknowledges (`jdag.wire.link`), 8 bytes
+each, the length of its payload, 7 bytes, and its kind, a byte; all little-endian. What
+the payload is, the kind says:
+
+PURE     nothing, or the few bytes of a ping; its sequence is 0, which no other has
+MESSAGE  a message, the headers of its values, the elements of those that are small
+CHUNK    a piece of a large value: number of the value and offset there, then bytes
+DEFINE   a function: its digest, then what was exported
+ASIDE    what drivers tell each other beside the engines' messages
+
+Told:  the bytes that came, however they were cut.
+Gives: each header as soon as it is whole; the payload is the caller's to read.
+
+Invariant: a header that is given names a kind that there is, and a length that this
+kind may have. So memory may be taken for it.
+"""
+
+import struct
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import NamedTuple
+
+from jdag.errors import ProtocolError
+from jdag.wire.link import FRAME_BYTES
+
+
+class FrameKind(IntEnum):
+    """What a frame carries; see the module."""
+
+    PURE = 0
+    MESSAGE = 1
+    CHUNK = 2
+    DEFINE = 3
+    ASIDE = 4
+
+
+class Header(NamedTuple):
+    """What a frame says of itself; `length` are the bytes of its payload."""
+
+    sequence: int
+    acknowledged: int
+    length: int
+    kind: FrameKind
+
+
+class Chunk(NamedTuple):
+    """Where the bytes of a chunk belong: in which large value, from which byte on."""
+
+    bulk: int
+    offset: int
+
+
+_HEADER = struct.Struct("<QQQ")
+_CHUNK = struct.Struct("<QQ")
+assert _HEADER.size == FRAME_BYTES
+
+CHUNK_HEADER_BYTES = _CHUNK.size
+CHUNK_MAX_BYTES = 256 << 10
+LENGTHS_MAX: Mapping[FrameKind, int] = {
+    FrameKind.PURE: 16,
+    FrameKind.MESSAGE: 64 << 20,
+    FrameKind.CHUNK: CHUNK_HEADER_BYTES + CHUNK_MAX_BYTES,
+    FrameKind.DEFINE: 256 << 20,
+    FrameKind.ASIDE: 1 << 20,
+}
+
+_KINDS = tuple(FrameKind)
+_LENGTH_BITS = 56
+_LENGTH_MASK = (1 << _LENGTH_BITS) - 1
+
+
+def pack_header(
+    sequence: int, acknowledged: int, length: int, kind: FrameKind
+) -> bytes:
+    """The header of a frame whose payload has `length` bytes."""
+    assert bool(sequence) == bool(kind), (sequence, kind)
+    assert 0 <= length <= _LENGTH_MASK, length
+    return _HEADER.pack(sequence, acknowledged, kind << _LENGTH_BITS | length)
+
+
+def pack_chunk(bulk: int, offset: int) -> bytes:
+    """What a chunk's payload begins with."""
+    return _CHUNK.pack(bulk, offset)
+
+
+def unpack_chunk(payload: bytes | memoryview) -> Chunk:
+    """Where the bytes that follow in a chunk's payload belong.
+
+    Raises:
+        ProtocolError: the payload is shorter than that.
+    """
+    if len(payload) < CHUNK_HEADER_BYTES:
+        raise ProtocolError(
+            f"a chunk of {len(payload)} bytes: its header alone takes"
+            f" {CHUNK_HEADER_BYTES}"
+        )
+    return Chunk(*_CHUNK.unpack_from(payload))
+
+
+class HeaderParser:
+    """Finds the headers in what comes over one connection.
+
+    Args:
+        lengths_max: the longest payload of each kind, in place of `LENGTHS_MAX`.
+    """
+
+    __slots__ = ("_lengths_max", "_partial")
+
+    def __init__(self, lengths_max: Mapping[FrameKind, int] = LENGTHS_MAX) -> None:
+        self._lengths_max = tuple([lengths_max[kind] for kind in _KINDS])
+        self._partial = bytearray()  # Of a header, while it is not whole.
+
+    @property
+    def missing(self) -> int:
+        """How many bytes the header that is next still lacks."""
+        return FRAME_BYTES - len(self._partial)
+
+    def feed(self, data: bytes | memoryview) -> tuple[int, Header | None]:
+        """Take bytes of a header: how many, and the header if it is whole with them.
+
+        What is not taken is its payload, then the next header, which is for the next
+        call. None means that all was taken.
+
+        Raises:
+            ProtocolError: no peer that keeps the protocol sends this header. The
+                connection is of no use any more.
+        """
+        if not self._partial and len(data) >= FRAME_BYTES:
+            return FRAME_BYTES, self._checked(*_HEADER.unpack_from(data))
+        taken = min(self.missing, len(data))
+        self._partial += data[:taken]
+        if self.missing:
+            return taken, None
+        fields = _HEADER.unpack(self._partial)
+        self._partial.clear()
+        return taken, self._checked(*fields)
+
+    def _checked(self, sequence: int, acknowledged: int, rest: int) -> Header:
+        number, length = rest >> _LENGTH_BITS, rest & _LENGTH_MASK
+        if number >= len(_KINDS):
+            raise ProtocolError(
+                f"kind {number} of a frame: allowed is 0 to {len(_KINDS) - 1}"
+            )
+        kind = _KINDS[number]
+        if length > self._lengths_max[number]:
+            raise ProtocolError(
+                f"a {kind.name} frame of {length} bytes: allowed are"
+                f" {self._lengths_max[number]}"
+            )
+        if bool(sequence) != bool(number):
+            allowed = "at least 1" if number else "0"
+            raise ProtocolError(
+                f"a {kind.name} frame of sequence {sequence}: allowed is {allowed}"
+            )
+        if kind is FrameKind.CHUNK and length <= CHUNK_HEADER_BYTES:
+            raise ProtocolError(
+                f"a CHUNK frame of {length} bytes: its header takes"
+                f" {CHUNK_HEADER_BYTES}, and it brings at least one byte"
+            )
+        return Header(sequence, acknowledged, length, kind)

@@ -1,0 +1,227 @@
+"""Headers of frames: found however the bytes were cut, checked before believed."""
+
+from random import Random
+
+import pytest
+
+from jdag.errors import ProtocolError
+from jdag.wire.frames import (
+    CHUNK_HEADER_BYTES,
+    CHUNK_MAX_BYTES,
+    LENGTHS_MAX,
+    Chunk,
+    FrameKind,
+    Header,
+    HeaderParser,
+    pack_chunk,
+    pack_header,
+    unpack_chunk,
+)
+from jdag.wire.link import FRAME_BYTES, Frame, Link, LinkSettings
+
+WIDE = (1 << 64) - 1
+HEADERS = [
+    Header(0, 0, 0, FrameKind.PURE),
+    Header(0, WIDE, 16, FrameKind.PURE),
+    Header(1, 0, 0, FrameKind.MESSAGE),
+    Header(WIDE, WIDE, 64 << 20, FrameKind.MESSAGE),
+    Header(7, 3, CHUNK_HEADER_BYTES + 1, FrameKind.CHUNK),
+    Header(7, 3, CHUNK_HEADER_BYTES + CHUNK_MAX_BYTES, FrameKind.CHUNK),
+    Header(8, 3, 256 << 20, FrameKind.DEFINE),
+    Header(9, 3, 1 << 20, FrameKind.ASIDE),
+]
+
+
+def fed(pieces: list[bytes]) -> list[Header]:
+    """The headers in these pieces of a stream of headers without payloads."""
+    parser, found = HeaderParser(), []
+    for piece in pieces:
+        view = memoryview(piece)
+        while view:
+            taken, header = parser.feed(view)
+            assert taken > 0
+            assert header is not None or taken == len(view)
+            view = view[taken:]
+            if header is not None:
+                found.append(header)
+    assert parser.missing == FRAME_BYTES
+    return found
+
+
+def test_headers_are_found_however_their_bytes_are_cut():
+    data = b"".join([pack_header(*header) for header in HEADERS])
+    assert len(data) == FRAME_BYTES * len(HEADERS)
+    assert fed([data]) == HEADERS
+    assert fed([bytes([byte]) for byte in data]) == HEADERS
+    for seed in range(50):
+        rng = Random(f"cuts {seed}")
+        cuts = sorted(rng.sample(range(len(data)), rng.randrange(9)))
+        bounds = zip([0, *cuts], [*cuts, len(data)], strict=True)
+        assert fed([data[start:end] for start, end in bounds]) == HEADERS, seed
+
+
+def test_a_header_is_three_little_endian_words_with_the_kind_on_top():
+    header = pack_header(5, 6, 0x1234, FrameKind.DEFINE)
+    assert header[:8] == (5).to_bytes(8, "little")
+    assert header[8:16] == (6).to_bytes(8, "little")
+    assert header[16:23] == (0x1234).to_bytes(7, "little")
+    assert header[23] == 3
+
+
+def raw(sequence: int, length: int, kind: int) -> bytes:
+    words = (sequence.to_bytes(8, "little"), bytes(8), length.to_bytes(7, "little"))
+    return b"".join([*words, bytes([kind])])
+
+
+@pytest.mark.parametrize("kind", FrameKind)
+def test_a_length_above_the_cap_of_its_kind_is_refused_before_memory_is_taken(kind):
+    sequence = int(kind is not FrameKind.PURE)
+    allowed = LENGTHS_MAX[kind]
+    assert HeaderParser().feed(raw(sequence, allowed, kind))[1] is not None
+    for length in (allowed + 1, (1 << 56) - 1):
+        said = f"a {kind.name} frame of {length} bytes: allowed are {allowed}"
+        with pytest.raises(ProtocolError, match=said):
+            HeaderParser().feed(raw(sequence, length, kind))
+
+
+def test_caps_can_be_set():
+    parser = HeaderParser({**LENGTHS_MAX, FrameKind.ASIDE: 100})
+    assert parser.feed(raw(1, 100, FrameKind.ASIDE))[1] is not None
+    with pytest.raises(
+        ProtocolError, match="ASIDE frame of 101 bytes: allowed are 100"
+    ):
+        parser.feed(raw(1, 101, FrameKind.ASIDE))
+
+
+@pytest.mark.parametrize("kind", [5, 6, 127, 255])
+def test_a_kind_that_there_is_not_is_refused(kind: int):
+    with pytest.raises(ProtocolError, match=f"kind {kind} of a frame: allowed is 0 to"):
+        HeaderParser().feed(raw(1, 0, kind))
+
+
+@pytest.mark.parametrize("kind", FrameKind)
+def test_sequence_0_is_that_of_a_pure_frame_alone(kind: FrameKind):
+    pure = kind is FrameKind.PURE
+    with pytest.raises(ProtocolError, match=f"a {kind.name} frame of sequence {+pure}"):
+        HeaderParser().feed(raw(int(pure), 16, kind))
+
+
+@pytest.mark.parametrize("length", [0, 1, CHUNK_HEADER_BYTES])
+def test_a_chunk_brings_at_least_a_byte(length: int):
+    with pytest.raises(ProtocolError, match=f"a CHUNK frame of {length} bytes"):
+        HeaderParser().feed(raw(1, length, FrameKind.CHUNK))
+
+
+def test_a_bad_header_in_pieces_is_refused_when_it_is_whole():
+    data, parser = raw(1, 0, 9), HeaderParser()
+    assert parser.feed(data[:10]) == (10, None)
+    assert parser.feed(data[10:23]) == (13, None)
+    assert parser.missing == 1
+    with pytest.raises(ProtocolError, match="kind 9 of a frame"):
+        parser.feed(data[23:])
+
+
+def test_a_chunk_says_where_it_belongs():
+    payload = pack_chunk(3, 1 << 40) + b"xyz"
+    assert unpack_chunk(payload) == unpack_chunk(memoryview(payload))
+    assert unpack_chunk(payload) == Chunk(3, 1 << 40)
+    with pytest.raises(ProtocolError, match="a chunk of 15 bytes"):
+        unpack_chunk(payload[:15])
+
+
+def test_random_bytes_are_headers_or_refused():
+    rng = Random("noise")
+    found = 0
+    for _ in range(3000):
+        try:
+            taken, header = HeaderParser().feed(rng.randbytes(FRAME_BYTES))
+        except ProtocolError:
+            continue
+        assert taken == FRAME_BYTES and header is not None
+        assert header.length <= LENGTHS_MAX[header.kind]
+        found += 1
+    assert found == 0  # One in 2^30 lengths is short enough.
+
+
+class Side:
+    """One end: a link, and the parser of the connection that it has now."""
+
+    def __init__(self, peer: str) -> None:
+        settings = LinkSettings(resend_ns=10**12, resend_max=0, ack_delay_ns=0)
+        self.link = Link(peer, settings)
+        self.told: list[bytes] = []
+        self.got: list[bytes] = []
+        self.connect()
+
+    def connect(self) -> None:
+        self.parser = HeaderParser()
+        self.header: Header | None = None
+        self.payload = bytearray()
+        self.out = bytearray()
+
+    def put(self, frames) -> None:
+        for sequence, acknowledged, payload, _ in frames:
+            kind = FrameKind.MESSAGE if sequence else FrameKind.PURE
+            data = payload or b""
+            self.out += pack_header(sequence, acknowledged, len(data), kind) + data
+
+    def take(self, data: bytes) -> None:
+        while data:
+            if self.header is None:
+                taken, self.header = self.parser.feed(data)
+                data = data[taken:]
+            if self.header is not None:
+                missing = self.header.length - len(self.payload)
+                self.payload += data[:missing]
+                data = data[missing:]
+                if len(self.payload) == self.header.length:
+                    self.receive(self.header, bytes(self.payload))
+                    self.header = None
+                    self.payload.clear()
+
+    def receive(self, header: Header, payload: bytes) -> None:
+        frame = Frame(header.sequence, header.acknowledged, payload)
+        self.got.extend(self.link.receive(frame, 0))
+
+
+def reconnect(sides: list[Side]) -> None:
+    """A new connection: each is told what the other has received."""
+    received = [side.link.received for side in sides]
+    for side, other in zip(sides, reversed(received), strict=True):
+        side.connect()
+        side.put(side.link.resume(other, 0))
+
+
+def test_connections_that_are_cut_anywhere_lose_nothing_and_bring_nothing_twice():
+    cuts = resent = 0
+    for seed in range(200):
+        rng = Random(f"torment {seed}")
+        sides = [Side("b"), Side("a")]
+        for step in range(rng.randrange(1, 120)):
+            me = rng.randrange(2)
+            side, other = sides[me], sides[1 - me]
+            chance = rng.random()
+            if chance < 0.4:
+                payload = f"{seed} {step} ".encode() + rng.randbytes(rng.randrange(60))
+                side.told.append(payload)
+                side.put([side.link.send(payload, 0)])
+            elif chance < 0.85:
+                size = rng.randrange(90)
+                other.take(bytes(side.out[:size]))
+                del side.out[:size]
+            elif chance < 0.93:
+                side.put(side.link.tick(0))
+            else:
+                cuts += 1
+                reconnect(sides)
+        reconnect(sides)
+        for _ in range(4):
+            for side, other in zip(sides, reversed(sides), strict=True):
+                data, side.out = bytes(side.out), bytearray()
+                other.take(data)
+                side.put(side.link.tick(0))
+        for side, other in zip(sides, reversed(sides), strict=True):
+            assert side.got == other.told, seed
+            assert side.link.quiet and side.link.duplicates == 0, seed
+            resent += side.link.resent
+    assert cuts > 200 and resent > 1000, (cuts, resent)
