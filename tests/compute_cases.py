@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdag.compute.avals import aval_of
-from jdag.compute.pairs import Pair, Residuals, pair
+from jdag.compute.pairs import Pair, pair
 from jdag.compute.pytrees import split
+from jdag.compute.tracing import Residuals
 
 
 class Leaf:

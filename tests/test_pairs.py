@@ -294,7 +294,7 @@ def test_a_callback_that_raises_in_a_vjp_is_raised_by_vjp() -> None:
     assert not call.pair.may_raise
     with pytest.raises(Exception, match="ZeroDivisionError"):
         call.vjp([jnp.ones(3)])
-    assert call.residuals.spec.may_raise
+    assert call.residuals.traced.may_raise
 
 
 @pytest.mark.parametrize(

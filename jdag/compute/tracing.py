@@ -1,0 +1,234 @@
+"""Forward as a function of flat arrays, and the vjp that each trace of it fixes.
+
+Residuals that are arguments or outputs of the call are found by identity while forward
+is traced and handed on as they are: jit would copy them. The other residuals are
+outputs of forward; the vjp is built again from all of them inside the compiled
+backward.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+from jdag.compute.avals import Aval, aval_of
+from jdag.compute.duals import along, is_dual
+from jdag.compute.jaxprs import Reaches, reaches
+from jdag.compute.pytrees import Template
+from jdag.compute.sums import fold
+from jdag.errors import JdagError, kind_of
+
+
+class Traced:
+    """What one trace of forward fixed: the outputs, and where the residuals are.
+
+    It travels as static data of forward's output, so that each call has that of the
+    very trace that served it, also when JAX traced anew.
+    """
+
+    def __init__(self, name: str, out_tree: Any, out_avals: tuple[Aval, ...]) -> None:
+        self.name = name
+        self.out_tree = out_tree
+        self.out_avals = out_avals
+        self.out_tracked: tuple[bool, ...] = (False,) * len(out_avals)
+        self.vjp_tree: Any = None
+        self.args_kept: tuple[int, ...] = ()
+        self.outputs_kept: tuple[int, ...] = ()
+        self.sources: tuple[tuple[int, int], ...] = ()
+        self.nbytes = 0
+        self.reaches: Reaches = ()
+        self.may_raise: bool | None = None
+        self.backward: Any = None
+        self.dual_backward: Any = None
+
+
+class Returned:
+    """What forward returns: its outputs, and the residuals found nowhere else."""
+
+    __slots__ = ("outputs", "rest", "traced")
+
+    def __init__(self, traced: Traced, outputs: Any, rest: Any) -> None:
+        self.traced = traced
+        self.outputs = outputs
+        self.rest = rest
+
+
+jtu.register_pytree_node(
+    Returned,
+    lambda returned: ((returned.outputs, returned.rest), returned.traced),
+    lambda traced, children: Returned(traced, children[0], children[1]),
+)
+
+
+class Residuals:
+    """What forward keeps for one vjp: the arguments and outputs it needs, and a rest.
+
+    `nbytes` counts the rest only; `keeps` holds every array that this keeps alive.
+    `dual` tells whether there are duals among them.
+    """
+
+    __slots__ = ("args", "dual", "outputs", "rest", "traced")
+
+    def __init__(
+        self, traced: Traced, args: Any, outputs: Any, rest: Any, dual: bool
+    ) -> None:
+        self.traced = traced
+        self.dual = dual
+        self.args = args
+        self.outputs = outputs
+        self.rest = rest
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held beyond the arguments and outputs of the call."""
+        return 2 * self.traced.nbytes if self.dual else self.traced.nbytes
+
+    @property
+    def keeps(self) -> tuple[Any, ...]:
+        """Every array that these residuals keep alive."""
+        held = (*self.args, *self.outputs, *self.rest)
+        return tuple(jtu.tree_leaves(held)) if self.dual else held
+
+    def __repr__(self) -> str:
+        return f"Residuals({self.traced.name}, {self.nbytes} bytes of its own)"
+
+
+def as_it_is(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """In the place of jit, for what is to run unjitted."""
+    return fn
+
+
+def forward_of(
+    fn: Callable[..., Any],
+    name: str,
+    template: Template,
+    tracked: tuple[bool, ...],
+    compiled: Callable[..., Any],
+) -> Callable[..., Returned]:
+    """Return forward as a function of flat arguments; `compiled` makes its backward."""
+    places = tuple(place for place, is_tracked in enumerate(tracked) if is_tracked)
+
+    def body(*args: Any) -> Returned:
+        args = tuple(map(_as_jax, args))
+        out_tree: Any = None
+        order: tuple[bool, ...] = ()
+
+        def split_outputs(*inexact: Any) -> tuple[list[Any], list[Any]]:
+            nonlocal out_tree, order
+            values = list(args)
+            for place, value in zip(places, inexact, strict=True):
+                values[place] = value
+            call_args, call_kwargs = template.rebuild(values)
+            outputs, out_tree = _outputs(name, fn(*call_args, **call_kwargs))
+            order = tuple(bool(places) and aval_of(o).inexact for o in outputs)
+            kinds = list(zip(outputs, order, strict=True))
+            return [o for o, t in kinds if t], [o for o, t in kinds if not t]
+
+        vjp: Any = None
+        if places:
+            inputs = [args[place] for place in places]
+            smooth, vjp, other = jax.vjp(split_outputs, *inputs, has_aux=True)
+        else:
+            smooth, other = split_outputs()
+        found = (iter(other), iter(smooth))
+        outputs = tuple(next(found[is_tracked]) for is_tracked in order)
+        traced = Traced(name, out_tree, tuple(aval_of(output) for output in outputs))
+        if not any(order):
+            return Returned(traced, outputs, ())
+        traced.out_tracked = order
+        traced.reaches = reaches(vjp, len(places), len(smooth))
+        rest = _place_residuals(traced, vjp, args, outputs)
+        traced.backward = compiled(_backward_of(traced))
+        traced.dual_backward = compiled(along(traced.backward, name))
+        traced.may_raise = True if compiled is as_it_is else None
+        return Returned(traced, outputs, rest)
+
+    body.__name__ = name.rpartition(":")[2]
+    body.__qualname__ = body.__name__
+    return body
+
+
+def _as_jax(value: Any) -> Any:
+    """Take numpy's values as jit would; promotion must not depend on jit."""
+    return jnp.asarray(value) if isinstance(value, np.ndarray | np.generic) else value
+
+
+def _outputs(name: str, tree: Any) -> tuple[list[Any], Any]:
+    """Flatten what a function returned to arrays of strong type; duals stay."""
+    leaves, out_tree = jtu.tree_flatten(tree, is_leaf=is_dual)
+    arrays = []
+    for place, leaf in enumerate(leaves):
+        if is_dual(leaf):
+            arrays.append(leaf)
+            continue
+        try:
+            is_array = isinstance(leaf, jax.Array)
+            arrays.append(strong(leaf if is_array else jnp.asarray(leaf)))
+        except (TypeError, ValueError, OverflowError) as error:
+            path = jtu.keystr(jtu.tree_flatten_with_path(tree)[0][place][0])
+            raise JdagError(
+                f"{name} returned {kind_of(leaf)} "
+                f"{f'at {path}' if path else 'as its output'}; functions return "
+                "arrays, Python scalars, and pytrees of these"
+            ) from error
+    return arrays, out_tree
+
+
+def strong(array: Any) -> Any:
+    """Return the array without weak type: that would not survive a wire."""
+    if not jax.typeof(array).weak_type:
+        return array
+    return jax.lax.convert_element_type(array, array.dtype)
+
+
+def _place_residuals(
+    traced: Traced, vjp: Any, args: tuple[Any, ...], outputs: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """Note in `traced` where each leaf of the vjp is to be had; return the rest.
+
+    A source is (0, index in the rest), (1, index in args_kept), (2, in outputs_kept).
+    """
+    residuals, traced.vjp_tree = jtu.tree_flatten(vjp)
+    known = {id(output): (2, place) for place, output in enumerate(outputs)}
+    known.update({id(arg): (1, place) for place, arg in enumerate(args)})
+    kept: tuple[dict[int, int], ...] = ({}, {}, {})
+    rest: list[Any] = []
+    sources = []
+    for residual in residuals:
+        home, place = known.get(id(residual), (0, len(rest)))
+        if home == 0:  # JAX itself returns no residual twice.
+            rest.append(residual)
+        sources.append((home, kept[home].setdefault(place, len(kept[home]))))
+    traced.sources = tuple(sources)
+    traced.args_kept = tuple(kept[1])
+    traced.outputs_kept = tuple(kept[2])
+    traced.nbytes = sum(aval_of(residual).nbytes for residual in rest)
+    return tuple(rest)
+
+
+def _backward_of(traced: Traced) -> Callable[..., tuple[Any, ...]]:
+    avals = [
+        aval
+        for aval, is_tracked in zip(traced.out_avals, traced.out_tracked, strict=True)
+        if is_tracked
+    ]
+
+    def backward(rest: Any, args: Any, outputs: Any, sums: Any) -> tuple[Any, ...]:
+        held = (rest, args, outputs)
+        vjp = jtu.tree_unflatten(
+            traced.vjp_tree, [held[h][i] for h, i in traced.sources]
+        )
+        cotangents = [
+            fold(tuple(map(_as_jax, addends)))
+            if addends
+            else jnp.zeros(aval.shape, aval.dtype)
+            for addends, aval in zip(sums, avals, strict=True)
+        ]
+        return tuple(map(strong, vjp(cotangents)))
+
+    backward.__name__ = f"vjp_{traced.name.rpartition(':')[2]}"
+    backward.__qualname__ = backward.__name__
+    return backward
