@@ -52,6 +52,16 @@ class Applied:
         setattr(self, _UNJITTED, is_unjitted(fn))
         setattr(self, _PROGRAM, is_program(fn))
 
+    @classmethod
+    def named(cls, name: str, *, unjitted: bool, program: bool) -> "Applied":
+        """Return the one of pytrees whose class has this name and these marks."""
+        made = cls.__new__(cls)
+        made.name = name
+        made.code = None
+        setattr(made, _UNJITTED, unjitted)
+        setattr(made, _PROGRAM, program)
+        return made
+
     def __call__(self, first: Any, *args: Any, **kwargs: Any) -> Any:
         """Call the pytree, which is the first argument; of a program, the second."""
         if is_program(self):

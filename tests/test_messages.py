@@ -30,8 +30,9 @@ from jdag.engine.vocabulary import (
 )
 from jdag.engine.weight import NOTHING, WHOLE, Weight
 from jdag.errors import ProtocolError
-from jdag.wire.arrays import AXIS_BYTES, HEADER_BYTES, ArrayType
+from jdag.wire.arrays import AXIS_BYTES, HEADER_BYTES
 from jdag.wire.messages import LAYOUTS, Codec, FunctionData, size
+from jdag.wire.trees import Named
 from tests.wire_cases import OPAQUE, WORKERS, messages, program
 
 CODEC = Codec(WORKERS)
@@ -121,7 +122,7 @@ def layer(w: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.tanh(w @ x)
 
 
-def test_a_compiled_function_travels_as_its_name_and_types() -> None:
+def test_a_compiled_function_travels_as_its_spec() -> None:
     arguments = (jnp.ones((2, 3), jnp.float32), jnp.ones(3, jnp.bfloat16))
     template = split(arguments, {}, lambda _: False).template
     made = pair(layer, template, tuple(map(aval_of, arguments)), (True, True))
@@ -130,16 +131,15 @@ def test_a_compiled_function_travels_as_its_name_and_types() -> None:
     assert size(call, ()) == (0, len(written))
     read = CODEC.decode(written)
     assert isinstance(read, Call)
-    assert read.function == FunctionData(
-        "tests.test_messages:layer",
-        (ArrayType((2, 3), "float32", False), ArrayType((3,), "bfloat16", False)),
-    )
+    assert read.function == FunctionData(made.spec)
 
 
 def test_a_program_travels_as_its_name() -> None:
     run = Run(CONTEXT, (1,), program, ((), {}), "x.py:1")
     read = CODEC.decode(CODEC.encode(run))
-    assert read == Run(CONTEXT, (1,), "tests.wire_cases:program", ((), {}), "x.py:1")
+    assert read == Run(
+        CONTEXT, (1,), Named("tests.wire_cases:program"), ((), {}), "x.py:1"
+    )
 
 
 def test_an_exception_stays_where_it_was_raised() -> None:
@@ -279,11 +279,11 @@ HERE = bytes(12)  # A context.
             r"kind 9 of a key: allowed is 0 to 8",
         ),
         (
-            b"\x04" + HERE + bytes(4) + b"\1\0\0\0f\x0f" + bytes(4),
-            r"kind 15 of data: allowed is 0 to 14",
+            b"\x04" + HERE + bytes(4) + b"\x14" + bytes(4),
+            r"kind 20 of data: allowed is 0 to 19",
         ),
         (
-            b"\x04" + HERE + bytes(4) + b"\1\0\0\0\xff\0" + bytes(4),
+            b"\x04" + HERE + bytes(4) + b"\x0d\1\0\0\0\xff\0" + bytes(4),
             r"text b'\\xff' is not UTF-8",
         ),
     ],

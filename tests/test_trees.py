@@ -67,9 +67,12 @@ def test_a_ref_travels_as_its_parts() -> None:
 def test_arrays_travel_with_their_bytes() -> None:
     array = np.arange(6, dtype=np.int16).reshape(2, 3)
     kind = ArrayType((2, 3), "int16", False)
-    assert there_and_back(array) == Raw(kind, array.tobytes())
-    assert there_and_back(array.T) == Raw(
-        ArrayType((3, 2), "int16", False), b"\0\0\3\0\1\0\4\0\2\0\5\0"
+    assert there_and_back(array) == Raw(kind, array.tobytes(), "numpy")
+    assert there_and_back(jnp.asarray(array).T) == Raw(
+        ArrayType((3, 2), "int16", False), b"\0\0\3\0\1\0\4\0\2\0\5\0", "array"
+    )
+    assert there_and_back(array[1, 2]) == Raw(
+        ArrayType((), "int16", False), b"\5\0", "scalar"
     )
     keys = jax.random.split(jax.random.key(7), 2)
     assert there_and_back(keys) == Raw(
@@ -87,6 +90,8 @@ def test_code_and_instances_travel_by_name() -> None:
     assert there_and_back(partial(program, 3, rounds=4)) == Node(
         "functools:partial", (Named(f"{here}program"), (3,), {"rounds": 4})
     )
+    assert there_and_back(np.dtype("int8")) == Node("numpy:dtype", ("int8",))
+    assert there_and_back(np.float32) == Named("numpy:float32")
     assert there_and_back(frozenset("cab")).parts == ("a", "b", "c")
 
 

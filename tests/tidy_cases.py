@@ -19,7 +19,7 @@ BREACHES: tuple[tuple[str, str, str, int], ...] = (
     ("imports_point_down", "jdag/sim/run.py", DOC + "from jdag.rpc import x", 2),
     ("imports_point_down", "jdag/rpc/run.py", "from jdag.sim.queue import x", 1),
     ("imports_point_down", "jdag/sim/run.py", "from jdag.cluster import Ref", 1),
-    ("imports_point_down", "jdag/compute/cost.py", "from jdag.wire import size", 1),
+    ("imports_point_down", "jdag/wire/cost.py", "from jdag.compute import pairs", 1),
     ("imports_point_down", "jdag/wire/link.py", "from jdag.compute import size", 1),
     ("imports_point_down", "jdag/programs/mlp.py", "import jdag", 1),
     ("imports_point_down", "jdag/cluster.py", "from jdag import simulate", 1),

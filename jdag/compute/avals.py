@@ -11,6 +11,10 @@ import numpy as np
 
 from jdag.compute.duals import Dual
 from jdag.errors import JdagError, kind_of
+from jdag.wire.arrays import ArrayType
+
+# The implementation of the random numbers of each dtype of keys.
+KEYS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,19 @@ def _placed_aval(
     shape: tuple[int, ...], dtype: Any, weak: bool, device: str | None
 ) -> Aval:
     return Aval(shape, dtype, weak, device)
+
+
+@lru_cache(maxsize=64)
+def dtype_of(name: str) -> Any:
+    """Return the dtype, numpy's or a key type of JAX, that has this name."""
+    if name not in KEYS:
+        return jnp.dtype(name)
+    return jax.eval_shape(lambda: jax.random.key(0, impl=KEYS[name])).dtype
+
+
+def aval_from(kind: ArrayType) -> Aval:
+    """Return the abstract value that has travelled as this type."""
+    return intern_aval(kind.shape, dtype_of(kind.dtype), kind.weak).on(kind.device)
 
 
 def aval_of(value: Any) -> Aval:

@@ -12,7 +12,7 @@ cotangents. Each is compiled when the first dual comes.
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +25,7 @@ from jdag.compute.sums import ADDENDS_MAX
 from jdag.compute.tracing import Residuals, as_it_is, forward_of
 from jdag.errors import JdagError
 from jdag.functions import code_of, is_ours, is_unjitted, key_of, name_of
+from jdag.wire.specs import Body, portable, spec_of, structure
 
 PAIRS_MAX = 4096
 ANEW_MAX = 32
@@ -98,6 +99,24 @@ class Pair:
         self.args_kept: tuple[int, ...] = traced.args_kept
         self.outputs_kept: tuple[int, ...] = traced.outputs_kept
         self.reaches: Reaches = traced.reaches
+
+    @cached_property
+    def spec(self) -> bytes:
+        """All that another process needs to make this pair; see `jdag.wire.specs`."""
+        template = self.template
+        return spec_of(
+            Body(
+                self.name,
+                portable(self.fn),
+                structure(template.treedef, template.leaves),
+                template.own,
+                b"",
+                self.avals,
+                self.tracked,
+                self.out_avals,
+                self.out_tracked,
+            )
+        )
 
     def forward(self, args: Sequence[Any]) -> tuple[tuple[Any, ...], Residuals | None]:
         """Run the function on `args`, in order of position.

@@ -14,7 +14,9 @@ from typing import Any
 from jdag.compute.avals import Aval
 from jdag.compute.devices import put, working_on
 from jdag.compute.jaxprs import Reaches
-from jdag.compute.pairs import Pair, Residuals
+from jdag.compute.pairs import Pair
+from jdag.compute.tracing import Residuals
+from jdag.wire.specs import Places, placed_spec
 
 Device = str | None
 
@@ -91,6 +93,12 @@ class Placed:
     def reaches(self) -> Reaches:
         """Which tracked outputs each tracked input reaches."""
         return self.pair.reaches
+
+    @property
+    def spec(self) -> bytes:
+        """All that another process needs to make this; see `jdag.wire.specs`."""
+        places = Places(self.device, self.in_devices, self.out_devices)
+        return placed_spec(self.pair.spec, places)
 
     def forward(self, args: Sequence[Any]) -> tuple[tuple[Any, ...], Residuals | None]:
         """Run the function on its device; see `Pair.forward`."""

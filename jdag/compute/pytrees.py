@@ -15,6 +15,7 @@ import numpy as np
 from jdag.compute.avals import Aval, aval_of, is_deleted
 from jdag.errors import ContextError, JdagError, kind_of
 from jdag.functions import Applied, value_key
+from jdag.wire.trees import HOLE
 
 ALLOWED = (
     "refs, JAX and numpy arrays, Python int, float and complex, and, as part of the "
@@ -88,17 +89,23 @@ def _is_node(method: MethodType) -> bool:
 
 
 class Template:
-    """What arguments are without their arrays: the tree, and statics by place."""
+    """What arguments are without their arrays: the tree, and statics by place.
 
-    __slots__ = ("_hash", "_leaves", "_own", "key", "treedef")
+    Attributes:
+        treedef: the structure of (args, kwargs).
+        leaves: at each of its leaves `HOLE`, the place of an array, or the static.
+        own: how many arguments, the first ones, are the function itself.
+    """
+
+    __slots__ = ("_hash", "key", "leaves", "own", "treedef")
 
     def __init__(
         self, treedef: Any, leaves: Sequence[Any], key: Hashable, own: int
     ) -> None:
         self.treedef = treedef
         self.key = (treedef, _exact(treedef), key)
-        self._leaves = tuple(leaves)
-        self._own = own
+        self.leaves = tuple(leaves)
+        self.own = own
         self._hash = hash(self.key)
 
     def __hash__(self) -> int:
@@ -110,16 +117,16 @@ class Template:
     def rebuild(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return (args, kwargs) with `values` at the array-like positions, in order."""
         rest = iter(values)
-        leaves = [next(rest) if leaf is HOLE else leaf for leaf in self._leaves]
+        leaves = [next(rest) if leaf is HOLE else leaf for leaf in self.leaves]
         assert next(rest, HOLE) is HOLE, f"more values than holes: {len(values)}"
         args, kwargs = jtu.tree_unflatten(self.treedef, leaves)
         return args, kwargs
 
     def name(self, position: int) -> str:
         """What errors call the argument at a position: `argument 1['w']`."""
-        holes = [place for place, leaf in enumerate(self._leaves) if leaf is HOLE]
-        args, kwargs = jtu.tree_unflatten(self.treedef, range(len(self._leaves)))
-        return _place_name(args, kwargs, holes[position], self._own)
+        holes = [place for place, leaf in enumerate(self.leaves) if leaf is HOLE]
+        args, kwargs = jtu.tree_unflatten(self.treedef, range(len(self.leaves)))
+        return _place_name(args, kwargs, holes[position], self.own)
 
 
 def _exact(treedef: Any) -> Hashable:
@@ -159,13 +166,10 @@ def _number_key(data: Any) -> Hashable:
     return None
 
 
-class _Hole(Enum):
-    """The place of an array in a template."""
-
-    HOLE = 0
-
-
-HOLE = _Hole.HOLE
+def template_of(treedef: Any, leaves: Sequence[Any], own: int) -> Template:
+    """Return the template with these leaves: `HOLE`, or statics."""
+    statics = [(p, value_key(o)) for p, o in enumerate(leaves) if o is not HOLE]
+    return Template(treedef, leaves, tuple(statics), own)
 
 
 @dataclass(frozen=True, slots=True)

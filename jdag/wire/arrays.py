@@ -10,7 +10,6 @@ as the weak scalar that JAX makes of it, so that abstract runs count the same.
 
 import math
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 from jax.dtypes import canonicalize_dtype
@@ -59,7 +58,6 @@ _NUMBERS = {name: number for number, name in enumerate(_NAMES)}
 _WEAK = _DUAL = 0x80
 _PLACED = 0x40
 _FLAGS = _WEAK | _PLACED
-_SHAPE = attrgetter("shape")
 
 HEADER_BYTES = 2
 AXIS_BYTES = 8
@@ -164,12 +162,6 @@ def _read(reader: Reader) -> ArrayType:
     device = TEXT.read(reader) if number & _PLACED else None
     name, weak = _NAMES[number & ~_FLAGS], bool(number & _WEAK)
     return ArrayType(shape, name, weak, device, bool(ranked & _DUAL))
-
-
-def types_more(values: Sequence[Any]) -> int:
-    """How many bytes the types of these, none on a device, take beyond their count."""
-    axes = sum(map(len, map(_SHAPE, values)))  # Asked for with each call: no Python.
-    return HEADER_BYTES * len(values) + AXIS_BYTES * axes
 
 
 # Of anything with a shape and a dtype; read as an `ArrayType`.

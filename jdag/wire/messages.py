@@ -9,10 +9,10 @@ One table says it all: writing, reading and measuring go by it. Measuring looks 
 fields that have no fixed size, since the simulator asks for each message.
 
 What reads back as it was: everything but these. The function of a call or assignment
-is its name and the types of its arguments (`FunctionData`), that of a run or hook its
-name; the shape of a root, version or hook is an `ArrayType`; in arguments and results
-see `jdag.wire.trees`. A failure's `exception` stays where it was raised. All of this
-writes as the same bytes again.
+is its spec (`FunctionData`), that of a run or hook nested data; the shape of a root,
+version or hook is an `ArrayType`; in arguments and results see `jdag.wire.trees`. A
+failure's `exception` stays where it was raised. All of this writes as the same bytes
+again.
 """
 
 from collections.abc import Sequence
@@ -59,8 +59,7 @@ from jdag.engine.vocabulary import (
 )
 from jdag.engine.weight import Weight
 from jdag.errors import ProtocolError
-from jdag.functions import name_of, name_on
-from jdag.wire.arrays import ARRAY_TYPE, ARRAY_TYPES, ArrayType, sizes, types_more
+from jdag.wire.arrays import ARRAY_TYPE, ARRAY_TYPES, ArrayType, sizes
 from jdag.wire.encoding import (
     CONTEXT,
     CONTEXT_MAYBE,
@@ -80,32 +79,16 @@ from jdag.wire.encoding import (
     many,
     maybe,
     record,
-    text_more,
 )
 from jdag.wire.keys import KEY
-from jdag.wire.trees import TREE
+from jdag.wire.specs import portable
+from jdag.wire.trees import BYTES, TREE
 
 
 class FunctionData(NamedTuple):
-    """A function for certain arguments as it travels, and the device that was named."""
+    """A function for certain arguments as it travels: see `jdag.wire.specs`."""
 
-    name: str
-    avals: tuple[ArrayType, ...]
-    device: str | None = None
-
-
-def _write_function(writer: Writer, function: Any) -> None:
-    TEXT.write(writer, name_on(function))
-    ARRAY_TYPES.write(writer, function.avals)
-
-
-def _read_function(reader: Reader) -> FunctionData:
-    name, at, device = TEXT.read(reader).partition("@")
-    return FunctionData(name, ARRAY_TYPES.read(reader), device if at else None)
-
-
-def _program_name(program: Any) -> str:
-    return program if type(program) is str else name_of(program)
+    spec: bytes
 
 
 def _choice(kind: type[Enum], what: str) -> Layout:
@@ -127,10 +110,10 @@ def _choice(kind: type[Enum], what: str) -> Layout:
 OUTCOME = _choice(Outcome, "outcome")
 MODE = _choice(Mode, "mode")
 PROGRAM = Layout(
-    TEXT.fixed,
-    lambda program: text_more(_program_name(program)),
-    lambda writer, program: TEXT.write(writer, _program_name(program)),
-    TEXT.read,
+    TREE.fixed,
+    lambda program: TREE.size(portable(program, arrays=True)) - TREE.fixed,
+    lambda writer, program: TREE.write(writer, portable(program, arrays=True)),
+    TREE.read,
 )
 FAILURE = record(
     Failure,
@@ -144,10 +127,10 @@ FAILURE = record(
     route=WORKERS,
 )
 FUNCTION = Layout(
-    TEXT.fixed + ARRAY_TYPES.fixed,
-    lambda function: text_more(name_on(function)) + types_more(function.avals),
-    _write_function,
-    _read_function,
+    BYTES.fixed,
+    lambda function: len(function.spec),
+    lambda writer, function: BYTES.write(writer, function.spec),
+    lambda reader: FunctionData(BYTES.read(reader)),
 )
 FAILURES = many(maybe(FAILURE), "failures")
 KEYS = many(KEY, "keys")

@@ -6,6 +6,9 @@ only code can make again travels by name: functions and classes as `Named`, inst
 `Node`, the name of their class and their parts. Reading gives `Named`, `Node`,
 `RefParts` and `Raw` arrays, which write as the same bytes again; who reads makes of
 them what they name, if it allows that. Anything else is refused: nothing is pickled.
+
+Structures of arguments (`jdag.wire.specs`) have besides `HOLE` in the place of each
+array, `Part` around each static, and `Opaque` for what cannot travel.
 """
 
 import functools
@@ -39,6 +42,7 @@ from jdag.wire.encoding import (
 from jdag.wire.keys import KEY
 
 DEPTH_MAX = 100
+DTYPE = "numpy:dtype"  # Each has a class of its own.
 _ABSTRACT = ("shape", "dtype", "nbytes")  # Of an abstract value, whatever its class.
 
 
@@ -66,10 +70,33 @@ class Node(NamedTuple):
 
 
 class Raw(NamedTuple):
-    """An array as it travels: its type, and its elements row by row."""
+    """An array as it travels: its type, and its elements row by row.
+
+    `form` says whose it is: "array" JAX's, "numpy" and "scalar" numpy's.
+    """
 
     kind: ArrayType
     data: bytes
+    form: str = "array"
+
+
+class _Hole(Enum):
+    HOLE = 0
+
+
+HOLE = _Hole.HOLE  # The place of an array in a structure.
+
+
+class Part(NamedTuple):
+    """A static in a structure: what is at its place."""
+
+    value: Any
+
+
+class Opaque(NamedTuple):
+    """What cannot travel, in its place: the name of its class."""
+
+    name: str
 
 
 def _write_bytes(writer: Writer, data: bytes) -> None:
@@ -107,7 +134,7 @@ def _array_more(value: Any) -> int:
 
 
 def _write_array(writer: Writer, value: Any) -> None:
-    raw = value if isinstance(value, Raw) else Raw(type_of(value), _bytes_of(value))
+    raw = value if type(value) is Raw else Raw(type_of(value), _bytes_of(value))
     assert len(raw.data) == raw.kind.nbytes, (raw.kind, len(raw.data))
     ARRAY_TYPE.write(writer, raw.kind)
     writer.out += raw.data
@@ -122,9 +149,9 @@ def _bytes_of(value: Any) -> bytes:
     return np.asarray(value).tobytes()
 
 
-def _read_array(reader: Reader) -> Raw:
+def _read_array(reader: Reader) -> tuple[ArrayType, bytes]:
     kind = ARRAY_TYPE.read(reader)
-    return Raw(kind, reader.take(kind.nbytes, f"array {kind.dtype}{kind.shape}"))
+    return kind, reader.take(kind.nbytes, f"array {kind.dtype}{kind.shape}")
 
 
 def form(value: Any) -> tuple[str, Any]:
@@ -136,19 +163,35 @@ def form(value: Any) -> tuple[str, Any]:
     kind = _PLAIN.get(type(value))
     if kind is not None:
         return kind, value
-    if type(value) is Named:
-        return "named", value.name
+    wrapped = _WRAPPED.get(type(value))
+    if wrapped is not None:
+        return wrapped, value[0]
     if type(value) is bool:
         return ("true" if value else "false"), None
     if type(value) is dict:
         return "dict", tuple(value.items())
+    if isinstance(value, type):
+        return "named", name_of(value)
     if isinstance(value, _ARRAYS) or all(hasattr(value, name) for name in _ABSTRACT):
-        return "array", value
+        return _form_of_array(value), value
     if all(hasattr(value, name) for name in RefParts._fields):
         return "ref", value
-    if callable(value) and hasattr(value, "__qualname__"):
+    if callable(value) and has_name(value):
         return "named", name_of(value)
     return "node", _taken_apart(value)
+
+
+def _form_of_array(value: Any) -> str:
+    if isinstance(value, Raw):
+        return value.form
+    if isinstance(value, np.generic):
+        return "scalar"
+    return "numpy" if isinstance(value, np.ndarray) else "array"
+
+
+def has_name(value: Any) -> bool:
+    """Tell whether a callable has a name of its own, not only its class."""
+    return hasattr(value, "__qualname__") or hasattr(value, "__name__")
 
 
 def _taken_apart(value: Any) -> tuple[str, tuple[Any, ...]]:
@@ -163,7 +206,7 @@ def _taken_apart(value: Any) -> tuple[str, tuple[Any, ...]]:
     if isinstance(value, functools.partial):
         return name, (value.func, value.args, value.keywords)
     if isinstance(value, np.dtype):
-        return name, (str(value),)
+        return DTYPE, (str(value),)
     if isinstance(value, frozenset):
         return name, tuple(sorted(value, key=repr))
     treedef: Any
@@ -185,10 +228,19 @@ def _made(kind: str, content: Any) -> Any:
             return kind == "true"
         case "list":
             return list(content)
+        case "array" | "numpy" | "scalar":
+            of, data = content
+            return Raw(of, data, kind)
         case "named":
             return Named(content)
         case "node":
             return Node(*content)
+        case "hole":
+            return HOLE
+        case "part":
+            return Part(content)
+        case "opaque":
+            return Opaque(content)
         case "dict":
             try:
                 return dict(content)
@@ -223,6 +275,8 @@ def _read(reader: Reader) -> Any:
 
 
 TREE = Layout(1, _more, _write, _read)
+BYTES = Layout(COUNT_BYTES, len, _write_bytes, _read_bytes)
+_ARRAY = Layout(ARRAY_TYPE.fixed, _array_more, _write_array, _read_array)
 _NOTHING = Layout(0, None, lambda writer, value: None, lambda reader: None)
 # The place in this table is the kind's number: only append.
 FORMS = {
@@ -240,7 +294,7 @@ FORMS = {
         struct.Struct("<dd"), lambda value: (value.real, value.imag), complex
     ),
     "text": TEXT,
-    "bytes": Layout(COUNT_BYTES, len, _write_bytes, _read_bytes),
+    "bytes": BYTES,
     "tuple": many(TREE, "items"),
     "list": many(TREE, "items"),
     "dict": many(items(TREE, TREE), "items"),
@@ -252,9 +306,14 @@ FORMS = {
         tracked=FLAG,
         descends=maybe(LEAF),
     ),
-    "array": Layout(ARRAY_TYPE.fixed, _array_more, _write_array, _read_array),
+    "array": _ARRAY,
     "named": TEXT,
     "node": items(TEXT, many(TREE, "parts")),
+    "numpy": _ARRAY,
+    "scalar": _ARRAY,
+    "hole": _NOTHING,
+    "part": TREE,
+    "opaque": TEXT,
 }
 _KINDS = tuple(FORMS)
 _NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
@@ -269,4 +328,6 @@ _PLAIN = {
     tuple: "tuple",
     list: "list",
     Node: "node",
+    _Hole: "hole",
 }
+_WRAPPED: dict[Any, str] = {Named: "named", Part: "part", Opaque: "opaque"}

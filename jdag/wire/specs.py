@@ -1,0 +1,223 @@
+"""What a function for certain arguments is, as bytes: its spec.
+
+It has all that another process needs to make the same forward/vjp pair, if it may make
+what is named: the function, by name; the structure of its arguments with the statics
+among them; the types of arrays that it takes and returns, weak types included; which of
+these are tracked; and devices. Equal functions have equal specs, True and 1 apart, so
+that specs are keys. A function that cannot be named travels as its export, which is
+sent beside: the spec then has the digest of that.
+
+A structure is nested data (`jdag.wire.trees`): tuples, lists, dicts and None are
+themselves, other nodes a `Node` of their class, of their static data, then of their
+children. What cannot travel at all is `Opaque`: a spec can be written of everything.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from jdag.errors import ProtocolError
+from jdag.functions import Applied, is_program, is_unjitted, name_of
+from jdag.wire.arrays import ARRAY_TYPES
+from jdag.wire.encoding import (
+    MASK,
+    TEXT,
+    Reader,
+    Writer,
+    integer,
+    many,
+    maybe,
+    record,
+)
+from jdag.wire.trees import (
+    BYTES,
+    DEPTH_MAX,
+    HOLE,
+    TREE,
+    Named,
+    Node,
+    Opaque,
+    Part,
+    form,
+)
+
+Device = str | None
+
+APPLIED = "jdag.functions:Applied"
+
+
+class Places(NamedTuple):
+    """Where a call computes, where its cotangents go, and where its outputs go.
+
+    None is the default device; in place of a tuple, for all.
+    """
+
+    device: Device = None
+    in_devices: tuple[Device, ...] | None = None
+    out_devices: tuple[Device, ...] | None = None
+
+
+class Body(NamedTuple):
+    """A function for certain arguments as data.
+
+    Attributes:
+        name: what it is called.
+        function: the function as nested data.
+        arguments: the structure of its arguments.
+        own: how many arguments, the first ones, are the function itself.
+        digest: of its export, in place of function and arguments; empty, by name.
+        avals, tracked: of its arguments.
+        out_avals, out_tracked: of its outputs.
+    """
+
+    name: str
+    function: Any
+    arguments: Any
+    own: int
+    digest: bytes
+    avals: tuple[Any, ...]
+    tracked: tuple[bool, ...]
+    out_avals: tuple[Any, ...]
+    out_tracked: tuple[bool, ...]
+
+    @property
+    def tracked_avals(self) -> list[Any]:
+        """The types of arguments that are tracked."""
+        both = zip(self.avals, self.tracked, strict=True)
+        return [aval for aval, is_tracked in both if is_tracked]
+
+
+def portable(value: Any, *, arrays: bool = False) -> Any:
+    """Return a function or a static as nested data, opaque where it cannot travel.
+
+    Nor do arrays, unless it says so: what a compiled function holds of them goes with
+    its export.
+    """
+    return _portable(value, arrays, 0)
+
+
+def _portable(value: Any, arrays: bool, depth: int) -> Any:
+    if isinstance(value, Applied):
+        return Node(APPLIED, (value.name, is_unjitted(value), is_program(value)))
+    try:
+        if depth < DEPTH_MAX // 2:
+            return _taken(value, arrays, depth + 1)
+    except (ProtocolError, TypeError):  # A dict's key may, as data, not be one.
+        pass
+    return Opaque(name_of(type(value)))
+
+
+def _taken(value: Any, arrays: bool, depth: int) -> Any:
+    kind, content = form(value)
+    match kind:
+        case "array" | "numpy" | "scalar":
+            return value if arrays else Opaque(name_of(type(value)))
+        case "ref":
+            return Opaque(name_of(type(value)))
+        case "node":
+            name, parts = content
+            return Node(name, tuple([_portable(part, arrays, depth) for part in parts]))
+        case "tuple" | "list":
+            items = [_portable(item, arrays, depth) for item in content]
+            return tuple(items) if kind == "tuple" else items
+        case "dict":
+            return {
+                _portable(key, arrays, depth): _portable(item, arrays, depth)
+                for key, item in content
+            }
+        case "named":
+            return Named(content)
+        case _:
+            return value
+
+
+def structure(treedef: Any, leaves: Sequence[Any]) -> Any:
+    """Return a structure of JAX as nested data; `leaves` are `HOLE` or statics."""
+    return _structure(treedef, iter(leaves))
+
+
+def _structure(treedef: Any, leaves: Iterator[Any]) -> Any:
+    node = treedef.node_data()
+    if node is None:
+        leaf = next(leaves)
+        return HOLE if leaf is HOLE else Part(portable(leaf))
+    kind, data = node
+    children = [_structure(child, leaves) for child in treedef.children()]
+    if kind is type(None):
+        return None
+    if kind is tuple:
+        return tuple(children)
+    if kind is list:
+        return children
+    if kind is dict and all(type(key) is str for key in data):
+        return dict(zip(data, children, strict=True))
+    return Node(name_of(kind), (portable(data), *children))
+
+
+_DEVICE = maybe(TEXT)
+_DEVICES = maybe(many(_DEVICE, "devices"))
+_PLACES = record(Places, device=_DEVICE, in_devices=_DEVICES, out_devices=_DEVICES)
+_BODY = record(
+    Body,
+    name=TEXT,
+    function=TREE,
+    arguments=TREE,
+    own=integer(1, "arguments that are the function"),
+    digest=BYTES,
+    avals=ARRAY_TYPES,
+    tracked=MASK,
+    out_avals=ARRAY_TYPES,
+    out_tracked=MASK,
+)
+_NOWHERE = b"\0\0\0"  # The places of what is all on the default device.
+
+
+def spec_of(body: Body) -> bytes:
+    """The spec of what computes on the default device.
+
+    Where the data are nested too deep they are opaque.
+    """
+    writer = Writer({})
+    try:
+        _BODY.write(writer, body)
+    except ProtocolError:
+        opaque = Opaque(body.name)
+        writer = Writer({})
+        _BODY.write(writer, body._replace(function=opaque, arguments=opaque))
+    return _NOWHERE + bytes(writer.out)
+
+
+def placed_spec(spec: bytes, places: Places) -> bytes:
+    """The spec of the same with places."""
+    writer = Writer({})
+    _PLACES.write(writer, places)
+    return bytes(writer.out) + spec[len(_NOWHERE) :]
+
+
+def read_spec(spec: bytes) -> tuple[Places, Body]:
+    """What a spec says.
+
+    Raises:
+        ProtocolError: it is none, or its numbers of arguments and outputs disagree.
+    """
+    reader = Reader(spec, ())
+    places, body = _PLACES.read(reader), _BODY.read(reader)
+    if reader.left:
+        raise ProtocolError(f"{reader.left} of {len(spec)} bytes are left after a spec")
+    nowhere = (places.in_devices is None, places.out_devices is None)
+    if nowhere not in ((True, True), (False, False)) or (
+        nowhere[0] and places.device is not None
+    ):
+        raise ProtocolError(f"the spec of {body.name} has a part of {places}")
+    counts = (
+        ("arguments", body.avals, body.tracked),
+        ("outputs", body.out_avals, body.out_tracked),
+        ("tracked arguments", body.tracked_avals, places.in_devices),
+        ("outputs", body.out_avals, places.out_devices),
+    )
+    for what, known, said in counts:
+        if said is not None and len(known) != len(said):
+            raise ProtocolError(
+                f"the spec of {body.name} has {len(known)} {what} and says something "
+                f"of {len(said)}"
+            )
+    return places, body
