@@ -1,0 +1,186 @@
+"""Which functions and classes may be had by name; nothing else is ever imported.
+
+A name `module:qualname` is looked up in modules that were told, and only what goes by
+that very name counts: `mymodel:os.system` is not one of mymodel's functions. Of JAX it
+is what its public modules have, wherever it is written; what reads or writes files, or
+changes settings, is left out.
+"""
+
+import builtins
+import importlib
+import sys
+from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import jax.tree_util as jtu
+import numpy as np
+
+from jdag.errors import JdagError
+from jdag.functions import name_of
+
+# Functions and classes that calls and programs of jdag itself name.
+OWN = (
+    "jdag.activation:Reply",
+    "jdag.cluster:run_here",
+    "jdag.compute.duals:seeded",
+    "jdag.moving:moved",
+    "jdag.optim:squared_norm",
+    "jdag.optim:squared_norms",
+)
+# Modules all of whose functions may be had.
+MODULES = ("optax", "jdag.programs")
+# Public modules of JAX, and how deep their own modules go.
+PUBLIC = ("jax.numpy", "jax.nn", "jax.lax", "jax.scipy", "jax.random")
+# Of these, what does more than to compute.
+_EFFECTS = (
+    *("fromfile", "load", "save", "savez", "printoptions", "set_printoptions"),
+    *("from_dlpack", "frombuffer", "infeed", "outfeed"),
+)
+_TYPES = ("bool", "int", "float", "complex", "list", "tuple", "dict", "frozenset")
+
+
+class Allowed:
+    """What may be had by name here.
+
+    Args:
+        modules: dotted names; what is in one, and in modules below it, is allowed.
+
+    Raises:
+        JdagError: one is no dotted name, or `__main__`, which each process has its own.
+    """
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        if isinstance(modules, str):
+            raise JdagError(f"allow={modules!r}: it takes several names: [{modules!r}]")
+        for module in modules:
+            _check_module(module)
+        self.modules = tuple(dict.fromkeys(modules))
+
+    def __repr__(self) -> str:
+        return f"Allowed({', '.join(self.modules)})"
+
+    def has(self, module: str) -> bool:
+        """Tell whether the functions of a module are allowed."""
+        return any(within(module, one) for one in (*self.modules, *MODULES))
+
+    def find(self, name: str, *, load: bool = True) -> Any:
+        """Return the function or class of this name.
+
+        Args:
+            name: `module:qualname`.
+            load: whether to import its module if that is allowed; without, what is
+                not imported yet is not there.
+
+        Raises:
+            JdagError: it is not allowed, or not there; says what to do.
+        """
+        known = public().get(name)
+        if known is not None:
+            return known
+        module, _, qualname = name.partition(":")
+        parts = qualname.split(".")
+        plain = all(part.isidentifier() and part[:2] != "__" for part in parts)
+        if name not in OWN and not self.has(module):
+            raise JdagError(self._refusal(name, module))
+        if not plain:
+            raise JdagError(
+                f"{name} has no name that another process could find it by: it has to "
+                "be a function or class at the top of its module, or in such a class"
+            )
+        space: Any = _module(module, load)
+        for place, part in enumerate(parts):
+            space = _member(space, part, f"{module}:{'.'.join(parts[: place + 1])}")
+            if space is None:
+                raise JdagError(f"module {module!r} has no function or class {name}")
+        return space
+
+    def _refusal(self, name: str, module: str) -> str:
+        if module == "__main__" or not _is_dotted(module):
+            return (
+                f"{name} is of the program that was started itself, which no other "
+                "process has: put it into a module that can be imported"
+            )
+        top = module.partition(".")[0]
+        allowed = ", ".join((*self.modules, *MODULES, *PUBLIC))
+        return (
+            f"{name} may not be had by name: allowed are functions of {allowed}; "
+            f"start the worker with allow=[{top!r}] where it has that module"
+        )
+
+
+def _check_module(module: object) -> None:
+    if not isinstance(module, str) or not _is_dotted(module):
+        raise JdagError(f"allow has {module!r}: it takes names of modules, as 'a.b'")
+    if module.partition(".")[0] in ("__main__", "builtins"):
+        raise JdagError(f"allow has {module!r}: name modules of your own")
+
+
+def missing(modules: Sequence[str]) -> list[str]:
+    """Return those of these modules of which the top one cannot be found here."""
+    return [name for name in modules if find_spec(name.partition(".")[0]) is None]
+
+
+def within(name: str, prefix: str) -> bool:
+    """Tell whether a module is this one, or below it."""
+    return name == prefix or name.startswith(prefix + ".")
+
+
+def _is_dotted(module: str) -> bool:
+    return all(part.isidentifier() for part in module.split("."))
+
+
+def _module(name: str, load: bool) -> ModuleType:
+    found = sys.modules.get(name)
+    if found is not None:
+        return found
+    if not load:
+        raise JdagError(f"module {name!r} is not imported here")
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # Whatever a module raises while it is imported.
+        raise JdagError(
+            f"module {name!r} is allowed here and cannot be imported: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _member(space: Any, part: str, name: str) -> Any:
+    """What a module or class has of its own under this very name, or None."""
+    found = vars(space).get(part) if isinstance(space, ModuleType | type) else None
+    if isinstance(found, staticmethod):
+        found = found.__func__
+    elif isinstance(found, classmethod):
+        found = found.__get__(None, space)
+    return found if callable(found) and name_of(found) == name else None
+
+
+@cache
+def public() -> dict[str, Any]:
+    """What JAX's public modules have, and the types of numbers and containers."""
+    found: dict[str, Any] = {}
+    for name in PUBLIC:
+        _add(found, importlib.import_module(name), name, {})
+    kinds = [getattr(builtins, name) for name in _TYPES]
+    numbers = [kind for kind in vars(np).values() if _is_number(kind)]
+    for kind in (*kinds, *numbers, jtu.Partial):
+        found[name_of(kind)] = kind
+    return found
+
+
+def _is_number(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, np.generic)
+
+
+def _add(found: dict[str, Any], space: Any, name: str, seen: dict[int, None]) -> None:
+    seen[id(space)] = None
+    for key, value in vars(space).items():
+        if key.startswith("_") or key in _EFFECTS:
+            continue
+        if isinstance(value, ModuleType):
+            if within(value.__name__, name) and id(value) not in seen:
+                _add(found, value, name, seen)
+        elif callable(value) and within(str(getattr(value, "__module__", "")), "jax"):
+            found.setdefault(name_of(value), value)

@@ -1,0 +1,317 @@
+"""Functions from bytes: decoded messages with what they name here in place of names.
+
+Told:  `bind(message)`, for each that arrives.
+Gives: the message as engines take it. A function of a call is a pair that is made when
+       its forward first runs, by whoever runs that; nothing is imported before.
+
+What cannot be had fails the call, program or hook that needs it, and nothing else: what
+is in its place raises when it is run.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from threading import Lock
+from typing import Any
+
+from jdag.compute.avals import Aval, aval_from
+from jdag.compute.pairs import pair
+from jdag.compute.placed import placed
+from jdag.compute.pytrees import template_of
+from jdag.engine.vocabulary import (
+    Assign,
+    Assignment,
+    Attach,
+    Call,
+    Failure,
+    Message,
+    Return,
+    Run,
+    Start,
+    Worker,
+)
+from jdag.errors import JdagError, ProtocolError
+from jdag.rpc.allowed import Allowed
+from jdag.rpc.live import live, structure
+from jdag.wire.messages import FunctionData
+from jdag.wire.specs import Body, Places, read_spec
+from jdag.wire.trees import HOLE, Named, Node
+
+BOUND_MAX = 8192
+REPLY = "jdag.activation:Reply"
+
+
+class Bound:
+    """A pair that came by its spec, made when it is first needed.
+
+    It is used as a `jdag.compute.pairs.Pair`. Shapes, places and what is tracked are
+    known before; all else makes the pair, and raises what stands in the way of that.
+    """
+
+    def __init__(
+        self,
+        spec: bytes,
+        places: Places,
+        body: Body,
+        make: Callable[["Bound"], Any],
+    ) -> None:
+        self.spec = spec
+        self.body = body
+        self.name = body.name
+        self.avals = tuple(map(aval_from, body.avals))
+        self.tracked = body.tracked
+        self.out_avals = tuple(map(aval_from, body.out_avals))
+        self.out_tracked = body.out_tracked
+        self.device = places.device
+        self.in_devices = places.in_devices
+        self.out_devices = places.out_devices
+        self._make = make
+        self._pair: Any = None
+        self._lock = Lock()
+
+    @property
+    def pair(self) -> Any:
+        """The pair itself.
+
+        Raises:
+            JdagError: its function may not be had here, or is another one here.
+            Exception: whatever the function raises while it is traced.
+        """
+        with self._lock:
+            if self._pair is None:
+                self._pair = self._make(self)
+            return self._pair
+
+    @property
+    def out_tree(self) -> Any:
+        """The structure of the outputs."""
+        return self.pair.out_tree
+
+    @property
+    def residual_bytes(self) -> int:
+        """What residuals hold beyond arguments and outputs."""
+        count: int = self.pair.residual_bytes
+        return count
+
+    @property
+    def args_kept(self) -> tuple[int, ...]:
+        """Which arguments residuals keep."""
+        places: tuple[int, ...] = self.pair.args_kept
+        return places
+
+    @property
+    def outputs_kept(self) -> tuple[int, ...]:
+        """Which outputs residuals keep."""
+        places: tuple[int, ...] = self.pair.outputs_kept
+        return places
+
+    @property
+    def reaches(self) -> tuple[tuple[bool, ...], ...]:
+        """Which tracked outputs each tracked input reaches."""
+        found: tuple[tuple[bool, ...], ...] = self.pair.reaches
+        return found
+
+    def forward(self, args: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
+        """Run the function; see `Pair.forward`."""
+        found: tuple[tuple[Any, ...], Any] = self.pair.forward(args)
+        return found
+
+    def vjp(
+        self, residuals: Any, cotangents: Sequence[Sequence[Any]]
+    ) -> tuple[Any, ...]:
+        """Carry cotangents back; see `Pair.vjp`."""
+        found: tuple[Any, ...] = self.pair.vjp(residuals, cotangents)
+        return found
+
+    def __repr__(self) -> str:
+        return f"Bound({self.name})"
+
+
+class Refused:
+    """In the place of a program or hook that cannot be had: it says why."""
+
+    def __init__(self, name: str, error: JdagError) -> None:
+        module, _, qualname = name.partition(":")
+        self.__module__ = module
+        self.__qualname__ = qualname
+        self._error = error
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise the error."""
+        raise type(self._error)(str(self._error))
+
+
+class Functions:
+    """What a worker makes of the functions that arrive; used by several threads.
+
+    Args:
+        allow: modules whose functions may be had by name, beside those of JAX, optax
+            and jdag's ready programs; modules below one are allowed with it.
+
+    Raises:
+        JdagError: one is not the name of a module, or there is none of this name.
+    """
+
+    def __init__(self, allow: Sequence[str] = ()) -> None:
+        self.allowed = Allowed(allow)
+        self._bound: OrderedDict[bytes, Bound] = OrderedDict()
+        self._lock = Lock()
+
+    def bind(self, message: Message, sender: Worker) -> Message:
+        """Return a decoded message, which `sender` sent, as engines take it.
+
+        Never imports anything for a call, and raises nothing for what cannot be had:
+        that fails when it is run.
+
+        Raises:
+            ProtocolError: a spec in it is none, or does not agree with the message.
+        """
+        match message:
+            case Call():
+                return replace(message, function=self._of_call(message))
+            case Assign():
+                parts = tuple([self._part(part) for part in message.parts])
+                return replace(message, parts=parts)
+            case Start():
+                roots = [r._replace(aval=aval_from(r.aval)) for r in message.roots]
+                return replace(message, roots=tuple(roots))
+            case Attach():
+                hook = message.hook
+                bound = hook._replace(
+                    function=self._callable(hook.function),
+                    aval=aval_from(hook.aval),
+                )
+                return replace(message, hook=bound)
+            case Run():
+                return self._run(message)
+            case Return():
+                return self._return(message, sender)
+            case _:
+                return message
+
+    def _of_call(self, call: Call) -> Bound:
+        bound = self.bound(call.function)
+        _check_counts(bound, "inputs", len(call.inputs), len(bound.avals))
+        if call.tracked != bound.tracked or call.outputs != bound.out_tracked:
+            raise ProtocolError(
+                f"a call of {bound.name} says that {call.tracked} and {call.outputs} "
+                f"are tracked, and its spec {bound.tracked} and {bound.out_tracked}"
+            )
+        return bound
+
+    def _part(self, part: Assignment) -> Assignment:
+        avals: tuple[Aval, ...] = tuple(map(aval_from, part.avals))
+        if part.function is None:
+            return replace(part, avals=avals)
+        bound = self.bound(part.function)
+        _check_counts(bound, "inputs", len(part.inputs), len(bound.avals))
+        _check_counts(bound, "outputs", len(part.outputs), len(bound.out_avals))
+        return replace(part, function=bound, avals=avals)
+
+    def bound(self, data: FunctionData) -> Bound:
+        """Return the pair of a spec, the same one for the same bytes.
+
+        Raises:
+            ProtocolError: the bytes are no spec.
+        """
+        with self._lock:
+            known = self._bound.get(data.spec)
+            if known is not None:
+                self._bound.move_to_end(data.spec)
+                return known
+        made = Bound(data.spec, *read_spec(data.spec), self._pair)
+        with self._lock:
+            made = self._bound.setdefault(data.spec, made)
+            if len(self._bound) > BOUND_MAX:
+                self._bound.popitem(last=False)
+        return made
+
+    def _pair(self, bound: Bound) -> Any:
+        """Make the pair of what came; whatever is in the way is raised."""
+        body = bound.body
+        try:
+            function = live(body.function, self.allowed)
+            treedef, leaves = structure(body.arguments, self.allowed)
+        except JdagError as error:
+            raise type(error)(f"{body.name} cannot be had here: {error}") from None
+        arrays = sum(leaf is HOLE for leaf in leaves)
+        if arrays != len(bound.avals):
+            raise JdagError(
+                f"{body.name} has {arrays} arrays among its arguments, and the types "
+                f"of {len(bound.avals)}"
+            )
+        template = template_of(treedef, leaves, body.own)
+        made = pair(function, template, bound.avals, bound.tracked)
+        found = (made.out_avals, made.out_tracked)
+        if found != (bound.out_avals, bound.out_tracked):
+            raise JdagError(
+                f"{body.name} gives {_listed(made.out_avals)} here, and "
+                f"{_listed(bound.out_avals)} where it was called: the module has to be "
+                "the same on both sides"
+            )
+        sources = iter(bound.in_devices or ())
+        where = [next(sources, None) if t else None for t in bound.tracked]
+        if bound.device is None and bound.out_devices is None:
+            return made
+        return placed(made, bound.device, where, bound.out_devices)
+
+    def _callable(self, data: Any) -> Any:
+        """Return a program or hook; where it cannot be had, what raises that."""
+        try:
+            found = live(data, self.allowed)
+        except JdagError as error:
+            return Refused(_name_in(data), error)
+        if not callable(found):
+            said = JdagError(f"{found!r} is no function")
+            return Refused(_name_in(data), said)
+        return found
+
+    def _run(self, run: Run) -> Run:
+        function = self._callable(run.function)
+        if not isinstance(function, Refused):
+            try:
+                arguments = live(run.arguments, self.allowed)
+                return replace(run, function=function, arguments=arguments)
+            except JdagError as error:
+                said = JdagError(f"an argument of it cannot be had here: {error}")
+                function = Refused(_name_in(run.function), said)
+        return replace(run, function=function, arguments=((), {}))
+
+    def _return(self, message: Return, sender: Worker) -> Return:
+        data = message.result
+        if data is None:
+            return message
+        if not isinstance(data, Node) or data.name != REPLY or len(data.parts) != 3:
+            raise ProtocolError(f"a program returned {data!r}, which is no reply")
+        result, *rest = data.parts
+        reply = live(Node(REPLY, (None, *rest)), self.allowed)
+        try:
+            reply = reply._replace(result=live(result, self.allowed))
+        except JdagError as error:
+            if message.failure is None:
+                said = f"what a program returned cannot be had here: {error}"
+                failure = Failure("JdagError", said, sender, message.path)
+                return replace(message, result=reply, failure=failure)
+        return replace(message, result=reply)
+
+
+def _check_counts(bound: Bound, what: str, given: int, wanted: int) -> None:
+    if given != wanted:
+        raise ProtocolError(f"a call of {bound.name} has {given} {what}, not {wanted}")
+
+
+def _listed(avals: Sequence[Aval]) -> str:
+    return ", ".join(map(str, avals)) or "nothing"
+
+
+def _name_in(data: Any) -> str:
+    """What a function is called that is there as nested data only."""
+    match data:
+        case Named():
+            return data.name
+        case Node(parts=(first, *_)) if isinstance(first, Named | Node):
+            return f"partial({_name_in(first)})"
+        case Node(parts=(str(name), *_)):
+            return name
+        case _:
+            return getattr(data, "name", "builtins:function")

@@ -1,0 +1,185 @@
+"""What has travelled as names and parts, made of what these name here.
+
+Classes are only those whose instances are data: their parts are put in place, and no
+code of theirs runs but what JAX's own registry has of pytree nodes.
+"""
+
+import functools
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+from jdag.compute.avals import aval_from, dtype_of
+from jdag.compute.buffers import delivered, landed
+from jdag.errors import JdagError
+from jdag.functions import Applied
+from jdag.ref import RefData
+from jdag.rpc.allowed import Allowed
+from jdag.wire.specs import APPLIED
+from jdag.wire.trees import DTYPE, HOLE, Named, Node, Opaque, Part, Raw, RefParts
+
+
+def live(data: Any, allowed: Allowed, *, load: bool = True) -> Any:
+    """Return nested data with all that they name.
+
+    Raises:
+        JdagError: something is not allowed, not there, or no data.
+    """
+
+    def made(item: Any) -> Any:
+        match item:
+            case Named():
+                return allowed.find(item.name, load=load)
+            case Node():
+                return _instance(item, allowed, load, made)
+            case Raw():
+                return array(item)
+            case RefParts():
+                key, owner, aval, tracked, descends = item
+                return RefData(key, owner, aval_from(aval), tracked, descends)
+            case Opaque():
+                raise JdagError(
+                    f"{item.name}: values of this class cannot travel; allowed are "
+                    "numbers, strings, functions and classes, tuples, dataclasses, "
+                    "enums, partials, dtypes and JAX's pytree nodes of these"
+                )
+            case Part():
+                raise JdagError("a static outside of a structure of arguments")
+            case tuple():
+                return tuple([made(one) for one in item])
+            case list():
+                return [made(one) for one in item]
+            case dict():
+                return {made(key): made(one) for key, one in item.items()}
+            case _:
+                return item
+
+    return made(data)
+
+
+def structure(data: Any, allowed: Allowed, *, load: bool = True) -> tuple[Any, Any]:
+    """Return the treedef of a structure, and its leaves: `HOLE`, or statics.
+
+    Raises:
+        JdagError: as `live`.
+    """
+    leaves: list[Any] = []
+
+    def node(kind: Any, aux: Any, children: Any) -> Any:
+        try:
+            return jtu.PyTreeDef.from_node_data_and_children(
+                jtu.default_registry, (kind, aux), [made(child) for child in children]
+            )
+        except (ValueError, TypeError) as error:
+            raise JdagError(f"{kind} is no pytree node here: {error}") from error
+
+    def made(item: Any) -> Any:
+        if item is HOLE or isinstance(item, Part):
+            value = item if item is HOLE else live(item.value, allowed, load=load)
+            leaves.append(value)
+            return _LEAF
+        if item is None:
+            return node(type(None), None, ())
+        if isinstance(item, Node):
+            if not item.parts:
+                raise JdagError(f"{item.name} without its data is no structure")
+            aux, *children = item.parts
+            kind = _class(item.name, allowed, load)
+            return node(kind, live(aux, allowed, load=load), children)
+        if type(item) in (tuple, list):
+            return node(type(item), None, item)
+        if isinstance(item, dict):
+            return node(dict, list(item), item.values())
+        raise JdagError(f"{item!r} is no structure of arguments")
+
+    return made(data), leaves
+
+
+_LEAF = jtu.tree_structure(0)
+_BUILT_IN: dict[str, Any] = {
+    "collections:OrderedDict": OrderedDict,
+    "collections:defaultdict": defaultdict,
+    "functools:partial": functools.partial,
+}
+
+
+def _class(name: str, allowed: Allowed, load: bool) -> Any:
+    kind = _BUILT_IN.get(name) or allowed.find(name, load=load)
+    if not isinstance(kind, type):
+        raise JdagError(f"{name} is no class")
+    return kind
+
+
+def _instance(
+    item: Node, allowed: Allowed, load: bool, made: Callable[[Any], Any]
+) -> Any:
+    name, parts = item
+    if name == DTYPE:
+        return _dtype(parts)
+    if name == APPLIED:
+        return _applied(parts)
+    kind = _class(name, allowed, load)
+    values = [made(part) for part in parts]
+    try:
+        return _put_together(kind, values)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise JdagError(
+            f"{name} cannot be made of {len(values)} parts: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _put_together(kind: Any, values: list[Any]) -> Any:
+    if issubclass(kind, Enum):
+        (name,) = values
+        return kind[name]
+    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        if len(values) != len(kind._fields):
+            raise ValueError(f"it has {len(kind._fields)}")
+        return tuple.__new__(kind, values)
+    if is_dataclass(kind):
+        instance: Any = object.__new__(kind)  # type: ignore[arg-type]
+        for field, value in zip(fields(kind), values, strict=True):
+            object.__setattr__(instance, field.name, value)
+        return instance
+    if kind in (functools.partial, jtu.Partial):
+        function, args, keywords = values
+        return kind(function, *args, **keywords)
+    if kind is frozenset:
+        return frozenset(values)
+    aux, *children = values
+    treedef = jtu.PyTreeDef.from_node_data_and_children(
+        jtu.default_registry, (kind, aux), [_LEAF] * len(children)
+    )
+    return jtu.tree_unflatten(treedef, children)
+
+
+def _dtype(parts: tuple[Any, ...]) -> Any:
+    try:
+        (name,) = parts
+        return jnp.dtype(name)
+    except (TypeError, ValueError) as error:
+        raise JdagError(f"{parts!r} names no dtype") from error
+
+
+def _applied(parts: tuple[Any, ...]) -> Applied:
+    match parts:
+        case (str(name), bool(unjitted), bool(program)):
+            return Applied.named(name, unjitted=unjitted, program=program)
+        case _:
+            raise JdagError(f"{parts!r} describes no callable pytree")
+
+
+def array(raw: Raw) -> Any:
+    """Return the array that has travelled: JAX's or numpy's, as it was."""
+    kind = raw.kind
+    if raw.form == "array":
+        return delivered(landed(kind, memoryview(raw.data)))
+    values = np.frombuffer(raw.data, dtype_of(kind.dtype)).reshape(kind.shape)
+    return values if raw.form == "numpy" else values[()]

@@ -1,0 +1,259 @@
+"""Specs: a function for certain arguments as bytes, and back."""
+
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jdag.compute.avals import aval_of
+from jdag.compute.pairs import Pair, pair
+from jdag.compute.placed import placed
+from jdag.compute.pytrees import Template, split, static, template_of
+from jdag.errors import ProtocolError
+from jdag.functions import Applied, unjitted
+from jdag.rpc.allowed import Allowed
+from jdag.rpc.live import live, structure
+from jdag.wire import specs
+from jdag.wire.specs import Body, Places, placed_spec, portable, read_spec, spec_of
+from jdag.wire.trees import Node, Opaque
+
+Point = namedtuple("Point", "x y")
+HERE = Allowed(["tests"])
+
+
+class Mode(Enum):
+    FAST = "fast"
+    SLOW = "slow"
+
+
+@dataclass(frozen=True)
+class Config:
+    width: float
+    mode: Mode = Mode.FAST
+
+
+@jtu.register_pytree_node_class
+class Layer:
+    def __init__(self, w: Any, sizes: Any) -> None:
+        self.w = w
+        self.sizes = sizes
+
+    def tree_flatten(self) -> Any:
+        return (self.w,), self.sizes
+
+    @classmethod
+    def tree_unflatten(cls, sizes: Any, children: Any) -> "Layer":
+        return cls(children[0], sizes)
+
+
+def total(*args: Any, **kwargs: Any) -> Any:
+    """The sum of all arrays, whatever the structure."""
+    arrays = [leaf for leaf in jtu.tree_leaves((args, kwargs)) if hasattr(leaf, "sum")]
+    return sum([jnp.sum(array) for array in arrays], jnp.float32(0))
+
+
+def spec_for(template: Template) -> bytes:
+    arguments = specs.structure(template.treedef, template.leaves)
+    return spec_of(Body("m:f", None, arguments, template.own, b"", (), (), (), ()))
+
+
+def there(template: Template) -> Template:
+    """The template as a process makes it that has its spec alone."""
+    _, body = read_spec(spec_for(template))
+    return template_of(*structure(body.arguments, HERE), body.own)
+
+
+numbers = st.sampled_from([True, False, 1, 0, 1.0, 0.0, -0.0, 2**70, float("inf"), 1j])
+wrapped = (
+    numbers
+    | st.text(max_size=3)
+    | st.binary(max_size=3)
+    | st.sampled_from(
+        [
+            *(None, total, jnp.tanh, jnp.float16, np.float32, Config, Layer),
+            *(Mode.SLOW, Config(2.0), Point(1, (2.0, True)), np.dtype("int8")),
+            *(jnp.dtype("bfloat16"), frozenset({"a", "b"}), partial(total, 1, k=-0.0)),
+        ]
+    )
+)
+nested = st.recursive(wrapped, lambda inner: st.lists(inner, max_size=3).map(tuple))
+leaves = (
+    st.just(np.float32(1))
+    | st.sampled_from([3, 2.5, True, "name", total, None])
+    | nested.map(static)
+)
+
+
+def _within(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    few = st.lists(inner, max_size=3)
+    return (
+        few
+        | few.map(tuple)
+        | st.dictionaries(st.text(max_size=2), inner, max_size=3)
+        | st.dictionaries(st.integers(0, 3), inner, max_size=3)
+        | st.dictionaries(st.text(max_size=2), inner, max_size=2).map(OrderedDict)
+        | st.builds(Point, inner, inner)
+        | st.builds(Layer, inner, st.sampled_from([(1,), (1.0,), (True,), (-0.0,)]))
+    )
+
+
+templates = st.tuples(
+    st.lists(st.recursive(leaves, _within, max_leaves=5), max_size=3),
+    st.dictionaries(st.sampled_from("abc"), leaves, max_size=2),
+    st.integers(0, 1),
+).map(lambda a: split(tuple(a[0]), a[1], lambda _: False, a[2]).template)
+
+
+@given(templates)
+@settings(max_examples=200)
+def test_a_template_is_the_same_on_the_other_side(template: Template) -> None:
+    made = there(template)
+    assert made == template
+    assert hash(made) == hash(template)
+    assert made.own == template.own
+    assert spec_for(made) == spec_for(template)
+
+
+@given(templates, templates)
+@settings(max_examples=200)
+def test_specs_are_equal_just_where_templates_are(one: Template, two: Template) -> None:
+    assert (spec_for(one) == spec_for(two)) == (one == two and one.own == two.own)
+
+
+@pytest.mark.parametrize("one", [True, 1, 1.0, 1 + 0j, "1", 0.0, -0.0, False, 0])
+def test_what_python_holds_equal_has_specs_of_its_own(one: Any) -> None:
+    others = [True, 1, 1.0, 1 + 0j, "1", 0.0, -0.0, False, 0]
+    found = [
+        spec_for(split((static((one,)),), {}, lambda _: False).template)
+        == spec_for(split((static((other,)),), {}, lambda _: False).template)
+        for other in others
+    ]
+    assert found.count(True) == 1
+
+
+def test_the_data_of_a_node_are_told_apart() -> None:
+    of = [
+        spec_for(split((Layer(1, size),), {}, lambda _: False).template)
+        for size in (1, True, 1.0)
+    ]
+    assert len(set(of)) == 3
+
+
+def made(fn: Any, *args: Any) -> Pair:
+    parts = split(args, {}, lambda _: False)
+    avals = tuple([aval_of(value) for _, value in parts.constants])
+    return pair(fn, parts.template, avals, tuple([aval.inexact for aval in avals]))
+
+
+def test_a_spec_has_types_and_what_is_tracked_with_weak_types_apart() -> None:
+    x = jnp.ones((2, 3))
+    weak, strong = made(total, x, 2.0), made(total, x, jnp.float32(2))
+    assert weak.spec != strong.spec
+    places, body = read_spec(weak.spec)
+    assert places == Places()
+    assert body.tracked == (True, True)
+    assert [kind.weak for kind in body.avals] == [False, True]
+    assert [kind.shape for kind in body.out_avals] == [()]
+    assert body.out_tracked == (True,)
+
+
+def test_a_spec_is_made_once() -> None:
+    found = made(total, jnp.ones(3))
+    assert found.spec is found.spec
+
+
+def test_places_go_before_the_spec_of_the_pair() -> None:
+    found = made(total, jnp.ones(3), jnp.arange(2))
+    there = placed(found, "cpu:1", (None, None), ["cpu:2"])
+    places, body = read_spec(there.spec)
+    assert places == Places("cpu:1", (None,), ("cpu:2",))
+    assert body == read_spec(found.spec)[1]
+    assert there.spec.endswith(found.spec[3:])
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        Places("cpu:1", None, None),
+        Places(None, (None,), None),
+        Places(None, None, (None,)),
+        Places(None, (None, None), (None,)),
+        Places(None, (None,), ()),
+    ],
+)
+def test_places_that_do_not_fit_are_refused(places: Places) -> None:
+    found = made(total, jnp.ones(3), jnp.arange(2))
+    with pytest.raises(ProtocolError, match=r"the spec of tests.test_specs:total"):
+        read_spec(placed_spec(found.spec, places))
+
+
+def test_bytes_that_are_no_spec_are_refused() -> None:
+    spec = made(total, jnp.ones(3)).spec
+    with pytest.raises(ProtocolError, match=r"1 of .* bytes are left after a spec"):
+        read_spec(spec + b"\0")
+    for end in range(len(spec)):
+        with pytest.raises(ProtocolError):
+            read_spec(spec[:end])
+
+
+class Plain:
+    """An object that is nothing that travels."""
+
+
+def test_what_cannot_travel_is_opaque_where_it_is_and_has_a_spec() -> None:
+    assert portable(Plain()) == Opaque("tests.test_specs:Plain")
+    assert portable((1, Plain())) == (1, Opaque("tests.test_specs:Plain"))
+    assert portable({Plain(): 1}) == {Opaque("tests.test_specs:Plain"): 1}
+    name, parts = portable(partial(total, Plain()))
+    assert name == "functools:partial"
+    assert parts[1] == (Opaque("tests.test_specs:Plain"),)
+    found = made(total, jnp.ones(3), static(Plain()))
+    assert found.spec == made(total, jnp.ones(3), static(Plain())).spec
+
+
+def test_arrays_in_a_function_are_opaque_unless_asked_for() -> None:
+    array = jnp.ones(3)
+    assert type(portable(array)) is Opaque
+    assert type(portable(np.ones(3))) is Opaque
+    assert type(portable(np.float32(3))) is Opaque
+    held = portable(partial(total, array), arrays=True)
+    assert held.parts[1][0] is array
+
+
+def test_data_too_deep_to_travel_have_a_spec_all_the_same() -> None:
+    deep: Any = jnp.ones(3)
+    for _ in range(120):
+        deep = (deep,)
+    _, body = read_spec(made(total, deep).spec)
+    assert type(body.arguments) is Opaque
+    for _ in range(120):
+        deep = (deep,)
+    value: Any = 1
+    for _ in range(120):
+        value = (value,)
+    _, body = read_spec(made(total, jnp.ones(3), static(value)).spec)
+    assert type(body.arguments) is tuple
+
+
+def test_a_callable_pytree_is_named_by_its_class_and_marks() -> None:
+    class Module:
+        @unjitted
+        def __call__(self) -> None: ...
+
+    data = portable(Applied(Module()))
+    assert type(data) is Node
+    assert live(data, HERE) == Applied(Module())
+
+
+def test_an_output_that_is_a_key_has_its_type() -> None:
+    found = made(lambda x: jax.random.key(0), jnp.ones(3))
+    assert [k.dtype for k in read_spec(found.spec)[1].out_avals] == ["key<fry>"]
