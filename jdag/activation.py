@@ -424,7 +424,8 @@ class Activation:
         if key.kind != "newest":
             hold = holds.get(key)
             return Ref(self, key, worker, aval, tracked, descends=descends, hold=hold)
-        record = self.home.leaves.get(key.name) or Leaf(key.name, aval)
+        # Perhaps a program of another process made it: it is known here from now on.
+        record = self.home.leaves.setdefault(key.name, Leaf(key.name, aval))
         return Ref(self.home, None, worker, aval, tracked, leaf=record)
 
     def unbound(self, tree: Any) -> Any:

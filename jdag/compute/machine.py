@@ -12,6 +12,7 @@ laptop. What is held, read and dropped is the same in both.
 import os
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, assert_never
 
@@ -30,10 +31,13 @@ from jdag.engine.vocabulary import (
     Job,
     Key,
     Path,
+    Primal,
+    Reading,
     Sum,
     Vjp,
 )
 from jdag.errors import JdagError, ScenarioError
+from jdag.functions import name_of, name_on
 
 KINDS = ("real", "abstract")
 
@@ -130,6 +134,12 @@ class Machine:
             case _:
                 assert_never(job)
 
+    def clear(self) -> None:
+        """Let go of all values; the most that was ever held stays known."""
+        peak = self.values.bytes_peak
+        self.values = Values()
+        self.values.bytes_peak = peak
+
     def device_of(self, job: Job) -> str | None:
         """The device on which a job runs: by its name, None for the default.
 
@@ -156,6 +166,38 @@ class Machine:
         if self.values.device(key) is None or self.abstract or is_deleted(value):
             return value
         return put((value,), None)[0]
+
+    def load(
+        self, message: Any, keys: tuple[Key, ...], worker: str
+    ) -> tuple[Any, tuple[Key, ...], tuple[Any, ...]]:
+        """What leaves with a message: the message, its keys, and their values.
+
+        Who made an array may have deleted it since: then a failure goes in its place.
+        """
+        values = tuple([self.leaving(key) for key in keys])
+        gone = [is_deleted(value) for value in values]
+        if True not in gone or not isinstance(message, Primal | Reading):
+            return message, keys, values
+        failures, places = list(message.failures), iter(range(len(values)))
+        for slot, failure in enumerate(failures):
+            if failure is None and gone[place := next(places)]:
+                failures[slot] = deleted(values[place], keys[place], worker)
+        kept = [place for place, is_gone in enumerate(gone) if not is_gone]
+        return (
+            replace(message, failures=tuple(failures)),
+            tuple([keys[place] for place in kept]),
+            tuple([values[place] for place in kept]),
+        )
+
+    def fetched(self, found: Sequence[Any], worker: str) -> tuple[Any, ...]:
+        """What a program fetched: values in place of keys, failures as they are."""
+        values = [self.leaving(o) if type(o) is Key else o for o in found]
+        return tuple(
+            [
+                deleted(value, key, worker) if is_deleted(value) else value
+                for value, key in zip(values, found, strict=True)
+            ]
+        )
 
     def _begun_vjp(self, job: Vjp) -> Callable[[], Any]:
         values = self.values
@@ -239,6 +281,18 @@ def failure_of(error: BaseException, worker: str, path: Path, function: str) -> 
         traceback=user_traceback(error),
         exception=error,
     )
+
+
+def job_name(job: Job) -> str:
+    """The name of the function of a job; of what has none, what it does.
+
+    On a device that was named, `function@cpu:1`.
+    """
+    if isinstance(job, Forward | Vjp):
+        return name_on(job.function)
+    if isinstance(job, Apply):
+        return name_of(job.function)
+    return type(job).__name__.lower()
 
 
 def deleted(value: Any, key: Key, worker: str) -> Failure:

@@ -50,6 +50,11 @@ class Placed:
         return self.pair.name
 
     @property
+    def may_raise(self) -> bool:
+        """Whether forward waits for what calls back."""
+        return bool(self.pair.may_raise)
+
+    @property
     def avals(self) -> tuple[Aval, ...]:
         """What the arguments are."""
         return self.pair.avals

@@ -83,6 +83,11 @@ class Bound:
             return self._pair
 
     @property
+    def may_raise(self) -> bool:
+        """Whether forward waits for what calls back; who knows, before it is made."""
+        return True if self._pair is None else bool(self._pair.may_raise)
+
+    @property
     def out_tree(self) -> Any:
         """The structure of the outputs."""
         return self.pair.out_tree

@@ -1,13 +1,11 @@
 """One simulated worker: its engine, its values, what computes on them, its devices."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-from jdag.compute.avals import is_deleted
-from jdag.compute.machine import Machine, deleted
+from jdag.compute.machine import Machine
 from jdag.engine import Engine
-from jdag.engine.vocabulary import Key, Primal, Reading
+from jdag.engine.vocabulary import Key
 from jdag.sim.carriage import End
 from jdag.sim.chooser import Chooser
 from jdag.sim.devices import Device, DeviceModel
@@ -67,25 +65,8 @@ class Host:
     def load(
         self, message: Any, keys: tuple[Key, ...]
     ) -> tuple[Any, tuple[Key, ...], tuple[Any, ...]]:
-        """What leaves with a message: the message, its keys, and their values.
-
-        Who made an array may have deleted it since: then a failure goes in its place.
-        """
-        leaving = self.machine.leaving
-        values = tuple([leaving(key) for key in keys])
-        gone = [is_deleted(value) for value in values]
-        if True not in gone or not isinstance(message, Primal | Reading):
-            return message, keys, values
-        failures, places = list(message.failures), iter(range(len(values)))
-        for slot, failure in enumerate(failures):
-            if failure is None and gone[place := next(places)]:
-                failures[slot] = deleted(values[place], keys[place], self.worker)
-        kept = [place for place, is_gone in enumerate(gone) if not is_gone]
-        return (
-            replace(message, failures=tuple(failures)),
-            tuple([keys[place] for place in kept]),
-            tuple([values[place] for place in kept]),
-        )
+        """What leaves with a message; see `Machine.load`."""
+        return self.machine.load(message, keys, self.worker)
 
     def drop(self, keys: Sequence[Key]) -> None:
         """Let go of values; a key that is not held is no error."""
@@ -97,20 +78,14 @@ class Host:
 
     def taken(self, found: Sequence[Any]) -> tuple[Any, ...]:
         """What was fetched, values in place of keys; what came only for that goes."""
-        values = tuple([self._taken(o) if type(o) is Key else o for o in found])
+        values = self.machine.fetched(found, self.worker)
         self.drop([k for k in found if type(k) is Key and k.kind == "reading"])
         return values
-
-    def _taken(self, key: Key) -> Any:
-        value = self.machine.leaving(key)
-        return deleted(value, key, self.worker) if is_deleted(value) else value
 
     def clear(self) -> None:
         """Let go of everything; what was counted stays."""
         assert not self.alive, self.worker
-        peak = self.machine.values.bytes_peak
-        self.machine = Machine("abstract" if self.machine.abstract else "real")
-        self.machine.values.bytes_peak = peak
+        self.machine.clear()
         for device in self.devices:
             device.stop()
         self.made.clear()

@@ -6,12 +6,12 @@ Gives: those two actions to the timeline; from `begin` a task that takes no time
        is over at once; from `finish` the record of the task's end.
 """
 
-from jdag.compute.machine import failure_of
+from jdag.compute.machine import failure_of, job_name
 from jdag.engine.vocabulary import Job
 from jdag.sim.carriage import BEGIN, EVENT
 from jdag.sim.devices import Device, Task
 from jdag.sim.host import Host
-from jdag.sim.notes import job_name, job_place, kept, made, used_up
+from jdag.sim.notes import job_place, kept, made, used_up
 from jdag.sim.timeline import Timeline
 from jdag.trace import Note
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_args
 
+from jdag.compute.machine import job_name
 from jdag.engine.vocabulary import (
     Apply,
     ContextId,
@@ -17,7 +18,6 @@ from jdag.engine.vocabulary import (
     Sum,
     Vjp,
 )
-from jdag.functions import name_of, name_on
 
 Place = tuple[str, int, Path]  # Context ("" for none), pass (0 for none), path.
 
@@ -70,18 +70,6 @@ def job_place(job: Job) -> tuple[Any, ...]:
     """Kind, context, pass, path and function of a job."""
     kind = type(job).__name__.lower()
     return (kind, _label(job.context), job.phase, job.path, job_name(job))
-
-
-def job_name(job: Job) -> str:
-    """The name of the function of a job; of what has none, what it does.
-
-    On a device that was named, `function@cpu:1`.
-    """
-    if isinstance(job, Forward | Vjp):
-        return name_on(job.function)
-    if isinstance(job, Apply):
-        return name_of(job.function)
-    return type(job).__name__.lower()
 
 
 def used_up(job: Job) -> tuple[Key, ...]:

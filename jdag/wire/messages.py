@@ -386,6 +386,20 @@ class Codec:
             )
         return message
 
+    def encode_data(self, tree: Any) -> bytes:
+        """The bytes of nested data, as arguments of programs travel."""
+        writer = Writer(self._numbers)
+        TREE.write(writer, tree)
+        return bytes(writer.out)
+
+    def decode_data(self, data: bytes) -> Any:
+        """The nested data that these bytes are; see `jdag.wire.trees`.
+
+        Raises:
+            ProtocolError: they are none.
+        """
+        return TREE.read(Reader(data, self._workers))
+
     def _read(self, reader: Reader) -> Message:
         number = reader.integer(TYPE_BYTES, "type of a message")
         if number >= len(_TYPES):

@@ -1,0 +1,278 @@
+"""The peers of a node: who is here, who is gone, and what nodes say beside engines.
+
+Told:  by the session, from any thread: `joined`, `received` and `adopt` for a stream,
+       `lost`. By peers: that a stream ended, that one is silent, asides.
+Gives: to its `Host`: messages and functions that came; `left` when a peer is gone,
+       `back` when its name joins anew. Asks its `Place` to `dial`, and says who is
+       `gone`.
+
+A peer whose stream ended is dialled again by whoever of the two dials, until its
+deadline. Who finds that one is gone tells all others, so that nobody waits for what
+only that one could have sent.
+
+Invariants: a peer is lost once, and everybody here and its other peers are told; what a
+former incarnation of a name says is not heard.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from jdag.compute.buffers import Buffers
+from jdag.engine.vocabulary import Message
+from jdag.errors import JdagError, ProtocolError
+from jdag.rpc.loop import Loop
+from jdag.rpc.peer import Peer
+from jdag.rpc.place import Place
+from jdag.rpc.streams import Stream
+from jdag.wire.messages import Codec
+
+REDIAL_S = 0.1
+
+_log = logging.getLogger(__name__)
+
+
+class Host(Protocol):
+    """The node whose peers these are."""
+
+    def arrived(self, peer: Peer, message: Message, values: Sequence[Any]) -> None:
+        """A message came."""
+
+    def defined(self, digest: bytes, data: bytes) -> None:
+        """A function came."""
+
+    def left(self, worker: str, why: str) -> None:
+        """A peer is gone."""
+
+    def answer(self, asked: Mapping[str, Any]) -> Any:
+        """Return what another node asks for."""
+
+
+class Company:
+    """The peers of one node.
+
+    Args:
+        place: where the node stands in its session.
+        host: the node.
+        loop: of the node.
+        codec: of its cluster.
+        buffers: where large values are received.
+        value_bytes_max: the largest value that is taken from a peer.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        host: Host,
+        *,
+        loop: Loop,
+        codec: Codec,
+        buffers: Buffers,
+        value_bytes_max: int,
+    ) -> None:
+        self.peers: dict[str, Peer] = {}
+        self.gone: dict[str, str] = {}  # Why each lost peer is.
+        self.stopping = threading.Event()
+        self._place = place
+        self._host = host
+        self._loop = loop
+        self._codec = codec
+        self._buffers = buffers
+        self._value_bytes_max = value_bytes_max
+        self._speaking: deque[Peer] = deque()  # Those with something to flush.
+        self._asks = 0
+        self._answers: dict[int, Any] = {}
+
+    @property
+    def living(self) -> list[Peer]:
+        """The peers that are not lost."""
+        return [peer for peer in self.peers.values() if not peer.lost]
+
+    @property
+    def waiting(self) -> int:
+        """How many bytes, roughly, wait to leave; bulk is not counted."""
+        return sum([peer.outbox.waiting for peer in self.peers.values()])
+
+    def flush(self) -> None:
+        """Let everything leave that can."""
+        speaking = self._speaking
+        for _ in range(len(speaking)):
+            speaking.popleft().flush()
+
+    def speaks(self, peer: Peer) -> None:
+        """See `jdag.rpc.peer.Owner`."""
+        self._speaking.append(peer)
+
+    def close(self, why: str) -> None:
+        """Say goodbye to all."""
+        self.stopping.set()
+        for peer in self.peers.values():
+            peer.aside({"bye": why})
+            peer.flush()
+            peer.lose()
+
+    # ------------------------------------------------------------------ the session's
+
+    def joined(self, peer: str, incarnation: int) -> None:
+        """Take a worker for a peer; from any thread. One that was lost joins anew."""
+        self._loop.acquire()
+        try:
+            self._joined(peer, incarnation)
+        finally:
+            self._loop.release()
+
+    def _joined(self, name: str, incarnation: int) -> None:
+        before = self.peers.get(name)
+        if before is not None and before.incarnation >= incarnation:
+            return
+        if before is not None:
+            raise JdagError(f"worker {name!r} has joined before, and cannot again")
+        self.peers[name] = peer = Peer(
+            name,
+            incarnation,
+            loop=self._loop,
+            codec=self._codec,
+            owner=self,
+            buffers=self._buffers,
+            deadline_ns=round(self._place.deadline_s * 1e9),
+            value_bytes_max=self._value_bytes_max,
+        )
+        peer.allowed = self._place.allowed.get(name, ())
+
+    def received(self, peer: str) -> int:
+        """How much this node's link to a peer has received, before a stream is remade.
+
+        The old stream is let go of. From any thread.
+        """
+        self._loop.acquire()
+        try:
+            known = self.peers[peer]
+            known.drop_stream()
+            return known.link.received
+        finally:
+            self._loop.release()
+
+    def adopt(self, peer: str, incarnation: int, stream: Stream, received: int) -> None:
+        """Go on with a peer over a stream whose hello is done; from any thread."""
+        self._loop.acquire()
+        known = self.peers.get(peer)
+        try:
+            if known is None or known.lost or known.incarnation != incarnation:
+                stream.close()
+            else:
+                known.adopt(stream, received)
+        except ProtocolError as error:
+            assert known is not None, peer
+            self._lose(known, f"it broke the protocol: {error}")
+        finally:
+            self._loop.release()
+
+    def lost(self, peer: str, why: str) -> None:
+        """Give a peer up; from any thread."""
+        self._loop.acquire()
+        try:
+            if peer in self.peers:
+                self._lose(self.peers[peer], why)
+        finally:
+            self._loop.release()
+
+    def connected(self, name: str) -> bool:
+        """Whether there is a stream to that peer."""
+        peer = self.peers.get(name)
+        return peer is not None and peer.stream is not None
+
+    # ------------------------------------------------------------------ what peers say
+
+    def arrived(self, peer: Peer, message: Message, values: Sequence[Any]) -> None:
+        """A message came; see `jdag.rpc.peer.Owner`."""
+        self._host.arrived(peer, message, values)
+
+    def defined(self, peer: Peer, digest: bytes, data: bytes) -> None:
+        """A function came; see `jdag.rpc.peer.Owner`."""
+        del peer
+        self._host.defined(digest, data)
+
+    def told(self, peer: Peer, what: dict[str, Any]) -> None:
+        """A peer's node asks or tells something."""
+        match what:
+            case {"ask": int(number), **asked}:
+                peer.aside({"answer": number, "is": self._host.answer(asked)})
+            case {"answer": int(number), "is": answer}:
+                if number in self._answers:
+                    self._answers[number] = answer
+                    self._loop.wake_waiting()
+            case {"gone": str(name), "incarnation": int(incarnation), "why": str(why)}:
+                gone = self.peers.get(name)
+                if gone is not None and gone.incarnation == incarnation:
+                    self._lose(gone, why)
+            case {"bye": str(why)}:
+                self._lose(peer, why)
+            case _:
+                raise ProtocolError(f"nobody says {what!r} aside")
+
+    def broken(self, peer: Peer, why: str) -> None:
+        """A peer's stream ended: whoever of the two dials is to dial again."""
+        if peer.lost or self.stopping.is_set():
+            return
+        _log.info("%s: the stream to %s ended: %s", self._place.worker, peer.name, why)
+        if peer.name in self._place.dials:
+            name = f"dialling {peer.name}"
+            run = partial(self._redial, peer)
+            threading.Thread(target=run, name=name, daemon=True).start()
+
+    def _redial(self, peer: Peer) -> None:
+        """Dial until there is a stream again, or the peer is given up."""
+        while not (self.stopping.is_set() or peer.lost or peer.stream is not None):
+            try:
+                got = self._place.dial(peer.name, self.received(peer.name))
+            except (JdagError, OSError) as error:
+                _log.info("%s: dialling %s: %s", self._place.worker, peer.name, error)
+                self.stopping.wait(REDIAL_S)  # Bounded by the peer's deadline.
+            else:
+                self.adopt(peer.name, peer.incarnation, *got)
+
+    def silent(self, peer: Peer, why: str) -> None:
+        """A peer is not there any more, or does what none does."""
+        self._lose(peer, why)
+
+    def _lose(self, peer: Peer, why: str) -> None:
+        if peer.lost or self.stopping.is_set():
+            return
+        _log.warning("%s: lost %s: %s", self._place.worker, peer, why)
+        peer.lose()
+        self.gone[peer.name] = why
+        gone = {"gone": peer.name, "incarnation": peer.incarnation, "why": why}
+        for other in self.peers.values():
+            other.aside(gone)
+        self._host.left(peer.name, why)
+        self._loop.wake_waiting()
+        self._place.gone(peer.name, why)
+
+    # ------------------------------------------------------------------ asking aside
+
+    def ask_all(self, what: dict[str, Any]) -> dict[str, Any]:
+        """Ask the nodes of all peers; return what those answered that live."""
+        loop, asked = self._loop, {}
+        loop.acquire()
+        try:
+            for name, peer in self.peers.items():
+                if not peer.lost:
+                    self._asks += 1
+                    asked[name] = self._asks
+                    self._answers[self._asks] = None
+                    peer.aside({"ask": self._asks, **what})
+        finally:
+            loop.release()
+
+        def done() -> bool:
+            return self.stopping.is_set() or all(
+                self._answers[number] is not None or self.peers[name].lost
+                for name, number in asked.items()
+            )
+
+        loop.drive(done)
+        answers = {name: self._answers.pop(number) for name, number in asked.items()}
+        return {name: answer for name, answer in answers.items() if answer is not None}

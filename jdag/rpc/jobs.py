@@ -1,0 +1,198 @@
+"""Jobs of one node: short ones where its loop runs, long ones on a thread beside it.
+
+Told:  `add(job)`; `run()` at the end of a turn, which does what is short and due.
+Gives: `done(job, failure)` for each, when what it makes is ready and held.
+
+A job is short if the same computation was, the last times. Whoever drives the loop does
+it then and there: to hand it to a thread costs more than most take. What was never run
+before has to be compiled, and what calls back into Python may take any time: these, and
+what is known to be long, go to the thread, one after the other, in the order of the
+program: forward before backward, then by pass, then by path.
+
+Invariants: a job is begun when it was added, so that what it reads is what was there
+then; values are held by who has the baton, and only by them; done means ready.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from heapq import heappop, heappush
+from typing import Any
+
+import jax
+
+from jdag.compute.machine import Machine, Work, failure_of, job_name
+from jdag.engine.vocabulary import Apply, Failure, Forward, Job, Vjp
+from jdag.rpc.loop import Loop
+
+SHORT_NS = 400_000
+KNOWN_MAX = 8_192
+_RUNS = 2  # So often a computation runs beside the loop until its time is believed.
+
+Done = Callable[[Job, Failure | None], None]
+
+
+class Times:
+    """How long computations took, by what they are; a bounded memory."""
+
+    __slots__ = ("_known",)
+
+    def __init__(self) -> None:
+        self._known: dict[Any, tuple[int, int]] = {}
+
+    def is_short(self, kind: Any) -> bool:
+        """Whether this one is known to take little time."""
+        runs, took_ns = self._known.get(kind, (0, 0))
+        return runs >= _RUNS and took_ns < SHORT_NS
+
+    def note(self, kind: Any, took_ns: int) -> None:
+        """It took so long; what is older counts less and less."""
+        runs, before_ns = self._known.get(kind, (0, took_ns))
+        if not runs and len(self._known) >= KNOWN_MAX:
+            del self._known[next(iter(self._known))]
+        if runs == 1:
+            before_ns = took_ns  # The first run compiled.
+        mean_ns = (3 * before_ns + took_ns) >> 2
+        self._known[kind] = (runs + 1, mean_ns)
+
+
+class Jobs:
+    """What one node computes.
+
+    Args:
+        worker: its name.
+        machine: its values, and what computes on them.
+        loop: what its thread reports to.
+        done: told of each job that is over, with the baton held.
+    """
+
+    def __init__(self, worker: str, machine: Machine, loop: Loop, done: Done) -> None:
+        self.busy_ns = 0
+        self.computing = 0  # The thread that runs a user's function now, 0 for none.
+        self._worker = worker
+        self._machine = machine
+        self._loop = loop
+        self._done = done
+        self._times = Times()
+        self._short: deque[tuple[Job, Any, Work]] = deque()
+        self._long: list[tuple[Any, int, Job, Any, Work]] = []
+        self._added = 0
+        self._under_way = 0
+        self._changed = threading.Condition()
+        self._open = True
+        self._thread: threading.Thread | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is to be computed, or being computed."""
+        return not (self._short or self._under_way)
+
+    @property
+    def due(self) -> bool:
+        """Whether `run` has something to do."""
+        return bool(self._short)
+
+    def add(self, job: Job) -> None:
+        """Begin a job."""
+        kind = _kind(job)
+        work = self._machine.begin(job)
+        if kind is not None and self._times.is_short(kind):
+            self._short.append((job, kind, work))
+            return
+        self._under_way += 1
+        self._added += 1
+        order = (job.phase, job.path)
+        with self._changed:
+            heappush(self._long, (order, self._added, job, kind, work))
+            if self._thread is None:
+                name = f"jobs of {self._worker}"
+                self._thread = threading.Thread(
+                    target=self._work, name=name, daemon=True
+                )
+                self._thread.start()
+            self._changed.notify()
+
+    def run(self) -> None:
+        """Do the short jobs that are due now; what these bring about is for later."""
+        for _ in range(len(self._short)):
+            if not self._short:
+                return
+            job, kind, work = self._short.popleft()
+            self._finish(job, work, *self._computed(job, kind, work))
+
+    def close(self) -> None:
+        """Begin no more; what is under way is left to end by itself, unheard."""
+        self._short.clear()
+        with self._changed:
+            self._open = False
+            self._long.clear()
+            self._changed.notify()
+
+    def _computed(self, job: Job, kind: Any, work: Work) -> tuple[Any, Any]:
+        """Compute, and wait until what was made is ready."""
+        began_ns = time.perf_counter_ns()
+        self.computing = threading.get_ident()
+        made = error = None
+        try:
+            made = work.compute()
+            _await(made)
+        except Exception as raised:  # Whatever a user's function raises is a result.
+            error = raised
+        finally:
+            self.computing = 0
+        took_ns = time.perf_counter_ns() - began_ns
+        self.busy_ns += took_ns
+        if kind is not None:
+            self._times.note(kind, took_ns)
+        return made, error
+
+    def _finish(self, job: Job, work: Work, made: Any, error: Any) -> None:
+        failure = None
+        if error is None:
+            self._machine.hold(job, work, made)
+        else:
+            failure = failure_of(error, self._worker, job.path, job_name(job))
+        self._done(job, failure)
+
+    def _work(self) -> None:
+        """The thread's whole life."""
+        while True:
+            with self._changed:
+                while self._open and not self._long:
+                    self._changed.wait()
+                if not self._open:
+                    return
+                _, _, job, kind, work = heappop(self._long)
+            made, error = self._computed(job, kind, work)
+            self._loop.post(partial(self._over, job, work, made, error))
+            del work, made, error
+
+    def _over(self, job: Job, work: Work, made: Any, error: Any) -> None:
+        if self._open:
+            self._under_way -= 1
+            self._finish(job, work, made, error)
+
+
+def _kind(job: Job) -> Any:
+    """What tells computations apart; None for one that may take any time."""
+    match job:
+        case Forward() | Vjp():
+            return None if job.function.may_raise else (job.function, type(job))
+        case Apply():
+            return None
+        case _:
+            aval = getattr(job, "aval", None)
+            return (type(job), aval, len(getattr(job, "addends", ())))
+
+
+def _await(made: Any) -> None:
+    """Block until arrays are ready, residuals and all that is in them included."""
+    for one in made if isinstance(made, tuple) else (made,):
+        if isinstance(one, jax.Array):
+            one.block_until_ready()
+        elif isinstance(one, tuple):
+            _await(one)
+        elif hasattr(one, "keeps"):
+            _await(one.keeps)

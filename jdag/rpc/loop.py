@@ -1,0 +1,359 @@
+"""One poller for a process, and the baton: who holds it may touch what nodes own.
+
+Engine, links, values and sockets of a node are touched by one thread at a time, the one
+that holds the baton. Three kinds of threads take it: the user's, for the moment in
+which it tells the engine something, or for as long as it waits, when it drives the loop
+itself; programs' threads, alike; and the background's, which drives when nobody else
+has for `GRACE_S`, and gives way as soon as anybody wants to.
+
+Told:  `register(fd, handler)`; `at(when_ns, call)`; `post(call)`, from any thread;
+       `acquire` and `release`, or `drive(done)`, around what touches the node.
+Gives: calls to the handlers, on the thread that drives; `flush` at the end of a turn.
+
+A turn is: what sockets have, then what was posted, then what time has made due, then
+`flush`. Before it blocks, a driver may look again and again for a short while.
+
+A signal that comes while the baton is held waits until it is given back, so that no
+KeyboardInterrupt falls into the middle of an engine's thought.
+
+Invariants: handlers, posted calls and due calls run with the baton held; what is posted
+runs once, in order; a thread that waits in `drive` is woken when `done` may have become
+true (`wake_waiting`), or when nobody else drives.
+"""
+
+import os
+import select
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from heapq import heappop, heappush
+from itertools import count
+from types import FrameType
+from typing import Any
+
+GRACE_S = 0.002  # So long nobody may drive before the background does.
+YIELD_S = 0.000_05
+SPIN_NS = 50_000  # Longer than most answers take, and than who asks thinks between.
+CROWDED_NS = 100_000  # If a core is given back so late, others need it more.
+REST_NS = 20_000_000
+BLOCK_MAX_MS = 1_000
+
+Call = Callable[[], None]
+Handler = Callable[[int], None]
+READ, WRITE = select.EPOLLIN, select.EPOLLOUT
+
+clock_ns = time.monotonic_ns
+
+
+class Timer:
+    """A call that is due at a time; `cancel` and it never comes."""
+
+    __slots__ = ("call",)
+
+    def __init__(self, call: Call) -> None:
+        self.call: Call | None = call
+
+    def cancel(self) -> None:
+        """Do not call; after the call this does nothing."""
+        self.call = None
+
+
+class Loop:
+    """Sockets, timers and the baton of one process.
+
+    Args:
+        flush: called at the end of each turn, to send what was said in it.
+    """
+
+    def __init__(self, flush: Call) -> None:
+        self._flush = flush
+        self._epoll = select.epoll()
+        self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._handlers: dict[int, Handler] = {self._waker: self._woken}
+        self._epoll.register(self._waker, READ)
+        self._timers: list[tuple[int, int, Timer]] = []
+        self._numbers = count()
+        self._posted: deque[Call] = deque()
+        self._lock = threading.Lock()
+        self._wanted: deque[None] = deque()  # One for each thread that wants the baton.
+        self._sleeping: deque[threading.Event] = deque()  # Those that wait in `drive`.
+        self._turns = 0  # How often a thread other than the background's had the baton.
+        self._blocked = False
+        self._stopped = threading.Event()
+        self._active_ns = 0  # When something happened last.
+        self._rests_until_ns = 0  # Until then it does not look again.
+        self._signal: tuple[int, FrameType | None] | None = None
+        self._holder = 0  # The thread that has the baton.
+        self._dirty = False
+        self.closed = False
+
+    # ------------------------------------------------------------------ what it watches
+
+    def register(self, fd: int, handler: Handler) -> None:
+        """Call `handler(mask)` when the file has something to read."""
+        self._handlers[fd] = handler
+        self._epoll.register(fd, READ)
+
+    def watch(self, fd: int, mask: int) -> None:
+        """Say what is waited for: `READ`, `WRITE`, or both."""
+        self._epoll.modify(fd, mask)
+
+    def unregister(self, fd: int) -> None:
+        """Watch the file no more; call it before the file is closed."""
+        del self._handlers[fd]
+        self._epoll.unregister(fd)
+
+    def at(self, when_ns: int, call: Call) -> Timer:
+        """Have something called at a time of `clock_ns`, or as soon as possible."""
+        timer = Timer(call)
+        heappush(self._timers, (when_ns, next(self._numbers), timer))
+        return timer
+
+    def post(self, call: Call) -> None:
+        """Have something called by whoever drives; from any thread."""
+        self._posted.append(call)
+        self._wake()
+
+    def soon(self, call: Call) -> None:
+        """The same, for who has the baton: nobody has to be woken."""
+        self._posted.append(call)
+
+    def dirty(self) -> None:
+        """Note that there is something to flush."""
+        self._dirty = True
+
+    def _wake(self) -> None:
+        if self._blocked:
+            try:
+                os.eventfd_write(self._waker, 1)
+            except BlockingIOError:  # It was never read: it is as loud as can be.
+                return
+
+    def _woken(self, mask: int) -> None:
+        del mask
+        os.eventfd_read(self._waker)
+
+    # ------------------------------------------------------------------ the baton
+
+    def acquire(self) -> None:
+        """Take the baton; who has it and blocks is woken."""
+        if not self._lock.acquire(blocking=False):
+            self._wanted.append(None)
+            try:
+                self._wake()
+                self._lock.acquire()
+            finally:
+                self._wanted.pop()
+        self._turns += 1
+        self._holder = threading.get_ident()
+
+    def release(self) -> None:
+        """Give the baton back; a signal that came meanwhile is handled now."""
+        self._holder = 0
+        self._lock.release()
+        if self._signal is not None:
+            self._handle_signal()
+
+    @property
+    def held(self) -> bool:
+        """Whether this thread has the baton."""
+        return self._holder == threading.get_ident()
+
+    def wake_waiting(self) -> None:
+        """Something that a thread in `drive` may wait for has happened."""
+        for sleeper in tuple(self._sleeping):
+            sleeper.set()
+
+    def drive(self, done: Callable[[], bool]) -> None:
+        """Block until `done()`, which is asked with the baton held or after a wake.
+
+        The thread drives the loop itself unless another does.
+        """
+        while not done():
+            if self._wanted or not self._lock.acquire(blocking=False):
+                self._sleep(done)
+                continue
+            self._turns += 1
+            self._holder = threading.get_ident()
+            self._active_ns = clock_ns()
+            try:
+                while not (done() or self._wanted or self._signal or self.closed):
+                    self._turn(spin=True)
+            finally:
+                self.release()
+                self._give_way()
+            if self.closed:
+                return
+
+    def _sleep(self, done: Callable[[], bool]) -> None:
+        """Wait while another drives, until that stops or `done` may be true."""
+        sleeper = threading.Event()
+        self._sleeping.append(sleeper)
+        try:
+            if not done() and (self._wanted or self._lock.locked()):
+                sleeper.wait(GRACE_S * 5)
+        finally:
+            self._sleeping.remove(sleeper)
+
+    def _give_way(self) -> None:
+        """After the baton was given back: let who wanted it have it."""
+        for _ in range(1000):  # A bound: who wants it takes it within milliseconds.
+            if not self._wanted:
+                break
+            time.sleep(YIELD_S)
+        for sleeper in tuple(self._sleeping):
+            sleeper.set()
+            break
+
+    def background(self, *, spin: bool) -> None:
+        """Drive whenever nobody else does, until `stop`; a thread's whole life."""
+        while not self.closed and not self._stopped.is_set():
+            seen = self._turns
+            self._stopped.wait(GRACE_S)
+            if self._turns != seen and not self._dirty:
+                continue
+            if self._wanted or not self._lock.acquire(blocking=False):
+                continue
+            self._holder = threading.get_ident()
+            try:
+                if self._turns != seen:
+                    self._end_turn()
+                    continue
+                while not (self._wanted or self._signal or self._stopped.is_set()):
+                    self._turn(spin=spin)
+            finally:
+                self.release()
+                self._give_way()
+
+    def stop(self) -> None:
+        """Have the background end."""
+        self._stopped.set()
+        self._wake()
+
+    def close(self) -> None:
+        """Let go of the poller; nobody may drive any more."""
+        assert self.held, "closing takes the baton"
+        self.closed = True
+        self._stopped.set()
+        self._handlers.clear()
+        self._timers.clear()
+        self._posted.clear()
+        self._epoll.close()
+        os.close(self._waker)
+        self.wake_waiting()
+
+    # ------------------------------------------------------------------ one turn
+
+    def _turn(self, *, spin: bool) -> None:
+        if self._dirty:  # Told by a program that did not wait then.
+            self._end_turn()
+        events = self._poll(spin)
+        handlers = self._handlers
+        for fd, mask in events:
+            handler = handlers.get(fd)
+            if handler is not None:  # One before it may have closed this one.
+                handler(mask)
+        self._end_turn()
+        if events:
+            self._active_ns = clock_ns()
+
+    def _end_turn(self) -> None:
+        posted = self._posted
+        for _ in range(len(posted)):
+            posted.popleft()()
+        if self._timers and self._timers[0][0] <= clock_ns():
+            self._run_timers()
+        self._dirty = False
+        self._flush()
+
+    def _run_timers(self) -> None:
+        now_ns, timers = clock_ns(), self._timers
+        while timers and timers[0][0] <= now_ns:
+            call = heappop(timers)[2].call
+            if call is not None:
+                call()
+
+    def _poll(self, spin: bool) -> list[tuple[int, int]]:
+        poll = self._epoll.poll
+        if self._posted or self._wanted:
+            return poll(0)
+        if spin and (events := self._spun()):
+            return events
+        self._blocked = True
+        try:
+            # Who posts looks at `_blocked` after it has posted, so that this sees it.
+            if self._posted or self._wanted or self._signal:
+                return poll(0)
+            return poll(self._block_ms() / 1e3)
+        finally:
+            self._blocked = False
+
+    def _block_ms(self) -> float:
+        timers = self._timers
+        while timers and timers[0][2].call is None:
+            heappop(timers)
+        if not timers:
+            return BLOCK_MAX_MS
+        return min(max((timers[0][0] - clock_ns()) / 1e6, 0.0), BLOCK_MAX_MS)
+
+    def _spun(self) -> list[tuple[int, int]]:
+        """Look again for a short while after something has happened.
+
+        An answer mostly comes sooner than a process that blocks is woken. But where
+        another one waits for this core, who looks again only keeps it from answering.
+        """
+        poll = self._epoll.poll
+        events = poll(0)
+        now_ns = clock_ns()
+        end_ns = self._active_ns + SPIN_NS
+        if events or now_ns < self._rests_until_ns:
+            return events
+        while now_ns < end_ns:
+            os.sched_yield()
+            events = poll(0)
+            before_ns, now_ns = now_ns, clock_ns()
+            if events or self._posted or self._wanted:
+                return events
+            if now_ns - before_ns > CROWDED_NS:
+                self._rests_until_ns = now_ns + REST_NS
+                break
+        return []
+
+    # ------------------------------------------------------------------ signals
+
+    def guard_signals(self) -> Call:
+        """Hold back SIGINT while the baton is held; return what undoes this.
+
+        Only the main thread can; from others this does nothing.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return _nothing
+        former = signal.getsignal(signal.SIGINT)
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            if self.held:
+                self._signal = (number, frame)
+                self._wake()
+            elif callable(former):
+                former(number, frame)
+
+        def undo() -> None:
+            if signal.getsignal(signal.SIGINT) is handle:
+                signal.signal(signal.SIGINT, former)
+
+        self._former: Any = former
+        signal.signal(signal.SIGINT, handle)
+        return undo
+
+    def _handle_signal(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        held_back, self._signal = self._signal, None
+        if held_back is not None and callable(self._former):
+            self._former(*held_back)
+
+
+def _nothing() -> None:
+    """There is nothing to undo."""

@@ -1,0 +1,484 @@
+"""A node: one worker's engine and values in a process, among real peers.
+
+What its engine asks for is carried out here: messages go to peers (`jdag.rpc.company`),
+jobs are computed (`jdag.rpc.jobs`), programs run on threads (`jdag.rpc.programs`). All
+of it happens with the baton of the node's loop held (`jdag.rpc.loop`), by whichever
+thread has it: that of a program which tells something or waits, or the background's.
+
+Told by programs: through their `Port`. By peers: messages and functions. By its
+       session, from any thread: about peers (`jdag.rpc.company`); `drain`, `close`.
+
+Invariants: an engine's effects are carried out in their order and before the next
+event; after `close` nothing is told, sent or computed, and who waits is interrupted.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from jdag.compute.buffers import Buffers, delivered
+from jdag.compute.machine import Machine, failure_of
+from jdag.engine import Engine
+from jdag.engine.drawing import Drawing
+from jdag.engine.vocabulary import (
+    Alarm,
+    Arrived,
+    Awaited,
+    Compute,
+    Computed,
+    ContextId,
+    Differentiated,
+    Drop,
+    Event,
+    Failure,
+    Fetched,
+    Job,
+    Key,
+    Launched,
+    Left,
+    Lost,
+    Message,
+    Resume,
+    Returned,
+    Send,
+    Spawn,
+    landing,
+)
+from jdag.errors import JdagError, ProtocolError
+from jdag.functions import name_of
+from jdag.rpc.allowed import Allowed
+from jdag.rpc.company import Company
+from jdag.rpc.functions import Functions
+from jdag.rpc.jobs import Jobs
+from jdag.rpc.live import live
+from jdag.rpc.loop import Loop, clock_ns
+from jdag.rpc.peer import Peer
+from jdag.rpc.place import Place
+from jdag.rpc.port import Port
+from jdag.rpc.programs import Over, Programs
+from jdag.wire.messages import Codec
+
+RunProgram = Callable[[Port, Spawn], Returned]
+
+DRAIN_LOOK_S = 0.05
+DRAIN_S = 30.0
+VALUE_BYTES_MAX = 1 << 36
+CONGESTED_BYTES = 8 * 1024 * 1024  # A program waits while so much waits to leave.
+FLUSH_NS = 50_000  # What a program tells in a row leaves together, so often.
+ROUNDS_MAX = 64
+DRAWINGS = Allowed(("jdag.engine.drawing", "jdag.engine.names"))
+
+_WAITING = (Launched, Awaited, Fetched, Differentiated, Left)
+_log = logging.getLogger(__name__)
+
+
+class Node:
+    """One worker of a session, in this process.
+
+    Args:
+        place: where it stands in its session.
+        run_program: runs a program that the engine asked for; it says how it ended.
+        functions: turns names into functions, as far as they are allowed.
+        value_bytes_max: the largest value that it takes from a peer.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        *,
+        run_program: RunProgram,
+        functions: Functions,
+        value_bytes_max: int = VALUE_BYTES_MAX,
+    ) -> None:
+        self.worker = worker = place.worker
+        self.workers = place.workers
+        self.incarnation = incarnation = place.incarnations[worker]
+        self.trace = None
+        self._place = place
+        self._began_ns = clock_ns()
+        self._run_program = run_program
+        self._functions = functions
+        self._engine: Any = Engine(worker, self.workers, incarnation)
+        self._machine = Machine("real")
+        self._loop = Loop(self._flush)
+        self._codec = Codec(self.workers)
+        self._buffers = Buffers()
+        self.company = Company(
+            place,
+            self,
+            loop=self._loop,
+            codec=self._codec,
+            buffers=self._buffers,
+            value_bytes_max=value_bytes_max,
+        )
+        # What a session tells a node of peers is for its company.
+        self.joined, self.lost = self.company.joined, self.company.lost
+        self.received, self.adopt = self.company.received, self.company.adopt
+        self._jobs = Jobs(worker, self._machine, self._loop, self._computed)
+        self.port = Port(self)
+        self._programs = Programs(self.port if worker == place.main else None)
+        self._counted: Mapping[str, Mapping[str, Any]] | None = None
+        self._broken: BaseException | None = None
+        self._closed = False
+        self._flushed_ns = 0
+        self._background: threading.Thread | None = None
+
+    def __repr__(self) -> str:
+        return f"Node({self.worker!r}, incarnation {self.incarnation})"
+
+    # ------------------------------------------------------------------ what users see
+
+    @property
+    def current(self) -> Port:
+        """The port of the program that runs on this thread.
+
+        Raises:
+            JdagError: none does.
+        """
+        port = self._programs.current
+        if port is None:
+            self._refuse_thread()
+        assert port is not None
+        return port
+
+    def _refuse_thread(self) -> None:
+        if self._jobs.computing == threading.get_ident():
+            raise JdagError(
+                "what a worker computes, such as a hook, cannot use the cluster or "
+                "fetch from it; only programs can"
+            )
+        raise JdagError(
+            f"thread {threading.current_thread().name!r} uses a cluster that another "
+            "thread made: a cluster is for the thread that makes it; cluster.run runs "
+            "programs at the same time"
+        )
+
+    @property
+    def now_ns(self) -> int:
+        """The time since the node was made, on this host's clock."""
+        return clock_ns() - self._began_ns
+
+    def info(self) -> Mapping[str, Mapping[str, Any]]:
+        """For each worker, what it holds and what it has sent and computed so far."""
+        if self._counted is not None:
+            return self._counted
+        mine = {self.worker: self._own_info()}
+        others = self.company.ask_all({"what": "info"})
+        none = {**{key: 0 for key in mine[self.worker]}, "lost": True}
+        return {
+            worker: mine.get(worker) or others.get(worker) or none
+            for worker in self.workers
+        }
+
+    def graph(self, context: ContextId) -> dict[str, Drawing]:
+        """The graph of a context as it is now: what each worker has of it."""
+        drawn: dict[str, Any] = {self.worker: self._engine.graph(context)}
+        for worker, data in self.company.ask_all(
+            {"what": "graph", "of": context}
+        ).items():
+            tree = self._codec.decode_data(bytes.fromhex(data))
+            drawn[worker] = live(tree, DRAWINGS)
+        return {w: drawn[w] for w in self.workers if drawn.get(w) is not None}
+
+    def settle(self) -> None:
+        """Wait until nothing goes on anywhere: all is sent, heard and computed."""
+        before: object = None
+        while True:
+            found = self.company.ask_all({"what": "quiet"})
+            found[self.worker] = self._quiet()
+            now = sorted(found.items())
+            sent = sum(each["sent"] for each in found.values())
+            got = sum(each["got"] for each in found.values())
+            idle = all(each["idle"] for each in found.values())
+            if idle and (sent == got or self.company.gone) and now == before:
+                return
+            before = now
+
+    # ------------------------------------------------------------------ for programs
+
+    def tell(self, event: Event) -> None:
+        """Have the engine handle an event of a program here; see `Port.tell`."""
+        loop = self._loop
+        self._check_open()
+        loop.acquire()
+        try:
+            self._check_open()
+            if isinstance(event, _WAITING):
+                self._programs.ask(event.waiter, type(event).__name__)
+            self._handle(event)
+            if self._jobs.due or clock_ns() - self._flushed_ns > FLUSH_NS:
+                self._flush()
+            else:
+                loop.dirty()
+        finally:
+            loop.release()
+        if self.company.waiting > CONGESTED_BYTES:
+            loop.drive(lambda: self._closed or self.company.waiting <= CONGESTED_BYTES)
+
+    def number(self) -> int:
+        """A number that no other waiter of the node has."""
+        return self._programs.number()
+
+    def wait(self, waiter: int) -> Any:
+        """Block until that waiter is resumed; return what it was given."""
+        programs = self._programs
+        try:
+            if not programs.has(waiter):
+                self._check_open()
+                self._loop.drive(lambda: programs.has(waiter) or self._closed)
+                if not programs.has(waiter):
+                    self._check_open()
+            return programs.take(waiter)
+        finally:
+            programs.forget(waiter)
+
+    def put(self, key: Key, value: Any) -> None:
+        """Hold a value."""
+        self._loop.acquire()
+        try:
+            self._machine.values.put(key, value)
+        finally:
+            self._loop.release()
+
+    def drop(self, keys: Sequence[Key]) -> None:
+        """Let go of values; a key that is not held is no error."""
+        self._loop.acquire()
+        try:
+            self._drop(keys)
+        finally:
+            self._loop.release()
+
+    def is_lost(self, worker: str) -> bool:
+        """Whether that worker is gone."""
+        return worker in self.company.gone
+
+    def _check_open(self) -> None:
+        if self._broken is not None:
+            raise JdagError(
+                f"worker {self.worker!r} broke down: {self._broken!r}"
+            ) from self._broken
+        if self._closed:
+            if self._programs.current not in (None, self.port):
+                raise Over
+            raise JdagError("this cluster is closed; make another one")
+        if self._jobs.computing == threading.get_ident():
+            self._refuse_thread()
+
+    # ------------------------------------------------------------------ what it asks
+
+    def _handle(self, event: Event) -> None:
+        """Let the engine handle an event; carry out what it asks for."""
+        for effect in self._engine.handle(event):
+            kind = effect.__class__
+            if kind is Send:
+                self._send(effect)
+            elif kind is Compute:
+                self._jobs.add(effect.job)
+            elif kind is Drop:
+                self._drop(effect.keys)
+            elif kind is Resume:
+                self._resume(effect)
+            elif kind is Alarm:
+                when_ns = clock_ns() + effect.after_ns
+                timer = self._loop.at(when_ns, partial(self._handle, effect.event))
+                self._programs.alarm(effect.waiter, timer)
+            else:
+                assert kind is Spawn, effect
+                self._spawn(effect)
+
+    def _send(self, send: Send) -> None:
+        peer = self.company.peers.get(send.to)
+        if peer is None or peer.lost:
+            return  # It is about to be told that this worker is gone.
+        message, values = send.message, ()
+        if send.values:
+            message, _, values = self._machine.load(message, send.values, self.worker)
+        if send.zeros:
+            peer.zero_bytes += sum([zero.nbytes for zero in send.zeros])
+        peer.send(message, values)
+
+    def _drop(self, keys: Sequence[Key]) -> None:
+        values = self._machine.values
+        for key in keys:
+            if key in values:
+                values.drop(key)
+
+    def _resume(self, resume: Resume) -> None:
+        waiter, result = resume.waiter, resume.result
+        programs = self._programs
+        programs.silence(waiter)
+        asked = programs.asked(waiter)
+        if asked is None:
+            return  # Who waited was interrupted, and is not there any more.
+        if asked == Fetched.__name__:  # Before another event can replace a leaf.
+            keys = [one for one in result if type(one) is Key]
+            found = self._machine.fetched(result, self.worker)
+            result = tuple([delivered(value) for value in found])
+            self._drop([key for key in keys if key.kind == "reading"])
+        programs.give(waiter, result)
+        self._loop.wake_waiting()
+
+    def _spawn(self, spawn: Spawn) -> None:
+        port = Port(self)
+        self._programs.start(port, partial(self._program, port, spawn))
+
+    def _program(self, port: Port, spawn: Spawn) -> None:
+        """What a program's thread runs."""
+        try:
+            returned = self._run_program(port, spawn)
+        except Over:
+            raise
+        except BaseException as error:  # A KeyboardInterrupt of its own, say.
+            name = name_of(spawn.function)
+            failure = failure_of(error, self.worker, spawn.path, name)
+            returned = Returned(spawn.context, spawn.path, None, failure)
+        self.tell(returned)
+
+    def _computed(self, job: Job, failure: Failure | None) -> None:
+        self._handle(Computed(job.id, failure))
+
+    def _flush(self) -> None:
+        """At the end of a turn: let messages leave, and compute what takes little."""
+        for _ in range(ROUNDS_MAX):
+            self.company.flush()
+            self._flushed_ns = clock_ns()
+            if not self._jobs.due:
+                return
+            self._jobs.run()
+        self._loop.soon(_nothing)
+
+    # ------------------------------------------------------------------ what peers say
+
+    def arrived(self, peer: Peer, message: Message, values: Sequence[Any]) -> None:
+        """A message came; see `jdag.rpc.company.Host`."""
+        try:
+            message = self._functions.bind(message, peer.name)
+            put = self._machine.values.put
+            for key, value in zip(landing(message), values, strict=True):
+                put(key, value)
+            self._handle(Arrived(peer.name, message))
+        except JdagError:
+            raise
+        except Exception as error:
+            _log.exception("%s from %s", type(message).__name__, peer)
+            raise ProtocolError(
+                f"a {type(message).__name__} that makes no sense: {error!r}"
+            ) from error
+
+    def defined(self, digest: bytes, data: bytes) -> None:
+        """A function came; see `jdag.rpc.company.Host`."""
+        raise ProtocolError(f"{len(data)} bytes of function {digest.hex()}: not known")
+
+    # ------------------------------------------------------------------ of peers
+
+    def left(self, worker: str, why: str) -> None:
+        """A peer is gone."""
+        del why
+        self._handle(Lost(worker))
+        if worker == self._place.main:
+            self._end_soon()
+
+    def answer(self, asked: Mapping[str, Any]) -> Any:
+        """Return what another node asks for."""
+        match asked:
+            case {"what": "info"}:
+                return self._own_info()
+            case {"what": "quiet"}:
+                return self._quiet()
+            case {"what": "graph", "of": [int(number), int(counter), int(incarnation)]}:
+                drawing = self._engine.graph(ContextId(number, counter, incarnation))
+                return self._codec.encode_data(drawing).hex()
+            case _:
+                raise ProtocolError(f"nobody asks {asked!r}")
+
+    def _quiet(self) -> dict[str, Any]:
+        peers = self.company.living
+        return {
+            "idle": self._jobs.idle and all(peer.outbox.empty for peer in peers),
+            "sent": sum(peer.outbox.messages_sent for peer in peers),
+            "got": sum(peer.inbox.messages for peer in peers),
+        }
+
+    def _own_info(self) -> dict[str, Any]:
+        values, engine = self._machine.values, self._engine
+        peers = self.company.peers.values()
+        return {
+            "live_contexts": 0 if engine is None else engine.live_contexts,
+            "live_passes": 0 if engine is None else engine.live_passes,
+            "values_held": values.held,
+            "bytes_held": values.bytes_held,
+            "bytes_peak": values.bytes_peak,
+            "messages_sent": sum(peer.outbox.messages_sent for peer in peers),
+            "payload_bytes_sent": sum(peer.outbox.payload_bytes for peer in peers),
+            "zero_bytes_saved": sum(peer.zero_bytes for peer in peers),
+            "bytes_sent": sum(peer.outbox.bytes_sent for peer in peers),
+            "frames_sent": sum(peer.outbox.frames_sent for peer in peers),
+            "resends": sum(peer.outbox.resends for peer in peers),
+            "duplicates": 0,
+            "busy_ns": self._jobs.busy_ns,
+            "lost": False,
+        }
+
+    # ------------------------------------------------------------------ the session's
+
+    def begin(self) -> None:
+        """Have a background thread drive whenever no program does."""
+        name = f"loop of {self.worker}"
+        run = partial(self.run, spin=False)
+        self._background = threading.Thread(target=run, name=name, daemon=True)
+        self._background.start()
+
+    def run(self, *, spin: bool = True) -> None:
+        """Drive whenever no program does, until the node is closed."""
+        try:
+            self._loop.background(spin=spin)
+        except BaseException as error:
+            self._broken = error
+            self._loop.wake_waiting()
+            raise
+
+    def drain(self) -> None:
+        """Finish what is under way, say goodbye, and let `run` return; any thread."""
+        due_ns = clock_ns() + round(DRAIN_S * 1e9)
+        while not self._closed and clock_ns() < due_ns:
+            if self._quiet()["idle"] and not self._programs.alive:
+                break
+            self.company.stopping.wait(DRAIN_LOOK_S)
+        self.close("it was told to stop")
+
+    def _end_soon(self) -> None:
+        """The session is over: let `run` return."""
+        self.company.stopping.set()
+        self._loop.stop()
+
+    def close(self, why: str = "it has left") -> None:
+        """Leave: say so to all peers, and let go of everything; twice is once."""
+        if self._closed:
+            return
+        if self.worker == self._place.main and self._broken is None:
+            self._counted = self.info()
+        self._end_soon()
+        self._loop.acquire()
+        try:
+            if self._closed:
+                return
+            self._closed = True
+            self.company.close(why)
+            self._jobs.close()
+            self._programs.clear()
+            self._engine = None
+            self._machine.clear()
+            self._buffers.clear()
+            self._loop.close()
+        finally:
+            self._loop.release()
+        background = self._background
+        if background not in (None, threading.current_thread()):
+            assert background is not None
+            background.join(timeout=5)
+
+
+def _nothing() -> None:
+    """It is enough that the loop does not block."""

@@ -1,0 +1,73 @@
+"""What one program has of its node: the engine's ear, values, and waiting."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from jdag.engine.vocabulary import Event, Key
+
+
+class Host(Protocol):
+    """The node of a program."""
+
+    @property
+    def worker(self) -> str:
+        """Its name."""
+
+    def tell(self, event: Event) -> None:
+        """Have the engine handle an event."""
+
+    def number(self) -> int:
+        """Return a number to wait for."""
+
+    def wait(self, waiter: int) -> Any:
+        """Block until that waiter is resumed; return what it was given."""
+
+    def put(self, key: Key, value: Any) -> None:
+        """Hold a value."""
+
+    def drop(self, keys: Sequence[Key]) -> None:
+        """Let go of values."""
+
+    def is_lost(self, worker: str) -> bool:
+        """Whether that worker is gone."""
+
+
+class Port:
+    """A program's way to its driver; see `jdag.home.Port`."""
+
+    __slots__ = ("_host", "worker")
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self.worker = host.worker
+
+    def tell(self, event: Event) -> None:
+        """Have the engine handle an event, and its effects carried out.
+
+        Blocks only while more waits to leave than may.
+
+        Raises:
+            JdagError: the engine refuses the event, or the cluster is closed, or a
+                function cannot travel to where it is to run.
+        """
+        self._host.tell(event)
+
+    def waiter(self) -> int:
+        """A number that no other waiter of the node has."""
+        return self._host.number()
+
+    def wait(self, waiter: int) -> Any:
+        """Block this program until its engine resumes `waiter`; return the result."""
+        return self._host.wait(waiter)
+
+    def put(self, key: Key, value: Any) -> None:
+        """Hold a value on this worker."""
+        self._host.put(key, value)
+
+    def drop(self, keys: Sequence[Key]) -> None:
+        """Let go of values; a key that is not held is no error."""
+        self._host.drop(keys)
+
+    def lost(self, worker: str) -> bool:
+        """Whether this worker was told that one to be gone."""
+        return self._host.is_lost(worker)

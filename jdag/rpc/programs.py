@@ -1,0 +1,114 @@
+"""How programs run on a node: each on a thread of its own, and what they wait for.
+
+Told:  `ask` and `give` for what is waited for; `start` for a program.
+Gives: `current`, the port of the program that the thread that asks runs.
+
+A thread cannot be ended from outside: when its session is over, the next thing that a
+program asks of its node raises `Over`, which is no Exception, so that programs do not
+take it for an error of theirs.
+"""
+
+import threading
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+from jdag.rpc.loop import Timer
+from jdag.rpc.port import Port
+
+
+class Over(BaseException):
+    """The session of the program that asked this is over."""
+
+
+class Programs:
+    """The programs of one node, and what they wait for. `main` is that of the user."""
+
+    def __init__(self, main: Port | None) -> None:
+        self._main = main
+        self._main_thread = threading.get_ident()
+        self._local = threading.local()
+        self._numbers = count(1)
+        self._asked: dict[int, str] = {}
+        self._given: dict[int, Any] = {}
+        self._alarms: dict[int, Timer] = {}
+        self._running = 0
+
+    @property
+    def current(self) -> Port | None:
+        """The port of the program that runs on this thread, None where none does."""
+        port: Port | None = getattr(self._local, "port", None)
+        if port is None and threading.get_ident() == self._main_thread:
+            return self._main
+        return port
+
+    @property
+    def alive(self) -> int:
+        """How many programs run here, the user's not counted."""
+        return self._running
+
+    def start(self, port: Port, body: Callable[[], None]) -> None:
+        """Run `body` as the program of `port`."""
+
+        def run() -> None:
+            self._local.port = port
+            try:
+                body()
+            except Over:
+                return  # Nobody is left who would have to be told.
+            finally:
+                self._running -= 1
+
+        self._running += 1
+        name = f"program on {port.worker}"
+        threading.Thread(target=run, name=name, daemon=True).start()
+
+    # ------------------------------------------------------------------ waiting
+
+    def number(self) -> int:
+        """A number that no other waiter of the node has."""
+        return next(self._numbers)
+
+    def ask(self, waiter: int, what: str) -> None:
+        """A program will wait for this; `what` is the event that it told."""
+        self._asked[waiter] = what
+
+    def asked(self, waiter: int) -> str | None:
+        """What a waiter asked for; None if nobody is there any more."""
+        return self._asked.get(waiter)
+
+    def alarm(self, waiter: int, timer: Timer) -> None:
+        """This goes off unless the waiter is given something first."""
+        self._alarms[waiter] = timer
+
+    def give(self, waiter: int, result: Any) -> None:
+        """What the waiter waits for is here."""
+        self.silence(waiter)
+        self._given[waiter] = result
+
+    def has(self, waiter: int) -> bool:
+        """Whether a waiter was given something."""
+        return waiter in self._given
+
+    def take(self, waiter: int) -> Any:
+        """What the waiter was given."""
+        return self._given[waiter]
+
+    def silence(self, waiter: int) -> None:
+        """What goes off if the waiter is given nothing is not wanted any more."""
+        timer = self._alarms.pop(waiter, None)
+        if timer is not None:
+            timer.cancel()
+
+    def forget(self, waiter: int) -> None:
+        """Who waited has the result, or was interrupted."""
+        self.silence(waiter)
+        self._asked.pop(waiter, None)
+        self._given.pop(waiter, None)
+
+    def clear(self) -> None:
+        """Forget all."""
+        for waiter in tuple(self._alarms):
+            self.silence(waiter)
+        self._asked.clear()
+        self._given.clear()

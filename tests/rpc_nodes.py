@@ -1,0 +1,86 @@
+"""Nodes in one process, joined by socket pairs: the real driver without processes."""
+
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import combinations
+from typing import Any
+
+from jdag.cluster import Cluster
+from jdag.context import run_program
+from jdag.home import Home
+from jdag.rpc.functions import Functions
+from jdag.rpc.node import Node
+from jdag.rpc.place import Place
+from jdag.rpc.streams import SocketStream
+
+
+def place_of(
+    worker: str, workers: Sequence[str], allow: Sequence[str], deadline_s: float = 10.0
+) -> Place:
+    return Place(
+        worker=worker,
+        workers=tuple(workers),
+        main=workers[0],
+        incarnations=dict.fromkeys(workers, 0),
+        allowed=dict.fromkeys(workers, tuple(allow)),
+        deadline_s=deadline_s,
+        dial=_undialled,
+        gone=lambda peer, why: None,
+    )
+
+
+def _undialled(peer: str, received: int) -> tuple[Any, int]:
+    raise OSError(f"nobody dials {peer} here")
+
+
+def made(
+    worker: str, workers: Sequence[str], allow: Sequence[str] = ()
+) -> tuple[Home, Node]:
+    home = Home(workers, abstract=False)
+    node = Node(
+        place_of(worker, workers, allow),
+        run_program=partial(run_program, home),
+        functions=Functions(allow),
+    )
+    home.driver = node
+    return home, node
+
+
+def connect(one: Node, other: Node) -> None:
+    """Join two nodes by a pair of sockets, from where their links stand."""
+    ends = socket.socketpair()
+    told = [one.received(other.worker), other.received(one.worker)]
+    for node, peer, end, received in (
+        (one, other, ends[0], told[1]),
+        (other, one, ends[1], told[0]),
+    ):
+        stream = SocketStream(end, peer.worker)
+        node.adopt(peer.worker, peer.incarnation, stream, received)
+
+
+@contextmanager
+def cluster(
+    workers: Sequence[str] = ("a", "b", "c"), allow: Sequence[str] = ("tests",)
+) -> Iterator[Any]:
+    """A cluster whose workers are nodes of this process; the first is main."""
+    homes = {worker: made(worker, workers, allow) for worker in workers}
+    nodes = {worker: node for worker, (_, node) in homes.items()}
+    for node in nodes.values():
+        for other in nodes.values():
+            if other is not node:
+                node.joined(other.worker, other.incarnation)
+    for one, other in combinations(nodes.values(), 2):
+        connect(one, other)
+    for node in nodes.values():
+        node.begin()
+    home, main = homes[workers[0]]
+    opened = Cluster(home, main.port)
+    opened.nodes = nodes  # type: ignore[attr-defined]
+    try:
+        with opened:
+            yield opened
+    finally:
+        for node in nodes.values():
+            node.close()

@@ -1,0 +1,197 @@
+"""The loop: turns, timers, the baton, and signals that wait for it."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+
+from jdag.rpc.loop import Loop, clock_ns
+
+PATIENCE_S = 20.0
+
+
+@contextmanager
+def loop_of(flush: Any = lambda: None) -> Iterator[Loop]:
+    loop = Loop(flush)
+    try:
+        yield loop
+    finally:
+        loop.acquire()
+        loop.close()
+        loop.release()
+
+
+@contextmanager
+def in_background(loop: Loop) -> Iterator[threading.Thread]:
+    thread = threading.Thread(target=lambda: loop.background(spin=False), daemon=True)
+    thread.start()
+    try:
+        yield thread
+    finally:
+        loop.stop()
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+
+
+def test_what_was_posted_runs_once_and_in_order_before_the_turn_is_flushed() -> None:
+    said: list[Any] = []
+    with loop_of(lambda: said.append("flush")) as loop:
+        for number in range(4):
+            loop.post(partial(said.append, number))
+        loop.drive(lambda: "flush" in said)
+    assert said == [0, 1, 2, 3, "flush"]
+
+
+def test_timers_run_in_the_order_of_their_times_and_not_if_they_were_cancelled() -> (
+    None
+):
+    said: list[int] = []
+    with loop_of() as loop:
+        now_ns = clock_ns()
+        timers = [
+            loop.at(now_ns + after_ns, partial(said.append, after_ns))
+            for after_ns in (3_000_000, 1_000_000, 2_000_000, 1_500_000)
+        ]
+        timers[3].cancel()
+        loop.drive(lambda: len(said) == 3)
+    assert said == [1_000_000, 2_000_000, 3_000_000]
+
+
+def test_a_file_is_watched_until_it_is_not() -> None:
+    ours, theirs = os.pipe()
+    came: list[bytes] = []
+    with loop_of() as loop:
+        loop.register(ours, lambda mask: came.append(os.read(ours, 10)))
+        os.write(theirs, b"one")
+        loop.drive(lambda: came == [b"one"])
+        loop.unregister(ours)
+        os.write(theirs, b"two")
+        turned: list[None] = []
+        loop.post(lambda: turned.append(None))
+        loop.drive(lambda: bool(turned))
+    assert came == [b"one"]
+    assert os.read(ours, 10) == b"two"
+    os.close(ours)
+    os.close(theirs)
+
+
+def test_the_background_drives_when_nobody_else_does() -> None:
+    done = threading.Event()
+    with loop_of() as loop, in_background(loop):
+        loop.post(done.set)
+        assert done.wait(PATIENCE_S)
+
+
+def test_who_wants_the_baton_gets_it_from_a_background_that_blocks() -> None:
+    with loop_of() as loop, in_background(loop):
+        for _ in range(50):
+            loop.acquire()
+            assert loop.held
+            loop.release()
+            assert not loop.held
+
+
+def test_what_was_told_and_not_waited_for_is_flushed_all_the_same() -> None:
+    flushed = threading.Event()
+    with loop_of(flushed.set) as loop, in_background(loop):
+        loop.acquire()
+        flushed.clear()
+        loop.dirty()
+        loop.release()
+        assert flushed.wait(PATIENCE_S)
+
+
+def test_several_threads_wait_at_once_and_each_goes_on_when_its_own_is_there() -> None:
+    given: dict[int, bool] = {}
+    gone: list[int] = []
+    with loop_of() as loop, in_background(loop):
+
+        def wait(number: int) -> None:
+            loop.drive(lambda: number in given)
+            gone.append(number)
+
+        threads = [
+            threading.Thread(target=wait, args=(number,), daemon=True)
+            for number in range(5)
+        ]
+        for thread in threads:
+            thread.start()
+        for number in (3, 0, 4, 1, 2):
+
+            def give(number: int = number) -> None:
+                given[number] = True
+                loop.wake_waiting()
+
+            loop.post(give)
+            threads[number].join(PATIENCE_S)
+            assert not threads[number].is_alive()
+    assert gone == [3, 0, 4, 1, 2]
+
+
+def test_no_two_threads_have_the_baton_at_the_same_time() -> None:
+    inside: list[int] = []
+    clashes: list[int] = []
+    with loop_of() as loop, in_background(loop):
+
+        def work(number: int) -> None:
+            for _ in range(200):
+                loop.acquire()
+                inside.append(number)
+                if len(inside) > 1:
+                    clashes.append(number)
+                inside.remove(number)
+                loop.release()
+
+        threads = [threading.Thread(target=work, args=(one,)) for one in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+    assert not clashes
+
+
+def test_a_signal_waits_until_the_baton_is_given_back() -> None:
+    with loop_of() as loop:
+        undo = loop.guard_signals()
+        try:
+            loop.acquire()
+            os.kill(os.getpid(), signal.SIGINT)
+            reached = True
+            with pytest.raises(KeyboardInterrupt):
+                loop.release()
+        finally:
+            undo()
+    assert reached
+
+
+def test_a_signal_interrupts_who_waits() -> None:
+    with loop_of() as loop:
+        undo = loop.guard_signals()
+        try:
+            timer = threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGINT))
+            timer.start()
+            with pytest.raises(KeyboardInterrupt):
+                loop.drive(lambda: False)
+        finally:
+            undo()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_who_waits_in_a_loop_that_is_closed_goes_on() -> None:
+    loop = Loop(lambda: None)
+    ended = threading.Event()
+
+    def wait() -> None:
+        loop.drive(lambda: False)
+        ended.set()
+
+    threading.Thread(target=wait, daemon=True).start()
+    loop.acquire()
+    loop.close()
+    loop.release()
+    assert ended.wait(PATIENCE_S)

@@ -1,0 +1,157 @@
+"""Nodes in one process, over socket pairs: the driver without processes."""
+
+import socket
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdag
+from jdag.errors import JdagError, RemoteError, WorkerLost
+from jdag.rpc.streams import SocketStream
+from tests.rpc_nodes import cluster, connect
+
+W = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
+X = jnp.linspace(0.0, 2.0, 8).reshape(2, 4)
+
+
+def hidden(w: Any, x: Any) -> Any:
+    return jnp.tanh(x @ w)
+
+
+def total(*parts: Any) -> Any:
+    return sum(jnp.sum(part * part) for part in parts)
+
+
+def loss(w: Any) -> Any:
+    return total(*[hidden(w * k, X) for k in (1.0, 2.0, 3.0)])
+
+
+def fails(x: Any) -> Any:
+    raise ValueError(f"no {x.shape}")
+
+
+def scaled(w: Any, k: float) -> Any:
+    return w * k
+
+
+@jdag.program
+def three_hops(ctx: Any, w: Any) -> Any:
+    parts = [ctx.call("c", scaled, w, k) for k in (1.0, 2.0, 3.0)]
+    return [ctx.call("b", hidden, part, X) for part in parts]
+
+
+def gradient(c: Any) -> Any:
+    w = c.put("b", W)
+    with c.context() as ctx:
+        out = ctx.call("a", total, *ctx.call("b", three_hops, w))
+        ctx.backward(out)
+        found = ctx.gradient(w).fetch()
+    c.drop(w)
+    return found
+
+
+def simulated() -> Any:
+    with jdag.simulate(["a", "b", "c"], seed=0) as c:
+        return gradient(c)
+
+
+def test_gradients_are_those_of_jax_and_have_the_bits_of_the_simulated_run() -> None:
+    with cluster() as c:
+        found = gradient(c)
+    np.testing.assert_allclose(found, jax.grad(loss)(W), rtol=1e-5)
+    assert np.asarray(found).tobytes() == np.asarray(simulated()).tobytes()
+
+
+def test_streams_that_break_in_the_middle_change_no_bit() -> None:
+    wanted = np.asarray(simulated()).tobytes()
+    with cluster() as c:
+        stop = threading.Event()
+
+        def cut() -> None:
+            while not stop.wait(0.02):
+                connect(c.nodes["a"], c.nodes["b"])
+                connect(c.nodes["b"], c.nodes["c"])
+
+        cutting = threading.Thread(target=cut)
+        cutting.start()
+        try:
+            for _ in range(10):
+                assert np.asarray(gradient(c)).tobytes() == wanted
+        finally:
+            stop.set()
+            cutting.join()
+        c.driver.settle()
+        for worker, held in c.info().items():
+            assert (held["live_contexts"], held["live_passes"]) == (0, 0), worker
+            assert held["values_held"] == 0, worker
+
+
+def test_large_values_go_there_and_back_with_their_bits() -> None:
+    large = jnp.arange(3_000_000.0)
+    with cluster() as c, c.context() as ctx:
+        there = ctx.move("c", ctx.move("b", large))
+        assert np.array_equal(there.fetch(), large)
+
+
+def test_what_fails_on_a_worker_fails_here_with_its_text() -> None:
+    with (
+        cluster() as c,
+        c.context() as ctx,
+        pytest.raises(RemoteError, match="no \\(2, 4\\)"),
+    ):
+        ctx.call("b", fails, X)
+
+
+def test_a_lost_peer_is_named_and_the_others_go_on() -> None:
+    with cluster() as c:
+        w = c.put("b", W)
+        c.nodes["c"].close()
+        with pytest.raises(WorkerLost, match="'c'"), c.context() as ctx:
+            ctx.call("c", hidden, w, X).fetch()
+        with c.context() as ctx:
+            out = ctx.call("a", total, ctx.call("b", hidden, w, X))
+            ctx.backward(out)
+            assert ctx.gradient(w).fetch().shape == W.shape
+
+
+def test_a_peer_that_sends_garbage_is_lost_and_hurts_nobody_else() -> None:
+    with cluster() as c:
+        ours, theirs = socket.socketpair()
+        node = c.nodes["b"]
+        node.adopt("c", 0, SocketStream(ours, "c"), node.received("c"))
+        theirs.sendall(b"garbage, and more than a header of it")
+        w = c.put("b", W)
+        with c.context() as ctx:
+            out = ctx.call("a", total, ctx.call("b", hidden, w, X))
+            ctx.backward(out)
+        theirs.close()
+        with pytest.raises(WorkerLost, match="'c'"), c.context() as ctx:
+            ctx.call("c", hidden, w, X).fetch()
+
+
+def test_another_thread_may_not_use_the_cluster() -> None:
+    said: list[str] = []
+
+    def use(c: Any) -> None:
+        try:
+            c.put("b", W)
+        except JdagError as error:
+            said.append(str(error))
+
+    with cluster() as c:
+        thread = threading.Thread(target=use, args=(c,))
+        thread.start()
+        thread.join()
+    assert "another thread" in said[0]
+
+
+def test_a_closed_cluster_says_so_and_what_it_held_stays_known() -> None:
+    with cluster() as c:
+        gradient(c)
+    assert c.info()["b"]["messages_sent"] > 0
+    with pytest.raises(JdagError, match="closed"):
+        c.put("b", W)

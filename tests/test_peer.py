@@ -1,0 +1,284 @@
+"""Two ends of a pair: what is said arrives once and in order, though streams break."""
+
+import random
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdag.compute.buffers import Buffers
+from jdag.engine.vocabulary import (
+    Acknowledge,
+    ContextId,
+    Message,
+    Primal,
+    Read,
+    landing,
+)
+from jdag.rpc import outbox
+from jdag.rpc.loop import Loop, clock_ns
+from jdag.rpc.peer import Peer
+from jdag.rpc.streams import SocketStream
+from jdag.wire.messages import Codec
+
+PATIENCE_NS = 20_000_000_000
+ONE = ContextId(0, 1, 0)
+
+
+class Side:
+    """One end, and what its owner was told."""
+
+    def __init__(self, loop: Loop, name: str, other: str, deadline_s: float) -> None:
+        self.loop = loop
+        self.messages: list[tuple[Message, list[Any]]] = []
+        self.asides: list[Any] = []
+        self.functions: list[tuple[bytes, bytes]] = []
+        self.breaks: list[str] = []
+        self.ends: list[str] = []
+        self.socket: socket.socket | None = None
+        self.peer = Peer(
+            other,
+            0,
+            loop=loop,
+            codec=Codec(("a", "b")),
+            owner=self,
+            buffers=Buffers(),
+            deadline_ns=round(deadline_s * 1e9),
+            value_bytes_max=1 << 30,
+        )
+        self.name = name
+
+    def arrived(self, peer: Peer, message: Message, values: Sequence[Any]) -> None:
+        assert peer is self.peer
+        assert len(values) == len(landing(message))
+        self.messages.append((message, list(values)))
+
+    def defined(self, peer: Peer, digest: bytes, data: bytes) -> None:
+        self.functions.append((digest, data))
+
+    def told(self, peer: Peer, what: dict[str, Any]) -> None:
+        self.asides.append(what)
+
+    def speaks(self, peer: Peer) -> None:
+        assert peer.flushing
+
+    def broken(self, peer: Peer, why: str) -> None:
+        self.breaks.append(why)
+
+    def silent(self, peer: Peer, why: str) -> None:
+        self.ends.append(why)
+        peer.lose()
+
+
+class Sides:
+    """Both ends, on one loop."""
+
+    def __init__(self, deadline_s: float = 60.0) -> None:
+        self.loop = Loop(self.flush)
+        self.a = Side(self.loop, "a", "b", deadline_s)
+        self.b = Side(self.loop, "b", "a", deadline_s)
+
+    def flush(self) -> None:
+        self.a.peer.flush()
+        self.b.peer.flush()
+
+    def connect(self) -> None:
+        for side in (self.a, self.b):
+            side.peer.drop_stream()
+        received = self.a.peer.link.received, self.b.peer.link.received
+        for side, end, got in zip(
+            (self.a, self.b), socket.socketpair(), reversed(received), strict=True
+        ):
+            side.socket = end
+            side.peer.adopt(SocketStream(end, side.peer.name), got)
+
+    def run(self, done: Any) -> None:
+        """Drive until `done()`, for so long at most."""
+        due_ns = clock_ns() + PATIENCE_NS
+        self.loop.drive(lambda: done() or clock_ns() > due_ns)
+        assert done(), (self.a.ends, self.b.ends, len(self.b.messages))
+
+    def turn(self) -> None:
+        """Let whatever is ready happen."""
+        left = [True]
+        self.loop.post(left.clear)
+        self.loop.drive(lambda: not left)
+
+    def close(self) -> None:
+        self.loop.acquire()
+        self.a.peer.lose()
+        self.b.peer.lose()
+        self.loop.close()
+        self.loop.release()
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Sides]]:
+    made: list[Sides] = []
+
+    def make_one(**options: Any) -> Sides:
+        made.append(Sides(**options))
+        return made[-1]
+
+    yield make_one
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def sides(make: Callable[..., Sides]) -> Sides:
+    made = make()
+    made.connect()
+    return made
+
+
+def primal(number: int, context: ContextId = ONE, slots: int = 1) -> Primal:
+    return Primal(context, (number,), "a", (None,) * slots)
+
+
+def random_values(rng: random.Random, slots: int) -> list[Any]:
+    sizes = [rng.choice((0, 1, 7, 1_000, 20_000, 200_000)) for _ in range(slots)]
+    seeds = np.random.default_rng(rng.getrandbits(32))
+    return [jnp.asarray(seeds.standard_normal(size, np.float32)) for size in sizes]
+
+
+def assert_same(came: Sequence[Any], sent: Sequence[Any]) -> None:
+    assert len(came) == len(sent)
+    for one, other in zip(came, sent, strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+def test_messages_with_values_of_all_sizes_arrive_in_order_with_their_bits(
+    sides: Sides,
+) -> None:
+    rng = random.Random(3)
+    sent = []
+    for number in range(1, 40):
+        slots = rng.randrange(4)
+        sent.append((primal(number, slots=slots), random_values(rng, slots)))
+        sides.a.peer.send(*sent[-1])
+    sides.run(lambda: len(sides.b.messages) == len(sent))
+    for (message, values), (came, landed) in zip(sent, sides.b.messages, strict=True):
+        assert came == message
+        assert_same(landed, values)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_connections_that_break_anywhere_lose_nothing_and_repeat_nothing(
+    seed: int, sides: Sides
+) -> None:
+    rng = random.Random(seed)
+    sent: dict[str, list[Any]] = {"a": [], "b": []}
+    number = 0
+    for _ in range(60):
+        for side in (sides.a, sides.b):
+            if rng.random() < 0.7:
+                number += 1
+                slots = rng.randrange(3)
+                message = (primal(number, slots=slots), random_values(rng, slots))
+                sent[side.name].append(message)
+                side.peer.send(*message)
+        if rng.random() < 0.3:
+            side = rng.choice((sides.a, sides.b))
+            assert side.socket is not None
+            turns = rng.randrange(6)
+            for _ in range(turns):
+                sides.turn()
+            side.socket.shutdown(socket.SHUT_RDWR)
+            sides.run(lambda: bool(sides.a.breaks and sides.b.breaks))
+            sides.a.breaks.clear()
+            sides.b.breaks.clear()
+            sides.connect()
+    wanted = (len(sent["a"]), len(sent["b"]))
+    sides.run(lambda: (len(sides.b.messages), len(sides.a.messages)) == wanted)
+    for name, side in (("a", sides.b), ("b", sides.a)):
+        assert [message for message, _ in side.messages] == [m for m, _ in sent[name]]
+        for (_, values), (_, landed) in zip(sent[name], side.messages, strict=True):
+            assert_same(landed, values)
+    assert not sides.a.ends and not sides.b.ends
+
+
+def test_no_more_bulk_is_unacknowledged_than_the_window_and_a_chunk(
+    sides: Sides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = 0
+    fill = outbox.Outbox.fill
+
+    def watched(self: Any) -> bool:
+        nonlocal most
+        found = fill(self)
+        most = max(most, self._chunk_bytes)
+        return found
+
+    monkeypatch.setattr(outbox.Outbox, "fill", watched)
+    values = [jnp.arange(4_000_000.0) + place for place in range(3)]
+    sides.a.peer.send(primal(1, slots=3), values)
+    sides.run(lambda: len(sides.b.messages) == 1)
+    assert 0 < most <= outbox.WINDOW_BYTES + outbox.CHUNK_BYTES + 16
+    assert_same(sides.b.messages[0][1], values)
+
+
+def test_functions_and_asides_arrive_between_messages(sides: Sides) -> None:
+    digest, data = bytes(range(32)), b"x" * 300_000
+    sides.a.peer.define(digest, data)
+    sides.a.peer.define(digest, data)
+    sides.a.peer.send(Acknowledge(None, (1,)), [])
+    sides.a.peer.aside({"ask": 1, "what": "info"})
+    sides.run(lambda: bool(sides.b.asides))
+    assert sides.b.functions == [(digest, data)]
+    assert sides.b.messages == [(Acknowledge(None, (1,)), [])]
+    assert sides.b.asides == [{"ask": 1, "what": "info"}]
+
+
+def test_what_is_acknowledged_is_let_go_of(sides: Sides) -> None:
+    for number in range(1, 20):
+        sides.a.peer.send(primal(number), [jnp.arange(100_000.0)])
+    sides.run(lambda: len(sides.b.messages) == 19)
+    sides.run(lambda: sides.a.peer.link.quiet and sides.b.peer.link.quiet)
+    assert sides.a.peer.outbox.empty
+
+
+def test_a_peer_that_is_asked_gives_a_sign_of_life_and_one_that_does_not_is_lost(
+    make: Callable[..., Sides],
+) -> None:
+    sides = make(deadline_s=0.4)
+    sides.connect()
+    due_ns = clock_ns() + 1_200_000_000
+    sides.loop.drive(lambda: clock_ns() > due_ns)
+    assert not sides.a.ends and not sides.b.ends
+    assert sides.b.socket is not None
+    sides.loop.unregister(sides.b.socket.fileno())  # As one that is stopped.
+    sides.loop.register(sides.b.socket.fileno(), lambda mask: None)
+    sides.run(lambda: bool(sides.a.ends))
+    assert sides.a.ends == ["it gave no sign of life for 0.4 s"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_bytes_that_are_no_frames_lose_the_peer_and_raise_nothing(
+    seed: int, make: Callable[..., Sides]
+) -> None:
+    rng = random.Random(seed)
+    sides = make()
+    ours, theirs = socket.socketpair()
+    sides.a.peer.adopt(SocketStream(ours, "b"), 0)
+    garbage = rng.randbytes(rng.randrange(24, 4_000))
+    theirs.sendall(garbage)
+    theirs.close()
+    sides.run(lambda: bool(sides.a.ends or sides.a.breaks))
+    assert not sides.a.messages
+
+
+def test_a_read_does_not_overtake_what_it_may_read(sides: Sides) -> None:
+    large = jnp.arange(8_000_000.0)
+    sides.a.peer.send(primal(1, ONE), [large])
+    key = landing(primal(1, ONE))[0]
+    sides.a.peer.send(Read(1, (key,)), [])
+    sides.run(lambda: len(sides.b.messages) == 2)
+    assert [message for message, _ in sides.b.messages] == [
+        primal(1, ONE),
+        Read(1, (key,)),
+    ]
