@@ -2,7 +2,8 @@
 
 import select
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from jdag.rpc.streams import SocketStream, Stream
@@ -35,6 +36,15 @@ def wait(stream: Stream, event: int) -> None:
     poller = select.poll()
     poller.register(stream.fileno(), select.POLLOUT if stream.wants_write() else event)
     assert stream.pending() or poller.poll(DEADLINE_MS), f"{stream.peer} hangs"
+
+
+def soon(holds: Callable[[], bool]) -> None:
+    """Wait until something holds that another thread brings about, not for ever."""
+    for _ in range(DEADLINE_MS):
+        if holds():
+            return
+        threading.Event().wait(0.001)
+    raise AssertionError(f"{holds} does not come to hold")
 
 
 def send_all(stream: Stream, data: bytes) -> None:

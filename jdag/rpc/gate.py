@@ -35,6 +35,7 @@ from jdag.rpc.addresses import (
     parse,
 )
 from jdag.rpc.streams import SocketStream, Stream, reason
+from jdag.rpc.tls import Tls
 
 VERSION = 1
 TOKEN_BYTES = 32
@@ -95,16 +96,21 @@ class Gate:
     not listened at: streams come from the control server by `enter`. `admit(token)`
     says whom a token lets in, or None; it compares in constant time and honours a token
     once. `take(admission, stream, received)` gets the stream and the peer's number.
-    Both are called on the gate's thread and do not block.
+    Both are called on the gate's thread and do not block. `tls` is for TCP; without it
+    only loopback is listened at.
 
     Raises JdagError if it cannot listen there.
     """
 
-    def __init__(self, address: str, *, admit: Admit, take: Take) -> None:
+    def __init__(
+        self, address: str, *, tls: Tls | None = None, admit: Admit, take: Take
+    ) -> None:
         where = parse(address)
         self._listener: socket.socket | None = None
+        self._tls = tls
         if where.kind != "grpc":
-            hold_to_loopback(where, "is listened at")
+            if tls is None:
+                hold_to_loopback(where, "is listened at")
             self._listener, where = listen(where)
         self.address = str(where)
         self._admit = admit
@@ -187,13 +193,18 @@ class Gate:
             return
         try:
             hold_to_own_user(connected)
-            peer = _name_of(connected)
-            stream = SocketStream(connected, peer)
+            stream = self._stream_of(connected)
         except OSError as error:
             _log.warning("%s refused a connection: %s", self.address, error)
             connected.close()
             return
         self._welcome(stream)
+
+    def _stream_of(self, connected: socket.socket) -> Stream:
+        plain = SocketStream(connected, _name_of(connected))
+        if self._tls is None or plain.local:
+            return plain
+        return self._tls.serve(plain)
 
     def _welcome(self, stream: Stream) -> None:
         if len(self._visitors) >= VISITORS_MAX:
@@ -288,25 +299,37 @@ def _name_of(connected: socket.socket) -> str:
 
 
 def dial(
-    address: str, token: bytes, received: int, *, timeout_s: float
+    address: str,
+    token: bytes,
+    received: int,
+    *,
+    tls: Tls | None = None,
+    name: str | None = None,
+    timeout_s: float,
 ) -> tuple[Stream, int]:
     """Connect to another node's gate; return the stream and up to what it received.
 
     `token` is what that node's control server gave for this (32 bytes, good once);
     `received` the highest number that this side's link has in order, 0 for a new link.
-    Blocks for `timeout_s` at most. Raises JdagError, which names the address and why.
+    With `tls`, what listens there shows a certificate for `name`, else for the
+    address's host. Blocks for `timeout_s` at most. Raises JdagError, which names the
+    address and why.
     """
     assert len(token) == TOKEN_BYTES, len(token)
     due_ns = time.monotonic_ns() + int(timeout_s * 1e9)
     where = parse(address)
-    hold_to_loopback(where, "is dialled")
+    if tls is None:
+        hold_to_loopback(where, "is dialled")
     try:
-        stream = _connected(where, timeout_s)
+        plain = _connected(where, timeout_s)
+        stream: Stream = plain
         try:
+            if tls is not None and not plain.local:
+                stream = _trusted(plain, tls, name or where.host, due_ns)
             hello = _HELLO.pack(_MAGIC, VERSION, token, received)
             return stream, _greet(stream, hello, due_ns)
         except BaseException:
-            stream.close()
+            plain.close()
             raise
     except TimeoutError as error:
         said = f"cannot reach {address}: no answer within {timeout_s:g} s"
@@ -315,7 +338,7 @@ def dial(
         raise JdagError(f"cannot reach {address}: {reason(error)}") from error
 
 
-def _connected(where: Address, timeout_s: float) -> Stream:
+def _connected(where: Address, timeout_s: float) -> SocketStream:
     connected = connect(where, timeout_s)
     try:
         hold_to_own_user(connected)
@@ -323,6 +346,18 @@ def _connected(where: Address, timeout_s: float) -> Stream:
     except OSError:
         connected.close()
         raise
+
+
+def _trusted(plain: SocketStream, tls: Tls, name: str, due_ns: int) -> Stream:
+    """Put TLS on a connection, once both ends have seen each other's certificates."""
+    stream = tls.dial(plain, name)
+    while True:
+        try:
+            stream.shake_hands()
+        except BlockingIOError:
+            _await(stream, select.POLLIN, due_ns)
+        else:
+            return stream
 
 
 def _greet(stream: Stream, hello: bytes, due_ns: int) -> int:

@@ -60,7 +60,10 @@ class Stream(Protocol):
         """Whether bytes are here that epoll does not see."""
 
     def wants_write(self) -> bool:
-        """Whether reading can go on only once there is room to write."""
+        """Whether bytes that were taken wait here for room to write.
+
+        Then watch for room, and call `recv_into` when there is some.
+        """
 
     def send_segment(self, views: Sequence[memoryview], descriptor: int) -> int:
         """Send, with a descriptor beside the first byte; only where `local`.

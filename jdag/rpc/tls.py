@@ -1,0 +1,283 @@
+"""Mutual TLS from three files, for both planes.
+
+Every node has a certificate and its key, and the certificates of those who issue them
+(`ca`). Each end shows its certificate, and each holds the other's against `ca`; who
+dials also holds it against the name that was dialled (a host, an address or a worker's
+name, which the certificate lists as alternative names). TLS 1.3 and nothing older.
+
+A TlsStream keeps TLS between two queues in memory and moves their bytes over a plain
+stream, so that no call blocks, none raises a signal, and bytes once taken are never
+asked for again. What ends a connection early cannot be told from its end: frames have
+lengths, and links count them.
+"""
+
+import ssl
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+
+from jdag.errors import JdagError
+from jdag.rpc.streams import SocketStream, ended, reason
+
+# What is encrypted before the socket is asked again, and the most that waits for it.
+_TAKEN_MAX = 1 << 18
+
+
+@dataclass(frozen=True)
+class Tls:
+    """What a node shows and whom it believes; see `load`."""
+
+    ca: bytes = field(repr=False)
+    certificate: bytes = field(repr=False)
+    key: bytes = field(repr=False)
+    serving: ssl.SSLContext
+    dialling: ssl.SSLContext
+
+    def serve(self, plain: SocketStream) -> "TlsStream":
+        """Make the stream of a connection that was accepted."""
+        return TlsStream(plain, self.serving, None)
+
+    def dial(self, plain: SocketStream, name: str) -> "TlsStream":
+        """Make the stream of a connection to a node that is to be `name`."""
+        return TlsStream(plain, self.dialling, name)
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """What a client of a control server needs."""
+        return grpc.ssl_channel_credentials(self.ca, self.key, self.certificate)
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """What a control server needs; it asks every client for a certificate."""
+        pair = (self.key, self.certificate)
+        return grpc.ssl_server_credentials([pair], self.ca, require_client_auth=True)
+
+
+def load(ca: Path, certificate: Path, key: Path) -> Tls:
+    """Read the files of a node, in PEM form, and try them on each other.
+
+    Raises JdagError with the file and what is wrong: missing, unreadable, not PEM,
+    a key of another certificate or with a passphrase, a certificate that has expired,
+    is not yet valid, was not issued by `ca`, or may not be used at both ends.
+    """
+    shown = _read("ca", ca), _read("certificate", certificate), _read("key", key)
+    serving = _context(ssl.PROTOCOL_TLS_SERVER, ca, certificate, key)
+    serving.num_tickets = 0  # Nobody resumes: the bytes would only be in the way.
+    dialling = _context(ssl.PROTOCOL_TLS_CLIENT, ca, certificate, key)
+    _try_on_itself(ca, certificate, key)
+    return Tls(*shown, serving, dialling)
+
+
+def _read(what: str, path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise JdagError(f"TLS {what} {path}: {reason(error)}") from error
+
+
+def _context(side: int, ca: Path, certificate: Path, key: Path) -> ssl.SSLContext:
+    context = ssl.SSLContext(side)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_mode = ssl.CERT_REQUIRED
+    try:
+        context.load_verify_locations(ca)
+    except ssl.SSLError as error:
+        raise JdagError(f"TLS ca {ca} has no certificate in PEM form") from error
+    try:
+        context.load_cert_chain(certificate, key, password=_Passphrase(key).refuse)
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            said = f"TLS key {key} is not the key of certificate {certificate}"
+            raise JdagError(said) from error
+        said = f"TLS certificate {certificate} or key {key} is not in PEM form"
+        raise JdagError(said) from error
+    return context
+
+
+@dataclass(frozen=True)
+class _Passphrase:
+    key: Path
+
+    def refuse(self) -> str:
+        raise JdagError(f"TLS key {self.key} has a passphrase; give one without")
+
+
+def _try_on_itself(ca: Path, certificate: Path, key: Path) -> None:
+    """Let a certificate convince its own node, in memory, at both ends."""
+    dialling = _context(ssl.PROTOCOL_TLS_CLIENT, ca, certificate, key)
+    dialling.check_hostname = False
+    serving = _context(ssl.PROTOCOL_TLS_SERVER, ca, certificate, key)
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = dialling.wrap_bio(back, there)
+    server = serving.wrap_bio(there, back, server_side=True)
+    try:
+        for end in (client, server, client, server):
+            _shake_hands(end)
+    except ssl.SSLCertVerificationError as error:
+        raise JdagError(
+            f"TLS certificate {certificate} is not one that others with ca {ca} would"
+            f" take: {error.verify_message}"
+        ) from error
+
+
+def _shake_hands(end: ssl.SSLObject) -> None:
+    try:
+        end.do_handshake()
+    except ssl.SSLWantReadError:
+        return  # The other end goes on.
+
+
+class TlsStream:
+    """A stream through TLS; `name` is whom it dials, None where it was dialled."""
+
+    def __init__(
+        self, plain: SocketStream, context: ssl.SSLContext, name: str | None
+    ) -> None:
+        self.peer = plain.peer
+        self.local = False
+        self._plain = plain
+        self._incoming = ssl.MemoryBIO()
+        self._outgoing = ssl.MemoryBIO()
+        self._tls = context.wrap_bio(
+            self._incoming,
+            self._outgoing,
+            server_side=name is None,
+            server_hostname=name,
+        )
+        self._room = memoryview(bytearray(_TAKEN_MAX))
+        self._unsent = memoryview(b"")
+        self._more = False
+
+    def fileno(self) -> int:
+        """See Stream."""
+        return self._plain.fileno()
+
+    def shake_hands(self) -> None:
+        """Go on until both ends trust each other.
+
+        Raises BlockingIOError while that waits for the other end, ConnectionError if it
+        comes to nothing. Who is dialled need not call it: reading does as much.
+        """
+        while True:
+            try:
+                self._tls.do_handshake()
+            except ssl.SSLWantReadError:
+                self._push()
+                try:
+                    self._fetch()
+                except ConnectionError as error:
+                    said = f"{error}, in the TLS handshake"
+                    raise ConnectionError(said) from error
+            except ssl.SSLError as error:
+                raise self._failed(error) from error
+            else:
+                self._push()
+                return
+
+    def recv_into(self, view: memoryview) -> int:
+        """See Stream."""
+        self._push()
+        came = 0
+        while came < len(view):
+            try:
+                rest = view[came:]
+                count: int = self._tls.read(len(rest), rest)  # type: ignore[assignment]
+            except ssl.SSLWantReadError:
+                self._push()
+                if came:
+                    break
+                self._more = False
+                self._fetch()
+            except ssl.SSLError as error:
+                if came:
+                    break
+                raise self._failed(error) from error
+            else:
+                if not count and not came:
+                    raise ended(self.peer)
+                came += count
+        self._more = came == len(view)
+        return came
+
+    def send(self, views: Sequence[memoryview]) -> int:
+        """See Stream."""
+        self._push()
+        if self.wants_write():
+            raise BlockingIOError
+        try:
+            count = self._tls.write(_front(views))
+        except ssl.SSLWantReadError:
+            raise BlockingIOError from None
+        except ssl.SSLError as error:
+            raise self._failed(error) from error
+        self._push()
+        return count
+
+    def pending(self) -> bool:
+        """See Stream."""
+        return self._more
+
+    def wants_write(self) -> bool:
+        """See Stream."""
+        return bool(self._unsent) or self._outgoing.pending > 0
+
+    def send_segment(self, views: Sequence[memoryview], descriptor: int) -> int:
+        """See Stream."""
+        return self._plain.send_segment(views, descriptor)
+
+    def take_segment(self) -> int:
+        """See Stream."""
+        return self._plain.take_segment()
+
+    def close(self) -> None:
+        """See Stream."""
+        self._plain.close()
+
+    def _fetch(self) -> None:
+        count = self._plain.recv_into(self._room)
+        self._incoming.write(self._room[:count])
+
+    def _push(self) -> None:
+        """Hand over what is encrypted, as much as the socket takes."""
+        while self.wants_write():
+            if not self._unsent:
+                self._unsent = memoryview(self._outgoing.read())
+            try:
+                self._unsent = self._unsent[self._plain.send([self._unsent]) :]
+            except BlockingIOError:
+                return
+
+    def _failed(self, error: ssl.SSLError) -> ConnectionError:
+        # TLS tells the other end why. If that is gone, what went wrong here says more.
+        with suppress(ConnectionError):
+            self._push()
+        if isinstance(error, ssl.SSLCertVerificationError):
+            why = error.verify_message
+        else:
+            why = _SAID.get(error.reason, str(error.reason).replace("_", " ").lower())
+        return ConnectionError(f"TLS with {self.peer} failed: {why}")
+
+
+# What OpenSSL says when the other end is set up otherwise.
+_SAID = {
+    "HTTP_REQUEST": "it does not speak TLS",
+    "WRONG_VERSION_NUMBER": "it does not speak TLS",
+    "PEER_DID_NOT_RETURN_A_CERTIFICATE": "it shows no certificate",
+    "TLSV13_ALERT_CERTIFICATE_REQUIRED": "it asks for a certificate",
+    "TLSV1_ALERT_DECRYPT_ERROR": "it does not trust who issued our certificate",
+    "TLSV1_ALERT_UNKNOWN_CA": "it does not trust who issued our certificate",
+}
+
+
+def _front(views: Sequence[memoryview]) -> bytes | memoryview:
+    """Join what one call takes; a large view is not copied."""
+    front, room = [], _TAKEN_MAX
+    for view in views:
+        if view.nbytes:
+            front.append(view[:room])
+            room -= front[-1].nbytes
+        if not room:
+            break
+    assert front, "a stream was asked to send nothing"
+    return front[0] if len(front) == 1 else b"".join(front)

@@ -1,0 +1,434 @@
+"""Who has a certificate of the cluster gets through, both ways; others hear why not."""
+
+import datetime
+import ipaddress
+import queue
+import random
+import select
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+from concurrent import futures
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import grpc
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from jdag.errors import JdagError
+from jdag.rpc.gate import Admission, Gate, dial
+from jdag.rpc.streams import SocketStream, Stream
+from jdag.rpc.tls import Tls, TlsStream, load
+from tests.stream_cases import receive, send_all, sockets, soon, wait
+
+TOKEN = bytes(range(32))
+DAY = datetime.timedelta(days=1)
+PRIVATE = (
+    serialization.Encoding.PEM,
+    serialization.PrivateFormat.PKCS8,
+)
+
+
+class Files(NamedTuple):
+    """The three files of a node."""
+
+    ca: Path
+    certificate: Path
+    key: Path
+
+
+class Issuer:
+    """A certificate authority in a folder."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder, self.name = folder, name
+        self.key = ec.generate_private_key(ec.SECP256R1())
+        self.certificate = (
+            self._builder(name, name, self.key, 0)
+            .add_extension(x509.BasicConstraints(True, None), True)
+            .sign(self.key, hashes.SHA256())
+        )
+        self.ca = folder / f"{name}.pem"
+        self.ca.write_bytes(self.certificate.public_bytes(serialization.Encoding.PEM))
+
+    def _builder(self, subject: str, issuer: str, key, starts: int, lasts: int = 9):
+        now = datetime.datetime.now(datetime.UTC)  # noqa: TID251
+        start = now + starts * DAY - DAY / 2
+        return (
+            x509.CertificateBuilder()
+            .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject)]))
+            .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer)]))
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(start)
+            .not_valid_after(start + lasts * DAY)
+        )
+
+    def issue(self, name: str, *, starts=0, lasts=9, usage=None, passphrase=None):
+        """Write a certificate for a worker, which may be reached at loopback too."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        names = [x509.DNSName(name), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+        builder = self._builder(name, self.name, key, starts, lasts).add_extension(
+            x509.SubjectAlternativeName(names), False
+        )
+        if usage is not None:
+            builder = builder.add_extension(x509.ExtendedKeyUsage([usage]), False)
+        files = Files(self.ca, self.folder / f"{name}.crt", self.folder / f"{name}.key")
+        certificate = builder.sign(self.key, hashes.SHA256())
+        pem = certificate.public_bytes(serialization.Encoding.PEM)
+        files.certificate.write_bytes(pem)
+        locked = (
+            serialization.BestAvailableEncryption(passphrase)
+            if passphrase
+            else serialization.NoEncryption()
+        )
+        files.key.write_bytes(key.private_bytes(*PRIVATE, locked))
+        return files
+
+
+@pytest.fixture(scope="module")
+def issuer(tmp_path_factory) -> Issuer:
+    return Issuer(tmp_path_factory.mktemp("certificates"), "ca")
+
+
+@pytest.fixture(scope="module")
+def ps0(issuer: Issuer) -> Tls:
+    return load(*issuer.issue("ps0"))
+
+
+@pytest.fixture(scope="module")
+def trainer(issuer: Issuer) -> Tls:
+    return load(*issuer.issue("trainer"))
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory) -> Tls:
+    """One of another cluster, whose issuer has the same name."""
+    return load(*Issuer(tmp_path_factory.mktemp("others"), "ca").issue("trainer"))
+
+
+@pytest.fixture
+def gate(ps0: Tls) -> Iterator[tuple[str, queue.Queue]]:
+    came: queue.Queue[tuple[Admission, Stream, int]] = queue.Queue()
+    tokens = {TOKEN: Admission("trainer", 0, 6)}
+    made = Gate(
+        "tcp:127.0.0.1:0", tls=ps0, admit=tokens.get, take=lambda *one: came.put(one)
+    )
+    yield made.address, came
+    made.close()
+    while not came.empty():
+        came.get()[1].close()
+
+
+def pair(ps0: Tls, trainer: Tls) -> tuple[TlsStream, TlsStream]:
+    """Two ends that have shaken hands."""
+    near, far = sockets("tcp")
+    dialler = trainer.dial(SocketStream(near, "ps0"), "ps0")
+    server = ps0.serve(SocketStream(far, "trainer"))
+    thread = threading.Thread(target=shake_hands, args=(server,))
+    thread.start()
+    shake_hands(dialler)
+    thread.join()
+    return dialler, server
+
+
+def shake_hands(stream: TlsStream) -> None:
+    while True:
+        try:
+            return stream.shake_hands()
+        except BlockingIOError:
+            wait(stream, select.POLLIN)
+
+
+def test_both_ends_talk_through_a_gate_with_certificates(gate, trainer: Tls):
+    address, came = gate
+    stream, received = dial(address, TOKEN, 8, tls=trainer, timeout_s=20)
+    admission, far, theirs = came.get(timeout=20)
+    assert (received, theirs, admission.worker) == (6, 8, "trainer")
+    assert not stream.local and not far.local
+    for near, other, said in ((stream, far, b"to"), (far, stream, b"fro")):
+        send_all(near, said)
+        assert receive(other, len(said)) == said
+    stream.close()
+    far.close()
+
+
+def test_a_worker_may_be_known_by_its_name_in_place_of_its_host(gate, trainer: Tls):
+    address, came = gate
+    dial(address, TOKEN, 0, tls=trainer, name="ps0", timeout_s=20)[0].close()
+    came.get(timeout=20)[1].close()
+
+
+def test_a_certificate_for_another_name_is_refused_by_name(gate, trainer: Tls):
+    with pytest.raises(
+        JdagError, match=r"TLS with .* failed: Hostname mismatch.*'ps1'"
+    ):
+        dial(gate[0], TOKEN, 0, tls=trainer, name="ps1", timeout_s=20)
+    assert gate[1].empty()
+
+
+def test_a_certificate_of_another_cluster_is_refused_by_both(gate, stranger, caplog):
+    with pytest.raises(JdagError, match=r"TLS with tcp:.* failed: .*certificate"):
+        dial(gate[0], TOKEN, 0, tls=stranger, timeout_s=20)
+    assert gate[1].empty()
+
+
+def test_a_gate_refuses_whom_its_own_issuer_does_not_vouch_for(
+    gate, stranger, trainer, caplog
+):
+    blind = load_without_checking(stranger)
+    with pytest.raises(JdagError, match="does not trust who issued"):
+        dial(gate[0], TOKEN, 0, tls=blind, timeout_s=20)
+    assert gate[1].empty()
+    soon(lambda: "refused tcp:127.0.0.1:" in caplog.text)
+    dial(gate[0], TOKEN, 0, tls=trainer, timeout_s=20)[0].close()
+
+
+def load_without_checking(tls: Tls) -> Tls:
+    tls.dialling.check_hostname = False
+    tls.dialling.verify_mode = 0  # type: ignore[assignment]
+    return tls
+
+
+def test_who_shows_no_certificate_is_refused(gate, trainer: Tls, issuer, caplog):
+    bare = ssl.create_default_context(cafile=str(issuer.ca))
+    _, host, port = gate[0].split(":")
+    with (
+        socket.create_connection((host, int(port)), 20) as raw,
+        bare.wrap_socket(raw, server_hostname="ps0") as near,
+        pytest.raises(OSError),
+    ):
+        near.sendall(bytes(48))
+        while near.recv(100):
+            pass
+    soon(lambda: "it shows no certificate" in caplog.text)
+    dial(gate[0], TOKEN, 0, tls=trainer, timeout_s=20)[0].close()
+
+
+def test_a_plain_dialler_is_refused_in_one_line(gate, trainer: Tls, caplog):
+    with pytest.raises(JdagError, match=r"closed the connection|not speak jdag"):
+        dial(gate[0], TOKEN, 0, timeout_s=20)
+    soon(lambda: "it does not speak TLS" in caplog.text)
+    dial(gate[0], TOKEN, 0, tls=trainer, timeout_s=20)[0].close()
+
+
+def test_dialling_a_plain_gate_with_tls_says_so(trainer: Tls):
+    plain = Gate("tcp:127.0.0.1:0", admit=lambda _: None, take=lambda *_: None)
+    with pytest.raises(JdagError, match="in the TLS handshake"):
+        dial(plain.address, TOKEN, 0, tls=trainer, timeout_s=20)
+    plain.close()
+
+
+def test_unix_sockets_need_no_certificates(trainer: Tls):
+    came: queue.Queue[tuple[Admission, Stream, int]] = queue.Queue()
+    inner = Gate(
+        "unix:@",
+        tls=trainer,
+        admit={TOKEN: Admission("a", 0, 0)}.get,
+        take=lambda *one: came.put(one),
+    )
+    stream, _ = dial(inner.address, TOKEN, 0, tls=trainer, timeout_s=20)
+    assert stream.local
+    stream.close()
+    came.get(timeout=20)[1].close()
+    inner.close()
+
+
+def test_random_views_arrive_whole_and_in_order_through_tls(ps0: Tls, trainer: Tls):
+    dialler, server = pair(ps0, trainer)
+    chance = random.Random(5)
+    data = chance.randbytes(5 << 20)
+
+    def pour() -> None:
+        at, sizes = 0, random.Random(6)
+        while at < len(data):
+            cuts = [at]
+            for _ in range(sizes.randint(1, 30)):
+                cuts.append(min(len(data), cuts[-1] + sizes.choice((0, 1, 90, 80_000))))
+            views = [memoryview(data)[i:j] for i, j in pairwise(cuts)]
+            if cuts[-1] == at:
+                continue
+            try:
+                at += server.send(views)
+            except BlockingIOError:
+                wait(server, select.POLLOUT)
+
+    thread = threading.Thread(target=pour)
+    thread.start()
+    came = bytearray()
+    while len(came) < len(data):
+        came += receive(dialler, min(chance.randint(1, 90_000), len(data) - len(came)))
+    # The last bytes may be encrypted and still wait for room.
+    thread.join()
+    assert came == data
+    dialler.close()
+    server.close()
+
+
+def test_what_is_decrypted_and_not_yet_read_is_pending(ps0: Tls, trainer: Tls):
+    dialler, server = pair(ps0, trainer)
+    send_all(server, b"abcdefgh")
+    assert receive(dialler, 3) == b"abc"
+    assert dialler.pending()
+    assert dialler.recv_into(memoryview(bytearray(99))) == 5
+    assert not dialler.pending()
+    with pytest.raises(BlockingIOError):
+        dialler.recv_into(memoryview(bytearray(99)))
+    dialler.close()
+    server.close()
+
+
+def test_bytes_that_were_taken_reach_the_other_end_by_reading_alone(ps0, trainer):
+    dialler, server = pair(ps0, trainer)
+    block = memoryview(random.Random(7).randbytes(1 << 17))
+    sent = 0
+    with pytest.raises(BlockingIOError):
+        while sent < 1 << 28:
+            sent += server.send([block])
+    assert server.wants_write()
+    came = 0
+    into = memoryview(bytearray(1 << 17))
+    while came < sent:
+        try:
+            came += dialler.recv_into(into)
+        except BlockingIOError:
+            with pytest.raises(BlockingIOError):
+                server.recv_into(into)
+    assert not server.wants_write()
+    dialler.close()
+    server.close()
+
+
+def test_a_connection_cut_at_any_byte_ends_with_a_reason(ps0: Tls, trainer: Tls):
+    chance = random.Random(8)
+    for _ in range(40):
+        near, far = sockets("tcp")
+        relay, there = sockets("tcp")
+        dialler = trainer.dial(SocketStream(near, "ps0"), "ps0")
+        server = ps0.serve(SocketStream(there, "trainer"))
+        left = chance.randint(0, 6000)
+        for _ in range(6):
+            for stream in (dialler, server):
+                try:
+                    stream.shake_hands()
+                    stream.send([memoryview(bytes(900))])
+                except BlockingIOError:
+                    continue
+            for here, over in ((far, relay), (relay, far)):
+                here.setblocking(False)
+                try:
+                    over.sendall(bytes(memoryview(here.recv(left or 1))[:left]))
+                except BlockingIOError:
+                    continue
+        far.close()
+        relay.close()
+        for stream in (dialler, server):
+            with pytest.raises(ConnectionError):
+                receive(stream, 1 << 20)
+            stream.close()
+
+
+def test_mutated_records_end_the_connection_and_nothing_else(ps0: Tls, trainer: Tls):
+    chance = random.Random(9)
+    for _ in range(40):
+        near, far = sockets("tcp")
+        server = ps0.serve(SocketStream(far, "trainer"))
+        near.sendall(b"\x16\x03\x01" + chance.randbytes(chance.randint(20, 500)))
+        near.close()
+        with pytest.raises(ConnectionError):
+            receive(server, 48)
+        server.close()
+
+
+# What is wrong with files is said before anything is dialled.
+
+
+def test_files_that_fit_are_taken(issuer: Issuer):
+    files = issuer.issue("good")
+    assert load(*files).key == files.key.read_bytes()
+
+
+@pytest.mark.parametrize("which", Files._fields)
+def test_a_file_that_is_missing_is_named(issuer: Issuer, which: str, tmp_path):
+    files = issuer.issue("whole")._replace(**{which: tmp_path / "absent.pem"})
+    with pytest.raises(JdagError, match=rf"^TLS {which} .*absent\.pem: No such file"):
+        load(*files)
+
+
+@pytest.mark.parametrize("which", Files._fields)
+def test_a_file_that_cannot_be_read_is_named(issuer: Issuer, which: str, tmp_path):
+    files = issuer.issue("whole")._replace(**{which: tmp_path})
+    with pytest.raises(JdagError, match=rf"^TLS {which} {tmp_path}: Is a directory"):
+        load(*files)
+
+
+@pytest.mark.parametrize("which", Files._fields)
+@pytest.mark.parametrize("content", ["", "no certificate", "\x00\xff"])
+def test_a_file_of_another_form_is_named(issuer, which: str, content: str, tmp_path):
+    wrong = tmp_path / "wrong.pem"
+    wrong.write_text(content)
+    with pytest.raises(JdagError, match=r"wrong\.pem.* PEM form"):
+        load(*issuer.issue("whole")._replace(**{which: wrong}))
+
+
+def test_a_key_of_another_certificate_is_refused(issuer: Issuer):
+    files = issuer.issue("one")._replace(key=issuer.issue("two").key)
+    with pytest.raises(JdagError, match=r"key .*two\.key is not the key of .*one\.crt"):
+        load(*files)
+
+
+def test_a_key_with_a_passphrase_is_refused_without_asking(issuer: Issuer):
+    with pytest.raises(JdagError, match=r"locked\.key has a passphrase"):
+        load(*issuer.issue("locked", passphrase=b"secret"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"starts": -20}, "certificate has expired"),
+        ({"starts": 3}, "certificate is not yet valid"),
+        ({"usage": ExtendedKeyUsageOID.CLIENT_AUTH}, "unsuitable certificate purpose"),
+        ({"usage": ExtendedKeyUsageOID.SERVER_AUTH}, "unsuitable certificate purpose"),
+    ],
+)
+def test_a_certificate_that_nobody_would_take_is_refused_at_once(issuer, settings, why):
+    with pytest.raises(JdagError, match=rf"odd\.crt is not one that others .*: {why}"):
+        load(*issuer.issue("odd", **settings))
+
+
+def test_a_certificate_of_another_issuer_is_refused_at_once(issuer, tmp_path):
+    files = Issuer(tmp_path, "other").issue("ps9")._replace(ca=issuer.ca)
+    with pytest.raises(JdagError, match=r"ps9\.crt is not one .*: unable to get local"):
+        load(*files)
+
+
+# The control plane.
+
+
+def echo_server(tls: Tls) -> tuple[grpc.Server, int]:
+    server = grpc.server(futures.ThreadPoolExecutor(2))
+    answer = grpc.unary_unary_rpc_method_handler(lambda request, context: request)
+    handler = grpc.method_handlers_generic_handler("echo", {"Echo": answer})
+    server.add_generic_rpc_handlers((handler,))
+    port = server.add_secure_port("127.0.0.1:0", tls.server_credentials())
+    server.start()
+    return server, port
+
+
+def ask(port: int, credentials: grpc.ChannelCredentials) -> bytes:
+    with grpc.secure_channel(f"127.0.0.1:{port}", credentials) as channel:
+        return channel.unary_unary("/echo/Echo")(b"hello", timeout=20)
+
+
+def test_a_control_server_answers_its_own_and_nobody_else(ps0, trainer, issuer):
+    server, port = echo_server(ps0)
+    assert ask(port, trainer.channel_credentials()) == b"hello"
+    with pytest.raises(grpc.RpcError):
+        ask(port, grpc.ssl_channel_credentials(issuer.ca.read_bytes()))
+    server.stop(0).wait()
