@@ -36,6 +36,7 @@ from jdag.rpc.addresses import (
 )
 from jdag.rpc.streams import SocketStream, Stream, reason
 from jdag.rpc.tls import Tls
+from jdag.rpc.tunnel import open_tunnel
 
 VERSION = 1
 TOKEN_BYTES = 32
@@ -115,7 +116,7 @@ class Gate:
         self.address = str(where)
         self._admit = admit
         self._take = take
-        self._entering: deque[Stream] = deque(maxlen=VISITORS_MAX)
+        self._entering: deque[Stream] = deque()
         self._closing = False
         self._waker, self._alarm = socket.socketpair()
         for end in (self._waker, self._alarm):
@@ -131,6 +132,10 @@ class Gate:
 
     def enter(self, stream: Stream) -> None:
         """Let a stream come in that another listener accepted; from any thread."""
+        if self._closing or len(self._entering) >= VISITORS_MAX:
+            _log.warning("%s has no room for %s", self.address, stream.peer)
+            stream.close()
+            return
         self._entering.append(stream)
         self._wake()
 
@@ -321,15 +326,12 @@ def dial(
     if tls is None:
         hold_to_loopback(where, "is dialled")
     try:
-        plain = _connected(where, timeout_s)
-        stream: Stream = plain
+        stream = _connected(where, tls, name or where.host, due_ns)
         try:
-            if tls is not None and not plain.local:
-                stream = _trusted(plain, tls, name or where.host, due_ns)
             hello = _HELLO.pack(_MAGIC, VERSION, token, received)
             return stream, _greet(stream, hello, due_ns)
         except BaseException:
-            plain.close()
+            stream.close()
             raise
     except TimeoutError as error:
         said = f"cannot reach {address}: no answer within {timeout_s:g} s"
@@ -338,12 +340,17 @@ def dial(
         raise JdagError(f"cannot reach {address}: {reason(error)}") from error
 
 
-def _connected(where: Address, timeout_s: float) -> SocketStream:
-    connected = connect(where, timeout_s)
+def _connected(where: Address, tls: Tls | None, name: str, due_ns: int) -> Stream:
+    if where.kind == "grpc":
+        return open_tunnel(where, tls, name)
+    connected = connect(where, max(0.001, (due_ns - time.monotonic_ns()) / 1e9))
     try:
         hold_to_own_user(connected)
-        return SocketStream(connected, str(where))
-    except OSError:
+        plain = SocketStream(connected, str(where))
+        if tls is None or plain.local:
+            return plain
+        return _trusted(plain, tls, name, due_ns)
+    except BaseException:
         connected.close()
         raise
 

@@ -1,0 +1,214 @@
+"""A stream through gRPC is a stream: whole, in order, bounded, and gone when closed."""
+
+import os
+import queue
+import random
+import select
+import threading
+from collections.abc import Iterator
+from concurrent import futures
+
+import grpc
+import pytest
+
+from jdag.errors import JdagError
+from jdag.rpc.gate import Admission, Gate, dial
+from jdag.rpc.streams import Stream
+from jdag.rpc.tls import Tls, load
+from jdag.rpc.tunnel import SERVER_OPTIONS, TunnelStream, carrying
+from tests.certificates import Issuer
+from tests.stream_cases import receive, send_all, soon, wait
+
+TOKEN = bytes(range(32))
+INSIDE_BYTES_MAX = 16 << 20
+
+
+class Host:
+    """A control server that carries streams, and its gate."""
+
+    def __init__(self, tls: Tls | None = None) -> None:
+        self.came: queue.Queue[tuple[Admission, Stream, int]] = queue.Queue()
+        self.gate = Gate(
+            "grpc:127.0.0.1:0",
+            tls=tls,
+            admit={TOKEN: Admission("ps0", 1, 12)}.get,
+            take=lambda *one: self.came.put(one),
+        )
+        self.server = grpc.server(futures.ThreadPoolExecutor(8), options=SERVER_OPTIONS)
+        carry = grpc.stream_stream_rpc_method_handler(carrying(self.gate.enter))
+        methods = grpc.method_handlers_generic_handler("jdag.Control", {"Carry": carry})
+        self.server.add_generic_rpc_handlers((methods,))
+        if tls is None:
+            port = self.server.add_insecure_port("127.0.0.1:0")
+        else:
+            port = self.server.add_secure_port("127.0.0.1:0", tls.server_credentials())
+        self.server.start()
+        self.address = f"grpc:127.0.0.1:{port}"
+
+    def dial(self, **settings) -> tuple[Stream, Stream]:
+        stream, received = dial(self.address, TOKEN, 8, timeout_s=20, **settings)
+        admission, far, theirs = self.came.get(timeout=20)
+        assert (received, theirs, admission.worker) == (12, 8, "ps0")
+        return stream, far
+
+    def close(self) -> None:
+        self.server.stop(0).wait()
+        self.gate.close()
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[Host]:
+    made = Host()
+    yield made
+    made.close()
+
+
+def test_a_tunnel_comes_in_by_the_gate_and_carries_both_ways(host: Host):
+    stream, far = host.dial()
+    assert isinstance(stream, TunnelStream)
+    assert not stream.local and not far.local
+    for near, other, said in ((stream, far, b"to"), (far, stream, b"fro")):
+        send_all(near, said)
+        assert receive(other, len(said)) == said
+    stream.close()
+    far.close()
+
+
+def pour(stream: Stream, data: bytes, chance: random.Random) -> None:
+    at = 0
+    while at < len(data):
+        part = memoryview(data)[at : at + chance.randint(1, 300_000)]
+        try:
+            at += stream.send([part[:99], part[99:]])
+        except BlockingIOError:
+            wait(stream, select.POLLOUT)
+
+
+def test_random_bytes_arrive_whole_and_in_order_both_ways_at_once(host: Host):
+    ends = host.dial()
+    data = [random.Random(seed).randbytes(7 << 20) for seed in (1, 2)]
+    pumps = [
+        threading.Thread(target=pour, args=(end, sent, random.Random(3)))
+        for end, sent in zip(ends, data, strict=True)
+    ]
+    for pump in pumps:
+        pump.start()
+    assert receive(ends[1], len(data[0])) == data[0]
+    assert receive(ends[0], len(data[1])) == data[1]
+    for pump in pumps:
+        pump.join()
+    for end in ends:
+        end.close()
+
+
+@pytest.mark.parametrize("sender", [0, 1])
+def test_who_sends_is_held_back_by_who_does_not_read(host: Host, sender: int):
+    ends = host.dial()
+    near, far = ends[sender], ends[1 - sender]
+    block = memoryview(bytes(1 << 20))
+    sent = 0
+    poller = select.poll()
+    poller.register(near.fileno(), select.POLLOUT)
+    while poller.poll(1000):
+        sent += near.send([block])
+        assert sent <= INSIDE_BYTES_MAX
+    receive(far, sent)
+    wait(near, select.POLLOUT)
+    for end in ends:
+        end.close()
+
+
+@pytest.mark.parametrize("closing", [0, 1])
+def test_what_was_sent_before_the_end_arrives_and_then_the_end(
+    host: Host, closing: int
+):
+    ends = host.dial()
+    data = random.Random(4).randbytes(300_000)
+    send_all(ends[closing], data)
+    ends[closing].close()
+    assert receive(ends[1 - closing], len(data)) == data
+    with pytest.raises(ConnectionError):
+        receive(ends[1 - closing], 1)
+    ends[1 - closing].close()
+
+
+def threads() -> list[str]:
+    return sorted(
+        thread.name
+        for thread in threading.enumerate()
+        if thread.name.startswith("tunnel") or "_consume_request" in thread.name
+    )
+
+
+def test_opening_and_closing_many_leaves_no_thread_and_no_descriptor(host: Host):
+    stream, far = host.dial()
+    stream.close()
+    far.close()
+    soon(lambda: not threads())
+    descriptors, running = len(os.listdir("/proc/self/fd")), threading.active_count()
+    for turn in range(60):
+        ends = host.dial()
+        send_all(ends[0], b"abc")
+        if turn % 3:
+            assert receive(ends[1], 3) == b"abc"
+        for end in ends[:: 1 if turn % 2 else -1]:
+            end.close()
+    soon(lambda: not threads())
+    soon(lambda: len(os.listdir("/proc/self/fd")) <= descriptors + 2)
+    soon(lambda: threading.active_count() <= running + 1)
+
+
+def test_an_unknown_token_is_refused_through_a_tunnel(host: Host):
+    with pytest.raises(JdagError, match="it refused the token"):
+        dial(host.address, bytes(32), 0, timeout_s=20)
+    soon(lambda: not threads())
+
+
+def test_a_server_that_is_not_there_is_named_with_the_reason():
+    with pytest.raises(
+        JdagError, match=r"^cannot reach grpc:.* UNAVAILABLE: .*refused"
+    ):
+        dial("grpc:127.0.0.1:1", TOKEN, 0, timeout_s=20)
+    soon(lambda: not threads())
+
+
+def test_a_server_that_carries_no_streams_is_named_with_the_reason():
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    address = f"grpc:127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    with pytest.raises(JdagError, match="UNIMPLEMENTED"):
+        dial(address, TOKEN, 0, timeout_s=20)
+    server.stop(0).wait()
+
+
+def test_a_server_that_stops_ends_its_tunnels_at_both_ends():
+    host = Host()
+    stream, far = host.dial()
+    send_all(stream, b"abc")
+    assert receive(far, 3) == b"abc"
+    host.server.stop(0).wait()
+    for end in (stream, far):
+        with pytest.raises(ConnectionError):
+            receive(end, 1)
+        end.close()
+    soon(lambda: not threads())
+    host.close()
+
+
+def test_other_hosts_are_not_dialled_through_a_tunnel_without_tls():
+    with pytest.raises(JdagError, match="without TLS"):
+        dial("grpc:192.0.2.1:1", TOKEN, 0, timeout_s=1)
+
+
+def test_a_tunnel_goes_through_tls_and_only_with_a_certificate(tmp_path):
+    issuer = Issuer(tmp_path, "ca")
+    host = Host(load(*issuer.issue("ps0")))
+    trainer = load(*issuer.issue("trainer"))
+    for name in ("ps0", None):
+        for end in host.dial(tls=trainer, name=name):
+            end.close()
+    with pytest.raises(JdagError, match="UNAVAILABLE"):
+        dial(host.address, TOKEN, 0, tls=trainer, name="ps1", timeout_s=20)
+    with pytest.raises(JdagError, match="UNAVAILABLE"):
+        dial(host.address, TOKEN, 0, timeout_s=20)
+    host.close()
