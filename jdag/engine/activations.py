@@ -22,7 +22,7 @@ from jdag.engine.forward import Forwarding
 from jdag.engine.graph import Activation, Fragment
 from jdag.engine.leaves import Leaves
 from jdag.engine.lives import Lives
-from jdag.engine.state import State, lost_failure
+from jdag.engine.state import State
 from jdag.engine.vocabulary import (
     LEAF_KINDS,
     Acknowledge,
@@ -132,12 +132,13 @@ class Activations:
         lost = self._state.lost
         if not lost:
             return
-        for worker in (event.worker, *(argument.owner for argument in event.arguments)):
+        said = f"{event.name} cannot be called on {event.worker!r}: "
+        if event.worker in lost:
+            raise WorkerLost(f"{said}{self._state.loss(event.worker)}")
+        for key, worker, _ in event.arguments:
             if worker in lost:
-                raise WorkerLost(
-                    f"{event.name} cannot be called on {event.worker!r}: "
-                    f"worker {worker!r} is lost"
-                )
+                gone = f"{key.name} is gone, " * (key.kind in LEAF_KINDS)
+                raise WorkerLost(f"{said}{gone}{self._state.loss(worker)}")
 
     def _transfers(
         self, event: Issued, activation: Activation
@@ -170,7 +171,8 @@ class Activations:
         if fragment.ownership is not None:
             fragment.ownership.advance(event.context, Launched)
         if event.worker in self._state.lost:
-            raise WorkerLost(f"no program can run on {event.worker!r}: it is lost")
+            why = self._state.loss(event.worker)
+            raise WorkerLost(f"no program can run on {event.worker!r}: {why}")
         activation.launched[event.path] = (event.waiter, event.worker)
         self.when_acknowledged(activation, partial(self._launch, fragment, event))
 
@@ -236,7 +238,8 @@ class Activations:
         if fragment.ownership is not None:
             fragment.ownership.advance(event.context, Attached)
         if event.worker in state.lost:
-            raise WorkerLost(f"nothing can be hooked on {event.worker!r}: it is lost")
+            why = state.loss(event.worker)
+            raise WorkerLost(f"nothing can be hooked on {event.worker!r}: {why}")
         if event.worker == state.worker:
             _attach(fragment, event.key, event.hook)
             return
@@ -332,7 +335,7 @@ class Activations:
 
     def _lost(self, fragment: Fragment, activation: Activation, worker: Worker) -> None:
         state = self._state
-        failure = lost_failure(worker, state.worker)
+        failure = state.lost_failure(worker)
         if takes_part(activation, worker):
             activation.lost = activation.lost or failure
         for pending in [key for key in activation.unacknowledged if key[1] == worker]:

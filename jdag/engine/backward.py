@@ -29,7 +29,7 @@ from jdag.engine.count import count, describe, mark, path_of
 from jdag.engine.gradients import Gradients
 from jdag.engine.graph import Fragment, Node, RecvEnd, Value, Vertex
 from jdag.engine.share import Due, Pass, ordered
-from jdag.engine.state import State, lost_failure
+from jdag.engine.state import State
 from jdag.engine.vocabulary import (
     Answer,
     Cotangent,
@@ -208,7 +208,7 @@ class Backward:
     def fail_lost(self, fragment: Fragment, live: Pass, worker: Worker) -> None:
         """The pass cannot finish: a worker whose part it needs is gone."""
         here = self._state.worker
-        lost = lost_failure(worker, here)
+        lost = self._state.lost_failure(worker)
         self.fail(fragment, live, replace(lost, route=(here, worker)))
 
     # ------------------------------------------------------------------- counting

@@ -1,7 +1,7 @@
 """How contexts and workers end.
 
-Told by programs: Opened, Left; by others: Release, Released; by the driver: Lost. Asks
-for Release and its answers, Resume and Drop.
+Told by programs: Opened, Left; by others: Release, Released; by the driver: Lost and
+Joined. Asks for Release and its answers, Resume and Drop.
 
 Invariants
 - Every context ends with one Release to every worker that took part. A worker answers
@@ -12,7 +12,12 @@ Invariants
   what the lost one never sent.
 - Whoever loses a peer of a transfer in the middle of a pass fails the pass: only they
   know that a cotangent will not come.
-- After a release a worker keeps of a context only its owner's horizon.
+- After a release a worker keeps of a context only its owner's horizon, which only ever
+  rises, in whatever order releases of several contexts come.
+- A worker that joins again is another one. Nobody has to know of it before it takes
+  part: who was told of it early may have had it take part in a context whose owner had
+  not heard of it when it aborted that. So whoever hears of it tells it its horizon, and
+  what a horizon has passed without a release is a stray, and goes.
 """
 
 from collections.abc import Callable
@@ -27,10 +32,12 @@ from jdag.engine.leaves import Held, Leaves
 from jdag.engine.passes import Passes
 from jdag.engine.phases import NEXT, Ownership, Phase
 from jdag.engine.reads import Reads
-from jdag.engine.state import Horizon, State, lost_failure
+from jdag.engine.state import Horizon, State
 from jdag.engine.vocabulary import (
+    ContextId,
     End,
     Failure,
+    Joined,
     Left,
     Opened,
     Outcome,
@@ -38,6 +45,8 @@ from jdag.engine.vocabulary import (
     Released,
     Resume,
     Worker,
+    incarnated,
+    incarnation_of,
 )
 from jdag.engine.vocabulary import Lost as LostEvent
 
@@ -65,6 +74,8 @@ class Ends:
         """A program here opened a context."""
         fragment = self._state.fragment(event.context)
         assert fragment is not None and fragment.ownership is None, event.context
+        assert event.context.incarnation == self._state.incarnation, event.context
+        self._state.opened = event.context.counter
         fragment.ownership = Ownership()
         top = Activation((), None)
         top.workers[self._state.worker] = None
@@ -91,22 +102,23 @@ class Ends:
     def _leave(self, fragment: Fragment, own: Ownership, abort: bool) -> None:
         state = self._state
         abort = abort or own.lost is not None
-        told = state.workers if abort else tuple(fragment.activations[()].workers)
+        told = dict.fromkeys(fragment.activations[()].workers)
+        if abort:
+            told |= dict.fromkeys(state.workers)
         others = [
             name for name in told if name != state.worker and name not in state.lost
         ]
-        live = tuple(  # One whose release was said before this one is not.
-            other.counter
-            for other, kept in state.contexts.items()
-            if kept.ownership is not None
-            and kept.release is None
-            and other != fragment.context
-        )
+        live = tuple(each for each in self._live() if each != fragment.context.counter)
         message = Release(fragment.context, live, abort)
         own.awaited = dict.fromkeys((*others, state.worker))
         for worker in others:
             state.send(worker, message)
         self._release(state.worker, fragment, message)
+
+    def _live(self) -> list[int]:
+        """Which contexts of this owner not everybody has forgotten."""
+        contexts = self._state.contexts.items()
+        return [of.counter for of, part in contexts if part.ownership is not None]
 
     def release(self, sender: Worker, message: Release) -> None:
         """The owner releases a context."""
@@ -136,12 +148,14 @@ class Ends:
             self._forget(fragment, partial(self._state.send, owner, reply))
 
     def _remember(self, message: Release) -> None:
-        context = message.context
+        state, context = self._state, message.context
         place = (context.number, context.incarnation)
-        before = self._state.horizons.get(place, Horizon(0, ()))
-        counter = max(before.counter, context.counter)
-        live = tuple(other for other in message.live if other <= counter)
-        self._state.horizons[place] = Horizon(counter, live)
+        before = state.horizons.get(place, Horizon(0, ()))
+        state.horizons[place] = before.and_(Horizon(context.counter, message.live))
+        for fragment in tuple(state.contexts.values()) if message.abort else ():
+            stray = fragment.release is None and fragment.context != context
+            if stray and state.gone(fragment.context):
+                self._forget(fragment, _nothing)
 
     def released(self, sender: Worker, message: Released) -> None:
         """A participant has forgotten the context."""
@@ -221,6 +235,24 @@ class Ends:
         for fragment in tuple(state.contexts.values()):
             self._passes.lost(fragment, worker)
 
+    def joined(self, event: Joined) -> None:
+        """A worker takes part again, as another one."""
+        state = self._state
+        number = state.names.index(event.name)
+        known = incarnation_of(state.workers[number])
+        if event.incarnation <= known:
+            return
+        for former in range(known, event.incarnation):
+            self.lost(incarnated(event.name, former))
+        state.workers[number] = worker = incarnated(event.name, event.incarnation)
+        live, over = self._live(), state.opened
+        while over in live:  # Bounded by these.
+            over -= 1
+        if over:
+            context = ContextId(state.number, over, state.incarnation)
+            below = tuple(counter for counter in live if counter < over)
+            state.send(worker, Release(context, below, abort=True))
+
     def _lost(self, fragment: Fragment, own: Ownership, worker: Worker) -> None:
         """A context here loses a worker: does that concern it, and how far was it?"""
         context = fragment.context
@@ -229,7 +261,7 @@ class Ends:
                 self.released(worker, Released(context, ()))
             return
         own.lost = own.lost or replace(
-            lost_failure(worker, self._state.worker), route=(self._state.worker, worker)
+            self._state.lost_failure(worker), route=(self._state.worker, worker)
         )
         match own.phase:
             case Phase.OPEN:

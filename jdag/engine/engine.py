@@ -41,6 +41,7 @@ from jdag.engine.vocabulary import (
     Forget,
     Go,
     Issued,
+    Joined,
     Launched,
     Left,
     Lost,
@@ -68,7 +69,8 @@ class Engine:
     Args:
         worker: the name of the worker whose engine this is.
         workers: the names of all workers, in the order that numbers them.
-        incarnation: how often this worker has been started before.
+        incarnation: how often this worker has been started before. It has to be told
+            which others have joined anew, and which are lost.
     """
 
     def __init__(
@@ -182,6 +184,8 @@ class Engine:
                 self._passes.expired(event)
             case Lost(worker=worker):
                 self._ends.lost(worker)
+            case Joined():
+                self._ends.joined(event)
             case (
                 Computed()
                 | Arrived()

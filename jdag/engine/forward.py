@@ -18,7 +18,7 @@ from typing import Any
 from jdag.engine.graph import Fragment, Node, RecvEnd, SendEnd, Value
 from jdag.engine.leaves import Leaves
 from jdag.engine.lives import Lives
-from jdag.engine.state import State, first_failure, lost_failure
+from jdag.engine.state import State, first_failure
 from jdag.engine.vocabulary import (
     LEAF_KINDS,
     Acknowledge,
@@ -190,7 +190,7 @@ class Forwarding:
         """What has not come from a lost worker never will."""
         for value in recv.outputs:
             if not value.settled:
-                self._state.settle(value, lost_failure(source, self._state.worker))
+                self._state.settle(value, self._state.lost_failure(source))
 
     def ship(self, sender: Worker, message: Ship) -> None:
         """A value here is wanted elsewhere, says another worker."""
@@ -263,7 +263,7 @@ class Forwarding:
     def gone(self, context: ContextId) -> Failure:
         """Why a context is not here any more: its sender may not know, and waits."""
         state = self._state
-        owner = state.workers[context.number]
+        owner = state.owner(context)
         if owner in state.lost:
-            return lost_failure(owner, state.worker)
+            return state.lost_failure(owner)
         return state.failure("ContextError", f"context {context} was released")

@@ -96,7 +96,8 @@ class Leaves:
         parts: dict[Worker, list[Assignment]] = {}
         for part in event.parts:
             if part.worker in state.lost:
-                raise WorkerLost(_lost(part, len(event.parts)))
+                why = state.loss(part.worker)
+                raise WorkerLost(_lost(part, why, len(event.parts)))
             parts.setdefault(part.worker, []).append(part)
         own = Assign(event.path, tuple(parts.pop(state.worker, ())))
         sent: dict[Key, None] = {}
@@ -420,11 +421,11 @@ def _version_key(name: LeafId, number: int) -> Key:
     return Key("leaf", None, name, number)
 
 
-def _lost(part: Assignment, parts: int) -> str:
+def _lost(part: Assignment, why: str, parts: int) -> str:
     beside = f"; none of {parts} that were asked for together is made" * (parts > 1)
     return (
-        f"{part.outputs[0].name} cannot be made, called at {part.call_site}: worker "
-        f"{part.worker!r} is lost{beside}"
+        f"{part.outputs[0].name} cannot be made, called at {part.call_site}: "
+        f"{why}{beside}"
     )
 
 

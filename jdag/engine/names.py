@@ -22,7 +22,32 @@ def data(cls: type[T]) -> type[T]:
 
 # Call numbers from the top activation down: the order of everything.
 Path = tuple[int, ...]
+
+# A worker that comes back is another one: nothing that was said of the former one, or
+# is on its way to or from it, is of it. So each incarnation has a name of its own: the
+# first the worker's, `ps0`, the others `ps0#1`, `ps0#2`, ...
 Worker = str
+_AGAIN = "#"  # Not in the name of a worker.
+
+
+def incarnated(name: str, incarnation: int) -> Worker:
+    """What engines call an incarnation of the worker of this name."""
+    return f"{name}{_AGAIN}{incarnation}" if incarnation else name
+
+
+def named(worker: Worker) -> str:
+    """The name of the worker of which this is an incarnation."""
+    return worker.partition(_AGAIN)[0]
+
+
+def incarnation_of(worker: Worker) -> int:
+    """How often this worker had been started before."""
+    return int(worker.partition(_AGAIN)[2] or 0)
+
+
+def is_name(name: object) -> bool:
+    """Whether a worker can be called that."""
+    return isinstance(name, str) and bool(name) and _AGAIN not in name
 
 
 class ContextId(NamedTuple):

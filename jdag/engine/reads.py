@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from jdag.engine.graph import Value
 from jdag.engine.leaves import Leaves, Version
-from jdag.engine.state import State, lost_failure
+from jdag.engine.state import State
 from jdag.engine.vocabulary import (
     LEAF_KINDS,
     Failure,
@@ -87,7 +87,7 @@ class Reads:
             self._state.out.append(Resume(event.waiter, ()))
 
     def _give_lost(self, fetch: Fetch, places: Sequence[int], worker: Worker) -> None:
-        failure = lost_failure(worker, self._state.worker)
+        failure = self._state.lost_failure(worker)
         self._give(fetch, places, [failure] * len(places))
 
     def _give(

@@ -24,6 +24,9 @@ from jdag.engine.vocabulary import (
     Path,
     Send,
     Worker,
+    incarnated,
+    incarnation_of,
+    named,
 )
 
 
@@ -32,6 +35,19 @@ class Horizon(NamedTuple):
 
     counter: int
     live: tuple[int, ...]
+
+    def passed(self, counter: int) -> bool:
+        """Whether the context of this counter is gone."""
+        return counter <= self.counter and counter not in self.live
+
+    def and_(self, other: "Horizon") -> "Horizon":
+        """What is gone by either of the two: what is gone never comes back."""
+        live = [
+            counter
+            for counter in dict.fromkeys((*self.live, *other.live))
+            if not (self.passed(counter) or other.passed(counter))
+        ]
+        return Horizon(max(self.counter, other.counter), tuple(live))
 
 
 Done = Callable[[Failure | None, Any, Any, Job], None]
@@ -43,11 +59,14 @@ class State:
     def __init__(
         self, worker: Worker, workers: Sequence[Worker], incarnation: int
     ) -> None:
-        self.worker = worker
-        self.workers = tuple(workers)
+        self.names = tuple(workers)
+        self.number = self.names.index(worker)
         self.incarnation = incarnation
-        self.number = self.workers.index(worker)
+        self.worker = incarnated(worker, incarnation)
+        self.workers = list(self.names)  # Of each the incarnation that is known.
+        self.workers[self.number] = self.worker
         self.contexts: dict[ContextId, Fragment] = {}
+        self.opened = 0  # The counter of the newest context that programs here opened.
         self.horizons: dict[tuple[int, int], Horizon] = {}
         self.lost: dict[Worker, None] = {}
         self.jobs: dict[int, tuple[Done, Any, Any, Job]] = {}
@@ -63,20 +82,20 @@ class State:
         """The part of a context here, made on first sight; None once released."""
         fragment = self.contexts.get(context)
         if fragment is None and not self.gone(context):
-            fragment = Fragment(context, self.workers[context.number])
+            fragment = Fragment(context, self.owner(context))
             self.contexts[context] = fragment
         return fragment
 
+    def owner(self, context: ContextId) -> Worker:
+        """Who opened a context."""
+        return incarnated(self.names[context.number], context.incarnation)
+
     def gone(self, context: ContextId) -> bool:
         """Whether a context was released, or its owner is lost."""
-        if self.workers[context.number] in self.lost:
+        if self.owner(context) in self.lost:
             return True
         horizon = self.horizons.get((context.number, context.incarnation))
-        return (
-            horizon is not None
-            and context.counter <= horizon.counter
-            and context.counter not in horizon.live
-        )
+        return horizon is not None and horizon.passed(context.counter)
 
     # -------------------------------------------------------------------- effects
 
@@ -189,6 +208,21 @@ class State:
         """An error of our own that begins here."""
         return Failure(error, message, self.worker, path, route=(self.worker,))
 
+    # ----------------------------------------------------------------------- losses
+
+    def loss(self, worker: Worker) -> str:
+        """Say that a worker is gone; if it has come back, that what it held has not."""
+        said = f"worker {worker!r} is lost"
+        now = self.workers[self.names.index(named(worker))]
+        if incarnation_of(now) <= incarnation_of(worker):
+            return said
+        return f"{said}; {now!r}, which joined since, has nothing of what it held"
+
+    def lost_failure(self, worker: Worker) -> Failure:
+        """Says that a worker is gone, to whoever waits for something of it."""
+        text = f"{self.loss(worker)} (noticed by {self.worker!r})"
+        return Failure("WorkerLost", text, worker)
+
 
 def _nobody(fragment: Fragment) -> None:
     raise AssertionError(fragment.context)  # The engine puts `Ends.quiet` here.
@@ -200,10 +234,3 @@ def first_failure(values: Sequence[Value]) -> Failure | None:
         if value.failure is not None:
             return value.failure
     return None
-
-
-def lost_failure(worker: Worker, seen_by: Worker) -> Failure:
-    """Says that a worker is gone."""
-    return Failure(
-        "WorkerLost", f"worker {worker!r} is lost (noticed by {seen_by!r})", worker
-    )

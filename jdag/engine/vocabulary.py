@@ -54,7 +54,11 @@ from jdag.engine.names import (
     Stale,
     Worker,
     data,
+    incarnated,
+    incarnation_of,
+    is_name,
     is_newest,
+    named,
 )
 
 __all__ = [
@@ -97,6 +101,7 @@ __all__ = [
     "Incoming",
     "Issued",
     "Job",
+    "Joined",
     "Key",
     "Launched",
     "LeafId",
@@ -131,8 +136,12 @@ __all__ = [
     "Vjp",
     "Weighted",
     "Worker",
+    "incarnated",
+    "incarnation_of",
+    "is_name",
     "is_newest",
     "landing",
+    "named",
 ]
 
 
@@ -231,9 +240,20 @@ class Arrived:
 
 @data
 class Lost:
-    """A worker is gone for good."""
+    """An incarnation of a worker is gone for good."""
 
     worker: Worker
+
+
+@data
+class Joined:
+    """The worker of this name takes part again; all its former incarnations are gone.
+
+    They need not have been lost before. To tell it twice is to tell it once.
+    """
+
+    name: str
+    incarnation: int
 
 
 class Argument(NamedTuple):
@@ -375,9 +395,9 @@ class Left:
 
 
 Event = (
-    Computed | Arrived | Lost | Opened | Issued | Discarded | Launched | Returned
-    | Awaited | Fetched | Assigned | Dropped | Attached | Differentiated | Expired
-    | Left
+    Computed | Arrived | Lost | Joined | Opened | Issued | Discarded | Launched
+    | Returned | Awaited | Fetched | Assigned | Dropped | Attached | Differentiated
+    | Expired | Left
 )  # fmt: skip
 
 
