@@ -259,7 +259,7 @@ class Activation:
         self._calls += 1
         path = (*self.prefix, self._calls)
         hook = Hook(path, fn, replaces, ref.aval, str(call_site()))
-        self.port.tell(Attached(self.id, ref.worker, ref.key, hook))
+        self.port.tell(Attached(self.id, ref.owner, ref.key, hook))
 
     def move(self, place: str, tree: Any) -> Any:
         """Move arrays to a worker; see `jdag.Context.move`."""
@@ -288,7 +288,7 @@ class Activation:
                 descends = descends or ref.descends
                 avals[place] = ref.aval.on(None)
                 sources[place] = ref.device
-                arguments[place] = Argument(ref.key, ref.worker, ref.tracked)
+                arguments[place] = Argument(ref.key, ref.owner, ref.tracked)
             else:
                 constants.append((place, aval_of(ref)))
         for place, value in (*parts.constants, *constants):

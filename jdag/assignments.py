@@ -26,7 +26,14 @@ from jdag.compute.pytrees import (
     split,
     unflatten,
 )
-from jdag.engine.vocabulary import Assigned, Assignment, Dropped, Key, LeafId
+from jdag.engine.vocabulary import (
+    Assigned,
+    Assignment,
+    Dropped,
+    Key,
+    LeafId,
+    named,
+)
 from jdag.errors import ContextError, JdagError
 from jdag.functions import call_site, name_of
 from jdag.home import Home, Port
@@ -252,10 +259,11 @@ class Assignments:
 
     def _new(self, worker: str, avals: Sequence[Aval]) -> list[Leaf]:
         numbers = self._numbers
-        first = numbers.index << 48 | numbers.leaves
+        first = numbers.leaves
         numbers.leaves += len(avals)
+        who = (numbers.index, numbers.incarnation)
         return [
-            Leaf(LeafId(worker, first + place), aval)
+            Leaf(LeafId.made_by(*who, first + place, worker), aval)
             for place, aval in enumerate(avals)
         ]
 
@@ -269,7 +277,7 @@ class Assignments:
     @property
     def _path(self) -> tuple[int, ...]:
         """The number of the assignment that is being put together."""
-        return (self._numbers.index, self._numbers.assignments + 1)
+        return (self._numbers.maker, self._numbers.assignments + 1)
 
     def _traced(
         self,
@@ -310,11 +318,11 @@ class Assignments:
         holder: Any = ref.holder
         if ref.hold is not None and holder.port.worker != self._port.worker:
             ref.hold.keep()  # Two workers speak of it, and nobody orders what they say.
-        if ref.worker != worker:
+        if ref.owner != worker:
             raise JdagError(
                 f"{name_of(fn)} makes leaves on {worker!r}, and an argument, {ref!r}, "
-                f"lives on {ref.worker!r}; leaves are computed where they are kept: "
-                f"ctx.move({worker!r}, ref) first"
+                f"lives on {ref.owner!r}; leaves are computed where they are kept: "
+                f"ctx.move({named(worker)!r}, ref) first"
             )
 
     def _part(

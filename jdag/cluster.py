@@ -14,7 +14,7 @@ from jdag.assignments import Assignments, Change
 from jdag.checkpoint import Folder, load, save
 from jdag.compute.pytrees import flatten, is_static, unflatten
 from jdag.context import Context, run_program
-from jdag.engine.vocabulary import ContextId
+from jdag.engine.vocabulary import ContextId, named
 from jdag.errors import ContextError, JdagError, WorkerLost
 from jdag.failures import exception_of
 from jdag.functions import call_site, is_program, name_of, program
@@ -66,7 +66,7 @@ class Cluster:
     @property
     def here(self) -> str:
         """The name of the worker on which the program runs whose cluster this is."""
-        return self._port.worker
+        return named(self._port.worker)
 
     @property
     def now_ns(self) -> int:
@@ -147,7 +147,7 @@ class Cluster:
                 "there are no more numbers: make another cluster"
             )
         numbers.contexts += 1
-        return ContextId(numbers.index, numbers.contexts, 0)
+        return ContextId(numbers.index, numbers.contexts, numbers.incarnation)
 
     def entered(self, context: Context, id: ContextId) -> ContextId:
         """Return the id of a context that is entered: another if some were made since.
@@ -223,10 +223,11 @@ class Cluster:
 
     def _launch(self, worker: str, program: Any) -> Launch:
         """Return where to launch what, and with which arguments; or refuse it."""
-        if self._home.place(worker, "cluster.run")[1] is not None:
+        there, device = self._home.place(worker, "cluster.run")
+        if device is not None:
             raise JdagError(f"cluster.run: programs run on workers, not on {worker!r}")
-        if self._port.lost(worker):
-            raise WorkerLost(f"no program can run on {worker!r}: it is lost")
+        if self._port.lost(there):
+            raise WorkerLost(f"no program can run on {there!r}: it is lost")
         fn: Any = program
         args: tuple[Any, ...] = ()
         kwargs: dict[str, Any] = {}
@@ -246,8 +247,8 @@ class Cluster:
             )
         leaves, treedef = flatten(((fn, args), kwargs))
         data = [_unbound(self._assignments, leaf) for leaf in leaves]
-        (called, given), named = unflatten(treedef, data)
-        return worker, run_here, ((called, *given), named)
+        (called, given), keywords = unflatten(treedef, data)
+        return there, run_here, ((called, *given), keywords)
 
     # ---------------------------------------------------------------- leaves
 

@@ -23,6 +23,7 @@ from jdag.engine.vocabulary import (
     Returned,
     Root,
     Spawn,
+    named,
 )
 from jdag.errors import (
     ContextError,
@@ -84,7 +85,7 @@ class Context:
     @property
     def here(self) -> str:
         """The name of the worker on which this program runs."""
-        return self._port.worker
+        return named(self._port.worker)
 
     @property
     def home(self) -> Home:
@@ -260,7 +261,7 @@ class Context:
         stored = []
         for place, (root, seed) in enumerate(zip(roots, seeds, strict=True)):
             given = seed is not None
-            told.append((root.worker, Root(root.key, root.aval, given, place)))
+            told.append((root.owner, Root(root.key, root.aval, given, place)))
             if given:
                 stored.append(Key("seed", self._id, self._passes + 1, place))
                 self._port.put(stored[-1], self._home.value(seed))
@@ -404,7 +405,7 @@ class Context:
         aval = record.aval
         hold = self._holds[record.id]
         holder = self._activation
-        return Ref(holder, key, ref.worker, aval, False, descends=record.id, hold=hold)
+        return Ref(holder, key, ref.owner, aval, False, descends=record.id, hold=hold)
 
     def gradients(self) -> Mapping[Ref, Ref]:
         """Return `{leaf: gradient}` of all leaves that a finished pass has reached.

@@ -13,7 +13,18 @@ from jdag.compute.buffers import delivered
 from jdag.compute.devices import check, on_default, parsed
 from jdag.compute.pairs import configuration
 from jdag.engine.drawing import Drawing
-from jdag.engine.vocabulary import ContextId, Event, Failure, Fetched, Key, LeafId
+from jdag.engine.vocabulary import (
+    ContextId,
+    Event,
+    Failure,
+    Fetched,
+    Key,
+    LeafId,
+    Worker,
+    incarnated,
+    incarnation_of,
+    named,
+)
 from jdag.errors import ContextError, JdagError
 from jdag.failures import exception_of
 from jdag.ref import Leaf, Ref, is_ref
@@ -45,7 +56,7 @@ class Port(Protocol):
         """Let go of values that are held here."""
 
     def lost(self, worker: str) -> bool:
-        """Whether this worker was told that one to be gone."""
+        """Whether this worker was told that incarnation of one to be gone."""
 
 
 class Driver(Protocol):
@@ -62,6 +73,10 @@ class Driver(Protocol):
     @property
     def now_ns(self) -> int:
         """The time."""
+
+    @property
+    def incarnations(self) -> Mapping[str, int]:
+        """Of the workers that have joined anew, how often they have."""
 
     @property
     def trace(self) -> Any:
@@ -86,9 +101,15 @@ class Numbers:
     """
 
     index: int  # Of the worker.
+    incarnation: int
     contexts: int = 0
     leaves: int = 0
     assignments: int = 0
+
+    @property
+    def maker(self) -> int:
+        """What tells the incarnation from all others, in 32 bits."""
+        return self.incarnation << 16 | self.index
 
 
 class Reader:
@@ -101,7 +122,7 @@ class Reader:
         """Return for each ref its value or a `Failure`; waits for all of them."""
         port = self._home.driver.current
         waiter = port.waiter()
-        port.tell(Fetched(waiter, tuple([(ref.key, ref.worker) for ref in refs])))
+        port.tell(Fetched(waiter, tuple([(ref.key, ref.owner) for ref in refs])))
         found = port.wait(waiter)
         return [
             one.struct() if isinstance(one, Aval) else delivered(one) for one in found
@@ -148,9 +169,10 @@ class Home:
         self._driver = driver
 
     def numbers(self, worker: str) -> Numbers:
-        """Return the counts of what programs of a worker have made."""
-        index = self.workers.index(worker)
-        return self._numbers.setdefault(worker, Numbers(index))
+        """Return the counts of what programs of a worker's incarnation have made."""
+        index = self.workers.index(named(worker))
+        made = Numbers(index, incarnation_of(worker))
+        return self._numbers.setdefault(worker, made)
 
     # ------------------------------------------------ programs with a cluster of theirs
 
@@ -207,6 +229,12 @@ class Home:
         """Return a failure as an exception; outside of contexts nobody counts them."""
         return exception_of(failure)
 
+    def is_lost(self, leaf: LeafId) -> bool:
+        """Whether who keeps a leaf is gone, though another may be of that name."""
+        name = named(leaf.worker)
+        driver = self.driver
+        return leaf.worker != self._now(name) or bool(driver.info()[name]["lost"])
+
     def leaf_ref(self, leaf: Leaf) -> Ref:
         """Return a ref to a leaf."""
         return Ref(self, None, leaf.id.worker, leaf.aval, leaf.aval.inexact, leaf=leaf)
@@ -258,11 +286,13 @@ class Home:
     def place(self, place: object, what: str) -> tuple[str, str | None]:
         """Return the worker of a place and its device, None for the default one.
 
+        The worker is the incarnation that takes part now, as engines name it.
+
         Raises:
             JdagError: there is no such worker, or it has no such device.
         """
         if place in self.workers:
-            return str(place), None
+            return self._now(str(place)), None
         if not isinstance(place, str):
             raise JdagError(
                 f"{what} takes the name of a worker first, not {place!r}; the workers "
@@ -272,7 +302,7 @@ class Home:
         if worker in self.workers and device is not None:
             if not self.abstract:
                 check(device, worker, what)
-            return worker, device
+            return self._now(worker), device
         close = get_close_matches(worker, self.workers, n=1)
         hint = f", did you mean {close[0]!r}?" if close else ";"
         owner = place.partition("/")[0]
@@ -282,3 +312,6 @@ class Home:
             f"{what}: there is no worker {place!r}{hint} the workers are "
             f"{', '.join(map(repr, self.workers))}"
         )
+
+    def _now(self, worker: str) -> Worker:
+        return incarnated(worker, self.driver.incarnations.get(worker, 0))

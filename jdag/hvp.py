@@ -203,10 +203,10 @@ def _tangent(leaf: Any, part: Any, name: str, said: str) -> Any:
         raise JdagError(
             f"{name} is {part.aval}, but {wanted}; shape and dtype have to agree"
         )
-    if part.worker != leaf.worker:
+    if part.owner != leaf.owner:
         raise JdagError(
-            f"{name}, {part!r}, lives on {part.worker!r}, but {said} on "
-            f"{leaf.worker!r}: ctx.move({leaf.worker!r}, ref) first, or an array"
+            f"{name}, {part!r}, lives on {part.owner!r}, but {said} on "
+            f"{leaf.owner!r}: ctx.move({leaf.worker!r}, ref) first, or an array"
         )
     return part
 

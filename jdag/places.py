@@ -56,7 +56,7 @@ def at_home(
 
 
 def _is_far(ref: Any, worker: Worker) -> bool:
-    return is_ref(ref) and ref.device is not None and ref.worker != worker
+    return is_ref(ref) and ref.device is not None and ref.owner != worker
 
 
 def _kept(ref: Ref, left: Left) -> Left:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from jdag.compute.avals import Aval
 from jdag.compute.duals import primal_of
 from jdag.compute.pytrees import flatten, unflatten
-from jdag.engine.vocabulary import Failure, Key, LeafId, Worker
+from jdag.engine.vocabulary import Failure, Key, LeafId, Worker, named
 from jdag.errors import ContextError, JdagError
 
 
@@ -158,14 +158,14 @@ class Ref:
     """
 
     __slots__ = (
-        "_key", "aval", "descends", "hold", "holder", "leaf", "tracked", "worker",
+        "_key", "aval", "descends", "hold", "holder", "leaf", "owner", "tracked",
     )  # fmt: skip
 
     def __init__(
         self,
         holder: Holder,
         key: Key | None,
-        worker: Worker,
+        owner: Worker,
         aval: Aval,
         tracked: bool,
         *,
@@ -175,7 +175,7 @@ class Ref:
     ) -> None:
         self.holder = holder
         self._key = key
-        self.worker = worker
+        self.owner = owner  # Which incarnation of the worker.
         self.aval = aval
         self.tracked = tracked
         self.descends = descends
@@ -194,8 +194,13 @@ class Ref:
         """The name of the value; of a leaf, that of whichever version is the newest."""
         if self.leaf is not None:
             return self.leaf.key
-        assert self._key is not None, self.worker
+        assert self._key is not None, self.owner
         return self._key
+
+    @property
+    def worker(self) -> str:
+        """The name of the worker where the array is."""
+        return named(self.owner)
 
     @property
     def place(self) -> str:
@@ -231,7 +236,7 @@ class Ref:
     @property
     def data(self) -> RefData:
         """The same without its holder."""
-        return RefData(self.key, self.worker, self.aval, self.tracked, self.descends)
+        return RefData(self.key, self.owner, self.aval, self.tracked, self.descends)
 
     @property
     def described(self) -> str:
@@ -241,7 +246,7 @@ class Ref:
         key = self.key
         if key.kind == "gradient":
             return f"the gradient of {key.name}"
-        return f"output {key.index} of call {_dotted(key.name)} on {self.worker}"
+        return f"output {key.index} of call {_dotted(key.name)} on {self.owner}"
 
     def fetch(self) -> Any:
         """Return the value, as a JAX array; waits until it is computed.
@@ -396,7 +401,7 @@ def stop_gradient(refs: Any) -> Any:
         Ref(
             ref.holder,
             ref.key,
-            ref.worker,
+            ref.owner,
             ref.aval,
             False,
             leaf=ref.leaf,

@@ -55,9 +55,11 @@ DETAIL: Mapping[str, tuple[str, ...]] = {
     # A job on a device; `failure` names the error of one that failed.
     "start": _JOB,
     "finish": (*_JOB, "failure"),
-    # A worker stopped; another was told so.
+    # A worker stopped; another was told so. It joined anew; another was told so.
     "crash": ("why",),
     "lost": ("peer",),
+    "restart": ("incarnation",),
+    "joined": ("peer",),
     # A program began, or has what it waited for.
     "spawn": (*_PLACE, "function"),
     "resume": ("waiter", "event"),

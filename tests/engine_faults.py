@@ -7,6 +7,7 @@ from dataclasses import replace
 from jdag.errors import JdagError
 from tests.engine_hooks import with_hooks
 from tests.engine_net import Net
+from tests.engine_outages import newest
 from tests.engine_programs import (
     Broken,
     CallStep,
@@ -23,10 +24,11 @@ STEPS_MAX = 600  # Beyond most runs: some faults come too late to be noticed.
 
 FAULTS = (
     "forward", "vjp", "hook", "program", "abandon", "expired", "crash", "two crashes",
-    "partition",
+    "restart", "two restarts", "partition",
 )  # fmt: skip
 
 
+_RESTARTS = ("restart", "two restarts")
 _CALLS = ("forward", "vjp")  # Happen in functions that are called.
 
 
@@ -61,6 +63,9 @@ def happen(fault: str, seed: int) -> str:
             run.scope.leave()
         net.drain()
         assert (left := net.leftovers()) == [], left
+    elif fault in _RESTARTS:
+        net.drain()
+    if home not in net.dead or fault in _RESTARTS:
         _good(net, seed + 1)
     net.drain()
     assert (left := net.leftovers()) == [], left
@@ -70,7 +75,7 @@ def happen(fault: str, seed: int) -> str:
 def _good(net: Net, seed: int) -> None:
     """The next program, on who is left, is right."""
     apart = [max(pair) for pair in net.parted]
-    alive = tuple(n for n in net.workers if n not in net.dead and n not in apart)
+    alive = tuple(name for name in net.alive if name not in apart)
     run = Run(draw(random.Random(seed), alive), net)
     run.all()
     assert run.scope.leave() == ()
@@ -81,7 +86,7 @@ def _arm(net: Net, fault: str, rng: random.Random) -> None:
     home = net.workers[0]
     at = int(rng.random() ** 2 * STEPS_MAX)
     victims = [rng.choice(net.workers), rng.choice(net.workers)]
-    del victims[2 if fault == "two crashes" else 1 :]
+    del victims[2 if fault.startswith("two") else 1 :]
 
     def abandon(net: Net) -> None:
         if net.steps >= at:
@@ -96,6 +101,22 @@ def _arm(net: Net, fault: str, rng: random.Random) -> None:
             if home in net.dead:
                 net.before_step = None
                 raise Abandoned
+
+    def restart(net: Net) -> None:
+        """Crash; some time later join again, and be used at once, whoever knows."""
+        if net.steps < at or not victims or rng.random() < 0.9:
+            return
+        last = newest(net, victims[-1])
+        if last not in net.dead:
+            net.crash(last)
+            if rng.random() < 0.7 and last != home:
+                return
+        net.rejoin(victims.pop())
+        net.before_step = None
+        _good(net, rng.randrange(1_000))
+        net.before_step = restart
+        if last == home:
+            raise Abandoned
 
     def part(net: Net) -> None:
         if net.steps >= at:
@@ -115,6 +136,8 @@ def _arm(net: Net, fault: str, rng: random.Random) -> None:
         net.before_step = part
     elif fault in ("crash", "two crashes"):
         net.before_step = crash
+    elif fault in _RESTARTS:
+        net.before_step = restart
 
 
 def _sabotaged(

@@ -6,8 +6,8 @@ they yield a waiter and are sent what it was resumed with.
 
 import random
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from jdag.engine import Engine
@@ -32,6 +32,7 @@ from jdag.engine.vocabulary import (
     Hook,
     Issued,
     Job,
+    Joined,
     Key,
     Launched,
     LeafId,
@@ -46,41 +47,34 @@ from jdag.engine.vocabulary import (
     Send,
     Spawn,
     Worker,
+    incarnated,
+    incarnation_of,
     landing,
+    named,
 )
+from tests import engine_outages as outages
 from tests.engine_left import leftovers, taken
+from tests.engine_place import Body, Place
 from tests.engine_values import IDENTITY, Linear, compute
 
-Body = Generator[int, Any, Any]
 STEPS_MAX = 200_000
-
-
-@dataclass
-class Place:
-    """One worker: its engine, its values, its ready jobs, its programs."""
-
-    engine: Engine
-    values: dict[Key, Any] = field(default_factory=dict)
-    jobs: list[Job] = field(default_factory=list)
-    resumed: dict[int, Any] = field(default_factory=dict)
-    alarms: dict[int, Event] = field(default_factory=dict)  # By waiter.
-    spawned: list[Spawn] = field(default_factory=list)
-    running: dict[int, tuple["Scope", Body]] = field(default_factory=dict)
 
 
 class Net:
     """Engines, and queues between each two of them; `rng` picks what happens next."""
 
     def __init__(self, workers: Sequence[str], rng: random.Random) -> None:
-        self.places = {name: Place(Engine(name, workers)) for name in workers}
+        self.places: dict[str, Place] = {}
         self.workers = tuple(workers)
+        for name in workers:
+            self.start(name, 0)
         self.rng = rng
         self.queues: dict[tuple[str, str], deque[tuple[Any, list[Any]]]] = {}
         self.sent: list[tuple[str, str, Any]] = []
         self.ran: list[Job] = []
         self.dead: dict[str, None] = {}
         self.parted: dict[tuple[str, str], None] = {}  # (from, to): nothing passes.
-        self.unnoticed: list[tuple[str, str]] = []  # (who has not noticed, whom)
+        self.unnoticed: list[tuple[str, Lost | Joined]] = []  # (who was not told, what)
         self.steps = 0
         self.before_step: Callable[[Net], None] | None = None
         self.let_go()  # `holds` a message at the head of its queue, `pauses` a job.
@@ -90,6 +84,12 @@ class Net:
         self._leaf = 0
         self._assignment = 0
         self._contexts: dict[str, int] = {}
+
+    def start(self, name: str, incarnation: int) -> str:
+        """A worker takes part."""
+        worker = incarnated(name, incarnation)
+        self.places[worker] = Place(Engine(name, self.workers, incarnation))
+        return worker
 
     # -------------------------------------------------------------------- running
 
@@ -180,7 +180,9 @@ class Net:
                 self._resume(scope, body, place.resumed.pop(what))
             case "notice":
                 self.unnoticed.remove((worker, what))
-                self.tell(worker, Lost(what))
+                if isinstance(what, Joined):
+                    place.joined[what.name] = what.incarnation
+                self.tell(worker, what)
         return True
 
     def _run(self, name: str, job: Job) -> None:
@@ -213,7 +215,8 @@ class Net:
         """Run until a waiter is resumed."""
         resumed = self.places[worker].resumed
         while waiter not in resumed:
-            assert self.step(), f"nothing can happen and {waiter} still waits"
+            if not self.step():  # Before which anything may have happened.
+                assert waiter in resumed, f"nothing can happen and {waiter} still waits"
         return resumed.pop(waiter)
 
     def drain(self) -> None:
@@ -228,28 +231,20 @@ class Net:
 
     def crash(self, worker: str) -> None:
         """A worker stops; what it sent may still come; others notice in their time."""
-        self.dead[worker] = None
-        place = self.places[worker]
-        for pair, queue in self.queues.items():
-            if pair[1] == worker:
-                queue.clear()
-            elif pair[0] == worker:
-                while queue and self.rng.random() < 0.5:
-                    queue.pop()
-        place.values.clear()
-        place.jobs.clear()
-        place.spawned.clear()
-        place.running.clear()
-        self.unnoticed = [pair for pair in self.unnoticed if pair[0] != worker]
-        alive = [name for name in self.workers if name not in self.dead]
-        self.unnoticed.extend((name, worker) for name in alive)
+        outages.crash(self, worker)
+
+    def rejoin(self, name: str) -> str:
+        """A worker that crashed takes part again, as the one that is returned."""
+        return outages.rejoin(self, name)
 
     def part(self, one: str, other: str) -> None:
         """Two workers lose each other; what lies between them is gone."""
-        for pair in ((one, other), (other, one)):
-            self.parted[pair] = None
-            self.queues.pop(pair, None)
-            self.unnoticed.append(pair)
+        outages.part(self, one, other)
+
+    @property
+    def alive(self) -> tuple[str, ...]:
+        """Those who have not crashed, in the order in which they were started."""
+        return tuple(name for name in self.places if name not in self.dead)
 
     def messages(self, kind: type) -> list[tuple[str, str]]:
         """Who sent a message of this kind to whom, in order."""
@@ -262,7 +257,7 @@ class Net:
 
     def leftovers(self) -> list[str]:
         """What living workers hold although nothing is going on; leaves may stay."""
-        return leftovers({n: p for n, p in self.places.items() if n not in self.dead})
+        return leftovers({name: self.places[name] for name in self.alive})
 
     # ------------------------------------------------------------------ what users do
 
@@ -272,11 +267,11 @@ class Net:
 
     def put(self, worker: str, value: int, home: str) -> Argument:
         self._leaf += 1
-        leaf = LeafId(worker, self._leaf)
+        leaf = LeafId(outages.known(self, home, worker), self._leaf)
         key = Key("leaf", None, leaf, 0)
         self.places[home].values[key] = (value, f"leaf{self._leaf}")
         self.assign(home, worker, None, (), key)
-        return Argument(key, worker, True)
+        return Argument(key, leaf.worker, True)
 
     def assign(
         self,
@@ -306,7 +301,8 @@ class Net:
 
     def open(self, owner: str) -> "Scope":
         counter = self._contexts[owner] = self._contexts.get(owner, 0) + 1
-        context = ContextId(self.workers.index(owner), counter, 0)
+        number = self.workers.index(named(owner))
+        context = ContextId(number, counter, incarnation_of(owner))
         self.tell(owner, Opened(context))
         return Scope(self, owner, context, ())
 
@@ -355,6 +351,7 @@ class Scope:
         inexact: Sequence[bool] | None = None,
     ) -> list[Argument]:
         """Call; an int is a constant; `inexact`: which outputs can be tracked."""
+        worker = outages.known(self.net, self.worker, worker)
         self.count += 1
         path = (*self.path, self.count)
         store = self.net.places[self.worker].values
@@ -413,6 +410,7 @@ class Scope:
 
     def launch(self, worker: str, body: Any, *arguments: Any) -> int:
         """Call a program; the waiter for (result, failure)."""
+        worker = outages.known(self.net, self.worker, worker)
         self.count += 1
         waiter = self.net.waiter()
         path = (*self.path, self.count)

@@ -21,6 +21,7 @@ from jdag.engine.vocabulary import (
 )
 from tests.engine_net import Net, Scope, names, stopped
 from tests.engine_oracle import Expected, Oracle, Use
+from tests.engine_outages import known
 from tests.engine_values import Affine, Fuse, Linear
 
 DEPTH_MAX = 2
@@ -430,11 +431,12 @@ class Run:
             for a in step.arguments
         ]
         inexact = [j in function.outputs for j in range(len(step.outputs))]
-        made = scope.call(step.worker, function, *arguments, inexact=inexact)
+        worker = known(self.net, scope.worker, step.worker)
+        made = scope.call(worker, function, *arguments, inexact=inexact)
         self.refs.update(zip(step.outputs, made, strict=True))
         self.holders.update(dict.fromkeys(step.outputs, scope))
         path = (*scope.path, scope.count)
-        self.oracle.call(path, step.worker, function, step.arguments, step.outputs)
+        self.oracle.call(path, worker, function, step.arguments, step.outputs)
         for output, ref in zip(step.outputs, made, strict=True):
             assert ref.tracked == self.oracle.tracked(Use(output)), output
 

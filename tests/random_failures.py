@@ -173,7 +173,10 @@ def again(number: int) -> int:
 
 
 def crash_somewhere(number: int) -> str:
-    """Crash a worker somewhere in a program, on a network with faults."""
+    """Crash a worker somewhere in a program, on a network with faults.
+
+    It may join again, at once or so late that the program is over.
+    """
     plan = numbered(number)
     others = [worker for worker in plan.workers if worker != plan.home]
     if not others:
@@ -182,14 +185,18 @@ def crash_somewhere(number: int) -> str:
     rng = Random(f"crash {number}")
     victim, index = rng.choice(others), rng.randrange(calm.records)
     detect_ns = rng.choice((0, 2_000, 500_000))
-    crash = sim.Crash(victim, detect_ns, at_index=index)
+    restart_ns = rng.choice((None, 0, 3_000, 2_000_000))
+    crash = sim.Crash(victim, detect_ns, at_index=index, restart_ns=restart_ns)
     return crashed(plan, crash, calm, settings(number, plan.workers), number + 1)
 
 
 def crashed(
     plan: Plan, crash: sim.Crash, calm: Result, options: dict[str, Any], after: int
 ) -> str:
-    """Crash a worker in a program, then run the program `after` on those who live."""
+    """Crash a worker in a program, then run the program `after` on those who live.
+
+    Those are all, where it joins again.
+    """
     faults = (*options["faults"], crash)
     options = {**options, "faults": faults}
     leaves: list[Any] = []
@@ -205,7 +212,7 @@ def crashed(
             assert repr(crash.worker) in str(error)
         clean(cluster, leaves)
         lost = [name for name, held in cluster.info().items() if held["lost"]]
-        assert lost == [crash.worker]
+        assert lost == ([crash.worker] if crash.restart_ns is None else [])
         alive = tuple(name for name in plan.workers if name not in lost)
         good(cluster, after, leaves, alive)
     return ended

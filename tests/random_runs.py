@@ -179,7 +179,8 @@ def clean(cluster: Cluster, leaves: Sequence[Any]) -> None:
     driver: Any = cluster.driver
     driver.settle()
     for worker, held in cluster.info().items():
-        mine = sum(leaf.worker == worker for leaf in leaves)
+        there, _ = cluster.home.place(worker, "")
+        mine = sum(leaf.owner == there for leaf in leaves)
         left = [held[what] for what in ("live_contexts", "live_passes", "values_held")]
         wanted = [0, 0, 0 if held["lost"] else mine]
         assert left == wanted, (worker, left, wanted)

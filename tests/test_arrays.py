@@ -61,7 +61,7 @@ def test_a_header_is_as_it_is_written_down() -> None:
 @pytest.mark.parametrize("value", VALUES, ids=str)
 def test_a_header_is_read_as_it_was_and_has_its_size(value: Any) -> None:
     data = header(value)
-    assert ARRAY_TYPE.read(Reader(data, ())) == type_of(value)
+    assert ARRAY_TYPE.read(Reader(data, {})) == type_of(value)
     assert ARRAY_TYPE.size(value) == len(data)
     assert sizes([value]) == (type_of(value).nbytes, len(data))
 
@@ -95,8 +95,8 @@ def test_what_is_no_value_is_named(value: Any, said: str) -> None:
 
 def test_headers_that_mean_nothing_are_refused() -> None:
     with pytest.raises(ProtocolError, match="dtype 63: allowed is 0 to"):
-        ARRAY_TYPE.read(Reader(b"\x7f\0", ()))
+        ARRAY_TYPE.read(Reader(b"\x7f\0", {}))
     with pytest.raises(ProtocolError, match=f"rank 65: allowed is 0 to {RANK_MAX}"):
-        ARRAY_TYPE.read(Reader(b"\0\x41" + bytes(8 * 65), ()))
+        ARRAY_TYPE.read(Reader(b"\0\x41" + bytes(8 * 65), {}))
     with pytest.raises(ProtocolError, match=r"an axis at byte 2 takes 8 bytes; 3 of 5"):
-        ARRAY_TYPE.read(Reader(b"\0\1\1\1\1", ()))
+        ARRAY_TYPE.read(Reader(b"\0\1\1\1\1", {}))

@@ -91,11 +91,12 @@ CALM: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("victim", ["b", "c"])
-def test_after_a_crash_at_any_index_of_a_trace_those_who_live_go_on(victim: str):
+def test_after_a_crash_at_any_index_of_a_trace_those_who_are_there_go_on(victim: str):
     calm = run(SMALL, source_of(SMALL), **CALM)
     check(SMALL, calm)
     ended: Counter[str] = Counter()
     for index in range(calm.records):
-        crash = sim.Crash(victim, 2_000 * (index % 2), at_index=index)
+        detect_ns, restart_ns = 2_000 * (index % 2), (None, 0, 1_000)[index % 3]
+        crash = sim.Crash(victim, detect_ns, at_index=index, restart_ns=restart_ns)
         ended[random_failures.crashed(SMALL, crash, calm, CALM, after=index % 8)] += 1
     assert ended["WorkerLost"] > calm.records // 2 and ended["untouched"] > 0, ended

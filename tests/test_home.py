@@ -1,5 +1,7 @@
 """What programs share: workers by name, values as they are held, one nesting of JAX."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,7 +50,9 @@ def test_a_home_made_under_jit_is_refused_outside_of_it_and_the_other_way_round(
 )
 def test_an_unknown_worker_is_named_with_those_that_there_are(worker, text):
     home = Home(["tr", "ps1"], abstract=False)
+    home.driver = SimpleNamespace(incarnations={"tr": 2})
     assert home.place("ps1", "ctx.call") == ("ps1", None)
+    assert home.place("tr", "ctx.call") == ("tr#2", None)
     with pytest.raises(JdagError) as caught:
         home.place(worker, "ctx.call")
     assert text in str(caught.value) and str(caught.value).startswith("ctx.call")

@@ -12,6 +12,7 @@ from jdag.engine.vocabulary import (
     Discard,
     Failure,
     Key,
+    Lost,
     Outcome,
     Primal,
     Ship,
@@ -369,7 +370,7 @@ def test_a_value_that_comes_after_its_loss_was_told_is_not_kept(seed: int):
     scope.discard(y)
     net.drain()
     net.part("a", "c")
-    net.unnoticed = [("a", "c")]
+    net.unnoticed = [("a", Lost("c"))]
     net.drain()
     scope.tell_discarded()
     (failure,) = net.fetch("a", z)
@@ -378,5 +379,5 @@ def test_a_value_that_comes_after_its_loss_was_told_is_not_kept(seed: int):
     net.drain()
     assert kept(net, "received") == []
     scope.leave()
-    net.unnoticed = [("c", "a")]
+    net.unnoticed = [("c", Lost("a"))]
     nothing_left(net)

@@ -5,7 +5,15 @@ from typing import Any
 
 import pytest
 
-from jdag.engine.vocabulary import Argument, Call, Failure, Outcome, Release, Ship
+from jdag.engine.vocabulary import (
+    Argument,
+    Call,
+    Failure,
+    Lost,
+    Outcome,
+    Release,
+    Ship,
+)
 from jdag.errors import WorkerLost
 from tests.engine_cases import SEEDS, finished, holding, net_of, pausing
 from tests.engine_net import Net, Scope
@@ -43,14 +51,14 @@ def test_a_program_that_swallows_a_loss_fails_its_context_all_the_same(seed: int
     net.drain()
     net.queues["c", "d"].clear()
     net.crash("c")
-    net.unnoticed = [("d", "c")]
+    net.unnoticed = [("d", Lost("c"))]
     result, failure = net.until("a", waiter)
     assert result is None and failure.error == "WorkerLost"
     with pytest.raises(WorkerLost, match="worker 'c' is lost"):
         scope.call("b", SAME, 1)
     scope.start_leaving()
     assert next(m.abort for _, _, m in net.sent if type(m) is Release)
-    net.unnoticed = [("a", "c"), ("b", "c")]
+    net.unnoticed = [("a", Lost("c")), ("b", Lost("c"))]
     nothing_left(net)
 
 

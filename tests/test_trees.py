@@ -26,7 +26,7 @@ def written(tree: Any) -> bytes:
 
 
 def there_and_back(tree: Any) -> Any:
-    reader = Reader(written(tree), WORKERS)
+    reader = Reader(written(tree), dict(enumerate(WORKERS)))
     read = TREE.read(reader)
     assert reader.left == 0
     return read
@@ -121,7 +121,7 @@ def test_data_is_nested_only_so_deep() -> None:
         written((deep,))
     data = written(deep)
     with pytest.raises(ProtocolError, match="more than 100 deep"):
-        TREE.read(Reader(data[:5] + data, WORKERS))
+        TREE.read(Reader(data[:5] + data, dict(enumerate(WORKERS))))
 
 
 def test_a_dict_whose_keys_cannot_be_is_refused() -> None:
@@ -129,4 +129,4 @@ def test_a_dict_whose_keys_cannot_be_is_refused() -> None:
     kinds = (written(())[0], written([])[0])
     data[data.index(kinds[0], 5)] = kinds[1]
     with pytest.raises(ProtocolError, match="a dict whose keys cannot be"):
-        TREE.read(Reader(bytes(data), WORKERS))
+        TREE.read(Reader(bytes(data), dict(enumerate(WORKERS))))

@@ -63,19 +63,31 @@ class ContextId(NamedTuple):
         return self.number << 48 | self.counter
 
     def __str__(self) -> str:
-        return f"{self.number}.{self.counter}"
+        return f"{incarnated(str(self.number), self.incarnation)}.{self.counter}"
 
 
 class LeafId(NamedTuple):
-    """Names a leaf: who keeps it; of who made it 16 bits of number, 48 of counter."""
+    """Names a leaf: who keeps it; who made it, and how many it had made before.
+
+    Of its 64 bits 16 are the maker's number, then 16 that of its incarnation.
+    """
 
     worker: Worker
     number: int
 
+    @classmethod
+    def made_by(
+        cls, maker: int, incarnation: int, counter: int, worker: Worker
+    ) -> "LeafId":
+        """The name of the leaf, on a worker, of this maker and counter."""
+        assert incarnation < 1 << 16 and counter < 1 << 32, (incarnation, counter)
+        return cls(worker, maker << 48 | incarnation << 32 | counter)
+
     def __str__(self) -> str:
-        maker, counter = self.number >> 48, self.number & (1 << 48) - 1
-        by = f"{maker}." if maker else ""
-        return f"leaf {by}{counter} on {self.worker}"
+        maker, incarnation = self.number >> 48, self.number >> 32 & (1 << 16) - 1
+        by = incarnated(str(maker), incarnation)
+        by = f"{by}." if by != "0" else ""
+        return f"leaf {by}{self.number & (1 << 32) - 1} on {self.worker}"
 
 
 class Key(NamedTuple):

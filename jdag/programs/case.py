@@ -340,7 +340,7 @@ def left_over(cluster: Cluster) -> Figures:
     """What the workers that are left still hold, but for leaves."""
     info = cluster.info()
     living = [one for one in info.values() if not one["lost"]]
-    leaves = sum(not info[leaf.worker]["lost"] for leaf in cluster.home.leaves)
+    leaves = sum(not cluster.home.is_lost(leaf) for leaf in cluster.home.leaves)
     return {
         "live_contexts": sum(int(worker["live_contexts"]) for worker in living),
         "live_passes": sum(int(worker["live_passes"]) for worker in living),

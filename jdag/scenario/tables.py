@@ -231,6 +231,7 @@ class _Crash(_Table):
     at_ns: _NS | None = None
     at_index: _NS | None = None
     detect_ns: _NS = 1_000_000
+    restart_ns: _NS | None = None
 
 
 class _Slow(_Table):

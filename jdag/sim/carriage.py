@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
+from jdag.engine.vocabulary import named
 from jdag.sim.faults import Faults
 from jdag.sim.network import Lane, LinkModel, Network, Traffic
 from jdag.sim.timeline import Timeline
@@ -55,9 +56,10 @@ def gives_up_ns(settings: LinkSettings) -> int:
 class End:
     """One worker's end of its link to a peer; `twin` is the peer's end of it.
 
-    `out` and `back` are the lanes from and to here. `record` is the last frame that
-    left here, `heard` the last with a message that came; `payload_bytes`, and
-    `zero_bytes` of what went unsaid, are for the driver to count in.
+    Each incarnation of a worker has its own; `route` are the names of the two, `out`
+    and `back` the lanes from and to here. `record` is the last frame that left here,
+    `heard` the last with a message that came; `payload_bytes`, and `zero_bytes` of what
+    went unsaid, are for the driver to count in.
     """
 
     __slots__ = (
@@ -69,6 +71,7 @@ class End:
         "payload_bytes",
         "peer",
         "record",
+        "route",
         "timer_ns",
         "twin",
         "worker",
@@ -82,6 +85,7 @@ class End:
     ) -> None:
         self.worker = worker
         self.peer = peer
+        self.route = (named(worker), named(peer))
         self.link = link
         self.out = out
         self.back = back
@@ -116,6 +120,10 @@ class Carriage:
         self._note = note
         self._ends: dict[str, dict[str, End]] = {worker: {} for worker in workers}
 
+    def joined(self, worker: str) -> None:
+        """An incarnation of a worker takes part from now on, with links of its own."""
+        self._ends[worker] = {}
+
     def ends(self, worker: str) -> tuple[End, ...]:
         """The ends of one worker that were ever used."""
         return tuple(self._ends[worker].values())
@@ -124,18 +132,16 @@ class Carriage:
         """One worker's end of its link to a peer."""
         end = self._ends[worker].get(peer)
         if end is None:
-            end = self._make(worker, peer)
-            end.twin = self._make(peer, worker)
+            model, lane = self._network.model, self._traffic.lane
+            route = there, back = named(worker), named(peer)
+            settings = self._settings or link_settings(
+                model(*route), model(back, there)
+            )
+            lanes = lane(*route), lane(back, there)
+            end = End(worker, peer, Link(peer, settings), *lanes)
+            end.twin = End(peer, worker, Link(worker, settings), *reversed(lanes))
             end.twin.twin = end
-        return end
-
-    def _make(self, worker: str, peer: str) -> End:
-        settings = self._settings
-        if settings is None:
-            there = self._network.model(worker, peer)
-            settings = link_settings(there, self._network.model(peer, worker))
-        lanes = self._traffic.lane(worker, peer), self._traffic.lane(peer, worker)
-        end = self._ends[worker][peer] = End(worker, peer, Link(peer, settings), *lanes)
+            self._ends[worker][peer], self._ends[peer][worker] = end, end.twin
         return end
 
     def close(self, worker: str, peer: str) -> None:
@@ -247,7 +253,7 @@ class Carriage:
         """Let a frame that has left meet its verdict."""
         timeline, note, record = self._timeline, self._note, end.record
         now_ns = timeline.now_ns
-        verdict = self._faults.verdict(end.worker, end.peer, now_ns, self._rng)
+        verdict = self._faults.verdict(*end.route, now_ns, self._rng)
         copies, causes = verdict.copies, verdict.causes
         if not copies:
             note("drop", end.worker, (end.peer, causes[-1]), (record,))

@@ -75,16 +75,19 @@ class Partition:
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """A worker stops for good, and all it held is gone.
+    """A worker stops, and all it held is gone.
 
     At `at_ns`, or when the trace has `at_index` events; exactly one of the two is
-    given. The others are told `detect_ns` later.
+    given. The others are told `detect_ns` later. It is gone for good (None), or joins
+    anew, empty, `restart_ns` after it has stopped. Of a worker that is down already
+    it makes nothing.
     """
 
     worker: str
     detect_ns: int
     at_ns: int | None = None
     at_index: int | None = None
+    restart_ns: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +137,11 @@ class Faults:
             for text in _problems(f"faults[{index}]", fault, tuple(workers))
         ]
         self.crashes = tuple(f for f in faults if isinstance(f, Crash))
-        crashed = [crash.worker for crash in self.crashes]
         for worker in workers:
-            if crashed.count(worker) > 1:
+            of = [crash for crash in self.crashes if crash.worker == worker]
+            if any(crash.restart_ns is None for crash in of[:-1]):
                 allowed = f"one crash of {worker}: it does not come back"
-                wrong.append(unusable("faults", crashed.count(worker), allowed))
+                wrong.append(unusable("faults", len(of), allowed))
         if wrong:
             raise ScenarioError("; ".join(wrong))
         self._partitions = tuple(
@@ -231,7 +234,7 @@ def _drawn(least_ns: int, most_ns: int, rng: Random) -> int:
     return least_ns + int(rng.random() * (most_ns - least_ns + 1))
 
 
-_OPEN = ("source", "destination", "until_ns", "at_ns", "at_index")
+_OPEN = ("source", "destination", "until_ns", "at_ns", "at_index", "restart_ns")
 
 
 def _problems(key: str, fault: Fault, workers: tuple[str, ...]) -> list[str]:

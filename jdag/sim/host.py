@@ -5,7 +5,7 @@ from typing import Any
 
 from jdag.compute.machine import Machine
 from jdag.engine import Engine
-from jdag.engine.vocabulary import Key
+from jdag.engine.vocabulary import Key, incarnated, incarnation_of, named
 from jdag.sim.carriage import End
 from jdag.sim.chooser import Chooser
 from jdag.sim.devices import Device, DeviceModel
@@ -20,11 +20,13 @@ class Host:
     of the trace that made each value that is held here; `fresh` are those that programs
     put since they last told the engine anything, for that event to be their record.
     `device` is the default one; each that a call names is one of its own beside it.
+    A worker that joins anew has another host: `busy_before_ns` is of those before it.
     """
 
     __slots__ = (
         "_named",
         "alive",
+        "busy_before_ns",
         "crashed",
         "device",
         "engine",
@@ -43,6 +45,7 @@ class Host:
         self.machine = machine
         self.device = device
         self._named: dict[str, Device] = {}
+        self.busy_before_ns = 0
         self.alive = True
         self.crashed = False
         self.lost: dict[str, None] = {}
@@ -92,12 +95,27 @@ class Host:
         self.fresh.clear()
         self.engine = None
 
+    @property
+    def busy_ns(self) -> int:
+        """How long its devices have computed."""
+        return self.busy_before_ns + sum(device.busy_ns for device in self.devices)
+
+    def again(self, workers: Sequence[str]) -> "Host":
+        """The next incarnation of this worker, which was cleared; its counts stay."""
+        name, incarnation = named(self.worker), incarnation_of(self.worker) + 1
+        engine = Engine(name, workers, incarnation)
+        worker = incarnated(name, incarnation)
+        host = Host(worker, engine, self.machine, self.device.beside())
+        host.busy_before_ns = self.busy_ns
+        return host
+
     def info(self, ends: Sequence[End]) -> dict[str, int | bool]:
-        """What it holds now, and what it has sent and computed so far.
+        """What it holds now, and what it and those before it sent and computed so far.
 
         A worker that crashed holds nothing; what it did before still counts.
         """
         values, engine = self.machine.values, self.engine
+        lanes = {end.route: end.out for end in ends}.values()
         return {
             "live_contexts": 0 if engine is None else engine.live_contexts,
             "live_passes": 0 if engine is None else engine.live_passes,
@@ -107,11 +125,11 @@ class Host:
             "messages_sent": sum(end.link.sent for end in ends),
             "payload_bytes_sent": sum(end.payload_bytes for end in ends),
             "zero_bytes_saved": sum(end.zero_bytes for end in ends),
-            "bytes_sent": sum(end.out.bytes for end in ends),
-            "frames_sent": sum(end.out.frames for end in ends),
+            "bytes_sent": sum(lane.bytes for lane in lanes),
+            "frames_sent": sum(lane.frames for lane in lanes),
             "resends": sum(end.link.resent for end in ends),
             "duplicates": sum(end.link.duplicates for end in ends),
-            "busy_ns": sum(device.busy_ns for device in self.devices),
+            "busy_ns": self.busy_ns,
             "lost": self.crashed,
         }
 

@@ -44,7 +44,9 @@ def _placer(cls: type) -> Callable[[Any], Place]:
 
 
 def _label(context: ContextId | None) -> str:
-    return "" if context is None else f"{context[0]}.{context[1]}"
+    if context is None:
+        return ""
+    return str(context) if context[2] else f"{context[0]}.{context[1]}"
 
 
 # For each class of messages, events and effects: where in the program one belongs.

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from itertools import permutations, product
 
+from jdag.engine.vocabulary import is_name
 from jdag.errors import ScenarioError
 from jdag.sim.carriage import gives_up_ns, link_settings
 from jdag.sim.faults import Crash, Fault, Partition
@@ -17,13 +18,9 @@ def checked_workers(workers: Sequence[str], home: str, seed: int) -> tuple[str, 
         ScenarioError: names what is not, its value and what is allowed.
     """
     names = tuple(workers)
-    usable = (
-        not isinstance(workers, str)
-        and names
-        and all(isinstance(name, str) and name for name in names)
-    )
+    usable = not isinstance(workers, str) and names and all(map(is_name, names))
     if not usable or len(dict.fromkeys(names)) != len(names):
-        allowed = "one name or more, none empty, none twice"
+        allowed = "one name or more, none empty, none with a #, none twice"
         raise ScenarioError(unusable("workers", workers, allowed))
     if home not in names:
         raise ScenarioError(unusable("home", home, "one of " + ", ".join(names)))
@@ -71,9 +68,14 @@ def network_of(network: Network | LinkModel | None) -> Network:
 
 
 def partings(
-    faults: Sequence[Fault], network: Network, link: LinkSettings | None
+    faults: Sequence[Fault],
+    network: Network,
+    link: LinkSettings | None,
+    since_ns: int = 0,
 ) -> Iterator[tuple[int, str, str]]:
     """When who will notice, for want of any sign of life, that whom is out of reach.
+
+    Of those who try since a time, and did not try before.
 
     A partition that lasts twice as long as a link tries parts each pair across it, as
     keepalives would: two that have nothing to say might else wait for ever, each for
@@ -86,6 +88,7 @@ def partings(
             for worker, peer in product(here, there):
                 models = network.model(worker, peer), network.model(peer, worker)
                 settings = link or link_settings(*models)
-                at_ns = fault.from_ns + 2 * gives_up_ns(settings)
+                from_ns = max(fault.from_ns, since_ns)
+                at_ns = from_ns + 2 * gives_up_ns(settings)
                 if fault.until_ns is None or at_ns < fault.until_ns:
                     yield at_ns, worker, peer

@@ -12,11 +12,11 @@ happens, and what else it takes. The method of that name carries it out.
 
 Invariants: a run is a function of its arguments and the seed; a worker that crashed is
 told nothing any more, and its engine, values, jobs and programs are gone before
-anything else happens; a worker is told of each loss once.
+anything else happens (`jdag.sim.outages`).
 """
 
 import gc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from random import Random
 from typing import Any
@@ -39,25 +39,26 @@ from jdag.engine.vocabulary import (
     Fetched,
     Launched,
     Left,
-    Lost,
     Resume,
     Returned,
     Send,
     Spawn,
     landing,
+    named,
 )
 from jdag.errors import JdagError
 from jdag.functions import name_of
 from jdag.sim import plan
-from jdag.sim.carriage import CRASH, EVENT, Carriage, End, Parcel
+from jdag.sim.carriage import EVENT, Carriage, End, Parcel
 from jdag.sim.chooser import checked
 from jdag.sim.chooser import policy as policy_named
 from jdag.sim.devices import Device, Devices, Task, models
-from jdag.sim.faults import Crash, Fault, Faults
+from jdag.sim.faults import Fault, Faults
 from jdag.sim.host import Host, made_hosts
 from jdag.sim.jobs import Jobs
 from jdag.sim.network import LinkModel, Network
 from jdag.sim.notes import PLACE, event_detail, note_nothing
+from jdag.sim.outages import Outages
 from jdag.sim.port import Port
 from jdag.sim.programs import Programs, Waiters
 from jdag.sim.timeline import Timeline
@@ -75,8 +76,9 @@ EVENTS_MAX = 1 << 40
 GARBAGE_MIN = 50_000
 
 _WAITING = (Launched, Awaited, Fetched, Differentiated, Left)
-_KINDS = ("frame", "timer", "begin", "finish", "alarm", "lost", "crash", "bury", "wake")
-_NEVER = -2  # No record has this index; -1 is "none".
+_KINDS = ("frame", "timer", "begin", "finish", "alarm", "wake", "spawn")
+_OUTAGES = ("lost", "crash", "bury", "restart")
+_NOBODY = -1  # No waiter has this number.
 
 
 class Simulation:
@@ -150,10 +152,21 @@ class Simulation:
         self._counted: dict[str, dict[str, int | bool]] | None = None
         self.port = self._port(self._hosts[home], -1)
         self._happens: dict[str, Callable[..., None]] = {
-            kind: getattr(self, f"_{kind}") for kind in (*_KINDS, "spawn")
+            kind: getattr(self, f"_{kind}") for kind in _KINDS
         }
-        self._crash_index = _NEVER
-        self._plan_losses(plan.partings(faults, plan.network_of(network), link))
+        self._outages = Outages(
+            self._hosts,
+            faults=self._faults,
+            partings=partial(plan.partings, faults, plan.network_of(network), link),
+            timeline=self._timeline,
+            carriage=self._carriage,
+            programs=self._programs,
+            note=self._note,
+            handle=self._handle,
+        )
+        for kind in _OUTAGES:
+            self._happens[kind] = getattr(self._outages, kind)
+        self._outages.plan()
 
     # ------------------------------------------------------------------ what users see
 
@@ -171,12 +184,21 @@ class Simulation:
         """For each worker, what it holds and what it has sent and computed so far."""
         if self._counted is not None:
             return self._counted
-        ends = self._carriage.ends
-        return {w: host.info(ends(w)) for w, host in self._hosts.items()}
+        ends: dict[str, list[End]] = {name: [] for name in self.workers}
+        for worker in self._hosts:
+            ends[named(worker)] += self._carriage.ends(worker)
+        return {
+            name: self._outages.newest(name).info(ends[name]) for name in self.workers
+        }
+
+    @property
+    def incarnations(self) -> dict[str, int]:
+        """Of the workers that have joined anew, how often they have."""
+        return self._outages.incarnations
 
     def settle(self) -> None:
         """Let everything happen that is still to happen, such as acknowledgements."""
-        self._loop(_NEVER)
+        self._loop(_NOBODY)
 
     def graph(self, context: ContextId) -> dict[str, Drawing]:
         """The graph of a context as it is now: what each worker has of it."""
@@ -278,7 +300,7 @@ class Simulation:
             while waiter not in given:  # Bounded by the timeline's events_max.
                 action = take()
                 if action is None:
-                    if waiter == _NEVER:
+                    if waiter == _NOBODY:
                         return
                     raise JdagError(
                         f"at {self.now_ns} ns nothing is left to happen, and there wait"
@@ -399,7 +421,7 @@ class Simulation:
             at_ns = self.now_ns + self._detect_ns
             action = ("lost", peer, end.worker, end.record)
             self._timeline.push(at_ns, EVENT, action)
-            self._lost(host, end.peer, end.record)
+            self._outages.lost(host, end.peer, end.record)
 
     def _begin(self, host: Host, device: Device) -> None:
         """A device may choose its next job, which is computed at once."""
@@ -432,68 +454,12 @@ class Simulation:
             port = self._port(host, record)
             self._programs.start(port, partial(self._program, port, spawn))
 
-    def _lost(self, host: Host, peer: str, record: int) -> None:
-        """A worker is told that a peer is gone."""
-        if not host.alive or peer in host.lost:
-            return
-        host.lost[peer] = None
-        self._carriage.close(host.worker, peer)
-        causes = () if record < 0 else (record,)
-        record = self._note("lost", host.worker, (peer,), causes)
-        if host.alive:
-            self._handle(host, Lost(peer), record)
-
-    # ----------------------------------------------------------------- crashes, records
-
-    def _plan_losses(self, partings: Iterable[tuple[int, str, str]]) -> None:
-        for at_ns, worker, peer in partings:
-            action = ("lost", self._hosts[worker], peer, -1)
-            self._timeline.push(at_ns, EVENT, action)
-        for crash in self._faults.crashes:
-            host = self._hosts[crash.worker]
-            if crash.at_ns is not None:
-                self._timeline.push(crash.at_ns, CRASH, ("crash", host, crash))
-        self._crash_index = self._faults.next_index(0, _NEVER)
-        if self._crash_index == 0:
-            self._crash_at(0)
+    # ------------------------------------------------------------------------- records
 
     def _note_and_look(
         self, kind: str, worker: str, detail: tuple[Any, ...], causes: tuple[int, ...]
     ) -> int:
         """Note a record, and see whether a crash waits for there being so many."""
         record = self._add(kind, worker, detail, causes)
-        if record + 1 == self._crash_index:
-            self._crash_at(record + 1)
+        self._outages.look(record + 1)
         return record
-
-    def _crash_at(self, index: int) -> None:
-        """The trace has `index` records: a crash that waits for that is due.
-
-        The worker is dead from here on; its remains are cleared away by the next event,
-        as a program of its own may be what runs right now.
-        """
-        self._crash_index = self._faults.next_index(index + 1, _NEVER)
-        for crash in self._faults.crash_at_index(index):
-            host = self._hosts[crash.worker]
-            self._die(host, crash)
-            self._timeline.push(self.now_ns, CRASH, ("bury", host))
-
-    def _crash(self, host: Host, crash: Crash) -> None:
-        """A crash planned for this time."""
-        self._die(host, crash)
-        self._bury(host)
-
-    def _die(self, host: Host, crash: Crash) -> None:
-        host.alive = False
-        host.crashed = True
-        why = "at_ns" if crash.at_index is None else "at_index"
-        record = self._note("crash", host.worker, (why,), ())
-        for other in self._hosts.values():
-            if other.alive:
-                action = ("lost", other, host.worker, record)
-                self._timeline.push(self.now_ns + crash.detect_ns, EVENT, action)
-
-    def _bury(self, host: Host) -> None:
-        """Clear away what a crashed worker held."""
-        self._programs.kill(host.worker)
-        host.clear()

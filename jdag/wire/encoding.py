@@ -66,7 +66,7 @@ class Reader:
 
     __slots__ = ("_data", "_offset", "depth", "workers")
 
-    def __init__(self, data: bytes, workers: Sequence[Worker]) -> None:
+    def __init__(self, data: bytes, workers: Mapping[int, Worker]) -> None:
         self.workers = workers
         self._data = data
         self._offset = 0
@@ -276,11 +276,12 @@ def _write_worker(writer: Writer, worker: Worker) -> None:
 
 def _read_worker(reader: Reader) -> Worker:
     number = reader.integer(2, "worker's number")
-    if number >= len(reader.workers):
+    worker = reader.workers.get(number)
+    if worker is None:
         raise ProtocolError(
             f"worker's number {number}: the cluster has {len(reader.workers)} workers"
         )
-    return reader.workers[number]
+    return worker
 
 
 def _path_more(path: Path) -> int:

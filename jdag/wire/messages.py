@@ -55,6 +55,7 @@ from jdag.engine.vocabulary import (
     Stale,
     Start,
     Worker,
+    incarnated,
     landing,
 )
 from jdag.engine.weight import Weight
@@ -324,13 +325,31 @@ class Codec:
         ProtocolError: more workers than the 2 bytes of a number can tell apart.
     """
 
-    __slots__ = ("_numbers", "_workers")
+    __slots__ = ("_names", "_numbers", "_workers")
 
     def __init__(self, workers: Sequence[Worker]) -> None:
         if len(workers) > 1 << 16:
             raise ProtocolError(f"{len(workers)} workers: allowed are {1 << 16}")
-        self._workers = tuple(workers)
+        self._names = tuple(workers)
+        self._workers = dict(enumerate(workers))
         self._numbers = {worker: number for number, worker in enumerate(workers)}
+
+    def joined(self, name: str, incarnation: int) -> None:
+        """Know an incarnation of a worker from now on; others are refused.
+
+        Raises:
+            ProtocolError: it has joined more often than its numbers can tell.
+        """
+        number = self._names.index(name) + len(self._names) * incarnation
+        if number >= 1 << 16:
+            most = (1 << 16) // len(self._names) - 1
+            raise ProtocolError(
+                f"worker {name!r} joins for the {incarnation}th time: of "
+                f"{len(self._names)} workers each may join {most} times"
+            )
+        worker = incarnated(name, incarnation)
+        self._workers[number] = worker
+        self._numbers[worker] = number
 
     def encode(self, message: Message) -> bytes:
         """The bytes of a message, without the values that ride with it.
