@@ -231,7 +231,7 @@ def test_a_dual_travels_as_two_arrays_under_one_header():
     ARRAY_TYPE.write(writer, dual)
     data = bytes(writer.out)
     assert data[1] == 0x82 and ARRAY_TYPE.size(dual) == len(data)
-    assert ARRAY_TYPE.read(Reader(data, ())) == kind
+    assert ARRAY_TYPE.read(Reader(data, {})) == kind
 
 
 def test_a_fingerprint_is_of_both_arrays():

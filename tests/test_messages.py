@@ -299,20 +299,20 @@ def test_bytes_that_mean_nothing_are_named_with_what_would(
 
 def test_of_a_worker_that_joined_anew_each_incarnation_has_a_number_of_its_own():
     codec = Codec(WORKERS)
-    messages = [
+    given: list[Message] = [
         Release(ContextId(1, 2, 3), (), abort=True),
         *(Read(7, (Key("leaf", None, LeafId(w, 1), 0),)) for w in ("a#1", "ü#2", "a")),
     ]
     with pytest.raises(ProtocolError, match="worker 'a#1' is not in the cluster"):
-        codec.encode(messages[1])
+        codec.encode(given[1])
     codec.joined("a", 1)
     codec.joined("ü", 2)
-    for message in messages:
+    for message in given:
         data = codec.encode(message)
         assert codec.decode(data) == message
         assert len(data) == size(message, ())[1]
     with pytest.raises(ProtocolError, match="worker's number 5: the cluster has 4"):
-        Codec(WORKERS).decode(codec.encode(messages[1]))
+        Codec(WORKERS).decode(codec.encode(given[1]))
 
 
 def test_a_worker_joins_as_often_as_there_are_numbers():

@@ -199,7 +199,7 @@ def read_spec(spec: bytes) -> tuple[Places, Body]:
     Raises:
         ProtocolError: it is none, or its numbers of arguments and outputs disagree.
     """
-    reader = Reader(spec, ())
+    reader = Reader(spec, {})
     places, body = _PLACES.read(reader), _BODY.read(reader)
     if reader.left:
         raise ProtocolError(f"{reader.left} of {len(spec)} bytes are left after a spec")
