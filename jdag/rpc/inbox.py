@@ -105,7 +105,7 @@ class Inbox:
         self._direct_frame: tuple[Any, ...] = ()
         self._incoming: deque[Incoming] = deque()
         self._incoming_number = 0
-        self._order = Order()
+        self._order: Order[Arriving] = Order()
         self._open = True
         self._headers = HeaderParser()
 

@@ -95,6 +95,7 @@ class Node:
         self.worker = worker = place.worker
         self.workers = place.workers
         self.incarnation = incarnation = place.incarnations[worker]
+        self.incarnations = {w: n for w, n in place.incarnations.items() if n}
         self.trace = None
         self._place = place
         self._began_ns = clock_ns()
