@@ -33,13 +33,12 @@ from rich.table import Table
 from rich.text import Text
 
 from jdag.engine.drawing import Need
-from jdag.errors import JdagError, ScenarioError
+from jdag.errors import JdagError, ScenarioError, unusable
 from jdag.graph import ContextGraph
 from jdag.playing import Answer, play
 from jdag.report import GRAPH, GRAPH_DOT, PAGE, WRITTEN, read_drawings, render
 from jdag.scenario import Scenario, load
 from jdag.shown import shown
-from jdag.sim.network import unusable
 from jdag.trace import read_trace
 
 RESULT = "result.json"

@@ -13,6 +13,11 @@ def kind_of(value: object) -> str:
     return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
 
 
+def unusable(key: str, value: object, allowed: str) -> str:
+    """The one wording in which a setting is refused."""
+    return f"{key} = {value!r}: allowed is {allowed}"
+
+
 class JdagError(Exception):
     """An error that jdag raises on purpose; it says what would have been right."""
 
@@ -61,6 +66,17 @@ class WorkerLost(JdagError):
 
 class ProtocolError(JdagError):
     """A peer broke the protocol, or bytes on the wire are not a message."""
+
+
+class JoinError(JdagError):
+    """Workers cannot be joined: one is not there, refuses, or died at its start.
+
+    `reached` tells whether the worker answered at all.
+    """
+
+    def __init__(self, message: str, *, reached: bool = True) -> None:
+        super().__init__(message)
+        self.reached = reached
 
 
 class ScenarioError(JdagError):

@@ -6,11 +6,10 @@ from fractions import Fraction
 from typing import Any
 
 from jdag.cluster import Cluster
-from jdag.errors import JdagError, RootError, ScenarioError, UnusedSendError
+from jdag.errors import JdagError, RootError, ScenarioError, UnusedSendError, unusable
 from jdag.expect import Judged, judge
 from jdag.programs import Figures
 from jdag.scenario import Scenario, configured, make_cluster, raised, wrong
-from jdag.sim.network import unusable
 
 Progress = Callable[[int, int, Mapping[str, float]], None]
 

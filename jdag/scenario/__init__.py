@@ -5,22 +5,20 @@ settings and a program, or says in one line what is wrong: file, key, value, and
 allowed.
 """
 
-import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from jdag.cluster import Cluster, simulate
-from jdag.errors import ScenarioError
+from jdag.errors import ScenarioError, unusable
 from jdag.expect import meant, refuse_unknown
 from jdag.programs import Player
 from jdag.scenario.program import player_of, raised
 from jdag.scenario.tables import Settings, checked
-from jdag.sim.network import unusable
+from jdag.tables import read, wrong
 
 __all__ = [
     "Scenario",
@@ -31,6 +29,8 @@ __all__ = [
     "raised",
     "wrong",
 ]
+
+_FILE = "a scenario's TOML file, such as scenarios/chain.toml"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def load(path: Path, *, seed: int | None = None) -> Scenario:
         ScenarioError: one line: file, key, value, and what is allowed.
     """
     with wrong(path):
-        text, table = _read(path)
+        text, table = read(path, _FILE)
         settings = checked(table)
         if seed is not None:
             settings = settings.model_copy(update={"seed": seed})
@@ -67,20 +67,6 @@ def load(path: Path, *, seed: int | None = None) -> Scenario:
             player = player_of(settings, path.resolve().parent)
             refuse_unknown(settings.expect, player.figures)
     return Scenario(path, question, settings, player, settings.names)
-
-
-def _read(path: Path) -> tuple[str, dict[str, Any]]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "this is no text"
-        raise ScenarioError(
-            f"{why}; allowed is a scenario's TOML file, such as scenarios/chain.toml"
-        ) from error
-    try:
-        return text, tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ScenarioError(f"this is not TOML: {error}") from error
 
 
 def _question(text: str) -> str:
@@ -120,15 +106,6 @@ def _check_links(settings: Settings) -> None:
         if (source, destination) in ends[:number]:
             allowed = f"one link from {source} to {destination}, and this is the second"
             raise ScenarioError(unusable(key, destination, allowed))
-
-
-@contextmanager
-def wrong(path: Path) -> Iterator[None]:
-    """What is wrong with a scenario is said with its file."""
-    try:
-        yield
-    except ScenarioError as error:
-        raise ScenarioError(f"{path}: {error}") from error
 
 
 @contextmanager

@@ -15,11 +15,10 @@ import jax
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
-from jdag.errors import ScenarioError
+from jdag.errors import ScenarioError, unusable
 from jdag.expect import meant
 from jdag.programs import Case, Player
 from jdag.scenario.tables import Settings
-from jdag.sim.network import unusable
 
 _FOLDER = "folder"  # A program that takes it is told where the scenario's file is.
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep

@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any
 
-from jdag.errors import JdagError, ScenarioError
-from jdag.sim.network import unusable
+from jdag.errors import JdagError, ScenarioError, unusable
 
 JobKey = Callable[[Any], tuple[Any, ...]]
 

@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any, assert_never
 
 from jdag.engine.vocabulary import Apply, Failure, Fill, Forward, Job, Path, Sum, Vjp
-from jdag.errors import ScenarioError
+from jdag.errors import ScenarioError, unusable
 from jdag.sim.chooser import Chooser, ReadyJobs
 from jdag.sim.faults import Faults
-from jdag.sim.network import unusable
 
 # The function that `ctx.move` calls.
 MOVED = "jdag.moving:moved"

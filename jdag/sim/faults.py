@@ -21,8 +21,7 @@ from dataclasses import dataclass, fields
 from random import Random
 from typing import assert_never
 
-from jdag.errors import ScenarioError
-from jdag.sim.network import unusable
+from jdag.errors import ScenarioError, unusable
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,15 +22,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from jdag.errors import ScenarioError
+from jdag.errors import ScenarioError, unusable
 
 _SECOND_NS = 1_000_000_000
 _ALLOWED = "an integer >= 0"
-
-
-def unusable(key: str, value: object, allowed: str) -> str:
-    """The one wording in which the simulator refuses a setting."""
-    return f"{key} = {value!r}: allowed is {allowed}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 from itertools import permutations, product
 
 from jdag.engine.vocabulary import is_name
-from jdag.errors import ScenarioError
+from jdag.errors import ScenarioError, unusable
 from jdag.sim.carriage import gives_up_ns, link_settings
 from jdag.sim.faults import Crash, Fault, Partition
-from jdag.sim.network import LinkModel, Network, unusable
+from jdag.sim.network import LinkModel, Network
 from jdag.wire.link import LinkSettings
 
 

@@ -1,0 +1,141 @@
+"""Tables of a TOML file: what may be in each, and what is said if it is not.
+
+Whatever is wrong is said in one wording: `key = value: allowed is ...`.
+"""
+
+import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from jdag.errors import ScenarioError, unusable
+from jdag.expect import meant
+
+
+def only(allowed: str, usable: Callable[[Any], bool]) -> BeforeValidator:
+    """A check whose error says what is allowed."""
+
+    def check(value: Any) -> Any:
+        if not usable(value):
+            raise PydanticCustomError("unusable", "{allowed}", {"allowed": allowed})
+        return value
+
+    return BeforeValidator(check)
+
+
+def at_least(least: int) -> Callable[[Any], bool]:
+    """Whether a value is an integer, and not below the least."""
+    return lambda value: type(value) is int and value >= least
+
+
+def number(least: float, most: float) -> Callable[[Any], bool]:
+    """Whether a value is a number between two."""
+    return lambda value: type(value) in (int, float) and least <= value <= most
+
+
+def one_of(*names: str) -> BeforeValidator:
+    """A check that a value is one of some names."""
+    return only("one of " + ", ".join(names), lambda value: value in names)
+
+
+def is_table(value: Any) -> bool:
+    """Whether a value is a table."""
+    return isinstance(value, dict)
+
+
+TEXT = Annotated[str, only("a text", lambda v: isinstance(v, str) and bool(v))]
+FLAG = Annotated[bool, only("true or false", lambda value: type(value) is bool)]
+COUNT = Annotated[int, only("an integer >= 1", at_least(1))]
+TABLE = Annotated[dict[str, Any], only("a table", is_table)]
+
+
+class Table(BaseModel):
+    """A table of the file: nothing unknown or missing, and nothing is converted."""
+
+    model_config = ConfigDict(frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_keys(cls, table: Any) -> Any:
+        if not isinstance(table, dict):
+            raise PydanticCustomError("unusable", "{allowed}", {"allowed": "a table"})
+        for key in table:
+            if key not in cls.model_fields:
+                keys = ", ".join(cls.model_fields)
+                allowed = f"one of the keys {keys}{meant(key, cls.model_fields)}"
+                context = {"key": key, "allowed": allowed}
+                raise PydanticCustomError("unknown", "{allowed}", context)
+        for key, field in cls.model_fields.items():
+            if field.is_required() and key not in table:
+                raise PydanticCustomError("missing_key", "{key}", {"key": key})
+        return table
+
+
+@contextmanager
+def wrong(path: Path) -> Iterator[None]:
+    """What is wrong with a file is said with its name."""
+    try:
+        yield
+    except ScenarioError as error:
+        raise ScenarioError(f"{path}: {error}") from error
+
+
+def read(path: Path, what: str) -> tuple[str, dict[str, Any]]:
+    """Return the text of a TOML file, and what it says.
+
+    Args:
+        path: the file.
+        what: what it ought to be, as the error says it.
+
+    Raises:
+        ScenarioError: it cannot be read, or is not TOML.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "this is no text"
+        raise ScenarioError(f"{why}; allowed is {what}") from error
+    try:
+        return text, tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ScenarioError(f"this is not TOML: {error}") from error
+
+
+def said(error: ValidationError, place: list[Any] | None = None) -> str:
+    """Say the first thing that is wrong: key, value and what is allowed.
+
+    Args:
+        error: what pydantic found.
+        place: the keys that lead there, if they are not those that pydantic gives.
+    """
+    first = error.errors(include_url=False)[0]
+    place = list(first["loc"]) if place is None else list(place)
+    context = first.get("ctx", {})
+    match first["type"]:
+        case "missing_key":
+            place.append(context["key"])
+            return f"{dotted(place)} is missing; it has to be there"
+        case "unknown":
+            value = first["input"][context["key"]]
+            place.append(context["key"])
+        case _:
+            value = first["input"]
+    return unusable(dotted(place), value, context.get("allowed", first["msg"]))
+
+
+def dotted(place: list[Any]) -> str:
+    """A place in the file as it is written: faults[0].probability."""
+    text = ""
+    for part in place:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}"
+    return text.lstrip(".")
