@@ -1,0 +1,276 @@
+"""A cluster's file: which workers there are, where they listen, how they trust.
+
+    carrier = "socket"              # or "grpc", where only gRPC passes
+    token_file = "token"            # a secret that all of them have
+
+    [workers.trainer]
+    control = "127.0.0.1:7000"
+    [workers.ps0]
+    control = "127.0.0.1:7001"
+    device = "gpu:0"
+    allow = ["mymodels"]            # modules whose functions others may name
+
+    [tls]                           # needed as soon as an address is not loopback
+    ca = "ca.pem"
+    certificate = "ps0.pem"
+    key = "ps0.key"
+
+Paths are relative to the file. What is wrong is said with file, key, value, and what is
+allowed.
+"""
+
+import ipaddress
+import re
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import Field, ValidationError
+
+from jdag.errors import JdagError, ScenarioError, unusable
+from jdag.expect import meant
+from jdag.rpc.tls import load as load_tls
+from jdag.tables import COUNT, TEXT, Table, is_table, number, one_of, only, read, said
+from jdag.tables import wrong as said_with_its_file
+
+CARRIERS = ("socket", "grpc")
+WORKERS_MAX = 1 << 16  # A context's id has 16 bits for the worker.
+TOKEN_CHARACTERS_MIN, TOKEN_CHARACTERS_MAX = 16, 4096
+DEADLINE_S = 10.0
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_DEVICE = re.compile(r"cpu|gpu(:[0-9]{1,4})?")
+_MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+_NAMES = "letters, digits, _, - and ., beginning with a letter or digit, at most 64"
+_ADDRESSES = "host:port, with a port of 1 to 65535, such as 127.0.0.1:7001"
+_FILE = "a cluster's TOML file, such as cluster.toml"
+
+
+class Address(NamedTuple):
+    """A host, by name or number, and a port; 0 lets the system choose."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def read(cls, text: str) -> "Address":
+        """Read what `str` made of one."""
+        address = address_of(text)
+        assert address is not None, text
+        return address
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this host reaches it."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+
+def address_of(text: str) -> Address | None:
+    """Read `host:port`; None if it is none."""
+    host, _, port = text.rpartition(":")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not re.fullmatch(r"[0-9]{1,5}", port) or int(port) >= 1 << 16:
+        return None
+    if not bare or bare != bare.strip() or (bare == host and ":" in bare):
+        return None
+    return Address(bare, int(port))
+
+
+def is_name(value: Any) -> bool:
+    """Whether a value may be the name of a worker."""
+    return isinstance(value, str) and _NAME.fullmatch(value) is not None
+
+
+def is_device(value: Any) -> bool:
+    """Whether a value names a device: `cpu`, `gpu`, `gpu:1`."""
+    return isinstance(value, str) and _DEVICE.fullmatch(value) is not None
+
+
+def is_module(value: Any) -> bool:
+    """Whether a value may be the name of a module."""
+    return isinstance(value, str) and _MODULE.fullmatch(value) is not None
+
+
+def are_modules(value: Any) -> bool:
+    """Whether a value is a list of names of modules."""
+    return isinstance(value, list | tuple) and all(map(is_module, value))
+
+
+def _is_address(value: Any) -> bool:
+    address = address_of(value) if isinstance(value, str) else None
+    return address is not None and address.port > 0
+
+
+def _are_workers(value: Any) -> bool:
+    return is_table(value) and 1 <= len(value) <= WORKERS_MAX
+
+
+_WORKERS = f"1 to {WORKERS_MAX:,} tables, such as [workers.ps0]"
+DEVICES = "cpu, gpu, or gpu:N with the number of the GPU"
+MODULES = 'a list of modules, such as ["mymodels"]'
+_SECONDS = "a number of seconds from 0.1 to 3600"
+_ADDRESS = Annotated[str, only(_ADDRESSES, _is_address)]
+
+
+class WorkerTable(Table):
+    """One worker: its addresses, its device, and what it allows to be named."""
+
+    control: _ADDRESS
+    data: _ADDRESS | None = None
+    device: Annotated[str | None, only(DEVICES, is_device)] = None
+    allow: Annotated[tuple[str, ...], only(MODULES, are_modules)] = ()
+
+    @property
+    def address(self) -> Address:
+        """Where its control server listens."""
+        return Address.read(self.control)
+
+    @property
+    def data_address(self) -> Address:
+        """Where its data come in."""
+        return Address.read(self.data) if self.data else Address(self.address.host, 0)
+
+
+class TlsTable(Table):
+    """The files of mutual TLS: who is trusted, who this is, and its secret."""
+
+    ca: TEXT
+    certificate: TEXT
+    key: TEXT
+
+
+class Settings(Table):
+    """What a cluster's file says; `path` is the file."""
+
+    workers: Annotated[dict[str, WorkerTable], only(_WORKERS, _are_workers)]
+    tls: TlsTable | None = None
+    token_file: TEXT | None = None
+    carrier: Annotated[str, one_of(*CARRIERS)] = "socket"
+    deadline_s: Annotated[float, only(_SECONDS, number(0.1, 3600))] = DEADLINE_S
+    # Of one message with its values; a worker takes memory for no more than this.
+    message_bytes_max: COUNT = 1 << 34
+    path: Annotated[Path, Field(exclude=True)] = Path()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the workers, in the order of the file."""
+        return tuple(self.workers)
+
+    def worker(self, name: str) -> WorkerTable:
+        """Return the table of one worker; ScenarioError if there is none."""
+        if name not in self.workers:
+            allowed = f"one of {', '.join(self.names)}{meant(name, self.names)}"
+            said = unusable("name", name, f"{allowed}, as the file names them")
+            raise ScenarioError(f"{self.path}: {said}")
+        return self.workers[name]
+
+    @cached_property
+    def token(self) -> str:
+        """The secret that all processes have; empty if the file names none.
+
+        Raises:
+            ScenarioError: the token's file cannot be read, or is no usable secret.
+        """
+        if self.token_file is None:
+            return ""
+        with said_with_its_file(self.path):
+            text = self._text("token_file", self.token_file).strip()
+            if not TOKEN_CHARACTERS_MIN <= len(text) <= TOKEN_CHARACTERS_MAX:
+                allowed = (
+                    f"a file with {TOKEN_CHARACTERS_MIN} to {TOKEN_CHARACTERS_MAX} "
+                    f"characters (openssl rand -hex 32 makes some); it has {len(text)}"
+                )
+                raise ScenarioError(unusable("token_file", self.token_file, allowed))
+        return text
+
+    @property
+    def tls_files(self) -> tuple[Path, Path, Path] | None:
+        """Where ca, certificate and key of `[tls]` lie; None without it.
+
+        Raises:
+            ScenarioError: one of them cannot be read, or is not what it ought to be.
+        """
+        if self.tls is None:
+            return None
+        files = self.file(self.tls.ca), self.file(self.tls.certificate)
+        found = (*files, self.file(self.tls.key))
+        try:
+            load_tls(*found)
+        except JdagError as error:
+            raise ScenarioError(f"{self.path}: {error}") from error
+        return found
+
+    def file(self, name: str) -> Path:
+        """Return where a file lies that the settings name."""
+        return self.path.parent / name
+
+    def _text(self, key: str, name: str) -> str:
+        try:
+            return self.file(name).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "this is no text"
+            allowed = f"a file that can be read; {self.file(name)}: {why}"
+            raise ScenarioError(unusable(key, name, allowed)) from error
+
+
+def load(path: str | Path) -> Settings:
+    """Read and check a cluster's file.
+
+    Raises:
+        ScenarioError: one line: file, key, value and what is allowed.
+    """
+    path = Path(path)
+    with said_with_its_file(path):
+        _, table = read(path, _FILE)
+        if "path" in table:
+            keys = ", ".join(key for key in Settings.model_fields if key != "path")
+            allowed = f"one of the keys {keys}"
+            raise ScenarioError(unusable("path", table["path"], allowed))
+        settings = checked({**table, "path": path})
+    return settings
+
+
+def checked(table: Mapping[str, Any]) -> Settings:
+    """Return what a file says, if it is usable; ScenarioError if it is not."""
+    try:
+        settings = Settings.model_validate(table)
+    except ValidationError as error:
+        raise ScenarioError(said(error)) from None
+    _check_names(settings)
+    _check_addresses(settings)
+    return settings
+
+
+def _check_names(settings: Settings) -> None:
+    for name in settings.names:
+        if not is_name(name):
+            raise ScenarioError(unusable("workers", name, _NAMES))
+
+
+def _check_addresses(settings: Settings) -> None:
+    """Refuse what other hosts reach without TLS, and addresses given twice."""
+    taken: dict[Address, str] = {}
+    for name, worker in settings.workers.items():
+        listening = {"control": worker.address}
+        if worker.data is not None:
+            listening["data"] = worker.data_address
+        for key, address in listening.items():
+            place = f"workers.{name}.{key}"
+            if settings.tls is None and not address.is_loopback:
+                allowed = (
+                    "an address of loopback (127.0.0.1), or any once [tls] names ca, "
+                    "certificate and key"
+                )
+                raise ScenarioError(unusable(place, str(address), allowed))
+            if address in taken:
+                allowed = f"an address of its own; {taken[address]} has this one"
+                raise ScenarioError(unusable(place, str(address), allowed))
+            taken[address] = place

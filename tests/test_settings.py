@@ -1,0 +1,167 @@
+"""A cluster's file: what it may say, and what is said if it says something else."""
+
+from pathlib import Path
+
+import pytest
+
+from jdag.errors import ScenarioError
+from jdag.rpc.settings import Address, address_of, load
+from tests.test_tls import Issuer
+
+GOOD = """
+carrier = "grpc"
+deadline_s = 2.5
+token_file = "token"
+
+[workers.trainer]
+control = "127.0.0.1:7000"
+
+[workers.ps0]
+control = "[::1]:7001"
+data = "localhost:7002"
+device = "gpu:1"
+allow = ["mymodels", "other.models"]
+"""
+WORKER = '[workers.a]\ncontrol = "127.0.0.1:7000"\n'
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "cluster.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_file_says_where_workers_are_and_what_they_allow(tmp_path: Path):
+    (tmp_path / "token").write_text("0123456789abcdef\n")
+    settings = load(written(tmp_path, GOOD))
+    assert settings.names == ("trainer", "ps0")
+    ps0 = settings.worker("ps0")
+    assert ps0.address == Address("::1", 7001)
+    assert str(ps0.address) == "[::1]:7001"
+    assert ps0.data_address == Address("localhost", 7002)
+    assert ps0.allow == ("mymodels", "other.models")
+    assert (ps0.device, settings.carrier, settings.deadline_s) == ("gpu:1", "grpc", 2.5)
+    # Without an address for data the system chooses a port on the same host.
+    assert settings.worker("trainer").data_address == Address("127.0.0.1", 0)
+    assert settings.token == "0123456789abcdef"
+    assert settings.tls_files is None
+
+
+def test_without_a_file_for_it_there_is_no_token(tmp_path: Path):
+    assert load(written(tmp_path, WORKER)).token == ""
+
+
+WRONG = (
+    ("", "workers is missing; it has to be there"),
+    (
+        "workers = 3",
+        "workers = 3: allowed is 1 to 65,536 tables, such as [wor",
+    ),
+    ("[workers.a]", "workers.a.control is missing; it has to be there"),
+    (
+        '[workers."../a"]\ncontrol = "127.0.0.1:7000"',
+        "workers = '../a': allowed is letters, digits, _, - and ., beginning with a "
+        "letter or digit, at most 64",
+    ),
+    (
+        '[workers.a]\ncontrol = "127.0.0.1"',
+        "workers.a.control = '127.0.0.1': allowed is host:port, with a port of 1 to "
+        "65535, such as 127.0.0.1:7001",
+    ),
+    (
+        '[workers.a]\ncontrol = "127.0.0.1:0"',
+        "workers.a.control = '127.0.0.1:0': allowed is host:port",
+    ),
+    (
+        '[workers.a]\ncontrol = "10.1.2.3:7000"',
+        "workers.a.control = '10.1.2.3:7000': allowed is an address of loopback "
+        "(127.0.0.1), or any once [tls] names ca, certificate and key",
+    ),
+    (
+        WORKER + 'data = "0.0.0.0:7001"',
+        "workers.a.data = '0.0.0.0:7001': allowed is an address of loopback",
+    ),
+    (
+        WORKER + '[workers.b]\ncontrol = "127.0.0.1:7000"',
+        "workers.b.control = '127.0.0.1:7000': allowed is an address of its own; "
+        "workers.a.control has this one",
+    ),
+    (
+        WORKER + 'device = "tpu"',
+        "workers.a.device = 'tpu': allowed is cpu, gpu, or gpu:N with the number of "
+        "the GPU",
+    ),
+    (WORKER + 'allow = ["a b"]', "workers.a.allow = ['a b']: allowed is a list of mod"),
+    (WORKER + 'allow = "os"', "workers.a.allow = 'os': allowed is a list of modules"),
+    (WORKER + "colour = 1", "workers.a.colour = 1: allowed is one of the keys control"),
+    (
+        'carier = "grpc"\n' + WORKER,
+        "carier = 'grpc': allowed is one of the keys workers, tls, token_file, ",
+    ),
+    (
+        'carrier = "pigeon"\n' + WORKER,
+        "carrier = 'pigeon': allowed is one of socket, grpc",
+    ),
+    ("deadline_s = 0\n" + WORKER, "deadline_s = 0: allowed is a number of seconds"),
+    (
+        "message_bytes_max = 0\n" + WORKER,
+        "message_bytes_max = 0: allowed is an integer >= 1",
+    ),
+    ('path = "x"\n' + WORKER, "path = 'x': allowed is one of the keys workers,"),
+    ('[tls]\nca = "ca.pem"\n' + WORKER, "tls.certificate is missing"),
+)
+
+
+@pytest.mark.parametrize(("text", "words"), WRONG, ids=[words for _, words in WRONG])
+def test_a_mistake_is_one_line_with_the_file_the_key_and_what_is_allowed(
+    tmp_path: Path, text: str, words: str
+):
+    path = written(tmp_path, text)
+    with pytest.raises(ScenarioError) as caught:
+        load(path)
+    assert str(caught.value).startswith(f"{path}: {words}")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_worker_that_the_file_does_not_name_is_refused_with_those_it_does(tmp_path):
+    path = written(tmp_path, GOOD)
+    with pytest.raises(
+        ScenarioError, match=r"name = 'ps1': allowed is one of trainer,"
+    ):
+        load(path).worker("ps1")
+
+
+def test_a_token_that_is_short_or_not_there_is_refused(tmp_path: Path):
+    path = written(tmp_path, 'token_file = "token"\n' + WORKER)
+    with pytest.raises(ScenarioError, match=r"token_file = 'token': .* No such file"):
+        _ = load(path).token
+    (tmp_path / "token").write_text("short\n")
+    with pytest.raises(ScenarioError, match=r"16 to 4096 characters .*; it has 5"):
+        _ = load(path).token
+
+
+def test_certificates_that_are_none_are_refused(tmp_path: Path):
+    tls = '[tls]\nca = "ca.pem"\ncertificate = "a.crt"\nkey = "a.key"\n'
+    path = written(tmp_path, tls + '[workers.a]\ncontrol = "10.1.2.3:7000"')
+    with pytest.raises(ScenarioError) as caught:
+        _ = load(path).tls_files
+    assert str(caught.value).startswith(
+        f"{path}: TLS ca {tmp_path / 'ca.pem'}: No such"
+    )
+    issued = Issuer(tmp_path, "ca").issue("a")
+    assert load(path).tls_files == tuple(issued)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", ":", "a", ":1", "a:", "a:x", "a:65536", "a:-1", "::1:7", " :7"],
+)
+def test_what_is_no_address_is_none(text: str):
+    assert address_of(text) is None
+
+
+def test_only_loopback_is_loopback():
+    for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost"):
+        assert Address(host, 1).is_loopback
+    for host in ("0.0.0.0", "::", "10.0.0.1", "example.org", "localhost.example.org"):
+        assert not Address(host, 1).is_loopback
