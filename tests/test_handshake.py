@@ -1,0 +1,94 @@
+"""The handshake: what differs is refused, with both sides and what to do."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from jdag.errors import JoinError
+from jdag.rpc.handshake import AGREE, ours, refuse_mismatch
+
+OTHER = {
+    "jdag": "0.0.1",
+    "jax": "0.9.9",
+    "jaxlib": "0.9.9",
+    "numpy": "1.0",
+    "byteorder": "big",
+    "configuration": {"jax_enable_x64": "other"},
+    "xla_flags": "--xla_other=1",
+    "cores": 4096,
+    "nproc": "17",
+}
+
+
+def refused(mine: dict[str, object], theirs: dict[str, object]) -> str:
+    with pytest.raises(JoinError) as caught:
+        refuse_mismatch(mine, theirs, "main 'm'", "worker 'w'")
+    return str(caught.value)
+
+
+def test_a_process_agrees_with_itself_also_after_json():
+    mine = ours()
+    refuse_mismatch(mine, json.loads(json.dumps(mine)), "a", "b")
+
+
+def test_the_cases_here_are_all_that_has_to_agree():
+    assert list(OTHER) == list(AGREE)
+
+
+@pytest.mark.parametrize("field", [*OTHER])
+def test_what_differs_is_named_with_both_sides_and_what_to_do(field: str):
+    mine = ours()
+    mine["xla_flags"] = "--xla_mine=1"
+    theirs = {**mine, field: OTHER[field]}
+    said = refused(mine, theirs)
+    assert said.startswith("main 'm' and worker 'w' differ in ")
+    assert said.endswith("; " + AGREE[field])
+    if field != "configuration":
+        has = f"main 'm' has {json.dumps(mine[field])}"
+        assert f"in {field}: {has}, worker 'w' has {json.dumps(OTHER[field])}" in said
+
+
+def test_a_setting_that_differs_is_named_itself():
+    mine = ours()
+    other = {**mine["configuration"], "jax_enable_x64": False}
+    assert refused(mine, {**mine, "configuration": other}) == (
+        "main 'm' and worker 'w' differ in jax_enable_x64: main 'm' has true, worker "
+        "'w' has false; configure JAX alike on both, before anything is computed"
+    )
+
+
+def test_another_version_that_says_less_is_still_told_of_its_version():
+    assert "differ in jdag: " in refused(ours(), {"jdag": "9.9.9", "new": 1})
+    assert "differ in jdag: " in refused(ours(), {})
+
+
+def test_where_it_computes_and_which_process_it_is_may_differ():
+    mine = ours()
+    theirs = {**mine, "platform": "gpu", "pid": 1, "host": "other", "boot": "x"}
+    refuse_mismatch(mine, theirs, "a", "b")
+
+
+def test_what_a_process_says_is_what_bits_depend_on():
+    code = "import json, jdag.rpc.handshake as h; print(json.dumps(h.ours()))"
+    env = {
+        **os.environ,
+        "XLA_FLAGS": " --xla_cpu_multi_thread_eigen=true   ",
+        "NPROC": "1",
+        "JAX_ENABLE_X64": "0",
+        "JAX_DEFAULT_MATMUL_PRECISION": "highest",
+    }
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    theirs = json.loads(done.stdout)
+    assert theirs["xla_flags"] == "--xla_cpu_multi_thread_eigen=true"
+    assert theirs["nproc"] == "1"
+    assert theirs["jax"] == jax.__version__
+    assert theirs["cores"] == len(os.sched_getaffinity(0))
+    assert theirs["configuration"]["jax_enable_x64"] is False
+    assert theirs["configuration"]["jax_default_matmul_precision"] == "highest"
+    assert theirs["boot"] == ours()["boot"]
+    assert theirs["pid"] != ours()["pid"]
