@@ -1,0 +1,278 @@
+"""The control plane: a gRPC server in each worker, and who asks it.
+
+Requests and answers are JSON; a request is one of `jdag.rpc.requests`, and its rpc has
+its name. Each call has a deadline and each message a largest size; the server has a
+fixed number of threads, and refuses what comes while all are busy. It listens on
+loopback unless it has certificates; with them both sides show theirs.
+
+A refusal comes back as a `JoinError` with what the server said; so does a host that is
+not there, a port in use, a certificate that is not trusted: each in one line.
+"""
+
+import json
+import logging
+import socket
+import ssl
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from threading import BoundedSemaphore
+from typing import Any
+
+import grpc
+from pydantic import ValidationError
+
+from jdag.errors import JdagError, JoinError
+from jdag.rpc.requests import REQUESTS, Request
+from jdag.rpc.settings import Address
+from jdag.rpc.streams import reason
+from jdag.rpc.tls import Tls
+
+BODY_BYTES_MAX = 1 << 22
+THREADS_MAX = 16
+CARRIES_MAX = 64
+CARRY_BYTES_MAX = 1 << 22
+ASK_S = 10.0
+CARRY = "Carry"
+_SERVICE = "jdag.Control"
+_PROBE_S = 2.0
+
+Answers = Mapping[type[Request], Callable[[Any], Mapping[str, Any]]]
+# A stream of the gRPC carrier: what came, and the call, to what goes back.
+Carry = Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]
+
+_OPTIONS = (
+    ("grpc.max_receive_message_length", CARRY_BYTES_MAX + 64),
+    ("grpc.max_send_message_length", CARRY_BYTES_MAX + 64),
+    ("grpc.max_metadata_size", 16 << 10),
+    # A proxy that the environment names is for the web.
+    ("grpc.enable_http_proxy", 0),
+)
+_SERVER_OPTIONS = (
+    *_OPTIONS,
+    # Without this two processes could have one port, each half of the calls.
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_concurrent_streams", THREADS_MAX + CARRIES_MAX),
+)
+_CLIENT_OPTIONS = (
+    *_OPTIONS,
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_retries", 0),
+)
+
+_log = logging.getLogger(__name__)
+
+
+class ControlServer:
+    """What answers requests at an address, until it is closed; `address` is where.
+
+    Args:
+        address: where to listen; with port 0 the system chooses one.
+        answers: for each class of request what answers it, on any of some threads. A
+            `JdagError` that it raises is the refusal.
+        tls: mutual TLS; without them only loopback may be listened at.
+        carry: what carries streams of bytes, if streams may come; see `Carry`.
+
+    Raises:
+        JoinError: it cannot listen there, or may not.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        answers: Answers,
+        *,
+        tls: Tls | None = None,
+        carry: Carry | None = None,
+    ) -> None:
+        _refuse_open(address, tls)
+        _refuse_taken(address)
+        threads = THREADS_MAX + (0 if carry is None else CARRIES_MAX)
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="control")
+        self._server = grpc.server(
+            self._threads,
+            options=_SERVER_OPTIONS,
+            maximum_concurrent_rpcs=threads,
+        )
+        methods = {
+            asked.__name__: grpc.unary_unary_rpc_method_handler(
+                _answering(asked, answers[asked])
+            )
+            for asked in REQUESTS
+            if asked in answers
+        }
+        if carry is not None:
+            bounded = _bounded(carry)
+            methods[CARRY] = grpc.stream_stream_rpc_method_handler(bounded)
+        handler = grpc.method_handlers_generic_handler(_SERVICE, methods)
+        self._server.add_generic_rpc_handlers((handler,))
+        self.address = Address(address.host, self._listen(address, tls))
+        self._server.start()
+
+    def _listen(self, address: Address, tls: Tls | None) -> int:
+        try:
+            if tls is None:
+                return int(self._server.add_insecure_port(str(address)))
+            credentials = tls.server_credentials()
+            return int(self._server.add_secure_port(str(address), credentials))
+        except (OSError, RuntimeError) as error:
+            self._threads.shutdown(wait=False)
+            raise JoinError(f"cannot listen at {address}: {error}") from error
+
+    def close(self, grace_s: float = 1.0) -> None:
+        """Answer what is being answered, at most so long, then no more."""
+        self._server.stop(grace_s).wait(grace_s + 1.0)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _refuse_open(address: Address, tls: Tls | None) -> None:
+    if tls is None and not address.is_loopback:
+        raise JoinError(
+            f"without TLS only loopback may be listened at or asked, and {address} is "
+            "not; name certificates in the [tls] of the cluster's file"
+        )
+
+
+def _refuse_taken(address: Address) -> None:
+    """Say in one line why nothing can listen there: gRPC says it in many."""
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM
+        )[0]
+        with socket.socket(family, kind) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            tried.bind(where)
+            tried.listen(1)
+    except OSError as error:
+        raise JoinError(f"cannot listen at {address}: {reason(error)}") from error
+
+
+def _answering(
+    asked: type[Request], answer: Callable[[Any], Mapping[str, Any]]
+) -> Callable[[bytes, grpc.ServicerContext], bytes]:
+    """Return what answers the bytes of a request."""
+
+    def handle(body: bytes, context: grpc.ServicerContext) -> bytes:
+        if len(body) > BODY_BYTES_MAX:
+            said = f"{asked.__name__} has {len(body)} bytes; at most {BODY_BYTES_MAX}"
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, said)
+        try:
+            request = asked.model_validate_json(body)
+        except ValidationError as error:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, _said(asked, error))
+        try:
+            return json.dumps(answer(request)).encode()
+        except JdagError as error:
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error)[:4096])
+        raise AssertionError(asked)  # abort raises.
+
+    return handle
+
+
+def _said(asked: type[Request], error: ValidationError) -> str:
+    """Say what is wrong with a request, and nothing of what is in it: secrets are."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    place = ".".join(str(part)[:64] for part in first["loc"][:4])
+    return f"{asked.__name__}.{place}: {first['msg'][:200]}".replace(".:", ":")
+
+
+def _bounded(carry: Carry) -> Carry:
+    """Return what carries at most so many streams at once, and refuses others."""
+    free = BoundedSemaphore(CARRIES_MAX)
+
+    def carried(
+        came: Iterator[bytes], context: grpc.ServicerContext
+    ) -> Iterator[bytes]:
+        if not free.acquire(blocking=False):
+            said = f"{CARRIES_MAX} streams are open, and there may be no more"
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, said)
+        try:
+            yield from carry(came, context)
+        finally:
+            free.release()
+
+    return carried
+
+
+class ControlClient:
+    """Asks the control server at an address; thread-safe.
+
+    Args:
+        name: what is asked, as errors name it: `worker 'ps0'`.
+        address: where it listens.
+        tls: mutual TLS; without them only loopback may be asked.
+
+    Raises:
+        JoinError: without TLS that may not be asked.
+    """
+
+    def __init__(self, name: str, address: Address, *, tls: Tls | None = None) -> None:
+        _refuse_open(address, tls)
+        self.name = name
+        self.address = address
+        self._tls = tls
+        self.channel = channel_to(address, tls)
+
+    def __str__(self) -> str:
+        return f"{self.name} at {self.address}"
+
+    def ask(self, request: Request, *, timeout_s: float = ASK_S) -> dict[str, Any]:
+        """Return the answer.
+
+        Raises:
+            JoinError: it refused, or is not reached in time; see `reached`.
+        """
+        call = self.channel.unary_unary(f"/{_SERVICE}/{type(request).__name__}")
+        body = request.model_dump_json().encode()
+        try:
+            answer = json.loads(call(body, timeout=timeout_s))
+        except grpc.RpcError as error:
+            raise self._refusal(type(request).__name__, error, timeout_s) from None
+        except ValueError as error:
+            raise JoinError(f"{self} answered what is not JSON") from error
+        if not isinstance(answer, dict):
+            raise JoinError(f"{self} answered what is no table")
+        return answer
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        self.channel.close()
+
+    def _refusal(self, asked: str, error: Any, timeout_s: float) -> JoinError:
+        code, details = error.code(), " ".join((error.details() or "").split())
+        match code:
+            case grpc.StatusCode.FAILED_PRECONDITION:
+                return JoinError(details)
+            case grpc.StatusCode.UNAVAILABLE:
+                why = why_not(self.address, self._tls) or details
+                return JoinError(f"cannot reach {self}: {why}", reached=False)
+            case grpc.StatusCode.DEADLINE_EXCEEDED:
+                said = f"{self} did not answer {asked} within {timeout_s:g} s"
+                return JoinError(said, reached=False)
+            case _:
+                return JoinError(f"{self} refused {asked}: {code.name}: {details}")
+
+
+def channel_to(address: Address, tls: Tls | None) -> grpc.Channel:
+    """Return a channel to an address, with mutual TLS where there are certificates."""
+    if tls is None:
+        return grpc.insecure_channel(str(address), options=_CLIENT_OPTIONS)
+    credentials = tls.channel_credentials()
+    return grpc.secure_channel(str(address), credentials, options=_CLIENT_OPTIONS)
+
+
+def why_not(address: Address, tls: Tls | None) -> str | None:
+    """Say why an address cannot be asked, by trying it; None if nothing is found."""
+    try:
+        with socket.create_connection(address, _PROBE_S) as tried:
+            if tls is None:
+                return "it closes the connection; does it use TLS, or does it stop?"
+            host = address.host
+            with tls.dialling.wrap_socket(tried, server_hostname=host) as secured:
+                # A server that refuses our certificate says so only now.
+                secured.recv(1)
+            return None
+    except ssl.SSLError as error:
+        why = getattr(error, "verify_message", None) or error.reason or str(error)
+        return f"TLS refused: {str(why).lower().replace('_', ' ')}"
+    except OSError as error:
+        return reason(error)

@@ -1,0 +1,117 @@
+"""What is asked over the control plane: one class for each rpc, checked before use.
+
+| rpc | asked of a worker by | to |
+| --- | --- | --- |
+| Attach | main | begin a session |
+| Mesh | main | dial these of the others, and know all of them |
+| Peer | main | know that a new process of that name joins |
+| Knock | a worker or main | give a one-time token for its data address |
+| Detach | main | end the session |
+| Drain | who has the cluster's token | finish and stop |
+| Info | who has the cluster's token | say what it is and does |
+| Health | anybody who is let in | say that it lives, and its name |
+
+Every text, list and number has a bound.
+"""
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from jdag.rpc.settings import WORKERS_MAX
+
+INCARNATION_MAX = (1 << 32) - 1
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+Secret = Annotated[str, Field(max_length=4096)]
+Text = Annotated[str, Field(max_length=4096)]
+Incarnation = Annotated[int, Field(ge=0, le=INCARNATION_MAX)]
+Modules = Annotated[tuple[Text, ...], Field(max_length=4096)]
+Seconds = Annotated[float, Field(gt=0, le=3600)]
+
+
+class Request(BaseModel):
+    """A request; nothing unknown is in it, and nothing is converted."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Attach(Request):
+    """Begin a session: `main` takes the asked process for its `worker`."""
+
+    token: Secret
+    secret: Annotated[str, Field(min_length=16, max_length=4096)]
+    main: Name
+    worker: Name
+    workers: Annotated[tuple[Name, ...], Field(max_length=WORKERS_MAX)]
+    incarnations: Annotated[dict[Name, Incarnation], Field(max_length=WORKERS_MAX)]
+    allow: Modules
+    deadline_s: Seconds
+    handshake: Annotated[dict[str, Any], Field(max_length=64)]
+
+
+class Whereabouts(Request):
+    """Which process a name stands for, where it is reached, and what it allows."""
+
+    incarnation: Incarnation
+    control: Text
+    data: Text
+    allow: Modules
+
+
+class Mesh(Request):
+    """Know these peers, and dial some of them; the answer comes when all are."""
+
+    secret: Secret
+    peers: Annotated[dict[Name, Whereabouts], Field(max_length=WORKERS_MAX)]
+    dial: Annotated[tuple[Name, ...], Field(max_length=WORKERS_MAX)]
+
+
+class Peer(Request):
+    """Know that a new incarnation of a worker joins, and will dial."""
+
+    secret: Secret
+    worker: Name
+    whereabouts: Whereabouts
+
+
+class Knock(Request):
+    """Give a token that lets this worker in, once and soon."""
+
+    secret: Secret
+    worker: Name
+    incarnation: Incarnation
+
+
+class Detach(Request):
+    """End the session."""
+
+    secret: Secret
+
+
+class Drain(Request):
+    """Finish what is under way, say goodbye, stop."""
+
+    token: Secret
+
+
+class Info(Request):
+    """Say what this process is, and what it does."""
+
+    token: Secret
+
+
+class Health(Request):
+    """Say that this process lives."""
+
+
+REQUESTS: tuple[type[Request], ...] = (
+    Attach,
+    Mesh,
+    Peer,
+    Knock,
+    Detach,
+    Drain,
+    Info,
+    Health,
+)

@@ -1,0 +1,314 @@
+"""The control plane: what is asked and refused, over real sockets on loopback."""
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from jdag.errors import JoinError
+from jdag.rpc import control
+from jdag.rpc.control import (
+    BODY_BYTES_MAX,
+    CARRIES_MAX,
+    Answers,
+    ControlClient,
+    ControlServer,
+    channel_to,
+)
+from jdag.rpc.requests import Detach, Drain, Health, Info, Request
+from jdag.rpc.settings import Address
+from jdag.rpc.tls import load
+from tests.rpc_cases import free_address
+from tests.test_tls import Issuer
+
+ANY = Address("127.0.0.1", 0)
+HEALTH = Health()
+
+
+class Asked:
+    """Answers, and what they were asked."""
+
+    def __init__(self) -> None:
+        self.let = threading.Event()
+        self.began = threading.Semaphore(0)
+        self.answers: Answers = {
+            Health: lambda asked: {"worker": "w"},
+            Info: self.info,
+            Drain: self.drain,
+            Detach: self.detach,
+        }
+
+    def info(self, asked: Info) -> dict[str, object]:
+        return {"token": asked.token}
+
+    def drain(self, asked: Drain) -> dict[str, object]:
+        raise JoinError("worker 'w' refused: the token is wrong")
+
+    def detach(self, asked: Detach) -> dict[str, object]:
+        self.began.release()
+        self.let.wait(20)
+        return {}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ControlServer]:
+    made = ControlServer(ANY, Asked().answers)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def client(server: ControlServer) -> Iterator[ControlClient]:
+    made = ControlClient("worker 'w'", server.address)
+    yield made
+    made.close()
+
+
+def refused(
+    client: ControlClient, asked: Request = HEALTH, *, timeout_s: float = 10.0
+) -> JoinError:
+    with pytest.raises(JoinError) as caught:
+        client.ask(asked, timeout_s=timeout_s)
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+def raw(client: ControlClient, method: str, body: bytes) -> grpc.RpcError:
+    """Send bytes as they are; what comes back has to be a refusal."""
+    with pytest.raises(grpc.RpcError) as caught:
+        client.channel.unary_unary(f"/jdag.Control/{method}")(body, timeout=20)
+    return caught.value
+
+
+def test_what_is_asked_is_answered(client: ControlClient):
+    assert client.ask(Health()) == {"worker": "w"}
+    assert client.ask(Info(token="x" * 4096)) == {"token": "x" * 4096}
+
+
+def test_the_system_chooses_the_port_and_the_server_says_which(server: ControlServer):
+    assert server.address.host == "127.0.0.1"
+    assert server.address.port > 0
+
+
+def test_a_refusal_comes_back_as_it_was_said(client: ControlClient):
+    error = refused(client, Drain(token=""))
+    assert str(error) == "worker 'w' refused: the token is wrong"
+    assert error.reached
+
+
+def test_a_port_in_use_is_one_clear_line(server: ControlServer):
+    with pytest.raises(JoinError) as caught:
+        ControlServer(server.address, Asked().answers)
+    said = f"cannot listen at {server.address}: Address already in use"
+    assert str(caught.value) == said
+
+
+def test_an_address_of_another_host_is_one_clear_line(tmp_path: Path):
+    tls = load(*Issuer(tmp_path, "ca").issue("a"))
+    with pytest.raises(JoinError) as caught:
+        ControlServer(Address("192.0.2.1", 7000), {}, tls=tls)
+    said = "cannot listen at 192.0.2.1:7000: Cannot assign requested address"
+    assert str(caught.value) == said
+
+
+def test_without_tls_only_loopback_is_listened_at_or_asked():
+    for address in (Address("0.0.0.0", 0), Address("192.0.2.1", 7000)):
+        with pytest.raises(JoinError, match="without TLS only loopback may be"):
+            ControlServer(address, {})
+        with pytest.raises(JoinError, match="without TLS only loopback may be"):
+            ControlClient("w", address)
+
+
+def test_who_is_not_there_is_one_clear_line():
+    address = free_address()
+    client = ControlClient("worker 'w'", address)
+    error = refused(client)
+    said = f"cannot reach worker 'w' at {address}: Connection refused"
+    assert str(error) == said
+    assert not error.reached
+
+
+def test_a_host_without_a_name_is_one_clear_line(tmp_path: Path):
+    tls = load(*Issuer(tmp_path, "ca").issue("a"))
+    client = ControlClient("worker 'w'", Address("no.such.invalid", 7000), tls=tls)
+    error = refused(client, timeout_s=5)
+    assert "cannot reach worker 'w' at no.such.invalid:7000: " in str(error)
+    assert not error.reached
+
+
+def test_who_does_not_answer_in_time_is_named():
+    asked = Asked()
+    server = ControlServer(ANY, asked.answers)
+    client = ControlClient("worker 'w'", server.address)
+    error = refused(client, Detach(secret="s"), timeout_s=0.2)
+    said = f"worker 'w' at {server.address} did not answer Detach within 0.2 s"
+    assert str(error) == said
+    asked.let.set()
+    server.close()
+
+
+def test_what_listens_there_and_is_no_worker_is_refused():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+
+        def answer() -> None:
+            came, _ = other.accept()
+            with came:
+                came.recv(100)
+                came.sendall(b"HTTP/1.0 400 Bad Request\r\n\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        client = ControlClient("worker 'w'", Address("127.0.0.1", port))
+        error = refused(client, timeout_s=5)
+    assert f"cannot reach worker 'w' at 127.0.0.1:{port}: " in str(error)
+
+
+@pytest.mark.parametrize(
+    ("method", "body", "words"),
+    [
+        ("Info", b"", "Info: Invalid JSON"),
+        ("Info", b"{", "Info: Invalid JSON"),
+        ("Info", b"\xff\xfe", "Info: Invalid JSON"),
+        ("Info", b"[]", "Info: Input should be an object"),
+        ("Info", b"{}", "Info.token: Field required"),
+        ("Info", b'{"token": 3}', "Info.token: Input should be a valid string"),
+        ("Info", b'{"token": "a", "x": 1}', "Info.x: Extra inputs are not permitted"),
+        ("Info", b'{"token": "' + b"a" * 4097 + b'"}', "at most 4096 characters"),
+        ("Attach", b"{}", "Method not found!"),
+        ("Peer", b"{}", "Method not found!"),
+        ("Other", b"{}", "Method not found!"),
+        ("Info", b"[" * 100_000, "Info: Invalid JSON: recursion limit exceeded"),
+    ],
+)
+def test_what_is_no_request_is_refused_with_what_is_wrong(
+    client: ControlClient, method: str, body: bytes, words: str
+):
+    error = raw(client, method, body)
+    assert words in error.details()
+    assert client.ask(Health()) == {"worker": "w"}
+
+
+def test_a_secret_is_not_in_the_refusal(client: ControlClient):
+    body = json.dumps({"token": ["hidden"], "hidden2": 1}).encode()
+    assert "hidden'" not in (details := raw(client, "Info", body).details())
+    assert "['hidden']" not in details
+
+
+def test_a_request_that_is_too_large_is_refused(client: ControlClient):
+    body = b'{"token": "' + b"a" * (BODY_BYTES_MAX + 100) + b'"}'
+    error = raw(client, "Info", body)
+    assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert client.ask(Health()) == {"worker": "w"}
+
+
+def test_while_all_threads_are_busy_others_are_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(control, "THREADS_MAX", 2)
+    asked = Asked()
+    server = ControlServer(ANY, asked.answers)
+    client = ControlClient("worker 'w'", server.address)
+    threads = [
+        threading.Thread(target=client.ask, args=(Detach(secret=name),))
+        for name in "ab"
+    ]
+    for thread in threads:
+        thread.start()
+    for _ in threads:
+        assert asked.began.acquire(timeout=20)
+    error = refused(client, Detach(secret="c"))
+    assert "RESOURCE_EXHAUSTED" in str(error)
+    asked.let.set()
+    for thread in threads:
+        thread.join()
+    assert client.ask(Health()) == {"worker": "w"}
+    server.close()
+
+
+def test_streams_are_carried_and_bounded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(control, "CARRIES_MAX", 2)
+
+    def carry(came: Iterator[bytes], context: object) -> Iterator[bytes]:
+        for part in came:
+            yield part * 2
+
+    assert CARRIES_MAX > 2
+    server = ControlServer(ANY, Asked().answers, carry=carry)
+    channel = channel_to(server.address, None)
+    ends = threading.Event()
+
+    def said() -> Iterator[bytes]:
+        yield b"ab"
+        ends.wait(20)
+
+    call = channel.stream_stream("/jdag.Control/Carry")
+    first, second = call(said()), call(said())
+    assert (next(first), next(second)) == (b"abab", b"abab")
+    third = call(said())
+    with pytest.raises(grpc.RpcError) as caught:
+        next(third)
+    assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    ends.set()
+    assert list(first) == list(second) == []
+    assert next(call(iter([b"xy"]))) == b"xyxy"
+    channel.close()
+    server.close()
+
+
+# --------------------------------------------------------------------------------- TLS
+
+
+@pytest.fixture(scope="module")
+def issuer(tmp_path_factory: pytest.TempPathFactory) -> Issuer:
+    return Issuer(tmp_path_factory.mktemp("certificates"), "ca")
+
+
+@pytest.fixture(scope="module")
+def secured(issuer: Issuer) -> Iterator[ControlServer]:
+    tls = load(*issuer.issue("server"))
+    made = ControlServer(ANY, Asked().answers, tls=tls)
+    yield made
+    made.close()
+
+
+def test_with_certificates_of_one_authority_both_sides_agree(secured, issuer):
+    tls = load(*issuer.issue("client"))
+    client = ControlClient("worker 'w'", secured.address, tls=tls)
+    assert client.ask(Health()) == {"worker": "w"}
+
+
+def test_who_is_certified_by_another_is_refused_in_one_line(secured, tmp_path: Path):
+    tls = load(*Issuer(tmp_path, "ca").issue("client"))
+    client = ControlClient("worker 'w'", secured.address, tls=tls)
+    said = str(refused(client))
+    assert said.startswith(f"cannot reach worker 'w' at {secured.address}: TLS refused")
+
+
+def test_a_server_that_is_certified_for_another_host_is_refused(secured, issuer):
+    tls = load(*issuer.issue("client"))
+    address = Address("localhost", secured.address.port)
+    client = ControlClient("worker 'w'", address, tls=tls)
+    assert "TLS refused: hostname mismatch" in str(refused(client))
+
+
+def test_who_shows_no_certificate_is_refused(secured, issuer: Issuer):
+    credentials = grpc.ssl_channel_credentials(issuer.ca.read_bytes())
+    with grpc.secure_channel(str(secured.address), credentials) as channel:
+        with pytest.raises(grpc.RpcError) as caught:
+            channel.unary_unary("/jdag.Control/Health")(b"{}", timeout=10)
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+
+
+def test_who_has_no_tls_is_told_to_think_of_it(secured):
+    client = ControlClient("worker 'w'", secured.address)
+    assert "does it use TLS" in str(refused(client))
+
+
+def test_who_wants_tls_of_one_who_has_none_is_told(server, issuer: Issuer):
+    tls = load(*issuer.issue("client"))
+    client = ControlClient("worker 'w'", server.address, tls=tls)
+    assert "TLS refused" in str(refused(client))
