@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
-# A stream of bytes between two nodes; the control plane only hands it on.
-Stream = Any
+from jdag.rpc.gate import Admit, Take
+from jdag.rpc.streams import Stream
 
 
 class Node(Protocol):
@@ -28,6 +28,9 @@ class Node(Protocol):
 
     def lost(self, peer: str, why: str) -> None:
         """Know that a peer is gone."""
+
+    def begin(self) -> None:
+        """Work from now on, on a thread of its own: what main's node does."""
 
     def run(self) -> None:
         """Work until the session has ended: closed, drained, or its main is lost."""
@@ -70,8 +73,8 @@ class Place:
 MakeNode = Callable[[Place], Node]
 
 
-class Gate(Protocol):
-    """Where others come in to a node."""
+class Door(Protocol):
+    """A gate that is open."""
 
     address: str
 
@@ -79,18 +82,17 @@ class Gate(Protocol):
         """Let nobody in any more."""
 
 
-@dataclass(frozen=True)
-class Admitted:
-    """Whom a token lets in, and up to which number this side has received."""
+class DialGate(Protocol):
+    """What connects to a gate; see `jdag.rpc.gate.dial`."""
 
-    worker: str
-    incarnation: int
-    received: int
+    def __call__(
+        self, address: str, token: bytes, received: int, *, timeout_s: float
+    ) -> tuple[Stream, int]:
+        """Return the stream, and up to what the other side has received."""
 
 
-Admit = Callable[[bytes], Any]
-Take = Callable[[Any, Stream, int], None]
-# Opens a gate: whom a token lets in (`Admitted` or None), and what takes who came in.
-OpenGate = Callable[[Admit, Take], Gate]
-# Connects to a gate: address, token, received, seconds; gives stream and theirs.
-DialGate = Callable[[str, bytes, int, float], tuple[Stream, int]]
+class OpenGate(Protocol):
+    """What opens a gate; see `jdag.rpc.gate.Gate`."""
+
+    def __call__(self, *, admit: Admit, take: Take) -> Door:
+        """Return the gate, which lets in whom `admit` names and tells `take`."""

@@ -1,0 +1,120 @@
+"""Going to other nodes: a knock at the control server, then a dial of the gate."""
+
+import threading
+
+from jdag.errors import JoinError
+from jdag.rpc.control import ControlClient
+from jdag.rpc.place import DialGate, Node
+from jdag.rpc.requests import Knock, Whereabouts
+from jdag.rpc.settings import Address, address_of
+from jdag.rpc.streams import Stream
+from jdag.rpc.tls import Tls
+
+
+class Routes:
+    """The other processes of a session, and the ways there; thread-safe.
+
+    Args:
+        worker: the name of this process's worker.
+        incarnation: which one of that name it is.
+        secret: of the session.
+        dial_gate: what connects to a data address.
+        tls: for mutual TLS.
+        timeout_s: how long a request, or a dial, may take.
+    """
+
+    def __init__(
+        self,
+        worker: str,
+        incarnation: int,
+        secret: str,
+        *,
+        dial_gate: DialGate,
+        tls: Tls | None,
+        timeout_s: float,
+    ) -> None:
+        self._worker = worker
+        self._incarnation = incarnation
+        self._secret = secret
+        self._dial_gate = dial_gate
+        self._tls = tls
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._clients: dict[str, ControlClient] = {}
+        self._known: dict[str, Whereabouts] = {}
+
+    def reach(self, peer: str, control: Address) -> ControlClient:
+        """Return what asks a peer, which is at this address from now on."""
+        client = ControlClient(f"worker {peer!r}", control, tls=self._tls)
+        with self._lock:
+            former = self._clients.pop(peer, None)
+            self._clients[peer] = client
+        if former is not None:
+            former.close()
+        return client
+
+    def know(self, peer: str, whereabouts: Whereabouts) -> None:
+        """Know a peer, and where it is reached."""
+        control = address_of(whereabouts.control)
+        if control is None:
+            raise JoinError(f"{whereabouts.control!r} is no address of {peer!r}")
+        with self._lock:
+            client = self._clients.get(peer)
+        if client is None or client.address != control:
+            self.reach(peer, control)
+        with self._lock:
+            self._known[peer] = whereabouts
+
+    def incarnation_of(self, peer: str) -> int | None:
+        """Return which incarnation of a worker is known; None if none is."""
+        if peer == self._worker:
+            return self._incarnation
+        with self._lock:
+            found = self._known.get(peer)
+        return None if found is None else found.incarnation
+
+    def client(self, peer: str) -> ControlClient:
+        """Return what asks a peer; JoinError if nobody said where it is."""
+        with self._lock:
+            found = self._clients.get(peer)
+        if found is None:
+            raise JoinError(f"worker {peer!r} is not known here")
+        return found
+
+    def dial(self, peer: str, received: int) -> tuple[Stream, int]:
+        """Connect to a peer that is known.
+
+        Args:
+            peer: whom.
+            received: up to what this side has received from it.
+
+        Returns:
+            The stream, and up to what the peer has received.
+
+        Raises:
+            JdagError: the peer refuses, or is not reached.
+        """
+        client = self.client(peer)
+        with self._lock:
+            data = self._known[peer].data
+        knock = Knock(
+            secret=self._secret, worker=self._worker, incarnation=self._incarnation
+        )
+        answer = client.ask(knock, timeout_s=self._timeout_s)
+        token = bytes.fromhex(answer["token"])
+        return self._dial_gate(data, token, received, timeout_s=self._timeout_s)
+
+    def connect(self, node: Node, peer: str) -> None:
+        """Connect a node to a peer that is known, by a stream that the node adopts."""
+        stream, theirs = self.dial(peer, node.received(peer))
+        incarnation = self.incarnation_of(peer)
+        assert incarnation is not None, peer
+        node.adopt(peer, incarnation, stream, theirs)
+
+    def close(self) -> None:
+        """Reach nobody any more."""
+        with self._lock:
+            clients = list(self._clients.values())
+            self._clients.clear()
+        for client in clients:
+            client.close()

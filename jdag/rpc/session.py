@@ -1,0 +1,311 @@
+"""A session seen by its main: all workers attached, joined to each other, kept, left.
+
+Main attaches every worker, dials all, and has the others dial each other; then its
+program runs. A worker that is lost is made known to the others; where a new process may
+take its name, its address is tried again and again, and a new incarnation joins. All of
+that is done by one thread, the keeper, in the order in which it became known.
+
+Invariants: incarnations of a name are numbered 0, 1, ... by main alone; the others know
+a new one before it knocks at them; what is attached when something fails is detached.
+"""
+
+import atexit
+import logging
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from jdag.errors import JdagError, JoinError
+from jdag.rpc.dialling import Routes
+from jdag.rpc.handshake import refuse_mismatch
+from jdag.rpc.place import DialGate, MakeNode, Node, Place
+from jdag.rpc.requests import Attach, Detach, Mesh, Peer, Request, Whereabouts
+from jdag.rpc.settings import Address
+from jdag.rpc.tls import Tls
+
+POLL_S = 1.0
+ASKED_AT_ONCE_MAX = 16
+SECRET_BYTES = 32
+_SECOND_NS = 1_000_000_000
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a session is to be.
+
+    `workers` are all names in order, main's among them; `controls` are the addresses of
+    the others. With `rejoin` a new process at the address of a lost worker joins.
+    """
+
+    main: str
+    workers: tuple[str, ...]
+    controls: Mapping[str, Address]
+    handshake: Mapping[str, Any]
+    make_node: MakeNode
+    dial_gate: DialGate
+    token: str = field(default="", repr=False)
+    allow: tuple[str, ...] = ()
+    deadline_s: float = 10.0
+    rejoin: bool = False
+    tls: Tls | None = None
+
+
+class Session:
+    """A session, from when all workers are joined; a context manager that closes it.
+
+    `node` is main's. Who watches the processes of workers calls `lost`. A program that
+    ends without closing it says goodbye all the same.
+
+    Raises:
+        JoinError: a worker is not reached, refuses, or differs; all are left again.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._secret = secrets.token_hex(SECRET_BYTES)
+        self._routes = Routes(
+            plan.main,
+            0,
+            self._secret,
+            dial_gate=plan.dial_gate,
+            tls=plan.tls,
+            timeout_s=plan.deadline_s,
+        )
+        self._controls = dict(plan.controls)
+        self._lock = threading.Lock()
+        self._closing = False
+        self._there: dict[str, Whereabouts] = {}
+        self._away: dict[str, str] = {}  # Why each of the lost is.
+        self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._asking = ThreadPoolExecutor(ASKED_AT_ONCE_MAX, "asking")
+        self._keeper = threading.Thread(target=self._keep, name="keeper", daemon=True)
+        self.place = Place(
+            worker=plan.main,
+            workers=plan.workers,
+            main=plan.main,
+            incarnations=dict.fromkeys(plan.workers, 0),
+            allowed={plan.main: plan.allow},
+            deadline_s=plan.deadline_s,
+            dial=self._routes.dial,
+            gone=self._gone,
+            dials=dict.fromkeys(plan.controls, True),
+        )
+        self.node: Node = plan.make_node(self.place)
+        atexit.register(self.node.close)
+        try:
+            self._begin()
+            self._keeper.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------- beginning
+
+    def _begin(self) -> None:
+        others = tuple(self._controls)
+        self.node.begin()
+        self._each(others, lambda peer: self._attach(peer, 0))
+        self._each(others, lambda peer: self._routes.connect(self.node, peer))
+        order = self._plan.workers.index
+        # Of two workers the one with the lower number dials.
+        self._each(
+            others,
+            lambda peer: self._mesh(
+                peer, [one for one in others if order(one) > order(peer)]
+            ),
+        )
+
+    def _each(self, peers: Iterable[str], do: Callable[[str], None]) -> None:
+        """Do it for all at once; raise the first error when all have ended."""
+        futures = [self._asking.submit(do, peer) for peer in peers]
+        errors = [future.exception() for future in futures]
+        for error in errors:
+            if error is not None:
+                raise error
+
+    def _attach(self, peer: str, incarnation: int) -> None:
+        plan = self._plan
+        with self._lock:
+            present = {
+                name: number
+                for name, number in self.place.incarnations.items()
+                if name not in self._away
+            }
+        asked = Attach(
+            token=plan.token,
+            secret=self._secret,
+            main=plan.main,
+            worker=peer,
+            workers=plan.workers,
+            incarnations={**present, peer: incarnation},
+            allow=plan.allow,
+            deadline_s=plan.deadline_s,
+            handshake=dict(plan.handshake),
+        )
+        control = self._controls[peer]
+        answer = self._routes.reach(peer, control).ask(asked, timeout_s=plan.deadline_s)
+        mine = f"main {plan.main!r}"
+        refuse_mismatch(plan.handshake, answer["handshake"], mine, f"worker {peer!r}")
+        there = Whereabouts(
+            incarnation=incarnation,
+            control=str(control),
+            data=answer["data"],
+            allow=tuple(answer["allow"]),
+        )
+        with self._lock:
+            self._there[peer] = there
+            self.place.incarnations[peer] = incarnation
+            self.place.allowed[peer] = there.allow
+        self._routes.know(peer, there)
+        self.node.joined(peer, incarnation)
+
+    def _mesh(self, peer: str, dial: Sequence[str]) -> None:
+        with self._lock:
+            peers = {
+                name: there
+                for name, there in self._there.items()
+                if name != peer and name not in self._away
+            }
+        self._ask(peer, Mesh(secret=self._secret, peers=peers, dial=tuple(dial)))
+
+    def _ask(self, peer: str, asked: Request) -> None:
+        client = self._routes.client(peer)
+        client.ask(asked, timeout_s=self._plan.deadline_s)
+
+    # --------------------------------------------------------------------- keeping
+
+    def lost(self, worker: str, why: str) -> None:
+        """Know that the process of a worker has ended, from who watches it.
+
+        Main's node is told, and it tells the others. Never blocks.
+        """
+        incarnation = self.place.incarnations[worker]
+
+        def lose() -> None:
+            if self.place.incarnations[worker] == incarnation:
+                self.node.lost(worker, why)
+
+        self._todo.put(lose)
+
+    def away(self) -> dict[str, str]:
+        """Return the workers that are lost, and why each is."""
+        with self._lock:
+            return dict(self._away)
+
+    def join(self, worker: str, address: Address | None = None) -> None:
+        """Have a new process take the name of a lost worker; waits until it has joined.
+
+        Args:
+            worker: its name.
+            address: where its control server listens, if not where the former's did.
+
+        Raises:
+            JoinError: it is not reached, refuses, or is not lost.
+        """
+        joined: Future[None] = Future()
+
+        def join() -> None:
+            try:
+                self._rejoin(worker, address)
+            except Exception as error:
+                joined.set_exception(error)
+            else:
+                joined.set_result(None)
+
+        self._todo.put(join)
+        joined.result()
+
+    def _gone(self, peer: str, why: str) -> None:
+        """Main's node has found a peer to be lost, and said so to the others."""
+        with self._lock:
+            if not self._closing:
+                self._away[peer] = why
+        self._todo.put(_nothing)
+
+    def _keep(self) -> None:
+        """Do what there is to do, and look for who may join again."""
+        due_ns = time.monotonic_ns()
+        while True:
+            waits_s = max(0.0, (due_ns - time.monotonic_ns()) / _SECOND_NS)
+            polls = self._plan.rejoin and bool(self.away())
+            try:
+                do = self._todo.get(timeout=waits_s if polls else None)
+            except queue.Empty:
+                do = self._poll
+                due_ns = time.monotonic_ns() + round(POLL_S * _SECOND_NS)
+            if do is None:
+                return
+            do()
+
+    def _poll(self) -> None:
+        for worker in self.away():
+            try:
+                self._rejoin(worker, None)
+            except JdagError as error:
+                _log.debug("%s has not joined again: %s", worker, error)
+
+    def _rejoin(self, worker: str, address: Address | None) -> None:
+        with self._lock:
+            if worker not in self._away or self._closing:
+                raise JoinError(f"worker {worker!r} is not lost; it cannot join again")
+            others = [name for name in self._there if name not in self._away]
+        if address is not None:
+            self._controls[worker] = address
+        incarnation = self.place.incarnations[worker] + 1
+        self._attach(worker, incarnation)
+        try:
+            with self._lock:
+                del self._away[worker]
+                there = self._there[worker]
+            asked = Peer(secret=self._secret, worker=worker, whereabouts=there)
+            self._tell(others, asked)
+            self._routes.connect(self.node, worker)
+            self._mesh(worker, others)
+        except JdagError as error:
+            said = f"incarnation {incarnation} did not join: {error}"
+            self.node.lost(worker, said)
+            raise
+
+    def _tell(self, peers: Iterable[str], asked: Request) -> None:
+        """Tell it to all; who is not reached is found to be lost by the nodes."""
+
+        def tell(peer: str) -> None:
+            try:
+                self._ask(peer, asked)
+            except JoinError as error:
+                _log.info("%s: %s", type(asked).__name__, error)
+
+        self._each(peers, tell)
+
+    # --------------------------------------------------------------------- leaving
+
+    def close(self) -> None:
+        """Say goodbye to all, and let every worker go; may be called again."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+            there = [name for name in self._there if name not in self._away]
+        self._todo.put(None)
+        self.node.close()
+        atexit.unregister(self.node.close)
+        self._tell(there, Detach(secret=self._secret))
+        self._asking.shutdown(wait=False)
+        self._routes.close()
+
+
+def _nothing() -> None:
+    """It is enough that the keeper does not wait."""

@@ -1,0 +1,386 @@
+"""A worker's side of sessions: who may hold it, who may come in, and how it is left.
+
+Without processes: seats, their control servers and gates are real, and in this one.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+
+from jdag.errors import JdagError, JoinError
+from jdag.rpc import seat as module
+from jdag.rpc.control import ControlClient, ControlServer
+from jdag.rpc.gate import Gate, dial
+from jdag.rpc.handshake import ours
+from jdag.rpc.requests import (
+    Attach,
+    Detach,
+    Drain,
+    Health,
+    Info,
+    Knock,
+    Mesh,
+    Peer,
+    Whereabouts,
+)
+from jdag.rpc.seat import Own, Seat
+from jdag.rpc.settings import Address
+from tests.rpc_cases import PlainNode
+
+TOKEN = "the token of the tests"
+SECRET = "the secret of a session"
+NOBODY = Whereabouts(incarnation=0, control="127.0.0.1:1", data="unix:@no", allow=())
+
+
+class Seated:
+    """A seat with a thread that serves, a control server, and a client of that."""
+
+    def __init__(self, name: str, **own: Any) -> None:
+        self.nodes: list[PlainNode] = []
+        self.seat = Seat(
+            Own(
+                worker=name,
+                token=TOKEN,
+                allow=("models",),
+                handshake=ours(),
+                make_node=self._make,
+                open_gate=partial(Gate, "unix:@"),
+                dial_gate=dial,
+                **own,
+            )
+        )
+        self.server = ControlServer(Address("127.0.0.1", 0), self.seat.answers)
+        self.client = ControlClient(f"worker {name!r}", self.server.address)
+        self.ask = self.client.ask
+        self.thread = threading.Thread(target=self.seat.serve)
+        self.thread.start()
+
+    def _make(self, place: Any) -> PlainNode:
+        self.nodes.append(PlainNode(place))
+        return self.nodes[-1]
+
+    def close(self) -> None:
+        self.seat.stop()
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+        self.client.close()
+        self.server.close()
+
+
+@contextmanager
+def seated(name: str = "w", **own: Any) -> Iterator[Seated]:
+    made = Seated(name, **own)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture
+def worker() -> Iterator[Seated]:
+    with seated() as made:
+        yield made
+
+
+def attach(**changed: Any) -> Attach:
+    asked = {
+        "token": TOKEN,
+        "secret": SECRET,
+        "main": "m",
+        "worker": "w",
+        "workers": ("m", "w", "v"),
+        "incarnations": {"m": 0, "w": 0},
+        "allow": ("mine",),
+        "deadline_s": 20.0,
+        "handshake": ours(),
+    }
+    return Attach(**{**asked, **changed})
+
+
+def knock(**changed: Any) -> Knock:
+    return Knock(**{"secret": SECRET, "worker": "m", "incarnation": 0, **changed})
+
+
+def refused(ask: Callable[[], object]) -> str:
+    with pytest.raises(JoinError) as caught:
+        ask()
+    assert "\n" not in str(caught.value)
+    assert TOKEN not in str(caught.value) and SECRET not in str(caught.value)
+    return str(caught.value)
+
+
+def come_in(worker: Seated, answer: Any) -> Any:
+    """Come in as main does."""
+    token = bytes.fromhex(worker.ask(knock())["token"])
+    return dial(answer["data"], token, 3, timeout_s=10)
+
+
+# ----------------------------------------------------------------------------- attach
+
+
+def test_a_worker_is_idle_then_held_then_idle_and_each_session_has_its_own_node(worker):
+    for session in range(2):
+        assert worker.ask(Health())["state"] == "idle"
+        answer = worker.ask(attach())
+        assert answer["worker"] == "w"
+        assert answer["allow"] == ["models"]
+        assert answer["handshake"]["pid"] == os.getpid()
+        assert worker.ask(Health())["state"] == "held"
+        info = worker.ask(Info(token=TOKEN))
+        assert (info["main"], info["incarnation"], info["sessions"]) == (
+            "m",
+            0,
+            session,
+        )
+        node = worker.nodes[-1]
+        assert node.place.allowed == {"m": ("mine",), "w": ("models",)}
+        assert node.incarnations == {"m": 0}
+        stream, theirs = come_in(worker, answer)
+        assert theirs == 7  # What the node says that it has received.
+        node.wait(lambda node=node: "m" in node.streams)
+        assert worker.ask(Detach(secret=SECRET)) == {"ended": True}
+        assert node.closed
+        with pytest.raises(ConnectionError):
+            while True:
+                _until_readable(stream)
+        stream.close()
+        with pytest.raises(JdagError, match="cannot reach"):
+            dial(answer["data"], bytes(32), 0, timeout_s=5)
+    assert len(worker.nodes) == 2
+
+
+def _until_readable(stream: Any) -> None:
+    try:
+        stream.recv_into(memoryview(bytearray(10)))
+    except BlockingIOError:
+        threading.Event().wait(0.01)
+
+
+def test_a_wrong_token_is_refused_and_a_missing_one_too(worker):
+    said = "worker 'w' refused: the token is wrong; token_file has to name the same"
+    for asked in (attach(token="other"), Drain(token="other"), Info(token="other")):
+        assert refused(partial(worker.ask, asked)).startswith(said)
+    assert "it wants a token, and none came" in refused(
+        lambda: worker.ask(attach(token=""))
+    )
+    assert worker.ask(Health())["state"] == "idle"
+
+
+def test_who_takes_it_for_another_worker_is_told_which_it_is(worker):
+    asked = attach(worker="v", incarnations={"m": 0, "v": 0})
+    assert refused(lambda: worker.ask(asked)) == "this is worker 'w', not 'v'"
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"main": "n"},
+        {"workers": ("m", "v")},
+        {"workers": ("m", "w", "w")},
+        {"incarnations": {"m": 0}},
+        {"incarnations": {"m": 0, "w": 0, "x": 0}},
+    ],
+)
+def test_names_that_make_no_sense_are_refused(worker, changed):
+    refused(lambda: worker.ask(attach(**changed)))
+    assert worker.ask(Health())["state"] == "idle"
+
+
+@pytest.mark.parametrize("field", ["jax", "jdag", "cores"])
+def test_another_version_or_configuration_is_refused_with_both_sides(worker, field):
+    theirs = {**ours(), field: "other"}
+    said = refused(lambda: worker.ask(attach(handshake=theirs)))
+    assert said.startswith(f"main 'm' and worker 'w' differ in {field}: main 'm' has")
+    assert "\"other\", worker 'w' has " in said
+
+
+def test_another_main_is_told_who_holds_the_worker(worker):
+    worker.ask(attach())
+    other = attach(main="v", secret="s" * 32, incarnations={"v": 0, "w": 0})
+    said = refused(lambda: worker.ask(other))
+    assert said.startswith(f"worker 'w' is held by main 'm' (process {os.getpid()} on ")
+    assert said.endswith("; it is free when that session has ended")
+    # The same one again, without having lost it, is no better.
+    assert "is held by main 'm'" in refused(lambda: worker.ask(attach()))
+    assert len(worker.nodes) == 1
+
+
+def test_a_main_that_died_on_this_host_holds_nothing(worker):
+    pid = os.posix_spawn("/bin/true", ["true"], {})
+    os.waitpid(pid, 0)
+    worker.ask(attach(handshake={**ours(), "pid": pid}))
+    worker.ask(attach(secret="s" * 32))
+    assert worker.nodes[0].closed and not worker.nodes[1].closed
+
+
+def test_main_takes_a_worker_anew_that_it_has_lost(worker):
+    worker.ask(attach())
+    worker.ask(attach(incarnations={"m": 0, "w": 1}))
+    assert worker.nodes[0].closed and not worker.nodes[1].closed
+    assert worker.ask(Info(token=TOKEN))["incarnation"] == 1
+
+
+def test_a_main_that_never_comes_does_not_hold_a_worker_for_ever(worker):
+    worker.ask(attach(deadline_s=0.1))
+    worker.nodes[0].wait(lambda: worker.nodes[0].closed)
+
+
+def test_one_that_comes_in_time_is_not_left(worker):
+    answer = worker.ask(attach(deadline_s=0.5))
+    stream, _ = come_in(worker, answer)
+    threading.Event().wait(0.8)
+    assert not worker.nodes[0].closed
+    stream.close()
+
+
+def test_a_session_ends_when_its_main_is_lost(worker):
+    stream, _ = come_in(worker, worker.ask(attach()))
+    node = worker.nodes[0]
+    node.wait(lambda: "m" in node.streams)
+    stream.close()
+    worker.seat.answers[Detach](Detach(secret=SECRET))
+    assert worker.ask(attach(secret="t" * 32))["worker"] == "w"
+
+
+def test_a_session_that_does_not_end_is_said_to_be_in_the_way(monkeypatch):
+    monkeypatch.setattr(module, "ENDING_S", 0.1)
+    with seated() as worker:
+        worker.ask(attach())
+        node = worker.nodes[0]
+        close = node.close
+        monkeypatch.setattr(node, "close", lambda: None)
+        said = refused(lambda: worker.ask(Detach(secret=SECRET)))
+        assert said.startswith(
+            "worker 'w' has not left the session of 'm' within 0.1 s"
+        )
+        monkeypatch.setattr(node, "close", close)
+
+
+# ------------------------------------------------------------------------ knock, mesh
+
+
+def test_a_wrong_secret_is_refused_whatever_is_asked(worker):
+    worker.ask(attach())
+    wrong = "not it"
+    for asked in (
+        knock(secret=wrong),
+        Mesh(secret=wrong, peers={}, dial=()),
+        Peer(secret=wrong, worker="v", whereabouts=NOBODY),
+    ):
+        said = refused(partial(worker.ask, asked))
+        assert "the secret is not that of its session with 'm'" in said
+    assert worker.ask(Detach(secret=wrong)) == {"ended": False}
+    assert worker.ask(Health())["state"] == "held"
+
+
+def test_who_is_in_no_session_lets_nobody_in(worker):
+    assert refused(lambda: worker.ask(knock())) == "worker 'w' is in no session"
+    assert worker.ask(Detach(secret=SECRET)) == {"ended": False}
+
+
+def test_a_token_opens_the_gate_once(worker):
+    answer = worker.ask(attach())
+    token = bytes.fromhex(worker.ask(knock())["token"])
+    dial(answer["data"], token, 0, timeout_s=10)[0].close()
+    with pytest.raises(JdagError):
+        dial(answer["data"], token, 0, timeout_s=10)
+    with pytest.raises(JdagError):
+        dial(answer["data"], bytes(32), 0, timeout_s=10)
+
+
+def test_only_the_incarnation_that_is_known_may_knock(worker):
+    worker.ask(attach(incarnations={"m": 0, "w": 0, "v": 2}))
+    assert refused(lambda: worker.ask(knock(worker="v", incarnation=1))) == (
+        "incarnation 1 of 'v' is gone, and 2 has joined in its place; the old process "
+        "has to stop"
+    )
+    said = refused(lambda: worker.ask(knock(worker="v", incarnation=3)))
+    assert said == "incarnation 3 of 'v' is not announced yet; 2 is known"
+    assert "is none of the others" in refused(lambda: worker.ask(knock(worker="x")))
+    assert "is none of the others" in refused(lambda: worker.ask(knock(worker="w")))
+    assert worker.ask(knock(worker="v", incarnation=2))["token"]
+
+
+def test_who_is_lost_and_has_not_joined_again_may_not_knock(worker):
+    worker.ask(attach())
+    said = refused(lambda: worker.ask(knock(worker="v")))
+    assert said == "'v' is lost, and none has joined as it"
+
+
+def test_a_new_incarnation_replaces_the_old_one_and_its_tokens(worker):
+    answer = worker.ask(attach(incarnations={"m": 0, "w": 0, "v": 0}))
+    old = bytes.fromhex(worker.ask(knock(worker="v"))["token"])
+    newer = NOBODY.model_copy(update={"incarnation": 1, "allow": ("theirs",)})
+    worker.ask(Peer(secret=SECRET, worker="v", whereabouts=newer))
+    node = worker.nodes[0]
+    assert node.incarnations["v"] == node.place.incarnations["v"] == 1
+    assert node.place.allowed["v"] == ("theirs",)
+    with pytest.raises(JdagError):
+        dial(answer["data"], old, 0, timeout_s=10)
+    assert "incarnation 0 of 'v' is gone" in refused(
+        lambda: worker.ask(knock(worker="v"))
+    )
+    older = Peer(secret=SECRET, worker="v", whereabouts=NOBODY)
+    assert "incarnation 0 of 'v' is gone" in refused(lambda: worker.ask(older))
+
+
+def test_two_workers_are_joined_and_the_one_that_is_told_to_dials():
+    with seated("w") as one, seated("v") as two:
+        names = {"m": 0, "w": 0, "v": 0}
+        asked = attach(incarnations=names)
+        there = {}
+        for name, seat in (("w", one), ("v", two)):
+            answer = seat.ask(asked.model_copy(update={"worker": name}))
+            there[name] = Whereabouts(
+                incarnation=0,
+                control=str(seat.server.address),
+                data=answer["data"],
+                allow=tuple(answer["allow"]),
+            )
+        two.ask(Mesh(secret=SECRET, peers={"w": there["w"]}, dial=()))
+        one.ask(Mesh(secret=SECRET, peers={"v": there["v"]}, dial=("v",)))
+        two.nodes[0].wait(lambda: "w" in two.nodes[0].streams)
+        assert one.nodes[0].ask("v", b"hello") == b"answer hello from v\n"
+        assert one.nodes[0].place.dials == {"v": True}
+        assert two.nodes[0].place.dials == {}
+        # Main has not come to them: they are told to leave.
+        for seat in (one, two):
+            assert seat.ask(Detach(secret=SECRET)) == {"ended": True}
+
+
+def test_who_is_to_be_dialled_has_to_be_there(worker):
+    worker.ask(attach())
+    nowhere = Mesh(secret=SECRET, peers={"v": NOBODY}, dial=("v",))
+    assert "cannot reach worker 'v' at 127.0.0.1:1" in refused(
+        lambda: worker.ask(nowhere)
+    )
+    unknown = Mesh(secret=SECRET, peers={}, dial=("v",))
+    assert "is to be dialled, and not said" in refused(lambda: worker.ask(unknown))
+    strange = Mesh(secret=SECRET, peers={"x": NOBODY}, dial=())
+    assert "is none of the others of 'w'" in refused(lambda: worker.ask(strange))
+
+
+# ------------------------------------------------------------------------- stopping
+
+
+def test_draining_ends_the_session_and_then_the_worker():
+    with seated() as worker:
+        worker.ask(attach())
+        assert worker.ask(Drain(token=TOKEN)) == {}
+        worker.thread.join(20)
+        assert worker.nodes[0].closed
+        assert worker.ask(Health())["state"] == "stopping"
+        assert "is stopping" in refused(lambda: worker.ask(attach()))
+
+
+def test_a_launched_worker_stops_with_its_first_session():
+    with seated(once=True) as worker:
+        worker.ask(attach())
+        worker.ask(Detach(secret=SECRET))
+        worker.thread.join(20)
+        assert not worker.thread.is_alive()
