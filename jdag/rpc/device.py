@@ -1,0 +1,80 @@
+"""On which device this process computes, and under which settings of JAX."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jdag.errors import JoinError
+
+# What says where to compute, and is not handed on to who was told where.
+PLACING = (
+    "jax_platforms",
+    "jax_platform_name",
+    "jax_default_device",
+    "jax_cuda_visible_devices",
+    "jax_rocm_visible_devices",
+)
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def settings_of(device: str | None) -> dict[str, Any]:
+    """Return JAX's settings in this process, for one that is told its device.
+
+    Those of the thread that asks come before those of the process.
+    """
+    config: Any = jax.config
+    found = {}
+    for name, of_all in config.values.items():
+        here = getattr(config, name, of_all)
+        value = getattr(here, "value", here)  # Of an enumeration.
+        if isinstance(value, _PLAIN) and (device is None or name not in PLACING):
+            found[name] = value
+    return found
+
+
+def configure(settings: Mapping[str, Any]) -> None:
+    """Make JAX's settings these; before its backend starts."""
+    config: Any = jax.config
+    now = settings_of(None)
+    for name, value in settings.items():
+        if now.get(name) != value:
+            config.update(name, value)
+
+
+def use_device(device: str | None, worker: str) -> None:
+    """Compute on `cpu`, on `gpu`, or on `gpu:N`; None: where JAX does by itself.
+
+    Of several GPUs a worker then sees that one alone, which is its `gpu:0`. Memory of a
+    GPU is taken as it is needed, so that several workers may share it.
+
+    Raises:
+        JoinError: there is no such device.
+    """
+    kind, _, number = (device or "").partition(":")
+    if kind == "cpu":
+        configure({"jax_platforms": "cpu"})
+        return
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if number:
+        visible = os.environ.get(_VISIBLE)
+        named = number if visible is None else _nth(visible, int(number), worker)
+        os.environ[_VISIBLE] = named
+    if kind == "gpu":
+        backend = jax.default_backend()
+        if backend != "gpu":
+            raise JoinError(
+                f"worker {worker!r} has no device {device!r}: JAX finds a {backend} "
+                "here; install JAX for the GPU, or take cpu"
+            )
+
+
+def _nth(visible: str, number: int, worker: str) -> str:
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    if number >= len(names):
+        raise JoinError(
+            f"worker {worker!r} has no device 'gpu:{number}': {_VISIBLE} is {visible!r}"
+        )
+    return names[number]

@@ -1,0 +1,330 @@
+"""Worker processes of this one: started, watched, stopped, whatever becomes of it.
+
+One thread, the keeper, starts them all and waits for what they say and for their end.
+It lives as long as any of them does, since Linux tells a process of the death of the
+thread that started it. Each writes what it prints to a file of its own.
+
+Invariants: when `Launch` is made, all are ready or none is left; when it is closed,
+none is left, and of its folders those alone that somebody asked for or needs to read.
+Should this process be killed, each worker notices and ends, and removes what is left.
+"""
+
+import atexit
+import json
+import logging
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from jdag.errors import JoinError
+from jdag.rpc.settings import Address
+from jdag.rpc.worker import STOP, Options
+
+READY_S = 60.0
+STOP_S = 5.0
+_LINES_MAX, _TAIL_BYTES_MAX = 20, 4096
+
+_log = logging.getLogger(__name__)
+
+
+class _Child:
+    """One worker process."""
+
+    def __init__(self, options: Options, log: Path, env: Mapping[str, str]) -> None:
+        self.name = options.worker
+        self.log = log
+        self.address: Address | None = None
+        self.failed = ""  # What it said itself of why it cannot start.
+        self.ended: str | None = None
+        self.pidfd = -1
+        self._said = b""
+        self.socket, theirs = socket.socketpair()
+        with theirs, log.open("ab") as output:
+            arguments = (str(theirs.fileno()), options.worker)
+            self.process = subprocess.Popen(
+                [sys.executable, "-u", "-P", "-m", "jdag.rpc.worker", *arguments],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=dict(env),
+                # Ctrl-C in a terminal is for the process that is in front.
+                process_group=0,
+            )
+        if hasattr(os, "pidfd_open"):
+            self.pidfd = os.pidfd_open(self.process.pid)
+        self.socket.sendall(options.model_dump_json().encode() + b"\n")
+        self.socket.setblocking(False)
+
+    def hear(self) -> bool:
+        """Take what it says; False once it says no more."""
+        try:
+            came = self.socket.recv(1 << 16)
+        except OSError:
+            came = b""
+        self._said += came
+        *lines, self._said = self._said.split(b"\n")
+        for line in lines:
+            said = json.loads(line)
+            if "ready" in said:
+                self.address = Address.read(said["ready"])
+            self.failed = said.get("failed", "")
+        return bool(came)
+
+    def reap(self) -> None:
+        """Take note of its end: it has ended, or says no more and is made to."""
+        try:
+            code = self.process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            code = self.process.wait()
+        self.socket.close()
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+        how = f"ended with exit code {code}"
+        if code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+        self.ended = f"process {self.process.pid} of worker {self.name!r} {how}"
+
+    def ask_to_stop(self) -> None:
+        """Let it finish; asked again, let it end at once."""
+        with suppress(OSError):  # It ends by itself at this moment.
+            self.socket.sendall(STOP)
+
+    def last_lines(self) -> str:
+        """Return how it ended, and the last lines of its output."""
+        with self.log.open("rb") as output:
+            output.seek(max(0, self.log.stat().st_size - _TAIL_BYTES_MAX))
+            lines = output.read().decode(errors="replace").splitlines()[-_LINES_MAX:]
+        if not lines:
+            return "; it has printed nothing"
+        return "\n    ".join(["; its last lines:", *lines])
+
+
+def _kill(child: _Child) -> None:
+    child.process.kill()
+
+
+# How workers are made to end, and how long each way is given.
+_ENDINGS: tuple[tuple[Callable[[_Child], None], float], ...] = (
+    (_Child.ask_to_stop, STOP_S),
+    (_Child.ask_to_stop, 1.0),
+    (_kill, STOP_S),
+)
+
+
+class Launch:
+    """Worker processes, from when all are ready; a context manager that stops them.
+
+    Args:
+        options: for each worker; this sets `parent` and `litter`.
+        env: variables of the environment to add to those of this process.
+        logs: a folder for the output of each, `NAME.log`; None: a fresh one, which goes
+            in the end unless a worker has died.
+        ready_s: how long all may take until they are ready.
+
+    Raises:
+        JoinError: one cannot start, dies, or is not ready in time: why, and its last
+            lines. Then none is left.
+    """
+
+    def __init__(
+        self,
+        options: Sequence[Options],
+        *,
+        env: Mapping[str, str] | None = None,
+        logs: str | os.PathLike[str] | None = None,
+        ready_s: float = READY_S,
+    ) -> None:
+        self._is_litter = logs is None
+        self.logs = _folder(logs)
+        self._process = os.getpid()
+        self._children: dict[str, _Child] = {}
+        self._changed = threading.Condition()
+        self._on_death: Callable[[str, str], None] | None = None
+        self._untold: list[tuple[str, str]] = []
+        self._closing = False
+        self._someone_died = False
+        self._trouble: Exception | None = None
+        self._keeper = threading.Thread(
+            target=self._keep, args=(options, _environment(env)), name="launch"
+        )
+        # As a daemon: at the end of the program atexit comes after other threads.
+        self._keeper.daemon = True
+        atexit.register(self.close)
+        try:
+            self._keeper.start()
+            self._wait_until_ready(len(options), ready_s)
+        except BaseException:
+            self._someone_died = False  # What it has said is in the error.
+            self.close()
+            raise
+
+    def __enter__(self) -> "Launch":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def addresses(self) -> dict[str, Address]:
+        """Where the control server of each worker listens."""
+        found = {name: child.address for name, child in self._children.items()}
+        return {name: address for name, address in found.items() if address is not None}
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """The number of the process of each worker."""
+        return {name: child.process.pid for name, child in self._children.items()}
+
+    @property
+    def alive(self) -> tuple[str, ...]:
+        """The workers whose processes have not ended."""
+        return tuple(
+            name for name, child in self._children.items() if child.ended is None
+        )
+
+    def log_of(self, worker: str) -> Path:
+        """Return the file with what a worker has printed."""
+        return self._children[worker].log
+
+    def on_death(self, tell: Callable[[str, str], None]) -> None:
+        """Have `tell(worker, why)` called of each that ends unasked, also before now.
+
+        It is called on the keeper's thread, and must not block.
+        """
+        with self._changed:
+            self._on_death = tell
+            untold, self._untold = self._untold, []
+        for worker, why in untold:
+            tell(worker, why)
+
+    # ------------------------------------------------------------------- beginning
+
+    def _wait_until_ready(self, count: int, ready_s: float) -> None:
+        def settled() -> bool:
+            children = self._children.values()
+            return (
+                self._trouble is not None
+                or any(child.ended is not None for child in children)
+                or sum(child.address is not None for child in children) == count
+            )
+
+        with self._changed:
+            in_time = self._changed.wait_for(settled, ready_s)
+            if self._trouble is not None:
+                raise JoinError(f"cannot start workers: {self._trouble}")
+            for child in self._children.values():
+                if child.ended is not None:
+                    raise JoinError(_not_started(child))
+            for child in self._children.values():
+                if not in_time and child.address is None:
+                    raise JoinError(
+                        f"worker {child.name!r} is not ready within {ready_s:g} s"
+                        f"{child.last_lines()}"
+                    )
+
+    # --------------------------------------------------------------------- keeping
+
+    def _keep(self, options: Sequence[Options], env: Mapping[str, str]) -> None:
+        with selectors.DefaultSelector() as selector:
+            litter = str(self.logs) if self._is_litter else None
+            mine = {"parent": self._process, "litter": litter}
+            try:
+                for one in options:
+                    told = one.model_copy(update=mine)
+                    child = _Child(told, self.logs / f"{one.worker}.log", env)
+                    with self._changed:
+                        self._children[child.name] = child
+                    for source in (child.socket, child.pidfd):
+                        if source != -1:
+                            selector.register(source, selectors.EVENT_READ, child)
+                    if self._closing:
+                        break
+            except OSError as error:
+                with self._changed:
+                    self._trouble = error
+                    self._changed.notify_all()
+            for child in self._children.values() if self._closing else ():
+                child.ask_to_stop()
+            while self.alive:
+                for key, _ in selector.select():
+                    if key.data.ended is None:
+                        self._heard(key.data, key.fileobj, selector)
+
+    def _heard(
+        self, child: _Child, source: object, selector: selectors.BaseSelector
+    ) -> None:
+        """A child has said something, or has ended."""
+        if source is child.socket and child.hear():
+            with self._changed:
+                self._changed.notify_all()
+            return
+        while source is not child.socket and child.hear():
+            pass  # What it said before it ended.
+        for one in (child.socket, child.pidfd):
+            if one != -1:
+                selector.unregister(one)
+        child.reap()
+        with self._changed:
+            self._changed.notify_all()
+            if self._closing:
+                return
+            self._someone_died |= child.process.returncode != 0
+            why = f"{child.ended}{child.last_lines()}\n    (all: {child.log})"
+            tell, news = self._on_death, (child.name, why)
+            if tell is None:
+                self._untold.append(news)
+        if tell is not None:
+            tell(*news)
+
+    # ---------------------------------------------------------------------- ending
+
+    def close(self) -> None:
+        """Stop all: ask them, then at once, then by force; may be called again."""
+        if self._process != os.getpid():
+            return  # A copy of this one, by os.fork; they are not its workers.
+        with self._changed:
+            self._closing = True
+        for make_end, waits_s in _ENDINGS:
+            for child in tuple(self._children.values()):
+                if child.ended is None:
+                    make_end(child)
+            self._keeper.join(waits_s)
+            if not self._keeper.is_alive():
+                break
+        atexit.unregister(self.close)
+        if self._is_litter and not self._someone_died:
+            shutil.rmtree(self.logs, ignore_errors=True)
+
+
+def _not_started(child: _Child) -> str:
+    if child.failed:  # It has said by itself what is wrong.
+        return f"worker {child.name!r} did not start: {child.failed}"
+    return f"worker {child.name!r} did not start: {child.ended}{child.last_lines()}"
+
+
+def _folder(logs: str | os.PathLike[str] | None) -> Path:
+    if logs is None:
+        return Path(tempfile.mkdtemp(prefix="jdag-"))
+    folder = Path(logs).absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise JoinError(f"logs = {str(logs)!r}: {error.strerror}") from error
+    return folder
+
+
+def _environment(env: Mapping[str, str] | None) -> dict[str, str]:
+    """Return the environment of workers, who find the modules that we find."""
+    path = os.pathsep.join([one or os.getcwd() for one in sys.path])
+    return {**os.environ, **(env or {}), "PYTHONPATH": path}

@@ -1,0 +1,282 @@
+"""Worker processes: started, joined, watched, stopped, and nothing left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jdag.errors import JoinError
+from jdag.rpc.control import ControlClient
+from jdag.rpc.launch import Launch
+from jdag.rpc.requests import Drain, Health, Info
+from jdag.rpc.session import Session
+from tests.rpc_cases import TOKEN, PlainNode, free_address, options_of, plan_of
+
+ROOT = Path(__file__).parent.parent
+LONG_S = 60.0
+
+
+class Deaths:
+    """Who died, and why."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.why: dict[str, str] = {}
+        self._changed = threading.Condition()
+        launch.on_death(self._told)
+
+    def _told(self, worker: str, why: str) -> None:
+        with self._changed:
+            self.why[worker] = why
+            self._changed.notify_all()
+
+    def wait(self, worker: str) -> str:
+        with self._changed:
+            assert self._changed.wait_for(lambda: worker in self.why, LONG_S)
+        return self.why[worker]
+
+
+@pytest.fixture(scope="module")
+def idle() -> Iterator[Launch]:
+    """Two workers that outlive sessions."""
+    with Launch(options_of("a", "b", once=False)) as made:
+        yield made
+
+
+def plain(session: Session) -> PlainNode:
+    assert isinstance(session.node, PlainNode)
+    return session.node
+
+
+def ended(pid: int) -> bool:
+    """Whether a process is no more; one that nobody waited for is none either."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return True
+    return status.rpartition(")")[2].split()[0] in "ZX"
+
+
+def wait_until_ended(*pids: int) -> None:
+    for _ in range(int(LONG_S / 0.02)):
+        if all(map(ended, pids)):
+            return
+        threading.Event().wait(0.02)
+    raise AssertionError(
+        f"of {pids} there are still {[p for p in pids if not ended(p)]}"
+    )
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where processes of this test put what is temporary."""
+    made = tmp_path / "temporary"
+    made.mkdir()
+    monkeypatch.setenv("TMPDIR", str(made))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    yield made
+
+
+def litter(place: Path) -> list[Path]:
+    """What worker processes could leave behind."""
+    return [*place.iterdir(), *Path("/dev/shm").glob("*jdag*")]
+
+
+# ------------------------------------------------------------------- with two workers
+
+
+def test_workers_are_joined_to_main_and_to_each_other(idle: Launch):
+    with Session(plan_of(idle.addresses)) as session:
+        node = plain(session)
+        assert node.ask("a", b"one") == b"answer one from a\n"
+        assert node.ask("b", b"two") == b"answer two from b\n"
+        for worker, other in ("ab", "ba"):
+            printed = idle.log_of(worker).read_text()
+            assert f"joined {other} 0" in printed
+            assert f"adopted {other} 0 7" in printed
+    with Session(plan_of(idle.addresses)) as session:
+        assert session.away() == {}
+    assert set(idle.alive) == {"a", "b"}
+
+
+def test_a_worker_has_the_settings_of_its_launcher(idle: Launch):
+    client = ControlClient("worker 'a'", idle.addresses["a"])
+    info = client.ask(Info(token=TOKEN))
+    client.close()
+    assert info["pid"] == idle.pids["a"]
+    handshake = info["handshake"]
+    assert handshake["configuration"]["jax_enable_x64"] is True  # Of tests/conftest.py.
+    assert handshake["cores"] == len(os.sched_getaffinity(0))
+
+
+def test_a_worker_of_which_main_has_another_configuration_is_refused(idle: Launch):
+    plan = plan_of(idle.addresses)
+    other = {**plan.handshake["configuration"], "jax_enable_x64": False}
+    plan = plan_of(idle.addresses, handshake={**plan.handshake, "configuration": other})
+    with pytest.raises(JoinError) as caught:
+        Session(plan)
+    assert str(caught.value) == (
+        "main 'm' and worker 'a' differ in jax_enable_x64: main 'm' has false, worker "
+        "'a' has true; configure JAX alike on both, before anything is computed"
+    )
+
+
+def test_a_second_main_is_told_who_holds_the_workers_and_takes_none(idle: Launch):
+    with Session(plan_of(idle.addresses)) as session:
+        with pytest.raises(JoinError, match=r"worker 'a' is held by main 'm' \("):
+            Session(plan_of(idle.addresses))
+        assert plain(session).ask("b", b"still") == b"answer still from b\n"
+
+
+def test_when_one_worker_is_not_reached_the_others_are_left_again(idle: Launch):
+    nowhere = free_address()
+    with pytest.raises(JoinError) as caught:
+        Session(plan_of({**idle.addresses, "c": nowhere}))
+    said = f"cannot reach worker 'c' at {nowhere}: Connection refused"
+    assert str(caught.value) == said
+    for worker, address in idle.addresses.items():
+        client = ControlClient(worker, address)
+        assert client.ask(Health())["state"] == "idle"
+        client.close()
+
+
+def test_a_wrong_token_is_refused_in_one_line(idle: Launch):
+    with pytest.raises(JoinError, match="worker 'a' refused: the token is wrong"):
+        Session(plan_of(idle.addresses, token="another one, of no use"))
+
+
+# -------------------------------------------------------------------------- one by one
+
+
+def test_a_worker_that_dies_is_known_at_once_with_its_last_lines(tmp_path: Path):
+    with Launch(options_of("a"), logs=tmp_path / "logs") as launch:
+        deaths = Deaths(launch)
+        with Session(plan_of(launch.addresses)) as session:
+            launch.on_death(session.lost)
+            plain(session).ask("a", b"x")
+            os.kill(launch.pids["a"], signal.SIGKILL)
+            wait_until_ended(launch.pids["a"])
+        launch.on_death(deaths._told)
+    log = tmp_path / "logs" / "a.log"
+    assert "adopted m 0 7" in log.read_text()
+    assert session.away().keys() <= {"a"}
+
+
+def test_sigterm_drains_a_worker_in_the_middle_of_a_session():
+    with Launch(options_of("a", once=False)) as launch:
+        deaths = Deaths(launch)
+        with Session(plan_of(launch.addresses)) as session:
+            plain(session).ask("a", b"x")
+            os.kill(launch.pids["a"], signal.SIGTERM)
+            why = deaths.wait("a")
+            assert (
+                f"process {launch.pids['a']} of worker 'a' ended with exit code 0"
+                in why
+            )
+            assert "drained" in why
+            plain(session).wait(lambda: "a" not in plain(session).streams)
+
+
+def test_a_process_that_dies_at_its_start_says_why(place: Path):
+    options = options_of("a", node="tests.rpc_cases:make_broken")
+    with pytest.raises(JoinError) as caught:
+        Launch(options)
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith("worker 'a' did not start: process ")
+    assert lines[0].endswith(" of worker 'a' ended with exit code 3; its last lines:")
+    assert [line.strip() for line in lines[1:]] == [f"line {n}" for n in range(80, 100)]
+    assert not litter(place)
+
+
+def test_a_port_in_use_is_what_the_worker_says(idle: Launch):
+    taken = idle.addresses["a"]
+    with pytest.raises(JoinError) as caught:
+        Launch(options_of("c", control=str(taken)))
+    assert str(caught.value) == (
+        f"worker 'c' did not start: cannot listen at {taken}: Address already in use"
+    )
+
+
+def test_one_that_is_not_ready_in_time_is_named_and_stopped(place: Path):
+    with pytest.raises(JoinError, match=r"worker 'a' is not ready within 0.05 s; "):
+        Launch(options_of("a"), ready_s=0.05)
+    assert not litter(place)
+
+
+def test_logs_that_cannot_be_written_are_named(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(JoinError, match=r"logs = '.*/file/x': Not a directory"):
+        Launch(options_of("a"), logs=tmp_path / "file" / "x")
+
+
+# ------------------------------------------------------- whatever becomes of the caller
+
+
+CALLER = """
+import json, os, signal, sys, threading
+from jdag.rpc.launch import Launch
+from jdag.rpc.session import Session
+from tests.rpc_cases import options_of, plan_of
+
+def main():
+    launch = Launch(options_of("a"))
+    session = Session(plan_of(launch.addresses))
+    print(json.dumps([launch.pids, str(launch.logs)]), flush=True)
+    {end}
+
+main()
+"""
+WAYS = {
+    "kill": ("threading.Event().wait()", signal.SIGKILL, -signal.SIGKILL),
+    "terminate": ("threading.Event().wait()", signal.SIGTERM, -signal.SIGTERM),
+    "interrupt": ("threading.Event().wait()", signal.SIGINT, -signal.SIGINT),
+    "exception": ("raise ValueError", None, 1),
+}
+
+
+@pytest.mark.parametrize("way", [*WAYS])
+def test_whatever_becomes_of_the_caller_nothing_is_left(place: Path, way: str):
+    end, number, code = WAYS[way]
+    caller = subprocess.Popen(
+        [sys.executable, "-c", CALLER.replace("{end}", end)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
+    try:
+        assert caller.stdout is not None
+        pids, logs = json.loads(caller.stdout.readline())
+        assert litter(place) == [Path(logs)]
+        if number is not None:
+            # As a terminal does, to all of the group; workers are in none of it.
+            os.killpg(caller.pid, number)
+        caller.communicate(timeout=LONG_S)
+        assert caller.returncode == code
+        wait_until_ended(*pids.values())
+        for _ in range(500):
+            if not litter(place):
+                break
+            threading.Event().wait(0.02)
+        assert not litter(place)
+    finally:
+        caller.kill()
+        caller.communicate()
+
+
+def test_a_worker_is_drained_by_who_has_the_token(idle: Launch):
+    deaths = Deaths(idle)
+    client = ControlClient("worker 'b'", idle.addresses["b"])
+    with pytest.raises(JoinError, match="the token is wrong"):
+        client.ask(Drain(token="x"))
+    client.ask(Drain(token=TOKEN))
+    client.close()
+    assert "ended with exit code 0" in deaths.wait("b")
+    assert idle.alive == ("a",)
