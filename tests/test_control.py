@@ -22,8 +22,8 @@ from jdag.rpc.control import (
 from jdag.rpc.requests import Detach, Drain, Health, Info, Request
 from jdag.rpc.settings import Address
 from jdag.rpc.tls import load
+from tests.certificates import Issuer
 from tests.rpc_cases import free_address
-from tests.test_tls import Issuer
 
 ANY = Address("127.0.0.1", 0)
 HEALTH = Health()

@@ -6,7 +6,7 @@ import pytest
 
 from jdag.errors import ScenarioError
 from jdag.rpc.settings import Address, address_of, load
-from tests.test_tls import Issuer
+from tests.certificates import Issuer
 
 GOOD = """
 carrier = "grpc"
