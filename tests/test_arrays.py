@@ -18,7 +18,7 @@ from jdag.wire.arrays import (
     sizes,
     type_of,
 )
-from jdag.wire.encoding import Reader, Writer
+from jdag.wire.cursors import Reader, Writer
 
 VALUES = (
     np.ones((2, 3), np.int8),
@@ -64,6 +64,15 @@ def test_a_header_is_read_as_it_was_and_has_its_size(value: Any) -> None:
     assert ARRAY_TYPE.read(Reader(data, {})) == type_of(value)
     assert ARRAY_TYPE.size(value) == len(data)
     assert sizes([value]) == (type_of(value).nbytes, len(data))
+
+
+def test_the_header_of_a_type_says_all_that_the_type_does() -> None:
+    for kind in (
+        ArrayType((2, 3), "float32", False, None, True),
+        ArrayType((), "bfloat16", True, "cpu:1", True),
+        ArrayType((1,), "int8", True, "gpu:0"),
+    ):
+        assert ARRAY_TYPE.read(Reader(header(kind), {})) == kind
 
 
 def test_many_are_as_much_as_each() -> None:

@@ -17,7 +17,7 @@ from jdag.compute.values import Values
 from jdag.errors import JdagError
 from jdag.functions import unjitted
 from jdag.wire.arrays import ARRAY_TYPE, ArrayType, sizes, type_of
-from jdag.wire.encoding import Reader, Writer
+from jdag.wire.cursors import Reader, Writer
 
 W = jnp.arange(9.0).reshape(3, 3) / 9 + 0.1
 X = jnp.linspace(-1, 1, 6).reshape(3, 2)

@@ -14,7 +14,7 @@ from jdag.engine.vocabulary import ContextId, Key
 from jdag.errors import ProtocolError
 from jdag.ref import RefData
 from jdag.wire.arrays import ArrayType
-from jdag.wire.encoding import Reader, Writer
+from jdag.wire.cursors import Reader, Writer
 from jdag.wire.trees import DEPTH_MAX, TREE, Named, Node, Raw, RefParts
 from tests.wire_cases import WORKERS, Buffer, Config, Mode, plain_trees, program, trees
 

@@ -96,7 +96,7 @@ def _wide(size: int) -> st.SearchStrategy[int]:
     return st.integers(0, (1 << 8 * size) - 1)
 
 
-contexts = st.builds(ContextId, _wide(2), _wide(6), _wide(4))
+contexts = st.builds(ContextId, st.integers(0, len(WORKERS) - 1), _wide(6), _wide(4))
 paths = st.lists(_wide(4), max_size=4).map(tuple)
 workers = st.sampled_from(WORKERS)
 leaves = st.builds(LeafId, workers, _wide(8))
@@ -126,7 +126,7 @@ dtypes = st.sampled_from(
 )
 avals = st.builds(
     Aval,
-    st.lists(st.integers(0, 1 << 40), max_size=3).map(tuple),
+    st.lists(st.integers(0, 1 << 19), max_size=3).map(tuple),
     dtypes,
     st.booleans(),
 )
@@ -154,7 +154,7 @@ modes = st.sampled_from(PassMode)
 # A long one has thousands of bits: its numbers grow with the fan-outs on its way.
 weights = st.sampled_from(
     [NOTHING, WHOLE, Weight((1 << 5_000) - 1, 5_001)]
-) | st.builds(Weight, _wide(12), _wide(4))
+) | st.builds(Weight, _wide(12), st.integers(96, 5_000))
 changes = st.integers(-(1 << 31), (1 << 31) - 1)
 refs = st.builds(
     RefData, keys, workers, avals | placed, st.booleans(), st.none() | leaves

@@ -10,12 +10,14 @@ as the weak scalar that JAX makes of it, so that abstract runs count the same.
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from jax.dtypes import canonicalize_dtype
 
 from jdag.errors import ProtocolError
-from jdag.wire.encoding import TEXT, Layout, Reader, Writer, many
+from jdag.wire.cursors import Reader, Writer
+from jdag.wire.encoding import NAME, Layout, integer, many
 
 # Bytes of an element. The place in this table is the dtype's number: only append.
 DTYPES = {
@@ -58,10 +60,16 @@ _NUMBERS = {name: number for number, name in enumerate(_NAMES)}
 _WEAK = _DUAL = 0x80
 _PLACED = 0x40
 _FLAGS = _WEAK | _PLACED
+_NUMBER = integer(1, "dtype")
+_RANK = integer(1, "rank")
 
 HEADER_BYTES = 2
 AXIS_BYTES = 8
+NBYTES_MAX = (1 << 63) - 1
 RANK_MAX = 64  # As numpy's; it also bounds the numbers that errors print.
+
+
+_AXIS = integer(AXIS_BYTES, "an axis")
 
 
 class ArrayType(NamedTuple):
@@ -93,7 +101,7 @@ def type_of(value: Any) -> ArrayType:
     if type(value) in SCALARS:
         return ArrayType((), canonicalize_dtype(type(value)).name, True)
     try:
-        shape, dtype = value.shape, str(value.dtype)
+        shape, dtype = value.shape, _name(value.dtype)
     except AttributeError as error:
         if hasattr(value, "tangent"):
             return type_of(value.primal)._replace(dual=True)
@@ -111,6 +119,9 @@ def type_of(value: Any) -> ArrayType:
         return ArrayType(tuple(shape), dtype, bool(value.weak), value.device)
     weak = getattr(value, "weak_type", False)  # JAX's own word; numpy has none.
     return ArrayType(tuple(shape), dtype, bool(weak))
+
+
+_name = lru_cache(256)(str)
 
 
 def sizes(values: Sequence[Any]) -> tuple[int, int]:
@@ -134,34 +145,59 @@ def _more(value: Any) -> int:
     if hasattr(value, "tangent"):
         return _more(value.primal)
     device = value.device if hasattr(value, "weak") else None
-    return AXIS_BYTES * len(value.shape) + (0 if device is None else TEXT.size(device))
+    return AXIS_BYTES * len(value.shape) + (0 if device is None else NAME.size(device))
 
 
 def _write(writer: Writer, value: Any) -> None:
-    kind = type_of(value)
+    kind = value if type(value) is ArrayType else type_of(value)
+    writer.out += _written(kind)
+
+
+@lru_cache(4096)
+def _written(kind: ArrayType) -> bytes:
+    writer = Writer({})
     flags = _WEAK * kind.weak | _PLACED * (kind.device is not None)
-    writer.integer(_NUMBERS[kind.dtype] | flags, 1, "dtype")
-    writer.integer(len(kind.shape) | _DUAL * kind.dual, 1, "rank")
+    _NUMBER.write(writer, _NUMBERS[kind.dtype] | flags)
+    _RANK.write(writer, len(kind.shape) | _DUAL * kind.dual)
     for axis in kind.shape:
-        writer.integer(axis, AXIS_BYTES, "size of an axis")
+        _AXIS.write(writer, axis)
     if kind.device is not None:
-        TEXT.write(writer, kind.device)
+        NAME.write(writer, kind.device)
+    return bytes(writer.out)
 
 
 def _read(reader: Reader) -> ArrayType:
-    number = reader.integer(1, "dtype")
-    if number & ~_FLAGS >= len(_NAMES):
-        raise ProtocolError(
-            f"dtype {number & ~_FLAGS}: allowed is 0 to {len(_NAMES) - 1}"
-        )
-    ranked = reader.integer(1, "rank")
+    data, start = reader.data, reader.offset
+    end = start + HEADER_BYTES
+    if end <= len(data):
+        end += AXIS_BYTES * (data[start + 1] & ~_DUAL)
+        if not data[start] & _PLACED and end <= len(data):
+            reader.offset = end
+            return _made(data[start:end])
+    return _read_anew(reader)
+
+
+def _read_anew(reader: Reader) -> ArrayType:
+    number, ranked = _NUMBER.read(reader), _RANK.read(reader)
+    name = number & ~_FLAGS
+    if name >= len(_NAMES):
+        raise ProtocolError(f"dtype {name}: allowed is 0 to {len(_NAMES) - 1}")
     rank = ranked & ~_DUAL
     if rank > RANK_MAX:
         raise ProtocolError(f"rank {rank}: allowed is 0 to {RANK_MAX}")
-    shape = tuple([reader.integer(AXIS_BYTES, "an axis") for _ in range(rank)])
-    device = TEXT.read(reader) if number & _PLACED else None
-    name, weak = _NAMES[number & ~_FLAGS], bool(number & _WEAK)
-    return ArrayType(shape, name, weak, device, bool(ranked & _DUAL))
+    shape = tuple([_AXIS.read(reader) for _ in range(rank)])
+    dtype = _NAMES[name]
+    # As numpy counts: it refuses an empty array whose other axes are as large.
+    nbytes = math.prod([axis for axis in shape if axis]) * DTYPES[dtype]
+    if nbytes > NBYTES_MAX:
+        raise ProtocolError(f"shape {shape} of {dtype}: allowed are {NBYTES_MAX} bytes")
+    device = NAME.read(reader) if number & _PLACED else None
+    return ArrayType(shape, dtype, bool(number & _WEAK), device, bool(ranked & _DUAL))
+
+
+@lru_cache(4096)
+def _made(data: bytes) -> ArrayType:
+    return _read_anew(Reader(data, {}))
 
 
 # Of anything with a shape and a dtype; read as an `ArrayType`.

@@ -8,111 +8,31 @@ A layout takes `fixed` bytes whatever the value, and `more(value)` beyond these;
 is None where there is nothing more. Sizes need not be written to be known.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import struct
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from operator import attrgetter, call
 from typing import Any, NamedTuple
 
 from jdag.engine.vocabulary import ContextId, LeafId, Path, Worker
 from jdag.errors import ProtocolError
+from jdag.wire.cursors import (
+    COUNT_BYTES,
+    SLOTS_MAX,
+    Reader,
+    Writer,
+    limited,
+    no_number,
+)
 
-COUNT_BYTES = 4
+NAME_MAX_BYTES = 1 << 16  # Of a text that names something.
+TEXT_MAX_BYTES = 1 << 28
+PATH_MAX = 1 << 12  # Numbers in a path: so deep programs may call each other.
 
-
-def _deeper(depth: int, depth_max: int) -> int:
-    if depth >= depth_max:
-        raise ProtocolError(
-            f"data nested more than {depth} deep cannot travel: allowed is {depth_max}"
-        )
-    return depth + 1
-
-
-class Writer:
-    """Bytes being written; `numbers` are those of the workers."""
-
-    __slots__ = ("depth", "numbers", "out")
-
-    def __init__(self, numbers: Mapping[Worker, int]) -> None:
-        self.numbers = numbers
-        self.out = bytearray()
-        self.depth = 0
-
-    def deeper(self, depth_max: int) -> None:
-        """Note that what follows is nested one deeper."""
-        self.depth = _deeper(self.depth, depth_max)
-
-    def integer(self, value: int, size: int, what: str, signed: bool = False) -> None:
-        """Append a whole number of `size` bytes.
-
-        Raises:
-            ProtocolError: it is no int, or too large or too small for its bytes.
-        """
-        try:
-            self.out += value.to_bytes(size, "little", signed=signed)
-        except (AttributeError, OverflowError) as error:
-            least = -(1 << 8 * size - 1) if signed else 0
-            most = least + (1 << 8 * size) - 1
-            raise ProtocolError(
-                f"{what} = {value!r} cannot travel: allowed is an int from {least} to"
-                f" {most}"
-            ) from error
-
-    def count(self, items: Any, what: str) -> None:
-        """Append how many there are of what follows."""
-        self.integer(len(items), COUNT_BYTES, f"number of {what}")
-
-
-class Reader:
-    """Bytes being read; `workers` by their numbers."""
-
-    __slots__ = ("_data", "_offset", "depth", "workers")
-
-    def __init__(self, data: bytes, workers: Mapping[int, Worker]) -> None:
-        self.workers = workers
-        self._data = data
-        self._offset = 0
-        self.depth = 0
-
-    def deeper(self, depth_max: int) -> None:
-        """Note that what follows is nested one deeper."""
-        self.depth = _deeper(self.depth, depth_max)
-
-    @property
-    def left(self) -> int:
-        """How many bytes are not read yet."""
-        return len(self._data) - self._offset
-
-    def take(self, size: int, what: str) -> bytes:
-        """Read so many bytes.
-
-        Raises:
-            ProtocolError: there are fewer.
-        """
-        if size > self.left:
-            raise ProtocolError(
-                f"{what} at byte {self._offset} takes {size} bytes;"
-                f" {self.left} of {len(self._data)} are left"
-            )
-        start = self._offset
-        self._offset += size
-        return self._data[start : self._offset]
-
-    def integer(self, size: int, what: str, signed: bool = False) -> int:
-        """Read a whole number of `size` bytes."""
-        return int.from_bytes(self.take(size, what), "little", signed=signed)
-
-    def count(self, each: int, what: str) -> int:
-        """Read how many follow, each of at least so many bytes.
-
-        Raises:
-            ProtocolError: more than the rest of the bytes can hold.
-        """
-        number = self.integer(COUNT_BYTES, f"number of {what}")
-        if number * each > self.left:
-            raise ProtocolError(
-                f"{number} {what} of at least {each} bytes are announced at byte"
-                f" {self._offset}; {self.left} bytes are left"
-            )
-        return number
+_COUNT = struct.Struct("<I")
+_NONE = bytes(COUNT_BYTES)
+_REMEMBERED = 4096
+_REMEMBERED_BYTES = 256  # Longer ones come too seldom to be worth their memory.
 
 
 class Layout(NamedTuple):
@@ -128,18 +48,44 @@ class Layout(NamedTuple):
         return self.fixed + (self.more(value) if self.more else 0)
 
 
+_CODES = {1: "B", 2: "H", 4: "I", 8: "Q"}
+
+
 def integer(size: int, what: str, signed: bool = False) -> Layout:
     """A whole number of `size` bytes; `what` names it in errors."""
+    code = _CODES.get(size)
+    if code is None:
+        return Layout(
+            size,
+            None,
+            lambda writer, value: writer.integer(value, size, what, signed),
+            lambda reader: reader.integer(size, what, signed),
+        )
+    packing = struct.Struct(f"<{code.lower() if signed else code}")
+    pack, unpack_from = packing.pack, packing.unpack_from
 
     def write(writer: Writer, value: int) -> None:
-        writer.integer(value, size, what, signed)
+        try:
+            writer.out += pack(value)
+        except struct.error as error:
+            raise no_number(value, size, what, signed) from error
 
-    return Layout(size, None, write, lambda reader: reader.integer(size, what, signed))
+    def read(reader: Reader) -> int:
+        offset = reader.offset
+        try:
+            number: int = unpack_from(reader.data, offset)[0]
+        except struct.error as error:
+            raise reader.short(size, what) from error
+        reader.offset = offset + size
+        return number
+
+    return Layout(size, None, write, read)
 
 
 def many(item: Layout, what: str) -> Layout:
     """A sequence of items, read as a tuple; `what` names them in errors."""
     each, more_of_one = item.fixed, item.more
+    write_one, read_one, least = item.write, item.read, max(item.fixed, 1)
 
     def more(items: Sequence[Any]) -> int:
         if not items:
@@ -148,13 +94,16 @@ def many(item: Layout, what: str) -> Layout:
         return total + sum(map(more_of_one, items)) if more_of_one else total
 
     def write(writer: Writer, items: Sequence[Any]) -> None:
+        if not items:
+            writer.out += _NONE
+            return
         writer.count(items, what)
         for one in items:
-            item.write(writer, one)
+            write_one(writer, one)
 
     def read(reader: Reader) -> tuple[Any, ...]:
-        number = reader.count(max(each, 1), what)
-        return tuple([item.read(reader) for _ in range(number)])
+        number = reader.count(least, what)
+        return tuple([read_one(reader) for _ in range(number)]) if number else ()
 
     return Layout(COUNT_BYTES, more, write, read)
 
@@ -169,31 +118,53 @@ def maybe(item: Layout) -> Layout:
         return fixed + more_of_it(value) if more_of_it else fixed
 
     def write(writer: Writer, value: Any) -> None:
-        FLAG.write(writer, value is not None)
-        if value is not None:
+        if value is None:
+            writer.out.append(0)
+        else:
+            writer.out.append(1)
             item.write(writer, value)
 
-    return Layout(
-        1, more, write, lambda reader: item.read(reader) if FLAG.read(reader) else None
+    def read(reader: Reader) -> Any:
+        return item.read(reader) if _read_flag(reader) else None
+
+    return Layout(1, more, write, read)
+
+
+def _in_a_row(
+    layouts: Sequence[Layout], parts: Sequence[str], made: str, known: dict[str, Any]
+) -> tuple[Callable[[Writer, Any], None], Callable[[Reader], Any]]:
+    """Write and read of layouts one after the other, without a loop.
+
+    `parts` and `made` are Python: of each layout what it writes of a `value`, and what
+    is made of all that was read; `known` are the other names in them.
+    """
+    writes = [f"write_{at}(writer, {part})" for at, part in enumerate(parts)]
+    reads = [f"read_{at}(reader)" for at in range(len(layouts))]
+    for at, layout in enumerate(layouts):
+        known |= {f"write_{at}": layout.write, f"read_{at}": layout.read}
+    exec(
+        f"def write(writer, value): {'; '.join(writes)}\n"
+        f"def read(reader): return {made.format(', '.join(reads))}",
+        known,
     )
+    return known["write"], known["read"]
 
 
-def record(kind: Callable[..., Any], **fields: Layout) -> Layout:
-    """Fields one after the other, read as keywords of `kind`.
+def record(kind: Any, **fields: Layout) -> Layout:
+    """Fields one after the other, in the order in which `kind` takes them.
 
     Only what has no fixed size is looked at when one is measured.
     """
+    names = tuple(fields)
+    assert names == kind.__match_args__[: len(names)], (kind, names)
     fixed = sum(layout.fixed for layout in fields.values())
     variable = {name: field.more for name, field in fields.items() if field.more}
     sizes = tuple(variable.values())
-
-    def write(writer: Writer, value: Any) -> None:
-        for name, field in fields.items():
-            field.write(writer, getattr(value, name))
-
-    def read(reader: Reader) -> Any:
-        return kind(**{name: field.read(reader) for name, field in fields.items()})
-
+    # A named tuple takes one tuple sooner than so many arguments.
+    made = "new(kind, ({},))" if issubclass(kind, tuple) else "kind({})"
+    parts = [f"value.{name}" for name in names]
+    known = {"kind": kind, "new": tuple.__new__}
+    write, read = _in_a_row(tuple(fields.values()), parts, made, known)
     if not variable:
         return Layout(fixed, None, write, read)
     get = attrgetter(*variable)
@@ -211,14 +182,42 @@ def items(*layouts: Layout) -> Layout:
     def more(them: tuple[Any, ...]) -> int:
         return sum([more_of_one(them[place]) for place, more_of_one in sizes])
 
-    def write(writer: Writer, them: tuple[Any, ...]) -> None:
-        for item, layout in zip(them, layouts, strict=True):
-            layout.write(writer, item)
-
-    def read(reader: Reader) -> tuple[Any, ...]:
-        return tuple([layout.read(reader) for layout in layouts])
-
+    parts = [f"value[{place}]" for place in range(len(layouts))]
+    write, read = _in_a_row(layouts, parts, "({},)", {})
     return Layout(fixed, more, write, read)
+
+
+def remembered(item: Layout) -> Layout:
+    """The same, where it has a fixed size: those of late are not made anew.
+
+    It may hold numbers of workers, but no names of them.
+    """
+    size = item.fixed
+    assert item.more is None, item
+
+    @lru_cache(_REMEMBERED)
+    def written(value: Any) -> bytes:
+        writer = Writer({})
+        item.write(writer, value)
+        return bytes(writer.out)
+
+    @lru_cache(_REMEMBERED)
+    def made(data: bytes, names: int) -> Any:
+        return item.read(Reader(data, {}, names))
+
+    def write(writer: Writer, value: Any) -> None:
+        writer.out += written(value)
+
+    def read(reader: Reader) -> Any:
+        offset = reader.offset
+        end = offset + size
+        data = reader.data[offset:end]
+        if len(data) < size:
+            return item.read(reader)  # Which says what is missing.
+        reader.offset = end
+        return made(data, reader.names)
+
+    return Layout(size, None, write, read)
 
 
 def _write_flag(writer: Writer, value: bool) -> None:
@@ -226,10 +225,15 @@ def _write_flag(writer: Writer, value: bool) -> None:
 
 
 def _read_flag(reader: Reader) -> bool:
-    number = reader.integer(1, "flag")
+    offset = reader.offset
+    try:
+        number = reader.data[offset]
+    except IndexError as error:
+        raise reader.short(1, "flag") from error
     if number > 1:
         raise ProtocolError(f"flag = {number}: allowed are 0 and 1")
-    return bool(number)
+    reader.offset = offset + 1
+    return number == 1
 
 
 def text_more(text: str) -> int:
@@ -237,32 +241,80 @@ def text_more(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
-def _write_text(writer: Writer, text: str) -> None:
-    data = text.encode("utf-8", "surrogatepass")  # Names of files may hold any.
-    writer.count(data, "bytes of text")
-    writer.out += data
+def _text_bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")  # Names of files may hold any.
 
 
-def _read_text(reader: Reader) -> str:
-    data = reader.take(reader.count(1, "bytes of text"), "text")
+def _text_made(data: bytes) -> str:
     try:
         return data.decode("utf-8", "surrogatepass")
     except UnicodeDecodeError as error:
         raise ProtocolError(f"text {data[:80]!r} is not UTF-8: {error}") from error
 
 
-def _write_mask(writer: Writer, mask: Sequence[bool]) -> None:
-    writer.count(mask, "slots")
+_name_bytes = lru_cache(_REMEMBERED)(_text_bytes)
+_name_made = lru_cache(_REMEMBERED)(_text_made)
+
+
+def _write_text(writer: Writer, text: str) -> None:
+    data = _text_bytes(text)
+    writer.count(data, "bytes of text")
+    writer.out += data
+
+
+def _read_text(reader: Reader) -> str:
+    return _text_made(reader.counted(8, TEXT_MAX_BYTES, "bytes of text")[1])
+
+
+def _write_name(writer: Writer, name: str) -> None:
+    data = _name_bytes(name) if len(name) <= _REMEMBERED_BYTES else _text_bytes(name)
+    limited(len(data), NAME_MAX_BYTES, "bytes of a name")
+    writer.out += _COUNT.pack(len(data))
+    writer.out += data
+
+
+def _read_name(reader: Reader) -> str:
+    size, data = reader.counted(8, NAME_MAX_BYTES, "bytes of a name")
+    return _name_made(data) if size <= _REMEMBERED_BYTES else _text_made(data)
+
+
+def _mask_bytes(mask: tuple[bool, ...]) -> bytes:
     bits = int("0" + "".join("01"[bool(here)] for here in reversed(mask)), 2)
-    writer.out += bits.to_bytes((len(mask) + 7) // 8, "little")
+    return _COUNT.pack(len(mask)) + bits.to_bytes((len(mask) + 7) // 8, "little")
 
 
-def _read_mask(reader: Reader) -> tuple[bool, ...]:
-    slots = reader.integer(COUNT_BYTES, "number of slots")
-    bits = reader.integer((slots + 7) // 8, "mask")
+def _mask_made(data: bytes, slots: int) -> tuple[bool, ...]:
+    bits = int.from_bytes(data, "little")
     if bits >> slots:
         raise ProtocolError(f"mask of {slots} slots has bits beyond its last slot")
     return tuple([digit == "1" for digit in reversed(f"{bits:0{slots}b}")][:slots])
+
+
+# Of few slots: there are no more of these than are remembered.
+_FEW = 8
+_few_bytes = lru_cache(1 << _FEW + 1)(_mask_bytes)
+_few_made = lru_cache(1 << _FEW + 1)(_mask_made)
+
+
+def _write_mask(writer: Writer, mask: Sequence[bool]) -> None:
+    if len(mask) <= _FEW:
+        writer.out += _few_bytes(tuple(mask))
+    else:
+        writer.more_slots(len(mask))
+        writer.out += _mask_bytes(tuple(mask))
+
+
+def _read_mask(reader: Reader) -> tuple[bool, ...]:
+    slots, data = reader.counted(1, SLOTS_MAX, "slots")
+    if slots <= _FEW:
+        return _few_made(data, slots)
+    reader.more_slots(slots)
+    return _mask_made(data, slots)
+
+
+_WORKER_NUMBER = integer(2, "worker's number")
+_read_number: Callable[[Reader], int] = _WORKER_NUMBER.read
+_write_number = _WORKER_NUMBER.write
 
 
 def _write_worker(writer: Writer, worker: Worker) -> None:
@@ -271,11 +323,11 @@ def _write_worker(writer: Writer, worker: Worker) -> None:
         raise ProtocolError(
             f"worker {worker!r} is not in the cluster: {', '.join(writer.numbers)}"
         )
-    writer.integer(number, 2, "worker's number")
+    _write_number(writer, number)
 
 
 def _read_worker(reader: Reader) -> Worker:
-    number = reader.integer(2, "worker's number")
+    number = _read_number(reader)
     worker = reader.workers.get(number)
     if worker is None:
         raise ProtocolError(
@@ -284,23 +336,59 @@ def _read_worker(reader: Reader) -> Worker:
     return worker
 
 
+def _read_owner(reader: Reader) -> int:
+    number = _read_number(reader)
+    if number >= reader.names:
+        raise ProtocolError(
+            f"context's worker {number}: the cluster has {reader.names} workers"
+        )
+    return number
+
+
 def _path_more(path: Path) -> int:
     return 4 * len(path)
 
 
+@lru_cache(64)
+def _numbers(count: int) -> struct.Struct:
+    return struct.Struct(f"<{count}I")
+
+
+_known_path = lru_cache(_REMEMBERED)(
+    lambda data: _numbers(len(data) // 4).unpack(data),
+)
+
+
+def _write_path(writer: Writer, path: Path) -> None:
+    numbers = limited(len(path), PATH_MAX, "numbers in a path")
+    try:
+        writer.out += _numbers(numbers + 1).pack(numbers, *path)
+    except struct.error:
+        for number in path:
+            _PATH_NUMBER.write(writer, number)  # One of them says what is wrong.
+        raise
+
+
+def _read_path(reader: Reader) -> Path:
+    path: Path = _known_path(reader.counted(32, PATH_MAX, "numbers in a path")[1])
+    return path
+
+
 FLAG = Layout(1, None, _write_flag, _read_flag)
 TEXT = Layout(COUNT_BYTES, text_more, _write_text, _read_text)
+NAME = Layout(COUNT_BYTES, text_more, _write_name, _read_name)
 MASK = Layout(COUNT_BYTES, lambda mask: (len(mask) + 7) >> 3, _write_mask, _read_mask)
 WORKER = Layout(2, None, _write_worker, _read_worker)
 WORKERS = many(WORKER, "workers")
-PATH = many(integer(4, "number in a path"), "numbers in a path")._replace(
-    more=_path_more
-)
-CONTEXT = record(
-    ContextId,
-    number=integer(2, "context's worker"),
-    counter=integer(6, "context's counter"),
-    incarnation=integer(4, "context's incarnation"),
+_PATH_NUMBER = integer(4, "number in a path")
+PATH = Layout(COUNT_BYTES, _path_more, _write_path, _read_path)
+CONTEXT = remembered(
+    record(
+        ContextId,
+        number=integer(2, "context's worker")._replace(read=_read_owner),
+        counter=integer(6, "context's counter"),
+        incarnation=integer(4, "context's incarnation"),
+    )
 )
 CONTEXT_MAYBE = maybe(CONTEXT)
 LEAF = record(LeafId, worker=WORKER, number=integer(8, "leaf's number"))

@@ -61,12 +61,14 @@ from jdag.engine.vocabulary import (
 from jdag.engine.weight import Weight
 from jdag.errors import ProtocolError
 from jdag.wire.arrays import ARRAY_TYPE, ARRAY_TYPES, ArrayType, sizes
+from jdag.wire.cursors import Reader, Writer
 from jdag.wire.encoding import (
     CONTEXT,
     CONTEXT_MAYBE,
     FLAG,
     LEAF,
     MASK,
+    NAME,
     PASS,
     PATH,
     REQUEST,
@@ -74,8 +76,6 @@ from jdag.wire.encoding import (
     WORKER,
     WORKERS,
     Layout,
-    Reader,
-    Writer,
     integer,
     many,
     maybe,
@@ -118,12 +118,12 @@ PROGRAM = Layout(
 )
 FAILURE = record(
     Failure,
-    error=TEXT,
+    error=NAME,
     message=TEXT,
     worker=WORKER,
     path=PATH,
-    function=TEXT,
-    call_site=TEXT,
+    function=NAME,
+    call_site=NAME,
     traceback=TEXT,
     route=WORKERS,
 )
@@ -138,7 +138,7 @@ KEYS = many(KEY, "keys")
 LEAVES = many(LEAF, "leaves")
 COUNTER = integer(6, "context's counter")
 OWED = record(
-    Owed, path=PATH, worker=WORKER, destination=WORKER, function=TEXT, call_site=TEXT
+    Owed, path=PATH, worker=WORKER, destination=WORKER, function=NAME, call_site=NAME
 )
 STALE = record(Stale, leaf=LEAF, newer=integer(4, "number of versions"))
 ROOT = record(
@@ -148,7 +148,7 @@ NOTICE = record(Notice, worker=WORKER, keys=KEYS)
 INCOMING = record(Incoming, source=WORKER, tracked=MASK)
 MARKED = record(Marked, path=PATH, slots=MASK)
 HOOK = record(
-    Hook, path=PATH, function=PROGRAM, replaces=FLAG, aval=ARRAY_TYPE, call_site=TEXT
+    Hook, path=PATH, function=PROGRAM, replaces=FLAG, aval=ARRAY_TYPE, call_site=NAME
 )
 CHANGE = integer(4, "change in sends owed", signed=True)
 
@@ -178,7 +178,7 @@ ASSIGNMENT = record(
     inputs=KEYS,
     outputs=KEYS,
     avals=ARRAY_TYPES,
-    call_site=TEXT,
+    call_site=NAME,
 )
 
 # The place in this table is the type's number: only append.
@@ -192,7 +192,7 @@ LAYOUTS: dict[type[Any], Layout] = {
         tracked=MASK,
         outputs=MASK,
         incoming=many(INCOMING, "receives"),
-        call_site=TEXT,
+        call_site=NAME,
         discarded=KEYS,
     ),
     Ship: record(
@@ -202,8 +202,8 @@ LAYOUTS: dict[type[Any], Layout] = {
         destination=WORKER,
         keys=KEYS,
         tracked=MASK,
-        function=TEXT,
-        call_site=TEXT,
+        function=NAME,
+        call_site=NAME,
         discarded=KEYS,
     ),
     Acknowledge: record(Acknowledge, context=CONTEXT_MAYBE, path=PATH),
@@ -216,7 +216,7 @@ LAYOUTS: dict[type[Any], Layout] = {
         path=PATH,
         function=PROGRAM,
         arguments=TREE,
-        call_site=TEXT,
+        call_site=NAME,
     ),
     Return: record(
         Return,
@@ -385,7 +385,7 @@ class Codec:
         Raises:
             ProtocolError: as `decode` does; what is left is for the caller to judge.
         """
-        reader = Reader(data, self._workers)
+        reader = Reader(data, self._workers, len(self._names))
         message = self._read(reader)
         kinds = tuple([ARRAY_TYPE.read(reader) for _ in landing(message)])
         return message, kinds, len(data) - reader.left
@@ -396,7 +396,7 @@ class Codec:
         Raises:
             ProtocolError: they are none; says where and what would have been right.
         """
-        reader = Reader(data, self._workers)
+        reader = Reader(data, self._workers, len(self._names))
         message = self._read(reader)
         if reader.left:
             raise ProtocolError(
@@ -417,7 +417,7 @@ class Codec:
         Raises:
             ProtocolError: they are none.
         """
-        return TREE.read(Reader(data, self._workers))
+        return TREE.read(Reader(data, self._workers, len(self._names)))
 
     def _read(self, reader: Reader) -> Message:
         number = reader.integer(TYPE_BYTES, "type of a message")

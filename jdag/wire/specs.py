@@ -18,11 +18,10 @@ from typing import Any, NamedTuple
 from jdag.errors import ProtocolError
 from jdag.functions import Applied, is_program, is_unjitted, name_of
 from jdag.wire.arrays import ARRAY_TYPES
+from jdag.wire.cursors import Reader, Writer
 from jdag.wire.encoding import (
     MASK,
-    TEXT,
-    Reader,
-    Writer,
+    NAME,
     integer,
     many,
     maybe,
@@ -153,12 +152,12 @@ def _structure(treedef: Any, leaves: Iterator[Any]) -> Any:
     return Node(name_of(kind), (portable(data), *children))
 
 
-_DEVICE = maybe(TEXT)
+_DEVICE = maybe(NAME)
 _DEVICES = maybe(many(_DEVICE, "devices"))
 _PLACES = record(Places, device=_DEVICE, in_devices=_DEVICES, out_devices=_DEVICES)
 _BODY = record(
     Body,
-    name=TEXT,
+    name=NAME,
     function=TREE,
     arguments=TREE,
     own=integer(1, "arguments that are the function"),

@@ -25,15 +25,14 @@ from jdag.engine.vocabulary import Key, LeafId, Worker
 from jdag.errors import ProtocolError
 from jdag.functions import name_of
 from jdag.wire.arrays import ARRAY_TYPE, AXIS_BYTES, ArrayType, sizes, type_of
+from jdag.wire.cursors import COUNT_BYTES, Reader, Writer
 from jdag.wire.encoding import (
-    COUNT_BYTES,
     FLAG,
     LEAF,
+    NAME,
     TEXT,
     WORKER,
     Layout,
-    Reader,
-    Writer,
     items,
     many,
     maybe,
@@ -42,6 +41,7 @@ from jdag.wire.encoding import (
 from jdag.wire.keys import KEY
 
 DEPTH_MAX = 100
+BYTES_MAX = 1 << 28
 DTYPE = "numpy:dtype"  # Each has a class of its own.
 _ABSTRACT = ("shape", "dtype", "nbytes")  # Of an abstract value, whatever its class.
 
@@ -105,7 +105,7 @@ def _write_bytes(writer: Writer, data: bytes) -> None:
 
 
 def _read_bytes(reader: Reader) -> bytes:
-    return reader.take(reader.count(1, "bytes"), "bytes")
+    return reader.counted(8, BYTES_MAX, "bytes")[1]
 
 
 def _write_int(writer: Writer, value: int) -> None:
@@ -307,13 +307,13 @@ FORMS = {
         descends=maybe(LEAF),
     ),
     "array": _ARRAY,
-    "named": TEXT,
-    "node": items(TEXT, many(TREE, "parts")),
+    "named": NAME,
+    "node": items(NAME, many(TREE, "parts")),
     "numpy": _ARRAY,
     "scalar": _ARRAY,
     "hole": _NOTHING,
     "part": TREE,
-    "opaque": TEXT,
+    "opaque": NAME,
 }
 _KINDS = tuple(FORMS)
 _NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
