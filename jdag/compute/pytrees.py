@@ -1,7 +1,7 @@
 """Arguments taken apart: refs, constants, and statics, part of the function."""
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 from numbers import Number
@@ -202,14 +202,6 @@ class Split:
             raise JdagError(f"{where}: {error}") from None
 
 
-@dataclass(slots=True)
-class _Parts:
-    refs: list[tuple[int, Any]] = field(default_factory=list)
-    constants: list[tuple[int, Any]] = field(default_factory=list)
-    leaves: list[Any] = field(default_factory=list)
-    statics: list[tuple[int, Hashable]] = field(default_factory=list)
-
-
 class _Kind(Enum):
     """What a leaf of a type is to a call."""
 
@@ -262,30 +254,43 @@ def split(
         JdagError: an argument is nothing that a call takes, or was deleted.
     """
     leaves, treedef = jtu.tree_flatten((args, kwargs))
-    parts = _Parts()
+    refs: list[tuple[int, Any]] = []
+    constants: list[tuple[int, Any]] = []
+    statics: list[tuple[int, Hashable]] = []
     position = 0
     for place, leaf in enumerate(leaves):
         if is_ref(leaf):
-            parts.refs.append((position, leaf))
+            refs.append((position, leaf))
         else:
             kind = _kind(type(leaf))
             if kind is _Kind.STATIC or kind is _Kind.WRAPPED:
                 wrapped = kind is _Kind.WRAPPED
-                parts.leaves.append(leaf.value if wrapped else leaf)
                 key = leaf.key if wrapped else value_key(leaf)
-                parts.statics.append((place, key))
+                statics.append((place, key))
+                if wrapped:
+                    leaves[place] = leaf.value
                 continue
             if kind is _Kind.TRACER or kind is _Kind.REFUSED:
                 raise _refusal(leaf, _place_name(args, kwargs, place, own))
             try:
-                parts.constants.append((position, frozen(leaf)))
+                constants.append((position, frozen(leaf)))
             except JdagError as error:
                 where = _place_name(args, kwargs, place, own)
                 raise JdagError(f"{where}: {error}") from None
-        parts.leaves.append(HOLE)
+        leaves[place] = HOLE
         position += 1
-    template = Template(treedef, parts.leaves, tuple(parts.statics), own)
-    return Split(tuple(parts.refs), tuple(parts.constants), template)
+    template = None if statics else _of_arrays(treedef, own)
+    if template is None:
+        template = Template(treedef, leaves, tuple(statics), own)
+    return Split(tuple(refs), tuple(constants), template)
+
+
+@lru_cache(maxsize=4096)
+def _of_arrays(treedef: Any, own: int) -> Template | None:
+    """The template without statics; None where equal structures may differ."""
+    if _has_data(treedef):
+        return None
+    return Template(treedef, (HOLE,) * treedef.num_leaves, (), own)
 
 
 def frozen(value: Any) -> Any:
