@@ -16,9 +16,10 @@ What a simulated cluster is made of (links, faults, devices) is in `jdag.sim`.
 from importlib.metadata import PackageNotFoundError, version
 
 from jdag import errors, sim
-from jdag.cluster import Cluster, simulate
+from jdag.cluster import Cluster
 from jdag.compute.pytrees import static
 from jdag.context import Context
+from jdag.drivers import connect, launch, simulate
 from jdag.errors import JdagError
 from jdag.functions import program, unjitted
 from jdag.hvp import hvp
@@ -38,9 +39,11 @@ __all__ = [
     "JdagError",
     "Optimizer",
     "Ref",
+    "connect",
     "errors",
     "fetch",
     "hvp",
+    "launch",
     "oracle",
     "program",
     "sim",

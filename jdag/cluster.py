@@ -1,6 +1,6 @@
 """A cluster: its workers, the leaves that they keep, and contexts over them.
 
-A driver runs it all; this module knows the virtual-time one.
+A driver runs it all (`jdag.drivers`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,14 +13,13 @@ from jdag.activation import Activation, Ended
 from jdag.assignments import Assignments, Change
 from jdag.checkpoint import Folder, load, save
 from jdag.compute.pytrees import flatten, is_static, unflatten
-from jdag.context import Context, run_program
+from jdag.context import Context
 from jdag.engine.vocabulary import ContextId, named
 from jdag.errors import ContextError, JdagError, WorkerLost
 from jdag.failures import exception_of
 from jdag.functions import call_site, is_program, name_of, program
 from jdag.home import Home, Port
 from jdag.ref import is_ref
-from jdag.sim.simulation import Simulation
 
 CONTEXTS_MAX = (1 << 48) - 1
 
@@ -457,42 +456,3 @@ def _raise_first(launches: Sequence[Launch], ended: Sequence[Ended]) -> None:
         for worker, failure in failures[1:]:
             error.add_note(f"so did the program on {worker!r}: {exception_of(failure)}")
         raise error
-
-
-def simulate(
-    workers: Sequence[str],
-    *,
-    seed: int,
-    home: str | None = None,
-    values: str = "real",
-    **settings: Any,
-) -> Cluster:
-    """Make a cluster in virtual time, in this process; a context manager.
-
-    The same program with the same settings and seed does the same, event by event.
-
-    Args:
-        workers: their names, all different; their order numbers them.
-        seed: the one source of chance: of jitter, faults, and schedules.
-        home: the worker where the main program runs; the first if None.
-        values: "real", where JAX computes, or "abstract", where only shapes are known
-            and a thousand workers fit on a laptop.
-        **settings: `network`, `faults`, `devices`, `policy`, `link`, `detect_ns`,
-            `events_max`, `trace`; see `jdag.sim.simulation.Simulation`. Without a
-            network messages take no time, without devices computing takes none.
-
-    Raises:
-        ScenarioError: names a setting that is unusable, its value and what is allowed.
-    """
-    names = tuple(workers) if not isinstance(workers, str) else workers
-    first = names[0] if names else ""
-    shared = Home(names, values == "abstract")
-    shared.driver = Simulation(
-        names,
-        seed=seed,
-        home=first if home is None else home,
-        values=values,
-        run_program=partial(run_program, shared),
-        **settings,
-    )
-    return Cluster(shared, shared.driver.port)

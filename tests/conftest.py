@@ -4,7 +4,7 @@ import jax
 import pytest
 from hypothesis import settings
 
-from jdag.cluster import simulate
+from jdag.drivers import simulate
 
 jax.config.update("jax_enable_x64", True)
 

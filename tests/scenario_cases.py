@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jdag.cluster import simulate
+from jdag.drivers import simulate
 from jdag.programs import Case
 from jdag.sim import LinkModel, Network
 

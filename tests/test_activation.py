@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdag.cluster import simulate
 from jdag.compute.pytrees import static
+from jdag.drivers import simulate
 from jdag.errors import ContextError, JdagError, RemoteError
 from jdag.functions import program, unjitted
 from jdag.ref import fetch, stop_gradient

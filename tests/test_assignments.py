@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jdag.assignments import Change
-from jdag.cluster import simulate
+from jdag.drivers import simulate
 from jdag.errors import JdagError, RemoteError, WorkerLost
 from jdag.ref import fetch
 from jdag.sim import Crash, LinkModel

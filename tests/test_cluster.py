@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdag.cluster import simulate
+from jdag.drivers import simulate
 from jdag.errors import (
     ContextError,
     JdagError,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdag.cluster import simulate
+from jdag.drivers import simulate
 from jdag.errors import JdagError, RemoteError, RootError
 from jdag.functions import program
 from jdag.hvp import hvp

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdag.cluster import Cluster, simulate
+from jdag.cluster import Cluster
+from jdag.drivers import simulate
 from jdag.errors import GraphError, RemoteError, UnusedSendError
 from jdag.functions import program
 from jdag.ref import stop_gradient

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdag.cluster import simulate
+from jdag.drivers import simulate
 from jdag.errors import ContextError, GraphError, JdagError, RemoteError, WorkerLost
 from jdag.functions import program
 from jdag.ref import stop_gradient

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from jdag.cluster import simulate
+from jdag.drivers import simulate
 from jdag.errors import ContextError, JdagError, RemoteError, WorkerLost
 from jdag.optim import Optimizer, squared_norm
 from jdag.ref import fetch

@@ -166,7 +166,7 @@ def test_what_is_to_come_is_not_there_yet():
         "`ctx.backward(loss, retain=True)`",
         "`@jdag.programme`",
         "`jdag.Optimizer(tx, leaves, clip=1.0)`",
-        "`ctx.call(ref.owner, fn)`",
+        "`ctx.call(ref.owned, fn)`",
     ],
 )
 def test_a_name_that_does_not_exist_is_noticed(text: str):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jdag.cluster import simulate
+from jdag.drivers import simulate
 from jdag.errors import JdagError, UnusedSendError
 from jdag.graph import graph_of
 from jdag.programs.shapes import pipeline

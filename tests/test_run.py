@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from jdag import Optimizer, program, value_and_grad
-from jdag.cluster import simulate
+from jdag.drivers import simulate
 from jdag.errors import ContextError, JdagError
 from jdag.ref import fetch
 from jdag.sim import DeviceModel, Drop, Duplicate, LinkModel

@@ -41,6 +41,7 @@ LAYERS = (
     ("context", "assignments"),
     ("checkpoint",),
     ("cluster",),
+    ("drivers",),
     ("taps",),
     ("oracle", "transform"),
     ("leafwise", "hvp"),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdag.cluster import simulate
+from jdag.drivers import simulate
 from jdag.hvp import hvp
 from jdag.oracle import oracle
 from jdag.ref import stop_gradient

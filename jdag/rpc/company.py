@@ -22,7 +22,13 @@ from functools import partial
 from typing import Any, Protocol
 
 from jdag.compute.buffers import Buffers
-from jdag.engine.vocabulary import Message
+from jdag.engine.vocabulary import (
+    Message,
+    Worker,
+    incarnated,
+    incarnation_of,
+    named,
+)
 from jdag.errors import JdagError, ProtocolError
 from jdag.rpc.loop import Loop
 from jdag.rpc.peer import Peer
@@ -46,6 +52,9 @@ class Host(Protocol):
 
     def left(self, worker: str, why: str) -> None:
         """A peer is gone."""
+
+    def back(self, worker: str, incarnation: int) -> None:
+        """A worker of that name has joined anew."""
 
     def answer(self, asked: Mapping[str, Any]) -> Any:
         """Return what another node asks for."""
@@ -73,7 +82,8 @@ class Company:
         buffers: Buffers,
         value_bytes_max: int,
     ) -> None:
-        self.peers: dict[str, Peer] = {}
+        self.peers: dict[Worker, Peer] = {}  # Of all incarnations.
+        self.incarnations: dict[str, int] = {}  # Of those that have joined anew.
         self.gone: dict[str, str] = {}  # Why each lost peer is.
         self.stopping = threading.Event()
         self._place = place
@@ -83,6 +93,7 @@ class Company:
         self._buffers = buffers
         self._value_bytes_max = value_bytes_max
         self._speaking: deque[Peer] = deque()  # Those with something to flush.
+        self._known: dict[tuple[str, int], None] = {}  # Who has joined.
         self._asks = 0
         self._answers: dict[int, Any] = {}
 
@@ -125,22 +136,42 @@ class Company:
             self._loop.release()
 
     def _joined(self, name: str, incarnation: int) -> None:
-        before = self.peers.get(name)
-        if before is not None and before.incarnation >= incarnation:
+        now = self.incarnations.get(name, 0)
+        if incarnation < now or (name, incarnation) in self._known:
             return
-        if before is not None:
-            raise JdagError(f"worker {name!r} has joined before, and cannot again")
-        self.peers[name] = peer = Peer(
-            name,
-            incarnation,
-            loop=self._loop,
-            codec=self._codec,
-            owner=self,
-            buffers=self._buffers,
-            deadline_ns=round(self._place.deadline_s * 1e9),
-            value_bytes_max=self._value_bytes_max,
-        )
+        self._known[name, incarnation] = None
+        if incarnation:
+            former = self.peers.get(incarnated(name, now))
+            if former is not None:
+                self._lose(former, f"incarnation {incarnation} has taken its place")
+            self._codec.joined(name, incarnation)
+            self.incarnations[name] = incarnation
+            self._host.back(name, incarnation)
+            # Ahead of what this node says of it from now on.
+            for other in self.living:
+                other.aside({"joined": name, "incarnation": incarnation})
+        peer = self.peer(incarnated(name, incarnation))
         peer.allowed = self._place.allowed.get(name, ())
+
+    def peer(self, worker: Worker) -> Peer:
+        """Return the peer of an incarnation; what one says to it waits for a stream."""
+        peer = self.peers.get(worker)
+        if peer is None:
+            peer = self.peers[worker] = Peer(
+                named(worker),
+                incarnation_of(worker),
+                loop=self._loop,
+                codec=self._codec,
+                owner=self,
+                buffers=self._buffers,
+                deadline_ns=round(self._place.deadline_s * 1e9),
+                value_bytes_max=self._value_bytes_max,
+            )
+        return peer
+
+    def _current(self, name: str) -> Peer:
+        """The peer of a worker's name, as it is now."""
+        return self.peers[incarnated(name, self.incarnations.get(name, 0))]
 
     def received(self, peer: str) -> int:
         """How much this node's link to a peer has received, before a stream is remade.
@@ -149,7 +180,7 @@ class Company:
         """
         self._loop.acquire()
         try:
-            known = self.peers[peer]
+            known = self._current(peer)
             known.drop_stream()
             return known.link.received
         finally:
@@ -158,9 +189,9 @@ class Company:
     def adopt(self, peer: str, incarnation: int, stream: Stream, received: int) -> None:
         """Go on with a peer over a stream whose hello is done; from any thread."""
         self._loop.acquire()
-        known = self.peers.get(peer)
+        known = self.peers.get(incarnated(peer, incarnation))
         try:
-            if known is None or known.lost or known.incarnation != incarnation:
+            if known is None or known.lost:
                 stream.close()
             else:
                 known.adopt(stream, received)
@@ -174,8 +205,7 @@ class Company:
         """Give a peer up; from any thread."""
         self._loop.acquire()
         try:
-            if peer in self.peers:
-                self._lose(self.peers[peer], why)
+            self._lose(self._current(peer), why)
         finally:
             self._loop.release()
 
@@ -205,9 +235,13 @@ class Company:
                     self._answers[number] = answer
                     self._loop.wake_waiting()
             case {"gone": str(name), "incarnation": int(incarnation), "why": str(why)}:
-                gone = self.peers.get(name)
-                if gone is not None and gone.incarnation == incarnation:
+                gone = self.peers.get(incarnated(name, incarnation))
+                if gone is not None:
                     self._lose(gone, why)
+            case {"joined": str(name), "incarnation": int(incarnation)}:
+                if name not in self._place.workers or incarnation < 1:
+                    raise ProtocolError(f"nobody joins by {what!r}")
+                self._joined(name, incarnation)
             case {"bye": str(why)}:
                 self._lose(peer, why)
             case _:
@@ -243,11 +277,11 @@ class Company:
             return
         _log.warning("%s: lost %s: %s", self._place.worker, peer, why)
         peer.lose()
-        self.gone[peer.name] = why
+        self.gone[peer.worker] = why
         gone = {"gone": peer.name, "incarnation": peer.incarnation, "why": why}
         for other in self.peers.values():
             other.aside(gone)
-        self._host.left(peer.name, why)
+        self._host.left(peer.worker, why)
         self._loop.wake_waiting()
         self._place.gone(peer.name, why)
 
@@ -255,24 +289,24 @@ class Company:
 
     def ask_all(self, what: dict[str, Any]) -> dict[str, Any]:
         """Ask the nodes of all peers; return what those answered that live."""
-        loop, asked = self._loop, {}
+        loop = self._loop
+        asked: dict[int, Peer] = {}
         loop.acquire()
         try:
-            for name, peer in self.peers.items():
-                if not peer.lost:
-                    self._asks += 1
-                    asked[name] = self._asks
-                    self._answers[self._asks] = None
-                    peer.aside({"ask": self._asks, **what})
+            for peer in self.living:
+                self._asks += 1
+                asked[self._asks] = peer
+                self._answers[self._asks] = None
+                peer.aside({"ask": self._asks, **what})
         finally:
             loop.release()
 
         def done() -> bool:
             return self.stopping.is_set() or all(
-                self._answers[number] is not None or self.peers[name].lost
-                for name, number in asked.items()
+                self._answers[number] is not None or peer.lost
+                for number, peer in asked.items()
             )
 
         loop.drive(done)
-        answers = {name: self._answers.pop(number) for name, number in asked.items()}
+        answers = {peer.name: self._answers.pop(n) for n, peer in asked.items()}
         return {name: answer for name, answer in answers.items() if answer is not None}

@@ -35,6 +35,7 @@ from jdag.engine.vocabulary import (
     Failure,
     Fetched,
     Job,
+    Joined,
     Key,
     Launched,
     Left,
@@ -44,7 +45,9 @@ from jdag.engine.vocabulary import (
     Returned,
     Send,
     Spawn,
+    incarnated,
     landing,
+    named,
 )
 from jdag.errors import JdagError, ProtocolError
 from jdag.functions import name_of
@@ -58,6 +61,7 @@ from jdag.rpc.peer import Peer
 from jdag.rpc.place import Place
 from jdag.rpc.port import Port
 from jdag.rpc.programs import Over, Programs
+from jdag.rpc.standing import info, quiet
 from jdag.wire.messages import Codec
 
 RunProgram = Callable[[Port, Spawn], Returned]
@@ -92,16 +96,16 @@ class Node:
         functions: Functions,
         value_bytes_max: int = VALUE_BYTES_MAX,
     ) -> None:
-        self.worker = worker = place.worker
+        self.name = name = place.worker
         self.workers = place.workers
-        self.incarnation = incarnation = place.incarnations[worker]
-        self.incarnations = {w: n for w, n in place.incarnations.items() if n}
+        self.incarnation = incarnation = place.incarnations[name]
+        self.worker = worker = incarnated(name, incarnation)
         self.trace = None
         self._place = place
         self._began_ns = clock_ns()
         self._run_program = run_program
         self._functions = functions
-        self._engine: Any = Engine(worker, self.workers, incarnation)
+        self._engine: Any = Engine(name, self.workers, incarnation)
         self._machine = Machine("real")
         self._loop = Loop(self._flush)
         self._codec = Codec(self.workers)
@@ -114,12 +118,15 @@ class Node:
             buffers=self._buffers,
             value_bytes_max=value_bytes_max,
         )
+        if incarnation:
+            self._codec.joined(name, incarnation)
+            self.company.incarnations[name] = incarnation
         # What a session tells a node of peers is for its company.
         self.joined, self.lost = self.company.joined, self.company.lost
         self.received, self.adopt = self.company.received, self.company.adopt
         self._jobs = Jobs(worker, self._machine, self._loop, self._computed)
         self.port = Port(self)
-        self._programs = Programs(self.port if worker == place.main else None)
+        self._programs = Programs(self.port if name == place.main else None)
         self._counted: Mapping[str, Mapping[str, Any]] | None = None
         self._broken: BaseException | None = None
         self._closed = False
@@ -157,6 +164,11 @@ class Node:
         )
 
     @property
+    def incarnations(self) -> Mapping[str, int]:
+        """How often each has joined anew, of the workers that have."""
+        return self.company.incarnations
+
+    @property
     def now_ns(self) -> int:
         """The time since the node was made, on this host's clock."""
         return clock_ns() - self._began_ns
@@ -165,9 +177,9 @@ class Node:
         """For each worker, what it holds and what it has sent and computed so far."""
         if self._counted is not None:
             return self._counted
-        mine = {self.worker: self._own_info()}
+        mine = {self.name: self._own_info()}
         others = self.company.ask_all({"what": "info"})
-        none = {**{key: 0 for key in mine[self.worker]}, "lost": True}
+        none = {**{key: 0 for key in mine[self.name]}, "lost": True}
         return {
             worker: mine.get(worker) or others.get(worker) or none
             for worker in self.workers
@@ -175,7 +187,7 @@ class Node:
 
     def graph(self, context: ContextId) -> dict[str, Drawing]:
         """The graph of a context as it is now: what each worker has of it."""
-        drawn: dict[str, Any] = {self.worker: self._engine.graph(context)}
+        drawn: dict[str, Any] = {self.name: self._engine.graph(context)}
         for worker, data in self.company.ask_all(
             {"what": "graph", "of": context}
         ).items():
@@ -188,7 +200,7 @@ class Node:
         before: object = None
         while True:
             found = self.company.ask_all({"what": "quiet"})
-            found[self.worker] = self._quiet()
+            found[self.name] = self._quiet()
             now = sorted(found.items())
             sent = sum(each["sent"] for each in found.values())
             got = sum(each["got"] for each in found.values())
@@ -290,8 +302,8 @@ class Node:
                 self._spawn(effect)
 
     def _send(self, send: Send) -> None:
-        peer = self.company.peers.get(send.to)
-        if peer is None or peer.lost:
+        peer = self.company.peer(send.to)
+        if peer.lost:
             return  # It is about to be told that this worker is gone.
         message, values = send.message, ()
         if send.values:
@@ -355,11 +367,11 @@ class Node:
     def arrived(self, peer: Peer, message: Message, values: Sequence[Any]) -> None:
         """A message came; see `jdag.rpc.company.Host`."""
         try:
-            message = self._functions.bind(message, peer.name)
+            message = self._functions.bind(message, peer.worker)
             put = self._machine.values.put
             for key, value in zip(landing(message), values, strict=True):
                 put(key, value)
-            self._handle(Arrived(peer.name, message))
+            self._handle(Arrived(peer.worker, message))
         except JdagError:
             raise
         except Exception as error:
@@ -378,8 +390,12 @@ class Node:
         """A peer is gone."""
         del why
         self._handle(Lost(worker))
-        if worker == self._place.main:
+        if named(worker) == self._place.main:
             self._end_soon()
+
+    def back(self, worker: str, incarnation: int) -> None:
+        """A worker of that name has joined anew."""
+        self._handle(Joined(worker, incarnation))
 
     def answer(self, asked: Mapping[str, Any]) -> Any:
         """Return what another node asks for."""
@@ -395,32 +411,10 @@ class Node:
                 raise ProtocolError(f"nobody asks {asked!r}")
 
     def _quiet(self) -> dict[str, Any]:
-        peers = self.company.living
-        return {
-            "idle": self._jobs.idle and all(peer.outbox.empty for peer in peers),
-            "sent": sum(peer.outbox.messages_sent for peer in peers),
-            "got": sum(peer.inbox.messages for peer in peers),
-        }
+        return quiet(self._jobs, self.company)
 
     def _own_info(self) -> dict[str, Any]:
-        values, engine = self._machine.values, self._engine
-        peers = self.company.peers.values()
-        return {
-            "live_contexts": 0 if engine is None else engine.live_contexts,
-            "live_passes": 0 if engine is None else engine.live_passes,
-            "values_held": values.held,
-            "bytes_held": values.bytes_held,
-            "bytes_peak": values.bytes_peak,
-            "messages_sent": sum(peer.outbox.messages_sent for peer in peers),
-            "payload_bytes_sent": sum(peer.outbox.payload_bytes for peer in peers),
-            "zero_bytes_saved": sum(peer.zero_bytes for peer in peers),
-            "bytes_sent": sum(peer.outbox.bytes_sent for peer in peers),
-            "frames_sent": sum(peer.outbox.frames_sent for peer in peers),
-            "resends": sum(peer.outbox.resends for peer in peers),
-            "duplicates": 0,
-            "busy_ns": self._jobs.busy_ns,
-            "lost": False,
-        }
+        return info(self._engine, self._machine, self._jobs, self.company)
 
     # ------------------------------------------------------------------ the session's
 
@@ -440,6 +434,10 @@ class Node:
             self._loop.wake_waiting()
             raise
 
+    def guard_signals(self) -> Callable[[], None]:
+        """Hold back Ctrl-C while the engine thinks; return what undoes this."""
+        return self._loop.guard_signals()
+
     def drain(self) -> None:
         """Finish what is under way, say goodbye, and let `run` return; any thread."""
         due_ns = clock_ns() + round(DRAIN_S * 1e9)
@@ -458,7 +456,7 @@ class Node:
         """Leave: say so to all peers, and let go of everything; twice is once."""
         if self._closed:
             return
-        if self.worker == self._place.main and self._broken is None:
+        if self.name == self._place.main and self._broken is None:
             self._counted = self.info()
         self._end_soon()
         self._loop.acquire()

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from jdag.compute.buffers import Buffers
-from jdag.engine.vocabulary import Message
+from jdag.engine.vocabulary import Message, incarnated
 from jdag.errors import JdagError
 from jdag.rpc.inbox import PING, Inbox
 from jdag.rpc.loop import READ, WRITE, Loop, Timer, clock_ns
@@ -84,6 +84,7 @@ class Peer:
     ) -> None:
         self.name = name
         self.incarnation = incarnation
+        self.worker = incarnated(name, incarnation)
         self.lost = False
         self.flushing = False  # Whether its owner knows that there is more to send.
         self.stream: Stream | None = None

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from jdag.errors import JoinError
 
 TOKEN_BYTES = 32
+SECRET_BYTES = 32
 LIFE_S = 10.0
 TOKENS_MAX = 1024
 _SECOND_NS = 1_000_000_000
@@ -70,3 +71,8 @@ class Tokens:
     def _forget_expired(self) -> None:
         now_ns = self._clock_ns()
         self._issued = [one for one in self._issued if one[0] > now_ns]
+
+
+def fresh_secret() -> str:
+    """Return a secret that nobody can guess, as text."""
+    return secrets.token_hex(SECRET_BYTES)

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import jax
 
-from jdag.cluster import Cluster, simulate
+from jdag.cluster import Cluster
+from jdag.drivers import simulate
 from jdag.errors import ScenarioError, unusable
 from jdag.expect import meant, refuse_unknown
 from jdag.programs import Player

@@ -5,6 +5,9 @@ leaves behind in the process of its worker.
 """
 
 import functools
+import os
+import signal
+import threading
 from contextlib import ExitStack
 from typing import Any
 
@@ -132,19 +135,52 @@ def fails_at_once(a):
     raise ValueError("not with these")
 
 
+MORTAL, SLOW = "JDAG_TESTS_MORTAL", "JDAG_TESTS_SLOW"  # Of real processes.
+
+
+def _killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _lingered() -> None:
+    threading.Event().wait(10)
+
+
 def dies_forward(a):
     """The identity, during which its worker dies, where a driver has it so."""
+    if MORTAL in os.environ:
+        jax.debug.callback(_killed)
     return 1.0 * a
+
+
+@jax.custom_vjp
+def _backward_calls(a):
+    return a
+
+
+def _backward_calls_forward(a):
+    return a, None
+
+
+def _backward_calls_backward(_, cotangent):
+    if MORTAL in os.environ:
+        jax.debug.callback(_killed)
+    if SLOW in os.environ:
+        jax.debug.callback(_lingered)
+    return (cotangent,)
+
+
+_backward_calls.defvjp(_backward_calls_forward, _backward_calls_backward)
 
 
 def dies_backward(a):
     """The identity, during whose vjp its worker dies, where a driver has it so."""
-    return 1.0 * a
+    return 1.0 * _backward_calls(a)
 
 
 def lingers(a):
     """The identity, whose vjp takes ten seconds, where a driver has it so."""
-    return 1.0 * a
+    return 1.0 * _backward_calls(a)
 
 
 # ------------------------------------------------------------------------------ hooks

@@ -1,0 +1,86 @@
+"""Clusters of real processes, by the public face."""
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdag
+from jdag.errors import JdagError, ScenarioError, WorkerLost
+from tests.rpc_workers import Workers
+from tests.test_node import W, X, gradient, hidden, loss, simulated, total
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    made = Workers(("a", "b", "c"))
+    yield made
+    made.close()
+
+
+def test_gradients_over_processes_have_the_bits_of_the_simulated_run(
+    workers: Workers,
+) -> None:
+    with workers.connect() as cluster:
+        found = gradient(cluster)
+    np.testing.assert_allclose(found, jax.grad(loss)(W), rtol=1e-5)
+    assert np.asarray(found).tobytes() == np.asarray(simulated()).tobytes()
+
+
+def test_workers_serve_one_cluster_after_another_and_keep_nothing(
+    workers: Workers,
+) -> None:
+    for _ in range(3):
+        with workers.connect() as cluster:
+            cluster.put("b", W)
+            with cluster.context() as ctx:
+                ctx.call("c", total, ctx.call("b", hidden, W, X)).fetch()
+            assert cluster.info()["b"]["values_held"] == 1
+        with workers.connect() as cluster:
+            assert [held["values_held"] for held in cluster.info().values()] == [0] * 3
+
+
+def test_a_launched_worker_that_is_killed_is_lost_at_once_with_its_last_lines() -> None:
+    with jdag.launch(["a", "b", "c"], allow=("tests",)) as cluster:
+        w = cluster.put("b", W)
+        os.kill(cluster.driver.launch.pids["c"], signal.SIGKILL)
+        with pytest.raises(WorkerLost, match="'c'"), cluster.context() as ctx:
+            ctx.call("c", hidden, w, X).fetch()
+        with cluster.context() as ctx:
+            out = ctx.call("a", total, ctx.call("b", hidden, w, X))
+            ctx.backward(out)
+            assert ctx.gradient(w).fetch().shape == W.shape
+        pids = tuple(cluster.driver.launch.pids.values())
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"workers": []}, "workers = \\[\\]: allowed is one name or more"),
+        ({"workers": ["a", "a"]}, "none twice"),
+        ({"workers": ["a", "b#1"]}, "b#1"),
+        ({"workers": ["a", "b"], "carrier": "pigeon"}, "carrier = 'pigeon'"),
+        ({"workers": ["a", "b"], "device": "tpu"}, "device"),
+    ],
+)
+def test_what_launch_cannot_use_is_refused_in_a_line(
+    arguments: dict[str, Any], said: str
+) -> None:
+    names = arguments.pop("workers")
+    with pytest.raises(ScenarioError, match=said):
+        jdag.launch(names, **arguments)
+
+
+def test_a_cluster_that_is_closed_says_so(workers: Workers) -> None:
+    with workers.connect() as cluster:
+        w = cluster.put("b", jnp.ones(3))
+    with pytest.raises(JdagError, match="closed"):
+        w.fetch()
