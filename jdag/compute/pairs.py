@@ -22,10 +22,10 @@ from jdag.compute.duals import along, any_dual, primal_of, refuse_no_jvp
 from jdag.compute.jaxprs import Reaches, has_callback
 from jdag.compute.pytrees import Template
 from jdag.compute.sums import ADDENDS_MAX
-from jdag.compute.tracing import Residuals, as_it_is, forward_of
+from jdag.compute.tracing import Function, Residuals, as_it_is
 from jdag.errors import JdagError
 from jdag.functions import code_of, is_ours, is_unjitted, key_of, name_of
-from jdag.wire.specs import Body, portable, spec_of, structure
+from jdag.wire.specs import Body, spec_of
 
 PAIRS_MAX = 4096
 ANEW_MAX = 32
@@ -62,6 +62,11 @@ class Pair:
     `may_raise` tells that forward holds callbacks or is not jitted; forward and vjp
     then wait for their results, so that what goes wrong is raised there. All of
     its devices are the default one (None): on others a pair is a `Placed`.
+
+    Args:
+        source: a `jdag.compute.tracing.Function`, or what one was exported as.
+        avals: the abstract value of each argument.
+        tracked: for each, whether cotangents flow back to it.
     """
 
     device = None
@@ -69,23 +74,18 @@ class Pair:
     out_devices = None
 
     def __init__(
-        self,
-        fn: Callable[..., Any],
-        template: Template,
-        avals: tuple[Aval, ...],
-        tracked: tuple[bool, ...],
+        self, source: Any, avals: tuple[Aval, ...], tracked: tuple[bool, ...]
     ) -> None:
-        self.name = name_of(fn)
+        self.name: str = source.name
+        self.source = source
         self.avals = avals
         self.tracked = tracked
-        self.fn = fn  # Its key names its globals and objects by identity.
-        self.template = template
-        compiled: Any = as_it_is if is_unjitted(fn) else jax.jit
-        body = forward_of(fn, self.name, template, tracked, compiled)
+        compiled: Any = as_it_is if source.unjitted else jax.jit
+        body = source.forward(tracked, compiled)
         structs = [aval.struct() for aval in avals]
         self._forward: Any = compiled(body)
         self._dual_forward: Any = compiled(along(self._forward, self.name))
-        if is_unjitted(fn):
+        if source.unjitted:
             traced = jax.eval_shape(body, *structs).traced
             self.may_raise = True
         else:
@@ -103,14 +103,14 @@ class Pair:
     @cached_property
     def spec(self) -> bytes:
         """All that another process needs to make this pair; see `jdag.wire.specs`."""
-        template = self.template
+        function, arguments, own, digest = self.source.data
         return spec_of(
             Body(
                 self.name,
-                portable(self.fn),
-                structure(template.treedef, template.leaves),
-                template.own,
-                b"",
+                function,
+                arguments,
+                own,
+                digest,
                 self.avals,
                 self.tracked,
                 self.out_avals,
@@ -132,17 +132,18 @@ class Pair:
             places = zip(args, self.tracked, strict=True)
             args = [arg if tracked else primal_of(arg) for arg, tracked in places]
             dual = any_dual(args)
+        self.source.check(dual=dual)
         try:
             returned = self._dual_forward(*args) if dual else self._forward(*args)
             if self.may_raise or dual:  # Rules of their own may have callbacks in them.
                 jax.block_until_ready(returned)
         except (RuntimeError, ValueError, TypeError) as error:
-            _refuse_deleted(self.name, self.template.name, args, error)
+            _refuse_deleted(self.name, self.source.argument, args, error)
             if dual:
                 refuse_no_jvp(self.name, error)
             raise
         traced, outputs = returned.traced, returned.outputs
-        if traced.vjp_tree is None:
+        if traced.backward is None:
             return outputs, None
         args_kept = tuple([args[position] for position in traced.args_kept])
         outputs_kept = tuple([outputs[place] for place in traced.outputs_kept])
@@ -170,6 +171,7 @@ class Pair:
         assert max(map(len, sums)) <= ADDENDS_MAX, (self.name, list(map(len, sums)))
         held = (residuals.rest, residuals.args, residuals.outputs)
         dual = residuals.dual or any(map(any_dual, sums))
+        self.source.check(dual=dual)
         if traced.may_raise is None and not dual:
             traced.may_raise = has_callback(traced.backward.trace(*held, sums).jaxpr)
         try:
@@ -249,7 +251,7 @@ class PairCache:
                     "only float and complex arrays carry cotangents"
                 )
         self._warn_of_functions_made_anew(key)
-        return Pair(key.fn, key.template, avals, tracked)
+        return Pair(Function(key.fn, key.template), avals, tracked)
 
     def _warn_of_functions_made_anew(self, key: _Key) -> None:
         """Warn once of code that came with many closures, defaults or partials."""

@@ -20,6 +20,8 @@ from jdag.compute.jaxprs import Reaches, reaches
 from jdag.compute.pytrees import Template
 from jdag.compute.sums import fold
 from jdag.errors import JdagError, kind_of
+from jdag.functions import is_unjitted, name_of
+from jdag.wire.specs import portable, structure
 
 
 class Traced:
@@ -43,6 +45,12 @@ class Traced:
         self.may_raise: bool | None = None
         self.backward: Any = None
         self.dual_backward: Any = None
+
+    def compile(self, vjp: Callable[..., Any], compiled: Callable[..., Any]) -> None:
+        """Make backward of a vjp, a function of residuals and of cotangents."""
+        self.backward = compiled(_backward_of(self, vjp))
+        self.dual_backward = compiled(along(self.backward, self.name))
+        self.may_raise = True if compiled is as_it_is else None
 
 
 class Returned:
@@ -96,23 +104,52 @@ class Residuals:
         return f"Residuals({self.traced.name}, {self.nbytes} bytes of its own)"
 
 
+class Function:
+    """What a pair is made from: a Python function, and how its arguments lie."""
+
+    def __init__(self, fn: Callable[..., Any], template: Template) -> None:
+        self.name = name_of(fn)
+        self.fn = fn  # Its key names its globals and objects by identity.
+        self.template = template
+        self.unjitted = is_unjitted(fn)
+
+    def argument(self, position: int) -> str:
+        """What errors call an argument."""
+        return self.template.name(position)
+
+    def check(self, *, dual: bool) -> None:
+        """It can be differentiated twice, as far as its own rules can."""
+
+    def forward(
+        self, tracked: tuple[bool, ...], compiled: Callable[..., Any]
+    ) -> Callable[..., Returned]:
+        """Return forward as a function of flat arguments; `compiled` makes its vjp."""
+        return _forward_of(self.fn, self.name, self.template, tracked, compiled)
+
+    @property
+    def data(self) -> tuple[Any, Any, int, bytes]:
+        """The function, its arguments, how many of these it is, and no digest."""
+        template = self.template
+        arguments = structure(template.treedef, template.leaves)
+        return portable(self.fn), arguments, template.own, b""
+
+
 def as_it_is(fn: Callable[..., Any]) -> Callable[..., Any]:
     """In the place of jit, for what is to run unjitted."""
     return fn
 
 
-def forward_of(
+def _forward_of(
     fn: Callable[..., Any],
     name: str,
     template: Template,
     tracked: tuple[bool, ...],
     compiled: Callable[..., Any],
 ) -> Callable[..., Returned]:
-    """Return forward as a function of flat arguments; `compiled` makes its backward."""
     places = tuple(place for place, is_tracked in enumerate(tracked) if is_tracked)
 
     def body(*args: Any) -> Returned:
-        args = tuple(map(_as_jax, args))
+        args = tuple(map(as_jax, args))
         out_tree: Any = None
         order: tuple[bool, ...] = ()
 
@@ -141,9 +178,7 @@ def forward_of(
         traced.out_tracked = order
         traced.reaches = reaches(vjp, len(places), len(smooth))
         rest = _place_residuals(traced, vjp, args, outputs)
-        traced.backward = compiled(_backward_of(traced))
-        traced.dual_backward = compiled(along(traced.backward, name))
-        traced.may_raise = True if compiled is as_it_is else None
+        traced.compile(vjp_of(traced), compiled)
         return Returned(traced, outputs, rest)
 
     body.__name__ = name.rpartition(":")[2]
@@ -151,7 +186,7 @@ def forward_of(
     return body
 
 
-def _as_jax(value: Any) -> Any:
+def as_jax(value: Any) -> Any:
     """Take numpy's values as jit would; promotion must not depend on jit."""
     return jnp.asarray(value) if isinstance(value, np.ndarray | np.generic) else value
 
@@ -209,7 +244,17 @@ def _place_residuals(
     return tuple(rest)
 
 
-def _backward_of(traced: Traced) -> Callable[..., tuple[Any, ...]]:
+def vjp_of(traced: Traced) -> Callable[..., Any]:
+    """Return the vjp as a function of residuals, in order, and of cotangents."""
+
+    def vjp(residuals: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:
+        found = jtu.tree_unflatten(traced.vjp_tree, residuals)(cotangents)
+        return tuple(map(strong, found))
+
+    return vjp
+
+
+def _backward_of(traced: Traced, vjp: Callable[..., Any]) -> Callable[..., Any]:
     avals = [
         aval
         for aval, is_tracked in zip(traced.out_avals, traced.out_tracked, strict=True)
@@ -218,16 +263,15 @@ def _backward_of(traced: Traced) -> Callable[..., tuple[Any, ...]]:
 
     def backward(rest: Any, args: Any, outputs: Any, sums: Any) -> tuple[Any, ...]:
         held = (rest, args, outputs)
-        vjp = jtu.tree_unflatten(
-            traced.vjp_tree, [held[h][i] for h, i in traced.sources]
-        )
+        residuals = [held[home][index] for home, index in traced.sources]
         cotangents = [
-            fold(tuple(map(_as_jax, addends)))
+            fold(tuple(map(as_jax, addends)))
             if addends
             else jnp.zeros(aval.shape, aval.dtype)
             for addends, aval in zip(sums, avals, strict=True)
         ]
-        return tuple(map(strong, vjp(cotangents)))
+        found: tuple[Any, ...] = vjp(residuals, cotangents)
+        return found
 
     backward.__name__ = f"vjp_{traced.name.rpartition(':')[2]}"
     backward.__qualname__ = backward.__name__

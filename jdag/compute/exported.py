@@ -1,0 +1,396 @@
+"""Functions as StableHLO: for workers that do not have the module.
+
+Forward and vjp are two functions over flat arrays, made by `jax.export`, for CPU and
+CUDA. Residuals are outputs of forward and inputs of the vjp, so that nothing is
+computed twice; those that are arguments or outputs are neither returned nor sent again
+(`jdag.compute.tracing`). What XLA compiles on the other side is the same program.
+
+What arrives is checked before it is used: its digest, what its header says against the
+shapes of the programs, their effects and devices, and that they call nothing outside of
+StableHLO but the routines for linear algebra, Fourier transforms and random numbers.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+from typing import Any, NamedTuple
+
+import jax
+import jax.tree_util as jtu
+from jax import export
+from jax.extend.mlir.dialects import stablehlo
+from jax.interpreters import mlir
+
+from jdag.compute.avals import Aval, aval_from, aval_of
+from jdag.compute.jaxprs import has_callback
+from jdag.compute.tracing import Returned, Traced, as_jax, vjp_of
+from jdag.errors import JdagError, ProtocolError
+from jdag.wire.arrays import ARRAY_TYPES
+from jdag.wire.cursors import Reader, Writer
+from jdag.wire.encoding import (
+    MASK,
+    TEXT,
+    integer,
+    items,
+    many,
+    record,
+)
+from jdag.wire.trees import BYTES
+
+PLATFORMS = ("cpu", "cuda")
+EXPORT_MAX_BYTES = 1 << 28
+
+# What JAX lowers linear algebra and random numbers to, and what stands for operations
+# of XLA that StableHLO lacks. Above all not `xla_python_cpu_callback` and its kin.
+_TARGETS = re.compile(
+    r"(lapack|cusolver|cusparse|hipsolver)_[a-z0-9]+_ffi"
+    r"|(cu|hip)_(threefry2x32_ffi|lu_pivots_to_permutation)"
+    r"|mhlo\.[a-z_]+"
+)
+_CALL = re.compile(r'custom_call[^\n@]*@("[^"]*"|[\w$.\-]+)')
+_PLACES = many(integer(4, "place"), "places")
+
+
+class Definition(NamedTuple):
+    """An exported function: its bytes, and their digest, by which specs name it."""
+
+    digest: bytes
+    data: bytes
+
+
+class Header(NamedTuple):
+    """What is known of an exported function beside its two programs.
+
+    `sources` says of each residual where it is: (0, place in the rest), (1, in
+    `args_kept`), (2, in `outputs_kept`); `rest` are the types of the rest.
+    """
+
+    name: str
+    avals: tuple[Any, ...]
+    tracked: tuple[bool, ...]
+    out_avals: tuple[Any, ...]
+    out_tracked: tuple[bool, ...]
+    args_kept: tuple[int, ...]
+    outputs_kept: tuple[int, ...]
+    sources: tuple[tuple[int, int], ...]
+    rest: tuple[Any, ...]
+    reaches: tuple[tuple[bool, ...], ...]
+    forward: bytes
+    backward: bytes
+
+
+_HEADER = record(
+    Header,
+    name=TEXT,
+    avals=ARRAY_TYPES,
+    tracked=MASK,
+    out_avals=ARRAY_TYPES,
+    out_tracked=MASK,
+    args_kept=_PLACES,
+    outputs_kept=_PLACES,
+    sources=many(items(integer(1, "home"), integer(4, "place")), "residuals"),
+    rest=ARRAY_TYPES,
+    reaches=many(MASK, "tracked inputs"),
+    forward=BYTES,
+    backward=BYTES,
+)
+
+
+def exported(pair: Any) -> Definition:
+    """Return a pair as StableHLO.
+
+    Raises:
+        JdagError: it calls back into Python, runs unjitted, or is nothing that JAX can
+            export; says why.
+    """
+    if pair.source.unjitted:
+        raise JdagError(f"{pair.name} is not jitted, as StableHLO would be")
+    found: list[Returned] = []
+    body = pair.source.forward(pair.tracked, jax.jit)
+
+    def forward(*args: Any) -> tuple[Any, ...]:
+        found.append(body(*args))
+        return (*found[-1].outputs, *found[-1].rest)
+
+    structs = [aval.struct() for aval in pair.avals]
+    program = _exported(pair.name, forward, structs)
+    traced, rest = found[-1].traced, [aval_of(one) for one in found[-1].rest]
+    backward = b""
+    if traced.backward is not None:
+        backward = _exported_vjp(pair, traced, rest)
+    writer = Writer({})
+    _HEADER.write(
+        writer,
+        Header(
+            pair.name,
+            pair.avals,
+            pair.tracked,
+            traced.out_avals,
+            traced.out_tracked,
+            traced.args_kept,
+            traced.outputs_kept,
+            traced.sources,
+            tuple(rest),
+            traced.reaches,
+            program,
+            backward,
+        ),
+    )
+    data = bytes(writer.out)
+    if len(data) > EXPORT_MAX_BYTES:
+        raise JdagError(
+            f"{pair.name} is {len(data)} bytes when exported, and at most "
+            f"{EXPORT_MAX_BYTES} travel; pass the arrays that it holds as arguments"
+        )
+    return Definition(sha256(data).digest(), data)
+
+
+def _exported_vjp(pair: Any, traced: Traced, rest: Sequence[Aval]) -> bytes:
+    kept = [pair.avals[place] for place in traced.args_kept]
+    outputs = [traced.out_avals[place] for place in traced.outputs_kept]
+    homes: tuple[Sequence[Aval], ...] = (rest, kept, outputs)
+    residuals = [homes[home][place].struct() for home, place in traced.sources]
+    both = zip(traced.out_avals, traced.out_tracked, strict=True)
+    cotangents = [aval.struct() for aval, is_tracked in both if is_tracked]
+    vjp = vjp_of(traced)
+
+    def backward(*arrays: Any) -> Any:
+        return vjp(list(arrays[: len(residuals)]), list(arrays[len(residuals) :]))
+
+    return _exported(pair.name, backward, [*residuals, *cotangents])
+
+
+def _exported(name: str, fn: Callable[..., Any], structs: Sequence[Any]) -> bytes:
+    """Return a flat function as bytes: for all platforms or, failing that, for ours."""
+    compiled = jax.jit(fn)
+    jaxpr = compiled.trace(*structs).jaxpr
+    if jaxpr.effects or has_callback(jaxpr):
+        raise _calls_back(name)
+    failed: Exception | None = None
+    for platforms in (PLATFORMS, (jax.default_backend(),)):
+        try:
+            made = export.export(compiled, platforms=platforms)(*structs)
+            return bytes(made.serialize(vjp_order=0))
+        except Exception as error:  # Whatever JAX, or a primitive's rules, raise.
+            failed = failed or error
+    said = str(failed).splitlines()[0] if str(failed) else ""
+    raise JdagError(
+        f"{name} cannot be exported as StableHLO: {type(failed).__name__}: {said}"
+    ) from failed
+
+
+def _calls_back(name: str) -> JdagError:
+    return JdagError(
+        f"{name} calls back into Python, as jax.pure_callback and jax.debug.print do, "
+        "which StableHLO cannot"
+    )
+
+
+class Program:
+    """What a pair is made from: a function that came as StableHLO.
+
+    Args:
+        digest: by which its spec names it.
+        data: its bytes.
+
+    Raises:
+        JdagError: the bytes are not what they have to be; says what is wrong.
+    """
+
+    unjitted = False
+
+    def __init__(self, digest: bytes, data: bytes) -> None:
+        check_definition(digest, data)
+        reader = Reader(data, {})
+        try:
+            header: Header = _HEADER.read(reader)
+        except ProtocolError as error:
+            raise JdagError(f"an exported function cannot be read: {error}") from error
+        self.name = header.name
+        self.digest = digest
+        self.avals = tuple(map(aval_from, header.avals))
+        self.out_avals = tuple(map(aval_from, header.out_avals))
+        self.rest = tuple(map(aval_from, header.rest))
+        self._header = header
+        self._check(reader.left)
+        tracked = [a for a, t in zip(self.avals, header.tracked, strict=True) if t]
+        self._forward = _program(
+            header.name, header.forward, self.avals, (*self.out_avals, *self.rest)
+        )
+        self._backward: Any = None
+        if any(header.out_tracked):
+            cotangents = [
+                aval
+                for aval, t in zip(self.out_avals, header.out_tracked, strict=True)
+                if t
+            ]
+            taken = [*self._residuals(), *cotangents]
+            self._backward = _program(header.name, header.backward, taken, tracked)
+
+    @property
+    def data(self) -> tuple[Any, Any, int, bytes]:
+        """No function, no arguments, and the digest."""
+        return None, None, 0, self.digest
+
+    @property
+    def tracked(self) -> tuple[bool, ...]:
+        """Which arguments cotangents flow back to."""
+        return self._header.tracked
+
+    @property
+    def out_tracked(self) -> tuple[bool, ...]:
+        """Which outputs cotangents come from."""
+        return self._header.out_tracked
+
+    def argument(self, position: int) -> str:
+        """What errors call an argument."""
+        return f"array {position} of the arguments"
+
+    def check(self, *, dual: bool) -> None:
+        """Raise JdagError where it would have to be differentiated twice."""
+        if dual:
+            module = self.name.partition(":")[0].rpartition("(")[2]
+            raise JdagError(
+                f"{self.name} has come to this worker as StableHLO, which jdag.hvp "
+                "cannot differentiate again; a function that goes by name it can: "
+                f"start the worker with allow=[{module!r}] where it has that module"
+            )
+
+    def forward(
+        self, tracked: tuple[bool, ...], compiled: Callable[..., Any]
+    ) -> Callable[..., Returned]:
+        """Return forward as a function of flat arguments; `compiled` makes its vjp."""
+        assert tracked == self._header.tracked, (self.name, tracked)
+        call, count = self._forward.call, len(self.out_avals)
+
+        def body(*args: Any) -> Returned:
+            found = call(*map(as_jax, args))
+            traced = self._traced(compiled)
+            return Returned(traced, tuple(found[:count]), tuple(found[count:]))
+
+        body.__name__ = self.name.rpartition(":")[2]
+        body.__qualname__ = body.__name__
+        return body
+
+    def _traced(self, compiled: Callable[..., Any]) -> Traced:
+        header = self._header
+        tree = jtu.tree_structure((0,) * len(self.out_avals))
+        traced = Traced(self.name, tree, self.out_avals)
+        if self._backward is None:
+            return traced
+        traced.out_tracked = header.out_tracked
+        traced.args_kept = header.args_kept
+        traced.outputs_kept = header.outputs_kept
+        traced.sources = header.sources
+        traced.reaches = header.reaches
+        traced.nbytes = sum(aval.nbytes for aval in self.rest)
+        call = self._backward.call
+
+        def vjp(residuals: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:
+            return tuple(call(*map(as_jax, residuals), *cotangents))
+
+        traced.compile(vjp, compiled)
+        return traced
+
+    def _residuals(self) -> list[Aval]:
+        header = self._header
+        homes: tuple[Sequence[Aval], ...] = (
+            self.rest,
+            [self.avals[place] for place in header.args_kept],
+            [self.out_avals[place] for place in header.outputs_kept],
+        )
+        return [homes[home][place] for home, place in header.sources]
+
+    def _check(self, left: int) -> None:
+        """Raise JdagError where the parts of the header contradict each other."""
+        header = self._header
+        sizes = (len(header.rest), len(header.args_kept), len(header.outputs_kept))
+        inputs, outputs = sum(header.tracked), sum(header.out_tracked)
+        facts = {
+            "nothing is left over": left == 0,
+            "each argument is tracked or not": len(header.tracked) == len(self.avals),
+            "each output is": len(header.out_tracked) == len(self.out_avals),
+            "tracked arguments are inexact": all(
+                aval.inexact or not t
+                for aval, t in zip(self.avals, header.tracked, strict=False)
+            ),
+            "arguments kept are there": all(
+                place < len(self.avals) for place in header.args_kept
+            ),
+            "outputs kept are there": all(
+                place < len(self.out_avals) for place in header.outputs_kept
+            ),
+            "residuals are there": all(
+                home < 3 and place < sizes[home] for home, place in header.sources
+            ),
+            "what reaches what is known": not outputs
+            or [len(row) for row in header.reaches] == [outputs] * inputs,
+        }
+        for fact, holds in facts.items():
+            if not holds:
+                raise JdagError(f"{self.name}, as it was exported, breaks: {fact}")
+
+
+def check_definition(digest: bytes, data: bytes) -> None:
+    """Raise JdagError unless these are the bytes of the digest, and not too many."""
+    if len(data) > EXPORT_MAX_BYTES:
+        raise JdagError(
+            f"an exported function of {len(data)} bytes: at most {EXPORT_MAX_BYTES} "
+            "are taken"
+        )
+    if sha256(data).digest() != digest:
+        raise JdagError("the bytes of an exported function are not those of its digest")
+
+
+def _program(
+    name: str, data: bytes, taken: Sequence[Aval], given: Sequence[Aval]
+) -> Any:
+    """Return a program that takes and gives these, or raise JdagError."""
+    try:
+        program = export.deserialize(bytearray(data))
+        found = [(a.shape, a.dtype) for a in (*program.in_avals, *program.out_avals)]
+    except Exception as error:  # Whatever its reader makes of bytes that are none.
+        raise JdagError(
+            f"the program of {name} cannot be read: {type(error).__name__}: {error}"
+        ) from error
+    wanted = [(aval.shape, aval.dtype) for aval in (*taken, *given)]
+    if found != wanted or len(program.in_avals) != len(taken):
+        raise JdagError(f"the program of {name} is of {found}, and not of {wanted}")
+    backend = jax.default_backend()
+    here = {"gpu": "cuda"}.get(backend, backend)
+    if here not in program.platforms:
+        raise JdagError(
+            f"{name} was exported for {', '.join(program.platforms)}, and this worker "
+            f"computes on {here}; allow its module here, so that it goes by name"
+        )
+    effects = (*program.ordered_effects, *program.unordered_effects)
+    if program.nr_devices != 1 or effects or program.disabled_safety_checks:
+        raise JdagError(
+            f"the program of {name} is for {program.nr_devices} devices, with effects "
+            f"{effects} and without checks {program.disabled_safety_checks}: it has to "
+            "be for one, without effects, with all checks"
+        )
+    _check_calls(name, program.mlir_module_serialized)
+    return program
+
+
+def _check_calls(name: str, module: bytes) -> None:
+    """Raise JdagError where a module calls what is not known to be harmless."""
+    text: Any
+    try:
+        context = mlir.make_ir_context()
+        with context:
+            found = stablehlo.deserialize_portable_artifact(context, module)
+            text = found.operation.get_asm(large_elements_limit=8)
+    except Exception as error:  # Whatever its reader makes of bytes that are none.
+        raise JdagError(
+            f"the program of {name} cannot be read: {type(error).__name__}: {error}"
+        ) from error
+    targets = _CALL.findall(text)
+    others = [target for target in targets if not _TARGETS.fullmatch(target)]
+    if others or len(targets) != text.count("custom_call"):
+        raise JdagError(
+            f"the program of {name} calls {', '.join(others) or 'what has no name'}: "
+            "only routines for linear algebra, Fourier transforms and random numbers "
+            "may be called"
+        )

@@ -1,0 +1,335 @@
+"""Functions as StableHLO: the same bits as by name, and nothing unchecked."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+from jdag.compute import exported as module
+from jdag.compute.avals import aval_of
+from jdag.compute.duals import Dual
+from jdag.compute.exported import Definition, Header, Program, exported
+from jdag.compute.pairs import Pair, configuration, pair
+from jdag.compute.pytrees import split
+from jdag.errors import JdagError
+from jdag.functions import unjitted
+from jdag.wire.cursors import Reader, Writer
+from tests.compute_cases import array
+from tests.export_cases import CASES, layer
+
+ALL = pytest.mark.parametrize("case", CASES)
+
+
+def made(fn: Any, *args: Any) -> tuple[Pair, list[Any]]:
+    parts = split(args, {}, lambda _: False)
+    values = [value for _, value in parts.constants]
+    avals = tuple(map(aval_of, values))
+    return pair(fn, parts.template, avals, tuple([a.inexact for a in avals])), values
+
+
+def travelled(here: Pair) -> Pair:
+    return Pair(Program(*exported(here)), here.avals, here.tracked)
+
+
+def bits(value: Any) -> bytes:
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        value = jax.random.key_data(value)
+    return bytes(str((value.dtype, value.shape)), "ascii") + np.asarray(value).tobytes()
+
+
+def cotangents_for(here: Pair) -> Callable[[int], list[list[Any]]]:
+    outs = [a for a, t in zip(here.out_avals, here.out_tracked, strict=True) if t]
+    return lambda count: [
+        [
+            jnp.asarray(array(*aval.shape) / (n + 3), aval.dtype)
+            for n in range(max(count - place, 0))
+        ]
+        for place, aval in enumerate(outs)
+    ]
+
+
+@ALL
+def test_an_exported_function_gives_the_very_bits_of_the_named_one(case: str) -> None:
+    here, values = made(*CASES[case])
+    there = travelled(here)
+    assert (there.out_avals, there.out_tracked) == (here.out_avals, here.out_tracked)
+    assert (there.args_kept, there.outputs_kept) == (here.args_kept, here.outputs_kept)
+    assert there.reaches == here.reaches
+    assert there.residual_bytes == here.residual_bytes
+    (one, one_kept), (two, two_kept) = here.forward(values), there.forward(values)
+    assert list(map(bits, one)) == list(map(bits, two))
+    assert (one_kept is None) == (two_kept is None)
+    if one_kept is None or two_kept is None:
+        return
+    assert one_kept.nbytes == two_kept.nbytes
+    assert len(one_kept.keeps) == len(two_kept.keeps)
+    cotangents = cotangents_for(here)
+    for count in (1, 3, 8):
+        gradients = here.vjp(one_kept, cotangents(count))
+        again = there.vjp(two_kept, cotangents(count))
+        assert list(map(bits, gradients)) == list(map(bits, again))
+        for gradient in again:
+            assert not jax.typeof(gradient).weak_type
+
+
+def test_what_forward_keeps_of_arguments_and_outputs_is_not_made_twice() -> None:
+    here, values = made(*CASES["layer"])
+    there = travelled(here)
+    outputs, residuals = there.forward(values)
+    assert residuals is not None
+    assert there.args_kept
+    held = [*values, *outputs]
+    shared = [one for one in residuals.keeps if any(one is other for other in held)]
+    assert len(shared) == len(there.args_kept) + len(there.outputs_kept)
+
+
+def test_python_numbers_are_taken_where_weak_ones_were_exported() -> None:
+    here, values = made(*CASES["numbers"])
+    assert [aval.weak for aval in here.avals] == [False, True, True]
+    there = travelled(here)
+    assert list(map(bits, there.forward([values[0], 4.5, 2])[0])) == list(
+        map(bits, here.forward([values[0], 4.5, 2])[0])
+    )
+
+
+def test_an_exported_pair_has_a_spec_that_names_its_digest() -> None:
+    here, _ = made(*CASES["layer"])
+    definition = exported(here)
+    there = Pair(Program(*definition), here.avals, here.tracked)
+    assert definition.digest in there.spec
+    assert len(there.spec) < 300
+
+
+CHILD = """
+import sys
+from pathlib import Path
+import jax, numpy as np
+jax.config.update("jax_enable_x64", {x64})
+from jdag.compute.exported import Program
+from jdag.compute.pairs import Pair
+folder = Path(sys.argv[1])
+data = (folder / "data").read_bytes()
+source = Program((folder / "digest").read_bytes(), data)
+there = Pair(source, source.avals, source.tracked)
+values = [np.load(folder / f"arg{{n}}.npy") for n in range(len(source.avals))]
+outputs, residuals = there.forward(values)
+ones = [[np.load(folder / f"cot{{n}}.npy")] * 3 for n in range(len(outputs))]
+for n, value in enumerate([*outputs, *there.vjp(residuals, ones)]):
+    np.save(folder / f"out{{n}}.npy", value)
+assert not [name for name in sys.modules if name.startswith("tests")]
+print("ran")
+"""
+
+
+@pytest.mark.parametrize("case", ["layer", "layernorm", "scan", "softmax"])
+def test_a_process_without_the_module_computes_the_same_bits(
+    case: str, tmp_path: Path
+) -> None:
+    here, values = made(*CASES[case])
+    definition = exported(here)
+    (tmp_path / "data").write_bytes(definition.data)
+    (tmp_path / "digest").write_bytes(definition.digest)
+    outputs, residuals = here.forward(values)
+    cotangents = [array(*output.shape) / 3 for output in outputs]
+    for n, value in enumerate(values):
+        np.save(tmp_path / f"arg{n}.npy", np.asarray(value))
+    for n, value in enumerate(cotangents):
+        np.save(tmp_path / f"cot{n}.npy", np.asarray(value))
+    code = CHILD.format(x64=configuration().jax_enable_x64)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.stdout == "ran\n", done.stderr
+    assert residuals is not None
+    gradients = here.vjp(residuals, [[cotangent] * 3 for cotangent in cotangents])
+    for n, value in enumerate([*outputs, *gradients]):
+        assert bits(np.load(tmp_path / f"out{n}.npy")) == bits(value)
+
+
+def test_without_x64_it_is_the_same(tmp_path: Path) -> None:
+    code = """
+import jax, numpy as np
+jax.config.update("jax_enable_x64", False)
+from tests import test_exported as t
+for case in ("layer", "layernorm", "random numbers", "numbers", "bfloat16"):
+    t.test_an_exported_function_gives_the_very_bits_of_the_named_one(case)
+assert t.made(*t.CASES["layer"])[0].avals[0].dtype == np.float32
+print("same")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.stdout == "same\n", done.stderr
+
+
+def called_back(x: Any) -> Any:
+    return jax.pure_callback(np.sin, x, jax.lax.stop_gradient(x))
+
+
+def printing(x: Any) -> Any:
+    jax.debug.print("{}", x)
+    return x * 2
+
+
+def test_what_calls_python_cannot_be_exported() -> None:
+    for fn in (called_back, printing):
+        with pytest.raises(JdagError, match="calls back into Python, as jax"):
+            exported(made(fn, array(3))[0])
+    plain = unjitted(lambda x: x)
+    with pytest.raises(JdagError, match="is not jitted, as StableHLO would be"):
+        exported(made(plain, array(3))[0])
+
+
+@jax.custom_vjp
+def late(x: Any) -> Any:
+    return x
+
+
+late.defvjp(lambda x: (x, None), lambda _, g: (called_back(g),))
+
+
+def test_a_vjp_that_calls_python_cannot_be_exported() -> None:
+    with pytest.raises(JdagError, match="late calls back into Python"):
+        exported(made(late, array(3))[0])
+
+
+def test_what_holds_too_much_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "EXPORT_MAX_BYTES", 100)
+    with pytest.raises(JdagError, match="at most 100 travel; pass the arrays that it"):
+        exported(made(*CASES["closure"])[0])
+    with pytest.raises(JdagError, match="of 101 bytes: at most 100 are taken"):
+        Program(bytes(32), bytes(101))
+
+
+def changed(definition: Definition, **fields: Any) -> Definition:
+    """A definition with other parts, and the digest of these."""
+    header = module._HEADER.read(Reader(definition.data, {}))
+    writer = Writer({})
+    module._HEADER.write(writer, header._replace(**fields))
+    data = bytes(writer.out)
+    return Definition(sha256(data).digest(), data)
+
+
+def header_of(definition: Definition) -> Header:
+    found: Header = module._HEADER.read(Reader(definition.data, {}))
+    return found
+
+
+def test_other_bytes_than_those_of_the_digest_are_refused() -> None:
+    digest, data = exported(made(*CASES["layer"])[0])
+    with pytest.raises(JdagError, match="not those of its digest"):
+        Program(digest, data[:-1])
+    with pytest.raises(JdagError, match="not those of its digest"):
+        Program(bytes(32), data)
+    with pytest.raises(JdagError, match="cannot be read"):
+        Program(sha256(b"x").digest(), b"x")
+    with pytest.raises(JdagError, match="breaks: nothing is left over"):
+        Program(sha256(data + b"x").digest(), data + b"x")
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"tracked": (True,)}, "each argument is tracked or not"),
+        ({"out_tracked": ()}, "each output is"),
+        ({"args_kept": (7,)}, "arguments kept are there"),
+        ({"outputs_kept": (1,)}, "outputs kept are there"),
+        ({"sources": ((3, 0),)}, "residuals are there"),
+        ({"sources": ((0, 99),)}, "residuals are there"),
+        ({"reaches": ((True,),)}, "what reaches what is known"),
+        ({"reaches": ((True, True),) * 3}, "what reaches what is known"),
+        ({"forward": b""}, "cannot be read"),
+        ({"forward": b"\0" * 64}, "cannot be read"),
+        ({"backward": b"noise"}, "cannot be read"),
+        ({"rest": ()}, "residuals are there|is of"),
+        ({"avals": ()}, "each argument is tracked"),
+    ],
+    ids=str,
+)
+def test_a_header_that_contradicts_itself_is_refused(
+    fields: dict[str, Any], said: str
+) -> None:
+    definition = exported(made(*CASES["layer"])[0])
+    with pytest.raises(JdagError, match=said):
+        Program(*changed(definition, **fields))
+
+
+def test_a_program_of_other_shapes_is_refused() -> None:
+    one = exported(made(*CASES["layer"])[0])
+    other = header_of(exported(made(layer, array(5, 3), array(5), array(3))[0]))
+    with pytest.raises(JdagError, match=r"is of .* and not of"):
+        Program(*changed(one, forward=other.forward))
+    with pytest.raises(JdagError, match=r"is of .* and not of"):
+        Program(*changed(one, backward=other.backward))
+    with pytest.raises(JdagError, match="tracked arguments are inexact"):
+        ints = exported(made(*CASES["ints and bools"])[0])
+        Program(*changed(ints, tracked=(True, True)))
+
+
+def with_forward(definition: Definition, fn: Any, **options: Any) -> Definition:
+    structs = [
+        jax.ShapeDtypeStruct(kind.shape, kind.dtype)
+        for kind in header_of(definition).avals
+    ]
+    made = export.export(jax.jit(fn), **options)(*structs)
+    return changed(definition, forward=bytes(made.serialize()))
+
+
+def test_a_program_that_calls_what_is_not_harmless_is_refused() -> None:
+    plain = exported(made(CASES["identity"][0], array(3))[0])
+    call = jax.ffi.ffi_call(
+        "xla_ffi_python_cpu_callback", jax.ShapeDtypeStruct((3,), "f8")
+    )
+    unchecked = export.DisabledSafetyCheck.custom_call("xla_ffi_python_cpu_callback")
+    harmful = with_forward(plain, lambda x: (call(x),), disabled_checks=[unchecked])
+    with pytest.raises(JdagError, match=r"without checks|xla_ffi_python_cpu_callback"):
+        Program(*harmful)
+
+
+def test_the_calls_of_a_program_are_read_off_the_program_itself() -> None:
+    call = jax.ffi.ffi_call("evil", jax.ShapeDtypeStruct((3,), "f8"))
+    unchecked = export.DisabledSafetyCheck.custom_call("evil")
+    structs = jax.ShapeDtypeStruct((3,), "f8")
+    made = export.export(jax.jit(call), disabled_checks=[unchecked])(structs)
+    with pytest.raises(JdagError, match="calls evil: only routines for linear algebra"):
+        module._check_calls("f", made.mlir_module_serialized)
+
+
+def test_a_program_for_another_platform_says_which_and_what_to_do() -> None:
+    plain = exported(made(CASES["identity"][0], array(3))[0])
+    other = with_forward(plain, lambda x: (x,), platforms=["cuda"])
+    if jax.default_backend() == "cpu":
+        with pytest.raises(
+            JdagError, match=r"exported for cuda, and this worker .* cpu"
+        ):
+            Program(*other)
+
+
+def test_an_exported_function_has_no_second_derivative_and_says_so() -> None:
+    here, values = made(*CASES["layer"])
+    there = travelled(here)
+    duals = [Dual(value, jnp.ones_like(value)) for value in values]
+    said = r"layer has come .* as StableHLO.*allow=\['tests\.export_cases'\]"
+    with pytest.raises(JdagError, match=said):
+        there.forward(duals)
+    _, residuals = there.forward(values)
+    assert residuals is not None
+    cotangent = jnp.ones(4)
+    with pytest.raises(JdagError, match=said):
+        there.vjp(residuals, [[Dual(cotangent, cotangent)]])
