@@ -1,8 +1,10 @@
 """Functions from bytes: decoded messages with what they name here in place of names.
 
-Told:  `bind(message)`, for each that arrives.
+Told:  `bind(message, sender)`, for each that arrives; `define(digest, data)`, for each
+       exported function, before the first message that needs it.
 Gives: the message as engines take it. A function of a call is a pair that is made when
        its forward first runs, by whoever runs that; nothing is imported before.
+       How functions leave is written in `jdag.rpc.exports`.
 
 What cannot be had fails the call, program or hook that needs it, and nothing else: what
 is in its place raises when it is run.
@@ -15,7 +17,8 @@ from threading import Lock
 from typing import Any
 
 from jdag.compute.avals import Aval, aval_from
-from jdag.compute.pairs import pair
+from jdag.compute.exported import Program, check_definition
+from jdag.compute.pairs import Pair, pair
 from jdag.compute.placed import placed
 from jdag.compute.pytrees import template_of
 from jdag.engine.vocabulary import (
@@ -32,12 +35,14 @@ from jdag.engine.vocabulary import (
 )
 from jdag.errors import JdagError, ProtocolError
 from jdag.rpc.allowed import Allowed
+from jdag.rpc.exports import Exports
 from jdag.rpc.live import live, structure
 from jdag.wire.messages import FunctionData
 from jdag.wire.specs import Body, Places, read_spec
 from jdag.wire.trees import HOLE, Named, Node
 
 BOUND_MAX = 8192
+DEFINED_MAX = 4096
 REPLY = "jdag.activation:Reply"
 
 
@@ -159,8 +164,28 @@ class Functions:
 
     def __init__(self, allow: Sequence[str] = ()) -> None:
         self.allowed = Allowed(allow)
+        self.exports = Exports()
         self._bound: OrderedDict[bytes, Bound] = OrderedDict()
+        self._definitions: OrderedDict[bytes, bytes] = OrderedDict()
         self._lock = Lock()
+
+    def define(self, digest: bytes, data: bytes) -> None:
+        """Take an exported function, which specs name by its digest.
+
+        Of many the least recently used goes.
+
+        Raises:
+            ProtocolError: the bytes are not those of the digest, or too many.
+        """
+        try:
+            check_definition(digest, data)
+        except JdagError as error:
+            raise ProtocolError(str(error)) from None
+        with self._lock:
+            self._definitions[digest] = data
+            self._definitions.move_to_end(digest)
+            if len(self._definitions) > DEFINED_MAX:
+                self._definitions.popitem(last=False)
 
     def bind(self, message: Message, sender: Worker) -> Message:
         """Return a decoded message, which `sender` sent, as engines take it.
@@ -234,6 +259,8 @@ class Functions:
     def _pair(self, bound: Bound) -> Any:
         """Make the pair of what came; whatever is in the way is raised."""
         body = bound.body
+        if body.digest:
+            return self._placed(bound, self._from_definition(bound))
         try:
             function = live(body.function, self.allowed)
             treedef, leaves = structure(body.arguments, self.allowed)
@@ -247,17 +274,40 @@ class Functions:
             )
         template = template_of(treedef, leaves, body.own)
         made = pair(function, template, bound.avals, bound.tracked)
-        found = (made.out_avals, made.out_tracked)
-        if found != (bound.out_avals, bound.out_tracked):
+        if (made.out_avals, made.out_tracked) != (bound.out_avals, bound.out_tracked):
             raise JdagError(
                 f"{body.name} gives {_listed(made.out_avals)} here, and "
                 f"{_listed(bound.out_avals)} where it was called: the module has to be "
                 "the same on both sides"
             )
-        sources = iter(bound.in_devices or ())
-        where = [next(sources, None) if t else None for t in bound.tracked]
+        return self._placed(bound, made)
+
+    def _from_definition(self, bound: Bound) -> Pair:
+        """Make the pair of an exported function."""
+        digest = bound.body.digest
+        with self._lock:
+            data = self._definitions.get(digest)
+            if data is None:
+                raise JdagError(
+                    f"{bound.name} was exported, and its definition is not here: at "
+                    f"most {DEFINED_MAX} are kept; allow its module, so that it goes "
+                    "by name"
+                )
+            self._definitions.move_to_end(digest)
+        source = Program(digest, data)
+        said = (source.avals, source.tracked, source.out_avals, source.out_tracked)
+        wanted = (bound.avals, bound.tracked, bound.out_avals, bound.out_tracked)
+        if said != wanted:
+            raise JdagError(
+                f"{bound.name} was called as {wanted} and exported as {said}"
+            )
+        return Pair(source, bound.avals, bound.tracked)
+
+    def _placed(self, bound: Bound, made: Pair) -> Any:
         if bound.device is None and bound.out_devices is None:
             return made
+        sources = iter(bound.in_devices or ())
+        where = [next(sources) if tracked else None for tracked in bound.tracked]
         return placed(made, bound.device, where, bound.out_devices)
 
     def _callable(self, data: Any) -> Any:

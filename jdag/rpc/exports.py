@@ -1,0 +1,233 @@
+"""Functions on their way out: by name, where that names the same there; else exported.
+
+A function goes by name if its module is allowed on the other side and its spec, read
+as it will be read there, gives the very function, structure and statics again. Of a
+lambda, a closure, what `__main__` has, or what hides another of its name, that is not
+so: StableHLO goes instead, once to each worker, before the first message that needs it.
+
+Told:  `prepare(event, ...)` by the program that tells its engine the event; that is
+       where exporting takes its time, and where what cannot travel is refused.
+       `outgoing(message, ...)` by whoever sends.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from threading import Lock
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from jdag.compute.exported import Definition, exported
+from jdag.compute.placed import Placed
+from jdag.compute.pytrees import template_of
+from jdag.engine.vocabulary import (
+    Assign,
+    Assigned,
+    Assignment,
+    Attached,
+    Call,
+    Event,
+    Issued,
+    Launched,
+    Message,
+    Worker,
+)
+from jdag.errors import JdagError
+from jdag.functions import key_of, name_of
+from jdag.rpc.allowed import Allowed
+from jdag.rpc.live import live, structure
+from jdag.wire.messages import FunctionData
+from jdag.wire.specs import Body, Places, placed_spec, portable, read_spec, spec_of
+
+NAMED_MAX_BYTES = 1 << 16  # Longer specs would travel with each call.
+
+Definitions = tuple[Definition, ...]
+Modules = tuple[str, ...]
+
+
+class Exports:
+    """How the functions of one process leave it; used by several threads."""
+
+    def __init__(self) -> None:
+        self._found: WeakKeyDictionary[Any, dict[Modules, tuple[bytes, Definitions]]]
+        self._found = WeakKeyDictionary()
+        self._exported: WeakKeyDictionary[Any, Definition] = WeakKeyDictionary()
+        self._allowed: dict[Modules, Allowed] = {}
+        self._lock = Lock()
+
+    def spec_for(self, pair: Any, allowed_there: Modules) -> tuple[bytes, Definitions]:
+        """Return the spec of a pair for a worker, and what is to be defined there.
+
+        Args:
+            pair: a `Pair` or `Placed` of this process.
+            allowed_there: the modules that the worker was told to allow.
+
+        Raises:
+            JdagError: it can go neither by name nor as StableHLO; says what to do.
+        """
+        bare = pair.pair if isinstance(pair, Placed) else pair
+        with self._lock:
+            known = self._found.setdefault(bare, {}).get(allowed_there)
+        if known is None:
+            known = self._spec(bare, self._allowed_of(allowed_there))
+            with self._lock:
+                self._found.setdefault(bare, {})[allowed_there] = known
+        if bare is pair:
+            return known
+        places = Places(pair.device, pair.in_devices, pair.out_devices)
+        return placed_spec(known[0], places), known[1]
+
+    def prepare(
+        self, event: Event, here: Worker, allowed_on: Callable[[Worker], Modules]
+    ) -> None:
+        """Have all that an event will send be ready, or refuse it.
+
+        Args:
+            event: what a program is about to tell its engine.
+            here: the worker on which it runs.
+            allowed_on: the modules that a worker was told to allow.
+
+        Raises:
+            JdagError: a function, program or hook in it cannot travel to its worker.
+        """
+        match event:
+            case Issued() if event.worker != here:
+                self.spec_for(event.function, allowed_on(event.worker))
+            case Assigned():
+                for part in event.parts:
+                    if part.function is not None and (to := _owner(part)) != here:
+                        self.spec_for(part.function, allowed_on(to))
+            case Launched() if event.worker != here:
+                self._check(event.function, event.worker, allowed_on(event.worker))
+            case Attached() if event.worker != here:
+                self._check(event.hook.function, event.worker, allowed_on(event.worker))
+            case _:
+                pass
+
+    def outgoing(
+        self, message: Message, allowed_there: Modules
+    ) -> tuple[Message, Definitions]:
+        """Return a message as it is to be written for a worker, and what is to precede.
+
+        What cannot travel goes by name all the same, and fails there: `prepare` refuses
+        it before.
+        """
+        match message:
+            case Call():
+                function, needed = self._data(message.function, allowed_there)
+                if function is message.function:
+                    return message, needed
+                return replace(message, function=function), needed
+            case Assign():
+                parts: list[Assignment] = []
+                definitions: dict[bytes, Definition] = {}
+                for part in message.parts:
+                    if part.function is None:
+                        parts.append(part)
+                        continue
+                    function, needed = self._data(part.function, allowed_there)
+                    parts.append(replace(part, function=function))
+                    definitions.update({one.digest: one for one in needed})
+                return replace(message, parts=tuple(parts)), tuple(definitions.values())
+            case _:
+                return message, ()
+
+    def _data(self, pair: Any, allowed_there: Modules) -> tuple[Any, Definitions]:
+        try:
+            spec, definitions = self.spec_for(pair, allowed_there)
+        except JdagError:
+            return pair, ()
+        return (FunctionData(spec) if definitions else pair), definitions
+
+    def _allowed_of(self, modules: Modules) -> Allowed:
+        with self._lock:
+            if modules not in self._allowed:
+                self._allowed[modules] = Allowed(modules)
+            return self._allowed[modules]
+
+    def _spec(self, pair: Any, allowed: Allowed) -> tuple[bytes, Definitions]:
+        spec: bytes = pair.spec
+        why = _why_not_named(pair, spec, allowed)
+        if not why and len(spec) <= NAMED_MAX_BYTES:
+            return spec, ()
+        try:
+            with self._lock:
+                definition = self._exported.get(pair)
+            if definition is None:
+                definition = exported(pair)
+                with self._lock:
+                    self._exported[pair] = definition
+        except JdagError as error:
+            raise JdagError(
+                f"{pair.name} cannot be called on another worker. By name: "
+                f"{why or f'its spec has {len(spec)} bytes'}. As StableHLO: {error}"
+            ) from error
+        body = Body(
+            pair.name,
+            None,
+            None,
+            0,
+            definition.digest,
+            pair.avals,
+            pair.tracked,
+            pair.out_avals,
+            pair.out_tracked,
+        )
+        return spec_of(body), (definition,)
+
+    def _check(self, fn: Any, worker: Worker, modules: Modules) -> None:
+        """Raise JdagError where a program or hook is not the same by name there."""
+        name = name_of(fn)
+        try:
+            found = live(
+                portable(fn, arrays=True), self._allowed_of(modules), load=False
+            )
+            why = "" if key_of(found) == key_of(fn) else _other(name)
+        except JdagError as error:
+            why = str(error)
+        if why:
+            module = name.partition(":")[0].rpartition("(")[2]
+            raise JdagError(
+                f"{name} cannot run on {worker!r}: {why}. Programs and hooks run as "
+                f"the Python that they are, so that {worker!r} needs the module "
+                f"{module!r}, and to be told: allow=[{module!r}]"
+            )
+
+
+def _owner(part: Assignment) -> Worker:
+    key: Any = part.outputs[0]
+    worker: Worker = key.name.worker
+    return worker
+
+
+def _other(name: str) -> str:
+    return f"{name} is the name of another function, or of one that holds other values"
+
+
+def _why_not_named(pair: Any, spec: bytes, allowed: Allowed) -> str:
+    """Say why a spec would not be read there as this very pair; nothing if it would."""
+    source = pair.source
+    try:
+        body = read_spec(spec)[1]
+        function = live(body.function, allowed, load=False)
+        template = template_of(
+            *structure(body.arguments, allowed, load=False), body.own
+        )
+    except JdagError as error:
+        return str(error)
+    if key_of(function) != key_of(source.fn):
+        return _other(pair.name)
+    if template != source.template:
+        return f"the static arguments of {pair.name} are others when they are read"
+    return ""
+
+
+def needed(definitions: Sequence[Definition], sent: dict[bytes, None]) -> Definitions:
+    """Return those of the definitions that a link has not sent, and note them as sent.
+
+    Args:
+        definitions: what precedes a message.
+        sent: the digests that went over the link before.
+    """
+    fresh = tuple([one for one in definitions if one.digest not in sent])
+    sent.update(dict.fromkeys([one.digest for one in fresh]))
+    return fresh

@@ -1,0 +1,386 @@
+"""Functions on their way out: by name where that is the same there, else exported."""
+
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jdag.compute.placed import placed
+from jdag.compute.pytrees import static
+from jdag.engine.vocabulary import (
+    Assign,
+    Assigned,
+    Assignment,
+    Attached,
+    Call,
+    Discarded,
+    Hook,
+    Issued,
+    Key,
+    Launched,
+)
+from jdag.errors import JdagError
+from jdag.leafwise import Leafwise
+from jdag.moving import moved
+from jdag.optim import _stepped, squared_norms
+from jdag.rpc.exports import Exports, needed
+from jdag.rpc.functions import Functions
+from jdag.wire.messages import FunctionData
+from jdag.wire.specs import read_spec
+from tests import names_cases
+from tests.compute_cases import array
+from tests.test_exported import bits, called_back
+from tests.test_rpc_functions import (
+    CODEC,
+    CONTEXT,
+    FUNCTIONS,
+    LEAF,
+    Module,
+    Scale,
+    bound_of,
+    call_of,
+    made,
+)
+
+X = array(3)
+THERE = ("tests",)
+
+
+def shadowed(x: Any) -> Any:
+    return x + 1
+
+
+def closing_over(by: Any) -> Any:
+    def inner(x: Any) -> Any:
+        return x * by
+
+    return inner
+
+
+def received(pair: Any, allowed: tuple[str, ...] = ()) -> Any:
+    """The pair as a worker makes it that allows these modules."""
+    functions = Functions(allowed)
+    spec, definitions = Exports().spec_for(pair, allowed)
+    for one in definitions:
+        functions.define(*one)
+    return functions.bound(FunctionData(spec))
+
+
+@pytest.mark.parametrize("case", FUNCTIONS, ids=str)
+def test_what_names_the_same_there_goes_by_name(case: Any) -> None:
+    pair = made(*case)
+    assert Exports().spec_for(pair, THERE) == (pair.spec, ())
+
+
+JDAGS = {
+    "moved": (moved, X, X),
+    "squared_norms": (squared_norms, [X, X]),
+}
+
+
+@pytest.mark.parametrize("case", JDAGS)
+def test_what_jdag_itself_calls_goes_by_name_everywhere(case: str) -> None:
+    pair = made(*JDAGS[case])
+    assert Exports().spec_for(pair, ()) == (pair.spec, ())
+
+
+EXPORTED: dict[str, tuple[Any, ...]] = {
+    "a lambda": (lambda x: jnp.sin(x) * 3.0, X),
+    "a closure": (closing_over(2.5), X),
+    "a closure over an array": (closing_over(array(3)), X),
+    "a method": (Scale(1.5).times, X),
+    "a partial of an array": (partial(jnp.add, array(3)), X),
+    "a partial of a lambda": (partial(lambda a, x: a * x, 2.0), X),
+    "a static array scalar": (jnp.astype, X, static(np.dtype("float32"))),
+    "another module": (names_cases.layer, array(2, 3), X),
+    "a pytree of another module": (Module(array(2, 3)), X),
+    "statics of another module": (
+        lambda x, mode: x * mode.value, X, static(names_cases.Colour.RED)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", EXPORTED)
+def test_what_cannot_be_named_there_has_the_same_bits(case: str) -> None:
+    here = made(*EXPORTED[case])
+    there = received(here)
+    values = [v for v in jax.tree.leaves(EXPORTED[case][1:]) if hasattr(v, "shape")]
+    if "pytree" in case:
+        values = [EXPORTED[case][0].w, *values]
+    outputs, residuals = here.forward(values)
+    found, kept = there.forward(values)
+    assert list(map(bits, outputs)) == list(map(bits, found))
+    cotangents = [[output / (n + 3) for n in range(3)] for output in outputs]
+    gradients = here.vjp(residuals, cotangents)
+    assert list(map(bits, gradients)) == list(map(bits, there.vjp(kept, cotangents)))
+    by_name = case == "a static array scalar"
+    assert (there.pair is here) == by_name
+
+
+def test_a_step_of_an_optimizer_and_its_first_state_travel() -> None:
+    tx = Leafwise(optax.adam(0.1))
+    leaf = jnp.asarray(array(4))
+    begin = made(tx.init, leaf, tracked=False)
+    (state, *rest), _ = begin.forward([leaf])
+    found, _ = received(begin).forward([leaf])
+    assert list(map(bits, (state, *rest))) == list(map(bits, found))
+    states = jax.tree.unflatten(begin.out_tree, [state, *rest])
+    step = made(partial(_stepped, tx), leaf, states, leaf / 3, 0.5, tracked=False)
+    values = [leaf, state, *rest, leaf / 3, 0.5]
+    assert list(map(bits, step.forward(values)[0])) == list(
+        map(bits, received(step).forward(values)[0])
+    )
+
+
+def test_a_name_that_stands_for_something_else_here_is_exported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair = made(shadowed, X)
+    assert Exports().spec_for(pair, THERE)[1] == ()
+
+    def other(x: Any) -> Any:
+        return x - 1
+
+    other.__qualname__ = "shadowed"
+    monkeypatch.setitem(globals(), "shadowed", other)
+    spec, (definition,) = Exports().spec_for(pair, THERE)
+    assert read_spec(spec)[1].digest == definition.digest
+    assert bits(received(pair, THERE).forward([X])[0][0]) == bits(X + 1)
+
+
+def test_a_module_that_is_not_imported_here_is_not_imported_to_name_a_function() -> (
+    None
+):
+    code = """
+import sys
+import jax.numpy as jnp
+from jdag.rpc.exports import Exports
+from jdag.compute.avals import aval_of
+from jdag.compute.pairs import pair
+from jdag.compute.pytrees import split
+def f(x): return x
+f.__module__ = "nowhere_to_be_found"
+x = jnp.ones(3)
+made = pair(f, split((x,), {}, lambda _: False).template, (aval_of(x),), (True,))
+spec, definitions = Exports().spec_for(made, ("nowhere_to_be_found",))
+print(len(definitions), "nowhere_to_be_found" in sys.modules)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.stdout == "1 False\n", done.stderr
+
+
+def test_it_is_exported_once_and_each_worker_is_told_its_own() -> None:
+    pair, exports = made(names_cases.layer, array(2, 3), X), Exports()
+    spec, (definition,) = exports.spec_for(pair, ())
+    again, (same,) = exports.spec_for(pair, ("other",))
+    assert spec == again
+    assert same is definition
+    assert exports.spec_for(pair, ()) == (spec, (definition,))
+    assert exports.spec_for(pair, THERE) == (pair.spec, ())
+
+
+def test_places_go_with_what_was_exported() -> None:
+    bare = made(names_cases.layer, array(2, 3), X)
+    pair = placed(bare, "cpu:0", (None, "cpu:0"), [None])
+    there = received(pair)
+    assert (there.device, there.in_devices, there.out_devices) == (
+        "cpu:0",
+        (None, "cpu:0"),
+        (None,),
+    )
+    assert list(map(bits, there.forward([array(2, 3), X])[0])) == list(
+        map(bits, bare.forward([array(2, 3), X])[0])
+    )
+
+
+def test_what_can_go_neither_way_says_both_reasons_and_what_to_do() -> None:
+    pair = made(called_back, X)
+    said = (
+        r"called_back cannot be called on another worker. By name: .*allow=\['tests'\]"
+    )
+    with pytest.raises(JdagError, match=said + r".* As StableHLO: .*calls back into P"):
+        Exports().spec_for(pair, ())
+    assert Exports().spec_for(pair, THERE)[1] == ()
+
+
+def test_a_message_is_sent_with_what_is_to_be_defined_first() -> None:
+    exports = Exports()
+    by_name = call_of(made(jnp.tanh, X))
+    assert exports.outgoing(by_name, ()) == (by_name, ())
+    pair = made(names_cases.layer, array(2, 3), X)
+    call = call_of(pair)
+    message, (definition,) = exports.outgoing(call, ())
+    assert isinstance(message, Call)
+    functions = Functions()
+    functions.define(*definition)
+    bound: Any = functions.bind(CODEC.decode(CODEC.encode(message)), "a")
+    assert bits(bound.function.forward([array(2, 3), X])[0][0]) == bits(
+        pair.forward([array(2, 3), X])[0][0]
+    )
+    key = Key("leaf", None, LEAF, 0)
+    part = Assignment((1,), pair, (key, key), (key,), pair.out_avals, "x:1")
+    plain = Assignment((1,), None, (), (key,), pair.out_avals, "x:1")
+    sent, definitions = exports.outgoing(Assign((1,), (part, plain, part)), ())
+    assert isinstance(sent, Assign)
+    assert definitions == (definition,)
+    assert [part.function for part in sent.parts] == [
+        message.function,
+        None,
+        message.function,
+    ]
+    links: dict[bytes, None] = {}
+    assert needed(definitions, links) == definitions
+    assert needed(definitions, links) == ()
+
+
+def test_a_definition_that_did_not_come_fails_the_call() -> None:
+    spec, _ = Exports().spec_for(made(names_cases.layer, array(2, 3), X), ())
+    bound = Functions().bound(FunctionData(spec))
+    with pytest.raises(JdagError, match="was exported, and its definition is not here"):
+        bound.forward([array(2, 3), X])
+
+
+def test_a_definition_of_another_function_fails_the_call() -> None:
+    exports, functions = Exports(), Functions()
+    one, _ = exports.spec_for(made(names_cases.layer, array(2, 3), X), ())
+    _, (other,) = exports.spec_for(made(names_cases.layer, array(4, 3), X), ())
+    functions.define(*other)
+    digest = read_spec(one)[1].digest
+    bound = functions.bound(FunctionData(one.replace(digest, other.digest)))
+    with pytest.raises(JdagError, match=r"was called as .* and exported as"):
+        bound.forward([array(2, 3), X])
+
+
+def test_definitions_are_checked_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jdag.rpc.functions.DEFINED_MAX", 2)
+    exports, functions = Exports(), Functions()
+    found = [
+        exports.spec_for(made(names_cases.layer, array(rows, 3), X), ())
+        for rows in (2, 3, 4)
+    ]
+    with pytest.raises(Exception, match="not those of its digest"):
+        functions.define(found[0][1][0].digest, b"other")
+    for _, (definition,) in found:
+        functions.define(*definition)
+    assert len(functions._definitions) == 2
+    with pytest.raises(JdagError, match="at most 2 are kept"):
+        functions.bound(FunctionData(found[0][0])).forward([array(2, 3), X])
+    functions.bound(FunctionData(found[2][0])).forward([array(4, 3), X])
+
+
+def hook(g: Any) -> Any:
+    return g * 2
+
+
+def test_what_a_program_tells_is_prepared_or_refused() -> None:
+    exports, key = Exports(), Key("output", CONTEXT, (1,), 0)
+    fine, no = made(names_cases.layer, array(2, 3), X), made(called_back, X)
+
+    def issued(pair: Any, worker: str) -> Issued:
+        return Issued(CONTEXT, (1,), worker, pair, pair.name, (), (), "x:1")
+
+    def allowed(worker: str) -> tuple[str, ...]:
+        return THERE if worker == "b" else ()
+
+    exports.prepare(issued(fine, "a"), "home", allowed)
+    assert fine in exports._exported
+    exports.prepare(issued(no, "home"), "home", allowed)
+    exports.prepare(issued(no, "b"), "home", allowed)
+    with pytest.raises(JdagError, match="called_back cannot be called on another"):
+        exports.prepare(issued(no, "a"), "home", allowed)
+    leaf = Key("leaf", None, LEAF, 0)
+    part = Assignment((1,), no, (leaf,), (leaf,), no.out_avals, "x:1")
+    with pytest.raises(JdagError, match="called_back cannot be called on another"):
+        exports.prepare(Assigned((1,), (part,)), "home", allowed)
+    exports.prepare(Assigned((1,), (part,)), "a", allowed)
+    for worker, fn, said in (
+        ("a", hook, r"hook cannot run on 'a': .*allow=\['tests'\].* the module 'tests"),
+        ("b", lambda g: g, r"cannot run on 'b': .*no name that another process"),
+        ("b", partial(hook), ""),
+        ("home", lambda g: g, ""),
+    ):
+        attached = Attached(CONTEXT, worker, key, Hook((1,), fn, True, None, "x:1"))
+        launched = Launched(1, CONTEXT, (1,), worker, fn, ((), {}), "x:1")
+        for event in (attached, launched):
+            if not said:
+                exports.prepare(event, "home", allowed)
+                continue
+            with pytest.raises(JdagError, match=said):
+                exports.prepare(event, "home", allowed)
+    exports.prepare(Discarded(CONTEXT, (), ()), "home", allowed)
+
+
+CHILD = """
+import sys
+from pathlib import Path
+import jax, numpy as np
+jax.config.update("jax_enable_x64", True)
+from jdag.rpc.functions import Functions
+from jdag.wire.messages import Codec
+folder = Path(sys.argv[1])
+functions, codec = Functions(), Codec(("home", "a"))
+for n in range(int(sys.argv[2])):
+    digest, data = [(folder / f"{what}{n}").read_bytes() for what in ("digest", "data")]
+    functions.define(digest, data)
+    call = functions.bind(codec.decode((folder / f"call{n}").read_bytes()), "home")
+    pair = call.function
+    values = [np.load(folder / f"arg{n}_{m}.npy") for m in range(len(pair.avals))]
+    outputs, residuals = pair.forward(values)
+    sums = [[output, output / 3, output / 7] for output in outputs]
+    for m, value in enumerate([*outputs, *pair.vjp(residuals, sums)]):
+        np.save(folder / f"out{n}_{m}.npy", value)
+print([name for name in sys.modules if name.startswith("tests")])
+"""
+
+
+def test_a_process_without_the_users_code_runs_the_users_functions(
+    tmp_path: Path,
+) -> None:
+    wanted, exports = [], Exports()
+    names = ["a lambda", "a closure over an array", "a method", "another module"]
+    for n, name in enumerate(names):
+        pair = made(*EXPORTED[name])
+        values = [v for v in EXPORTED[name][1:] if hasattr(v, "shape")]
+        message, (definition,) = exports.outgoing(call_of(pair), ())
+        (tmp_path / f"digest{n}").write_bytes(definition.digest)
+        (tmp_path / f"data{n}").write_bytes(definition.data)
+        (tmp_path / f"call{n}").write_bytes(CODEC.encode(message))
+        for m, value in enumerate(values):
+            np.save(tmp_path / f"arg{n}_{m}.npy", np.asarray(value))
+        outputs, residuals = pair.forward(values)
+        sums = [[output, output / 3, output / 7] for output in outputs]
+        wanted.append([*outputs, *pair.vjp(residuals, sums)])
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, str(tmp_path), str(len(names))],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.stdout == "[]\n", done.stderr
+    for n, values in enumerate(wanted):
+        for m, value in enumerate(values):
+            assert bits(np.load(tmp_path / f"out{n}_{m}.npy")) == bits(value), names[n]
+
+
+def test_bound_pairs_of_equal_names_are_told_apart_by_their_digests() -> None:
+    one, two = made(lambda x: x + 1, X), made(lambda x: x + 2, X)
+    assert one.spec == two.spec
+    first, second = received(one), received(two)
+    assert first.spec != second.spec
+    assert bits(first.forward([X])[0][0]) == bits(X + 1)
+    assert bits(second.forward([X])[0][0]) == bits(X + 2)
+    assert bound_of(one) is bound_of(two)  # Hence they never go by name.
