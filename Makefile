@@ -10,7 +10,7 @@ N ?= 3000
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
-SOURCES := jdag tests $(wildcard paper/*.py)
+SOURCES := jdag tests $(wildcard paper/*.py paper/*/*.py)
 
 .DEFAULT_GOAL := demo
 .PHONY: demo test test-long suite lint bench install install-test clean

@@ -1,0 +1,163 @@
+"""Our side of the comparison: jdag's public face over launched workers.
+
+    python -m paper.compare.ours [--quick] [--mode fast] [--carrier grpc]
+
+Prints one JSON object. The worker processes are told to allow this module, so that its
+functions travel by name, as the peer's do.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jdag
+from paper.compare import functions, rows
+
+CALLER = "caller"
+ALLOWED = ("paper.compare.functions", "jax", "jdag", "optax")
+
+
+class Ours:
+    """jdag's side of the rows; see `rows.Side`."""
+
+    def __init__(self, cluster: jdag.Cluster, mode: Any) -> None:
+        self.cluster = cluster
+        self.mode = mode
+        self.leaf = cluster.put(CALLER, jnp.asarray(rows.leaf()))
+        self.factors = [jnp.asarray(rows.factor(number)) for number in range(7)]
+        self.stages: dict[int, list[Any]] = {}
+        self.batches: dict[int, tuple[jax.Array, jax.Array]] = {}
+        self.optimizers: dict[int, jdag.Optimizer] = {}
+        self.calls = cluster.context()
+        self.calls.__enter__()
+
+    def array(self, value: np.ndarray) -> jax.Array:
+        """A JAX array."""
+        return jnp.asarray(value)
+
+    def add(self, one: jax.Array, other: jax.Array) -> jax.Array:
+        """In a context that stays open."""
+        return self._fetched(self.calls.call(rows.WORKERS[0], jnp.add, one, other))
+
+    def identity(self, value: jax.Array) -> jax.Array:
+        """In a context that stays open."""
+        return self._fetched(self.calls.call(rows.WORKERS[0], functions.same, value))
+
+    def _fetched(self, ref: jdag.Ref) -> jax.Array:
+        value: jax.Array = ref.fetch().block_until_ready()
+        return value
+
+    def chain(self, trips: int) -> rows.Phases:
+        """Each product is moved home, and from there to its next call."""
+        with self.cluster.context() as ctx:
+            yield None
+            loss = self._chained(ctx, trips)
+            yield float(loss.fetch())
+            ctx.backward(loss, mode=self.mode)
+            yield self._fetched(ctx.gradient(self.leaf))
+
+    def _chained(self, ctx: jdag.Context, trips: int) -> jdag.Ref:
+        value = self.leaf
+        for number in range(trips):
+            factor = self.factors[number % 7]
+            product = ctx.call(rows.WORKERS[0], jnp.multiply, value, factor)
+            value = ctx.move(CALLER, product)
+        loss: jdag.Ref = ctx.call(CALLER, jnp.sum, value)
+        return loss
+
+    def fan_out(self, calls: int) -> rows.Phases:
+        """The sum's call brings the products home."""
+        with self.cluster.context() as ctx:
+            yield None
+            products = [
+                ctx.call(
+                    rows.place(number),
+                    jnp.multiply,
+                    self.leaf,
+                    self.factors[number % 7],
+                )
+                for number in range(calls)
+            ]
+            loss = ctx.call(CALLER, functions.total, products)
+            yield float(loss.fetch())
+            ctx.backward(loss, mode=self.mode)
+            yield self._fetched(ctx.gradient(self.leaf))
+
+    def retained(self, passes: int) -> rows.Phases:
+        """Passes over the one graph, which they keep."""
+        with self.cluster.context() as ctx:
+            loss = self._chained(ctx, 1)
+            loss.fetch()
+            yield None
+            for _ in range(passes):
+                ctx.backward(loss, mode=self.mode, retain_graph=True)
+            yield self._fetched(ctx.gradient(self.leaf))
+
+    def prepare(self, width: int) -> None:
+        """A dict of leaves a stage; one optimizer over all."""
+        self.stages[width] = [
+            self.cluster.put(rows.place(number), {"weight": weight, "bias": bias})
+            for number, (weight, bias) in enumerate(rows.weights(width))
+        ]
+        x, y = rows.batch(width)
+        self.batches[width] = (jnp.asarray(x), jnp.asarray(y))
+        self.optimizers[width] = jdag.Optimizer(
+            optax.sgd(rows.LEARNING_RATE), self.stages[width]
+        )
+
+    def gradients(self, width: int) -> list[np.ndarray]:
+        """By one request to each owner."""
+        with self.cluster.context() as ctx:
+            ctx.backward(self._loss(ctx, width), mode=self.mode)
+            found = ctx.gradient([stage["weight"] for stage in self.stages[width]])
+            return [np.asarray(value) for value in jdag.fetch(found)]
+
+    def step(self, width: int) -> float:
+        """The optimizer waits for nothing, so one number of each new weight is read."""
+        with self.cluster.context() as ctx:
+            loss = self._loss(ctx, width)
+            ctx.backward(loss, mode=self.mode)
+            self.optimizers[width].step(ctx)
+            there = [
+                ctx.call(stage["weight"].worker, functions.corner, stage["weight"])
+                for stage in self.stages[width]
+            ]
+            value, _ = jdag.fetch((loss, there))
+        return float(value)
+
+    def _loss(self, ctx: jdag.Context, width: int) -> jdag.Ref:
+        value, y = self.batches[width]
+        for stage in self.stages[width]:
+            owner = stage["weight"].worker
+            value = ctx.call(owner, functions.layer, stage, value)
+        loss: jdag.Ref = ctx.call(CALLER, functions.mse, value, y)
+        return loss
+
+    def memory(self) -> list[int]:
+        """By the numbers of their processes."""
+        return [
+            rows.peak_bytes(pid) for pid in self.cluster.driver.launch.pids.values()
+        ]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Launch the workers and measure."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--mode", default="smart", choices=("smart", "fast"))
+    parser.add_argument("--carrier", default="socket", choices=("socket", "grpc"))
+    given = parser.parse_args(arguments)
+    workers = [CALLER, *rows.WORKERS]
+    with jdag.launch(workers, allow=ALLOWED, carrier=given.carrier) as cluster:
+        found = rows.measure(Ours(cluster, given.mode), rows.repeats(arguments))
+    rows.tell({**found, "settings": {"jax": jax.__version__}})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
