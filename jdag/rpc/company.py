@@ -170,8 +170,9 @@ class Company:
         return peer
 
     def _current(self, name: str) -> Peer:
-        """The peer of a worker's name, as it is now."""
-        return self.peers[incarnated(name, self.incarnations.get(name, 0))]
+        """The peer of a worker's name, as it is now, also before it was told of."""
+        now = max(self._place.incarnations[name], self.incarnations.get(name, 0))
+        return self.peer(incarnated(name, now))
 
     def received(self, peer: str) -> int:
         """How much this node's link to a peer has received, before a stream is remade.
@@ -189,14 +190,13 @@ class Company:
     def adopt(self, peer: str, incarnation: int, stream: Stream, received: int) -> None:
         """Go on with a peer over a stream whose hello is done; from any thread."""
         self._loop.acquire()
-        known = self.peers.get(incarnated(peer, incarnation))
+        known = self.peer(incarnated(peer, incarnation))
         try:
-            if known is None or known.lost:
+            if known.lost:
                 stream.close()
             else:
                 known.adopt(stream, received)
         except ProtocolError as error:
-            assert known is not None, peer
             self._lose(known, f"it broke the protocol: {error}")
         finally:
             self._loop.release()

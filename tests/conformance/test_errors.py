@@ -227,6 +227,8 @@ def test_after_a_worker_died_the_others_go_on_in_another_context(driver: Any):
 def test_a_pass_that_takes_longer_than_timeout_s_raises_with_what_is_owed(driver: Any):
     with driver.slow() as cluster:
         w, v = cluster.put("a", ONES), cluster.put("b", ONES)
+        with cluster.context() as ctx:  # What it is to wait for is compiled by then.
+            ctx.backward(ctx.call("d", total, ctx.call("b", sum_of_product, w, v)))
         with cluster.context() as ctx:
             h = ctx.call("c", lingers, ctx.call("b", sum_of_product, w, v))
             loss = ctx.call("d", total, h)
