@@ -72,7 +72,8 @@ def test_the_header_of_a_type_says_all_that_the_type_does() -> None:
         ArrayType((), "bfloat16", True, "cpu:1", True),
         ArrayType((1,), "int8", True, "gpu:0"),
     ):
-        assert ARRAY_TYPE.read(Reader(header(kind), {})) == kind
+        reader = Reader(header(kind) + bytes(2_000), {})
+        assert ARRAY_TYPE.read(reader) == kind and reader.left == 2_000
 
 
 def test_many_are_as_much_as_each() -> None:

@@ -1,6 +1,7 @@
 """Messages drawn at random, of every type, with contents of every kind."""
 
 from collections import OrderedDict, namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -202,36 +203,56 @@ def _nested(one: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 plain_trees = _nested(plain)
 trees = _nested(plain | opaque)
 
-assignments = st.builds(
+def _alike(
+    make: Callable[..., Any], places: tuple[int, int], *fields: st.SearchStrategy[Any]
+) -> st.SearchStrategy[Any]:
+    """Build of fields; those at two places have as many items as each other."""
+    one, other = places
+
+    def made(pairs: Any, rest: Any) -> Any:
+        values = list(rest)
+        values.insert(one, tuple([first for first, _ in pairs]))
+        values.insert(other, tuple([second for _, second in pairs]))
+        return make(*values)
+
+    rest = [field for place, field in enumerate(fields) if place not in places]
+    pairs = st.lists(st.tuples(fields[one], fields[other]), max_size=3)
+    return st.builds(made, pairs, st.tuples(*rest))
+
+
+assignments = _alike(
     Assignment,
+    (3, 4),
     paths,
     st.none() | functions,
     _several(keys),
-    _several(keys),
-    _several(avals | placed),
+    keys,
+    avals | placed,
     texts,
 )
 
 messages: dict[type[Any], st.SearchStrategy[Any]] = {
-    Call: st.builds(
+    Call: _alike(
         Call,
+        (3, 4),
         contexts,
         paths,
         functions,
-        _several(keys),
-        masks,
+        keys,
+        st.booleans(),
         masks,
         _several(incoming),
         texts,
         _several(keys),
     ),
-    Ship: st.builds(
+    Ship: _alike(
         Ship,
+        (3, 4),
         contexts,
         paths,
         workers,
-        _several(keys),
-        masks,
+        keys,
+        st.booleans(),
         texts,
         texts,
         _several(keys),

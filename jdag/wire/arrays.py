@@ -153,7 +153,7 @@ def _write(writer: Writer, value: Any) -> None:
     writer.out += _written(kind)
 
 
-@lru_cache(4096)
+@lru_cache(1024)
 def _written(kind: ArrayType) -> bytes:
     writer = Writer({})
     flags = _WEAK * kind.weak | _PLACED * (kind.device is not None)
@@ -195,7 +195,7 @@ def _read_anew(reader: Reader) -> ArrayType:
     return ArrayType(shape, dtype, bool(number & _WEAK), device, bool(ranked & _DUAL))
 
 
-@lru_cache(4096)
+@lru_cache(1024)
 def _made(data: bytes) -> ArrayType:
     return _read_anew(Reader(data, {}))
 

@@ -174,6 +174,23 @@ def record(kind: Any, **fields: Layout) -> Layout:
     return Layout(fixed, lambda value: sum(map(call, sizes, get(value))), write, read)
 
 
+def alike(item: Layout, one: str, other: str) -> Layout:
+    """A record, two fields of which have to be of one length."""
+    both = attrgetter(one, other)
+
+    def read(reader: Reader) -> Any:
+        value = item.read(reader)
+        here, there = both(value)
+        if len(here) != len(there):
+            raise ProtocolError(
+                f"a {type(value).__name__} of {len(here)} {one} and {len(there)}"
+                f" {other}: allowed is the same number"
+            )
+        return value
+
+    return item._replace(read=read)
+
+
 def items(*layouts: Layout) -> Layout:
     """The items of a tuple, one after the other."""
     fixed = sum(layout.fixed for layout in layouts)
@@ -287,7 +304,8 @@ def _mask_made(data: bytes, slots: int) -> tuple[bool, ...]:
     bits = int.from_bytes(data, "little")
     if bits >> slots:
         raise ProtocolError(f"mask of {slots} slots has bits beyond its last slot")
-    return tuple([digit == "1" for digit in reversed(f"{bits:0{slots}b}")][:slots])
+    # No list on the way: the bools take 64 times what the bits did.
+    return tuple(map("1".__eq__, reversed(f"{bits:0{slots}b}"))) if slots else ()
 
 
 # Of few slots: there are no more of these than are remembered.
@@ -354,9 +372,12 @@ def _numbers(count: int) -> struct.Struct:
     return struct.Struct(f"<{count}I")
 
 
-_known_path = lru_cache(_REMEMBERED)(
-    lambda data: _numbers(len(data) // 4).unpack(data),
-)
+def _path_made(data: bytes) -> Path:
+    return _numbers(len(data) // 4).unpack(data)
+
+
+_SHALLOW = 16  # Longer paths come too seldom to be worth their memory.
+_known_path = lru_cache(_REMEMBERED)(_path_made)
 
 
 def _write_path(writer: Writer, path: Path) -> None:
@@ -370,7 +391,8 @@ def _write_path(writer: Writer, path: Path) -> None:
 
 
 def _read_path(reader: Reader) -> Path:
-    path: Path = _known_path(reader.counted(32, PATH_MAX, "numbers in a path")[1])
+    numbers, data = reader.counted(32, PATH_MAX, "numbers in a path")
+    path: Path = (_known_path if numbers <= _SHALLOW else _path_made)(data)
     return path
 
 

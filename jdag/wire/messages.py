@@ -76,6 +76,7 @@ from jdag.wire.encoding import (
     WORKER,
     WORKERS,
     Layout,
+    alike,
     integer,
     many,
     maybe,
@@ -153,58 +154,91 @@ HOOK = record(
 CHANGE = integer(4, "change in sends owed", signed=True)
 
 
+HALVINGS_MAX = 1 << 20
+_HALVINGS = integer(4, "halvings of a weight")
+_UNITS_BYTES = integer(2, "bytes of a weight")
+
+
 def _units_bytes(weight: Weight) -> int:
     return (weight.units.bit_length() + 7) >> 3
 
 
 def _write_weight(writer: Writer, weight: Weight) -> None:
+    units, halvings = weight
     size = _units_bytes(weight)
-    writer.integer(weight.halvings, 4, "halvings of a weight")
-    writer.integer(size, 2, "bytes of a weight")
-    writer.integer(weight.units, size, "units of a weight")
+    if halvings > HALVINGS_MAX:
+        raise ProtocolError(
+            f"halvings of a weight = {halvings} cannot travel: allowed is an int from 0"
+            f" to {HALVINGS_MAX}"
+        )
+    _HALVINGS.write(writer, halvings)
+    _UNITS_BYTES.write(writer, size)
+    writer.integer(units, size, "units of a weight")
 
 
 def _read_weight(reader: Reader) -> Weight:
-    halvings = reader.integer(4, "halvings of a weight")
-    size = reader.integer(2, "bytes of a weight")
-    return Weight(reader.integer(size, "units of a weight"), halvings)
+    halvings = _HALVINGS.read(reader)
+    units = reader.integer(_UNITS_BYTES.read(reader), "units of a weight")
+    # Else who adds it to another makes numbers of as many bits as it says.
+    if halvings > HALVINGS_MAX:
+        raise ProtocolError(
+            f"halvings of a weight = {halvings}: allowed is 0 to {HALVINGS_MAX}"
+        )
+    if units.bit_length() > halvings and units != 1 << halvings:
+        raise ProtocolError(
+            f"a weight of {units.bit_length()} bits, halved {halvings} times, is more"
+            " than the whole"
+        )
+    return Weight(units, halvings)
 
 
 WEIGHT = Layout(6, _units_bytes, _write_weight, _read_weight)
-ASSIGNMENT = record(
-    Assignment,
-    path=PATH,
-    function=maybe(FUNCTION),
-    inputs=KEYS,
-    outputs=KEYS,
-    avals=ARRAY_TYPES,
-    call_site=NAME,
+ASSIGNMENT = alike(
+    record(
+        Assignment,
+        path=PATH,
+        function=maybe(FUNCTION),
+        inputs=KEYS,
+        outputs=KEYS,
+        avals=ARRAY_TYPES,
+        call_site=NAME,
+    ),
+    "outputs",
+    "avals",
 )
 
 # The place in this table is the type's number: only append.
 LAYOUTS: dict[type[Any], Layout] = {
-    Call: record(
-        Call,
-        context=CONTEXT,
-        path=PATH,
-        function=FUNCTION,
-        inputs=KEYS,
-        tracked=MASK,
-        outputs=MASK,
-        incoming=many(INCOMING, "receives"),
-        call_site=NAME,
-        discarded=KEYS,
+    Call: alike(
+        record(
+            Call,
+            context=CONTEXT,
+            path=PATH,
+            function=FUNCTION,
+            inputs=KEYS,
+            tracked=MASK,
+            outputs=MASK,
+            incoming=many(INCOMING, "receives"),
+            call_site=NAME,
+            discarded=KEYS,
+        ),
+        "inputs",
+        "tracked",
     ),
-    Ship: record(
-        Ship,
-        context=CONTEXT,
-        path=PATH,
-        destination=WORKER,
-        keys=KEYS,
-        tracked=MASK,
-        function=NAME,
-        call_site=NAME,
-        discarded=KEYS,
+    Ship: alike(
+        record(
+            Ship,
+            context=CONTEXT,
+            path=PATH,
+            destination=WORKER,
+            keys=KEYS,
+            tracked=MASK,
+            function=NAME,
+            call_site=NAME,
+            discarded=KEYS,
+        ),
+        "keys",
+        "tracked",
     ),
     Acknowledge: record(Acknowledge, context=CONTEXT_MAYBE, path=PATH),
     Primal: record(
@@ -417,7 +451,11 @@ class Codec:
         Raises:
             ProtocolError: they are none.
         """
-        return TREE.read(Reader(data, self._workers, len(self._names)))
+        reader = Reader(data, self._workers, len(self._names))
+        tree = TREE.read(reader)
+        if reader.left:
+            raise ProtocolError(f"{reader.left} of {len(data)} bytes are left")
+        return tree
 
     def _read(self, reader: Reader) -> Message:
         number = reader.integer(TYPE_BYTES, "type of a message")
