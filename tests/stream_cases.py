@@ -55,6 +55,16 @@ def send_all(stream: Stream, data: bytes) -> None:
             left = left[stream.send([left]) :]
         except BlockingIOError:
             wait(stream, select.POLLOUT)
+    flush(stream)
+
+
+def flush(stream: Stream) -> None:
+    """Wait until what was taken has left."""
+    while True:
+        try:
+            return stream.flush()
+        except BlockingIOError:
+            wait(stream, select.POLLOUT)
 
 
 def receive(stream: Stream, count: int) -> bytes:

@@ -3,6 +3,7 @@
 import random
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,7 +23,9 @@ from jdag.rpc import outbox
 from jdag.rpc.loop import Loop, clock_ns
 from jdag.rpc.peer import Peer
 from jdag.rpc.streams import SocketStream
+from jdag.rpc.tls import Tls, TlsStream, load
 from jdag.wire.messages import Codec
+from tests.certificates import Issuer
 
 PATIENCE_NS = 20_000_000_000
 ONE = ContextId(0, 1, 0)
@@ -76,7 +79,14 @@ class Side:
 class Sides:
     """Both ends, on one loop."""
 
-    def __init__(self, deadline_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        deadline_s: float = 60.0,
+        tls: Tls | None = None,
+        stream: Callable[[SocketStream], Any] = lambda plain: plain,
+    ) -> None:
+        self.tls = tls
+        self.stream = stream
         self.loop = Loop(self.flush)
         self.a = Side(self.loop, "a", "b", deadline_s)
         self.b = Side(self.loop, "b", "a", deadline_s)
@@ -89,11 +99,16 @@ class Sides:
         for side in (self.a, self.b):
             side.peer.drop_stream()
         received = self.a.peer.link.received, self.b.peer.link.received
-        for side, end, got in zip(
-            (self.a, self.b), socket.socketpair(), reversed(received), strict=True
+        ends = socket.socketpair()
+        plain = [SocketStream(end, "the other end") for end in ends]
+        streams = [self.stream(end) for end in plain]
+        if self.tls is not None:
+            streams = secured(self.tls, *plain)
+        for side, end, stream, got in zip(
+            (self.a, self.b), ends, streams, reversed(received), strict=True
         ):
             side.socket = end
-            side.peer.adopt(SocketStream(end, side.peer.name), got)
+            side.peer.adopt(stream, got)
 
     def run(self, done: Any) -> None:
         """Drive until `done()`, for so long at most."""
@@ -113,6 +128,60 @@ class Sides:
         self.b.peer.lose()
         self.loop.close()
         self.loop.release()
+
+
+def secured(tls: Tls, near: SocketStream, far: SocketStream) -> list[TlsStream]:
+    """Put TLS on both ends of a connection, after they have shaken hands."""
+    ends = [tls.dial(near, "a"), tls.serve(far)]
+    for end in ends * 3:
+        with suppress(BlockingIOError):
+            end.shake_hands()
+    return ends
+
+
+class Hoarder:
+    """A stream that keeps bytes to itself both ways, as one through TLS may."""
+
+    local = False
+
+    def __init__(self, plain: SocketStream) -> None:
+        self.plain = plain
+        self.peer = plain.peer
+        self.fileno, self.close = plain.fileno, plain.close
+        self.came = bytearray()
+        self.taken = b""
+
+    def recv_into(self, view: memoryview) -> int:
+        room = memoryview(bytearray(1 << 16))
+        with suppress(BlockingIOError):
+            while True:
+                self.came += room[: self.plain.recv_into(room)]
+        if not self.came:
+            raise BlockingIOError
+        count = min(len(view), len(self.came), 9)
+        view[:count] = self.came[:count]
+        del self.came[:count]
+        return count
+
+    def pending(self) -> bool:
+        return bool(self.came)
+
+    def send(self, views: Sequence[memoryview]) -> int:
+        self.flush()
+        self.taken = b"".join(views)
+        return len(self.taken)
+
+    def wants_write(self) -> bool:
+        return bool(self.taken)
+
+    def flush(self) -> None:
+        if self.taken:
+            front = memoryview(self.taken)[:1000]
+            self.taken = self.taken[self.plain.send([front]) :]
+        if self.taken:
+            raise BlockingIOError
+
+    send_segment = take_segment = None
 
 
 @pytest.fixture
@@ -135,6 +204,19 @@ def sides(make: Callable[..., Sides]) -> Sides:
     return made
 
 
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory: pytest.TempPathFactory) -> Tls:
+    return load(*Issuer(tmp_path_factory.mktemp("certificates"), "ca").issue("a"))
+
+
+@pytest.fixture(params=["plain", "tls"])
+def either(request: Any, make: Callable[..., Sides], tls: Tls) -> Sides:
+    """Ends that are connected, plainly and through TLS."""
+    made = make(tls=tls if request.param == "tls" else None)
+    made.connect()
+    return made
+
+
 def primal(number: int, context: ContextId = ONE, slots: int = 1) -> Primal:
     return Primal(context, (number,), "a", (None,) * slots)
 
@@ -153,8 +235,9 @@ def assert_same(came: Sequence[Any], sent: Sequence[Any]) -> None:
 
 
 def test_messages_with_values_of_all_sizes_arrive_in_order_with_their_bits(
-    sides: Sides,
+    either: Sides,
 ) -> None:
+    sides = either
     rng = random.Random(3)
     sent = []
     for number in range(1, 40):
@@ -167,10 +250,15 @@ def test_messages_with_values_of_all_sizes_arrive_in_order_with_their_bits(
         assert_same(landed, values)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(
+    ("either", "seed"),
+    [*(("plain", seed) for seed in range(12)), *(("tls", seed) for seed in range(3))],
+    indirect=["either"],
+)
 def test_connections_that_break_anywhere_lose_nothing_and_repeat_nothing(
-    seed: int, sides: Sides
+    seed: int, either: Sides
 ) -> None:
+    sides = either
     rng = random.Random(seed)
     sent: dict[str, list[Any]] = {"a": [], "b": []}
     number = 0
@@ -219,6 +307,17 @@ def test_no_more_bulk_is_unacknowledged_than_the_window_and_a_chunk(
     sides.a.peer.send(primal(1, slots=3), values)
     sides.run(lambda: len(sides.b.messages) == 1)
     assert 0 < most <= outbox.WINDOW_BYTES + outbox.CHUNK_BYTES + 16
+    assert_same(sides.b.messages[0][1], values)
+
+
+def test_what_a_stream_keeps_to_itself_is_asked_of_it(
+    make: Callable[..., Sides],
+) -> None:
+    sides = make(deadline_s=600.0, stream=Hoarder)
+    sides.connect()
+    values = [jnp.arange(9_000.0), jnp.arange(20_000.0), jnp.arange(3.0)]
+    sides.a.peer.send(primal(1, slots=3), values)
+    sides.run(lambda: len(sides.b.messages) == 1)
     assert_same(sides.b.messages[0][1], values)
 
 

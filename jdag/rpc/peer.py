@@ -195,17 +195,19 @@ class Peer:
         """Give the stream all that it takes now."""
         outbox = self.outbox
         self.flushing = False
-        if self.stream is None or self._waits_to_write or outbox.empty:
+        stream = self.stream
+        if stream is None or self._waits_to_write:
             return
-        while outbox.fill():  # Bounded by what waits; each round gives bytes away.
-            try:
-                outbox.taken(self.stream.send(outbox.views()))
-            except BlockingIOError:
-                self._wait_to_write(True)
-                return
-            except (ConnectionError, OSError) as error:
-                self._break(error)
-                return
+        if outbox.empty and not stream.wants_write():
+            return
+        try:
+            while outbox.fill():  # Bounded by what waits; each round gives bytes away.
+                outbox.taken(stream.send(outbox.views()))
+            stream.flush()
+        except BlockingIOError:
+            self._wait_to_write(True)
+        except (ConnectionError, OSError) as error:
+            self._break(error)
 
     def _wait_to_write(self, waits: bool) -> None:
         assert self.stream is not None, self
@@ -231,6 +233,12 @@ class Peer:
         else:
             self.heard_ns = clock_ns()
             self._after_reading()
+            if self.stream is not None and self.stream.pending():
+                self._loop.soon(self._read_on)  # What TLS has, the poller does not see.
+
+    def _read_on(self) -> None:
+        if self.stream is not None and self.stream.pending():
+            self._ready(READ)
 
     def _after_reading(self) -> None:
         if self.lost:

@@ -52,17 +52,21 @@ class Stream(Protocol):
     def send(self, views: Sequence[memoryview]) -> int:
         """Take bytes from the front of some views, return how many.
 
-        The views are of bytes, and not all of them are empty. Raises BlockingIOError
-        if there is no room, ConnectionError at the end.
+        The views are of bytes, or are bytes, and not all of them are empty. Raises
+        BlockingIOError if there is no room, ConnectionError at the end.
         """
 
     def pending(self) -> bool:
         """Whether bytes are here that epoll does not see."""
 
     def wants_write(self) -> bool:
-        """Whether bytes that were taken wait here for room to write.
+        """Whether bytes that were taken wait here for room to write: see `flush`."""
 
-        Then watch for room, and call `recv_into` when there is some.
+    def flush(self) -> None:
+        """Hand over what was taken and waits here; BlockingIOError if there is no room.
+
+        What the other end sees may wait for it, so call it when all is sent; reading
+        and sending do as much.
         """
 
     def send_segment(self, views: Sequence[memoryview], descriptor: int) -> int:
@@ -156,6 +160,9 @@ class SocketStream:
         """See Stream."""
         return False
 
+    def flush(self) -> None:
+        """See Stream."""
+
     def send_segment(self, views: Sequence[memoryview], descriptor: int) -> int:
         """See Stream."""
         assert self.local, self.peer
@@ -207,6 +214,6 @@ def reason(error: OSError) -> str:
 
 
 def _filled(views: Sequence[memoryview]) -> list[memoryview]:
-    filled = [view for view in views if view.nbytes]
+    filled = [view for view in views if len(view)]
     assert filled, "a stream was asked to send nothing"
     return filled

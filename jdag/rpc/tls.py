@@ -202,12 +202,11 @@ class TlsStream:
 
     def send(self, views: Sequence[memoryview]) -> int:
         """See Stream."""
-        self._push()
-        if self.wants_write():
-            raise BlockingIOError
+        self.flush()
         try:
             count = self._tls.write(_front(views))
-        except ssl.SSLWantReadError:
+        except ssl.SSLWantReadError:  # Hands are not shaken yet.
+            self._push()
             raise BlockingIOError from None
         except ssl.SSLError as error:
             raise self._failed(error) from error
@@ -221,6 +220,12 @@ class TlsStream:
     def wants_write(self) -> bool:
         """See Stream."""
         return bool(self._unsent) or self._outgoing.pending > 0
+
+    def flush(self) -> None:
+        """See Stream."""
+        self._push()
+        if self.wants_write():
+            raise BlockingIOError
 
     def send_segment(self, views: Sequence[memoryview], descriptor: int) -> int:
         """See Stream."""
@@ -272,11 +277,12 @@ _SAID = {
 
 def _front(views: Sequence[memoryview]) -> bytes | memoryview:
     """Join what one call takes; a large view is not copied."""
-    front, room = [], _TAKEN_MAX
+    front: list[memoryview] = []
+    room = _TAKEN_MAX
     for view in views:
-        if view.nbytes:
+        if len(view):
             front.append(view[:room])
-            room -= front[-1].nbytes
+            room -= len(front[-1])
         if not room:
             break
     assert front, "a stream was asked to send nothing"

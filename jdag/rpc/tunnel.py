@@ -128,6 +128,9 @@ class TunnelStream:
         """See Stream."""
         return False
 
+    def flush(self) -> None:
+        """See Stream."""
+
     def send_segment(self, views: Sequence[memoryview], descriptor: int) -> int:
         """See Stream."""
         raise AssertionError(f"{self.peer} is not on this host; {descriptor} stays")
