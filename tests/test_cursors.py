@@ -122,15 +122,15 @@ def test_a_part_is_of_a_whole_that_was_halved_so_often_and_no_more():
     [
         (
             Call(CONTEXT, (1,), FUNCTION, (OUTPUT,) * 3, (True,) * 2, (), (), ""),
-            "a Call of 3 inputs and 2 tracked: allowed is the same number",
+            "Call of 3 inputs and 2 tracked: allowed is the same number",
         ),
         (
             Ship(CONTEXT, (1,), "b", (), (True,), "f", ""),
-            "a Ship of 0 keys and 1 tracked: allowed",
+            "Ship of 0 keys and 1 tracked: allowed",
         ),
         (
             Assign((1,), (Assignment((1, 0), None, (), (LEAF,), (KIND,) * 2, ""),)),
-            "an? Assignment of 1 outputs and 2 avals: allowed",
+            "Assignment of 1 outputs and 2 avals: allowed",
         ),
     ],
     ids=["Call", "Ship", "Assignment"],

@@ -233,7 +233,7 @@ def test_what_a_trace_raises_is_raised_by_forward(
 def test_a_call_that_its_spec_contradicts_is_refused() -> None:
     call = call_of(made(names_cases.layer, array(2, 3), X))
     with pytest.raises(ProtocolError, match="has 1 inputs, not 2"):
-        arrived(replace(call, inputs=call.inputs[:1]))
+        arrived(replace(call, inputs=call.inputs[:1], tracked=(True,)))
     with pytest.raises(ProtocolError, match="are tracked, and its spec"):
         arrived(replace(call, tracked=(True, False)))
     with pytest.raises(ProtocolError, match="are tracked, and its spec"):
@@ -255,7 +255,7 @@ def test_assignments_are_bound_with_their_types() -> None:
     assert type(plain.avals[0]) is Aval
     assert plain.avals[0].device == "cpu:1"
     with pytest.raises(ProtocolError, match="has 0 outputs, not 1"):
-        arrived(Assign((1,), (replace(part, outputs=()),)))
+        arrived(Assign((1,), (replace(part, outputs=(), avals=()),)))
 
 
 def test_shapes_of_roots_and_hooks_are_abstract_values() -> None:

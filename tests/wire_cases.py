@@ -203,6 +203,7 @@ def _nested(one: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 plain_trees = _nested(plain)
 trees = _nested(plain | opaque)
 
+
 def _alike(
     make: Callable[..., Any], places: tuple[int, int], *fields: st.SearchStrategy[Any]
 ) -> st.SearchStrategy[Any]:

@@ -183,7 +183,7 @@ def alike(item: Layout, one: str, other: str) -> Layout:
         here, there = both(value)
         if len(here) != len(there):
             raise ProtocolError(
-                f"a {type(value).__name__} of {len(here)} {one} and {len(there)}"
+                f"{type(value).__name__} of {len(here)} {one} and {len(there)}"
                 f" {other}: allowed is the same number"
             )
         return value
