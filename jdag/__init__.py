@@ -13,7 +13,9 @@ backward pass then runs over all of them, and gradients stay where their leaves 
 What a simulated cluster is made of (links, faults, devices) is in `jdag.sim`.
 """
 
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
 
 from jdag import errors, sim
 from jdag.cluster import Cluster
@@ -23,10 +25,12 @@ from jdag.drivers import connect, launch, simulate
 from jdag.errors import JdagError
 from jdag.functions import program, unjitted
 from jdag.hvp import hvp
-from jdag.optim import Optimizer
 from jdag.oracle import oracle
 from jdag.ref import Ref, fetch, stop_gradient
 from jdag.transform import value_and_grad
+
+if TYPE_CHECKING:
+    from jdag.optim import Optimizer
 
 try:
     __version__ = version("jdag")
@@ -53,3 +57,17 @@ __all__ = [
     "unjitted",
     "value_and_grad",
 ]
+
+# Found at first use: it loads optax, which a worker without an optimizer never needs.
+_LATER = {"Optimizer": "jdag.optim"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(_LATER[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({**globals(), **_LATER})

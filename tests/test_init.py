@@ -1,0 +1,45 @@
+"""The public face: what it brings, and what it leaves until somebody asks."""
+
+import subprocess
+import sys
+
+import pytest
+
+import jdag
+
+# What a worker does not need: optimizers, pages, tables, pictures, the command line.
+LATER = (
+    *("jinja2", "matplotlib", "networkx", "optax", "orbax", "rich", "typer"),
+    *("jdag.cli", "jdag.optim", "jdag.programs", "jdag.report", "jdag.scenario"),
+)
+WORKER = "import sys, jdag, jdag.drivers, jdag.rpc.worker; print(*sys.modules)"
+
+
+def test_a_worker_loads_nothing_that_it_does_not_need() -> None:
+    command = [sys.executable, "-c", WORKER]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    loaded = run.stdout.split()
+    assert "jdag.rpc.node" in loaded
+    assert [name for name in LATER if name in loaded] == []
+
+
+def test_all_that_is_public_is_there_and_is_listed() -> None:
+    for name in jdag.__all__:
+        assert getattr(jdag, name) is not None, name
+        assert name in dir(jdag), name
+    space: dict[str, object] = {}
+    exec("from jdag import *", space)
+    assert [name for name in jdag.__all__ if name not in space] == []
+
+
+def test_what_is_found_at_first_use_is_the_same_thing() -> None:
+    from jdag.optim import Optimizer  # noqa: PLC0415
+
+    assert jdag.Optimizer is Optimizer
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="'jdag' has no attribute 'Optimiser'"):
+        getattr(jdag, "Optimiser")  # noqa: B009
+    with pytest.raises(ImportError):
+        exec("from jdag import Optimiser", {})
