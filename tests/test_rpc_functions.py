@@ -1,6 +1,9 @@
 """Messages that arrived, with functions and values in place of names and bytes."""
 
+import random
 import threading
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,7 +39,9 @@ from jdag.errors import JdagError, ProtocolError
 from jdag.functions import name_of
 from jdag.ref import RefData
 from jdag.rpc.functions import Bound, Functions
+from jdag.wire.arrays import ArrayType
 from jdag.wire.messages import Codec, FunctionData
+from jdag.wire.trees import Raw
 from tests import names_cases
 from tests.compute_cases import array
 
@@ -365,3 +370,78 @@ def test_the_bound_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(functions._bound) == 3
     assert bound_of(shapes[4], functions) is kept[4]
     assert bound_of(shapes[0], functions) is not first
+
+
+def test_numpy_arrays_of_no_bytes_come_as_they_were() -> None:
+    empty = np.zeros((0, 3), np.float32)
+    found = arrived(Run(CONTEXT, (1,), secret, ((empty,), {}), "x:1")).arguments[0][0]
+    assert (found.shape, found.dtype) == (empty.shape, empty.dtype)
+
+
+def test_a_key_of_a_dict_that_cannot_be_one_fails_the_program_alone() -> None:
+    data = {Raw(ArrayType((), "int8", False), b"\3", "numpy"): 1}
+    found = arrived(Run(CONTEXT, (1,), secret, ((data,), {}), "x:1"))
+    with pytest.raises(JdagError, match="a dict whose keys cannot be"):
+        found.function(object())
+
+
+@jax.tree_util.register_pytree_node_class
+class Fragile:
+    """Its parts have to be numbers."""
+
+    def __init__(self, part: Any) -> None:
+        self.part = part
+
+    def tree_flatten(self) -> Any:
+        return (self.part,), None
+
+    @classmethod
+    def tree_unflatten(cls, _: Any, children: Any) -> "Fragile":
+        if children[0] == 3:
+            raise ZeroDivisionError("of a part")
+        return cls(*children)
+
+
+def test_what_a_class_raises_as_it_is_put_together_fails_the_program_alone() -> None:
+    found = arrived(Run(CONTEXT, (1,), secret, ((Fragile(3),), {}), "x:1"))
+    with pytest.raises(JdagError, match="cannot be made of 2 parts: ZeroDivisionError"):
+        found.function(object())
+
+
+FUZZED: dict[str, Callable[[], Any]] = {
+    "call": lambda: call_of(made(jnp.sum, array(2, 3), static((0, 1)))),
+    "placed": lambda: call_of(placed(made(jnp.add, X, X), "cpu:0", (None, None))),
+    "run": lambda: Run(
+        CONTEXT,
+        (1,),
+        partial(names_cases.program, 3),
+        ((names_cases.Pair(1, {"a": np.arange(3)}), Module(X)), {"c": secret}),
+        "x:1",
+    ),
+    "return": lambda: Return(
+        CONTEXT, (1,), Reply({"x": names_cases.Frozen(3)}, (), ()), None, ("a",), ()
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FUZZED)
+def test_mutated_messages_raise_nothing_but_protocol_errors(kind: str) -> None:
+    rng = random.Random(1)
+    written = CODEC.encode(FUZZED[kind]())
+    functions = Functions(["tests"])
+    outcomes = {"bound": 0, "refused": 0}
+    for _ in range(1500):
+        data = bytearray(written)
+        for _ in range(rng.randint(1, 3)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        try:
+            message: Any = functions.bind(CODEC.decode(bytes(data)), "a")
+        except ProtocolError:
+            outcomes["refused"] += 1
+            continue
+        outcomes["bound"] += 1
+        function = getattr(message, "function", None)
+        if type(function) is Bound and rng.random() < 0.2:
+            with suppress(Exception):  # Whatever a pair of other types raises.
+                _ = function.pair
+    assert min(outcomes.values()) > 50

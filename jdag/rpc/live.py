@@ -56,11 +56,18 @@ def live(data: Any, allowed: Allowed, *, load: bool = True) -> Any:
             case list():
                 return [made(one) for one in item]
             case dict():
-                return {made(key): made(one) for key, one in item.items()}
+                return _dict([(made(key), made(one)) for key, one in item.items()])
             case _:
                 return item
 
     return made(data)
+
+
+def _dict(items: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    try:
+        return dict(items)
+    except TypeError as error:
+        raise JdagError(f"a dict whose keys cannot be: {error}") from error
 
 
 def structure(data: Any, allowed: Allowed, *, load: bool = True) -> tuple[Any, Any]:
@@ -128,7 +135,7 @@ def _instance(
     values = [made(part) for part in parts]
     try:
         return _put_together(kind, values)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except Exception as error:  # Whatever a pytree node's own code raises.
         raise JdagError(
             f"{name} cannot be made of {len(values)} parts: "
             f"{type(error).__name__}: {error}"
