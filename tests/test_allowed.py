@@ -129,9 +129,11 @@ def test_a_module_that_is_not_allowed_is_never_imported(
     (tmp_path / "kindly" / "__init__.py").write_text("raise SystemExit('ran')\n")
     (tmp_path / "kindly" / "inner.py").write_text("def f(): ...\n")
     monkeypatch.syspath_prepend(tmp_path)
+    near = Allowed(["kind", "kindly.other", "harm"])
     for name in ("harmful:f", "kindly:f", "kindly.inner:f", "harmful:os.system"):
-        with pytest.raises(JdagError, match="may not be had by name"):
-            HERE.find(name)
+        for allowed in (HERE, near):
+            with pytest.raises(JdagError, match="may not be had by name"):
+                allowed.find(name)
     assert not {"harmful", "kindly", "kindly.inner"} & set(sys.modules)
 
 

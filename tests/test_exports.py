@@ -155,6 +155,24 @@ def test_a_name_that_stands_for_something_else_here_is_exported(
     assert bits(received(pair, THERE).forward([X])[0][0]) == bits(X + 1)
 
 
+def applied(fn: Any, x: Any) -> Any:
+    return fn(x)
+
+
+def test_a_static_that_stands_for_something_else_here_is_exported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair = made(applied, shadowed, X)
+    assert Exports().spec_for(pair, THERE)[1] == ()
+
+    def other(x: Any) -> Any:
+        return x - 1
+
+    other.__qualname__ = "shadowed"
+    monkeypatch.setitem(globals(), "shadowed", other)
+    assert len(Exports().spec_for(pair, THERE)[1]) == 1
+
+
 def test_a_module_that_is_not_imported_here_is_not_imported_to_name_a_function() -> (
     None
 ):

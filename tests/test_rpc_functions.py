@@ -179,13 +179,23 @@ def test_nothing_is_made_before_forward_runs_and_then_once_by_all_threads() -> N
     here = made(names_cases.layer, array(2, 3), X)
     functions = Functions(["tests"])
     bound = functions.bound(FunctionData(here.spec))
-    bound._make = lambda _: made(counted, X)
+    entered, second = [0], threading.Event()
+
+    def make(_: Any) -> Any:
+        entered[0] += 1
+        if entered[0] > 1:
+            second.set()
+        second.wait(0.3)  # Time for the others to come in, if they may.
+        return made(counted, X)
+
+    bound._make = make
     assert not traced
     threads = [threading.Thread(target=bound.forward, args=([X],)) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    assert entered == [1]
     assert len(traced) == 1
     assert traced[0] != threading.get_ident()
 
