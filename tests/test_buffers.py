@@ -272,6 +272,16 @@ def test_what_is_kept_is_bounded_and_old_sizes_give_way():
     large[:] = bytes(4 * LARGE)  # Who keeps them may go before those who use them.
 
 
+def test_the_size_that_was_asked_for_longest_ago_gives_way_first():
+    buffers = Buffers(kept_max=6 * LARGE)
+    held = [buffers.aligned(LARGE), buffers.aligned(2 * LARGE)]
+    held.clear()
+    assert buffers.kept == 3 * LARGE
+    held.append(buffers.aligned(4 * LARGE))
+    held.clear()
+    assert buffers.kept == 6 * LARGE  # Not 5: of the two the smaller one went.
+
+
 def test_buffers_may_be_let_go_of_in_any_thread():
     buffers = Buffers(kept_max=16 * LARGE)
     errors = []
