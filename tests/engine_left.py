@@ -1,13 +1,16 @@
 """What is left in engines and their stores, and what is taken from there."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
-from jdag.engine.vocabulary import Key
+from jdag.engine.vocabulary import Key, LeafId
 
 
-def leftovers(places: Mapping[str, Any]) -> list[str]:
-    """What living workers hold although nothing is going on; leaves may stay."""
+def leftovers(places: Mapping[str, Any], dropped: Container[LeafId]) -> list[str]:
+    """What living workers hold although nothing is going on; leaves may stay.
+
+    But for those that were dropped.
+    """
     found: list[str] = []
     for name, place in places.items():
         engine: Any = place.engine
@@ -23,7 +26,9 @@ def leftovers(places: Mapping[str, Any]) -> list[str]:
             "held": engine._activations._held,
             "unacknowledged": engine._leaves.unacknowledged,
             "programs": place.running,
-            "values": [key for key in place.values if key.kind != "leaf"],
+            "values": [
+                key for key in place.values if key.kind != "leaf" or key.name in dropped
+            ],
         }
         found.extend(f"{name}: {what} {it}" for what, it in kept.items() if it)
     return found

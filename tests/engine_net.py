@@ -5,12 +5,10 @@ they yield a waiter and are sent what it was resumed with.
 """
 
 import random
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jdag.engine import Engine
 from jdag.engine.vocabulary import (
     Alarm,
     Argument,
@@ -47,13 +45,13 @@ from jdag.engine.vocabulary import (
     Send,
     Spawn,
     Worker,
-    incarnated,
     incarnation_of,
     landing,
     named,
 )
 from tests import engine_outages as outages
 from tests.engine_left import leftovers, taken
+from tests.engine_links import Links, Pair, Parcel
 from tests.engine_place import Body, Place
 from tests.engine_values import IDENTITY, Linear, compute
 
@@ -61,18 +59,22 @@ STEPS_MAX = 200_000
 
 
 class Net:
-    """Engines, and queues between each two of them; `rng` picks what happens next."""
+    """Engines, and links between each two of them; `rng` picks what happens next."""
 
-    def __init__(self, workers: Sequence[str], rng: random.Random) -> None:
+    def __init__(
+        self, workers: Sequence[str], rng: random.Random, large: float = 0.0
+    ) -> None:
         self.places: dict[str, Place] = {}
         self.workers = tuple(workers)
         for name in workers:
-            self.start(name, 0)
+            outages.start(self, name, 0)
         self.rng = rng
-        self.queues: dict[tuple[str, str], deque[tuple[Any, list[Any]]]] = {}
+        self.links = Links(rng, large)
+        self.queues = self.links.queues
         self.sent: list[tuple[str, str, Any]] = []
         self.ran: list[Job] = []
         self.dead: dict[str, None] = {}
+        self.dropped: dict[LeafId, None] = {}
         self.parted: dict[tuple[str, str], None] = {}  # (from, to): nothing passes.
         self.unnoticed: list[tuple[str, Lost | Joined]] = []  # (who was not told, what)
         self.steps = 0
@@ -84,12 +86,6 @@ class Net:
         self._leaf = 0
         self._assignment = 0
         self._contexts: dict[str, int] = {}
-
-    def start(self, name: str, incarnation: int) -> str:
-        """A worker takes part."""
-        worker = incarnated(name, incarnation)
-        self.places[worker] = Place(Engine(name, self.workers, incarnation))
-        return worker
 
     # -------------------------------------------------------------------- running
 
@@ -105,8 +101,7 @@ class Net:
                 self.sent.append((worker, to, message))
                 carried = [place.values[key] for key in values]
                 if to not in self.dead and (worker, to) not in self.parted:
-                    queue = self.queues.setdefault((worker, to), deque())
-                    queue.append((message, carried))
+                    self.links.send((worker, to), message, carried)
             case Compute(job=job):
                 place.jobs.append(job)
             case Drop(keys=keys):
@@ -127,6 +122,7 @@ class Net:
         for pair, queue in self.queues.items():
             if queue and not self.holds(*pair, queue[0][0]):
                 found.append(("message", pair[1], pair))
+        found.extend(self.links.rests())
         for name, place in self.places.items():
             if name in self.dead:
                 continue
@@ -164,10 +160,9 @@ class Net:
         place = self.places[worker]
         match kind:
             case "message":
-                message, carried = self.queues[what].popleft()
-                landed = zip(landing(message), carried, strict=True)
-                place.values.update(landed)
-                self.tell(worker, Arrived(what[0], message))
+                self._hear(what, self.links.take(what))
+            case "rest":
+                self._hear(what[0], self.links.complete(*what))
             case "job":
                 place.jobs.remove(what)
                 self._run(worker, what)
@@ -180,10 +175,16 @@ class Net:
                 self._resume(scope, body, place.resumed.pop(what))
             case "notice":
                 self.unnoticed.remove((worker, what))
-                if isinstance(what, Joined):
-                    place.joined[what.name] = what.incarnation
-                self.tell(worker, what)
+                outages.hear(self, worker, what)
         return True
+
+    def _hear(self, pair: Pair, parcels: Sequence[Parcel]) -> None:
+        """A worker is told of messages; their values are here."""
+        sender, worker = pair
+        for parcel in parcels:
+            landed = zip(landing(parcel.message), parcel.carried, strict=True)
+            self.places[worker].values.update(landed)
+            self.tell(worker, Arrived(sender, parcel.message))
 
     def _run(self, name: str, job: Job) -> None:
         failure = None
@@ -254,10 +255,12 @@ class Net:
         """Hold nothing back any more."""
         self.holds: Callable[[str, str, Any], bool] = lambda *_: False
         self.pauses: Callable[[str, Job], bool] = lambda *_: False
+        self.links.stalls = False
 
     def leftovers(self) -> list[str]:
         """What living workers hold although nothing is going on; leaves may stay."""
-        return leftovers({name: self.places[name] for name in self.alive})
+        living = {name: self.places[name] for name in self.alive}
+        return leftovers(living, self.dropped)
 
     # ------------------------------------------------------------------ what users do
 
@@ -297,7 +300,9 @@ class Net:
         return self.assign(home, leaf.owner, function, inputs, key)
 
     def drop(self, home: str, *leaves: Argument) -> None:
-        self.tell(home, Dropped(tuple(leaf.key.name for leaf in leaves)))
+        names = tuple(leaf.key.name for leaf in leaves)
+        self.dropped.update(dict.fromkeys(names))
+        self.tell(home, Dropped(names))
 
     def open(self, owner: str) -> "Scope":
         counter = self._contexts[owner] = self._contexts.get(owner, 0) + 1

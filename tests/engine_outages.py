@@ -2,10 +2,19 @@
 
 from typing import TYPE_CHECKING
 
+from jdag.engine import Engine
 from jdag.engine.vocabulary import Joined, Lost, incarnated, incarnation_of, named
+from tests.engine_place import Place
 
 if TYPE_CHECKING:
     from tests.engine_net import Net
+
+
+def start(net: "Net", name: str, incarnation: int) -> str:
+    """A worker takes part."""
+    worker = incarnated(name, incarnation)
+    net.places[worker] = Place(Engine(name, net.workers, incarnation))
+    return worker
 
 
 def crash(net: "Net", worker: str) -> None:
@@ -15,6 +24,7 @@ def crash(net: "Net", worker: str) -> None:
     for pair, queue in net.queues.items():
         if pair[1] == worker:
             queue.clear()
+            net.links.forget(pair)
         elif pair[0] == worker:
             while queue and net.rng.random() < 0.5:
                 queue.pop()
@@ -24,6 +34,16 @@ def crash(net: "Net", worker: str) -> None:
     place.running.clear()
     net.unnoticed = [notice for notice in net.unnoticed if notice[0] != worker]
     net.unnoticed.extend((name, Lost(worker)) for name in net.alive)
+
+
+def hear(net: "Net", worker: str, notice: Lost | Joined) -> None:
+    """A worker is told of a loss, or of who joined; it hears no more of who is lost."""
+    joined = net.places[worker].joined
+    if isinstance(notice, Joined):
+        joined[notice.name] = max(notice.incarnation, joined.get(notice.name, 0))
+    else:
+        net.links.forget((notice.worker, worker))
+    net.tell(worker, notice)
 
 
 def rejoin(net: "Net", name: str) -> str:
@@ -36,7 +56,7 @@ def rejoin(net: "Net", name: str) -> str:
     assert last in net.dead, last
     number = incarnation_of(last) + 1
     net.unnoticed.extend((other, Joined(name, number)) for other in net.alive)
-    worker = net.start(name, number)
+    worker = start(net, name, number)
     for other in net.places:
         if named(other) != name and incarnation_of(other):
             net.tell(worker, joined_of(other))
@@ -55,6 +75,7 @@ def part(net: "Net", one: str, other: str) -> None:
     for here, there in ((one, other), (other, one)):
         net.parted[here, there] = None
         net.queues.pop((here, there), None)
+        net.links.forget((here, there))
         net.unnoticed.append((here, Lost(there)))
 
 

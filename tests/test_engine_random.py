@@ -8,6 +8,7 @@ from itertools import repeat
 import pytest
 
 from jdag.engine.vocabulary import Mode, Outcome
+from tests.engine_beside import now_and_then
 from tests.engine_faults import FAULTS, happen
 from tests.engine_hooks import with_hooks
 from tests.engine_net import Net
@@ -15,6 +16,8 @@ from tests.engine_programs import Run, draw, in_modes
 
 PROGRAMS = 300
 ORDERS = 20  # Interleavings of each program.
+ALONE = 12  # So many of them with nothing beside it.
+LARGE = (0.0, 0.5, 1.0)  # How probable it is that values come after their message.
 FAULTY = 150  # Programs for each kind of fault.
 CHUNKS = 10  # For tests to run side by side.
 MODES = (None, Mode.SMART, Mode.FAST)  # None: each pass as it was drawn.
@@ -29,11 +32,15 @@ def run_program(seed: int) -> list[Outcome]:
     plan = with_hooks(draw(random.Random(seed)), random.Random(f"hooks {seed}"))
     outcomes: list[Outcome] = []
     for order in range(ORDERS):
-        net = Net(plan.workers, random.Random(f"{seed} {order}"))
+        rng = random.Random(f"{seed} {order}")
+        net = Net(plan.workers, rng, large=LARGE[order // len(MODES) % len(LARGE)])
+        if order >= ALONE:
+            now_and_then(net, random.Random(f"beside {seed} {order}"), 0.02)
         mode = MODES[order % len(MODES)]
         run = Run(plan if mode is None else in_modes(plan, repeat(mode).__next__), net)
         run.all()
         run.scope.tell_discarded()
+        net.before_step = None
         net.drain()
         assert (kept := run.kept()) == [], (seed, kept)
         assert run.scope.leave() == (), seed

@@ -18,6 +18,7 @@ from jdag.engine.vocabulary import (
 from jdag.errors import WorkerLost
 from tests.engine_cases import SEEDS, finished, holding, net_of
 from tests.engine_net import Net, Scope
+from tests.engine_outages import hear
 from tests.engine_values import ADD, DOUBLE, SAME, TRIPLE
 
 
@@ -30,10 +31,7 @@ def nothing_left(net: Net) -> None:
 def told(net: Net, worker: str, *losses: Lost | Joined) -> None:
     """Have one worker hear of these at once."""
     for loss in losses:
-        if isinstance(loss, Joined):
-            joined = net.places[worker].joined
-            joined[loss.name] = max(loss.incarnation, joined.get(loss.name, 0))
-        net.tell(worker, loss)
+        hear(net, worker, loss)
 
 
 def again(net: Net, name: str) -> str:

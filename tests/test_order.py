@@ -6,6 +6,8 @@ from itertools import combinations, product
 from typing import Any, get_args
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jdag.engine.vocabulary import (
     Acknowledge,
@@ -25,7 +27,8 @@ from jdag.engine.vocabulary import (
 from jdag.engine.weight import NOTHING
 from jdag.errors import ProtocolError
 from jdag.wire.messages import LAYOUTS
-from jdag.wire.order import RULES, Order
+from jdag.wire.order import ALL, NONE, RULES, Order
+from tests.wire_cases import messages
 
 X, Y, Z = (ContextId(0, counter, 0) for counter in (1, 2, 3))
 
@@ -178,6 +181,25 @@ def test_all_ways_in_which_four_of_two_contexts_and_a_leaf_can_come_are_as_well(
 
 def test_every_message_has_a_rule():
     assert set(RULES) == set(get_args(Message)) == set(LAYOUTS)
+
+
+@given(st.one_of(*messages.values()))
+def test_each_message_is_in_order_with_its_context_or_with_all_or_with_none(
+    message: Any,
+):
+    lanes = RULES[type(message)](message)
+    match message:
+        case Assign() | Forget():
+            assert lanes is ALL
+        case Reading() | Acknowledge(context=None):
+            assert lanes is NONE
+        case Read(keys=keys):
+            assert not lanes.all
+            found = [key.context for key in keys if key.context is not None]
+            assert set(lanes.contexts) == set(found)
+            assert len(lanes.contexts) == len(set(found))
+        case _:
+            assert lanes == (False, (message.context,))
 
 
 def large(context: ContextId) -> Item:
