@@ -16,7 +16,7 @@ from tests.engine_programs import Run, draw, in_modes
 
 PROGRAMS = 300
 ORDERS = 20  # Interleavings of each program.
-ALONE = 12  # So many of them with nothing beside it.
+ALONE = 17  # So many of them with nothing beside it.
 LARGE = (0.0, 0.5, 1.0)  # How probable it is that values come after their message.
 FAULTY = 150  # Programs for each kind of fault.
 CHUNKS = 10  # For tests to run side by side.
