@@ -189,15 +189,19 @@ class Activation:
 
     def check(self, what: str) -> None:
         """Raise unless the program may do this here and now."""
-        if (
-            self.phase is not Phase.OPEN
-            or self._waits
-            or self.home.closed
-            or trace_state() != self.home.trace
-            or configuration() != self.home.configuration
-            or self.home.driver.current is not self.port
-        ):
+        if self._cannot():
             self._refuse(what)
+
+    def _cannot(self) -> bool:
+        home = self.home
+        return (
+            self.phase is not Phase.OPEN
+            or bool(self._waits)
+            or home.closed
+            or trace_state() != home.trace
+            or configuration() != home.configuration
+            or home.driver.current is not self.port
+        )
 
     def _refuse(self, what: str) -> None:
         self.home.check_open(what)
@@ -213,7 +217,8 @@ class Activation:
 
     def check_readable(self, ref: Ref) -> None:
         """Raise ContextError where a ref cannot be read any more."""
-        self.check(f"a fetch of {ref!r}")
+        if self._cannot():  # To say of what takes longer than to find out.
+            self._refuse(f"a fetch of {ref!r}")
 
     def seen(self, failure: Failure) -> JdagError:
         """Note that the program sees this failure; return it as an exception."""

@@ -101,7 +101,7 @@ def type_of(value: Any) -> ArrayType:
     if type(value) in SCALARS:
         return ArrayType((), canonicalize_dtype(type(value)).name, True)
     try:
-        shape, dtype = value.shape, _name(value.dtype)
+        shape, dtype = tuple(value.shape), value.dtype
     except AttributeError as error:
         if hasattr(value, "tangent"):
             return type_of(value.primal)._replace(dual=True)
@@ -109,19 +109,23 @@ def type_of(value: Any) -> ArrayType:
             f"{value!r} of type {type(value).__name__} is no value: allowed are arrays,"
             " abstract values, and Python int, float and complex"
         ) from error
+    if hasattr(value, "weak"):
+        known = _array_type(shape, dtype, bool(value.weak))
+        return known if value.device is None else known._replace(device=value.device)
+    weak = getattr(value, "weak_type", False)  # JAX's own word; numpy has none.
+    return _array_type(shape, dtype, bool(weak))
+
+
+@lru_cache(4096)
+def _array_type(shape: tuple[int, ...], dtype: Any, weak: bool) -> ArrayType:
+    name = str(dtype)
     if len(shape) > RANK_MAX:
         raise ProtocolError(f"rank {len(shape)}: allowed is 0 to {RANK_MAX}")
-    if dtype not in DTYPES:
+    if name not in DTYPES:
         raise ProtocolError(
-            f"dtype {dtype} cannot travel: allowed are {', '.join(DTYPES)}"
+            f"dtype {name} cannot travel: allowed are {', '.join(DTYPES)}"
         )
-    if hasattr(value, "weak"):
-        return ArrayType(tuple(shape), dtype, bool(value.weak), value.device)
-    weak = getattr(value, "weak_type", False)  # JAX's own word; numpy has none.
-    return ArrayType(tuple(shape), dtype, bool(weak))
-
-
-_name = lru_cache(256)(str)
+    return ArrayType(shape, name, weak)
 
 
 def sizes(values: Sequence[Any]) -> tuple[int, int]:
