@@ -195,7 +195,8 @@ def test_half_a_hello_is_closed_in_time_and_nobody_waits_for_it(
     soon(lambda: "no whole hello came within 0.3 s" in caplog.text)
 
 
-def test_those_who_say_nothing_make_room_for_those_who_come(tcp: Host):
+def test_those_who_say_nothing_make_room_for_those_who_come(tcp: Host, monkeypatch):
+    monkeypatch.setattr(gates, "HELLO_S", 600.0)
     idle = [raw(tcp) for _ in range(3 * gates.VISITORS_MAX)]
     good_still_get_in(tcp)
     for near in idle[: 2 * gates.VISITORS_MAX]:

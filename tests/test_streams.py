@@ -2,6 +2,7 @@
 
 import os
 import random
+import resource
 import select
 import socket
 import struct
@@ -187,6 +188,21 @@ def test_descriptors_that_nobody_takes_are_closed_with_the_stream():
             os.close(descriptor)
         receive(far, 9)
     assert open_descriptors() == before
+
+
+def test_a_descriptor_that_finds_no_room_is_missed_by_who_takes_it():
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with streams("unix") as (near, far):
+        near.send_segment([memoryview(b"a")], near.fileno())
+        lowest = os.dup(0)
+        os.close(lowest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+        try:
+            assert receive(far, 1) == b"a"
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        with pytest.raises(OSError, match="Too many open files"):
+            far.take_segment()
 
 
 def test_a_flood_of_descriptors_ends_the_connection():
