@@ -225,8 +225,9 @@ class Cluster:
         there, device = self._home.place(worker, "cluster.run")
         if device is not None:
             raise JdagError(f"cluster.run: programs run on workers, not on {worker!r}")
-        if self._port.lost(there):
-            raise WorkerLost(f"no program can run on {there!r}: it is lost")
+        if (why := self._port.lost(there)) is not None:
+            said = f"no program can run on {there!r}: it is lost"
+            raise WorkerLost(f"{said}: {why}" if why else said)
         fn: Any = program
         args: tuple[Any, ...] = ()
         kwargs: dict[str, Any] = {}

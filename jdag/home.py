@@ -55,8 +55,8 @@ class Port(Protocol):
     def drop(self, keys: Sequence[Key]) -> None:
         """Let go of values that are held here."""
 
-    def lost(self, worker: str) -> bool:
-        """Whether this worker was told that incarnation of one to be gone."""
+    def lost(self, worker: str) -> str | None:
+        """Why that incarnation is gone; None unless this worker was told that it is."""
 
 
 class Driver(Protocol):

@@ -9,6 +9,7 @@ from jdag.sim.carriage import link_settings
 from jdag.sim.devices import DeviceModel
 from jdag.sim.faults import Delay, Drop, Duplicate, Partition
 from jdag.sim.network import LinkModel, Network
+from jdag.sim.outages import OUT_OF_REACH
 from jdag.wire.link import ACK_BYTES, LinkSettings
 from tests.sim_cases import Work, job, play, resume, send, tag_of
 
@@ -141,7 +142,7 @@ def test_a_link_that_gives_up_tells_its_side_at_once_and_the_other_later(monkeyp
     def react(engine, event):
         if isinstance(event, Left):
             return [send("b", 1), send("c", 2)]
-        return [Resume(1, None)] if event == Lost("b") else None
+        return [Resume(1, None)] if event == Lost("b", OUT_OF_REACH) else None
 
     faults = [Partition((("a",), ("b",)), until_ns=100_000)]
     settings: Any = {
@@ -231,7 +232,9 @@ def test_a_network_may_be_one_model_or_a_model_a_direction(monkeypatch):
 def test_a_lasting_partition_parts_also_those_who_have_nothing_to_say(monkeypatch):
     def react(engine, event):
         return (
-            [Resume(1, None)] if event == Lost("c") and engine.worker == "a" else None
+            [Resume(1, None)]
+            if event == Lost("c", OUT_OF_REACH) and engine.worker == "a"
+            else None
         )
 
     groups = (("a",), ("c",))
@@ -245,4 +248,4 @@ def test_a_lasting_partition_parts_also_those_who_have_nothing_to_say(monkeypatc
         assert lost(played.engines["a"]) == [(30_500, "c")] * parted
         assert lost(played.engines["c"]) == [(30_500, "a")] * parted
         assert lost(played.engines["b"]) == []
-        assert played.port.lost("c") == parted
+        assert played.port.lost("c") == (OUT_OF_REACH if parted else None)

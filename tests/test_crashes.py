@@ -17,6 +17,7 @@ from jdag.engine.vocabulary import (
 from jdag.sim.devices import DeviceModel
 from jdag.sim.faults import Crash
 from jdag.sim.network import LinkModel
+from jdag.sim.outages import CRASHED
 from jdag.wire.link import LinkSettings
 from tests.sim_cases import Played, Work, cotangent, job, key, play, resume, send
 
@@ -169,7 +170,9 @@ def test_a_crash_by_index_may_fall_between_two_effects_of_one_event(monkeypatch)
         if engine.worker == "b":
             return [send("c", 2), send("d", 3), Compute(job(1, Work("f")))]
         return (
-            [Resume(1, None)] if event == Lost("b") and engine.worker == "a" else None
+            [Resume(1, None)]
+            if event == Lost("b", CRASHED) and engine.worker == "a"
+            else None
         )
 
     # 0 issue, 1 send, 2 deliver, 3 send to c: then it is over.
@@ -189,7 +192,9 @@ def test_two_crashes_may_be_due_at_one_index(monkeypatch):
         if isinstance(event, Left):
             return [send("b", 1)]
         return (
-            [Resume(1, None)] if event == Lost("c") and engine.worker == "a" else None
+            [Resume(1, None)]
+            if event == Lost("c", CRASHED) and engine.worker == "a"
+            else None
         )
 
     faults = [Crash("b", 10, at_index=1), Crash("c", 10, at_index=1)]

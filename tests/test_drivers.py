@@ -49,8 +49,13 @@ def test_a_launched_worker_that_is_killed_is_lost_at_once_with_its_last_lines() 
     with jdag.launch(["a", "b", "c"], allow=("tests",)) as cluster:
         w = cluster.put("b", W)
         os.kill(cluster.driver.launch.pids["c"], signal.SIGKILL)
-        with pytest.raises(WorkerLost, match="'c'"), cluster.context() as ctx:
+        said = (
+            r"^(.|\n)*worker 'c' is lost.*: it was killed by SIGKILL \(process \d+\); "
+        )
+        with pytest.raises(WorkerLost, match=said) as caught, cluster.context() as ctx:
             ctx.call("c", hidden, w, X).fetch()
+        log = cluster.driver.launch.log_of("c")
+        assert f"; the end of {log}:\n    " in str(caught.value)
         with cluster.context() as ctx:
             out = ctx.call("a", total, ctx.call("b", hidden, w, X))
             ctx.backward(out)

@@ -64,6 +64,23 @@ def test_a_context_opened_later_uses_it_whoever_has_heard_of_it(seed: int):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_why_a_worker_was_lost_comes_after_who_noticed_and_who_is_back(seed: int):
+    net = net_of(3, seed)
+    x = net.put("b", 3, "a")
+    net.drain()
+    again(net, "b")
+    net.unnoticed = []
+    net.tell("a", Lost("b", "its mains were cut; its last words:\n  help"))
+    net.tell("a", Lost("b", "it was lost before"))
+    net.tell("a", Joined("b", 1))
+    (failed,) = net.fetch("a", x)
+    assert failed.message == (
+        "worker 'b' is lost; 'b#1', which joined since, has nothing of what it held "
+        "(noticed by 'a'): its mains were cut; its last words:\n  help"
+    )
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_what_lived_on_the_former_one_stays_lost_and_says_so(seed: int):
     net = net_of(3, seed)
     x = net.put("b", 3, "a")

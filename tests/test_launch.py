@@ -175,10 +175,7 @@ def test_sigterm_drains_a_worker_in_the_middle_of_a_session():
             plain(session).ask("a", b"x")
             os.kill(launch.pids["a"], signal.SIGTERM)
             why = deaths.wait("a")
-            assert (
-                f"process {launch.pids['a']} of worker 'a' ended with exit code 0"
-                in why
-            )
+            assert f"it ended with exit code 0 (process {launch.pids['a']})" in why
             assert "drained" in why
             plain(session).wait(lambda: "a" not in plain(session).streams)
 
@@ -188,9 +185,9 @@ def test_a_process_that_dies_at_its_start_says_why(place: Path):
     with pytest.raises(JoinError) as caught:
         Launch(options)
     lines = str(caught.value).splitlines()
-    assert lines[0].startswith("worker 'a' did not start: process ")
-    assert lines[0].endswith(" of worker 'a' ended with exit code 3; its last lines:")
-    assert [line.strip() for line in lines[1:]] == [f"line {n}" for n in range(80, 100)]
+    assert lines[0].startswith("worker 'a' did not start: it ended with exit code 3 (")
+    assert lines[0].endswith("; the end of what it printed:")
+    assert [line.strip() for line in lines[1:]] == [f"line {n}" for n in range(90, 100)]
     assert not litter(place)
 
 

@@ -77,7 +77,8 @@ def test_a_worker_that_only_a_lost_one_knew_of_keeps_no_context():
         link=LINK,
     ) as cluster:
         w = cluster.put("c", jnp.ones(3))
-        with pytest.raises(jdag.errors.WorkerLost, match="'c'"):  # noqa: SIM117
+        said = r"worker 'c' is lost .*: it is out of reach"
+        with pytest.raises(jdag.errors.WorkerLost, match=said):  # noqa: SIM117
             with cluster.context() as ctx:
                 ctx.call("b", outer, w)
         assert not any(alive(cluster))

@@ -217,12 +217,12 @@ class Ends:
 
     # ----------------------------------------------------------- the end of a worker
 
-    def lost(self, worker: Worker) -> None:
+    def lost(self, worker: Worker, why: str = "") -> None:
         """A worker is gone, and its contexts, and those that it took part in."""
         state = self._state
         if worker in state.lost:
             return
-        state.lost[worker] = None
+        state.lost[worker] = why
         for fragment in tuple(state.contexts.values()):
             if fragment.owner == worker:
                 self._forget(fragment, _nothing)

@@ -182,8 +182,8 @@ class Engine:
                 self._activations.attached(event)
             case Expired():
                 self._passes.expired(event)
-            case Lost(worker=worker):
-                self._ends.lost(worker)
+            case Lost(worker=worker, why=why):
+                self._ends.lost(worker, why)
             case Joined():
                 self._ends.joined(event)
             case (

@@ -68,7 +68,7 @@ class State:
         self.contexts: dict[ContextId, Fragment] = {}
         self.opened = 0  # The counter of the newest context that programs here opened.
         self.horizons: dict[tuple[int, int], Horizon] = {}
-        self.lost: dict[Worker, None] = {}
+        self.lost: dict[Worker, str] = {}  # Why each is.
         self.jobs: dict[int, tuple[Done, Any, Any, Job]] = {}
         self.after: dict[int, list[Pending]] = {}  # What waits for a job.
         self.soon: deque[Callable[[], None]] = deque()
@@ -210,17 +210,21 @@ class State:
 
     # ----------------------------------------------------------------------- losses
 
-    def loss(self, worker: Worker) -> str:
-        """Say that a worker is gone; if it has come back, that what it held has not."""
+    def loss(self, worker: Worker, noticed: str = "") -> str:
+        """Say that a worker is gone, and why; if it is back, that what it held is not.
+
+        The reason comes last: it may have lines of the worker's output in it.
+        """
         said = f"worker {worker!r} is lost"
         now = self.workers[self.names.index(named(worker))]
-        if incarnation_of(now) <= incarnation_of(worker):
-            return said
-        return f"{said}; {now!r}, which joined since, has nothing of what it held"
+        if incarnation_of(now) > incarnation_of(worker):
+            said += f"; {now!r}, which joined since, has nothing of what it held"
+        why = self.lost[worker]
+        return f"{said}{noticed}: {why}" if why else f"{said}{noticed}"
 
     def lost_failure(self, worker: Worker) -> Failure:
         """Says that a worker is gone, to whoever waits for something of it."""
-        text = f"{self.loss(worker)} (noticed by {self.worker!r})"
+        text = self.loss(worker, f" (noticed by {self.worker!r})")
         return Failure("WorkerLost", text, worker)
 
 

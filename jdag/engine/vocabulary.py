@@ -240,9 +240,10 @@ class Arrived:
 
 @data
 class Lost:
-    """An incarnation of a worker is gone for good."""
+    """An incarnation of a worker is gone for good; `why`, if the driver knows that."""
 
     worker: Worker
+    why: str = ""
 
 
 @data

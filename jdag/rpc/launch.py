@@ -31,7 +31,7 @@ from jdag.rpc.worker import STOP, Options
 
 READY_S = 60.0
 STOP_S = 5.0
-_LINES_MAX, _TAIL_BYTES_MAX = 20, 4096
+_LINES_MAX, _TAIL_BYTES_MAX = 10, 2048
 
 _log = logging.getLogger(__name__)
 
@@ -93,21 +93,25 @@ class _Child:
         how = f"ended with exit code {code}"
         if code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
-        self.ended = f"process {self.process.pid} of worker {self.name!r} {how}"
+        self.ended = f"it {how} (process {self.process.pid})"
 
     def ask_to_stop(self) -> None:
         """Let it finish; asked again, let it end at once."""
         with suppress(OSError):  # It ends by itself at this moment.
             self.socket.sendall(STOP)
 
-    def last_lines(self) -> str:
-        """Return how it ended, and the last lines of its output."""
-        with self.log.open("rb") as output:
-            output.seek(max(0, self.log.stat().st_size - _TAIL_BYTES_MAX))
-            lines = output.read().decode(errors="replace").splitlines()[-_LINES_MAX:]
+    def last_lines(self, where: str = "of what it printed") -> str:
+        """Return the last lines of its output, to go on with after how it ended."""
+        try:
+            with self.log.open("rb") as output:
+                output.seek(max(0, self.log.stat().st_size - _TAIL_BYTES_MAX))
+                said = output.read().decode(errors="replace")
+        except OSError as error:  # Somebody has removed its file.
+            return f"; what it printed cannot be read: {error}"
+        lines = said.splitlines()[-_LINES_MAX:]
         if not lines:
             return "; it has printed nothing"
-        return "\n    ".join(["; its last lines:", *lines])
+        return "\n    ".join([f"; the end {where}:", *lines])
 
 
 def _kill(child: _Child) -> None:
@@ -280,7 +284,7 @@ class Launch:
             if self._closing:
                 return
             self._someone_died |= child.process.returncode != 0
-            why = f"{child.ended}{child.last_lines()}\n    (all: {child.log})"
+            why = f"{child.ended}{child.last_lines(f'of {child.log}')}"
             tell, news = self._on_death, (child.name, why)
             if tell is None:
                 self._untold.append(news)

@@ -263,9 +263,9 @@ class Node:
         finally:
             self._loop.release()
 
-    def is_lost(self, worker: str) -> bool:
-        """Whether that worker is gone."""
-        return worker in self.company.gone
+    def loss(self, worker: str) -> str | None:
+        """Why that worker is gone; None if it is not."""
+        return self.company.gone.get(worker)
 
     def _check_open(self) -> None:
         if self._broken is not None:
@@ -388,8 +388,7 @@ class Node:
 
     def left(self, worker: str, why: str) -> None:
         """A peer is gone."""
-        del why
-        self._handle(Lost(worker))
+        self._handle(Lost(worker, why))
         if named(worker) == self._place.main:
             self._end_soon()
 

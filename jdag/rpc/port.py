@@ -28,8 +28,8 @@ class Host(Protocol):
     def drop(self, keys: Sequence[Key]) -> None:
         """Let go of values."""
 
-    def is_lost(self, worker: str) -> bool:
-        """Whether that worker is gone."""
+    def loss(self, worker: str) -> str | None:
+        """Why that worker is gone; None if it is not."""
 
 
 class Port:
@@ -68,6 +68,6 @@ class Port:
         """Let go of values; a key that is not held is no error."""
         self._host.drop(keys)
 
-    def lost(self, worker: str) -> bool:
-        """Whether this worker was told that one to be gone."""
-        return self._host.is_lost(worker)
+    def lost(self, worker: str) -> str | None:
+        """Why that worker is gone; None unless this one was told that it is."""
+        return self._host.loss(worker)

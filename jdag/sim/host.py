@@ -48,7 +48,7 @@ class Host:
         self.busy_before_ns = 0
         self.alive = True
         self.crashed = False
-        self.lost: dict[str, None] = {}
+        self.lost: dict[str, str] = {}
         self.made: dict[Key, int] = {}
         self.fresh: list[Key] = []
 

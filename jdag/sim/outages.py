@@ -29,6 +29,7 @@ from jdag.sim.timeline import Timeline
 from jdag.trace import Note
 
 NEVER = -2  # No record has this index; -1 is "none".
+CRASHED, OUT_OF_REACH = "it crashed", "it is out of reach"
 
 # When who will notice that whom is out of reach, of those who try since a time.
 Partings = Callable[[int], Iterator[tuple[int, str, str]]]
@@ -82,7 +83,8 @@ class Outages:
 
     def _plan(self, partings: Iterable[tuple[int, str, str]]) -> None:
         for at_ns, worker, peer in partings:
-            action = ("lost", self.newest(worker), self.newest(peer).worker, -1)
+            lost = self.newest(peer).worker
+            action = ("lost", self.newest(worker), lost, -1, OUT_OF_REACH)
             self._timeline.push(at_ns, EVENT, action)
 
     def look(self, records: int) -> None:
@@ -104,7 +106,7 @@ class Outages:
         timeline.push(timeline.now_ns, CRASH, ("bury", host))
         for other in self.hosts.values():
             if other.alive:
-                action = ("lost", other, host.worker, record)
+                action = ("lost", other, host.worker, record, CRASHED)
                 timeline.push(timeline.now_ns + crash.detect_ns, EVENT, action)
         if crash.restart_ns is not None:
             at_ns = timeline.now_ns + crash.restart_ns
@@ -135,21 +137,21 @@ class Outages:
         """Tell a worker which incarnation of a peer there is, and whether it lives."""
         name, incarnation = named(peer.worker), incarnation_of(peer.worker)
         for former in range(incarnation):
-            self.lost(host, incarnated(name, former), record)
+            self.lost(host, incarnated(name, former), record, CRASHED)
         if incarnation and host.alive:
             joined = self._note("joined", host.worker, (peer.worker,), (record,))
             if host.alive:
                 self._handle(host, Joined(name, incarnation), joined)
         if not peer.alive:
-            self.lost(host, peer.worker, record)
+            self.lost(host, peer.worker, record, CRASHED)
 
-    def lost(self, host: Host, peer: Worker, record: int) -> None:
+    def lost(self, host: Host, peer: Worker, record: int, why: str) -> None:
         """A worker is told that a peer is gone."""
         if not host.alive or peer in host.lost:
             return
-        host.lost[peer] = None
+        host.lost[peer] = why
         self._carriage.close(host.worker, peer)
         causes = () if record < 0 else (record,)
         record = self._note("lost", host.worker, (peer,), causes)
         if host.alive:
-            self._handle(host, Lost(peer), record)
+            self._handle(host, Lost(peer, why), record)

@@ -65,6 +65,6 @@ class Port:
         """Let go of values; a key that is not held is no error."""
         self.host.drop(keys)
 
-    def lost(self, worker: str) -> bool:
-        """Whether this worker was told that one to be gone."""
-        return worker in self.host.lost
+    def lost(self, worker: str) -> str | None:
+        """Why that worker is gone; None unless this one was told that it is."""
+        return self.host.lost.get(worker)

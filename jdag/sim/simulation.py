@@ -58,7 +58,7 @@ from jdag.sim.host import Host, made_hosts
 from jdag.sim.jobs import Jobs
 from jdag.sim.network import LinkModel, Network
 from jdag.sim.notes import PLACE, event_detail, note_nothing
-from jdag.sim.outages import Outages
+from jdag.sim.outages import OUT_OF_REACH, Outages
 from jdag.sim.port import Port
 from jdag.sim.programs import Programs, Waiters
 from jdag.sim.timeline import Timeline
@@ -419,9 +419,9 @@ class Simulation:
         if host.alive and self._carriage.tick(end):
             peer = self._hosts[end.peer]
             at_ns = self.now_ns + self._detect_ns
-            action = ("lost", peer, end.worker, end.record)
+            action = ("lost", peer, end.worker, end.record, OUT_OF_REACH)
             self._timeline.push(at_ns, EVENT, action)
-            self._outages.lost(host, end.peer, end.record)
+            self._outages.lost(host, end.peer, end.record, OUT_OF_REACH)
 
     def _begin(self, host: Host, device: Device) -> None:
         """A device may choose its next job, which is computed at once."""
