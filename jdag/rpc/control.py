@@ -26,19 +26,18 @@ from jdag.rpc.requests import REQUESTS, Request
 from jdag.rpc.settings import Address
 from jdag.rpc.streams import reason
 from jdag.rpc.tls import Tls
+from jdag.rpc.tunnel import METHOD, Carry
+from jdag.rpc.tunnel import SERVER_OPTIONS as TUNNEL_OPTIONS
 
 BODY_BYTES_MAX = 1 << 22
 THREADS_MAX = 16
-CARRIES_MAX = 64
+CARRIES_MAX = 256
 CARRY_BYTES_MAX = 1 << 22
 ASK_S = 10.0
-CARRY = "Carry"
-_SERVICE = "jdag.Control"
+_SERVICE, CARRY = METHOD.strip("/").split("/")
 _PROBE_S = 2.0
 
 Answers = Mapping[type[Request], Callable[[Any], Mapping[str, Any]]]
-# A stream of the gRPC carrier: what came, and the call, to what goes back.
-Carry = Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]
 
 _OPTIONS = (
     ("grpc.max_receive_message_length", CARRY_BYTES_MAX + 64),
@@ -49,6 +48,7 @@ _OPTIONS = (
 )
 _SERVER_OPTIONS = (
     *_OPTIONS,
+    *TUNNEL_OPTIONS,
     # Without this two processes could have one port, each half of the calls.
     ("grpc.so_reuseport", 0),
     ("grpc.max_concurrent_streams", THREADS_MAX + CARRIES_MAX),
@@ -70,7 +70,7 @@ class ControlServer:
         answers: for each class of request what answers it, on any of some threads. A
             `JdagError` that it raises is the refusal.
         tls: mutual TLS; without them only loopback may be listened at.
-        carry: what carries streams of bytes, if streams may come; see `Carry`.
+        carry: what carries streams of bytes, if they may come; see `jdag.rpc.tunnel`.
 
     Raises:
         JoinError: it cannot listen there, or may not.
@@ -95,7 +95,7 @@ class ControlServer:
         )
         methods = {
             asked.__name__: grpc.unary_unary_rpc_method_handler(
-                _answering(asked, answers[asked])
+                answering(asked, answers[asked])
             )
             for asked in REQUESTS
             if asked in answers
@@ -146,10 +146,10 @@ def _refuse_taken(address: Address) -> None:
         raise JoinError(f"cannot listen at {address}: {reason(error)}") from error
 
 
-def _answering(
+def answering(
     asked: type[Request], answer: Callable[[Any], Mapping[str, Any]]
 ) -> Callable[[bytes, grpc.ServicerContext], bytes]:
-    """Return what answers the bytes of a request."""
+    """Return what answers the bytes of a request: those of an answer, or a refusal."""
 
     def handle(body: bytes, context: grpc.ServicerContext) -> bytes:
         if len(body) > BODY_BYTES_MAX:

@@ -78,6 +78,9 @@ class Door(Protocol):
 
     address: str
 
+    def enter(self, stream: Stream) -> None:
+        """Let a stream come in that another listener accepted."""
+
     def close(self) -> None:
         """Let nobody in any more."""
 

@@ -23,7 +23,7 @@ from jdag.rpc.settings import WORKERS_MAX
 INCARNATION_MAX = (1 << 32) - 1
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
-Secret = Annotated[str, Field(max_length=4096)]
+Secret = Annotated[str, Field(max_length=4096, repr=False)]
 Text = Annotated[str, Field(max_length=4096)]
 Incarnation = Annotated[int, Field(ge=0, le=INCARNATION_MAX)]
 Modules = Annotated[tuple[Text, ...], Field(max_length=4096)]
@@ -40,7 +40,7 @@ class Attach(Request):
     """Begin a session: `main` takes the asked process for its `worker`."""
 
     token: Secret
-    secret: Annotated[str, Field(min_length=16, max_length=4096)]
+    secret: Annotated[str, Field(min_length=16, max_length=4096, repr=False)]
     main: Name
     worker: Name
     workers: Annotated[tuple[Name, ...], Field(max_length=WORKERS_MAX)]

@@ -210,6 +210,15 @@ class Seat:
         if held is not None:
             held.node.drain()
 
+    def enter(self, stream: Stream) -> None:
+        """Let a stream come in to the session, if there is one."""
+        with self._changed:
+            held = self._held
+        if held is None:
+            stream.close()
+        else:
+            held.gate.enter(stream)
+
     # --------------------------------------------------------------------- answers
 
     def attach(self, asked: Attach) -> Mapping[str, Any]:

@@ -11,6 +11,7 @@ a new one before it knocks at them; what is attached when something fails is det
 
 import atexit
 import logging
+import os
 import queue
 import secrets
 import threading
@@ -21,16 +22,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jdag.errors import JdagError, JoinError
+from jdag.rpc.control import ControlClient, ControlServer
 from jdag.rpc.dialling import Routes
 from jdag.rpc.handshake import refuse_mismatch
 from jdag.rpc.place import DialGate, MakeNode, Node, Place
-from jdag.rpc.requests import Attach, Detach, Mesh, Peer, Request, Whereabouts
+from jdag.rpc.requests import Attach, Detach, Health, Mesh, Peer, Request, Whereabouts
 from jdag.rpc.settings import Address
 from jdag.rpc.tls import Tls
 
 POLL_S = 1.0
 ASKED_AT_ONCE_MAX = 16
 SECRET_BYTES = 32
+_WHO_S = 2.0
 _SECOND_NS = 1_000_000_000
 
 _log = logging.getLogger(__name__)
@@ -41,7 +44,9 @@ class Plan:
     """What a session is to be.
 
     `workers` are all names in order, main's among them; `controls` are the addresses of
-    the others. With `rejoin` a new process at the address of a lost worker joins.
+    the others. Main's own, `control`, is held while the session lasts, so that no other
+    process has its name; None where nobody else could. With `rejoin` a new process at
+    the address of a lost worker joins.
     """
 
     main: str
@@ -54,6 +59,7 @@ class Plan:
     allow: tuple[str, ...] = ()
     deadline_s: float = 10.0
     rejoin: bool = False
+    control: Address | None = None
     tls: Tls | None = None
 
 
@@ -84,6 +90,7 @@ class Session:
         self._there: dict[str, Whereabouts] = {}
         self._away: dict[str, str] = {}  # Why each of the lost is.
         self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._server: ControlServer | None = None
         self._asking = ThreadPoolExecutor(ASKED_AT_ONCE_MAX, "asking")
         self._keeper = threading.Thread(target=self._keep, name="keeper", daemon=True)
         self.place = Place(
@@ -115,6 +122,8 @@ class Session:
     # ------------------------------------------------------------------- beginning
 
     def _begin(self) -> None:
+        if self._plan.control is not None:
+            self._server = _hold(self._plan, self._plan.control)
         others = tuple(self._controls)
         self.node.begin()
         self._each(others, lambda peer: self._attach(peer, 0))
@@ -175,9 +184,9 @@ class Session:
     def _mesh(self, peer: str, dial: Sequence[str]) -> None:
         with self._lock:
             peers = {
-                name: there
-                for name, there in self._there.items()
-                if name != peer and name not in self._away
+                name: self._there[name]
+                for name in self._controls
+                if name != peer and name in self._there and name not in self._away
             }
         self._ask(peer, Mesh(secret=self._secret, peers=peers, dial=tuple(dial)))
 
@@ -305,6 +314,32 @@ class Session:
         self._tell(there, Detach(secret=self._secret))
         self._asking.shutdown(wait=False)
         self._routes.close()
+        if self._server is not None:
+            self._server.close()
+
+
+def _hold(plan: Plan, control: Address) -> ControlServer:
+    """Hold main's own address, and say who does."""
+    health = {"worker": plan.main, "state": "main", "pid": os.getpid()}
+    try:
+        return ControlServer(control, {Health: lambda _: health}, tls=plan.tls)
+    except JoinError as error:
+        raise JoinError(
+            f"cannot be {plan.main!r}: {error}{_who(plan, control)}; each name of the "
+            "file is for one process, on the host that its address is of"
+        ) from error
+
+
+def _who(plan: Plan, control: Address) -> str:
+    """Say who answers at main's own address, if a process of a cluster does."""
+    client = ControlClient("it", control, tls=plan.tls)
+    try:
+        found = client.ask(Health(), timeout_s=_WHO_S)
+    except JoinError:
+        return ""
+    finally:
+        client.close()
+    return f" by process {found.get('pid')}, {found.get('worker')!r}"
 
 
 def _nothing() -> None:

@@ -172,6 +172,16 @@ class Settings(Table):
             raise ScenarioError(f"{self.path}: {said}")
         return self.workers[name]
 
+    def gate(self, name: str) -> str:
+        """Return the address of a worker's gate, as gates have it.
+
+        Without TLS all are on one host, where Unix sockets are the fastest.
+        """
+        worker = self.worker(name)
+        if worker.data is None and self.tls is None:
+            return "unix:@"
+        return f"tcp:{worker.data_address}"
+
     @cached_property
     def token(self) -> str:
         """The secret that all processes have; empty if the file names none.
