@@ -24,13 +24,15 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 
 from jdag.errors import JoinError
 from jdag.rpc.settings import Address
-from jdag.rpc.worker import STOP, Options
+from jdag.rpc.worker import COMMAND, STOP, Options, environment
 
 READY_S = 60.0
 STOP_S = 5.0
+_STOPPING = (signal.SIGINT, signal.SIGTERM)
 _LINES_MAX, _TAIL_BYTES_MAX = 10, 2048
 
 _log = logging.getLogger(__name__)
@@ -51,7 +53,7 @@ class _Child:
         with theirs, log.open("ab") as output:
             arguments = (str(theirs.fileno()), options.worker)
             self.process = subprocess.Popen(
-                [sys.executable, "-u", "-P", "-m", "jdag.rpc.worker", *arguments],
+                [sys.executable, *COMMAND, *arguments],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -157,10 +159,13 @@ class Launch:
         self._on_death: Callable[[str, str], None] | None = None
         self._untold: list[tuple[str, str]] = []
         self._closing = False
+        self._over = threading.Event()
         self._someone_died = False
         self._trouble: Exception | None = None
         self._keeper = threading.Thread(
-            target=self._keep, args=(options, _environment(env)), name="launch"
+            target=self._keep,
+            args=(options, {**environment(), **(env or {})}),
+            name="launch",
         )
         # As a daemon: at the end of the program atexit comes after other threads.
         self._keeper.daemon = True
@@ -211,6 +216,19 @@ class Launch:
             untold, self._untold = self._untold, []
         for worker, why in untold:
             tell(worker, why)
+
+    def wait(self) -> None:
+        """Wait for SIGINT or SIGTERM, or until none is left; on the main thread."""
+
+        def told(number: int, frame: FrameType | None) -> None:
+            self._over.set()
+
+        before = {one: signal.signal(one, told) for one in _STOPPING}
+        try:
+            self._over.wait()
+        finally:
+            for one, handler in before.items():
+                signal.signal(one, handler)
 
     # ------------------------------------------------------------------- beginning
 
@@ -264,6 +282,7 @@ class Launch:
                 for key, _ in selector.select():
                     if key.data.ended is None:
                         self._heard(key.data, key.fileobj, selector)
+        self._over.set()
 
     def _heard(
         self, child: _Child, source: object, selector: selectors.BaseSelector
@@ -328,7 +347,14 @@ def _folder(logs: str | os.PathLike[str] | None) -> Path:
     return folder
 
 
-def _environment(env: Mapping[str, str] | None) -> dict[str, str]:
-    """Return the environment of workers, who find the modules that we find."""
-    path = os.pathsep.join([one or os.getcwd() for one in sys.path])
-    return {**os.environ, **(env or {}), "PYTHONPATH": path}
+def is_here(host: str) -> bool:
+    """Whether a host, by name or number, is this one."""
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(
+            host, 0, type=socket.SOCK_STREAM
+        )[0]
+        with socket.socket(family, kind) as tried:
+            tried.bind(where)
+    except OSError:
+        return False
+    return True

@@ -22,6 +22,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -32,15 +33,19 @@ from pydantic import BaseModel, ConfigDict, Field
 from jdag.errors import JdagError, JoinError
 from jdag.rpc.control import ControlServer
 from jdag.rpc.device import configure, use_device
-from jdag.rpc.gate import Gate, dial
+from jdag.rpc.gate import Admit, Gate, Take, dial
 from jdag.rpc.handshake import ours
 from jdag.rpc.place import MakeNode
 from jdag.rpc.seat import Own, Seat
 from jdag.rpc.settings import Address
 from jdag.rpc.tls import load as load_tls
+from jdag.rpc.tunnel import carrying
 
+# What Python is told; the number of the socket and the worker's name come after it.
+COMMAND = ("-u", "-P", "-m", "jdag.rpc")
 STOP = b"stop\n"
 PARTING_S = 5.0
+_GATE_S = 10.0
 _PR_SET_PDEATHSIG = 1
 _LINE_BYTES_MAX = 1 << 24
 _KILLED = 128
@@ -52,12 +57,12 @@ class Options(BaseModel):
     """What a worker process is told.
 
     `node` names what makes what makes nodes: `module:function`, called with these
-    options. `data` is the gate's address. `config` are settings of JAX, by name; `path`
-    is Python's module search path and `pythonpath` what that variable is to be for
-    processes started from here. `cores` are the CPUs to compute on. With `once` it
-    stops after its first session. `parent` is the process that this one must not
-    outlive, 0 for none; `litter` a folder to remove when that has gone without doing
-    so.
+    options. `data` is the gate's address, unless gRPC carries. `config` are settings of
+    JAX, by name; `path` is Python's module search path and `pythonpath` what that
+    variable is to be for processes started from here. `cores` are the CPUs to compute
+    on. With `once` it stops after its first session. `parent` is the process that this
+    one must not outlive, 0 for none; `litter` a folder to remove when that has gone
+    without doing so.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -168,6 +173,22 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
+def become(options: Options) -> NoReturn:
+    """Be a worker process from now on, in place of what this process was."""
+    ours, theirs = socket.socketpair()
+    ours.sendall(options.model_dump_json().encode() + b"\n")
+    ours.close()
+    theirs.set_inheritable(True)
+    arguments = [str(theirs.detach()), options.worker]
+    os.execve(sys.executable, [sys.executable, *COMMAND, *arguments], environment())
+
+
+def environment() -> dict[str, str]:
+    """Return this environment, in which a worker finds the modules that we find."""
+    path = os.pathsep.join([one or os.getcwd() for one in sys.path])
+    return {**os.environ, "PYTHONPATH": path}
+
+
 def run(options: Options, parent: socket.socket) -> None:
     """Be a worker until told to stop.
 
@@ -179,22 +200,36 @@ def run(options: Options, parent: socket.socket) -> None:
     configure(options.config)
     _log.info("worker %s: process %d", options.worker, os.getpid())
     tls = None if options.tls is None else load_tls(*options.tls)
+    control: Future[Address] = Future()
+
+    def open_gate(*, admit: Admit, take: Take) -> Gate:
+        data = options.data
+        if options.carrier == "grpc":  # By streams of the control server.
+            data = f"grpc:{control.result(_GATE_S)}"
+        return Gate(data, tls=tls, admit=admit, take=take)
+
     own = Own(
         worker=options.worker,
         token=options.token,
         allow=options.allow,
         handshake=ours(),
         make_node=found(options.node)(options),
-        open_gate=partial(Gate, options.data, tls=tls),
+        open_gate=open_gate,
         dial_gate=partial(dial, tls=tls),
         tls=tls,
         once=options.once,
     )
     seat = Seat(own)
-    control = Address.read(options.control)
-    server = ControlServer(control, seat.answers, tls=tls)
+    carry = carrying(seat.enter) if options.carrier == "grpc" else None
+    address = Address.read(options.control)
+    server = ControlServer(address, seat.answers, tls=tls, carry=carry)
+    control.set_result(server.address)
     watch.on_stop(seat.stop)
-    _say(parent, {"ready": str(server.address), "pid": os.getpid()})
+    if options.parent:
+        _say(parent, {"ready": str(server.address), "pid": os.getpid()})
+    else:
+        ready = f"worker {options.worker}: at {server.address}, process {os.getpid()}"
+        sys.stdout.write(f"{ready}\n")
     try:
         seat.serve()
     finally:
@@ -250,7 +285,3 @@ def main(arguments: list[str]) -> NoReturn:
         logging.getLogger("jdag").exception("a worker process ends by an error")
         leave(1)
     leave(0)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
