@@ -1,29 +1,35 @@
-"""A node without an engine, cluster files and certificates, for tests of processes."""
+"""Nodes without an engine, and seats and processes that have them."""
 
 import os
-import selectors
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+from jdag.rpc.control import ControlClient, ControlServer
 from jdag.rpc.device import settings_of
-from jdag.rpc.gate import dial
+from jdag.rpc.gate import Admit, Gate, Take, dial
 from jdag.rpc.handshake import ours
 from jdag.rpc.place import MakeNode, Place
+from jdag.rpc.seat import Own, Seat
 from jdag.rpc.session import Plan
 from jdag.rpc.settings import Address
+from jdag.rpc.tunnel import carrying
 from jdag.rpc.worker import Options
 
 TOKEN = "the token of the tests"
+ANY = Address("127.0.0.1", 0)
 
 
 class PlainNode:
     """A node that only holds its streams, and says on stdout what it is told.
 
     It answers each line that comes over a stream: `ask X` by `answer X from NAME`. A
-    worker's ends when the stream from main does.
+    worker's ends when the stream from main does. One thread alone touches streams; it
+    looks for what there is to do a hundred times a second.
     """
 
     def __init__(self, place: Place) -> None:
@@ -33,8 +39,8 @@ class PlainNode:
         self.incarnations: dict[str, int] = {}
         self.changed = threading.Condition()
         self.closed = False
-        self.drained = False
-        self._wake, self._woken = socket.socketpair()
+        self._left: list[Any] = []
+        self._said: list[tuple[str, bytes]] = []
 
     def say(self, *words: object) -> None:
         if self.place.worker != self.place.main:  # Its file of output is read.
@@ -48,88 +54,84 @@ class PlainNode:
         self.say("adopted", peer, incarnation, received)
         with self.changed:
             assert self.incarnations[peer] == incarnation
+            self._leave(peer)
             self.streams[peer] = stream
             self.changed.notify_all()
-        self.wake()
+
+    def _leave(self, peer: str) -> bool:
+        stream = self.streams.pop(peer, None)
+        if stream is not None:
+            self._left.append(stream)
+        return stream is not None
 
     def received(self, peer: str) -> int:
         return 7
 
     def lost(self, peer: str, why: str) -> None:
         with self.changed:
-            stream = self.streams.pop(peer, None)
+            was_there = self._leave(peer)
             self.changed.notify_all()
-        if stream is not None:
-            stream.close()
+        if was_there:
             self.place.gone(peer, why)
-            self.wake()
 
     def begin(self) -> None:
         threading.Thread(target=self.run, daemon=True).start()
 
     def run(self) -> None:
         while not self.closed:
-            with selectors.DefaultSelector() as selector:
-                selector.register(self._woken, selectors.EVENT_READ)
-                with self.changed:
-                    for peer, stream in self.streams.items():
-                        if stream.fileno() >= 0:
-                            selector.register(stream, selectors.EVENT_READ, peer)
-                for key, _ in selector.select():
-                    self._came(key.data)
-        with self.changed:
-            for stream in self.streams.values():
+            with self.changed:
+                streams, said = dict(self.streams), self._said
+                left, self._left, self._said = self._left, [], []
+            for stream in left:
                 stream.close()
-            self._wake.close()
-            self._woken.close()
+            for peer, line in said:
+                streams[peer].send([memoryview(line)])
+            for peer, stream in streams.items():
+                self._look(peer, stream)
+            with self.changed:
+                self.changed.wait(0.01)
+        for stream in (*self._left, *self.streams.values()):
+            stream.close()
 
-    def _came(self, peer: str | None) -> None:
-        if peer is None:
-            self._woken.recv(1)
-            return
+    def _look(self, peer: str, stream: Any) -> None:
+        """Take what has come from a peer, and answer it."""
         room = bytearray(1 << 16)
         try:
-            count = self.streams[peer].recv_into(memoryview(room))
+            came = bytes(room[: stream.recv_into(memoryview(room))])
         except BlockingIOError:
             return
-        except (ConnectionError, KeyError):
-            self.lost(peer, "the stream ended")
-            if peer == self.place.main:
-                self.close()
+        except ConnectionError as error:
+            if self.streams.get(peer) is stream:
+                self.lost(peer, str(error))
+                self.closed |= peer == self.place.main
             return
         with self.changed:
-            self.heard[peer] = self.heard.get(peer, b"") + bytes(room[:count])
+            self.heard[peer] = self.heard.get(peer, b"") + came
             self.changed.notify_all()
-        for line in bytes(room[:count]).splitlines():
+        for line in came.splitlines():
             if line.startswith(b"ask "):
                 answer = b"answer %s from %s\n" % (line[4:], self.place.worker.encode())
-                self.streams[peer].send([memoryview(answer)])
+                stream.send([memoryview(answer)])
 
     def ask(self, peer: str, what: bytes) -> bytes:
         """Ask a peer, and wait for its answer."""
-        self.streams[peer].send([memoryview(b"ask " + what + b"\n")])
         with self.changed:
-            came = self.changed.wait_for(lambda: what in self.heard.get(peer, b""), 20)
-        assert came, f"{peer} did not answer"
+            self._said.append((peer, b"ask " + what + b"\n"))
+        self.wait(lambda: what in self.heard.get(peer, b""))
         return self.heard[peer]
 
     def wait(self, what: Callable[[], bool]) -> None:
         with self.changed:
-            assert self.changed.wait_for(what, 20)
+            assert self.changed.wait_for(what, 20), "it never came to be"
 
     def drain(self) -> None:
         self.say("drained")
         self.close()
 
     def close(self) -> None:
-        self.closed = True
-        self.wake()
-
-    def wake(self) -> None:
         with self.changed:
+            self.closed = True
             self.changed.notify_all()
-            if self._wake.fileno() >= 0:
-                self._wake.send(b"w")
 
 
 def make_plain(options: Options) -> MakeNode:
@@ -176,3 +178,65 @@ def free_address() -> Address:
     with socket.socket() as tried:
         tried.bind(("127.0.0.1", 0))
         return Address("127.0.0.1", tried.getsockname()[1])
+
+
+class Seated:
+    """A seat with a thread that serves, a control server, and a client of that."""
+
+    def __init__(
+        self, name: str, address: Address = ANY, *, grpc: bool = False, **own: Any
+    ) -> None:
+        self.nodes: list[PlainNode] = []
+        common: dict[str, Any] = {
+            "token": TOKEN,
+            "allow": ("models",),
+            "handshake": ours(),
+            "make_node": self._make,
+            "open_gate": self._by_grpc if grpc else partial(Gate, "unix:@"),
+            "dial_gate": dial,
+        }
+        self.seat = Seat(Own(worker=name, **{**common, **own}))
+        self.server = ControlServer(
+            address,
+            self.seat.answers,
+            tls=own.get("tls"),
+            carry=carrying(self.seat.enter) if grpc else None,
+        )
+        self.client = ControlClient(
+            f"worker {name!r}", self.server.address, tls=own.get("tls")
+        )
+        self.ask = self.client.ask
+        self.thread = threading.Thread(target=self.seat.serve)
+        self.thread.start()
+
+    def _by_grpc(self, *, admit: Admit, take: Take) -> Gate:
+        return Gate(f"grpc:{self.server.address}", admit=admit, take=take)
+
+    def _make(self, place: Any) -> PlainNode:
+        self.nodes.append(PlainNode(place))
+        return self.nodes[-1]
+
+    def die(self) -> None:
+        """End as a process does that is killed: nobody is told."""
+        self.server.close(0)
+        for node in self.nodes:
+            node.close()
+        self.seat.stop()
+        self.thread.join(20)
+        self.client.close()
+
+    def close(self) -> None:
+        self.seat.stop()
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+        self.client.close()
+        self.server.close()
+
+
+@contextmanager
+def seated(name: str = "w", address: Address = ANY, **own: Any) -> Iterator[Seated]:
+    made = Seated(name, address, **own)
+    try:
+        yield made
+    finally:
+        made.close()

@@ -6,7 +6,6 @@ Without processes: seats, their control servers and gates are real, and in this 
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,8 +13,7 @@ import pytest
 
 from jdag.errors import JdagError, JoinError
 from jdag.rpc import seat as module
-from jdag.rpc.control import ControlClient, ControlServer
-from jdag.rpc.gate import Gate, dial
+from jdag.rpc.gate import dial
 from jdag.rpc.handshake import ours
 from jdag.rpc.requests import (
     Attach,
@@ -28,57 +26,10 @@ from jdag.rpc.requests import (
     Peer,
     Whereabouts,
 )
-from jdag.rpc.seat import Own, Seat
-from jdag.rpc.settings import Address
-from tests.rpc_cases import PlainNode
+from tests.rpc_cases import TOKEN, Seated, seated
 
-TOKEN = "the token of the tests"
 SECRET = "the secret of a session"
 NOBODY = Whereabouts(incarnation=0, control="127.0.0.1:1", data="unix:@no", allow=())
-
-
-class Seated:
-    """A seat with a thread that serves, a control server, and a client of that."""
-
-    def __init__(self, name: str, **own: Any) -> None:
-        self.nodes: list[PlainNode] = []
-        self.seat = Seat(
-            Own(
-                worker=name,
-                token=TOKEN,
-                allow=("models",),
-                handshake=ours(),
-                make_node=self._make,
-                open_gate=partial(Gate, "unix:@"),
-                dial_gate=dial,
-                **own,
-            )
-        )
-        self.server = ControlServer(Address("127.0.0.1", 0), self.seat.answers)
-        self.client = ControlClient(f"worker {name!r}", self.server.address)
-        self.ask = self.client.ask
-        self.thread = threading.Thread(target=self.seat.serve)
-        self.thread.start()
-
-    def _make(self, place: Any) -> PlainNode:
-        self.nodes.append(PlainNode(place))
-        return self.nodes[-1]
-
-    def close(self) -> None:
-        self.seat.stop()
-        self.thread.join(20)
-        assert not self.thread.is_alive()
-        self.client.close()
-        self.server.close()
-
-
-@contextmanager
-def seated(name: str = "w", **own: Any) -> Iterator[Seated]:
-    made = Seated(name, **own)
-    try:
-        yield made
-    finally:
-        made.close()
 
 
 @pytest.fixture

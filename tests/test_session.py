@@ -1,0 +1,304 @@
+"""A session seen by its main, with workers that are threads of this process."""
+
+import gc
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from jdag.errors import JoinError
+from jdag.rpc import session as module
+from jdag.rpc.control import answering
+from jdag.rpc.gate import Gate, dial
+from jdag.rpc.requests import REQUESTS, Health, Info
+from jdag.rpc.session import Session
+from jdag.rpc.settings import Address
+from jdag.rpc.tls import load
+from tests.certificates import Issuer
+from tests.rpc_cases import (
+    TOKEN,
+    PlainNode,
+    Seated,
+    free_address,
+    plan_of,
+    seated,
+)
+
+LONG_S = 20.0
+REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION)
+ODD = (b"null", b"-1", b"1e999", b'"\\ud800"', b"[[[[", b"{}", b"9" * 40, b"\x00")
+
+
+def soon(holds: Callable[[], bool]) -> None:
+    for _ in range(int(LONG_S / 0.01)):
+        if holds():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("it never came to be")
+
+
+def plain(session: Session) -> PlainNode:
+    assert isinstance(session.node, PlainNode)
+    return session.node
+
+
+@pytest.fixture
+def three() -> Iterator[dict[str, Seated]]:
+    with ExitStack() as stack:
+        yield {name: stack.enter_context(seated(name)) for name in "abc"}
+
+
+def controls(workers: dict[str, Seated]) -> dict[str, Address]:
+    return {name: worker.server.address for name, worker in workers.items()}
+
+
+def test_all_are_joined_to_all_and_of_two_the_lower_number_dials(three):
+    with Session(plan_of(controls(three), allow=("mine",))) as session:
+        for name, worker in three.items():
+            node = worker.nodes[0]
+            assert (
+                plain(session).ask(name, b"hi") == f"answer hi from {name}\n".encode()
+            )
+            assert node.place.workers == ("m", "a", "b", "c")
+            assert node.incarnations == {one: 0 for one in "mabc" if one != name}
+            assert node.place.allowed["m"] == ("mine",)
+            assert all(node.place.allowed[one] == ("models",) for one in "abc")
+            for other in "abc".replace(name, ""):
+                node.wait(lambda node=node, other=other: other in node.streams)
+        assert three["a"].nodes[0].ask("c", b"x") == b"answer x from c\n"
+        dials = {name: [*worker.nodes[0].place.dials] for name, worker in three.items()}
+        assert dials == {"a": ["b", "c"], "b": ["c"], "c": []}
+    assert all(worker.ask(Health())["state"] == "idle" for worker in three.values())
+
+
+def test_a_broken_stream_is_dialled_again_by_who_dialled_it(three):
+    with Session(plan_of(controls(three))) as session:
+        place = session.place
+        before = plain(session).streams["b"]
+        stream, theirs = place.dial("b", 5)
+        assert theirs == 7
+        session.node.adopt("b", 0, stream, theirs)
+        before.close()
+        node = three["b"].nodes[0]
+        soon(lambda: node.streams["m"].fileno() >= 0)
+
+
+def test_what_main_finds_to_be_lost_may_join_again_as_the_next_incarnation(
+    three, monkeypatch
+):
+    monkeypatch.setattr(module, "POLL_S", 0.05)
+    with Session(plan_of(controls(three), rejoin=True)) as session:
+        address = three["b"].server.address
+        three["b"].die()
+        soon(lambda: "b" in session.away())
+        with seated("b", address) as again:
+            soon(lambda: not session.away() and "b" in plain(session).streams)
+            soon(lambda: bool(again.nodes) and len(again.nodes[-1].streams) == 3)
+            number = session.place.incarnations["b"]
+            assert number >= 1
+            assert again.nodes[-1].place.incarnations["b"] == number
+            for name in "ac":
+                node = three[name].nodes[0]
+                assert node.incarnations["b"] == node.place.incarnations["b"] == number
+                # It dials all, whatever its number.
+                assert "b" not in node.place.dials
+            assert sorted(again.nodes[-1].place.dials) == ["a", "c"]
+            assert plain(session).ask("b", b"anew") == b"answer anew from b\n"
+
+
+def test_a_new_process_at_another_address_may_be_told_to_join(three):
+    with Session(plan_of(controls(three))) as session:
+        with pytest.raises(JoinError, match="worker 'b' is not lost; it cannot join"):
+            session.join("b")
+        three["b"].die()
+        soon(lambda: "b" in session.away())
+        with pytest.raises(JoinError, match="cannot reach worker 'b'"):
+            session.join("b")
+        with seated("b") as again:
+            session.join("b", again.server.address)
+            assert session.away() == {}
+            assert plain(session).ask("b", b"anew") == b"answer anew from b\n"
+            assert session.place.incarnations["b"] == 1
+            session.close()
+
+
+def test_who_watches_a_process_says_that_it_is_lost(three):
+    with Session(plan_of(controls(three))) as session:
+        session.lost("c", "process 1 was killed by SIGKILL")
+        soon(lambda: session.away() == {"c": "process 1 was killed by SIGKILL"})
+        assert "c" not in plain(session).streams
+
+
+def test_all_that_were_attached_are_left_when_one_refuses(three):
+    with pytest.raises(JoinError, match="this is worker 'c', not 'd'"):
+        Session(plan_of({**controls(three), "d": three["c"].server.address}))
+    assert all(worker.ask(Health())["state"] == "idle" for worker in three.values())
+
+
+def test_a_worker_that_main_may_not_take_is_left(three):
+    plan = plan_of(controls(three))
+    with pytest.raises(JoinError, match=r"main 'm' and worker '.' differ in jaxlib"):
+        Session(plan_of(controls(three), handshake={**plan.handshake, "jaxlib": "x"}))
+
+
+def test_the_name_of_main_is_for_one_process():
+    control = free_address()
+    with seated("w") as worker:
+        plan = plan_of({"w": worker.server.address}, control=control)
+        with Session(plan), pytest.raises(JoinError) as caught:
+            Session(plan_of({}, control=control))
+        said = str(caught.value)
+        assert said.startswith(
+            f"cannot be 'm': cannot listen at {control}: Address already in use by "
+        )
+        assert ", 'm'; each name of the file is for one process" in said
+        with Session(plan):  # It is free again.
+            pass
+        taken = plan_of({}, control=worker.server.address)
+        with pytest.raises(JoinError, match=r"in use by process \d+, 'w'; each name"):
+            Session(taken)
+
+
+def test_over_tls_all_is_as_without_and_a_stranger_is_refused(tmp_path):
+    issuer = Issuer(tmp_path, "ca")
+    tls = {name: load(*issuer.issue(name)) for name in "mab"}
+    with ExitStack() as stack:
+        workers = {}
+        for name in "ab":
+            own: dict[str, Any] = {
+                "tls": tls[name],
+                "dial_gate": partial(dial, tls=tls[name]),
+            }
+            gate = partial(Gate, "tcp:127.0.0.1:0", tls=tls[name])
+            workers[name] = stack.enter_context(seated(name, open_gate=gate, **own))
+        settings: dict[str, Any] = {
+            "tls": tls["m"],
+            "dial_gate": partial(dial, tls=tls["m"]),
+        }
+        with Session(plan_of(controls(workers), **settings)) as session:
+            assert plain(session).ask("b", b"hi") == b"answer hi from b\n"
+            assert workers["a"].nodes[0].ask("b", b"x") == b"answer x from b\n"
+        (tmp_path / "other").mkdir()
+        other = load(*Issuer(tmp_path / "other", "ca").issue("m"))
+        with pytest.raises(JoinError, match=r"cannot reach worker 'a' .* TLS refused"):
+            Session(plan_of(controls(workers), tls=other))
+
+
+def test_over_grpc_streams_come_through_the_control_server():
+    with ExitStack() as stack:
+        workers = {name: stack.enter_context(seated(name, grpc=True)) for name in "ab"}
+        with Session(plan_of(controls(workers))) as session:
+            assert plain(session).ask("a", b"hi") == b"answer hi from a\n"
+            assert workers["a"].nodes[0].ask("b", b"x") == b"answer x from b\n"
+
+
+class Refused(Exception):
+    """What a call's context raises at a refusal."""
+
+
+class Call:
+    """A call as the handlers see it."""
+
+    def abort(self, code: grpc.StatusCode, said: str) -> None:
+        assert code in REFUSALS, (code, said)
+        assert said and len(said) <= 4096
+        raise Refused(said)
+
+
+def test_a_thousand_mutated_requests_hurt_nobody(three):
+    """Whatever comes, others are served, and no session begins by it."""
+    rng = np.random.default_rng(0)
+    worker = three["a"]
+    method = {
+        asked: worker.client.channel.unary_unary(f"/jdag.Control/{asked.__name__}")
+        for asked in REQUESTS
+    }
+    threads = threading.active_count()
+    refused = 0
+    for number in range(1_000):
+        asked = REQUESTS[number % len(REQUESTS)]
+        try:
+            method[asked](_mutated(rng, _example(asked)), timeout=LONG_S)
+        except grpc.RpcError as error:
+            refused += 1
+            assert error.code() in REFUSALS, (asked, error)
+    assert refused > 900
+    assert worker.ask(Health())["state"] == "idle"
+    assert worker.ask(Info(token=TOKEN))["sessions"] == 0
+    assert worker.nodes == []
+    assert threading.active_count() <= threads + 16
+    with Session(plan_of(controls(three))) as session:
+        assert plain(session).ask("a", b"hi") == b"answer hi from a\n"
+
+
+def test_ten_thousand_mutated_requests_crash_no_handler_and_grow_nothing(three):
+    rng = np.random.default_rng(1)
+    worker = three["a"]
+    handle = {
+        asked: answering(asked, answer) for asked, answer in worker.seat.answers.items()
+    }
+    sizes = []
+    for number in range(10_000):
+        asked = REQUESTS[number % len(REQUESTS)]
+        with suppress(Refused):
+            handle[asked](_mutated(rng, _example(asked)), Call())
+        if number % 5_000 == 4_999:
+            gc.collect()
+            sizes.append(len(gc.get_objects()))
+    assert sizes[1] < sizes[0] + 1_000
+    assert worker.nodes == []
+    assert worker.ask(Health())["state"] == "idle"
+
+
+def _example(asked: type) -> bytes:
+    known: dict[str, object] = {
+        "token": "x" * 20,
+        "secret": "s" * 32,
+        "main": "m",
+        "worker": "a",
+        "workers": ["m", "a", "b"],
+        "incarnations": {"m": 0, "a": 0},
+        "allow": ["mod"],
+        "deadline_s": 5.0,
+        "handshake": {"jax": "1"},
+        "peers": {"b": {"incarnation": 0, "control": "h:1", "data": "d", "allow": []}},
+        "dial": ["b"],
+        "whereabouts": {"incarnation": 0, "control": "h:1", "data": "d", "allow": []},
+        "incarnation": 0,
+    }
+    fields = getattr(asked, "model_fields")  # noqa: B009 - pydantic's.
+    return json.dumps({name: known[name] for name in fields}).encode()
+
+
+def _mutated(rng: np.random.Generator, body: bytes) -> bytes:
+    """Change, cut, repeat or insert some bytes."""
+    changed = bytearray(body)
+    for _ in range(int(rng.integers(1, 4))):
+        place = int(rng.integers(0, len(changed) + 1))
+        match int(rng.integers(0, 5)):
+            case 0:
+                changed[place : place + 1] = rng.bytes(1)
+            case 1:
+                del changed[place:]
+            case 2:
+                changed[place:place] = changed[: int(rng.integers(0, 40))]
+            case 3:
+                changed[place:place] = rng.bytes(int(rng.integers(1, 9)))
+            case _:
+                values = (
+                    b"null",
+                    b"-1",
+                    b"1e999",
+                    b'"\\ud800"',
+                    b"[[[[",
+                    b"{}",
+                    b"9" * 40,
+                )
+                changed[place : place + 3] = values[int(rng.integers(0, len(values)))]
+    return bytes(changed)
