@@ -1,4 +1,4 @@
-"""The command line: run a scenario, check that it repeats, report on what was run."""
+"""The command line: run a scenario, check that it repeats, report; start workers."""
 
 import json
 import math
@@ -14,7 +14,6 @@ from contextlib import (
     nullcontext,
     redirect_stdout,
 )
-from enum import IntEnum
 from fractions import Fraction
 from importlib.metadata import version
 from pathlib import Path
@@ -32,8 +31,10 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from jdag import hosting
 from jdag.engine.drawing import Need
 from jdag.errors import JdagError, ScenarioError, unusable
+from jdag.exits import Exit, said_in_one_line
 from jdag.graph import ContextGraph
 from jdag.playing import Answer, play
 from jdag.report import GRAPH, GRAPH_DOT, PAGE, WRITTEN, read_drawings, render
@@ -46,15 +47,6 @@ TRACE = "trace.jsonl"
 _WRITTEN = (RESULT, TRACE, *WRITTEN)
 _NARROW = 72  # Columns below which a table has no room for what a figure is.
 _INTERRUPTED = 130  # What a shell makes of Ctrl-C.
-
-
-class Exit(IntEnum):
-    """Exit codes."""
-
-    MET = 0
-    WRONG = 1  # Something that was expected is not so.
-    BAD_INPUT = 2
-    STUCK = 3  # A pass was stuck, and nothing expected it.
 
 
 app = typer.Typer(
@@ -79,16 +71,6 @@ Driver = Annotated[str, typer.Option(help="What runs it: sim.")]
 Device = Annotated[str, typer.Option(help="What computes: cpu.")]
 
 
-@contextmanager
-def _said_in_one_line() -> Any:
-    """A mistake of the user's is one line and an exit code, never a traceback."""
-    try:
-        yield
-    except ScenarioError as error:
-        typer.echo(f"jdag: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(Exit.BAD_INPUT) from None
-
-
 def _programs_are_silent(is_so: bool) -> AbstractContextManager[Any]:
     """What a user's program prints is not among what the command says."""
     return redirect_stdout(sys.stderr) if is_so else nullcontext()
@@ -110,7 +92,7 @@ def run(
     Exit codes: 0 all that it expects is so; 1 something is not; 2 bad input; 3 a pass
     was stuck, and nothing expected it.
     """
-    with _said_in_one_line(), _programs_are_silent(as_json):
+    with said_in_one_line(), _programs_are_silent(as_json):
         _refuse_options(driver, device)
         scenario = load(file, seed=_seed_of(seed))
         folder = out or Path("runs") / scenario.settings.name
@@ -342,7 +324,7 @@ def check(file: File, seed: Seed = None) -> None:
 
     Exit codes: 0 the two runs are the same; 1 they differ; 2 bad input.
     """
-    with _said_in_one_line(), _programs_are_silent(True):
+    with said_in_one_line(), _programs_are_silent(True):
         load(file, seed=_seed_of(seed))
     console = Console()
     digests = []
@@ -382,7 +364,7 @@ def report(
     folder: Annotated[Path, typer.Argument(help="What `jdag run` wrote.")],
 ) -> None:
     """Make the page of a run again, and print its table."""
-    with _said_in_one_line():
+    with said_in_one_line():
         try:
             result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
             _need_all(result)
@@ -405,6 +387,10 @@ def _need_all(result: Any) -> None:
             raise ValueError(f"{RESULT} has no {key}")
 
 
+app.command()(hosting.worker)
+app.command()(hosting.up)
+
+
 def _version(is_asked: bool) -> None:
     if is_asked:
         typer.echo(f"jdag {version('jdag')}, JAX {version('jax')}")
@@ -421,7 +407,7 @@ Version = Annotated[
 
 @app.callback(invoke_without_command=True)
 def _main(context: typer.Context, is_asked: Version = False) -> None:
-    """Distributed autograd for JAX: play scenarios in virtual time."""
+    """Distributed autograd for JAX: play scenarios in virtual time, start workers."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
         raise typer.Exit(Exit.BAD_INPUT)

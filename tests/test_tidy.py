@@ -26,7 +26,7 @@ COLUMNS_MAX = 88
 LAYERS = (
     ("errors",),
     ("trace", "expect", "shown"),
-    ("tables",),
+    ("tables", "exits"),
     ("functions",),
     ("engine",),
     ("wire",),
@@ -50,6 +50,7 @@ LAYERS = (
     ("report",),
     ("scenario",),
     ("playing",),
+    ("hosting",),
     ("cli",),
     ("__init__",),
 )
@@ -57,8 +58,8 @@ RANK = {unit: rank for rank, row in enumerate(LAYERS) for unit in row}
 
 # Where a library, or one of its functions, may be named.
 HOMES = {
-    "typer": ("cli",),
-    "rich": ("cli",),
+    "typer": ("cli", "hosting", "exits"),
+    "rich": ("cli", "hosting"),
     "pydantic": ("tables", "scenario", "rpc"),
     "tomllib": ("tables",),
     "matplotlib": ("report",),
