@@ -1,5 +1,6 @@
 """Clusters of real processes, by the public face."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -43,6 +44,23 @@ def test_workers_serve_one_cluster_after_another_and_keep_nothing(
             assert cluster.info()["b"]["values_held"] == 1
         with workers.connect() as cluster:
             assert [held["values_held"] for held in cluster.info().values()] == [0] * 3
+
+
+@jdag.program
+def habits(ctx: Any) -> Any:
+    config: Any = jax.config
+    return gc.get_freeze_count(), config.values["jax_cpu_enable_async_dispatch"]
+
+
+def test_workers_collect_no_imports_and_compute_on_the_thread_that_waits(
+    workers: Workers,
+) -> None:
+    with workers.connect() as cluster, cluster.context() as ctx:
+        assert habits(ctx)[1] is True  # Main's process is its user's.
+        for name in workers.names[1:]:
+            frozen, is_elsewhere = ctx.call(name, habits)
+            assert frozen > 10_000
+            assert is_elsewhere is False
 
 
 def test_a_launched_worker_that_is_killed_is_lost_at_once_with_its_last_lines() -> None:

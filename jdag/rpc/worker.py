@@ -11,6 +11,7 @@ once, and so does the end of a parent.
 """
 
 import ctypes
+import gc
 import importlib
 import json
 import logging
@@ -49,6 +50,8 @@ _GATE_S = 10.0
 _PR_SET_PDEATHSIG = 1
 _LINE_BYTES_MAX = 1 << 24
 _KILLED = 128
+# Whoever computes waits for the result: XLA's own thread would have to be woken first.
+_OWN_CONFIG = {"jax_cpu_enable_async_dispatch": False}
 
 _log = logging.getLogger("jdag")
 
@@ -197,7 +200,9 @@ def run(options: Options, parent: socket.socket) -> None:
     """
     watch = Watch(parent, options)
     use_device(options.device, options.worker)
-    configure(options.config)
+    configure({**options.config, **_OWN_CONFIG})
+    gc.collect()
+    gc.freeze()  # What imports have made is not for the collector to walk again.
     _log.info("worker %s: process %d", options.worker, os.getpid())
     tls = None if options.tls is None else load_tls(*options.tls)
     control: Future[Address] = Future()
