@@ -38,7 +38,6 @@ from jdag.sim.simulation import Simulation
 
 DEADLINE_S = 10.0
 READY_S = 60.0
-DATA = {"socket": "unix:@", "grpc": "grpc:127.0.0.1:0"}  # Where a worker is met.
 
 
 def simulate(
@@ -177,7 +176,6 @@ def worker_options(
         worker=name,
         node=f"{member.__module__}:{member.__name__}",
         control="127.0.0.1:0",
-        data=DATA[carrier],
         token=token,
         carrier=carrier,
         allow=tuple(allow),
@@ -288,6 +286,7 @@ def connect(path: str | os.PathLike[str], *, name: str) -> Cluster:
         token=settings.token,
         allow=mine.allow,
         deadline_s=settings.deadline_s,
+        control=mine.address,
         rejoin=True,
         tls=tls,
     )

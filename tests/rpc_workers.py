@@ -8,6 +8,7 @@ from typing import Any
 import jdag
 from jdag.drivers import worker_options
 from jdag.rpc.launch import Launch
+from tests.rpc_cases import free_address
 
 ALLOWED = ("tests",)
 
@@ -49,7 +50,7 @@ class Workers:
         lines = [f'carrier = "{carrier}"', f"deadline_s = {deadline_s}"]
         allowed = ", ".join(f'"{module}"' for module in allow)
         for name in self.names:
-            address = self.launch.addresses.get(name, "127.0.0.1:9")
+            address = self.launch.addresses.get(name) or free_address()
             lines += [
                 f"[workers.{name}]",
                 f'control = "{address}"',

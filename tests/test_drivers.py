@@ -17,6 +17,11 @@ from tests.rpc_workers import Workers
 from tests.test_node import W, X, gradient, hidden, loss, simulated, total
 
 
+def speaks(w: Any) -> Any:
+    jax.debug.print("here is c")
+    return 2.0 * w
+
+
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Workers]:
     made = Workers(("a", "b", "c"))
@@ -66,6 +71,8 @@ def test_workers_collect_no_imports_and_compute_on_the_thread_that_waits(
 def test_a_launched_worker_that_is_killed_is_lost_at_once_with_its_last_lines() -> None:
     with jdag.launch(["a", "b", "c"], allow=("tests",)) as cluster:
         w = cluster.put("b", W)
+        with cluster.context() as ctx:
+            ctx.call("c", speaks, w).fetch()
         os.kill(cluster.driver.launch.pids["c"], signal.SIGKILL)
         said = (
             r"^(.|\n)*worker 'c' is lost.*: it was killed by SIGKILL \(process \d+\); "
@@ -73,7 +80,7 @@ def test_a_launched_worker_that_is_killed_is_lost_at_once_with_its_last_lines() 
         with pytest.raises(WorkerLost, match=said) as caught, cluster.context() as ctx:
             ctx.call("c", hidden, w, X).fetch()
         log = cluster.driver.launch.log_of("c")
-        assert f"; the end of {log}:\n    " in str(caught.value)
+        assert f"; the end of {log}:\n    here is c" in str(caught.value)
         with cluster.context() as ctx:
             out = ctx.call("a", total, ctx.call("b", hidden, w, X))
             ctx.backward(out)

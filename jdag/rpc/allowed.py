@@ -26,7 +26,9 @@ OWN = (
     "jdag.activation:Reply",
     "jdag.cluster:run_here",
     "jdag.compute.duals:seeded",
+    "jdag.leafwise:Leafwise",
     "jdag.moving:moved",
+    "jdag.optim:_stepped",
     "jdag.optim:squared_norm",
     "jdag.optim:squared_norms",
 )

@@ -45,6 +45,7 @@ from jdag.engine.vocabulary import (
     Returned,
     Send,
     Spawn,
+    Worker,
     incarnated,
     landing,
     named,
@@ -215,6 +216,7 @@ class Node:
         """Have the engine handle an event of a program here; see `Port.tell`."""
         loop = self._loop
         self._check_open()
+        self._functions.exports.prepare(event, self.worker, self._allowed_on)
         loop.acquire()
         try:
             self._check_open()
@@ -229,6 +231,11 @@ class Node:
             loop.release()
         if self.company.waiting > CONGESTED_BYTES:
             loop.drive(lambda: self._closed or self.company.waiting <= CONGESTED_BYTES)
+
+    def _allowed_on(self, worker: Worker) -> tuple[str, ...]:
+        """The modules that a worker was told to allow."""
+        peer = self.company.peers.get(worker)
+        return () if peer is None else peer.allowed
 
     def number(self) -> int:
         """A number that no other waiter of the node has."""
@@ -308,6 +315,9 @@ class Node:
         message, values = send.message, ()
         if send.values:
             message, _, values = self._machine.load(message, send.values, self.worker)
+        message, needed = self._functions.exports.outgoing(message, peer.allowed)
+        for definition in needed:
+            peer.define(definition.digest, definition.data)
         if send.zeros:
             peer.zero_bytes += sum([zero.nbytes for zero in send.zeros])
         peer.send(message, values)
@@ -382,7 +392,7 @@ class Node:
 
     def defined(self, digest: bytes, data: bytes) -> None:
         """A function came; see `jdag.rpc.company.Host`."""
-        raise ProtocolError(f"{len(data)} bytes of function {digest.hex()}: not known")
+        self._functions.define(digest, data)
 
     # ------------------------------------------------------------------ of peers
 

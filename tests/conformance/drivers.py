@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import jdag
 from jdag import sim
 from tests.conformance import functions
+from tests.conformance.real import Real
 
 WORKERS = ("a", "b", "c", "d")
 
@@ -95,7 +96,11 @@ def jdag_name(fn: Any) -> str:
     return f"{fn.__module__}:{fn.__qualname__}"
 
 
-DRIVERS: dict[str, Driver] = {"sim": Simulated()}
+DRIVERS: dict[str, Driver] = {
+    "sim": Simulated(),
+    "socket": Real("socket"),
+    "grpc": Real("grpc"),
+}
 
 
 @contextmanager
