@@ -101,9 +101,13 @@ class PlainNode:
         except BlockingIOError:
             return
         except ConnectionError as error:
-            if self.streams.get(peer) is stream:
-                self.lost(peer, str(error))
-                self.closed |= peer == self.place.main
+            with self.changed:
+                # It may have been replaced meanwhile.
+                is_end = self.streams.get(peer) is stream and self._leave(peer)
+                self.closed |= is_end and peer == self.place.main
+                self.changed.notify_all()
+            if is_end:
+                self.place.gone(peer, str(error))
             return
         with self.changed:
             self.heard[peer] = self.heard.get(peer, b"") + came

@@ -36,14 +36,6 @@ def test_a_token_expires():
     assert tokens.use(late) is None
 
 
-def test_tokens_of_a_worker_are_forgotten_together():
-    tokens = Tokens()
-    first, second, other = (tokens.issue(name, 0) for name in "aab")
-    tokens.forget("a")
-    assert (tokens.use(first), tokens.use(second)) == (None, None)
-    assert tokens.use(other) == ("b", 0)
-
-
 def test_there_are_never_more_than_a_bound():
     tokens = Tokens()
     for _ in range(TOKENS_MAX):

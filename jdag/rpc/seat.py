@@ -131,8 +131,6 @@ class _Held:
         known = place.incarnations.get(peer, 0)
         if whereabouts.incarnation < known:
             raise JoinError(_old(peer, whereabouts.incarnation, known))
-        if whereabouts.incarnation > known:
-            self.tokens.forget(peer)
         place.incarnations[peer] = whereabouts.incarnation
         place.allowed[peer] = whereabouts.allow
         place.dials.pop(peer, None)

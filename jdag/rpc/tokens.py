@@ -63,11 +63,6 @@ class Tokens:
             found = [hmac.compare_digest(token, one) for _, one, _ in self._issued]
             return self._issued.pop(found.index(True))[2] if any(found) else None
 
-    def forget(self, worker: str) -> None:
-        """Forget the tokens of a worker."""
-        with self._lock:
-            self._issued = [one for one in self._issued if one[2][0] != worker]
-
     def _forget_expired(self) -> None:
         now_ns = self._clock_ns()
         self._issued = [one for one in self._issued if one[0] > now_ns]
