@@ -3,6 +3,9 @@
 import ast
 import inspect
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import jdag
 from jdag.playing import play
 from jdag.scenario import load
 from jdag.sim.simulation import Simulation
+from tests.two_hosts import Hosts, two_hosts
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -21,9 +25,11 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README.read_text(), re.DOTALL)
 
 
-def block(language: str, word: str) -> str:
-    """The one block of code in a language that has this word in it."""
-    (found,) = [block for block in blocks(language) if word in block]
+def block(language: str, *words: str) -> str:
+    """The one block of code in a language that has these words in it."""
+    (found,) = [
+        block for block in blocks(language) if all(word in block for word in words)
+    ]
     return found
 
 
@@ -35,11 +41,11 @@ def test_the_examples_run_as_printed(
     monkeypatch.chdir(tmp_path)
     space: dict[str, object] = {}
 
-    def printed(word: str) -> str:
-        exec(compile(block("python", word), "README.md", "exec"), space)
+    def printed(*words: str) -> str:
+        exec(compile(block("python", *words), "README.md", "exec"), space)
         return capsys.readouterr().out
 
-    assert printed("ctx.gradient(w0)").endswith(" (8, 16)\n")
+    assert printed("jdag.simulate", "(w0)).shape").endswith(" (8, 16)\n")
     assert printed("halve") == "0.8125 ps1 0.0625\n"
     assert printed("jdag.hvp(") == "[(8, 16), (16, 1)]\n"
     said, found = printed("cluster.run").splitlines()
@@ -52,8 +58,78 @@ def test_the_examples_run_as_printed(
     assert third.startswith("[0.5403023")
 
 
+def printed_by(text: str, folder: Path) -> str:
+    """What a script prints, in a process of its own; it has no complaint."""
+    script = folder / "script.py"
+    script.write_text(text)
+    command = [sys.executable, "-X", "dev", str(script)]
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, check=False, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_real_workers_print_the_same_as_simulated_ones(tmp_path: Path):
+    ten = block("python", "ctx.gradient(w0)).shape)", "jdag.simulate")
+    real = block("python", "jdag.launch(")
+    simulated = printed_by(ten, tmp_path)
+    assert simulated.endswith(" (8, 16)\n")
+    assert (
+        printed_by(ten.partition("with jdag.simulate")[0] + real, tmp_path) == simulated
+    )
+    assert (tmp_path / "logs" / "ps0.log").exists()
+
+
+def test_two_hosts_work_as_printed(tmp_path: Path):
+    with two_hosts(tmp_path) as hosts:
+        (tmp_path / "cluster.toml").write_text(hosts.here(block("toml", "[tls]")))
+        certify = hosts.here(block("sh", "openssl"))
+        subprocess.run(["sh", "-e"], input=certify, text=True, check=True, cwd=tmp_path)
+        up = block("sh", "jdag up").strip()
+        if not hosts.are_apart:  # All workers are on this host then, the trainer too.
+            up += " --except trainer"
+        train = block("python", "jdag.connect(")
+        (hosts.place(0) / "train.py").write_text(train)
+        losses = trained(hosts, up)
+        assert len(losses) == 20 and losses == sorted(losses, reverse=True)
+        here = 'simulate(["trainer", "ps0", "ps1"], seed=0)'
+        train = re.sub(r"connect\(.*\)(?=.* as cluster)", here, train)
+        simulated = printed_by(train, tmp_path).split()
+        assert losses == [float(one) for one in simulated]
+
+        (worker,) = re.findall("`(jdag worker .*?)`", README.read_text())
+        with hosts.running(1, worker) as process:
+            said_by(process, "worker ps0: at ")
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+
+
+def trained(hosts: Hosts, up: str) -> list[float]:
+    """What the trainer on the one host prints, with the workers on the other."""
+    with hosts.running(1, up) as workers:
+        said_by(workers, "Ctrl-C stops them")
+        with hosts.running(0, "python train.py") as trainer:
+            said, _ = trainer.communicate(timeout=200)
+            assert trainer.returncode == 0, said
+        workers.send_signal(signal.SIGINT)
+        assert workers.wait(60) == 0
+    return [float(line) for line in said.splitlines()]
+
+
+def said_by(process: subprocess.Popen[str], wanted: str) -> None:
+    """Read what a process prints until it says this."""
+    assert process.stdout is not None
+    heard = []
+    for line in process.stdout:
+        heard.append(line)
+        if line.startswith(wanted):
+            return
+    raise AssertionError(f"it has never said {wanted!r}: {''.join(heard)}")
+
+
 def test_the_scenario_is_met_with_the_program_beside_it(tmp_path: Path):
-    (tmp_path / "lossy.toml").write_text(blocks("toml")[0])
+    (tmp_path / "lossy.toml").write_text(block("toml", "[expect]"))
     (tmp_path / "mine.py").write_text(block("python", "Case("))
     answer = play(load(tmp_path / "lossy.toml"), lambda done, total, numbers: None)
     assert answer.met, answer.judged
