@@ -20,6 +20,7 @@ from jdag.engine.vocabulary import (
     landing,
 )
 from jdag.rpc import outbox
+from jdag.rpc.inbox import Inbox
 from jdag.rpc.loop import Loop, clock_ns
 from jdag.rpc.peer import Peer
 from jdag.rpc.streams import SocketStream
@@ -222,7 +223,7 @@ def primal(number: int, context: ContextId = ONE, slots: int = 1) -> Primal:
 
 
 def random_values(rng: random.Random, slots: int) -> list[Any]:
-    sizes = [rng.choice((0, 1, 7, 1_000, 20_000, 200_000)) for _ in range(slots)]
+    sizes = [rng.choice((0, 1, 7, 1_000, 60_000, 200_000)) for _ in range(slots)]
     seeds = np.random.default_rng(rng.getrandbits(32))
     return [jnp.asarray(seeds.standard_normal(size, np.float32)) for size in sizes]
 
@@ -248,6 +249,25 @@ def test_messages_with_values_of_all_sizes_arrive_in_order_with_their_bits(
     for (message, values), (came, landed) in zip(sent, sides.b.messages, strict=True):
         assert came == message
         assert_same(landed, values)
+
+
+def test_of_a_message_of_many_values_most_follow_it_in_chunks(
+    sides: Sides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+    message = Inbox._message
+
+    def watched(self: Any, payload: bytes) -> None:
+        lengths.append(len(payload))
+        message(self, payload)
+
+    monkeypatch.setattr(Inbox, "_message", watched)
+    values = [jnp.arange(60_000.0) + place for place in range(9)]
+    values[6:6] = [jnp.zeros(0), jnp.ones(3), jnp.zeros(0)]
+    sides.a.peer.send(primal(1, slots=len(values)), values)
+    sides.run(lambda: len(sides.b.messages) == 1)
+    assert_same(sides.b.messages[0][1], values)
+    assert lengths[0] <= outbox.INLINE_BYTES + 1024 < sum(v.nbytes for v in values)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from jax.dtypes import canonicalize_dtype
 from jdag.compute.duals import Dual
 
 ALIGNMENT_BYTES = 64  # What JAX asks of memory that it takes without a copy.
-ALIASED_MIN_BYTES = 1 << 16  # A smaller value is copied faster than it is handed over.
+ALIASED_MIN_BYTES = 1 << 18  # A smaller value is copied faster than it is handed over.
 POOLED_MIN_BYTES = 1 << 16
 KEPT_MAX_BYTES = 1 << 28
 

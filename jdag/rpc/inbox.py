@@ -21,7 +21,7 @@ from jdag.compute.buffers import Buffers, landed
 from jdag.engine.vocabulary import Message
 from jdag.errors import ProtocolError
 from jdag.rpc.loop import clock_ns
-from jdag.rpc.outbox import BULK_BYTES
+from jdag.rpc.outbox import is_bulk
 from jdag.rpc.streams import Stream
 from jdag.wire.frames import (
     CHUNK_HEADER_BYTES,
@@ -275,7 +275,7 @@ class Inbox:
         message, kinds, offset = self._codec.decode_with(payload)
         values: list[Any] = []
         arriving = Arriving(message, values, 0)
-        view = memoryview(payload)
+        view, first = memoryview(payload), offset
         for place, kind in enumerate(kinds):
             nbytes = kind.nbytes
             if nbytes > self._value_bytes_max:
@@ -283,7 +283,7 @@ class Inbox:
                     f"a value of {nbytes} bytes: at most {self._value_bytes_max} are"
                     " taken"
                 )
-            if nbytes >= BULK_BYTES:
+            if is_bulk(nbytes, offset - first):
                 self._incoming_number += 1
                 number = self._incoming_number
                 self._incoming.append(Incoming(number, kind, arriving, place))

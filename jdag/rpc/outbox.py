@@ -1,7 +1,7 @@
 """What one node has to say to another, as frames in the order in which they leave.
 
-Small frames go before bulk: of each value from `BULK_BYTES` on, the elements leave the
-message and follow in chunks, one value after the other, at most `WINDOW_BYTES` of them
+Small frames go before bulk: the elements of large values leave the message (`is_bulk`)
+and follow in chunks, one value after the other, at most `WINDOW_BYTES` of them
 unacknowledged, so that what is small waits for no more than what a socket holds.
 
 Told:  `send`, `define`, `aside`, `pure`; `acknowledged` when the link knows more;
@@ -27,7 +27,8 @@ from jdag.wire.frames import FrameKind, pack_chunk, pack_header
 from jdag.wire.link import FRAME_BYTES, Link
 from jdag.wire.messages import Codec
 
-BULK_BYTES = 64 * 1024
+BULK_BYTES = 256 * 1024
+INLINE_BYTES = 1024 * 1024  # So many of a message's values stay in it.
 CHUNK_BYTES = 256 * 1024
 WINDOW_BYTES = 4 * 1024 * 1024
 OUT_BYTES = 512 * 1024  # No more bulk is cut while so much waits for the socket.
@@ -68,6 +69,11 @@ class Outgoing:
         return Parcel(FrameKind.CHUNK, (head, piece), len(head) + len(piece))
 
 
+def is_bulk(nbytes: int, inline_bytes: int) -> bool:
+    """Whether a value follows in chunks; so many bytes are in its message already."""
+    return nbytes >= BULK_BYTES or inline_bytes + nbytes > INLINE_BYTES
+
+
 class Outbox:
     """What waits to leave for one peer; `link` numbers it."""
 
@@ -104,17 +110,19 @@ class Outbox:
         described = [(type_of(value), parts(value)) for value in values]
         head = self._codec.encode_with(message, [kind for kind, _ in described])
         views: list[Any] = [head]
-        nbytes = len(head)
+        inline_bytes = 0
         for kind, pieces in described:
-            if kind.nbytes < BULK_BYTES:
-                views += [piece for piece in pieces if piece]
-                nbytes += kind.nbytes
-            else:
+            nbytes = kind.nbytes
+            if is_bulk(nbytes, inline_bytes):
                 self._bulk_number += 1
                 self._bulk.append(Outgoing(self._bulk_number, pieces))
-            self.payload_bytes += kind.nbytes
+            else:
+                views += [piece for piece in pieces if piece]
+                inline_bytes += nbytes
+            self.payload_bytes += nbytes
         self.messages_sent += 1
-        self._urgent.append(Parcel(FrameKind.MESSAGE, tuple(views), nbytes))
+        length = len(head) + inline_bytes
+        self._urgent.append(Parcel(FrameKind.MESSAGE, tuple(views), length))
 
     def define(self, digest: bytes, data: bytes) -> None:
         """Send a function that messages after this one name by its digest."""
