@@ -17,6 +17,7 @@ from jdag.engine.vocabulary import (
     Message,
     Primal,
     Read,
+    Reading,
     landing,
 )
 from jdag.rpc import outbox
@@ -29,7 +30,7 @@ from jdag.wire.messages import Codec
 from tests.certificates import Issuer
 
 PATIENCE_NS = 20_000_000_000
-ONE = ContextId(0, 1, 0)
+ONE, TWO = ContextId(0, 1, 0), ContextId(0, 2, 0)
 
 
 class Side:
@@ -310,6 +311,20 @@ def test_connections_that_break_anywhere_lose_nothing_and_repeat_nothing(
     assert not sides.a.ends and not sides.b.ends
 
 
+def test_a_small_message_of_another_context_overtakes_a_large_one(
+    sides: Sides,
+) -> None:
+    large = jnp.arange(8_000_000.0)
+    sides.a.peer.send(primal(1, ONE), [large])
+    sides.a.peer.send(primal(2, ONE), [jnp.ones(3)])
+    sides.a.peer.send(primal(3, TWO), [jnp.ones(3)])
+    sides.a.peer.send(Reading(7, (None,)), [jnp.ones(3)])
+    sides.run(lambda: len(sides.b.messages) == 4)
+    order = [message for message, _ in sides.b.messages]
+    assert order == [primal(3, TWO), Reading(7, (None,)), primal(1), primal(2)]
+    assert_same(sides.b.messages[2][1], [large])
+
+
 def test_no_more_bulk_is_unacknowledged_than_the_window_and_a_chunk(
     sides: Sides, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -401,3 +416,80 @@ def test_a_read_does_not_overtake_what_it_may_read(sides: Sides) -> None:
         primal(1, ONE),
         Read(1, (key,)),
     ]
+
+
+def lent(side: Side) -> int:
+    """How many arrays have come in shared memory, and live."""
+    return len(side.peer.inbox._borrowed._out)
+
+
+def test_large_arrays_come_in_shared_memory_once_there_is_some_and_it_is_used_again(
+    sides: Sides,
+) -> None:
+    shared = 0
+    for number in range(1, 12):
+        value = jnp.arange(1_500_000.0) * number
+        sides.a.peer.send(primal(number), [value])
+        sides.run(lambda number=number: len(sides.b.messages) == number)
+        shared += lent(sides.b)
+        assert_same(sides.b.messages[-1][1], [value])
+        sides.b.messages[-1] = (primal(number), [])  # The array goes.
+        for _ in range(20):
+            sides.turn()
+    assert shared >= 4
+    assert sides.a.peer._segments._counter <= 2
+
+
+def test_shared_memory_survives_a_connection_that_breaks(sides: Sides) -> None:
+    kept = []
+    for number in range(1, 12):
+        value = jnp.arange(1_500_000.0) * number
+        sides.a.peer.send(primal(number), [value])
+        if number % 3 == 0:
+            sides.turn()
+            sides.connect()
+        sides.run(lambda number=number: len(sides.b.messages) == number)
+        kept.append((value, sides.b.messages[-1][1]))
+    for value, came in kept:
+        assert_same(came, [value])
+
+
+def test_a_small_message_overtakes_one_that_is_copied_to_shared_memory(
+    sides: Sides,
+) -> None:
+    large = jnp.arange(16_000_000.0)
+    for number in range(1, 5):  # Until there is a segment of this size.
+        sides.a.peer.send(primal(number), [large])
+        sides.run(lambda number=number: len(sides.b.messages) == number)
+        sides.b.messages[-1] = (primal(number), [])
+        for _ in range(20):
+            sides.turn()
+    sides.a.peer.send(primal(5), [large])
+    sides.turn()
+    sides.a.peer.send(primal(6, TWO), [jnp.ones(3)])
+    sides.run(lambda: len(sides.b.messages) == 6)
+    assert lent(sides.b) == 1
+    assert [message for message, _ in sides.b.messages[4:]] == [
+        primal(6, TWO),
+        primal(5),
+    ]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        (b"l", (1, 7, 8_000_000)),
+        (b"l", (9, 1, 8)),
+        (b"x", (1,)),
+        (b"f", (1, 2)),
+        (b"", ()),
+    ],
+)
+def test_nonsense_about_shared_memory_loses_the_peer(
+    said: tuple[bytes, tuple[int, ...]], sides: Sides
+) -> None:
+    what, numbers = said
+    sides.a.peer.outbox.about_segment(what, *numbers)
+    sides.a.peer.send(primal(1), [jnp.ones(3)])
+    sides.run(lambda: bool(sides.b.ends))
+    assert "broke the protocol" in sides.b.ends[0]

@@ -2,7 +2,7 @@
 
 Told:  `read(stream)` when there is something to read.
 Gives: to its `Sink`: `arrived` for each message that is whole and whose turn it is,
-       `defined`, `told`, `pinged`.
+       `defined`, `told`, `pinged`, `freed`.
 
 Large frames are read where they belong: elements of bulk into the memory that the array
 will have, which is taken when the first of them comes. Everything is checked before it
@@ -13,6 +13,7 @@ on before it is whole; a stream that ended in the middle of a frame leaves no tr
 """
 
 import json
+import struct
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -21,7 +22,8 @@ from jdag.compute.buffers import Buffers, landed
 from jdag.engine.vocabulary import Message
 from jdag.errors import ProtocolError
 from jdag.rpc.loop import clock_ns
-from jdag.rpc.outbox import is_bulk
+from jdag.rpc.outbox import FORGOTTEN, FREED, LENT, OFFERED, is_bulk
+from jdag.rpc.segments import Borrowed
 from jdag.rpc.streams import Stream
 from jdag.wire.frames import (
     CHUNK_HEADER_BYTES,
@@ -54,6 +56,9 @@ class Sink(Protocol):
 
     def pinged(self) -> None:
         """The peer wants a sign of life."""
+
+    def freed(self, segment: int) -> None:
+        """The peer needs a segment of shared memory no more."""
 
 
 class Arriving:
@@ -90,6 +95,7 @@ class Inbox:
         codec: Codec,
         sink: Sink,
         buffers: Buffers,
+        borrowed: Borrowed,
         value_bytes_max: int,
     ) -> None:
         self.messages = 0
@@ -98,6 +104,8 @@ class Inbox:
         self._codec = codec
         self._sink = sink
         self._buffers = buffers
+        self._borrowed = borrowed
+        self._stream: Stream | None = None  # That is being read.
         self._value_bytes_max = value_bytes_max
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
         self._start = self._end = 0
@@ -119,6 +127,7 @@ class Inbox:
         self.interrupt()
         self._open = False
         self._incoming.clear()
+        self._borrowed.close()
         self._order = Order()
 
     def read(self, stream: Stream) -> None:
@@ -128,6 +137,7 @@ class Inbox:
             ConnectionError: the stream ended.
             ProtocolError: what came is no frame, or no message.
         """
+        self._stream = stream
         for _ in range(READS_MAX):
             try:
                 if self._direct is not None:
@@ -209,12 +219,7 @@ class Inbox:
         """Where the elements of a chunk belong, if it is the one that has to come."""
         number, offset = unpack_chunk(head)
         nbytes = length - CHUNK_HEADER_BYTES
-        incoming = self._incoming[0] if self._incoming else None
-        if incoming is None or (number, offset) != (incoming.number, incoming.got):
-            wanted = "none" if incoming is None else (incoming.number, incoming.got)
-            raise ProtocolError(
-                f"chunk of value {number} at byte {offset}: expected is {wanted}"
-            )
+        incoming = self._wanted(number, offset)
         if not 0 < nbytes <= incoming.kind.nbytes - incoming.got:
             raise ProtocolError(
                 f"chunk of {nbytes} bytes for value {number}, of which"
@@ -226,9 +231,21 @@ class Inbox:
             incoming.view = self._buffers.aligned(incoming.kind.nbytes)
         return incoming.view[offset : offset + nbytes]
 
+    def _wanted(self, number: int, offset: int) -> Incoming:
+        """The value whose elements come now, if these are of it, and the next."""
+        incoming = self._incoming[0] if self._incoming else None
+        if incoming is None or (number, offset) != (incoming.number, incoming.got):
+            wanted = "none" if incoming is None else (incoming.number, incoming.got)
+            raise ProtocolError(
+                f"elements of value {number} at byte {offset}: expected is {wanted}"
+            )
+        return incoming
+
     def _chunk_done(self, nbytes: int) -> None:
         self.chunk_bytes += nbytes
-        incoming = self._incoming[0]
+        self._got(self._incoming[0], nbytes)
+
+    def _got(self, incoming: Incoming, nbytes: int) -> None:
         incoming.got += nbytes
         if incoming.got < incoming.kind.nbytes:
             return
@@ -268,8 +285,49 @@ class Inbox:
             self._sink.defined(bytes(digest), bytes(data))
         elif kind is FrameKind.ASIDE:
             self._sink.told(_aside(bytes(payload)))
+        elif kind is FrameKind.SEGMENT:
+            self._segment(bytes(payload))
+        elif bytes(payload[:1]) == OFFERED:
+            self._offered(bytes(payload))
         elif bytes(payload) == PING:
             self._sink.pinged()
+
+    def _segment(self, payload: bytes) -> None:
+        """Something is said of shared memory."""
+        what = payload[:1]
+        if what == LENT and len(payload) == 25:
+            number, segment, nbytes = struct.unpack("<QQQ", payload[1:])
+            incoming = self._wanted(number, 0)
+            if nbytes != incoming.kind.nbytes:
+                raise ProtocolError(
+                    f"{nbytes} bytes in segment {segment} for a value of"
+                    f" {incoming.kind.nbytes}"
+                )
+            try:
+                incoming.view = self._borrowed.borrow(segment, nbytes)
+            except ConnectionError as error:
+                raise ProtocolError(str(error)) from None
+            self._got(incoming, nbytes)
+        elif what in (FREED, FORGOTTEN) and len(payload) == 9:
+            (segment,) = struct.unpack("<Q", payload[1:])
+            tell = self._sink.freed if what == FREED else self._borrowed.forget
+            tell(segment)
+        else:
+            raise ProtocolError(f"nothing of a segment is said by {payload!r}")
+
+    def _offered(self, payload: bytes) -> None:
+        """A new segment, whose descriptor came with these bytes."""
+        if len(payload) != 16 or self._stream is None:
+            raise ProtocolError(f"no segment is offered by {payload!r}")
+        number = int.from_bytes(payload[1:8], "little")
+        nbytes = int.from_bytes(payload[8:], "little")
+        try:
+            descriptor = self._stream.take_segment()
+            self._borrowed.offered(number, nbytes, descriptor)
+        except ConnectionError as error:
+            raise ProtocolError(str(error)) from None
+        except OSError as error:
+            self._borrowed.refused(error)
 
     def _message(self, payload: bytes) -> None:
         message, kinds, offset = self._codec.decode_with(payload)

@@ -277,7 +277,7 @@ class Loop:
 
     def _poll(self, spin: bool) -> list[tuple[int, int]]:
         poll = self._epoll.poll
-        if self._posted or self._wanted:
+        if self._posted or self._wanted or self._dirty:
             return poll(0)
         if spin and (events := self._spun()):
             return events

@@ -2,7 +2,9 @@
 
 Small frames go before bulk: the elements of large values leave the message (`is_bulk`)
 and follow in chunks, one value after the other, at most `WINDOW_BYTES` of them
-unacknowledged, so that what is small waits for no more than what a socket holds.
+unacknowledged, so that what is small waits for no more than what a socket holds. Where
+memory can be shared (`jdag.rpc.segments`), elements are copied there, a piece a turn,
+and only where they are is said.
 
 Told:  `send`, `define`, `aside`, `pure`; `acknowledged` when the link knows more;
        `again` when a stream was remade.
@@ -14,6 +16,7 @@ waits is arrays that live anyway.
 """
 
 import json
+import struct
 from collections import deque
 from collections.abc import Sequence
 from itertools import islice
@@ -22,6 +25,7 @@ from typing import Any, NamedTuple
 from jdag.compute.buffers import parts
 from jdag.engine.vocabulary import Message
 from jdag.rpc.loop import clock_ns
+from jdag.rpc.segments import SEGMENT_BYTES_MIN, Segment, Segments
 from jdag.wire.arrays import type_of
 from jdag.wire.frames import FrameKind, pack_chunk, pack_header
 from jdag.wire.link import FRAME_BYTES, Link
@@ -35,6 +39,10 @@ OUT_BYTES = 512 * 1024  # No more bulk is cut while so much waits for the socket
 VIEWS_MAX = 64  # In one call of the system.
 JOINED_BYTES = 2048  # What is smaller is copied together, to be one view.
 FRAMES_MAX = 1 << 16  # Unacknowledged at once.
+COPY_BYTES = 2 * 1024 * 1024  # To shared memory, in one turn.
+# Of a segment: its elements are those of a value; it may be written again; its number
+# means nothing any more; and, beside the link, with its descriptor, a new one.
+LENT, FREED, FORGOTTEN, OFFERED = b"l", b"f", b"g", b"o"
 
 
 class Parcel(NamedTuple):
@@ -48,10 +56,12 @@ class Parcel(NamedTuple):
 class Outgoing:
     """Elements of one value that leave in chunks."""
 
-    __slots__ = ("number", "offset", "sent", "view", "views")
+    __slots__ = ("nbytes", "number", "segment", "sent", "view", "views")
 
     def __init__(self, number: int, views: Sequence[memoryview]) -> None:
         self.number = number
+        self.nbytes = sum([len(view) for view in views])
+        self.segment: Segment | None = None
         self.views = deque(views)
         self.view = 0  # Bytes of the first view that have left.
         self.sent = 0
@@ -68,6 +78,15 @@ class Outgoing:
             self.view = 0
         return Parcel(FrameKind.CHUNK, (head, piece), len(head) + len(piece))
 
+    def copy(self) -> bool:
+        """Copy the next piece to the segment; whether all is there."""
+        assert self.segment is not None, self.number
+        view = self.views[0]
+        piece = view[self.sent : self.sent + COPY_BYTES]
+        self.segment.write(self.sent, piece)
+        self.sent += len(piece)
+        return self.sent == self.nbytes
+
 
 def is_bulk(nbytes: int, inline_bytes: int) -> bool:
     """Whether a value follows in chunks; so many bytes are in its message already."""
@@ -75,14 +94,17 @@ def is_bulk(nbytes: int, inline_bytes: int) -> bool:
 
 
 class Outbox:
-    """What waits to leave for one peer; `link` numbers it."""
+    """What waits to leave for one peer; `link` numbers it, `segments` may carry it."""
 
-    def __init__(self, link: Link, codec: Codec) -> None:
+    def __init__(self, link: Link, codec: Codec, segments: Segments) -> None:
+        self.local = False  # Whether the peer is where memory can be shared.
+        self.copying = False  # Whether there is more to copy, in another turn.
         self.payload_bytes = self.bytes_sent = self.frames_sent = 0
         self.messages_sent = self.resends = 0
         self.unsaid_bytes = 0  # Of chunks that came, since an acknowledgement left.
         self._link = link
         self._codec = codec
+        self._segments = segments
         self._urgent: deque[Parcel] = deque()
         self._bulk: deque[Outgoing] = deque()
         self._bulk_number = 0
@@ -95,6 +117,11 @@ class Outbox:
     def waiting(self) -> int:
         """How many bytes, roughly, wait to leave; bulk is not counted."""
         return self._out_bytes + 256 * len(self._urgent)
+
+    @property
+    def queued(self) -> bool:
+        """Whether bytes of a frame wait for the stream."""
+        return bool(self._out)
 
     @property
     def empty(self) -> bool:
@@ -134,11 +161,27 @@ class Outbox:
         data = json.dumps(what).encode()
         self._urgent.append(Parcel(FrameKind.ASIDE, (data,), len(data)))
 
+    def about_segment(self, what: bytes, *numbers: int) -> None:
+        """Say something of shared memory; see `jdag.wire.frames`."""
+        data = what + struct.pack(f"<{len(numbers)}Q", *numbers)
+        self._urgent.append(Parcel(FrameKind.SEGMENT, (data,), len(data)))
+
     def pure(self, payload: bytes = b"") -> None:
         """Send a frame that carries no message: it is not numbered."""
         self._put(
             0, Parcel(FrameKind.PURE, (payload,) if payload else (), len(payload))
         )
+
+    def bare(self, payload: bytes) -> bytes:
+        """The bytes of a frame that is not queued, and not numbered."""
+        received = self._link.received
+        return pack_header(0, received, len(payload), FrameKind.PURE) + payload
+
+    def rest(self, data: bytes) -> None:
+        """Queue what the stream did not take of a bare frame."""
+        if data:
+            self._out.append(data)
+            self._out_bytes += len(data)
 
     def acknowledged(self) -> bool:
         """The link was told more; whether there is room for more bulk now."""
@@ -177,12 +220,19 @@ class Outbox:
                 break
             parcel = urgent.popleft()
             self._put(link.send(parcel, now_ns).sequence, parcel)
+        self.copying = False
         while (
             not urgent
             and self._bulk
             and self._out_bytes < OUT_BYTES
             and self._chunk_bytes < WINDOW_BYTES
         ):
+            if self._shares(self._bulk[0], now_ns):
+                if self._bulk[0].copy():
+                    self._lend(self._bulk.popleft(), now_ns)
+                    continue
+                self.copying = True
+                break
             parcel = self._bulk[0].cut()
             if not self._bulk[0].views:
                 self._bulk.popleft()
@@ -191,6 +241,21 @@ class Outbox:
             self._chunk_bytes += parcel.nbytes
             self._put(sequence, parcel)
         return bool(self._out)
+
+    def _shares(self, bulk: Outgoing, now_ns: int) -> bool:
+        """Whether these elements go by shared memory."""
+        fits = bulk.nbytes >= SEGMENT_BYTES_MIN and len(bulk.views) == 1
+        if fits and self.local and bulk.segment is None and not bulk.sent:
+            bulk.segment = self._segments.take(bulk.nbytes, now_ns)
+        return bulk.segment is not None
+
+    def _lend(self, bulk: Outgoing, now_ns: int) -> None:
+        """All elements are in a segment: say so."""
+        assert bulk.segment is not None, bulk.number
+        self._segments.lent(bulk.segment, now_ns)
+        data = struct.pack("<cQQQ", LENT, bulk.number, bulk.segment.number, bulk.nbytes)
+        parcel = Parcel(FrameKind.SEGMENT, (data,), len(data))
+        self._put(self._link.send(parcel, now_ns).sequence, parcel)
 
     def _put(self, sequence: int, parcel: Parcel) -> None:
         """Queue a frame for the stream."""

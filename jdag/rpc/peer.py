@@ -15,6 +15,8 @@ nothing any more; a peer whose stream is open is heard, or asked for a sign of l
 four times in each deadline.
 """
 
+import logging
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -23,7 +25,8 @@ from jdag.engine.vocabulary import Message, incarnated
 from jdag.errors import JdagError
 from jdag.rpc.inbox import PING, Inbox
 from jdag.rpc.loop import READ, WRITE, Loop, Timer, clock_ns
-from jdag.rpc.outbox import Outbox
+from jdag.rpc.outbox import FORGOTTEN, FREED, OFFERED, Outbox
+from jdag.rpc.segments import Borrowed, Segments
 from jdag.rpc.streams import Stream
 from jdag.wire.link import Link, LinkSettings
 from jdag.wire.messages import Codec
@@ -32,6 +35,8 @@ ACK_BYTES = 1024 * 1024  # So many bytes of chunks are acknowledged at once.
 PONG = b"!"
 # A stream loses nothing: what is not acknowledged is sent again when it is remade.
 LINK = LinkSettings(resend_ns=1 << 62, resend_max=0, ack_delay_ns=20_000_000)
+
+_log = logging.getLogger(__name__)
 
 
 class Owner(Protocol):
@@ -89,8 +94,12 @@ class Peer:
         self.flushing = False  # Whether its owner knows that there is more to send.
         self.stream: Stream | None = None
         self.link = Link(name, LINK)
-        self.outbox = Outbox(self.link, codec)
-        self.inbox = Inbox(self.link, codec, self, buffers, value_bytes_max)
+        self._segments = Segments(name, self._offer)
+        self._offering = False  # Whether there may be a segment to offer.
+        self._returned: deque[int] = deque()  # Segments that hold no array any more.
+        borrowed = Borrowed(name, self._return)
+        self.outbox = Outbox(self.link, codec, self._segments)
+        self.inbox = Inbox(self.link, codec, self, buffers, borrowed, value_bytes_max)
         self.heard_ns = clock_ns()
         self.allowed: tuple[str, ...] = ()  # Modules whose functions it may name.
         self.zero_bytes = 0
@@ -113,6 +122,7 @@ class Peer:
         self.drop_stream()
         self.outbox.again(received)
         self.stream = stream
+        self.outbox.local = stream.local
         self.heard_ns = clock_ns()
         self._loop.register(stream.fileno(), self._ready)
         self._has_more()
@@ -126,6 +136,7 @@ class Peer:
             self._ack_timer.cancel()
         self.outbox.clear()
         self.inbox.clear()
+        self._segments.close()
 
     def drop_stream(self) -> None:
         """Let go of the stream, and of what was half said or half heard on it."""
@@ -151,6 +162,8 @@ class Peer:
             return
         if silent_ns >= self._deadline_ns // 4 and self.stream is not None:
             self._pure(PING)
+        for number in self._segments.sweep(now_ns):
+            self._say_of_segment(FORGOTTEN, number)
         again_ns = min(
             now_ns + self._deadline_ns // 4, self.heard_ns + self._deadline_ns
         )
@@ -198,12 +211,16 @@ class Peer:
         stream = self.stream
         if stream is None or self._waits_to_write:
             return
-        if outbox.empty and not stream.wants_write():
+        if outbox.empty and not (self._offering or stream.wants_write()):
             return
         try:
+            self._offer_on(stream)
             while outbox.fill():  # Bounded by what waits; each round gives bytes away.
                 outbox.taken(stream.send(outbox.views()))
+                self._offer_on(stream)
             stream.flush()
+            if outbox.copying:
+                self._has_more()
         except BlockingIOError:
             self._wait_to_write(True)
         except (ConnectionError, OSError) as error:
@@ -213,6 +230,53 @@ class Peer:
         assert self.stream is not None, self
         self._waits_to_write = waits
         self._loop.watch(self.stream.fileno(), READ | WRITE if waits else READ)
+
+    # ------------------------------------------------------------------ shared memory
+
+    def _offer(self) -> None:
+        """There is a new segment to be offered; from any thread."""
+        self._loop.post(self._offer_soon)
+
+    def _offer_soon(self) -> None:
+        if not self.lost:
+            self._offering = True
+            self._has_more()
+
+    def _offer_on(self, stream: Stream) -> None:
+        """Offer a new segment, if there is one, between two frames."""
+        if not self._offering or self.outbox.queued or not stream.local:
+            return
+        self._offering = False
+        for segment in self._segments.offers(clock_ns()):
+            payload = OFFERED + segment.number.to_bytes(7, "little")
+            payload += segment.nbytes.to_bytes(8, "little")
+            frame = self.outbox.bare(payload)
+            try:
+                sent = stream.send_segment([memoryview(frame)], segment.descriptor)
+            except ConnectionError:
+                raise
+            except OSError as error:  # Without it, arrays go by the socket.
+                _log.info("%s: no segment is offered: %s", self, error)
+            else:
+                self.outbox.rest(frame[sent:])
+
+    def _return(self, number: int) -> None:
+        """An array in a segment of the peer's is gone; from any thread, any time."""
+        self._returned.append(number)
+        self._loop.post(self._return_now)
+
+    def _return_now(self) -> None:
+        while self._returned:
+            self._say_of_segment(FREED, self._returned.popleft())
+
+    def _say_of_segment(self, what: bytes, number: int) -> None:
+        if not self.lost:
+            self.outbox.about_segment(what, number)
+            self._has_more()
+
+    def freed(self, segment: int) -> None:
+        """The peer needs a segment no more."""
+        self._segments.freed(segment, clock_ns())
 
     # ------------------------------------------------------------------ what comes
 

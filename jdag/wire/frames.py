@@ -9,6 +9,7 @@ MESSAGE  a message, the headers of its values, the elements of those that are sm
 CHUNK    a piece of a large value: number of the value and offset there, then bytes
 DEFINE   a function: its digest, then what was exported
 ASIDE    what drivers tell each other beside the engines' messages
+SEGMENT  of memory that both have: a byte for what is said, numbers of 8 bytes each
 
 Told:  the bytes that came, however they were cut.
 Gives: each header as soon as it is whole; the payload is the caller's to read.
@@ -34,6 +35,7 @@ class FrameKind(IntEnum):
     CHUNK = 2
     DEFINE = 3
     ASIDE = 4
+    SEGMENT = 5
 
 
 class Header(NamedTuple):
@@ -64,6 +66,7 @@ LENGTHS_MAX: Mapping[FrameKind, int] = {
     FrameKind.CHUNK: CHUNK_HEADER_BYTES + CHUNK_MAX_BYTES,
     FrameKind.DEFINE: 256 << 20,
     FrameKind.ASIDE: 1 << 20,
+    FrameKind.SEGMENT: 25,
 }
 
 _KINDS = tuple(FrameKind)
