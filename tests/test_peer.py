@@ -263,7 +263,7 @@ def test_of_a_message_of_many_values_most_follow_it_in_chunks(
         message(self, payload)
 
     monkeypatch.setattr(Inbox, "_message", watched)
-    values = [jnp.arange(60_000.0) + place for place in range(9)]
+    values = [jnp.arange(60_000, dtype=jnp.float32) + n for n in range(9)]
     values[6:6] = [jnp.zeros(0), jnp.ones(3), jnp.zeros(0)]
     sides.a.peer.send(primal(1, slots=len(values)), values)
     sides.run(lambda: len(sides.b.messages) == 1)
