@@ -73,7 +73,7 @@ def received(pair: Any, allowed: tuple[str, ...] = ()) -> Any:
     return functions.bound(FunctionData(spec))
 
 
-@pytest.mark.parametrize("case", FUNCTIONS, ids=str)
+@pytest.mark.parametrize("case", FUNCTIONS)
 def test_what_names_the_same_there_goes_by_name(case: Any) -> None:
     pair = made(*case)
     assert Exports().spec_for(pair, THERE) == (pair.spec, ())

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from jdag.compute.buffers import Buffers, delivered
+from jdag.compute.buffers import Buffers
 from jdag.compute.machine import Machine, failure_of
 from jdag.engine import Engine
 from jdag.engine.drawing import Drawing
@@ -337,8 +337,7 @@ class Node:
             return  # Who waited was interrupted, and is not there any more.
         if asked == Fetched.__name__:  # Before another event can replace a leaf.
             keys = [one for one in result if type(one) is Key]
-            found = self._machine.fetched(result, self.worker)
-            result = tuple([delivered(value) for value in found])
+            result = self._machine.fetched(result, self.worker)
             self._drop([key for key in keys if key.kind == "reading"])
         programs.give(waiter, result)
         self._loop.wake_waiting()
