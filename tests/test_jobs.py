@@ -1,0 +1,187 @@
+"""Jobs of a node: what is short runs where the loop does, the rest beside it."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdag.compute.avals import aval_of
+from jdag.compute.machine import Machine
+from jdag.compute.pairs import pair
+from jdag.compute.pytrees import split
+from jdag.engine.vocabulary import ContextId, Failure, Fill, Forward, Job, Key, Sum
+from jdag.rpc.jobs import KNOWN_MAX, SHORT_NS, Jobs, Times
+from jdag.rpc.loop import Loop, clock_ns
+
+CONTEXT = ContextId(0, 1, 0)
+PATIENCE_NS = 20_000_000_000
+
+
+def pair_of(fn: Any, *args: Any) -> Any:
+    """The pair of a call on arrays, none tracked."""
+    parts = split(args, {}, lambda value: False, 0)
+    avals = tuple([aval_of(arg) for arg in args])
+    return pair(fn, parts.template, avals, (False,) * len(args))
+
+
+class Bench:
+    """Jobs of one machine, and what was done in which thread."""
+
+    def __init__(self) -> None:
+        self.machine = Machine("real")
+        self.loop = Loop(self.run)
+        self.over: list[tuple[int, Failure | None]] = []
+        self.jobs = Jobs("a", self.machine, self.loop, self.done)
+
+    def run(self) -> None:
+        self.jobs.run()
+
+    def done(self, job: Job, failure: Failure | None) -> None:
+        self.over.append((job.id, failure))
+
+    def put(self, name: str, value: Any) -> Key:
+        key = Key("constant", CONTEXT, (name,), 0)
+        self.machine.values.put(key, value)
+        return key
+
+    def forward(self, number: int, fn: Any, *args: Any, path: int = 0) -> Key:
+        keys = [self.put(f"{number}.{n}", arg) for n, arg in enumerate(args)]
+        made = pair_of(fn, *args)
+        output = Key("output", CONTEXT, (number,), 0)
+        where = (path or number,)
+        self.jobs.add(
+            Forward(number, CONTEXT, where, made, tuple(keys), (output,), None)
+        )
+        return output
+
+    def wait(self, count: int) -> None:
+        due_ns = clock_ns() + PATIENCE_NS
+        self.loop.drive(lambda: len(self.over) >= count or clock_ns() > due_ns)
+        assert len(self.over) == count, self.over
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    made = Bench()
+    yield made
+    made.jobs.close()
+    made.loop.acquire()
+    made.loop.close()
+    made.loop.release()
+
+
+def scaled(x: Any) -> Any:
+    return 3.0 * x
+
+
+def fails(x: Any) -> Any:
+    raise ValueError("not with this")
+
+
+def test_what_is_done_is_held_and_told_once(bench: Bench) -> None:
+    outputs = [bench.forward(number, scaled, np.ones(3)) for number in (1, 2, 3)]
+    bench.wait(3)
+    assert sorted(number for number, _ in bench.over) == [1, 2, 3]
+    for output in outputs:
+        np.testing.assert_array_equal(bench.machine.values.get(output), 3 * np.ones(3))
+    assert bench.jobs.idle
+
+
+def test_what_was_short_several_times_is_done_by_who_drives(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jdag.rpc.jobs.SHORT_NS", 1 << 60)  # However busy this is.
+    for number in range(1, 12):
+        bench.forward(number, scaled, np.ones(3))
+        due = bench.jobs.due
+        bench.wait(number)
+    assert due, "the last one was not known to be short"
+
+
+def test_a_job_reads_what_was_there_when_it_was_added(bench: Bench) -> None:
+    output = bench.forward(1, scaled, np.ones(3))
+    for key in list(bench.machine.values._held):
+        bench.machine.values.drop(key)
+    bench.wait(1)
+    np.testing.assert_array_equal(bench.machine.values.get(output), 3 * np.ones(3))
+
+
+def test_what_raises_is_a_failure_of_its_job_alone(bench: Bench) -> None:
+    added = [np.ones(3), np.ones(3)]
+    keys = tuple(bench.put(f"s{n}", one) for n, one in enumerate([*added, np.ones(4)]))
+    output = Key("scratch", CONTEXT, 9, 0)
+    bench.jobs.add(Sum(9, CONTEXT, 1, (9,), keys, None, output))
+    bench.forward(1, scaled, np.ones(3))
+    bench.wait(2)
+    failures = dict(bench.over)
+    assert failures[1] is None
+    assert failures[9] is not None and failures[9].worker == "a"
+    assert output not in bench.machine.values
+
+
+def test_long_jobs_are_done_in_the_order_of_the_program(bench: Bench) -> None:
+    first = threading.Event()
+    began = threading.Event()
+
+    class Slow:
+        name, device, may_raise, out_devices = "slow", None, True, None
+
+        def forward(self, args: Any) -> Any:
+            began.set()
+            first.wait(20)
+            return (jnp.ones(1),), None
+
+    def add(number: int, path: int) -> None:
+        output = Key("output", CONTEXT, (number,), 0)
+        bench.jobs.add(Forward(number, CONTEXT, (path,), Slow(), (), (output,), None))
+
+    add(1, 1)
+    assert began.wait(20)
+    for number, path in ((2, 9), (3, 5), (4, 7)):
+        add(number, path)
+    first.set()
+    bench.wait(4)
+    assert [number for number, _ in bench.over] == [1, 3, 4, 2]
+
+
+def test_after_close_nothing_is_told(bench: Bench) -> None:
+    bench.forward(1, scaled, np.ones(3))
+    bench.jobs.close()
+    turned: list[None] = []
+    threading.Event().wait(0.3)
+    bench.loop.post(lambda: turned.append(None))
+    bench.loop.drive(lambda: bool(turned))
+    assert bench.over == []
+
+
+def test_a_sum_and_a_fill_are_computed_too(bench: Bench) -> None:
+    keys = tuple(bench.put(f"s{n}", np.full(3, n + 1.0)) for n in range(3))
+    total = Key("scratch", CONTEXT, 1, 0)
+    ones = Key("scratch", CONTEXT, 2, 0)
+    aval = pair_of(scaled, np.ones(3)).out_avals[0]
+    bench.jobs.add(Sum(1, CONTEXT, 1, (1,), keys, None, total))
+    bench.jobs.add(Fill(2, CONTEXT, 1, (2,), aval, 1, ones))
+    bench.wait(2)
+    np.testing.assert_array_equal(bench.machine.values.get(total), np.full(3, 6.0))
+    np.testing.assert_array_equal(bench.machine.values.get(ones), np.ones(3))
+
+
+def test_times_are_believed_from_the_third_run_on_and_forget_the_first() -> None:
+    times = Times()
+    times.note("f", 100 * SHORT_NS)  # It compiled.
+    assert not times.is_short("f")
+    times.note("f", SHORT_NS // 10)
+    assert times.is_short("f")
+    for _ in range(9):
+        times.note("f", 3 * SHORT_NS)
+    assert not times.is_short("f")
+
+
+def test_the_memory_of_times_is_bounded() -> None:
+    times = Times()
+    for number in range(KNOWN_MAX + 10):
+        times.note(number, 1)
+    assert len(times._known) == KNOWN_MAX
