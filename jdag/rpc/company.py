@@ -30,7 +30,7 @@ from jdag.engine.vocabulary import (
     named,
 )
 from jdag.errors import JdagError, ProtocolError
-from jdag.rpc.loop import Loop
+from jdag.rpc.loop import Loop, clock_ns
 from jdag.rpc.peer import Peer
 from jdag.rpc.place import Place
 from jdag.rpc.streams import Stream
@@ -287,9 +287,12 @@ class Company:
 
     # ------------------------------------------------------------------ asking aside
 
-    def ask_all(self, what: dict[str, Any]) -> dict[str, Any]:
-        """Ask the nodes of all peers; return what those answered that live."""
+    def ask_all(
+        self, what: dict[str, Any], within_s: float | None = None
+    ) -> dict[str, Any]:
+        """Ask the nodes of all peers; return what those answered that live, in time."""
         loop = self._loop
+        due_ns = None if within_s is None else clock_ns() + round(within_s * 1e9)
         asked: dict[int, Peer] = {}
         loop.acquire()
         try:
@@ -298,13 +301,20 @@ class Company:
                 asked[self._asks] = peer
                 self._answers[self._asks] = None
                 peer.aside({"ask": self._asks, **what})
+            if due_ns is not None:
+                loop.at(due_ns, loop.wake_waiting)
         finally:
             loop.release()
 
         def done() -> bool:
-            return self.stopping.is_set() or all(
-                self._answers[number] is not None or peer.lost
-                for number, peer in asked.items()
+            late = due_ns is not None and clock_ns() >= due_ns
+            return (
+                late
+                or self.stopping.is_set()
+                or all(
+                    self._answers[number] is not None or peer.lost
+                    for number, peer in asked.items()
+                )
             )
 
         loop.drive(done)

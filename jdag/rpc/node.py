@@ -69,6 +69,7 @@ RunProgram = Callable[[Port, Spawn], Returned]
 
 DRAIN_LOOK_S = 0.05
 DRAIN_S = 30.0
+LAST_INFO_S = 1.0  # Who closes does not wait long for what others have counted.
 VALUE_BYTES_MAX = 1 << 36
 CONGESTED_BYTES = 8 * 1024 * 1024  # A program waits while so much waits to leave.
 FLUSH_NS = 50_000  # What a program tells in a row leaves together, so often.
@@ -176,13 +177,15 @@ class Node:
 
     def info(self) -> Mapping[str, Mapping[str, Any]]:
         """For each worker, what it holds and what it has sent and computed so far."""
-        if self._counted is not None:
-            return self._counted
-        mine = {self.name: self._own_info()}
-        others = self.company.ask_all({"what": "info"})
-        none = {**{key: 0 for key in mine[self.name]}, "lost": True}
+        return self._info(None) if self._counted is None else self._counted
+
+    def _info(self, within_s: float | None) -> Mapping[str, Mapping[str, Any]]:
+        found = self.company.ask_all({"what": "info"}, within_s)
+        found[self.name] = self._own_info()
+        nothing = dict.fromkeys(found[self.name], 0)
+        living = [peer.name for peer in self.company.living]
         return {
-            worker: mine.get(worker) or others.get(worker) or none
+            worker: found.get(worker) or {**nothing, "lost": worker not in living}
             for worker in self.workers
         }
 
@@ -465,7 +468,7 @@ class Node:
         if self._closed:
             return
         if self.name == self._place.main and self._broken is None:
-            self._counted = self.info()
+            self._counted = self._info(LAST_INFO_S)
         self._end_soon()
         self._loop.acquire()
         try:
