@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import (
     AbstractContextManager,
+    closing,
     contextmanager,
     nullcontext,
     redirect_stdout,
@@ -38,7 +39,9 @@ from jdag.exits import Exit, said_in_one_line
 from jdag.graph import ContextGraph
 from jdag.playing import Answer, play
 from jdag.report import GRAPH, GRAPH_DOT, PAGE, WRITTEN, read_drawings, render
-from jdag.scenario import Scenario, load
+from jdag.scenario import Driver as Driving
+from jdag.scenario import Scenario, driver_of, load, wrong
+from jdag.scenario.driving import BY_WORKER
 from jdag.shown import shown
 from jdag.trace import read_trace
 
@@ -67,8 +70,16 @@ Out = Annotated[
 ShowGraph = Annotated[
     bool, typer.Option("--graph", help="Print and draw the graph of one context.")
 ]
-Driver = Annotated[str, typer.Option(help="What runs it: sim.")]
-Device = Annotated[str, typer.Option(help="What computes: cpu.")]
+Driver = Annotated[
+    str, typer.Option(help="What runs it: sim (virtual time) or rpc (processes).")
+]
+Device = Annotated[
+    str | None,
+    typer.Option(help="With rpc, where workers compute: cpu, gpu or gpu:1."),
+]
+Carrier = Annotated[
+    str | None, typer.Option(help="With rpc, what carries data: socket or grpc.")
+]
 
 
 def _programs_are_silent(is_so: bool) -> AbstractContextManager[Any]:
@@ -85,7 +96,8 @@ def run(
     out: Out = None,
     show_graph: ShowGraph = False,
     driver: Driver = "sim",
-    device: Device = "cpu",
+    device: Device = None,
+    carrier: Carrier = None,
 ) -> None:
     """Play a scenario, hold it against what it expects, report.
 
@@ -93,17 +105,19 @@ def run(
     was stuck, and nothing expected it.
     """
     with said_in_one_line(), _programs_are_silent(as_json):
-        _refuse_options(driver, device)
         scenario = load(file, seed=_seed_of(seed))
+        with wrong(scenario.path):
+            driving = driver_of(
+                scenario.settings, driver, device=device, carrier=carrier
+            )
         folder = out or Path("runs") / scenario.settings.name
-        with _staged(folder) as made:
+        with closing(driving), _staged(folder) as made:
             console = Console(quiet=as_json)
             console.print(f"seed {scenario.settings.seed}", highlight=False)
             console.print(Text(scenario.question, style="italic"))
-            answer = _played(scenario, console)
-            result = _result(scenario, answer)
+            answer = _played(scenario, console, driving)
+            result = _result(scenario, answer, driver)
             _write(made, result, answer)
-        answer.cluster.close()
     if as_json:
         typer.echo(json.dumps(result, allow_nan=False))
     else:
@@ -111,13 +125,6 @@ def run(
         if show_graph:
             _print_graph(console, answer.drawings, folder)
     raise typer.Exit(_code(answer))
-
-
-def _refuse_options(driver: str, device: str) -> None:
-    for key, value, allowed in (("driver", driver, "sim"), ("device", device, "cpu")):
-        if value != allowed:
-            said = f"{allowed}; more is to come"
-            raise ScenarioError(unusable(f"--{key}", value, said))
 
 
 def _seed_of(text: str | None) -> int | None:
@@ -179,7 +186,7 @@ def _keep_what_is_not_ours(folder: Path) -> None:
     shutil.rmtree(before)
 
 
-def _played(scenario: Scenario, console: Console) -> Answer:
+def _played(scenario: Scenario, console: Console, driving: Driving) -> Answer:
     """Play, with a progress bar."""
     columns = (
         TextColumn("{task.description}"),
@@ -195,10 +202,10 @@ def _played(scenario: Scenario, console: Console) -> Answer:
             said = "  ".join(f"{name} {value:.3f}" for name, value in numbers.items())
             bar.update(task, completed=done, total=total, numbers=said)
 
-        return play(scenario, show)
+        return play(scenario, show, driving)
 
 
-def _result(scenario: Scenario, answer: Answer) -> dict[str, Any]:
+def _result(scenario: Scenario, answer: Answer, driver: str) -> dict[str, Any]:
     """What `result.json` holds."""
     figures = {name: _plain(value) for name, value in answer.figures.items()}
     own = {
@@ -212,14 +219,17 @@ def _result(scenario: Scenario, answer: Answer) -> dict[str, Any]:
         "figures": figures,
         # Figures that are fractions, exactly.
         "exact": {k: one for k, v in answer.figures.items() if (one := _exact(v))},
+        "not_asked": list(answer.not_asked),
         "meaning": {
             name: text
-            for name, text in scenario.player.figures.items()
+            for name, text in _meanings(scenario).items()
             if name in answer.figures
         },
+        "driver": driver,
         "window_ns": list(answer.window),
-        "digest": answer.figures.get("digest") or answer.cluster.trace.digest,
-        "command": f"jdag run {scenario.path.name} --seed {scenario.settings.seed}",
+        "digest": _digest_of(answer),
+        "command": f"jdag run {scenario.path.name} --seed {scenario.settings.seed}"
+        + f" --driver {driver}" * (answer.cluster.trace is None),
         "versions": {
             "jdag": version("jdag"),
             "jax": version("jax"),
@@ -229,6 +239,18 @@ def _result(scenario: Scenario, answer: Answer) -> dict[str, Any]:
     }
     # The figures by their names alone, for whoever reads this file by hand.
     return {**figures, **own}
+
+
+def _meanings(scenario: Scenario) -> dict[str, str]:
+    own = {name: text for name, (_, text) in BY_WORKER.items()}
+    return {**own, **scenario.player.figures}
+
+
+def _digest_of(answer: Answer) -> str | None:
+    """The digest of a run in virtual time; no other has a trace."""
+    if answer.cluster.trace is None:
+        return None
+    return answer.figures.get("digest") or str(answer.cluster.trace.digest)
 
 
 def _plain(value: Any) -> Any:
@@ -257,9 +279,9 @@ def _write(made: Path, result: dict[str, Any], answer: Answer) -> None:
     """Write everything there is to keep."""
     text = json.dumps(result, indent=2, allow_nan=False)
     (made / RESULT).write_text(f"{text}\n", encoding="utf-8")
-    trace = answer.cluster.trace
-    trace.write(made / TRACE)
-    render(made, result, trace, answer.drawings, window=answer.window)
+    if answer.cluster.trace is not None:
+        answer.cluster.trace.write(made / TRACE)
+    render(made, result, answer.cluster.trace, answer.drawings, window=answer.window)
 
 
 def _print(console: Console, result: Mapping[str, Any], page: Path) -> None:
@@ -282,7 +304,13 @@ def _print(console: Console, result: Mapping[str, Any], page: Path) -> None:
         said = f"{one['figure']}: {one['wanted']}"
         said += "" if one["met"] else f" (it is {got})"
         console.print(mark, Text(said), highlight=False, soft_wrap=True)
-    for line in (f"digest: {result['digest']}", f"report: {page}"):
+    if result["digest"] is None:
+        said = "run on processes: time, network and devices are those of this host"
+        if result["not_asked"]:
+            said += f"; not asked of it: {', '.join(result['not_asked'])}"
+        console.print(said, highlight=False, markup=False, soft_wrap=True)
+    digest = [f"digest: {result['digest']}"] * (result["digest"] is not None)
+    for line in (*digest, f"report: {page}"):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -368,7 +396,8 @@ def report(
         try:
             result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
             _need_all(result)
-            trace = read_trace(folder / TRACE)
+            is_traced = result.get("digest") is not None
+            trace = read_trace(folder / TRACE) if is_traced else None
             drawings = read_drawings(folder)
             window = tuple(result["window_ns"])
             render(folder, result, trace, drawings, window=window)

@@ -1,7 +1,7 @@
 """Playing a scenario: its program runs, its figures meet what it expects of them."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -9,7 +9,9 @@ from jdag.cluster import Cluster
 from jdag.errors import JdagError, RootError, ScenarioError, UnusedSendError, unusable
 from jdag.expect import Judged, judge
 from jdag.programs import Figures
-from jdag.scenario import Scenario, configured, make_cluster, raised, wrong
+from jdag.programs.case import VIRTUAL
+from jdag.scenario import Driver, Scenario, configured, raised, wrong
+from jdag.scenario.driving import Virtual
 
 Progress = Callable[[int, int, Mapping[str, float]], None]
 
@@ -21,6 +23,7 @@ class Answer:
     figures: Figures
     judged: list[Judged]
     cluster: Cluster
+    not_asked: tuple[str, ...]  # What is expected that only virtual time can answer.
     window: tuple[int, int]
     drawings: Any = None
 
@@ -36,10 +39,11 @@ class Playing:
 
     scenario: Scenario
     show: Progress
-    cluster: Cluster | None = None
+    driver: Driver
+    kept: Cluster | None = None
     window: tuple[int, int] = (0, 0)
     drawings: Any = None
-    made: list[Cluster] = field(default_factory=list)
+    last: Cluster | None = None
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -64,15 +68,16 @@ class Playing:
         jitters = [network.jitter_ns, *(link.jitter_ns for link in network.links)]
         return bool(self.scenario.settings.faults) or any(jitters)
 
-    def simulate(self, seed: int, *, clean: bool = False) -> Cluster:
-        """Make the scenario's cluster."""
-        scenario = self.scenario
-        for old in self.made:
-            if old is not self.cluster:
-                old.close()
-        cluster = make_cluster(scenario.settings, seed, clean=clean)
-        self.made.append(cluster)
-        return cluster
+    @property
+    def virtual(self) -> bool:
+        """Whether time is virtual."""
+        return self.driver.virtual
+
+    def cluster(self, seed: int, *, clean: bool = False) -> Cluster:
+        """Return the scenario's cluster."""
+        self.driver.let_go(self.kept)
+        self.last = self.driver.cluster(seed, clean=clean)
+        return self.last
 
     def progress(self, done: int, total: int, **numbers: float) -> None:
         """Show how far the play is."""
@@ -85,12 +90,12 @@ class Playing:
         if not _is_window(window):
             allowed = "two integers of nanoseconds, 0 <= from_ns <= until_ns"
             raise ScenarioError(unusable("run.keep: window", window, allowed))
-        self.cluster, self.window = cluster, window
+        self.kept, self.window = cluster, window
 
     def keep_last(self) -> None:
         """Report on the last cluster that was made, the whole of its run."""
-        if self.made and self.cluster is None:
-            self.keep(self.made[-1], (0, self.made[-1].now_ns))
+        if self.last is not None and self.kept is None:
+            self.keep(self.last, (0, self.last.now_ns))
 
     def draw(self, drawings: Any) -> None:
         """Report this graph."""
@@ -100,16 +105,18 @@ class Playing:
         self.drawings = drawings
 
 
-def play(scenario: Scenario, show: Progress) -> Answer:
+def play(scenario: Scenario, show: Progress, driver: Driver | None = None) -> Answer:
     """Run a scenario and hold what came of it against what it expects.
 
     What its program lets pass of jdag's errors is the outcome, as if it had said so.
+    Without a driver it is in virtual time. A driver stays open, whatever happens.
 
     Raises:
         ScenarioError: its program returns no roots that a pass can start from, or no
             figures; kept no cluster; or raised what is no error of jdag.
     """
-    playing = Playing(scenario, show)
+    driver = Virtual(scenario.settings) if driver is None else driver
+    playing = Playing(scenario, show, driver)
     program = scenario.settings.program
     with wrong(scenario.path), configured(scenario.settings):
         try:
@@ -125,7 +132,7 @@ def play(scenario: Scenario, show: Progress) -> Answer:
         except Exception as error:
             allowed = f"one that does not raise; it raised {raised(error)}"
             raise ScenarioError(unusable("program", program, allowed)) from error
-        if playing.cluster is None:
+        if playing.kept is None:
             allowed = (
                 "one that keeps a cluster to report on, by "
                 "run.keep(cluster, (from_ns, until_ns))"
@@ -133,8 +140,13 @@ def play(scenario: Scenario, show: Progress) -> Answer:
             raise ScenarioError(unusable("program", program, allowed))
         named = [name for name in scenario.player.figures if name in figures]
         figures = {name: figures[name] for name in dict.fromkeys((*named, *figures))}
-        judged = judge(scenario.settings.expect, figures)
-    return Answer(figures, judged, playing.cluster, playing.window, playing.drawings)
+        figures |= driver.figures()
+        expect = dict(scenario.settings.expect)
+        unasked = () if driver.virtual else tuple(n for n in expect if n in VIRTUAL)
+        judged = judge({n: e for n, e in expect.items() if n not in unasked}, figures)
+    return Answer(
+        figures, judged, playing.kept, unasked, playing.window, playing.drawings
+    )
 
 
 def _is_window(window: Any) -> bool:

@@ -155,7 +155,7 @@ class Player:
         self.workers, self.end = workers, end
 
     def play(self, run):
-        cluster = run.simulate(run.seeds[0])
+        cluster = run.cluster(run.seeds[0])
         w = cluster.put(self.workers[0], jnp.ones(3))
         with cluster.context() as ctx:
             kept = ctx.call(self.workers[0], times, w, w)
@@ -188,11 +188,12 @@ class Stage:
         self.network, self.faults, self.settings = network, faults, settings
         self.abstract = settings.get("values") == "abstract"
         self.troubled = bool(faults) or network is not None
+        self.virtual = True
         self.kept: Any = None
         self.drawn: Any = None
         self.shown = []
 
-    def simulate(self, seed, *, clean=False):
+    def cluster(self, seed, *, clean=False):
         network, faults = (None, ()) if clean else (self.network, self.faults)
         return simulate(
             self.workers, seed=seed, network=network, faults=faults, **self.settings

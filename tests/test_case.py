@@ -74,16 +74,16 @@ def test_jitter_changes_arrivals_and_no_bit():
 
 def test_other_bits_on_a_clean_network_are_found(monkeypatch):
     stage = Stage(["a", "b"], network=JITTER)
-    simulate = stage.simulate
+    make = stage.cluster
 
     def unlike(seed, *, clean=False):
-        cluster = simulate(seed, clean=clean)
+        cluster = make(seed, clean=clean)
         if clean:
             put = cluster.put
             monkeypatch.setattr(cluster, "put", lambda w, v: put(w, v * (1 + 2**-52)))
         return cluster
 
-    monkeypatch.setattr(stage, "simulate", unlike)
+    monkeypatch.setattr(stage, "cluster", unlike)
     assert one_leaf(stage.workers).play(stage)["same_bits_as_clean"] is False
 
 

@@ -272,8 +272,9 @@ def test_a_folder_with_something_else_in_it_is_left_alone(place: Path):
 def test_options_say_what_is_allowed(place: Path):
     path = written(place.parent)
     for option, value, allowed in (
-        ("--driver", "rpc", "allowed is sim"),
-        ("--device", "gpu", "allowed is cpu"),
+        ("--driver", "mpi", "allowed is one of sim, rpc"),
+        ("--device", "gpu", "allowed is cpu; with --driver rpc also gpu, gpu:1"),
+        ("--carrier", "grpc", "allowed is only with --driver rpc"),
         ("--seed", -1, "allowed is an integer >= 0"),
         ("--seed", "two", "allowed is an integer >= 0"),
     ):

@@ -11,6 +11,7 @@ general they follow by hand, and nothing of one context is in those of another.
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from jax import Array
 
 from jdag.cluster import Cluster
 from jdag.errors import ScenarioError
-from jdag.programs.case import Figures, Run, arrivals, bits, digest_of, left_over, sent
+from jdag.programs.case import Figures, Run, Traces, bits, left_over, sent, time_of
 from jdag.ref import fetch
 
 FIGURES: Mapping[str, str] = {
@@ -30,6 +31,7 @@ FIGURES: Mapping[str, str] = {
     "losses": "the losses of all contexts and seeds, each different one once",
     "d_t1": "the elements of the gradients of t1, each different one once",
     "d_t2": "the elements of the gradients of t2, each different one once",
+    "gradient_bits": "a hash of all losses and gradients of the first seed",
     "seeds": "seeds played",
     "bit_patterns": "different losses and gradients, bit by bit, over the seeds",
     "arrival_orders": "different orders in which cotangents arrived, over the seeds",
@@ -39,6 +41,7 @@ FIGURES: Mapping[str, str] = {
     "resends": "frames that were sent again",
     "duplicates": "frames that were thrown away, having come before",
     "virtual_time_ns": "from the first caller's begin to the last one's end",
+    "wall_time_ns": "the same where time is not virtual, on this host's clock",
     "live_contexts": "contexts that some worker holds afterwards",
     "live_passes": "passes that some worker holds afterwards",
     "values_left": "values held afterwards that are not leaves",
@@ -79,22 +82,22 @@ class Callers:
         """Play with each seed; the first one is reported."""
         all_found: list[dict[str, Any]] = []
         patterns: dict[str, None] = {}
-        orders: dict[str, None] = {}
-        digests = []
+        traces = Traces()
         first: Figures = {}
         for number, seed in enumerate(run.seeds):
-            cluster = run.simulate(seed)
+            cluster = run.cluster(seed)
             begun_ns = cluster.now_ns
-            found = cluster.run({name: self._call for name in self.workers[1:]})
+            call = partial(_call, self.workers[0], self.contexts, self.size)
+            found = cluster.run({name: call for name in self.workers[1:]})
             window = (begun_ns, cluster.now_ns)
             all_found += found.values()
             patterns[bits([one["values"] for one in found.values()])] = None
-            orders[arrivals(cluster)] = None
-            digests.append(cluster.trace.digest)
+            traces.add(cluster)
             if not number:
                 run.keep(cluster, window)
-                first = {**sent(cluster), **left_over(cluster)}
-                first["virtual_time_ns"] = window[1] - window[0]
+                first = {**sent(cluster), **left_over(run, cluster)}
+                first |= time_of(run, window[1] - window[0])
+                first["gradient_bits"] = next(iter(patterns))
                 first |= self._ids({name: one["ids"] for name, one in found.items()})
             run.progress(number + 1, len(run.seeds))
         values = np.stack([one["values"] for one in all_found])
@@ -105,10 +108,9 @@ class Callers:
             "losses": np.unique(values[:, :, 0]),
             "d_t1": np.unique(values[:, :, 1 : 1 + self.size**2]),
             "d_t2": np.unique(values[:, :, 1 + self.size**2 :]),
-            "seeds": len(digests),
+            "seeds": len(run.seeds),
             "bit_patterns": len(patterns),
-            "arrival_orders": len(orders),
-            "digest": digest_of(digests),
+            **traces.figures,
         }
 
     def _ids(self, ids: Mapping[str, Sequence[int]]) -> Figures:
@@ -117,32 +119,31 @@ class Callers:
         every = dict.fromkeys(id for some in ids.values() for id in some)
         return {"contexts": len(every), "own_ids": all(own)}
 
-    def _call(self, cluster: Cluster) -> dict[str, Any]:
-        """Open all contexts of one caller, call in each, then differentiate each."""
-        ones = jnp.ones((self.size, self.size))
-        t1, t2 = cluster.put(cluster.here, (ones, ones))
-        with ExitStack() as stack:
-            opened = [
-                stack.enter_context(cluster.context()) for _ in range(self.contexts)
-            ]
-            losses = [self._forward(ctx, t1, t2) for ctx in opened]
-            values = [np.ravel(loss.fetch()) for loss in losses]
-            at_once = cluster.info()[self.workers[0]]["live_contexts"]
-            for ctx, loss in zip(opened, losses, strict=True):
-                ctx.backward(loss)
-            for place, ctx in enumerate(opened):
-                gradients = map(np.ravel, fetch(ctx.gradient([t1, t2])))
-                values[place] = np.concatenate([values[place], *gradients])
-            ids = [ctx.id for ctx in opened]
-        cluster.drop([t1, t2])
-        return {"values": np.stack(values), "ids": ids, "at_once": at_once}
 
-    def _forward(self, ctx: Any, t1: Any, t2: Any) -> Any:
-        server = self.workers[0]
-        t3 = ctx.call(server, add, t1, t2)
-        t4 = ctx.call(server, times, t2, t3)
-        t5 = ctx.call(server, matmul, t3, t4)
-        return ctx.call(server, total, ctx.call(server, add, t4, t5))
+def _call(server: str, contexts: int, size: int, cluster: Cluster) -> dict[str, Any]:
+    """Open all contexts of one caller, call in each, then differentiate each."""
+    ones = jnp.ones((size, size))
+    t1, t2 = cluster.put(cluster.here, (ones, ones))
+    with ExitStack() as stack:
+        opened = [stack.enter_context(cluster.context()) for _ in range(contexts)]
+        losses = [_forward(server, ctx, t1, t2) for ctx in opened]
+        values = [np.ravel(loss.fetch()) for loss in losses]
+        at_once = cluster.info()[server]["live_contexts"]
+        for ctx, loss in zip(opened, losses, strict=True):
+            ctx.backward(loss)
+        for place, ctx in enumerate(opened):
+            gradients = map(np.ravel, fetch(ctx.gradient([t1, t2])))
+            values[place] = np.concatenate([values[place], *gradients])
+        ids = [ctx.id for ctx in opened]
+    cluster.drop([t1, t2])
+    return {"values": np.stack(values), "ids": ids, "at_once": at_once}
+
+
+def _forward(server: str, ctx: Any, t1: Any, t2: Any) -> Any:
+    t3 = ctx.call(server, add, t1, t2)
+    t4 = ctx.call(server, times, t2, t3)
+    t5 = ctx.call(server, matmul, t3, t4)
+    return ctx.call(server, total, ctx.call(server, add, t4, t5))
 
 
 def callers(workers: Sequence[str], *, contexts: int = 10, size: int = 3) -> Callers:

@@ -38,8 +38,15 @@ class Run(Protocol):
     def troubled(self) -> bool:
         """Whether the scenario has faults or jitter."""
 
-    def simulate(self, seed: int, *, clean: bool = False) -> Cluster:
-        """Make the scenario's cluster; `clean` leaves out its faults and jitter."""
+    @property
+    def virtual(self) -> bool:
+        """Whether time is virtual: else there is no trace, and seeds change nothing."""
+
+    def cluster(self, seed: int, *, clean: bool = False) -> Cluster:
+        """Return the scenario's cluster; `clean` leaves out its faults and jitter.
+
+        In virtual time a new one for each seed. Of processes it is the same one again.
+        """
 
     def progress(self, done: int, total: int, **numbers: float) -> None:
         """Show how far the play is."""
@@ -71,6 +78,7 @@ FIGURES: Mapping[str, str] = {
     "owed_workers": "where those sends are",
     "owed_call_sites": "where those functions were called",
     "gradient_difference": "max|g - g*| / max|g*|, the worst leaf; g* by the oracle",
+    "gradient_bits": "a hash of the gradients, bit by bit",
     "loss": "the sum of the roots",
     "seeds": "seeds played",
     "bit_patterns": "different gradients, bit by bit, over the seeds",
@@ -82,6 +90,7 @@ FIGURES: Mapping[str, str] = {
     "resends": "frames that were sent again",
     "duplicates": "frames that were thrown away, having come before",
     "virtual_time_ns": "from opening the context to the end of the pass",
+    "wall_time_ns": "the same where time is not virtual, on this host's clock",
     "bubble": "1 - busy time / virtual time, by worker",
     "bubble_min": "the smallest bubble of a worker",
     "bubble_max": "the largest bubble of a worker",
@@ -90,6 +99,41 @@ FIGURES: Mapping[str, str] = {
     "values_left": "values held afterwards that are not leaves",
     "digest": "the digest of the trace; of several seeds, that of their digests",
 }
+
+
+# Of these only a run in virtual time has any.
+VIRTUAL = (
+    *("arrival_orders", "same_bits_as_clean", "resends", "duplicates", "digest"),
+    *("virtual_time_ns", "virtual_time_per_step_ns", "bubble"),
+    *("bubble_min", "bubble_max"),
+)
+
+
+@dataclass(slots=True)
+class Traces:
+    """What is kept of the traces of several seeds, where there are any."""
+
+    digests: list[str] = field(default_factory=list)
+    orders: dict[str, None] = field(default_factory=dict)
+
+    def add(self, cluster: Cluster) -> None:
+        """Note how a run went."""
+        if cluster.trace is not None:
+            self.orders[arrivals(cluster)] = None
+            self.digests.append(cluster.trace.digest)
+
+    @property
+    def figures(self) -> Figures:
+        """How many orders there were, and the digest of all."""
+        if not self.digests:
+            return {}
+        digest = digest_of(self.digests)
+        return {"arrival_orders": len(self.orders), "digest": digest}
+
+
+def time_of(run: Run, ns: int) -> Figures:
+    """How long a run took, by the clock that it has."""
+    return {"virtual_time_ns" if run.virtual else "wall_time_ns": ns}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,35 +182,33 @@ class Case:
             RootError: the program does not return roots that a pass can start from.
         """
         patterns: dict[str, None] = {}
-        orders: dict[str, None] = {}
-        digests: list[str] = []
+        traces = Traces()
         first: Played | None = None
+        counts: Figures = {}
         for number, seed in enumerate(run.seeds):
             played = self._once(run, seed, clean=False)
             if played.gradients is not None:
                 patterns[bits(played.gradients)] = None
-            orders[arrivals(played.cluster)] = None
-            digests.append(played.cluster.trace.digest)
+            traces.add(played.cluster)
             if first is None:
                 first = played
                 run.keep(played.cluster, played.window)
+                counts = {**_counts(run, first), **left_over(run, first.cluster)}
             run.progress(number + 1, len(run.seeds))
         assert first is not None, run.seeds
         return {
             **self._outcome(first),
             **self._truth(run, first),
-            **_counts(first),
-            **left_over(first.cluster),
+            **counts,
             "seeds": len(run.seeds),
             "bit_patterns": len(patterns),
-            "arrival_orders": len(orders),
             "same_bits_as_clean": self._same_as_clean(run, first),
-            "digest": digest_of(digests),
+            **traces.figures,
         }
 
     def _once(self, run: Run, seed: int, *, clean: bool) -> Played:
         """Play with one seed."""
-        cluster = run.simulate(seed, clean=clean)
+        cluster = run.cluster(seed, clean=clean)
         refs = {
             name: cluster.put(self.placement[name], value)
             for name, value in self.params.items()
@@ -221,13 +263,16 @@ class Case:
     def _truth(self, run: Run, played: Played) -> Figures:
         """How far the gradients are from the oracle's."""
         if played.gradients is None:
-            return {"gradient_difference": None}
+            return {"gradient_difference": None, "gradient_bits": None}
         truth = jax.tree.leaves(self._oracle())
         apart = [
             difference(gradient, np.asarray(expected) * self.passes)
             for gradient, expected in zip(played.gradients, truth, strict=True)
         ]
-        return {"gradient_difference": worst(apart)}
+        return {
+            "gradient_difference": worst(apart),
+            "gradient_bits": bits(played.gradients),
+        }
 
     def _oracle(self) -> Mapping[str, Any]:
         def roots(ctx: Any, params: Any) -> list[Any]:
@@ -238,7 +283,7 @@ class Case:
         return truth
 
     def _same_as_clean(self, run: Run, played: Played) -> bool | None:
-        if played.gradients is None or not run.troubled:
+        if played.gradients is None or not (run.troubled and run.virtual):
             return None
         clean = self._once(run, run.seeds[0], clean=True)
         assert clean.gradients is not None, clean.error
@@ -307,18 +352,20 @@ def total(cluster: Cluster, name: str) -> int:
     return sum(int(worker[name]) for worker in cluster.info().values())
 
 
-def _counts(played: Played) -> Figures:
+def _counts(run: Run, played: Played) -> Figures:
     """What went over the wire, how long it took, and how idle the workers were."""
     cluster = played.cluster
     start_ns, end_ns = played.window
     taken_ns = end_ns - start_ns
+    counted = {**sent(cluster), **time_of(run, taken_ns)}
+    if not run.virtual:
+        return counted
     bubbles = {
         name: Fraction(taken_ns - busy_ns, taken_ns) if taken_ns else Fraction(0)
         for name, busy_ns in played.busy_ns.items()
     }
     return {
-        **sent(cluster),
-        "virtual_time_ns": taken_ns,
+        **counted,
         "bubble": bubbles,
         "bubble_min": min(bubbles.values()),
         "bubble_max": max(bubbles.values()),
@@ -336,8 +383,10 @@ def sent(cluster: Cluster) -> Figures:
     }
 
 
-def left_over(cluster: Cluster) -> Figures:
+def left_over(run: Run, cluster: Cluster) -> Figures:
     """What the workers that are left still hold, but for leaves."""
+    if not run.virtual:
+        cluster.driver.settle()
     info = cluster.info()
     living = [one for one in info.values() if not one["lost"]]
     leaves = sum(not cluster.home.is_lost(leaf) for leaf in cluster.home.leaves)

@@ -21,7 +21,15 @@ from jdag.cluster import Cluster
 from jdag.errors import ScenarioError
 from jdag.optim import Optimizer
 from jdag.oracle import pullback
-from jdag.programs.case import Figures, Run, difference, total, worst
+from jdag.programs.case import (
+    Figures,
+    Run,
+    bits,
+    difference,
+    digest_of,
+    total,
+    worst,
+)
 from jdag.ref import fetch
 
 KEPT_ASIDE = 360
@@ -45,6 +53,9 @@ FIGURES: Mapping[str, str] = {
     "bubble": "1 - busy time / step time of the last step, by worker",
     "live_contexts": "contexts that some worker holds afterwards",
     "live_passes": "passes that some worker holds afterwards",
+    "wall_time_ns": "of all steps, where time is not virtual, on this host's clock",
+    "wall_time_per_step_ns": "the median of the steps, on that clock",
+    "gradient_bits": "a hash of the gradients that were held against the oracle",
     "digest": "the digest of the trace",
 }
 
@@ -112,10 +123,11 @@ class Digits:
     checks: int
     figures: Mapping[str, str] = field(default_factory=lambda: FIGURES)
     _apart: list[float] = field(default_factory=list)
+    _bits: list[str] = field(default_factory=list)
 
     def play(self, run: Run) -> Figures:
         """Train with the first seed."""
-        cluster = run.simulate(run.seeds[0])
+        cluster = run.cluster(run.seeds[0])
         refs = self._put(cluster, run.seeds[0])
         optimizer = Optimizer(optax.adam(self.learning_rate), refs)
         steps = self.epochs * (len(self.images.train_x) // self.batch)
@@ -151,7 +163,7 @@ class Digits:
             )
         window = (cluster.now_ns - times_ns[-1], cluster.now_ns)
         run.keep(cluster, window)
-        figures = self._figures(cluster, times_ns, busy)
+        figures = self._figures(run, cluster, times_ns, busy)
         figures["test_accuracy"] = self._accuracy(refs)
         figures["final_loss"] = float(sums[0]) / epoch_of
         figures["train_accuracy"] = float(sums[1]) / (epoch_of * self.batch)
@@ -222,6 +234,7 @@ class Digits:
             return [one for one, _ in self._forward(ctx, params, rows)]
 
         _, truth = pullback(roots)(params)
+        self._bits.append(bits(jax.tree.leaves(gradients)))
         pairs = zip(jax.tree.leaves(gradients), jax.tree.leaves(truth), strict=True)
         self._apart.append(worst([difference(got, g) for got, g in pairs]))
 
@@ -237,26 +250,43 @@ class Digits:
         return float(jnp.mean(answers == self.images.test_y))
 
     def _figures(
-        self, cluster: Cluster, times_ns: list[int], busy: Mapping[str, int]
+        self,
+        run: Run,
+        cluster: Cluster,
+        times_ns: list[int],
+        busy: Mapping[str, int],
     ) -> Figures:
+        if not run.virtual:
+            cluster.driver.settle()
         info = cluster.info().values()
-        last = times_ns[-1]
-        idle = {name: Fraction(last - ns, last) for name, ns in busy.items()}
-        return {
+        figures = {
             "outcome": "finished",
             "gradient_difference": worst(self._apart),
             "gradient_checks": len(self._apart),
+            "gradient_bits": digest_of(self._bits),
             "steps": len(times_ns),
             "micro_batches": self.micro_batches,
             "messages": total(cluster, "messages_sent"),
             "payload_bytes": total(cluster, "payload_bytes_sent"),
             "wire_bytes": total(cluster, "bytes_sent"),
             "resends": total(cluster, "resends"),
+            "live_contexts": sum(int(worker["live_contexts"]) for worker in info),
+            "live_passes": sum(int(worker["live_passes"]) for worker in info),
+        }
+        if not run.virtual:
+            figures["wall_time_ns"] = sum(times_ns)
+            figures["wall_time_per_step_ns"] = int(np.median(times_ns))
+            return figures
+        last = times_ns[-1]
+        idle = {
+            name: Fraction(last - ns, last) if last else Fraction(0)
+            for name, ns in busy.items()
+        }
+        return {
+            **figures,
             "virtual_time_ns": cluster.now_ns,
             "virtual_time_per_step_ns": int(np.median(times_ns)),
             "bubble": idle,
-            "live_contexts": sum(int(worker["live_contexts"]) for worker in info),
-            "live_passes": sum(int(worker["live_passes"]) for worker in info),
             "digest": cluster.trace.digest,
         }
 

@@ -16,7 +16,7 @@ rows of its own to fit a line through, y = x w, by least squares:
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +28,12 @@ from jdag.errors import ScenarioError
 from jdag.programs.case import (
     Figures,
     Run,
+    Traces,
     bits,
     difference,
-    digest_of,
     left_over,
     sent,
+    time_of,
     worst,
 )
 from jdag.transform import value_and_grad
@@ -47,6 +48,7 @@ FIGURES: Mapping[str, str] = {
     "rounds": "rounds in step",
     "round_patterns": "different parameters, bit by bit, that the rounds ended with",
     "gradient_difference": "max|w - w*| / max|w*| after the rounds; w* by plain JAX",
+    "gradient_bits": "a hash of the gradients at once, and of what rounds ended with",
     "seeds": "seeds played",
     "messages": "protocol messages",
     "payload_bytes": "bytes of arrays in them",
@@ -54,6 +56,7 @@ FIGURES: Mapping[str, str] = {
     "resends": "frames that were sent again",
     "duplicates": "frames that were thrown away, having come before",
     "virtual_time_ns": "of all three parts",
+    "wall_time_ns": "the same where time is not virtual, on this host's clock",
     "live_contexts": "contexts that some worker holds afterwards",
     "live_passes": "passes that some worker holds afterwards",
     "values_left": "values held afterwards that are not leaves",
@@ -81,6 +84,61 @@ def one_more(count: Array) -> Array:
     return count + 1
 
 
+def truth(width: int) -> Any:
+    """The parameters that the rows are made from."""
+    return jnp.linspace(-1.0, 1.0, width)
+
+
+class Lessons(NamedTuple):
+    """What one trainer has to do: plain data, as it may be in another process."""
+
+    server: str
+    number: int
+    width: int
+    rows: int
+    steps: int
+    rate: float
+
+    @property
+    def data(self) -> tuple[Any, Any]:
+        """The rows of this trainer, without noise."""
+        x = jax.random.normal(jax.random.key(self.number), (self.rows, self.width))
+        return x, x @ truth(self.width)
+
+
+def _differentiate(server: str, w: Any, x: float, cluster: Cluster) -> Any:
+    """Differentiate x . w; how many contexts the server had then."""
+    with cluster.context() as ctx:
+        product = ctx.call(server, weighed, w, jnp.full(w.shape, x))
+        product.fetch()
+        at_once = cluster.info()[server]["live_contexts"]
+        ctx.backward(product)
+        return ctx.gradient(w).fetch(), at_once
+
+
+def _train(lessons: Any, w: Any, count: Any, cluster: Cluster) -> None:
+    """Read, differentiate and update, whatever the others do."""
+    lessons = Lessons(*lessons)
+    x, y = lessons.data
+    for _ in range(lessons.steps):
+        with cluster.context() as ctx:
+            ctx.backward(ctx.call(lessons.server, loss, w, x, y))
+            cluster.update(descended, w, ctx.gradient(w), lessons.rate)
+        cluster.update(one_more, count)
+
+
+def _gradient(lessons: Any, w: Any, cluster: Cluster) -> Any:
+    """The gradient at the parameters as they are."""
+    lessons = Lessons(*lessons)
+    x, y = lessons.data
+
+    def program(ctx: Any, w: Any) -> Any:
+        return ctx.call(lessons.server, loss, w, x, y)
+
+    _, gradient = value_and_grad(program, cluster)(w)
+    return gradient
+
+
 @dataclass(slots=True)
 class Trainers:
     """The server and its trainers, as a scenario plays them."""
@@ -101,32 +159,35 @@ class Trainers:
         """Play all three parts with each seed; the first one is reported."""
         raced: list[Any] = []
         stepped: list[Any] = []
-        digests = []
+        traces = Traces()
         first: Figures = {}
         for number, seed in enumerate(run.seeds):
-            cluster = run.simulate(seed)
+            cluster = run.cluster(seed)
+            begun_ns = cluster.now_ns
             found = self._at_once(cluster)
             part_ns = cluster.now_ns  # All three parts would leave bars of no width.
             updates, w = self._race(cluster)
             raced.append(w)
             stepped.append(self._in_step(cluster))
-            digests.append(cluster.trace.digest)
+            traces.add(cluster)
             if not number:
-                run.keep(cluster, (0, part_ns))
+                run.keep(cluster, (begun_ns, part_ns))
                 first = {**found, "updates": updates, **sent(cluster)}
-                first |= left_over(cluster)
-                first["virtual_time_ns"] = cluster.now_ns
+                first |= left_over(run, cluster)
+                first |= time_of(run, cluster.now_ns - begun_ns)
+                given = [np.asarray(one) for one in found["gradients"]]
+                first["gradient_bits"] = bits([*given, stepped[0]])
             run.progress(number + 1, len(run.seeds))
         return {
             "outcome": "finished",
             **first,
             "update_orders": len(dict.fromkeys(bits([w]) for w in raced)),
-            "distance": worst([difference(w, self._truth()) for w in raced]),
+            "distance": worst([difference(w, truth(self.width)) for w in raced]),
             "rounds": self.steps,
             "round_patterns": len(dict.fromkeys(bits([w]) for w in stepped)),
             "gradient_difference": worst([difference(stepped[0], self._descent())]),
-            "seeds": len(digests),
-            "digest": digest_of(digests),
+            "seeds": len(run.seeds),
+            **{name: one for name, one in traces.figures.items() if name == "digest"},
         }
 
     # ----------------------------------------------------------------- the three parts
@@ -134,7 +195,7 @@ class Trainers:
     def _at_once(self, cluster: Cluster) -> Figures:
         w = cluster.put(self.workers[0], jnp.ones(self.width))
         programs = {
-            name: partial(self._differentiate, w, float(number + 1))
+            name: partial(_differentiate, self.workers[0], w, float(number + 1))
             for number, name in enumerate(self.trainers)
         }
         found = cluster.run(programs).values()
@@ -144,19 +205,11 @@ class Trainers:
             "contexts_at_once": max(at_once for _, at_once in found),
         }
 
-    def _differentiate(self, w: Any, x: float, cluster: Cluster) -> Any:
-        with cluster.context() as ctx:
-            product = ctx.call(self.workers[0], weighed, w, jnp.full(self.width, x))
-            product.fetch()
-            at_once = cluster.info()[self.workers[0]]["live_contexts"]
-            ctx.backward(product)
-            return ctx.gradient(w).fetch(), at_once
-
     def _race(self, cluster: Cluster) -> tuple[int, Any]:
         server = self.workers[0]
         w, count = cluster.put(server, (jnp.zeros(self.width), 0))
         programs = {
-            name: partial(self._train, w, count, number)
+            name: partial(_train, self._lessons(number), w, count)
             for number, name in enumerate(self.trainers)
         }
         cluster.run(programs)
@@ -164,18 +217,10 @@ class Trainers:
         cluster.drop([w, count])
         return updates, found
 
-    def _train(self, w: Any, count: Any, number: int, cluster: Cluster) -> None:
-        x, y = self._data(number)
-        for _ in range(self.steps):
-            with cluster.context() as ctx:
-                ctx.backward(ctx.call(self.workers[0], loss, w, x, y))
-                cluster.update(descended, w, ctx.gradient(w), self.rate)
-            cluster.update(one_more, count)
-
     def _in_step(self, cluster: Cluster) -> Any:
         w = cluster.put(self.workers[0], jnp.zeros(self.width))
         programs = {
-            name: partial(self._gradient, w, number)
+            name: partial(_gradient, self._lessons(number), w)
             for number, name in enumerate(self.trainers)
         }
         for _ in range(self.steps):
@@ -185,28 +230,17 @@ class Trainers:
         cluster.drop(w)
         return found
 
-    def _gradient(self, w: Any, number: int, cluster: Cluster) -> Any:
-        x, y = self._data(number)
-
-        def program(ctx: Any, w: Any) -> Any:
-            return ctx.call(self.workers[0], loss, w, x, y)
-
-        _, gradient = value_and_grad(program, cluster)(w)
-        return gradient
+    def _lessons(self, number: int) -> Lessons:
+        """What one trainer has to do."""
+        return Lessons(
+            self.workers[0], number, self.width, self.rows, self.steps, self.rate
+        )
 
     # ------------------------------------------------------------------- what is right
 
-    def _truth(self) -> Any:
-        return jnp.linspace(-1.0, 1.0, self.width)
-
-    def _data(self, number: int) -> tuple[Any, Any]:
-        """The rows of one trainer, without noise."""
-        x = jax.random.normal(jax.random.key(number), (self.rows, self.width))
-        return x, x @ self._truth()
-
     def _descent(self) -> Any:
         """The parameters after all rounds, by plain JAX."""
-        data = [self._data(number) for number in range(len(self.trainers))]
+        data = [self._lessons(number).data for number, _ in enumerate(self.trainers)]
 
         def whole(w: Any) -> Any:
             losses = [loss(w, x, y) for x, y in data]

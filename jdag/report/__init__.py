@@ -43,7 +43,7 @@ WRITTEN = (TIMELINE, GRAPH, GRAPH_DATA, GRAPH_DOT, PERFETTO, PAGE)
 def render(
     folder: Path,
     result: Mapping[str, Any],
-    trace: Trace,
+    trace: Trace | None,
     drawings: Graph | Mapping[str, Drawing] | None,
     *,
     window: tuple[int, int],
@@ -53,7 +53,7 @@ def render(
     Args:
         folder: where they go; what is there of these names is replaced.
         result: what `result.json` holds.
-        trace: the run's record.
+        trace: the run's record; None: it has none, and so there is no timeline.
         drawings: the graph of one context, as `ctx.graph()` or `read_drawings` gives
             it; None draws none.
         window: the timeline's part of the run, in nanoseconds.
@@ -62,11 +62,13 @@ def render(
         OSError: something cannot be written.
     """
     name, workers = result["name"], result["workers"]
-    read = spans_of(trace)
-    title = f"{name}: what each worker did"
-    draw_timeline(folder / TIMELINE, read, workers, window, title)
-    _write_json(folder / PERFETTO, trace_events(read, workers))
-    pictures = [(folder / TIMELINE, "Timeline", _ON_TIMELINE)]
+    pictures = []
+    if trace is not None:
+        read = spans_of(trace)
+        title = f"{name}: what each worker did"
+        draw_timeline(folder / TIMELINE, read, workers, window, title)
+        _write_json(folder / PERFETTO, trace_events(read, workers))
+        pictures.append((folder / TIMELINE, "Timeline", _ON_TIMELINE))
     if drawings is not None:
         graph = drawings if isinstance(drawings, Graph) else graph_of(drawings)
         _write_json(folder / GRAPH_DATA, graph.plain())

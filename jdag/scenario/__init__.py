@@ -12,21 +12,21 @@ from pathlib import Path
 
 import jax
 
-from jdag.cluster import Cluster
-from jdag.drivers import simulate
 from jdag.errors import ScenarioError, unusable
 from jdag.expect import meant, refuse_unknown
 from jdag.programs import Player
+from jdag.scenario.driving import Driver, Virtual, driver_of
 from jdag.scenario.program import player_of, raised
 from jdag.scenario.tables import Settings, checked
 from jdag.tables import read, wrong
 
 __all__ = [
+    "Driver",
     "Scenario",
     "Settings",
     "configured",
+    "driver_of",
     "load",
-    "make_cluster",
     "raised",
     "wrong",
 ]
@@ -64,7 +64,7 @@ def load(path: Path, *, seed: int | None = None) -> Scenario:
         _check_workers(settings)
         with configured(settings):
             # A network, or faults, that cannot be are found out by making it once.
-            make_cluster(settings, settings.seed, clean=False).close()
+            Virtual(settings).cluster(settings.seed, clean=False).close()
             player = player_of(settings, path.resolve().parent)
             refuse_unknown(settings.expect, player.figures)
     return Scenario(path, question, settings, player, settings.names)
@@ -118,19 +118,3 @@ def configured(settings: Settings) -> Iterator[None]:
         yield
     finally:
         jax.config.update("jax_enable_x64", before)
-
-
-def make_cluster(settings: Settings, seed: int, *, clean: bool) -> Cluster:
-    """The cluster that the file describes; a clean one has no faults and no jitter."""
-    names = settings.names
-    return simulate(
-        names,
-        seed=seed,
-        home=settings.home,
-        values=settings.values,
-        network=settings.network.network(clean=clean),
-        devices=settings.devices.models(names),
-        faults=[] if clean else settings.made_faults(),
-        policy=settings.policy,
-        link=settings.made_link(),
-    )

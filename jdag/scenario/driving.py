@@ -1,0 +1,178 @@
+"""What plays a scenario: virtual time, in which all of it holds, or real processes.
+
+On processes time, network and devices are those that there are, and the tables that
+describe others say nothing. What cannot be so there, or would change the question, is
+refused by its key: faults, values that are shapes, a home that is not the first.
+"""
+
+from contextlib import ExitStack
+from typing import Any
+
+from jdag.cluster import Cluster
+from jdag.drivers import launch, simulate
+from jdag.errors import JdagError, ScenarioError, unusable
+from jdag.programs import Figures
+from jdag.rpc.settings import CARRIERS, DEVICES, is_device
+from jdag.scenario.tables import Settings
+
+DRIVERS = ("sim", "rpc")
+
+# What each worker held and sent, of a run that has no trace to read it off: by name
+# what `cluster.info()` calls it, and what it is.
+BY_WORKER = {
+    "peak_bytes": ("bytes_peak", "the most that each worker held at one time"),
+    "sent_messages": ("messages_sent", "protocol messages that each worker sent"),
+    "sent_bytes": ("bytes_sent", "all bytes that each worker sent"),
+}
+
+
+class Virtual:
+    """Plays in virtual time, in this process: a cluster for each seed."""
+
+    virtual = True
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._made: list[Cluster] = []
+
+    def cluster(self, seed: int, *, clean: bool) -> Cluster:
+        """Make the cluster that the file describes; a clean one has no faults."""
+        settings, names = self._settings, self._settings.names
+        cluster = simulate(
+            names,
+            seed=seed,
+            home=settings.home,
+            values=settings.values,
+            network=settings.network.network(clean=clean),
+            devices=settings.devices.models(names),
+            faults=[] if clean else settings.made_faults(),
+            policy=settings.policy,
+            link=settings.made_link(),
+        )
+        self._made.append(cluster)
+        return cluster
+
+    def let_go(self, kept: Cluster | None) -> None:
+        """Close the clusters that were made before, but for one."""
+        for cluster in self._made:
+            if cluster is not kept:
+                cluster.close()
+
+    def figures(self) -> Figures:
+        """What there is to say of the run that its program does not say."""
+        return {}
+
+    def close(self) -> None:
+        """Close everything."""
+        self.let_go(None)
+
+
+class Real:
+    """Plays on processes of this host: one cluster, for all seeds.
+
+    Raises:
+        ScenarioError: the scenario asks for what is there in virtual time alone: file,
+            key, value, and what is allowed.
+    """
+
+    virtual = False
+
+    def __init__(self, settings: Settings, *, device: str | None, carrier: str) -> None:
+        refuse_virtual(settings)
+        self._settings = settings
+        self._device = device
+        self._carrier = carrier
+        self._cluster: Cluster | None = None
+        self._stack = ExitStack()
+
+    def cluster(self, seed: int, *, clean: bool) -> Cluster:
+        """Return the cluster; its processes start when it is first asked for."""
+        del seed, clean
+        if self._cluster is None:
+            self._cluster = self._stack.enter_context(self._launched())
+        return self._cluster
+
+    def _launched(self) -> Cluster:
+        try:
+            return launch(
+                self._settings.names,
+                device=self._device,
+                carrier=self._carrier,
+                allow=[self._settings.program.partition(":")[0]],
+            )
+        except JdagError as error:
+            raise ScenarioError(f"--driver rpc: {error}") from error
+
+    def let_go(self, kept: Cluster | None) -> None:
+        """Nothing: there is one cluster."""
+
+    def figures(self) -> Figures:
+        """What each worker held and sent."""
+        if self._cluster is None:
+            return {}
+        info = self._cluster.info()
+        return {
+            figure: {worker: one[name] for worker, one in info.items()}
+            for figure, (name, _) in BY_WORKER.items()
+        }
+
+    def close(self) -> None:
+        """End all processes."""
+        self._stack.close()
+
+
+Driver = Virtual | Real
+
+
+def refuse_virtual(settings: Settings) -> None:
+    """Refuse what a scenario asks for that is there in virtual time alone.
+
+    Raises:
+        ScenarioError: key, value and what is allowed with `--driver rpc`.
+    """
+    first = settings.names[0]
+    if settings.values != "real":
+        _refuse("values", settings.values, '"real"')
+    for number, fault in enumerate(settings.faults):
+        _refuse(f"faults[{number}].kind", fault.kind, "no faults")
+    if settings.home not in (None, first):
+        _refuse("home", settings.home, f"the first worker, {first}")
+
+
+def _refuse(key: str, value: Any, allowed: str) -> None:
+    raise ScenarioError(unusable(key, value, f"{allowed} with --driver rpc"))
+
+
+def driver_of(
+    settings: Settings, driver: str, *, device: str | None, carrier: str | None
+) -> Driver:
+    """Return what plays a scenario.
+
+    Args:
+        settings: what the file says.
+        driver: "sim" or "rpc".
+        device: with rpc, where workers compute: cpu, gpu or gpu:1; None: as JAX does.
+        carrier: with rpc, "socket" or "grpc"; None: socket.
+
+    Raises:
+        ScenarioError: names what is unusable, its value and what is allowed.
+    """
+    if driver not in DRIVERS:
+        raise ScenarioError(
+            unusable("--driver", driver, "one of " + ", ".join(DRIVERS))
+        )
+    if driver == "sim":
+        if device not in (None, "cpu"):
+            said = "cpu; with --driver rpc also gpu, gpu:1"
+            raise ScenarioError(unusable("--device", device, said))
+        if carrier is not None:
+            raise ScenarioError(
+                unusable("--carrier", carrier, "only with --driver rpc")
+            )
+        return Virtual(settings)
+    if device is not None and not is_device(device):
+        raise ScenarioError(unusable("--device", device, DEVICES))
+    if carrier is not None and carrier not in CARRIERS:
+        said = "one of " + ", ".join(CARRIERS)
+        raise ScenarioError(unusable("--carrier", carrier, said))
+    return Real(settings, device=device, carrier=carrier or CARRIERS[0])

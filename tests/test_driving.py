@@ -1,0 +1,161 @@
+"""Scenarios on real processes: refused, or the bits that they have in virtual time."""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from jdag.cli import app
+from jdag.cluster import Cluster
+from jdag.drivers import launch
+from jdag.errors import ScenarioError
+from jdag.playing import Answer, play
+from jdag.rpc.settings import CARRIERS
+from jdag.scenario import Scenario, configured, load
+from jdag.scenario.driving import Real, Virtual, driver_of
+from jdag.scenario.program import player_of
+from tests.test_scenarios import SCENARIOS, SHIPPED
+
+WORKERS = ("w0", "w1", "w2", "w3")
+# What makes a long one short; the rest is short.
+SHORT: Mapping[str, Mapping[str, Any]] = {
+    "digits": {"epochs": 1, "checks": 2},
+    "fan_out_24": {"calls": 8},
+    "parameter_server": {"steps": 3},
+    "sixty_contexts": {"contexts": 3},
+}
+REAL = [path for path in SHIPPED if load(path).settings.values == "real"]
+
+
+def small(path: Path) -> Scenario:
+    """A shipped scenario on workers that all can share, once, without its faults."""
+    scenario = load(path)
+    settings = scenario.settings.model_copy(
+        update={
+            "workers": list(WORKERS[: max(2, min(4, len(scenario.workers)))]),
+            "seeds": 1,
+            "home": None,
+            "placement": {},
+            "x64": True,
+            "faults": [],
+            "network": type(scenario.settings.network)(),
+            "devices": type(scenario.settings.devices)(),
+            "settings": {**scenario.settings.settings, **SHORT.get(path.stem, {})},
+        }
+    )
+    with configured(settings):
+        player = player_of(settings, path.parent)
+    return replace(scenario, settings=settings, player=player, workers=settings.names)
+
+
+class Shared(Real):
+    """Plays on a cluster that is there, and stays."""
+
+    def __init__(self, settings: Any, cluster: Cluster) -> None:
+        super().__init__(settings, device="cpu", carrier="socket")
+        self._cluster = cluster
+
+
+@pytest.fixture(scope="module", params=CARRIERS)
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    x64 = configured(load(SCENARIOS / "chain.toml").settings)  # As in `small`.
+    with x64, launch(WORKERS, device="cpu", carrier=request.param) as made:
+        yield made
+
+
+def silent(done: int, total: int, numbers: Mapping[str, float]) -> None:
+    """Show nothing."""
+
+
+def missed(answer: Answer) -> list[str]:
+    """What was expected and is not so, but for what `small` has changed."""
+    names = [one.figure for one in answer.judged if not one.met]
+    changed = ("gradient_checks", "test_accuracy", "owed_workers")
+    return [name for name in names if name not in changed]
+
+
+@pytest.mark.parametrize("path", REAL, ids=lambda path: path.stem)
+def test_a_shipped_scenario_has_the_same_gradients_on_processes(
+    path: Path, cluster: Cluster
+):
+    scenario = small(path)
+    with closing(Virtual(scenario.settings)) as driver:
+        wanted = play(scenario, silent, driver).figures
+    answer = play(scenario, silent, Shared(scenario.settings, cluster))
+    got = answer.figures
+    for name in ("outcome", "error", "gradient_bits", "gradient_difference", "loss"):
+        assert got.get(name) == wanted.get(name), name
+    assert (got["gradient_bits"] is None) == (got["outcome"] != "finished")
+    assert got["outcome"] == ("stuck" if path.stem == "dropped_reply" else "finished")
+    assert missed(answer) == [] or load(path).settings.faults, missed(answer)
+    assert "digest" not in got and "virtual_time_ns" not in got
+    assert got["live_contexts"] == got["live_passes"] == 0
+
+
+def test_what_is_there_in_virtual_time_alone_is_refused_by_its_key(tmp_path: Path):
+    def refused(text: str) -> str:
+        path = tmp_path / "scenario.toml"
+        path.write_text(text, encoding="utf-8")
+        out = str(tmp_path / "out")
+        done = CliRunner().invoke(
+            app, ["run", str(path), "--driver", "rpc", "--out", out]
+        )
+        assert done.exit_code == 2 and not (tmp_path / "out").exists()
+        return " ".join(done.stderr.split())
+
+    crash = (SCENARIOS / "crash.toml").read_text(encoding="utf-8")
+    said = refused(crash)
+    assert said.endswith(
+        "scenario.toml: faults[0].kind = 'crash': allowed is no faults with "
+        "--driver rpc"
+    )
+    chain = (SCENARIOS / "chain.toml").read_text(encoding="utf-8")
+    assert "values = 'abstract': allowed is \"real\"" in refused(
+        chain.replace("x64 = true", 'values = "abstract"')
+    )
+    assert "home = 'b': allowed is the first worker, a" in refused(
+        chain.replace("x64 = true", 'home = "b"')
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"device": "tpu"}, "--device = 'tpu': allowed is cpu, gpu"),
+        ({"carrier": "pigeon"}, "--carrier = 'pigeon': allowed is one of socket, grpc"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused(options: Any, text: str):
+    settings = load(SCENARIOS / "chain.toml").settings
+    given: dict[str, Any] = {"device": None, "carrier": None, **options}
+    with pytest.raises(ScenarioError) as caught:
+        driver_of(settings, "rpc", **given)
+    assert text in str(caught.value)
+
+
+def test_the_command_runs_it_on_processes_and_says_what_they_held_and_sent(
+    tmp_path: Path,
+):
+    out = tmp_path / "out"
+    command = ["run", str(SCENARIOS / "chain.toml"), "--driver", "rpc"]
+    done = CliRunner().invoke(app, [*command, "--device", "cpu", "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    assert "seed 0" in done.stdout and "met outcome: finished" in done.stdout
+    assert "run on processes" in done.stdout and "digest" not in done.stdout
+    result = json.loads((out / "result.json").read_text(encoding="utf-8"))
+    figures = result["figures"]
+    assert (result["driver"], result["digest"]) == ("rpc", None)
+    assert sorted(figures["sent_bytes"]) == ["a", "b", "c"]
+    assert min(figures["peak_bytes"].values()) > 0
+    assert result["meaning"]["sent_messages"].startswith("protocol messages")
+    files = sorted(path.name for path in out.iterdir())
+    assert files == ["graph.dot", "graph.json", "graph.png", *files[3:]]
+    assert "timeline.png" not in files and "trace.jsonl" not in files
+    page = (out / "index.html").read_text(encoding="utf-8")
+    assert "there is no trace, and so no timeline" in page
+    assert CliRunner().invoke(app, ["report", str(out)]).exit_code == 0
