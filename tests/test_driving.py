@@ -17,7 +17,7 @@ from jdag.errors import ScenarioError
 from jdag.playing import Answer, play
 from jdag.rpc.settings import CARRIERS
 from jdag.scenario import Scenario, configured, load
-from jdag.scenario.driving import Real, Virtual, driver_of
+from jdag.scenario.driving import BY_WORKER, Real, Virtual, driver_of
 from jdag.scenario.program import player_of
 from tests.test_scenarios import SCENARIOS, SHIPPED
 
@@ -94,6 +94,7 @@ def test_a_shipped_scenario_has_the_same_gradients_on_processes(
     assert got["outcome"] == ("stuck" if path.stem == "dropped_reply" else "finished")
     assert missed(answer) == [] or load(path).settings.faults, missed(answer)
     assert "digest" not in got and "virtual_time_ns" not in got
+    assert set(got) <= {*scenario.player.figures, *BY_WORKER} and "wall_time_ns" in got
     assert got["live_contexts"] == got["live_passes"] == 0
 
 

@@ -127,6 +127,7 @@ class Digits:
 
     def play(self, run: Run) -> Figures:
         """Train with the first seed."""
+        self._apart, self._bits = [], []
         cluster = run.cluster(run.seeds[0])
         refs = self._put(cluster, run.seeds[0])
         optimizer = Optimizer(optax.adam(self.learning_rate), refs)
