@@ -71,12 +71,16 @@ class ProtocolError(JdagError):
 class JoinError(JdagError):
     """Workers cannot be joined: one is not there, refuses, or died at its start.
 
-    `reached` tells whether the worker answered at all.
+    `reached` tells whether the worker answered at all, and `absent` whether it is known
+    that no process is at its address.
     """
 
-    def __init__(self, message: str, *, reached: bool = True) -> None:
+    def __init__(
+        self, message: str, *, reached: bool = True, absent: bool = False
+    ) -> None:
         super().__init__(message)
         self.reached = reached
+        self.absent = absent
 
 
 class ScenarioError(JdagError):

@@ -17,18 +17,17 @@ from jdag.rpc.streams import SocketStream
 
 
 def place_of(
-    worker: str, workers: Sequence[str], allow: Sequence[str], deadline_s: float = 10.0
+    worker: str, workers: Sequence[str], allow: Sequence[str], **changed: Any
 ) -> Place:
-    return Place(
-        worker=worker,
-        workers=tuple(workers),
-        main=workers[0],
-        incarnations=dict.fromkeys(workers, 0),
-        allowed=dict.fromkeys(workers, tuple(allow)),
-        deadline_s=deadline_s,
-        dial=_undialled,
-        gone=lambda peer, why: None,
-    )
+    usual: dict[str, Any] = {
+        "main": workers[0],
+        "incarnations": dict.fromkeys(workers, 0),
+        "allowed": dict.fromkeys(workers, tuple(allow)),
+        "deadline_s": 10.0,
+        "dial": _undialled,
+        "gone": lambda peer, why: None,
+    }
+    return Place(worker=worker, workers=tuple(workers), **{**usual, **changed})
 
 
 def _undialled(peer: str, received: int) -> tuple[Any, int]:
@@ -36,11 +35,12 @@ def _undialled(peer: str, received: int) -> tuple[Any, int]:
 
 
 def made(
-    worker: str, workers: Sequence[str], allow: Sequence[str] = ()
+    worker: str, workers: Sequence[str], allow: Sequence[str] = (), **changed: Any
 ) -> tuple[Home, Node]:
+    """A node, in a place that is changed so, and its home."""
     home = Home(workers, abstract=False)
     node = Node(
-        place_of(worker, workers, allow),
+        place_of(worker, workers, allow, **changed),
         run_program=partial(run_program, home),
         functions=Functions(allow),
     )
@@ -48,16 +48,25 @@ def made(
     return home, node
 
 
-def connect(one: Node, other: Node) -> None:
-    """Join two nodes by a pair of sockets, from where their links stand."""
+def joined_by(one: Node, other: Node) -> list[tuple[SocketStream, str, int]]:
+    """A pair of sockets between two nodes, from where their links stand.
+
+    For each: its stream, the name of the other, how much that one has received.
+    """
     ends = socket.socketpair()
-    told = [one.received(other.worker), other.received(one.worker)]
-    for node, peer, end, received in (
-        (one, other, ends[0], told[1]),
-        (other, one, ends[1], told[0]),
-    ):
-        stream = SocketStream(end, peer.worker)
-        node.adopt(peer.worker, peer.incarnation, stream, received)
+    told = [one.received(other.name), other.received(one.name)]
+    return [
+        (SocketStream(ends[0], other.worker), other.name, told[1]),
+        (SocketStream(ends[1], one.worker), one.name, told[0]),
+    ]
+
+
+def connect(one: Node, other: Node) -> None:
+    """Join two nodes, from where their links stand."""
+    ends = joined_by(one, other)
+    for node, peer, end in zip((one, other), (other, one), ends, strict=True):
+        stream, name, received = end
+        node.adopt(name, peer.incarnation, stream, received)
 
 
 @contextmanager

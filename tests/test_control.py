@@ -129,7 +129,7 @@ def test_who_is_not_there_is_one_clear_line():
     error = refused(client)
     said = f"cannot reach worker 'w' at {address}: Connection refused"
     assert str(error) == said
-    assert not error.reached
+    assert error.absent and not error.reached
 
 
 def test_a_host_without_a_name_is_one_clear_line(tmp_path: Path):
@@ -137,7 +137,7 @@ def test_a_host_without_a_name_is_one_clear_line(tmp_path: Path):
     client = ControlClient("worker 'w'", Address("no.such.invalid", 7000), tls=tls)
     error = refused(client, timeout_s=5)
     assert "cannot reach worker 'w' at no.such.invalid:7000: " in str(error)
-    assert not error.reached
+    assert not (error.absent or error.reached)
 
 
 def test_who_does_not_answer_in_time_is_named():

@@ -7,8 +7,9 @@ Gives: to its `Host`: messages and functions that came; `left` when a peer is go
        `gone`.
 
 A peer whose stream ended is dialled again by whoever of the two dials, until its
-deadline. Who finds that one is gone tells all others, so that nobody waits for what
-only that one could have sent.
+deadline, or until nobody is at its address any more, or who is there has nothing to do
+with this session. Who finds that one is gone tells all others, so that nobody waits for
+what only that one could have sent.
 
 Invariants: a peer is lost once, and everybody here and its other peers are told; what a
 former incarnation of a name says is not heard.
@@ -29,7 +30,7 @@ from jdag.engine.vocabulary import (
     incarnation_of,
     named,
 )
-from jdag.errors import JdagError, ProtocolError
+from jdag.errors import JdagError, JoinError, ProtocolError
 from jdag.rpc.loop import Loop, clock_ns
 from jdag.rpc.peer import Peer
 from jdag.rpc.place import Place
@@ -37,6 +38,8 @@ from jdag.rpc.streams import Stream
 from jdag.wire.messages import Codec
 
 REDIAL_S = 0.1
+REFUSALS_MAX = 3  # In a row: then a peer will not be there again.
+WHY_MAX = 4096
 
 _log = logging.getLogger(__name__)
 
@@ -259,14 +262,27 @@ class Company:
 
     def _redial(self, peer: Peer) -> None:
         """Dial until there is a stream again, or the peer is given up."""
+        refusals = 0
         while not (self.stopping.is_set() or peer.lost or peer.stream is not None):
             try:
                 got = self._place.dial(peer.name, self.received(peer.name))
             except (JdagError, OSError) as error:
                 _log.info("%s: dialling %s: %s", self._place.worker, peer.name, error)
+                refusals = refusals + 1 if _refused(error) else 0
+                if refusals >= REFUSALS_MAX:
+                    self._refused(peer, f"its connection ended, and then: {error}")
                 self.stopping.wait(REDIAL_S)  # Bounded by the peer's deadline.
             else:
                 self.adopt(peer.name, peer.incarnation, *got)
+
+    def _refused(self, peer: Peer, why: str) -> None:
+        """A peer is gone, unless it has dialled us just now; from any thread."""
+        self._loop.acquire()
+        try:
+            if peer.stream is None:
+                self._lose(peer, why)
+        finally:
+            self._loop.release()
 
     def silent(self, peer: Peer, why: str) -> None:
         """A peer is not there any more, or does what none does."""
@@ -275,6 +291,7 @@ class Company:
     def _lose(self, peer: Peer, why: str) -> None:
         if peer.lost or self.stopping.is_set():
             return
+        why = why[:WHY_MAX]
         _log.warning("%s: lost %s: %s", self._place.worker, peer, why)
         peer.lose()
         self.gone[peer.worker] = why
@@ -320,3 +337,8 @@ class Company:
         loop.drive(done)
         answers = {peer.name: self._answers.pop(n) for n, peer in asked.items()}
         return {name: answer for name, answer in answers.items() if answer is not None}
+
+
+def _refused(error: Exception) -> bool:
+    """Whether this says that the process that was there is not in the session."""
+    return isinstance(error, JoinError) and (error.absent or error.reached)

@@ -9,8 +9,10 @@ A refusal comes back as a `JoinError` with what the server said; so does a host 
 not there, a port in use, a certificate that is not trusted: each in one line.
 """
 
+import errno
 import json
 import logging
+import os
 import socket
 import ssl
 from collections.abc import Callable, Iterator, Mapping
@@ -244,12 +246,16 @@ class ControlClient:
                 return JoinError(details)
             case grpc.StatusCode.UNAVAILABLE:
                 why = why_not(self.address, self._tls) or details
-                return JoinError(f"cannot reach {self}: {why}", reached=False)
+                absent = why == os.strerror(errno.ECONNREFUSED)
+                said = f"cannot reach {self}: {why}"
+                return JoinError(said, reached=False, absent=absent)
             case grpc.StatusCode.DEADLINE_EXCEEDED:
                 said = f"{self} did not answer {asked} within {timeout_s:g} s"
                 return JoinError(said, reached=False)
             case _:
-                return JoinError(f"{self} refused {asked}: {code.name}: {details}")
+                said = f"{self} refused {asked}: {code.name}: {details}"
+                busy = code is grpc.StatusCode.RESOURCE_EXHAUSTED
+                return JoinError(said, reached=not busy)
 
 
 def channel_to(address: Address, tls: Tls | None) -> grpc.Channel:

@@ -7,8 +7,8 @@ Told:  `send`, `define`, `aside`; `flush` at the end of a turn; `adopt` for a st
        what the stream has to read; `lose`.
 Gives: to its `Owner`: `speaks` when there is something to flush; `arrived` for each
        message whose turn it is, whole; `defined`, `told`; `broken` when the stream
-       ended; `silent` when the peer was not heard for the deadline, or broke the
-       protocol.
+       ended; `silent` when the peer was not heard for most of the deadline, so that
+       who waits hears of it within that, or when it broke the protocol.
 
 Invariants: frames reach the peer's link once and in order; a lost peer takes and gives
 nothing any more; a peer whose stream is open is heard, or asked for a sign of life,
@@ -33,6 +33,7 @@ from jdag.wire.messages import Codec
 
 ACK_BYTES = 1024 * 1024  # So many bytes of chunks are acknowledged at once.
 PONG = b"!"
+SILENT = 90  # A peer may be silent for so much of the deadline, in percent.
 # A stream loses nothing: what is not acknowledged is sent again when it is remade.
 LINK = LinkSettings(resend_ns=1 << 62, resend_max=0, ack_delay_ns=20_000_000)
 
@@ -110,7 +111,8 @@ class Peer:
         self._waits_to_write = False
         self._said_bytes = 0  # Of chunks that came, and were acknowledged.
         self._ack_timer: Timer | None = None
-        self._alive_timer = loop.at(clock_ns() + deadline_ns // 4, self._check_alive)
+        self._look_ns = self.heard_ns + deadline_ns // 4
+        self._alive_timer = loop.at(self._look_ns, self._check_alive)
 
     def __repr__(self) -> str:
         return f"Peer({self.name}, incarnation {self.incarnation})"
@@ -154,20 +156,23 @@ class Peer:
 
     def _check_alive(self) -> None:
         """Now and then: ask for a sign of life, or give the peer up for want of it."""
-        now_ns = clock_ns()
+        now_ns, quarter_ns = clock_ns(), self._deadline_ns // 4
+        if now_ns - self._look_ns >= quarter_ns:
+            # It was this node that was away: what has come meanwhile is not read yet.
+            self.heard_ns = max(self.heard_ns, now_ns - 2 * quarter_ns)
         silent_ns = now_ns - self.heard_ns
-        if silent_ns >= self._deadline_ns:
-            seconds = self._deadline_ns / 1e9
-            self._owner.silent(self, f"it gave no sign of life for {seconds:g} s")
+        limit_ns = self._deadline_ns * SILENT // 100
+        if silent_ns >= limit_ns:
+            seconds = silent_ns / 1e9
+            self._owner.silent(self, f"it gave no sign of life for {seconds:.1f} s")
             return
-        if silent_ns >= self._deadline_ns // 4 and self.stream is not None:
+        if silent_ns >= quarter_ns and self.stream is not None:
             self._pure(PING)
         for number in self._segments.sweep(now_ns):
             self._say_of_segment(FORGOTTEN, number)
-        again_ns = min(
-            now_ns + self._deadline_ns // 4, self.heard_ns + self._deadline_ns
-        )
-        self._alive_timer = self._loop.at(max(again_ns, now_ns + 1), self._check_alive)
+        again_ns = min(now_ns + quarter_ns, self.heard_ns + limit_ns)
+        self._look_ns = max(again_ns, now_ns + 1)
+        self._alive_timer = self._loop.at(self._look_ns, self._check_alive)
 
     # ------------------------------------------------------------------ what leaves
 

@@ -1,0 +1,198 @@
+"""Connections that break and nodes that die, at every frame that each node sends."""
+
+import socket
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdag
+from jdag.errors import WorkerLost
+from jdag.rpc import company
+from jdag.rpc.streams import SocketStream
+from tests.rpc_breaking import CUT, KILL, Breaking, Killed, breaking
+
+FRAMES_MAX = 400  # A bound; the program below sends fewer.
+W = jnp.linspace(-1.0, 1.0, 4 * 20_000).reshape(4, 20_000)  # Its elements are chunks.
+V = jnp.linspace(0.5, -0.5, 20_000)
+X = jnp.linspace(0.0, 2.0, 12).reshape(3, 4)
+
+
+def hidden(w: Any, x: Any) -> Any:
+    return jnp.tanh(x @ w)
+
+
+def loss_of(v: Any, *parts: Any) -> Any:
+    return sum(jnp.sum((part @ v) ** 2) for part in parts)
+
+
+def scaled(w: Any, k: float) -> Any:
+    return w * k
+
+
+def half(v: Any) -> Any:
+    return 0.5 * v
+
+
+def gathered(momentum: Any, gradient: Any) -> Any:
+    return 0.9 * momentum + gradient
+
+
+def lowered(leaf: Any, momentum: Any) -> Any:
+    return leaf - 0.01 * momentum
+
+
+@jdag.program
+def three_parts(ctx: Any, w: Any) -> Any:
+    """Here, three calls on the leaf there, which goes there and back."""
+    there = "b" if ctx.here == "c" else "c"
+    return [
+        ctx.call(there, hidden, ctx.call(there, scaled, w, k), X)
+        for k in (1.0, 2.0, 3.0)
+    ]
+
+
+def bits(tree: Any) -> list[bytes]:
+    return [np.asarray(one).tobytes() for one in tree]
+
+
+def program(cluster: Any) -> list[bytes]:
+    """Forward, backward, an optimizer's step: the bits of all that comes of it."""
+    held: list[Any] = []
+    try:
+        w, v = cluster.put("b", W), cluster.put("c", V)
+        held += [w, v]
+        momenta = [cluster.make("b", jnp.zeros_like, w), cluster.make("c", half, v)]
+        held += momenta
+        with cluster.context() as ctx:
+            loss = ctx.call("c", loss_of, v, *ctx.call("c", three_parts, w))
+            ctx.backward(loss)
+            found = jdag.fetch([loss, ctx.gradient(w), ctx.gradient(v)])
+            cluster.update(gathered, momenta, ctx.gradient([w, v]))
+            cluster.update(lowered, [w, v], momenta)
+        return bits([*found, *jdag.fetch([w, v, *momenta])])
+    finally:
+        for one in held:
+            cluster.drop(one)
+
+
+def held(cluster: Any, *but: str) -> dict[str, tuple[int, ...]]:
+    cluster.driver.settle()
+    return {
+        worker: (each["live_contexts"], each["live_passes"], each["values_held"])
+        for worker, each in cluster.info().items()
+        if worker not in but
+    }
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is cut off dials again at once."""
+    monkeypatch.setattr(company, "REDIAL_S", 0.002)
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[bytes]:
+    with jdag.simulate(["a", "b", "c"], seed=0) as cluster:
+        return program(cluster)
+
+
+def counts(nodes: Breaking) -> list[tuple[int, int]]:
+    """Messages said and heard, of all nodes: each was heard once."""
+    said = [
+        sum(peer.outbox.messages_sent for peer in node.company.peers.values())
+        for node in nodes.nodes.values()
+    ]
+    heard = [
+        sum(peer.inbox.messages for peer in node.company.peers.values())
+        for node in nodes.nodes.values()
+    ]
+    return [(sum(said), sum(heard))]
+
+
+@pytest.mark.parametrize("worker", ["a", "b", "c"])
+def test_a_connection_may_break_at_any_frame_and_no_bit_is_another(
+    worker: str, wanted: list[bytes]
+) -> None:
+    with breaking() as nodes:
+        assert program(nodes.cluster) == wanted
+        before = held(nodes.cluster)
+        tap = nodes.taps[worker]
+        for number in range(1, FRAMES_MAX):
+            tap.plan(number, CUT)
+            assert program(nodes.cluster) == wanted, number
+            if not tap.tripped:
+                tap.plan(0, CUT)
+                break
+            assert held(nodes.cluster) == before, number
+            ((said, heard),) = counts(nodes)
+            assert said == heard, number
+        assert 20 < number < FRAMES_MAX - 1
+
+
+@pytest.mark.parametrize("worker", ["b", "c"])
+def test_a_node_may_die_at_any_frame_and_nothing_is_left_of_it(
+    worker: str, wanted: list[bytes]
+) -> None:
+    with breaking() as nodes:
+        cluster = nodes.cluster
+        assert program(cluster) == wanted
+        before = held(cluster)
+        for number in range(1, FRAMES_MAX):
+            tap = nodes.taps[worker]
+            tap.plan(number, KILL)
+            try:
+                found = program(cluster)
+                assert found == wanted, number
+                if not tap.tripped:
+                    tap.plan(0, KILL)
+                    break
+            except WorkerLost as error:
+                assert f"worker '{worker}" in str(error), number
+            assert tap.tripped, number
+            nodes.wait_until_over(worker)
+            nodes.again(worker)
+            assert program(cluster) == wanted, number
+            assert held(cluster) == before, number
+        assert 20 < number < FRAMES_MAX - 1
+
+
+@pytest.mark.parametrize("number", range(1, 40, 3))
+def test_main_may_die_at_any_frame_and_who_worked_for_it_is_free(
+    number: int, wanted: list[bytes]
+) -> None:
+    with breaking() as nodes:
+        nodes.taps["a"].plan(number, KILL)
+        try:
+            assert program(nodes.cluster) == wanted
+            nodes.taps["a"].plan(1, KILL)
+            program(nodes.cluster)
+        except Killed:
+            assert nodes.taps["a"].tripped
+        for worker in ("b", "c"):  # Told by who watches it, or by the deadline.
+            nodes.nodes[worker].lost("a", "it was killed")
+            nodes.wait_until_over(worker)
+            node = nodes.nodes[worker]
+            node.close()
+            assert not node._machine.values.held and not node._machine.values.bytes_held
+
+
+def test_what_a_former_incarnation_says_is_not_heard(wanted: list[bytes]) -> None:
+    """It was only slow: its connection is still there, and it dials again."""
+    with breaking() as nodes:
+        cluster = nodes.cluster
+        assert program(cluster) == wanted
+        slow = nodes.nodes["b"]
+        for other in ("a", "c"):
+            nodes.nodes[other].lost("b", "it was slow")
+        nodes.again("b", alive=True)
+        assert program(cluster) == wanted
+        before = held(cluster)
+        ours, theirs = socket.socketpair()
+        nodes.nodes["a"].adopt("b", slow.incarnation, SocketStream(ours, "b"), 0)
+        assert theirs.recv(1) == b""
+        theirs.close()
+        assert program(cluster) == wanted
+        assert held(cluster) == before
+        slow.close()

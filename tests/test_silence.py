@@ -1,0 +1,66 @@
+"""Peers that say nothing: lost in time, and not because we were away ourselves."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from jdag.rpc import inbox, loop, outbox, peer
+from jdag.rpc.loop import clock_ns
+from tests.test_peer import Sides
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Sides]]:
+    made: list[Sides] = []
+
+    def make_one(**options: Any) -> Sides:
+        made.append(Sides(**options))
+        return made[-1]
+
+    yield make_one
+    for one in made:
+        one.close()
+
+
+class Clock:
+    """Time that leaps ahead when it is told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ahead_ns = 0
+        for module in (peer, loop, inbox, outbox):
+            monkeypatch.setattr(module, "clock_ns", lambda: clock_ns() + self.ahead_ns)
+
+
+def test_a_silent_peer_is_lost_before_its_deadline(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[..., Sides]
+) -> None:
+    clock = Clock(monkeypatch)
+    sides = make(deadline_s=1_000.0)
+    sides.connect()
+    assert sides.b.socket is not None
+    sides.loop.unregister(sides.b.socket.fileno())  # As one that is stopped.
+    sides.loop.register(sides.b.socket.fileno(), lambda mask: None)
+    sides.b.peer._alive_timer.cancel()
+    for seconds in range(800):
+        sides.turn()
+        assert not sides.a.ends, seconds
+        clock.ahead_ns += 1_000_000_000
+    clock.ahead_ns += 105_000_000_000
+    sides.turn()
+    assert sides.a.ends[0].startswith("it gave no sign of life for 90"), sides.a.ends
+
+
+def test_who_was_away_itself_hears_first_what_has_come_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[..., Sides]
+) -> None:
+    """As when the process was stopped, or its interpreter held for long."""
+    clock = Clock(monkeypatch)
+    sides = make(deadline_s=10.0)
+    sides.connect()
+    for _ in range(5):
+        clock.ahead_ns += 60_000_000_000
+        sides.a.peer._loop._end_turn()  # Time has made something due before it reads.
+        sides.turn()
+        sides.turn()
+    assert not sides.a.ends and not sides.b.ends
