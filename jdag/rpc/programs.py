@@ -32,7 +32,7 @@ class Programs:
         self._asked: dict[int, str] = {}
         self._given: dict[int, Any] = {}
         self._alarms: dict[int, Timer] = {}
-        self._running = 0
+        self._running: dict[Port, None] = {}
 
     @property
     def current(self) -> Port | None:
@@ -45,7 +45,7 @@ class Programs:
     @property
     def alive(self) -> int:
         """How many programs run here, the user's not counted."""
-        return self._running
+        return len(self._running)
 
     def start(self, port: Port, body: Callable[[], None]) -> None:
         """Run `body` as the program of `port`."""
@@ -57,9 +57,9 @@ class Programs:
             except Over:
                 return  # Nobody is left who would have to be told.
             finally:
-                self._running -= 1
+                del self._running[port]
 
-        self._running += 1
+        self._running[port] = None
         name = f"program on {port.worker}"
         threading.Thread(target=run, name=name, daemon=True).start()
 
