@@ -114,3 +114,20 @@ def test_a_cluster_that_is_closed_says_so(workers: Workers) -> None:
         w = cluster.put("b", jnp.ones(3))
     with pytest.raises(JdagError, match="closed"):
         w.fetch()
+
+
+class Trainer:
+    """Something with a method that runs as a program."""
+
+    def train(self, cluster: Any) -> int:
+        return len(cluster.workers)
+
+
+def test_a_method_of_an_object_is_refused_since_its_object_would_stay_here(
+    workers: Workers,
+) -> None:
+    with (
+        workers.connect() as cluster,
+        pytest.raises(JdagError, match=r"Trainer\.train cannot go to 'b': it is a met"),
+    ):
+        cluster.run({"b": Trainer().train})

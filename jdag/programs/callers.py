@@ -41,7 +41,7 @@ FIGURES: Mapping[str, str] = {
     "resends": "frames that were sent again",
     "duplicates": "frames that were thrown away, having come before",
     "virtual_time_ns": "from the first caller's begin to the last one's end",
-    "wall_time_ns": "the same where time is not virtual, on this host's clock",
+    "wall_time_ns": "from beginning to end, on this host's clock",
     "live_contexts": "contexts that some worker holds afterwards",
     "live_passes": "passes that some worker holds afterwards",
     "values_left": "values held afterwards that are not leaves",

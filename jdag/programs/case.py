@@ -90,7 +90,7 @@ FIGURES: Mapping[str, str] = {
     "resends": "frames that were sent again",
     "duplicates": "frames that were thrown away, having come before",
     "virtual_time_ns": "from opening the context to the end of the pass",
-    "wall_time_ns": "the same where time is not virtual, on this host's clock",
+    "wall_time_ns": "from beginning to end, on this host's clock",
     "bubble": "1 - busy time / virtual time, by worker",
     "bubble_min": "the smallest bubble of a worker",
     "bubble_max": "the largest bubble of a worker",

@@ -13,12 +13,13 @@ Told:  `prepare(event, ...)` by the program that tells its engine the event; tha
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from threading import Lock
+from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from jdag.compute.exported import Definition, exported
 from jdag.compute.placed import Placed
-from jdag.compute.pytrees import template_of
+from jdag.compute.pytrees import flatten, template_of
 from jdag.engine.vocabulary import (
     Assign,
     Assigned,
@@ -98,6 +99,7 @@ class Exports:
                         self.spec_for(part.function, allowed_on(to))
             case Launched() if event.worker != here:
                 self._check(event.function, event.worker, allowed_on(event.worker))
+                _check_methods(event.arguments, event.worker)
             case Attached() if event.worker != here:
                 self._check(event.hook.function, event.worker, allowed_on(event.worker))
             case _:
@@ -190,6 +192,17 @@ class Exports:
                 f"{name} cannot run on {worker!r}: {why}. Programs and hooks run as "
                 f"the Python that they are, so that {worker!r} needs the module "
                 f"{module!r}, and to be told: allow=[{module!r}]"
+            )
+
+
+def _check_methods(arguments: Any, worker: Worker) -> None:
+    """Raise JdagError where a method is handed over: its object would stay here."""
+    for leaf in flatten(arguments)[0]:
+        if isinstance(leaf, MethodType) and not isinstance(leaf.__self__, type):
+            raise JdagError(
+                f"{name_of(leaf)} cannot go to {worker!r}: it is a method of an object "
+                "of this process; hand over a function, or a functools.partial of one "
+                "with data that can travel"
             )
 
 
