@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jdag.compute.jaxprs import depends, has_callback, reaches
+from jdag.compute.jaxprs import depends, has_callback, passed_on, reaches
 from tests.compute_cases import Call, Leaf, array
 
 X, Y, Z = array(3), array(3, seed=1), array(3, seed=2)
@@ -150,3 +150,23 @@ def test_a_callback_is_found_in_what_is_inside():
     assert has_callback(jax.make_jaxpr(calls)(X))
     assert has_callback(jax.make_jaxpr(deep)(X))
     assert not has_callback(jax.make_jaxpr(two)(X, Y))
+
+
+@pytest.mark.parametrize(
+    ("fn", "places"),
+    [
+        (lambda x, y, z: (x, y, z), (0, 1, 2)),
+        (lambda x, y, z: {"a": z, "b": x}, (2, 0)),
+        (lambda x, y, z: (y, y), (1, 1)),
+        (lambda x, y, z: (), ()),
+        (lambda x, y, z: (x, 2.0 * y), None),
+        (lambda x, y, z: (x, 2.0), None),
+        (lambda x, y, z: (x, np.ones(3)), None),
+        (jax.jit(lambda x, y, z: x), None),
+        (lambda x, y, z: (jax.debug.print("{}", x), y)[1], None),
+    ],
+)
+def test_only_of_what_computes_nothing_each_output_is_an_input(
+    fn: Any, places: Any
+) -> None:
+    assert passed_on(jax.make_jaxpr(fn)(X, Y, Z)) == places

@@ -383,3 +383,29 @@ def test_unjitted_functions_see_numpy_values_as_jit_would_show_them() -> None:
     assert (reals * whole).dtype == np.float64
     call = Call(unjitted(lambda x, n: x * n), reals, whole)
     assert call.outputs[0].dtype == call.pair.out_avals[0].dtype == np.float32
+
+
+def test_what_a_function_returns_as_it_came_is_not_copied() -> None:
+    x, y, n = array(3), array(3, seed=1), np.arange(4)
+    call = Call(lambda x, y, n: (y, {"n": n, "x": x}), Leaf(x), Leaf(y), jnp.asarray(n))
+    outputs = call.pair.forward([x, y, of_jax := jnp.asarray(n)])[0]
+    assert outputs[0] is y and outputs[1] is of_jax and outputs[2] is x
+    outputs, residuals = call.pair.forward([x, y, n])  # Of numpy's, JAX makes its own.
+    assert all(isinstance(output, jax.Array) for output in outputs)
+    assert residuals is not None
+    (dx, dy) = call.pair.vjp(residuals, [[x, y], [2 * x]])
+    np.testing.assert_array_equal(dx, 2 * x)
+    np.testing.assert_array_equal(dy, x + y)
+
+
+def test_a_custom_vjp_of_what_returns_its_argument_is_used() -> None:
+    @jax.custom_vjp
+    def reversing(x: Any) -> Any:
+        return x
+
+    reversing.defvjp(lambda x: (x, None), lambda _, g: (-g,))
+    call = Call(reversing, Leaf(x := array(3)))
+    (output,), residuals = call.pair.forward([x])
+    assert residuals is not None
+    np.testing.assert_array_equal(output, x)
+    np.testing.assert_array_equal(call.pair.vjp(residuals, [[x]])[0], -x)

@@ -30,6 +30,17 @@ def has_callback(part: Any) -> bool:
     return False
 
 
+def passed_on(closed: Any) -> tuple[int, ...] | None:
+    """Return which input each output is; None of a jaxpr that computes something."""
+    places = {variable: place for place, variable in enumerate(closed.jaxpr.invars)}
+    outputs = closed.jaxpr.outvars
+    if closed.jaxpr.eqns or any(isinstance(one, core.Literal) for one in outputs):
+        return None
+    if not all(output in places for output in outputs):
+        return None  # It is a constant.
+    return tuple([places[output] for output in outputs])
+
+
 def reaches(vjp: Any, inputs: int, outputs: int) -> Reaches:
     """Return for each input of a vjp's function which outputs it reaches.
 

@@ -19,7 +19,7 @@ import jax
 
 from jdag.compute.avals import Aval, aval_of, is_deleted
 from jdag.compute.duals import along, any_dual, primal_of, refuse_no_jvp
-from jdag.compute.jaxprs import Reaches, has_callback
+from jdag.compute.jaxprs import Reaches, has_callback, passed_on
 from jdag.compute.pytrees import Template
 from jdag.compute.sums import ADDENDS_MAX
 from jdag.compute.tracing import Function, Residuals, as_it_is
@@ -85,6 +85,7 @@ class Pair:
         structs = [aval.struct() for aval in avals]
         self._forward: Any = compiled(body)
         self._dual_forward: Any = compiled(along(self._forward, self.name))
+        self._passes: tuple[int, ...] | None = None
         if source.unjitted:
             traced = jax.eval_shape(body, *structs).traced
             self.may_raise = True
@@ -92,6 +93,8 @@ class Pair:
             trace = self._forward.trace(*structs)
             traced = trace.out_info.traced
             self.may_raise = has_callback(trace.jaxpr)
+            self._passes = passed_on(trace.jaxpr)
+        self._traced = traced
         self.out_tree: Any = traced.out_tree
         self.out_avals: tuple[Aval, ...] = traced.out_avals
         self.out_tracked: tuple[bool, ...] = traced.out_tracked
@@ -133,6 +136,8 @@ class Pair:
             args = [arg if tracked else primal_of(arg) for arg, tracked in places]
             dual = any_dual(args)
         self.source.check(dual=dual)
+        if self._passes is not None and not dual and all(map(_is_usable, args)):
+            return self._passed_on(args)
         try:
             returned = self._dual_forward(*args) if dual else self._forward(*args)
             if self.may_raise or dual:  # Rules of their own may have callbacks in them.
@@ -149,6 +154,14 @@ class Pair:
         outputs_kept = tuple([outputs[place] for place in traced.outputs_kept])
         held = (args_kept, outputs_kept, returned.rest)
         return outputs, Residuals(traced, *held, dual and any(map(any_dual, held)))
+
+    def _passed_on(self, args: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
+        """What `forward` returns where nothing is computed: jit would copy."""
+        assert self._passes is not None, self
+        outputs = tuple([args[place] for place in self._passes])
+        if self._traced.backward is None:
+            return outputs, None
+        return outputs, Residuals(self._traced, (), (), (), False)
 
     def vjp(
         self, residuals: Residuals, cotangents: Sequence[Sequence[Any]]
@@ -275,6 +288,10 @@ class PairCache:
                 "they are, anything else as jdag.static(value)",
                 stacklevel=2,
             )
+
+
+def _is_usable(value: Any) -> bool:
+    return isinstance(value, jax.Array) and not value.is_deleted()
 
 
 CACHE = PairCache(PAIRS_MAX)
