@@ -1,0 +1,170 @@
+"""What a row costs our side: processor time, calls of Python, messages, switches.
+
+    python -m paper.compare.costs
+
+Beside the time that passes it counts, for the caller and for the worker w0: how long
+their threads ran (spinning included), how often they were switched from, how many calls
+of Python functions the caller made, and what all workers sent. Counts do not depend on
+who else uses the machine; times do. Writes `paper/results/compare_costs.json` and
+`compare_costs.md`.
+"""
+
+import cProfile
+import json
+import os
+import pstats
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import jdag
+from paper.compare import ours, rows
+from paper.figures import RESULTS, machine
+
+ROUNDS = 5
+COLUMNS = {
+    "wall_us": "time",
+    "caller_us": "caller ran",
+    "worker_us": "w0 ran",
+    "jobs_us": "jobs of all",
+    "calls": "Python calls of the caller",
+    "messages": "messages",
+    "bytes": "bytes",
+    "switches": "switches of both",
+}
+
+
+def ran_ns(pid: int) -> int:
+    """How long all threads of a process have run."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks)
+
+
+def switches(pid: int) -> int:
+    """How often the threads of a process gave way, by themselves or not."""
+    lines = [
+        line
+        for task in Path(f"/proc/{pid}/task").iterdir()
+        for line in (task / "status").read_text().splitlines()
+        if "ctxt_switches" in line
+    ]
+    return sum(int(line.split()[1]) for line in lines)
+
+
+def cost(cluster: jdag.Cluster, work: Callable[[], int]) -> dict[str, float]:
+    """What `work` costs, for each of the units that it says it has done."""
+    pids = (os.getpid(), cluster.driver.launch.pids[rows.WORKERS[0]])
+    work()
+    best: dict[str, float] = {}
+    for _ in range(ROUNDS):
+        before = cluster.info()
+        switched, ran = sum(map(switches, pids)), [ran_ns(pid) for pid in pids]
+        start_ns = time.perf_counter_ns()
+        units = work()
+        wall_ns = time.perf_counter_ns() - start_ns
+        caller, worker = (ran_ns(pid) - was for pid, was in zip(pids, ran, strict=True))
+        switched = sum(map(switches, pids)) - switched
+        grown = _grown(before, cluster.info())
+        found = {
+            "wall_us": wall_ns / 1e3,
+            "caller_us": caller / 1e3,
+            "worker_us": worker / 1e3,
+            "jobs_us": grown["busy_ns"] / 1e3,
+            "messages": grown["messages_sent"],
+            "bytes": grown["bytes_sent"],
+            "switches": switched,
+        }
+        each = {key: value / units for key, value in found.items()}
+        best = {key: min(value, best.get(key, value)) for key, value in each.items()}
+    return {**best, "calls": calls(work)}
+
+
+def calls(work: Callable[[], int]) -> float:
+    """How many calls of functions a unit takes, in the thread of the caller."""
+    profile = cProfile.Profile()
+    units = profile.runcall(work)
+    found: Any = pstats.Stats(profile)
+    return float(found.total_calls / units)
+
+
+def _grown(before: Any, after: Any) -> dict[str, float]:
+    keys = ("busy_ns", "messages_sent", "bytes_sent")
+    return {
+        key: sum(after[name][key] - held[key] for name, held in before.items())
+        for key in keys
+    }
+
+
+def repeated(work: Callable[[], Any], times: int) -> int:
+    """Do it so often."""
+    for _ in range(times):
+        work()
+    return times
+
+
+def through(make: Callable[[], rows.Phases], units: int) -> int:
+    """Run the phases of a row that has so many units."""
+    for _ in make():
+        pass
+    return units
+
+
+def works(side: ours.Ours) -> dict[str, Callable[[], int]]:
+    """The rows, as what does some units of each."""
+    one, other = side.array(rows.leaf()), side.array(rows.factor(1))
+    found: dict[str, Callable[[], int]] = {}
+    found["add"] = partial(repeated, partial(side.add, one, other), 100)
+    for name, size in rows.BYTES.items():
+        value = side.array(np.zeros(size // 4, np.float32))
+        identity = partial(side.identity, value)
+        found[f"identity {name}"] = partial(repeated, identity, 10)
+    found["round trip of a chain of 100, both ways"] = partial(
+        through, partial(side.chain, 100), 100
+    )
+    found["call of a fan-out of 64, both ways"] = partial(
+        through, partial(side.fan_out, rows.CALLS), rows.CALLS
+    )
+    found["retained pass"] = partial(through, partial(side.retained, 300), 300)
+    for width in rows.WIDTHS:
+        side.prepare(width)
+        step = partial(side.step, width)
+        found[f"step of MLP {width} wide"] = partial(repeated, step, 3)
+    return found
+
+
+def table(found: dict[str, dict[str, float]]) -> str:
+    """The costs of all rows, in Markdown."""
+    lines = [
+        f"| one | {' | '.join(COLUMNS.values())} |",
+        f"| --- |{' ---: |' * len(COLUMNS)}",
+    ]
+    for name, costs in found.items():
+        cells = [
+            f"{costs[key]:,.0f}{' us' if key.endswith('_us') else ''}"
+            for key in COLUMNS
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure, and write both files."""
+    workers = [ours.CALLER, *rows.WORKERS]
+    with jdag.launch(workers, allow=ours.ALLOWED) as cluster:
+        side = ours.Ours(cluster, "fast")
+        found = {name: cost(cluster, work) for name, work in works(side).items()}
+    text = f"What one of each costs; the least of {ROUNDS} rounds.\n\n{table(found)}"
+    written = {"figure": "compare_costs", "machine": machine(), "rows": found}
+    path = RESULTS / "compare_costs.json"
+    path.write_text(json.dumps(written, indent=1) + "\n")
+    (RESULTS / "compare_costs.md").write_text(text)
+    sys.stdout.write(text)
+
+
+if __name__ == "__main__":
+    main()
