@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from paper.compare import rows
+from paper.compare.bounds import BOUNDS
 from paper.figures import RESULTS, machine
 
 ROOT = Path(__file__).parents[2]
@@ -174,6 +175,16 @@ def amount(row: str, value: float) -> str:
     return f"{value * 1e6:.0f} us" if value < 1e-3 else f"{value * 1e3:.3g} ms"
 
 
+def misses(found: Sequence[Found]) -> str:
+    """What bounds the rows that miss their targets, each said once."""
+    said: dict[str, list[str]] = {}
+    for row in found:
+        if not row["met"]:
+            said.setdefault(BOUNDS[row["row"]], []).append(row["row"])
+    lines = [f"- {'; '.join(names)}. {why}" for why, names in said.items()]
+    return "\n".join(["## What bounds the rows that miss", "", *lines, ""])
+
+
 def page(found: Sequence[Found], about: Found) -> str:
     """The whole of `compare.md`."""
     settings = ", ".join(f"{key} {value}" for key, value in about["settings"].items())
@@ -187,7 +198,8 @@ def page(found: Sequence[Found], about: Found) -> str:
         "what a pass needs. `paper/compare/rows.py` has what each row does.\n\n"
         f"Machine: {where}. Load average before each round: "
         f"{', '.join(f'{load:.1f}' for load in about['loads'])}.\n\n"
-        f"Settings of both: {settings}.\n"
+        f"Settings of both: {settings}.\n\n"
+        f"{misses(found)}"
     )
 
 
