@@ -180,6 +180,13 @@ def test_times_are_believed_from_the_third_run_on_and_forget_the_first() -> None
     assert not times.is_short("f")
 
 
+def test_one_run_that_was_delayed_does_not_make_a_computation_long() -> None:
+    times = Times()
+    for took_ns in (100 * SHORT_NS, SHORT_NS // 20, 50 * SHORT_NS):
+        times.note("f", took_ns)
+    assert times.is_short("f")
+
+
 def test_the_memory_of_times_is_bounded() -> None:
     times = Times()
     for number in range(KNOWN_MAX + 10):

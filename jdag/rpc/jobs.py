@@ -28,6 +28,7 @@ from jdag.engine.vocabulary import Apply, Failure, Forward, Job, Vjp
 from jdag.rpc.loop import Loop
 
 SHORT_NS = 400_000
+DELAY_NS = 50_000
 KNOWN_MAX = 8_192
 _RUNS = 2  # So often a computation runs beside the loop until its time is believed.
 
@@ -54,6 +55,8 @@ class Times:
             del self._known[next(iter(self._known))]
         if runs == 1:
             before_ns = took_ns  # The first run compiled.
+        elif runs:  # One run that something else delayed tells little.
+            took_ns = min(took_ns, 2 * before_ns + DELAY_NS)
         mean_ns = (3 * before_ns + took_ns) >> 2
         self._known[kind] = (runs + 1, mean_ns)
 
