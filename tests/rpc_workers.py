@@ -1,5 +1,9 @@
-"""Worker processes that serve one cluster after another, so that tests need few."""
+"""Worker processes that serve one cluster after another, so that tests need few.
 
+They compute where the variable JDAG_DEVICE says, such as gpu:0.
+"""
+
+import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -38,7 +42,7 @@ class Workers:
             worker_options(
                 name,
                 carrier=carrier,
-                device=None,
+                device=os.environ.get("JDAG_DEVICE"),
                 allow=allow,
                 value_bytes_max=1 << 34,
             )
