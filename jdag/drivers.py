@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from jdag.cluster import Cluster
 from jdag.context import run_program
 from jdag.engine.drawing import Drawing
 from jdag.engine.vocabulary import ContextId
-from jdag.errors import ScenarioError, unusable
+from jdag.errors import JoinError, ScenarioError, unusable
 from jdag.home import Home, Port
 from jdag.rpc.device import settings_of
 from jdag.rpc.functions import Functions
@@ -26,9 +26,11 @@ from jdag.rpc.settings import (
     CARRIERS,
     DEVICES,
     MODULES,
+    SECONDS,
     are_modules,
     is_device,
     is_name,
+    is_seconds,
     load,
 )
 from jdag.rpc.tls import load as load_tls
@@ -226,9 +228,9 @@ def launch(  # noqa: PLR0913 - each is an option of its own, by keyword.
             last lines that it printed. Nothing is left running then.
     """
     names = _checked_names(workers)
-    _check("carrier", carrier, carrier in CARRIERS, "one of " + ", ".join(CARRIERS))
-    _check("device", device, device is None or is_device(device), DEVICES)
-    _check("allow", allow, are_modules(tuple(allow)), MODULES)
+    _check_settings(device=device, allow=allow, carrier=carrier, deadline_s=deadline_s)
+    _check_settings(env=env, logs=logs, ready_s=ready_s)
+    _check_settings(value_bytes_max=value_bytes_max)
     with ExitStack() as stack:
         token = fresh_secret()
         options = [
@@ -291,7 +293,13 @@ def connect(path: str | os.PathLike[str], *, name: str) -> Cluster:
         tls=tls,
     )
     with ExitStack() as stack:
-        return _joined(stack, plan, maker, None)
+        try:
+            return _joined(stack, plan, maker, None)
+        except JoinError as error:
+            if error.reached:
+                raise
+            hint = f"is it running there, by jdag up {path} or jdag worker?"
+            raise JoinError(f"{error}; {hint}", reached=False) from None
 
 
 class _Maker:
@@ -322,12 +330,48 @@ def _joined(
 
 
 def _checked_names(workers: Any) -> tuple[str, ...]:
-    names = () if isinstance(workers, str) else tuple(workers)
+    listed = isinstance(workers, Iterable) and not isinstance(workers, str)
+    names = tuple(workers) if listed else ()
     usable = bool(names) and all(is_name(name) for name in names)
     allowed = "one name or more, none empty, none twice, none with '#' in it"
     once = len(dict.fromkeys(map(repr, names))) == len(names)
     _check("workers", workers, usable and once, allowed)
     return names
+
+
+def _are_variables(env: Any) -> bool:
+    return isinstance(env, Mapping) and all(
+        isinstance(part, str) and "\0" not in part
+        for pair in env.items()
+        for part in pair
+    )
+
+
+# What `launch` takes: whether a value is usable, and what is allowed.
+_USABLE: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "allow": (are_modules, MODULES),
+    "carrier": (CARRIERS.__contains__, "one of " + ", ".join(CARRIERS)),
+    "deadline_s": (is_seconds, SECONDS),
+    "device": (lambda device: device is None or is_device(device), DEVICES),
+    "env": (
+        lambda env: env is None or _are_variables(env),
+        'texts by name, such as {"XLA_FLAGS": "--xla_dump_to=dump"}',
+    ),
+    "logs": (
+        lambda logs: isinstance(logs, str | os.PathLike | None),
+        "the path of a folder",
+    ),
+    "ready_s": (is_seconds, SECONDS),
+    "value_bytes_max": (
+        lambda most: isinstance(most, int) and most > 0,
+        "a number of bytes, an integer > 0",
+    ),
+}
+
+
+def _check_settings(**settings: Any) -> None:
+    for key, value in settings.items():
+        _check(key, value, _USABLE[key][0](value), _USABLE[key][1])
 
 
 def _check(key: str, value: Any, usable: bool, allowed: str) -> None:

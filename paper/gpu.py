@@ -1,4 +1,4 @@
-"""Runs jdag on a GPU: digits, the conformance suite, a transformer; do its bits repeat?
+"""Runs jdag on a GPU: digits, conformance, a transformer, and whether bits repeat.
 
     python -m paper.gpu                 all of it; writes results/gpu.json and gpu.md
     python -m paper.gpu --cpu-dry-run   all of it, tiny, on CPU; writes to --out alone

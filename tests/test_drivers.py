@@ -4,7 +4,8 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 
 import jdag
-from jdag.errors import JdagError, ScenarioError, WorkerLost
+from jdag.errors import JdagError, JoinError, ScenarioError, WorkerLost
+from tests.rpc_cases import free_address
 from tests.rpc_workers import Workers
 from tests.test_node import W, X, gradient, hidden, loss, simulated, total
 
@@ -99,6 +101,16 @@ def test_a_launched_worker_that_is_killed_is_lost_at_once_with_its_last_lines() 
         ({"workers": ["a", "b#1"]}, "b#1"),
         ({"workers": ["a", "b"], "carrier": "pigeon"}, "carrier = 'pigeon'"),
         ({"workers": ["a", "b"], "device": "tpu"}, "device"),
+        ({"workers": None}, "workers = None"),
+        ({"workers": ["a", "b"], "allow": "mine"}, "allow = 'mine': .*\\[\"mymodels"),
+        ({"workers": ["a", "b"], "deadline_s": "9"}, "deadline_s = '9': .* seconds"),
+        ({"workers": ["a", "b"], "ready_s": -1}, "ready_s = -1: .* seconds"),
+        ({"workers": ["a", "b"], "env": {"N": 1}}, "env = {'N': 1}: .*texts by name"),
+        (
+            {"workers": ["a", "b"], "logs": 5},
+            "logs = 5: allowed is the path of a folder",
+        ),
+        ({"workers": ["a", "b"], "value_bytes_max": 0}, "value_bytes_max = 0: .*bytes"),
     ],
 )
 def test_what_launch_cannot_use_is_refused_in_a_line(
@@ -107,6 +119,29 @@ def test_what_launch_cannot_use_is_refused_in_a_line(
     names = arguments.pop("workers")
     with pytest.raises(ScenarioError, match=said):
         jdag.launch(names, **arguments)
+
+
+def test_a_module_that_a_worker_is_to_allow_and_has_not_is_named() -> None:
+    said = "worker 'b' did not start: allow names nowhere.x: no module"
+    with pytest.raises(JoinError, match=said):
+        jdag.launch(["a", "b"], allow=["tests", "nowhere.x"])
+
+
+def test_who_connects_before_a_worker_runs_is_told_how_to_start_it(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "cluster.toml"
+    addresses = {name: free_address() for name in ("a", "b")}
+    file.write_text(
+        "\n".join(
+            f'[workers.{key}]\ncontrol = "{one}"' for key, one in addresses.items()
+        )
+    )
+    said = f"cannot reach worker 'b' at {addresses['b']}: .*jdag up {file}"
+    with pytest.raises(JoinError, match=said):
+        jdag.connect(file, name="a")
+    with pytest.raises(ScenarioError, match="name = None: allowed is one of a, b"):
+        jdag.connect(file, name=cast("str", None))
 
 
 def test_a_cluster_that_is_closed_says_so(workers: Workers) -> None:

@@ -103,7 +103,8 @@ class Allowed:
         if module == "__main__" or not _is_dotted(module):
             return (
                 f"{name} is of the program that was started itself, which no other "
-                "process has: put it into a module that can be imported"
+                "process has: put it into a module that can be imported, and name that "
+                "in allow=[...]"
             )
         top = module.partition(".")[0]
         allowed = ", ".join((*self.modules, *MODULES, *PUBLIC))

@@ -246,7 +246,7 @@ class Company:
                     raise ProtocolError(f"nobody joins by {what!r}")
                 self._joined(name, incarnation)
             case {"bye": str(why)}:
-                self._lose(peer, why)
+                self._lose(peer, why, logging.INFO)
             case _:
                 raise ProtocolError(f"nobody says {what!r} aside")
 
@@ -288,11 +288,11 @@ class Company:
         """A peer is not there any more, or does what none does."""
         self._lose(peer, why)
 
-    def _lose(self, peer: Peer, why: str) -> None:
+    def _lose(self, peer: Peer, why: str, level: int = logging.WARNING) -> None:
         if peer.lost or self.stopping.is_set():
             return
-        why = why[:WHY_MAX]
-        _log.warning("%s: lost %s: %s", self._place.worker, peer, why)
+        why, here = why[:WHY_MAX], self._place.worker
+        _log.log(level, "%s: worker %r is lost: %s", here, peer.worker, why)
         peer.lose()
         self.gone[peer.worker] = why
         gone = {"gone": peer.name, "incarnation": peer.incarnation, "why": why}

@@ -187,11 +187,9 @@ class Exports:
         except JdagError as error:
             why = str(error)
         if why:
-            module = name.partition(":")[0].rpartition("(")[2]
             raise JdagError(
-                f"{name} cannot run on {worker!r}: {why}. Programs and hooks run as "
-                f"the Python that they are, so that {worker!r} needs the module "
-                f"{module!r}, and to be told: allow=[{module!r}]"
+                f"{name} cannot run on {worker!r}, where programs and hooks are the "
+                f"Python that they are here: {why}"
             )
 
 

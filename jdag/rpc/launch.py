@@ -272,7 +272,7 @@ class Launch:
                             selector.register(source, selectors.EVENT_READ, child)
                     if self._closing:
                         break
-            except OSError as error:
+            except Exception as error:  # Whatever it is, somebody waits.
                 with self._changed:
                     self._trouble = error
                     self._changed.notify_all()

@@ -116,7 +116,8 @@ def _are_workers(value: Any) -> bool:
 _WORKERS = f"1 to {WORKERS_MAX:,} tables, such as [workers.ps0]"
 DEVICES = "cpu, gpu, or gpu:N with the number of the GPU"
 MODULES = 'a list of modules, such as ["mymodels"]'
-_SECONDS = "a number of seconds from 0.1 to 3600"
+SECONDS = "a number of seconds from 0.1 to 3600"
+is_seconds = number(0.1, 3600)
 _ADDRESS = Annotated[str, only(_ADDRESSES, _is_address)]
 
 
@@ -154,7 +155,7 @@ class Settings(Table):
     tls: TlsTable | None = None
     token_file: TEXT | None = None
     carrier: Annotated[str, one_of(*CARRIERS)] = "socket"
-    deadline_s: Annotated[float, only(_SECONDS, number(0.1, 3600))] = DEADLINE_S
+    deadline_s: Annotated[float, only(SECONDS, is_seconds)] = DEADLINE_S
     # Of one message with its values; a worker takes memory for no more than this.
     message_bytes_max: COUNT = 1 << 34
     path: Annotated[Path, Field(exclude=True)] = Path()
@@ -166,8 +167,8 @@ class Settings(Table):
 
     def worker(self, name: str) -> WorkerTable:
         """Return the table of one worker; ScenarioError if there is none."""
-        if name not in self.workers:
-            allowed = f"one of {', '.join(self.names)}{meant(name, self.names)}"
+        if name not in self.names:
+            allowed = f"one of {', '.join(self.names)}{meant(str(name), self.names)}"
             said = unusable("name", name, f"{allowed}, as the file names them")
             raise ScenarioError(f"{self.path}: {said}")
         return self.workers[name]

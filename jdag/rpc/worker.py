@@ -32,6 +32,7 @@ from typing import Any, NoReturn
 from pydantic import BaseModel, ConfigDict, Field
 
 from jdag.errors import JdagError, JoinError
+from jdag.rpc.allowed import missing
 from jdag.rpc.control import ControlServer
 from jdag.rpc.device import configure, use_device
 from jdag.rpc.gate import Admit, Gate, Take, dial
@@ -196,9 +197,12 @@ def run(options: Options, parent: socket.socket) -> None:
     """Be a worker until told to stop.
 
     Raises:
-        JdagError: it cannot: no such device, a port in use.
+        JdagError: it cannot: no such module or device, a port in use.
     """
     watch = Watch(parent, options)
+    if lacking := missing(options.allow):
+        said = f"allow names {', '.join(lacking)}: no module that can be imported here"
+        raise JoinError(said)
     use_device(options.device, options.worker)
     configure({**options.config, **_OWN_CONFIG})
     gc.collect()
