@@ -23,7 +23,7 @@ test: lint suite
 
 # The tests alone: on a second Python the sources are still the same text.
 suite: install-test
-	$(BIN)/python -m pytest -q -n 2
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup
 
 test-long: install-test
 	JDAG_PROGRAMS=$(N) $(BIN)/python -m pytest -q -n 2 -m long tests/

@@ -38,34 +38,62 @@ class Workers:
         deadline_s: float = 10.0,
     ) -> None:
         self.names = tuple(names)
+        self._carrier = carrier
+        self._allow = tuple(allow)
+        self._env = env
+        self._deadline_s = deadline_s
+        self._folder = tempfile.TemporaryDirectory()
+        self.path = Path(self._folder.name) / "cluster.toml"
+        self._launches: dict[str, Launch] = {}
+        self._addresses = {self.names[0]: free_address()}
+        self.revive()
+
+    @property
+    def dead(self) -> tuple[str, ...]:
+        """The workers whose processes have ended, or were never started."""
+        return tuple(
+            name
+            for name in self.names[1:]
+            if name not in self._launches or name not in self._launches[name].alive
+        )
+
+    def revive(self) -> None:
+        """Start a process for each worker that has none."""
+        dead = self.dead
+        if not dead:
+            return
         options = [
             worker_options(
                 name,
-                carrier=carrier,
+                carrier=self._carrier,
                 device=os.environ.get("JDAG_DEVICE"),
-                allow=allow,
+                allow=self._allow,
                 value_bytes_max=1 << 34,
             )
-            for name in self.names[1:]
+            for name in dead
         ]
-        self.launch = Launch(options, env=env)
-        self._folder = tempfile.TemporaryDirectory()
-        self.path = Path(self._folder.name) / "cluster.toml"
-        lines = [f'carrier = "{carrier}"', f"deadline_s = {deadline_s}"]
-        allowed = ", ".join(f'"{module}"' for module in allow)
+        launch = Launch(options, env=self._env)
+        self._launches.update(dict.fromkeys(dead, launch))
+        self._addresses.update(launch.addresses)
+        lines = [f'carrier = "{self._carrier}"', f"deadline_s = {self._deadline_s}"]
+        allowed = ", ".join(f'"{module}"' for module in self._allow)
         for name in self.names:
-            address = self.launch.addresses.get(name) or free_address()
             lines += [
                 f"[workers.{name}]",
-                f'control = "{address}"',
+                f'control = "{self._addresses[name]}"',
                 f"allow = [{allowed}]",
             ]
         self.path.write_text("\n".join(lines), encoding="utf-8")
 
     @property
+    def launch(self) -> Launch:
+        """The processes that were started first."""
+        return next(iter(self._launches.values()))
+
+    @property
     def alive(self) -> bool:
         """Whether all of them live."""
-        return len(self.launch.alive) == len(self.names) - 1
+        return not self.dead
 
     def connect(self) -> Any:
         """Return a new cluster over them; its main program runs here."""
@@ -73,5 +101,6 @@ class Workers:
 
     def close(self) -> None:
         """End them."""
-        self.launch.close()
+        for launch in dict.fromkeys(self._launches.values()):
+            launch.close()
         self._folder.cleanup()

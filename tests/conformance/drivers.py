@@ -25,6 +25,9 @@ class Driver(Protocol):
     workers_max: int  # How many workers a cluster may well have.
     loss_max_s: float  # In this time a caller has heard that a worker died.
 
+    def names(self, count: int) -> Sequence[str]:
+        """Return names for so many workers, at most `workers_max`."""
+
     def cluster(self, workers: Sequence[str] = WORKERS) -> Any:
         """Return a new cluster; the main program runs on the first worker."""
 
@@ -50,6 +53,10 @@ class Simulated:
     name = "sim"
     workers_max = 25
     loss_max_s = 0.01
+
+    def names(self, count: int) -> Sequence[str]:
+        """Any names will do."""
+        return ["a", *(f"w{number}" for number in range(count - 1))]
 
     def cluster(self, workers: Sequence[str] = WORKERS) -> jdag.Cluster:
         """Links and devices that take no time."""

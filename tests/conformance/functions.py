@@ -135,7 +135,7 @@ def fails_at_once(a):
     raise ValueError("not with these")
 
 
-MORTAL, SLOW = "JDAG_TESTS_MORTAL", "JDAG_TESTS_SLOW"  # Of real processes.
+TROUBLED = "JDAG_TESTS_TROUBLED"  # Set where processes die and linger.
 
 
 def _killed() -> None:
@@ -148,39 +148,39 @@ def _lingered() -> None:
 
 def dies_forward(a):
     """The identity, during which its worker dies, where a driver has it so."""
-    if MORTAL in os.environ:
+    if TROUBLED in os.environ:
         jax.debug.callback(_killed)
     return 1.0 * a
 
 
-@jax.custom_vjp
-def _backward_calls(a):
-    return a
+def _called_backward(callback):
+    """The identity, in whose vjp a callback is called, where there is trouble."""
+
+    @jax.custom_vjp
+    def identity(a):
+        return a
+
+    def backward(_, cotangent):
+        if TROUBLED in os.environ:
+            jax.debug.callback(callback)
+        return (cotangent,)
+
+    identity.defvjp(lambda a: (a, None), backward)
+    return identity
 
 
-def _backward_calls_forward(a):
-    return a, None
-
-
-def _backward_calls_backward(_, cotangent):
-    if MORTAL in os.environ:
-        jax.debug.callback(_killed)
-    if SLOW in os.environ:
-        jax.debug.callback(_lingered)
-    return (cotangent,)
-
-
-_backward_calls.defvjp(_backward_calls_forward, _backward_calls_backward)
+_KILLED_BACKWARD = _called_backward(_killed)
+_LINGERED_BACKWARD = _called_backward(_lingered)
 
 
 def dies_backward(a):
     """The identity, during whose vjp its worker dies, where a driver has it so."""
-    return 1.0 * _backward_calls(a)
+    return 1.0 * _KILLED_BACKWARD(a)
 
 
 def lingers(a):
     """The identity, whose vjp takes ten seconds, where a driver has it so."""
-    return 1.0 * _backward_calls(a)
+    return 1.0 * _LINGERED_BACKWARD(a)
 
 
 # ------------------------------------------------------------------------------ hooks

@@ -2,7 +2,6 @@
 
 import atexit
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 from tests.conformance import functions
@@ -14,7 +13,7 @@ WORKERS = ("a", "b", "c", "d")
 class Real:
     """Processes of this host; those that outlive a test serve the next one.
 
-    A dying function kills the process that runs it, of which there are fresh ones.
+    A dying function kills the process that runs it; the next test has another one.
     """
 
     workers_max = 4
@@ -23,17 +22,25 @@ class Real:
     def __init__(self, carrier: str) -> None:
         self.name = carrier
         self._carrier = carrier
-        self._kept: dict[tuple[str, ...], Workers] = {}
+        self._kept: dict[bool, Workers] = {}
+
+    def names(self, count: int) -> Sequence[str]:
+        """So many of the four."""
+        return WORKERS[:count]
 
     def cluster(self, workers: Sequence[str] = WORKERS) -> Any:
-        """A new session over processes that are kept."""
-        names = tuple(workers)
-        kept = self._kept.get(names)
-        if kept is None or not kept.alive:
-            if kept is not None:
-                kept.close()
-            kept = self._kept[names] = Workers(names, carrier=self._carrier)
+        """A new session over the processes of all four."""
+        assert tuple(workers) == WORKERS[: len(workers)], workers
+        return self._connected(troubled=False)
+
+    def _connected(self, *, troubled: bool) -> Any:
+        kept = self._kept.get(troubled)
+        if kept is None:
+            env = {functions.TROUBLED: "1"} if troubled else None
+            kept = Workers(WORKERS, carrier=self._carrier, env=env)
+            self._kept[troubled] = kept
             atexit.register(kept.close)
+        kept.revive()
         return kept.connect()
 
     def rough(self, workers: Sequence[str], runs: int) -> Iterator[Any]:
@@ -42,23 +49,14 @@ class Real:
             for _ in range(runs):
                 yield cluster
 
-    @contextmanager
-    def _apart(self, variable: str) -> Iterator[Any]:
-        workers = Workers(WORKERS, carrier=self._carrier, env={variable: "1"})
-        try:
-            with workers.connect() as cluster:
-                yield cluster
-        finally:
-            workers.close()
-
     def mortal(self, victim: str) -> Any:
         """Processes in which these functions kill."""
         del victim  # Whoever runs them.
-        return self._apart(functions.MORTAL)
+        return self._connected(troubled=True)
 
     def slow(self) -> Any:
         """Processes in which a function waits."""
-        return self._apart(functions.SLOW)
+        return self._connected(troubled=True)
 
     def settle(self, cluster: Any) -> None:
         """All is sent, heard and computed, wherever it goes on."""

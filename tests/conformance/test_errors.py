@@ -234,8 +234,8 @@ def test_a_pass_that_takes_longer_than_timeout_s_raises_with_what_is_owed(driver
             loss = ctx.call("d", total, h)
             before_ns = cluster.now_ns
             with pytest.raises(jdag.errors.PassTimeout) as caught:
-                ctx.backward(loss, timeout_s=0.5)
-            assert 0.5e9 <= cluster.now_ns - before_ns < 5e9
+                ctx.backward(loss, timeout_s=2.0)
+            assert 2e9 <= cluster.now_ns - before_ns < 9e9
             sends: Any = caught.value.sends
             owed = [
                 (send.worker, send.destination, send.function.rpartition(":")[2])
@@ -244,7 +244,7 @@ def test_a_pass_that_takes_longer_than_timeout_s_raises_with_what_is_owed(driver
             # What d owed c has come; what c owes b is being computed.
             assert owed == [("a", "b", "sum_of_product"), ("b", "c", "lingers")]
             said = str(caught.value)
-            assert "timeout_s=0.5" in said and "test_errors.py:" in said, said
+            assert "timeout_s=2.0" in said and "test_errors.py:" in said, said
             assert all(passes == 0 for _, passes, _ in held(cluster).values())
 
 

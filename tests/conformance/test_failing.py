@@ -41,7 +41,7 @@ def wide(cluster: Any, t: Any, k: int) -> bytes:
 def test_k_parallel_calls_on_one_leaf_have_one_bit_pattern_in_100_runs(
     driver: Any, k: int
 ):
-    workers = ["a", *(f"w{number}" for number in range(min(k, driver.workers_max - 1)))]
+    workers = driver.names(1 + min(k, driver.workers_max - 1))
     patterns = []
     for cluster in driver.rough(workers, RUNS):
         t = cluster.put("a", jnp.float32(0.37) * jnp.arange(1, 9, dtype=jnp.float32))
