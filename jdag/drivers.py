@@ -26,6 +26,7 @@ from jdag.rpc.settings import (
     CARRIERS,
     DEVICES,
     MODULES,
+    NAMES,
     SECONDS,
     are_modules,
     is_device,
@@ -333,7 +334,7 @@ def _checked_names(workers: Any) -> tuple[str, ...]:
     listed = isinstance(workers, Iterable) and not isinstance(workers, str)
     names = tuple(workers) if listed else ()
     usable = bool(names) and all(is_name(name) for name in names)
-    allowed = "one name or more, none empty, none twice, none with '#' in it"
+    allowed = f"one name or more, none twice; each of {NAMES}"
     once = len(dict.fromkeys(map(repr, names))) == len(names)
     _check("workers", workers, usable and once, allowed)
     return names
@@ -363,7 +364,7 @@ _USABLE: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "ready_s": (is_seconds, SECONDS),
     "value_bytes_max": (
-        lambda most: isinstance(most, int) and most > 0,
+        lambda most: type(most) is int and most > 0,
         "a number of bytes, an integer > 0",
     ),
 }

@@ -111,6 +111,8 @@ def test_a_launched_worker_that_is_killed_is_lost_at_once_with_its_last_lines() 
             "logs = 5: allowed is the path of a folder",
         ),
         ({"workers": ["a", "b"], "value_bytes_max": 0}, "value_bytes_max = 0: .*bytes"),
+        ({"workers": ["a", "b"], "value_bytes_max": True}, "max = True: .*an integer"),
+        ({"workers": ["a", "ps 0"]}, "'ps 0'\\]: .*each of letters, digits, _, -"),
     ],
 )
 def test_what_launch_cannot_use_is_refused_in_a_line(

@@ -42,7 +42,7 @@ DEADLINE_S = 10.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _DEVICE = re.compile(r"cpu|gpu(:[0-9]{1,4})?")
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
-_NAMES = "letters, digits, _, - and ., beginning with a letter or digit, at most 64"
+NAMES = "letters, digits, _, - and ., beginning with a letter or digit, at most 64"
 _ADDRESSES = "host:port, with a port of 1 to 65535, such as 127.0.0.1:7001"
 _FILE = "a cluster's TOML file, such as cluster.toml"
 
@@ -263,7 +263,7 @@ def checked(table: Mapping[str, Any]) -> Settings:
 def _check_names(settings: Settings) -> None:
     for name in settings.names:
         if not is_name(name):
-            raise ScenarioError(unusable("workers", name, _NAMES))
+            raise ScenarioError(unusable("workers", name, NAMES))
 
 
 def _check_addresses(settings: Settings) -> None:
