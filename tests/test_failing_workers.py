@@ -1,0 +1,267 @@
+"""Workers that are killed or stopped at any moment, as processes of their own."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdag.drivers import worker_options
+from jdag.errors import WorkerLost
+from jdag.rpc.control import ControlClient
+from jdag.rpc.launch import Launch
+from jdag.rpc.loop import clock_ns
+from jdag.rpc.requests import Health
+from tests import failing_cases as cases
+from tests.rpc_workers import ALLOWED, Workers
+
+DEADLINE_S = 3.0
+LONG_S = 60.0
+X = jnp.linspace(0.5, 2.0, 7)
+LARGE = np.ones(4 << 20)  # 32 MiB.
+
+
+class Field:
+    """Processes b and c that come back after they were killed or stopped."""
+
+    def __init__(self, here: Path) -> None:
+        self.here = here
+        self.env = {cases.HERE: str(here)}
+        self.workers = Workers(["a", "b", "c"], env=self.env, deadline_s=DEADLINE_S)
+        self.addresses = dict(self.workers.launch.addresses)
+        self.pids = dict(self.workers.launch.pids)
+        self.launches: list[Launch] = [self.workers.launch]
+
+    def revive(self, name: str, number: int) -> None:
+        """Have the worker's process go on, or start another one at its address."""
+        for file in self.here.iterdir():
+            file.unlink()
+        if number == signal.SIGSTOP:
+            os.kill(self.pids[name], signal.SIGCONT)
+            return
+        options = worker_options(
+            name, carrier="socket", device=None, allow=ALLOWED, value_bytes_max=1 << 34
+        )
+        control = str(self.addresses[name])
+        started = Launch(
+            [options.model_copy(update={"control": control})], env=self.env
+        )
+        self.launches.append(started)
+        self.pids[name] = started.pids[name]
+
+    def close(self) -> None:
+        for pid in self.pids.values():
+            os.kill(pid, signal.SIGCONT)
+        for launch in self.launches[1:]:
+            launch.close()
+        self.workers.close()
+
+
+@pytest.fixture(scope="module")
+def field() -> Iterator[Field]:
+    with tempfile.TemporaryDirectory() as here:
+        made = Field(Path(here))
+        yield made
+        made.close()
+
+
+def soon(holds: Callable[[], bool]) -> None:
+    for _ in range(int(LONG_S / 0.02)):
+        if holds():
+            return
+        threading.Event().wait(0.02)
+    raise AssertionError("it never came to be")
+
+
+class Blow(threading.Thread):
+    """Sends a signal to a worker as soon as it waits, or at once."""
+
+    def __init__(
+        self, field: Field, victim: str, number: int, *, at_once: bool
+    ) -> None:
+        super().__init__(daemon=True)
+        self.pid = field.pids[victim]
+        self.waits = field.here / str(self.pid)
+        self.number, self.at_once = number, at_once
+        self.struck_ns = 1 << 62
+        self.start()
+        if at_once:
+            self.join()
+
+    def run(self) -> None:
+        if not self.at_once:
+            soon(self.waits.exists)
+        self.struck_ns = clock_ns()
+        os.kill(self.pid, self.number)
+
+
+def in_forward(cluster: Any, leaf: Any, folder: Path) -> None:
+    with cluster.context() as ctx:
+        ctx.call("c", cases.waits, leaf).fetch()
+
+
+def in_backward(cluster: Any, leaf: Any, folder: Path) -> None:
+    with cluster.context() as ctx:
+        h = ctx.call("c", cases.backward_waits, leaf)
+        ctx.backward(ctx.call("b", cases.total, h, h, h))
+
+
+def in_the_end(cluster: Any, leaf: Any, folder: Path) -> None:
+    with cluster.context() as ctx:
+        ctx.on_gradient(leaf, cases.hook_waits)
+        ctx.backward(ctx.call("b", cases.total, ctx.call("c", cases.scaled, leaf, 2.0)))
+
+
+def in_a_step(cluster: Any, leaf: Any, folder: Path) -> None:
+    with cluster.context() as ctx:
+        ctx.backward(ctx.call("b", cases.total, leaf))
+        cluster.update(cases.lowered_after_waiting, leaf, ctx.gradient(leaf))
+    leaf.fetch()
+
+
+def in_a_save(cluster: Any, leaf: Any, folder: Path) -> None:
+    cluster.update(cases.lowered_after_waiting, leaf, leaf)
+    cluster.save(folder / "saved", leaf=leaf)
+
+
+def in_a_program(cluster: Any, leaf: Any, folder: Path) -> None:
+    with cluster.context() as ctx:
+        ctx.call("c", cases.waits_as_program, leaf).fetch()
+
+
+def in_a_run(cluster: Any, leaf: Any, folder: Path) -> None:
+    cluster.run({"c": cases.runs_alone})
+
+
+def of_which_only_another_knows(cluster: Any, leaf: Any, folder: Path) -> None:
+    other = cluster.put("b", X)
+    try:
+        with cluster.context() as ctx:
+            ctx.call("b", cases.calls_c, other).fetch()
+    finally:
+        cluster.drop(other)
+
+
+def in_the_announcement(cluster: Any, leaf: Any, folder: Path) -> None:
+    """It has computed forward, and is gone when the pass is announced to it."""
+    with cluster.context() as ctx:
+        loss = ctx.call("b", cases.total, ctx.call("c", cases.scaled, leaf, 2.0))
+        loss.fetch()
+        folder.joinpath("now").touch()
+        soon(folder.joinpath("struck").exists)
+        ctx.backward(loss)
+
+
+def with_much_on_its_way(cluster: Any, leaf: Any, folder: Path) -> None:
+    folder.joinpath("now").touch()
+    with cluster.context() as ctx:
+        for _ in range(40):
+            ctx.call("c", cases.scaled, LARGE, 2.0)
+        ctx.call("c", cases.scaled, LARGE, 2.0).fetch()
+
+
+AT_ONCE = (in_the_announcement, with_much_on_its_way)
+MOMENTS = (
+    *(in_forward, in_backward, in_the_end, in_a_step, in_a_save, in_a_program),
+    *(in_a_run, of_which_only_another_knows, *AT_ONCE),
+)
+KILLED = (in_backward, of_which_only_another_knows, with_much_on_its_way)
+
+
+def survivors(cluster: Any) -> dict[str, tuple[int, int, int]]:
+    return {
+        worker: (each["live_contexts"], each["live_passes"], each["values_held"])
+        for worker, each in cluster.info().items()
+        if worker != "c"
+    }
+
+
+def strike(field: Field, number: int, moment: Any, folder: Path) -> Blow:
+    if moment not in AT_ONCE:
+        return Blow(field, "c", number, at_once=False)
+    blow = Blow.__new__(Blow)
+
+    def later() -> None:
+        soon(folder.joinpath("now").exists)
+        Blow.__init__(blow, field, "c", number, at_once=True)
+        folder.joinpath("struck").touch()
+
+    threading.Thread(target=later, daemon=True).start()
+    return blow
+
+
+@pytest.mark.parametrize(
+    ("moment", "number"),
+    [
+        *((moment, signal.SIGSTOP) for moment in MOMENTS),
+        *((moment, signal.SIGKILL) for moment in KILLED),
+    ],
+    ids=lambda one: getattr(one, "__name__", None) or one.name,
+)
+def test_who_is_lost_is_named_in_time_and_may_come_back(
+    moment: Any, number: int, field: Field, tmp_path: Path
+) -> None:
+    with field.workers.connect() as cluster:
+        leaf = cluster.put("c", X)
+        before = survivors(cluster)
+        blow = strike(field, number, moment, tmp_path)
+        with pytest.raises(WorkerLost, match="worker 'c' is lost"):
+            moment(cluster, leaf, tmp_path)
+        heard_ns = clock_ns()
+        assert heard_ns - blow.struck_ns < (DEADLINE_S + 1.0) * 1e9
+        soon(lambda: survivors(cluster) == before)
+        with cluster.context() as ctx:  # The others go on.
+            assert ctx.call("b", cases.total, X, X, X).fetch() == cases.total(X, X, X)
+        field.revive("c", number)
+        soon(lambda: bool(cluster.driver.incarnations.get("c")))
+        again = cluster.put("c", 2 * X)
+        with cluster.context() as ctx:
+            h = ctx.call("c", cases.scaled, again, 3.0)
+            ctx.backward(ctx.call("b", cases.total, h))
+            np.testing.assert_allclose(ctx.gradient(again).fetch(), 36 * X)
+        with pytest.raises(
+            WorkerLost, match=r"worker 'c' is lost; 'c#\d+', which joined"
+        ):
+            leaf.fetch()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_workers_whose_main_is_gone_are_idle_again(number: int, field: Field) -> None:
+    root = Path(cases.__file__).parent.parent
+    run = f"from tests.failing_cases import main; main({str(field.workers.path)!r})"
+    arguments = [sys.executable, "-c", run]
+    main = subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, cwd=root, env=environment()
+    )
+    try:
+        assert main.stdout is not None and main.stdout.readline() == b"begun\n"
+        soon((field.here / str(field.pids["b"])).exists)
+        main.send_signal(number)
+        for file in field.here.iterdir():
+            file.unlink()
+        clients = [ControlClient(*each) for each in field.addresses.items()]
+        soon(lambda: all(one.ask(Health())["state"] == "idle" for one in clients))
+        for client in clients:
+            client.close()
+    finally:
+        main.kill()
+        main.wait()
+        assert main.stdout is not None
+        main.stdout.close()
+    with field.workers.connect() as cluster:
+        assert [held["values_held"] for held in cluster.info().values()] == [0] * 3
+
+
+def environment() -> dict[str, str]:
+    """What a main of its own has to have to compute as the workers do."""
+    x64 = str(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
+    return {**os.environ, "JAX_ENABLE_X64": x64}
