@@ -35,6 +35,7 @@ from jdag.rpc.loop import Loop, clock_ns
 from jdag.rpc.peer import Peer
 from jdag.rpc.place import Place
 from jdag.rpc.streams import Stream
+from jdag.rpc.trust import check
 from jdag.wire.messages import Codec
 
 REDIAL_S = 0.1
@@ -90,6 +91,7 @@ class Company:
         self.gone: dict[str, str] = {}  # Why each lost peer is.
         self.stopping = threading.Event()
         self._place = place
+        self._worker = incarnated(place.worker, place.incarnations[place.worker])
         self._host = host
         self._loop = loop
         self._codec = codec
@@ -221,6 +223,8 @@ class Company:
 
     def arrived(self, peer: Peer, message: Message, values: Sequence[Any]) -> None:
         """A message came; see `jdag.rpc.peer.Owner`."""
+        place = self._place
+        check(message, peer.worker, self._worker, place.workers, self.incarnations)
         self._host.arrived(peer, message, values)
 
     def defined(self, peer: Peer, digest: bytes, data: bytes) -> None:

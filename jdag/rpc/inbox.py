@@ -129,6 +129,7 @@ class Inbox:
         self._incoming.clear()
         self._borrowed.close()
         self._order = Order()
+        self._buffer = memoryview(b"")
 
     def read(self, stream: Stream) -> None:
         """Read what is there, but not so much that others would have to wait long.

@@ -13,6 +13,7 @@ Invariants: a job is begun when it was added, so that what it reads is what was 
 then; values are held by who has the baton, and only by them; done means ready.
 """
 
+import logging
 import threading
 import time
 from collections import deque
@@ -26,6 +27,8 @@ import jax
 from jdag.compute.machine import Machine, Work, failure_of, job_name
 from jdag.engine.vocabulary import Apply, Failure, Forward, Job, Vjp
 from jdag.rpc.loop import Loop
+
+_log = logging.getLogger(__name__)
 
 SHORT_NS = 400_000
 DELAY_NS = 50_000
@@ -100,7 +103,13 @@ class Jobs:
     def add(self, job: Job) -> None:
         """Begin a job."""
         kind = _kind(job)
-        work = self._machine.begin(job)
+        try:
+            work = self._machine.begin(job)
+        except Exception as error:  # Somebody lied about what is here.
+            _log.exception("%s cannot begin on %s", type(job).__name__, self._worker)
+            failure = failure_of(error, self._worker, job.path, job_name(job))
+            self._loop.soon(partial(self._done, job, failure))
+            return
         if kind is not None and self._times.is_short(kind):
             self._short.append((job, kind, work))
             return

@@ -292,24 +292,34 @@ class Node:
     # ------------------------------------------------------------------ what it asks
 
     def _handle(self, event: Event) -> None:
-        """Let the engine handle an event; carry out what it asks for."""
+        """Let the engine handle an event; carry out all effects, and then raise."""
+        failed: Exception | None = None
         for effect in self._engine.handle(event):
-            kind = effect.__class__
-            if kind is Send:
-                self._send(effect)
-            elif kind is Compute:
-                self._jobs.add(effect.job)
-            elif kind is Drop:
-                self._drop(effect.keys)
-            elif kind is Resume:
-                self._resume(effect)
-            elif kind is Alarm:
-                when_ns = clock_ns() + effect.after_ns
-                timer = self._loop.at(when_ns, partial(self._handle, effect.event))
-                self._programs.alarm(effect.waiter, timer)
-            else:
-                assert kind is Spawn, effect
-                self._spawn(effect)
+            try:
+                self._carry_out(effect)
+            except Exception as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
+
+    def _carry_out(self, effect: Any) -> None:
+        kind = effect.__class__
+        if kind is Send:
+            self._send(effect)
+        elif kind is Compute:
+            self._jobs.add(effect.job)
+        elif kind is Drop:
+            self._drop(effect.keys)
+        elif kind is Resume:
+            self._resume(effect)
+        elif kind is Alarm:
+            when_ns = clock_ns() + effect.after_ns
+            timer = self._loop.at(when_ns, partial(self._handle, effect.event))
+            self._programs.alarm(effect.waiter, timer)
+        else:
+            assert kind is Spawn, effect
+            port = Port(self)
+            self._programs.start(port, partial(self._program, port, effect))
 
     def _send(self, send: Send) -> None:
         peer = self.company.peer(send.to)
@@ -344,10 +354,6 @@ class Node:
             self._drop([key for key in keys if key.kind == "reading"])
         programs.give(waiter, result)
         self._loop.wake_waiting()
-
-    def _spawn(self, spawn: Spawn) -> None:
-        port = Port(self)
-        self._programs.start(port, partial(self._program, port, spawn))
 
     def _program(self, port: Port, spawn: Spawn) -> None:
         """What a program's thread runs."""
@@ -410,11 +416,10 @@ class Node:
 
     def answer(self, asked: Mapping[str, Any]) -> Any:
         """Return what another node asks for."""
+        answers = {"info": self._own_info, "quiet": self._quiet}
         match asked:
-            case {"what": "info"}:
-                return self._own_info()
-            case {"what": "quiet"}:
-                return self._quiet()
+            case {"what": str(what)} if what in answers:
+                return answers[what]()
             case {"what": "graph", "of": [int(number), int(counter), int(incarnation)]}:
                 drawing = self._engine.graph(ContextId(number, counter, incarnation))
                 return self._codec.encode_data(drawing).hex()

@@ -1,0 +1,114 @@
+"""Traffic of a real session, and what comes of it when it is tampered with."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
+from enum import Enum
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+from jdag.rpc.outbox import Outbox, Parcel
+from jdag.wire.frames import FrameKind, pack_header
+from jdag.wire.messages import Codec
+
+ODD = (0, 1, 2, 3, 7, 255, 256, 65_535, 1 << 31, (1 << 32) - 1, 1 << 47)
+
+
+class Recorded(NamedTuple):
+    """A frame as it was sent."""
+
+    kind: FrameKind
+    payload: bytes
+
+
+@contextmanager
+def recording() -> Iterator[list[Recorded]]:
+    """Keep all frames that nodes of this process send meanwhile."""
+    kept: list[Recorded] = []
+    put: Callable[..., None] = Outbox._put
+
+    def note(self: Outbox, sequence: int, parcel: Parcel) -> None:
+        kept.append(Recorded(parcel.kind, b"".join(map(bytes, parcel.views))))
+        put(self, sequence, parcel)
+
+    with patch.object(Outbox, "_put", note):
+        yield kept
+
+
+def changed(data: Any, rng: random.Random, chance: float) -> Any:
+    """Data like these, some of whose parts are others of their kind."""
+    if isinstance(data, bool):
+        return not data if rng.random() < chance else data
+    if isinstance(data, Enum):
+        return rng.choice(list(type(data))) if rng.random() < chance else data
+    if isinstance(data, int):
+        if rng.random() >= chance:
+            return data
+        return rng.choice((*ODD, data + 1, max(0, data - 1)))
+    if isinstance(data, str):
+        names = ("a", "b", "c", "constant", "leaf", "received", "made", "")
+        return rng.choice(names) if rng.random() < chance else data
+    if isinstance(data, tuple) and not hasattr(data, "_fields"):
+        items = [changed(item, rng, chance) for item in data]
+        if items and rng.random() < chance:
+            place = rng.randrange(len(items))
+            how = rng.randrange(3)
+            items[place:] = (
+                items[place + 1 :],
+                [*items[place:], items[place]],
+                items[place:][::-1],
+            )[how]
+        return tuple(items)
+    if isinstance(data, tuple):
+        return type(data)(*[changed(item, rng, chance) for item in data])
+    if is_dataclass(data) and not isinstance(data, type):
+        parts = {
+            one.name: changed(getattr(data, one.name), rng, chance)
+            for one in fields(data)
+        }
+        return replace(data, **parts)
+    return data
+
+
+def tampered(payload: bytes, others: Sequence[Recorded], rng: random.Random) -> bytes:
+    """These bytes with some changed, cut, added, or of another payload."""
+    data = bytearray(payload)
+    match rng.randrange(4):
+        case 0 if data:
+            for _ in range(rng.randrange(1, 4)):
+                data[rng.randrange(len(data))] = rng.randrange(256)
+        case 1:
+            del data[rng.randrange(len(data) + 1) :]
+        case 2:
+            data += rng.randbytes(rng.randrange(1, 40))
+        case _:
+            other = rng.choice(others).payload
+            place = rng.randrange(len(data) + 1)
+            data[place:] = other[min(place, len(other)) :]
+    return bytes(data)
+
+
+def lie(payload: bytes, codec: Codec, rng: random.Random) -> bytes | None:
+    """A message that can be read, with other ids, slots, contexts and numbers."""
+    message, kinds, offset = codec.decode_with(payload)
+    told = changed(message, rng, rng.choice((0.02, 0.1, 0.4)))
+    try:
+        return codec.encode_with(told, kinds) + payload[offset:]
+    except Exception:  # What cannot be written cannot be said.
+        return None
+
+
+def attack(
+    recorded: Sequence[Recorded], codec: Codec, rng: random.Random, sequence: int
+) -> bytes:
+    """A frame that a peer which has gone mad could send as its next."""
+    kind, payload = rng.choice(recorded)
+    how = rng.randrange(10)
+    if kind is FrameKind.MESSAGE and how < 6:
+        payload = lie(payload, codec, rng) or tampered(payload, recorded, rng)
+    elif how < 8:
+        payload = tampered(payload, recorded, rng)
+    number = sequence if kind else 0
+    frame = pack_header(number, 0, len(payload), kind) + payload
+    return tampered(frame, recorded, rng) if how == 9 else frame

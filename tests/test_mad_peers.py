@@ -1,0 +1,177 @@
+"""A peer that has gone mad: what it sends loses it, and hurts nobody else."""
+
+import os
+import random
+import socket
+import threading
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdag.rpc.outbox import Outbox
+from jdag.rpc.streams import SocketStream
+from jdag.wire.frames import FrameKind, HeaderParser, pack_header
+from tests.fuzz_cases import Recorded, attack, recording
+from tests.rpc_breaking import Breaking, breaking
+from tests.test_breaking import hidden, loss_of, program, scaled
+
+FRAMES_EACH_MAX = 12
+APART = 1_000_000  # From here on the others' numbers go; no lie comes to be of theirs.
+PATIENCE_S = 60.0
+W = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
+V = jnp.linspace(0.5, -0.5, 3)
+X = jnp.linspace(0.0, 2.0, 12).reshape(3, 4)
+
+
+@pytest.fixture(scope="module")
+def recorded() -> list[Recorded]:
+    with breaking() as nodes, recording() as kept:
+        program(nodes.cluster)
+        nodes.cluster.info()
+    assert len(kept) > 60
+    return kept
+
+
+def small_program(cluster: Any) -> list[bytes]:
+    """On a and b: three parts of which each has a transfer, and a step."""
+    w, v = cluster.put("b", W), cluster.put("a", V)
+    with cluster.context() as ctx:
+        parts = [
+            ctx.call("a", hidden, ctx.call("b", scaled, w, k), X)
+            for k in (1.0, 2.0, 3.0)
+        ]
+        loss = ctx.call("b", loss_of, v, *parts)
+        ctx.backward(loss)
+        found = [loss.fetch(), *[one.fetch() for one in ctx.gradient([w, v])]]
+    cluster.drop([w, v])
+    return [np.asarray(one).tobytes() for one in found]
+
+
+class Mad:
+    """Comes as c to b, again and again, and sends what it likes."""
+
+    def __init__(self, nodes: Breaking, recorded: list[Recorded], seed: int) -> None:
+        self.node = nodes.nodes["b"]
+        self.recorded = recorded
+        self.rng = random.Random(seed)
+        self.codec = self.node._codec
+        self.incarnation = 0
+        self.frames = self.refused = 0
+
+    def come(self) -> None:
+        """One incarnation, until it is refused or has said enough."""
+        self.incarnation += 1
+        self.node.joined("c", self.incarnation)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            theirs.settimeout(PATIENCE_S)
+            self.node.adopt("c", self.incarnation, SocketStream(ours, "c"), 0)
+            sequence, count = 1, self.rng.randrange(1, FRAMES_EACH_MAX)
+            try:
+                for _ in range(count):
+                    frame = attack(self.recorded, self.codec, self.rng, sequence)
+                    theirs.sendall(frame)
+                    self.frames += 1
+                    sequence += frame[23:24] != b"\x00"
+                theirs.sendall(pack_header(0, 0, 1, FrameKind.PURE) + b"?")
+                self._read_to_the_end(theirs)
+            except ConnectionError:
+                self.refused += 1
+        self.node.lost("c", "it has said enough")
+
+    def _read_to_the_end(self, theirs: socket.socket) -> None:
+        """Until it answers the ping, or hangs up; it may wait for what never comes."""
+        parser, left, kind = HeaderParser(), 0, FrameKind.PURE
+        theirs.settimeout(0.05)
+        while True:
+            try:
+                data = theirs.recv(1 << 16)
+            except TimeoutError:
+                return  # It waits for the rest of a frame that was cut off.
+            if not data:
+                raise ConnectionError
+            while data:
+                if left:
+                    if kind is FrameKind.PURE and data[:1] == b"!":
+                        return
+                    step = min(left, len(data))
+                    left, data = left - step, data[step:]
+                    continue
+                taken, header = parser.feed(data)
+                data = data[taken:]
+                if header is not None:
+                    left, kind = header.length, header.kind
+
+
+def rss_bytes() -> int:
+    with open("/proc/self/statm", encoding="ascii") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def held(nodes: Breaking, worker: str) -> list[Any]:
+    nodes.cluster.driver.settle()
+    return list(nodes.nodes[worker]._machine.values._held)
+
+
+def session(recorded: list[Recorded], seed: int, frames: int) -> Mad:
+    """Frames of a peer that is mad, while the others go on."""
+    with breaking() as nodes:
+        cluster = nodes.cluster
+        for one in ("a", "b"):
+            numbers = cluster.home.numbers(one)
+            numbers.contexts = numbers.leaves = numbers.assignments = APART
+        wanted = small_program(cluster)
+        for one in ("a", "b"):  # Nobody dials who is mad.
+            del nodes.nodes[one]._place.dials["c"]
+        nodes.nodes["b"].lost("c", "it is mad")
+        mad = Mad(nodes, recorded, seed)
+        trouble: list[BaseException] = []
+
+        def rage() -> None:
+            try:
+                while mad.frames < frames:
+                    mad.come()
+            except BaseException as error:
+                trouble.append(error)
+
+        thread = threading.Thread(target=rage, daemon=True)
+        thread.start()
+        while thread.is_alive():
+            assert small_program(cluster) == wanted, seed
+        assert not trouble, trouble
+        assert small_program(cluster) == wanted
+        for one in ("a", "b"):
+            assert nodes.nodes[one]._broken is None
+            assert nodes.threads[one].is_alive()
+            # Leaves that it made live until somebody drops them.
+            assert [key for key in held(nodes, one) if key.kind != "leaf"] == []
+            assert nodes.nodes[one]._jobs.idle
+    assert mad.refused > mad.frames // 50
+    return mad
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_a_mad_peer_sends_loses_it_and_hurts_nobody_else(
+    seed: int, recorded: list[Recorded]
+) -> None:
+    session(recorded, seed, 700)
+
+
+@pytest.mark.long
+def test_100_000_frames_of_mad_peers_neither_hurt_anybody_nor_grow(
+    recorded: list[Recorded],
+) -> None:
+    sent, sizes = 0, []
+    for seed in range(100, 150):
+        sent += session(recorded, seed, 2_000).frames
+        sizes.append(rss_bytes())
+    assert sent >= 100_000
+    assert max(sizes[25:]) - sizes[10] < 64 << 20, sizes
+
+
+def test_the_outbox_is_as_it_was_after_recording() -> None:
+    with recording():
+        assert Outbox._put.__name__ == "note"
+    assert Outbox._put.__name__ == "_put"
