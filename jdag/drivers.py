@@ -1,5 +1,6 @@
 """Clusters by the driver that runs them: in virtual time, on processes, on hosts."""
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -41,6 +42,7 @@ from jdag.sim.simulation import Simulation
 
 DEADLINE_S = 10.0
 READY_S = 60.0
+_NOBODY = os.strerror(errno.ECONNREFUSED)
 
 
 def simulate(
@@ -297,7 +299,7 @@ def connect(path: str | os.PathLike[str], *, name: str) -> Cluster:
         try:
             return _joined(stack, plan, maker, None)
         except JoinError as error:
-            if error.reached:
+            if error.reached or not str(error).endswith(_NOBODY):
                 raise
             hint = f"is it running there, by jdag up {path} or jdag worker?"
             raise JoinError(f"{error}; {hint}", reached=False) from None

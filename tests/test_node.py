@@ -12,7 +12,7 @@ import pytest
 import jdag
 from jdag.errors import JdagError, RemoteError, WorkerLost
 from jdag.rpc.streams import SocketStream
-from tests.rpc_nodes import cluster, connect
+from tests.rpc_nodes import cluster, connect, made
 
 W = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
 X = jnp.linspace(0.0, 2.0, 8).reshape(2, 4)
@@ -116,6 +116,25 @@ def test_a_lost_peer_is_named_and_the_others_go_on() -> None:
             out = ctx.call("a", total, ctx.call("b", hidden, w, X))
             ctx.backward(out)
             assert ctx.gradient(w).fetch().shape == W.shape
+
+
+def test_one_that_joins_anew_is_no_peer_of_its_own() -> None:
+    """Also where it has dialled before its name was said; else it would lose itself."""
+    now = {"a": 0, "b": 0, "c": 1}
+    with cluster() as c:
+        others = [c.nodes["a"], c.nodes["b"]]
+        c.nodes["c"].close()
+        _, again = made("c", tuple(now), ("tests",), incarnations=dict(now))
+        c.nodes["c"] = again
+        for node in others:
+            node._place.incarnations.update(now)
+            again.joined(node.name, 0)
+            connect(node, again)
+            node.joined("c", 1)
+        again.begin()
+        with c.context() as ctx:
+            assert ctx.call("c", hidden, W, X).fetch().shape == (2, 3)
+        assert list(again.company.peers) == ["a", "b"]
 
 
 def test_a_peer_that_sends_garbage_is_lost_and_hurts_nobody_else() -> None:

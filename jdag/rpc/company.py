@@ -40,6 +40,7 @@ from jdag.wire.messages import Codec
 
 REDIAL_S = 0.1
 REFUSALS_MAX = 3  # In a row: then a peer will not be there again.
+LEFT = "it has left"  # What who goes in order says.
 WHY_MAX = 4096
 
 _log = logging.getLogger(__name__)
@@ -144,6 +145,8 @@ class Company:
         now = self.incarnations.get(name, 0)
         if incarnation < now or (name, incarnation) in self._known:
             return
+        if name == self._place.worker:  # Nobody is a peer of its own.
+            return
         self._known[name, incarnation] = None
         if incarnation:
             former = self.peers.get(incarnated(name, now))
@@ -154,7 +157,8 @@ class Company:
             self._host.back(name, incarnation)
             # Ahead of what this node says of it from now on.
             for other in self.living:
-                other.aside({"joined": name, "incarnation": incarnation})
+                if other.name != name:
+                    other.aside({"joined": name, "incarnation": incarnation})
         peer = self.peer(incarnated(name, incarnation))
         peer.allowed = self._place.allowed.get(name, ())
 
@@ -250,7 +254,7 @@ class Company:
                     raise ProtocolError(f"nobody joins by {what!r}")
                 self._joined(name, incarnation)
             case {"bye": str(why)}:
-                self._lose(peer, why, logging.INFO)
+                self._lose(peer, why)
             case _:
                 raise ProtocolError(f"nobody says {what!r} aside")
 
@@ -292,10 +296,11 @@ class Company:
         """A peer is not there any more, or does what none does."""
         self._lose(peer, why)
 
-    def _lose(self, peer: Peer, why: str, level: int = logging.WARNING) -> None:
+    def _lose(self, peer: Peer, why: str) -> None:
         if peer.lost or self.stopping.is_set():
             return
         why, here = why[:WHY_MAX], self._place.worker
+        level = logging.INFO if why == LEFT else logging.WARNING
         _log.log(level, "%s: worker %r is lost: %s", here, peer.worker, why)
         peer.lose()
         self.gone[peer.worker] = why

@@ -53,7 +53,7 @@ from jdag.engine.vocabulary import (
 from jdag.errors import JdagError, ProtocolError
 from jdag.functions import name_of
 from jdag.rpc.allowed import Allowed
-from jdag.rpc.company import Company
+from jdag.rpc.company import LEFT, Company
 from jdag.rpc.functions import Functions
 from jdag.rpc.jobs import Jobs
 from jdag.rpc.live import live
@@ -468,7 +468,7 @@ class Node:
         self.company.stopping.set()
         self._loop.stop()
 
-    def close(self, why: str = "it has left") -> None:
+    def close(self, why: str = LEFT) -> None:
         """Leave: say so to all peers, and let go of everything; twice is once."""
         if self._closed:
             return
