@@ -86,6 +86,8 @@ class Loop:
         self._rests_until_ns = 0  # Until then it does not look again.
         self._signal: tuple[int, FrameType | None] | None = None
         self._holder = 0  # The thread that has the baton.
+        self._main = 0  # The thread whose signals are held back,
+        self._thinks = False  # while it has the baton, takes it or gives it back.
         self._dirty = False
         self.closed = False
 
@@ -139,6 +141,9 @@ class Loop:
 
     def acquire(self) -> None:
         """Take the baton; who has it and blocks is woken."""
+        me = threading.get_ident()
+        if me == self._main:
+            self._thinks = True
         if not self._lock.acquire(blocking=False):
             self._wanted.append(None)
             try:
@@ -147,14 +152,20 @@ class Loop:
             finally:
                 self._wanted.pop()
         self._turns += 1
-        self._holder = threading.get_ident()
+        self._holder = me
 
     def release(self) -> None:
         """Give the baton back; a signal that came meanwhile is handled now."""
         self._holder = 0
         self._lock.release()
-        if self._signal is not None:
-            self._handle_signal()
+        self._thought()
+
+    def _thought(self) -> None:
+        """The main thread, if it is this one, may be interrupted again."""
+        if threading.get_ident() == self._main:
+            self._thinks = False
+            if self._signal is not None:
+                self._handle_signal()
 
     @property
     def held(self) -> bool:
@@ -171,12 +182,16 @@ class Loop:
 
         The thread drives the loop itself unless another does.
         """
+        me = threading.get_ident()
         while not done():
+            if me == self._main:
+                self._thinks = True
             if self._wanted or not self._lock.acquire(blocking=False):
+                self._thought()
                 self._sleep(done)
                 continue
             self._turns += 1
-            self._holder = threading.get_ident()
+            self._holder = me
             self._active_ns = clock_ns()
             try:
                 while not (done() or self._wanted or self._signal or self.closed):
@@ -333,7 +348,7 @@ class Loop:
         former = signal.getsignal(signal.SIGINT)
 
         def handle(number: int, frame: FrameType | None) -> None:
-            if self.held:
+            if self._thinks:
                 self._signal = (number, frame)
                 self._wake()
             elif callable(former):
@@ -344,12 +359,11 @@ class Loop:
                 signal.signal(signal.SIGINT, former)
 
         self._former: Any = former
+        self._main = threading.get_ident()
         signal.signal(signal.SIGINT, handle)
         return undo
 
     def _handle_signal(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return
         held_back, self._signal = self._signal, None
         if held_back is not None and callable(self._former):
             self._former(*held_back)

@@ -1,0 +1,57 @@
+"""Ctrl-C at random moments of a program, again and again; run as a process of its own.
+
+After each the cluster goes on: what comes next has the bits that it always has.
+"""
+
+import faulthandler
+import os
+import random
+import signal
+import sys
+import threading
+
+import jax
+
+from jdag.errors import JdagError
+from tests.rpc_breaking import breaking
+from tests.test_mad_peers import small_program
+
+HANGS_S = 60
+
+
+def main(seed: int, count: int) -> None:
+    """Interrupt a program so often, and print how often it was."""
+    jax.config.update("jax_enable_x64", True)
+    rng = random.Random(seed)
+    interrupted = 0
+    with breaking() as nodes:
+        node, cluster = nodes.nodes["a"], nodes.cluster
+        undo = node.guard_signals()
+        wanted = small_program(cluster)
+        for _ in range(count):
+            faulthandler.dump_traceback_later(HANGS_S, exit=True)
+            fired = threading.Event()
+
+            def fire(wait_s: float, fired: threading.Event = fired) -> None:
+                while not fired.wait(wait_s):  # Python loses one that comes in a
+                    os.kill(os.getpid(), signal.SIGINT)  # finalizer.
+                    wait_s = 0.5
+
+            thread = threading.Thread(target=fire, args=(rng.uniform(0, 0.02),))
+            try:
+                thread.start()
+                while True:
+                    found = small_program(cluster)
+                    assert found == wanted
+            except KeyboardInterrupt:
+                fired.set()
+                interrupted += 1
+            except JdagError as error:  # What was interrupted may say so twice.
+                sys.stdout.write(f"{type(error).__name__}: {error}\n")
+                raise
+            thread.join()
+            assert small_program(cluster) == wanted
+        undo()
+        cluster.close()
+        faulthandler.cancel_dump_traceback_later()
+    sys.stdout.write(f"interrupted {interrupted}\n")
