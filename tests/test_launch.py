@@ -9,10 +9,12 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jdag.errors import JoinError
+from jdag.rpc import launch as launch_module
 from jdag.rpc.control import ControlClient
 from jdag.rpc.launch import Launch
 from jdag.rpc.requests import Drain, Health, Info
@@ -202,6 +204,19 @@ def test_a_port_in_use_is_what_the_worker_says(idle: Launch):
 
 def test_one_that_is_not_ready_in_time_is_named_and_stopped(place: Path):
     with pytest.raises(JoinError, match=r"worker 'a' is not ready within 0.05 s; "):
+        Launch(options_of("a"), ready_s=0.05)
+    assert not litter(place)
+
+
+def test_one_that_is_not_even_started_in_time_is_named(place: Path, monkeypatch):
+    class Slow(launch_module._Child):
+        def __init__(self, *arguments: Any) -> None:
+            threading.Event().wait(0.5)
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(launch_module, "_Child", Slow)
+    said = "worker 'a' is not ready within 0.05 s; it is not started yet"
+    with pytest.raises(JoinError, match=said):
         Launch(options_of("a"), ready_s=0.05)
     assert not litter(place)
 

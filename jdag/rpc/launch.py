@@ -172,7 +172,7 @@ class Launch:
         atexit.register(self.close)
         try:
             self._keeper.start()
-            self._wait_until_ready(len(options), ready_s)
+            self._wait_until_ready([one.worker for one in options], ready_s)
         except BaseException:
             self._someone_died = False  # What it has said is in the error.
             self.close()
@@ -232,28 +232,28 @@ class Launch:
 
     # ------------------------------------------------------------------- beginning
 
-    def _wait_until_ready(self, count: int, ready_s: float) -> None:
+    def _wait_until_ready(self, names: Sequence[str], ready_s: float) -> None:
+        def lacking() -> list[str]:
+            return [name for name in names if name not in self.addresses]
+
         def settled() -> bool:
             children = self._children.values()
-            return (
-                self._trouble is not None
-                or any(child.ended is not None for child in children)
-                or sum(child.address is not None for child in children) == count
-            )
+            has_ended = any(child.ended is not None for child in children)
+            return self._trouble is not None or has_ended or not lacking()
 
         with self._changed:
-            in_time = self._changed.wait_for(settled, ready_s)
+            self._changed.wait_for(settled, ready_s)
             if self._trouble is not None:
                 raise JoinError(f"cannot start workers: {self._trouble}")
             for child in self._children.values():
                 if child.ended is not None:
                     raise JoinError(_not_started(child))
-            for child in self._children.values():
-                if not in_time and child.address is None:
-                    raise JoinError(
-                        f"worker {child.name!r} is not ready within {ready_s:g} s"
-                        f"{child.last_lines()}"
-                    )
+            for name in lacking():
+                late = self._children.get(name)
+                said = "; it is not started yet" if late is None else late.last_lines()
+                raise JoinError(
+                    f"worker {name!r} is not ready within {ready_s:g} s{said}"
+                )
 
     # --------------------------------------------------------------------- keeping
 
