@@ -150,6 +150,13 @@ def make_broken(options: Options) -> MakeNode:
     os._exit(3)
 
 
+def make_odd(options: Options) -> MakeNode:
+    """What a worker process that says odd things to its parent makes its nodes by."""
+    parent = socket.socket(fileno=os.dup(int(sys.argv[1])))
+    parent.sendall(b'{"ready": 5}\n')
+    return PlainNode
+
+
 def options_of(*workers: str, **changed: Any) -> list[Options]:
     """Options for worker processes of this one, with plain nodes."""
     common: dict[str, Any] = {

@@ -221,6 +221,28 @@ def test_one_that_is_not_even_started_in_time_is_named(place: Path, monkeypatch)
     assert not litter(place)
 
 
+def test_one_that_says_odd_things_is_named_and_stopped(place: Path):
+    said = r"""worker 'a' did not start: it said b'{"ready": 5}', which is not un"""
+    with pytest.raises(JoinError, match=said):
+        Launch(options_of("a", node="tests.rpc_cases:make_odd"))
+    assert not litter(place)
+
+
+def test_who_fails_when_told_of_a_death_is_told_of_the_next_and_all_end(place: Path):
+    told = []
+
+    def fails(worker: str, why: str) -> None:
+        told.append(worker)
+        raise ValueError(worker)
+
+    with Launch(options_of("a", "b")) as launch:
+        launch.on_death(fails)
+        for worker in "ab":
+            os.kill(launch.pids[worker], signal.SIGKILL)
+        launch.wait()
+    assert sorted(told) == ["a", "b"]
+
+
 def test_logs_that_cannot_be_written_are_named(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(JoinError, match=r"logs = '.*/file/x': Not a directory"):

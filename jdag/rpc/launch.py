@@ -34,6 +34,7 @@ READY_S = 60.0
 STOP_S = 5.0
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
 _LINES_MAX, _TAIL_BYTES_MAX = 10, 2048
+_SHOWN_MAX = 200
 
 _log = logging.getLogger(__name__)
 
@@ -76,10 +77,14 @@ class _Child:
         self._said += came
         *lines, self._said = self._said.split(b"\n")
         for line in lines:
-            said = json.loads(line)
-            if "ready" in said:
-                self.address = Address.read(said["ready"])
-            self.failed = said.get("failed", "")
+            try:
+                said = json.loads(line)
+                if "ready" in said:
+                    self.address = Address.read(said["ready"])
+                self.failed = said.get("failed", "")
+            except Exception:  # Whatever it is, the others are to be kept.
+                self.failed = f"it said {line[:_SHOWN_MAX]!r}, which is not understood"
+                self.process.kill()
         return bool(came)
 
     def reap(self) -> None:
@@ -307,8 +312,11 @@ class Launch:
             tell, news = self._on_death, (child.name, why)
             if tell is None:
                 self._untold.append(news)
-        if tell is not None:
-            tell(*news)
+        try:
+            if tell is not None:
+                tell(*news)
+        except Exception:  # Of who was told; the others are to be kept.
+            _log.exception("worker %s has died, and who was told failed", child.name)
 
     # ---------------------------------------------------------------------- ending
 
