@@ -106,12 +106,13 @@ class Company:
     @property
     def living(self) -> list[Peer]:
         """The peers that are not lost."""
-        return [peer for peer in self.peers.values() if not peer.lost]
+        return [peer for peer in tuple(self.peers.values()) if not peer.lost]
 
     @property
     def waiting(self) -> int:
         """How many bytes, roughly, wait to leave; bulk is not counted."""
-        return sum([peer.outbox.waiting for peer in self.peers.values()])
+        # At once: a program asks without the baton, and peers may join meanwhile.
+        return sum([peer.outbox.waiting for peer in tuple(self.peers.values())])
 
     def flush(self) -> None:
         """Let everything leave that can."""
@@ -305,7 +306,7 @@ class Company:
         peer.lose()
         self.gone[peer.worker] = why
         gone = {"gone": peer.name, "incarnation": peer.incarnation, "why": why}
-        for other in self.peers.values():
+        for other in tuple(self.peers.values()):
             other.aside(gone)
         self._host.left(peer.worker, why)
         self._loop.wake_waiting()
