@@ -12,6 +12,7 @@ import pytest
 from jdag.errors import JoinError
 from jdag.rpc import control
 from jdag.rpc.control import (
+    ANSWERS_MAX,
     BODY_BYTES_MAX,
     CARRIES_MAX,
     Answers,
@@ -208,7 +209,7 @@ def test_a_request_that_is_too_large_is_refused(client: ControlClient):
 def test_while_all_threads_are_busy_others_are_refused_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(control, "THREADS_MAX", 2)
+    monkeypatch.setattr(control, "ANSWERS_MAX", 2)
     asked = Asked()
     server = ControlServer(ANY, asked.answers)
     client = ControlClient("worker 'w'", server.address)
@@ -225,6 +226,28 @@ def test_while_all_threads_are_busy_others_are_refused_at_once(
     asked.let.set()
     for thread in threads:
         thread.join()
+    assert client.ask(Health()) == {"worker": "w"}
+    server.close()
+
+
+def test_calls_that_bring_no_request_hinder_nobody_and_are_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(control, "READ_S", 1.0)
+    server = ControlServer(ANY, Asked().answers)
+    client = ControlClient("worker 'w'", server.address)
+    ends = threading.Event()
+
+    def nothing() -> Iterator[bytes]:
+        ends.wait(20)
+        yield from ()
+
+    call = client.channel.stream_unary("/jdag.Control/Health")
+    halves = [call.future(nothing()) for _ in range(2 * ANSWERS_MAX)]
+    assert client.ask(Health()) == {"worker": "w"}
+    for half in halves:
+        assert half.exception(timeout=20).code() == grpc.StatusCode.CANCELLED
+    ends.set()
     assert client.ask(Health()) == {"worker": "w"}
     server.close()
 

@@ -1,8 +1,9 @@
 """The control plane: a gRPC server in each worker, and who asks it.
 
 Requests and answers are JSON; a request is one of `jdag.rpc.requests`, and its rpc has
-its name. Each call has a deadline and each message a largest size; the server has a
-fixed number of threads, and refuses what comes while all are busy. It listens on
+its name. Each call has a deadline and each message a largest size; the server answers
+so many at once and refuses what comes meanwhile. A call that does not bring its request
+in time is cancelled; until then it takes no turn of those that do. It listens on
 loopback unless it has certificates; with them both sides show theirs.
 
 A refusal comes back as a `JoinError` with what the server said; so does a host that is
@@ -17,7 +18,7 @@ import socket
 import ssl
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from threading import BoundedSemaphore
+from threading import BoundedSemaphore, Timer
 from typing import Any
 
 import grpc
@@ -32,7 +33,9 @@ from jdag.rpc.tunnel import METHOD, Carry
 from jdag.rpc.tunnel import SERVER_OPTIONS as TUNNEL_OPTIONS
 
 BODY_BYTES_MAX = 1 << 22
-THREADS_MAX = 16
+ANSWERS_MAX = 16
+READS_MAX = 256
+READ_S = 5.0
 CARRIES_MAX = 256
 CARRY_BYTES_MAX = 1 << 22
 ASK_S = 10.0
@@ -53,7 +56,7 @@ _SERVER_OPTIONS = (
     *TUNNEL_OPTIONS,
     # Without this two processes could have one port, each half of the calls.
     ("grpc.so_reuseport", 0),
-    ("grpc.max_concurrent_streams", THREADS_MAX + CARRIES_MAX),
+    ("grpc.max_concurrent_streams", READS_MAX + ANSWERS_MAX + CARRIES_MAX),
 )
 _CLIENT_OPTIONS = (
     *_OPTIONS,
@@ -88,16 +91,17 @@ class ControlServer:
     ) -> None:
         _refuse_open(address, tls)
         _refuse_taken(address)
-        threads = THREADS_MAX + (0 if carry is None else CARRIES_MAX)
+        threads = READS_MAX + ANSWERS_MAX + (0 if carry is None else CARRIES_MAX)
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="control")
         self._server = grpc.server(
             self._threads,
             options=_SERVER_OPTIONS,
             maximum_concurrent_rpcs=threads,
         )
+        free = BoundedSemaphore(ANSWERS_MAX)
         methods = {
-            asked.__name__: grpc.unary_unary_rpc_method_handler(
-                answering(asked, answers[asked])
+            asked.__name__: grpc.stream_unary_rpc_method_handler(
+                _reading(answering(asked, answers[asked]), free)
             )
             for asked in REQUESTS
             if asked in answers
@@ -168,6 +172,33 @@ def answering(
         raise AssertionError(asked)  # abort raises.
 
     return handle
+
+
+def _reading(
+    handle: Callable[[bytes, grpc.ServicerContext], bytes], free: BoundedSemaphore
+) -> Callable[[Iterator[bytes], grpc.ServicerContext], bytes]:
+    """Return what waits for the one message of a call, not for ever, and handles it.
+
+    gRPC itself would wait for as long as the other side likes.
+    """
+
+    def read(came: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+        late = Timer(READ_S, context.cancel)
+        late.daemon = True
+        late.start()
+        try:
+            body = next(came, b"")
+        finally:
+            late.cancel()
+        if not free.acquire(blocking=False):
+            said = f"{ANSWERS_MAX} requests are being answered; ask again"
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, said)
+        try:
+            return handle(body, context)
+        finally:
+            free.release()
+
+    return read
 
 
 def _said(asked: type[Request], error: ValidationError) -> str:
