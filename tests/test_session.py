@@ -14,14 +14,15 @@ import pytest
 
 from jdag.errors import JoinError
 from jdag.rpc import session as module
-from jdag.rpc.control import answering
+from jdag.rpc.control import ControlServer, answering
 from jdag.rpc.gate import Gate, dial
-from jdag.rpc.requests import REQUESTS, Health, Info
+from jdag.rpc.requests import REQUESTS, Attach, Health, Info, Knock
 from jdag.rpc.session import Session
 from jdag.rpc.settings import Address
 from jdag.rpc.tls import load
 from tests.certificates import Issuer
 from tests.rpc_cases import (
+    ANY,
     TOKEN,
     PlainNode,
     Seated,
@@ -196,6 +197,37 @@ def test_over_grpc_streams_come_through_the_control_server():
         with Session(plan_of(controls(workers))) as session:
             assert plain(session).ask("a", b"hi") == b"answer hi from a\n"
             assert workers["a"].nodes[0].ask("b", b"x") == b"answer x from b\n"
+
+
+@pytest.mark.parametrize(
+    ("request_kind", "answer", "words"),
+    [
+        (Attach, {}, "Attached.data: Field required"),
+        (Attach, {"handshake": 3}, "Attached.handshake: Input should be an object"),
+        (Attach, {"allow": "mine"}, "Attached.allow: Input should be a valid array"),
+        (Attach, {"data": None}, "Attached.data: Input should be a valid string"),
+        (Knock, {}, "Knocked.token: Field required"),
+        (Knock, {"token": "zz" * 32}, "Knocked.token: String should match pattern"),
+        (Knock, {"token": "00"}, "Knocked.token: String should match pattern"),
+    ],
+)
+def test_a_worker_whose_answer_cannot_be_used_is_named(
+    request_kind: type, answer: dict[str, Any], words: str
+):
+    with seated("a") as worker:
+        right = worker.seat.answers[request_kind]
+
+        def odd(asked: Any) -> dict[str, Any]:
+            return {**right(asked), **answer} if answer else {}
+
+        server = ControlServer(ANY, {**worker.seat.answers, request_kind: odd})
+        said = f"worker 'a' at {server.address} answered what cannot be used: {words}"
+        with pytest.raises(JoinError) as caught:
+            Session(plan_of({"a": server.address}))
+        assert str(caught.value).startswith(said)
+        for node in worker.nodes:
+            node.close()
+        server.close()
 
 
 class Refused(Exception):

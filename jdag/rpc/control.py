@@ -19,13 +19,13 @@ import ssl
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from threading import BoundedSemaphore, Timer
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from jdag.errors import JdagError, JoinError
-from jdag.rpc.requests import REQUESTS, Request
+from jdag.rpc.requests import REQUESTS, Answer, Request
 from jdag.rpc.settings import Address
 from jdag.rpc.streams import reason
 from jdag.rpc.tls import Tls
@@ -42,6 +42,7 @@ ASK_S = 10.0
 _SERVICE, CARRY = METHOD.strip("/").split("/")
 _PROBE_S = 2.0
 
+Kind = TypeVar("Kind", bound=Answer)
 Answers = Mapping[type[Request], Callable[[Any], Mapping[str, Any]]]
 
 _OPTIONS = (
@@ -201,8 +202,8 @@ def _reading(
     return read
 
 
-def _said(asked: type[Request], error: ValidationError) -> str:
-    """Say what is wrong with a request, and nothing of what is in it: secrets are."""
+def _said(asked: type[BaseModel], error: ValidationError) -> str:
+    """Say what is wrong with it, and nothing of what is in it: secrets are."""
     first = error.errors(include_url=False, include_input=False)[0]
     place = ".".join(str(part)[:64] for part in first["loc"][:4])
     return f"{asked.__name__}.{place}: {first['msg'][:200]}".replace(".:", ":")
@@ -254,16 +255,35 @@ class ControlClient:
         Raises:
             JoinError: it refused, or is not reached in time; see `reached`.
         """
-        call = self.channel.unary_unary(f"/{_SERVICE}/{type(request).__name__}")
-        body = request.model_dump_json().encode()
         try:
-            answer = json.loads(call(body, timeout=timeout_s))
-        except grpc.RpcError as error:
-            raise self._refusal(type(request).__name__, error, timeout_s) from None
-        except ValueError as error:
+            answer = json.loads(self._answer(request, timeout_s))
+        except (ValueError, RecursionError) as error:
             raise JoinError(f"{self} answered what is not JSON") from error
         if not isinstance(answer, dict):
             raise JoinError(f"{self} answered what is no table")
+        return answer
+
+    def learn(
+        self, request: Request, kind: type[Kind], *, timeout_s: float = ASK_S
+    ) -> Kind:
+        """Return the answer as one of its kind.
+
+        Raises:
+            JoinError: as `ask`; or the answer is not of that kind.
+        """
+        answer = self._answer(request, timeout_s)
+        try:
+            return kind.model_validate_json(answer)
+        except ValidationError as error:
+            said = f"{self} answered what cannot be used: {_said(kind, error)}"
+            raise JoinError(said) from None
+
+    def _answer(self, request: Request, timeout_s: float) -> bytes:
+        call = self.channel.unary_unary(f"/{_SERVICE}/{type(request).__name__}")
+        try:
+            answer: bytes = call(request.model_dump_json().encode(), timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise self._refusal(type(request).__name__, error, timeout_s) from None
         return answer
 
     def close(self) -> None:

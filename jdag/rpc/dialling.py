@@ -5,7 +5,7 @@ import threading
 from jdag.errors import JoinError
 from jdag.rpc.control import ControlClient
 from jdag.rpc.place import DialGate, Node
-from jdag.rpc.requests import Knock, Whereabouts
+from jdag.rpc.requests import Knock, Knocked, Whereabouts
 from jdag.rpc.settings import Address, address_of
 from jdag.rpc.streams import Stream
 from jdag.rpc.tls import Tls
@@ -100,8 +100,8 @@ class Routes:
         knock = Knock(
             secret=self._secret, worker=self._worker, incarnation=self._incarnation
         )
-        answer = client.ask(knock, timeout_s=self._timeout_s)
-        token = bytes.fromhex(answer["token"])
+        answer = client.learn(knock, Knocked, timeout_s=self._timeout_s)
+        token = bytes.fromhex(answer.token)
         return self._dial_gate(data, token, received, timeout_s=self._timeout_s)
 
     def connect(self, node: Node, peer: str) -> None:

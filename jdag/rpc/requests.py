@@ -11,7 +11,8 @@
 | Info | who has the cluster's token | say what it is and does |
 | Health | anybody who is let in | say that it lives, and its name |
 
-Every text, list and number has a bound.
+What is answered to those whose answers have something in them is checked too. Every
+text, list and number has a bound.
 """
 
 from typing import Annotated, Any
@@ -103,6 +104,26 @@ class Info(Request):
 
 class Health(Request):
     """Say that this process lives."""
+
+
+class Answer(BaseModel):
+    """An answer; nothing is converted, and what else is in it is not looked at."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+
+class Attached(Answer):
+    """To Attach: where the worker is dialled, and what it says of itself."""
+
+    data: Text
+    allow: Modules
+    handshake: Annotated[dict[str, Any], Field(max_length=64)]
+
+
+class Knocked(Answer):
+    """To Knock: the token, in hexadecimal."""
+
+    token: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$", repr=False)]
 
 
 REQUESTS: tuple[type[Request], ...] = (

@@ -26,7 +26,16 @@ from jdag.rpc.control import ControlClient, ControlServer
 from jdag.rpc.dialling import Routes
 from jdag.rpc.handshake import refuse_mismatch
 from jdag.rpc.place import DialGate, MakeNode, Node, Place
-from jdag.rpc.requests import Attach, Detach, Health, Mesh, Peer, Request, Whereabouts
+from jdag.rpc.requests import (
+    Attach,
+    Attached,
+    Detach,
+    Health,
+    Mesh,
+    Peer,
+    Request,
+    Whereabouts,
+)
 from jdag.rpc.settings import Address
 from jdag.rpc.tls import Tls
 
@@ -165,14 +174,15 @@ class Session:
             handshake=dict(plan.handshake),
         )
         control = self._controls[peer]
-        answer = self._routes.reach(peer, control).ask(asked, timeout_s=plan.deadline_s)
+        client = self._routes.reach(peer, control)
+        answer = client.learn(asked, Attached, timeout_s=plan.deadline_s)
         mine = f"main {plan.main!r}"
-        refuse_mismatch(plan.handshake, answer["handshake"], mine, f"worker {peer!r}")
+        refuse_mismatch(plan.handshake, answer.handshake, mine, f"worker {peer!r}")
         there = Whereabouts(
             incarnation=incarnation,
             control=str(control),
-            data=answer["data"],
-            allow=tuple(answer["allow"]),
+            data=answer.data,
+            allow=answer.allow,
         )
         with self._lock:
             self._there[peer] = there
