@@ -129,6 +129,29 @@ def test_a_new_process_at_another_address_may_be_told_to_join(three):
             session.close()
 
 
+def test_whatever_fails_in_keeping_the_rest_is_kept(three, monkeypatch, caplog):
+    monkeypatch.setattr(module, "POLL_S", 0.05)
+    tried = threading.Event()
+
+    def mesh(self: Session, peer: str, dial: Any) -> None:
+        tried.set()
+        raise ValueError(peer)
+
+    with Session(plan_of(controls(three), rejoin=True)) as session:
+        monkeypatch.setattr(Session, "_mesh", mesh)
+        address = three["b"].server.address
+        three["b"].die()
+        with seated("b", address):
+            assert tried.wait(LONG_S)
+            soon(lambda: "did not join: b" in session.away().get("b", ""))
+            session.lost("c", "its process has ended")
+            soon(lambda: session.away().get("c") == "its process has ended")
+            session.close()
+    assert "b has not joined again" in caplog.text
+    with pytest.raises(JoinError, match="worker 'b' cannot join: the session is close"):
+        session.join("b")
+
+
 def test_who_watches_a_process_says_that_it_is_lost(three):
     with Session(plan_of(controls(three))) as session:
         session.lost("c", "process 1 was killed by SIGKILL")

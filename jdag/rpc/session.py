@@ -232,7 +232,8 @@ class Session:
             address: where its control server listens, if not where the former's did.
 
         Raises:
-            JoinError: it is not reached, refuses, or is not lost.
+            JoinError: it is not reached, refuses, or is not lost; or the session is
+                closed.
         """
         joined: Future[None] = Future()
 
@@ -244,7 +245,10 @@ class Session:
             else:
                 joined.set_result(None)
 
-        self._todo.put(join)
+        with self._lock:
+            if self._closing:  # Nobody would do it any more.
+                raise JoinError(f"worker {worker!r} cannot join: the session is closed")
+            self._todo.put(join)
         joined.result()
 
     def _gone(self, peer: str, why: str) -> None:
@@ -267,7 +271,10 @@ class Session:
                 due_ns = time.monotonic_ns() + round(POLL_S * _SECOND_NS)
             if do is None:
                 return
-            do()
+            try:
+                do()
+            except Exception:  # Of one thing; the others are still to be done.
+                _log.exception("main %r: %s failed", self._plan.main, do.__qualname__)
 
     def _poll(self) -> None:
         for worker in self.away():
@@ -275,6 +282,8 @@ class Session:
                 self._rejoin(worker, None)
             except JdagError as error:
                 _log.debug("%s has not joined again: %s", worker, error)
+            except Exception:  # Of one; the others may join.
+                _log.exception("%s has not joined again", worker)
 
     def _rejoin(self, worker: str, address: Address | None) -> None:
         with self._lock:
@@ -293,7 +302,7 @@ class Session:
             self._tell(others, asked)
             self._routes.connect(self.node, worker)
             self._mesh(worker, others)
-        except JdagError as error:
+        except Exception as error:
             said = f"incarnation {incarnation} did not join: {error}"
             self.node.lost(worker, said)
             raise
