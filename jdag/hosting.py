@@ -1,6 +1,7 @@
 """The commands `jdag worker` and `jdag up`: worker processes started by hand.
 
-Both read a cluster's file (`jdag.rpc.settings`); `jdag.connect` joins what they start.
+Both read a cluster's file (`jdag.rpc.settings`), and make the secret beside it that is
+needed where nothing else keeps strangers out; `jdag.connect` joins what they start.
 """
 
 import os
@@ -47,7 +48,9 @@ def worker(file: File, *, name: Name, device: Device = None) -> None:
     Exit codes: 0 it was stopped, and had finished; 2 bad input, or it cannot start.
     """
     with said_in_one_line():
-        options = options_of(load(file), name, device)
+        settings = load(file)
+        settings.make_token()
+        options = options_of(settings, name, device)
     sys.stdout.flush()
     become(options)
 
@@ -65,6 +68,7 @@ def up(
 
     with said_in_one_line():
         settings = load(file)
+        settings.make_token()
         options = [
             options_of(settings, name, None)
             for name in chosen(settings, only or [], leaving or [])

@@ -13,11 +13,11 @@ import pytest
 from typer.testing import CliRunner
 
 from jdag import cli
-from jdag.errors import ScenarioError
+from jdag.errors import JoinError, ScenarioError
 from jdag.hosting import chosen, options_of
 from jdag.rpc.control import ControlClient
 from jdag.rpc.launch import is_here
-from jdag.rpc.requests import Health
+from jdag.rpc.requests import Drain, Health, Info
 from jdag.rpc.session import Session
 from jdag.rpc.settings import Settings, load
 from tests.rpc_cases import TOKEN, PlainNode, free_address, plan_of
@@ -134,6 +134,25 @@ def test_a_worker_started_by_hand_says_where_it_is_and_drains_at_sigterm(file: P
                     break
                 threading.Event().wait(0.01)
             assert "a" in session.away()
+
+
+def test_who_cannot_read_the_token_beside_the_file_can_take_no_worker(file: Path):
+    file.write_text(file.read_text().replace('token_file = "token"', ""))
+    with running("worker", file, "--name", "a") as command:
+        until(command, "worker a: at ")
+        settings = load(file)
+        client = ControlClient("worker 'a'", settings.worker("a").address)
+        for asked in (Info(token=""), Drain(token="")):
+            with pytest.raises(JoinError, match="it wants a token, and none came"):
+                client.ask(asked)
+        assert client.ask(Info(token=settings.token))["worker"] == "a"
+        client.close()
+        controls = {"a": settings.worker("a").address}
+        with pytest.raises(JoinError, match="it wants a token, and none came"):
+            Session(plan_of(controls, token=""))
+        with Session(plan_of(controls, token=settings.token)) as session:
+            assert isinstance(session.node, PlainNode)
+            assert session.node.ask("a", b"hi") == b"answer hi from a\n"
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,37 @@ def test_a_file_says_where_workers_are_and_what_they_allow(tmp_path: Path):
     assert settings.tls_files is None
 
 
-def test_without_a_file_for_it_there_is_no_token(tmp_path: Path):
-    assert load(written(tmp_path, WORKER)).token == ""
+def test_without_a_file_for_it_a_token_is_made_for_this_user_alone(tmp_path: Path):
+    path = written(tmp_path, WORKER)
+    assert load(path).token == ""
+    load(path).make_token()
+    token = load(path).token
+    assert len(token) >= 32
+    made = tmp_path / "cluster.toml.token"
+    assert made.stat().st_mode & 0o777 == 0o600
+    load(path).make_token()
+    assert load(path).token == token
+    assert sorted(tmp_path.iterdir()) == [path, made]
+    made.chmod(0o640)
+    with pytest.raises(ScenarioError, match=r"nobody else can read \(chmod 600\)"):
+        _ = load(path).token
+
+
+def test_with_another_way_to_trust_no_token_is_made(tmp_path: Path):
+    (tmp_path / "token").write_text("0123456789abcdef\n")
+    load(written(tmp_path, GOOD)).make_token()
+    tls = '[tls]\nca = "x"\ncertificate = "x"\nkey = "x"\n'
+    path = written(tmp_path, WORKER + tls)
+    load(path).make_token()
+    assert load(path).token == ""
+    assert not (tmp_path / "cluster.toml.token").exists()
+
+
+def test_where_no_token_can_be_made_it_is_said(tmp_path: Path):
+    settings = load(written(tmp_path, WORKER))
+    object.__setattr__(settings, "path", tmp_path / "gone" / "cluster.toml")
+    with pytest.raises(ScenarioError, match=r"token_file = None: .* cannot be made"):
+        settings.make_token()
 
 
 WRONG = (

@@ -15,13 +15,18 @@
     certificate = "ps0.pem"
     key = "ps0.key"
 
-Paths are relative to the file. What is wrong is said with file, key, value, and what is
-allowed.
+Without `token_file` and `[tls]` the secret is in `cluster.toml.token`, which who starts
+a worker makes, and which its user alone can read. Paths are relative to the file. What
+is wrong is said with file, key, value, and what is allowed.
 """
 
 import ipaddress
+import os
 import re
+import stat
+import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -31,6 +36,7 @@ from pydantic import Field, ValidationError
 from jdag.errors import JdagError, ScenarioError, unusable
 from jdag.expect import meant
 from jdag.rpc.tls import load as load_tls
+from jdag.rpc.tokens import fresh_secret
 from jdag.tables import COUNT, TEXT, Table, is_table, number, one_of, only, read, said
 from jdag.tables import wrong as said_with_its_file
 
@@ -185,22 +191,54 @@ class Settings(Table):
 
     @cached_property
     def token(self) -> str:
-        """The secret that all processes have; empty if the file names none.
+        """The secret that all processes have; empty if there is none.
 
         Raises:
             ScenarioError: the token's file cannot be read, or is no usable secret.
         """
-        if self.token_file is None:
-            return ""
+        name = self.token_file
+        if name is None:
+            name = self._own_token_file.name
+            if self.tls is not None or not self._own_token_file.exists():
+                return ""
         with said_with_its_file(self.path):
-            text = self._text("token_file", self.token_file).strip()
+            if self.token_file is None:
+                _refuse_shared(self._own_token_file)
+            text = self._text("token_file", name).strip()
             if not TOKEN_CHARACTERS_MIN <= len(text) <= TOKEN_CHARACTERS_MAX:
                 allowed = (
                     f"a file with {TOKEN_CHARACTERS_MIN} to {TOKEN_CHARACTERS_MAX} "
                     f"characters (openssl rand -hex 32 makes some); it has {len(text)}"
                 )
-                raise ScenarioError(unusable("token_file", self.token_file, allowed))
+                raise ScenarioError(unusable("token_file", name, allowed))
         return text
+
+    @property
+    def _own_token_file(self) -> Path:
+        return self.path.with_name(f"{self.path.name}.token")
+
+    def make_token(self) -> None:
+        """Make a secret beside the file, unless there is one, or trust has another way.
+
+        So that nobody else on this host takes a worker that listens on loopback.
+
+        Raises:
+            ScenarioError: it cannot be written there.
+        """
+        path = self._own_token_file
+        if self.tls is not None or self.token_file is not None or path.exists():
+            return
+        try:
+            # Whole or not there, since others may make it at this moment.
+            with tempfile.NamedTemporaryFile("w", dir=path.parent) as made:
+                made.write(f"{fresh_secret()}\n")
+                made.flush()
+                with suppress(FileExistsError):
+                    os.link(made.name, path)
+        except OSError as error:
+            allowed = f"the name of a file; {path} cannot be made: {error.strerror}"
+            said = unusable("token_file", None, allowed)
+            raise ScenarioError(f"{self.path}: {said}") from error
 
     @property
     def tls_files(self) -> tuple[Path, Path, Path] | None:
@@ -230,6 +268,17 @@ class Settings(Table):
             why = error.strerror if isinstance(error, OSError) else "this is no text"
             allowed = f"a file that can be read; {self.file(name)}: {why}"
             raise ScenarioError(unusable(key, name, allowed)) from error
+
+
+def _refuse_shared(path: Path) -> None:
+    """Refuse a secret that others could have read, or written."""
+    found = path.stat()
+    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        allowed = (
+            "a file of this user that nobody else can read (chmod 600); "
+            "token_file may name another one"
+        )
+        raise ScenarioError(unusable("token", str(path), allowed))
 
 
 def load(path: str | Path) -> Settings:
