@@ -322,10 +322,12 @@ def _joined(
     stack: ExitStack, plan: Plan, maker: _Maker, started: Launch | None
 ) -> Cluster:
     """Have a session begin; what is on the stack is undone when it ends, or fails."""
+    undo: list[Callable[[], None]] = []
+    stack.callback(lambda: [each() for each in undo])  # After all else has ended.
     session = stack.enter_context(Session(plan))
     assert maker.made is not None, plan.main
     home, node = maker.made
-    stack.callback(node.guard_signals())
+    undo.append(node.guard_signals())
     if started is not None:
         started.on_death(session.lost)
     home.driver = Running(node, session, started, stack.pop_all())

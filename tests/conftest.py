@@ -5,6 +5,7 @@ import pytest
 from hypothesis import settings
 
 from jdag.drivers import simulate
+from tests.peer_cases import either, make, sides, tls  # noqa: F401
 
 jax.config.update("jax_enable_x64", True)
 

@@ -195,3 +195,63 @@ def test_who_waits_in_a_loop_that_is_closed_goes_on() -> None:
     loop.close()
     loop.release()
     assert ended.wait(PATIENCE_S)
+
+
+def test_a_signal_at_the_very_edges_of_having_the_baton_does_not_keep_it() -> None:
+    with loop_of() as loop:
+        undo = loop.guard_signals()
+
+        class Edgy:
+            """A lock at whose edges a signal comes."""
+
+            def __init__(self) -> None:
+                self.lock = threading.Lock()
+                self.locked = self.lock.locked
+
+            def acquire(self, *args: Any, **options: Any) -> bool:
+                got = self.lock.acquire(*args, **options)
+                os.kill(os.getpid(), signal.SIGINT)
+                return got
+
+            def release(self) -> None:
+                os.kill(os.getpid(), signal.SIGINT)
+                self.lock.release()
+
+        edgy = Edgy()
+        loop._lock = edgy  # type: ignore[assignment]
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                loop.acquire()
+                loop.release()
+            assert not edgy.lock.locked()
+        finally:
+            loop._lock = threading.Lock()
+            undo()
+
+
+def test_the_background_looks_at_files_while_others_only_tell_things() -> None:
+    ours, theirs = os.pipe()
+    came = threading.Event()
+
+    def read(mask: int) -> None:
+        os.read(ours, 10)
+        came.set()
+
+    with loop_of() as loop:
+        loop.acquire()
+        loop.register(ours, read)
+        loop.release()
+        with in_background(loop):
+            os.write(theirs, b"x")
+            for _ in range(1_000_000):
+                loop.acquire()
+                loop.dirty()
+                loop.release()
+                if came.is_set():
+                    break
+        assert came.is_set()
+        loop.acquire()
+        loop.unregister(ours)
+        loop.release()
+    os.close(ours)
+    os.close(theirs)

@@ -198,3 +198,60 @@ def test_an_effect_that_cannot_be_carried_out_keeps_no_other_from_it() -> None:
             del node._carry_out
             node._loop.release()
         assert carried == ["one", "cannot", "another"]
+
+
+def says_exit(cotangent: Any) -> None:
+    raise SystemExit("the hook has had enough")
+
+
+def test_a_hook_that_exits_fails_the_pass_and_hangs_nobody() -> None:
+    with cluster() as c:
+        w = c.put("b", W)
+        for _ in range(2):
+            with pytest.raises(RemoteError, match="had enough"), c.context() as ctx:
+                ctx.on_cotangent(w, says_exit)
+                ctx.backward(ctx.call("b", total, w), timeout_s=60)
+        with c.context() as ctx:
+            ctx.backward(ctx.call("b", total, w))
+
+
+@jdag.program
+def many(ctx: Any, w: Any, count: int) -> Any:
+    for _ in range(count):
+        w = ctx.call(ctx.here, jnp.sin, w)
+    return w
+
+
+def test_the_graph_of_a_large_fragment_can_be_asked_for() -> None:
+    with cluster(("a", "b")) as c:
+        w = c.put("b", W)
+        with c.context() as ctx:
+            ctx.call("b", many, w, 1_500)
+            assert ctx.graph().counts()["b"]["nodes"] == 1_500
+
+
+@jdag.program
+def size(ctx: Any, array: Any) -> int:
+    return int(array.size)
+
+
+def test_large_arrays_may_be_arguments_of_programs_and_larger_ones_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with cluster(("a", "b")) as c, c.context() as ctx:
+        assert ctx.call("b", size, np.zeros(10_000_000)) == 10_000_000
+        monkeypatch.setattr("jdag.rpc.exports.DATA_BYTES_MAX", 1_000)
+        with pytest.raises(JdagError, match=r"size is given .* bytes of data; allowed"):
+            ctx.call("b", size, np.zeros(1_000))
+
+
+def test_who_puts_more_than_may_wait_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    most = 16 << 20
+    monkeypatch.setattr("jdag.rpc.company.BULK_BYTES_MAX", most)
+    with cluster(("a", "b")) as c:
+        for number in range(12):
+            c.put("b", np.full(1 << 20, float(number)))
+            waiting = c.driver.company.peers["b"].outbox.bulk_bytes
+            assert waiting <= most, number
+        c.driver.settle()
+        assert c.info()["b"]["values_held"] == 12

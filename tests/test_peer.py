@@ -2,238 +2,33 @@
 
 import random
 import socket
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from jdag.compute.buffers import Buffers
 from jdag.engine.vocabulary import (
     Acknowledge,
-    ContextId,
-    Message,
-    Primal,
     Read,
     Reading,
     landing,
 )
 from jdag.rpc import outbox
 from jdag.rpc.inbox import Inbox
-from jdag.rpc.loop import Loop, clock_ns
-from jdag.rpc.peer import Peer
+from jdag.rpc.loop import clock_ns
 from jdag.rpc.streams import SocketStream
-from jdag.rpc.tls import Tls, TlsStream, load
-from jdag.wire.messages import Codec
-from tests.certificates import Issuer
-
-PATIENCE_NS = 20_000_000_000
-ONE, TWO = ContextId(0, 1, 0), ContextId(0, 2, 0)
-
-
-class Side:
-    """One end, and what its owner was told."""
-
-    def __init__(self, loop: Loop, name: str, other: str, deadline_s: float) -> None:
-        self.loop = loop
-        self.messages: list[tuple[Message, list[Any]]] = []
-        self.asides: list[Any] = []
-        self.functions: list[tuple[bytes, bytes]] = []
-        self.breaks: list[str] = []
-        self.ends: list[str] = []
-        self.socket: socket.socket | None = None
-        self.peer = Peer(
-            other,
-            0,
-            loop=loop,
-            codec=Codec(("a", "b")),
-            owner=self,
-            buffers=Buffers(),
-            deadline_ns=round(deadline_s * 1e9),
-            value_bytes_max=1 << 30,
-        )
-        self.name = name
-
-    def arrived(self, peer: Peer, message: Message, values: Sequence[Any]) -> None:
-        assert peer is self.peer
-        assert len(values) == len(landing(message))
-        self.messages.append((message, list(values)))
-
-    def defined(self, peer: Peer, digest: bytes, data: bytes) -> None:
-        self.functions.append((digest, data))
-
-    def told(self, peer: Peer, what: dict[str, Any]) -> None:
-        self.asides.append(what)
-
-    def speaks(self, peer: Peer) -> None:
-        assert peer.flushing
-
-    def broken(self, peer: Peer, why: str) -> None:
-        self.breaks.append(why)
-
-    def silent(self, peer: Peer, why: str) -> None:
-        self.ends.append(why)
-        peer.lose()
-
-
-class Sides:
-    """Both ends, on one loop."""
-
-    def __init__(
-        self,
-        deadline_s: float = 60.0,
-        tls: Tls | None = None,
-        stream: Callable[[SocketStream], Any] = lambda plain: plain,
-    ) -> None:
-        self.tls = tls
-        self.stream = stream
-        self.loop = Loop(self.flush)
-        self.a = Side(self.loop, "a", "b", deadline_s)
-        self.b = Side(self.loop, "b", "a", deadline_s)
-
-    def flush(self) -> None:
-        self.a.peer.flush()
-        self.b.peer.flush()
-
-    def connect(self) -> None:
-        for side in (self.a, self.b):
-            side.peer.drop_stream()
-        received = self.a.peer.link.received, self.b.peer.link.received
-        ends = socket.socketpair()
-        plain = [SocketStream(end, "the other end") for end in ends]
-        streams = [self.stream(end) for end in plain]
-        if self.tls is not None:
-            streams = secured(self.tls, *plain)
-        for side, end, stream, got in zip(
-            (self.a, self.b), ends, streams, reversed(received), strict=True
-        ):
-            side.socket = end
-            side.peer.adopt(stream, got)
-
-    def run(self, done: Any) -> None:
-        """Drive until `done()`, for so long at most."""
-        due_ns = clock_ns() + PATIENCE_NS
-        self.loop.drive(lambda: done() or clock_ns() > due_ns)
-        assert done(), (self.a.ends, self.b.ends, len(self.b.messages))
-
-    def turn(self) -> None:
-        """Let whatever is ready happen."""
-        left = [True]
-        self.loop.post(left.clear)
-        self.loop.drive(lambda: not left)
-
-    def close(self) -> None:
-        self.loop.acquire()
-        self.a.peer.lose()
-        self.b.peer.lose()
-        self.loop.close()
-        self.loop.release()
-
-
-def secured(tls: Tls, near: SocketStream, far: SocketStream) -> list[TlsStream]:
-    """Put TLS on both ends of a connection, after they have shaken hands."""
-    ends = [tls.dial(near, "a"), tls.serve(far)]
-    for end in ends * 3:
-        with suppress(BlockingIOError):
-            end.shake_hands()
-    return ends
-
-
-class Hoarder:
-    """A stream that keeps bytes to itself both ways, as one through TLS may."""
-
-    local = False
-
-    def __init__(self, plain: SocketStream) -> None:
-        self.plain = plain
-        self.peer = plain.peer
-        self.fileno, self.close = plain.fileno, plain.close
-        self.came = bytearray()
-        self.taken = b""
-
-    def recv_into(self, view: memoryview) -> int:
-        room = memoryview(bytearray(1 << 16))
-        with suppress(BlockingIOError):
-            while True:
-                self.came += room[: self.plain.recv_into(room)]
-        if not self.came:
-            raise BlockingIOError
-        count = min(len(view), len(self.came), 9)
-        view[:count] = self.came[:count]
-        del self.came[:count]
-        return count
-
-    def pending(self) -> bool:
-        return bool(self.came)
-
-    def send(self, views: Sequence[memoryview]) -> int:
-        self.flush()
-        self.taken = b"".join(views)
-        return len(self.taken)
-
-    def wants_write(self) -> bool:
-        return bool(self.taken)
-
-    def flush(self) -> None:
-        if self.taken:
-            front = memoryview(self.taken)[:1000]
-            self.taken = self.taken[self.plain.send([front]) :]
-        if self.taken:
-            raise BlockingIOError
-
-    send_segment = take_segment = None
-
-
-@pytest.fixture
-def make() -> Iterator[Callable[..., Sides]]:
-    made: list[Sides] = []
-
-    def make_one(**options: Any) -> Sides:
-        made.append(Sides(**options))
-        return made[-1]
-
-    yield make_one
-    for one in made:
-        one.close()
-
-
-@pytest.fixture
-def sides(make: Callable[..., Sides]) -> Sides:
-    made = make()
-    made.connect()
-    return made
-
-
-@pytest.fixture(scope="module")
-def tls(tmp_path_factory: pytest.TempPathFactory) -> Tls:
-    return load(*Issuer(tmp_path_factory.mktemp("certificates"), "ca").issue("a"))
-
-
-@pytest.fixture(params=["plain", "tls"])
-def either(request: Any, make: Callable[..., Sides], tls: Tls) -> Sides:
-    """Ends that are connected, plainly and through TLS."""
-    made = make(tls=tls if request.param == "tls" else None)
-    made.connect()
-    return made
-
-
-def primal(number: int, context: ContextId = ONE, slots: int = 1) -> Primal:
-    return Primal(context, (number,), "a", (None,) * slots)
-
-
-def random_values(rng: random.Random, slots: int) -> list[Any]:
-    sizes = [rng.choice((0, 1, 7, 1_000, 60_000, 200_000)) for _ in range(slots)]
-    seeds = np.random.default_rng(rng.getrandbits(32))
-    return [jnp.asarray(seeds.standard_normal(size, np.float32)) for size in sizes]
-
-
-def assert_same(came: Sequence[Any], sent: Sequence[Any]) -> None:
-    assert len(came) == len(sent)
-    for one, other in zip(came, sent, strict=True):
-        assert one.dtype == other.dtype and one.shape == other.shape
-        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+from jdag.wire.frames import FrameKind
+from tests.peer_cases import (
+    ONE,
+    TWO,
+    Hoarder,
+    Sides,
+    assert_same,
+    primal,
+    random_values,
+)
 
 
 def test_messages_with_values_of_all_sizes_arrive_in_order_with_their_bits(
@@ -388,6 +183,7 @@ def test_a_peer_that_is_asked_gives_a_sign_of_life_and_one_that_does_not_is_lost
     assert sides.b.socket is not None
     sides.loop.unregister(sides.b.socket.fileno())  # As one that is stopped.
     sides.loop.register(sides.b.socket.fileno(), lambda mask: None)
+    sides.b.peer._alive_timer.cancel()
     sides.run(lambda: bool(sides.a.ends))
     assert sides.a.ends == ["it gave no sign of life for 0.4 s"]
 
@@ -419,78 +215,33 @@ def test_a_read_does_not_overtake_what_it_may_read(sides: Sides) -> None:
     ]
 
 
-def lent(side: Side) -> int:
-    """How many arrays have come in shared memory, and live."""
-    return len(side.peer.inbox._borrowed._out)
-
-
-def test_large_arrays_come_in_shared_memory_once_there_is_some_and_it_is_used_again(
-    sides: Sides,
-) -> None:
-    shared = 0
-    for number in range(1, 12):
-        value = jnp.arange(1_500_000.0) * number
-        sides.a.peer.send(primal(number), [value])
-        sides.run(lambda number=number: len(sides.b.messages) == number)
-        shared += lent(sides.b)
-        assert_same(sides.b.messages[-1][1], [value])
-        sides.b.messages[-1] = (primal(number), [])  # The array goes.
-        for _ in range(20):
-            sides.turn()
-    assert shared >= 4
-    assert sides.a.peer._segments._counter <= 2
-
-
-def test_shared_memory_survives_a_connection_that_breaks(sides: Sides) -> None:
-    kept = []
-    for number in range(1, 12):
-        value = jnp.arange(1_500_000.0) * number
-        sides.a.peer.send(primal(number), [value])
-        if number % 3 == 0:
-            sides.turn()
-            sides.connect()
-        sides.run(lambda number=number: len(sides.b.messages) == number)
-        kept.append((value, sides.b.messages[-1][1]))
-    for value, came in kept:
-        assert_same(came, [value])
-
-
-def test_a_small_message_overtakes_one_that_is_copied_to_shared_memory(
-    sides: Sides,
-) -> None:
-    large = jnp.arange(16_000_000.0)
-    for number in range(1, 5):  # Until there is a segment of this size.
-        sides.a.peer.send(primal(number), [large])
-        sides.run(lambda number=number: len(sides.b.messages) == number)
-        sides.b.messages[-1] = (primal(number), [])
-        for _ in range(20):
-            sides.turn()
-    sides.a.peer.send(primal(5), [large])
-    sides.turn()
-    sides.a.peer.send(primal(6, TWO), [jnp.ones(3)])
-    sides.run(lambda: len(sides.b.messages) == 6)
-    assert lent(sides.b) == 1
-    assert [message for message, _ in sides.b.messages[4:]] == [
-        primal(6, TWO),
-        primal(5),
-    ]
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        (b"l", (1, 7, 8_000_000)),
-        (b"l", (9, 1, 8)),
-        (b"x", (1,)),
-        (b"f", (1, 2)),
-        (b"", ()),
-    ],
-)
-def test_nonsense_about_shared_memory_loses_the_peer(
-    said: tuple[bytes, tuple[int, ...]], sides: Sides
-) -> None:
-    what, numbers = said
-    sides.a.peer.outbox.about_segment(what, *numbers)
+def test_what_a_peer_says_that_cannot_be_read_loses_it_alone(sides: Sides) -> None:
+    nested = b"[" * 200_000
+    sides.a.peer.outbox._urgent.append(
+        outbox.Parcel(FrameKind.ASIDE, (nested,), len(nested))
+    )
     sides.a.peer.send(primal(1), [jnp.ones(3)])
     sides.run(lambda: bool(sides.b.ends))
     assert "broke the protocol" in sides.b.ends[0]
+
+
+def test_a_value_for_which_there_is_no_memory_loses_the_peer_alone(
+    sides: Sides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(self: Any, nbytes: int) -> Any:
+        raise MemoryError(nbytes)
+
+    monkeypatch.setattr(Buffers, "aligned", none_left)
+    sides.a.peer.send(primal(1), [jnp.arange(1_000_000.0)])
+    sides.run(lambda: bool(sides.b.ends))
+    assert "MemoryError" in sides.b.ends[0]
+
+
+def test_more_frames_than_may_be_unacknowledged_all_arrive(
+    sides: Sides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outbox, "FRAMES_MAX", 8)
+    monkeypatch.setattr(Sides, "flush", Sides.flush_speaking)
+    for number in range(1, 60):
+        sides.a.peer.send(primal(number, slots=0), [])
+    sides.run(lambda: len(sides.b.messages) == 59)

@@ -7,7 +7,7 @@ import pytest
 
 from jdag.rpc import inbox, loop, outbox, peer
 from jdag.rpc.loop import clock_ns
-from tests.test_peer import Sides
+from tests.peer_cases import Sides
 
 
 @pytest.fixture

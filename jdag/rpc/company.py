@@ -30,7 +30,7 @@ from jdag.engine.vocabulary import (
     incarnation_of,
     named,
 )
-from jdag.errors import JdagError, JoinError, ProtocolError
+from jdag.errors import JdagError, JoinError, ProtocolError, WorkerLost
 from jdag.rpc.loop import Loop, clock_ns
 from jdag.rpc.peer import Peer
 from jdag.rpc.place import Place
@@ -39,9 +39,12 @@ from jdag.rpc.trust import check
 from jdag.wire.messages import Codec
 
 REDIAL_S = 0.1
+SHORT_LIVED_NS = 1_000_000_000
 REFUSALS_MAX = 3  # In a row: then a peer will not be there again.
 LEFT = "it has left"  # What who goes in order says.
 WHY_MAX = 4096
+WAITING_BYTES_MAX = 8 * 1024 * 1024
+BULK_BYTES_MAX = 256 * 1024 * 1024  # Of large values; one that is larger goes alone.
 
 _log = logging.getLogger(__name__)
 
@@ -109,10 +112,14 @@ class Company:
         return [peer for peer in tuple(self.peers.values()) if not peer.lost]
 
     @property
-    def waiting(self) -> int:
-        """How many bytes, roughly, wait to leave; bulk is not counted."""
+    def congested(self) -> bool:
+        """Whether so much waits to leave that who adds to it is to wait."""
         # At once: a program asks without the baton, and peers may join meanwhile.
-        return sum([peer.outbox.waiting for peer in tuple(self.peers.values())])
+        outboxes = [peer.outbox for peer in tuple(self.peers.values())]
+        return (
+            sum([outbox.waiting for outbox in outboxes]) > WAITING_BYTES_MAX
+            or sum([outbox.bulk_bytes for outbox in outboxes]) > BULK_BYTES_MAX
+        )
 
     def flush(self) -> None:
         """Let everything leave that can."""
@@ -272,6 +279,8 @@ class Company:
     def _redial(self, peer: Peer) -> None:
         """Dial until there is a stream again, or the peer is given up."""
         refusals = 0
+        if clock_ns() - peer.adopted_ns < SHORT_LIVED_NS:  # Perhaps it is not wanted.
+            self.stopping.wait(REDIAL_S)
         while not (self.stopping.is_set() or peer.lost or peer.stream is not None):
             try:
                 got = self._place.dial(peer.name, self.received(peer.name))
@@ -315,9 +324,17 @@ class Company:
     # ------------------------------------------------------------------ asking aside
 
     def ask_all(
-        self, what: dict[str, Any], within_s: float | None = None
+        self,
+        what: dict[str, Any],
+        within_s: float | None = None,
+        *,
+        or_raise: bool = False,
     ) -> dict[str, Any]:
-        """Ask the nodes of all peers; return what those answered that live, in time."""
+        """Ask the nodes of all peers; return what those answered that live, in time.
+
+        Raises:
+            WorkerLost: with `or_raise`, where one is lost before it has answered.
+        """
         loop = self._loop
         due_ns = None if within_s is None else clock_ns() + round(within_s * 1e9)
         asked: dict[int, Peer] = {}
@@ -346,6 +363,10 @@ class Company:
 
         loop.drive(done)
         answers = {peer.name: self._answers.pop(n) for n, peer in asked.items()}
+        for peer in asked.values() if or_raise else ():
+            if answers[peer.name] is None and peer.lost:
+                why = self.gone.get(peer.worker, "")
+                raise WorkerLost(f"worker {peer.name!r} was lost when asked: {why}")
         return {name: answer for name, answer in answers.items() if answer is not None}
 
 

@@ -36,9 +36,12 @@ from jdag.errors import JdagError
 from jdag.functions import key_of, name_of
 from jdag.rpc.allowed import Allowed
 from jdag.rpc.live import live, structure
+from jdag.wire.frames import LENGTHS_MAX, FrameKind
 from jdag.wire.messages import FunctionData
 from jdag.wire.specs import Body, Places, placed_spec, portable, read_spec, spec_of
+from jdag.wire.trees import TREE
 
+DATA_BYTES_MAX = LENGTHS_MAX[FrameKind.MESSAGE] - (1 << 20)  # The rest of a message.
 NAMED_MAX_BYTES = 1 << 16  # Longer specs would travel with each call.
 
 Definitions = tuple[Definition, ...]
@@ -100,6 +103,7 @@ class Exports:
             case Launched() if event.worker != here:
                 self._check(event.function, event.worker, allowed_on(event.worker))
                 _check_methods(event.arguments, event.worker)
+                check_size(event.function, "is given", event.arguments)
             case Attached() if event.worker != here:
                 self._check(event.hook.function, event.worker, allowed_on(event.worker))
             case _:
@@ -202,6 +206,16 @@ def _check_methods(arguments: Any, worker: Worker) -> None:
                 "of this process; hand over a function, or a functools.partial of one "
                 "with data that can travel"
             )
+
+
+def check_size(program: Any, what: str, data: Any) -> None:
+    """Raise JdagError where a program is given, or returns, more than travels."""
+    nbytes = 0 if data is None else TREE.size(data)
+    if nbytes > DATA_BYTES_MAX:
+        raise JdagError(
+            f"{name_of(program)} {what} {nbytes} bytes of data; allowed are "
+            f"{DATA_BYTES_MAX}: larger arrays go by ref (cluster.put, ctx.call)"
+        )
 
 
 def _owner(part: Assignment) -> Worker:

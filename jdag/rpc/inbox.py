@@ -126,19 +126,23 @@ class Inbox:
         """Hear nothing any more."""
         self.interrupt()
         self._open = False
+        self._buffer = memoryview(b"")
         self._incoming.clear()
         self._borrowed.close()
         self._order = Order()
         self._buffer = memoryview(b"")
 
-    def read(self, stream: Stream) -> None:
+    def read(self, stream: Stream) -> bool:
         """Read what is there, but not so much that others would have to wait long.
+
+        Returns whether there was anything.
 
         Raises:
             ConnectionError: the stream ended.
             ProtocolError: what came is no frame, or no message.
         """
         self._stream = stream
+        heard = False
         for _ in range(READS_MAX):
             try:
                 if self._direct is not None:
@@ -152,9 +156,11 @@ class Inbox:
                     self._end += got
                     self._parse()
             except BlockingIOError:
-                return
+                break
+            heard = True
             if not self._open or (got < wanted and not stream.pending()):
-                return
+                break
+        return heard
 
     def _parse(self) -> None:
         """Take the frames that are whole; read the rest of a large one in place."""

@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 SHORT_NS = 400_000
 DELAY_NS = 50_000
-KNOWN_MAX = 8_192
+KNOWN_MAX = 1_024  # Each keeps its executables alive.
 _RUNS = 2  # So often a computation runs beside the loop until its time is believed.
 
 Done = Callable[[Job, Failure | None], None]
@@ -76,7 +76,7 @@ class Jobs:
 
     def __init__(self, worker: str, machine: Machine, loop: Loop, done: Done) -> None:
         self.busy_ns = 0
-        self.computing = 0  # The thread that runs a user's function now, 0 for none.
+        self._computing: dict[int, None] = {}  # Threads that run a user's function.
         self._worker = worker
         self._machine = machine
         self._loop = loop
@@ -94,6 +94,11 @@ class Jobs:
     def idle(self) -> bool:
         """Whether nothing is to be computed, or being computed."""
         return not (self._short or self._under_way)
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether this thread is in the middle of a user's function."""
+        return threading.get_ident() in self._computing
 
     @property
     def due(self) -> bool:
@@ -145,15 +150,17 @@ class Jobs:
     def _computed(self, job: Job, kind: Any, work: Work) -> tuple[Any, Any]:
         """Compute, and wait until what was made is ready."""
         began_ns = time.perf_counter_ns()
-        self.computing = threading.get_ident()
+        self._computing[threading.get_ident()] = None
         made = error = None
         try:
             made = work.compute()
             _await(made)
-        except Exception as raised:  # Whatever a user's function raises is a result.
+        except BaseException as raised:
+            # Whatever a user's function raises is a result, be it SystemExit: who waits
+            # for this job would wait for ever.
             error = raised
         finally:
-            self.computing = 0
+            del self._computing[threading.get_ident()]
         took_ns = time.perf_counter_ns() - began_ns
         self.busy_ns += took_ns
         if kind is not None:

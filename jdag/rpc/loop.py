@@ -227,14 +227,14 @@ class Loop:
         while not self.closed and not self._stopped.is_set():
             seen = self._turns
             self._stopped.wait(GRACE_S)
-            if self._turns != seen and not self._dirty:
-                continue
             if self._wanted or not self._lock.acquire(blocking=False):
                 continue
             self._holder = threading.get_ident()
             try:
-                if self._turns != seen:
-                    self._end_turn()
+                if self.closed:
+                    return
+                if self._turns != seen:  # Others tell things, and do not wait.
+                    self._turn(spin=False, block=False)
                     continue
                 while not (self._wanted or self._signal or self._stopped.is_set()):
                     self._turn(spin=spin)
@@ -261,10 +261,10 @@ class Loop:
 
     # ------------------------------------------------------------------ one turn
 
-    def _turn(self, *, spin: bool) -> None:
+    def _turn(self, *, spin: bool, block: bool = True) -> None:
         if self._dirty:  # Told by a program that did not wait then.
             self._end_turn()
-        events = self._poll(spin)
+        events = self._poll(spin) if block else self._epoll.poll(0)
         handlers = self._handlers
         for fd, mask in events:
             handler = handlers.get(fd)

@@ -54,6 +54,7 @@ from jdag.errors import JdagError, ProtocolError
 from jdag.functions import name_of
 from jdag.rpc.allowed import Allowed
 from jdag.rpc.company import LEFT, Company
+from jdag.rpc.exports import check_size
 from jdag.rpc.functions import Functions
 from jdag.rpc.jobs import Jobs
 from jdag.rpc.live import live
@@ -71,7 +72,6 @@ DRAIN_LOOK_S = 0.05
 DRAIN_S = 30.0
 LAST_INFO_S = 1.0  # Who closes does not wait long for what others have counted.
 VALUE_BYTES_MAX = 1 << 36
-CONGESTED_BYTES = 8 * 1024 * 1024  # A program waits while so much waits to leave.
 FLUSH_NS = 50_000  # What a program tells in a row leaves together, so often.
 ROUNDS_MAX = 64
 DRAWINGS = Allowed(("jdag.engine.drawing", "jdag.engine.names"))
@@ -154,7 +154,7 @@ class Node:
         return port
 
     def _refuse_thread(self) -> None:
-        if self._jobs.computing == threading.get_ident():
+        if self._jobs.is_computing:
             raise JdagError(
                 "what a worker computes, such as a hook, cannot use the cluster or "
                 "fetch from it; only programs can"
@@ -181,7 +181,7 @@ class Node:
 
     def _info(self, within_s: float | None) -> Mapping[str, Mapping[str, Any]]:
         found = self.company.ask_all({"what": "info"}, within_s)
-        found[self.name] = self._own_info()
+        found[self.name] = self._apart(self._own_info)
         nothing = dict.fromkeys(found[self.name], 0)
         living = [peer.name for peer in self.company.living]
         return {
@@ -191,10 +191,9 @@ class Node:
 
     def graph(self, context: ContextId) -> dict[str, Drawing]:
         """The graph of a context as it is now: what each worker has of it."""
-        drawn: dict[str, Any] = {self.name: self._engine.graph(context)}
-        for worker, data in self.company.ask_all(
-            {"what": "graph", "of": context}
-        ).items():
+        answers = self.company.ask_all({"what": "graph", "of": context}, or_raise=True)
+        drawn: dict[str, Any] = {self.name: self._apart(self._engine.graph, context)}
+        for worker, data in answers.items():
             tree = self._codec.decode_data(bytes.fromhex(data))
             drawn[worker] = live(tree, DRAWINGS)
         return {w: drawn[w] for w in self.workers if drawn.get(w) is not None}
@@ -204,12 +203,11 @@ class Node:
         before: object = None
         while True:
             found = self.company.ask_all({"what": "quiet"})
-            found[self.name] = self._quiet()
-            now = sorted(found.items())
-            sent = sum(each["sent"] for each in found.values())
-            got = sum(each["got"] for each in found.values())
-            idle = all(each["idle"] for each in found.values())
-            if idle and (sent == got or self.company.gone) and now == before:
+            found[self.name] = self._apart(self._quiet)
+            now, each = sorted(found.items()), found.values()
+            under_way = sum(one["sent"] - one["got"] for one in each)
+            idle = all(one["idle"] for one in each)
+            if idle and now == before and (self.company.gone or not under_way):
                 return
             before = now
 
@@ -232,8 +230,8 @@ class Node:
                 loop.dirty()
         finally:
             loop.release()
-        if self.company.waiting > CONGESTED_BYTES:
-            loop.drive(lambda: self._closed or self.company.waiting <= CONGESTED_BYTES)
+        if self.company.congested:
+            loop.drive(lambda: self._closed or not self.company.congested)
 
     def _allowed_on(self, worker: Worker) -> tuple[str, ...]:
         """The modules that a worker was told to allow."""
@@ -279,14 +277,13 @@ class Node:
 
     def _check_open(self) -> None:
         if self._broken is not None:
-            raise JdagError(
-                f"worker {self.worker!r} broke down: {self._broken!r}"
-            ) from self._broken
+            said = f"worker {self.worker!r} broke down: {self._broken!r}"
+            raise JdagError(said) from self._broken
         if self._closed:
             if self._programs.current not in (None, self.port):
                 raise Over
             raise JdagError("this cluster is closed; make another one")
-        if self._jobs.computing == threading.get_ident():
+        if self._jobs.is_computing:
             self._refuse_thread()
 
     # ------------------------------------------------------------------ what it asks
@@ -359,6 +356,7 @@ class Node:
         """What a program's thread runs."""
         try:
             returned = self._run_program(port, spawn)
+            check_size(spawn.function, "returned", returned.result)
         except Over:
             raise
         except BaseException as error:  # A KeyboardInterrupt of its own, say.
@@ -378,7 +376,7 @@ class Node:
             if not self._jobs.due:
                 return
             self._jobs.run()
-        self._loop.soon(_nothing)
+        self._loop.soon(self._loop.dirty)  # It is not to block.
 
     # ------------------------------------------------------------------ what peers say
 
@@ -426,6 +424,14 @@ class Node:
             case _:
                 raise ProtocolError(f"nobody asks {asked!r}")
 
+    def _apart(self, look: Callable[..., Any], *args: Any) -> Any:
+        """Return what a look gives that nobody else changes meanwhile."""
+        self._loop.acquire()
+        try:
+            return look(*args)
+        finally:
+            self._loop.release()
+
     def _quiet(self) -> dict[str, Any]:
         return quiet(self._jobs, self.company)
 
@@ -436,9 +442,8 @@ class Node:
 
     def begin(self) -> None:
         """Have a background thread drive whenever no program does."""
-        name = f"loop of {self.worker}"
-        run = partial(self.run, spin=False)
-        self._background = threading.Thread(target=run, name=name, daemon=True)
+        run, name = partial(self.run, spin=False), f"loop of {self.worker}"
+        self._background = threading.Thread(None, run, name, daemon=True)
         self._background.start()
 
     def run(self, *, spin: bool = True) -> None:
@@ -458,7 +463,7 @@ class Node:
         """Finish what is under way, say goodbye, and let `run` return; any thread."""
         due_ns = clock_ns() + round(DRAIN_S * 1e9)
         while not self._closed and clock_ns() < due_ns:
-            if self._quiet()["idle"] and not self._programs.alive:
+            if self._apart(self._quiet)["idle"] and not self._programs.alive:
                 break
             self.company.stopping.wait(DRAIN_LOOK_S)
         self.close("it was told to stop")
@@ -490,10 +495,5 @@ class Node:
         finally:
             self._loop.release()
         background = self._background
-        if background not in (None, threading.current_thread()):
-            assert background is not None
+        if background is not None and background is not threading.current_thread():
             background.join(timeout=5)
-
-
-def _nothing() -> None:
-    """It is enough that the loop does not block."""

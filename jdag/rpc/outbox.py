@@ -101,6 +101,7 @@ class Outbox:
         self.copying = False  # Whether there is more to copy, in another turn.
         self.payload_bytes = self.bytes_sent = self.frames_sent = 0
         self.messages_sent = self.resends = 0
+        self.bulk_bytes = 0  # Of values that have not all left.
         self.unsaid_bytes = 0  # Of chunks that came, since an acknowledgement left.
         self._link = link
         self._codec = codec
@@ -143,6 +144,7 @@ class Outbox:
             if is_bulk(nbytes, inline_bytes):
                 self._bulk_number += 1
                 self._bulk.append(Outgoing(self._bulk_number, pieces))
+                self.bulk_bytes += kind.nbytes
             else:
                 views += [piece for piece in pieces if piece]
                 inline_bytes += nbytes
@@ -184,12 +186,12 @@ class Outbox:
             self._out_bytes += len(data)
 
     def acknowledged(self) -> bool:
-        """The link was told more; whether there is room for more bulk now."""
+        """The link was told more; whether there may be room for more now."""
         chunks, acknowledged = self._chunks, self._link.acknowledged
         before = len(chunks)
         while chunks and chunks[0][0] <= acknowledged:
             self._chunk_bytes -= chunks.popleft()[1]
-        return len(chunks) < before
+        return bool(self._urgent) or len(chunks) < before
 
     def unsend(self) -> None:
         """The stream is gone, and what was queued for it."""
@@ -209,6 +211,7 @@ class Outbox:
         self.unsend()
         self._urgent.clear()
         self._bulk.clear()
+        self.bulk_bytes = 0
         self._chunks.clear()
 
     def fill(self) -> bool:
@@ -229,13 +232,14 @@ class Outbox:
         ):
             if self._shares(self._bulk[0], now_ns):
                 if self._bulk[0].copy():
+                    self.bulk_bytes -= self._bulk[0].nbytes
                     self._lend(self._bulk.popleft(), now_ns)
                     continue
                 self.copying = True
                 break
             parcel = self._bulk[0].cut()
             if not self._bulk[0].views:
-                self._bulk.popleft()
+                self.bulk_bytes -= self._bulk.popleft().nbytes
             sequence = link.send(parcel, now_ns).sequence
             self._chunks.append((sequence, parcel.nbytes))
             self._chunk_bytes += parcel.nbytes

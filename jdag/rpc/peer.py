@@ -26,7 +26,7 @@ from jdag.errors import JdagError
 from jdag.rpc.inbox import PING, Inbox
 from jdag.rpc.loop import READ, WRITE, Loop, Timer, clock_ns
 from jdag.rpc.outbox import FORGOTTEN, FREED, OFFERED, Outbox
-from jdag.rpc.segments import Borrowed, Segments
+from jdag.rpc.segments import Borrowed, Segment, Segments
 from jdag.rpc.streams import Stream
 from jdag.wire.link import Link, LinkSettings
 from jdag.wire.messages import Codec
@@ -97,11 +97,12 @@ class Peer:
         self.link = Link(name, LINK)
         self._segments = Segments(name, self._offer)
         self._offering = False  # Whether there may be a segment to offer.
+        self._to_offer: deque[Segment] = deque()
         self._returned: deque[int] = deque()  # Segments that hold no array any more.
         borrowed = Borrowed(name, self._return)
         self.outbox = Outbox(self.link, codec, self._segments)
         self.inbox = Inbox(self.link, codec, self, buffers, borrowed, value_bytes_max)
-        self.heard_ns = clock_ns()
+        self.heard_ns = self.adopted_ns = clock_ns()
         self.allowed: tuple[str, ...] = ()  # Modules whose functions it may name.
         self.zero_bytes = 0
         self._sent: dict[bytes, None] = {}  # Functions that it was sent.
@@ -125,9 +126,9 @@ class Peer:
         self.outbox.again(received)
         self.stream = stream
         self.outbox.local = stream.local
-        self.heard_ns = clock_ns()
+        self.adopted_ns = clock_ns()
         self._loop.register(stream.fileno(), self._ready)
-        self._has_more()
+        self._pure(PING)  # That it can be connected to is no sign of life.
 
     def lose(self) -> None:
         """Be done with the peer: it is gone."""
@@ -160,8 +161,12 @@ class Peer:
         if now_ns - self._look_ns >= quarter_ns:
             # It was this node that was away: what has come meanwhile is not read yet.
             self.heard_ns = max(self.heard_ns, now_ns - 2 * quarter_ns)
-        silent_ns = now_ns - self.heard_ns
         limit_ns = self._deadline_ns * SILENT // 100
+        if now_ns - self.heard_ns >= limit_ns and self.stream is not None:
+            self._ready(READ)  # Perhaps it was said, and nobody has looked.
+            if self.lost:
+                return
+        silent_ns = now_ns - self.heard_ns
         if silent_ns >= limit_ns:
             seconds = silent_ns / 1e9
             self._owner.silent(self, f"it gave no sign of life for {seconds:.1f} s")
@@ -252,18 +257,25 @@ class Peer:
         if not self._offering or self.outbox.queued or not stream.local:
             return
         self._offering = False
-        for segment in self._segments.offers(clock_ns()):
+        self._to_offer.extend(self._segments.offers(clock_ns()))
+        while self._to_offer:  # Each turn offers one, or raises.
+            segment = self._to_offer[0]
             payload = OFFERED + segment.number.to_bytes(7, "little")
             payload += segment.nbytes.to_bytes(8, "little")
             frame = self.outbox.bare(payload)
             try:
                 sent = stream.send_segment([memoryview(frame)], segment.descriptor)
-            except ConnectionError:
+            except (ConnectionError, BlockingIOError):
+                self._offering = True
                 raise
             except OSError as error:  # Without it, arrays go by the socket.
                 _log.info("%s: no segment is offered: %s", self, error)
-            else:
-                self.outbox.rest(frame[sent:])
+                sent = len(frame)
+            self._to_offer.popleft()
+            self.outbox.rest(frame[sent:])
+            if self.outbox.queued:
+                self._offering = bool(self._to_offer)
+                return
 
     def _return(self, number: int) -> None:
         """An array in a segment of the peer's is gone; from any thread, any time."""
@@ -293,14 +305,19 @@ class Peer:
         if not mask & ~WRITE or self.stream is None:
             return
         try:
-            self.inbox.read(self.stream)
+            heard = self.inbox.read(self.stream)
         except JdagError as error:  # What it sent is no frame, or no message.
             self.drop_stream()
             self._owner.silent(self, f"it broke the protocol: {error}")
         except (ConnectionError, OSError) as error:
             self._break(error)
+        except Exception as error:  # Whatever it made of this node is its doing.
+            _log.exception("%s: what it sent cannot be read", self)
+            self.drop_stream()
+            self._owner.silent(self, f"it broke the protocol: {error!r}")
         else:
-            self.heard_ns = clock_ns()
+            if heard:
+                self.heard_ns = clock_ns()
             self._after_reading()
             if self.stream is not None and self.stream.pending():
                 self._loop.soon(self._read_on)  # What TLS has, the poller does not see.

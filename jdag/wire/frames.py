@@ -62,10 +62,10 @@ CHUNK_HEADER_BYTES = _CHUNK.size
 CHUNK_MAX_BYTES = 256 << 10
 LENGTHS_MAX: Mapping[FrameKind, int] = {
     FrameKind.PURE: 16,
-    FrameKind.MESSAGE: 64 << 20,
+    FrameKind.MESSAGE: 1 << 30,  # Arguments of programs travel inside.
     FrameKind.CHUNK: CHUNK_HEADER_BYTES + CHUNK_MAX_BYTES,
-    FrameKind.DEFINE: 256 << 20,
-    FrameKind.ASIDE: 1 << 20,
+    FrameKind.DEFINE: (256 << 20) + 32,
+    FrameKind.ASIDE: 256 << 20,  # A graph may be large.
     FrameKind.SEGMENT: 25,
 }
 
