@@ -299,7 +299,7 @@ class Loop:
         self._blocked = True
         try:
             # Who posts looks at `_blocked` after it has posted, so that this sees it.
-            if self._posted or self._wanted or self._signal:
+            if self._posted or self._wanted or self._signal or self._stopped.is_set():
                 return poll(0)
             return poll(self._block_ms() / 1e3)
         finally:
@@ -351,6 +351,8 @@ class Loop:
             if self._thinks:
                 self._signal = (number, frame)
                 self._wake()
+            elif former == signal.SIG_DFL:
+                raise KeyboardInterrupt
             elif callable(former):
                 former(number, frame)
 
@@ -365,6 +367,8 @@ class Loop:
 
     def _handle_signal(self) -> None:
         held_back, self._signal = self._signal, None
+        if held_back is not None and self._former == signal.SIG_DFL:
+            raise KeyboardInterrupt
         if held_back is not None and callable(self._former):
             self._former(*held_back)
 

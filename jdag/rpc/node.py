@@ -68,8 +68,7 @@ from jdag.wire.messages import Codec
 
 RunProgram = Callable[[Port, Spawn], Returned]
 
-DRAIN_LOOK_S = 0.05
-DRAIN_S = 30.0
+DRAIN_S, DRAIN_LOOK_S, SETTLE_LOOK_S = 30.0, 0.05, 0.001
 LAST_INFO_S = 1.0  # Who closes does not wait long for what others have counted.
 VALUE_BYTES_MAX = 1 << 36
 FLUSH_NS = 50_000  # What a program tells in a row leaves together, so often.
@@ -209,6 +208,7 @@ class Node:
             idle = all(one["idle"] for one in each)
             if idle and now == before and (self.company.gone or not under_way):
                 return
+            self.company.stopping.wait(0 if idle else SETTLE_LOOK_S)
             before = now
 
     # ------------------------------------------------------------------ for programs
