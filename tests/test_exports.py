@@ -1,7 +1,9 @@
 """Functions on their way out: by name where that is the same there, else exported."""
 
+import gc
 import subprocess
 import sys
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 
+from jdag.compute.pairs import PAIRS_MAX
 from jdag.compute.placed import placed
 from jdag.compute.pytrees import static
 from jdag.engine.vocabulary import (
@@ -30,6 +33,7 @@ from jdag.errors import JdagError
 from jdag.leafwise import Leafwise
 from jdag.moving import moved
 from jdag.optim import _stepped, squared_norms
+from jdag.rpc import functions as functions_module
 from jdag.rpc.exports import Exports, needed
 from jdag.rpc.functions import Functions
 from jdag.wire.messages import FunctionData
@@ -297,6 +301,25 @@ def test_definitions_are_checked_and_bounded(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(JdagError, match="at most 2 are kept"):
         functions.bound(FunctionData(found[0][0])).forward([array(2, 3), X])
     functions.bound(FunctionData(found[2][0])).forward([array(4, 3), X])
+
+
+def test_no_more_pairs_are_kept_than_compute_keeps_and_what_goes_is_freed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert functions_module.BOUND_MAX <= PAIRS_MAX
+    monkeypatch.setattr(functions_module, "BOUND_MAX", 2)
+    exports, functions = Exports(), Functions()
+    pairs = []
+    for rows in range(2, 6):
+        args = [array(rows, 3), X]
+        spec, (definition,) = exports.spec_for(made(names_cases.layer, *args), ())
+        functions.define(*definition)
+        bound = functions.bound(FunctionData(spec))
+        bound.vjp(bound.forward(args)[1], [[array(rows)]])
+        pairs.append(weakref.ref(bound.pair))
+    del bound
+    gc.collect()
+    assert [pair() is None for pair in pairs] == [True, True, False, False]
 
 
 def hook(g: Any) -> Any:

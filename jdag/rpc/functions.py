@@ -18,7 +18,7 @@ from typing import Any
 
 from jdag.compute.avals import Aval, aval_from
 from jdag.compute.exported import Program, check_definition
-from jdag.compute.pairs import Pair, pair
+from jdag.compute.pairs import PAIRS_MAX, Pair, pair
 from jdag.compute.placed import placed
 from jdag.compute.pytrees import template_of
 from jdag.engine.vocabulary import (
@@ -41,7 +41,9 @@ from jdag.wire.messages import FunctionData
 from jdag.wire.specs import Body, Places, read_spec
 from jdag.wire.trees import HOLE, Named, Node
 
-BOUND_MAX = 8192
+# An executable takes memory maps, of which a process has a number: no more than compute
+# keeps of its own.
+BOUND_MAX = PAIRS_MAX
 DEFINED_MAX = 4096
 REPLY = "jdag.activation:Reply"
 
