@@ -303,6 +303,26 @@ def test_definitions_are_checked_and_bounded(monkeypatch: pytest.MonkeyPatch) ->
     functions.bound(FunctionData(found[2][0])).forward([array(4, 3), X])
 
 
+def test_definitions_are_bounded_by_their_bytes_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    exports, functions = Exports(), Functions()
+    found = [
+        exports.spec_for(made(names_cases.layer, array(rows, 3), X), ())[1][0]
+        for rows in (2, 3, 4, 5)
+    ]
+    sizes = [len(one.data) for one in found]
+    monkeypatch.setattr(functions_module, "DEFINED_BYTES_MAX", sum(sizes[1:3]))
+    for one in (*found[:3], found[2], found[1]):  # Coming twice, each counts once.
+        functions.define(*one)
+    assert list(functions._definitions) == [found[2].digest, found[1].digest]
+    functions.define(*found[3])
+    assert list(functions._definitions)[-1] == found[3].digest
+    monkeypatch.setattr(functions_module, "DEFINED_BYTES_MAX", 1)
+    functions.define(*found[0])
+    assert list(functions._definitions) == [found[0].digest]
+
+
 def test_no_more_pairs_are_kept_than_compute_keeps_and_what_goes_is_freed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

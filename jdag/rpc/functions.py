@@ -44,7 +44,7 @@ from jdag.wire.trees import HOLE, Named, Node
 # An executable takes memory maps, of which a process has a number: no more than compute
 # keeps of its own.
 BOUND_MAX = PAIRS_MAX
-DEFINED_MAX = 4096
+DEFINED_MAX, DEFINED_BYTES_MAX = 4096, 1 << 30
 REPLY = "jdag.activation:Reply"
 
 
@@ -169,12 +169,13 @@ class Functions:
         self.exports = Exports()
         self._bound: OrderedDict[bytes, Bound] = OrderedDict()
         self._definitions: OrderedDict[bytes, bytes] = OrderedDict()
+        self._defined_bytes = 0
         self._lock = Lock()
 
     def define(self, digest: bytes, data: bytes) -> None:
         """Take an exported function, which specs name by its digest.
 
-        Of many the least recently used goes.
+        Of many, or large ones, the least recently used goes; never the last that came.
 
         Raises:
             ProtocolError: the bytes are not those of the digest, or too many.
@@ -184,10 +185,15 @@ class Functions:
         except JdagError as error:
             raise ProtocolError(str(error)) from None
         with self._lock:
+            self._defined_bytes -= len(self._definitions.pop(digest, b""))
+            while self._definitions and (
+                len(self._definitions) >= DEFINED_MAX
+                or self._defined_bytes + len(data) > DEFINED_BYTES_MAX
+            ):
+                _, former = self._definitions.popitem(last=False)
+                self._defined_bytes -= len(former)
             self._definitions[digest] = data
-            self._definitions.move_to_end(digest)
-            if len(self._definitions) > DEFINED_MAX:
-                self._definitions.popitem(last=False)
+            self._defined_bytes += len(data)
 
     def bind(self, message: Message, sender: Worker) -> Message:
         """Return a decoded message, which `sender` sent, as engines take it.
@@ -292,8 +298,8 @@ class Functions:
             if data is None:
                 raise JdagError(
                     f"{bound.name} was exported, and its definition is not here: at "
-                    f"most {DEFINED_MAX} are kept; allow its module, so that it goes "
-                    "by name"
+                    f"most {DEFINED_MAX} are kept, and {DEFINED_BYTES_MAX >> 20} MiB; "
+                    "allow its module, so that it goes by name"
                 )
             self._definitions.move_to_end(digest)
         source = Program(digest, data)
