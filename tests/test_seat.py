@@ -13,7 +13,7 @@ import pytest
 
 from jdag.errors import JdagError, JoinError
 from jdag.rpc import seat as module
-from jdag.rpc.gate import dial
+from jdag.rpc.gate import Gate, dial
 from jdag.rpc.handshake import ours
 from jdag.rpc.requests import (
     Attach,
@@ -335,3 +335,15 @@ def test_a_launched_worker_stops_with_its_first_session():
         worker.ask(Detach(secret=SECRET))
         worker.thread.join(20)
         assert not worker.thread.is_alive()
+
+
+def test_who_attaches_while_the_worker_is_asked_to_stop_is_refused():
+    def open_gate(**handlers: Any) -> Gate:
+        worker.seat.stop()  # As SIGTERM does, while the session is being made.
+        return Gate("unix:@", **handlers)
+
+    with seated(open_gate=open_gate) as worker:
+        assert "'w' is stopping" in refused(lambda: worker.ask(attach()))
+        worker.thread.join(20)
+        assert not worker.thread.is_alive()
+        assert [node.closed for node in worker.nodes] == [True]

@@ -236,8 +236,14 @@ class Seat:
             self._make_room(asked)
             held = _Held(own, asked)
             with self._changed:
-                self._held = held
-                self._changed.notify_all()
+                # Asked to stop meanwhile: who did has found no session to drain.
+                is_late = self._stopping
+                if not is_late:
+                    self._held = held
+                    self._changed.notify_all()
+            if is_late:
+                held.close()
+                raise JoinError(_stopping(own))
         return {
             "worker": own.worker,
             "data": held.gate.address,
@@ -250,7 +256,7 @@ class Seat:
         with self._changed:
             held = self._held
             if self._stopping:
-                raise JoinError(f"worker {self._own.worker!r} is stopping")
+                raise JoinError(_stopping(self._own))
         if held is None:
             return
         is_newer = asked.incarnations[asked.worker] > held.incarnation
@@ -366,6 +372,10 @@ class Seat:
                 f"session with {held.main!r}"
             )
         return held
+
+
+def _stopping(own: Own) -> str:
+    return f"worker {own.worker!r} is stopping"
 
 
 def _gone(peer: str, why: str) -> None:
