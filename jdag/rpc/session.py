@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -175,9 +176,15 @@ class Session:
         )
         control = self._controls[peer]
         client = self._routes.reach(peer, control)
-        answer = client.learn(asked, Attached, timeout_s=plan.deadline_s)
         mine = f"main {plan.main!r}"
-        refuse_mismatch(plan.handshake, answer.handshake, mine, f"worker {peer!r}")
+        try:
+            answer = client.learn(asked, Attached, timeout_s=plan.deadline_s)
+            refuse_mismatch(plan.handshake, answer.handshake, mine, f"worker {peer!r}")
+        except JoinError as error:
+            if error.reached:  # It may hold the session for us that we do not want.
+                with suppress(JoinError):
+                    self._ask(peer, Detach(secret=self._secret))
+            raise
         there = Whereabouts(
             incarnation=incarnation,
             control=str(control),
