@@ -143,7 +143,7 @@ class Watch:
         sources = [self._signals, *([self._parent] if self._options.parent else [])]
         while True:
             for source in select.select(sources, (), ())[0]:
-                came = source.recv(64)
+                came = heard(source)
                 if not came or (source is self._signals and signal.SIGHUP in came):
                     self._orphaned()
                 self._ask(came[-1] if source is self._signals else signal.SIGTERM)
@@ -164,6 +164,14 @@ class Watch:
         if self._options.litter is not None:
             shutil.rmtree(self._options.litter, ignore_errors=True)
         leave(1)
+
+
+def heard(source: socket.socket) -> bytes:
+    """Return what came over a socket; nothing if its other end is gone, however."""
+    try:
+        return source.recv(64)
+    except ConnectionError:  # It had not read what we said.
+        return b""
 
 
 def _noted(number: int, frame: FrameType | None) -> None:
