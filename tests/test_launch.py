@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from jdag.rpc.control import ControlClient
 from jdag.rpc.launch import Launch
 from jdag.rpc.requests import Drain, Health, Info
 from jdag.rpc.session import Session
+from jdag.rpc.worker import heard
 from tests.rpc_cases import TOKEN, PlainNode, free_address, options_of, plan_of
 
 ROOT = Path(__file__).parent.parent
@@ -241,6 +243,16 @@ def test_who_fails_when_told_of_a_death_is_told_of_the_next_and_all_end(place: P
             os.kill(launch.pids[worker], signal.SIGKILL)
         launch.wait()
     assert sorted(told) == ["a", "b"]
+
+
+def test_a_parent_that_died_before_it_read_all_is_gone():
+    ours, theirs = socket.socketpair()
+    with ours:
+        theirs.sendall(b"stop\n")
+        assert heard(ours) == b"stop\n"
+        ours.sendall(b"ready")
+        theirs.close()
+        assert heard(ours) == b""
 
 
 def test_logs_that_cannot_be_written_are_named(tmp_path: Path):
