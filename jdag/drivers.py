@@ -158,7 +158,7 @@ def member(options: Options) -> MakeNode:
     """Return what makes the nodes of a worker process that was started with these."""
 
     def make(place: Place) -> Node:
-        return _made(place, options.allow, options.message_bytes_max)[1]
+        return _made(place, options.allow, options.value_bytes_max)[1]
 
     return make
 
@@ -189,7 +189,7 @@ def worker_options(
         path=tuple(sys.path),
         pythonpath=os.environ.get("PYTHONPATH"),
         cores=tuple(sorted(os.sched_getaffinity(0))),
-        message_bytes_max=value_bytes_max,
+        value_bytes_max=value_bytes_max,
         once=once,
     )
 
@@ -279,7 +279,7 @@ def connect(path: str | os.PathLike[str], *, name: str) -> Cluster:
     settings = load(Path(path))
     mine = settings.worker(name)
     tls = None if settings.tls_files is None else load_tls(*settings.tls_files)
-    maker = _Maker(mine.allow, settings.message_bytes_max)
+    maker = _Maker(mine.allow, settings.value_bytes_max)
     others = {key: one for key, one in settings.workers.items() if key != name}
     plan = Plan(
         main=name,

@@ -129,7 +129,7 @@ def options_of(settings: Settings, name: str, device: str | None) -> Options:
         path=(str(settings.path.resolve().parent), *sys.path),
         pythonpath=os.environ.get("PYTHONPATH"),
         tls=settings.tls_files,
-        message_bytes_max=settings.message_bytes_max,
+        value_bytes_max=settings.value_bytes_max,
     )
 
 

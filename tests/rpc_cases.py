@@ -164,7 +164,7 @@ def options_of(*workers: str, **changed: Any) -> list[Options]:
         "control": "127.0.0.1:0",
         "token": TOKEN,
         "config": settings_of(None),
-        "message_bytes_max": 1 << 30,
+        "value_bytes_max": 1 << 30,
         "once": True,
         "cores": tuple(sorted(os.sched_getaffinity(0))),
     }

@@ -133,8 +133,8 @@ WRONG = (
     ),
     ("deadline_s = 0\n" + WORKER, "deadline_s = 0: allowed is a number of seconds"),
     (
-        "message_bytes_max = 0\n" + WORKER,
-        "message_bytes_max = 0: allowed is an integer >= 1",
+        "value_bytes_max = 0\n" + WORKER,
+        "value_bytes_max = 0: allowed is an integer >= 1",
     ),
     ('path = "x"\n' + WORKER, "path = 'x': allowed is one of the keys workers,"),
     ('[tls]\nca = "ca.pem"\n' + WORKER, "tls.certificate is missing"),

@@ -162,8 +162,8 @@ class Settings(Table):
     token_file: TEXT | None = None
     carrier: Annotated[str, one_of(*CARRIERS)] = "socket"
     deadline_s: Annotated[float, only(SECONDS, is_seconds)] = DEADLINE_S
-    # Of one message with its values; a worker takes memory for no more than this.
-    message_bytes_max: COUNT = 1 << 34
+    # Of one value: a worker takes memory for none that is larger.
+    value_bytes_max: COUNT = 1 << 34
     path: Annotated[Path, Field(exclude=True)] = Path()
 
     @property

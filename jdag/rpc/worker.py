@@ -84,7 +84,7 @@ class Options(BaseModel):
     pythonpath: str | None = None
     cores: tuple[int, ...] = ()
     tls: tuple[Path, Path, Path] | None = None
-    message_bytes_max: int
+    value_bytes_max: int
     once: bool = False
     parent: int = 0
     litter: str | None = None
