@@ -79,7 +79,7 @@ class Pair:
         self.reader.close()
         gc.collect()
         assert maps() == self.maps
-        assert descriptors() == self.descriptors
+        assert descriptors() <= self.descriptors  # Others may let go of theirs.
 
 
 @pytest.fixture
