@@ -187,7 +187,7 @@ def test_descriptors_that_nobody_takes_are_closed_with_the_stream():
             near.send_segment([memoryview(b"a")], descriptor)
             os.close(descriptor)
         receive(far, 9)
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 def test_a_descriptor_that_finds_no_room_is_missed_by_who_takes_it():
@@ -214,7 +214,7 @@ def test_a_flood_of_descriptors_ends_the_connection():
                 near.send_segment([memoryview(b"a")], descriptor)
                 receive(far, 1)
         os.close(descriptor)
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 def test_several_descriptors_in_one_call_lose_none_silently():
