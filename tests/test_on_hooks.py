@@ -347,9 +347,7 @@ def test_on_a_worker_that_is_lost_nothing_can_be_hooked():
         cluster.driver.settle()
         with (
             cluster.context() as ctx,
-            pytest.raises(
-                WorkerLost, match="hooked on 'c': worker 'c' is lost"
-            ),
+            pytest.raises(WorkerLost, match="hooked on 'c': worker 'c' is lost"),
         ):
             ctx.on_cotangent(w, jnp.negative)
         nothing_is_left(cluster)

@@ -339,11 +339,11 @@ def test_a_launched_worker_stops_with_its_first_session():
 
 def test_who_attaches_while_the_worker_is_asked_to_stop_is_refused():
     def open_gate(**handlers: Any) -> Gate:
-        worker.seat.stop()  # As SIGTERM does, while the session is being made.
+        asked.seat.stop()  # As SIGTERM does, while the session is being made.
         return Gate("unix:@", **handlers)
 
-    with seated(open_gate=open_gate) as worker:
-        assert "'w' is stopping" in refused(lambda: worker.ask(attach()))
-        worker.thread.join(20)
-        assert not worker.thread.is_alive()
-        assert [node.closed for node in worker.nodes] == [True]
+    with seated(open_gate=open_gate) as asked:
+        assert "'w' is stopping" in refused(lambda: asked.ask(attach()))
+        asked.thread.join(20)
+        assert not asked.thread.is_alive()
+        assert [node.closed for node in asked.nodes] == [True]
