@@ -11,6 +11,17 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 DAY = datetime.timedelta(days=1)
+_SIGNS = x509.KeyUsage(
+    digital_signature=False,
+    content_commitment=False,
+    key_encipherment=False,
+    data_encipherment=False,
+    key_agreement=False,
+    key_cert_sign=True,
+    crl_sign=True,
+    encipher_only=False,
+    decipher_only=False,
+)
 PRIVATE = (
     serialization.Encoding.PEM,
     serialization.PrivateFormat.PKCS8,
@@ -34,6 +45,7 @@ class Issuer:
         self.certificate = (
             self._builder(name, name, self.key, 0)
             .add_extension(x509.BasicConstraints(True, None), True)
+            .add_extension(_SIGNS, True)
             .sign(self.key, hashes.SHA256())
         )
         self.ca = folder / f"{name}.pem"
@@ -50,6 +62,16 @@ class Issuer:
             .serial_number(x509.random_serial_number())
             .not_valid_before(start)
             .not_valid_after(start + lasts * DAY)
+            # Without these two, contexts that Python makes by default refuse it.
+            .add_extension(
+                x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False
+            )
+            .add_extension(
+                x509.AuthorityKeyIdentifier.from_issuer_public_key(
+                    self.key.public_key()
+                ),
+                False,
+            )
         )
 
     def issue(self, name: str, *, starts=0, lasts=9, usage=None, passphrase=None):
