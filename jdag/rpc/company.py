@@ -143,11 +143,8 @@ class Company:
 
     def joined(self, peer: str, incarnation: int) -> None:
         """Take a worker for a peer; from any thread. One that was lost joins anew."""
-        self._loop.acquire()
-        try:
+        with self._loop:
             self._joined(peer, incarnation)
-        finally:
-            self._loop.release()
 
     def _joined(self, name: str, incarnation: int) -> None:
         now = self.incarnations.get(name, 0)
@@ -196,13 +193,10 @@ class Company:
 
         The old stream is let go of. From any thread.
         """
-        self._loop.acquire()
-        try:
+        with self._loop:
             known = self._current(peer)
             known.drop_stream()
             return known.link.received
-        finally:
-            self._loop.release()
 
     def adopt(self, peer: str, incarnation: int, stream: Stream, received: int) -> None:
         """Go on with a peer over a stream whose hello is done; from any thread."""
@@ -220,11 +214,8 @@ class Company:
 
     def lost(self, peer: str, why: str) -> None:
         """Give a peer up; from any thread."""
-        self._loop.acquire()
-        try:
+        with self._loop:
             self._lose(self._current(peer), why)
-        finally:
-            self._loop.release()
 
     def connected(self, name: str) -> bool:
         """Whether there is a stream to that peer."""
@@ -295,12 +286,9 @@ class Company:
 
     def _refused(self, peer: Peer, why: str) -> None:
         """A peer is gone, unless it has dialled us just now; from any thread."""
-        self._loop.acquire()
-        try:
+        with self._loop:
             if peer.stream is None:
                 self._lose(peer, why)
-        finally:
-            self._loop.release()
 
     def silent(self, peer: Peer, why: str) -> None:
         """A peer is not there any more, or does what none does."""
@@ -338,8 +326,7 @@ class Company:
         loop = self._loop
         due_ns = None if within_s is None else clock_ns() + round(within_s * 1e9)
         asked: dict[int, Peer] = {}
-        loop.acquire()
-        try:
+        with loop:
             for peer in self.living:
                 self._asks += 1
                 asked[self._asks] = peer
@@ -347,8 +334,6 @@ class Company:
                 peer.aside({"ask": self._asks, **what})
             if due_ns is not None:
                 loop.at(due_ns, loop.wake_waiting)
-        finally:
-            loop.release()
 
         def done() -> bool:
             late = due_ns is not None and clock_ns() >= due_ns

@@ -167,6 +167,12 @@ class Loop:
             if self._signal is not None:
                 self._handle_signal()
 
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
     @property
     def held(self) -> bool:
         """Whether this thread has the baton."""

@@ -218,8 +218,7 @@ class Node:
         loop = self._loop
         self._check_open()
         self._functions.exports.prepare(event, self.worker, self._allowed_on)
-        loop.acquire()
-        try:
+        with loop:
             self._check_open()
             if isinstance(event, _WAITING):
                 self._programs.ask(event.waiter, type(event).__name__)
@@ -228,8 +227,6 @@ class Node:
                 self._flush()
             else:
                 loop.dirty()
-        finally:
-            loop.release()
         if self.company.congested:
             loop.drive(lambda: self._closed or not self.company.congested)
 
@@ -257,19 +254,13 @@ class Node:
 
     def put(self, key: Key, value: Any) -> None:
         """Hold a value."""
-        self._loop.acquire()
-        try:
+        with self._loop:
             self._machine.values.put(key, value)
-        finally:
-            self._loop.release()
 
     def drop(self, keys: Sequence[Key]) -> None:
         """Let go of values; a key that is not held is no error."""
-        self._loop.acquire()
-        try:
+        with self._loop:
             self._drop(keys)
-        finally:
-            self._loop.release()
 
     def loss(self, worker: str) -> str | None:
         """Why that worker is gone; None if it is not."""
@@ -426,11 +417,8 @@ class Node:
 
     def _apart(self, look: Callable[..., Any], *args: Any) -> Any:
         """Return what a look gives that nobody else changes meanwhile."""
-        self._loop.acquire()
-        try:
+        with self._loop:
             return look(*args)
-        finally:
-            self._loop.release()
 
     def _quiet(self) -> dict[str, Any]:
         return quiet(self._jobs, self.company)
@@ -480,8 +468,7 @@ class Node:
         if self.name == self._place.main and self._broken is None:
             self._counted = self._info(LAST_INFO_S)
         self._end_soon()
-        self._loop.acquire()
-        try:
+        with self._loop:
             if self._closed:
                 return
             self._closed = True
@@ -492,8 +479,6 @@ class Node:
             self._machine.clear()
             self._buffers.clear()
             self._loop.close()
-        finally:
-            self._loop.release()
         background = self._background
         if background is not None and background is not threading.current_thread():
             background.join(timeout=5)
