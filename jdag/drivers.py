@@ -19,12 +19,13 @@ from jdag.rpc.device import settings_of
 from jdag.rpc.functions import Functions
 from jdag.rpc.gate import dial
 from jdag.rpc.handshake import ours
-from jdag.rpc.launch import Launch
+from jdag.rpc.launch import READY_S, Launch
 from jdag.rpc.node import VALUE_BYTES_MAX, Node
 from jdag.rpc.place import MakeNode, Place
 from jdag.rpc.session import Plan, Session
 from jdag.rpc.settings import (
     CARRIERS,
+    DEADLINE_S,
     DEVICES,
     MODULES,
     NAMES,
@@ -40,8 +41,6 @@ from jdag.rpc.tokens import fresh_secret
 from jdag.rpc.worker import Options
 from jdag.sim.simulation import Simulation
 
-DEADLINE_S = 10.0
-READY_S = 60.0
 _NOBODY = os.strerror(errno.ECONNREFUSED)
 
 

@@ -19,7 +19,7 @@ from jdag.rpc import outbox
 from jdag.rpc.inbox import Inbox
 from jdag.rpc.loop import clock_ns
 from jdag.rpc.streams import SocketStream
-from jdag.wire.frames import FrameKind
+from jdag.wire.frames import CHUNK_MAX_BYTES, FrameKind
 from tests.peer_cases import (
     ONE,
     TWO,
@@ -137,7 +137,7 @@ def test_no_more_bulk_is_unacknowledged_than_the_window_and_a_chunk(
     values = [jnp.arange(4_000_000.0) + place for place in range(3)]
     sides.a.peer.send(primal(1, slots=3), values)
     sides.run(lambda: len(sides.b.messages) == 1)
-    assert 0 < most <= outbox.WINDOW_BYTES + outbox.CHUNK_BYTES + 16
+    assert 0 < most <= outbox.WINDOW_BYTES + CHUNK_MAX_BYTES + 16
     assert_same(sides.b.messages[0][1], values)
 
 

@@ -1,26 +1,12 @@
 """Peers that say nothing: lost in time, and not because we were away ourselves."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
 from jdag.rpc import inbox, loop, outbox, peer
 from jdag.rpc.loop import clock_ns
 from tests.peer_cases import Sides
-
-
-@pytest.fixture
-def make() -> Iterator[Callable[..., Sides]]:
-    made: list[Sides] = []
-
-    def make_one(**options: Any) -> Sides:
-        made.append(Sides(**options))
-        return made[-1]
-
-    yield make_one
-    for one in made:
-        one.close()
 
 
 class Clock:

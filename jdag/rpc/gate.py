@@ -36,10 +36,10 @@ from jdag.rpc.addresses import (
 )
 from jdag.rpc.streams import SocketStream, Stream, reason
 from jdag.rpc.tls import Tls
+from jdag.rpc.tokens import TOKEN_BYTES
 from jdag.rpc.tunnel import open_tunnel
 
 VERSION = 1
-TOKEN_BYTES = 32
 HELLO_S = 5.0
 VISITORS_MAX = 64
 # How long a gate rests that the system gives no more connections (EMFILE).

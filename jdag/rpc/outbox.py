@@ -27,13 +27,12 @@ from jdag.engine.vocabulary import Message
 from jdag.rpc.loop import clock_ns
 from jdag.rpc.segments import SEGMENT_BYTES_MIN, Segment, Segments
 from jdag.wire.arrays import type_of
-from jdag.wire.frames import FrameKind, pack_chunk, pack_header
+from jdag.wire.frames import CHUNK_MAX_BYTES, FrameKind, pack_chunk, pack_header
 from jdag.wire.link import FRAME_BYTES, Link
 from jdag.wire.messages import Codec
 
 BULK_BYTES = 256 * 1024
 INLINE_BYTES = 1024 * 1024  # So many of a message's values stay in it.
-CHUNK_BYTES = 256 * 1024
 WINDOW_BYTES = 4 * 1024 * 1024
 OUT_BYTES = 512 * 1024  # No more bulk is cut while so much waits for the socket.
 VIEWS_MAX = 64  # In one call of the system.
@@ -69,7 +68,7 @@ class Outgoing:
     def cut(self) -> Parcel:
         """The next chunk."""
         view = self.views[0]
-        piece = view[self.view : self.view + CHUNK_BYTES]
+        piece = view[self.view : self.view + CHUNK_MAX_BYTES]
         head = pack_chunk(self.number, self.sent)
         self.view += len(piece)
         self.sent += len(piece)
@@ -102,7 +101,6 @@ class Outbox:
         self.payload_bytes = self.bytes_sent = self.frames_sent = 0
         self.messages_sent = self.resends = 0
         self.bulk_bytes = 0  # Of values that have not all left.
-        self.unsaid_bytes = 0  # Of chunks that came, since an acknowledgement left.
         self._link = link
         self._codec = codec
         self._segments = segments
@@ -263,7 +261,6 @@ class Outbox:
 
     def _put(self, sequence: int, parcel: Parcel) -> None:
         """Queue a frame for the stream."""
-        self.unsaid_bytes = 0
         head = pack_header(sequence, self._link.received, parcel.nbytes, parcel.kind)
         nbytes = FRAME_BYTES + parcel.nbytes
         self._out_bytes += nbytes

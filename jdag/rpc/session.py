@@ -13,7 +13,6 @@ import atexit
 import logging
 import os
 import queue
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,10 +38,10 @@ from jdag.rpc.requests import (
 )
 from jdag.rpc.settings import Address
 from jdag.rpc.tls import Tls
+from jdag.rpc.tokens import fresh_secret
 
 POLL_S = 1.0
 ASKED_AT_ONCE_MAX = 16
-SECRET_BYTES = 32
 _WHO_S = 2.0
 _SECOND_NS = 1_000_000_000
 
@@ -85,7 +84,7 @@ class Session:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._secret = secrets.token_hex(SECRET_BYTES)
+        self._secret = fresh_secret()
         self._routes = Routes(
             plan.main,
             0,
