@@ -1,0 +1,1 @@
+"""Data parallelism: copies of parameters, chunks of rows, and sums of gradients."""
