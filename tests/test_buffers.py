@@ -282,6 +282,21 @@ def test_the_size_that_was_asked_for_longest_ago_gives_way_first():
     assert buffers.kept == 6 * LARGE  # Not 5: of the two the smaller one went.
 
 
+def test_a_sweep_lets_go_of_sizes_that_were_not_asked_for_since_the_one_before():
+    pool = Buffers()
+    sizes = [1 << 17, 1 << 18, 1 << 19]
+    for size in sizes:
+        del [pool.aligned(size)][0]
+    assert pool.kept == sum(sizes)
+    pool.sweep()
+    assert pool.kept == sum(sizes)
+    del [pool.aligned(sizes[1])][0]
+    pool.sweep()
+    assert pool.kept == sizes[1]
+    pool.sweep()
+    assert pool.kept == 0
+
+
 def test_buffers_may_be_let_go_of_in_any_thread():
     buffers = Buffers(kept_max=16 * LARGE)
     errors = []

@@ -26,7 +26,7 @@ from jdag.rpc.segments import (
 from tests.stream_cases import receive, streams
 
 MIB = 1 << 20
-LARGE = SEGMENT_BYTES_MIN
+LARGE = 4 * MIB
 
 
 def maps() -> int:
@@ -144,7 +144,7 @@ def test_no_segment_is_made_for_what_comes_once_or_is_small(pair: Pair):
     for nbytes in (LARGE, 2 * LARGE, 3 * LARGE):
         assert pair.writer.take(nbytes, 0) is None
     for _ in range(5):
-        assert pair.writer.take(LARGE - 1 - LARGE // 8, 0) is None
+        assert pair.writer.take(SEGMENT_BYTES_MIN - 1, 0) is None
     assert pair.writer._maker is None
 
 

@@ -167,7 +167,7 @@ class Buffers:
     changed by operations of lists that nothing interrupts.
     """
 
-    __slots__ = ("__weakref__", "_asked", "_free", "_kept_max", "_turn")
+    __slots__ = ("__weakref__", "_asked", "_free", "_kept_max", "_swept", "_turn")
 
     def __init__(self, kept_max: int = KEPT_MAX_BYTES) -> None:
         self._kept_max = kept_max
@@ -176,7 +176,7 @@ class Buffers:
         }
         # Sizes that were not asked for of late are the first to give way.
         self._asked = dict.fromkeys(self._free, 0)
-        self._turn = 0
+        self._turn = self._swept = 0
 
     @property
     def kept(self) -> int:
@@ -202,6 +202,13 @@ class Buffers:
         lease: Any = np.frombuffer(memoryview(block), np.uint8, nbytes)
         weakref.finalize(lease, _give_back, weakref.ref(self), block).atexit = False
         return memoryview(lease)
+
+    def sweep(self) -> None:
+        """Let go of what is kept of sizes not asked for since the sweep before."""
+        for size, blocks in self._free.items():
+            if self._asked[size] <= self._swept:
+                blocks.clear()
+        self._swept = self._turn
 
     def clear(self) -> None:
         """Let go of what is kept."""

@@ -72,6 +72,7 @@ DRAIN_S, DRAIN_LOOK_S, SETTLE_LOOK_S = 30.0, 0.05, 0.001
 LAST_INFO_S = 1.0  # Who closes does not wait long for what others have counted.
 VALUE_BYTES_MAX = 1 << 36
 FLUSH_NS = 50_000  # What a program tells in a row leaves together, so often.
+SWEEP_NS = 10 * 10**9  # Memory that was not used for so long is let go of.
 ROUNDS_MAX = 64
 DRAWINGS = Allowed(("jdag.engine.drawing", "jdag.engine.names"))
 
@@ -133,6 +134,7 @@ class Node:
         self._closed = False
         self._flushed_ns = 0
         self._background: threading.Thread | None = None
+        self._loop.at(self._began_ns + SWEEP_NS, self._sweep)
 
     def __repr__(self) -> str:
         return f"Node({self.worker!r}, incarnation {self.incarnation})"
@@ -368,6 +370,11 @@ class Node:
                 return
             self._jobs.run()
         self._loop.soon(self._loop.dirty)  # It is not to block.
+
+    def _sweep(self) -> None:
+        """Now and then: let go of memory for large values that nobody needs."""
+        self._buffers.sweep()
+        self._loop.at(clock_ns() + SWEEP_NS, self._sweep)
 
     # ------------------------------------------------------------------ what peers say
 

@@ -1,9 +1,12 @@
 """Shared memory for large arrays between two workers of one host, used again.
 
-From 4 MiB on a segment that was used before carries an array there and back in half
-the time of a Unix socket or less (64 MiB: 11 ms of 30; 16 MiB: 3.5 of 8; TCP: 85 and
-21), at 1 MiB the socket is faster (0.35 ms of 0.47), and a fresh segment never pays
-(64 MiB: 117 ms), as its pages are made one by one; glibc's settings change nothing.
+A segment that was used before carries an array there and back in half the time of a
+Unix socket or less (64 MiB: 11 ms of 30; 16 MiB: 3.5 of 8; TCP: 85 and 21). Below 4 MiB
+the copies alone take as long (1 MiB: 0.47 ms of 0.35), but an array that goes by the
+socket takes a turn of both loops for each few chunks, which makes segments the faster
+from 256 KiB on (a call there and back with 1 MiB: 1.7 ms of 4.8 on busy cores). A fresh
+one never pays (64 MiB: 117 ms), as its pages are made one by one; glibc's settings
+change nothing.
 
 So segments are made ahead, on a thread, when an array of some size has found none for
 the second time, and what finds none goes by the socket at once. A segment is a memfd
@@ -40,11 +43,11 @@ import numpy as np
 
 from jdag.rpc.streams import reason
 
-SEGMENT_BYTES_MIN = 4 << 20
+SEGMENT_BYTES_MIN = 1 << 18
 SEGMENTS_BYTES_MAX = 1 << 28
 MAPPINGS_MAX = 256
 LENT_NS_MAX = 10 * 10**9
-IDLE_NS_MAX = 60 * 10**9
+IDLE_NS_MAX = 10 * 10**9
 _SIZES_MAX = 16
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 # Python's maps hold a descriptor each, unless told not to (from 3.13 on).
