@@ -1,5 +1,6 @@
 """A peer that has gone mad: what it sends loses it, and hurts nobody else."""
 
+import logging
 import os
 import random
 import socket
@@ -12,7 +13,7 @@ import pytest
 
 from jdag.rpc.outbox import Outbox
 from jdag.rpc.streams import SocketStream
-from jdag.wire.frames import FrameKind, HeaderParser, pack_header
+from jdag.wire.frames import LENGTHS_MAX, FrameKind, HeaderParser, pack_header
 from tests.fuzz_cases import Recorded, attack, recording
 from tests.rpc_breaking import Breaking, breaking
 from tests.test_breaking import hidden, loss_of, program, scaled
@@ -161,8 +162,9 @@ def test_what_a_mad_peer_sends_loses_it_and_hurts_nobody_else(
 
 @pytest.mark.long
 def test_100_000_frames_of_mad_peers_neither_hurt_anybody_nor_grow(
-    recorded: list[Recorded],
+    recorded: list[Recorded], caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.CRITICAL, "jdag")  # What pytest keeps of it grows.
     sent, sizes = 0, []
     for seed in range(100, 150):
         sent += session(recorded, seed, 2_000).frames
@@ -175,3 +177,29 @@ def test_the_outbox_is_as_it_was_after_recording() -> None:
     with recording():
         assert Outbox._put.__name__ == "note"
     assert Outbox._put.__name__ == "_put"
+
+
+@pytest.mark.parametrize("kind", [FrameKind.ASIDE, FrameKind.DEFINE, FrameKind.MESSAGE])
+def test_what_a_frame_announces_takes_no_memory_before_it_comes(
+    kind: FrameKind,
+) -> None:
+    with breaking() as nodes:
+        before = rss_bytes()
+        mad = Mad(nodes, [], 0)
+        nodes.nodes["b"].lost("c", "it is mad")
+        nodes.nodes["b"].joined("c", 1)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            theirs.settimeout(PATIENCE_S)
+            mad.node.adopt("c", 1, SocketStream(ours, "c"), 0)
+            theirs.sendall(pack_header(1, 0, LENGTHS_MAX[kind], kind) + bytes(100))
+            inbox = mad.node.company.peers["c#1"].inbox
+            for _ in range(1_000):
+                if inbox._direct is not None:
+                    break
+                threading.Event().wait(0.01)
+            assert inbox._direct is not None
+            assert len(inbox._direct) == LENGTHS_MAX[kind] - 100
+            assert rss_bytes() - before < 64 << 20
+        mad.node.lost("c", "it has said enough")
+        assert inbox._direct_frame == ()

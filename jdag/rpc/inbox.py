@@ -120,7 +120,7 @@ class Inbox:
     def interrupt(self) -> None:
         """The stream ended: what of a frame was here is not worth anything."""
         self._start = self._end = 0
-        self._direct = None
+        self._direct, self._direct_frame = None, ()
 
     def clear(self) -> None:
         """Hear nothing any more."""
@@ -178,7 +178,8 @@ class Inbox:
                 self._begin_chunk(sequence, acknowledged, length, body)
                 return
             if FRAME_BYTES + length > BUFFER_BYTES:
-                whole = memoryview(bytearray(length))
+                # What is announced takes memory as it comes.
+                whole = self._buffers.aligned(length)
                 whole[:have] = buffer[body : self._end]
                 self._direct = whole[have:]
                 self._direct_frame = (sequence, acknowledged, kind, whole)
@@ -211,9 +212,8 @@ class Inbox:
         assert self._direct is not None, self
         self._direct = self._direct[got:]
         if not len(self._direct):
-            self._direct = None
             sequence, acknowledged, kind, whole = self._direct_frame
-            self._direct_frame = ()
+            self._direct, self._direct_frame = None, ()
             if kind is FrameKind.CHUNK:
                 self._count(sequence, acknowledged, kind)
                 self._chunk_done(len(whole))
