@@ -28,7 +28,10 @@ from jdag.rpc.requests import (
 )
 from tests.rpc_cases import TOKEN, Seated, seated
 
-SECRET = "the secret of a session"
+SECRET = "the secret of m and w"
+WITH_V = "the secret of v and w"
+WITH_U = "the secret of u and w"
+THREE = {"workers": ("m", "w", "v", "u"), "secrets": {"v": WITH_V, "u": WITH_U}}
 NOBODY = Whereabouts(incarnation=0, control="127.0.0.1:1", data="unix:@no", allow=())
 
 
@@ -42,6 +45,7 @@ def attach(**changed: Any) -> Attach:
     asked = {
         "token": TOKEN,
         "secret": SECRET,
+        "secrets": {"v": WITH_V},
         "main": "m",
         "worker": "w",
         "workers": ("m", "w", "v"),
@@ -54,14 +58,21 @@ def attach(**changed: Any) -> Attach:
 
 
 def knock(**changed: Any) -> Knock:
-    return Knock(**{"secret": SECRET, "worker": "m", "incarnation": 0, **changed})
+    secret = WITH_V if changed.get("worker") == "v" else SECRET
+    return Knock(**{"secret": secret, "worker": "m", "incarnation": 0, **changed})
+
+
+def peer(whereabouts: Whereabouts, **changed: Any) -> Peer:
+    usual = {"secret": SECRET, "shared": WITH_V, "worker": "v"}
+    return Peer(whereabouts=whereabouts, **{**usual, **changed})
 
 
 def refused(ask: Callable[[], object]) -> str:
     with pytest.raises(JoinError) as caught:
         ask()
     assert "\n" not in str(caught.value)
-    assert TOKEN not in str(caught.value) and SECRET not in str(caught.value)
+    for secret in (TOKEN, SECRET, WITH_V):
+        assert secret not in str(caught.value)
     return str(caught.value)
 
 
@@ -221,12 +232,31 @@ def test_a_wrong_secret_is_refused_whatever_is_asked(worker):
     for asked in (
         knock(secret=wrong),
         Mesh(secret=wrong, peers={}, dial=()),
-        Peer(secret=wrong, worker="v", whereabouts=NOBODY),
+        peer(NOBODY, secret=wrong),
+        # What v knows is of no use to be taken for main.
+        knock(secret=WITH_V),
+        Mesh(secret=WITH_V, peers={}, dial=()),
+        peer(NOBODY, secret=WITH_V),
     ):
         said = refused(partial(worker.ask, asked))
-        assert "the secret is not that of its session with 'm'" in said
+        assert "the secret is not that of 'm' in its session with 'm'" in said
+    assert worker.ask(Detach(secret=WITH_V)) == {"ended": False}
     assert worker.ask(Detach(secret=wrong)) == {"ended": False}
     assert worker.ask(Health())["state"] == "held"
+
+
+def test_who_knocks_as_another_is_refused_by_name(worker):
+    worker.ask(attach(incarnations={"m": 0, "w": 0, "v": 0, "u": 0}, **THREE))
+    assert worker.ask(knock(worker="u", secret=WITH_U))["token"]
+    for secret in (WITH_V, SECRET, "", "x" * 64):
+        said = refused(partial(worker.ask, knock(worker="u", secret=secret)))
+        assert "the secret is not that of 'u' in its session with 'm'" in said
+
+
+def test_who_has_no_secret_yet_is_let_in_by_none(worker):
+    worker.ask(attach(incarnations={"m": 0, "w": 0, "v": 0}, secrets={}))
+    for secret in ("", SECRET, WITH_V):
+        refused(partial(worker.ask, knock(worker="v", secret=secret)))
 
 
 def test_who_is_in_no_session_lets_nobody_in(worker):
@@ -267,7 +297,7 @@ def test_a_new_incarnation_replaces_the_old_one_and_its_tokens(worker):
     answer = worker.ask(attach(incarnations={"m": 0, "w": 0, "v": 0}))
     old = bytes.fromhex(worker.ask(knock(worker="v"))["token"])
     newer = NOBODY.model_copy(update={"incarnation": 1, "allow": ("theirs",)})
-    worker.ask(Peer(secret=SECRET, worker="v", whereabouts=newer))
+    worker.ask(peer(newer, shared=WITH_U))
     node = worker.nodes[0]
     assert node.incarnations["v"] == node.place.incarnations["v"] == 1
     assert node.place.allowed["v"] == ("theirs",)
@@ -276,8 +306,12 @@ def test_a_new_incarnation_replaces_the_old_one_and_its_tokens(worker):
     assert "incarnation 0 of 'v' is gone" in refused(
         lambda: worker.ask(knock(worker="v"))
     )
-    older = Peer(secret=SECRET, worker="v", whereabouts=NOBODY)
-    assert "incarnation 0 of 'v' is gone" in refused(lambda: worker.ask(older))
+    assert "incarnation 0 of 'v' is gone" in refused(lambda: worker.ask(peer(NOBODY)))
+    # Nor is the former one taken for the new one: they are known by other secrets.
+    assert "the secret is not that of 'v'" in refused(
+        lambda: worker.ask(knock(worker="v", incarnation=1))
+    )
+    assert worker.ask(knock(worker="v", incarnation=1, secret=WITH_U))["token"]
 
 
 def test_two_workers_are_joined_and_the_one_that_is_told_to_dials():
@@ -285,8 +319,9 @@ def test_two_workers_are_joined_and_the_one_that_is_told_to_dials():
         names = {"m": 0, "w": 0, "v": 0}
         asked = attach(incarnations=names)
         there = {}
-        for name, seat in (("w", one), ("v", two)):
-            answer = seat.ask(asked.model_copy(update={"worker": name}))
+        for name, other, seat in (("w", "v", one), ("v", "w", two)):
+            of_it = {"worker": name, "secrets": {other: WITH_V}}
+            answer = seat.ask(asked.model_copy(update=of_it))
             there[name] = Whereabouts(
                 incarnation=0,
                 control=str(seat.server.address),

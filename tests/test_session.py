@@ -16,7 +16,7 @@ from jdag.errors import JoinError
 from jdag.rpc import session as module
 from jdag.rpc.control import ControlServer, answering
 from jdag.rpc.gate import Gate, dial
-from jdag.rpc.requests import REQUESTS, Attach, Health, Info, Knock
+from jdag.rpc.requests import REQUESTS, Attach, Detach, Health, Info, Knock
 from jdag.rpc.session import Session
 from jdag.rpc.settings import Address
 from jdag.rpc.tls import load
@@ -189,6 +189,24 @@ def test_the_name_of_main_is_for_one_process():
             Session(taken)
 
 
+def test_a_worker_cannot_be_taken_for_another_whatever_it_shows(three):
+    with Session(plan_of(controls(three))) as session:
+        held = three["a"].seat._held
+        assert held is not None
+        known = list(held.secrets.values())
+        assert len(set(known)) == 3  # With main, b and c: each is another one.
+        for name in ("m", "c"):
+            for secret in known:
+                asked = Knock(secret=secret, worker=name, incarnation=0)
+                with pytest.raises(JoinError, match=f"is not that of '{name}'"):
+                    three["b"].ask(asked)
+        for secret in known:  # Nor may it speak for main.
+            for other in "bc":
+                assert three[other].ask(Detach(secret=secret)) == {"ended": False}
+        assert plain(session).ask("b", b"hi") == b"answer hi from b\n"
+        assert three["a"].nodes[0].ask("c", b"x") == b"answer x from c\n"
+
+
 def test_over_tls_all_is_as_without_and_a_stranger_is_refused(tmp_path):
     issuer = Issuer(tmp_path, "ca")
     tls = {name: load(*issuer.issue(name)) for name in "mab"}
@@ -314,6 +332,8 @@ def _example(asked: type) -> bytes:
     known: dict[str, object] = {
         "token": "x" * 20,
         "secret": "s" * 32,
+        "secrets": {"b": "s" * 32},
+        "shared": "s" * 32,
         "main": "m",
         "worker": "a",
         "workers": ["m", "a", "b"],

@@ -3,7 +3,13 @@
 import pytest
 
 from jdag.errors import JoinError
-from jdag.rpc.tokens import TOKEN_BYTES, TOKENS_MAX, Tokens
+from jdag.rpc.tokens import (
+    TOKEN_BYTES,
+    TOKENS_MAX,
+    Tokens,
+    fresh_secret,
+    secret_between,
+)
 
 
 def test_a_token_lets_one_worker_in_and_only_once():
@@ -42,3 +48,12 @@ def test_there_are_never_more_than_a_bound():
         tokens.issue("a", 0)
     with pytest.raises(JoinError, match=f"{TOKENS_MAX} tokens are issued"):
         tokens.issue("a", 0)
+
+
+def test_two_are_known_to_each_other_by_what_nobody_else_is():
+    session = fresh_secret()
+    pairs = [("a#0", "b#0"), ("a#1", "b#0"), ("a#0", "c#0"), ("b#0", "c#0")]
+    known = [secret_between(session, *pair) for pair in pairs]
+    assert len(set(known)) == len(known)
+    assert known == [secret_between(session, other, one) for one, other in pairs]
+    assert known[0] != secret_between(fresh_secret(), *pairs[0])

@@ -1,7 +1,9 @@
 """Who may say what of a context."""
 
+import threading
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jdag.engine.vocabulary import (
@@ -16,6 +18,8 @@ from jdag.engine.vocabulary import (
 )
 from jdag.errors import ProtocolError
 from jdag.rpc.trust import check
+from tests.rpc_breaking import Breaking, breaking
+from tests.test_mad_peers import small_program
 
 NAMES = ("a", "b", "c")
 OF_A = ContextId(0, 7, 0)
@@ -68,3 +72,38 @@ def test_ended_is_heard_by_the_owner_alone() -> None:
     object.__setattr__(ended, "context", OF_A)
     with pytest.raises(ProtocolError, match="a Ended of"):
         said(ended, "c", "b")
+
+
+def lost_of(nodes: Breaking, lie: Any) -> str:
+    """Why `b` and then main have lost `c`, which says this to `b`."""
+    liar, told = nodes.nodes["c"], nodes.nodes["b"]
+    values = [np.ones(3)] * getattr(lie, "failures", ()).count(None)
+    with liar._loop:
+        liar.company.peers["b"].send(lie, values)
+    for node in (told, nodes.nodes["a"]):
+        for _ in range(2_000):
+            if "c" in node.company.gone:
+                break
+            threading.Event().wait(0.01)
+    assert told.company.gone["c"] == nodes.nodes["a"].company.gone["c"]
+    return told.company.gone["c"]
+
+
+@pytest.mark.parametrize(
+    ("lie", "words"),
+    [
+        (Release(OF_A, (), abort=True), "a Release of 0.7 from 'c' to 'b': its owner"),
+        (Primal(OF_A, (1,), "a", (GONE, None)), "values of 'a' came from 'c'"),
+        (Released(OF_A, ()), "a Released of 0.7 from 'c' to 'b': its owner is 'a'"),
+        (Acknowledge(ContextId(0, 7, 3), (1,)), "incarnation 3 of 'a' is not known"),
+    ],
+    ids=lambda one: type(one).__name__,
+)
+def test_who_speaks_for_another_is_lost_by_name_and_the_others_go_on(
+    lie: Any, words: str
+) -> None:
+    with breaking() as nodes:
+        before = small_program(nodes.cluster)
+        assert words in lost_of(nodes, lie)
+        assert small_program(nodes.cluster) == before
+        assert "c" not in nodes.nodes["a"].company.incarnations

@@ -1,6 +1,7 @@
 """Going to other nodes: a knock at the control server, then a dial of the gate."""
 
 import threading
+from collections.abc import Mapping
 
 from jdag.errors import JoinError
 from jdag.rpc.control import ControlClient
@@ -17,7 +18,7 @@ class Routes:
     Args:
         worker: the name of this process's worker.
         incarnation: which one of that name it is.
-        secret: of the session.
+        secrets: of this process with each other one, by name; they may change.
         dial_gate: what connects to a data address.
         tls: for mutual TLS.
         timeout_s: how long a request, or a dial, may take.
@@ -27,7 +28,7 @@ class Routes:
         self,
         worker: str,
         incarnation: int,
-        secret: str,
+        secrets: Mapping[str, str],
         *,
         dial_gate: DialGate,
         tls: Tls | None,
@@ -35,7 +36,7 @@ class Routes:
     ) -> None:
         self._worker = worker
         self._incarnation = incarnation
-        self._secret = secret
+        self._secrets = secrets
         self._dial_gate = dial_gate
         self._tls = tls
         self._timeout_s = timeout_s
@@ -98,7 +99,9 @@ class Routes:
         with self._lock:
             data = self._known[peer].data
         knock = Knock(
-            secret=self._secret, worker=self._worker, incarnation=self._incarnation
+            secret=self._secrets[peer],
+            worker=self._worker,
+            incarnation=self._incarnation,
         )
         answer = client.learn(knock, Knocked, timeout_s=self._timeout_s)
         token = bytes.fromhex(answer.token)

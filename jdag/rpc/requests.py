@@ -26,6 +26,7 @@ INCARNATION_MAX = (1 << 32) - 1
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 Secret = Annotated[str, Field(max_length=4096, repr=False)]
 Text = Annotated[str, Field(max_length=4096)]
+Secrets = Annotated[dict[Name, Text], Field(max_length=WORKERS_MAX, repr=False)]
 Incarnation = Annotated[int, Field(ge=0, le=INCARNATION_MAX)]
 Modules = Annotated[tuple[Text, ...], Field(max_length=4096)]
 Seconds = Annotated[float, Field(gt=0, le=3600)]
@@ -38,10 +39,15 @@ class Request(BaseModel):
 
 
 class Attach(Request):
-    """Begin a session: `main` takes the asked process for its `worker`."""
+    """Begin a session: `main` takes the asked process for its `worker`.
+
+    By `secret` the two know each other from now on; `secrets` has those by which the
+    worker and each of the others do.
+    """
 
     token: Secret
     secret: Annotated[str, Field(min_length=16, max_length=4096, repr=False)]
+    secrets: Secrets
     main: Name
     worker: Name
     workers: Annotated[tuple[Name, ...], Field(max_length=WORKERS_MAX)]
@@ -69,15 +75,22 @@ class Mesh(Request):
 
 
 class Peer(Request):
-    """Know that a new incarnation of a worker joins, and will dial."""
+    """Know that a new incarnation of a worker joins, and will dial.
+
+    By `shared` the two know each other.
+    """
 
     secret: Secret
+    shared: Secret
     worker: Name
     whereabouts: Whereabouts
 
 
 class Knock(Request):
-    """Give a token that lets this worker in, once and soon."""
+    """Give a token that lets this worker in, once and soon.
+
+    The secret is that of the two.
+    """
 
     secret: Secret
     worker: Name

@@ -74,7 +74,8 @@ class _Held:
         self.main = asked.main
         self.worker = own.worker
         self.incarnation = asked.incarnations[own.worker]
-        self.secret = asked.secret.encode()
+        # By which it and each other process know each other.
+        self.secrets = {**asked.secrets, asked.main: asked.secret}
         self.since_ns = time.monotonic_ns()
         self.tokens = Tokens()
         self.main_came = threading.Event()
@@ -82,7 +83,7 @@ class _Held:
         self.routes = Routes(
             own.worker,
             self.incarnation,
-            asked.secret,
+            self.secrets,
             dial_gate=own.dial_gate,
             tls=own.tls,
             timeout_s=asked.deadline_s,
@@ -118,6 +119,11 @@ class _Held:
         if admitted.worker == self.main:
             self.main_came.set()
         self.node.adopt(admitted.worker, admitted.incarnation, stream, received)
+
+    def knows(self, secret: str, peer: str) -> bool:
+        """Whether this is the secret of this process and another."""
+        known = self.secrets.get(peer, "")
+        return bool(known) and hmac.compare_digest(known.encode(), secret.encode())
 
     def check(self, peer: str) -> None:
         """See that this is one of the others."""
@@ -260,7 +266,7 @@ class Seat:
         if held is None:
             return
         is_newer = asked.incarnations[asked.worker] > held.incarnation
-        is_same = hmac.compare_digest(held.secret, asked.secret.encode())
+        is_same = held.knows(asked.secret, held.main)
         if not (is_same and is_newer) and not _is_dead(held.asked, self._own.handshake):
             raise JoinError(
                 f"worker {self._own.worker!r} is held by {_holder(held)}; it is free "
@@ -293,11 +299,12 @@ class Seat:
         """Know that a new incarnation of a worker joins, and will dial."""
         held = self._session(asked.secret)
         held.know(asked.worker, asked.whereabouts, dials=False)
+        held.secrets[asked.worker] = asked.shared
         return {}
 
     def knock(self, asked: Knock) -> Mapping[str, Any]:
         """Give a one-time token to a worker of the session."""
-        held = self._session(asked.secret)
+        held = self._present()
         held.check(asked.worker)
         known = held.place.incarnations.get(asked.worker)
         if known is None:
@@ -309,6 +316,7 @@ class Seat:
                 f"incarnation {asked.incarnation} of {asked.worker!r} is not announced "
                 f"yet; {known} is known"
             )
+        self._refuse_others(held, asked.secret, asked.worker)
         token = held.tokens.issue(asked.worker, asked.incarnation)
         return {"token": token.hex()}
 
@@ -316,7 +324,7 @@ class Seat:
         """End the session, if it is still that one."""
         with self._changed:
             held = self._held
-        if held is None or not hmac.compare_digest(held.secret, asked.secret.encode()):
+        if held is None or not held.knows(asked.secret, held.main):
             return {"ended": False}
         self._end(held)
         return {"ended": True}
@@ -361,17 +369,25 @@ class Seat:
                 "secret on both sides"
             )
 
-    def _session(self, secret: str) -> _Held:
+    def _present(self) -> _Held:
         with self._changed:
             held = self._held
         if held is None:
             raise JoinError(f"worker {self._own.worker!r} is in no session")
-        if not hmac.compare_digest(held.secret, secret.encode()):
-            raise JoinError(
-                f"worker {self._own.worker!r} refused: the secret is not that of its "
-                f"session with {held.main!r}"
-            )
         return held
+
+    def _session(self, secret: str) -> _Held:
+        """The session, for its main."""
+        held = self._present()
+        self._refuse_others(held, secret, held.main)
+        return held
+
+    def _refuse_others(self, held: _Held, secret: str, peer: str) -> None:
+        if not held.knows(secret, peer):
+            raise JoinError(
+                f"worker {self._own.worker!r} refused: the secret is not that of "
+                f"{peer!r} in its session with {held.main!r}"
+            )
 
 
 def _stopping(own: Own) -> str:

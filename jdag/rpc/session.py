@@ -38,7 +38,7 @@ from jdag.rpc.requests import (
 )
 from jdag.rpc.settings import Address
 from jdag.rpc.tls import Tls
-from jdag.rpc.tokens import fresh_secret
+from jdag.rpc.tokens import fresh_secret, secret_between
 
 POLL_S = 1.0
 ASKED_AT_ONCE_MAX = 16
@@ -85,10 +85,15 @@ class Session:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._secret = fresh_secret()
+        # Main and a name know each other by one secret, whichever process has the name.
+        self._secrets = {
+            peer: secret_between(self._secret, plan.main, peer)
+            for peer in plan.controls
+        }
         self._routes = Routes(
             plan.main,
             0,
-            self._secret,
+            self._secrets,
             dial_gate=plan.dial_gate,
             tls=plan.tls,
             timeout_s=plan.deadline_s,
@@ -164,7 +169,12 @@ class Session:
             }
         asked = Attach(
             token=plan.token,
-            secret=self._secret,
+            secret=self._secrets[peer],
+            secrets={
+                other: self._between(peer, incarnation, other)
+                for other in present
+                if other not in (peer, plan.main)
+            },
             main=plan.main,
             worker=peer,
             workers=plan.workers,
@@ -182,7 +192,7 @@ class Session:
         except JoinError as error:
             if error.reached:  # It may hold the session for us that we do not want.
                 with suppress(JoinError):
-                    self._ask(peer, Detach(secret=self._secret))
+                    self._ask(peer, self._detach(peer))
             raise
         there = Whereabouts(
             incarnation=incarnation,
@@ -204,7 +214,21 @@ class Session:
                 for name in self._controls
                 if name != peer and name in self._there and name not in self._away
             }
-        self._ask(peer, Mesh(secret=self._secret, peers=peers, dial=tuple(dial)))
+        secret = self._secrets[peer]
+        self._ask(peer, Mesh(secret=secret, peers=peers, dial=tuple(dial)))
+
+    def _detach(self, peer: str) -> Detach:
+        return Detach(secret=self._secrets[peer])
+
+    def _between(self, peer: str, incarnation: int, other: str) -> str:
+        """What an incarnation of a worker and another worker, as it is, are known by.
+
+        So who was lost cannot be taken for who has joined by its name.
+        """
+        numbers = self.place.incarnations
+        return secret_between(
+            self._secret, f"{peer}#{incarnation}", f"{other}#{numbers[other]}"
+        )
 
     def _ask(self, peer: str, asked: Request) -> None:
         client = self._routes.client(peer)
@@ -304,7 +328,15 @@ class Session:
             with self._lock:
                 del self._away[worker]
                 there = self._there[worker]
-            asked = Peer(secret=self._secret, worker=worker, whereabouts=there)
+
+            def asked(other: str) -> Peer:
+                return Peer(
+                    secret=self._secrets[other],
+                    shared=self._between(worker, incarnation, other),
+                    worker=worker,
+                    whereabouts=there,
+                )
+
             self._tell(others, asked)
             self._routes.connect(self.node, worker)
             self._mesh(worker, others)
@@ -313,14 +345,14 @@ class Session:
             self.node.lost(worker, said)
             raise
 
-    def _tell(self, peers: Iterable[str], asked: Request) -> None:
-        """Tell it to all; who is not reached is found to be lost by the nodes."""
+    def _tell(self, peers: Iterable[str], asked: Callable[[str], Request]) -> None:
+        """Tell it to each; who is not reached is found to be lost by the nodes."""
 
         def tell(peer: str) -> None:
             try:
-                self._ask(peer, asked)
+                self._ask(peer, asked(peer))
             except JoinError as error:
-                _log.info("%s: %s", type(asked).__name__, error)
+                _log.info("%s was not told: %s", peer, error)
 
         self._each(peers, tell)
 
@@ -336,7 +368,7 @@ class Session:
         self._todo.put(None)
         self.node.close()
         atexit.unregister(self.node.close)
-        self._tell(there, Detach(secret=self._secret))
+        self._tell(there, self._detach)
         self._asking.shutdown(wait=False)
         self._routes.close()
         if self._server is not None:

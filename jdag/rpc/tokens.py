@@ -1,4 +1,9 @@
-"""One-time tokens: what a gate lets in, once, soon, and nothing else."""
+"""One-time tokens, which a gate lets in once and soon; and what is asked for them by.
+
+Each two processes of a session have a secret of their own, which main makes of the
+session's and of both their names: by it each is known to the other, and to nobody else
+it is of use.
+"""
 
 import hmac
 import secrets
@@ -66,6 +71,18 @@ class Tokens:
     def _forget_expired(self) -> None:
         now_ns = self._clock_ns()
         self._issued = [one for one in self._issued if one[0] > now_ns]
+
+
+def secret_between(session: str, one: str, other: str) -> str:
+    """Return what two processes of a session know each other by, as text.
+
+    Args:
+        session: the secret of the session, which main alone has.
+        one: who one of them is, its incarnation included.
+        other: who the other one is.
+    """
+    both = " ".join(sorted((one, other)))
+    return hmac.new(session.encode(), both.encode(), "sha256").hexdigest()
 
 
 def fresh_secret() -> str:
