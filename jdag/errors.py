@@ -72,15 +72,22 @@ class JoinError(JdagError):
     """Workers cannot be joined: one is not there, refuses, or died at its start.
 
     `reached` tells whether the worker answered at all, and `absent` whether it is known
-    that no process is at its address.
+    that no process is at its address; `given_up`, that it has given the asker up, and
+    will not have it back.
     """
 
     def __init__(
-        self, message: str, *, reached: bool = True, absent: bool = False
+        self,
+        message: str,
+        *,
+        reached: bool = True,
+        absent: bool = False,
+        given_up: bool = False,
     ) -> None:
         super().__init__(message)
         self.reached = reached
         self.absent = absent
+        self.given_up = given_up
 
 
 class ScenarioError(JdagError):

@@ -129,6 +129,7 @@ def options_of(settings: Settings, name: str, device: str | None) -> Options:
         path=(str(settings.path.resolve().parent), *sys.path),
         pythonpath=os.environ.get("PYTHONPATH"),
         tls=settings.tls_files,
+        hosts={one: settings.worker(one).address.host for one in settings.names},
         value_bytes_max=settings.value_bytes_max,
     )
 

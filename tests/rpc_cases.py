@@ -212,6 +212,7 @@ class Seated:
             self.seat.answers,
             tls=own.get("tls"),
             carry=carrying(self.seat.enter) if grpc else None,
+            hosts=own.get("hosts"),
         )
         self.client = ControlClient(
             f"worker {name!r}", self.server.address, tls=own.get("tls")

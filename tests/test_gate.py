@@ -29,7 +29,7 @@ class Host:
         self.came: queue.Queue[tuple[Admission, Stream, int]] = queue.Queue()
         self.gate = Gate(
             address,
-            admit=self.tokens.get,
+            admit=lambda token, shown: self.tokens.get(token),
             take=lambda *arrival: self.came.put(arrival),
         )
         self.address = self.gate.address
@@ -274,7 +274,7 @@ def test_an_address_in_use_is_refused_by_name(tcp: Host):
     with pytest.raises(
         JdagError, match=r"^cannot listen at tcp:127.*: Address already"
     ):
-        Gate(tcp.address, admit=tcp.tokens.get, take=lambda *_: None)
+        Gate(tcp.address, admit=lambda *_: None, take=lambda *_: None)
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_an_address_in_use_is_refused_by_name(tcp: Host):
 )
 def test_other_hosts_are_neither_listened_to_nor_dialled_without_tls(address: str):
     with pytest.raises(JdagError, match="without TLS, and only loopback may be"):
-        Gate(address, admit=lambda _: None, take=lambda *_: None)
+        Gate(address, admit=lambda *_: None, take=lambda *_: None)
     with pytest.raises(JdagError, match="without TLS, and only loopback may be"):
         dial(address, TOKEN, 0, timeout_s=1)
 

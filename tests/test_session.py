@@ -12,9 +12,9 @@ import grpc
 import numpy as np
 import pytest
 
-from jdag.errors import JoinError
+from jdag.errors import JdagError, JoinError
 from jdag.rpc import session as module
-from jdag.rpc.control import ControlServer, answering
+from jdag.rpc.control import ControlClient, ControlServer, answering
 from jdag.rpc.gate import Gate, dial
 from jdag.rpc.requests import REQUESTS, Attach, Detach, Health, Info, Knock
 from jdag.rpc.session import Session
@@ -232,6 +232,37 @@ def test_over_tls_all_is_as_without_and_a_stranger_is_refused(tmp_path):
             Session(plan_of(controls(workers), tls=other))
 
 
+@pytest.mark.parametrize("grpc", [False, True])
+def test_a_certificate_is_held_to_the_worker_who_shows_it(grpc: bool, tmp_path):
+    issuer = Issuer(tmp_path, "ca")
+    tls = {name: load(*issuer.issue(name)) for name in "mab"}
+    own: dict[str, Any] = {"tls": tls["b"], "hosts": {"m": "10.1.1.1"}, "grpc": grpc}
+    if not grpc:
+        own["open_gate"] = partial(Gate, "tcp:127.0.0.1:0", tls=tls["b"])
+    with seated("b", **own) as worker:
+        settings: dict[str, Any] = {"dial_gate": partial(dial, tls=tls["m"])}
+        plan = plan_of({"b": worker.server.address}, tls=tls["m"], **settings)
+        with Session(plan):
+            other = ControlClient("b", worker.server.address, tls=tls["a"])
+            held = worker.seat._held
+            assert held is not None
+            knock = Knock(secret=held.secrets["m"], worker="m", incarnation=0)
+            said = (
+                "who comes as worker 'm' shows a certificate for a, 127.0.0.1; it has "
+                "to be for m or 10.1.1.1"
+            )
+            with pytest.raises(JoinError, match=said):
+                other.ask(knock)
+            mine = ControlClient("b", worker.server.address, tls=tls["m"])
+            token = bytes.fromhex(mine.ask(knock)["token"])
+            with pytest.raises(JdagError, match="refused this worker, or its certific"):
+                dial(held.gate.address, token, 0, tls=tls["a"], timeout_s=LONG_S)
+            for client in (other, mine):
+                client.close()
+        with pytest.raises(JoinError, match=said):
+            Session(plan_of({"b": worker.server.address}, tls=tls["a"]))
+
+
 def test_over_grpc_streams_come_through_the_control_server():
     with ExitStack() as stack:
         workers = {name: stack.enter_context(seated(name, grpc=True)) for name in "ab"}
@@ -275,7 +306,10 @@ class Refused(Exception):
 
 
 class Call:
-    """A call as the handlers see it."""
+    """A call as the handlers see it, without TLS."""
+
+    def auth_context(self) -> dict[str, Any]:
+        return {}
 
     def abort(self, code: grpc.StatusCode, said: str) -> None:
         assert code in REFUSALS, (code, said)
@@ -313,7 +347,8 @@ def test_ten_thousand_mutated_requests_crash_no_handler_and_grow_nothing(three):
     rng = np.random.default_rng(1)
     worker = three["a"]
     handle = {
-        asked: answering(asked, answer) for asked, answer in worker.seat.answers.items()
+        asked: answering(asked, answer, {})
+        for asked, answer in worker.seat.answers.items()
     }
     sizes = []
     for number in range(10_000):

@@ -51,7 +51,10 @@ def gate(ps0: Tls) -> Iterator[tuple[str, queue.Queue]]:
     came: queue.Queue[tuple[Admission, Stream, int]] = queue.Queue()
     tokens = {TOKEN: Admission("trainer", 0, 6)}
     made = Gate(
-        "tcp:127.0.0.1:0", tls=ps0, admit=tokens.get, take=lambda *one: came.put(one)
+        "tcp:127.0.0.1:0",
+        tls=ps0,
+        admit=lambda token, shown: tokens.get(token),
+        take=lambda *one: came.put(one),
     )
     yield made.address, came
     made.close()
@@ -152,7 +155,7 @@ def test_a_plain_dialler_is_refused_in_one_line(gate, trainer: Tls, caplog):
 
 
 def test_dialling_a_plain_gate_with_tls_says_so(trainer: Tls):
-    plain = Gate("tcp:127.0.0.1:0", admit=lambda _: None, take=lambda *_: None)
+    plain = Gate("tcp:127.0.0.1:0", admit=lambda *_: None, take=lambda *_: None)
     with pytest.raises(JdagError, match="in the TLS handshake"):
         dial(plain.address, TOKEN, 0, tls=trainer, timeout_s=20)
     plain.close()
@@ -163,7 +166,7 @@ def test_unix_sockets_need_no_certificates(trainer: Tls):
     inner = Gate(
         "unix:@",
         tls=trainer,
-        admit={TOKEN: Admission("a", 0, 0)}.get,
+        admit=lambda *_: Admission("a", 0, 0),
         take=lambda *one: came.put(one),
     )
     stream, _ = dial(inner.address, TOKEN, 0, tls=trainer, timeout_s=20)

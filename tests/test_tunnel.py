@@ -31,7 +31,7 @@ class Host:
         self.gate = Gate(
             "grpc:127.0.0.1:0",
             tls=tls,
-            admit={TOKEN: Admission("ps0", 1, 12)}.get,
+            admit=lambda token, shown: {TOKEN: Admission("ps0", 1, 12)}.get(token),
             take=lambda *one: self.came.put(one),
         )
         self.server = grpc.server(futures.ThreadPoolExecutor(8), options=SERVER_OPTIONS)

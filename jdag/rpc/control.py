@@ -25,6 +25,7 @@ import grpc
 from pydantic import BaseModel, ValidationError
 
 from jdag.errors import JdagError, JoinError
+from jdag.rpc.certified import hold_to, names_shown
 from jdag.rpc.requests import REQUESTS, Answer, Request
 from jdag.rpc.settings import Address
 from jdag.rpc.streams import reason
@@ -77,6 +78,8 @@ class ControlServer:
             `JdagError` that it raises is the refusal.
         tls: mutual TLS; without them only loopback may be listened at.
         carry: what carries streams of bytes, if they may come; see `jdag.rpc.tunnel`.
+        hosts: of workers, by name; with TLS, whoever says to be a worker has to show a
+            certificate of it.
 
     Raises:
         JoinError: it cannot listen there, or may not.
@@ -89,6 +92,7 @@ class ControlServer:
         *,
         tls: Tls | None = None,
         carry: Carry | None = None,
+        hosts: Mapping[str, str] | None = None,
     ) -> None:
         _refuse_open(address, tls)
         _refuse_taken(address)
@@ -102,7 +106,7 @@ class ControlServer:
         free = BoundedSemaphore(ANSWERS_MAX)
         methods = {
             asked.__name__: grpc.stream_unary_rpc_method_handler(
-                _reading(answering(asked, answers[asked]), free)
+                _reading(answering(asked, answers[asked], hosts or {}), free)
             )
             for asked in REQUESTS
             if asked in answers
@@ -154,7 +158,9 @@ def _refuse_taken(address: Address) -> None:
 
 
 def answering(
-    asked: type[Request], answer: Callable[[Any], Mapping[str, Any]]
+    asked: type[Request],
+    answer: Callable[[Any], Mapping[str, Any]],
+    hosts: Mapping[str, str],
 ) -> Callable[[bytes, grpc.ServicerContext], bytes]:
     """Return what answers the bytes of a request: those of an answer, or a refusal."""
 
@@ -167,6 +173,8 @@ def answering(
         except ValidationError as error:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, _said(asked, error))
         try:
+            if request.by is not None:
+                hold_to(names_shown(context), request.by, hosts.get(request.by))
             return json.dumps(answer(request)).encode()
         except JdagError as error:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error)[:4096])

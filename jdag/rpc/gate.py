@@ -25,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from jdag.errors import JdagError
+from jdag.errors import JdagError, JoinError
 from jdag.rpc.addresses import (
     Address,
     connect,
@@ -34,6 +34,7 @@ from jdag.rpc.addresses import (
     listen,
     parse,
 )
+from jdag.rpc.certified import Shown
 from jdag.rpc.streams import SocketStream, Stream, reason
 from jdag.rpc.tls import Tls
 from jdag.rpc.tokens import TOKEN_BYTES
@@ -48,7 +49,7 @@ _REST_S = 0.2
 _MAGIC = b"jdag"
 _HELLO = struct.Struct(f"<4sB3x{TOKEN_BYTES}sQ")
 _ANSWER = struct.Struct("<4sBB2xQ")
-_WELCOME, _UNKNOWN, _OTHER_VERSION = range(3)
+_WELCOME, _UNKNOWN, _OTHER_VERSION, _GIVEN_UP, _REFUSED = range(5)
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class Admission:
     received: int
 
 
-Admit = Callable[[bytes], Admission | None]
+Admit = Callable[[bytes, Shown], Admission | None]
 Take = Callable[[Admission, Stream, int], None]
 
 
@@ -94,11 +95,12 @@ class Gate:
     """The listener of a node; see the module for what it does with whom.
 
     `address` is where to listen (`unix:@`, `tcp:127.0.0.1:0`), or `grpc:...`, which is
-    not listened at: streams come from the control server by `enter`. `admit(token)`
-    says whom a token lets in, or None; it compares in constant time and honours a token
-    once. `take(admission, stream, received)` gets the stream and the peer's number.
-    Both are called on the gate's thread and do not block. `tls` is for TCP; without it
-    only loopback is listened at.
+    not listened at: streams come from the control server by `enter`. `admit(token,
+    shown)` says whom a token lets in, or None; it compares in constant time, honours a
+    token once, and raises JoinError where its owner may not come in with a certificate
+    of those names, or at all. `take(admission, stream, received)` gets the stream and
+    the peer's number. Both are called on the gate's thread and do not block. `tls` is
+    for TCP; without it only loopback is listened at.
 
     Raises JdagError if it cannot listen there.
     """
@@ -249,7 +251,11 @@ class Gate:
         if hello.version != VERSION:
             self._turn_away(visitor, _OTHER_VERSION)
             raise ConnectionError(f"it speaks version {hello.version}, not {VERSION}")
-        visitor.admission = self._admit(hello.token)
+        try:
+            visitor.admission = self._admit(hello.token, visitor.stream.shown)
+        except JoinError as error:
+            self._turn_away(visitor, _GIVEN_UP if error.given_up else _REFUSED)
+            raise ConnectionError(str(error)) from None
         if visitor.admission is None:
             self._turn_away(visitor, _UNKNOWN)
             raise ConnectionError("its token is unknown, used or too old")
@@ -318,7 +324,7 @@ def dial(
     `received` the highest number that this side's link has in order, 0 for a new link.
     With `tls`, what listens there shows a certificate for `name`, else for the
     address's host. Blocks for `timeout_s` at most. Raises JdagError, which names the
-    address and why.
+    address and why; JoinError if that node has given this one up.
     """
     assert len(token) == TOKEN_BYTES, len(token)
     due_ns = time.monotonic_ns() + int(timeout_s * 1e9)
@@ -389,6 +395,10 @@ def _greet(stream: Stream, hello: bytes, due_ns: int) -> int:
         raise ConnectionError(
             f"it speaks version {version} of the protocol, not {VERSION}"
         )
+    if verdict == _GIVEN_UP:
+        raise JoinError("it has given this worker up", given_up=True)
+    if verdict == _REFUSED:
+        raise ConnectionError("it refused this worker, or its certificate")
     if verdict != _WELCOME:
         raise ConnectionError("it refused the token: unknown, used or too old")
     return int(received)

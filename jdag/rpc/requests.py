@@ -37,6 +37,11 @@ class Request(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
+    @property
+    def by(self) -> str | None:
+        """The worker that asks, if that is said."""
+        return None
+
 
 class Attach(Request):
     """Begin a session: `main` takes the asked process for its `worker`.
@@ -55,6 +60,11 @@ class Attach(Request):
     allow: Modules
     deadline_s: Seconds
     handshake: Annotated[dict[str, Any], Field(max_length=64)]
+
+    @property
+    def by(self) -> str:
+        """The worker that asks."""
+        return self.main
 
 
 class Whereabouts(Request):
@@ -95,6 +105,11 @@ class Knock(Request):
     secret: Secret
     worker: Name
     incarnation: Incarnation
+
+    @property
+    def by(self) -> str:
+        """The worker that asks."""
+        return self.worker
 
 
 class Detach(Request):

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jdag.errors import JoinError
+from jdag.rpc.certified import Shown, hold_to
 from jdag.rpc.control import Answers
 from jdag.rpc.dialling import Routes
 from jdag.rpc.gate import Admission
@@ -52,7 +53,8 @@ _log = logging.getLogger(__name__)
 class Own:
     """What a worker process is, in whichever session.
 
-    `once` tells that it stops when its first session has ended.
+    `hosts` are those of all workers, by name: what certificates are held to. `once`
+    tells that it stops when its first session has ended.
     """
 
     worker: str
@@ -63,6 +65,7 @@ class Own:
     open_gate: OpenGate
     dial_gate: DialGate
     tls: Tls | None = None
+    hosts: Mapping[str, str] = field(default_factory=dict)
     once: bool = False
 
 
@@ -71,6 +74,7 @@ class _Held:
 
     def __init__(self, own: Own, asked: Attach) -> None:
         self.asked = asked
+        self.hosts = own.hosts
         self.main = asked.main
         self.worker = own.worker
         self.incarnation = asked.incarnations[own.worker]
@@ -106,11 +110,12 @@ class _Held:
             self.node.close()
             raise
 
-    def _admit(self, token: bytes) -> Admission | None:
+    def _admit(self, token: bytes, shown: Shown) -> Admission | None:
         found = self.tokens.use(token)
         if found is None:
             return None
         worker, incarnation = found
+        hold_to(shown, worker, self.hosts.get(worker))
         if self.place.incarnations.get(worker) != incarnation:
             return None
         return Admission(worker, incarnation, self.node.received(worker))

@@ -17,6 +17,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
+from jdag.rpc.certified import Shown
+
 # Over loopback TCP 64 MiB took 17 ms with 1 MiB, 27 with what Linux gives by itself
 # (Unix sockets: 15 to 16 with either), and more brings little.
 SOCKET_BUFFER_BYTES = 1 << 20
@@ -39,6 +41,10 @@ class Stream(Protocol):
 
     peer: str
     """The other end as messages name it."""
+
+    @property
+    def shown(self) -> Shown:
+        """The names in the certificate that the other end showed; None without TLS."""
 
     def fileno(self) -> int:
         """Give what epoll watches; -1 once closed."""
@@ -90,6 +96,8 @@ class Stream(Protocol):
 
 class SocketStream:
     """A plain TCP or Unix socket that is connected, and from now on the stream's."""
+
+    shown: Shown = None
 
     def __init__(self, connected: socket.socket, peer: str) -> None:
         self.peer = peer

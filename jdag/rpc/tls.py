@@ -20,6 +20,7 @@ from pathlib import Path
 import grpc
 
 from jdag.errors import JdagError
+from jdag.rpc.certified import Shown, names_in
 from jdag.rpc.streams import SocketStream, ended, reason
 
 # What is encrypted before the socket is asked again, and the most that waits for it.
@@ -148,6 +149,11 @@ class TlsStream:
         self._room = memoryview(bytearray(_TAKEN_MAX))
         self._unsent = memoryview(b"")
         self._more = False
+
+    @property
+    def shown(self) -> Shown:
+        """See Stream."""
+        return names_in(self._tls.getpeercert())
 
     def fileno(self) -> int:
         """See Stream."""

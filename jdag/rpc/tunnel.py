@@ -19,6 +19,7 @@ from contextlib import suppress
 import grpc
 
 from jdag.rpc.addresses import Address
+from jdag.rpc.certified import Shown, names_shown
 from jdag.rpc.streams import SOCKET_BUFFER_BYTES, SocketStream, Stream
 from jdag.rpc.tls import Tls
 
@@ -91,9 +92,10 @@ class _Half:
 class TunnelStream:
     """The node's end of a tunnel."""
 
-    def __init__(self, inside: SocketStream, half: _Half) -> None:
+    def __init__(self, inside: SocketStream, half: _Half, shown: Shown) -> None:
         self.peer = inside.peer
         self.local = False
+        self.shown = shown
         self._inside = inside
         self._half = half
 
@@ -144,10 +146,10 @@ class TunnelStream:
         self._inside.close()
 
 
-def _pair(peer: str) -> tuple[TunnelStream, _Half]:
+def _pair(peer: str, shown: Shown = None) -> tuple[TunnelStream, _Half]:
     inside, outside = socket.socketpair()
     half = _Half(outside)
-    return TunnelStream(SocketStream(inside, peer), half), half
+    return TunnelStream(SocketStream(inside, peer), half, shown), half
 
 
 def open_tunnel(address: Address, tls: Tls | None, name: str) -> TunnelStream:
@@ -198,7 +200,7 @@ def carrying(enter: Callable[[Stream], None]) -> Carry:
     def carry(
         messages: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[bytes]:
-        stream, half = _pair(f"grpc:{context.peer()}")
+        stream, half = _pair(f"grpc:{context.peer()}", names_shown(context))
         if not context.add_callback(half.cut):
             half.cut()  # It ended before it began.
         threading.Thread(

@@ -66,7 +66,7 @@ class Options(BaseModel):
     variable is to be for processes started from here. `cores` are the CPUs to compute
     on. With `once` it stops after its first session. `parent` is the process that this
     one must not outlive, 0 for none; `litter` a folder to remove when that has gone
-    without doing so.
+    without doing so. `hosts` are those of all workers, which certificates are held to.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -84,6 +84,7 @@ class Options(BaseModel):
     pythonpath: str | None = None
     cores: tuple[int, ...] = ()
     tls: tuple[Path, Path, Path] | None = None
+    hosts: dict[str, str] = Field(default={})
     value_bytes_max: int
     once: bool = False
     parent: int = 0
@@ -234,12 +235,15 @@ def run(options: Options, parent: socket.socket) -> None:
         open_gate=open_gate,
         dial_gate=partial(dial, tls=tls),
         tls=tls,
+        hosts=options.hosts,
         once=options.once,
     )
     seat = Seat(own)
     carry = carrying(seat.enter) if options.carrier == "grpc" else None
     address = Address.read(options.control)
-    server = ControlServer(address, seat.answers, tls=tls, carry=carry)
+    server = ControlServer(
+        address, seat.answers, tls=tls, carry=carry, hosts=options.hosts
+    )
     control.set_result(server.address)
     watch.on_stop(seat.stop)
     if options.parent:
