@@ -37,6 +37,7 @@ from jdag.functions import name_of
 from jdag.graph import ContextGraph
 from jdag.home import Home, Port
 from jdag.outcome import PassReport, expired, nanoseconds, stuck
+from jdag.parallel import replicas
 from jdag.ref import Hold, Leaf, Ref, is_ref
 from jdag.roots import checked_roots
 
@@ -181,6 +182,44 @@ class Context:
             JdagError: as `call` does.
         """
         return self._activation.move(worker, refs)
+
+    def replicate(
+        self, workers: Sequence[str], refs: Any, how: str = "owner"
+    ) -> tuple[Any, ...]:
+        """Copy arrays to workers; what flows back from there is added on its way.
+
+        Args:
+            workers: where the replicas are to be: workers, or devices of them.
+            refs: a pytree of refs; what is untracked is copied as well.
+            how: "owner", "tree" or "ring"; see `jdag.parallel.routes`.
+
+        Returns:
+            A tuple of such pytrees of refs, one for each worker, in order.
+
+        Raises:
+            JdagError: no workers, one twice or unknown; no refs; no such `how`.
+        """
+        self._activation.check("ctx.replicate")
+        return replicas.replicate(self, workers, refs, how, self._home.place)
+
+    def all_reduce(
+        self, refs_by_worker: Mapping[str, Any], how: str = "owner"
+    ) -> dict[str, Any]:
+        """Add up equal pytrees, such as gradients, for each worker that gives one.
+
+        Args:
+            refs_by_worker: for each worker, or device of one, its pytree of refs.
+            how: "owner", "tree" or "ring"; see `jdag.parallel.routes`.
+
+        Returns:
+            For each worker the sum, the same to the last bit; tracked.
+
+        Raises:
+            JdagError: two are not equal in structure, shapes and dtypes, which cannot
+                be added; or as `replicate` does.
+        """
+        self._activation.check("ctx.all_reduce")
+        return replicas.all_reduce(self, refs_by_worker, how, self._home.place)
 
     # ---------------------------------------------------------------- backward
 

@@ -31,6 +31,10 @@ OWN = (
     "jdag.optim:_stepped",
     "jdag.optim:squared_norm",
     "jdag.optim:squared_norms",
+    "jdag.parallel.parts:added",
+    "jdag.parallel.parts:copies",
+    "jdag.parallel.parts:divided",
+    "jdag.parallel.parts:joined",
 )
 # Modules all of whose functions may be had.
 MODULES = ("optax", "jdag.programs")

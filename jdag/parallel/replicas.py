@@ -1,0 +1,257 @@
+"""Replicas over workers: copies of refs on many, and one sum of what many have.
+
+A value is handed on along routes (`jdag.parallel.routes`). Where more than one takes it
+a call of `copies` stands in the graph, whose vjp is ReduceAdd: it adds the cotangents
+of all copies, in order. So the bits of a gradient are those of the route that was
+chosen, whatever arrives first. Arrays that go the same way go in one call and one
+transfer.
+
+All is made of `ctx.call` and `ctx.move` of a context that is handed over.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from jdag.compute.pytrees import flatten, paths, static, unflatten
+from jdag.errors import JdagError, kind_of
+from jdag.parallel.parts import added, copies, divided, joined
+from jdag.parallel.routes import (
+    Route,
+    check_how,
+    routes_among,
+    routes_from,
+    routes_up,
+)
+from jdag.ref import Ref, is_ref
+
+# ---------------------------------------------------------------- what is asked for
+
+
+def checked(what: str, workers: Any, how: object) -> tuple[str, ...]:
+    """Return the workers of replicas, in order.
+
+    Raises:
+        JdagError: there are none, or one is there twice; there is no such `how`.
+    """
+    check_how(how)
+    if isinstance(workers, str):
+        raise JdagError(f"{what} takes several workers: [{workers!r}], not {workers!r}")
+    try:
+        names = tuple(workers)
+    except TypeError:
+        raise JdagError(
+            f"{what} takes the names of workers, not {kind_of(workers)}"
+        ) from None
+    if not names:
+        raise JdagError(f"{what} takes one worker or more, and got {workers!r}")
+    for place, name in enumerate(names):
+        if name in names[:place]:
+            raise JdagError(
+                f"{what} takes each worker once, and {name!r} is among {list(names)!r} "
+                "twice; two devices of one worker are two places: 'ps0/cpu:0'"
+            )
+    return names
+
+
+def places_of(trees: Any) -> tuple[Any, ...]:
+    """Return the workers that give something to be added.
+
+    Raises:
+        JdagError: it is not given by worker.
+    """
+    if not isinstance(trees, Mapping):
+        raise JdagError(
+            "ctx.all_reduce takes the pytree of each worker by its name, as in "
+            f"{{'ps0': refs, 'ps1': refs}}, not {kind_of(trees)}"
+        )
+    return tuple(trees)
+
+
+def refs_of(what: str, tree: Any) -> tuple[list[Ref], Any]:
+    """Return the refs of a pytree, and its form.
+
+    Raises:
+        JdagError: there are none, or a leaf is neither a ref nor a static.
+    """
+    refs, form = flatten(tree, is_ref)
+    if not refs:
+        raise JdagError(f"{what} takes a pytree of refs, and there is none in {tree!r}")
+    return refs, form
+
+
+def equals_of(what: str, trees: Mapping[str, Any]) -> tuple[list[list[Ref]], Any]:
+    """Return the refs of each worker's pytree, and the form that all have.
+
+    Raises:
+        JdagError: two of them are not equal in structure, shape or dtype; what is there
+            cannot be added.
+    """
+    (first, tree), *others = trees.items()
+    refs, form = refs_of(what, tree)
+    names = paths(tree, is_ref)
+    for ref, path in zip(refs, names, strict=True):
+        if not jnp.issubdtype(ref.dtype, jnp.number):
+            raise JdagError(
+                f"{what} adds numbers, and {path or 'the ref'} of {first!r} is "
+                f"{ref.aval}"
+            )
+    found = [refs]
+    for worker, other in others:
+        theirs, structure = refs_of(what, other)
+        if structure != form:
+            raise JdagError(
+                f"{what} takes equal pytrees: that of {first!r} is {form}, that of "
+                f"{worker!r} {structure}"
+            )
+        for one, ref, path in zip(refs, theirs, names, strict=True):
+            if (one.shape, one.dtype) != (ref.shape, ref.dtype):
+                raise JdagError(
+                    f"{what} takes equal arrays: {path or 'that'} of {first!r} is "
+                    f"{one.aval}, of {worker!r} {ref.aval}"
+                )
+        found.append(theirs)
+    return found, form
+
+
+# ------------------------------------------------------------------- over the routes
+
+
+# Raises JdagError where there is no such place; takes what asks, to say so.
+Check = Callable[[object, str], object]
+
+
+def replicate(
+    ctx: Any, workers: Sequence[str], tree: Any, how: str, check: Check
+) -> tuple[Any, ...]:
+    """Return the pytree once for each worker; see `jdag.Context.replicate`."""
+    workers = checked("ctx.replicate", workers, how)
+    for worker in workers:
+        check(worker, "ctx.replicate")
+    refs, form = refs_of("ctx.replicate", tree)
+    found: list[list[Any]] = [[None] * len(refs) for _ in workers]
+    for group in _groups((ref.place, ref.tracked) for ref in refs):
+        some = [refs[number] for number in group]
+        source = some[0].place
+        there = workers.index(source) if source in workers else None
+        routes = routes_from(there, len(workers), how)
+        parts = _parts(ctx, source, some, len(routes))
+        sent = [
+            _handed_on(ctx, source, part, route, workers)
+            for part, route in zip(parts, routes, strict=True)
+        ]
+        _gather(ctx, workers, group, sent, found, some)
+    return tuple([unflatten(form, each) for each in found])
+
+
+def all_reduce(
+    ctx: Any, trees: Mapping[str, Any], how: str, check: Check
+) -> dict[str, Any]:
+    """Return the sum of all pytrees for each worker; see `jdag.Context.all_reduce`."""
+    workers = checked("ctx.all_reduce", places_of(trees), how)
+    for worker in workers:
+        check(worker, "ctx.all_reduce")
+    lists, form = equals_of("ctx.all_reduce", trees)
+    ups, downs = routes_up(len(workers), how), routes_among(len(workers), how)
+    found: list[list[Any]] = [[None] * len(lists[0]) for _ in workers]
+    tracked = [any(ref.tracked for ref in refs) for refs in zip(*lists, strict=True)]
+    for group in _groups(tracked):
+        some = [[refs[number] for number in group] for refs in lists]
+        parts = [
+            _parts(ctx, worker, refs, len(ups))
+            for worker, refs in zip(workers, some, strict=True)
+        ]
+        sent = []
+        for own, up, down in zip(zip(*parts, strict=True), ups, downs, strict=True):
+            root = workers[up.order[0]]
+            total = _summed(ctx, own, up, workers)
+            sent.append(_handed_on(ctx, root, total, down, workers))
+        _gather(ctx, workers, group, sent, found, some[0])
+    return {
+        worker: unflatten(form, refs)
+        for worker, refs in zip(workers, found, strict=True)
+    }
+
+
+def _groups(kinds: Iterable[Any]) -> list[list[int]]:
+    """Return the numbers of what is of one kind, kind by kind."""
+    found: dict[Any, list[int]] = {}
+    for number, kind in enumerate(kinds):
+        found.setdefault(kind, []).append(number)
+    return list(found.values())
+
+
+def _parts(ctx: Any, worker: str, refs: list[Ref], count: int) -> list[Any]:
+    """Return lists of refs, one for each of `count` routes."""
+    if count == 1:
+        return [refs]
+    return list(ctx.call(worker, divided, static(count), *refs))
+
+
+def _handed_on(
+    ctx: Any, source: str, refs: Sequence[Ref], route: Route, workers: Sequence[str]
+) -> list[Sequence[Ref]]:
+    """Hand refs on along a route; return what each replica has of them."""
+    found: list[Any] = [None] * len(workers)
+    first = route.children(None)
+    waiting = dict(zip(first, _split(ctx, source, refs, len(first)), strict=True))
+    for replica in route.order:
+        children = route.children(replica)
+        given = waiting.pop(replica)
+        own, *more = _split(ctx, workers[replica], given, 1 + len(children))
+        found[replica] = own
+        waiting.update(zip(children, more, strict=True))
+    return found
+
+
+def _split(
+    ctx: Any, worker: str, refs: Sequence[Ref], count: int
+) -> Sequence[Sequence[Ref]]:
+    """Return refs on a worker as often as they are taken there."""
+    if count > 1 and refs[0].tracked:
+        found: Sequence[Sequence[Ref]]
+        found = ctx.call(worker, copies, static(count), *refs)
+        return found
+    if any(ref.place != worker for ref in refs):
+        refs = ctx.move(worker, tuple(refs))
+    return [refs] * count
+
+
+def _summed(
+    ctx: Any, own: Sequence[Sequence[Ref]], route: Route, workers: Sequence[str]
+) -> Sequence[Ref]:
+    """Return the sum of what all have at the root of a route: each before its own."""
+    sums: dict[int, Sequence[Ref]] = {}
+    for replica in reversed(route.order):
+        lists = [own[replica], *(sums.pop(one) for one in route.children(replica))]
+        refs = [ref for each in lists for ref in each]
+        if len(lists) > 1:
+            refs = ctx.call(workers[replica], added, static(len(lists)), *refs)
+        sums[replica] = refs
+    return sums[route.order[0]]
+
+
+def _gather(
+    ctx: Any,
+    workers: Sequence[str],
+    group: Sequence[int],
+    sent: Sequence[Sequence[Sequence[Ref]]],
+    found: list[list[Any]],
+    some: Sequence[Ref],
+) -> None:
+    """Put what came by all routes where it belongs in each replica's list."""
+    for replica, worker in enumerate(workers):
+        parts = [of_route[replica] for of_route in sent]
+        refs = parts[0]
+        if len(parts) > 1:
+            vectors = [vector for part in parts for vector in part]
+            refs = ctx.call(worker, joined, static(_form(some)), *vectors)
+        for number, ref in zip(group, refs, strict=True):
+            found[replica][number] = ref
+
+
+def _form(refs: Sequence[Ref]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """What `joined` has to know: of each array the number of its dtype, its shape."""
+    kinds = list(dict.fromkeys(ref.dtype for ref in refs))
+    return tuple([(kinds.index(ref.dtype), ref.shape) for ref in refs])
