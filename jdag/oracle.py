@@ -9,7 +9,7 @@ given that back, in the same order. It is a constant there, also to a `jax.jvp` 
 the oracle: that of its gradients is what `jdag.hvp` is held against.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -33,6 +33,7 @@ from jdag.errors import ContextError, JdagError, RootError, kind_of
 from jdag.failures import exception_of, remote_error
 from jdag.functions import call_site, is_program
 from jdag.moving import move
+from jdag.parallel import plain
 from jdag.places import refuse_device
 from jdag.ref import Ref, fetch, is_ref
 from jdag.roots import check_hook
@@ -199,6 +200,18 @@ class OracleContext:
     def move(self, worker: str, refs: Any) -> Any:
         """Move arrays to a worker; see `jdag.Context.move`."""
         return move(self._call, worker, refs)
+
+    def replicate(
+        self, workers: Sequence[str], refs: Any, how: str = "owner"
+    ) -> tuple[Any, ...]:
+        """Copy arrays to several workers; see `jdag.Context.replicate`."""
+        return plain.replicate(self, workers, refs, how)
+
+    def all_reduce(
+        self, refs_by_worker: Mapping[str, Any], how: str = "owner"
+    ) -> dict[str, Any]:
+        """Add up equal pytrees; see `jdag.Context.all_reduce`."""
+        return plain.all_reduce(self, refs_by_worker, how)
 
     def on_cotangent(self, ref: Ref, fn: Callable[[Any], Any]) -> None:
         """Hook the cotangent of a ref; see `jdag.Context.on_cotangent`."""

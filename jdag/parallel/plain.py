@@ -1,0 +1,37 @@
+"""Replicas over workers by plain JAX: what the oracle runs in the place of routes.
+
+Nothing is copied, routed or added by rules of our own: a replica is the value itself,
+a sum is Python's, and gradients are JAX's.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jdag.compute.pytrees import unflatten
+from jdag.parallel.replicas import checked, equals_of, places_of, refs_of
+
+
+def replicate(ctx: Any, workers: Sequence[str], tree: Any, how: str) -> tuple[Any, ...]:
+    """Return the pytree once for each worker; `how` makes no difference here."""
+    workers = checked("ctx.replicate", workers, how)
+    refs, form = refs_of("ctx.replicate", tree)
+    return tuple([unflatten(form, ctx.move(worker, refs)) for worker in workers])
+
+
+def all_reduce(ctx: Any, trees: Mapping[str, Any], how: str) -> dict[str, Any]:
+    """Return the sum of all pytrees for each worker; `how` makes no difference here."""
+    checked("ctx.all_reduce", places_of(trees), how)
+    lists, form = equals_of("ctx.all_reduce", trees)
+    columns = list(zip(*lists, strict=True))
+    found = {}
+    for worker in trees:
+        refs = [ctx.call(worker, total, *column) for column in columns]
+        found[worker] = unflatten(form, refs)
+    return found
+
+
+def total(*arrays: jax.Array) -> Any:
+    """The sum of arrays."""
+    return sum(arrays[1:], arrays[0])
