@@ -80,6 +80,14 @@ Backward
 - A function that multiplies if t2 is tracked and subtracts otherwise:
     forward.a_function_that_asks_whether_t2_is_tracked_sees_the_right_flag
 
+Replicas
+- DataParallel's ReduceAdd: gradients of replicas add up on the original's owner:
+    replicas.reduce_add_over_workers_gives_one_sum_in_the_order_of_the_replicas
+    replicas.reduce_add_has_one_bit_pattern_whatever_arrives_first
+- DistributedDataParallel's all-reduce: all replicas get one sum:
+    replicas.an_all_reduce_gives_each_the_same_sum_to_the_last_bit
+    replicas.unequal_replicas_are_refused_on_every_driver
+
 Errors
 - Six wrong roots are six different messages:
     errors.no_roots_none_constant_leaf_not_scalar_unknown_context_are_six_messages

@@ -1,0 +1,247 @@
+"""One sum of what several workers have: its order, its bytes, and bad input."""
+
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdag
+from jdag import sim
+from jdag.errors import JdagError
+from jdag.parallel.routes import HOW
+from tests.replica_cases import (
+    NAMES,
+    REPLICAS,
+    SHAPES,
+    WORKERS,
+    bits,
+    expected,
+    factors,
+    fit,
+    one_part,
+    sent,
+    total,
+    weighed,
+    zeros,
+)
+
+
+def reduced(cluster, how, workers=REPLICAS):
+    refs = {
+        worker: cluster.put(worker, factors(number, SHAPES))
+        for number, worker in enumerate(workers)
+    }
+    since = len(cluster.trace)
+    with cluster.context() as ctx:
+        sums = ctx.all_reduce(refs, how)
+        cluster.driver.settle()
+        links = sent(cluster, since).get("Primal", {})
+        assert [ref.place for ref in jax.tree.leaves(sums)] == [
+            worker for worker in workers for _ in SHAPES
+        ]
+        return [one_part(tree, NAMES) for tree in jdag.fetch(sums).values()], links
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_all_get_one_sum_in_the_order_that_is_told(how):
+    trees = [factors(number, SHAPES) for number in range(len(REPLICAS))]
+    right = expected(how, trees, NAMES, among=True)
+    assert bits(right) != bits(expected(how, trees[::-1], NAMES, among=True))
+    with jdag.simulate(WORKERS, seed=0) as cluster:
+        got, _ = reduced(cluster, how)
+    assert [bits(one) for one in got] == [bits(right)] * 4
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_no_arrival_order_changes_a_bit_of_the_sum(how):
+    network = sim.LinkModel(latency_ns=1_000, jitter_ns=50_000)
+    found: dict[bytes, None] = {}
+    for seed in range(8):
+        faults = (sim.Drop(0.1), sim.Delay(0.1, 10, 90_000))
+        with jdag.simulate(
+            WORKERS, seed=seed, network=network, faults=faults
+        ) as cluster:
+            found.update(dict.fromkeys(map(bits, reduced(cluster, how)[0])))
+    assert len(found) == 1
+
+
+def stacked(cluster, how, count, size):
+    names = [f"w{number}" for number in range(count)]
+    shape = jax.ShapeDtypeStruct((size,), jnp.float32)
+    refs = {name: cluster.put(name, shape) for name in names}
+    with cluster.context() as ctx:
+        ctx.all_reduce(refs, how)
+        cluster.driver.settle()
+    return sent(cluster).get("Primal", {})
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 8, 16])
+def test_around_a_ring_each_link_has_2_n_minus_1_nths_of_the_bytes(count):
+    names = [f"w{number}" for number in range(count)]
+    size = 60 * count
+    with jdag.simulate(names, seed=0, values="abstract") as cluster:
+        links = stacked(cluster, "ring", count, size)
+    assert links == {
+        (name, names[(number + 1) % count]): 2 * (count - 1) * 60 * 4
+        for number, name in enumerate(names)
+    }
+
+
+@pytest.mark.parametrize(
+    ("how", "above"), [("owner", (0, 0, 0, 0)), ("tree", (0, 0, 1, 1))]
+)
+def test_to_the_owner_and_along_a_tree_all_goes_up_and_down_each_link(how, above):
+    with jdag.simulate(
+        [f"w{n}" for n in range(5)], seed=0, values="abstract"
+    ) as cluster:
+        links = stacked(cluster, how, 5, 100)
+    pairs = [(f"w{n}", f"w{up}") for n, up in enumerate(above, 1)]
+    assert sorted(links) == sorted([*pairs, *((up, n) for n, up in pairs)])
+    assert set(links.values()) == {400}
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_reduce_add_around_a_ring_is_reduce_scatter_then_a_gather_at_the_owner(count):
+    names = [f"w{number}" for number in range(count)]
+    with jdag.simulate(["m", *names], seed=0, values="abstract") as cluster:
+        params = cluster.put("m", jax.ShapeDtypeStruct((60 * count,), jnp.float32))
+        with cluster.context() as ctx:
+            replicas = ctx.replicate(names, params, "ring")
+            losses = [
+                ctx.call(name, total_of, replica)
+                for name, replica in zip(names, replicas, strict=True)
+            ]
+            ctx.backward(*losses)
+    part = 60 * 4
+    ring = {
+        (name, names[number - 1]): (count - 1) * part
+        for number, name in enumerate(names)
+    }
+    assert sent(cluster)["Cotangent"] == {
+        **ring,
+        **{(name, "m"): part for name in names},
+    }
+
+
+def total_of(x):
+    return jnp.sum(x)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_an_all_reduce_of_tracked_arrays_has_the_gradient_of_the_oracle(how):
+    def program(ctx, params):
+        squares = {
+            worker: ctx.call(worker, jnp.square, params[worker]) for worker in REPLICAS
+        }
+        sums = ctx.all_reduce({worker: {"x": x} for worker, x in squares.items()}, how)
+        losses = [
+            ctx.call(worker, weighed, sums[worker], {"x": number + 1.0})
+            for number, worker in enumerate(REPLICAS)
+        ]
+        return ctx.call("m", total, *losses)
+
+    params = {
+        worker: jnp.linspace(0.0, 1.0, 6) + number
+        for number, worker in enumerate(REPLICAS)
+    }
+    value, right = jdag.oracle(program)(params)
+    with jdag.simulate(WORKERS, seed=0) as cluster:
+        refs = {worker: cluster.put(worker, x) for worker, x in params.items()}
+        got = jdag.fetch(jdag.value_and_grad(program, cluster)(refs))
+    np.testing.assert_allclose(got[0], value, rtol=1e-13)
+    for worker in REPLICAS:
+        np.testing.assert_allclose(got[1][worker], right[worker], rtol=1e-13)
+
+
+def descended(w, gradient):
+    return jax.tree.map(lambda one, other: one - 0.1 * other, w, gradient)
+
+
+def test_replicas_that_step_by_one_sum_stay_equal():
+    with jdag.simulate(WORKERS, seed=0) as cluster:
+        params = {worker: cluster.put(worker, zeros()) for worker in REPLICAS}
+        for _ in range(3):
+            with cluster.context() as ctx:
+                losses = [
+                    ctx.call(worker, fit, {"w": params[worker]["w"], "b": 1.0}, x, 0.5)
+                    for worker, x in zip(REPLICAS, jnp.ones((4, 2, 9)), strict=True)
+                ]
+                ctx.backward(*losses)
+                gradients = {
+                    worker: ctx.gradient(params[worker]["w"]) for worker in REPLICAS
+                }
+                sums = ctx.all_reduce(gradients, "ring")
+                for worker in REPLICAS:
+                    cluster.update(descended, params[worker]["w"], sums[worker])
+        found = [bits(tree) for tree in jdag.fetch(params).values()]
+    assert found == found[:1] * 4
+    assert found[0] != bits(zeros())
+
+
+def test_numbers_of_mixed_dtypes_are_reduced_as_what_they_are():
+    def tree(number):
+        return {
+            "half": jnp.full(3, number + 0.5, jnp.bfloat16),
+            "count": jnp.arange(5) * number,
+            "wave": jnp.full((2, 2), number * 1j),
+            "none": jnp.zeros((0, 2)),
+        }
+
+    with jdag.simulate(WORKERS, seed=0) as cluster:
+        refs = {worker: cluster.put("m", tree(n)) for n, worker in enumerate(REPLICAS)}
+        with cluster.context() as ctx:
+            for how in HOW:
+                for got in jdag.fetch(ctx.all_reduce(refs, how)).values():
+                    assert got["half"].tolist() == [8.0] * 3
+                    assert got["half"].dtype == jnp.bfloat16
+                    assert got["count"].tolist() == [0, 6, 12, 18, 24]
+                    assert got["wave"].tolist() == [[6j, 6j]] * 2
+                    assert got["none"].shape == (0, 2)
+
+
+UNEQUAL = {
+    "shape": (
+        {"w": jnp.ones(4)},
+        r"\['w'\] of 'a' is float64\[3\], of 'b' float64\[4\]",
+    ),
+    "dtype": (
+        {"w": jnp.ones(3, jnp.float32)},
+        r"\['w'\] of 'a' is float64\[3\], of 'b' float32\[3\]",
+    ),
+    "structure": (
+        {"v": jnp.ones(3)},
+        r"equal pytrees: that of 'a' is .*'w'.*, that of 'b' .*'v'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNEQUAL)
+@pytest.mark.parametrize("how", HOW)
+def test_unequal_replicas_are_refused_and_both_are_named(case, how):
+    tree, why = UNEQUAL[case]
+    with jdag.simulate(WORKERS, seed=0) as cluster:
+        refs = {"a": cluster.put("a", {"w": jnp.ones(3)}), "b": cluster.put("b", tree)}
+        with cluster.context() as ctx, pytest.raises(JdagError, match=why):
+            ctx.all_reduce(refs, how)
+
+
+def test_what_cannot_be_added_or_is_not_by_worker_is_refused():
+    with jdag.simulate(WORKERS, seed=0) as cluster:
+        flags = {name: cluster.put(name, {"f": jnp.array([True])}) for name in "abc"}
+        with cluster.context() as ctx:
+            with pytest.raises(
+                JdagError, match=r"adds numbers, and \['f'\] of 'a' is bool"
+            ):
+                ctx.all_reduce(flags)
+            with pytest.raises(
+                JdagError, match=r"by its name, as in \{'ps0'.*, not .*list"
+            ):
+                ctx.all_reduce(cast(Any, list(flags.values())))
+            with pytest.raises(JdagError, match=r"takes one worker or more, and got"):
+                ctx.all_reduce({})
+            with pytest.raises(
+                JdagError, match=r"ctx.all_reduce: there is no worker 'x'"
+            ):
+                ctx.all_reduce({"x": flags["a"]})
