@@ -143,7 +143,7 @@ def _leaf_places(
             continue
         x, y = workers.index(leaf.worker) + _LEAF_AT, min(uses)
         while (x, y) in taken:  # Bounded: by the leaves of this column.
-            y -= 0.8
+            y -= 0.88
         taken.add((x, y))
         found[leaf.id] = (x, y)
     return found
@@ -157,7 +157,7 @@ def _draw_vertex(axes: Axes, vertex: Vertex, place: tuple[float, float]) -> None
         fill, edge, text = _OWED_FILL, _OWED_EDGE, _OWED_EDGE
     elif is_unneeded:
         fill, edge, text = _COLUMN, _FAINT, _FAINT
-    width, height = (0.19, 0.62) if vertex.kind == "leaf" else _BOX
+    width, height = (0.19, 0.74) if vertex.kind == "leaf" else _BOX
     axes.add_patch(
         Rectangle(
             (x - width / 2, y - height / 2), width, height, zorder=3,
@@ -171,7 +171,8 @@ def _draw_vertex(axes: Axes, vertex: Vertex, place: tuple[float, float]) -> None
     if vertex.kind == "leaf":
         label = label.replace(" [", "\n[")
     axes.text(
-        x, y, label, ha="center", va="center", fontsize=7.5, zorder=4, color=text,
+        x, y, label, ha="center", va="center",
+        fontsize=6.8 if vertex.kind == "leaf" else 7.5, zorder=4, color=text,
         parse_math=False, linespacing=0.9,
     )  # fmt: skip
 
