@@ -261,6 +261,7 @@ def test_a_certificate_is_held_to_the_worker_who_shows_it(grpc: bool, tmp_path):
                 client.close()
         with pytest.raises(JoinError, match=said):
             Session(plan_of({"b": worker.server.address}, tls=tls["a"]))
+        assert len(worker.nodes) == 1  # It has not even been attached.
 
 
 def test_over_grpc_streams_come_through_the_control_server():
