@@ -70,7 +70,7 @@ class Side:
 
     def silent(self, peer: Peer, why: str) -> None:
         self.ends.append(why)
-        peer.lose()
+        peer.lose({"bye": "it is over"})
 
 
 class Sides:
@@ -127,8 +127,8 @@ class Sides:
 
     def close(self) -> None:
         self.loop.acquire()
-        self.a.peer.lose()
-        self.b.peer.lose()
+        self.a.peer.lose({"bye": "it is over"})
+        self.b.peer.lose({"bye": "it is over"})
         self.loop.close()
         self.loop.release()
 

@@ -39,6 +39,7 @@ class PlainNode:
         self.incarnations: dict[str, int] = {}
         self.changed = threading.Condition()
         self.closed = False
+        self.losses: dict[str, str] = {}
         self._left: list[Any] = []
         self._said: list[tuple[str, bytes]] = []
 
@@ -73,6 +74,9 @@ class PlainNode:
             self.changed.notify_all()
         if was_there:
             self.place.gone(peer, why)
+
+    def loss(self, worker: str) -> str | None:
+        return self.losses.get(worker)
 
     def begin(self) -> None:
         threading.Thread(target=self.run, daemon=True).start()

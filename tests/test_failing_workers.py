@@ -1,6 +1,7 @@
 """Workers that are killed or stopped at any moment, as processes of their own."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jdag
 from jdag.drivers import worker_options
 from jdag.errors import WorkerLost
 from jdag.rpc.control import ControlClient
@@ -232,6 +234,21 @@ def test_who_is_lost_is_named_in_time_and_may_come_back(
             WorkerLost, match=r"worker 'c' is lost; 'c#\d+', which joined"
         ):
             leaf.fetch()
+
+
+def test_a_launched_worker_that_was_given_up_and_lives_on_ends_by_itself() -> None:
+    with jdag.launch(["a", "b", "c"], allow=ALLOWED, deadline_s=2.0) as cluster:
+        launch = cluster.driver.launch
+        log = launch.log_of("c")
+        os.kill(launch.pids["c"], signal.SIGSTOP)
+        soon(lambda: cluster.info()["c"]["lost"])
+        os.kill(launch.pids["c"], signal.SIGCONT)
+        soon(lambda: "c" not in launch.alive)
+        lines = log.read_text().splitlines()
+        said = "worker 'c' leaves the session: '[ab]' has given it up: .* no sign of"
+        assert re.search(said, lines[-1]), lines
+        with cluster.context() as ctx:
+            assert ctx.call("b", cases.total, X, X, X).fetch() == cases.total(X, X, X)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

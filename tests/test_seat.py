@@ -76,6 +76,14 @@ def refused(ask: Callable[[], object]) -> str:
     return str(caught.value)
 
 
+def given_up(worker: Seated, asked: Knock) -> str:
+    """Why the worker lets somebody in no more, as it says itself."""
+    with pytest.raises(JoinError) as caught:
+        worker.ask(asked)
+    assert caught.value.given_up and caught.value.reached
+    return str(caught.value)
+
+
 def come_in(worker: Seated, answer: Any) -> Any:
     """Come in as main does."""
     token = bytes.fromhex(worker.ask(knock())["token"])
@@ -293,6 +301,23 @@ def test_who_is_lost_and_has_not_joined_again_may_not_knock(worker):
     assert said == "'v' is lost, and none has joined as it"
 
 
+def test_who_was_given_up_is_told_so_by_control_server_and_gate(worker):
+    answer = worker.ask(attach(incarnations={"m": 0, "w": 0, "v": 0}))
+    token = bytes.fromhex(worker.ask(knock(worker="v"))["token"])
+    worker.nodes[0].losses["v"] = "it was silent"
+    assert given_up(worker, knock(worker="v")) == (
+        "worker 'w' has given 'v' up: it was silent"
+    )
+    with pytest.raises(JoinError, match="it has given this worker up") as caught:
+        dial(answer["data"], token, 0, timeout_s=10)
+    assert caught.value.given_up
+    assert "v" not in worker.nodes[0].streams
+    # Strangers are not told.
+    with pytest.raises(JoinError, match="the secret is not that of 'v'") as caught:
+        worker.ask(knock(worker="v", secret=SECRET))
+    assert not caught.value.given_up
+
+
 def test_a_new_incarnation_replaces_the_old_one_and_its_tokens(worker):
     answer = worker.ask(attach(incarnations={"m": 0, "w": 0, "v": 0}))
     old = bytes.fromhex(worker.ask(knock(worker="v"))["token"])
@@ -301,11 +326,10 @@ def test_a_new_incarnation_replaces_the_old_one_and_its_tokens(worker):
     node = worker.nodes[0]
     assert node.incarnations["v"] == node.place.incarnations["v"] == 1
     assert node.place.allowed["v"] == ("theirs",)
-    with pytest.raises(JdagError):
+    with pytest.raises(JoinError) as caught:
         dial(answer["data"], old, 0, timeout_s=10)
-    assert "incarnation 0 of 'v' is gone" in refused(
-        lambda: worker.ask(knock(worker="v"))
-    )
+    assert caught.value.given_up
+    assert "incarnation 0 of 'v' is gone" in given_up(worker, knock(worker="v"))
     assert "incarnation 0 of 'v' is gone" in refused(lambda: worker.ask(peer(NOBODY)))
     # Nor is the former one taken for the new one: they are known by other secrets.
     assert "the secret is not that of 'v'" in refused(

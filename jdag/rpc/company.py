@@ -3,16 +3,16 @@
 Told:  by the session, from any thread: `joined`, `received` and `adopt` for a stream,
        `lost`. By peers: that a stream ended, that one is silent, asides.
 Gives: to its `Host`: messages and functions that came; `left` when a peer is gone,
-       `back` when its name joins anew. Asks its `Place` to `dial`, and says who is
-       `gone`.
+       `back` when its name joins anew, `given_up` when this node is. Asks its `Place`
+       to `dial`, and says who is `gone`.
 
 A peer whose stream ended is dialled again by whoever of the two dials, until its
 deadline, or until nobody is at its address any more, or who is there has nothing to do
 with this session. Who finds that one is gone tells all others, so that nobody waits for
 what only that one could have sent.
 
-Invariants: a peer is lost once, and everybody here and its other peers are told; what a
-former incarnation of a name says is not heard.
+Invariants: a peer is lost once, and everybody here, its other peers and, if it hears,
+itself are told; what a former incarnation of a name says is not heard.
 """
 
 import logging
@@ -63,6 +63,9 @@ class Host(Protocol):
 
     def back(self, worker: str, incarnation: int) -> None:
         """A worker of that name has joined anew."""
+
+    def given_up(self) -> None:
+        """The others go on without this node."""
 
     def answer(self, asked: Mapping[str, Any]) -> Any:
         """Return what another node asks for."""
@@ -135,9 +138,7 @@ class Company:
         """Say goodbye to all."""
         self.stopping.set()
         for peer in self.peers.values():
-            peer.aside({"bye": why})
-            peer.flush()
-            peer.lose()
+            peer.lose({"bye": why})
 
     # ------------------------------------------------------------------ the session's
 
@@ -245,9 +246,11 @@ class Company:
                     self._answers[number] = answer
                     self._loop.wake_waiting()
             case {"gone": str(name), "incarnation": int(incarnation), "why": str(why)}:
-                gone = self.peers.get(incarnated(name, incarnation))
-                if gone is not None:
-                    self._lose(gone, why)
+                gone = incarnated(name, incarnation)
+                if gone == self._worker:
+                    self._given_up(peer, why)
+                elif gone in self.peers:
+                    self._lose(self.peers[gone], why)
             case {"joined": str(name), "incarnation": int(incarnation)}:
                 if name not in self._place.workers or incarnation < 1:
                     raise ProtocolError(f"nobody joins by {what!r}")
@@ -277,6 +280,9 @@ class Company:
                 got = self._place.dial(peer.name, self.received(peer.name))
             except (JdagError, OSError) as error:
                 _log.info("%s: dialling %s: %s", self._place.worker, peer.name, error)
+                if isinstance(error, JoinError) and error.given_up:
+                    with self._loop:
+                        self._given_up(peer, str(error))
                 refusals = refusals + 1 if _refused(error) else 0
                 if refusals >= REFUSALS_MAX:
                     self._refused(peer, f"its connection ended, and then: {error}")
@@ -290,6 +296,18 @@ class Company:
             if peer.stream is None:
                 self._lose(peer, why)
 
+    def _given_up(self, peer: Peer, why: str) -> None:
+        """A peer has given this node up: so will all, and it is not let in again.
+
+        Main is the session: what it loses is the peer.
+        """
+        said = f"{peer.name!r} has given it up: {why}"[:WHY_MAX]
+        if self._place.worker == self._place.main:
+            self._lose(peer, said)
+        elif not self.stopping.is_set():
+            _log.warning("worker %r leaves the session: %s", self._worker, said)
+            self._host.given_up()
+
     def silent(self, peer: Peer, why: str) -> None:
         """A peer is not there any more, or does what none does."""
         self._lose(peer, why)
@@ -300,9 +318,9 @@ class Company:
         why, here = why[:WHY_MAX], self._place.worker
         level = logging.INFO if why == LEFT else logging.WARNING
         _log.log(level, "%s: worker %r is lost: %s", here, peer.worker, why)
-        peer.lose()
-        self.gone[peer.worker] = why
         gone = {"gone": peer.name, "incarnation": peer.incarnation, "why": why}
+        peer.lose(gone)
+        self.gone[peer.worker] = why
         for other in tuple(self.peers.values()):
             other.aside(gone)
         self._host.left(peer.worker, why)

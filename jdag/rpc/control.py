@@ -177,7 +177,10 @@ def answering(
                 hold_to(names_shown(context), request.by, hosts.get(request.by))
             return json.dumps(answer(request)).encode()
         except JdagError as error:
-            context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error)[:4096])
+            code = grpc.StatusCode.FAILED_PRECONDITION
+            if isinstance(error, JoinError) and error.given_up:
+                code = grpc.StatusCode.ABORTED
+            context.abort(code, str(error)[:4096])
         raise AssertionError(asked)  # abort raises.
 
     return handle
@@ -303,6 +306,8 @@ class ControlClient:
         match code:
             case grpc.StatusCode.FAILED_PRECONDITION:
                 return JoinError(details)
+            case grpc.StatusCode.ABORTED:
+                return JoinError(details, given_up=True)
             case grpc.StatusCode.UNAVAILABLE:
                 why = why_not(self.address, self._tls) or details
                 absent = why == os.strerror(errno.ECONNREFUSED)

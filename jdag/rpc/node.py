@@ -410,6 +410,10 @@ class Node:
         """A worker of that name has joined anew."""
         self._handle(Joined(worker, incarnation))
 
+    def given_up(self) -> None:
+        """The others go on without this node."""
+        self._end_soon()
+
     def answer(self, asked: Mapping[str, Any]) -> Any:
         """Return what another node asks for."""
         answers = {"info": self._own_info, "quiet": self._quiet}

@@ -33,6 +33,7 @@ from jdag.wire.messages import Codec
 
 ACK_BYTES = 1024 * 1024  # So many bytes of chunks are acknowledged at once.
 PONG = b"!"
+LAST_READS_MAX = 64
 SILENT = 90  # A peer may be silent for so much of the deadline, in percent.
 # A stream loses nothing: what is not acknowledged is sent again when it is remade.
 LINK = LinkSettings(resend_ns=1 << 62, resend_max=0, ack_delay_ns=20_000_000)
@@ -130,9 +131,11 @@ class Peer:
         self._loop.register(stream.fileno(), self._ready)
         self._pure(PING)  # That it can be connected to is no sign of life.
 
-    def lose(self) -> None:
-        """Be done with the peer: it is gone."""
+    def lose(self, last: dict[str, Any]) -> None:
+        """Be done with the peer; it is told a last thing, if it hears that at once."""
+        self.aside(last)
         self.lost = True
+        self.flush()
         self.drop_stream()
         self._alive_timer.cancel()
         if self._ack_timer is not None:
@@ -234,7 +237,16 @@ class Peer:
         except BlockingIOError:
             self._wait_to_write(True)
         except (ConnectionError, OSError) as error:
-            self._break(error)
+            self._hear_out(stream)
+            if self.stream is stream:
+                self._break(error)
+
+    def _hear_out(self, stream: Stream) -> None:
+        """Read what the peer said before it hung up: it may be why."""
+        for _ in range(LAST_READS_MAX):
+            if self.lost or self.stream is not stream:
+                return
+            self._ready(READ)
 
     def _wait_to_write(self, waits: bool) -> None:
         assert self.stream is not None, self

@@ -29,6 +29,9 @@ class Node(Protocol):
     def lost(self, peer: str, why: str) -> None:
         """Know that a peer is gone."""
 
+    def loss(self, worker: str) -> str | None:
+        """Return why an incarnation of a worker was given up; None if it was not."""
+
     def begin(self) -> None:
         """Work from now on, on a thread of its own: what main's node does."""
 

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from jdag.engine.vocabulary import incarnated
 from jdag.errors import JoinError
 from jdag.rpc.certified import Shown, hold_to
 from jdag.rpc.control import Answers
@@ -116,14 +117,23 @@ class _Held:
             return None
         worker, incarnation = found
         hold_to(shown, worker, self.hosts.get(worker))
-        if self.place.incarnations.get(worker) != incarnation:
-            return None
+        self.refuse_gone(worker, incarnation)
         return Admission(worker, incarnation, self.node.received(worker))
 
     def _take(self, admitted: Admission, stream: Stream, received: int) -> None:
         if admitted.worker == self.main:
             self.main_came.set()
         self.node.adopt(admitted.worker, admitted.incarnation, stream, received)
+
+    def refuse_gone(self, peer: str, incarnation: int) -> None:
+        """Refuse one that was given up, or in whose place another has joined."""
+        known = self.place.incarnations.get(peer, 0)
+        if incarnation < known:
+            raise JoinError(_old(peer, incarnation, known), given_up=True)
+        why = self.node.loss(incarnated(peer, incarnation))
+        if why is not None:
+            said = f"worker {self.worker!r} has given {peer!r} up: {why}"
+            raise JoinError(said, given_up=True)
 
     def knows(self, secret: str, peer: str) -> bool:
         """Whether this is the secret of this process and another."""
@@ -314,14 +324,14 @@ class Seat:
         known = held.place.incarnations.get(asked.worker)
         if known is None:
             raise JoinError(f"{asked.worker!r} is lost, and none has joined as it")
-        if asked.incarnation < known:
-            raise JoinError(_old(asked.worker, asked.incarnation, known))
         if asked.incarnation > known:
             raise JoinError(
                 f"incarnation {asked.incarnation} of {asked.worker!r} is not announced "
                 f"yet; {known} is known"
             )
-        self._refuse_others(held, asked.secret, asked.worker)
+        if asked.incarnation == known:  # A former one had another secret.
+            self._refuse_others(held, asked.secret, asked.worker)
+        held.refuse_gone(asked.worker, asked.incarnation)
         token = held.tokens.issue(asked.worker, asked.incarnation)
         return {"token": token.hex()}
 

@@ -1,0 +1,71 @@
+"""Peers that are given up, and live on."""
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from jdag.errors import JoinError
+from jdag.rpc.node import Node
+from tests.rpc_breaking import Breaking, breaking
+from tests.rpc_nodes import cluster
+
+LONG_S = 20.0
+
+
+def soon(holds: Callable[[], bool]) -> None:
+    for _ in range(int(LONG_S / 0.01)):
+        if holds():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("it never came to be")
+
+
+def has_left(node: Node) -> bool:
+    return node.company.stopping.is_set() and node._loop._stopped.is_set()
+
+
+@pytest.mark.parametrize("by", ["a", "b"])
+def test_who_is_given_up_is_told_and_leaves_the_session(
+    by: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with cluster() as c:
+        c.nodes[by].lost("c", "it was silent")
+        soon(lambda: has_left(c.nodes["c"]))
+        said = "worker 'c' leaves the session: '[ab]' has given it up: it was silent"
+        assert [one for one in caplog.messages if one.startswith("worker 'c'")] != []
+        (line,) = [one for one in caplog.messages if one.startswith("worker 'c'")]
+        assert line in (said.replace("[ab]", one) for one in "ab")
+        soon(lambda: set(c.info()) == {"a", "b", "c"} and c.info()["c"]["lost"])
+        assert not c.info()["b"]["lost"] and not has_left(c.nodes["b"])
+
+
+def cut_and_refused(nodes: Breaking, one: str, other: str) -> None:
+    """Their connection ends, and the one that dials is told that it was given up."""
+
+    def refuse(near: Node, peer: str, received: int) -> tuple[object, int]:
+        if (near.name, peer) != (one, other):
+            return dial(near, peer, received)
+        raise JoinError(f"{other!r} has given {one!r} up", given_up=True)
+
+    dial = nodes._dial
+    nodes._dial = refuse  # type: ignore[method-assign]
+    stream = nodes.nodes[one].company.peers[other].stream
+    stream.end()  # type: ignore[union-attr]
+
+
+def test_who_dials_and_was_given_up_leaves_the_session_at_once() -> None:
+    with breaking() as nodes:
+        cut_and_refused(nodes, "b", "c")
+        soon(lambda: has_left(nodes.nodes["b"]))
+        assert nodes.nodes["b"].company.gone == {}
+
+
+def test_main_that_was_given_up_by_a_worker_loses_that_worker() -> None:
+    with breaking() as nodes:
+        cut_and_refused(nodes, "a", "c")
+        main = nodes.nodes["a"]
+        soon(lambda: "c" in main.company.gone)
+        assert main.company.gone["c"] == ("'c' has given it up: 'c' has given 'a' up")
+        assert not has_left(main)
+        assert not nodes.cluster.info()["b"]["lost"]
