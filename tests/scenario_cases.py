@@ -209,6 +209,18 @@ class Stage:
         self.drawn = drawings
 
 
+class RealStage(Stage):
+    """The same on a cluster that is there."""
+
+    def __init__(self, cluster):
+        super().__init__(cluster.workers)
+        self.virtual = False
+        self.made = cluster
+
+    def cluster(self, seed, *, clean=False):
+        return self.made
+
+
 JITTER = Network(LinkModel(latency_ns=10_000, jitter_ns=50_000))
 
 

@@ -9,8 +9,10 @@ import pytest
 
 import jdag
 from jdag import sim
-from jdag.errors import ContextError, JdagError
+from jdag.errors import ContextError, JdagError, ScenarioError
 from jdag.parallel.routes import HOW
+from jdag.programs import replicas as program
+from tests import rpc_nodes
 from tests.replica_cases import (
     NAMES,
     REPLICAS,
@@ -26,6 +28,7 @@ from tests.replica_cases import (
     weighed,
     zeros,
 )
+from tests.scenario_cases import JITTER, RealStage, Stage
 
 HOMES = ("m", "c")  # One that has no replica, and one that has.
 
@@ -349,3 +352,38 @@ def test_a_context_that_is_over_replicates_no_more():
             ctx.replicate(["a"], w)
         with pytest.raises(ContextError, match=r"ctx\.all_reduce on context"):
             ctx.all_reduce({"a": w})
+
+
+# ---------------------------------------------------------------------------- a program
+
+
+def test_the_ready_program_plays_each_way_and_is_right():
+    stage = Stage(["owner", "r0", "r1", "r2", "r3"], network=JITTER, seeds=(0, 1))
+    figures = program.replicas(stage.workers, width=5).play(stage)
+    assert {*figures, "wall_time_ns"} == set(program.FIGURES)
+    assert list(figures["virtual_time_ns"]) == list(HOW)
+    assert max(figures["gradient_difference"].values()) <= 1e-12
+    assert figures["bit_patterns"] == dict.fromkeys(HOW, 1)
+    assert figures["same_bits_as_clean"] == dict.fromkeys(HOW, True)
+    assert len(set(figures["gradient_bits"].values())) > 1  # Each way has its order.
+    assert figures["values_left"] == dict.fromkeys(HOW, 0)
+
+
+def test_the_ready_program_has_the_same_bits_on_nodes_of_the_real_driver():
+    workers = ("owner", "r0", "r1", "r2")
+    right = program.replicas(workers, width=5).play(Stage(workers))
+    with rpc_nodes.cluster(workers, allow=("jdag",)) as cluster:
+        stage = RealStage(cluster)
+        figures = program.replicas(workers, width=5).play(stage)
+    assert figures["gradient_bits"] == right["gradient_bits"]
+    assert figures["payload_bytes"] == right["payload_bytes"]
+    assert figures["busiest_bytes"] == right["busiest_bytes"]
+
+
+def test_a_ready_program_without_replicas_or_with_an_unknown_way_is_refused():
+    with pytest.raises(ScenarioError, match=r"\['a'\]: replicas needs an owner and at"):
+        program.replicas(["a"])
+    with pytest.raises(
+        ScenarioError, match=r"how = \['star'\]: allowed are .* owner, "
+    ):
+        program.replicas(["a", "b"], how=("star",))

@@ -166,6 +166,7 @@ class Case:
         placement: the worker of each parameter, by name.
         passes: how often the pass is repeated; the graph is retained till the last.
         mode: of the passes, "smart" or "fast".
+        more: what else there is to say of the cluster of the first seed.
     """
 
     program: Callable[[Any, Any], Any]
@@ -174,6 +175,7 @@ class Case:
     passes: int = 1
     mode: Literal["smart", "fast"] = "smart"
     figures: Mapping[str, str] = field(default_factory=lambda: FIGURES)
+    more: Callable[[Cluster], Figures] = lambda cluster: {}
 
     def play(self, run: Run) -> Figures:
         """Play with each seed; the first one is reported.
@@ -194,6 +196,7 @@ class Case:
                 first = played
                 run.keep(played.cluster, played.window)
                 counts = {**_counts(run, first), **left_over(run, first.cluster)}
+                counts |= self.more(first.cluster)
             run.progress(number + 1, len(run.seeds))
         assert first is not None, run.seeds
         return {
