@@ -217,6 +217,7 @@ class Seated:
             tls=own.get("tls"),
             carry=carrying(self.seat.enter) if grpc else None,
             hosts=own.get("hosts"),
+            knows=self.seat.knows,
         )
         self.client = ControlClient(
             f"worker {name!r}", self.server.address, tls=own.get("tls")

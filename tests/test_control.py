@@ -3,6 +3,7 @@
 import json
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from jdag.rpc.control import (
 from jdag.rpc.requests import Detach, Drain, Health, Info, Request
 from jdag.rpc.settings import Address
 from jdag.rpc.tls import load
+from jdag.rpc.tokens import proof_of
 from tests.certificates import Issuer
 from tests.rpc_cases import free_address
 
@@ -249,6 +251,65 @@ def test_calls_that_bring_no_request_hinder_nobody_and_are_cancelled(
         assert half.exception(timeout=20).code() == grpc.StatusCode.CANCELLED
     ends.set()
     assert client.ask(Health()) == {"worker": "w"}
+    server.close()
+
+
+@pytest.mark.parametrize("shown", ["", proof_of("stranger"), proof_of("mad")])
+def test_whoever_fills_the_room_with_half_calls_leaves_the_others_theirs(
+    shown: str,
+):
+    known = [proof_of(name) for name in ("mad", "other")]
+    server = ControlServer(ANY, Asked().answers, knows=known.__contains__)
+    client = ControlClient("worker 'w'", server.address)
+    ends = threading.Event()
+
+    def nothing() -> Iterator[bytes]:
+        ends.wait(20)
+        yield from ()
+
+    attackers = [channel_to(server.address, None) for _ in range(4)]
+    calls = [one.stream_unary("/jdag.Control/Health") for one in attackers]
+    halves = [
+        calls[number % 4].future(nothing(), metadata=((control.PROOF, shown),))
+        for number in range(400)
+    ]
+    is_known = shown in known
+    room = control.KNOWN_EACH_MAX if is_known else control.STRANGERS_EACH_MAX
+    for _ in range(200):
+        if sum(half.done() for half in halves) >= len(halves) - room:
+            break
+        threading.Event().wait(0.05)
+    said = {half.code() for half in halves if half.done()}
+    assert said == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+    assert sum(not half.done() for half in halves) == room
+    for _ in range(3):
+        assert client.ask(Info(token="other"), timeout_s=3) == {"token": "other"}
+    if is_known:
+        assert client.ask(Health(), timeout_s=3) == {"worker": "w"}
+    else:
+        assert "too many calls are under way from there" in str(refused(client))
+    ends.set()
+    for channel in attackers:
+        channel.close()
+    client.close()
+    server.close()
+
+
+def test_who_is_known_waits_for_a_turn_and_a_stranger_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(control, "ANSWERS_MAX", 1)
+    asked = Asked()
+    server = ControlServer(ANY, asked.answers, knows=[proof_of("k")].__contains__)
+    client = ControlClient("worker 'w'", server.address)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(client.ask, Detach(secret="k"))
+        assert asked.began.acquire(timeout=20)
+        second = threads.submit(client.ask, Info(token="k"))
+        assert "1 requests are being answered; ask again" in str(refused(client))
+        asked.let.set()
+        assert (first.result(), second.result()) == ({}, {"token": "k"})
+    client.close()
     server.close()
 
 

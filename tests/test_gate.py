@@ -205,6 +205,33 @@ def test_those_who_say_nothing_make_room_for_those_who_come(tcp: Host, monkeypat
         near.close()
 
 
+def come_from(host: Host, source: str) -> socket.socket:
+    _, name, port = host.address.split(":")
+    return socket.create_connection((name, int(port)), 20, (source, 0))
+
+
+def test_one_host_takes_no_more_than_its_share_from_the_others(tcp: Host, monkeypatch):
+    monkeypatch.setattr(gates, "HELLO_S", 600.0)
+    hello = HELLO.pack(b"jdag", 1, TOKEN, 0)
+    slow = [come_from(tcp, f"127.0.0.{number}") for number in (3, 4)]
+    for near in slow:
+        near.sendall(hello[:20])
+    idle = [come_from(tcp, "127.0.0.2") for _ in range(3 * gates.VISITORS_MAX)]
+    for near in idle[: -gates.EACH_MAX]:
+        assert closed(near)
+    soon(lambda: len(tcp.gate._visitors) == gates.EACH_MAX + len(slow))
+    more = [come_from(tcp, f"127.0.1.{n}") for n in range(gates.EACH_MAX)]
+    # There is room for all but two more: who has most makes it.
+    for near in idle[-gates.EACH_MAX :][:2]:
+        assert closed(near)
+    for near in slow:
+        near.sendall(hello[20:])
+        tcp.came.get(timeout=20)[1].close()
+    soon(lambda: len(tcp.gate._visitors) == gates.VISITORS_MAX - len(slow))
+    for near in (*idle, *slow, *more):
+        near.close()
+
+
 def test_a_gate_that_can_accept_nobody_rests_and_then_goes_on(tcp: Host, monkeypatch):
     accept, failures = socket.socket.accept, iter([OSError(24, "Too many open files")])
 

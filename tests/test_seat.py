@@ -26,6 +26,7 @@ from jdag.rpc.requests import (
     Peer,
     Whereabouts,
 )
+from jdag.rpc.tokens import proof_of
 from tests.rpc_cases import TOKEN, Seated, seated
 
 SECRET = "the secret of m and w"
@@ -406,3 +407,17 @@ def test_who_attaches_while_the_worker_is_asked_to_stop_is_refused():
         asked.thread.join(20)
         assert not asked.thread.is_alive()
         assert [node.closed for node in asked.nodes] == [True]
+
+
+def test_who_shows_a_secret_of_the_worker_or_its_session_is_known(worker):
+    def known(*secrets: str) -> list[bool]:
+        return [worker.seat.knows(proof_of(secret)) for secret in secrets]
+
+    all_of_them = (TOKEN, SECRET, WITH_V, "other", "")
+    assert known(*all_of_them) == [True, False, False, False, False]
+    worker.ask(attach(incarnations={"m": 0, "w": 0, "v": 0}))
+    assert known(*all_of_them) == [True, True, True, False, False]
+    for odd in ("", TOKEN, "\udcff", "é"):
+        assert not worker.seat.knows(odd)
+    worker.ask(Detach(secret=SECRET))
+    assert known(*all_of_them) == [True, False, False, False, False]

@@ -16,6 +16,7 @@ import pytest
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from jdag.errors import JdagError
+from jdag.rpc import gate as gates
 from jdag.rpc.gate import Admission, Gate, dial
 from jdag.rpc.streams import SocketStream, Stream
 from jdag.rpc.tls import Tls, TlsStream, load
@@ -145,6 +146,38 @@ def test_who_shows_no_certificate_is_refused(gate, trainer: Tls, issuer, caplog)
             pass
     soon(lambda: "it shows no certificate" in caplog.text)
     dial(gate[0], TOKEN, 0, tls=trainer, timeout_s=20)[0].close()
+
+
+def test_who_has_shown_a_certificate_is_not_driven_out_by_those_who_have_not(
+    gate, trainer: Tls, monkeypatch, caplog
+):
+    monkeypatch.setattr(gates, "HELLO_S", 600.0)
+    _, host, port = gate[0].split(":")
+
+    def come() -> TlsStream:
+        near = socket.create_connection((host, int(port)), 20)
+        made = trainer.dial(SocketStream(near, "ps0"), "ps0")
+        shake_hands(made)
+        send_all(made, hello[:20])
+        return made
+
+    hello = gates._HELLO.pack(b"jdag", 1, TOKEN, 0)
+    known = [come()]
+    idle = [
+        socket.create_connection((host, int(port)), 20)
+        for _ in range(2 * gates.VISITORS_MAX)
+    ]
+    soon(lambda: caplog.text.count("and others come") > gates.VISITORS_MAX)
+    send_all(known[0], hello[20:])
+    gate[1].get(timeout=20)[1].close()
+    # Nor do those who have come before all others.
+    known += [come() for _ in range(gates.EACH_MAX)]
+    last = socket.create_connection((host, int(port)), 20)
+    soon(lambda: "has no room for" in caplog.text)
+    for one in known:
+        one.close()
+    for near in (*idle, last):
+        near.close()
 
 
 def test_a_plain_dialler_is_refused_in_one_line(gate, trainer: Tls, caplog):

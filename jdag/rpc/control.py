@@ -1,10 +1,14 @@
 """The control plane: a gRPC server in each worker, and who asks it.
 
 Requests and answers are JSON; a request is one of `jdag.rpc.requests`, and its rpc has
-its name. Each call has a deadline and each message a largest size; the server answers
-so many at once and refuses what comes meanwhile. A call that does not bring its request
-in time is cancelled; until then it takes no turn of those that do. It listens on
-loopback unless it has certificates; with them both sides show theirs.
+its name. Each call has a deadline and each message a largest size. A call that does not
+bring its request in time is cancelled. The server listens on loopback unless it has
+certificates; with them both sides show theirs.
+
+A call says ahead of its request, by a proof, that who calls has a secret that is known
+here. Those have most of the room, of which each has a share; all others have some of
+their own, of which each address has a share. So neither a stranger nor a worker that
+has gone mad keeps others out.
 
 A refusal comes back as a `JoinError` with what the server said; so does a host that is
 not there, a port in use, a certificate that is not trusted: each in one line.
@@ -27,21 +31,26 @@ from pydantic import BaseModel, ValidationError
 from jdag.errors import JdagError, JoinError
 from jdag.rpc.certified import hold_to, names_shown
 from jdag.rpc.requests import REQUESTS, Answer, Request
+from jdag.rpc.rooms import Room
 from jdag.rpc.settings import Address
 from jdag.rpc.streams import reason
 from jdag.rpc.tls import Tls
+from jdag.rpc.tokens import proof_of
 from jdag.rpc.tunnel import METHOD, Carry
 from jdag.rpc.tunnel import SERVER_OPTIONS as TUNNEL_OPTIONS
 
 BODY_BYTES_MAX = 1 << 22
 ANSWERS_MAX = 16
-READS_MAX = 256
+# Calls under way: of those who are known, of one of them; of others, of one address.
+KNOWN_MAX, KNOWN_EACH_MAX = 256, 64
+STRANGERS_MAX, STRANGERS_EACH_MAX = 128, 48
 READ_S = 5.0
 CARRIES_MAX = 256
 CARRY_BYTES_MAX = 1 << 22
 ASK_S = 10.0
 _SERVICE, CARRY = METHOD.strip("/").split("/")
 _PROBE_S = 2.0
+PROOF = "jdag-proof"
 
 Kind = TypeVar("Kind", bound=Answer)
 Answers = Mapping[type[Request], Callable[[Any], Mapping[str, Any]]]
@@ -58,7 +67,7 @@ _SERVER_OPTIONS = (
     *TUNNEL_OPTIONS,
     # Without this two processes could have one port, each half of the calls.
     ("grpc.so_reuseport", 0),
-    ("grpc.max_concurrent_streams", READS_MAX + ANSWERS_MAX + CARRIES_MAX),
+    ("grpc.max_concurrent_streams", KNOWN_EACH_MAX + STRANGERS_MAX + CARRIES_MAX),
 )
 _CLIENT_OPTIONS = (
     *_OPTIONS,
@@ -67,6 +76,10 @@ _CLIENT_OPTIONS = (
 )
 
 _log = logging.getLogger(__name__)
+
+
+def _nobody(proof: str) -> bool:
+    return False
 
 
 class ControlServer:
@@ -80,6 +93,8 @@ class ControlServer:
         carry: what carries streams of bytes, if they may come; see `jdag.rpc.tunnel`.
         hosts: of workers, by name; with TLS, whoever says to be a worker has to show a
             certificate of it.
+        knows: whether something is the proof of a secret that is known here, see
+            `jdag.rpc.tokens`; nobody is known without it.
 
     Raises:
         JoinError: it cannot listen there, or may not.
@@ -93,20 +108,26 @@ class ControlServer:
         tls: Tls | None = None,
         carry: Carry | None = None,
         hosts: Mapping[str, str] | None = None,
+        knows: Callable[[str], bool] = _nobody,
     ) -> None:
         _refuse_open(address, tls)
         _refuse_taken(address)
-        threads = READS_MAX + ANSWERS_MAX + (0 if carry is None else CARRIES_MAX)
+        threads = (
+            KNOWN_MAX
+            + STRANGERS_MAX
+            + ANSWERS_MAX
+            + (0 if carry is None else CARRIES_MAX)
+        )
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="control")
         self._server = grpc.server(
             self._threads,
             options=_SERVER_OPTIONS,
             maximum_concurrent_rpcs=threads,
         )
-        free = BoundedSemaphore(ANSWERS_MAX)
+        door = _Door(knows)
         methods = {
             asked.__name__: grpc.stream_unary_rpc_method_handler(
-                _reading(answering(asked, answers[asked], hosts or {}), free)
+                door.reading(answering(asked, answers[asked], hosts or {}))
             )
             for asked in REQUESTS
             if asked in answers
@@ -186,31 +207,54 @@ def answering(
     return handle
 
 
-def _reading(
-    handle: Callable[[bytes, grpc.ServicerContext], bytes], free: BoundedSemaphore
-) -> Callable[[Iterator[bytes], grpc.ServicerContext], bytes]:
-    """Return what waits for the one message of a call, not for ever, and handles it.
+class _Door:
+    """Where calls come in, and wait for their one message; gRPC itself would for ever.
 
-    gRPC itself would wait for as long as the other side likes.
+    `knows` is that of a server.
     """
 
-    def read(came: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-        late = Timer(READ_S, context.cancel)
-        late.daemon = True
-        late.start()
-        try:
-            body = next(came, b"")
-        finally:
-            late.cancel()
-        if not free.acquire(blocking=False):
-            said = f"{ANSWERS_MAX} requests are being answered; ask again"
-            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, said)
-        try:
-            return handle(body, context)
-        finally:
-            free.release()
+    def __init__(self, knows: Callable[[str], bool]) -> None:
+        self._knows = knows
+        self._known = Room(KNOWN_MAX, KNOWN_EACH_MAX)
+        self._strangers = Room(STRANGERS_MAX, STRANGERS_EACH_MAX)
+        self._answers = BoundedSemaphore(ANSWERS_MAX)
 
-    return read
+    def reading(
+        self, handle: Callable[[bytes, grpc.ServicerContext], bytes]
+    ) -> Callable[[Iterator[bytes], grpc.ServicerContext], bytes]:
+        """Return what has the message of a call handled, if there is room for it."""
+
+        def read(came: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+            proof = str(dict(context.invocation_metadata()).get(PROOF, ""))
+            is_known = self._knows(proof)
+            room = self._known if is_known else self._strangers
+            holder = proof if is_known else context.peer().rpartition(":")[0]
+            with room.place(holder) as there_is:
+                if not there_is:
+                    _refuse(context, "too many calls are under way from there")
+                body = _body(came, context)
+                if not self._answers.acquire(timeout=READ_S if is_known else 0.0):
+                    _refuse(context, f"{ANSWERS_MAX} requests are being answered")
+                try:
+                    return handle(body, context)
+                finally:
+                    self._answers.release()
+
+        return read
+
+
+def _refuse(context: grpc.ServicerContext, why: str) -> None:
+    context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{why}; ask again")
+
+
+def _body(came: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+    late = Timer(READ_S, context.cancel)
+    late.daemon = True
+    late.start()
+    try:
+        return next(came, b"")
+    finally:
+        late.cancel()
 
 
 def _said(asked: type[BaseModel], error: ValidationError) -> str:
@@ -291,8 +335,9 @@ class ControlClient:
 
     def _answer(self, request: Request, timeout_s: float) -> bytes:
         call = self.channel.unary_unary(f"/{_SERVICE}/{type(request).__name__}")
+        body, proof = request.model_dump_json().encode(), proof_of(request.key)
         try:
-            answer: bytes = call(request.model_dump_json().encode(), timeout=timeout_s)
+            answer: bytes = call(body, timeout=timeout_s, metadata=((PROOF, proof),))
         except grpc.RpcError as error:
             raise self._refusal(type(request).__name__, error, timeout_s) from None
         return answer

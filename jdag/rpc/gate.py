@@ -6,8 +6,9 @@ begin.
 
 A gate does this on a thread of its own for all who come, so that neither a stranger nor
 a slow peer takes a turn of the loop. A hello has a fixed size and 5 s; at most 64 are
-under way, and a newcomer beyond that takes the place of the oldest. Each refusal is one
-line of the log.
+under way, of one other host half of that. A newcomer beyond takes the place of one who
+has shown no certificate: the oldest, of its own host, or of that which has most. Where
+all have, it is refused. Each refusal is one line of the log.
 
 Invariant: a stream handed to `take` has had its hello and its answer, and nothing else
 was read from it; every other connection is closed.
@@ -20,7 +21,7 @@ import socket
 import struct
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -42,7 +43,7 @@ from jdag.rpc.tunnel import open_tunnel
 
 VERSION = 1
 HELLO_S = 5.0
-VISITORS_MAX = 64
+VISITORS_MAX, EACH_MAX = 64, 32
 # How long a gate rests that the system gives no more connections (EMFILE).
 _REST_S = 0.2
 
@@ -77,6 +78,11 @@ class _Visitor:
     came: int = 0
     answer: bytes = b""
     admission: Admission | None = None
+
+    @property
+    def host(self) -> str:
+        """Where it comes from; nothing if that is this host, by a Unix socket."""
+        return self.stream.peer.rpartition(":")[0]
 
     @property
     def events(self) -> int:
@@ -214,13 +220,30 @@ class Gate:
         return self._tls.serve(plain)
 
     def _welcome(self, stream: Stream) -> None:
-        if len(self._visitors) >= VISITORS_MAX:
-            oldest = next(iter(self._visitors.values()))
-            self._refuse(oldest, f"{VISITORS_MAX} others came after it")
         visitor = _Visitor(stream, time.monotonic_ns() + int(HELLO_S * 1e9))
+        if not self._has_room(visitor.host):
+            said = "%s has no room for %s: others have shown a certificate"
+            _log.warning(said, self.address, stream.peer)
+            stream.close()
+            return
         self._visitors[stream.fileno()] = visitor
         self._selector.register(stream.fileno(), visitor.events)
         self._attend(visitor)
+
+    def _has_room(self, host: str) -> bool:
+        """Have room for one more of a host, if need be in place of another one."""
+        visitors = list(self._visitors.values())
+        shy = [one for one in visitors if not one.stream.shown]
+        if host and sum([one.host == host for one in visitors]) >= EACH_MAX:
+            shy = [one for one in shy if one.host == host]
+        elif len(visitors) < VISITORS_MAX:
+            return True
+        else:
+            most = Counter([one.host for one in shy]).most_common(1)
+            shy = [one for one in shy if one.host == most[0][0]]
+        for oldest in shy[:1]:
+            self._refuse(oldest, "it has said nothing yet, and others come")
+        return bool(shy)
 
     def _attend(self, visitor: _Visitor) -> None:
         try:

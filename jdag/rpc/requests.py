@@ -42,6 +42,11 @@ class Request(BaseModel):
         """The worker that asks, if that is said."""
         return None
 
+    @property
+    def key(self) -> str:
+        """What makes who asks known to who is asked: a token or a secret, if any."""
+        return str(getattr(self, "token", "") or getattr(self, "secret", ""))
+
 
 class Attach(Request):
     """Begin a session: `main` takes the asked process for its `worker`.

@@ -41,7 +41,7 @@ from jdag.rpc.requests import (
 )
 from jdag.rpc.streams import Stream
 from jdag.rpc.tls import Tls
-from jdag.rpc.tokens import Tokens
+from jdag.rpc.tokens import Tokens, proof_of
 
 ENDING_S = 5.0
 _SECOND_NS = 1_000_000_000
@@ -191,6 +191,15 @@ class Seat:
             Info: self.info,
             Health: self.health,
         }
+
+    def knows(self, proof: str) -> bool:
+        """Whether this proves a secret of this worker, or of its session."""
+        with self._changed:
+            held = self._held
+        secrets = [self._own.token, *([] if held is None else held.secrets.values())]
+        proofs = [proof_of(secret).encode() for secret in secrets if secret]
+        shown = proof.encode(errors="replace")
+        return any([hmac.compare_digest(shown, one) for one in proofs])
 
     # ------------------------------------------------------------------- its thread
 

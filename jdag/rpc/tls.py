@@ -152,8 +152,11 @@ class TlsStream:
 
     @property
     def shown(self) -> Shown:
-        """See Stream."""
-        return names_in(self._tls.getpeercert())
+        """See Stream; nothing before the handshake is done."""
+        try:
+            return names_in(self._tls.getpeercert())
+        except ValueError:
+            return ()
 
     def fileno(self) -> int:
         """See Stream."""

@@ -85,6 +85,14 @@ def secret_between(session: str, one: str, other: str) -> str:
     return hmac.new(session.encode(), both.encode(), "sha256").hexdigest()
 
 
+def proof_of(secret: str) -> str:
+    """Return what shows that one has a secret, to whoever has it: hexadecimal digits.
+
+    It is of no use for anything else.
+    """
+    return hmac.new(secret.encode(), b"proof", "sha256").hexdigest()
+
+
 def fresh_secret() -> str:
     """Return a secret that nobody can guess, as text."""
     return secrets.token_hex(SECRET_BYTES)

@@ -242,7 +242,12 @@ def run(options: Options, parent: socket.socket) -> None:
     carry = carrying(seat.enter) if options.carrier == "grpc" else None
     address = Address.read(options.control)
     server = ControlServer(
-        address, seat.answers, tls=tls, carry=carry, hosts=options.hosts
+        address,
+        seat.answers,
+        tls=tls,
+        carry=carry,
+        hosts=options.hosts,
+        knows=seat.knows,
     )
     control.set_result(server.address)
     watch.on_stop(seat.stop)
