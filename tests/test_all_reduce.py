@@ -245,3 +245,31 @@ def test_what_cannot_be_added_or_is_not_by_worker_is_refused():
                 JdagError, match=r"ctx.all_reduce: there is no worker 'x'"
             ):
                 ctx.all_reduce({"x": flags["a"]})
+
+
+def took_ns(how, network):
+    names = [f"w{number}" for number in range(8)]
+    megabyte = jax.ShapeDtypeStruct((250_000,), jnp.float32)
+    with jdag.simulate(names, seed=0, values="abstract", network=network) as cluster:
+        refs = {name: cluster.put(name, megabyte) for name in names}
+        cluster.driver.settle()
+        begun_ns = cluster.now_ns
+        with cluster.context() as ctx:
+            ctx.all_reduce(refs, how)
+            cluster.driver.settle()
+        assert not list(cluster.trace.of_kind("resend"))
+        came = cluster.trace.of_kind("deliver")
+        last = [one.time_ns for one in came if one.named["message"] == "Primal"][-1]
+        return last - begun_ns
+
+
+def test_through_ports_a_ring_takes_less_time_than_the_owner_and_without_more():
+    gigabyte = 1_000_000_000
+    model = sim.LinkModel(latency_ns=1_000, bandwidth_bytes_per_s=gigabyte)
+    links = sim.Network(model)
+    ports = sim.Network(model, port_bandwidth_bytes_per_s=gigabyte)
+    # Seven megabytes into one port and seven out of it; then 2 (n - 1) / n of one.
+    assert 14_000_000 < took_ns("owner", ports) < 14_100_000
+    assert 7_000_000 < took_ns("tree", ports) < 12_000_000
+    assert 1_750_000 < took_ns("ring", ports) < 2_000_000
+    assert 2_000_000 < took_ns("owner", links) < 2_100_000

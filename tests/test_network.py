@@ -101,6 +101,41 @@ def test_an_unusable_link_is_refused_by_key_value_and_what_is_allowed(
         LinkModel(**{key: value})
 
 
+def with_ports(model, ports_bytes_per_s=GIGABYTE):
+    network = Network(model, port_bandwidth_bytes_per_s=ports_bytes_per_s)
+    return Traffic(network, WORKERS)
+
+
+def test_all_that_a_worker_sends_passes_its_port():
+    way = with_ports(LinkModel(latency_ns=1_000))
+    sent = [way.transmit("a", to, 100, 0, Random(0)) for to in ("b", "c", "b")]
+    assert sent == [1_100, 1_200, 1_300]
+    assert way.lane("a", "c").start_ns == 100
+    assert way.transmit("b", "a", 100, 0, Random(0)) == 1_100  # The other way is free.
+
+
+def test_all_that_comes_to_a_worker_passes_its_port():
+    way = with_ports(LinkModel(latency_ns=1_000))
+    came = [way.transmit(worker, "c", 100, 0, Random(0)) for worker in ("a", "b")]
+    assert came == [1_100, 1_200]
+    assert way.lane("b", "c").drained_ns == 1_200
+    assert way.lane("a", "c").drained_ns == 1_100
+
+
+def test_where_a_link_is_slower_than_the_ports_it_alone_tells_the_time():
+    way = with_ports(LinkModel(bandwidth_bytes_per_s=GIGABYTE // 10))
+    assert way.transmit("a", "b", 10, 0, Random(0)) == 100
+    assert way.transmit("a", "b", 10, 0, Random(0)) == 200
+    assert way.transmit("a", "c", 10, 0, Random(0)) == 110  # The port was free from 10.
+
+
+@pytest.mark.parametrize("rate", [0, -1, 1.5, True, "fast"])
+def test_an_unusable_port_is_refused(rate):
+    why = f"port_bandwidth_bytes_per_s = {rate!r}: allowed is an integer >= 1"
+    with pytest.raises(ScenarioError, match=why):
+        with_ports(LinkModel(), rate)
+
+
 def test_links_of_unknown_workers_are_refused_by_name():
     with pytest.raises(ScenarioError, match=r"a -> z = 'z': allowed is one of a, b, c"):
         traffic(LinkModel(), {("a", "z"): LinkModel()})

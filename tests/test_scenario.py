@@ -54,7 +54,7 @@ BAD = {
     "a key that is nearly one": (
         ("[network]", "latency = 5"),
         {},
-        "jitter_ns, links (do you mean latency_ns?)",
+        "links, port_bandwidth_bytes_per_s (do you mean latency_ns?)",
     ),
     "a function that is nearly one": (
         (),
@@ -90,6 +90,11 @@ BAD = {
         ("[link]", "resend_ns = 5", "resend_max = 3", "ack_delay_ns = 7"),
         {},
         "link.ack_delay_ns = 7: allowed is an integer below resend_ns = 5",
+    ),
+    "a port of no bandwidth": (
+        ("[network]", "port_bandwidth_bytes_per_s = 0"),
+        {},
+        "network.port_bandwidth_bytes_per_s = 0: allowed is an integer >= 1",
     ),
     "unknown key of a link": (
         ("[[network.links]]", 'source = "a"', 'destination = "b"', "lat = 3"),

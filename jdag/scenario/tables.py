@@ -111,13 +111,14 @@ class _OneLink(_Link):
 
 class _Network(_Link):
     links: Annotated[list[_OneLink], _LIST] = Field(default=[])
+    port_bandwidth_bytes_per_s: COUNT | None = None
 
     def network(self, *, clean: bool) -> Network:
         """The network; a clean one has no jitter."""
         links = {
             (one.source, one.destination): one.model(clean=clean) for one in self.links
         }
-        return Network(self.model(clean=clean), links)
+        return Network(self.model(clean=clean), links, self.port_bandwidth_bytes_per_s)
 
 
 class _Device(Table):

@@ -173,10 +173,12 @@ class Carriage:
         lane, link = end.out, end.link
         wire_bytes = sizes[1]
         arrival_ns = lane.transmit(wire_bytes, now_ns, self._rng)
-        if lane.start_ns > now_ns and end.record >= 0:
-            causes = (*causes, end.record)
+        if lane.start_ns > now_ns and (before := _before(end)) >= 0:
+            causes = (*causes, before)
         detail = (end.peer, *said, *sizes)
         end.record = record = self._note("send", end.worker, detail, causes)
+        if lane.out is not None:
+            lane.out.record = record
         parcel: Parcel = (message, values, said, wire_bytes, record)
         frame = link.send(parcel, now_ns, arrival_ns - now_ns)
         if self._tormented:
@@ -244,9 +246,12 @@ class Carriage:
             kind, causes = "ack", [end.heard]
             detail = (end.peer, wire_bytes)
         arrival_ns = lane.transmit(wire_bytes, now_ns, self._rng)
-        if lane.start_ns > now_ns and end.record not in causes:
-            causes.append(end.record)
+        before = _before(end)
+        if lane.start_ns > now_ns and before not in (*causes, -1):
+            causes.append(before)
         end.record = self._note(kind, end.worker, detail, tuple(causes))
+        if lane.out is not None:
+            lane.out.record = end.record
         self._torment(end, frame, arrival_ns)
 
     def _torment(self, end: End, frame: Frame, arrival_ns: int) -> None:
@@ -265,3 +270,9 @@ class Carriage:
         for extra_ns in copies:
             action = ("frame", end.twin, frame, record)
             timeline.push(arrival_ns + extra_ns, EVENT, action)
+
+
+def _before(end: End) -> int:
+    """The frame that left before the next one: by the same link, or the same port."""
+    out = end.out.out
+    return end.record if out is None else out.record

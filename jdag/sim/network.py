@@ -6,6 +6,9 @@ run. Each pair of workers has two directed links, each a lane of its own:
 - frames leave one after another, in the order of `transmit` (FIFO): each occupies the
   lane for size / bandwidth, rounded up to whole nanoseconds;
 - then it flies for the latency, and any number fly at once;
+- where workers have ports, it passes that of its sender as it leaves, and that of its
+  receiver as it arrives, which it shares with the frames of all other links there
+  (`jdag.sim.ports`);
 - jitter adds up to `jitter_ns`, drawn uniformly for each frame, and so may reorder
   them, which is for the link above to repair. Without jitter nothing is drawn.
 
@@ -14,8 +17,8 @@ Told:  `transmit(source, destination, size_bytes, now_ns, rng)`, for each frame 
 Gives: the arrival's time; per lane, what passed (`bytes`, `frames`, `busy_ns`) and the
        last transfer's start and end (`start_ns`, `busy_until_ns`).
 
-Invariants: a lane carries one frame at a time; `busy_ns` never exceeds the time until
-`busy_until_ns`; what a worker tells itself never comes here.
+Invariants: a lane, and a port, carries one frame at a time; `busy_ns` never exceeds the
+time until `busy_until_ns`; what a worker tells itself never comes here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,9 +26,16 @@ from dataclasses import dataclass, field
 from random import Random
 
 from jdag.errors import ScenarioError, unusable
+from jdag.sim.ports import Port
 
 _SECOND_NS = 1_000_000_000
 _ALLOWED = "an integer >= 0"
+
+
+def _check_bandwidth(key: str, rate: object) -> None:
+    if rate is not None and (type(rate) is not int or rate < 1):
+        allowed = "an integer >= 1, or none given for no limit"
+        raise ScenarioError(unusable(key, rate, allowed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +58,7 @@ class LinkModel:
             value = getattr(self, key)
             if type(value) is not int or value < 0:
                 raise ScenarioError(unusable(key, value, _ALLOWED))
-        rate = self.bandwidth_bytes_per_s
-        if rate is not None and (type(rate) is not int or rate < 1):
-            allowed = "an integer >= 1, or none given for no limit"
-            raise ScenarioError(unusable("bandwidth_bytes_per_s", rate, allowed))
+        _check_bandwidth("bandwidth_bytes_per_s", self.bandwidth_bytes_per_s)
 
     def transfer_ns(self, size_bytes: int) -> int:
         """How long `size_bytes` occupy the link."""
@@ -64,11 +71,20 @@ class Network:
     """What joins the workers: one model for all directed links, and the exceptions.
 
     `links` maps (source, destination) to that direction's model; the other direction
-    has its own entry or the default.
+    has its own entry or the default. `port_bandwidth_bytes_per_s` is what each worker
+    can send over all of its links together, and take; None: as much as they carry.
+
+    Raises:
+        ScenarioError: the bandwidth of ports is not an int or too small.
     """
 
     default: LinkModel
     links: Mapping[tuple[str, str], LinkModel] = field(default_factory=dict)
+    port_bandwidth_bytes_per_s: int | None = None
+
+    def __post_init__(self) -> None:
+        key = "port_bandwidth_bytes_per_s"
+        _check_bandwidth(key, self.port_bandwidth_bytes_per_s)
 
     def model(self, source: str, destination: str) -> LinkModel:
         """The model of one directed link."""
@@ -76,9 +92,13 @@ class Network:
 
 
 class Lane:
-    """One directed link of one run: its model, and what it carries and has carried."""
+    """One directed link of one run: its model, and what it carries and has carried.
+
+    `out` and `into` are the ports of its two workers, None where they have none.
+    """
 
     __slots__ = (
+        "_arrived_ns",
         "_jitter",
         "_latency_ns",
         "_model",
@@ -86,10 +106,17 @@ class Lane:
         "busy_until_ns",
         "bytes",
         "frames",
+        "into",
+        "out",
         "start_ns",
     )
 
-    def __init__(self, model: LinkModel) -> None:
+    def __init__(
+        self, model: LinkModel, out: Port | None = None, into: Port | None = None
+    ) -> None:
+        self.out = out
+        self.into = into
+        self._arrived_ns = 0
         self._model = model
         self._latency_ns = model.latency_ns
         self._jitter = model.jitter_ns + 1 if model.jitter_ns else 0
@@ -103,6 +130,10 @@ class Lane:
         """
         start_ns = max(self.busy_until_ns, now_ns)
         transfer_ns = self._model.transfer_ns(size_bytes)
+        if self.out is not None:
+            passing_ns = self.out.passing_ns(size_bytes)
+            start_ns = self.out.reserve(start_ns, passing_ns, now_ns)
+            transfer_ns = max(transfer_ns, passing_ns)
         self.start_ns = start_ns
         self.busy_until_ns = left_ns = start_ns + transfer_ns
         self.busy_ns += transfer_ns
@@ -112,12 +143,18 @@ class Lane:
         if self._jitter:
             # Not randrange: it draws a varying number of times, at five times the cost.
             arrival_ns += int(rng.random() * self._jitter)
+        if self.into is not None:  # It passes while it arrives.
+            passing_ns = self.into.passing_ns(size_bytes)
+            begun_ns = self.into.reserve(arrival_ns - passing_ns, passing_ns, now_ns)
+            arrival_ns = begun_ns + passing_ns
+            self._arrived_ns = max(self._arrived_ns, arrival_ns)
         return arrival_ns
 
     @property
     def drained_ns(self) -> int:
         """When all that was transmitted so far has arrived, jitter at its worst."""
-        return self.busy_until_ns + self._latency_ns + max(self._jitter - 1, 0)
+        latest_ns = self.busy_until_ns + self._latency_ns + max(self._jitter - 1, 0)
+        return max(latest_ns, self._arrived_ns)
 
 
 class Traffic:
@@ -128,7 +165,7 @@ class Traffic:
             worker to itself.
     """
 
-    __slots__ = ("_lanes", "_network", "_workers")
+    __slots__ = ("_lanes", "_network", "_ports", "_workers")
 
     def __init__(self, network: Network, workers: Sequence[str]) -> None:
         for source, destination in network.links:
@@ -143,6 +180,7 @@ class Traffic:
         self._network = network
         self._workers = frozenset(workers)
         self._lanes: dict[tuple[str, str], Lane] = {}
+        self._ports: dict[tuple[str, str], Port] = {}
 
     def lane(self, source: str, destination: str) -> Lane:
         """The directed link from `source` to `destination`; worth keeping at hand."""
@@ -151,9 +189,16 @@ class Traffic:
             assert source != destination, source
             assert source in self._workers, source
             assert destination in self._workers, destination
-            lane = Lane(self._network.model(source, destination))
+            ports = self._port(source, "out"), self._port(destination, "into")
+            lane = Lane(self._network.model(source, destination), *ports)
             self._lanes[source, destination] = lane
         return lane
+
+    def _port(self, worker: str, direction: str) -> Port | None:
+        rate = self._network.port_bandwidth_bytes_per_s
+        if rate is None:
+            return None
+        return self._ports.setdefault((worker, direction), Port(rate))
 
     def transmit(
         self,

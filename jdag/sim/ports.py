@@ -1,0 +1,49 @@
+"""Ports: what one worker sends, or takes, over all of its links together.
+
+A port passes one frame at a time. Each takes the first gap that is long enough, at the
+earliest when it is there, so that one which waits for its link holds up no other.
+
+Told:  `reserve(from_ns, takes_ns, now_ns)`, for each frame, in order of `now_ns`.
+Gives: when it begins to pass.
+
+Invariants: what is reserved does not overlap, and does not move.
+"""
+
+from bisect import bisect_right
+
+
+class Port:
+    """One direction of one worker's port; `record` is the last frame that left by it.
+
+    Args:
+        bandwidth_bytes_per_s: at least 1.
+    """
+
+    __slots__ = ("_bandwidth_bytes_per_s", "_ends", "_starts", "record")
+
+    def __init__(self, bandwidth_bytes_per_s: int) -> None:
+        self._bandwidth_bytes_per_s = bandwidth_bytes_per_s
+        self._starts: list[int] = []  # Of what is reserved, in order.
+        self._ends: list[int] = []
+        self.record = -1
+
+    def passing_ns(self, size_bytes: int) -> int:
+        """How long a frame takes to pass."""
+        return -(-size_bytes * 1_000_000_000 // self._bandwidth_bytes_per_s)
+
+    def reserve(self, from_ns: int, takes_ns: int, now_ns: int) -> int:
+        """When a frame that is there at `from_ns`, not before now, begins to pass."""
+        starts, ends = self._starts, self._ends
+        over = bisect_right(ends, now_ns)
+        del starts[:over], ends[:over]
+        place = bisect_right(ends, from_ns)
+        start_ns = from_ns
+        while place < len(starts) and starts[place] < start_ns + takes_ns:
+            start_ns = ends[place]
+            place += 1
+        if place and ends[place - 1] == start_ns:  # It goes on from the one before.
+            ends[place - 1] = start_ns + takes_ns
+        else:
+            starts.insert(place, start_ns)
+            ends.insert(place, start_ns + takes_ns)
+        return start_ns
