@@ -1,0 +1,281 @@
+"""Measures replication and all-reduce over workers: owner, tree and ring.
+
+    python -m paper.replicas                  in virtual time: the same numbers anywhere
+    python -m paper.replicas --driver rpc     on 2 and 3 processes of this host
+
+Each row is one number of replicas and one size of arrays; in it each way. `replicate`
+is measured forward, until each replica was used, and back, from asking for the pass to
+its end; `all_reduce` until each has used its sum. Computing takes no time in virtual
+time, so that what is seen is the network: links of 10 us and 10 Gbit/s, once with ports
+of 10 Gbit/s, which all links of a worker share, and once without. Bytes are those of
+arrays: on the directed link that has most, and out of and into the worker that has
+most.
+
+`paper/results/replicas.json` and `.md` hold what came of virtual time, `replicas_rpc`
+what was measured on processes: medians of repeats.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jdag
+from jdag.parallel.routes import HOW
+from paper.figures import RESULTS, machine
+
+COUNTS = (2, 4, 8, 16, 32, 64)
+REAL_COUNTS = (2, 3)
+PAYLOADS_BYTES = (4 << 10, 256 << 10, 16 << 20)
+RATE = 1_250_000_000
+LINK = jdag.sim.LinkModel(latency_ns=10_000, bandwidth_bytes_per_s=RATE)
+NETWORKS = {
+    "ports": jdag.sim.Network(LINK, port_bandwidth_bytes_per_s=RATE),
+    "links": jdag.sim.Network(LINK),
+}
+WARM, REPEATS = 3, 21
+SIZES = ((1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
+
+Numbers = dict[str, int]
+Row = dict[str, Any]
+
+
+def total(x: jax.Array) -> jax.Array:
+    """A loss: a scalar."""
+    return jnp.sum(x)
+
+
+def zeros(size: int) -> jax.Array:
+    """What is to be added."""
+    return jnp.zeros(size, jnp.float32)
+
+
+def used(ctx: Any, refs: dict[str, Any]) -> list[Any]:
+    """Use each ref where it is."""
+    return [ctx.call(worker, total, ref) for worker, ref in refs.items()]
+
+
+# --------------------------------------------------------------------- in virtual time
+
+
+def in_virtual_time(network: Any, what: str, how: str, count: int, size: int) -> Row:
+    """One run: times, and bytes by direction."""
+    names = [f"r{number}" for number in range(count)]
+    shape = jax.ShapeDtypeStruct((size // 4,), jnp.float32)
+    with jdag.simulate(
+        ["owner", *names], seed=0, values="abstract", network=network
+    ) as cluster:
+        homes = names if what == "all_reduce" else ["owner"]
+        leaves = {home: cluster.put(home, shape) for home in homes}
+        cluster.driver.settle()
+        begun_ns, since = cluster.now_ns, len(cluster.trace)
+        with cluster.context() as ctx:
+            if what == "all_reduce":
+                refs = ctx.all_reduce(leaves, how)
+            else:
+                found = ctx.replicate(names, leaves["owner"], how)
+                refs = dict(zip(names, found, strict=True))
+            losses = used(ctx, refs)
+            cluster.driver.settle()
+            forward_ns = last_ns(cluster, since) - begun_ns
+            row = {"forward_ns": forward_ns, **bytes_of(cluster, since, "Primal")}
+            if what == "all_reduce":
+                return row
+            asked_ns = cluster.now_ns
+            ctx.backward(*losses)
+            back = bytes_of(cluster, since, "Cotangent")
+            row["back_ns"] = cluster.now_ns - asked_ns
+            return row | {f"back_{name}": number for name, number in back.items()}
+
+
+def last_ns(cluster: Any, since: int) -> int:
+    """When the last job was done."""
+    jobs = cluster.trace.of_kind("finish")
+    return max(record.time_ns for record in jobs if record.index >= since)
+
+
+def bytes_of(cluster: Any, since: int, message: str) -> Numbers:
+    """Bytes of arrays in one kind of message: on a link, out of and into a worker."""
+    taken: dict[str, dict[Any, int]] = {"link": {}, "out": {}, "into": {}}
+    for record in cluster.trace.of_kind("send"):
+        said = record.named
+        if record.index < since or said["message"] != message:
+            continue
+        here, there = record.worker, said["destination"]
+        for kind, one in (("link", (here, there)), ("out", here), ("into", there)):
+            taken[kind][one] = taken[kind].get(one, 0) + said["payload_bytes"]
+    return {f"{kind}_bytes": max(of.values(), default=0) for kind, of in taken.items()}
+
+
+def virtual_rows(
+    counts: Sequence[int] = COUNTS, sizes: Sequence[int] = PAYLOADS_BYTES
+) -> list[Row]:
+    """All rows in virtual time."""
+    rows = []
+    for what in ("replicate", "all_reduce"):
+        for count in counts:
+            for size in sizes:
+                row: Row = {"what": what, "replicas": count, "payload_bytes": size}
+                for how in HOW:
+                    ports, links = (
+                        in_virtual_time(network, what, how, count, size)
+                        for network in NETWORKS.values()
+                    )
+                    row[how] = ports
+                    for name in ("forward_ns", "back_ns"):
+                        if name in links:
+                            row[how][f"{name[:-3]}_without_ports_ns"] = links[name]
+                rows.append(row)
+    return rows
+
+
+# -------------------------------------------------------------------- on real processes
+
+
+def real_rows(carrier: str) -> list[Row]:
+    """All rows on processes; the caller owns what is replicated."""
+    rows = []
+    for count in REAL_COUNTS:
+        names = [f"r{number}" for number in range(count)]
+        with jdag.launch(["owner", *names], carrier=carrier) as cluster:
+            for size in PAYLOADS_BYTES:
+                rows += on_processes(cluster, names, size)
+    return rows
+
+
+def on_processes(cluster: Any, names: Sequence[str], size: int) -> list[Row]:
+    """The rows of one size, each way in turn."""
+    array = cluster.put("owner", zeros(size // 4))
+    leaves = {name: cluster.make(name, zeros, jdag.static(size // 4)) for name in names}
+
+    def replicate(ctx: Any, how: str) -> dict[str, Any]:
+        return dict(zip(names, ctx.replicate(names, array, how), strict=True))
+
+    def all_reduce(ctx: Any, how: str) -> dict[str, Any]:
+        found: dict[str, Any] = ctx.all_reduce(leaves, how)
+        return found
+
+    rows = []
+    for ask in (replicate, all_reduce):
+        times: dict[str, list[tuple[int, int]]] = {how: [] for how in HOW}
+        for _ in range(WARM + REPEATS):
+            for how in HOW:
+                times[how].append(timed(cluster, ask, how))
+        row = {
+            "what": ask.__name__,
+            "replicas": len(names),
+            "payload_bytes": size,
+        }
+        for how, pairs in times.items():
+            forward, back = zip(*pairs[WARM:], strict=True)
+            row[how] = {
+                "forward_ns": int(statistics.median(forward)),
+                "back_ns": int(statistics.median(back)),
+            }
+        rows.append(row)
+    cluster.drop([array, leaves])
+    return rows
+
+
+def timed(
+    cluster: Any, ask: Callable[[Any, str], dict[str, Any]], how: str
+) -> tuple[int, int]:
+    """How long forward and backward took."""
+    with cluster.context() as ctx:
+        begun_ns = cluster.now_ns
+        losses = used(ctx, ask(ctx, how))
+        jdag.fetch(losses)
+        asked_ns = cluster.now_ns
+        ctx.backward(*losses)
+        return asked_ns - begun_ns, cluster.now_ns - asked_ns
+
+
+# ----------------------------------------------------------------------------- as told
+
+
+def sized(number: int) -> str:
+    """Write a number of bytes."""
+    scale, unit = next(one for one in SIZES if number >= one[0] or one[0] == 1)
+    return f"{number / scale:.4g} {unit}"
+
+
+def each(row: Row, name: str, write: Callable[[int], str]) -> str:
+    """Write one number of each way."""
+    return " / ".join(write(row[how][name]) for how in HOW if name in row[how])
+
+
+def lasting(number: int) -> str:
+    """Write a time."""
+    return f"{number / 1e3:.0f} us" if number < 1e6 else f"{number / 1e6:.4g} ms"
+
+
+COLUMNS = {
+    "forward_ns": ("forward", lasting),
+    "back_ns": ("back", lasting),
+    "forward_without_ports_ns": ("forward, no ports", lasting),
+    "back_without_ports_ns": ("back, no ports", lasting),
+    "link_bytes": ("busiest link", sized),
+    "out_bytes": ("most out of one worker", sized),
+    "back_into_bytes": ("most back into one", sized),
+}
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Rows as a table in Markdown; each cell has owner / tree / ring."""
+    known = {name: one for name, one in COLUMNS.items() if name in rows[0][HOW[0]]}
+    titles = " | ".join(title for title, _ in known.values())
+    lines = [
+        f"| replicas | arrays | {titles} |",
+        "| ---: | ---: |" + " --- |" * len(known),
+    ]
+    for row in rows:
+        cells = [each(row, name, write) for name, (_, write) in known.items()]
+        size = sized(row["payload_bytes"])
+        lines.append(f"| {row['replicas']} | {size} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def tables(about: str, rows: Sequence[Row]) -> str:
+    """A table for each of what was measured."""
+    parts = [f"{about} Each cell: owner / tree / ring.\n"]
+    for what in dict.fromkeys(row["what"] for row in rows):
+        parts.append(f"## {what}\n")
+        parts.append(table([row for row in rows if row["what"] == what]))
+    return "\n".join(parts)
+
+
+def write(path: Path, about: str, found: Row) -> None:
+    """Write JSON and tables."""
+    path.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    text = tables(about, found["rows"])
+    path.with_suffix(".md").write_text(text)
+    print(text)
+
+
+def main() -> None:
+    """Measure, and write both files."""
+    parser = argparse.ArgumentParser(description="Replicas over workers.")
+    parser.add_argument("--driver", choices=("sim", "rpc"), default="sim")
+    parser.add_argument("--carrier", choices=("socket", "grpc"), default="socket")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    asked = parser.parse_args()
+    if asked.driver == "sim":
+        about = "Virtual time; links of 10 us and 10 Gbit/s, and ports of as much."
+        found: Row = {"figure": "replicas", "latency_ns": 10_000, "bytes_per_s": RATE}
+        write(asked.out / "replicas", about, {**found, "rows": virtual_rows()})
+    else:
+        about = f"Processes of one host over {asked.carrier}; medians of {REPEATS}."
+        found = {"figure": "replicas_rpc", "carrier": asked.carrier}
+        found |= {"machine": machine(), "rows": real_rows(asked.carrier)}
+        write(asked.out / "replicas_rpc", about, found)
+
+
+if __name__ == "__main__":
+    from paper import replicas  # Functions go by the name of their module.
+
+    replicas.main()
