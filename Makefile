@@ -36,6 +36,7 @@ lint: install-test
 bench: install
 	$(BIN)/python paper/figures.py
 	$(BIN)/python paper/modes.py
+	$(BIN)/python -m paper.replicas
 
 install: $(VENV)/.installed
 install-test: $(VENV)/.installed-test

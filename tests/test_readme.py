@@ -48,6 +48,7 @@ def test_the_examples_run_as_printed(
     assert printed("jdag.simulate", "(w0)).shape").endswith(" (8, 16)\n")
     assert printed("halve") == "0.8125 ps1 0.0625\n"
     assert printed("jdag.hvp(") == "[(8, 16), (16, 1)]\n"
+    assert printed("ctx.replicate(") == "True\n"
     said, found = printed("cluster.run").splitlines()
     assert said == "trainer1 made contexts 3.1 to 3.50" and found == "[ 1. -2.  3.]"
     assert printed("cluster.save").endswith(" True\n")
