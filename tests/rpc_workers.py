@@ -12,6 +12,8 @@ from typing import Any
 import jdag
 from jdag.drivers import worker_options
 from jdag.rpc.launch import Launch
+from jdag.rpc.worker import Options
+from tests.certificates import Files
 from tests.rpc_cases import free_address
 
 ALLOWED = ("tests",)
@@ -26,6 +28,7 @@ class Workers:
         allow: modules whose functions may be named.
         env: variables of the environment for the workers.
         deadline_s: of the cluster.
+        tls: files for all of them: of certificate and key for this host.
     """
 
     def __init__(
@@ -36,7 +39,9 @@ class Workers:
         allow: Sequence[str] = ALLOWED,
         env: Mapping[str, str] | None = None,
         deadline_s: float = 10.0,
+        tls: Files | None = None,
     ) -> None:
+        self._tls = tls
         self.names = tuple(names)
         self._carrier = carrier
         self._allow = tuple(allow)
@@ -62,20 +67,13 @@ class Workers:
         dead = self.dead
         if not dead:
             return
-        options = [
-            worker_options(
-                name,
-                carrier=self._carrier,
-                device=os.environ.get("JDAG_DEVICE"),
-                allow=self._allow,
-                value_bytes_max=1 << 34,
-            )
-            for name in dead
-        ]
-        launch = Launch(options, env=self._env)
+        launch = Launch([self.options(name) for name in dead], env=self._env)
         self._launches.update(dict.fromkeys(dead, launch))
         self._addresses.update(launch.addresses)
         lines = [f'carrier = "{self._carrier}"', f"deadline_s = {self._deadline_s}"]
+        if self._tls is not None:
+            files = self._tls._asdict().items()
+            lines += ["[tls]", *[f'{key} = "{file}"' for key, file in files]]
         allowed = ", ".join(f'"{module}"' for module in self._allow)
         for name in self.names:
             lines += [
@@ -84,6 +82,22 @@ class Workers:
                 f"allow = [{allowed}]",
             ]
         self.path.write_text("\n".join(lines), encoding="utf-8")
+
+    def options(self, name: str) -> Options:
+        """Return what the process of a worker is told."""
+        options = worker_options(
+            name,
+            carrier=self._carrier,
+            device=os.environ.get("JDAG_DEVICE"),
+            allow=self._allow,
+            value_bytes_max=1 << 34,
+        )
+        if self._tls is None:
+            return options
+        data, hosts = "tcp:127.0.0.1:0", dict.fromkeys(self.names, "127.0.0.1")
+        return options.model_copy(
+            update={"tls": tuple(self._tls), "data": data, "hosts": hosts}
+        )
 
     @property
     def launch(self) -> Launch:

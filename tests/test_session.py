@@ -376,6 +376,7 @@ def _example(asked: type) -> bytes:
         "incarnations": {"m": 0, "a": 0},
         "allow": ["mod"],
         "deadline_s": 5.0,
+        "control": "h:1",
         "handshake": {"jax": "1"},
         "peers": {"b": {"incarnation": 0, "control": "h:1", "data": "d", "allow": []}},
         "dial": ["b"],

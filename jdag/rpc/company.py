@@ -261,22 +261,29 @@ class Company:
                 raise ProtocolError(f"nobody says {what!r} aside")
 
     def broken(self, peer: Peer, why: str) -> None:
-        """A peer's stream ended: whoever of the two dials is to dial again."""
+        """A peer's stream ended: whoever of the two dials is to dial again.
+
+        Nobody else would tell of main's end, so who is dialled by it looks after it.
+        """
         if peer.lost or self.stopping.is_set():
             return
         _log.info("%s: the stream to %s ended: %s", self._place.worker, peer.name, why)
-        if peer.name in self._place.dials:
+        if peer.name in self._place.dials or peer.name == self._place.main:
             name = f"dialling {peer.name}"
             run = partial(self._redial, peer)
             threading.Thread(target=run, name=name, daemon=True).start()
 
     def _redial(self, peer: Peer) -> None:
-        """Dial until there is a stream again, or the peer is given up."""
+        """Dial, or look, until there is a stream again, or the peer is given up."""
         refusals = 0
         if clock_ns() - peer.adopted_ns < SHORT_LIVED_NS:  # Perhaps it is not wanted.
             self.stopping.wait(REDIAL_S)
         while not (self.stopping.is_set() or peer.lost or peer.stream is not None):
             try:
+                if peer.name not in self._place.dials:
+                    self._place.look(peer.name)
+                    self.stopping.wait(REDIAL_S)
+                    continue
                 got = self._place.dial(peer.name, self.received(peer.name))
             except (JdagError, OSError) as error:
                 _log.info("%s: dialling %s: %s", self._place.worker, peer.name, error)

@@ -1,15 +1,25 @@
 """Going to other nodes: a knock at the control server, then a dial of the gate."""
 
+import logging
 import threading
 from collections.abc import Mapping
 
 from jdag.errors import JoinError
 from jdag.rpc.control import ControlClient
 from jdag.rpc.place import DialGate, Node
-from jdag.rpc.requests import Knock, Knocked, Whereabouts
+from jdag.rpc.requests import (
+    Attach,
+    Health,
+    Healthy,
+    Knock,
+    Knocked,
+    Whereabouts,
+)
 from jdag.rpc.settings import Address, address_of
 from jdag.rpc.streams import Stream
 from jdag.rpc.tls import Tls
+
+_log = logging.getLogger(__name__)
 
 
 class Routes:
@@ -121,3 +131,48 @@ class Routes:
             self._clients.clear()
         for client in clients:
             client.close()
+
+
+class Lookout:
+    """Looks whether main is still where it said that it is, if it could be found there.
+
+    Main dials its workers, so who has lost the stream could only wait; that main's
+    process has ended, its own address tells at once.
+
+    Args:
+        asked: what main said.
+        routes: of this process.
+    """
+
+    def __init__(self, asked: Attach, routes: Routes) -> None:
+        self._asked = asked
+        self._routes = routes
+        self._has_found = False
+
+    def find(self) -> None:
+        """Find out whether main can be looked for; before its end is suspected."""
+        control = address_of(self._asked.control)
+        if control is None:
+            return
+        self._routes.reach(self._asked.main, control)
+        try:
+            self._look()
+        except JoinError as error:
+            _log.info("main %r cannot be looked for: %s", self._asked.main, error)
+        else:
+            self._has_found = True
+
+    def look(self, peer: str) -> None:
+        """See whether a peer may still be there, if it is main.
+
+        Raises:
+            JoinError: it is not, or is not reached.
+        """
+        if peer == self._asked.main and self._has_found:
+            self._look()
+
+    def _look(self) -> None:
+        main = self._asked.main
+        found = self._routes.client(main).learn(Health(), Healthy)
+        if found.pid != self._asked.handshake.get("pid"):
+            raise JoinError(f"process {found.pid} is where main {main!r} was")

@@ -45,6 +45,10 @@ class Node(Protocol):
         """Let `run` return, and let go of everything; may be called again."""
 
 
+def _trusting(peer: str) -> None:
+    """It will come back, or be silent for too long."""
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a node stands.
@@ -58,6 +62,9 @@ class Place:
     so it is for a thread of its own. It raises JoinError, or OSError. Only who is in
     `dials` is dialled from here: the others dial us.
 
+    `look(peer)` is for one who dials us and whose stream has ended: it raises JoinError
+    if its process is known not to be there any more, and blocks likewise.
+
     `gone(peer, why)` is to be called by main's node when it finds that a peer is lost,
     so that the others are told; it does not block.
     """
@@ -70,6 +77,7 @@ class Place:
     deadline_s: float
     dial: Callable[[str, int], tuple[Stream, int]]
     gone: Callable[[str, str], None]
+    look: Callable[[str], None] = _trusting
     dials: dict[str, bool] = field(default_factory=dict)
 
 

@@ -52,7 +52,8 @@ class Attach(Request):
     """Begin a session: `main` takes the asked process for its `worker`.
 
     By `secret` the two know each other from now on; `secrets` has those by which the
-    worker and each of the others do.
+    worker and each of the others do. `control` is where main itself answers Health, if
+    it does.
     """
 
     token: Secret
@@ -64,6 +65,7 @@ class Attach(Request):
     incarnations: Annotated[dict[Name, Incarnation], Field(max_length=WORKERS_MAX)]
     allow: Modules
     deadline_s: Seconds
+    control: Text = ""
     handshake: Annotated[dict[str, Any], Field(max_length=64)]
 
     @property
@@ -151,6 +153,12 @@ class Attached(Answer):
     data: Text
     allow: Modules
     handshake: Annotated[dict[str, Any], Field(max_length=64)]
+
+
+class Healthy(Answer):
+    """To Health: which process it is."""
+
+    pid: int
 
 
 class Knocked(Answer):

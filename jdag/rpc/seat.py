@@ -24,7 +24,7 @@ from jdag.engine.vocabulary import incarnated
 from jdag.errors import JoinError
 from jdag.rpc.certified import Shown, hold_to
 from jdag.rpc.control import Answers
-from jdag.rpc.dialling import Routes
+from jdag.rpc.dialling import Lookout, Routes
 from jdag.rpc.gate import Admission
 from jdag.rpc.handshake import refuse_mismatch
 from jdag.rpc.place import DialGate, MakeNode, Node, OpenGate, Place
@@ -93,6 +93,7 @@ class _Held:
             tls=own.tls,
             timeout_s=asked.deadline_s,
         )
+        self.lookout = Lookout(asked, self.routes)
         self.place = Place(
             worker=own.worker,
             workers=asked.workers,
@@ -102,6 +103,7 @@ class _Held:
             deadline_s=asked.deadline_s,
             dial=self.routes.dial,
             gone=_gone,
+            look=self.lookout.look,
         )
         self.node: Node = own.make_node(self.place)
         self.node.joined(asked.main, asked.incarnations[asked.main])
@@ -209,6 +211,7 @@ class Seat:
             watch = threading.Timer(held.asked.deadline_s, _end_unless, (held,))
             watch.daemon = True
             watch.start()
+            threading.Thread(target=held.lookout.find, daemon=True).start()
             try:
                 held.node.run()
             finally:

@@ -181,6 +181,7 @@ class Session:
             incarnations={**present, peer: incarnation},
             allow=plan.allow,
             deadline_s=plan.deadline_s,
+            control="" if plan.control is None else str(plan.control),
             handshake=dict(plan.handshake),
         )
         control = self._controls[peer]
