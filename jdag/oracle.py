@@ -28,6 +28,7 @@ from jdag.compute.pytrees import (
     split,
     unflatten,
 )
+from jdag.compute.tracing import settled
 from jdag.engine.vocabulary import Failure, Key, Path
 from jdag.errors import ContextError, JdagError, RootError, kind_of
 from jdag.failures import exception_of, remote_error
@@ -183,7 +184,7 @@ class OracleContext:
         args, kwargs = parts.template.rebuild(values)
         try:
             outputs, treedef = flatten(fn(*args, **kwargs))
-            outputs = [_strong(jnp.asarray(output)) for output in outputs]
+            outputs = settled([_strong(jnp.asarray(output)) for output in outputs])
         except Exception as error:
             raise remote_error(error, fn, worker, site) from error
         self._calls += 1

@@ -45,14 +45,15 @@ def check(device: str, worker: str, what: str) -> None:
 
 
 @lru_cache(maxsize=256)
-def _named(device: str) -> Any:
+def _found(device: str) -> Any:
     platform, _, index = device.partition(":")
     return jax.local_devices(backend=platform)[int(index)]
 
 
-def _device(device: str | None) -> Any:
+def named(device: str | None) -> Any:
+    """Return JAX's device of a name, or the default one; it has to be there."""
     if device is not None:
-        return _named(device)
+        return _found(device)
     config: Any = jax.config
     chosen = config.jax_default_device
     if isinstance(chosen, str):
@@ -66,7 +67,7 @@ def put(values: Sequence[Any], device: str | None) -> tuple[Any, ...]:
     What is there already stays as it is, and so do arrays over several devices. Of a
     dual both arrays are put.
     """
-    target = _device(device)
+    target = named(device)
     return tuple([_put(value, target) for value in values])
 
 
@@ -92,5 +93,5 @@ def on_default(value: Any) -> Any:
 
 def working_on(device: str | None) -> AbstractContextManager[Any]:
     """Return a context in which what has no array argument is computed there."""
-    context: AbstractContextManager[Any] = jax.default_device(_device(device))
+    context: AbstractContextManager[Any] = jax.default_device(named(device))
     return context

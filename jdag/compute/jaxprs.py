@@ -4,10 +4,12 @@ Dependence is never missed; where the inside of an equation is not understood, a
 its outputs depend on all of its inputs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax.extend import core
+
+from jdag.compute.moves import MOVE
 
 # Sub-jaxprs whose inputs and outputs are those of their equation, one for one.
 _PLAIN: tuple[str, ...] = (
@@ -20,14 +22,20 @@ Reaches = tuple[tuple[bool, ...], ...]
 
 def has_callback(part: Any) -> bool:
     """Tell whether a jaxpr, or one inside of it, calls back into Python."""
+    return any("callback" in name for name in _primitives(part))
+
+
+def has_move(part: Any) -> bool:
+    """Tell whether arrays move between devices in a jaxpr, or in one inside of it."""
+    return MOVE.name in _primitives(part)
+
+
+def _primitives(part: Any) -> Iterator[str]:
     for equation in getattr(getattr(part, "jaxpr", part), "eqns", ()):
-        if "callback" in equation.primitive.name:
-            return True
+        yield equation.primitive.name
         for param in equation.params.values():
-            parts = param if isinstance(param, tuple | list) else (param,)
-            if any(map(has_callback, parts)):
-                return True
-    return False
+            for inner in param if isinstance(param, tuple | list) else (param,):
+                yield from _primitives(inner)
 
 
 def passed_on(closed: Any) -> tuple[int, ...] | None:
@@ -95,6 +103,8 @@ def _outputs(equation: Any, taken: Sequence[int]) -> list[int]:
         found = [depends(branch.jaxpr, taken[1:]) for branch in params["branches"]]
         return [_union((taken[0], *masks)) for masks in zip(*found, strict=True)]
     inner = params.get("jaxpr", params.get("call_jaxpr"))
+    if name == MOVE.name:
+        return list(taken)
     if name in _PLAIN and inner is not None:
         return depends(getattr(inner, "jaxpr", inner), taken)
     return [_union(taken)] * len(equation.outvars)

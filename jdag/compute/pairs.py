@@ -19,7 +19,7 @@ import jax
 
 from jdag.compute.avals import Aval, aval_of, is_deleted
 from jdag.compute.duals import along, any_dual, primal_of, refuse_no_jvp
-from jdag.compute.jaxprs import Reaches, has_callback, passed_on
+from jdag.compute.jaxprs import Reaches, has_callback, has_move, passed_on
 from jdag.compute.pytrees import Template
 from jdag.compute.sums import ADDENDS_MAX
 from jdag.compute.tracing import Function, Residuals, as_it_is
@@ -59,6 +59,7 @@ class Pair:
     beyond these) are known without running anything. `reaches` says for each tracked
     input which tracked outputs depend on it: without a cotangent of one of these its
     own is zero.
+    What moves arrays between devices (`jdag.compute.moves`) runs unjitted by itself.
     `may_raise` tells that forward holds callbacks or is not jitted; forward and vjp
     then wait for their results, so that what goes wrong is raised there. All of
     its devices are the default one (None): on others a pair is a `Placed`.
@@ -80,20 +81,20 @@ class Pair:
         self.source = source
         self.avals = avals
         self.tracked = tracked
-        compiled: Any = as_it_is if source.unjitted else jax.jit
-        body = source.forward(tracked, compiled)
         structs = [aval.struct() for aval in avals]
-        self._forward: Any = compiled(body)
-        self._dual_forward: Any = compiled(along(self._forward, self.name))
         self._passes: tuple[int, ...] | None = None
-        if source.unjitted:
-            traced = jax.eval_shape(body, *structs).traced
-            self.may_raise = True
-        else:
+        self.may_raise = True
+        self._compile()
+        if not source.unjitted:
             trace = self._forward.trace(*structs)
             traced = trace.out_info.traced
             self.may_raise = has_callback(trace.jaxpr)
             self._passes = passed_on(trace.jaxpr)
+            if has_move(trace.jaxpr):  # It would mean nothing in what is jitted.
+                source.unjitted = self.may_raise = True
+                self._compile()
+        if source.unjitted:
+            traced = jax.eval_shape(self._forward, *structs).traced
         self._traced = traced
         self.out_tree: Any = traced.out_tree
         self.out_avals: tuple[Aval, ...] = traced.out_avals
@@ -102,6 +103,11 @@ class Pair:
         self.args_kept: tuple[int, ...] = traced.args_kept
         self.outputs_kept: tuple[int, ...] = traced.outputs_kept
         self.reaches: Reaches = traced.reaches
+
+    def _compile(self) -> None:
+        compiled: Any = as_it_is if self.source.unjitted else jax.jit
+        self._forward: Any = compiled(self.source.forward(self.tracked, compiled))
+        self._dual_forward: Any = compiled(along(self._forward, self.name))
 
     @cached_property
     def spec(self) -> bytes:

@@ -6,7 +6,7 @@ outputs of forward; the vjp is built again from all of them inside the compiled
 backward.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,8 +15,10 @@ import jax.tree_util as jtu
 import numpy as np
 
 from jdag.compute.avals import Aval, aval_of
+from jdag.compute.devices import named
 from jdag.compute.duals import along, is_dual
 from jdag.compute.jaxprs import Reaches, reaches
+from jdag.compute.moves import home_of, moved
 from jdag.compute.pytrees import Template
 from jdag.compute.sums import fold
 from jdag.errors import JdagError, kind_of
@@ -104,6 +106,13 @@ class Residuals:
         return f"Residuals({self.traced.name}, {self.nbytes} bytes of its own)"
 
 
+jtu.register_pytree_node(
+    Residuals,
+    lambda held: ((held.args, held.outputs, held.rest), (held.traced, held.dual)),
+    lambda data, children: Residuals(data[0], *children, dual=data[1]),
+)
+
+
 class Function:
     """What a pair is made from: a Python function, and how its arguments lie."""
 
@@ -160,6 +169,8 @@ def _forward_of(
                 values[place] = value
             call_args, call_kwargs = template.rebuild(values)
             outputs, out_tree = _outputs(name, fn(*call_args, **call_kwargs))
+            if compiled is as_it_is:
+                outputs = settled(outputs)
             order = tuple(bool(places) and aval_of(o).inexact for o in outputs)
             kinds = list(zip(outputs, order, strict=True))
             return [o for o, t in kinds if t], [o for o, t in kinds if not t]
@@ -210,6 +221,17 @@ def _outputs(name: str, tree: Any) -> tuple[list[Any], Any]:
                 "arrays, Python scalars, and pytrees of these"
             ) from error
     return arrays, out_tree
+
+
+def settled(outputs: Sequence[Any]) -> list[Any]:
+    """Move what an unjitted function left on another device to the one it works on."""
+    here, found = named(None), list(outputs)
+    homes = enumerate(map(home_of, outputs))
+    far = [p for p, home in homes if isinstance(home, jax.Device) and home != here]
+    back = moved([found[place] for place in far], [here] * len(far)) if far else []
+    for place, output in zip(far, back, strict=True):
+        found[place] = output
+    return found
 
 
 def strong(array: Any) -> Any:

@@ -1,0 +1,98 @@
+"""Moves between devices, as a primitive: a move flows back to where it came from.
+
+JAX ignores `device_put` inside of jit in silence. This primitive can be traced, so that
+its shapes are known, but not compiled: what has it in its jaxpr runs unjitted, and
+where somebody else jits it that is an error. It is linear; its transpose moves the
+cotangents back.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import SingleDeviceSharding
+
+from jdag.compute.devices import named
+from jdag.errors import JdagError
+
+# A device, a sharding over several, or None where it is not known.
+Target = Any
+
+MOVE = Primitive("jdag_move")
+MOVE.multiple_results = True
+
+
+def moved(arrays: Sequence[Any], targets: Sequence[Target]) -> list[Any]:
+    """Return the arrays, each on its target; what is there already is as it was.
+
+    It can be differentiated, not jitted, unless nothing moves. All move in one call.
+
+    Args:
+        arrays: JAX arrays, or tracers of `jax.grad`, `jax.vjp` or `jax.jvp` over them.
+        targets: for each a device, a sharding, or None: it stays where it is.
+    """
+    assert len(arrays) == len(targets), (len(arrays), len(targets))
+    found, homes = list(arrays), list(map(home_of, arrays))
+    both = enumerate(zip(homes, targets, strict=True))
+    far = [p for p, (home, target) in both if target is not None and home != target]
+    if far:
+        sources = tuple([homes[place] for place in far])
+        there = tuple([targets[place] for place in far])
+        given = [found[place] for place in far]
+        put = MOVE.bind(*given, targets=there, sources=sources)
+        for place, array in zip(far, put, strict=True):
+            found[place] = array
+    return found
+
+
+def home_of(value: Any) -> Target:
+    """Return where an array lives, or what a tracer stands for; None if not known."""
+    while isinstance(value, jax.core.Tracer) and hasattr(value, "primal"):
+        value = value.primal  # Those of grad, vjp and jvp have one.
+    if isinstance(value, jax.core.Tracer) or not isinstance(value, jax.Array):
+        return None
+    return value.device
+
+
+def _put(*arrays: Any, targets: tuple[Target, ...], sources: Any) -> list[Any]:
+    del sources
+    # By its device alone an array would keep the mesh that it comes from in its type,
+    # and what has been compiled for one without would be compiled again.
+    there = [
+        SingleDeviceSharding(target) if isinstance(target, jax.Device) else target
+        for target in targets
+    ]
+    put: list[Any] = jax.device_put(list(arrays), there)
+    return put
+
+
+def _transposed(
+    cotangents: Sequence[Any], *_: Any, targets: Any, sources: tuple[Target, ...]
+) -> list[Any]:
+    found = list(cotangents)
+    places = [p for p, ct in enumerate(cotangents) if type(ct) is not ad.Zero]
+    if places:
+        # Where the source was not known, as inside of jax.checkpoint, the default one.
+        homes = [named(None) if sources[p] is None else sources[p] for p in places]
+        back = moved([found[p] for p in places], homes)
+        for place, cotangent in zip(places, back, strict=True):
+            found[place] = cotangent
+    return found
+
+
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    raise JdagError(
+        "arrays cannot move between devices inside of jax.jit, jax.vmap, or a loop or "
+        "branch of jax.lax: JAX would ignore the move. Call what jdag.parallel has "
+        "outside of these, and jit the functions that it is given; jax.grad, jax.vjp "
+        "and ctx.call may be around it"
+    )
+
+
+MOVE.def_impl(_put)
+MOVE.def_abstract_eval(lambda *avals, targets, sources: list(avals))
+ad.deflinear2(MOVE, _transposed)
+mlir.register_lowering(MOVE, _refuse)
+batching.primitive_batchers[MOVE] = _refuse
