@@ -10,14 +10,15 @@ backward pass then runs over all of them, and gradients stay where their leaves 
             ctx.backward(loss)
             gradient = ctx.gradient(w).fetch()
 
-What a simulated cluster is made of (links, faults, devices) is in `jdag.sim`.
+What a simulated cluster is made of (links, faults, devices) is in `jdag.sim`, and what
+spreads a function over the devices of one process in `jdag.parallel`.
 """
 
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from jdag import errors, sim
+from jdag import errors, parallel, sim
 from jdag.cluster import Cluster
 from jdag.compute.pytrees import static
 from jdag.context import Context
@@ -49,6 +50,7 @@ __all__ = [
     "hvp",
     "launch",
     "oracle",
+    "parallel",
     "program",
     "sim",
     "simulate",

@@ -1,0 +1,255 @@
+"""Functions applied side by side, each to its own input on its own device.
+
+All are dispatched before any is waited for, and where one raises the others still run
+to their end: then the first error, by replica, is raised. A forward and its vjp are one
+compiled call each (`jdag.compute.pairs`), and residuals stay on their devices.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.tree_util as jtu
+
+from jdag.compute.avals import Aval, aval_of
+from jdag.compute.moves import home_of, moved
+from jdag.compute.pairs import Pair, pair
+from jdag.compute.pytrees import Static, Template, called, is_static, template_of
+from jdag.errors import JdagError, kind_of
+from jdag.parallel.devices import Device, devices_of
+from jdag.parallel.movement import array_at
+from jdag.wire.trees import HOLE
+
+
+def parallel_apply(
+    fns: Sequence[Callable[..., Any]],
+    inputs: Sequence[Any],
+    devices: Sequence[Device] | None = None,
+) -> list[Any]:
+    """Apply each function to its own input, all side by side.
+
+    It can be differentiated by `jax.grad` and `jax.vjp`. All functions run to their end
+    before the first exception, by replica, is raised.
+
+    Args:
+        fns: pure functions of pytrees of arrays and statics; they are jitted.
+        inputs: for each function its argument; a tuple is all of its arguments.
+        devices: for each function where it runs and leaves its outputs. None: where its
+            input lives.
+
+    Returns:
+        What each function returned: pytrees of arrays.
+
+    Raises:
+        JdagError: there are not as many inputs, or devices, as functions; an output is
+            no array; what is wrong with the devices.
+        Exception: what a function raised, with a note of which replica it was.
+    """
+    what = "parallel_apply"
+    fns, inputs = _listed(fns, "fns"), _listed(inputs, "inputs")
+    if len(inputs) != len(fns):
+        raise JdagError(
+            f"{what}: {len(fns)} functions and {len(inputs)} inputs: each function "
+            "takes one input"
+        )
+    targets: Sequence[Any] = [None] * len(fns)
+    if devices is not None:
+        targets = devices_of(devices, what)
+        if len(targets) != len(fns):
+            raise JdagError(
+                f"{what}: {len(fns)} functions and {len(targets)} devices: each "
+                "function has one device, or all have none (devices=None)"
+            )
+    calls = [
+        call_of(fn, given if type(given) is tuple else (given,), what)
+        for fn, given in zip(fns, inputs, strict=True)
+    ]
+    args, homes = [], []
+    for call, target in zip(calls, targets, strict=True):
+        args.append(moved(call.arrays, [target] * len(call.arrays)))
+        homes.append(target or next(map(home_of, call.arrays), None))
+    pairs = tuple(
+        [_pair_or_error(call, where) for call, where in zip(calls, args, strict=True)]
+    )
+    outputs = applied(pairs, args)
+    return [
+        jtu.tree_unflatten(made.out_tree, moved(values, [home] * len(values)))
+        for made, values, home in zip(pairs, outputs, homes, strict=True)
+    ]
+
+
+class Call(NamedTuple):
+    """A function with its arguments taken apart: `template` has what is no array."""
+
+    fn: Callable[..., Any]
+    template: Template
+    arrays: list[Any]
+
+
+def call_of(fn: Callable[..., Any], args: tuple[Any, ...], what: str) -> Call:
+    """Take a call apart; a callable pytree is an argument of its own call.
+
+    Raises:
+        JdagError: it cannot be called, or an argument is nothing that it takes.
+    """
+    fn, args, own = called(fn, args)
+    leaves, treedef = jtu.tree_flatten((args, {}))
+    arrays = []
+    for place, leaf in enumerate(leaves):
+        if is_static(leaf):
+            leaves[place] = leaf.value if isinstance(leaf, Static) else leaf
+        else:
+            arrays.append(array_at(args, place, leaf, what))
+            leaves[place] = HOLE
+    return Call(fn, template_of(treedef, leaves, own), arrays)
+
+
+def tracked_of(arrays: Sequence[Any]) -> tuple[bool, ...]:
+    """Tell which arrays cotangents may flow back to: tracers, float or complex."""
+    return tuple(
+        [isinstance(a, jax.core.Tracer) and aval_of(a).inexact for a in arrays]
+    )
+
+
+class Failed:
+    """In the place of a pair: what came of tracing its function."""
+
+    def __init__(self, error: Exception, tracked: tuple[bool, ...]) -> None:
+        self.error = error
+        self.tracked = tracked
+
+    def forward(self, args: Sequence[Any]) -> Any:
+        """Raise what tracing has raised."""
+        raise self.error
+
+
+def _pair_or_error(call: Call, arrays: Sequence[Any]) -> Any:
+    tracked = tracked_of(arrays)
+    try:
+        return pair_of(call, tuple(map(aval_of, arrays)), tracked)
+    except Exception as error:  # A user's function may raise whatever it likes.
+        return Failed(error, tracked)
+
+
+def pair_of(call: Call, avals: tuple[Aval, ...], tracked: tuple[bool, ...]) -> Pair:
+    """Return the pair of a call for arrays of these kinds."""
+    return pair(call.fn, call.template, avals, tracked)
+
+
+def applied(pairs: tuple[Any, ...], args: Sequence[Sequence[Any]]) -> Any:
+    """Return the outputs of each pair, flat; they can be differentiated."""
+    if not any([True in made.tracked for made in pairs]):
+        return forward_all(pairs, args)[0]
+    smooth, rest = [], []
+    for made, values in zip(pairs, args, strict=True):
+        both = list(zip(values, made.tracked, strict=True))
+        smooth.append([value for value, is_tracked in both if is_tracked])
+        rest.append([value for value, is_tracked in both if not is_tracked])
+    return _differentiable(pairs, smooth, rest)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _differentiable(pairs: Any, smooth: Any, rest: Any) -> Any:
+    return forward_all(pairs, _merged(pairs, smooth, rest))[0]
+
+
+def _forward(pairs: Any, smooth: Any, rest: Any) -> Any:
+    return forward_all(pairs, _merged(pairs, smooth, rest))
+
+
+def _backward(pairs: Any, residuals: Any, cotangents: Any) -> Any:
+    return vjp_all(pairs, residuals, cotangents), None
+
+
+_differentiable.defvjp(_forward, _backward)
+
+
+def _merged(pairs: Sequence[Any], smooth: Any, rest: Any) -> list[list[Any]]:
+    return [
+        merged(made.tracked, *both)
+        for made, *both in zip(pairs, smooth, rest, strict=True)
+    ]
+
+
+def merged(
+    tracked: Sequence[bool], smooth: Sequence[Any], rest: Sequence[Any]
+) -> list[Any]:
+    """Return the tracked values and the others in one list again."""
+    found = (iter(rest), iter(smooth))
+    return [next(found[is_tracked]) for is_tracked in tracked]
+
+
+def forward_all(
+    pairs: Sequence[Any], args: Sequence[Sequence[Any]]
+) -> tuple[list[Any], list[Any]]:
+    """Run the forward of each pair; return outputs and residuals of each.
+
+    Raises:
+        Exception: what the first one that failed has raised, when all have ended.
+    """
+
+    def run(number: int) -> Any:
+        with _working(pairs[number], args[number]):
+            return pairs[number].forward(args[number])
+
+    found = _all_ended(run, len(pairs))
+    return [outputs for outputs, _ in found], [residuals for _, residuals in found]
+
+
+def vjp_all(
+    pairs: Sequence[Pair], residuals: Sequence[Any], cotangents: Sequence[Sequence[Any]]
+) -> list[Any]:
+    """Run the vjp of each pair; return the cotangents of its tracked arguments.
+
+    None stands for those of a pair without residuals, and for a cotangent of zero.
+
+    Raises:
+        Exception: what the first one that failed has raised, when all have ended.
+    """
+
+    def run(number: int) -> Any:
+        held, made = residuals[number], pairs[number]
+        if held is None:
+            return None
+        both = zip(cotangents[number], made.out_tracked, strict=True)
+        given = [() if ct is None else (ct,) for ct, is_tracked in both if is_tracked]
+        with _working(made, held.keeps):
+            return list(made.vjp(held, given))
+
+    return _all_ended(run, len(pairs))
+
+
+def _all_ended(run: Callable[[int], Any], count: int) -> list[Any]:
+    found, failed = [], {}
+    for number in range(count):
+        try:
+            found.append(run(number))
+        except Exception as error:  # A user's function may raise whatever it likes.
+            failed[number] = error
+    if not failed:
+        return found
+    jax.block_until_ready(found)
+    first = min(failed)
+    if count > 1:
+        failed[first].add_note(f"It was raised by replica {first} of 0 to {count - 1}.")
+    raise failed[first]
+
+
+def _working(made: Any, arrays: Sequence[Any]) -> AbstractContextManager[Any]:
+    """What runs unjitted makes its arrays where its arguments are."""
+    home = next(map(home_of, arrays), None)
+    if isinstance(made, Failed) or not made.source.unjitted:
+        return nullcontext()
+    is_one = isinstance(home, jax.Device)
+    return jax.default_device(home) if is_one else nullcontext()
+
+
+def _listed(given: Any, name: str) -> Sequence[Any]:
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise JdagError(
+            f"parallel_apply: {name} is {kind_of(given)}; it takes a list, with one "
+            "for each replica"
+        )
+    return given

@@ -1,0 +1,211 @@
+"""Data parallel: a function of parameters and rows, its rows over several devices.
+
+Rows are scattered, parameters replicated, the function applied to each chunk, outputs
+gathered; gradients of the replicas are added where the parameters live, in order.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+
+from jdag.compute.avals import aval_of
+from jdag.compute.devices import named
+from jdag.compute.moves import Target, home_of
+from jdag.compute.pairs import configuration
+from jdag.compute.pytrees import is_static
+from jdag.errors import JdagError, unusable
+from jdag.functions import key_of
+from jdag.parallel.apply import Call, call_of, merged, tracked_of
+from jdag.parallel.devices import Device, device_of, devices_of
+from jdag.parallel.dispatch import Each, Plan, Task
+from jdag.parallel.movement import chunk_sizes, rows_of
+from jdag.parallel.program import ByPmap, ByShardMap, OneProgram
+
+WHAT = "data_parallel"
+HOW = ("pmap", "shard_map", "each")
+PLANS_MAX = 256
+
+
+def data_parallel(  # noqa: PLR0913 - as PyTorch has it, and ours by keyword.
+    fn: Callable[..., Any],
+    params: Any,
+    x: Any,
+    devices: Sequence[Device] | None = None,
+    output_device: Device | None = None,
+    dim: int = 0,
+    *,
+    axis_name: str | None = None,
+    has_aux: bool = False,
+    how: str | None = None,
+) -> Any:
+    """Apply `fn(params, x)` to chunks of x, one on each device, and join the outputs.
+
+    It can be differentiated by `jax.grad` and `jax.vjp`, by params and by x. Gradients
+    of the parameters are added where these live, in the order of the devices. Chunks
+    have `ceil(n / k)` of n rows for k devices; where rows do not suffice for all, there
+    are fewer replicas.
+
+    Args:
+        fn: a pure function of parameters and rows; it is jitted.
+        params: a pytree of arrays, replicated; what is no array is part of `fn`.
+        x: a pytree of arrays with as many rows each along `dim`.
+        devices: names or devices; None is all of this process.
+        output_device: where outputs go; None is the first device.
+        dim: the dimension that rows are counted along, in outputs as well.
+        axis_name: a name for the axis of replicas, for a `fn` that reduces over all of
+            them, as batch normalisation does. Then it is called as
+            `fn(params, x, rows)`; rows, float32 of shape (rows of the chunk,), is 1 for
+            a real row and 0 for one that fills a chunk up (see `row_mean`).
+        has_aux: `fn` returns a pair; the second part comes from the first replica as it
+            is, and nothing flows back to it. With `axis_name` what was reduced over all
+            replicas, such as running statistics, is the same on each.
+        how: "pmap" or "shard_map", one program over all devices, for chunks of one size
+            or with `axis_name`; "each", a call on every device, else. None chooses.
+
+    Returns:
+        What `fn` returns: outputs joined along `dim`, scalars of the replicas as a
+        vector with one element for each.
+
+    Raises:
+        JdagError: what is wrong with the devices, with x or with `how`; an output is no
+            array or cannot be joined.
+        Exception: what `fn` raised.
+    """
+    chosen = devices_of(devices, WHAT)
+    target = chosen[0] if output_device is None else device_of(output_device, WHAT)
+    rows = () if axis_name is None else (jnp.float32(0),)  # Stands for what is given.
+    call = call_of(fn, (params, x, *rows), WHAT)
+    arrays = call.arrays[: len(call.arrays) - len(rows)]
+    task = _task(call, arrays, x, dim, chosen)
+    task = task._replace(axis_name=axis_name, has_aux=has_aux)
+    parts = (key_of(task.fn), *task[1:], _how(task, how), configuration())
+    plan = _plan(_Key(parts, task))
+    if True not in task.tracked:
+        outputs: Any = plan.forward(arrays, target)[0]
+        return outputs
+    # Where it is not known, as inside of jax.checkpoint, it is the default device.
+    homes = tuple([home_of(array) or named(None) for array in arrays])
+    both = list(zip(arrays, task.tracked, strict=True))
+    outputs = _applied(
+        (plan, task.tracked, homes, target),
+        [array for array, is_tracked in both if is_tracked],
+        [array for array, is_tracked in both if not is_tracked],
+    )
+    return (outputs[0], jax.lax.stop_gradient(outputs[1])) if has_aux else outputs
+
+
+def row_mean(x: Any, rows: Any, axis_name: str) -> Any:
+    """Return the mean over the real rows of all replicas, for a `fn` with an axis name.
+
+    Sums are those of all replicas (`jax.lax.psum`), weighted by rows, so that the mean
+    is that of one device, whatever the chunks. Sums of low precision are float32.
+
+    Args:
+        x: float or complex, (rows, ...).
+        rows: (rows,): 1 for a real row, 0 for one that fills the chunk up.
+        axis_name: that which `data_parallel` was given.
+
+    Returns:
+        (...), of the dtype of x; the same on each replica.
+    """
+    shape = (-1,) + (1,) * (x.ndim - 1)
+    real = jnp.where(rows.reshape(shape) > 0, x, 0)
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    total = jax.lax.psum(jnp.sum(real, axis=0, dtype=wide), axis_name)
+    count = jax.lax.psum(jnp.sum(rows), axis_name)
+    return (total / count.astype(wide)).astype(x.dtype)
+
+
+def _task(
+    call: Call,
+    arrays: Sequence[Any],
+    x: Any,
+    dim: int,
+    devices: tuple[jax.Device, ...],
+) -> Task:
+    """What is to be done with these arrays, the last of which are those of x."""
+    taken = len([leaf for leaf in jtu.tree_leaves(x) if not is_static(leaf)])
+    shared = len(arrays) - taken
+    dims, rows = rows_of(x, arrays[shared:], dim, WHAT)
+    if dims != [dims[0]] * taken:
+        raise JdagError(
+            f"{WHAT}: dim = {dim} is another dimension of each array of x, {dims}: "
+            "count it from the start"
+        )
+    return Task(
+        call.fn,
+        call.template,
+        tuple(map(aval_of, arrays)),
+        tracked_of(arrays),
+        shared,
+        rows,
+        dims[0],
+        devices[: len(chunk_sizes(rows, len(devices)))],
+    )
+
+
+def _how(task: Task, how: str | None) -> str:
+    equal = len(set(task.sizes)) == 1
+    if how is not None and how not in HOW:
+        raise JdagError(unusable("how", how, " or ".join(map(repr, HOW))))
+    if task.axis_name is not None:
+        if how == "each":
+            raise JdagError(
+                "data_parallel: how = 'each' runs every replica by itself, and "
+                f"axis_name = {task.axis_name!r} is for a function that reduces over "
+                "all: leave one of them out"
+            )
+        return how or "pmap"
+    if how in ("pmap", "shard_map") and not equal:
+        raise JdagError(
+            f"data_parallel: how = {how!r} takes chunks of one size, and these have "
+            f"{', '.join(map(str, task.sizes))} rows: leave it out, or give fn an axis "
+            "name, so that it is told which rows are real"
+        )
+    # One replica needs no program over several devices.
+    return how or ("pmap" if equal and len(task.sizes) > 1 else "each")
+
+
+class _Key(tuple[Hashable, ...]):
+    """The key of a plan; the task that it is made from rides along, uncompared."""
+
+    task: Task
+
+    def __new__(cls, parts: tuple[Hashable, ...], task: Task) -> "_Key":
+        made = super().__new__(cls, parts)
+        made.task = task
+        return made
+
+
+@lru_cache(maxsize=PLANS_MAX)
+def _plan(key: _Key) -> Plan:
+    how, task = key[-2], key.task
+    if how == "each":
+        return Each(task)
+    return OneProgram(task, ByPmap if how == "pmap" else ByShardMap)
+
+
+# A call: its plan, what is tracked, where the arrays live, and where outputs go.
+_Static = tuple[Plan, tuple[bool, ...], tuple[Target, ...], Target]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _applied(static: _Static, smooth: Any, rest: Any) -> Any:
+    return _forward(static, smooth, rest)[0]
+
+
+def _forward(static: _Static, smooth: Any, rest: Any) -> Any:
+    plan, tracked, _, target = static
+    return plan.forward(merged(tracked, smooth, rest), target)
+
+
+def _backward(static: _Static, residuals: Any, cotangents: Any) -> Any:
+    plan, _, homes, _ = static
+    return plan.vjp(residuals, jtu.tree_leaves(cotangents), homes), None
+
+
+_applied.defvjp(_forward, _backward)

@@ -1,0 +1,74 @@
+"""Which devices work in parallel: by name or as JAX has them, all of this process."""
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import jax
+
+from jdag.compute.devices import available, named
+from jdag.errors import JdagError
+
+# A device by its name, such as "cpu:1", or as JAX has it.
+Device: TypeAlias = str | jax.Device
+
+
+def devices_of(devices: Sequence[Device] | None, what: str) -> tuple[jax.Device, ...]:
+    """Return the devices that are meant; None is all that this process has.
+
+    Args:
+        devices: names or devices, each once.
+        what: the function that was given them, for errors.
+
+    Raises:
+        JdagError: there are none; one is there twice, or is no device of this process.
+    """
+    if devices is None:
+        return tuple(jax.local_devices())
+    if isinstance(devices, str | jax.Device) or not isinstance(devices, Sequence):
+        raise JdagError(
+            f"{what}: devices = {devices!r}: allowed are a list of devices, such as "
+            f"[{', '.join(map(repr, available()[:2]))}], and None for all"
+        )
+    found = tuple([device_of(device, what) for device in devices])
+    if not found:
+        raise JdagError(
+            f"{what}: no devices; it takes one or more of {', '.join(available())}, or "
+            "None for all"
+        )
+    for place, device in enumerate(found):
+        if device in found[:place]:
+            raise JdagError(f"{what}: device {name_of(device)} is there twice")
+    return found
+
+
+def device_of(device: Device, what: str) -> jax.Device:
+    """Return the device that is meant.
+
+    Raises:
+        JdagError: this process has no such device.
+    """
+    if isinstance(device, jax.Device):
+        if device in jax.local_devices(backend=device.platform):
+            return device
+        raise JdagError(
+            f"{what}: {device} belongs to process {device.process_index}, and this is "
+            f"process {jax.process_index()}, which has {', '.join(available())}"
+        )
+    if device in available():
+        return named(device)
+    if isinstance(device, str) and "/" in device:
+        worker, _, own = device.rpartition("/")
+        raise JdagError(
+            f"{what}: {device!r} is a device of a worker; it works on the devices of "
+            f"the worker that it runs on, named as in {own!r}: call a function that "
+            f"uses it by ctx.call({worker!r}, ...)"
+        )
+    raise JdagError(
+        f"{what}: no device {device!r} here; there are {', '.join(available())}"
+    )
+
+
+def name_of(device: jax.Device) -> str:
+    """Return the name of a device of this process, such as `cpu:1`."""
+    index = jax.local_devices(backend=device.platform).index(device)
+    return f"{device.platform}:{index}"

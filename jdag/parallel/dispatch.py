@@ -1,0 +1,183 @@
+"""How replicas run: one program over all devices, or one call a device.
+
+A plan is made once for a function, its abstract values and devices, and kept. It takes
+the arrays of a call as they came, and carries cotangents back to where these live:
+
+    forward(arrays, target)              -> (outputs on the target, residuals)
+    vjp(residuals, cotangents, homes)    -> a cotangent for each tracked array
+
+`Each` calls a compiled pair on every device, whatever the chunks. `OneProgram` is a
+forward and a vjp over all devices, by `jax.pmap` or by `jax.shard_map`; chunks have one
+size then, and where rows do not suffice the last row stands in for those that lack.
+Residuals stay on the devices. Gradients of the replicas come to where the parameters
+live, and are added there in the order of the replicas.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.tree_util as jtu
+
+from jdag.compute.avals import Aval, intern_aval
+from jdag.compute.moves import Target, moved
+from jdag.compute.pytrees import Template
+from jdag.errors import JdagError
+from jdag.functions import name_of
+from jdag.parallel.apply import Call, forward_all, pair_of, vjp_all
+from jdag.parallel.movement import added, check_joined, chunk_sizes, cut, joined
+
+
+class Task(NamedTuple):
+    """What is to be done: a function, and the arrays that it will be given.
+
+    The arrays of parameters come first (`shared` of them), then those with rows, which
+    lie along `dim`; `rows` counts these. `axis_name` is None for a function that does
+    not reduce over replicas.
+    """
+
+    fn: Callable[..., Any]
+    template: Template
+    avals: tuple[Aval, ...]
+    tracked: tuple[bool, ...]
+    shared: int
+    rows: int
+    dim: int
+    devices: tuple[jax.Device, ...]
+    axis_name: str | None = None
+    has_aux: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name of the function."""
+        return name_of(self.fn)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The rows of each replica."""
+        return chunk_sizes(self.rows, len(self.devices))
+
+    def chunk(self, rows: int) -> tuple[Aval, ...]:
+        """The abstract values that a replica with so many rows is given."""
+        avals = list(self.avals)
+        for place in range(self.shared, len(avals)):
+            aval = avals[place]
+            shape = (*aval.shape[: self.dim], rows, *aval.shape[self.dim + 1 :])
+            avals[place] = intern_aval(shape, aval.dtype, aval.weak)
+        return tuple(avals)
+
+    def outputs_of(self, out_tree: Any) -> int:
+        """How many of the outputs are joined: the others are of the first replica.
+
+        Raises:
+            JdagError: it should return a pair and does not.
+        """
+        if not self.has_aux:
+            return out_tree.num_leaves
+        node, parts = out_tree.node_data(), out_tree.children()
+        if node is None or node[0] is not tuple or len(parts) != 2:
+            raise JdagError(
+                f"{self.name} returned {out_tree}; with has_aux=True it returns a "
+                "pair, (outputs, aux)"
+            )
+        return parts[0].num_leaves
+
+
+class Plan(Protocol):
+    """What runs the replicas of one task."""
+
+    def forward(self, arrays: Sequence[Any], target: Target) -> tuple[Any, Any]:
+        """Return the joined outputs, a pytree on the target device, and residuals."""
+
+    def vjp(
+        self, residuals: Any, cotangents: Sequence[Any], homes: Sequence[Target]
+    ) -> list[Any] | None:
+        """Return a cotangent for each tracked array, where it lives; None: all zero."""
+
+
+# ------------------------------------------------------------------- one call a device
+
+
+class Each:
+    """One compiled call a device; chunks may have different sizes."""
+
+    def __init__(self, task: Task) -> None:
+        call = Call(task.fn, task.template, [])
+        self._task = task
+        self._pairs = tuple(
+            [pair_of(call, task.chunk(size), task.tracked) for size in task.sizes]
+        )
+        first = self._pairs[0]
+        self._joined = task.outputs_of(first.out_tree)
+        for place in range(self._joined):
+            parts = [made.out_avals[place] for made in self._pairs]
+            check_joined(parts, task.dim, f"output {place} of {task.name}")
+
+    def forward(self, arrays: Sequence[Any], target: Target) -> tuple[Any, Any]:
+        """See `Plan`."""
+        task, count = self._task, len(self._pairs)
+        shared = list(arrays[: task.shared])
+        pieces = [cut(a, task.sizes, task.dim) for a in arrays[task.shared :]]
+        args = [[*shared, *[piece[n] for piece in pieces]] for n in range(count)]
+        outputs, residuals = forward_all(self._pairs, self._placed(args))
+        return self._gathered(outputs, target), residuals
+
+    def vjp(
+        self, residuals: Any, cotangents: Sequence[Any], homes: Sequence[Target]
+    ) -> list[Any] | None:
+        """See `Plan`."""
+        task = self._task
+        found = vjp_all(self._pairs, residuals, self._spread(cotangents))
+        if found[0] is None:
+            return None
+        places = [place for place, tracked in enumerate(task.tracked) if tracked]
+        wheres = [homes[place] for place in places] * len(found)
+        back = moved([ct for replica in found for ct in replica], wheres)
+        parts = [back[n :: len(places)] for n in range(len(places))]
+        first = sum(task.tracked[: task.shared])
+        sums = added(parts[:first])
+        return [*sums, *[joined(part, task.dim) for part in parts[first:]]]
+
+    def _placed(self, args: Sequence[Sequence[Any]]) -> list[list[Any]]:
+        size = len(args[0])
+        devices = self._task.devices[: len(args)]
+        wheres = [device for device in devices for _ in range(size)]
+        there = moved([array for replica in args for array in replica], wheres)
+        return [there[n * size : (n + 1) * size] for n in range(len(args))]
+
+    def _gathered(self, outputs: Sequence[Sequence[Any]], target: Target) -> Any:
+        flat = [value for replica in outputs for value in replica[: self._joined]]
+        flat.extend(outputs[0][self._joined :])
+        there = moved(flat, [target] * len(flat))
+        count, size = len(outputs), self._joined
+        rows = [
+            joined(there[n : count * size : size], self._task.dim) for n in range(size)
+        ]
+        leaves = [*rows, *there[count * size :]]
+        return jtu.tree_unflatten(self._pairs[0].out_tree, leaves)
+
+    def _spread(self, cotangents: Sequence[Any]) -> list[list[Any]]:
+        """The cotangents of each replica's outputs, on its device."""
+        count = len(self._pairs)
+        spread: list[list[Any]] = [[None] * len(cotangents) for _ in range(count)]
+        moving, places = [], []
+        for place, tracked in enumerate(self._pairs[0].out_tracked):
+            if not tracked or place >= self._joined:
+                continue
+            shapes = [made.out_avals[place].shape for made in self._pairs]
+            if not shapes[0]:
+                pieces = _unstacked(cotangents[place])
+            else:
+                sizes = tuple([shape[self._task.dim] for shape in shapes])
+                pieces = cut(cotangents[place], sizes, self._task.dim)
+            moving.extend(pieces)
+            places.extend([(number, place) for number in range(count)])
+        wheres = [self._task.devices[number] for number, _ in places]
+        for (number, place), value in zip(places, moved(moving, wheres), strict=True):
+            spread[number][place] = value
+        return spread
+
+
+@jax.jit
+def _unstacked(array: Any) -> Any:
+    return [array[number] for number in range(array.shape[0])]

@@ -1,0 +1,384 @@
+"""Copies, chunks and joins of arrays over devices, and sums of what flows back.
+
+To replicate is to copy and to move. The transpose of the copying is ReduceAdd: the
+cotangents of the copies have come to where the original lives, and are added there in
+the order of the copies, all leaves in one call.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
+from operator import add
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jdag.compute.avals import aval_of
+from jdag.compute.devices import named
+from jdag.compute.moves import home_of, moved
+from jdag.compute.pytrees import Form, frozen, is_static, paths
+from jdag.errors import JdagError, kind_of
+from jdag.parallel.devices import Device, device_of, devices_of
+from jdag.wire.trees import HOLE
+
+COPIES = Primitive("jdag_copies")
+COPIES.multiple_results = True
+
+
+def replicate(params: Any, devices: Sequence[Device] | None = None) -> tuple[Any, ...]:
+    """Return a copy of a pytree for each device, on it.
+
+    Cotangents of the copies are added on the device of the original, in the order of
+    the devices, all leaves in one call. Integers and bools are copied and have no
+    cotangents; what is no array (a string, a function) is in each copy as it is.
+
+    Args:
+        params: a pytree of arrays.
+        devices: names or devices; None is all of this process.
+
+    Returns:
+        As many pytrees as devices, in their order.
+
+    Raises:
+        JdagError: what is wrong with the devices, or that a leaf cannot be copied.
+    """
+    targets = devices_of(devices, "replicate")
+    arrays, form = apart(params, "replicate")
+    copied = copies(arrays, len(targets))
+    there = moved(copied, [target for target in targets for _ in arrays])
+    size = len(arrays)
+    return tuple(
+        [form.rebuild(there[n * size : (n + 1) * size]) for n in range(len(targets))]
+    )
+
+
+def scatter(
+    x: Any, devices: Sequence[Device] | None = None, dim: int = 0
+) -> tuple[Any, ...]:
+    """Cut arrays into chunks along a dimension, one for each device, on it.
+
+    Chunks have `ceil(n / k)` of n rows for k devices, and the last what is left. Where
+    rows do not suffice for all, there are fewer chunks than devices.
+
+    Args:
+        x: a pytree of arrays with as many rows each.
+        devices: names or devices; None is all of this process.
+        dim: the dimension along which rows are counted; a negative one from the end.
+
+    Returns:
+        The chunks, in order: pytrees like x. What is no array is in each as it is.
+
+    Raises:
+        JdagError: what is wrong with the devices; a scalar; no such dimension; arrays
+            with different numbers of rows.
+    """
+    targets = devices_of(devices, "scatter")
+    arrays, form = apart(x, "scatter")
+    dims, count = rows_of(x, arrays, dim, "scatter")
+    sizes = chunk_sizes(count, len(targets))
+    both = zip(arrays, dims, strict=True)
+    pieces = [cut(array, sizes, where) for array, where in both]
+    flat = [piece[number] for number in range(len(sizes)) for piece in pieces]
+    there = moved(flat, [target for target in targets[: len(sizes)] for _ in arrays])
+    size = len(arrays)
+    return tuple(
+        [form.rebuild(there[n * size : (n + 1) * size]) for n in range(len(sizes))]
+    )
+
+
+def gather(xs: Sequence[Any], device: Device | None = None, dim: int = 0) -> Any:
+    """Join chunks along a dimension, on one device.
+
+    Args:
+        xs: pytrees of arrays, of one structure. Scalars, such as losses of replicas,
+            become a vector.
+        device: where; None is the default device.
+        dim: the dimension; a negative one counts from the end.
+
+    Returns:
+        A pytree like each of them. What is no array is that of the first.
+
+    Raises:
+        JdagError: there are none; their structures, their dtypes or, but for the
+            dimension, their shapes differ; no such dimension; no such device.
+    """
+    target = named(None) if device is None else device_of(device, "gather")
+    flat, form = _alike(xs, "gather", "chunk")
+    for place, parts in enumerate(zip(*flat, strict=True)):
+        check_joined(parts, dim, f"gather: leaf {_path(xs[0], place)}")
+    there = moved(
+        [array for arrays in flat for array in arrays], [target] * sum(map(len, flat))
+    )
+    size = len(flat[0])
+    return form.rebuild([joined(there[place::size], dim) for place in range(size)])
+
+
+def reduce_add(replicas: Sequence[Any], device: Device | None = None) -> Any:
+    """Add pytrees, leaf by leaf, in their order: ((r0 + r1) + r2) + ...
+
+    The sum that gradients of replicas have; all leaves are added in one call.
+
+    Args:
+        replicas: pytrees of arrays, of one structure, with equal shapes and dtypes.
+        device: where; None is where each leaf of the first lives.
+
+    Raises:
+        JdagError: there are none; structures, shapes or dtypes differ: names both.
+    """
+    target = None if device is None else device_of(device, "reduce_add")
+    flat, form = _alike(replicas, "reduce_add", "replica")
+    first = [home_of(array) for array in flat[0]]
+    for number, arrays in enumerate(flat):
+        for place, array in enumerate(arrays):
+            mine, others = aval_of(array).strong, aval_of(flat[0][place]).strong
+            if mine != others:
+                raise JdagError(
+                    f"reduce_add: leaf {_path(replicas[0], place)} is {others} in "
+                    f"replica 0 and {mine} in replica {number}; all have to be alike"
+                )
+    homes = [target or home for home in first] * len(flat)
+    there = moved([array for arrays in flat for array in arrays], homes)
+    size = len(first)
+    return form.rebuild(added([there[place::size] for place in range(size)]))
+
+
+# ------------------------------------------------- arrays of pytrees, and their rows
+
+
+def apart(tree: Any, what: str) -> tuple[list[Any], Form]:
+    """Return the arrays of a pytree, and its form.
+
+    Raises:
+        JdagError: a leaf is neither an array nor a static; names it.
+    """
+    leaves, treedef = jtu.tree_flatten(tree)
+    arrays: list[Any] = []
+    rest = list(leaves)
+    for place, leaf in enumerate(leaves):
+        if is_static(leaf):
+            continue
+        arrays.append(array_at(tree, place, leaf, what))
+        rest[place] = HOLE
+    return arrays, Form(treedef, rest)
+
+
+def array_at(tree: Any, place: int, leaf: Any, what: str) -> Any:
+    """Return a leaf of a tree as a JAX array; of numpy's a copy, as that may change.
+
+    Raises:
+        JdagError: it is none, or was deleted; names it.
+    """
+    if isinstance(leaf, jax.core.Tracer):
+        return leaf
+    try:
+        if not isinstance(leaf, jax.Array):
+            aval_of(leaf)
+            return jnp.asarray(leaf)
+        return frozen(leaf)
+    except JdagError as error:
+        raise JdagError(f"{what}: leaf {_path(tree, place)}: {error}") from None
+
+
+def rows_of(
+    tree: Any, arrays: Sequence[Any], dim: int, what: str
+) -> tuple[list[int], int]:
+    """Return the dimension of each array that counts rows, and how many rows these are.
+
+    Raises:
+        JdagError: there are no arrays; one is a scalar, has no such dimension, or has
+            other rows than the first.
+    """
+    if type(dim) is not int:
+        raise JdagError(f"{what}: dim = {dim!r}: allowed is an int")
+    if not arrays:
+        raise JdagError(f"{what}: there is no array in what is to be cut into chunks")
+    dims, counts = [], []
+    for place, array in enumerate(arrays):
+        if array.ndim == 0:
+            raise JdagError(
+                f"{what}: leaf {_array_path(tree, place)} is {aval_of(array)}, a "
+                "scalar, which has no rows to be cut into chunks"
+            )
+        dims.append(along(dim, array.ndim, f"{what}: leaf {_array_path(tree, place)}"))
+        counts.append(array.shape[dims[-1]])
+        if counts[-1] != counts[0]:
+            raise JdagError(
+                f"{what}: leaf {_array_path(tree, place)} has {counts[-1]} rows along "
+                f"dim {dim}, and leaf {_array_path(tree, 0)} has {counts[0]}; all have "
+                "to have as many"
+            )
+    return dims, counts[0]
+
+
+def along(dim: int, ndim: int, what: str) -> int:
+    """Return a dimension counted from the start.
+
+    Raises:
+        JdagError: there is no such dimension.
+    """
+    if not -ndim <= dim < ndim:
+        raise JdagError(
+            f"{what} has {ndim} dimensions and no dim {dim}: allowed are {-ndim} to "
+            f"{ndim - 1}"
+        )
+    return dim % ndim
+
+
+def chunk_sizes(count: int, devices: int) -> tuple[int, ...]:
+    """Return the rows of each chunk: `ceil(count / devices)`, and what is left.
+
+    There are no chunks without rows, but one where there are no rows at all.
+    """
+    size = max(1, -(-count // devices))
+    starts = range(0, max(1, count), size)
+    return tuple([min(size, count - start) for start in starts])
+
+
+def check_joined(parts: Sequence[Any], dim: int, what: str) -> None:
+    """Raise JdagError unless arrays, or their abstract values, can be joined."""
+    first = parts[0]
+    rank = len(first.shape)
+    where = along(dim, rank, what) if rank else 0
+    for number, part in enumerate(parts):
+        rests = [
+            (*one.shape[:where], *one.shape[where + 1 :], len(one.shape))
+            for one in (first, part)
+        ]
+        if rests[0] != rests[1] or part.dtype != first.dtype:
+            raise JdagError(
+                f"{what} is {aval_of(first).strong} of replica 0 and "
+                f"{aval_of(part).strong} of replica {number}: these cannot be joined "
+                f"along dim {dim}"
+            )
+
+
+def _alike(trees: Sequence[Any], what: str, noun: str) -> tuple[list[list[Any]], Form]:
+    if not isinstance(trees, Sequence) or not trees:
+        raise JdagError(
+            f"{what} takes a list of pytrees, one of each {noun}, not "
+            f"{trees if isinstance(trees, Sequence) else kind_of(trees)}"
+        )
+    found = [apart(tree, what) for tree in trees]
+    form = found[0][1]
+    for number, (_, other) in enumerate(found):
+        if other != form:
+            raise JdagError(
+                f"{what}: {noun} 0 is {form} and {noun} {number} is {other}: their "
+                "structures have to be equal"
+            )
+    return [arrays for arrays, _ in found], form
+
+
+def _path(tree: Any, place: int) -> str:
+    return paths(tree)[place] or "itself"
+
+
+def _array_path(tree: Any, number: int) -> str:
+    leaves = jtu.tree_leaves(tree)
+    places = [place for place, leaf in enumerate(leaves) if not is_static(leaf)]
+    return _path(tree, places[number])
+
+
+# ------------------------------------------ what is computed, each in one compiled call
+
+
+def copies(arrays: Sequence[Any], count: int) -> list[Any]:
+    """Return all arrays `count` times over; what flows back is added in that order."""
+    if count == 1 or not arrays:
+        return list(arrays)
+    return list(COPIES.bind(*arrays, count=count))
+
+
+def added(sums: Sequence[Sequence[Any]]) -> list[Any]:
+    """Return the sum of each list of addends, from left to right.
+
+    The addends of one sum are on one device; all sums there are one call.
+    """
+    return _by_home(_added, [tuple(addends) for addends in sums])
+
+
+def added_stacks(stacks: Sequence[Any]) -> list[Any]:
+    """Return the sum of what lies along the first dimension of each array, in order."""
+    return _by_home(_added_stacks, stacks)
+
+
+def _by_home(fn: Callable[[Any], Any], values: Sequence[Any]) -> list[Any]:
+    """Return what a function of several values gives, called once a device."""
+    homes = [home_of(jtu.tree_leaves(value)[0]) for value in values]
+    found: list[Any] = [None] * len(values)
+    for home in dict.fromkeys(homes):
+        places = [place for place, other in enumerate(homes) if other == home]
+        results = fn([values[place] for place in places])
+        for place, result in zip(places, results, strict=True):
+            found[place] = result
+    return found
+
+
+@jax.jit
+def _added(sums: Any) -> Any:
+    return [reduce(add, addends) for addends in sums]
+
+
+@jax.jit
+def _added_stacks(stacks: Any) -> Any:
+    return [reduce(add, [*stack]) for stack in stacks]
+
+
+def cut(array: Any, sizes: tuple[int, ...], dim: int) -> Sequence[Any]:
+    """Return the pieces of an array that have these sizes along a dimension."""
+    return (array,) if len(sizes) == 1 else _cut(array, sizes, dim)
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _cut(array: Any, sizes: tuple[int, ...], dim: int) -> Any:
+    return jax.lax.split(array, sizes, dim)
+
+
+def joined(parts: Sequence[Any], dim: int) -> Any:
+    """Return arrays joined along a dimension, scalars as a vector."""
+    if len(parts) == 1 and parts[0].ndim:
+        return parts[0]
+    return _joined(tuple(parts), dim)
+
+
+@partial(jax.jit, static_argnums=1)
+def _joined(parts: Any, dim: int) -> Any:
+    if parts[0].ndim == 0:
+        return jnp.stack(parts)
+    return jnp.concatenate(parts, dim)
+
+
+# -------------------------------------------------------------------- copying is linear
+
+
+def _repeated(*arrays: Any, count: int) -> list[Any]:
+    return list(arrays) * count
+
+
+def _reduce_add(cotangents: Sequence[Any], *given: Any, count: int) -> list[Any]:
+    """ReduceAdd, the transpose of `copies`."""
+    size = len(cotangents) // count
+    sums = [
+        [ct for ct in cotangents[place::size] if type(ct) is not ad.Zero]
+        for place in range(size)
+    ]
+    found = [cotangents[place] for place in range(size)]  # A Zero, where all are.
+    places = [place for place, addends in enumerate(sums) if addends]
+    results = added([sums[place] for place in places])
+    for place, result in zip(places, results, strict=True):
+        found[place] = result
+    return found
+
+
+def _batched(arrays: Sequence[Any], dims: Sequence[Any], *, count: int) -> Any:
+    return COPIES.bind(*arrays, count=count), list(dims) * count
+
+
+COPIES.def_impl(_repeated)
+COPIES.def_abstract_eval(_repeated)
+ad.deflinear2(COPIES, _reduce_add)
+mlir.register_lowering(COPIES, mlir.lower_fun(_repeated, multiple_results=True))
+batching.primitive_batchers[COPIES] = _batched
