@@ -1,0 +1,147 @@
+"""Functions side by side: where their outputs go, their gradients, their errors."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdag import unjitted
+from jdag.errors import JdagError
+from jdag.parallel import gather, parallel_apply, replicate, scatter
+from tests.parallel.cases import array, close, names, where
+
+
+def linear(w: Any, x: Any) -> Any:
+    return {"y": x @ w, "n": jnp.argmax(x, 0)}
+
+
+def test_outputs_are_on_the_given_devices_or_where_inputs_live():
+    inputs = [jax.device_put(array(2, seed=n), jax.devices()[n + 2]) for n in range(3)]
+    fns = [jnp.sin, jnp.cos, lambda x: (x, jnp.sum(x))]
+    for devices, wanted in ((None, names(3, 2)), (names(3, 5), names(3, 5))):
+        found = parallel_apply(fns, inputs, devices)
+        assert where(found) == [*wanted, wanted[2]]
+        for fn, given, made in zip(fns, inputs, found, strict=True):
+            host = jax.tree.map(np.asarray, fn(given))
+            close(jax.tree.map(np.asarray, made), host)
+
+
+def test_gradients_are_those_of_one_function_after_the_other():
+    w, x = array(3, 2), array(7, 3, seed=1)
+
+    def loss(w: Any, x: Any) -> Any:
+        replicas, chunks = replicate(w, names(3, 1)), scatter(x, names(3, 1))
+        fns = [linear, linear, lambda w, x: linear(2 * w, x)]
+        outputs = parallel_apply(fns, list(zip(replicas, chunks, strict=True)))
+        return jnp.sum(gather([out["y"] for out in outputs], "cpu:0") ** 3)
+
+    def alone(w: Any, x: Any) -> Any:
+        return jnp.sum((x @ w * jnp.ones(7).at[6].set(2)[:, None]) ** 3)
+
+    found = jax.grad(loss, (0, 1))(w, x)
+    close(found, jax.grad(alone, (0, 1))(w, x))
+    assert where(found) == ["cpu:0"] * 2
+    along = [jax.jvp(jax.grad(fn), (w, x), (w, x))[1] for fn in (loss, alone)]
+    close(*along)
+
+
+def test_all_run_to_their_end_before_the_first_error_by_replica_is_raised():
+    ended = []
+
+    def ends(x: Any) -> Any:
+        jax.debug.callback(lambda: ended.append(1))
+        return x
+
+    @unjitted
+    def fails(x: Any) -> Any:
+        if isinstance(x, jax.core.Tracer):  # Its shapes are known, then it fails.
+            return x
+        raise ValueError("at run time")
+
+    def never(x: Any) -> Any:
+        raise KeyError("in tracing")
+
+    one = jnp.ones(2)
+    for fns, error, number in (
+        ([ends, fails, ends, never, ends], ValueError, 1),
+        ([never, ends, fails, ends, ends], KeyError, 0),
+    ):
+        ended.clear()
+        with pytest.raises(error, match=r"run time|tracing") as caught:
+            parallel_apply(fns, [one] * 5)
+        assert len(ended) == 3
+        noted = [n for n in caught.value.__notes__ if "raised by replica" in n]
+        assert noted == [f"It was raised by replica {number} of 0 to 4."]
+
+
+def test_all_vjps_run_to_their_end_before_the_first_error_is_raised():
+    ended = []
+
+    def rule(fails: bool) -> Any:
+        @jax.custom_vjp
+        def fn(x: Any) -> Any:
+            return x
+
+        def backward(_: Any, g: Any) -> Any:
+            def host(g: Any) -> Any:
+                if fails:
+                    raise ValueError("in its vjp")
+                ended.append(1)
+                return np.asarray(g)
+
+            return (jax.pure_callback(host, g, g),)
+
+        fn.defvjp(lambda x: (x, None), backward)
+        return fn
+
+    fns = [rule(False), rule(True), rule(False), rule(False)]
+
+    def loss(x: Any) -> Any:
+        return sum(map(jnp.sum, parallel_apply(fns, [x] * 4)))
+
+    with pytest.raises(Exception, match="in its vjp"):
+        jax.grad(loss)(jnp.ones(2))
+    assert len(ended) == 3
+
+
+def test_what_runs_unjitted_makes_its_arrays_where_its_input_lives():
+    @unjitted
+    def made(x: Any) -> Any:
+        return x + jnp.ones(2)
+
+    inputs = [jax.device_put(jnp.ones(2), jax.devices()[n]) for n in (3, 5)]
+    found = parallel_apply([made, made], inputs)
+    assert where(found) == ["cpu:3", "cpu:5"]
+
+
+@pytest.mark.parametrize(
+    ("said", "wrong"),
+    [
+        (r"2 functions and 1 inputs: each function takes one", {"inputs": [1.0]}),
+        (r"2 functions and 3 devices: each function has one", {"devices": names(3)}),
+        (r"2 functions and 1 devices", {"devices": names(1)}),
+        (r"device cpu:1 is there twice", {"devices": ["cpu:1", "cpu:1"]}),
+        (r"parallel_apply: no devices", {"devices": []}),
+        (r"fns is a function; it takes a list", {"fns": jnp.ones}),
+        (r"inputs is a JAX array; it takes a list", {"inputs": jnp.ones(2)}),
+        (r"a call takes a function, not 4", {"fns": [jnp.sin, 4]}),
+        (
+            r"leaf \[0\]\['a'\]: an object is no array",
+            {"inputs": [1.0, {"a": object()}]},
+        ),
+        (
+            r"returned an object as its output; functions r",
+            {"fns": [jnp.sin, lambda x: object()]},
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_error(said, wrong):
+    given = {"fns": [jnp.sin, jnp.cos], "inputs": [1.0, 2.0], **wrong}
+    with pytest.raises(JdagError, match=said):
+        parallel_apply(**given)
+
+
+def test_nothing_at_all_gives_nothing():
+    assert parallel_apply([], []) == []

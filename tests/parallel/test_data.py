@@ -1,0 +1,441 @@
+"""Data parallel against the gradient on one device, by each way of dispatch."""
+
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jdag
+from jdag.compute.avals import aval_of
+from jdag.errors import JdagError
+from jdag.parallel import data_parallel, row_mean
+from tests.parallel.cases import (
+    BIG,
+    HOW,
+    UNEVEN,
+    array,
+    close,
+    names,
+    norm_params,
+    normed,
+    normed_alone,
+    rows_out,
+    where,
+)
+
+TOLERANCE = {"float32": 1e-5, "float64": 1e-12, "complex128": 1e-12, "bfloat16": 0.05}
+
+
+def mixed(params: Any, x: Any) -> Any:
+    """Each kind of leaf and output: rows, a scalar of the chunk, integers."""
+    h = params["act"](x["x"] * params["parts"][0] + params["parts"][1])
+    y = h * params["n"][1] * x["ids"]
+    return {"y": (y, jnp.argmax(jnp.abs(h), -1)), "loss": jnp.sum(y * h) / 3}
+
+
+def on_one_device(params: Any, x: Any, sizes: list[int], dim: int) -> Any:
+    """The same by plain JAX: rows at once, and a loss for each chunk."""
+    y, best = mixed(params, x)["y"]
+    bounds = [sum(sizes[:n]) for n in range(len(sizes) + 1)]
+    losses = []
+    for first, last in pairwise(bounds):
+        index = (*[slice(None)] * dim, slice(first, last))
+        losses.append(mixed(params, jax.tree.map(lambda a, i=index: a[i], x))["loss"])
+    return {"y": (y, best), "loss": jnp.stack(losses)}
+
+
+@st.composite
+def tasks(draw: Any) -> Any:
+    dtype = draw(st.sampled_from(sorted(TOLERANCE)))
+    devices = draw(st.integers(1, 8))
+    rows = draw(
+        st.one_of(st.integers(1, 3).map(lambda n: n * devices), st.integers(0, 9))
+    )
+    dim = draw(st.integers(0, 1))
+    shape = draw(st.lists(st.integers(1, 3), min_size=2, max_size=2))
+    return dtype, devices, rows, dim, shape
+
+
+@settings(max_examples=20)
+@given(tasks(), st.sampled_from([None, *HOW]), st.integers(0, 7))
+def test_values_and_gradients_are_those_of_one_device(task, how, output):
+    dtype, devices, rows, dim, shape = task
+    size = max(1, -(-rows // devices))
+    sizes = [min(size, rows - n) for n in range(0, max(rows, 1), size)]
+    full = (*shape[:dim], rows, *shape[dim:])
+    part = tuple([1 if n == dim else length for n, length in enumerate(full)])
+    params = {
+        "parts": [array(*part, seed=1, dtype=dtype), array(seed=2, dtype=dtype)],
+        "n": np.asarray([0, 2]),
+        "act": jnp.sin,
+        "name": "mixed",
+    }
+    x = {"x": array(*full, seed=3, dtype=dtype), "ids": jnp.ones(full, jnp.int32) * 3}
+
+    def spread(parts: Any, values: Any) -> Any:
+        given = {**params, "parts": parts}
+        chunks = {**x, "x": values}
+        there = f"cpu:{output}"
+        return data_parallel(mixed, given, chunks, names(devices), there, dim, how=how)
+
+    if how in ("pmap", "shard_map") and len(set(sizes)) > 1:
+        with pytest.raises(JdagError, match=f"how = {how!r} takes chunks of one size"):
+            spread(params["parts"], x["x"])
+        return
+
+    def alone(parts: Any, values: Any) -> Any:
+        return on_one_device({**params, "parts": parts}, {**x, "x": values}, sizes, dim)
+
+    arguments = (params["parts"], x["x"])
+    wanted, alone_vjp = jax.vjp(alone, *arguments)
+    found, vjp = jax.vjp(spread, *arguments)
+    plain = spread(*arguments)
+    assert where(found) == where(plain) == [f"cpu:{output}"] * 3
+    close(found, wanted, TOLERANCE[dtype])
+    close(plain, wanted, TOLERANCE[dtype])
+    cotangents = {
+        "y": (
+            array(*full, seed=4, dtype=dtype),
+            np.zeros(wanted["y"][1].shape, jax.dtypes.float0),
+        ),
+        "loss": array(len(sizes), seed=5, dtype=dtype),
+    }
+    gradients = vjp(cotangents)
+    assert where(gradients) == ["cpu:0"] * 3
+    close(gradients, alone_vjp(cotangents), 3 * TOLERANCE[dtype])
+
+
+def scaled(p: Any, x: Any) -> Any:
+    return p["first"] * x + 0 * p["second"]
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("first", [0, 3])
+def test_gradients_of_replicas_are_added_in_their_order(how, first):
+    p = {"first": jnp.float32(1), "second": jnp.float32(2)}
+    for x, wanted in ((UNEVEN, 0), (UNEVEN[::-1].copy(), 2), (UNEVEN[:3], BIG)):
+        devices = names(len(x), first)
+        _, vjp = jax.vjp(
+            lambda p, x=x, d=devices: data_parallel(scaled, p, x, d, how=how), p
+        )
+        (found,) = vjp(jnp.ones(len(x), jnp.float32))
+        assert found["first"] == wanted and found["second"] == 0
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_gradients_come_to_where_parameters_and_rows_live(how):
+    p = {"w": jax.device_put(array(3, 2), jax.devices()[5]), "b": array(2, seed=1)}
+    x = jax.device_put(array(8, 3, seed=2), jax.devices()[6])
+
+    def fn(p: Any, x: Any) -> Any:
+        return jnp.tanh(x @ p["w"] + p["b"])
+
+    def loss(p: Any, x: Any) -> Any:
+        return jnp.sum(data_parallel(fn, p, x, names(4, 1), how=how) ** 2)
+
+    found = jax.grad(loss, (0, 1))(p, x)
+    assert where(found) == ["cpu:0", "cpu:5", "cpu:6"]
+    here = jax.device_put((p, x), jax.devices()[0])
+    close(found, jax.grad(lambda p, x: jnp.sum(fn(p, x) ** 2), (0, 1))(*here))
+
+
+def test_one_device_still_honours_where_outputs_go():
+    p, x = {"w": array(3, 2)}, array(4, 3, seed=1)
+    for how in (None, *HOW):
+        found = data_parallel(rows_out, p, x, ["cpu:3"], "cpu:6", how=how)
+        assert where(found) == ["cpu:6"]
+        assert where(data_parallel(rows_out, p, x, ["cpu:3"], how=how)) == ["cpu:3"]
+        close(jax.device_put(found, jax.devices()[0]), rows_out(p, x))
+    losses = data_parallel(lambda p, x: jnp.sum(x), p, x, ["cpu:0"])
+    assert losses.shape == (1,)
+
+
+def test_all_devices_are_taken_and_the_first_has_the_outputs():
+    seen = data_parallel(lambda p, x: x, {}, array(16, 2))
+    assert where(seen) == ["cpu:0"] and seen.shape == (16, 2)
+    each = data_parallel(lambda p, x: jnp.sum(x), {}, jnp.ones(16))
+    np.testing.assert_array_equal(each, np.full(8, 2.0))
+
+
+# ------------------------------------------------ functions that reduce over replicas
+
+
+@pytest.mark.parametrize("how", ["pmap", "shard_map"])
+@pytest.mark.parametrize(("rows", "devices"), [(8, 4), (7, 3), (5, 4), (2, 4), (6, 1)])
+def test_batch_normalisation_is_that_of_one_device(how, rows, devices):
+    params, x = norm_params(), array(rows, 3, seed=7)
+    cotangent = array(rows, 4, seed=8)
+
+    def spread(params: Any, x: Any) -> Any:
+        settings: Any = {"axis_name": "all", "has_aux": True, "how": how}
+        return data_parallel(normed, params, x, names(devices), **settings)
+
+    wanted, alone_vjp, statistics = jax.vjp(normed_alone, params, x, has_aux=True)
+    found, vjp, aux = jax.vjp(spread, params, x, has_aux=True)
+    close(found, wanted)
+    close(aux, statistics)
+    close(vjp(cotangent), alone_vjp(cotangent), 1e-9)
+    close(spread(params, x), (wanted, statistics))
+
+
+def test_rows_that_fill_up_are_no_rows_and_divide_nothing_by_zero():
+    def inverse(p: Any, x: Any, rows: Any) -> Any:
+        assert rows.shape == (2,) and rows.dtype == jnp.float32
+        return p / x + row_mean(1 / x, rows, "all"), jax.lax.psum(jnp.sum(rows), "all")
+
+    x, p = jnp.asarray([1.0, 2.0, 4.0]), jnp.float64(3)
+
+    def spread(p: Any, x: Any) -> Any:
+        settings: Any = {"axis_name": "all", "has_aux": True}
+        return data_parallel(inverse, p, x, names(2), **settings)
+
+    out, vjp, count = jax.vjp(spread, p, x, has_aux=True)
+    assert count == 3
+    close(out, p / x + jnp.mean(1 / x))
+    close(vjp(x), jax.vjp(lambda p, x: p / x + jnp.mean(1 / x), p, x)[1](x))
+
+
+def test_a_mean_of_low_precision_counts_every_row():
+    def mean(p: Any, x: Any, rows: Any) -> Any:
+        return x, row_mean(x, rows, "all")
+
+    x = jnp.ones(1001, jnp.bfloat16)
+    _, found = data_parallel(mean, {}, x, names(4), axis_name="all", has_aux=True)
+    assert found == 1 and found.dtype == jnp.bfloat16
+
+
+def test_what_is_aux_is_of_the_first_replica_and_nothing_flows_back_to_it():
+    def fn(p: Any, x: Any) -> Any:
+        return p * x, {"first": p * x[0], "count": len(x)}
+
+    p, x = jnp.float64(2), jnp.arange(1.0, 7.0)
+    for how in HOW:
+
+        def total(p: Any, how: str = how) -> Any:
+            out, aux = data_parallel(fn, p, x, names(3), has_aux=True, how=how)
+            return jnp.sum(out) + 100 * aux["first"], aux
+
+        (_, aux), found = jax.value_and_grad(total, has_aux=True)(p)
+        assert found == 21 and aux == {"first": 2, "count": 2}
+    with pytest.raises(JdagError, match=r"with has_aux=True it returns a pair"):
+        data_parallel(rows_out, {"w": array(3, 2)}, array(4, 3), has_aux=True)
+
+
+# --------------------------------------------------------------------- training
+
+
+def net(p: Any, x: Any) -> Any:
+    """A small convolutional net: two convolutions, a pool, a dense layer."""
+    for kernel in (p["first"], p["second"]):
+        x = jax.lax.conv_general_dilated(
+            x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        x = jax.nn.relu(x)
+    return jnp.mean(x, (1, 2)) @ p["dense"]
+
+
+def test_a_convolutional_net_takes_three_steps_as_on_one_device():
+    start = {
+        "first": array(3, 3, 1, 4, seed=1),
+        "second": array(3, 3, 4, 4, seed=2),
+        "dense": array(4, 3, seed=3),
+    }
+    images, labels = array(10, 6, 6, 1, seed=4), jnp.arange(10) % 3
+
+    def trained(apply: Any) -> Any:
+        def loss(p: Any) -> Any:
+            chosen = jax.nn.log_softmax(apply(p, images))
+            return -jnp.mean(chosen[jnp.arange(10), labels])
+
+        p = start
+        for _ in range(3):
+            gradient = jax.grad(loss)(p)
+            p = jax.tree.map(lambda a, g: a - 0.5 * g, p, gradient)
+        return p
+
+    wanted = trained(net)
+    assert float(jnp.max(jnp.abs(wanted["dense"] - start["dense"]))) > 1e-3
+    for count, how in ((1, None), (2, "pmap"), (5, "shard_map"), (4, None)):
+        spread = partial(data_parallel, net, devices=names(count), how=how)
+        close(trained(spread), wanted)
+
+
+def test_replica_counts_agree_within_a_millionth_in_float32():
+    p = {"w": array(6, 5, dtype=np.float32)}
+    x = array(16, 6, seed=1, dtype=np.float32)
+
+    def gradient(count: int) -> Any:
+        return jax.grad(
+            lambda p: jnp.mean(data_parallel(rows_out, p, x, names(count)) ** 2)
+        )(p)
+
+    for count in (2, 4, 8):
+        close(gradient(count), gradient(1), 1e-6)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_second_derivatives_are_those_of_one_device(how):
+    p, x = {"w": array(3, 2)}, array(4, 3, seed=1)
+
+    def spread(p: Any) -> Any:
+        return jnp.sum(data_parallel(rows_out, p, x, names(2), how=how) ** 3)
+
+    def alone(p: Any) -> Any:
+        return jnp.sum(rows_out(p, x) ** 3)
+
+    def along(loss: Any) -> Any:
+        return jax.jvp(jax.grad(loss), (p,), (p,))[1]
+
+    def twice(loss: Any) -> Any:
+        return jax.grad(lambda p: jnp.sum(jax.grad(loss)(p)["w"] ** 2))(p)
+
+    close(along(spread), along(alone))
+    close(twice(spread), twice(alone))
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_nothing_is_traced_again_in_the_next_step(how):
+    traced = []
+
+    def fn(p: Any, x: Any) -> Any:
+        traced.append(1)
+        return p * x
+
+    def step(p: Any) -> Any:
+        return jax.grad(
+            lambda p: jnp.sum(data_parallel(fn, p, jnp.arange(4.0), names(2), how=how))
+        )(p)
+
+    p = jnp.float64(2)
+    p = p - step(p)
+    before = len(traced)
+    for _ in range(3):
+        p = p - step(p)
+    assert len(traced) == before > 0
+
+
+# ------------------------------------------------------------------- what is refused
+
+
+def first(p: Any, x: Any) -> Any:
+    return x[:, 0]
+
+
+@pytest.mark.parametrize(
+    ("said", "wrong"),
+    [
+        (r"data_parallel: no devices; it takes one or more of cpu:0", {"devices": []}),
+        (r"device cpu:1 is there twice", {"devices": ["cpu:1", "cpu:2", "cpu:1"]}),
+        (r"no device 'cpu:8' here; there are cpu:0", {"devices": ["cpu:8"]}),
+        (r"'ps1/cpu:0' is a device of a worker", {"devices": ["ps1/cpu:0"]}),
+        (r"no device 'gpu:0' here", {"output_device": "gpu:0"}),
+        (r"devices = 'cpu:1': allowed are a list", {"devices": "cpu:1"}),
+        (r"leaf itself has 2 dimensions and no dim 2: allowed are -2 to 1", {"dim": 2}),
+        (r"no dim -3: allowed are -2 to 1", {"dim": -3}),
+        (r"dim = 'rows': allowed is an int", {"dim": "rows"}),
+        (r"leaf itself is float64\[\], a scalar", {"x": jnp.float64(1)}),
+        (
+            r"leaf \['b'\] is ~float64\[\], a scalar",
+            {"x": {"a": jnp.ones(3), "b": 1.0}},
+        ),
+        (
+            r"leaf \['b'\] has 4 rows along dim 0, and leaf \['a'\] has 3",
+            {"x": {"a": jnp.ones(3), "b": jnp.ones(4)}},
+        ),
+        (r"there is no array in what is to be cut", {"x": "rows"}),
+        (r"leaf \[0\]: an object is no array", {"params": object()}),
+        (r"how = 'all': allowed is 'pmap' or 'shard_map' or 'each'", {"how": "all"}),
+        (r"how = 'each' runs every replica by", {"how": "each", "axis_name": "r"}),
+        (r"a call takes a function, not 3", {"fn": 3}),
+        (r"returned a dict_keys at|returned an object", {"fn": lambda p, x: object()}),
+        (r"output 0 of .* has 1 dimensions and no dim 1", {"dim": 1, "fn": first}),
+        (
+            r"output 0 of .* is float64\[2,2\] of replica 0 and float64\[1,1\] of",
+            {"fn": lambda p, x: x @ x.T, "x": jnp.ones((3, 2)), "devices": names(2)},
+        ),
+        (
+            r"output 0 of .* is float64\[3\] where it was given 2 rows",
+            {
+                "fn": lambda p, x, rows: jnp.sum(x, 0),
+                "axis_name": "r",
+                "devices": names(2),
+            },
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_error(said, wrong):
+    given = {
+        "fn": lambda p, x: x,
+        "params": {"w": jnp.ones((3, 2))},
+        "x": jnp.ones((4, 3)),
+        **wrong,
+    }
+    with pytest.raises(JdagError, match=said) as caught:
+        data_parallel(**given)
+    assert caught.value.__cause__ is None or "returned" in str(caught.value)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_it_is_refused_inside_of_jit_and_vmap_and_loops(how):
+    p, x = {"w": array(3, 2)}, array(4, 3, seed=1)
+
+    def loss(p: Any) -> Any:
+        return jnp.sum(data_parallel(rows_out, p, x, names(2), how=how))
+
+    stacked = jax.tree.map(lambda a: a[None], p)
+    around: list[Any] = [
+        lambda: jax.jit(loss)(p),
+        jax.jit(lambda: loss(p)),
+        lambda: jax.jit(jax.grad(loss))(p),
+        lambda: jax.vmap(loss)(stacked),
+        lambda: jax.lax.scan(lambda c, q: (c, loss(q)), 0, stacked),
+        lambda: jax.lax.cond(True, loss, lambda p: 0.0, p),
+    ]
+    for call in around:
+        with pytest.raises(
+            JdagError, match=r"cannot move between devices inside of ja"
+        ):
+            call()
+    assert jax.eval_shape(loss, p) == aval_of(loss(p)).struct()
+    again = jax.checkpoint(loss)
+    close(jax.grad(again)(p), jax.grad(loss)(p))
+
+
+def test_what_the_function_raises_is_raised_as_it_is():
+    def wrong(p: Any, x: Any) -> Any:
+        raise KeyError("mine")
+
+    for how in HOW:
+        with pytest.raises(KeyError, match="mine"):
+            data_parallel(wrong, {}, jnp.ones(4), names(2), how=how)
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Layer:
+    """A module: a pytree that is called."""
+
+    w: Any
+
+    def __call__(self, p: Any, x: Any) -> Any:
+        return x * self.w
+
+
+def test_statics_and_modules_are_part_of_the_function():
+    def power(p: Any, x: Any) -> Any:
+        return x ** p["n"] if p["name"] == "power" else x
+
+    p = {"n": jdag.static(3), "name": "power"}
+    close(data_parallel(power, p, jnp.arange(4.0), names(2)), jnp.arange(4.0) ** 3)
+
+    def loss(layer: Any) -> Any:
+        return jnp.sum(data_parallel(layer, {}, jnp.arange(4.0), names(2)))
+
+    assert jax.grad(loss)(Layer(jnp.float64(2))).w == 6

@@ -1,0 +1,44 @@
+"""Devices by name, as JAX has them, and all of them."""
+
+from typing import Any
+
+import jax
+import pytest
+
+from jdag.errors import JdagError
+from jdag.parallel.devices import device_of, devices_of, name_of
+from tests.parallel.cases import names
+
+D = tuple(jax.devices())
+
+
+def test_names_and_devices_may_be_mixed_and_none_is_all():
+    assert devices_of(["cpu:3", D[1]], "f") == (D[3], D[1])
+    assert devices_of(None, "f") == D and len(D) == 8
+    assert [name_of(device) for device in D] == names(8)
+    assert [device_of(name, "f") for name in names(8)] == list(D)
+
+
+@pytest.mark.parametrize(
+    ("said", "devices"),
+    [
+        (r"^f: no devices; it takes one or more of cpu:0, .*cpu:7, or None", []),
+        (r"^f: device cpu:3 is there twice$", ["cpu:3", "cpu:1", D[3]]),
+        (r"^f: no device 'cpu:8' here; there are cpu:0, .*cpu:7$", ["cpu:8"]),
+        (r"^f: no device 3 here", [3]),
+        (r"'b/cpu:1' is a device of a worker; .* ctx.call\('b', ...\)", ["b/cpu:1"]),
+        (r"devices = 'cpu:1': allowed are a list of dev.* \['cpu:0', 'c", "cpu:1"),
+        (r"devices = 3: allowed are a list", 3),
+    ],
+)
+def test_what_is_no_device_of_this_process_is_said(said, devices):
+    with pytest.raises(JdagError, match=said):
+        devices_of(devices, "f")
+
+
+def test_a_device_of_another_process_is_said_with_those_that_are_here(monkeypatch):
+    far: Any = D[2]
+    others = [device for device in D if device is not far]
+    monkeypatch.setattr(jax, "local_devices", lambda backend=None: others)
+    with pytest.raises(JdagError, match=r"belongs to process 0, and this is process 0"):
+        device_of(far, "f")
