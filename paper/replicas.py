@@ -57,7 +57,10 @@ def zeros(size: int) -> jax.Array:
 
 def used(ctx: Any, refs: dict[str, Any]) -> list[Any]:
     """Use each ref where it is."""
-    return [ctx.call(worker, total, ref) for worker, ref in refs.items()]
+    losses = []
+    for worker, ref in refs.items():  # A comprehension has a call site of its own.
+        losses.append(ctx.call(worker, total, ref))
+    return losses
 
 
 # --------------------------------------------------------------------- in virtual time
