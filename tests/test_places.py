@@ -17,7 +17,9 @@ import pytest
 import jdag
 from jdag import sim
 from jdag.errors import JdagError, RemoteError
+from jdag.parallel.routes import HOW
 from tests.face_cases import nothing_is_left
+from tests.replica_cases import NAMES, SHAPES, expected, factors, one_part, weighed
 
 COSTS = sim.DeviceModel(forward_ns=100, backward_ns=200, sum_ns=10)
 T1, T2 = jnp.arange(3.0) + 1, jnp.arange(3.0) - 5
@@ -249,6 +251,30 @@ def here_an_error_on_a_device_is_that_of_its_function() -> None:
                 out.fetch()
             with pytest.raises(RemoteError, match=r"mixed failed on 'b'.*missing 1"):
                 ctx.call("b/cpu:1", mixed, 1.0, 1.0, 1.0)
+
+
+def here_replicas_on_devices_of_workers_add_up_in_the_order_that_is_told() -> None:
+    places = ("b/cpu:2", "c", "b", "c/cpu:3", "b/cpu:1")
+    trees = [factors(number, SHAPES) for number in range(len(places))]
+    zeros = {name: jnp.zeros(shape, jnp.float32) for name, shape in SHAPES.items()}
+    for how in HOW:
+        with cluster_of() as cluster:
+            params = cluster.put("b/cpu:1", zeros)
+            with cluster.context() as ctx:
+                replicas = ctx.replicate(places, params, how)
+                losses = [
+                    ctx.call(place, weighed, replica, tree)
+                    for place, replica, tree in zip(
+                        places, replicas, trees, strict=True
+                    )
+                ]
+                ctx.backward(*losses)
+                got = one_part(jdag.fetch(ctx.gradient(params)), NAMES)
+                right = expected(how, trees, NAMES, among=False, source=4)
+                assert got.tobytes() == right.tobytes(), how
+                sums = ctx.all_reduce(dict(zip(places, replicas, strict=True)), how)
+                for place in places:
+                    assert sums[place]["w"].place == place
 
 
 # ---- there: with the devices that there are

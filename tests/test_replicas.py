@@ -33,7 +33,7 @@ from tests.scenario_cases import JITTER, RealStage, Stage
 HOMES = ("m", "c")  # One that has no replica, and one that has.
 
 
-def gradient_of(cluster, home, how, workers=REPLICAS):
+def gradient_of(cluster, home, how, workers=REPLICAS, mode="smart"):
     """The gradient of parameters that are used, weighed, by one replica a worker."""
     params = cluster.put(home, zeros())
     with cluster.context() as ctx:
@@ -44,7 +44,7 @@ def gradient_of(cluster, home, how, workers=REPLICAS):
                 zip(workers, replicas, strict=True)
             )
         ]
-        ctx.backward(*losses)
+        ctx.backward(*losses, mode=mode)
         return jdag.fetch(ctx.gradient(params))
 
 
@@ -62,6 +62,15 @@ def test_gradients_add_up_in_the_order_that_is_told(how, home):
     with jdag.simulate(WORKERS, seed=0) as cluster:
         got = gradient_of(cluster, home, how)
     assert bits(one_part(got, NAMES)) == bits(right)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_fast_pass_gives_the_same_bits(how):
+    with jdag.simulate(WORKERS, seed=0) as cluster:
+        smart, fast = (
+            gradient_of(cluster, "c", how, mode=mode) for mode in ("smart", "fast")
+        )
+    assert bits(smart) == bits(fast)
 
 
 @pytest.mark.parametrize("how", HOW)
