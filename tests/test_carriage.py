@@ -92,6 +92,54 @@ def test_a_large_message_holds_up_what_follows_it_and_is_named_as_the_cause(
     assert second.causes == (issue.index, first.index)
 
 
+def test_what_waits_for_a_port_names_what_passed_it_before_as_the_cause(monkeypatch):
+    rate = 1_000_000_000
+    network = Network(LinkModel(latency_ns=10), port_bandwidth_bytes_per_s=rate)
+
+    def react(engine, event):
+        if isinstance(event, Left):
+            return [send("b", 1), send("c", 2)]
+        if engine.worker in "bc":
+            return [send("a", 3 if engine.worker == "b" else 4)]
+        return [Resume(1, None)] if tag_of(event.message) == 4 else None
+
+    played = play(monkeypatch, react, network=network)
+    played.run()
+    issue = played.records("issue")[0]
+    first, other, *back = played.records("send")
+    size = first.named["wire_bytes"]
+    assert first.causes == (issue.index,)
+    assert other.causes == (issue.index, first.index)
+    came = played.records("deliver")
+    assert [one.time_ns for one in came[:2]] == [size + 10, 2 * size + 10]
+    assert [len(one.causes) for one in back] == [1, 1]  # These wait for nothing.
+
+
+def test_what_waits_where_it_goes_names_what_came_there_before(monkeypatch):
+    network = Network(
+        LinkModel(latency_ns=10),
+        {("a", "c"): LinkModel()},
+        port_bandwidth_bytes_per_s=1_000_000_000,
+    )
+
+    def react(engine, event):
+        if isinstance(event, Left):
+            return [send("b", 1), send("c", 2)]
+        if engine.worker != "a":
+            return [send("a", 3)]
+        return [Resume(1, None)] if len(engine.heard) == 2 else None
+
+    played = play(monkeypatch, react, network=network)
+    played.run()
+    first, _, by_b, by_c = played.records("send")
+    size = first.named["wire_bytes"]
+    assert (by_b.time_ns, by_c.time_ns) == (size + 10, 2 * size)
+    came = [one.time_ns for one in played.records("deliver") if one.worker == "a"]
+    assert came == [2 * size + 20, 3 * size + 20]  # Not 3 size + 10.
+    assert by_b.index not in by_b.causes and len(by_b.causes) == 1
+    assert by_c.causes[1:] == (by_b.index,)
+
+
 def test_a_message_that_a_gap_held_up_is_caused_by_what_filled_the_gap(monkeypatch):
     # The first frame is lost; those behind it wait for its resend.
     faults = [Drop(1, until_ns=1)]

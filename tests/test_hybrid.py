@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jdag
 from jdag.errors import ScenarioError
 from jdag.parallel.routes import HOW
 from jdag.programs.hybrid import (
@@ -66,6 +67,30 @@ def test_four_trainers_have_the_gradients_of_the_oracle_and_stay_equal(how):
     assert figures["values_left"] == figures["live_contexts"] == 0
     drawn = {worker: len(of.nodes) for worker, of in stage.drawn.items() if of.nodes}
     assert drawn == {"ps": 4, **dict.fromkeys(WORKERS[2:], 1)}
+
+
+def test_each_row_counts_alike_wherever_it_is():
+    figures = hybrid(WORKERS, **SMALL).play(Stage(WORKERS))
+    first = [
+        batches(number, rows, 2, 3, 9)[0] for number, rows in enumerate((6, 3, 2, 1))
+    ]
+    one, other = jax.random.split(jax.random.key(4))
+    table = jax.random.normal(one, (9, 4))
+    scores = jnp.concatenate([embedded(table, of.indices) for of in first])
+    scores = scores @ (0.3 * jax.random.normal(other, (4, CLASSES)))
+    labels = np.concatenate([of.labels for of in first])
+    assert len(labels) == 3 + 3 + 2 + 1
+    each = jax.nn.logsumexp(scores, axis=1) - scores[np.arange(9), labels]
+    assert figures["first_loss"] == pytest.approx(float(jnp.mean(each)), rel=1e-12)
+
+
+def test_without_the_sum_replicas_are_not_equal_and_gradients_not_right(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(jdag.Context, "all_reduce", lambda ctx, own, how: own)
+    figures = hybrid(WORKERS, **SMALL).play(Stage(WORKERS))
+    assert figures["replicas_equal"] is False
+    assert figures["gradient_difference"] > 0.1
 
 
 def test_on_real_processes_the_bits_are_those_of_virtual_time():

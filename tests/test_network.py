@@ -111,7 +111,6 @@ def test_all_that_a_worker_sends_passes_its_port():
     sent = [way.transmit("a", to, 100, 0, Random(0)) for to in ("b", "c", "b")]
     assert sent == [1_100, 1_200, 1_300]
     assert way.lane("a", "c").start_ns == 100
-    assert way.transmit("b", "a", 100, 0, Random(0)) == 1_100  # The other way is free.
 
 
 def test_all_that_comes_to_a_worker_passes_its_port():
@@ -120,6 +119,13 @@ def test_all_that_comes_to_a_worker_passes_its_port():
     assert came == [1_100, 1_200]
     assert way.lane("b", "c").drained_ns == 1_200
     assert way.lane("a", "c").drained_ns == 1_100
+
+
+def test_what_comes_to_a_worker_does_not_pass_where_it_sends():
+    way = with_ports(LinkModel())
+    assert way.transmit("a", "b", 100, 0, Random(0)) == 100
+    assert way.transmit("b", "a", 100, 0, Random(0)) == 100
+    assert way.transmit("c", "b", 100, 0, Random(0)) == 200
 
 
 def test_where_a_link_is_slower_than_the_ports_it_alone_tells_the_time():

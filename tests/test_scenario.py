@@ -343,6 +343,7 @@ def test_the_tables_say_what_the_cluster_is_made_of(tmp_path: Path):
         written(
             tmp_path,
             "[network]\nlatency_ns = 1\njitter_ns = 2",
+            "port_bandwidth_bytes_per_s = 3",
             '[[network.links]]\nsource = "a"\ndestination = "b"\nlatency_ns = 3',
             "[devices]\nforward_ns = 4\nfunctions = { scale = [5, 6] }",
             "[devices.workers.b]\nsum_ns = 7",
@@ -355,7 +356,9 @@ def test_the_tables_say_what_the_cluster_is_made_of(tmp_path: Path):
     network = settings.network.network(clean=False)
     assert network.model("b", "a") == LinkModel(1, None, 2)
     assert network.model("a", "b") == LinkModel(3)
-    assert settings.network.network(clean=True).model("b", "a") == LinkModel(1)
+    clean = settings.network.network(clean=True)
+    assert clean.model("b", "a") == LinkModel(1)
+    assert clean.port_bandwidth_bytes_per_s == network.port_bandwidth_bytes_per_s == 3
     assert settings.devices.models(("a", "b")) == {
         "a": DeviceModel(forward_ns=4, functions={"scale": (5, 6)}),
         "b": DeviceModel(sum_ns=7),

@@ -173,12 +173,11 @@ class Carriage:
         lane, link = end.out, end.link
         wire_bytes = sizes[1]
         arrival_ns = lane.transmit(wire_bytes, now_ns, self._rng)
-        if lane.start_ns > now_ns and (before := _before(end)) >= 0:
-            causes = (*causes, before)
+        if lane.start_ns > now_ns or lane.held:
+            causes = (*causes, *_before(end, now_ns))
         detail = (end.peer, *said, *sizes)
         end.record = record = self._note("send", end.worker, detail, causes)
-        if lane.out is not None:
-            lane.out.record = record
+        lane.passed(record)
         parcel: Parcel = (message, values, said, wire_bytes, record)
         frame = link.send(parcel, now_ns, arrival_ns - now_ns)
         if self._tormented:
@@ -246,12 +245,11 @@ class Carriage:
             kind, causes = "ack", [end.heard]
             detail = (end.peer, wire_bytes)
         arrival_ns = lane.transmit(wire_bytes, now_ns, self._rng)
-        before = _before(end)
-        if lane.start_ns > now_ns and before not in (*causes, -1):
-            causes.append(before)
+        if lane.start_ns > now_ns or lane.held:
+            before = _before(end, now_ns)
+            causes += [record for record in before if record not in causes]
         end.record = self._note(kind, end.worker, detail, tuple(causes))
-        if lane.out is not None:
-            lane.out.record = end.record
+        lane.passed(end.record)
         self._torment(end, frame, arrival_ns)
 
     def _torment(self, end: End, frame: Frame, arrival_ns: int) -> None:
@@ -272,7 +270,12 @@ class Carriage:
             timeline.push(arrival_ns + extra_ns, EVENT, action)
 
 
-def _before(end: End) -> int:
-    """The frame that left before the next one: by the same link, or the same port."""
-    out = end.out.out
-    return end.record if out is None else out.record
+def _before(end: End, now_ns: int) -> list[int]:
+    """The frames that the last one had to wait for: of its link, or of a port."""
+    lane = end.out
+    found = []
+    if lane.start_ns > now_ns:
+        found.append(end.record if lane.out is None else lane.out.record)
+    if lane.held and lane.into is not None:
+        found.append(lane.into.record)
+    return [record for record in dict.fromkeys(found) if record >= 0]

@@ -94,7 +94,8 @@ class Network:
 class Lane:
     """One directed link of one run: its model, and what it carries and has carried.
 
-    `out` and `into` are the ports of its two workers, None where they have none.
+    `out` and `into` are the ports of its two workers, None where they have none; `held`
+    tells whether the last frame had to wait for the latter.
     """
 
     __slots__ = (
@@ -106,6 +107,7 @@ class Lane:
         "busy_until_ns",
         "bytes",
         "frames",
+        "held",
         "into",
         "out",
         "start_ns",
@@ -116,6 +118,7 @@ class Lane:
     ) -> None:
         self.out = out
         self.into = into
+        self.held = False
         self._arrived_ns = 0
         self._model = model
         self._latency_ns = model.latency_ns
@@ -146,9 +149,15 @@ class Lane:
         if self.into is not None:  # It passes while it arrives.
             passing_ns = self.into.passing_ns(size_bytes)
             begun_ns = self.into.reserve(arrival_ns - passing_ns, passing_ns, now_ns)
+            self.held = begun_ns + passing_ns > arrival_ns
             arrival_ns = begun_ns + passing_ns
             self._arrived_ns = max(self._arrived_ns, arrival_ns)
         return arrival_ns
+
+    def passed(self, record: int) -> None:
+        """The last frame is this one in the trace."""
+        if self.out is not None and self.into is not None:
+            self.out.record = self.into.record = record
 
     @property
     def drained_ns(self) -> int:

@@ -13,7 +13,7 @@ from bisect import bisect_right
 
 
 class Port:
-    """One direction of one worker's port; `record` is the last frame that left by it.
+    """One direction of one worker's port; `record` is the last frame that passed it.
 
     Args:
         bandwidth_bytes_per_s: at least 1.
