@@ -90,18 +90,21 @@ class Optimizer:
         self._check_held()
         return unflatten(self._treedef, list(self._states.values()))
 
-    def step(self, ctx: Context) -> None:
+    def step(self, ctx: Context, gradients: Any = None) -> None:
         """Give each leaf that has a gradient in `ctx` its next version, on its owner.
 
-        Leaves without one, and their states, stay as they are. One message goes to each
-        owner. Waits for nothing, but with `clip_norm` for one exchange before it: the
-        owners' squared norms come here, are summed in the order of the leaves, and the
-        scale goes out with the step. What raises here has stepped no leaf. What fails
-        later, on an owner, fails for that leaf alone: reading its new version raises.
+        Leaves without one, and their states, stay as they are. `gradients` are used in
+        place of those in `ctx`: refs in the structure of the leaves, each on its leaf's
+        worker, such as `ctx.all_reduce` gives. One message goes to each owner. Waits
+        for nothing, but with `clip_norm` for one exchange before it: the owners'
+        squared norms come here, are summed in the order of the leaves, and the scale
+        goes out with the step. What raises here has stepped no leaf. What fails later,
+        on an owner, fails for that leaf alone: reading its new version raises.
 
         Raises:
             ContextError: the context is over, or of another cluster; or the states were
                 dropped.
+            JdagError: `gradients` are not those of the leaves, or on other workers.
             RemoteError: the transformation, or a norm, could not be computed.
             WorkerLost: an owner is gone.
         """
@@ -116,8 +119,7 @@ class Optimizer:
                 f"a step of leaves of {self._home} with the gradients of "
                 f"{ctx.home}; the context has to be one of the leaves' cluster"
             )
-        found = ctx.gradients()
-        present = {ref: found[ref] for ref in self._states if ref in found}
+        present = self._present(ctx, gradients)
         try:
             scale = self._scale(ctx, present)
             self._cluster.assign(
@@ -133,6 +135,26 @@ class Optimizer:
             )
         except JdagError as error:
             _raise(error, f"no leaf of {self!r} was stepped")
+
+    def _present(self, ctx: Context, given: Any) -> dict[Ref, Ref]:
+        """The gradients of the leaves that have one."""
+        found = ctx.gradients()
+        if given is None:
+            return {ref: found[ref] for ref in self._states if ref in found}
+        gradients, form = flatten(given, is_ref)
+        if form != self._treedef:
+            raise JdagError(
+                "Optimizer.step takes gradients in the structure of its leaves, "
+                f"{self._treedef}, and these are {form}"
+            )
+        present = dict(zip(self._states, gradients, strict=True))
+        for ref, gradient in present.items():
+            if (gradient.shape, gradient.dtype) != (ref.shape, ref.dtype):
+                raise JdagError(
+                    f"a gradient of {gradient.aval} for {self._called(ref)}, which is "
+                    f"{ref.aval}"
+                )
+        return present
 
     def _scale(self, ctx: Context, gradients: Mapping[Ref, Ref]) -> tuple[float, ...]:
         """The factor of all gradients where they are to be clipped, else nothing."""

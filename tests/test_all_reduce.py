@@ -5,12 +5,16 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jdag
 from jdag import sim
 from jdag.errors import JdagError
+from jdag.optim import Optimizer
 from jdag.parallel.routes import HOW
+from jdag.ref import fetch
+from tests.face_cases import ONES
 from tests.replica_cases import (
     NAMES,
     REPLICAS,
@@ -180,6 +184,44 @@ def test_replicas_that_step_by_one_sum_stay_equal():
     assert found[0] != bits(zeros())
 
 
+def test_replicas_that_an_optimizer_steps_by_one_sum_stay_equal(cluster):
+    def trained(workers):
+        leaves = {worker: cluster.put(worker, ONES) for worker in workers}
+        optimizer = Optimizer(optax.adam(0.1), leaves)
+        for _ in range(3):
+            with cluster.context() as ctx:
+                losses = [
+                    ctx.call(worker, lambda w, k: jnp.sum(w * w * k), leaf, 2.0)
+                    for worker, leaf in leaves.items()
+                ]
+                ctx.backward(*losses)
+                sums = ctx.all_reduce(ctx.gradient(leaves), "ring")
+                optimizer.step(ctx, sums if len(workers) > 1 else None)
+        return fetch(leaves)
+
+    # Three gradients are three times one: Adam's steps are the same, but for its eps.
+    found = trained(["b", "c", "d"])
+    for worker in "cd":
+        np.testing.assert_array_equal(found["b"], found[worker])
+    np.testing.assert_allclose(found["b"], trained(["a"])["a"], rtol=1e-6)
+
+
+def test_gradients_that_are_not_those_of_the_leaves_are_refused(cluster):
+    leaves = {"p": cluster.put("b", ONES), "q": cluster.put("c", jnp.ones(2))}
+    optimizer = Optimizer(optax.sgd(0.1), leaves)
+    with cluster.context() as ctx:
+        p, q = leaves["p"], leaves["q"]
+        for given, text in (
+            ({"p": p}, "gradients in the structure of its leaves, .*'q'.*these are"),
+            ({"p": p, "q": p}, r"float64\[3,3\] for \['q'\].*, which is float64\[2\]"),
+            ({"p": p, "q": jnp.ones(2)}, r"leaf \['q'\] is .*it takes a ref"),
+            ({"p": p, "q": ctx.move("b", q)}, "'c'.*lives on 'b'.*no leaf of Optim"),
+        ):
+            with pytest.raises(JdagError, match=f"(?s){text}"):
+                optimizer.step(ctx, given)
+    np.testing.assert_array_equal(fetch(leaves["p"]), ONES)
+
+
 def test_numbers_of_mixed_dtypes_are_reduced_as_what_they_are():
     def tree(number):
         return {
@@ -273,3 +315,11 @@ def test_through_ports_a_ring_takes_less_time_than_the_owner_and_without_more():
     assert 7_000_000 < took_ns("tree", ports) < 12_000_000
     assert 1_750_000 < took_ns("ring", ports) < 2_000_000
     assert 2_000_000 < took_ns("owner", links) < 2_100_000
+
+
+def test_of_one_worker_the_sum_is_what_it_has():
+    with jdag.simulate(WORKERS, seed=0) as cluster:
+        for how in HOW:
+            got, links = reduced(cluster, how, workers=("a",))
+            assert bits(got[0]) == bits(one_part(factors(0, SHAPES), NAMES))
+            assert links == {}

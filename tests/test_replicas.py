@@ -9,7 +9,7 @@ import pytest
 
 import jdag
 from jdag import sim
-from jdag.errors import ContextError, JdagError, ScenarioError
+from jdag.errors import ContextError, JdagError, ScenarioError, WorkerLost
 from jdag.parallel.routes import HOW
 from jdag.programs import replicas as program
 from tests import rpc_nodes
@@ -267,6 +267,20 @@ def test_nothing_is_left_when_the_context_is(how):
         info = cluster.info()
         held = {worker: info[worker]["values_held"] for worker in WORKERS}
         assert held == {**dict.fromkeys(REPLICAS, 0), "m": 4}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_replica_that_dies_is_named_and_nothing_is_left_on_the_others(how):
+    network = sim.LinkModel(latency_ns=1_000)
+    faults = [sim.Crash("c", 1_000, at_ns=4_000)]
+    with jdag.simulate(WORKERS, seed=0, network=network, faults=faults) as cluster:
+        with pytest.raises(WorkerLost, match="'c'"):
+            gradient_of(cluster, "m", how)
+        cluster.driver.settle()
+        info = cluster.info()
+        for worker in ("m", "a", "b", "d"):
+            assert info[worker]["live_contexts"] == info[worker]["live_passes"] == 0
+        assert [info[worker]["values_held"] for worker in ("m", "a")] == [2, 0]
 
 
 @jdag.program
