@@ -42,7 +42,7 @@ def factors(number, shapes):
     """What does not add up the same in any other order, float32, for a replica."""
     random = np.random.default_rng(number)
     return {
-        name: random.normal(size=shape).astype(np.float32)
+        name: np.asarray(random.normal(size=shape), np.float32)
         for name, shape in shapes.items()
     }
 

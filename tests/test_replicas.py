@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import jdag
 from jdag import sim
@@ -161,6 +163,45 @@ def test_leaves_of_several_owners_have_their_gradients_there():
             assert (gradient["b"].worker, gradient["w"].worker) == ("a", "m")
             got = one_part(jdag.fetch(gradient), NAMES)
     assert bits(got) == bits(expected("owner", trees, NAMES, among=False))
+
+
+@settings(max_examples=12)
+@given(
+    st.lists(st.sampled_from([(), (0,), (1,), (7,), (3, 2)]), min_size=1, max_size=4),
+    st.integers(1, 8),
+    st.sampled_from(HOW),
+    st.sampled_from([None, 0, -1]),
+)
+def test_any_shapes_on_any_number_of_workers_add_up_in_the_order_that_is_told(
+    shapes, count, how, source
+):
+    names = [f"p{place}" for place, _ in enumerate(shapes)]
+    of = dict(zip(names, shapes, strict=True))
+    workers = [f"w{number}" for number in range(count)]
+    home = "m" if source is None else workers[source]
+    trees = [factors(number, of) for number in range(count)]
+    at = None if source is None else source % count
+    with jdag.simulate(["m", *workers], seed=0) as cluster:
+        params = cluster.put(
+            home, {name: jnp.zeros(shape, jnp.float32) for name, shape in of.items()}
+        )
+        leaves = {
+            one: cluster.put(one, tree)
+            for one, tree in zip(workers, trees, strict=True)
+        }
+        with cluster.context() as ctx:
+            replicas = ctx.replicate(workers, params, how)
+            losses = [
+                ctx.call(worker, weighed, replica, tree)
+                for worker, replica, tree in zip(workers, replicas, trees, strict=True)
+            ]
+            sums = ctx.all_reduce(leaves, how)
+            ctx.backward(*losses)
+            got = one_part(jdag.fetch(ctx.gradient(params)), names)
+            for found in jdag.fetch(sums).values():
+                right = expected(how, trees, names, among=True)
+                assert bits(one_part(found, names)) == bits(right)
+    assert bits(got) == bits(expected(how, trees, names, among=False, source=at))
 
 
 def test_a_replica_whose_loss_is_left_out_adds_nothing():
@@ -387,6 +428,7 @@ def test_the_ready_program_plays_each_way_and_is_right():
     assert list(figures["virtual_time_ns"]) == list(HOW)
     assert max(figures["gradient_difference"].values()) <= 1e-12
     assert figures["bit_patterns"] == dict.fromkeys(HOW, 1)
+    assert figures["link_bytes"]["ring"] < figures["link_bytes"]["owner"]
     assert figures["same_bits_as_clean"] == dict.fromkeys(HOW, True)
     assert len(set(figures["gradient_bits"].values())) > 1  # Each way has its order.
     assert figures["values_left"] == dict.fromkeys(HOW, 0)
@@ -398,6 +440,7 @@ def test_the_ready_program_has_the_same_bits_on_nodes_of_the_real_driver():
     with rpc_nodes.cluster(workers, allow=("jdag",)) as cluster:
         stage = RealStage(cluster)
         figures = program.replicas(workers, width=5).play(stage)
+    assert "link_bytes" not in figures and "virtual_time_ns" not in figures
     assert figures["gradient_bits"] == right["gradient_bits"]
     assert figures["payload_bytes"] == right["payload_bytes"]
     assert figures["busiest_bytes"] == right["busiest_bytes"]

@@ -105,7 +105,7 @@ FIGURES: Mapping[str, str] = {
 VIRTUAL = (
     *("arrival_orders", "same_bits_as_clean", "resends", "duplicates", "digest"),
     *("virtual_time_ns", "virtual_time_per_step_ns", "bubble"),
-    *("bubble_min", "bubble_max"),
+    *("bubble_min", "bubble_max", "link_bytes"),
 )
 
 

@@ -32,6 +32,7 @@ FIGURES: Mapping[str, str] = {
     "wall_time_ns": "from beginning to end, on this host's clock, by way",
     "messages": "protocol messages, by way",
     "payload_bytes": "bytes of arrays in them, by way",
+    "link_bytes": "bytes of arrays on the link that had most of them, by way",
     "busiest_bytes": "bytes of arrays that the worker sent that sent most, by way",
     "resends": "frames that were sent again, by way",
     "live_contexts": "contexts that some worker holds afterwards",
@@ -103,7 +104,14 @@ def _played(case: Case, run: Run) -> Figures:
 
 
 def _more(cluster: Cluster) -> Figures:
-    return {"counted": counted(cluster)}
+    found: Figures = {"counted": counted(cluster)}
+    if cluster.trace is not None:
+        links: dict[tuple[str, str], int] = {}
+        for record in cluster.trace.of_kind("send"):
+            link = record.worker, record.named["destination"]
+            links[link] = links.get(link, 0) + record.named["payload_bytes"]
+        found["link_bytes"] = max(links.values())
+    return found
 
 
 def replicas(
