@@ -9,13 +9,15 @@ import jax
 import pytest
 
 from jdag.errors import JoinError
-from jdag.rpc.handshake import AGREE, ours, refuse_mismatch
+from jdag.rpc.handshake import AGREE, other_cpu, ours, refuse_mismatch
 
 OTHER = {
     "jdag": "0.0.1",
+    "python": "2.7",
     "jax": "0.9.9",
     "jaxlib": "0.9.9",
     "numpy": "1.0",
+    "optax": "0.0.1",
     "byteorder": "big",
     "configuration": {"jax_enable_x64": "other"},
     "xla_flags": "--xla_other=1",
@@ -50,6 +52,26 @@ def test_what_differs_is_named_with_both_sides_and_what_to_do(field: str):
     if field != "configuration":
         has = f"main 'm' has {json.dumps(mine[field])}"
         assert f"in {field}: {has}, worker 'w' has {json.dumps(OTHER[field])}" in said
+
+
+def test_who_has_no_optax_may_work_with_who_has():
+    mine = ours()
+    for one, other in (("0+unknown", "1.0"), ("1.0", "0+unknown")):
+        refuse_mismatch({**mine, "optax": one}, {**mine, "optax": other}, "a", "b")
+
+
+def test_cpus_of_two_kinds_are_told_with_what_differs_and_not_refused():
+    mine = ours()
+    assert mine["platform"] == "cpu" and len(mine["cpu"]) > 1
+    assert other_cpu(mine, mine, "a", "b") is None
+    theirs = {**mine, "cpu": [*mine["cpu"][1:], "avx999"]}
+    refuse_mismatch(mine, theirs, "a", "b")
+    said = other_cpu(mine, theirs, "main 'm'", "worker 'w'") or ""
+    assert said.startswith(
+        "the CPU of worker 'w' is not of the kind of that of main 'm': only here "
+        f"{mine['cpu'][0]}, only there avx999; gradients are right, and their bits"
+    )
+    assert other_cpu(mine, {**theirs, "platform": "gpu"}, "a", "b") is None
 
 
 def test_a_setting_that_differs_is_named_itself():

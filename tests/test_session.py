@@ -16,6 +16,7 @@ from jdag.errors import JdagError, JoinError
 from jdag.rpc import session as module
 from jdag.rpc.control import ControlClient, ControlServer, answering
 from jdag.rpc.gate import Gate, dial
+from jdag.rpc.handshake import ours
 from jdag.rpc.requests import REQUESTS, Attach, Detach, Health, Info, Knock
 from jdag.rpc.session import Session
 from jdag.rpc.settings import Address
@@ -262,6 +263,16 @@ def test_a_certificate_is_held_to_the_worker_who_shows_it(grpc: bool, tmp_path):
         with pytest.raises(JoinError, match=said):
             Session(plan_of({"b": worker.server.address}, tls=tls["a"]))
         assert len(worker.nodes) == 1  # It has not even been attached.
+
+
+def test_a_worker_on_another_kind_of_cpu_is_warned_of(three):
+    theirs = {**ours(), "cpu": ["x", "y"]}
+    with (
+        pytest.warns(UserWarning, match="the CPU of worker 'a' is not of the kind"),
+        seated("a", handshake=theirs) as worker,
+        Session(plan_of({"a": worker.server.address})),
+    ):
+        pass
 
 
 def test_over_grpc_streams_come_through_the_control_server():

@@ -9,7 +9,7 @@ changes settings, is left out.
 import builtins
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
@@ -53,17 +53,21 @@ class Allowed:
 
     Args:
         modules: dotted names; what is in one, and in modules below it, is allowed.
+        check: holds what is found in these by a name to what is known of it, or raises.
 
     Raises:
         JdagError: one is no dotted name, or `__main__`, which each process has its own.
     """
 
-    def __init__(self, modules: Sequence[str]) -> None:
+    def __init__(
+        self, modules: Sequence[str], check: Callable[[str, Any], None] | None = None
+    ) -> None:
         if isinstance(modules, str):
             raise JdagError(f"allow={modules!r}: it takes several names: [{modules!r}]")
         for module in modules:
             _check_module(module)
         self.modules = tuple(dict.fromkeys(modules))
+        self._check = check
 
     def __repr__(self) -> str:
         return f"Allowed({', '.join(self.modules)})"
@@ -101,7 +105,15 @@ class Allowed:
             space = _member(space, part, f"{module}:{'.'.join(parts[: place + 1])}")
             if space is None:
                 raise JdagError(f"module {module!r} has no function or class {name}")
+        if self._check is not None:
+            self._check(name, space)
         return space
+
+    def find_own(self, name: str) -> Any:
+        """Return what `find` does of these modules alone; None if it is not of them."""
+        if not any(within(name.partition(":")[0], one) for one in self.modules):
+            return None
+        return None if name in OWN else self.find(name, load=False)
 
     def _refusal(self, name: str, module: str) -> str:
         if module == "__main__" or not _is_dotted(module):

@@ -24,17 +24,20 @@ from jdag.engine.vocabulary import (
     Assign,
     Assigned,
     Assignment,
+    Attach,
     Attached,
     Call,
     Event,
     Issued,
     Launched,
     Message,
+    Run,
     Worker,
 )
 from jdag.errors import JdagError
 from jdag.functions import key_of, name_of
 from jdag.rpc.allowed import Allowed
+from jdag.rpc.codes import codes_of
 from jdag.rpc.live import live, structure
 from jdag.wire.frames import LENGTHS_MAX, FrameKind
 from jdag.wire.messages import FunctionData
@@ -46,13 +49,14 @@ NAMED_MAX_BYTES = 1 << 16  # Longer specs would travel with each call.
 
 Definitions = tuple[Definition, ...]
 Modules = tuple[str, ...]
+Known = tuple[bytes, Definitions, Definitions]
 
 
 class Exports:
     """How the functions of one process leave it; used by several threads."""
 
     def __init__(self) -> None:
-        self._found: WeakKeyDictionary[Any, dict[Modules, tuple[bytes, Definitions]]]
+        self._found: WeakKeyDictionary[Any, dict[Modules, Known]]
         self._found = WeakKeyDictionary()
         self._exported: WeakKeyDictionary[Any, Definition] = WeakKeyDictionary()
         self._allowed: dict[Modules, Allowed] = {}
@@ -68,6 +72,11 @@ class Exports:
         Raises:
             JdagError: it can go neither by name nor as StableHLO; says what to do.
         """
+        spec, definitions, _ = self._known(pair, allowed_there)
+        return spec, definitions
+
+    def _known(self, pair: Any, allowed_there: Modules) -> Known:
+        """What `spec_for` returns, and what is told of what goes by name."""
         bare = pair.pair if isinstance(pair, Placed) else pair
         with self._lock:
             known = self._found.setdefault(bare, {}).get(allowed_there)
@@ -78,7 +87,7 @@ class Exports:
         if bare is pair:
             return known
         places = Places(pair.device, pair.in_devices, pair.out_devices)
-        return placed_spec(known[0], places), known[1]
+        return (placed_spec(known[0], places), *known[1:])
 
     def prepare(
         self, event: Event, here: Worker, allowed_on: Callable[[Worker], Modules]
@@ -134,15 +143,28 @@ class Exports:
                     parts.append(replace(part, function=function))
                     definitions.update({one.digest: one for one in needed})
                 return replace(message, parts=tuple(parts)), tuple(definitions.values())
+            case Run():
+                given = [one for one in flatten(message.arguments)[0] if callable(one)]
+                return message, self._codes((message.function, *given), allowed_there)
+            case Attach():
+                return message, self._codes((message.hook.function,), allowed_there)
             case _:
                 return message, ()
 
     def _data(self, pair: Any, allowed_there: Modules) -> tuple[Any, Definitions]:
         try:
-            spec, definitions = self.spec_for(pair, allowed_there)
+            spec, definitions, codes = self._known(pair, allowed_there)
         except JdagError:
             return pair, ()
-        return (FunctionData(spec) if definitions else pair), definitions
+        return (FunctionData(spec), definitions) if definitions else (pair, codes)
+
+    def _codes(self, functions: Any, allowed_there: Modules) -> Definitions:
+        """What is told of programs and hooks, which are the Python that is there."""
+        try:
+            find = self._allowed_of(allowed_there).find_own
+            return codes_of(portable(functions), find)
+        except JdagError:
+            return ()  # It is refused there, by what it is.
 
     def _allowed_of(self, modules: Modules) -> Allowed:
         with self._lock:
@@ -150,11 +172,13 @@ class Exports:
                 self._allowed[modules] = Allowed(modules)
             return self._allowed[modules]
 
-    def _spec(self, pair: Any, allowed: Allowed) -> tuple[bytes, Definitions]:
+    def _spec(self, pair: Any, allowed: Allowed) -> Known:
         spec: bytes = pair.spec
         why = _why_not_named(pair, spec, allowed)
         if not why and len(spec) <= NAMED_MAX_BYTES:
-            return spec, ()
+            body = read_spec(spec)[1]
+            named = (body.function, body.arguments)
+            return spec, (), codes_of(named, allowed.find_own)
         try:
             with self._lock:
                 definition = self._exported.get(pair)
@@ -178,7 +202,7 @@ class Exports:
             pair.out_avals,
             pair.out_tracked,
         )
-        return spec_of(body), (definition,)
+        return spec_of(body), (definition,), ()
 
     def _check(self, fn: Any, worker: Worker, modules: Modules) -> None:
         """Raise JdagError where a program or hook is not the same by name there."""

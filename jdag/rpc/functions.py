@@ -35,6 +35,7 @@ from jdag.engine.vocabulary import (
 )
 from jdag.errors import JdagError, ProtocolError
 from jdag.rpc.allowed import Allowed
+from jdag.rpc.codes import Codes, are_codes
 from jdag.rpc.exports import Exports
 from jdag.rpc.live import live, structure
 from jdag.wire.messages import FunctionData
@@ -165,7 +166,8 @@ class Functions:
     """
 
     def __init__(self, allow: Sequence[str] = ()) -> None:
-        self.allowed = Allowed(allow)
+        self._codes = Codes()
+        self.allowed = Allowed(allow, self._codes.check)
         self.exports = Exports()
         self._bound: OrderedDict[bytes, Bound] = OrderedDict()
         self._definitions: OrderedDict[bytes, bytes] = OrderedDict()
@@ -175,7 +177,9 @@ class Functions:
     def define(self, digest: bytes, data: bytes) -> None:
         """Take an exported function, which specs name by its digest.
 
-        Of many, or large ones, the least recently used goes; never the last that came.
+        Or what is told of functions that go by name: whom that contradicts is asked no
+        more, but made again. Of many functions, or large ones, the least recently used
+        goes; never the last that came.
 
         Raises:
             ProtocolError: the bytes are not those of the digest, or too many.
@@ -184,6 +188,11 @@ class Functions:
             check_definition(digest, data)
         except JdagError as error:
             raise ProtocolError(str(error)) from None
+        if are_codes(data):
+            if self._codes.tell(data):
+                with self._lock:
+                    self._bound.clear()
+            return
         with self._lock:
             self._defined_bytes -= len(self._definitions.pop(digest, b""))
             while self._definitions and (

@@ -1,15 +1,20 @@
 """The handshake: what has to be the same in all processes of a cluster.
 
 Versions, byte order, and what the bits of results depend on: JAX's configuration, the
-flags of XLA, and how many cores there are to compute with. On which kind of device a
-worker computes may differ, and is told.
+flags of XLA, and how many cores there are to compute with. Python's own version is of
+them because functions that go by name are compared by their code.
+
+On which kind of device a worker computes may differ, and is told. So may CPUs, for
+whose instructions XLA compiles: on which host a worker is belongs to its place, as its
+device does, and a cluster of two kinds of hosts is none to refuse. But the bits are
+then of these places alone, which is warned of.
 """
 
 import json
 import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -24,15 +29,32 @@ Handshake = Mapping[str, Any]
 # What has to agree, first what explains the rest; and what to do if it does not.
 AGREE: Mapping[str, str] = {
     "jdag": "install one version on both",
+    "python": "run one version of Python on both",
     "jax": "install one version on both",
     "jaxlib": "install one version on both",
     "numpy": "install one version on both",
+    "optax": "install one version on both",
     "byteorder": "use machines of one byte order",
     "configuration": "configure JAX alike on both, before anything is computed",
     "xla_flags": "set XLA_FLAGS alike for both, before they start",
     "cores": "let both use as many cores, by taskset --cpu-list",
     "nproc": "set NPROC alike for both, before they start",
 }
+_NONE = "0+unknown"
+_IF_THERE = ("optax",)  # Who has none runs nothing of it.
+# Of the instructions of a CPU, those that XLA compiles for where they are there.
+_INSTRUCTIONS = (
+    "sse",
+    "avx",
+    "fma",
+    "f16c",
+    "bmi",
+    "amx",
+    "asimd",
+    "sve",
+    "sme",
+    "bf16",
+)
 _SHOWN_MAX = 200
 
 
@@ -41,15 +63,18 @@ def ours() -> dict[str, Any]:
     config = configuration()._asdict()
     return {
         "jdag": _version("jdag"),
+        "python": ".".join(map(str, sys.version_info[:2])),
         "jax": _version("jax"),
         "jaxlib": _version("jaxlib"),
         "numpy": _version("numpy"),
+        "optax": _version("optax"),
         "byteorder": sys.byteorder,
         "configuration": {key: _plain(value) for key, value in config.items()},
         "xla_flags": " ".join(os.environ.get("XLA_FLAGS", "").split()),
         "cores": len(os.sched_getaffinity(0)),
         "nproc": os.environ.get("NPROC", ""),
         "platform": jax.local_devices()[0].platform,
+        "cpu": _cpu(),
         "host": platform.node(),
         "pid": os.getpid(),
         "boot": _boot(),
@@ -65,11 +90,44 @@ def _boot() -> str:
         return f"{platform.node()} {os.getpid()}"  # As good as no other's.
 
 
+def _cpu() -> list[str]:
+    """Return the kind of this host's CPU: its machine, model, and instructions."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return [platform.machine(), platform.processor()]
+    lines = [line.partition(":") for line in text.splitlines()]
+    said = {key.strip(): value.strip() for key, _, value in lines}
+    flags = (said.get("flags") or said.get("Features") or "").split()
+    model = said.get("model name") or said.get("CPU part") or ""
+    found = sorted([flag for flag in flags if flag.startswith(_INSTRUCTIONS)])
+    return [platform.machine(), model, *found]
+
+
+def other_cpu(mine: Handshake, theirs: Handshake, me: str, them: str) -> str | None:
+    """Say how the CPUs of two processes that compute on them differ; None if not."""
+    here, there = mine.get("cpu"), theirs.get("cpu")
+    on_cpus = mine.get("platform") == theirs.get("platform") == "cpu"
+    if here == there or not on_cpus or not isinstance(there, list):
+        return None
+    lacks = [str(one) for one in here or () if one not in there]
+    has = [str(one) for one in there if one not in (here or ())]
+    return (
+        f"the CPU of {them} is not of the kind of that of {me}: only here "
+        f"{_listed(lacks)}, only there {_listed(has)}; gradients are right, and their "
+        "bits repeat as long as each worker stays on its kind of host"
+    )
+
+
+def _listed(words: Sequence[str]) -> str:
+    return (", ".join(words) or "nothing")[:_SHOWN_MAX]
+
+
 def _version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:  # From a checkout that is not installed.
-        return "0+unknown"
+        return _NONE
 
 
 def _plain(value: Any) -> bool | str | None:
@@ -93,7 +151,7 @@ def refuse_mismatch(mine: Handshake, theirs: Handshake, me: str, them: str) -> N
     """
     for field, to_do in AGREE.items():
         here, there = mine.get(field), theirs.get(field)
-        if here == there:
+        if here == there or (field in _IF_THERE and _NONE in (here, there)):
             continue
         name = field
         if isinstance(here, Mapping) and isinstance(there, Mapping):

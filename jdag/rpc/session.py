@@ -15,6 +15,7 @@ import os
 import queue
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -24,7 +25,7 @@ from typing import Any
 from jdag.errors import JdagError, JoinError
 from jdag.rpc.control import ControlClient, ControlServer
 from jdag.rpc.dialling import Routes
-from jdag.rpc.handshake import refuse_mismatch
+from jdag.rpc.handshake import other_cpu, refuse_mismatch
 from jdag.rpc.place import DialGate, MakeNode, Node, Place
 from jdag.rpc.requests import (
     Attach,
@@ -201,6 +202,9 @@ class Session:
             data=answer.data,
             allow=answer.allow,
         )
+        other = other_cpu(plan.handshake, answer.handshake, mine, f"worker {peer!r}")
+        if other is not None:
+            warnings.warn(other, stacklevel=2)
         with self._lock:
             self._there[peer] = there
             self.place.incarnations[peer] = incarnation

@@ -1,0 +1,219 @@
+"""Two versions of a function of one name are told apart."""
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+import jdag
+from jdag.compute.exported import check_definition
+from jdag.errors import JdagError, ProtocolError
+from jdag.rpc.codes import Codes, are_codes, codes_of, digest_of
+from jdag.wire.trees import Named, Node, Part
+
+ROOT = Path(__file__).parent.parent
+SOURCE = '''
+import functools
+import jax
+import jax.numpy as jnp
+
+SCALE = 2.0
+COUNT = 0
+
+def helper(x):
+    """What it is for."""
+    return jnp.tanh(x) * SCALE
+
+def counted(x):
+    global COUNT
+    COUNT += 1
+    return x
+
+@functools.lru_cache
+def cached():
+    return 3
+
+class Table:
+    size = 4
+
+    @staticmethod
+    def of(x):
+        return x + 1
+
+    @property
+    def half(self):
+        return self.size / 2
+
+@jax.custom_vjp
+def odd(x):
+    return x
+
+odd.defvjp(lambda x: (x, None), lambda _, given: (given,))
+table = Table()
+act = jnp.sin
+scaled = functools.partial(helper)
+
+def f(x, k=1.0, *, n=3):
+    """Its text."""
+    def inner(y):
+        return y ** n
+    counted(x)
+    x = act(scaled(odd(x))) + k + cached() + table.half
+    return Table.of(inner(helper(x))) if x in {"a", "b"} else x
+'''
+# What another version may have in the place of some text; and what changes nothing.
+OTHERS = (
+    ("SCALE = 2.0", "SCALE = 2.5"),
+    ("jnp.tanh(x) *", "jnp.tanh(x) /"),
+    ("return 3", "return 4"),
+    ("return x + 1", "return x + 2"),
+    ("self.size / 2", "self.size / 3"),
+    ("size = 4", "size = 5"),
+    ("(given,)", "(2 * given,)"),
+    ("lambda x: (x, None)", "lambda x: (2 * x, None)"),
+    ("act = jnp.sin", "act = jnp.cos"),
+    ("partial(helper)", "partial(counted)"),
+    ("k=1.0", "k=1.5"),
+    ("n=3", "n=4"),
+    ("y ** n", "y * n"),
+    ('{"a", "b"}', '{"a", "c"}'),
+    ("jnp.tanh", "jnp.sinh"),
+)
+SAME = (
+    ("COUNT = 0", "COUNT = 7"),
+    ("What it is for.", "What it is not for."),
+    ("Its text.", "Another text."),
+    ("import functools\n", "import functools\n\n\n# A comment.\n"),
+)
+
+
+def made(*change: str) -> ModuleType:
+    source = SOURCE.replace(change[0], change[1]) if change else SOURCE
+    assert not change or source != SOURCE, change
+    module = ModuleType("models")
+    exec(compile(source, "models.py", "exec"), vars(module))
+    return module
+
+
+def test_equal_sources_have_one_digest_wherever_they_are_loaded():
+    digest = digest_of(made().f)
+    assert len(digest) == 32
+    assert digest_of(made().f) == digest
+    code = "from tests.test_codes import digest_of, made; print(digest_of(made().f))"
+    for seed in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout.strip() == digest
+
+
+@pytest.mark.parametrize("change", OTHERS, ids=lambda change: change[1])
+def test_what_computes_other_numbers_has_another_digest(change: tuple[str, str]):
+    assert digest_of(made(*change).f) != digest_of(made().f)
+
+
+@pytest.mark.parametrize("change", SAME, ids=lambda change: change[1])
+def test_what_is_said_of_code_and_what_it_counts_are_no_part_of_it(
+    change: tuple[str, str],
+):
+    assert digest_of(made(*change).f) == digest_of(made().f)
+
+
+def test_code_that_pytest_has_rewritten_has_no_digest():
+    assert digest_of(test_code_that_pytest_has_rewritten_has_no_digest) == ""
+    assert digest_of(made) == ""
+
+
+def test_objects_that_hold_each_other_are_gone_through_once():
+    module = made()
+    module.helper.__defaults__ = (module.f,)
+    assert digest_of(module.f) == digest_of(module.f)
+
+
+def told(module: ModuleType) -> bytes:
+    def find(name: str) -> Any:
+        return module.f if name == "models:f" else None
+
+    data = (Named("models:f"), {"k": [Part(Named("jax:x"))]}, Node("models:g", ()))
+    (definition,) = codes_of(data, find)
+    check_definition(*definition)
+    assert are_codes(definition.data) and not are_codes(b"StableHLO")
+    return definition.data
+
+
+def test_what_is_found_is_held_to_what_was_told_of_its_name():
+    codes = Codes()
+    codes.check("models:f", made(*OTHERS[0]).f)  # Nothing was told yet.
+    for _ in range(2):
+        assert not codes.tell(told(made()))  # It contradicts nothing.
+    codes.check("models:f", made(*SAME[0]).f)
+    codes.check("models:g", made(*OTHERS[0]).f)
+    with pytest.raises(JdagError, match="models:f, or what it uses of its package, is"):
+        codes.check("models:f", made(*OTHERS[0]).f)
+    assert codes.tell(told(made(*OTHERS[0])))
+    codes.check("models:f", made(*OTHERS[0]).f)
+
+
+def test_of_what_is_not_of_the_users_modules_nothing_is_told():
+    assert codes_of((Named("jax:x"), 3, None), lambda name: None) == ()
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b'{"f": 3}', b"{", b"\xff"])
+def test_what_is_no_table_of_texts_is_refused(body: bytes):
+    with pytest.raises(ProtocolError, match="codes of functions that are no"):
+        Codes().tell(b"codes of functions\n" + body)
+
+
+def test_a_worker_with_another_version_of_a_module_computes_nothing_by_its_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "two_versions.py"
+    source = """
+import jax.numpy as jnp, jdag
+
+RATE = 2.0
+
+def scaled(x):
+    return RATE * x
+
+def same(x):
+    return x + 1.0
+
+def seen(cotangent):
+    return cotangent * RATE
+
+@jdag.program
+def runs(ctx, x):
+    return ctx.call(ctx.here, scaled, x)
+"""
+    file.write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    old = importlib.import_module("two_versions")
+    file.write_text(source.replace("RATE = 2.0", "RATE = 2.5  # Another one."))
+    x = jnp.arange(3.0)
+    other = "two_versions:{}, or what it uses of its package, is other code here than"
+    with jdag.launch(["a", "b"], allow=["two_versions"]) as cluster:
+        leaf = cluster.put("b", x)
+        for name in ("scaled", "runs"):
+            with (
+                pytest.raises(JdagError, match=other.format(name)),
+                cluster.context() as ctx,
+            ):
+                ctx.call("b", getattr(old, name), leaf).fetch()
+        with (
+            pytest.raises(JdagError, match=other.format("seen")),
+            cluster.context() as ctx,
+        ):
+            ctx.on_cotangent(leaf, old.seen)
+            ctx.backward(ctx.call("b", jnp.sum, ctx.call("b", old.same, leaf)))
+        with cluster.context() as ctx:
+            assert ctx.call("b", old.same, leaf).fetch().tolist() == [1.0, 2.0, 3.0]
