@@ -19,7 +19,7 @@ from jdag.rpc.settings import CARRIERS
 from jdag.scenario import Scenario, configured, load
 from jdag.scenario.driving import BY_WORKER, Real, Virtual, driver_of
 from jdag.scenario.program import player_of
-from tests.test_scenarios import SCENARIOS, SHIPPED
+from tests.test_scenarios import SCENARIOS, SINGLE
 
 WORKERS = ("w0", "w1", "w2", "w3")
 # What makes a long one short; the rest is short.
@@ -29,7 +29,7 @@ SHORT: Mapping[str, Mapping[str, Any]] = {
     "parameter_server": {"steps": 3},
     "sixty_contexts": {"contexts": 3},
 }
-REAL = [path for path in SHIPPED if load(path).settings.values == "real"]
+REAL = [path for path in SINGLE if load(path).settings.values == "real"]
 
 
 def small(path: Path) -> Scenario:

@@ -9,6 +9,7 @@ from jdag.errors import ScenarioError
 from jdag.scenario import load
 from jdag.sim import Crash, DeviceModel, Drop, LinkModel, LinkSettings, Partition
 from tests.scenario_cases import scenario_of, written
+from tests.test_scenarios import SINGLE
 
 SCENARIOS = Path(__file__).parent.parent / "scenarios"
 
@@ -371,7 +372,7 @@ def test_the_tables_say_what_the_cluster_is_made_of(tmp_path: Path):
     ]
 
 
-@pytest.mark.parametrize("path", sorted(SCENARIOS.glob("*.toml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", SINGLE, ids=lambda path: path.stem)
 def test_each_scenario_asks_a_question_and_is_named_as_its_file(path: Path):
     scenario = load(path)
     assert scenario.question.endswith("?") or "?" in scenario.question

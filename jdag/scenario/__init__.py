@@ -6,9 +6,10 @@ allowed.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -111,10 +112,29 @@ def _check_links(settings: Settings) -> None:
 
 @contextmanager
 def configured(settings: Settings) -> Iterator[None]:
-    """JAX as the scenario wants it."""
+    """JAX as the scenario wants it; the number of its CPU's devices stays.
+
+    Raises:
+        ScenarioError: this process has begun with fewer devices.
+    """
+    _use_host_devices(settings.host_devices)
     before = jax.config.read("jax_enable_x64")
     jax.config.update("jax_enable_x64", settings.x64)
     try:
         yield
     finally:
         jax.config.update("jax_enable_x64", before)
+
+
+def _use_host_devices(count: int | None) -> None:
+    """Have JAX make so many devices of the CPU, if it has not begun yet."""
+    if count is None:
+        return
+    config: Any = jax.config
+    if config.jax_num_cpu_devices < count:
+        with suppress(RuntimeError):  # Too late for that; perhaps XLA_FLAGS did it.
+            config.update("jax_num_cpu_devices", count)
+    found = len(jax.devices("cpu"))
+    if found < count:
+        said = f"at most {found}, with which JAX has begun in this process"
+        raise ScenarioError(unusable("host_devices", count, said))

@@ -229,6 +229,7 @@ class Settings(Table):
     seed: _NS = 0
     seeds: COUNT = 1
     x64: FLAG = False
+    host_devices: COUNT | None = None
     values: Annotated[str, one_of("real", "abstract")] = "real"
     policy: Annotated[str, one_of(*POLICIES)] = "path"
     settings: TABLE = Field(default={})
