@@ -38,6 +38,7 @@ from jdag.graph import ContextGraph
 from jdag.home import Home, Port
 from jdag.outcome import PassReport, expired, nanoseconds, stuck
 from jdag.parallel import replicas
+from jdag.parallel.routes import How
 from jdag.ref import Hold, Leaf, Ref, is_ref
 from jdag.roots import checked_roots
 
@@ -183,9 +184,7 @@ class Context:
         """
         return self._activation.move(worker, refs)
 
-    def replicate(
-        self, workers: Sequence[str], refs: Any, how: str = "owner"
-    ) -> tuple[Any, ...]:
+    def replicate(self, workers: Sequence[str], refs: Any, how: How = "owner") -> Any:
         """Copy arrays to workers; what flows back from there is added on its way.
 
         Args:
@@ -202,9 +201,7 @@ class Context:
         self._activation.check("ctx.replicate")
         return replicas.replicate(self, workers, refs, how, self._home.place)
 
-    def all_reduce(
-        self, refs_by_worker: Mapping[str, Any], how: str = "owner"
-    ) -> dict[str, Any]:
+    def all_reduce(self, refs_by_worker: Mapping[str, Any], how: How = "owner") -> Any:
         """Add up equal pytrees, such as gradients, for each worker that gives one.
 
         Args:

@@ -35,6 +35,7 @@ from jdag.failures import exception_of, remote_error
 from jdag.functions import call_site, is_program
 from jdag.moving import move
 from jdag.parallel import plain
+from jdag.parallel.routes import How
 from jdag.places import refuse_device
 from jdag.ref import Ref, fetch, is_ref
 from jdag.roots import check_hook
@@ -202,15 +203,11 @@ class OracleContext:
         """Move arrays to a worker; see `jdag.Context.move`."""
         return move(self._call, worker, refs)
 
-    def replicate(
-        self, workers: Sequence[str], refs: Any, how: str = "owner"
-    ) -> tuple[Any, ...]:
+    def replicate(self, workers: Sequence[str], refs: Any, how: How = "owner") -> Any:
         """Copy arrays to several workers; see `jdag.Context.replicate`."""
         return plain.replicate(self, workers, refs, how)
 
-    def all_reduce(
-        self, refs_by_worker: Mapping[str, Any], how: str = "owner"
-    ) -> dict[str, Any]:
+    def all_reduce(self, refs_by_worker: Mapping[str, Any], how: How = "owner") -> Any:
         """Add up equal pytrees; see `jdag.Context.all_reduce`."""
         return plain.all_reduce(self, refs_by_worker, how)
 

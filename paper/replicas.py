@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 import jdag
-from jdag.parallel.routes import HOW
+from jdag.parallel.routes import HOW, How
 from paper.figures import RESULTS, machine
 
 COUNTS = (2, 4, 8, 16, 32, 64)
@@ -66,7 +66,7 @@ def used(ctx: Any, refs: dict[str, Any]) -> list[Any]:
 # --------------------------------------------------------------------- in virtual time
 
 
-def in_virtual_time(network: Any, what: str, how: str, count: int, size: int) -> Row:
+def in_virtual_time(network: Any, what: str, how: How, count: int, size: int) -> Row:
     """One run: times, and bytes by direction."""
     names = [f"r{number}" for number in range(count)]
     shape = jax.ShapeDtypeStruct((size // 4,), jnp.float32)
@@ -156,16 +156,16 @@ def on_processes(cluster: Any, names: Sequence[str], size: int) -> list[Row]:
     array = cluster.put("owner", zeros(size // 4))
     leaves = {name: cluster.make(name, zeros, jdag.static(size // 4)) for name in names}
 
-    def replicate(ctx: Any, how: str) -> dict[str, Any]:
+    def replicate(ctx: Any, how: How) -> dict[str, Any]:
         return dict(zip(names, ctx.replicate(names, array, how), strict=True))
 
-    def all_reduce(ctx: Any, how: str) -> dict[str, Any]:
+    def all_reduce(ctx: Any, how: How) -> dict[str, Any]:
         found: dict[str, Any] = ctx.all_reduce(leaves, how)
         return found
 
     rows = []
     for ask in (replicate, all_reduce):
-        times: dict[str, list[tuple[int, int]]] = {how: [] for how in HOW}
+        times: dict[How, list[tuple[int, int]]] = {how: [] for how in HOW}
         for _ in range(WARM + REPEATS):
             for how in HOW:
                 times[how].append(timed(cluster, ask, how))
@@ -186,7 +186,7 @@ def on_processes(cluster: Any, names: Sequence[str], size: int) -> list[Row]:
 
 
 def timed(
-    cluster: Any, ask: Callable[[Any, str], dict[str, Any]], how: str
+    cluster: Any, ask: Callable[[Any, How], dict[str, Any]], how: How
 ) -> tuple[int, int]:
     """How long forward and backward took."""
     with cluster.context() as ctx:

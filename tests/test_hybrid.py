@@ -107,8 +107,6 @@ def test_on_real_processes_the_bits_are_those_of_virtual_time():
     assert figures["gradient_bits"] == right["gradient_bits"]
 
 
-def test_a_trainer_without_a_server_and_an_unknown_way_are_refused():
+def test_a_trainer_without_a_server_is_refused():
     with pytest.raises(ScenarioError, match=r"\['a', 'b'\]: hybrid needs one for the"):
         hybrid(["a", "b"])
-    with pytest.raises(ScenarioError, match="how = 'star': allowed is one of owner"):
-        hybrid(WORKERS, how="star")

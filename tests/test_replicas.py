@@ -1,6 +1,6 @@
 """Replicas over workers: values, gradients, their order and bytes, and bad input."""
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jdag import sim
 from jdag.errors import ContextError, JdagError, ScenarioError, WorkerLost
 from jdag.parallel.routes import HOW
 from jdag.programs import replicas as program
+from jdag.scenario import load
 from tests import rpc_nodes
 from tests.replica_cases import (
     NAMES,
@@ -30,7 +31,7 @@ from tests.replica_cases import (
     weighed,
     zeros,
 )
-from tests.scenario_cases import JITTER, RealStage, Stage
+from tests.scenario_cases import JITTER, RealStage, Stage, written
 
 HOMES = ("m", "c")  # One that has no replica, and one that has.
 
@@ -402,9 +403,9 @@ def test_a_how_that_there_is_not_is_refused():
         with cluster.context() as ctx:
             why = "how='star': allowed are 'owner', 'tree', 'ring'"
             with pytest.raises(JdagError, match=why):
-                ctx.replicate(["a"], w, "star")
+                ctx.replicate(["a"], w, cast(Any, "star"))
             with pytest.raises(JdagError, match=why):
-                ctx.all_reduce({"a": w}, how="star")
+                ctx.all_reduce({"a": w}, how=cast(Any, "star"))
 
 
 def test_a_context_that_is_over_replicates_no_more():
@@ -446,10 +447,13 @@ def test_the_ready_program_has_the_same_bits_on_nodes_of_the_real_driver():
     assert figures["busiest_bytes"] == right["busiest_bytes"]
 
 
-def test_a_ready_program_without_replicas_or_with_an_unknown_way_is_refused():
+def test_a_ready_program_without_replicas_or_with_an_unknown_way_is_refused(tmp_path):
     with pytest.raises(ScenarioError, match=r"\['a'\]: replicas needs an owner and at"):
         program.replicas(["a"])
-    with pytest.raises(
-        ScenarioError, match=r"how = \['star'\]: allowed are .* owner, "
-    ):
-        program.replicas(["a", "b"], how=("star",))
+    path = written(
+        tmp_path,
+        '[settings]\nhow = ["tree", "star"]',
+        program='program = "jdag.programs.replicas:replicas"',
+    )
+    with pytest.raises(ScenarioError, match=r"how = .*star.*: allowed is .owner"):
+        load(path)

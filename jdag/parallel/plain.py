@@ -11,16 +11,17 @@ import jax
 
 from jdag.compute.pytrees import unflatten
 from jdag.parallel.replicas import checked, equals_of, places_of, refs_of
+from jdag.parallel.routes import How
 
 
-def replicate(ctx: Any, workers: Sequence[str], tree: Any, how: str) -> tuple[Any, ...]:
+def replicate(ctx: Any, workers: Sequence[str], tree: Any, how: How) -> tuple[Any, ...]:
     """Return the pytree once for each worker; `how` makes no difference here."""
     workers = checked("ctx.replicate", workers, how)
     refs, form = refs_of("ctx.replicate", tree)
     return tuple([unflatten(form, ctx.move(worker, refs)) for worker in workers])
 
 
-def all_reduce(ctx: Any, trees: Mapping[str, Any], how: str) -> dict[str, Any]:
+def all_reduce(ctx: Any, trees: Mapping[str, Any], how: How) -> dict[str, Any]:
     """Return the sum of all pytrees for each worker; `how` makes no difference here."""
     checked("ctx.all_reduce", places_of(trees), how)
     lists, form = equals_of("ctx.all_reduce", trees)

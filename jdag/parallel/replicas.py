@@ -18,6 +18,7 @@ from jdag.compute.pytrees import flatten, paths, static, unflatten
 from jdag.errors import JdagError, kind_of
 from jdag.parallel.parts import added, copies, divided, joined
 from jdag.parallel.routes import (
+    How,
     Route,
     check_how,
     routes_among,
@@ -123,7 +124,7 @@ Check = Callable[[object, str], object]
 
 
 def replicate(
-    ctx: Any, workers: Sequence[str], tree: Any, how: str, check: Check
+    ctx: Any, workers: Sequence[str], tree: Any, how: How, check: Check
 ) -> tuple[Any, ...]:
     """Return the pytree once for each worker; see `jdag.Context.replicate`."""
     workers = checked("ctx.replicate", workers, how)
@@ -146,7 +147,7 @@ def replicate(
 
 
 def all_reduce(
-    ctx: Any, trees: Mapping[str, Any], how: str, check: Check
+    ctx: Any, trees: Mapping[str, Any], how: How, check: Check
 ) -> dict[str, Any]:
     """Return the sum of all pytrees for each worker; see `jdag.Context.all_reduce`."""
     workers = checked("ctx.all_reduce", places_of(trees), how)

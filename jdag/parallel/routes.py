@@ -18,11 +18,12 @@ of what arrives first.
 """
 
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from jdag.errors import JdagError
 
-HOW = ("owner", "tree", "ring")
+How = Literal["owner", "tree", "ring"]
+HOW: tuple[How, ...] = get_args(How)
 
 
 class Route(NamedTuple):
@@ -46,7 +47,7 @@ def check_how(how: object) -> None:
         raise JdagError(f"how={how!r}: allowed are {', '.join(map(repr, HOW))}")
 
 
-def routes_from(source: int | None, count: int, how: str) -> tuple[Route, ...]:
+def routes_from(source: int | None, count: int, how: How) -> tuple[Route, ...]:
     """Return the routes from one worker to all replicas.
 
     Args:
@@ -62,7 +63,7 @@ def routes_from(source: int | None, count: int, how: str) -> tuple[Route, ...]:
     return tuple([_chain(first, count, 1) for first in range(count)])
 
 
-def routes_up(count: int, how: str) -> tuple[Route, ...]:
+def routes_up(count: int, how: How) -> tuple[Route, ...]:
     """Return the routes along which sums go to their roots, as `routes_among` has them.
 
     Around a ring part c starts at replica c + 1 and ends at c, where it is complete.
@@ -72,7 +73,7 @@ def routes_up(count: int, how: str) -> tuple[Route, ...]:
     return routes_among(count, how)
 
 
-def routes_among(count: int, how: str) -> tuple[Route, ...]:
+def routes_among(count: int, how: How) -> tuple[Route, ...]:
     """Return the routes on which replicas hand on: from the first, or around a ring."""
     if how == "owner":
         return (Route(tuple(range(count)), (None, *(0,) * (count - 1))),)

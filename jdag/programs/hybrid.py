@@ -24,7 +24,7 @@ from jax import Array
 from jdag.cluster import Cluster
 from jdag.errors import ScenarioError
 from jdag.oracle import pullback
-from jdag.parallel.routes import HOW
+from jdag.parallel.routes import How
 from jdag.programs.case import (
     Figures,
     Run,
@@ -114,7 +114,7 @@ class Hybrid:
     embeddings: int
     width: int
     rate: float
-    how: str
+    how: How
     figures: Mapping[str, str] = field(default_factory=lambda: FIGURES)
 
     @property
@@ -264,7 +264,7 @@ def hybrid(
     embeddings: int = 100,
     width: int = 16,
     rate: float = 1.0,
-    how: str = "ring",
+    how: How = "ring",
 ) -> Hybrid:
     """A main program, a parameter server, and a trainer on each other worker.
 
@@ -282,10 +282,6 @@ def hybrid(
         raise ScenarioError(
             f"workers = {list(workers)!r}: hybrid needs one for the program, a server "
             "and at least one trainer"
-        )
-    if how not in HOW:
-        raise ScenarioError(
-            f"settings.how = {how!r}: allowed is one of {', '.join(HOW)}"
         )
     uneven = [rows // (number + 1) for number, _ in enumerate(workers[2:])]
     return Hybrid(workers, uneven, epochs, batch, embeddings, width, rate, how)

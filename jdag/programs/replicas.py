@@ -15,7 +15,7 @@ from jax import Array
 
 from jdag.cluster import Cluster
 from jdag.errors import ScenarioError
-from jdag.parallel.routes import HOW
+from jdag.parallel.routes import HOW, How
 from jdag.programs.case import Case, Figures, Run, digest_of
 
 FIGURES: Mapping[str, str] = {
@@ -119,7 +119,7 @@ def replicas(
     *,
     width: int = 16,
     rows: int = 2,
-    how: tuple[str, ...] = HOW,
+    how: tuple[How, ...] = HOW,
 ) -> Ways:
     """An owner of the parameters, and a replica on each other worker.
 
@@ -134,11 +134,6 @@ def replicas(
             f"workers = {list(workers)!r}: replicas needs an owner and at least one "
             "replica"
         )
-    for one in how:
-        if one not in HOW:
-            raise ScenarioError(
-                f"settings.how = {list(how)!r}: allowed are some of {', '.join(HOW)}"
-            )
     owner, *others = workers
     counts = [rows + number for number in range(len(others))]
     params = {
@@ -146,7 +141,7 @@ def replicas(
         "b": jnp.linspace(0.0, 0.5, width),
     }
 
-    def program(way: str, ctx: Any, params: Any) -> Any:
+    def program(way: How, ctx: Any, params: Any) -> Any:
         losses = []
         for worker, replica, count in zip(
             others, ctx.replicate(others, params, way), counts, strict=True
