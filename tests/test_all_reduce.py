@@ -317,6 +317,20 @@ def test_through_ports_a_ring_takes_less_time_than_the_owner_and_without_more():
     assert 2_000_000 < took_ns("owner", links) < 2_100_000
 
 
+def test_what_is_no_array_stays_that_of_each_worker():
+    def program(ctx, leaves):
+        trees = {worker: {"w": w, "of": worker} for worker, w in leaves.items()}
+        sums = ctx.all_reduce(trees)
+        assert [tree["of"] for tree in sums.values()] == list(leaves)
+        return ctx.call("a", weighed, {"w": sums["a"]["w"]}, {"w": 2.0})
+
+    ones = {worker: jnp.ones(2) for worker in REPLICAS}
+    assert jdag.oracle(program)(ones)[0] == 16
+    with jdag.simulate(WORKERS, seed=0) as cluster, cluster.context() as ctx:
+        leaves = {worker: cluster.put(worker, w) for worker, w in ones.items()}
+        assert program(ctx, leaves).fetch() == 16
+
+
 def test_of_one_worker_the_sum_is_what_it_has():
     with jdag.simulate(WORKERS, seed=0) as cluster:
         for how in HOW:

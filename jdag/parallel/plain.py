@@ -24,10 +24,10 @@ def replicate(ctx: Any, workers: Sequence[str], tree: Any, how: How) -> tuple[An
 def all_reduce(ctx: Any, trees: Mapping[str, Any], how: How) -> dict[str, Any]:
     """Return the sum of all pytrees for each worker; `how` makes no difference here."""
     checked("ctx.all_reduce", places_of(trees), how)
-    lists, form = equals_of("ctx.all_reduce", trees)
+    lists, forms = equals_of("ctx.all_reduce", trees)
     columns = list(zip(*lists, strict=True))
     found = {}
-    for worker in trees:
+    for worker, form in zip(trees, forms, strict=True):
         refs = [ctx.call(worker, total, *column) for column in columns]
         found[worker] = unflatten(form, refs)
     return found

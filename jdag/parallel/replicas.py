@@ -82,8 +82,8 @@ def refs_of(what: str, tree: Any) -> tuple[list[Ref], Any]:
     return refs, form
 
 
-def equals_of(what: str, trees: Mapping[str, Any]) -> tuple[list[list[Ref]], Any]:
-    """Return the refs of each worker's pytree, and the form that all have.
+def equals_of(what: str, trees: Mapping[str, Any]) -> tuple[list[list[Ref]], list[Any]]:
+    """Return of each worker's pytree the refs, and its form; they are equal.
 
     Raises:
         JdagError: two of them are not equal in structure, shape or dtype; what is there
@@ -98,7 +98,7 @@ def equals_of(what: str, trees: Mapping[str, Any]) -> tuple[list[list[Ref]], Any
                 f"{what} adds numbers, and {path or 'the ref'} of {first!r} is "
                 f"{ref.aval}"
             )
-    found = [refs]
+    found, forms = [refs], [form]
     for worker, other in others:
         theirs, structure = refs_of(what, other)
         if structure != form:
@@ -113,7 +113,8 @@ def equals_of(what: str, trees: Mapping[str, Any]) -> tuple[list[list[Ref]], Any
                     f"{one.aval}, of {worker!r} {ref.aval}"
                 )
         found.append(theirs)
-    return found, form
+        forms.append(structure)
+    return found, forms
 
 
 # ------------------------------------------------------------------- over the routes
@@ -153,7 +154,7 @@ def all_reduce(
     workers = checked("ctx.all_reduce", places_of(trees), how)
     for worker in workers:
         check(worker, "ctx.all_reduce")
-    lists, form = equals_of("ctx.all_reduce", trees)
+    lists, forms = equals_of("ctx.all_reduce", trees)
     ups, downs = routes_up(len(workers), how), routes_among(len(workers), how)
     found: list[list[Any]] = [[None] * len(lists[0]) for _ in workers]
     tracked = [any(ref.tracked for ref in refs) for refs in zip(*lists, strict=True)]
@@ -171,7 +172,7 @@ def all_reduce(
         _gather(ctx, workers, group, sent, found, some[0])
     return {
         worker: unflatten(form, refs)
-        for worker, refs in zip(workers, found, strict=True)
+        for worker, form, refs in zip(workers, forms, found, strict=True)
     }
 
 
