@@ -2,14 +2,15 @@
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 import jdag
-from paper.compare import ours, rows, run
-from paper.compare.bounds import BOUNDS
+from paper.compare import costs, ours, rows, run
+from paper.compare.bounds import bound
 
 
 @pytest.fixture
@@ -105,7 +106,7 @@ def test_every_row_has_a_target_and_every_target_a_row(
     monkeypatch.setattr(rows, "batch", always(rows.batch(8)))
     small = Small(side.cluster, "smart")
     found = rows.measure(small, rows.Repeats(1, 1, 1, 1))
-    assert list(found["rows"]) == list(rows.TARGETS) == list(BOUNDS)
+    assert list(found["rows"]) == list(rows.TARGETS)
     assert all(value > 0 for value in found["rows"].values())
 
 
@@ -127,6 +128,36 @@ def one_round(peer: float, mine: float) -> dict[str, Any]:
     }
 
 
+def made_up_costs() -> dict[str, Any]:
+    """As `costs` prints them: of all that rows are made of."""
+    shares = {**dict.fromkeys(costs.PARTS, 0.1), "engine": 0.3, "the rest": 0.1}
+    one = {**dict.fromkeys(costs.COLUMNS, 1234.0), "shares": shares}
+    names = ["add", "retained pass", "round trip of a chain of 100, both ways"]
+    names += ["call of a fan-out of 64, both ways"]
+    names += [f"identity {size}" for size in rows.BYTES]
+    names += [f"step of MLP {width} wide" for width in rows.WIDTHS]
+    return dict.fromkeys(names, one)
+
+
+def test_what_bounds_a_row_is_said_with_what_was_measured_of_it():
+    found = made_up_costs()
+    said = [bound(row, found) for row in rows.TARGETS]
+    assert all("1,234 calls of Python" in one for one in said[:-1])
+    assert "engine 30%" in said[0] and "add: 1,234 us" in said[0]
+    assert "| add | 1,234 us |" in costs.table(found)
+
+
+def test_a_profile_tells_the_parts_of_the_callers_time_apart(side: ours.Ours):
+    one, other = side.array(rows.leaf()), side.array(rows.factor(1))
+    names = costs.works(side)
+    assert next(iter(names)) == "add" and set(names) <= set(made_up_costs())
+    found = costs.profiled(partial(costs.repeated, partial(side.add, one, other), 20))
+    assert found["calls"] > 100
+    assert list(found["shares"]) == [*costs.PARTS, "the rest"]
+    assert sum(found["shares"].values()) == pytest.approx(1)
+    assert min(found["shares"][part] for part in ("engine", "face", "values")) > 0.01
+
+
 def test_the_ratio_is_the_median_of_those_of_the_rounds():
     rounds = [one_round(1e-3, 1e-4), one_round(2e-3, 1e-3), one_round(4e-3, 1.2e-3)]
     found = {row["row"]: row for row in run.summary(rounds)}
@@ -136,7 +167,7 @@ def test_the_ratio_is_the_median_of_those_of_the_rounds():
     assert judged["ratio"] == pytest.approx(0.3)
     assert row["met"] and not found["fan-out of 64, forward"]["met"]
     assert (row[run.PEER], judged["median"]) == (2e-3, 1e-3)
-    missed = run.misses(list(found.values()))
+    missed = run.misses(list(found.values()), made_up_costs())
     assert "fan-out of 64, forward" in missed and "chain of 100" not in missed
     lines = run.table(list(found.values())).splitlines()
     assert "| **0.30** (0.10 to 0.50) | 0.4 | yes |" in lines[12]

@@ -5,17 +5,17 @@
 Beside the time that passes it counts, for the caller and for the worker w0: how long
 their threads ran (spinning included), how often they were switched from, how many calls
 of Python functions the caller made, and what all workers sent. Counts do not depend on
-who else uses the machine; times do. Writes `paper/results/compare_costs.json` and
-`compare_costs.md`.
+who else uses the machine; times do. A profile of the caller says which parts of jdag
+its own time went to. `paper.compare.run` has this measured too, after its rounds, and
+writes it to `paper/results/`.
 """
 
 import cProfile
-import json
 import os
 import pstats
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,19 @@ import numpy as np
 
 import jdag
 from paper.compare import ours, rows
-from paper.figures import RESULTS, machine
 
 ROUNDS = 5
+# Where the caller's time goes, by the files of functions, the first that fits; what is
+# built in counts to who called it, but for those that wait.
+PARTS = {
+    "engine": "/jdag/engine/",
+    "codec and link": "/jdag/wire/",
+    "sockets and loop": "/jdag/rpc/",
+    "values": "/jdag/compute/",
+    "face": "/jdag/",
+    "JAX": "/jax",
+}
+WAITING = ("epoll", "sched_yield", "acquire")
 COLUMNS = {
     "wall_us": "time",
     "caller_us": "caller ran",
@@ -56,7 +66,7 @@ def switches(pid: int) -> int:
     return sum(int(line.split()[1]) for line in lines)
 
 
-def cost(cluster: jdag.Cluster, work: Callable[[], int]) -> dict[str, float]:
+def cost(cluster: jdag.Cluster, work: Callable[[], int]) -> dict[str, Any]:
     """What `work` costs, for each of the units that it says it has done."""
     pids = (os.getpid(), cluster.driver.launch.pids[rows.WORKERS[0]])
     work()
@@ -81,15 +91,33 @@ def cost(cluster: jdag.Cluster, work: Callable[[], int]) -> dict[str, float]:
         }
         each = {key: value / units for key, value in found.items()}
         best = {key: min(value, best.get(key, value)) for key, value in each.items()}
-    return {**best, "calls": calls(work)}
+    return {**best, **profiled(work)}
 
 
-def calls(work: Callable[[], int]) -> float:
-    """How many calls of functions a unit takes, in the thread of the caller."""
+def profiled(work: Callable[[], int]) -> dict[str, Any]:
+    """How many calls of functions a unit takes the caller, and which part of its time.
+
+    Waiting is not part of that time.
+    """
     profile = cProfile.Profile()
     units = profile.runcall(work)
     found: Any = pstats.Stats(profile)
-    return float(found.total_calls / units)
+    spent = dict.fromkeys([*PARTS, "the rest"], 0.0)
+    for (file, _, name), (_, _, own_s, _, callers) in found.stats.items():
+        if any(word in name for word in WAITING):
+            continue
+        if file != "~":  # What is built in has no file.
+            spent[_part(file)] += own_s
+            continue
+        for (caller, _, _), (_, _, from_it_s, _) in callers.items():
+            spent[_part(caller)] += from_it_s
+    whole = sum(spent.values())
+    shares = {part: own_s / whole for part, own_s in spent.items()}
+    return {"calls": found.total_calls / units, "shares": shares}
+
+
+def _part(file: str) -> str:
+    return next((part for part, path in PARTS.items() if path in file), "the rest")
 
 
 def _grown(before: Any, after: Any) -> dict[str, float]:
@@ -137,33 +165,31 @@ def works(side: ours.Ours) -> dict[str, Callable[[], int]]:
     return found
 
 
-def table(found: dict[str, dict[str, float]]) -> str:
+def table(found: Mapping[str, Mapping[str, Any]]) -> str:
     """The costs of all rows, in Markdown."""
+    columns = [*COLUMNS.values(), *PARTS, "the rest"]
     lines = [
-        f"| one | {' | '.join(COLUMNS.values())} |",
-        f"| --- |{' ---: |' * len(COLUMNS)}",
+        f"| one | {' | '.join(columns)} |",
+        f"| --- |{' ---: |' * len(columns)}",
     ]
     for name, costs in found.items():
         cells = [
             f"{costs[key]:,.0f}{' us' if key.endswith('_us') else ''}"
             for key in COLUMNS
         ]
+        cells += [f"{share:.0%}" for share in costs["shares"].values()]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    """Measure, and write both files."""
+    """Measure, and say it: a table, and on the last line a JSON object."""
     workers = [ours.CALLER, *rows.WORKERS]
     with jdag.launch(workers, allow=ours.ALLOWED) as cluster:
         side = ours.Ours(cluster, "fast")
         found = {name: cost(cluster, work) for name, work in works(side).items()}
-    text = f"What one of each costs; the least of {ROUNDS} rounds.\n\n{table(found)}"
-    written = {"figure": "compare_costs", "machine": machine(), "rows": found}
-    path = RESULTS / "compare_costs.json"
-    path.write_text(json.dumps(written, indent=1) + "\n")
-    (RESULTS / "compare_costs.md").write_text(text)
-    sys.stdout.write(text)
+    sys.stdout.write(f"What one costs; the least of {ROUNDS}.\n\n{table(found)}\n")
+    rows.tell(found)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 
 from paper.compare import rows
-from paper.compare.bounds import BOUNDS
+from paper.compare.bounds import bound
+from paper.compare.costs import table as table_of_costs
 from paper.figures import RESULTS, machine
 
 ROOT = Path(__file__).parents[2]
@@ -175,31 +176,37 @@ def amount(row: str, value: float) -> str:
     return f"{value * 1e6:.0f} us" if value < 1e-3 else f"{value * 1e3:.3g} ms"
 
 
-def misses(found: Sequence[Found]) -> str:
+def misses(found: Sequence[Found], costs: Found) -> str:
     """What bounds the rows that miss their targets, each said once."""
     said: dict[str, list[str]] = {}
     for row in found:
         if not row["met"]:
-            said.setdefault(BOUNDS[row["row"]], []).append(row["row"])
+            said.setdefault(bound(row["row"], costs), []).append(row["row"])
     lines = [f"- {'; '.join(names)}. {why}" for why, names in said.items()]
     return "\n".join(["## What bounds the rows that miss", "", *lines, ""])
 
 
-def page(found: Sequence[Found], about: Found) -> str:
+def page(found: Sequence[Found], about: Found, costs: Found) -> str:
     """The whole of `compare.md`."""
     settings = ", ".join(f"{key} {value}" for key, value in about["settings"].items())
     where = ", ".join(f"{key} {value}" for key, value in about["machine"].items())
     return (
         "# PyTorch's distributed autograd and jdag, side by side\n\n"
+        f"Judged is FAST mode on sockets: FAST is the peer's rule for passes. SMART, "
+        "jdag's default, first finds what a pass needs; its ratios, and those of the "
+        "gRPC carrier, are in the last columns.\n\n"
         f"{table(found)}\n"
         f"Medians of {about['rounds']} rounds in turn, of p50s in each; the ratio is "
-        "jdag / peer, its range that of the rounds; the last columns are ratios too. "
-        "FAST is the peer's rule for passes, SMART jdag's default, which first finds "
-        "what a pass needs. `paper/compare/rows.py` has what each row does.\n\n"
+        "jdag / peer, its range that of the rounds. `paper/compare/rows.py` has what "
+        "each row does.\n\n"
         f"Machine: {where}. Load average before each round: "
         f"{', '.join(f'{load:.1f}' for load in about['loads'])}.\n\n"
         f"Settings of both: {settings}.\n\n"
-        f"{misses(found)}"
+        f"{misses(found, costs)}\n"
+        "## What one of each costs our side\n\n"
+        "After the rounds, the least of 5; calls and shares by a profile, which itself "
+        "takes about as long again; `paper/compare/costs.py` has what is counted.\n\n"
+        f"{table_of_costs(costs)}"
     )
 
 
@@ -225,6 +232,8 @@ def main(arguments: Sequence[str]) -> None:
     count = 1 if given.quick else given.rounds
     rounds = rounds_of(commands(given.peer, more), count, threads)
     found = summary(rounds)
+    command = [sys.executable, "-m", "paper.compare.costs"]
+    costs = taken("costs", command, threads)
     about = {
         "machine": {**machine(), "torch": rounds[0][PEER]["settings"]["torch"]},
         "settings": {"threads": threads, "batch": rows.BATCH, **TUNABLES},
@@ -235,11 +244,12 @@ def main(arguments: Sequence[str]) -> None:
         for one in rounds:
             for name in (PEER, *OURS):
                 del one[name]["numbers"]
-        written = {"figure": "compare", **about, "rows": found, "each": rounds}
+        written = {"figure": "compare", **about, "rows": found, "costs": costs}
+        written["each"] = rounds
         text = json.dumps(written, indent=1)
         (RESULTS / "compare.json").write_text(text + "\n")
-        (RESULTS / "compare.md").write_text(page(found, about))
-    sys.stdout.write(page(found, about))
+        (RESULTS / "compare.md").write_text(page(found, about, costs))
+    sys.stdout.write(page(found, about, costs))
 
 
 if __name__ == "__main__":
