@@ -33,10 +33,13 @@ def moved(arrays: Sequence[Any], targets: Sequence[Target]) -> list[Any]:
         arrays: JAX arrays, or tracers of `jax.grad`, `jax.vjp` or `jax.jvp` over them.
         targets: for each a device, a sharding, or None: it stays where it is.
     """
-    assert len(arrays) == len(targets), (len(arrays), len(targets))
     found, homes = list(arrays), list(map(home_of, arrays))
     both = enumerate(zip(homes, targets, strict=True))
-    far = [p for p, (home, target) in both if target is not None and home != target]
+    far = [
+        place
+        for place, (home, target) in both
+        if home is not target and target is not None and home != target
+    ]
     if far:
         sources = tuple([homes[place] for place in far])
         there = tuple([targets[place] for place in far])
@@ -49,11 +52,11 @@ def moved(arrays: Sequence[Any], targets: Sequence[Target]) -> list[Any]:
 
 def home_of(value: Any) -> Target:
     """Return where an array lives, or what a tracer stands for; None if not known."""
-    while isinstance(value, jax.core.Tracer) and hasattr(value, "primal"):
-        value = value.primal  # Those of grad, vjp and jvp have one.
-    if isinstance(value, jax.core.Tracer) or not isinstance(value, jax.Array):
-        return None
-    return value.device
+    while isinstance(value, jax.core.Tracer):
+        if not hasattr(value, "primal"):  # Those of grad, vjp and jvp have one.
+            return None
+        value = value.primal
+    return value.device if isinstance(value, jax.Array) else None
 
 
 def _put(*arrays: Any, targets: tuple[Target, ...], sources: Any) -> list[Any]:

@@ -169,7 +169,8 @@ def _number_key(data: Any) -> Hashable:
 def template_of(treedef: Any, leaves: Sequence[Any], own: int) -> Template:
     """Return the template with these leaves: `HOLE`, or statics."""
     statics = [(p, value_key(o)) for p, o in enumerate(leaves) if o is not HOLE]
-    return Template(treedef, leaves, tuple(statics), own)
+    known = None if statics else _of_arrays(treedef, own)
+    return known or Template(treedef, leaves, tuple(statics), own)
 
 
 @dataclass(frozen=True, slots=True)

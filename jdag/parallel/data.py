@@ -14,12 +14,12 @@ import jax.tree_util as jtu
 
 from jdag.compute.avals import aval_of
 from jdag.compute.devices import named
-from jdag.compute.moves import Target, home_of
+from jdag.compute.moves import Target, home_of, moved
 from jdag.compute.pairs import configuration
 from jdag.compute.pytrees import is_static
 from jdag.errors import JdagError, unusable
 from jdag.functions import key_of
-from jdag.parallel.apply import Call, call_of, merged, tracked_of
+from jdag.parallel.apply import call_of, merged, tracked_of
 from jdag.parallel.devices import Device, device_of, devices_of
 from jdag.parallel.dispatch import Each, Plan, Task
 from jdag.parallel.movement import chunk_sizes, rows_of
@@ -80,21 +80,21 @@ def data_parallel(  # noqa: PLR0913 - as PyTorch has it, and ours by keyword.
     rows = () if axis_name is None else (jnp.float32(0),)  # Stands for what is given.
     call = call_of(fn, (params, x, *rows), WHAT)
     arrays = call.arrays[: len(call.arrays) - len(rows)]
-    task = _task(call, arrays, x, dim, chosen)
-    task = task._replace(axis_name=axis_name, has_aux=has_aux)
-    parts = (key_of(task.fn), *task[1:], _how(task, how), configuration())
-    plan = _plan(_Key(parts, task))
-    if True not in task.tracked:
-        outputs: Any = plan.forward(arrays, target)[0]
-        return outputs
-    # Where it is not known, as inside of jax.checkpoint, it is the default device.
-    homes = tuple([home_of(array) or named(None) for array in arrays])
-    both = list(zip(arrays, task.tracked, strict=True))
-    outputs = _applied(
-        (plan, task.tracked, homes, target),
-        [array for array, is_tracked in both if is_tracked],
-        [array for array, is_tracked in both if not is_tracked],
+    shared, sizes, along = _rows(arrays, x, dim, len(chosen))
+    task = Task(
+        call.fn,
+        call.template,
+        tuple(map(aval_of, arrays)),
+        tracked_of(arrays),
+        shared,
+        sizes,
+        along,
+        chosen[: len(sizes)],
+        axis_name,
+        has_aux,
     )
+    parts = (key_of(task.fn), *task[1:], _how(task, how), configuration())
+    outputs = _outputs(_plan(_Key(parts, task)), task.tracked, arrays, target)
     return (outputs[0], jax.lax.stop_gradient(outputs[1])) if has_aux else outputs
 
 
@@ -120,14 +120,10 @@ def row_mean(x: Any, rows: Any, axis_name: str) -> Any:
     return (total / count.astype(wide)).astype(x.dtype)
 
 
-def _task(
-    call: Call,
-    arrays: Sequence[Any],
-    x: Any,
-    dim: int,
-    devices: tuple[jax.Device, ...],
-) -> Task:
-    """What is to be done with these arrays, the last of which are those of x."""
+def _rows(
+    arrays: Sequence[Any], x: Any, dim: int, devices: int
+) -> tuple[int, tuple[int, ...], int]:
+    """How many arrays come before those of x, the sizes of chunks, and the dim."""
     taken = len([leaf for leaf in jtu.tree_leaves(x) if not is_static(leaf)])
     shared = len(arrays) - taken
     dims, rows = rows_of(x, arrays[shared:], dim, WHAT)
@@ -136,16 +132,7 @@ def _task(
             f"{WHAT}: dim = {dim} is another dimension of each array of x, {dims}: "
             "count it from the start"
         )
-    return Task(
-        call.fn,
-        call.template,
-        tuple(map(aval_of, arrays)),
-        tracked_of(arrays),
-        shared,
-        rows,
-        dims[0],
-        devices[: len(chunk_sizes(rows, len(devices)))],
-    )
+    return shared, chunk_sizes(rows, devices), dims[0]
 
 
 def _how(task: Task, how: str | None) -> str:
@@ -168,6 +155,21 @@ def _how(task: Task, how: str | None) -> str:
         )
     # One replica needs no program over several devices.
     return how or ("pmap" if equal and len(task.sizes) > 1 else "each")
+
+
+def _outputs(
+    plan: Plan, tracked: tuple[bool, ...], arrays: Sequence[Any], target: Target
+) -> Any:
+    if True not in tracked:
+        return plan.forward(arrays, target)[0]
+    # Where it is not known, as inside of jax.checkpoint, it is the default device.
+    homes = tuple([home_of(array) or named(None) for array in arrays])
+    both = list(zip(arrays, tracked, strict=True))
+    return _applied(
+        (plan, tracked, homes, target),
+        [array for array, is_tracked in both if is_tracked],
+        [array for array, is_tracked in both if not is_tracked],
+    )
 
 
 class _Key(tuple[Hashable, ...]):
@@ -204,8 +206,16 @@ def _forward(static: _Static, smooth: Any, rest: Any) -> Any:
 
 
 def _backward(static: _Static, residuals: Any, cotangents: Any) -> Any:
-    plan, _, homes, _ = static
-    return plan.vjp(residuals, jtu.tree_leaves(cotangents), homes), None
+    plan, tracked, homes, target = static
+    # Of an array over several devices it comes to one of them all, and is spread again.
+    single = [home if isinstance(home, jax.Device) else target for home in homes]
+    found = plan.vjp(residuals, jtu.tree_leaves(cotangents), single)
+    if found is None:
+        return None, None
+    wheres = [
+        home for home, is_tracked in zip(homes, tracked, strict=True) if is_tracked
+    ]
+    return moved(found, wheres), None
 
 
 _applied.defvjp(_forward, _backward)

@@ -25,15 +25,15 @@ from jdag.compute.pytrees import Template
 from jdag.errors import JdagError
 from jdag.functions import name_of
 from jdag.parallel.apply import Call, forward_all, pair_of, vjp_all
-from jdag.parallel.movement import added, check_joined, chunk_sizes, cut, joined
+from jdag.parallel.movement import added, check_joined, cut, joined
 
 
 class Task(NamedTuple):
     """What is to be done: a function, and the arrays that it will be given.
 
     The arrays of parameters come first (`shared` of them), then those with rows, which
-    lie along `dim`; `rows` counts these. `axis_name` is None for a function that does
-    not reduce over replicas.
+    lie along `dim`; `sizes` are the rows of each chunk. A function that reduces over
+    replicas has an `axis_name`.
     """
 
     fn: Callable[..., Any]
@@ -41,7 +41,7 @@ class Task(NamedTuple):
     avals: tuple[Aval, ...]
     tracked: tuple[bool, ...]
     shared: int
-    rows: int
+    sizes: tuple[int, ...]
     dim: int
     devices: tuple[jax.Device, ...]
     axis_name: str | None = None
@@ -53,9 +53,9 @@ class Task(NamedTuple):
         return name_of(self.fn)
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """The rows of each replica."""
-        return chunk_sizes(self.rows, len(self.devices))
+    def rows(self) -> int:
+        """How many rows there are."""
+        return sum(self.sizes)
 
     def chunk(self, rows: int) -> tuple[Aval, ...]:
         """The abstract values that a replica with so many rows is given."""

@@ -233,8 +233,8 @@ def chunk_sizes(count: int, devices: int) -> tuple[int, ...]:
     There are no chunks without rows, but one where there are no rows at all.
     """
     size = max(1, -(-count // devices))
-    starts = range(0, max(1, count), size)
-    return tuple([min(size, count - start) for start in starts])
+    full = max(0, count - 1) // size
+    return (*(size,) * full, count - full * size)
 
 
 def check_joined(parts: Sequence[Any], dim: int, what: str) -> None:

@@ -7,7 +7,7 @@ function that reduces over the replicas is told which rows are real.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ SAME, ONE_EACH = "same", "one each"
 class Mapping(Protocol):
     """How a function of one replica's arrays becomes a program over all devices."""
 
-    devices: tuple[jax.Device, ...]
+    reshapes: bool  # Whether `laid` and `whole` do anything.
 
     def mapped(
         self, local: Callable[..., Any], ins: tuple[Any, ...], outs: tuple[Lie, ...]
@@ -58,8 +58,9 @@ class Mapping(Protocol):
 class ByShardMap:
     """`jax.shard_map`: what is cut along a dimension is one array over all devices."""
 
+    reshapes = False
+
     def __init__(self, devices: tuple[jax.Device, ...], axis: str) -> None:
-        self.devices = devices
         self._axis = axis
         self._mesh = Mesh(np.array(devices), (axis,))
 
@@ -108,8 +109,10 @@ class ByShardMap:
 class ByPmap:
     """`jax.pmap`: what is cut along a dimension has one of replicas before that."""
 
+    reshapes = True
+
     def __init__(self, devices: tuple[jax.Device, ...], axis: str) -> None:
-        self.devices = devices
+        self._devices = devices
         self._axis = axis
         self._mesh = Mesh(np.array(devices), (axis,))
 
@@ -122,7 +125,7 @@ class ByPmap:
             axis_name=self._axis,
             in_axes=tuple(map(self._dim, ins)),
             out_axes=tuple(map(self._dim, outs)),
-            devices=self.devices,
+            devices=self._devices,
         )
         return mapped
 
@@ -135,8 +138,8 @@ class ByPmap:
     def laid(self, array: Any, dim: int) -> Any:
         """See `Mapping`."""
         shape = array.shape
-        rows = shape[dim] // len(self.devices)
-        return array.reshape(*shape[:dim], len(self.devices), rows, *shape[dim + 1 :])
+        rows = shape[dim] // len(self._devices)
+        return array.reshape(*shape[:dim], len(self._devices), rows, *shape[dim + 1 :])
 
     def whole(self, array: Any, dim: int) -> Any:
         """See `Mapping`."""
@@ -158,24 +161,41 @@ def _only(group: Any) -> Any:
     return jtu.tree_map(lambda array: array[None], group)
 
 
+class Shape(NamedTuple):
+    """What a trace fixed: as in `jdag.compute.tracing`, and which outputs are what.
+
+    `joined` are the places of outputs with rows; of the first `outputs` the others are
+    scalars, and what comes after these is aux.
+    """
+
+    traced: Traced
+    joined: tuple[int, ...]
+    outputs: int
+
+    @property
+    def scalars(self) -> tuple[int, ...]:
+        """The places of outputs that are one number of each replica."""
+        return tuple([p for p in range(self.outputs) if p not in self.joined])
+
+
 class Kept:
     """What each replica has beside its joined outputs: others, and residuals.
 
-    `traced` is static data of the trace that made it, as in `jdag.compute.tracing`.
+    `shape` is static data of the trace that made it.
     """
 
-    __slots__ = ("others", "rest", "traced")
+    __slots__ = ("others", "rest", "shape")
 
-    def __init__(self, traced: Traced, others: Any, rest: Any) -> None:
-        self.traced = traced
+    def __init__(self, shape: Shape, others: Any, rest: Any) -> None:
+        self.shape = shape
         self.others = others
         self.rest = rest
 
 
 jtu.register_pytree_node(
     Kept,
-    lambda kept: ((kept.others, kept.rest), kept.traced),
-    lambda traced, children: Kept(traced, *children),
+    lambda kept: ((kept.others, kept.rest), kept.shape),
+    lambda shape, children: Kept(shape, *children),
 )
 
 
@@ -186,6 +206,7 @@ class OneProgram:
         self._task = task
         self._size = task.sizes[0]
         self._count = len(task.sizes)
+        self._rows = task.rows
         self._lacking = self._size * self._count - task.rows
         self._axis = task.axis_name or AXIS
         self._mapping = mapping(task.devices[: self._count], self._axis)
@@ -199,8 +220,9 @@ class OneProgram:
             (ONE_EACH, dim),
         )
         # Arrays on the way to the devices, and from there.
-        self._laid = jax.jit(self._lay, static_argnums=1)
-        self._whole = jax.jit(self._unlay)
+        is_bare = not (self._lacking or self._mapping.reshapes)
+        self._laid = self._lay if is_bare else jax.jit(self._lay, static_argnums=1)
+        self._whole = self._unlay if is_bare else jax.jit(self._unlay)
 
     def forward(self, arrays: Sequence[Any], target: Target) -> tuple[Any, Any]:
         """See `Plan`."""
@@ -212,7 +234,7 @@ class OneProgram:
         there = moved([*arrays[:shared], *chunk], wheres)
         rows, kept = self._forward(there[:shared], there[shared:])
         outputs = self._gathered(rows, kept, target)
-        if kept.traced.backward is None:
+        if kept.shape.traced.backward is None:
             return outputs, None
         return outputs, self._residuals(there, rows, kept)
 
@@ -222,9 +244,8 @@ class OneProgram:
         """See `Plan`."""
         if residuals is None:
             return None
-        task, mapping, traced = self._task, self._mapping, residuals[-1].traced
-        places = self._joined(traced)
-        scalars = self._scalars(traced)
+        task, mapping, shape = self._task, self._mapping, residuals[-1].shape
+        traced, places, scalars = shape.traced, shape.joined, shape.scalars
         given = [
             None
             if not is_tracked or (place not in places and place not in scalars)
@@ -251,16 +272,15 @@ class OneProgram:
 
     def _replica(self, shared: Any, chunk: Any) -> tuple[Any, Kept]:
         returned = self._body(*self._args(shared, chunk))
-        traced, outputs = returned.traced, returned.outputs
-        places = self._joined(traced)
-        kept = Kept(traced, without(outputs, places), returned.rest)
+        shape, outputs = self._shape(returned.traced), returned.outputs
+        places = shape.joined
+        kept = Kept(shape, without(outputs, places), returned.rest)
         return [outputs[place] for place in places], kept
 
     def _replica_vjp(
         self, shared: Any, chunk: Any, rows: Any, kept: Kept, of_rows: Any, others: Any
     ) -> tuple[Any, Any]:
-        traced, task = kept.traced, self._task
-        places = self._joined(traced)
+        traced, places, task = kept.shape.traced, kept.shape.joined, self._task
         args = self._args(shared, chunk)
         outputs = within(kept.others, places, rows)
         cotangents = within(others, places, of_rows)
@@ -279,20 +299,21 @@ class OneProgram:
         if self._task.axis_name is None:
             return [*shared, *chunk]
         first = jax.lax.axis_index(self._axis) * self._size
-        real = first + jnp.arange(self._size) < self._task.rows
+        real = first + jnp.arange(self._size) < self._rows
         return [*shared, *chunk, real.astype(jnp.float32)]
 
     # ---- which output is what
 
-    def _joined(self, traced: Traced) -> list[int]:
-        """The places of outputs that have rows, to be joined along the dimension.
+    def _shape(self, traced: Traced) -> Shape:
+        """Return what the outputs are; those with rows are to be joined.
 
         Raises:
             JdagError: one lacks the dimension or, where rows may be cut off, the rows.
         """
         task = self._task
         found = []
-        for place in range(task.outputs_of(traced.out_tree)):
+        count = task.outputs_of(traced.out_tree)
+        for place in range(count):
             aval = traced.out_avals[place]
             if not aval.shape:
                 continue
@@ -304,11 +325,7 @@ class OneProgram:
                     "are scalars; return what is of all rows as aux (has_aux=True)"
                 )
             found.append(place)
-        return found
-
-    def _scalars(self, traced: Traced) -> list[int]:
-        count = self._task.outputs_of(traced.out_tree)
-        return [p for p in range(count) if not traced.out_avals[p].shape]
+        return Shape(traced, tuple(found), count)
 
     # ---- to the devices, and back
 
@@ -316,9 +333,7 @@ class OneProgram:
         """Bring an array to the form of chunks; the last row, or zeros, fill it up."""
         dim = self._task.dim
         if self._lacking and stands_in:
-            places = jnp.minimum(
-                jnp.arange(self._size * self._count), self._task.rows - 1
-            )
+            places = jnp.minimum(jnp.arange(self._size * self._count), self._rows - 1)
             array = jnp.take(array, places, axis=dim)
         elif self._lacking:
             widths = [(0, 0)] * array.ndim
@@ -330,31 +345,37 @@ class OneProgram:
         dim = self._task.dim
         array = self._mapping.whole(array, dim)
         if self._lacking:
-            array = jax.lax.slice_in_dim(array, 0, self._task.rows, axis=dim)
+            array = jax.lax.slice_in_dim(array, 0, self._rows, axis=dim)
         return array
 
     def _gathered(self, rows: Sequence[Any], kept: Kept, target: Target) -> Any:
-        traced = kept.traced
-        places = self._joined(traced)
+        traced, places, count = kept.shape
         leaves = within(kept.others, places, rows)
         leaves = moved(leaves, [target] * len(leaves))
         for place in places:
             leaves[place] = self._whole(leaves[place])
-        for place in range(self._task.outputs_of(traced.out_tree), len(leaves)):
-            leaves[place] = leaves[place][0]
+        leaves[count:] = _firsts(leaves[count:])
         return jtu.tree_unflatten(traced.out_tree, leaves)
 
     def _residuals(self, there: Sequence[Any], rows: Any, kept: Kept) -> Any:
         """What the vjp is given of forward's; None for what it does not use."""
-        traced, shared = kept.traced, self._task.shared
-        places = self._joined(traced)
+        (traced, places, _), shared = kept.shape, self._task.shared
         args = [a if p in traced.args_kept else None for p, a in enumerate(there)]
         outputs = [
             output if place in traced.outputs_kept else None
             for place, output in enumerate(within(kept.others, places, rows))
         ]
-        held = Kept(traced, without(outputs, places), kept.rest)
+        held = Kept(kept.shape, without(outputs, places), kept.rest)
         return args[:shared], args[shared:], [outputs[p] for p in places], held
+
+
+def _firsts(stacks: list[Any]) -> list[Any]:
+    return _compiled_firsts(stacks) if stacks else stacks
+
+
+@jax.jit
+def _compiled_firsts(stacks: Any) -> Any:
+    return [stack[0] for stack in stacks]
 
 
 def without(values: Sequence[Any], places: Sequence[int]) -> list[Any]:
