@@ -37,6 +37,7 @@ bench: install
 	$(BIN)/python paper/figures.py
 	$(BIN)/python paper/modes.py
 	$(BIN)/python -m paper.replicas
+	$(BIN)/python -m paper.data_parallel
 
 install: $(VENV)/.installed
 install-test: $(VENV)/.installed-test
