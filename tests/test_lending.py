@@ -1,5 +1,7 @@
 """Two ends of a pair on one host: large arrays come in shared memory."""
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 import pytest
 
@@ -32,6 +34,20 @@ def test_large_arrays_come_in_shared_memory_once_there_is_some_and_it_is_used_ag
             sides.turn()
     assert shared >= 4
     assert sides.a.peer._segments._counter <= 2
+
+
+def test_memory_of_an_array_that_is_gone_is_free_without_another_message(
+    make: Callable[..., Sides],
+) -> None:
+    sides = make(deadline_s=2.0)
+    sides.connect()
+    for number in range(1, 5):
+        sides.a.peer.send(primal(number), [jnp.arange(1_500_000.0)])
+        sides.run(lambda number=number: len(sides.b.messages) == number)
+        sides.run(lambda: not sides.a.peer._segments._made)
+    assert lent(sides.b) > 0
+    sides.b.messages.clear()
+    sides.run(lambda: lent(sides.b) == 0)
 
 
 def test_shared_memory_survives_a_connection_that_breaks(sides: Sides) -> None:

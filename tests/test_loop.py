@@ -182,6 +182,28 @@ def test_a_signal_interrupts_who_waits() -> None:
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0)])
+def test_guards_undone_in_any_order_leave_the_handler_that_was_there(
+    order: tuple[int, ...],
+) -> None:
+    with loop_of() as one, loop_of() as two, loop_of() as three:
+        loops = (one, two, three)
+        undo = [loop.guard_signals() for loop in loops]
+        left = list(range(3))
+        for place in order:
+            undo[place]()
+            left.remove(place)
+            for number in left:  # Those that are not undone hold back as before.
+                loops[number].acquire()
+                os.kill(os.getpid(), signal.SIGINT)
+                with pytest.raises(KeyboardInterrupt):
+                    loops[number].release()
+            with loops[place], pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+                threading.Event().wait(1)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_who_waits_in_a_loop_that_is_closed_goes_on() -> None:
     loop = Loop(lambda: None)
     ended = threading.Event()

@@ -11,6 +11,7 @@ import pytest
 
 import jdag
 from jdag.errors import JdagError, RemoteError, WorkerLost
+from jdag.rpc.programs import Programs
 from jdag.rpc.streams import SocketStream
 from tests.rpc_nodes import cluster, connect, made
 
@@ -243,6 +244,36 @@ def test_large_arrays_may_be_arguments_of_programs_and_larger_ones_are_refused(
         monkeypatch.setattr("jdag.rpc.exports.DATA_BYTES_MAX", 1_000)
         with pytest.raises(JdagError, match=r"size is given .* bytes of data; allowed"):
             ctx.call("b", size, np.zeros(1_000))
+
+
+def test_settling_has_an_end_and_says_who_does_not_settle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("jdag.rpc.standing.SETTLE_S", 0.2)
+    with cluster(("a", "b")) as c:
+        c.driver.settle()
+        quiet = c.nodes["b"]._quiet
+        c.nodes["b"]._quiet = lambda: {**quiet(), "idle": False}
+        with pytest.raises(JdagError, match=r"not settled within 0.2 s: .* on b$"):
+            c.driver.settle()
+        del c.nodes["b"]._quiet
+        c.driver.settle()
+
+
+def test_what_was_asked_before_an_interrupt_is_forgotten_with_what_is_waited_for() -> (
+    None
+):
+    programs = Programs(None)
+    for number in (1, 2, 3, 4):
+        programs.ask(number, "Fetched")
+        programs.give(number, "something")
+    elsewhere = threading.Thread(target=lambda: programs.ask(5, "Left"))
+    elsewhere.start()
+    elsewhere.join()
+    programs.forget(3)  # 1 and 2 were interrupted before they were waited for.
+    assert [programs.asked(number) for number in (1, 2, 3)] == [None] * 3
+    assert not any(programs.has(number) for number in (1, 2, 3))
+    assert programs.has(4) and programs.asked(5) == "Left"
 
 
 def test_who_puts_more_than_may_wait_waits(monkeypatch: pytest.MonkeyPatch) -> None:

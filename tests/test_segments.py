@@ -76,6 +76,8 @@ class Pair:
 
     def close(self) -> None:
         self.writer.close()
+        if self.writer._maker is not None:  # Who closes does not wait for it.
+            self.writer._maker.join(20)
         self.reader.close()
         gc.collect()
         assert maps() == self.maps
@@ -156,6 +158,36 @@ def test_arrays_of_nearly_one_size_share_a_segment_and_others_do_not(pair: Pair)
     assert pair.writer.take(2 * LARGE, 0) is None
     assert pair.writer.take(LARGE // 2, 0) is None
     assert pair.writer.take(LARGE + 5000, 0) is segment
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_who_closes_does_not_wait_for_what_is_being_made(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+):
+    made: list[Segment] = []
+    go_on = threading.Event()
+
+    def slow(size: int) -> Segment:
+        assert go_on.wait(20)
+        if fails:
+            raise OSError(28, "No space left on device")
+        made.append(Segment(size))
+        return made[0]
+
+    monkeypatch.setattr(segments, "Segment", slow)
+    offered = threading.Event()
+    writer = Segments("ps0", offered.set)
+    for _ in range(2):
+        assert writer.take(LARGE, 0) is None
+    maker = writer._maker
+    assert maker is not None
+    monkeypatch.setattr(segments, "Segment", Segment)
+    writer.close()
+    assert maker.is_alive()
+    go_on.set()
+    maker.join(20)
+    assert writer.offers(0) == ()
+    assert [one.descriptor for one in made] == ([] if fails else [-1])
 
 
 def test_a_segment_that_never_arrived_is_never_used(caplog):

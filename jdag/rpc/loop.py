@@ -85,6 +85,7 @@ class Loop:
         self._active_ns = 0  # When something happened last.
         self._rests_until_ns = 0  # Until then it does not look again.
         self._signal: tuple[int, FrameType | None] | None = None
+        self._guard: _Guard | None = None
         self._holder = 0  # The thread that has the baton.
         self._main = 0  # The thread whose signals are held back,
         self._thinks = False  # while it has the baton, takes it or gives it back.
@@ -351,32 +352,55 @@ class Loop:
         """
         if threading.current_thread() is not threading.main_thread():
             return _nothing
-        former = signal.getsignal(signal.SIGINT)
-
-        def handle(number: int, frame: FrameType | None) -> None:
-            if self._thinks:
-                self._signal = (number, frame)
-                self._wake()
-            elif former == signal.SIG_DFL:
-                raise KeyboardInterrupt
-            elif callable(former):
-                former(number, frame)
-
-        def undo() -> None:
-            if signal.getsignal(signal.SIGINT) is handle:
-                signal.signal(signal.SIGINT, former)
-
-        self._former: Any = former
+        self._guard = _Guard(self._hold_back)
         self._main = threading.get_ident()
-        signal.signal(signal.SIGINT, handle)
-        return undo
+        signal.signal(signal.SIGINT, self._guard)
+        return self._guard.undo
+
+    def _hold_back(self, number: int, frame: FrameType | None) -> bool:
+        """Note a signal that comes while the engine thinks; whether it is so."""
+        if self._thinks:
+            self._signal = (number, frame)
+            self._wake()
+        return self._thinks
 
     def _handle_signal(self) -> None:
         held_back, self._signal = self._signal, None
-        if held_back is not None and self._former == signal.SIG_DFL:
+        if held_back is not None and self._guard is not None:
+            self._guard.pass_on(*held_back)
+
+
+class _Guard:
+    """A handler of SIGINT that may hold it back; else the one before it has it.
+
+    Several may be in place, and be undone in any order: one that is undone lets all
+    through, and goes when nothing is above it.
+    """
+
+    def __init__(self, holds_back: Callable[[int, FrameType | None], bool]) -> None:
+        self._holds_back = holds_back
+        self._former: Any = signal.getsignal(signal.SIGINT)
+        self._is_over = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self._is_over or not self._holds_back(number, frame):
+            self.pass_on(number, frame)
+
+    def pass_on(self, number: int, frame: FrameType | None) -> None:
+        """Have the handler before this one handle a signal."""
+        if self._former == signal.SIG_DFL:
             raise KeyboardInterrupt
-        if held_back is not None and callable(self._former):
-            self._former(*held_back)
+        if callable(self._former):
+            self._former(number, frame)
+
+    def undo(self) -> None:
+        """Hold nothing back any more."""
+        self._is_over = True
+        top = signal.getsignal(signal.SIGINT)
+        while isinstance(top, _Guard) and top._is_over:
+            top = top._former
+        if signal.getsignal(signal.SIGINT) is not top:
+            signal.signal(signal.SIGINT, top)
 
 
 def _nothing() -> None:

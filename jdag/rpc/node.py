@@ -63,12 +63,12 @@ from jdag.rpc.peer import Peer
 from jdag.rpc.place import Place
 from jdag.rpc.port import Port
 from jdag.rpc.programs import Over, Programs
-from jdag.rpc.standing import info, quiet
+from jdag.rpc.standing import info, quiet, settle
 from jdag.wire.messages import Codec
 
 RunProgram = Callable[[Port, Spawn], Returned]
 
-DRAIN_S, DRAIN_LOOK_S, SETTLE_LOOK_S = 30.0, 0.05, 0.001
+DRAIN_S, DRAIN_LOOK_S = 30.0, 0.05
 LAST_INFO_S = 1.0  # Who closes does not wait long for what others have counted.
 VALUE_BYTES_MAX = 1 << 36
 FLUSH_NS = 50_000  # What a program tells in a row leaves together, so often.
@@ -200,18 +200,8 @@ class Node:
         return {w: drawn[w] for w in self.workers if drawn.get(w) is not None}
 
     def settle(self) -> None:
-        """Wait until nothing goes on anywhere: all is sent, heard and computed."""
-        before: object = None
-        while True:
-            found = self.company.ask_all({"what": "quiet"})
-            found[self.name] = self._apart(self._quiet)
-            now, each = sorted(found.items()), found.values()
-            under_way = sum(one["sent"] - one["got"] for one in each)
-            idle = all(one["idle"] for one in each)
-            if idle and now == before and (self.company.gone or not under_way):
-                return
-            self.company.stopping.wait(0 if idle else SETTLE_LOOK_S)
-            before = now
+        """Wait until nothing goes on anywhere; see `jdag.rpc.standing`."""
+        settle(self.company, partial(self._apart, self._quiet), self._check_open)
 
     # ------------------------------------------------------------------ for programs
 

@@ -100,7 +100,7 @@ class Peer:
         self._offering = False  # Whether there may be a segment to offer.
         self._to_offer: deque[Segment] = deque()
         self._returned: deque[int] = deque()  # Segments that hold no array any more.
-        borrowed = Borrowed(name, self._return)
+        self._borrowed = borrowed = Borrowed(name, self._return)
         self.outbox = Outbox(self.link, codec, self._segments)
         self.inbox = Inbox(self.link, codec, self, buffers, borrowed, value_bytes_max)
         self.heard_ns = self.adopted_ns = clock_ns()
@@ -176,6 +176,7 @@ class Peer:
             return
         if silent_ns >= quarter_ns and self.stream is not None:
             self._pure(PING)
+        self._borrowed.let_go()
         for number in self._segments.sweep(now_ns):
             self._say_of_segment(FORGOTTEN, number)
         again_ns = min(now_ns + quarter_ns, self.heard_ns + limit_ns)

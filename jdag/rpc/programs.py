@@ -9,6 +9,7 @@ take it for an error of theirs.
 """
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from itertools import count
 from typing import Any
@@ -21,13 +22,21 @@ class Over(BaseException):
     """The session of the program that asked this is over."""
 
 
+class _Local(threading.local):
+    """What one thread runs, and what it has asked for."""
+
+    def __init__(self) -> None:
+        self.port: Port | None = None
+        self.asked: deque[int] = deque()
+
+
 class Programs:
     """The programs of one node, and what they wait for. `main` is that of the user."""
 
     def __init__(self, main: Port | None) -> None:
         self._main = main
         self._main_thread = threading.get_ident()
-        self._local = threading.local()
+        self._local = _Local()
         self._numbers = count(1)
         self._asked: dict[int, str] = {}
         self._given: dict[int, Any] = {}
@@ -37,7 +46,7 @@ class Programs:
     @property
     def current(self) -> Port | None:
         """The port of the program that runs on this thread, None where none does."""
-        port: Port | None = getattr(self._local, "port", None)
+        port = self._local.port
         if port is None and threading.get_ident() == self._main_thread:
             return self._main
         return port
@@ -71,6 +80,7 @@ class Programs:
 
     def ask(self, waiter: int, what: str) -> None:
         """A program will wait for this; `what` is the event that it told."""
+        self._local.asked.append(waiter)
         self._asked[waiter] = what
 
     def asked(self, waiter: int) -> str | None:
@@ -101,10 +111,17 @@ class Programs:
             timer.cancel()
 
     def forget(self, waiter: int) -> None:
-        """Who waited has the result, or was interrupted."""
-        self.silence(waiter)
-        self._asked.pop(waiter, None)
-        self._given.pop(waiter, None)
+        """Who waited has the result, or was interrupted.
+
+        A program waits for what it asked for in that order, so what it asked for before
+        is not waited for any more: it was interrupted between asking and waiting.
+        """
+        asked = self._local.asked
+        while asked and asked[0] <= waiter:
+            old = asked.popleft()
+            self.silence(old)
+            self._asked.pop(old, None)
+            self._given.pop(old, None)
 
     def clear(self) -> None:
         """Forget all."""

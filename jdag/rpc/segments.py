@@ -29,6 +29,7 @@ that could shrink below it; at most `bytes_max` are free or lately lent.
 
 import errno
 import fcntl
+import gc
 import logging
 import mmap
 import os
@@ -36,7 +37,9 @@ import stat
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
@@ -125,8 +128,9 @@ class Segments:
         self._counter = 0
         self._rests_until_ns = 0
         self._complained = False
+        self._is_closed = False
         self._maker: threading.Thread | None = None
-        self._made: Segment | OSError | None = None
+        self._made: deque[Segment | OSError] = deque()
 
     def take(self, nbytes: int, now_ns: int) -> Segment | None:
         """Give a free segment for so many bytes; None: they are to go by the socket."""
@@ -145,9 +149,9 @@ class Segments:
 
     def offers(self, now_ns: int) -> tuple[Segment, ...]:
         """Give new segments, each to be passed once: number, nbytes, descriptor."""
-        made, self._made = self._made, None
-        if made is None:
+        if not self._made:
             return ()
+        made = self._made.popleft()
         self._maker = None
         if isinstance(made, OSError):
             self._rest(f"no shared memory can be had: {reason(made)}", now_ns)
@@ -182,14 +186,19 @@ class Segments:
 
     def close(self) -> None:
         """Let go of all; what the reader has mapped is the reader's."""
-        if self._maker is not None:
-            self._maker.join()
-        made = [self._made] if isinstance(self._made, Segment) else []
-        for segment in (*self._free, *self._lent.values(), *made):
+        self._is_closed = True
+        for segment in (*self._free, *self._lent.values()):
             segment.shut()
         self._free.clear()
         self._lent.clear()
-        self._made = None
+        self._let_go_of_made()
+
+    def _let_go_of_made(self) -> None:
+        """Nobody will offer what was made: its maker lets go of it, or who closes."""
+        with suppress(IndexError):  # The other one was first.
+            made = self._made.popleft()
+            if isinstance(made, Segment):
+                made.shut()
 
     def _miss(self, size: int, now_ns: int) -> None:
         """Make a segment of a size, if it was missed before and there is room."""
@@ -220,9 +229,11 @@ class Segments:
 
     def _make(self, size: int) -> None:
         try:
-            self._made = Segment(size)
+            self._made.append(Segment(size))
         except OSError as error:
-            self._made = error
+            self._made.append(error)
+        if self._is_closed:  # Nobody waits for the maker.
+            self._let_go_of_made()
         self._offer()
 
     def _drop(self, segment: Segment) -> None:
@@ -317,6 +328,15 @@ class Borrowed:
         # As `close` forgets these, nothing is said after it.
         if self._out.pop(number, None) is not None:
             self._freed(number)
+
+    def let_go(self) -> None:
+        """Have JAX let go of the memory of arrays that are gone.
+
+        It does so when it is asked for something next, which may be never, and when
+        Python collects.
+        """
+        if self._out:
+            gc.collect(0)
 
     def forget(self, number: int) -> None:
         """The writer has let go of a segment; an array in it lives on."""

@@ -1,10 +1,15 @@
 """How a node stands: what it holds, what it has sent, whether anything goes on."""
 
+from collections.abc import Callable
 from typing import Any
 
 from jdag.compute.machine import Machine
+from jdag.errors import JdagError
 from jdag.rpc.company import Company
 from jdag.rpc.jobs import Jobs
+from jdag.rpc.loop import clock_ns
+
+SETTLE_S, SETTLE_LOOK_S = 3600.0, 0.001
 
 
 def quiet(jobs: Jobs, company: Company) -> dict[str, Any]:
@@ -38,3 +43,36 @@ def info(
         "busy_ns": jobs.busy_ns,
         "lost": False,
     }
+
+
+def settle(
+    company: Company, own: Callable[[], dict[str, Any]], check: Callable[[], None]
+) -> None:
+    """Wait until nothing goes on anywhere: all is sent, heard and computed.
+
+    Args:
+        company: of the node that waits.
+        own: says whether all is quiet on that.
+        check: raises where the node is closed.
+
+    Raises:
+        JdagError: something goes on for longer than anybody waits.
+    """
+    before: object = None
+    due_ns = clock_ns() + round(SETTLE_S * 1e9)
+    now: list[tuple[str, dict[str, Any]]] = []
+    while clock_ns() < due_ns:
+        check()
+        now = sorted({**company.ask_all({"what": "quiet"}), "": own()}.items())
+        each = [one for _, one in now]
+        under_way = sum(one["sent"] - one["got"] for one in each)
+        idle = all(one["idle"] for one in each)
+        if idle and now == before and (company.gone or not under_way):
+            return
+        company.stopping.wait(0 if idle else SETTLE_LOOK_S)
+        before = now
+    busy = [worker or "the worker that waits" for worker, one in now if not one["idle"]]
+    raise JdagError(
+        f"the cluster has not settled within {SETTLE_S:g} s: something goes on, or is "
+        f"under way, on {', '.join(busy) or 'its connections'}"
+    )
