@@ -1,5 +1,7 @@
 """What every test runs under: 64-bit JAX and repeatable Hypothesis."""
 
+from collections.abc import Iterator
+
 import jax
 import pytest
 from hypothesis import settings
@@ -12,6 +14,16 @@ jax.config.update("jax_enable_x64", True)
 # No deadline: a first compile takes as long as the machine is busy.
 settings.register_profile("jdag", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("jdag")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def temporary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What is made for a while, such as logs, lies where pytest tidies up."""
+    folder = str(tmp_path_factory.mktemp("temporary"))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("tempfile.tempdir", folder)
+        patched.setenv("TMPDIR", folder)
+        yield
 
 
 @pytest.fixture
