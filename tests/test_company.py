@@ -3,9 +3,10 @@
 import threading
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
-from jdag.errors import JoinError
+from jdag.errors import JoinError, WorkerLost
 from jdag.rpc.node import Node
 from tests.rpc_breaking import Breaking, breaking
 from tests.rpc_nodes import cluster
@@ -69,3 +70,15 @@ def test_main_that_was_given_up_by_a_worker_loses_that_worker() -> None:
         assert main.company.gone["c"] == ("'c' has given it up: 'c' has given 'a' up")
         assert not has_left(main)
         assert not nodes.cluster.info()["b"]["lost"]
+
+
+def test_who_sends_more_than_is_taken_is_told_how_much_that_is() -> None:
+    with cluster(("a", "b")) as c:
+        c.nodes["b"].company.peers["a"].inbox._value_bytes_max = 1_000
+        leaf = c.put("b", np.zeros(1_000))
+        said = (
+            "'b' has given it up: it broke the protocol: a value of 8000 bytes: at most"
+            " 1000 are taken"
+        )
+        with pytest.raises(WorkerLost, match=said):
+            leaf.fetch()

@@ -34,7 +34,7 @@ from jdag.leafwise import Leafwise
 from jdag.moving import moved
 from jdag.optim import _stepped, squared_norms
 from jdag.rpc import functions as functions_module
-from jdag.rpc.exports import Exports, needed
+from jdag.rpc.exports import Exports
 from jdag.rpc.functions import Functions
 from jdag.wire.messages import FunctionData
 from jdag.wire.specs import read_spec
@@ -263,9 +263,6 @@ def test_a_message_is_sent_with_what_is_to_be_defined_first() -> None:
         None,
         message.function,
     ]
-    links: dict[bytes, None] = {}
-    assert needed(definitions, links) == definitions
-    assert needed(definitions, links) == ()
 
 
 def test_a_definition_that_did_not_come_fails_the_call() -> None:

@@ -58,7 +58,7 @@ def parse(text: str) -> Address:
 
 def hold_to_loopback(address: Address, what: str) -> None:
     """Refuse an address that other hosts reach, which needs TLS."""
-    if address.kind == "unix" or _is_loopback(address.host):
+    if address.kind == "unix" or is_loopback(address.host):
         return
     raise JdagError(
         f"{address} {what} without TLS, and only loopback may be: set certificates, or"
@@ -66,7 +66,8 @@ def hold_to_loopback(address: Address, what: str) -> None:
     )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this host reaches a host, by name or number."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

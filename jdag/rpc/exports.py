@@ -10,7 +10,7 @@ Told:  `prepare(event, ...)` by the program that tells its engine the event; tha
        `outgoing(message, ...)` by whoever sends.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from threading import Lock
 from types import MethodType
@@ -268,15 +268,3 @@ def _why_not_named(pair: Any, spec: bytes, allowed: Allowed) -> str:
     if template != source.template:
         return f"the static arguments of {pair.name} are others when they are read"
     return ""
-
-
-def needed(definitions: Sequence[Definition], sent: dict[bytes, None]) -> Definitions:
-    """Return those of the definitions that a link has not sent, and note them as sent.
-
-    Args:
-        definitions: what precedes a message.
-        sent: the digests that went over the link before.
-    """
-    fresh = tuple([one for one in definitions if one.digest not in sent])
-    sent.update(dict.fromkeys([one.digest for one in fresh]))
-    return fresh

@@ -320,13 +320,11 @@ class Peer:
         try:
             heard = self.inbox.read(self.stream)
         except JdagError as error:  # What it sent is no frame, or no message.
-            self.drop_stream()
             self._owner.silent(self, f"it broke the protocol: {error}")
         except (ConnectionError, OSError) as error:
             self._break(error)
         except Exception as error:  # Whatever it made of this node is its doing.
             _log.exception("%s: what it sent cannot be read", self)
-            self.drop_stream()
             self._owner.silent(self, f"it broke the protocol: {error!r}")
         else:
             if heard:

@@ -19,11 +19,11 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from jdag.rpc.settings import WORKERS_MAX
+from jdag.rpc.settings import NAME, WORKERS_MAX
 
 INCARNATION_MAX = (1 << 32) - 1
 
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+Name = Annotated[str, Field(pattern=f"^{NAME}$")]
 Secret = Annotated[str, Field(max_length=4096, repr=False)]
 Text = Annotated[str, Field(max_length=4096)]
 Secrets = Annotated[dict[Name, Text], Field(max_length=WORKERS_MAX, repr=False)]

@@ -20,7 +20,6 @@ a worker makes, and which its user alone can read. Paths are relative to the fil
 is wrong is said with file, key, value, and what is allowed.
 """
 
-import ipaddress
 import os
 import re
 import stat
@@ -35,6 +34,7 @@ from pydantic import Field, ValidationError
 
 from jdag.errors import JdagError, ScenarioError, unusable
 from jdag.expect import meant
+from jdag.rpc.addresses import is_loopback
 from jdag.rpc.tls import load as load_tls
 from jdag.rpc.tokens import fresh_secret
 from jdag.tables import COUNT, TEXT, Table, is_table, number, one_of, only, read, said
@@ -45,7 +45,8 @@ WORKERS_MAX = 1 << 16  # A context's id has 16 bits for the worker.
 TOKEN_CHARACTERS_MIN, TOKEN_CHARACTERS_MAX = 16, 4096
 DEADLINE_S = 10.0
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
+_NAME = re.compile(NAME)
 _DEVICE = re.compile(r"cpu|gpu(:[0-9]{1,4})?")
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 NAMES = "letters, digits, _, - and ., beginning with a letter or digit, at most 64"
@@ -73,10 +74,7 @@ class Address(NamedTuple):
     @property
     def is_loopback(self) -> bool:
         """Whether only this host reaches it."""
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return self.host == "localhost"
+        return is_loopback(self.host)
 
 
 def address_of(text: str) -> Address | None:
