@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import pytest
 
 from jdag.activation import Reply
 from jdag.compute.avals import Aval, aval_of
-from jdag.compute.pairs import pair
+from jdag.compute.pairs import PAIRS_MAX, pair
 from jdag.compute.placed import Placed, placed
 from jdag.compute.pytrees import called, split, static
 from jdag.engine.vocabulary import (
@@ -38,7 +39,7 @@ from jdag.engine.weight import WHOLE
 from jdag.errors import JdagError, ProtocolError
 from jdag.functions import name_of
 from jdag.ref import RefData
-from jdag.rpc.functions import Bound, Functions
+from jdag.rpc.functions import MADE_MAX, Bound, Functions
 from jdag.wire.arrays import ArrayType
 from jdag.wire.messages import Codec, FunctionData
 from jdag.wire.trees import Raw
@@ -380,6 +381,39 @@ def test_the_bound_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(functions._bound) == 3
     assert bound_of(shapes[4], functions) is kept[4]
     assert bound_of(shapes[0], functions) is not first
+
+
+def test_few_hold_what_they_were_made_into_and_all_compute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert 2 * (PAIRS_MAX + MADE_MAX) < 10_900
+    monkeypatch.setattr("jdag.rpc.functions.MADE_MAX", 2)
+    functions = Functions()
+    shapes = [made(jnp.tanh, jnp.ones(size)) for size in range(1, 6)]
+    bound = [bound_of(shape, functions) for shape in shapes]
+    for _ in range(2):
+        for size, one in enumerate(bound, 1):
+            (found,), residuals = one.forward([jnp.full(size, 0.5)])
+            bound[size % 5].forward([jnp.ones(size % 5 + 1)])
+            (back,) = one.vjp(residuals, [[jnp.ones(size)]])
+            assert found.tolist() == [float(jnp.tanh(0.5))] * size
+            np.testing.assert_allclose(back, 1.0 - found * found)
+            assert sum(one._pair is not None for one in bound) <= 2
+
+
+def test_who_contradicts_what_was_told_of_a_name_has_its_pairs_made_again() -> None:
+    def told(code: str) -> tuple[bytes, bytes]:
+        data = b'codes of functions\n{"models:f": "%s"}' % code.encode()
+        return sha256(data).digest(), data
+
+    functions = Functions()
+    functions.define(*told("one"))
+    shape = made(jnp.tanh, jnp.ones(3))
+    bound = bound_of(shape, functions)
+    functions.define(*told("one"))
+    assert bound_of(shape, functions) is bound
+    functions.define(*told("another"))
+    assert bound_of(shape, functions) is not bound
 
 
 def test_numpy_arrays_of_no_bytes_come_as_they_were() -> None:

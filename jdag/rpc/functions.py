@@ -10,7 +10,8 @@ What cannot be had fails the call, program or hook that needs it, and nothing el
 is in its place raises when it is run.
 """
 
-from collections import OrderedDict
+import weakref
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from threading import Lock
@@ -42,9 +43,10 @@ from jdag.wire.messages import FunctionData
 from jdag.wire.specs import Body, Places, read_spec
 from jdag.wire.trees import HOLE, Named, Node
 
-# An executable takes memory maps, of which a process has a number: no more than compute
-# keeps of its own.
+# An executable takes memory maps, of which a process has a number: near 10,900 of them
+# it dies. So beyond the pairs that compute keeps, few are held here, of two each.
 BOUND_MAX = PAIRS_MAX
+MADE_MAX = 512
 DEFINED_MAX, DEFINED_BYTES_MAX = 4096, 1 << 30
 REPLY = "jdag.activation:Reply"
 
@@ -86,9 +88,14 @@ class Bound:
             Exception: whatever the function raises while it is traced.
         """
         with self._lock:
-            if self._pair is None:
-                self._pair = self._make(self)
-            return self._pair
+            made = self._pair
+            if made is None:
+                made = self._pair = self._make(self)
+            return made
+
+    def let_go(self) -> None:
+        """Hold the pair no more; it is made again when it is needed."""
+        self._pair = None
 
     @property
     def may_raise(self) -> bool:
@@ -170,6 +177,7 @@ class Functions:
         self.allowed = Allowed(allow, self._codes.check)
         self.exports = Exports()
         self._bound: OrderedDict[bytes, Bound] = OrderedDict()
+        self._made: deque[weakref.ref[Bound]] = deque()  # Those that hold their pairs.
         self._definitions: OrderedDict[bytes, bytes] = OrderedDict()
         self._defined_bytes = 0
         self._lock = Lock()
@@ -266,11 +274,21 @@ class Functions:
             if known is not None:
                 self._bound.move_to_end(data.spec)
                 return known
-        made = Bound(data.spec, *read_spec(data.spec), self._pair)
+        made = Bound(data.spec, *read_spec(data.spec), self._held_pair)
         with self._lock:
             made = self._bound.setdefault(data.spec, made)
             if len(self._bound) > BOUND_MAX:
                 self._bound.popitem(last=False)
+        return made
+
+    def _held_pair(self, bound: Bound) -> Any:
+        """Make the pair of what came, and have another one let go of its own."""
+        made = self._pair(bound)
+        with self._lock:
+            self._made.append(weakref.ref(bound))
+            oldest = self._made.popleft()() if len(self._made) > MADE_MAX else None
+        if oldest is not None:
+            oldest.let_go()
         return made
 
     def _pair(self, bound: Bound) -> Any:
