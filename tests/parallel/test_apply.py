@@ -37,6 +37,7 @@ def test_gradients_are_those_of_one_function_after_the_other():
         outputs = parallel_apply(fns, list(zip(replicas, chunks, strict=True)))
         return jnp.sum(gather([out["y"] for out in outputs], "cpu:0") ** 3)
 
+    @jax.jit
     def alone(w: Any, x: Any) -> Any:
         return jnp.sum((x @ w * jnp.ones(7).at[6].set(2)[:, None]) ** 3)
 

@@ -64,7 +64,7 @@ def tasks(draw: Any) -> Any:
     return dtype, devices, rows, dim, shape
 
 
-@settings(max_examples=20)
+@settings(max_examples=16)
 @given(tasks(), st.sampled_from([None, *HOW]), st.integers(0, 7))
 def test_values_and_gradients_are_those_of_one_device(task, how, output):
     dtype, devices, rows, dim, shape = task
@@ -91,6 +91,7 @@ def test_values_and_gradients_are_those_of_one_device(task, how, output):
             spread(params["parts"], x["x"])
         return
 
+    @jax.jit  # Else each of its operations is compiled for each shape.
     def alone(parts: Any, values: Any) -> Any:
         return on_one_device({**params, "parts": parts}, {**x, "x": values}, sizes, dim)
 
@@ -233,13 +234,13 @@ def test_rows_that_fill_up_are_no_rows_and_divide_nothing_by_zero():
     close(vjp(x), jax.vjp(lambda p, x: p / x + jnp.mean(1 / x), p, x)[1](x))
 
 
-def test_a_mean_of_low_precision_counts_every_row():
+def test_a_mean_of_low_precision_has_a_sum_of_float32():
     def mean(p: Any, x: Any, rows: Any) -> Any:
         return x, row_mean(x, rows, "all")
 
-    x = jnp.ones(1001, jnp.bfloat16)
+    x = jnp.full(1001, 100, jnp.float16)  # Their sum is more than a float16 can be.
     _, found = data_parallel(mean, {}, x, names(4), axis_name="all", has_aux=True)
-    assert found == 1 and found.dtype == jnp.bfloat16
+    assert found == 100 and found.dtype == jnp.float16
 
 
 def test_what_is_aux_is_of_the_first_replica_and_nothing_flows_back_to_it():
@@ -291,9 +292,9 @@ def test_a_convolutional_net_takes_three_steps_as_on_one_device():
             p = jax.tree.map(lambda a, g: a - 0.5 * g, p, gradient)
         return p
 
-    wanted = trained(net)
+    wanted = trained(jax.jit(net))
     assert float(jnp.max(jnp.abs(wanted["dense"] - start["dense"]))) > 1e-3
-    for count, how in ((1, None), (2, "pmap"), (5, "shard_map"), (4, None)):
+    for count, how in ((2, "pmap"), (4, None)):
         spread = partial(data_parallel, net, devices=names(count), how=how)
         close(trained(spread), wanted)
 
@@ -318,6 +319,7 @@ def test_second_derivatives_are_those_of_one_device(how):
     def spread(p: Any) -> Any:
         return jnp.sum(data_parallel(rows_out, p, x, names(2), how=how) ** 3)
 
+    @jax.jit
     def alone(p: Any) -> Any:
         return jnp.sum(rows_out(p, x) ** 3)
 
@@ -329,6 +331,28 @@ def test_second_derivatives_are_those_of_one_device(how):
 
     close(along(spread), along(alone))
     close(twice(spread), twice(alone))
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_what_makes_another_result_makes_another_plan(how):
+    x, devices = array(4, 4), names(2)
+
+    def times(n: int) -> Any:
+        return lambda p, x: (p * n * jnp.cumsum(x, 1), x[0])
+
+    def spread(fn: Any, dim: int = 0, has_aux: bool = False) -> Any:
+        settings: Any = {"has_aux": has_aux, "how": how}
+        return data_parallel(fn, 2.0, x, devices, dim=dim, **settings)
+
+    for n in (2, 3, 2):
+        close(spread(times(n))[0], 2 * n * jnp.cumsum(x, 1))
+    halves = [jnp.cumsum(x[:, :2], 1), jnp.cumsum(x[:, 2:], 1)]
+    both = [lambda p, x: jnp.cumsum(x, 1), lambda p, x: jnp.sin(x)]
+    close(spread(both[0], 1), jnp.concatenate(halves, 1))
+    close(spread(both[0]), jnp.cumsum(x, 1))
+    close(spread(both[1]), jnp.sin(x))
+    close(spread(times(2), has_aux=True)[1], x[0])
+    close(spread(times(2))[1], jnp.concatenate([x[0], x[2]]))
 
 
 @pytest.mark.parametrize("how", HOW)

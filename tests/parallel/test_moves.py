@@ -14,7 +14,6 @@ from jdag.errors import JdagError, RemoteError
 from jdag.parallel import replicate
 from tests.compute_cases import Call, Leaf
 from tests.parallel.cases import (
-    HOW,
     array,
     close,
     names,
@@ -101,8 +100,10 @@ def test_what_an_unjitted_function_leaves_elsewhere_comes_home_with_its_gradient
     assert where(found) == ["cpu:0"]
 
 
-@pytest.mark.parametrize("place", ["b", "b/cpu:1"])
-@pytest.mark.parametrize("how", [None, *HOW])
+@pytest.mark.parametrize(
+    ("place", "how"),
+    [("b", None), ("b/cpu:1", "pmap"), ("b/cpu:1", "shard_map"), ("b", "each")],
+)
 def test_a_worker_spreads_a_call_over_its_devices(place, how):
     params, x = norm_params(), array(8, 3, seed=9)
     with jdag.simulate(["a", "b"], seed=0) as cluster:
