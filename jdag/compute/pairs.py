@@ -269,12 +269,15 @@ class PairCache:
                     f"argument {position} of {name_of(key.fn)} is tracked but {aval}; "
                     "only float and complex arrays carry cotangents"
                 )
-        self._warn_of_functions_made_anew(key)
+        self.count(key.fn, key[0])
         return Pair(Function(key.fn, key.template), avals, tracked)
 
-    def _warn_of_functions_made_anew(self, key: _Key) -> None:
-        """Warn once of code that came with many closures, defaults or partials."""
-        code = code_of(key.fn)
+    def count(self, fn: Callable[..., Any], key: Hashable) -> None:
+        """Note that a function, of this `key_of`, is compiled.
+
+        Warns once of code that came with many closures, defaults or partials.
+        """
+        code = code_of(fn)
         # Our own, such as an optimizer's step, are partials of what users give.
         if code is None or is_ours(code.co_filename):
             return
@@ -284,10 +287,10 @@ class PairCache:
             self._keys.popitem(last=False)
         if len(seen) >= ANEW_MAX:
             return
-        seen[hash(key[0])] = None  # Hashes, since keys would keep closures alive.
+        seen[hash(key)] = None  # Hashes, since keys would keep closures alive.
         if len(seen) == ANEW_MAX:
             warnings.warn(
-                f"{name_of(key.fn)} ({code.co_filename}:{code.co_firstlineno}) was "
+                f"{name_of(fn)} ({code.co_filename}:{code.co_firstlineno}) was "
                 f"compiled for {ANEW_MAX} different closures, defaults or partials: a "
                 "function made anew in a loop is compiled anew each time. Define it "
                 "once, and pass what changes as an argument: arrays and numbers as "

@@ -15,7 +15,7 @@ import jax.tree_util as jtu
 from jdag.compute.avals import aval_of
 from jdag.compute.devices import named
 from jdag.compute.moves import Target, home_of, moved
-from jdag.compute.pairs import configuration
+from jdag.compute.pairs import CACHE, configuration
 from jdag.compute.pytrees import is_static
 from jdag.errors import JdagError, unusable
 from jdag.functions import key_of
@@ -186,8 +186,9 @@ class _Key(tuple[Hashable, ...]):
 @lru_cache(maxsize=PLANS_MAX)
 def _plan(key: _Key) -> Plan:
     how, task = key[-2], key.task
-    if how == "each":
+    if how == "each":  # Its pairs are counted where they are kept.
         return Each(task)
+    CACHE.count(task.fn, key[0])
     return OneProgram(task, ByPmap if how == "pmap" else ByShardMap)
 
 

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jdag
+from jdag.compute import pairs
 from jdag.compute.avals import aval_of
 from jdag.errors import JdagError
-from jdag.parallel import data_parallel, row_mean
+from jdag.parallel import data, data_parallel, row_mean
 from tests.parallel.cases import (
     BIG,
     HOW,
@@ -353,6 +354,17 @@ def test_what_makes_another_result_makes_another_plan(how):
     close(spread(both[1]), jnp.sin(x))
     close(spread(times(2), has_aux=True)[1], x[0])
     close(spread(times(2))[1], jnp.concatenate([x[0], x[2]]))
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_function_made_anew_in_a_loop_is_warned_of(how, monkeypatch):
+    monkeypatch.setattr(pairs, "ANEW_MAX", 3)
+    cache = pairs.PairCache(9)  # It has seen none of them.
+    monkeypatch.setattr(pairs, "CACHE", cache)
+    monkeypatch.setattr(data, "CACHE", cache)
+    with pytest.warns(UserWarning, match=r"<lambda> .* for 3 different closures"):
+        for n in range(3):
+            data_parallel(lambda p, x, n=n: x * n, 1.0, array(4), names(2), how=how)
 
 
 @pytest.mark.parametrize("how", HOW)

@@ -11,7 +11,7 @@ import jdag
 from jdag.compute.jaxprs import has_move, reaches
 from jdag.compute.moves import home_of, moved
 from jdag.errors import JdagError, RemoteError
-from jdag.parallel import replicate
+from jdag.parallel import data_parallel, replicate
 from tests.compute_cases import Call, Leaf
 from tests.parallel.cases import (
     array,
@@ -20,6 +20,7 @@ from tests.parallel.cases import (
     norm_params,
     plain_loss,
     program,
+    rows_out,
     spread_loss,
     where,
 )
@@ -144,6 +145,17 @@ def test_real_workers_give_the_bits_of_simulated_ones():
                 found = jdag.fetch((loss, ctx.gradient(refs)))
             bits.append([np.asarray(a).tobytes() for a in jax.tree.leaves(found)])
     assert bits[0] == bits[1]
+
+
+def test_a_worker_may_be_asked_for_it_with_nothing_around():
+    params, x = {"w": array(3, 4)}, array(7, 3, seed=9)
+    with jdag.simulate(["a", "b"], seed=0) as cluster, cluster.context() as ctx:
+        refs = cluster.put("b", params)
+        out = ctx.call("b", data_parallel, rows_out, refs, x, output_device="cpu:4")
+        ctx.backward(out, cotangents=jnp.ones(7))
+        close(out.fetch(), rows_out(params, x))
+        wanted = jax.grad(lambda p: jnp.sum(rows_out(p, x)))(params)
+        close(ctx.gradient(refs["w"]).fetch(), wanted["w"])
 
 
 def test_abstract_workers_know_the_shapes():
