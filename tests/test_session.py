@@ -115,9 +115,16 @@ def test_what_main_finds_to_be_lost_may_join_again_as_the_next_incarnation(
 
 
 def test_a_new_process_at_another_address_may_be_told_to_join(three):
+    def secrets(name: str) -> dict[str, str]:
+        held = workers[name].seat._held
+        assert held is not None
+        return dict(held.secrets)
+
+    workers = dict(three)
     with Session(plan_of(controls(three))) as session:
         with pytest.raises(JoinError, match="worker 'b' is not lost; it cannot join"):
             session.join("b")
+        former = secrets("a")
         three["b"].die()
         soon(lambda: "b" in session.away())
         with pytest.raises(JoinError, match="cannot reach worker 'b'"):
@@ -127,6 +134,10 @@ def test_a_new_process_at_another_address_may_be_told_to_join(three):
             assert session.away() == {}
             assert plain(session).ask("b", b"anew") == b"answer anew from b\n"
             assert session.place.incarnations["b"] == 1
+            # What the former process has known of the others is of no use any more.
+            workers["b"] = again
+            assert secrets("a")["b"] == secrets("b")["a"] != former["b"]
+            assert secrets("a")["c"] == former["c"]
             session.close()
 
 
