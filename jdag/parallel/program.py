@@ -120,14 +120,16 @@ class ByPmap:
         self, local: Callable[..., Any], ins: tuple[Lie, ...], outs: tuple[Lie, ...]
     ) -> Callable[..., Any]:
         """See `Mapping`."""
+        # All groups are one argument: of several with as many leaves together pmap
+        # takes each for one array, and `in_axes` for those of the leaves.
         mapped: Callable[..., Any] = jax.pmap(
-            local,
+            lambda groups: local(*groups),
             axis_name=self._axis,
-            in_axes=tuple(map(self._dim, ins)),
+            in_axes=(tuple(map(self._dim, ins)),),
             out_axes=tuple(map(self._dim, outs)),
             devices=self._devices,
         )
-        return mapped
+        return lambda *groups: mapped(groups)
 
     def target(self, lie: Lie) -> Target:
         """See `Mapping`."""

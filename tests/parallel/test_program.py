@@ -1,16 +1,146 @@
-"""One program over all devices: functions that reduce over the replicas."""
+"""One program over all devices: leaves of any number, reductions over replicas."""
 
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
+from jdag.errors import JdagError
 from jdag.parallel import data_parallel, row_mean
 from tests.parallel.cases import array, close, names, norm_params, normed, normed_alone
 
+ONE = ("pmap", "shard_map")
 
-@pytest.mark.parametrize("how", ["pmap", "shard_map"])
+
+def total(tree: Any) -> Any:
+    """A sum in which each leaf has a weight of its own."""
+    leaves = jax.tree.leaves(tree)
+    return sum([jnp.sum(leaf * (n + 2)) for n, leaf in enumerate(leaves)])
+
+
+def valued(fn: Any, by: Any, p: Any, x: Any) -> Any:
+    """What a function returns, and the gradients of its total."""
+
+    def loss(*args: Any) -> Any:
+        found = fn(*args)
+        return total(found), found
+
+    (_, found), gradients = jax.value_and_grad(loss, by, has_aux=True)(p, x)
+    return found, gradients
+
+
+def centred(h: Any, p: Any, mean: Any) -> Any:
+    """Rows less their mean, through as many layers as there are parameters."""
+    h = h - mean
+    for scale in p:
+        h = jnp.tanh(h * scale) + scale
+    return h
+
+
+class Case(NamedTuple):
+    """How many arrays, rows and devices there are, and what is asked for."""
+
+    parameters: int
+    inputs: int
+    rows: int
+    devices: int
+    dim: int
+    reduces: bool
+
+
+cases = st.builds(
+    Case,
+    st.integers(0, 4),
+    st.integers(0, 4),
+    st.integers(0, 7),
+    st.integers(1, 4),
+    st.integers(-2, 1),
+    st.booleans(),
+)
+
+
+@settings(max_examples=12)
+@example(Case(3, 1, 4, 2, 0, True), "pmap", 0)  # As many leaves as the vjp's groups.
+@example(Case(0, 2, 4, 2, 1, True), "pmap", 1)  # And as those of the forward.
+@example(Case(4, 4, 0, 3, 1, True), "pmap", 0)  # No rows.
+@given(cases, st.sampled_from(ONE), st.sampled_from([0, 1, (0, 1)]))
+def test_any_number_of_leaves_has_the_gradients_of_one_device(case, how, by):
+    parameters, inputs, rows, devices, dim, reduces = case
+    shape = (rows, 2) if dim in (0, -2) else (2, rows)
+    p = [array(seed=n + 1) for n in range(parameters)]
+    x = [array(*shape, seed=9 - n) for n in range(inputs)]
+    place = dim % 2
+
+    def alone(p: Any, x: Any) -> Any:
+        if not reduces:
+            return [centred(leaf, p, 0) for leaf in x]
+        return [centred(leaf, p, leaf.mean(place, keepdims=True)) for leaf in x]
+
+    def reduced(p: Any, x: Any, real: Any) -> Any:
+        def mean(leaf: Any) -> Any:
+            found = row_mean(jnp.moveaxis(leaf, place, 0), real, "all")
+            return jnp.expand_dims(found, place)
+
+        return [centred(leaf, p, mean(leaf)) for leaf in x]
+
+    def spread(p: Any, x: Any) -> Any:
+        fn, axis = (reduced, "all") if reduces else (alone, None)
+        given = names(devices)
+        return data_parallel(fn, p, x, given, dim=dim, axis_name=axis, how=how)
+
+    if not inputs:
+        with pytest.raises(JdagError, match=r"no array in what is to be cut"):
+            spread(p, x)
+        return
+    if not reduces and rows % devices and rows > 1:
+        rows -= rows % devices  # What is not padded has chunks of one size.
+        x = [jax.lax.slice_in_dim(leaf, 0, rows, axis=place) for leaf in x]
+    close(*[valued(fn, by, p, x) for fn in (spread, alone)])
+
+
+@pytest.mark.parametrize("how", ONE)
+def test_axes_are_those_of_groups_where_leaves_are_as_many(how):
+    x, y = array(4, 4), array(4, 4, seed=1)
+    p = [array(4, 4, seed=2 + n) for n in range(3)]
+
+    def layers(p: Any, x: Any) -> Any:
+        return x @ p[0] @ p[1] @ p[2]
+
+    models: list[Any] = [
+        (layers, 0, p, x),
+        (lambda p, x: jnp.tanh(x @ p[0]) @ p[1], (0, 1), p[:2], x),
+        (lambda p, x: x[0] * x[1], 1, [], (x, y)),
+        (lambda p, x: (x[0] @ p[0] - x[1]) ** 2, 1, p[:1], (x, y)),
+    ]
+    for fn, by, *args in models:
+        spread = partial(data_parallel, fn, devices=names(2), how=how)
+        close(valued(spread, by, *args), valued(fn, by, *args))
+
+
+@pytest.mark.parametrize("how", ONE)
+def test_rows_along_another_dim_are_not_taken_for_those_along_the_first(how):
+    y = jnp.arange(4.0).reshape(2, 2)
+    found = data_parallel(
+        lambda p, x, rows: jnp.cumsum(x[0], 0) + x[1],
+        {},
+        (y, y),
+        names(1),
+        dim=1,
+        axis_name="all",
+        how=how,
+    )
+    np.testing.assert_array_equal(found, [[0, 2], [4, 7]])
+
+
+# ------------------------------------------------ functions that reduce over replicas
+
+
+@pytest.mark.parametrize("how", ONE)
 @pytest.mark.parametrize(("rows", "devices"), [(8, 4), (7, 3), (2, 4)])
 def test_batch_normalisation_is_that_of_one_device(how, rows, devices):
     params, x = norm_params(), array(rows, 3, seed=7)
