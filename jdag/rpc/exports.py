@@ -10,6 +10,7 @@ Told:  `prepare(event, ...)` by the program that tells its engine the event; tha
        `outgoing(message, ...)` by whoever sends.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from threading import Lock
@@ -45,6 +46,7 @@ from jdag.wire.specs import Body, Places, placed_spec, portable, read_spec, spec
 from jdag.wire.trees import TREE
 
 DATA_BYTES_MAX = LENGTHS_MAX[FrameKind.MESSAGE] - (1 << 20)  # The rest of a message.
+TOLD_MAX = 1024  # Programs and hooks.
 NAMED_MAX_BYTES = 1 << 16  # Longer specs would travel with each call.
 
 Definitions = tuple[Definition, ...]
@@ -60,6 +62,7 @@ class Exports:
         self._found = WeakKeyDictionary()
         self._exported: WeakKeyDictionary[Any, Definition] = WeakKeyDictionary()
         self._allowed: dict[Modules, Allowed] = {}
+        self._told: OrderedDict[Any, Definitions] = OrderedDict()
         self._lock = Lock()
 
     def spec_for(self, pair: Any, allowed_there: Modules) -> tuple[bytes, Definitions]:
@@ -160,11 +163,20 @@ class Exports:
 
     def _codes(self, functions: Any, allowed_there: Modules) -> Definitions:
         """What is told of programs and hooks, which are the Python that is there."""
-        try:
-            find = self._allowed_of(allowed_there).find_own
-            return codes_of(portable(functions), find)
-        except JdagError:
-            return ()  # It is refused there, by what it is.
+        key = (tuple([key_of(one) for one in functions]), allowed_there)
+        with self._lock:
+            known = self._told.get(key)
+        if known is None:
+            try:
+                find = self._allowed_of(allowed_there).find_own
+                known = codes_of(portable(functions), find)
+            except JdagError:
+                known = ()  # It is refused there, by what it is.
+            with self._lock:
+                self._told[key] = known
+                if len(self._told) > TOLD_MAX:
+                    self._told.popitem(last=False)
+        return known
 
     def _allowed_of(self, modules: Modules) -> Allowed:
         with self._lock:
