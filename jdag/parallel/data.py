@@ -18,7 +18,7 @@ from jdag.compute.moves import Target, home_of, moved
 from jdag.compute.pairs import CACHE, configuration
 from jdag.compute.pytrees import is_static
 from jdag.errors import JdagError, unusable
-from jdag.functions import key_of
+from jdag.functions import is_unjitted, key_of
 from jdag.parallel.apply import call_of, merged, tracked_of
 from jdag.parallel.devices import Device, device_of, devices_of
 from jdag.parallel.dispatch import Each, Plan, Task
@@ -27,6 +27,7 @@ from jdag.parallel.program import ByPmap, ByShardMap, OneProgram
 
 WHAT = "data_parallel"
 HOW = ("pmap", "shard_map", "each")
+EACH = ("each", None)
 PLANS_MAX = 256
 
 
@@ -50,7 +51,8 @@ def data_parallel(  # noqa: PLR0913 - as PyTorch has it, and ours by keyword.
     are fewer replicas.
 
     Args:
-        fn: a pure function of parameters and rows; it is jitted.
+        fn: a pure function of parameters and rows; it is jitted, or, marked by
+            `jdag.unjitted`, called as it stands on every device.
         params: a pytree of arrays, replicated; what is no array is part of `fn`.
         x: a pytree of arrays with as many rows each along `dim`.
         devices: names or devices; None is all of this process.
@@ -93,7 +95,8 @@ def data_parallel(  # noqa: PLR0913 - as PyTorch has it, and ours by keyword.
         axis_name,
         has_aux,
     )
-    parts = (key_of(task.fn), *task[1:], _how(task, how), configuration())
+    function = key_of(task.fn), is_unjitted(task.fn)
+    parts = (*function, *task[1:], _how(task, how), configuration())
     outputs = _outputs(_plan(_Key(parts, task)), task.tracked, arrays, target)
     return (outputs[0], jax.lax.stop_gradient(outputs[1])) if has_aux else outputs
 
@@ -139,6 +142,12 @@ def _how(task: Task, how: str | None) -> str:
     equal = len(set(task.sizes)) == 1
     if how is not None and how not in HOW:
         raise JdagError(unusable("how", how, " or ".join(map(repr, HOW))))
+    if is_unjitted(task.fn) and (task.axis_name is not None or how not in EACH):
+        asked = f"how = {how!r}" if task.axis_name is None else "an axis_name"
+        raise JdagError(
+            f"data_parallel: {task.name} is marked by jdag.unjitted, and {asked} makes "
+            "one compiled program of all replicas: leave it out, or the mark"
+        )
     if task.axis_name is not None:
         if how == "each":
             raise JdagError(
@@ -154,7 +163,8 @@ def _how(task: Task, how: str | None) -> str:
             "name, so that it is told which rows are real"
         )
     # One replica needs no program over several devices.
-    return how or ("pmap" if equal and len(task.sizes) > 1 else "each")
+    is_one = equal and len(task.sizes) > 1 and not is_unjitted(task.fn)
+    return how or ("pmap" if is_one else "each")
 
 
 def _outputs(

@@ -66,21 +66,21 @@ class Task(NamedTuple):
             avals[place] = intern_aval(shape, aval.dtype, aval.weak)
         return tuple(avals)
 
-    def outputs_of(self, out_tree: Any) -> int:
-        """How many of the outputs are joined: the others are of the first replica.
+    def outputs_of(self, out_tree: Any) -> Any:
+        """The structure of the outputs that are joined: aux is of the first replica.
 
         Raises:
             JdagError: it should return a pair and does not.
         """
         if not self.has_aux:
-            return out_tree.num_leaves
+            return out_tree
         node, parts = out_tree.node_data(), out_tree.children()
         if node is None or node[0] is not tuple or len(parts) != 2:
             raise JdagError(
                 f"{self.name} returned {out_tree}; with has_aux=True it returns a "
                 "pair, (outputs, aux)"
             )
-        return parts[0].num_leaves
+        return parts[0]
 
 
 class Plan(Protocol):
@@ -107,8 +107,15 @@ class Each:
         self._pairs = tuple(
             [pair_of(call, task.chunk(size), task.tracked) for size in task.sizes]
         )
-        first = self._pairs[0]
-        self._joined = task.outputs_of(first.out_tree)
+        first = task.outputs_of(self._pairs[0].out_tree)
+        self._joined = first.num_leaves
+        for number, made in enumerate(self._pairs):
+            tree = task.outputs_of(made.out_tree)
+            if tree != first:
+                raise JdagError(
+                    f"{task.name} returned {first} of replica 0 and {tree} of replica "
+                    f"{number}: outputs of other structures cannot be joined"
+                )
         for place in range(self._joined):
             parts = [made.out_avals[place] for made in self._pairs]
             check_joined(parts, task.dim, f"output {place} of {task.name}")

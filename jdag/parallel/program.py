@@ -314,7 +314,7 @@ class OneProgram:
         """
         task = self._task
         found = []
-        count = task.outputs_of(traced.out_tree)
+        count = task.outputs_of(traced.out_tree).num_leaves
         for place in range(count):
             aval = traced.out_avals[place]
             if not aval.shape:

@@ -1,0 +1,76 @@
+"""Which way replicas go, and what they have to have in common on it."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jdag
+from jdag.errors import JdagError
+from jdag.parallel import data_parallel
+from tests.parallel.cases import array, close, names
+
+
+def by_hand(p: Any, x: Any) -> Any:
+    """Tell by the numbers whether it was compiled."""
+    is_compiled = isinstance(x, jax.core.Tracer) and not hasattr(x, "primal")
+    return (1 if is_compiled else 2) * p * x
+
+
+@pytest.mark.parametrize("how", [None, "each"])
+@pytest.mark.parametrize("rows", [6, 5])
+def test_a_function_that_asks_not_to_be_jitted_is_not(how, rows):
+    x, p, devices = jnp.arange(float(rows)), jnp.float64(3), names(3)
+    close(data_parallel(by_hand, p, x, devices, how="each"), p * x)
+    marked = jdag.unjitted(partial(by_hand))
+    close(data_parallel(marked, p, x, devices, how=how), 2 * p * x)
+
+
+def test_the_mark_of_a_function_is_in_the_key_of_its_plan():
+    def made(mark: Any) -> Any:
+        return mark(partial(by_hand))
+
+    x, p = jnp.arange(6.0), jnp.float64(3)
+    for mark, factor in ((lambda fn: fn, 1), (jdag.unjitted, 2), (lambda fn: fn, 1)):
+        found = data_parallel(made(mark), p, x, names(3), how="each")
+        close(found, factor * p * x)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"how": "pmap"}, r"how = 'pmap' makes one compiled program"),
+        ({"how": "shard_map"}, r"how = 'shard_map' makes one compiled program"),
+        ({"axis_name": "all"}, r"an axis_name makes one compiled program"),
+    ],
+)
+def test_what_is_not_jitted_is_refused_where_all_is_one_program(asked, said):
+    with pytest.raises(JdagError, match=rf"is marked by jdag\.unjitted, and {said}"):
+        data_parallel(jdag.unjitted(lambda p, x: x), {}, array(6), names(3), **asked)
+
+
+@pytest.mark.parametrize(
+    ("full", "last"),
+    [
+        (lambda x: {"a": x}, lambda x: {"b": x}),
+        (lambda x: x, lambda x: (x, -x)),
+        (lambda x: (x, -x), lambda x: x),
+        (lambda x: {"a": x, "b": None}, lambda x: {"a": x, "b": x}),
+    ],
+)
+def test_replicas_that_return_other_structures_are_not_joined(full, last):
+    def fn(p: Any, x: Any) -> Any:
+        return full(x) if len(x) == 2 else last(x)
+
+    with pytest.raises(
+        JdagError,
+        match=r"returned PyTreeDef.* of replica 0 and PyTre.*"
+        r" of replica 2: outputs of other structures cannot be joined",
+    ):
+        data_parallel(fn, {}, array(5), names(3))
+    both = data_parallel(
+        lambda p, x: (x, fn(p, x)), {}, array(5), names(3), has_aux=True
+    )
+    close(both, (array(5), full(array(5)[:2])))
