@@ -364,6 +364,10 @@ def test_shapes_alone_are_replicated_and_reduced(how):
 BAD_PLACES: dict[str, tuple[Any, str]] = {
     "none": ([], r"ctx.replicate takes one worker or more, and got \[\]"),
     "a name": ("a", r"ctx.replicate takes several workers: \['a'\], not 'a'"),
+    "a set": (
+        {"d", "b", "c"},
+        r"workers in an order, .* as \['b', 'c', 'd'\], not a set",
+    ),
     "a number": (3, r"ctx.replicate takes the names of workers, not .*int"),
     "twice": (["a", "b", "a"], r"takes each worker once, and 'a' is among .* twice"),
     "unknown": (["a", "e"], r"ctx.replicate: there is no worker 'e'.* 'd'"),

@@ -39,6 +39,12 @@ def checked(what: str, workers: Any, how: object) -> tuple[str, ...]:
     check_how(how)
     if isinstance(workers, str):
         raise JdagError(f"{what} takes several workers: [{workers!r}], not {workers!r}")
+    if isinstance(workers, set | frozenset):
+        raise JdagError(
+            f"{what} takes workers in an order, which is that of the sum of their "
+            f"gradients: a list such as {sorted(map(str, workers))!r}, not "
+            f"{kind_of(workers)}"
+        )
     try:
         names = tuple(workers)
     except TypeError:
