@@ -35,16 +35,10 @@ FIGURES: Mapping[str, str] = {
     "seeds": "seeds played",
     "bit_patterns": "different losses and gradients, bit by bit, over the seeds",
     "arrival_orders": "different orders in which cotangents arrived, over the seeds",
-    "messages": "protocol messages",
-    "payload_bytes": "bytes of arrays in them",
-    "wire_bytes": "all bytes: headers, acknowledgements and resends too",
-    "resends": "frames that were sent again",
-    "duplicates": "frames that were thrown away, having come before",
+    **SENT,
     "virtual_time_ns": "from the first caller's begin to the last one's end",
     "wall_time_ns": "from beginning to end, on this host's clock",
-    "live_contexts": "contexts that some worker holds afterwards",
-    "live_passes": "passes that some worker holds afterwards",
-    "values_left": "values held afterwards that are not leaves",
+    **LEFT_OVER,
     "digest": "the digest of the trace; of several seeds, that of their digests",
 }
 

@@ -69,6 +69,20 @@ class Player(Protocol):
         """Run, and return the figures."""
 
 
+# What `sent` and `left_over` give.
+SENT: Mapping[str, str] = {
+    "messages": "protocol messages",
+    "payload_bytes": "bytes of arrays in them",
+    "wire_bytes": "all bytes: headers, acknowledgements and resends too",
+    "resends": "frames that were sent again",
+    "duplicates": "frames that were thrown away, having come before",
+}
+LEFT_OVER: Mapping[str, str] = {
+    "live_contexts": "contexts that some worker holds afterwards",
+    "live_passes": "passes that some worker holds afterwards",
+    "values_left": "values held afterwards that are not leaves",
+}
+
 FIGURES: Mapping[str, str] = {
     "outcome": "how the pass ended: finished, failed or stuck",
     "error": "the class of the error, if there was one",
@@ -84,19 +98,13 @@ FIGURES: Mapping[str, str] = {
     "bit_patterns": "different gradients, bit by bit, over the seeds",
     "arrival_orders": "different orders in which cotangents arrived, over the seeds",
     "same_bits_as_clean": "whether faults and jitter left the gradient as it was",
-    "messages": "protocol messages",
-    "payload_bytes": "bytes of arrays in them",
-    "wire_bytes": "all bytes: headers, acknowledgements and resends too",
-    "resends": "frames that were sent again",
-    "duplicates": "frames that were thrown away, having come before",
+    **SENT,
     "virtual_time_ns": "from opening the context to the end of the pass",
     "wall_time_ns": "from beginning to end, on this host's clock",
     "bubble": "1 - busy time / virtual time, by worker",
     "bubble_min": "the smallest bubble of a worker",
     "bubble_max": "the largest bubble of a worker",
-    "live_contexts": "contexts that some worker holds afterwards",
-    "live_passes": "passes that some worker holds afterwards",
-    "values_left": "values held afterwards that are not leaves",
+    **LEFT_OVER,
     "digest": "the digest of the trace; of several seeds, that of their digests",
 }
 

@@ -26,6 +26,8 @@ from jdag.errors import ScenarioError
 from jdag.oracle import pullback
 from jdag.parallel.routes import How
 from jdag.programs.case import (
+    LEFT_OVER,
+    SENT,
     Figures,
     Run,
     Traces,
@@ -51,16 +53,10 @@ FIGURES: Mapping[str, str] = {
     "seeds": "seeds played",
     "bit_patterns": "different gradients and parameters, bit by bit, over the seeds",
     "arrival_orders": "different orders in which cotangents arrived, over the seeds",
-    "messages": "protocol messages",
-    "payload_bytes": "bytes of arrays in them",
-    "wire_bytes": "all bytes: headers, acknowledgements and resends too",
-    "resends": "frames that were sent again",
-    "duplicates": "frames that were thrown away, having come before",
+    **SENT,
     "virtual_time_ns": "of the whole training",
     "wall_time_ns": "of the whole training, on this host's clock",
-    "live_contexts": "contexts that some worker holds afterwards",
-    "live_passes": "passes that some worker holds afterwards",
-    "values_left": "values held afterwards that are not leaves",
+    **LEFT_OVER,
     "digest": "the digest of the trace; of several seeds, that of their digests",
 }
 BAG = 3  # Indices that a row has.

@@ -25,6 +25,8 @@ from jdag.optim import Optimizer
 from jdag.oracle import pullback
 from jdag.parallel import data_parallel
 from jdag.programs.case import (
+    LEFT_OVER,
+    SENT,
     Figures,
     Run,
     bits,
@@ -52,16 +54,10 @@ FIGURES: Mapping[str, str] = {
     "final_loss": "mean cross-entropy over the last epoch, nats",
     "steps": "steps, one context each",
     "gradient_bits": "a hash of the gradients that were held against each other",
-    "messages": "protocol messages",
-    "payload_bytes": "bytes of arrays in them",
-    "wire_bytes": "all bytes: headers, acknowledgements and resends too",
-    "resends": "frames that were sent again",
-    "duplicates": "frames that were thrown away, having come before",
+    **SENT,
     "virtual_time_ns": "of the whole training",
     "wall_time_ns": "of the whole training, on this host's clock",
-    "live_contexts": "contexts that some worker holds afterwards",
-    "live_passes": "passes that some worker holds afterwards",
-    "values_left": "values held afterwards that are not leaves",
+    **LEFT_OVER,
     "digest": "the digest of the trace",
 }
 

@@ -26,6 +26,8 @@ from jax import Array
 from jdag.cluster import Cluster
 from jdag.errors import ScenarioError
 from jdag.programs.case import (
+    LEFT_OVER,
+    SENT,
     Figures,
     Run,
     Traces,
@@ -50,16 +52,10 @@ FIGURES: Mapping[str, str] = {
     "gradient_difference": "max|w - w*| / max|w*| after the rounds; w* by plain JAX",
     "gradient_bits": "a hash of the gradients at once, and of what rounds ended with",
     "seeds": "seeds played",
-    "messages": "protocol messages",
-    "payload_bytes": "bytes of arrays in them",
-    "wire_bytes": "all bytes: headers, acknowledgements and resends too",
-    "resends": "frames that were sent again",
-    "duplicates": "frames that were thrown away, having come before",
+    **SENT,
     "virtual_time_ns": "of all three parts",
     "wall_time_ns": "from beginning to end, on this host's clock",
-    "live_contexts": "contexts that some worker holds afterwards",
-    "live_passes": "passes that some worker holds afterwards",
-    "values_left": "values held afterwards that are not leaves",
+    **LEFT_OVER,
     "digest": "the digest of the trace; of several seeds, that of their digests",
 }
 
