@@ -20,7 +20,17 @@ from jax import Array
 
 from jdag.cluster import Cluster
 from jdag.errors import ScenarioError
-from jdag.programs.case import Figures, Run, Traces, bits, left_over, sent, time_of
+from jdag.programs.case import (
+    LEFT_OVER,
+    SENT,
+    Figures,
+    Run,
+    Traces,
+    bits,
+    left_over,
+    sent,
+    time_of,
+)
 from jdag.ref import fetch
 
 FIGURES: Mapping[str, str] = {
