@@ -14,7 +14,8 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from jdag.compute.avals import Aval, aval_of, is_deleted
-from jdag.compute.pairs import Pair, configuration, pair
+from jdag.compute.configuration import configuration
+from jdag.compute.pairs import Pair, pair
 from jdag.compute.placed import placed
 from jdag.compute.pytrees import (
     Split,

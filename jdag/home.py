@@ -10,8 +10,8 @@ from jax.extend.core import get_opaque_trace_state
 
 from jdag.compute.avals import Aval, aval_of
 from jdag.compute.buffers import delivered
+from jdag.compute.configuration import configuration
 from jdag.compute.devices import check, on_default, parsed
-from jdag.compute.pairs import configuration
 from jdag.engine.drawing import Drawing
 from jdag.engine.vocabulary import (
     ContextId,
@@ -270,13 +270,11 @@ class Home:
             )
 
     def _refuse_configuration(self, what: str) -> None:
-        settings = zip(configuration(), self.configuration, strict=True)
+        then = dict(self.configuration.settings)
         changed = [
-            f"{name} is {now!r} and was {then!r} when it was made"
-            for name, (now, then) in zip(
-                self.configuration._fields, settings, strict=True
-            )
-            if now != then
+            f"{name} is {now!r} and was {then[name]!r} when it was made"
+            for name, now in configuration().settings
+            if now != then[name]
         ]
         raise JdagError(
             f"{what} on {self}: {', '.join(changed)}; the configuration of JAX is "

@@ -62,7 +62,7 @@ def assert_same(found: Any, expected: Any) -> None:
 
 @contextmanager
 def setting(name: str, value: Any) -> Iterator[None]:
-    before = getattr(jax.config, name)
+    before = getattr(jax.config, name, jax.config.values[name])
     jax.config.update(name, value)
     try:
         yield

@@ -67,6 +67,11 @@ def test_statics_that_are_equal_but_not_the_same_have_pairs_of_their_own(
         ("jax_default_matmul_precision", "float32"),
         ("jax_default_prng_impl", "rbg"),
         ("jax_numpy_dtype_promotion", "strict"),
+        ("jax_threefry_partitionable", False),
+        ("jax_random_seed_offset", 5),
+        ("jax_softmax_custom_jvp", True),
+        ("jax_disable_most_optimizations", True),
+        ("jax_optimization_level", "O1"),
     ],
 )
 def test_each_setting_of_the_configuration_has_pairs_of_its_own(

@@ -17,7 +17,7 @@ from jdag.compute import exported as module
 from jdag.compute.avals import aval_of
 from jdag.compute.duals import Dual
 from jdag.compute.exported import Definition, Header, Program, exported
-from jdag.compute.pairs import Pair, configuration, pair
+from jdag.compute.pairs import Pair, pair
 from jdag.compute.pytrees import split
 from jdag.errors import JdagError
 from jdag.functions import unjitted
@@ -143,7 +143,7 @@ def test_a_process_without_the_module_computes_the_same_bits(
         np.save(tmp_path / f"arg{n}.npy", np.asarray(value))
     for n, value in enumerate(cotangents):
         np.save(tmp_path / f"cot{n}.npy", np.asarray(value))
-    code = CHILD.format(x64=configuration().jax_enable_x64)
+    code = CHILD.format(x64=jax.config.read("jax_enable_x64"))
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)],
         capture_output=True,

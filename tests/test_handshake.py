@@ -102,6 +102,11 @@ def test_what_a_process_says_is_what_bits_depend_on():
         "NPROC": "1",
         "JAX_ENABLE_X64": "0",
         "JAX_DEFAULT_MATMUL_PRECISION": "highest",
+        "JAX_THREEFRY_PARTITIONABLE": "0",
+        "JAX_RANDOM_SEED_OFFSET": "5",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "JAX_LOG_COMPILES": "1",
+        "JAX_ENABLE_COMPILATION_CACHE": "0",
     }
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
@@ -110,7 +115,14 @@ def test_what_a_process_says_is_what_bits_depend_on():
     assert theirs["nproc"] == "1"
     assert theirs["jax"] == jax.__version__
     assert theirs["cores"] == len(os.sched_getaffinity(0))
-    assert theirs["configuration"]["jax_enable_x64"] is False
-    assert theirs["configuration"]["jax_default_matmul_precision"] == "highest"
+    mine = ours()["configuration"]
+    differ = [name for name in mine if theirs["configuration"][name] != mine[name]]
+    assert {name: theirs["configuration"][name] for name in differ} == {
+        "jax_default_matmul_precision": "highest",
+        "jax_disable_most_optimizations": True,
+        "jax_enable_x64": False,
+        "jax_random_seed_offset": 5,
+        "jax_threefry_partitionable": False,
+    }
     assert theirs["boot"] == ours()["boot"]
     assert theirs["pid"] != ours()["pid"]

@@ -13,11 +13,12 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from jdag.compute.avals import Aval, aval_of, is_deleted
+from jdag.compute.configuration import configuration
 from jdag.compute.duals import along, any_dual, primal_of, refuse_no_jvp
 from jdag.compute.jaxprs import Reaches, has_callback, has_move, passed_on
 from jdag.compute.pytrees import Template
@@ -29,26 +30,6 @@ from jdag.wire.specs import Body, spec_of
 
 PAIRS_MAX = 4096
 ANEW_MAX = 32
-
-
-class Configuration(NamedTuple):
-    """The settings of JAX that what a function computes depends on."""
-
-    jax_enable_x64: bool
-    jax_default_matmul_precision: str | None
-    jax_default_prng_impl: str
-    jax_numpy_dtype_promotion: str
-
-
-def configuration() -> Configuration:
-    """Return the settings as they are now."""
-    config: Any = jax.config
-    return Configuration(
-        config.jax_enable_x64,
-        config.jax_default_matmul_precision,
-        config.jax_default_prng_impl,
-        config.jax_numpy_dtype_promotion,
-    )
 
 
 class Pair:

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from jdag.compute.avals import aval_of
+from jdag.compute.configuration import configuration
 from jdag.compute.devices import named
 from jdag.compute.moves import Target, home_of, moved
-from jdag.compute.pairs import CACHE, configuration
+from jdag.compute.pairs import CACHE
 from jdag.compute.pytrees import is_static
 from jdag.errors import JdagError, unusable
 from jdag.functions import is_unjitted, key_of

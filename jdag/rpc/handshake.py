@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 
-from jdag.compute.pairs import configuration
+from jdag.compute.configuration import configuration
 from jdag.errors import JoinError
 
 Handshake = Mapping[str, Any]
@@ -60,7 +60,7 @@ _SHOWN_MAX = 200
 
 def ours() -> dict[str, Any]:
     """Return what this process says of itself; starts JAX's backend."""
-    config = configuration()._asdict()
+    config = dict(configuration().settings)
     return {
         "jdag": _version("jdag"),
         "python": ".".join(map(str, sys.version_info[:2])),
@@ -130,10 +130,11 @@ def _version(package: str) -> str:
         return _NONE
 
 
-def _plain(value: Any) -> bool | str | None:
+def _plain(value: Any) -> bool | int | float | str | None:
     """Return a setting of JAX as JSON has it; some are enumerations of texts."""
     value = getattr(value, "value", value)
-    return value if value is None or isinstance(value, bool) else str(value)
+    is_plain = value is None or isinstance(value, bool | int | float)
+    return value if is_plain else str(value)
 
 
 def refuse_mismatch(mine: Handshake, theirs: Handshake, me: str, them: str) -> None:
