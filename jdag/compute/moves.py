@@ -4,12 +4,18 @@ JAX ignores `device_put` inside of jit in silence. This primitive can be traced,
 its shapes are known, but not compiled: what has it in its jaxpr runs unjitted, and
 where somebody else jits it that is an error. It is linear; its transpose moves the
 cotangents back.
+
+A program over several devices (`outside`) is a primitive as well where it is traced:
+then it is refused in the same words, and not by JAX, which would compare its devices
+with those of what is around it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import jax
+import jax.tree_util as jtu
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import SingleDeviceSharding
@@ -22,6 +28,8 @@ Target = Any
 
 MOVE = Primitive("jdag_move")
 MOVE.multiple_results = True
+RUN = Primitive("jdag_run")
+RUN.multiple_results = True
 
 
 def moved(arrays: Sequence[Any], targets: Sequence[Target]) -> list[Any]:
@@ -57,6 +65,33 @@ def home_of(value: Any) -> Target:
             return None
         value = value.primal
     return value.device if isinstance(value, jax.Array) else None
+
+
+def outside(program: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a program over several devices, to be run outside of any other.
+
+    It can be traced, so that its shapes are known, and differentiated, not compiled.
+
+    Args:
+        program: of pytrees of arrays to a pytree of arrays.
+    """
+
+    def run(*groups: Any) -> Any:
+        leaves, treedef = jtu.tree_flatten(groups)
+        if None not in [home_of(leaf) for leaf in leaves]:
+            return program(*groups)
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            _refuse()  # It is traced within a program over devices.
+        structs, out_tree = jtu.tree_flatten(jax.eval_shape(program, *groups))
+
+        def flat(*arrays: Any) -> list[Any]:
+            return jtu.tree_leaves(program(*jtu.tree_unflatten(treedef, arrays)))
+
+        avals = [ShapedArray(one.shape, one.dtype, one.weak_type) for one in structs]
+        found = RUN.bind(*leaves, run=flat, avals=tuple(avals))
+        return jtu.tree_unflatten(out_tree, found)
+
+    return run
 
 
 def _put(*arrays: Any, targets: tuple[Target, ...], sources: Any) -> list[Any]:
@@ -99,3 +134,17 @@ MOVE.def_abstract_eval(lambda *avals, targets, sources: list(avals))
 ad.deflinear2(MOVE, _transposed)
 mlir.register_lowering(MOVE, _refuse)
 batching.primitive_batchers[MOVE] = _refuse
+
+
+def _along(
+    primals: Sequence[Any], tangents: Sequence[Any], *, run: Any, avals: Any
+) -> Any:
+    del avals
+    return jax.jvp(run, tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
+
+
+RUN.def_impl(lambda *arrays, run, avals: run(*arrays))
+RUN.def_abstract_eval(lambda *_, run, avals: list(avals))
+ad.primitive_jvps[RUN] = _along
+mlir.register_lowering(RUN, _refuse)
+batching.primitive_batchers[RUN] = _refuse

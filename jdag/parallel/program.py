@@ -15,7 +15,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdag.compute.moves import Target, moved
+from jdag.compute.moves import Target, moved, outside
 from jdag.compute.tracing import Function, Traced, as_it_is
 from jdag.errors import JdagError
 from jdag.parallel.dispatch import Task
@@ -215,12 +215,9 @@ class OneProgram:
         tracked = task.tracked if task.axis_name is None else (*task.tracked, False)
         self._body = Function(task.fn, task.template).forward(tracked, as_it_is)
         dim, mapped = task.dim, self._mapping.mapped
-        self._forward = mapped(self._replica, (SAME, dim), (dim, ONE_EACH))
-        self._backward = mapped(
-            self._replica_vjp,
-            (SAME, dim, dim, ONE_EACH, dim, ONE_EACH),
-            (ONE_EACH, dim),
-        )
+        self._forward = outside(mapped(self._replica, (SAME, dim), (dim, ONE_EACH)))
+        ins = (SAME, dim, dim, ONE_EACH, dim, ONE_EACH)
+        self._backward = outside(mapped(self._replica_vjp, ins, (ONE_EACH, dim)))
         # Arrays on the way to the devices, and from there.
         is_bare = not (self._lacking or self._mapping.reshapes)
         self._laid = self._lay if is_bare else jax.jit(self._lay, static_argnums=1)

@@ -10,7 +10,7 @@ import pytest
 import jdag
 from jdag.errors import JdagError
 from jdag.parallel import data_parallel
-from tests.parallel.cases import array, close, names
+from tests.parallel.cases import HOW, array, close, names
 
 
 def by_hand(p: Any, x: Any) -> Any:
@@ -74,3 +74,47 @@ def test_replicas_that_return_other_structures_are_not_joined(full, last):
         lambda p, x: (x, fn(p, x)), {}, array(5), names(3), has_aux=True
     )
     close(both, (array(5), full(array(5)[:2])))
+
+
+INSIDE = r"cannot move between devices inside of jax\.jit"
+
+
+def weighted(p: Any, x: Any) -> Any:
+    return jnp.sin(x) * p
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_jit_around_it_is_refused_in_our_words_wherever_its_arguments_live(how):
+    p = jax.device_put(jnp.float64(2), jax.devices()[5])
+
+    def loss(p: Any) -> Any:
+        return jnp.sum(data_parallel(weighted, p, array(6), names(3), how=how))
+
+    for around in (jax.jit(loss), jax.jit(jax.grad(loss))):
+        with pytest.raises(JdagError, match=INSIDE):
+            around(p)
+    assert jax.eval_shape(loss, p) == jax.eval_shape(jnp.sum, array(6))
+    wanted = jnp.sum(jnp.sin(array(6)))
+    close(jax.device_put(jax.grad(loss)(p), jax.devices()[0]), wanted)
+
+
+@pytest.mark.parametrize("inner", HOW)
+@pytest.mark.parametrize("outer", ["pmap", "shard_map"])
+def test_one_program_over_devices_is_refused_inside_of_another(outer, inner):
+    def fn(p: Any, x: Any) -> Any:
+        return data_parallel(weighted, p, x, names(2), how=inner)
+
+    with pytest.raises(JdagError, match=INSIDE):
+        data_parallel(fn, 2.0, array(6), names(3), how=outer)
+
+
+def test_what_spreads_its_own_rows_is_called_on_each_device():
+    def fn(p: Any, x: Any) -> Any:
+        return data_parallel(weighted, p, x, names(2))
+
+    x = array(6)
+    found, vjp = jax.vjp(
+        lambda p: data_parallel(fn, p, x, names(3), how="each"), jnp.float64(2)
+    )
+    close(found, weighted(2.0, x))
+    close(vjp(x), (jnp.sum(jnp.sin(x) * x),))
