@@ -6,8 +6,9 @@ compiled call each (`jdag.compute.pairs`), and residuals stay on their devices.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import jax
@@ -18,9 +19,12 @@ from jdag.compute.moves import home_of, moved
 from jdag.compute.pairs import Pair, pair
 from jdag.compute.pytrees import Static, Template, called, is_static, template_of
 from jdag.errors import JdagError, kind_of
+from jdag.functions import name_of
 from jdag.parallel.devices import Device, devices_of
 from jdag.parallel.movement import array_at
 from jdag.wire.trees import HOLE
+
+JITTED: Any = type(jax.jit(abs))
 
 
 def parallel_apply(
@@ -92,9 +96,16 @@ def call_of(fn: Callable[..., Any], args: tuple[Any, ...], what: str) -> Call:
     """Take a call apart; a callable pytree is an argument of its own call.
 
     Raises:
-        JdagError: it cannot be called, or an argument is nothing that it takes.
+        JdagError: it cannot be called, it closes over a tracer, or an argument is
+            nothing that it takes.
     """
     fn, args, own = called(fn, args)
+    if any([isinstance(one, jax.core.Tracer) for one in held_by(fn)]):
+        raise JdagError(
+            f"{what}: {name_of(fn)} closes over a tracer, or has one as a default or "
+            "in a partial. A function is compiled and kept by what it closes over, and "
+            "nothing flows back to that: hand it over as an argument, or within params"
+        )
     leaves, treedef = jtu.tree_flatten((args, {}))
     arrays = []
     for place, leaf in enumerate(leaves):
@@ -104,6 +115,36 @@ def call_of(fn: Callable[..., Any], args: tuple[Any, ...], what: str) -> Call:
             arrays.append(array_at(args, place, leaf, what))
             leaves[place] = HOLE
     return Call(fn, template_of(treedef, leaves, own), arrays)
+
+
+def held_by(fn: Any) -> list[Any]:
+    """Return the leaves of what a function holds: closures, defaults, partials."""
+    found: list[Any] = []
+    waiting, seen = [fn], set()
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        match one:
+            case FunctionType():
+                waiting.extend([one.__defaults__, one.__kwdefaults__])
+                for cell in one.__closure__ or ():
+                    with suppress(ValueError):  # It is not filled yet.
+                        waiting.append(cell.cell_contents)
+            case MethodType():
+                waiting.extend([one.__func__, one.__self__])
+            case partial():
+                waiting.extend([one.func, one.args, one.keywords])
+            case _:
+                for leaf in jtu.tree_leaves(one):
+                    if isinstance(leaf, FunctionType | MethodType | partial):
+                        waiting.append(leaf)
+                    elif type(leaf) is JITTED:
+                        waiting.append(leaf.__wrapped__)
+                    else:
+                        found.append(leaf)
+    return found
 
 
 def tracked_of(arrays: Sequence[Any]) -> tuple[bool, ...]:

@@ -1,5 +1,6 @@
 """Functions side by side: where their outputs go, their gradients, their errors."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 
 from jdag import unjitted
 from jdag.errors import JdagError
-from jdag.parallel import gather, parallel_apply, replicate, scatter
+from jdag.parallel import data_parallel, gather, parallel_apply, replicate, scatter
 from tests.parallel.cases import array, close, names, where
 
 
@@ -142,6 +143,27 @@ def test_what_is_wrong_is_said_in_one_error(said, wrong):
     given = {"fns": [jnp.sin, jnp.cos], "inputs": [1.0, 2.0], **wrong}
     with pytest.raises(JdagError, match=said):
         parallel_apply(**given)
+
+
+@pytest.mark.parametrize(
+    "closing",
+    [
+        lambda w: lambda x: x * w,
+        lambda w: lambda x, w=w: x * w,
+        lambda w: lambda x, *, w=(w,): x * w[0],
+        lambda w: partial(jnp.multiply, w),
+        lambda w: jax.jit(lambda x, held={"w": [w]}: x * held["w"][0]),
+        lambda w: partial(lambda fn, x: fn(x), lambda y: y * w),
+    ],
+)
+def test_what_closes_over_a_tracer_is_refused(closing):
+    x = array(3)
+    close(parallel_apply([closing(2.0)], [x]), [2 * x])
+    with pytest.raises(JdagError, match=r"closes over a tracer.* hand it over as an"):
+        jax.grad(lambda w: jnp.sum(parallel_apply([closing(w)], [x])[0]))(2.0)
+    spread = partial(data_parallel, devices=names(3), how="each")
+    with pytest.raises(JdagError, match=r"data_parallel: .* closes over a tracer"):
+        jax.grad(lambda w, p: jnp.sum(spread(lambda p, x: closing(w)(x), p, x)))(2.0, x)
 
 
 def test_nothing_at_all_gives_nothing():
