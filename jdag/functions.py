@@ -1,13 +1,17 @@
 """What a function is: its name, its identity, its marks, and where it is called."""
 
+import dis
 import functools
 import os
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import fields, is_dataclass
+from hashlib import blake2b
 from numbers import Number
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeVar, cast
+
+import numpy as np
 
 from jdag.errors import ContextError, JdagError, kind_of
 
@@ -19,6 +23,24 @@ CONTEXT = "__jdag_context__"  # What classes of contexts have.
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _PROGRAMS = os.path.join(_PACKAGE, "programs") + os.sep
 _PLAIN = (str, bytes, bool, type(None))
+ITEMS_MAX, BYTES_MAX = 64, 1 << 16  # Of what counts by what it holds.
+# What may be changed where it is, and the methods that do it.
+CHANGING: Mapping[Hashable, tuple[str, ...]] = {
+    list: (
+        "append",
+        "extend",
+        "insert",
+        "pop",
+        "remove",
+        "clear",
+        "sort",
+        "reverse",
+    ),
+    dict: ("update", "setdefault", "pop", "popitem", "clear"),
+    set: ("add", "update", "discard", "remove", "pop", "clear"),
+    np.ndarray: ("fill", "put", "sort", "partition", "resize"),
+}
+_STORING = ("STORE_SUBSCR", "STORE_SLICE", "DELETE_SUBSCR")
 
 
 class ById:
@@ -105,8 +127,11 @@ def key_of(fn: Callable[..., Any]) -> Hashable:
 
     A function is its code, defaults, and what is in its closure and in the globals that
     its code names, so that a lambda made anew in a loop keeps its key as long as what
-    it reads does. What cannot be hashed counts by identity: changes inside of a list or
-    an array are not seen, nor are globals that only a function that it calls reads.
+    it reads does. Lists, dicts, sets and numpy arrays of at most `ITEMS_MAX` items and
+    `BYTES_MAX` bytes count by what they hold, unless the code itself may change them,
+    as where it notes that it ran. All else that cannot be hashed counts by identity:
+    changes inside of it are not seen, nor are those of objects, nor of globals that
+    only a function that it calls reads.
     """
     return _function_key(fn, ())
 
@@ -122,9 +147,9 @@ def _function_key(fn: Any, above: tuple[int, ...]) -> Hashable:
         return (
             fn.__code__,
             read,
-            _value_key(fn.__defaults__, above),
-            _items_key(fn.__kwdefaults__ or {}, above),
-            tuple(_cell_key(cell, above) for cell in fn.__closure__ or ()),
+            _value_key(fn.__defaults__, above, fn.__code__),
+            _items_key(fn.__kwdefaults__ or {}, above, fn.__code__),
+            tuple(_cell_key(cell, above, fn.__code__) for cell in fn.__closure__ or ()),
         )
     if type(fn) is MethodType:
         return (
@@ -161,58 +186,113 @@ def _globals_key(fn: FunctionType) -> Hashable:
         if isinstance(value, FunctionType):
             key.append(ById(value))
         else:
-            key.append(_value_key(value, ()))
+            key.append(_value_key(value, (), fn.__code__))
     return tuple(key)
 
 
-def _cell_key(cell: Any, above: tuple[int, ...]) -> Hashable:
+def _cell_key(cell: Any, above: tuple[int, ...], code: CodeType) -> Hashable:
     try:
         contents = cell.cell_contents
     except ValueError:  # Not filled yet; its own identity is all there is.
         return ById(cell)
-    return _value_key(contents, above)
+    return _value_key(contents, above, code)
 
 
-def _items_key(items: dict[str, Any], above: tuple[int, ...]) -> Hashable:
-    return tuple((name, _value_key(item, above)) for name, item in items.items())
+def _items_key(
+    items: dict[str, Any], above: tuple[int, ...], code: CodeType | None = None
+) -> Hashable:
+    return tuple((name, _value_key(item, above, code)) for name, item in items.items())
 
 
 def value_key(value: object) -> Hashable:
     """Return a key that keeps apart what `==` does not: True and 1, 0.0 and -0.0.
 
-    Tuples and frozen dataclasses are taken apart, functions go by `key_of`, other
-    hashable values by type and value, and the rest by identity (kept alive).
+    Tuples, frozen dataclasses and small containers are taken apart, functions go by
+    `key_of`, other hashable values by type and value, and the rest by identity (kept
+    alive).
     """
     return _value_key(value, ())
 
 
-def _value_key(value: Any, above: tuple[int, ...]) -> Hashable:
+def _value_key(
+    value: Any, above: tuple[int, ...], code: CodeType | None = None
+) -> Hashable:
     if isinstance(value, _PLAIN):
         return (type(value), value)
     if isinstance(value, Number):
         return (type(value), repr(value))
     if isinstance(value, tuple):
-        return (type(value), tuple(_value_key(item, above) for item in value))
+        return (type(value), tuple(_value_key(item, above, code) for item in value))
     if isinstance(value, frozenset):
         return (type(value), tuple(sorted(map(repr, value))), value)
     if isinstance(value, FunctionType | MethodType | functools.partial):
         return _function_key(value, above)
     if id(value) in above:
         return ("itself", len(above) - above.index(id(value)))
-    return _object_key(value, (*above, id(value)))
+    return _object_key(value, (*above, id(value)), code)
 
 
-def _object_key(value: Any, above: tuple[int, ...]) -> Hashable:
+def _object_key(
+    value: Any, above: tuple[int, ...], code: CodeType | None = None
+) -> Hashable:
     if isinstance(value, type):
         return value
     try:
         hash(value)
     except TypeError:
-        return ById(value)
+        return _held_key(value, above, code)
     if is_dataclass(value):
         held = (getattr(value, field.name) for field in fields(value))
         return (type(value), value, tuple(_value_key(item, above) for item in held))
     return (type(value), value)
+
+
+def _held_key(value: Any, above: tuple[int, ...], code: CodeType | None) -> Hashable:
+    """What may change where it is: what it holds, where that is told soon enough."""
+    kind: Any = type(value)
+    if kind not in CHANGING or (code is not None and changes(code, kind)):
+        return ById(value)
+    if not is_small(value, ITEMS_MAX, BYTES_MAX):
+        return ById(value)
+    if kind is np.ndarray:
+        digest = blake2b(value.tobytes(), digest_size=16).digest()
+        return (kind, value.dtype, value.shape, digest)
+    if kind is dict:
+        items = [
+            (_value_key(name, above, code), _value_key(item, above, code))
+            for name, item in value.items()
+        ]
+        return (kind, tuple(items))
+    keys = [_value_key(item, above, code) for item in value]
+    return (kind, frozenset(keys) if kind is set else tuple(keys))
+
+
+def is_small(value: Any, items_max: int, bytes_max: int) -> bool:
+    """Tell whether containers and arrays, with those inside, hold no more than that."""
+    waiting, items, nbytes = [value], 0, 0
+    while waiting:  # Each item counts, also again and again.
+        one = waiting.pop()
+        if isinstance(one, np.ndarray):
+            nbytes += one.nbytes
+            if nbytes > bytes_max or one.dtype.hasobject:
+                return False
+        elif isinstance(one, list | tuple | dict | set | frozenset):
+            items += len(one)
+            if items > items_max:
+                return False
+            waiting.extend([*one, *one.values()] if isinstance(one, dict) else one)
+    return True
+
+
+@functools.lru_cache(maxsize=4096)
+def changes(code: CodeType, kind: Hashable) -> bool:
+    """Tell whether code, or code in it, may change something of that kind in place."""
+    if any(name in CHANGING[kind] for name in code.co_names):
+        return True
+    if any(one.opname in _STORING for one in dis.get_instructions(code)):
+        return True
+    inner = [const for const in code.co_consts if isinstance(const, CodeType)]
+    return any(changes(one, kind) for one in inner)
 
 
 def code_of(fn: Any) -> CodeType | None:

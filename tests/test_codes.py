@@ -21,13 +21,22 @@ SOURCE = '''
 import functools
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 SCALE = 2.0
 COUNT = 0
+W = np.arange(3)
+B = jnp.array([7.5, 8.5], "float32")
+CONF = {"rates": [0.1, 0.2], "on": {"u", "v"}}
+SEEN = []
 
 def helper(x):
     """What it is for."""
-    return jnp.tanh(x) * SCALE
+    noted(x)
+    return jnp.tanh(x) * SCALE * W * B * CONF["rates"][0]
+
+def noted(x):
+    SEEN.append(x)
 
 def counted(x):
     global COUNT
@@ -83,9 +92,17 @@ OTHERS = (
     ("y ** n", "y * n"),
     ('{"a", "b"}', '{"a", "c"}'),
     ("jnp.tanh", "jnp.sinh"),
+    ("arange(3)", "arange(4)"),
+    ("arange(3)", "arange(3.0)"),
+    ("arange(3)", "arange(3)[::-1]"),
+    ("8.5", "8.25"),
+    ("0.2]", "0.3]"),
+    ('"rates": [0.1, 0.2]', '"rates": (0.1, 0.2)'),
+    ('"v"', '"w"'),
 )
 SAME = (
     ("COUNT = 0", "COUNT = 7"),
+    ("SEEN = []", "SEEN = [1]"),
     ("What it is for.", "What it is not for."),
     ("Its text.", "Another text."),
     ("import functools\n", "import functools\n\n\n# A comment.\n"),
@@ -181,6 +198,10 @@ def test_a_worker_with_another_version_of_a_module_computes_nothing_by_its_names
 import jax.numpy as jnp, jdag
 
 RATE = 2.0
+TABLE = {"rate": [2.0]}
+
+def tabled(x):
+    return TABLE["rate"][0] * x
 
 def scaled(x):
     return RATE * x
@@ -199,11 +220,12 @@ def runs(ctx, x):
     monkeypatch.syspath_prepend(tmp_path)
     old = importlib.import_module("two_versions")
     file.write_text(source.replace("RATE = 2.0", "RATE = 2.5  # Another one."))
+    old.TABLE["rate"][0] = 5.0
     x = jnp.arange(3.0)
     other = "two_versions:{}, or what it uses of its package, is other code here than"
     with jdag.launch(["a", "b"], allow=["two_versions"]) as cluster:
         leaf = cluster.put("b", x)
-        for name in ("scaled", "runs"):
+        for name in ("scaled", "tabled", "runs"):
             with (
                 pytest.raises(JdagError, match=other.format(name)),
                 cluster.context() as ctx,

@@ -1,16 +1,20 @@
 """What a function is to a cache, how it is named, and where it is called from."""
 
+import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jdag.errors import JdagError
 from jdag.functions import (
     _PACKAGE,
+    BYTES_MAX,
+    ITEMS_MAX,
     CallSite,
     call_site,
     code_of,
@@ -111,9 +115,70 @@ def test_frozen_sets_and_frozen_dataclasses_are_taken_apart() -> None:
 
 
 def test_what_cannot_be_hashed_counts_by_identity_and_is_kept_alive() -> None:
-    held = [1.0]
+    held = [1.0] * (ITEMS_MAX + 1)
     assert key_of(closing_over(held)) == key_of(closing_over(held))
-    assert key_of(closing_over(held)) != key_of(closing_over([1.0]))
+    assert key_of(closing_over(held)) != key_of(closing_over(list(held)))
+
+
+@pytest.mark.parametrize("make", MAKERS[:-1])  # A dataclass of these has no hash.
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ([1.0, "a"], [1, "a"]),
+        ({"k": [2]}, {"k": [3]}),
+        ({"k": 2, "l": 3}, {"l": 3, "k": 2}),
+        ({1, 2}, {1, 3}),
+        (np.zeros(3), np.array([0.0, -0.0, 0.0])),
+        (np.zeros(3), np.zeros((3, 1))),
+        (np.zeros(3, np.float32), np.zeros(3, np.int32)),
+        ([np.arange(3)], [np.arange(1, 4)]),
+        ((np.arange(3),), (np.arange(1, 4),)),
+    ],
+    ids=repr,
+)
+def test_small_containers_and_arrays_count_by_what_they_hold(
+    make: Any, one: Any, other: Any
+) -> None:
+    same, before = copy.deepcopy(one), key_of(make(one))
+    assert same is not one and key_of(make(same)) == before
+    assert hash(key_of(make(same))) == hash(before)
+    assert key_of(make(other)) != before
+
+
+def test_an_array_that_changed_in_place_makes_another_key() -> None:
+    held, large = np.ones(3), np.ones(BYTES_MAX // 8 + 1)
+    before = key_of(closing_over(held)), key_of(closing_over(large))
+    held[:] = large[:] = 5
+    assert key_of(closing_over(held)) != before[0]
+    assert key_of(closing_over(large)) == before[1]
+
+
+def test_what_the_code_itself_may_change_counts_by_identity() -> None:
+    notes: list[int] = []
+    table: dict[int, int] = {}
+
+    def noting(x: Any) -> Any:
+        def inner() -> None:
+            notes.append(1)
+
+        inner()
+        return x
+
+    def storing(x: Any) -> Any:
+        table[0] = 1
+        return x
+
+    for fn in (noting, storing):
+        before = key_of(fn)
+        fn(1)
+        assert key_of(fn) == before
+    assert notes and table
+
+
+def test_a_list_that_holds_itself_has_a_key() -> None:
+    held: list[Any] = [1]
+    held.append(held)
+    assert key_of(closing_over(held)) == key_of(closing_over(held))
 
 
 def test_different_code_makes_other_keys() -> None:

@@ -6,9 +6,9 @@ ahead of that, once, and who finds a function by a name holds it to what was tol
 
 The digest is of what is loaded, not of a file, which may have been changed since: of
 the function's code, of its defaults and closure, and of what of its own package it may
-name, as far as that is functions, classes, numbers and texts; not of what lists, dicts
-and other objects hold, nor of globals that it changes itself. Other packages are held
-to their versions by the handshake.
+name: functions, classes, numbers, texts, arrays, and what lists, dicts and sets hold of
+these, up to a bound. Not of what other objects hold, nor of what it changes itself.
+Other packages are held to their versions by the handshake.
 """
 
 import dis
@@ -19,14 +19,19 @@ from hashlib import blake2b, sha256
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from jdag.compute.exported import Definition
 from jdag.errors import JdagError, ProtocolError
-from jdag.functions import name_of
+from jdag.functions import CHANGING, changes, is_small, name_of
 from jdag.wire.trees import Named, Node, Part
 
 _HEAD = b"codes of functions\n"
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 _PARTS_MAX = 10_000  # Of what one function may name.
+_ITEMS_MAX, _BYTES_MAX = 10_000, 1 << 24  # Of one global; beyond, its size alone.
 _NAMES_MAX = 4096  # Of functions of which it was told.
 # Where pytest has put its own in the place of an assertion, code is not as written.
 _REWRITTEN = "@py"
@@ -117,7 +122,7 @@ class _Walk:
                 held = cell.cell_contents
             except ValueError:  # Not filled yet.
                 continue
-            yield from self.parts(held)
+            yield from self._of_held(held, fn.__code__)
         names = tuple(dict.fromkeys(_names(fn.__code__)))
         spaces = [fn.__globals__]
         for name in names:
@@ -133,7 +138,30 @@ class _Walk:
                     continue
                 if not isinstance(space[name], ModuleType):
                     yield f"global {name}"
-                    yield from self.parts(space[name])
+                    yield from self._of_held(space[name], fn.__code__)
+
+    def _of_held(self, value: Any, code: CodeType) -> Iterator[str]:
+        """What a function holds or reads, if it does not change that itself."""
+        kind: Any = type(value)
+        if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
+            yield f"array {value.dtype} {value.shape}"
+            if not jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+                yield _bytes_of(np.asarray(value))
+        elif kind not in CHANGING:
+            yield from self.parts(value)
+        elif not changes(code, kind):
+            is_array = kind is np.ndarray
+            yield f"{kind.__name__} {value.shape if is_array else len(value)}"
+            if not is_small(value, _ITEMS_MAX, _BYTES_MAX):
+                return
+            if is_array:
+                yield f"{value.dtype} {_bytes_of(value)}"
+                return
+            items = sorted(value, key=repr) if kind is set else value
+            for item in items:
+                yield from self._of_held(item, code)
+                if kind is dict:
+                    yield from self._of_held(value[item], code)
 
     def _of_code(self, code: CodeType, doc: str | None = None) -> Iterator[str]:
         """What code does; neither where it is written nor what is said of it."""
@@ -154,6 +182,10 @@ def _stored(code: CodeType) -> tuple[str, ...]:
     inner = [const for const in code.co_consts if isinstance(const, CodeType)]
     own = [one.argval for one in dis.get_instructions(code) if one.opname == _STORES]
     return (*own, *[name for one in inner for name in _stored(one)])
+
+
+def _bytes_of(array: Any) -> str:
+    return sha256(array.tobytes()).hexdigest() if array.nbytes <= _BYTES_MAX else ""
 
 
 def _module_of(value: Any) -> str:
@@ -257,7 +289,9 @@ class Codes:
         if digest and digest != told:
             raise JdagError(
                 f"{name_of(found)}, or what it uses of its package, is other code here "
-                "than where it was named: the module has to be the same on both sides, "
-                "and a worker that was started before a change has to be started anew"
+                "than where it was named, or has other values: the module has to be "
+                "the same on both sides, and a worker that was started before a change "
+                "has to be started anew. What is random, or is changed by a program, "
+                "is not the same: pass it as an argument"
             )
         self._checked[name] = told, id(found)  # It is of a module, and lives on.
