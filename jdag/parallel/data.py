@@ -20,11 +20,13 @@ from jdag.compute.pairs import CACHE
 from jdag.compute.pytrees import is_static
 from jdag.errors import JdagError, unusable
 from jdag.functions import is_unjitted, key_of
-from jdag.parallel.apply import call_of, merged, tracked_of
+from jdag.parallel.apply import Call, call_of, merged, tracked_of
 from jdag.parallel.devices import Device, device_of, devices_of
 from jdag.parallel.dispatch import Each, Plan, Task
 from jdag.parallel.movement import chunk_sizes, rows_of
+from jdag.parallel.processes import given_by_all, processes_of
 from jdag.parallel.program import ByPmap, ByShardMap, OneProgram
+from jdag.parallel.wide import Wide, terms_of, together
 
 WHAT = "data_parallel"
 HOW = ("pmap", "shard_map", "each")
@@ -51,12 +53,16 @@ def data_parallel(  # noqa: PLR0913 - as PyTorch has it, and ours by keyword.
     have `ceil(n / k)` of n rows for k devices; where rows do not suffice for all, there
     are fewer replicas.
 
+    The devices may be those of several processes; `jdag.parallel` says what is then
+    whose, and how exact sums are.
+
     Args:
         fn: a pure function of parameters and rows; it is jitted, or, marked by
             `jdag.unjitted`, called as it stands on every device.
         params: a pytree of arrays, replicated; what is no array is part of `fn`.
         x: a pytree of arrays with as many rows each along `dim`.
-        devices: names or devices; None is all of this process.
+        devices: names or devices; None is all of this process. Of several processes
+            these are as many of each.
         output_device: where outputs go; None is the first device.
         dim: the dimension that rows are counted along, in outputs as well.
         axis_name: a name for the axis of replicas, for a `fn` that reduces over all of
@@ -75,27 +81,21 @@ def data_parallel(  # noqa: PLR0913 - as PyTorch has it, and ours by keyword.
 
     Raises:
         JdagError: what is wrong with the devices, with x or with `how`; an output is no
-            array or cannot be joined.
+            array or cannot be joined; processes do not do the same.
+        WorkerLost: another process has ended.
         Exception: what `fn` raised.
     """
-    chosen = devices_of(devices, WHAT)
+    processes = processes_of(devices, WHAT)
+    chosen = devices_of(devices, WHAT) if processes is None else processes.own
     target = chosen[0] if output_device is None else device_of(output_device, WHAT)
     rows = () if axis_name is None else (jnp.float32(0),)  # Stands for what is given.
     call = call_of(fn, (params, x, *rows), WHAT)
     arrays = call.arrays[: len(call.arrays) - len(rows)]
-    shared, sizes, along = _rows(arrays, x, dim, len(chosen))
-    task = Task(
-        call.fn,
-        call.template,
-        tuple(map(aval_of, arrays)),
-        tracked_of(arrays),
-        shared,
-        sizes,
-        along,
-        chosen[: len(sizes)],
-        axis_name,
-        has_aux,
-    )
+    task = _task(call, arrays, x, dim, chosen, (axis_name, has_aux))
+    if processes is not None:
+        task = together(task, processes)
+        mine = arrays[: task.shared]
+        arrays[: task.shared] = given_by_all(mine, processes, terms_of(task))
     function = key_of(task.fn), is_unjitted(task.fn)
     parts = (*function, *task[1:], _how(task, how), configuration())
     outputs = _outputs(_plan(_Key(parts, task)), task.tracked, arrays, target)
@@ -124,10 +124,15 @@ def row_mean(x: Any, rows: Any, axis_name: str) -> Any:
     return (total / count.astype(wide)).astype(x.dtype)
 
 
-def _rows(
-    arrays: Sequence[Any], x: Any, dim: int, devices: int
-) -> tuple[int, tuple[int, ...], int]:
-    """How many arrays come before those of x, the sizes of chunks, and the dim."""
+def _task(
+    call: Call,
+    arrays: Sequence[Any],
+    x: Any,
+    dim: int,
+    devices: tuple[jax.Device, ...],
+    options: tuple[str | None, bool],
+) -> Task:
+    """What is to be done with these arrays, the last of which are those of x."""
     taken = len([leaf for leaf in jtu.tree_leaves(x) if not is_static(leaf)])
     shared = len(arrays) - taken
     dims, rows = rows_of(x, arrays[shared:], dim, WHAT)
@@ -136,7 +141,18 @@ def _rows(
             f"{WHAT}: dim = {dim} is another dimension of each array of x, {dims}: "
             "count it from the start"
         )
-    return shared, chunk_sizes(rows, devices), dims[0]
+    sizes = chunk_sizes(rows, len(devices))
+    return Task(
+        call.fn,
+        call.template,
+        tuple(map(aval_of, arrays)),
+        tracked_of(arrays),
+        shared,
+        sizes,
+        dims[0],
+        devices[: len(sizes)],
+        *options,
+    )
 
 
 def _how(task: Task, how: str | None) -> str:
@@ -156,7 +172,12 @@ def _how(task: Task, how: str | None) -> str:
                 f"axis_name = {task.axis_name!r} is for a function that reduces over "
                 "all: leave one of them out"
             )
-        return how or "pmap"
+        if task.processes is not None and how == "pmap":
+            raise JdagError(
+                "data_parallel: how = 'pmap' with an axis_name is for the devices of "
+                "one process: over several it is 'shard_map', or None"
+            )
+        return how or ("pmap" if task.processes is None else "shard_map")
     if how in ("pmap", "shard_map") and not equal:
         raise JdagError(
             f"data_parallel: how = {how!r} takes chunks of one size, and these have "
@@ -200,6 +221,8 @@ def _plan(key: _Key) -> Plan:
     if how == "each":  # Its pairs are counted where they are kept.
         return Each(task)
     CACHE.count(task.fn, key[0])
+    if task.everywhere:
+        return OneProgram(task, partial(Wide, task=task))
     return OneProgram(task, ByPmap if how == "pmap" else ByShardMap)
 
 

@@ -29,16 +29,20 @@ def devices_of(devices: Sequence[Device] | None, what: str) -> tuple[jax.Device,
             f"{what}: devices = {devices!r}: allowed are a list of devices, such as "
             f"[{', '.join(map(repr, available()[:2]))}], and None for all"
         )
-    found = tuple([device_of(device, what) for device in devices])
-    if not found:
+    if not devices:
         raise JdagError(
             f"{what}: no devices; it takes one or more of {', '.join(available())}, or "
             "None for all"
         )
-    for place, device in enumerate(found):
-        if device in found[:place]:
+    return distinct([device_of(device, what) for device in devices], what)
+
+
+def distinct(devices: Sequence[jax.Device], what: str) -> tuple[jax.Device, ...]:
+    """Return the devices; raise JdagError where one of them is there twice."""
+    for place, device in enumerate(devices):
+        if device in devices[:place]:
             raise JdagError(f"{what}: device {name_of(device)} is there twice")
-    return found
+    return tuple(devices)
 
 
 def device_of(device: Device, what: str) -> jax.Device:
@@ -52,7 +56,8 @@ def device_of(device: Device, what: str) -> jax.Device:
             return device
         raise JdagError(
             f"{what}: {device} belongs to process {device.process_index}, and this is "
-            f"process {jax.process_index()}, which has {', '.join(available())}"
+            f"process {jax.process_index()}, which has {', '.join(available())}; over "
+            "several processes there is data_parallel(devices=jax.devices())"
         )
     if device in available():
         return named(device)
@@ -70,5 +75,7 @@ def device_of(device: Device, what: str) -> jax.Device:
 
 def name_of(device: jax.Device) -> str:
     """Return the name of a device of this process, such as `cpu:1`."""
+    if device.process_index != jax.process_index():
+        return f"{device} of process {device.process_index}"
     index = jax.local_devices(backend=device.platform).index(device)
     return f"{device.platform}:{index}"

@@ -26,6 +26,7 @@ from jdag.errors import JdagError
 from jdag.functions import name_of
 from jdag.parallel.apply import Call, forward_all, pair_of, vjp_all
 from jdag.parallel.movement import added, check_joined, cut, joined
+from jdag.parallel.processes import Processes
 
 
 class Task(NamedTuple):
@@ -33,7 +34,8 @@ class Task(NamedTuple):
 
     The arrays of parameters come first (`shared` of them), then those with rows, which
     lie along `dim`; `sizes` are the rows of each chunk. A function that reduces over
-    replicas has an `axis_name`.
+    replicas has an `axis_name`. Over several `processes` all this is of this one, and
+    `everywhere` are the real rows of each replica of all.
     """
 
     fn: Callable[..., Any]
@@ -46,6 +48,8 @@ class Task(NamedTuple):
     devices: tuple[jax.Device, ...]
     axis_name: str | None = None
     has_aux: bool = False
+    processes: Processes | None = None
+    everywhere: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:

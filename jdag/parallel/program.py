@@ -206,7 +206,8 @@ class OneProgram:
 
     def __init__(self, task: Task, mapping: Callable[..., Mapping]) -> None:
         self._task = task
-        self._size = task.sizes[0]
+        self._reals = task.everywhere or task.sizes
+        self._size = max(self._reals)
         self._count = len(task.sizes)
         self._rows = task.rows
         self._lacking = self._size * self._count - task.rows
@@ -297,8 +298,8 @@ class OneProgram:
     def _args(self, shared: Sequence[Any], chunk: Sequence[Any]) -> list[Any]:
         if self._task.axis_name is None:
             return [*shared, *chunk]
-        first = jax.lax.axis_index(self._axis) * self._size
-        real = first + jnp.arange(self._size) < self._rows
+        count = jnp.asarray(self._reals)[jax.lax.axis_index(self._axis)]
+        real = jnp.arange(self._size) < count
         return [*shared, *chunk, real.astype(jnp.float32)]
 
     # ---- which output is what
