@@ -1,0 +1,60 @@
+"""One of two processes that work together: `process_child PORT NUMBER MODE`.
+
+It prints a line of JSON for each check: its name, what went wrong, what it returned.
+"""
+
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+
+def said(name: str, call: Callable[[], Any]) -> None:
+    """Run a check and print what came of it."""
+    wrong, value = "", None
+    try:
+        value = call()
+    except BaseException:
+        wrong = traceback.format_exc()
+    print(json.dumps({"name": name, "wrong": wrong, "value": value}), flush=True)
+
+
+def lost(text: str) -> None:
+    """The other process is gone, and this one is told so each time that it waits."""
+    import pytest  # noqa: PLC0415 - after JAX was told its processes.
+
+    from jdag.errors import WorkerLost  # noqa: PLC0415
+    from tests.parallel.process_checks import gradient  # noqa: PLC0415
+
+    with pytest.raises(WorkerLost, match=text):
+        gradient()
+    with pytest.raises(WorkerLost, match="one of the processes that work together is"):
+        gradient()
+
+
+def main(port: str, number: int, mode: str) -> None:
+    """Run all checks, or see what becomes of one process when the other leaves."""
+    jax.config.update("jax_enable_x64", True)
+    jax.distributed.initialize(f"127.0.0.1:{port}", 2, number)
+    from tests.parallel.process_checks import CHECKS, gradient  # noqa: PLC0415
+
+    if mode == "ends":
+        gradient()
+        if number == 1:
+            raise KeyError("mine")
+        said("ends", lambda: lost("the program of process 1 has ended"))
+        return
+    for name, check in CHECKS.items():
+        said(name, check)
+    if number == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    said("killed", lambda: lost("one of the 2 processes that work together is gone: "))
+    os._exit(0)  # JAX would wait for the other process.
+
+
+main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
