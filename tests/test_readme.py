@@ -15,6 +15,7 @@ import jdag
 from jdag.playing import play
 from jdag.scenario import load
 from jdag.sim.simulation import Simulation
+from tests.rpc_cases import free_address
 from tests.two_hosts import Hosts, two_hosts
 
 README = Path(__file__).parents[1] / "README.md"
@@ -52,7 +53,7 @@ def test_the_examples_run_as_printed(
     said, found = printed("cluster.run").splitlines()
     assert said == "trainer1 made contexts 3.1 to 3.50" and found == "[ 1. -2.  3.]"
     assert printed("cluster.save").endswith(" True\n")
-    assert printed("import data_parallel") == "(3, 4)\nTrue (4,)\n"
+    assert printed("def normed") == "(3, 4)\nTrue (4,)\n"
     assert printed("on_cotangent") == "w0 gained 2.0 on ps0\n"
     first, second, third = printed("timeout_s").splitlines()
     assert first.startswith("500000000 pass 1 took longer than timeout_s=0.5")
@@ -70,6 +71,28 @@ def printed_by(text: str, folder: Path) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_two_processes_print_the_gradient_of_all_rows(tmp_path: Path):
+    text = block("python", "num_processes")
+    (said,) = re.findall(r"# (\S+) on both", text)
+    address = str(free_address())
+    (tmp_path / "two.py").write_text(text.replace("127.0.0.1:8476", address))
+    both = [
+        subprocess.Popen(
+            [sys.executable, "two.py", number],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in ("0", "1")
+    ]
+    try:
+        found = [one.communicate(timeout=200)[0].splitlines()[-1] for one in both]
+    finally:
+        for one in both:
+            one.kill()
+    assert found == [said, said] and address != "127.0.0.1:8476"
 
 
 def test_real_workers_print_the_same_as_simulated_ones(tmp_path: Path):
