@@ -359,7 +359,7 @@ _USABLE: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "device": (lambda device: device is None or is_device(device), DEVICES),
     "env": (
         lambda env: env is None or _are_variables(env),
-        'texts by name, such as {"XLA_FLAGS": "--xla_dump_to=dump"}',
+        'texts by name, such as {"JAX_LOG_COMPILES": "1"}',
     ),
     "logs": (
         lambda logs: isinstance(logs, str | os.PathLike | None),

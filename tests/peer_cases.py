@@ -72,6 +72,9 @@ class Side:
         self.ends.append(why)
         peer.lose({"bye": "it is over"})
 
+    def exhausted(self, peer: Peer, why: str) -> None:
+        self.silent(peer, why)
+
 
 class Sides:
     """Both ends, on one loop."""

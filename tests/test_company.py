@@ -82,3 +82,29 @@ def test_who_sends_more_than_is_taken_is_told_how_much_that_is() -> None:
         )
         with pytest.raises(WorkerLost, match=said):
             leaf.fetch()
+
+
+def test_a_worker_that_gives_main_up_leaves_alone() -> None:
+    with cluster() as c:
+        c.nodes["b"].company.peers["a"].inbox._value_bytes_max = 1_000
+        leaf = c.put("b", np.zeros(1_000))
+        with pytest.raises(WorkerLost, match="'b' has given it up: it broke the proto"):
+            leaf.fetch()
+        assert c.put("c", np.ones(3)).fetch().tolist() == [1.0, 1.0, 1.0]
+        assert c.info()["b"]["lost"] and not c.info()["c"]["lost"]
+
+
+def test_a_worker_without_memory_for_a_value_leaves_alone() -> None:
+    class NoneLeft:
+        def aligned(self, nbytes: int) -> memoryview:
+            raise MemoryError(f"{nbytes} bytes")
+
+    with cluster() as c:
+        inbox = c.nodes["b"].company.peers["a"].inbox
+        inbox._buffers = NoneLeft()
+        leaf = c.put("b", np.zeros(100_000))
+        said = "'b'.*it has no memory for what was sent: 800000 bytes"
+        with pytest.raises(WorkerLost, match=said):
+            leaf.fetch()
+        assert c.put("c", np.ones(3)).fetch().tolist() == [1.0, 1.0, 1.0]
+        assert c.info()["b"]["lost"] and not c.info()["c"]["lost"]

@@ -52,6 +52,7 @@ LAYERS = (
     ("playing",),
     ("hosting",),
     ("cli",),
+    ("__main__",),
     ("__init__",),
 )
 RANK = {unit: rank for rank, row in enumerate(LAYERS) for unit in row}

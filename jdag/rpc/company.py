@@ -319,6 +319,19 @@ class Company:
         """A peer is not there any more, or does what none does."""
         self._lose(peer, why)
 
+    def exhausted(self, peer: Peer, why: str) -> None:
+        """This node has no memory for what a peer sends; see `jdag.rpc.peer.Owner`.
+
+        So it leaves, and all others live on; main, which is the session, loses the
+        peer.
+        """
+        if self._place.worker == self._place.main:
+            self._lose(peer, f"there is no place for what it sent: {why}")
+        elif not self.stopping.is_set():
+            _log.warning("worker %r leaves the session: %s", self._worker, why)
+            self.close(why)
+            self._host.given_up()
+
     def _lose(self, peer: Peer, why: str) -> None:
         if peer.lost or self.stopping.is_set():
             return
@@ -328,6 +341,9 @@ class Company:
         gone = {"gone": peer.name, "incarnation": peer.incarnation, "why": why}
         peer.lose(gone)
         self.gone[peer.worker] = why
+        if peer.name == self._place.main:
+            # Main is the session: who loses it leaves, and whoever else does finds out.
+            gone = {"bye": f"it has lost {peer.name!r}: {why}"[:WHY_MAX]}
         for other in tuple(self.peers.values()):
             other.aside(gone)
         self._host.left(peer.worker, why)

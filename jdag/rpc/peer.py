@@ -62,6 +62,9 @@ class Owner(Protocol):
     def silent(self, peer: "Peer", why: str) -> None:
         """The peer is to be given up."""
 
+    def exhausted(self, peer: "Peer", why: str) -> None:
+        """This node cannot take what the peer sends, and is to be given up."""
+
 
 class Peer:
     """This node's end of its pair with the node of that name and incarnation.
@@ -321,6 +324,8 @@ class Peer:
             heard = self.inbox.read(self.stream)
         except JdagError as error:  # What it sent is no frame, or no message.
             self._owner.silent(self, f"it broke the protocol: {error}")
+        except MemoryError as error:  # Not its doing; nobody can go on from here.
+            self._owner.exhausted(self, f"it has no memory for what was sent: {error}")
         except (ConnectionError, OSError) as error:
             self._break(error)
         except Exception as error:  # Whatever it made of this node is its doing.
