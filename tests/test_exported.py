@@ -17,6 +17,7 @@ from jdag.compute import exported as module
 from jdag.compute.avals import aval_of
 from jdag.compute.duals import Dual
 from jdag.compute.exported import Definition, Header, Program, exported
+from jdag.compute.moves import moved
 from jdag.compute.pairs import Pair, pair
 from jdag.compute.pytrees import split
 from jdag.errors import JdagError
@@ -194,6 +195,9 @@ def test_what_calls_python_cannot_be_exported() -> None:
     plain = unjitted(lambda x: x)
     with pytest.raises(JdagError, match="is not jitted, as StableHLO would be"):
         exported(made(plain, array(3))[0])
+    moving = made(lambda x: moved([x], jax.devices())[0], array(3))[0]
+    with pytest.raises(JdagError, match="is not jitted, since it moves arrays, as St"):
+        exported(moving)
 
 
 @jax.custom_vjp

@@ -25,6 +25,7 @@ from jdag.compute.avals import Aval, aval_from, aval_of
 from jdag.compute.jaxprs import has_callback
 from jdag.compute.tracing import Returned, Traced, as_jax, vjp_of
 from jdag.errors import JdagError, ProtocolError
+from jdag.functions import is_unjitted
 from jdag.wire.arrays import ARRAY_TYPES
 from jdag.wire.cursors import Reader, Writer
 from jdag.wire.encoding import (
@@ -104,7 +105,8 @@ def exported(pair: Any) -> Definition:
             export; says why.
     """
     if pair.source.unjitted:
-        raise JdagError(f"{pair.name} is not jitted, as StableHLO would be")
+        why = "" if is_unjitted(pair.source.fn) else ", since it moves arrays"
+        raise JdagError(f"{pair.name} is not jitted{why}, as StableHLO would be")
     found: list[Returned] = []
     body = pair.source.forward(pair.tracked, jax.jit)
 
