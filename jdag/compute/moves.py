@@ -60,11 +60,15 @@ def moved(arrays: Sequence[Any], targets: Sequence[Target]) -> list[Any]:
 
 def home_of(value: Any) -> Target:
     """Return where an array lives, or what a tracer stands for; None if not known."""
-    while isinstance(value, jax.core.Tracer):
-        if not hasattr(value, "primal"):  # Those of grad, vjp and jvp have one.
-            return None
-        value = value.primal
+    value = array_behind(value)
     return value.device if isinstance(value, jax.Array) else None
+
+
+def array_behind(value: Any) -> Any:
+    """Return the array that a tracer of grad, vjp or jvp stands for; None of others."""
+    while isinstance(value, jax.core.Tracer):
+        value = getattr(value, "primal", None)
+    return value
 
 
 def outside(program: Callable[..., Any]) -> Callable[..., Any]:

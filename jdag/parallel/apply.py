@@ -15,7 +15,7 @@ import jax
 import jax.tree_util as jtu
 
 from jdag.compute.avals import Aval, aval_of
-from jdag.compute.moves import home_of, moved
+from jdag.compute.moves import array_behind, home_of, moved
 from jdag.compute.pairs import Pair, pair
 from jdag.compute.pytrees import Static, Template, called, is_static, template_of
 from jdag.errors import JdagError, kind_of
@@ -41,14 +41,15 @@ def parallel_apply(
         fns: pure functions of pytrees of arrays and statics; they are jitted.
         inputs: for each function its argument; a tuple is all of its arguments.
         devices: for each function where it runs and leaves its outputs. None: where its
-            input lives.
+            input lives, which is where those of its arrays are that were put on a
+            device.
 
     Returns:
         What each function returned: pytrees of arrays.
 
     Raises:
         JdagError: there are not as many inputs, or devices, as functions; an output is
-            no array; what is wrong with the devices.
+            no array; what is wrong with the devices; an input lives on two.
         Exception: what a function raised, with a note of which replica it was.
     """
     what = "parallel_apply"
@@ -71,9 +72,10 @@ def parallel_apply(
         for fn, given in zip(fns, inputs, strict=True)
     ]
     args, homes = [], []
-    for call, target in zip(calls, targets, strict=True):
-        args.append(moved(call.arrays, [target] * len(call.arrays)))
-        homes.append(target or next(map(home_of, call.arrays), None))
+    for number, (call, target) in enumerate(zip(calls, targets, strict=True)):
+        home = target or _home(call.arrays, number)
+        args.append(moved(call.arrays, [home] * len(call.arrays)))
+        homes.append(home)
     pairs = tuple(
         [_pair_or_error(call, where) for call, where in zip(calls, args, strict=True)]
     )
@@ -152,6 +154,28 @@ def tracked_of(arrays: Sequence[Any]) -> tuple[bool, ...]:
     return tuple(
         [isinstance(a, jax.core.Tracer) and aval_of(a).inexact for a in arrays]
     )
+
+
+def _home(arrays: Sequence[Any], number: int) -> Any:
+    """Return where an input lives; None where it is not known.
+
+    Raises:
+        JdagError: its arrays were put on two devices.
+    """
+    homes = [home_of(array) for array in arrays]
+    put = [
+        (place, home)
+        for place, home in enumerate(homes)
+        if home is not None and array_behind(arrays[place]).committed
+    ]
+    for place, home in put:
+        if home != put[0][1]:
+            raise JdagError(
+                f"parallel_apply: array {put[0][0]} of input {number} lives on "
+                f"{put[0][1]} and array {place} on {home}: put them on one device, or "
+                "say where it runs (devices=)"
+            )
+    return put[0][1] if put else next(iter(homes), None)
 
 
 class Failed:

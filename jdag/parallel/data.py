@@ -6,7 +6,7 @@ gathered; gradients of the replicas are added where the parameters live, in orde
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ def data_parallel(  # noqa: PLR0913 - as PyTorch has it, and ours by keyword.
     x: Any,
     devices: Sequence[Device] | None = None,
     output_device: Device | None = None,
-    dim: int = 0,
+    dim: SupportsIndex = 0,
     *,
     axis_name: str | None = None,
     has_aux: bool = False,
@@ -48,10 +48,11 @@ def data_parallel(  # noqa: PLR0913 - as PyTorch has it, and ours by keyword.
 ) -> Any:
     """Apply `fn(params, x)` to chunks of x, one on each device, and join the outputs.
 
-    It can be differentiated by `jax.grad` and `jax.vjp`, by params and by x. Gradients
-    of the parameters are added where these live, in the order of the devices. Chunks
-    have `ceil(n / k)` of n rows for k devices; where rows do not suffice for all, there
-    are fewer replicas.
+    It can be differentiated by `jax.grad` and `jax.vjp`, by params and by x, and that
+    again, by `jax.jvp` too; not by `jax.jacrev` and `jax.hessian`, which are `jax.vmap`
+    inside. Gradients of the parameters are added where these live, in the order of the
+    devices. Chunks have `ceil(n / k)` of n rows for k devices; where rows do not
+    suffice for all, there are fewer replicas.
 
     The devices may be those of several processes; `jdag.parallel` says what is then
     whose, and how exact sums are.
@@ -115,7 +116,15 @@ def row_mean(x: Any, rows: Any, axis_name: str) -> Any:
 
     Returns:
         (...), of the dtype of x; the same on each replica.
+
+    Raises:
+        JdagError: x has integers, which a mean would be cut to.
     """
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        raise JdagError(
+            f"row_mean takes floats, not {aval_of(x)}: convert it, as by "
+            "x.astype(jnp.float32)"
+        )
     shape = (-1,) + (1,) * (x.ndim - 1)
     real = jnp.where(rows.reshape(shape) > 0, x, 0)
     wide = jnp.promote_types(x.dtype, jnp.float32)
@@ -128,7 +137,7 @@ def _task(
     call: Call,
     arrays: Sequence[Any],
     x: Any,
-    dim: int,
+    dim: SupportsIndex,
     devices: tuple[jax.Device, ...],
     options: tuple[str | None, bool],
 ) -> Task:
@@ -157,6 +166,8 @@ def _task(
 
 def _how(task: Task, how: str | None) -> str:
     equal = len(set(task.sizes)) == 1
+    if not isinstance(task.axis_name, str | None):
+        raise JdagError(unusable("axis_name", task.axis_name, "a str, or None"))
     if how is not None and how not in HOW:
         raise JdagError(unusable("how", how, " or ".join(map(repr, HOW))))
     if is_unjitted(task.fn) and (task.axis_name is not None or how not in EACH):

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 import jax
+import numpy as np
 
 from jdag.compute.devices import available, named
 from jdag.errors import JdagError
@@ -16,7 +17,7 @@ def devices_of(devices: Sequence[Device] | None, what: str) -> tuple[jax.Device,
     """Return the devices that are meant; None is all that this process has.
 
     Args:
-        devices: names or devices, each once.
+        devices: names or devices, each once, in a list or a vector of numpy.
         what: the function that was given them, for errors.
 
     Raises:
@@ -24,6 +25,8 @@ def devices_of(devices: Sequence[Device] | None, what: str) -> tuple[jax.Device,
     """
     if devices is None:
         return tuple(jax.local_devices())
+    if isinstance(devices, np.ndarray | np.flatiter):  # As meshes have them.
+        devices = list(np.ravel(devices)) if np.ndim(devices) == 1 else devices
     if isinstance(devices, str | jax.Device) or not isinstance(devices, Sequence):
         raise JdagError(
             f"{what}: devices = {devices!r}: allowed are a list of devices, such as "

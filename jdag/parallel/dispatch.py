@@ -108,9 +108,15 @@ class Each:
     def __init__(self, task: Task) -> None:
         call = Call(task.fn, task.template, [])
         self._task = task
-        self._pairs = tuple(
-            [pair_of(call, task.chunk(size), task.tracked) for size in task.sizes]
-        )
+        pairs = []
+        for number, size in enumerate(task.sizes):
+            try:
+                pairs.append(pair_of(call, task.chunk(size), task.tracked))
+            except Exception as error:  # Of the user's function: whatever it likes.
+                last = len(task.sizes) - 1
+                error.add_note(f"It was raised by replica {number} of 0 to {last}.")
+                raise
+        self._pairs = tuple(pairs)
         first = task.outputs_of(self._pairs[0].out_tree)
         self._joined = first.num_leaves
         for number, made in enumerate(self._pairs):

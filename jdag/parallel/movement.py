@@ -7,8 +7,8 @@ the order of the copies, all leaves in one call.
 
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
-from operator import add
-from typing import Any
+from operator import add, index
+from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +56,7 @@ def replicate(params: Any, devices: Sequence[Device] | None = None) -> tuple[Any
 
 
 def scatter(
-    x: Any, devices: Sequence[Device] | None = None, dim: int = 0
+    x: Any, devices: Sequence[Device] | None = None, dim: SupportsIndex = 0
 ) -> tuple[Any, ...]:
     """Cut arrays into chunks along a dimension, one for each device, on it.
 
@@ -89,12 +89,14 @@ def scatter(
     )
 
 
-def gather(xs: Sequence[Any], device: Device | None = None, dim: int = 0) -> Any:
+def gather(
+    xs: Sequence[Any], device: Device | None = None, dim: SupportsIndex = 0
+) -> Any:
     """Join chunks along a dimension, on one device.
 
     Args:
         xs: pytrees of arrays, of one structure. Scalars, such as losses of replicas,
-            become a vector.
+            become a vector, whatever the dimension.
         device: where; None is the default device.
         dim: the dimension; a negative one counts from the end.
 
@@ -106,14 +108,15 @@ def gather(xs: Sequence[Any], device: Device | None = None, dim: int = 0) -> Any
             dimension, their shapes differ; no such dimension; no such device.
     """
     target = named(None) if device is None else device_of(device, "gather")
+    which = whole(dim, "gather")
     flat, form = _alike(xs, "gather", "chunk")
     for place, parts in enumerate(zip(*flat, strict=True)):
-        check_joined(parts, dim, f"gather: leaf {_path(xs[0], place)}")
+        check_joined(parts, which, f"gather: leaf {_path(xs[0], place)}")
     there = moved(
         [array for arrays in flat for array in arrays], [target] * sum(map(len, flat))
     )
     size = len(flat[0])
-    return form.rebuild([joined(there[place::size], dim) for place in range(size)])
+    return form.rebuild([joined(there[place::size], which) for place in range(size)])
 
 
 def reduce_add(replicas: Sequence[Any], device: Device | None = None) -> Any:
@@ -125,12 +128,22 @@ def reduce_add(replicas: Sequence[Any], device: Device | None = None) -> Any:
         replicas: pytrees of arrays, of one structure, with equal shapes and dtypes.
         device: where; None is where each leaf of the first lives.
 
+    Returns:
+        A pytree like each of them. What is no array is that of the first.
+
     Raises:
-        JdagError: there are none; structures, shapes or dtypes differ: names both.
+        JdagError: there are none; structures, shapes or dtypes differ: names both; a
+            leaf has no numbers, but bools or keys.
     """
     target = None if device is None else device_of(device, "reduce_add")
     flat, form = _alike(replicas, "reduce_add", "replica")
     first = [home_of(array) for array in flat[0]]
+    for place, array in enumerate(flat[0]):
+        if not jnp.issubdtype(array.dtype, jnp.number):
+            raise JdagError(
+                f"reduce_add adds numbers, and leaf {_path(replicas[0], place)} is "
+                f"{aval_of(array).strong}"
+            )
     for number, arrays in enumerate(flat):
         for place, array in enumerate(arrays):
             mine, others = aval_of(array).strong, aval_of(flat[0][place]).strong
@@ -183,7 +196,7 @@ def array_at(tree: Any, place: int, leaf: Any, what: str) -> Any:
 
 
 def rows_of(
-    tree: Any, arrays: Sequence[Any], dim: int, what: str
+    tree: Any, arrays: Sequence[Any], dim: SupportsIndex, what: str
 ) -> tuple[list[int], int]:
     """Return the dimension of each array that counts rows, and how many rows these are.
 
@@ -191,8 +204,7 @@ def rows_of(
         JdagError: there are no arrays; one is a scalar, has no such dimension, or has
             other rows than the first.
     """
-    if type(dim) is not int:
-        raise JdagError(f"{what}: dim = {dim!r}: allowed is an int")
+    which = whole(dim, what)
     if not arrays:
         raise JdagError(f"{what}: there is no array in what is to be cut into chunks")
     dims, counts = [], []
@@ -202,7 +214,9 @@ def rows_of(
                 f"{what}: leaf {_array_path(tree, place)} is {aval_of(array)}, a "
                 "scalar, which has no rows to be cut into chunks"
             )
-        dims.append(along(dim, array.ndim, f"{what}: leaf {_array_path(tree, place)}"))
+        dims.append(
+            along(which, array.ndim, f"{what}: leaf {_array_path(tree, place)}")
+        )
         counts.append(array.shape[dims[-1]])
         if counts[-1] != counts[0]:
             raise JdagError(
@@ -211,6 +225,18 @@ def rows_of(
                 "to have as many"
             )
     return dims, counts[0]
+
+
+def whole(dim: SupportsIndex, what: str) -> int:
+    """Return a dimension as Python's int; numpy's may be given.
+
+    Raises:
+        JdagError: it is none.
+    """
+    try:
+        return index(None if isinstance(dim, bool) else dim)  # type: ignore[arg-type]
+    except TypeError:
+        raise JdagError(f"{what}: dim = {dim!r}: allowed is an int") from None
 
 
 def along(dim: int, ndim: int, what: str) -> int:

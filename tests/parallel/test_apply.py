@@ -166,5 +166,21 @@ def test_what_closes_over_a_tracer_is_refused(closing):
         jax.grad(lambda w, p: jnp.sum(spread(lambda p, x: closing(w)(x), p, x)))(2.0, x)
 
 
+def test_an_input_lives_where_what_was_put_somewhere_is_and_not_on_two():
+    far = jax.device_put(array(3), jax.devices()[2])
+    (found,) = parallel_apply([jnp.multiply], [(jnp.float64(2), far)])
+    assert where(found) == ["cpu:2"]
+    other = jax.device_put(array(3), jax.devices()[4])
+    given = [(1.0, 2.0), (3.0, far, other)]
+    fns: list[Any] = [jnp.add, lambda n, a, b: n * a + b]
+    for wrong in (
+        lambda: parallel_apply(fns, given),
+        lambda: jax.vjp(lambda a: parallel_apply(fns[1:], [(3.0, a, other)]), far),
+    ):
+        with pytest.raises(JdagError, match=r"array 1 of input \d lives on .*2.* and "):
+            wrong()
+    assert where(parallel_apply(fns, given, names(2, 6))) == ["cpu:6", "cpu:7"]
+
+
 def test_nothing_at_all_gives_nothing():
     assert parallel_apply([], []) == []

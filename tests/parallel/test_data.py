@@ -368,6 +368,8 @@ def first(p: Any, x: Any) -> Any:
         ),
         (r"there is no array in what is to be cut", {"x": "rows"}),
         (r"leaf \[0\]: an object is no array", {"params": object()}),
+        (r"axis_name = 3: allowed is a str, or None", {"axis_name": 3}),
+        (r"dim = True: allowed is an int", {"dim": True}),
         (r"how = 'all': allowed is 'pmap' or 'shard_map' or 'each'", {"how": "all"}),
         (r"how = 'each' runs every replica by", {"how": "each", "axis_name": "r"}),
         (r"a call takes a function, not 3", {"fn": 3}),

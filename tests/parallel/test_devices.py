@@ -3,7 +3,9 @@
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from jdag.errors import JdagError
 from jdag.parallel.devices import device_of, devices_of, name_of
@@ -17,6 +19,14 @@ def test_names_and_devices_may_be_mixed_and_none_is_all():
     assert devices_of(None, "f") == D and len(D) == 8
     assert [name_of(device) for device in D] == names(8)
     assert [device_of(name, "f") for name in names(8)] == list(D)
+
+
+def test_the_devices_of_a_mesh_are_taken_as_it_has_them():
+    mesh: Any = Mesh(np.asarray(D[2:6]).reshape(2, 2), ("a", "b"))
+    assert devices_of(mesh.devices.flat, "f") == D[2:6]
+    assert devices_of(mesh.devices[1], "f") == D[4:6]
+    with pytest.raises(JdagError, match=r"dtype=object\): allowed are a list of"):
+        devices_of(mesh.devices, "f")
 
 
 @pytest.mark.parametrize(

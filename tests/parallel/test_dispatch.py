@@ -76,6 +76,19 @@ def test_replicas_that_return_other_structures_are_not_joined(full, last):
     close(both, (array(5), full(array(5)[:2])))
 
 
+@pytest.mark.parametrize("rows", [6, 5])
+def test_the_replica_that_raised_is_named(rows):
+    def fn(p: Any, x: Any) -> Any:
+        if len(x) == rows - 4:
+            raise KeyError("mine")
+        return x
+
+    with pytest.raises(KeyError, match="mine") as caught:
+        data_parallel(fn, {}, array(rows), names(3), how="each")
+    number = 0 if rows == 6 else 2
+    assert caught.value.__notes__[-1].endswith(f"by replica {number} of 0 to 2.")
+
+
 INSIDE = r"cannot move between devices inside of jax\.jit"
 
 

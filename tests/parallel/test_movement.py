@@ -223,6 +223,22 @@ def test_gradients_of_replicas_are_added_in_their_order():
             lambda: reduce_add([jnp.ones(3), jnp.ones(3, np.float32)]),
         ),
         (r"reduce_add takes a list .* one of each replica", lambda: reduce_add(())),
+        (
+            r"reduce_add adds numbers, and leaf \['w'\] is bool\[2\]",
+            lambda: reduce_add([{"w": jnp.ones(2, bool)}] * 3),
+        ),
+        (
+            r"reduce_add adds numbers, and leaf itself is key<fry>\[\]",
+            lambda: reduce_add([jax.random.key(0)] * 3),
+        ),
+        (
+            r"gather: dim = 'a': allowed is an int",
+            lambda: gather([1.0], None, cast(Any, "a")),
+        ),
+        (
+            r"scatter: dim = 1.0: allowed is an int",
+            lambda: scatter([1.0], None, cast(Any, 1.0)),
+        ),
     ],
 )
 def test_what_is_wrong_is_said_in_one_error(said, wrong):
@@ -253,6 +269,13 @@ def test_an_array_that_was_deleted_is_named():
         JdagError, match=r"replicate: leaf \['w'\]: float64\[3\] was del"
     ):
         replicate({"w": gone}, names(2))
+
+
+def test_a_dimension_may_be_numpys():
+    x = array(3, 4)
+    chunks = scatter(x, names(2), np.int64(1))
+    assert [chunk.shape for chunk in chunks] == [(3, 2)] * 2
+    close(gather(chunks, "cpu:0", np.int32(-1)), x)
 
 
 def test_statics_may_be_wrapped():

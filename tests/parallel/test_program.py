@@ -175,6 +175,14 @@ def test_rows_that_fill_up_are_no_rows_and_divide_nothing_by_zero():
     close(vjp(x), jax.vjp(lambda p, x: p / x + jnp.mean(1 / x), p, x)[1](x))
 
 
+def test_a_mean_of_integers_is_refused():
+    def mean(p: Any, x: Any, rows: Any) -> Any:
+        return x, row_mean(x, rows, "all")
+
+    with pytest.raises(JdagError, match=r"row_mean takes floats, not int64\[2\]: conv"):
+        data_parallel(mean, {}, jnp.arange(6), names(3), axis_name="all", has_aux=True)
+
+
 def test_a_mean_of_low_precision_has_a_sum_of_float32():
     def mean(p: Any, x: Any, rows: Any) -> Any:
         return x, row_mean(x, rows, "all")
