@@ -72,7 +72,9 @@ def device_of(device: Device, what: str) -> jax.Device:
             f"uses it by ctx.call({worker!r}, ...)"
         )
     raise JdagError(
-        f"{what}: no device {device!r} here; there are {', '.join(available())}"
+        f"{what}: no device {device!r} here; there are {', '.join(available())}. Those "
+        "of other processes are in jax.devices(), after jax.distributed.initialize("
+        "address, num_processes, process_id) in each, and data_parallel takes them"
     )
 
 
