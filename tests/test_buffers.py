@@ -12,6 +12,8 @@ import pytest
 from jdag.compute.buffers import (
     ALIASED_MIN_BYTES,
     ALIGNMENT_BYTES,
+    DELIVERED_MIN_BYTES,
+    JAX_MIN_BYTES,
     Buffers,
     delivered,
     landed,
@@ -181,15 +183,35 @@ def test_views_of_what_leaves_cannot_be_written():
             view[0] = 1
 
 
+@pytest.mark.parametrize("nbytes", [LARGE, JAX_MIN_BYTES])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool", "complex64"])
-def test_a_large_value_stays_where_it_landed(dtype: str):
-    size = LARGE // DTYPES[dtype]
-    view = Buffers().aligned(LARGE)
-    view[:] = bytes(LARGE)
+def test_a_large_value_stays_where_it_landed(dtype: str, nbytes: int):
+    size = nbytes // DTYPES[dtype]
+    view = Buffers().aligned(nbytes)
+    view[:] = bytes(nbytes)
     there = address(view)
     got = landed(type_of(jnp.zeros(size, dtype)), view)
+    assert isinstance(got, jax.Array if nbytes == JAX_MIN_BYTES else np.ndarray)
+    if isinstance(got, np.ndarray):
+        assert got.ctypes.data == there and not got.flags.writeable
+        assert bits(delivered(got)) == bits(jnp.zeros(size, dtype))
+        return
+    assert got.unsafe_buffer_pointer() == there and not got.committed
+
+
+@pytest.mark.parametrize("nbytes", [DELIVERED_MIN_BYTES, DELIVERED_MIN_BYTES // 2])
+def test_what_was_delivered_keeps_its_bytes_when_buffers_are_used_again(nbytes: int):
+    buffers = Buffers()
+    view = buffers.aligned(nbytes)
+    view[:] = bytes([1, 2]) * (nbytes // 2)
+    kind = type_of(jnp.zeros(nbytes // 2, jnp.uint16))
+    got = delivered(landed(kind, view))
     assert isinstance(got, jax.Array) and not got.committed
-    assert got.unsafe_buffer_pointer() == there
+    del view
+    gc.collect()
+    other = buffers.aligned(nbytes)
+    other[:] = bytes(nbytes)
+    assert (np.asarray(got) == 0x201).all()
 
 
 def test_a_small_value_keeps_nothing_of_its_buffer():
@@ -295,6 +317,18 @@ def test_a_sweep_lets_go_of_sizes_that_were_not_asked_for_since_the_one_before()
     assert pool.kept == sizes[1]
     pool.sweep()
     assert pool.kept == 0
+
+
+def test_what_comes_back_long_after_its_size_was_asked_for_is_not_kept():
+    pool = Buffers()
+    weights, batch = pool.aligned(LARGE), pool.aligned(2 * LARGE)
+    pool.sweep()
+    del batch
+    assert pool.kept == 2 * LARGE
+    batch = pool.aligned(2 * LARGE)
+    pool.sweep()
+    del weights, batch
+    assert pool.kept == 2 * LARGE
 
 
 def test_buffers_may_be_let_go_of_in_any_thread():

@@ -393,6 +393,12 @@ def test_what_a_function_returns_as_it_came_is_not_copied() -> None:
     outputs, residuals = call.pair.forward([x, y, n])  # Of numpy's, JAX makes its own.
     assert all(isinstance(output, jax.Array) for output in outputs)
     assert residuals is not None
+    frozen = n.copy()
+    frozen.flags.writeable = False  # Nobody can change it.
+    assert call.pair.forward([x, y, frozen])[0][1] is frozen
+    narrow = frozen.astype(np.int32)
+    narrow.flags.writeable = False
+    assert isinstance(call.pair.forward([x, y, narrow])[0][1], jax.Array)
     (dx, dy) = call.pair.vjp(residuals, [[x, y], [2 * x]])
     np.testing.assert_array_equal(dx, 2 * x)
     np.testing.assert_array_equal(dy, x + y)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdag.compute.duals import Dual
+from jdag.compute.duals import Dual, is_array
 from jdag.errors import JdagError, kind_of
 from jdag.wire.arrays import ArrayType
 
@@ -155,10 +155,12 @@ def is_deleted(value: Any) -> bool:
     """Tell whether a value is a JAX array whose buffer was deleted or donated."""
     if value.__class__ is Dual:
         return any(map(is_deleted, value.keeps))
-    try:
-        return isinstance(value, jax.Array) and value.is_deleted()
-    except jax.errors.ConcretizationTypeError:  # A tracer, where jvp is taken.
-        return False
+    return is_array(value) and value.is_deleted()
+
+
+def is_there(value: Any) -> bool:
+    """Tell whether a value is a JAX array, no tracer, that was not deleted."""
+    return is_array(value) and not value.is_deleted()
 
 
 def _described(value: Any) -> str:

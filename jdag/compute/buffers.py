@@ -2,9 +2,10 @@
 
 A value leaves as views of its elements (`parts`), without a copy where they are on the
 CPU and in order. What comes is written into a buffer from `Buffers.aligned` and becomes
-a value where it lies (`landed`): JAX takes aligned memory as it is. Small values become
-read-only numpy arrays and weak scalars Python numbers, which compiled functions take
-sooner than they would JAX arrays; `delivered` makes of them what users are to see.
+a value where it lies (`landed`): JAX takes aligned memory as it is. Values of less than
+4 MiB become read-only numpy arrays and weak scalars Python numbers: compiled functions
+take these as soon as JAX arrays, which take longer to make (in a worker that has waited
+0.3 ms of 512 KiB). `delivered` makes of them what users are to see.
 
 Invariants: a buffer is handed out again only when no view of it and no array over it is
 left; nobody may write into a buffer that was handed to `landed`.
@@ -21,10 +22,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.dtypes import canonicalize_dtype
 
-from jdag.compute.duals import Dual
+from jdag.compute.duals import Dual, is_array
 
 ALIGNMENT_BYTES = 64  # What JAX asks of memory that it takes without a copy.
 ALIASED_MIN_BYTES = 1 << 18  # A smaller value is copied faster than it is handed over.
+JAX_MIN_BYTES = 1 << 22  # A smaller one is brought to a CPU by whoever computes on it.
+DELIVERED_MIN_BYTES = 1 << 20  # A smaller one is copied faster than it is taken over.
 POOLED_MIN_BYTES = 1 << 16
 KEPT_MAX_BYTES = 1 << 28
 
@@ -68,7 +71,7 @@ def parts(value: Any) -> tuple[memoryview, ...]:
     """
     if value.__class__ is Dual:
         return (*parts(value.primal), *parts(value.tangent))
-    if isinstance(value, jax.Array):
+    if is_array(value):
         if not isinstance(value.dtype, np.dtype):  # It is one of JAX's own, of keys.
             value = jax.random.key_data(value)
     elif type(value) in _NUMBERS:
@@ -121,10 +124,17 @@ def _array(shape: tuple[int, ...], dtype: Any, view: memoryview) -> Any:
     assert nbytes == math.prod(shape) * dtype.itemsize, (shape, dtype, nbytes)
     if nbytes < ALIASED_MIN_BYTES:
         return np.ndarray(shape, dtype, bytes(view))  # Read-only, as bytes are.
-    elements: Any = np.frombuffer(view, np.uint8)
+    elements: Any = np.frombuffer(view.toreadonly(), np.uint8).view(dtype)
+    array = elements.reshape(shape)
+    if nbytes < JAX_MIN_BYTES and jax.default_backend() == "cpu":
+        return array
+    return _taken_over(array)
+
+
+def _taken_over(array: Any) -> Any:
     with np.errstate(all="ignore"):  # Where x64 is off, wide numbers become narrow.
         # Not from_dlpack: that commits its array to a device, and knows fewer dtypes.
-        return jax.device_put(elements.view(dtype).reshape(shape))
+        return jax.device_put(array)
 
 
 def _weak(array: Any) -> Any:
@@ -146,7 +156,10 @@ def delivered(value: Any) -> Any:
     Functions that are not compiled, hooks, and who fetches take this. What is nothing
     that lands (a failure, an abstract value, a JAX array) stays as it is.
     """
-    if isinstance(value, np.ndarray) or type(value) in _NUMBERS:
+    if isinstance(value, np.ndarray):
+        small = value.nbytes < DELIVERED_MIN_BYTES
+        return _delivered(value) if small else _taken_over(value)
+    if type(value) in _NUMBERS:
         return _delivered(value)
     if value.__class__ is Dual:
         return Dual(*map(delivered, value.keeps))
@@ -162,12 +175,14 @@ class Buffers:
     """Buffers to receive into; the memory of large ones is used again.
 
     Fresh memory costs a page fault every 4 KiB, which is more than the copy into it.
-    What is let go of is kept for the next of about its size, up to `kept_max` bytes.
-    It may be let go of in any thread and at any moment: what is kept is only ever
-    changed by operations of lists that nothing interrupts.
+    What is let go of is kept for the next of about its size, up to `kept_max` bytes,
+    where such sizes were asked for of late: weights that were received once, and gave
+    way to others long after, leave nothing here. It may be let go of in any thread and
+    at any moment: what is kept is only ever changed by operations of lists that nothing
+    interrupts.
     """
 
-    __slots__ = ("__weakref__", "_asked", "_free", "_kept_max", "_swept", "_turn")
+    __slots__ = ("__weakref__", "_asked", "_free", "_kept_max", "_late", "_turn")
 
     def __init__(self, kept_max: int = KEPT_MAX_BYTES) -> None:
         self._kept_max = kept_max
@@ -176,7 +191,8 @@ class Buffers:
         }
         # Sizes that were not asked for of late are the first to give way.
         self._asked = dict.fromkeys(self._free, 0)
-        self._turn = self._swept = 0
+        self._turn = 0
+        self._late = (0, 0)  # The turns of the last two sweeps.
 
     @property
     def kept(self) -> int:
@@ -205,10 +221,11 @@ class Buffers:
 
     def sweep(self) -> None:
         """Let go of what is kept of sizes not asked for since the sweep before."""
+        _, last = self._late
         for size, blocks in self._free.items():
-            if self._asked[size] <= self._swept:
+            if self._asked[size] <= last:
                 blocks.clear()
-        self._swept = self._turn
+        self._late = last, self._turn
 
     def clear(self) -> None:
         """Let go of what is kept."""
@@ -217,6 +234,8 @@ class Buffers:
 
     def _keep(self, block: Any) -> None:
         size = block.nbytes
+        if self._asked[size] <= self._late[0]:
+            return
         while self.kept + size > self._kept_max:  # Each turn lets go of a block.
             oldest = min(
                 [other for other, blocks in self._free.items() if blocks],

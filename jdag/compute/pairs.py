@@ -16,8 +16,9 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 import jax
+import numpy as np
 
-from jdag.compute.avals import Aval, aval_of, is_deleted
+from jdag.compute.avals import Aval, aval_of, is_deleted, is_there
 from jdag.compute.configuration import configuration
 from jdag.compute.duals import along, any_dual, primal_of, refuse_no_jvp
 from jdag.compute.jaxprs import Reaches, has_callback, has_move, passed_on
@@ -123,7 +124,7 @@ class Pair:
             args = [arg if tracked else primal_of(arg) for arg, tracked in places]
             dual = any_dual(args)
         self.source.check(dual=dual)
-        if self._passes is not None and not dual and all(map(_is_usable, args)):
+        if self._passes is not None and not dual and all(map(_stays, args, self.avals)):
             return self._passed_on(args)
         try:
             returned = self._dual_forward(*args) if dual else self._forward(*args)
@@ -189,6 +190,14 @@ class Pair:
     def __repr__(self) -> str:
         inputs = ", ".join(map(str, self.avals))
         return f"Pair({self.name}({inputs}) -> {', '.join(map(str, self.out_avals))})"
+
+
+def _stays(value: Any, aval: Aval) -> bool:
+    """Whether a value may be handed on as it is: there, and never written again."""
+    if type(value) is np.ndarray:
+        same = value.dtype == aval.dtype and not aval.weak
+        return same and not value.flags.writeable
+    return is_there(value)
 
 
 def _refuse_deleted(
@@ -278,10 +287,6 @@ class PairCache:
                 "they are, anything else as jdag.static(value)",
                 stacklevel=2,
             )
-
-
-def _is_usable(value: Any) -> bool:
-    return isinstance(value, jax.Array) and not value.is_deleted()
 
 
 CACHE = PairCache(PAIRS_MAX)

@@ -4,10 +4,10 @@ import math
 from collections.abc import Hashable
 from typing import Any
 
-import jax
 import numpy as np
 
 from jdag.compute.avals import Aval
+from jdag.compute.duals import is_array
 
 
 class Buffer:
@@ -112,27 +112,30 @@ class Values:
     def _count(self, value: Any) -> None:
         holds = self._holds
         for part in _parts(value):
-            known = holds.get(id(part))
-            if known is None:
+            name = id(part)
+            if name in holds:
+                count, nbytes = holds[name]
+                holds[name] = (count + 1, nbytes)
+            else:
                 nbytes = _nbytes(part)
                 self.bytes_held += nbytes
-                holds[id(part)] = (1, nbytes)
-            else:
-                holds[id(part)] = (known[0] + 1, known[1])
+                holds[name] = (1, nbytes)
 
     def _uncount(self, value: Any) -> None:
         holds = self._holds
         for part in _parts(value):
-            count, nbytes = holds.pop(id(part))
+            name = id(part)
+            count, nbytes = holds[name]
             if count > 1:
-                holds[id(part)] = (count - 1, nbytes)
+                holds[name] = (count - 1, nbytes)
             else:
+                del holds[name]
                 self.bytes_held -= nbytes
 
 
 def _parts(value: Any) -> tuple[Any, ...]:
     """Return what a value keeps alive; it lives as long as the value is held."""
-    if isinstance(value, jax.Array):
+    if is_array(value):
         return (value,)
     parts: tuple[Any, ...] = getattr(value, "keeps", (value,))
     return parts
@@ -140,6 +143,6 @@ def _parts(value: Any) -> tuple[Any, ...]:
 
 def _nbytes(part: Any) -> int:
     # `jax.Array.nbytes` takes most of a microsecond, and these two a third of one.
-    if isinstance(part, jax.Array) and isinstance(part.dtype, np.dtype):
+    if is_array(part) and isinstance(part.dtype, np.dtype):
         return math.prod(part.shape) * int(part.dtype.itemsize)
     return int(getattr(part, "nbytes", 0))
