@@ -7,20 +7,24 @@ cotangents back.
 
 A program over several devices (`outside`) is a primitive as well where it is traced:
 then it is refused in the same words, and not by JAX, which would compare its devices
-with those of what is around it.
+with those of what is around it. So is what carries a tangent along it, which is linear
+and flows back by the program's vjp: no derivative shows the devices.
 """
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 
 from jdag.compute.devices import named
+from jdag.compute.duals import is_array
 from jdag.errors import JdagError
 
 # A device, a sharding over several, or None where it is not known.
@@ -30,9 +34,19 @@ MOVE = Primitive("jdag_move")
 MOVE.multiple_results = True
 RUN = Primitive("jdag_run")
 RUN.multiple_results = True
+ALONG = Primitive("jdag_along")
+ALONG.multiple_results = True
+BESIDE = Primitive("jdag_beside")
+BESIDE.multiple_results = True
+
+Flat = Callable[..., Sequence[Any]]
 
 
-def moved(arrays: Sequence[Any], targets: Sequence[Target]) -> list[Any]:
+def moved(
+    arrays: Sequence[Any],
+    targets: Sequence[Target],
+    homes: Sequence[Target] | None = None,
+) -> list[Any]:
     """Return the arrays, each on its target; what is there already is as it was.
 
     It can be differentiated, not jitted, unless nothing moves. All move in one call.
@@ -40,8 +54,11 @@ def moved(arrays: Sequence[Any], targets: Sequence[Target]) -> list[Any]:
     Args:
         arrays: JAX arrays, or tracers of `jax.grad`, `jax.vjp` or `jax.jvp` over them.
         targets: for each a device, a sharding, or None: it stays where it is.
+        homes: where each lives, if that is known of all.
     """
-    found, homes = list(arrays), list(map(home_of, arrays))
+    found = list(arrays)
+    if homes is None or None in homes:
+        homes = list(map(home_of, arrays))
     both = enumerate(zip(homes, targets, strict=True))
     far = [
         place
@@ -58,10 +75,71 @@ def moved(arrays: Sequence[Any], targets: Sequence[Target]) -> list[Any]:
     return found
 
 
+def beside(arrays: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """Return the arrays, each where the other of its place is, when that is known.
+
+    Inside of jax.checkpoint where an array is shows only when all is run again.
+    """
+    homes = list(map(home_of, others))
+    if None not in homes:
+        return moved(arrays, homes)
+    found: list[Any] = BESIDE.bind(*arrays, *others)
+    return found
+
+
+def _beside(*both: Any) -> list[Any]:
+    """What `beside` comes to of values: what is no array of JAX is by the default."""
+    arrays, others = _halves(both)
+    homes = [home_of(other) for other in others]
+    return moved(arrays, [named(None) if home is None else home for home in homes])
+
+
 def home_of(value: Any) -> Target:
     """Return where an array lives, or what a tracer stands for; None if not known."""
     value = array_behind(value)
-    return value.device if isinstance(value, jax.Array) else None
+    return _home(value.sharding) if is_array(value) else None
+
+
+@lru_cache(maxsize=4096)
+def _home(sharding: Any) -> Target:
+    """The device of a sharding over one, or the sharding: `Array.device`, kept."""
+    devices = tuple(sharding.device_set)
+    return devices[0] if len(devices) == 1 else sharding
+
+
+def is_explicit(home: Target) -> bool:
+    """Tell whether it is over a mesh that is part of the types of arrays on it."""
+    return isinstance(home, NamedSharding) and not home.mesh.are_all_axes_auto
+
+
+def cuttable(arrays: Sequence[Any], homes: Sequence[Target]) -> Sequence[Any]:
+    """Return the arrays without a mesh in their types, which forbids to cut at will.
+
+    Each stays on the devices where it is; nothing is copied.
+    """
+    if not any(map(is_explicit, homes)):
+        return arrays
+    return moved(arrays, [_automatic(home) for home in homes], homes)
+
+
+def _automatic(home: Target) -> Target:
+    if not is_explicit(home):
+        return home
+    axes = home.mesh.axis_names
+    mesh = Mesh(home.mesh.devices, axes, axis_types=(AxisType.Auto,) * len(axes))
+    return NamedSharding(mesh, home.spec, memory_kind=home.memory_kind)
+
+
+def is_free(value: Any) -> bool:
+    """Tell whether a program over devices may be given an array wherever it is.
+
+    JAX brings there what was not put on a device, in less time than `moved` takes; not
+    where a guard tells moves that were asked for from others.
+    """
+    if not is_array(value) or value.committed:
+        return False
+    config: Any = jax.config
+    return config.jax_transfer_guard_device_to_device in (None, "allow")
 
 
 def array_behind(value: Any) -> Any:
@@ -82,7 +160,7 @@ def outside(program: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(*groups: Any) -> Any:
         leaves, treedef = jtu.tree_flatten(groups)
-        if None not in [home_of(leaf) for leaf in leaves]:
+        if all(map(is_array, leaves)) or None not in map(home_of, leaves):
             return program(*groups)
         if jax.sharding.get_abstract_mesh().manual_axes:
             _refuse()  # It is traced within a program over devices.
@@ -110,6 +188,16 @@ def _put(*arrays: Any, targets: tuple[Target, ...], sources: Any) -> list[Any]:
     return put
 
 
+def _typed(*avals: Any, targets: tuple[Target, ...], sources: Any) -> list[Any]:
+    del sources
+    return [
+        aval
+        if is_explicit(target)
+        else ShapedArray(aval.shape, aval.dtype, aval.weak_type)
+        for aval, target in zip(avals, targets, strict=True)
+    ]
+
+
 def _transposed(
     cotangents: Sequence[Any], *_: Any, targets: Any, sources: tuple[Target, ...]
 ) -> list[Any]:
@@ -134,21 +222,108 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
 
 
 MOVE.def_impl(_put)
-MOVE.def_abstract_eval(lambda *avals, targets, sources: list(avals))
+MOVE.def_abstract_eval(_typed)
 ad.deflinear2(MOVE, _transposed)
 mlir.register_lowering(MOVE, _refuse)
 batching.primitive_batchers[MOVE] = _refuse
 
 
-def _along(
-    primals: Sequence[Any], tangents: Sequence[Any], *, run: Any, avals: Any
+def _run_along(
+    primals: Sequence[Any], tangents: Sequence[Any], *, run: Flat, avals: Any
 ) -> Any:
+    whole = tuple(map(ad.instantiate_zeros, tangents))
+    if None not in [home_of(primal) for primal in primals]:
+        return jax.jvp(run, tuple(primals), whole)
+    smooth = tuple(map(_is_smooth, primals))
+    carried = [tangent for tangent, is_one in zip(whole, smooth, strict=True) if is_one]
+    shapes = tuple([aval for aval in avals if _is_smooth(aval)])
+    along = ALONG.bind(*primals, *carried, run=run, smooth=smooth, avals=shapes)
+    made, found = RUN.bind(*primals, run=run, avals=avals), iter(along)
+    return made, [
+        next(found) if _is_smooth(aval) else ad.Zero(aval.to_tangent_aval())
+        for aval in avals
+    ]
+
+
+def _is_smooth(value: Any) -> bool:
+    return bool(jnp.issubdtype(value.dtype, jnp.inexact))
+
+
+def _of_smooth(
+    run: Flat, smooth: tuple[bool, ...], primals: Sequence[Any]
+) -> tuple[Flat, tuple[Any, ...]]:
+    """Return the program of its inexact arrays to its inexact results, and those."""
+    places = [place for place, is_one in enumerate(smooth) if is_one]
+
+    def of_smooth(*given: Any) -> list[Any]:
+        arrays = list(primals)
+        for place, array in zip(places, given, strict=True):
+            arrays[place] = array
+        return [made for made in run(*arrays) if _is_smooth(made)]
+
+    return of_smooth, tuple([primals[place] for place in places])
+
+
+def _there(arrays: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """Return the arrays where the others are: JAX may have made them elsewhere."""
+    return moved(arrays, list(map(home_of, others)))
+
+
+def _along(*arrays: Any, run: Flat, smooth: tuple[bool, ...], avals: Any) -> Any:
     del avals
-    return jax.jvp(run, tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
+    primals, tangents = arrays[: len(smooth)], arrays[len(smooth) :]
+    program, given = _of_smooth(run, smooth, primals)
+    return jax.jvp(program, given, tuple(_there(tangents, given)))[1]
+
+
+def _back_along(
+    cotangents: Sequence[Any],
+    *arrays: Any,
+    run: Flat,
+    smooth: tuple[bool, ...],
+    avals: Any,
+) -> list[Any]:
+    del avals
+    primals, tangents = arrays[: len(smooth)], arrays[len(smooth) :]
+
+    def back(*given: Any) -> Sequence[Any]:
+        program, of = _of_smooth(run, smooth, given[: len(smooth)])
+        made, vjp = jax.vjp(program, *of)
+        return vjp(_there(given[len(smooth) :], made))
+
+    whole = list(map(ad.instantiate_zeros, cotangents))
+    shapes = tuple([tangent.aval for tangent in tangents])
+    return [None] * len(smooth) + RUN.bind(*primals, *whole, run=back, avals=shapes)
+
+
+def _along_twice(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+    whole = tuple(map(ad.instantiate_zeros, tangents))
+    return jax.jvp(partial(_along, **params), tuple(primals), whole)
+
+
+def _halves(both: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    half = len(both) // 2
+    return list(both[:half]), list(both[half:])
+
+
+def _beside_along(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    arrays, others = _halves(primals)
+    along = [ad.instantiate_zeros(tangent) for tangent in _halves(tangents)[0]]
+    return beside(arrays, others), beside(along, others)
 
 
 RUN.def_impl(lambda *arrays, run, avals: run(*arrays))
 RUN.def_abstract_eval(lambda *_, run, avals: list(avals))
-ad.primitive_jvps[RUN] = _along
-mlir.register_lowering(RUN, _refuse)
-batching.primitive_batchers[RUN] = _refuse
+ad.primitive_jvps[RUN] = _run_along
+ALONG.def_impl(_along)
+ALONG.def_abstract_eval(lambda *_, run, smooth, avals: list(avals))
+ad.primitive_jvps[ALONG] = _along_twice
+ad.primitive_transposes[ALONG] = _back_along
+BESIDE.def_impl(_beside)
+BESIDE.def_abstract_eval(lambda *both: _halves(both)[0])
+ad.primitive_jvps[BESIDE] = _beside_along
+# What flows back is moved on from where it is.
+ad.primitive_transposes[BESIDE] = lambda cts, *both: [*cts, *[None] * len(cts)]
+for _primitive in (RUN, ALONG, BESIDE):
+    mlir.register_lowering(_primitive, _refuse)
+    batching.primitive_batchers[_primitive] = _refuse

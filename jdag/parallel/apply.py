@@ -14,10 +14,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.tree_util as jtu
 
-from jdag.compute.avals import Aval, aval_of
+from jdag.compute.avals import Aval, aval_of, is_there
 from jdag.compute.moves import array_behind, home_of, moved
 from jdag.compute.pairs import Pair, pair
-from jdag.compute.pytrees import Static, Template, called, is_static, template_of
+from jdag.compute.pytrees import (
+    Static,
+    Template,
+    called,
+    is_static,
+    template_of,
+    template_of_arrays,
+)
 from jdag.errors import JdagError, kind_of
 from jdag.functions import name_of
 from jdag.parallel.devices import Device, devices_of
@@ -97,26 +104,39 @@ class Call(NamedTuple):
 def call_of(fn: Callable[..., Any], args: tuple[Any, ...], what: str) -> Call:
     """Take a call apart; a callable pytree is an argument of its own call.
 
+    An argument may be `HOLE`: an array that comes later.
+
     Raises:
         JdagError: it cannot be called, it closes over a tracer, or an argument is
             nothing that it takes.
     """
     fn, args, own = called(fn, args)
+    _refuse_tracers(fn, what)
+    leaves, treedef = jtu.tree_flatten((args, {}))
+    if all(map(is_there, leaves)):
+        template = template_of_arrays(treedef, own)
+        if template is not None:
+            return Call(fn, template, leaves)
+    arrays = []
+    for place, leaf in enumerate(leaves):
+        if is_static(leaf):
+            leaves[place] = leaf.value if isinstance(leaf, Static) else leaf
+        elif leaf is not HOLE:
+            arrays.append(array_at(args, place, leaf, what))
+            leaves[place] = HOLE
+    return Call(fn, template_of(treedef, leaves, own), arrays)
+
+
+def _refuse_tracers(fn: Callable[..., Any], what: str) -> None:
+    is_plain = type(fn) is FunctionType
+    if is_plain and not (fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__):
+        return  # It holds nothing: most do not, and each call comes by here.
     if any([isinstance(one, jax.core.Tracer) for one in held_by(fn)]):
         raise JdagError(
             f"{what}: {name_of(fn)} closes over a tracer, or has one as a default or "
             "in a partial. A function is compiled and kept by what it closes over, and "
             "nothing flows back to that: hand it over as an argument, or within params"
         )
-    leaves, treedef = jtu.tree_flatten((args, {}))
-    arrays = []
-    for place, leaf in enumerate(leaves):
-        if is_static(leaf):
-            leaves[place] = leaf.value if isinstance(leaf, Static) else leaf
-        else:
-            arrays.append(array_at(args, place, leaf, what))
-            leaves[place] = HOLE
-    return Call(fn, template_of(treedef, leaves, own), arrays)
 
 
 def held_by(fn: Any) -> list[Any]:
@@ -130,7 +150,7 @@ def held_by(fn: Any) -> list[Any]:
         seen.add(id(one))
         match one:
             case FunctionType():
-                waiting.extend([one.__defaults__, one.__kwdefaults__])
+                waiting.extend(filter(None, [one.__defaults__, one.__kwdefaults__]))
                 for cell in one.__closure__ or ():
                     with suppress(ValueError):  # It is not filled yet.
                         waiting.append(cell.cell_contents)
@@ -157,10 +177,10 @@ def tracked_of(arrays: Sequence[Any]) -> tuple[bool, ...]:
 
 
 def _home(arrays: Sequence[Any], number: int) -> Any:
-    """Return where an input lives; None where it is not known.
+    """Return the device that an input lives on; None if not known, or it has several.
 
     Raises:
-        JdagError: its arrays were put on two devices.
+        JdagError: its arrays were put on different devices.
     """
     homes = [home_of(array) for array in arrays]
     put = [
@@ -169,13 +189,18 @@ def _home(arrays: Sequence[Any], number: int) -> Any:
         if home is not None and array_behind(arrays[place]).committed
     ]
     for place, home in put:
-        if home != put[0][1]:
+        if _devices(home) != _devices(put[0][1]):
             raise JdagError(
                 f"parallel_apply: array {put[0][0]} of input {number} lives on "
                 f"{put[0][1]} and array {place} on {home}: put them on one device, or "
                 "say where it runs (devices=)"
             )
-    return put[0][1] if put else next(iter(homes), None)
+    home = put[0][1] if put else next(iter(homes), None)
+    return home if isinstance(home, jax.Device) else None  # Else JAX knows the way.
+
+
+def _devices(home: Any) -> set[jax.Device]:
+    return {home} if isinstance(home, jax.Device) else home.device_set
 
 
 class Failed:
@@ -304,9 +329,9 @@ def _all_ended(run: Callable[[int], Any], count: int) -> list[Any]:
 
 def _working(made: Any, arrays: Sequence[Any]) -> AbstractContextManager[Any]:
     """What runs unjitted makes its arrays where its arguments are."""
-    home = next(map(home_of, arrays), None)
     if isinstance(made, Failed) or not made.source.unjitted:
         return nullcontext()
+    home = next(map(home_of, arrays), None)
     is_one = isinstance(home, jax.Device)
     return jax.default_device(home) if is_one else nullcontext()
 

@@ -4,8 +4,8 @@ Rows are scattered, parameters replicated, the function applied to each chunk, o
 gathered; gradients of the replicas are added where the parameters live, in order.
 """
 
-from collections.abc import Callable, Hashable, Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, SupportsIndex
 
 import jax
@@ -13,25 +13,19 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from jdag.compute.avals import aval_of
-from jdag.compute.configuration import configuration
-from jdag.compute.devices import named
-from jdag.compute.moves import Target, home_of, moved
-from jdag.compute.pairs import CACHE
-from jdag.compute.pytrees import is_static
+from jdag.compute.moves import Target, beside, moved
 from jdag.errors import JdagError, unusable
-from jdag.functions import is_unjitted, key_of
-from jdag.parallel.apply import Call, call_of, merged, tracked_of
-from jdag.parallel.devices import Device, device_of, devices_of
-from jdag.parallel.dispatch import Each, Plan, Task
-from jdag.parallel.movement import chunk_sizes, rows_of
-from jdag.parallel.processes import given_by_all, processes_of
-from jdag.parallel.program import ByPmap, ByShardMap, OneProgram
-from jdag.parallel.wide import Wide, terms_of, together
+from jdag.parallel.apply import call_of, merged
+from jdag.parallel.devices import Device
+from jdag.parallel.dispatch import Plan
+from jdag.parallel.movement import whole
+from jdag.parallel.processes import given_by_all
+from jdag.parallel.ready import WHAT, Options, Ready, places_of, plan_of, ready_for
+from jdag.parallel.waiting import DEADLINE_S
+from jdag.parallel.wide import terms_of, together
+from jdag.wire.trees import HOLE
 
-WHAT = "data_parallel"
 HOW = ("pmap", "shard_map", "each")
-EACH = ("each", None)
-PLANS_MAX = 256
 
 
 def data_parallel(  # noqa: PLR0913 - as PyTorch has it, and ours by keyword.
@@ -45,14 +39,16 @@ def data_parallel(  # noqa: PLR0913 - as PyTorch has it, and ours by keyword.
     axis_name: str | None = None,
     has_aux: bool = False,
     how: str | None = None,
+    deadline_s: float = DEADLINE_S,
 ) -> Any:
     """Apply `fn(params, x)` to chunks of x, one on each device, and join the outputs.
 
-    It can be differentiated by `jax.grad` and `jax.vjp`, by params and by x, and that
-    again, by `jax.jvp` too; not by `jax.jacrev` and `jax.hessian`, which are `jax.vmap`
-    inside. Gradients of the parameters are added where these live, in the order of the
-    devices. Chunks have `ceil(n / k)` of n rows for k devices; where rows do not
-    suffice for all, there are fewer replicas.
+    It can be differentiated by `jax.grad` and `jax.vjp`, by params and by x, and these
+    gradients again, by `jax.jvp` too. It has no `jax.jvp` of its own, and no
+    `jax.jacrev` or `jax.hessian`, which are `jax.vmap` inside. Gradients of the
+    parameters are added where these live, in the order of the devices. Chunks have
+    `ceil(n / k)` of n rows for k devices; where rows do not suffice for all, there are
+    fewer replicas.
 
     The devices may be those of several processes; `jdag.parallel` says what is then
     whose, and how exact sums are.
@@ -75,6 +71,7 @@ def data_parallel(  # noqa: PLR0913 - as PyTorch has it, and ours by keyword.
             replicas, such as running statistics, is the same on each.
         how: "pmap" or "shard_map", one program over all devices, for chunks of one size
             or with `axis_name`; "each", a call on every device, else. None chooses.
+        deadline_s: how long several processes wait for each other; the same on all.
 
     Returns:
         What `fn` returns: outputs joined along `dim`, scalars of the replicas as a
@@ -83,23 +80,20 @@ def data_parallel(  # noqa: PLR0913 - as PyTorch has it, and ours by keyword.
     Raises:
         JdagError: what is wrong with the devices, with x or with `how`; an output is no
             array or cannot be joined; processes do not do the same.
-        WorkerLost: another process has ended.
+        WorkerLost: another process has ended, or not called it in time.
         Exception: what `fn` raised.
     """
-    processes = processes_of(devices, WHAT)
-    chosen = devices_of(devices, WHAT) if processes is None else processes.own
-    target = chosen[0] if output_device is None else device_of(output_device, WHAT)
-    rows = () if axis_name is None else (jnp.float32(0),)  # Stands for what is given.
+    if axis_name is not None and not isinstance(axis_name, str):
+        raise JdagError(unusable("axis_name", axis_name, "a str, or None"))
+    if how is not None and how not in HOW:
+        raise JdagError(unusable("how", how, " or ".join(map(repr, HOW))))
+    processes, chosen, target = places_of(devices, output_device, deadline_s)
+    rows = () if axis_name is None else (HOLE,)
     call = call_of(fn, (params, x, *rows), WHAT)
-    arrays = call.arrays[: len(call.arrays) - len(rows)]
-    task = _task(call, arrays, x, dim, chosen, (axis_name, has_aux))
-    if processes is not None:
-        task = together(task, processes)
-        mine = arrays[: task.shared]
-        arrays[: task.shared] = given_by_all(mine, processes, terms_of(task))
-    function = key_of(task.fn), is_unjitted(task.fn)
-    parts = (*function, *task[1:], _how(task, how), configuration())
-    outputs = _outputs(_plan(_Key(parts, task)), task.tracked, arrays, target)
+    which = whole(dim, WHAT)
+    options = Options(which, chosen, axis_name, bool(has_aux), how, processes)
+    ready = ready_for(call, x, options)
+    outputs = _outputs(ready, call.arrays, target, how)
     return (outputs[0], jax.lax.stop_gradient(outputs[1])) if has_aux else outputs
 
 
@@ -133,108 +127,24 @@ def row_mean(x: Any, rows: Any, axis_name: str) -> Any:
     return (total / count.astype(wide)).astype(x.dtype)
 
 
-def _task(
-    call: Call,
-    arrays: Sequence[Any],
-    x: Any,
-    dim: SupportsIndex,
-    devices: tuple[jax.Device, ...],
-    options: tuple[str | None, bool],
-) -> Task:
-    """What is to be done with these arrays, the last of which are those of x."""
-    taken = len([leaf for leaf in jtu.tree_leaves(x) if not is_static(leaf)])
-    shared = len(arrays) - taken
-    dims, rows = rows_of(x, arrays[shared:], dim, WHAT)
-    if dims != [dims[0]] * taken:
-        raise JdagError(
-            f"{WHAT}: dim = {dim} is another dimension of each array of x, {dims}: "
-            "count it from the start"
-        )
-    sizes = chunk_sizes(rows, len(devices))
-    return Task(
-        call.fn,
-        call.template,
-        tuple(map(aval_of, arrays)),
-        tracked_of(arrays),
-        shared,
-        sizes,
-        dims[0],
-        devices[: len(sizes)],
-        *options,
-    )
-
-
-def _how(task: Task, how: str | None) -> str:
-    equal = len(set(task.sizes)) == 1
-    if not isinstance(task.axis_name, str | None):
-        raise JdagError(unusable("axis_name", task.axis_name, "a str, or None"))
-    if how is not None and how not in HOW:
-        raise JdagError(unusable("how", how, " or ".join(map(repr, HOW))))
-    if is_unjitted(task.fn) and (task.axis_name is not None or how not in EACH):
-        asked = f"how = {how!r}" if task.axis_name is None else "an axis_name"
-        raise JdagError(
-            f"data_parallel: {task.name} is marked by jdag.unjitted, and {asked} makes "
-            "one compiled program of all replicas: leave it out, or the mark"
-        )
-    if task.axis_name is not None:
-        if how == "each":
-            raise JdagError(
-                "data_parallel: how = 'each' runs every replica by itself, and "
-                f"axis_name = {task.axis_name!r} is for a function that reduces over "
-                "all: leave one of them out"
-            )
-        if task.processes is not None and how == "pmap":
-            raise JdagError(
-                "data_parallel: how = 'pmap' with an axis_name is for the devices of "
-                "one process: over several it is 'shard_map', or None"
-            )
-        return how or ("pmap" if task.processes is None else "shard_map")
-    if how in ("pmap", "shard_map") and not equal:
-        raise JdagError(
-            f"data_parallel: how = {how!r} takes chunks of one size, and these have "
-            f"{', '.join(map(str, task.sizes))} rows: leave it out, or give fn an axis "
-            "name, so that it is told which rows are real"
-        )
-    # One replica needs no program over several devices.
-    is_one = equal and len(task.sizes) > 1 and not is_unjitted(task.fn)
-    return how or ("pmap" if is_one else "each")
-
-
-def _outputs(
-    plan: Plan, tracked: tuple[bool, ...], arrays: Sequence[Any], target: Target
-) -> Any:
+def _outputs(ready: Ready, arrays: list[Any], target: Target, how: str | None) -> Any:
+    task, plan, homes = ready.task, ready.plan, ready.homes
+    tracked = task.tracked
+    if plan is None:
+        processes = task.processes
+        assert processes is not None, task
+        task = together(task)
+        mine = given_by_all(arrays[: task.shared], processes, terms_of(task))
+        arrays = [*mine, *arrays[task.shared :]]
+        plan = plan_of(task, how)
     if True not in tracked:
-        return plan.forward(arrays, target)[0]
-    # Where it is not known, as inside of jax.checkpoint, it is the default device.
-    homes = tuple([home_of(array) or named(None) for array in arrays])
+        return plan.forward(arrays, homes, target)[0]
     both = list(zip(arrays, tracked, strict=True))
     return _applied(
         (plan, tracked, homes, target),
         [array for array, is_tracked in both if is_tracked],
         [array for array, is_tracked in both if not is_tracked],
     )
-
-
-class _Key(tuple[Hashable, ...]):
-    """The key of a plan; the task that it is made from rides along, uncompared."""
-
-    task: Task
-
-    def __new__(cls, parts: tuple[Hashable, ...], task: Task) -> "_Key":
-        made = super().__new__(cls, parts)
-        made.task = task
-        return made
-
-
-@lru_cache(maxsize=PLANS_MAX)
-def _plan(key: _Key) -> Plan:
-    how, task = key[-2], key.task
-    if how == "each":  # Its pairs are counted where they are kept.
-        return Each(task)
-    CACHE.count(task.fn, key[0])
-    if task.everywhere:
-        return OneProgram(task, partial(Wide, task=task))
-    return OneProgram(task, ByPmap if how == "pmap" else ByShardMap)
 
 
 # A call: its plan, what is tracked, where the arrays live, and where outputs go.
@@ -247,12 +157,16 @@ def _applied(static: _Static, smooth: Any, rest: Any) -> Any:
 
 
 def _forward(static: _Static, smooth: Any, rest: Any) -> Any:
-    plan, tracked, _, target = static
-    return plan.forward(merged(tracked, smooth, rest), target)
-
-
-def _backward(static: _Static, residuals: Any, cotangents: Any) -> Any:
     plan, tracked, homes, target = static
+    arrays = merged(tracked, smooth, rest)
+    outputs, residuals = plan.forward(arrays, homes, target)
+    # Where they live is not known inside of jax.checkpoint: they are asked later.
+    return outputs, (residuals, None if None not in homes else smooth)
+
+
+def _backward(static: _Static, kept: Any, cotangents: Any) -> Any:
+    plan, tracked, homes, target = static
+    residuals, smooth = kept
     # Of an array over several devices it comes to one of them all, and is spread again.
     single = [home if isinstance(home, jax.Device) else target for home in homes]
     found = plan.vjp(residuals, jtu.tree_leaves(cotangents), single)
@@ -261,7 +175,7 @@ def _backward(static: _Static, residuals: Any, cotangents: Any) -> Any:
     wheres = [
         home for home, is_tracked in zip(homes, tracked, strict=True) if is_tracked
     ]
-    return moved(found, wheres), None
+    return moved(found, wheres) if smooth is None else beside(found, smooth), None
 
 
 _applied.defvjp(_forward, _backward)

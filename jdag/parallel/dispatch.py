@@ -3,7 +3,7 @@
 A plan is made once for a function, its abstract values and devices, and kept. It takes
 the arrays of a call as they came, and carries cotangents back to where these live:
 
-    forward(arrays, target)              -> (outputs on the target, residuals)
+    forward(arrays, homes, target)       -> (outputs on the target, residuals)
     vjp(residuals, cotangents, homes)    -> a cotangent for each tracked array
 
 `Each` calls a compiled pair on every device, whatever the chunks. `OneProgram` is a
@@ -20,7 +20,7 @@ import jax
 import jax.tree_util as jtu
 
 from jdag.compute.avals import Aval, intern_aval
-from jdag.compute.moves import Target, moved
+from jdag.compute.moves import Target, cuttable, home_of, moved
 from jdag.compute.pytrees import Template
 from jdag.errors import JdagError
 from jdag.functions import name_of
@@ -90,8 +90,16 @@ class Task(NamedTuple):
 class Plan(Protocol):
     """What runs the replicas of one task."""
 
-    def forward(self, arrays: Sequence[Any], target: Target) -> tuple[Any, Any]:
-        """Return the joined outputs, a pytree on the target device, and residuals."""
+    def forward(
+        self, arrays: Sequence[Any], homes: Sequence[Target], target: Target
+    ) -> tuple[Any, Any]:
+        """Return the joined outputs, a pytree on the target device, and residuals.
+
+        Args:
+            arrays: of the task.
+            homes: where each lives, None where that is not known.
+            target: where outputs go.
+        """
 
     def vjp(
         self, residuals: Any, cotangents: Sequence[Any], homes: Sequence[Target]
@@ -117,6 +125,7 @@ class Each:
                 error.add_note(f"It was raised by replica {number} of 0 to {last}.")
                 raise
         self._pairs = tuple(pairs)
+        self._wheres = [device for device in task.devices for _ in task.avals]
         first = task.outputs_of(self._pairs[0].out_tree)
         self._joined = first.num_leaves
         for number, made in enumerate(self._pairs):
@@ -126,17 +135,21 @@ class Each:
                     f"{task.name} returned {first} of replica 0 and {tree} of replica "
                     f"{number}: outputs of other structures cannot be joined"
                 )
+        self._scalars = False
         for place in range(self._joined):
             parts = [made.out_avals[place] for made in self._pairs]
             check_joined(parts, task.dim, f"output {place} of {task.name}")
+            self._scalars |= not parts[0].shape
 
-    def forward(self, arrays: Sequence[Any], target: Target) -> tuple[Any, Any]:
+    def forward(
+        self, arrays: Sequence[Any], homes: Sequence[Target], target: Target
+    ) -> tuple[Any, Any]:
         """See `Plan`."""
-        task, count = self._task, len(self._pairs)
-        shared = list(arrays[: task.shared])
-        pieces = [cut(a, task.sizes, task.dim) for a in arrays[task.shared :]]
-        args = [[*shared, *[piece[n] for piece in pieces]] for n in range(count)]
-        outputs, residuals = forward_all(self._pairs, self._placed(args))
+        if len(self._pairs) == 1:
+            args = [moved(arrays, self._wheres, homes)]
+        else:
+            args = self._cut(arrays, homes)
+        outputs, residuals = forward_all(self._pairs, args)
         return self._gathered(outputs, target), residuals
 
     def vjp(
@@ -150,33 +163,41 @@ class Each:
         places = [place for place, tracked in enumerate(task.tracked) if tracked]
         wheres = [homes[place] for place in places] * len(found)
         back = moved([ct for replica in found for ct in replica], wheres)
+        if len(found) == 1:
+            return back
         parts = [back[n :: len(places)] for n in range(len(places))]
         first = sum(task.tracked[: task.shared])
         sums = added(parts[:first])
         return [*sums, *[joined(part, task.dim) for part in parts[first:]]]
 
-    def _placed(self, args: Sequence[Sequence[Any]]) -> list[list[Any]]:
-        size = len(args[0])
-        devices = self._task.devices[: len(args)]
-        wheres = [device for device in devices for _ in range(size)]
-        there = moved([array for replica in args for array in replica], wheres)
-        return [there[n * size : (n + 1) * size] for n in range(len(args))]
+    def _cut(self, arrays: Sequence[Any], homes: Sequence[Target]) -> list[list[Any]]:
+        """Return what each replica is given, on its device."""
+        task, size = self._task, len(arrays)
+        shared, froms = list(arrays[: task.shared]), list(homes[: task.shared])
+        whole = cuttable(arrays[task.shared :], homes[task.shared :])
+        pieces = [cut(array, task.sizes, task.dim) for array in whole]
+        flat, sources = [], []
+        for chunk in zip(*pieces, strict=True):
+            flat += [*shared, *chunk]
+            sources += [*froms, *map(home_of, chunk)]
+        there = moved(flat, self._wheres, sources)
+        return [there[n : n + size] for n in range(0, len(there), size)]
 
     def _gathered(self, outputs: Sequence[Sequence[Any]], target: Target) -> Any:
-        flat = [value for replica in outputs for value in replica[: self._joined]]
-        flat.extend(outputs[0][self._joined :])
-        there = moved(flat, [target] * len(flat))
         count, size = len(outputs), self._joined
-        rows = [
-            joined(there[n : count * size : size], self._task.dim) for n in range(size)
-        ]
-        leaves = [*rows, *there[count * size :]]
+        flat = [value for replica in outputs for value in replica[:size]]
+        flat += outputs[0][size:]
+        leaves = moved(flat, [target] * len(flat))
+        if count > 1 or self._scalars:
+            parts = [leaves[n : count * size : size] for n in range(size)]
+            leaves[: count * size] = [joined(part, self._task.dim) for part in parts]
         return jtu.tree_unflatten(self._pairs[0].out_tree, leaves)
 
     def _spread(self, cotangents: Sequence[Any]) -> list[list[Any]]:
         """The cotangents of each replica's outputs, on its device."""
         count = len(self._pairs)
-        spread: list[list[Any]] = [[None] * len(cotangents) for _ in range(count)]
+        spread: list[list[Any]]  # Aux may be of other structures.
+        spread = [[None] * len(made.out_tracked) for made in self._pairs]
         moving, places = [], []
         for place, tracked in enumerate(self._pairs[0].out_tracked):
             if not tracked or place >= self._joined:

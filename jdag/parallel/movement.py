@@ -18,7 +18,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jdag.compute.avals import aval_of
 from jdag.compute.devices import named
-from jdag.compute.moves import home_of, moved
+from jdag.compute.moves import cuttable, home_of, moved
 from jdag.compute.pytrees import Form, frozen, is_static, paths
 from jdag.errors import JdagError, kind_of
 from jdag.parallel.devices import Device, device_of, devices_of
@@ -79,6 +79,7 @@ def scatter(
     arrays, form = apart(x, "scatter")
     dims, count = rows_of(x, arrays, dim, "scatter")
     sizes = chunk_sizes(count, len(targets))
+    arrays = list(cuttable(arrays, list(map(home_of, arrays))))
     both = zip(arrays, dims, strict=True)
     pieces = [cut(array, sizes, where) for array, where in both]
     flat = [piece[number] for number in range(len(sizes)) for piece in pieces]

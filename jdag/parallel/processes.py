@@ -4,7 +4,8 @@ The processes are those of `jax.distributed`; each runs the same program on its 
 devices and rows. A collective that one of them does not enter, or enters with other
 shapes, hangs or ends the process. So before each they exchange a few words: what they
 are about to do, as a hash, and a number. Where the hashes differ they exchange what
-they stand for, and all raise the same error.
+they stand for, and all raise the same error. Who does not come to that is named
+(`jdag.parallel.waiting`).
 
 Parameters that are equal on all processes are shared by a primitive that does nothing.
 Its transpose adds the cotangents of all processes, one collective for all leaves.
@@ -32,6 +33,7 @@ from jdag.compute.moves import home_of
 from jdag.errors import JdagError, WorkerLost
 from jdag.parallel.apply import tracked_of
 from jdag.parallel.devices import device_of, distinct
+from jdag.parallel.waiting import DEADLINE_S, Waiting
 
 AXIS = "processes"
 COMPANIES_MAX = 16
@@ -63,14 +65,18 @@ class Processes:
     Args:
         devices: of all processes.
         what: the function that was given them, for errors.
+        deadline_s: how many seconds they wait for each other.
 
     Raises:
         JdagError: a process has none, or not as many as the others.
     """
 
-    def __init__(self, devices: tuple[jax.Device, ...], what: str) -> None:
+    def __init__(
+        self, devices: tuple[jax.Device, ...], what: str, deadline_s: float
+    ) -> None:
         self.devices = devices
         self.what = what
+        self._deadline_s = deadline_s
         counts = Counter([device.process_index for device in devices])
         every = [counts[number] for number in range(jax.process_count())]
         if every != [every[0]] * len(every):
@@ -102,9 +108,11 @@ class Processes:
 
         Raises:
             JdagError: their terms differ; names the first that does, and both values.
-            WorkerLost: a process is gone.
+            WorkerLost: a process is gone, or has not come in time.
         """
-        return self._meeting.agreed(f"{self.what} over", terms, number)
+        terms = (*terms, ("deadline_s", f"{self._deadline_s:g}"))
+        what = f"{self.what} over {self.count} processes"
+        return self._meeting.agreed(what, terms, number, deadline_s=self._deadline_s)
 
     def summed(self, arrays: Sequence[Any], terms: Terms) -> list[Any]:
         """Return the sum of each array over all processes, where the array was.
@@ -146,13 +154,19 @@ class Meeting:
         )
         self._gather = self._mapped(lambda a: jax.lax.all_gather(a[0], AXIS)[None])
         self._sum = self._mapped(lambda arrays: jax.lax.psum(arrays, AXIS))
+        self._waiting = Waiting(platform)
+        self._deadline_s = DEADLINE_S  # The last that was given.
         self._is_over = False
         # Who still waits when this program ends is told so.
         atexit.register(self._end)
 
-    def agreed(self, what: str, terms: Terms, number: int = 0) -> tuple[int, ...]:
+    def agreed(
+        self, what: str, terms: Terms, number: int = 0, *, deadline_s: float
+    ) -> tuple[int, ...]:
         """See `Processes.agreed`; `what` is who asks."""
-        found = self._gathered(np.asarray([*_hashed(terms), number], np.uint32))
+        self._deadline_s = deadline_s
+        hashed = np.asarray([*_hashed(terms), number], np.uint32)
+        found = self._gathered(hashed, what)
         if not (found[:, :-1] == found[0, :-1]).all():
             self._refuse(what, terms)
         return tuple(map(int, found[:, -1]))
@@ -173,42 +187,50 @@ class Meeting:
         shape = (self._count, *array.shape[1:])
         return jax.make_array_from_single_device_arrays(shape, self._sharding, [array])
 
-    def _gathered(self, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def _gathered(
+        self, values: np.ndarray[Any, Any], what: str
+    ) -> np.ndarray[Any, Any]:
         here = jax.device_put(values[None], self.place)
         if isinstance(here, jax.core.Tracer):
             raise JdagError(INSIDE)
         if self._is_over:
             raise WorkerLost("one of the processes that work together is gone")
+        enter = partial(self._entered, self._spread(here))
+        is_over, self._is_over = self._is_over, True  # Unless nothing is raised.
         try:
-            found = self._gather(self._spread(here))
-            return np.asarray(found.addressable_shards[0].data)[0]
+            found = self._waiting.met(enter, what, self._deadline_s)
         except (RuntimeError, ValueError) as error:  # What a collective may raise.
-            self._is_over = True
             raise WorkerLost(
                 f"one of the {self._count} processes that work together is gone: "
                 f"{error}"
             ) from error
+        self._is_over = is_over
+        return np.asarray(found)
+
+    def _entered(self, mine: Any) -> np.ndarray[Any, Any]:
+        found = self._gather(mine)
+        return np.asarray(found.addressable_shards[0].data)[0]
 
     def _refuse(self, what: str, terms: Terms) -> None:
         """Say where the terms of a process differ from those of the first."""
         said = json.dumps(terms).encode()
-        sizes = self._gathered(np.asarray([len(said)], np.uint32))
+        sizes = self._gathered(np.asarray([len(said)], np.uint32), what)
         padded = np.zeros(int(sizes.max()), np.uint8)
         padded[: len(said)] = np.frombuffer(said, np.uint8)
         every = [
             dict(json.loads(bytes(row[: int(size)])))
-            for row, (size,) in zip(self._gathered(padded), sizes, strict=True)
+            for row, (size,) in zip(self._gathered(padded, what), sizes, strict=True)
         ]
         if ENDED in every:
             self._is_over = True
             raise WorkerLost(
-                f"{what} {self._count} processes: the program of process "
+                f"{what}: the program of process "
                 f"{every.index(ENDED)} has ended; all processes call it as often"
             )
         number = next(n for n, other in enumerate(every) if other != every[0])
         name, *values = _difference(every[0], every[number])
         raise JdagError(
-            f"{what} {self._count} processes: {name} = {values[0]} on process 0 and "
+            f"{what}: {name} = {values[0]} on process 0 and "
             f"{values[1]} on process {number}; all processes call it with equal "
             "functions, parameters and devices, as often and in the same order"
         )
@@ -217,14 +239,23 @@ class Meeting:
         if not self._is_over:
             # The others hear it; here there is nobody left to be told what they do.
             with suppress(JdagError):
-                self.agreed("the end of", tuple(ENDED.items()))
+                what = f"the end of the program of process {jax.process_index()}"
+                ended = tuple(ENDED.items())
+                self.agreed(what, ended, deadline_s=self._deadline_s)
 
 
 _meeting = lru_cache(maxsize=COMPANIES_MAX)(Meeting)
 
 
-def processes_of(devices: Any, what: str) -> Processes | None:
+def processes_of(
+    devices: Any, what: str, deadline_s: float = DEADLINE_S
+) -> Processes | None:
     """Return the processes that these devices belong to; None: to this one alone.
+
+    Args:
+        devices: what the function was given.
+        what: the function, for errors.
+        deadline_s: how many seconds the processes wait for each other.
 
     Raises:
         JdagError: a process has none, or not as many as the others; a device is there
@@ -238,7 +269,7 @@ def processes_of(devices: Any, what: str) -> Processes | None:
         return None
     both = zip(devices, far, strict=True)
     found = [one if is_far else device_of(one, what) for one, is_far in both]
-    return _company(distinct(found, what), what)
+    return _company(distinct(found, what), what, deadline_s)
 
 
 _company = lru_cache(maxsize=COMPANIES_MAX)(Processes)

@@ -15,7 +15,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdag.compute.moves import Target, moved, outside
+from jdag.compute.moves import Target, cuttable, home_of, is_free, moved, outside
 from jdag.compute.tracing import Function, Traced, as_it_is
 from jdag.errors import JdagError
 from jdag.parallel.dispatch import Task
@@ -33,6 +33,7 @@ class Mapping(Protocol):
     """How a function of one replica's arrays becomes a program over all devices."""
 
     reshapes: bool  # Whether `laid` and `whole` do anything.
+    brings: bool  # Whether arrays that were not put on a device may come as they are.
 
     def mapped(
         self, local: Callable[..., Any], ins: tuple[Any, ...], outs: tuple[Lie, ...]
@@ -59,6 +60,7 @@ class ByShardMap:
     """`jax.shard_map`: what is cut along a dimension is one array over all devices."""
 
     reshapes = False
+    brings = True
 
     def __init__(self, devices: tuple[jax.Device, ...], axis: str) -> None:
         self._axis = axis
@@ -110,6 +112,7 @@ class ByPmap:
     """`jax.pmap`: what is cut along a dimension has one of replicas before that."""
 
     reshapes = True
+    brings = True
 
     def __init__(self, devices: tuple[jax.Device, ...], axis: str) -> None:
         self._devices = devices
@@ -220,18 +223,23 @@ class OneProgram:
         ins = (SAME, dim, dim, ONE_EACH, dim, ONE_EACH)
         self._backward = outside(mapped(self._replica_vjp, ins, (ONE_EACH, dim)))
         # Arrays on the way to the devices, and from there.
+        taken = len(task.avals) - task.shared
+        lies: list[Lie] = [SAME] * task.shared + [dim] * taken
+        self._wheres = [self._mapping.target(lie) for lie in lies]
+        # For a vjp they would have to be brought there once more.
+        self._takes_free = self._mapping.brings and True not in task.tracked
         is_bare = not (self._lacking or self._mapping.reshapes)
         self._laid = self._lay if is_bare else jax.jit(self._lay, static_argnums=1)
         self._whole = self._unlay if is_bare else jax.jit(self._unlay)
 
-    def forward(self, arrays: Sequence[Any], target: Target) -> tuple[Any, Any]:
+    def forward(
+        self, arrays: Sequence[Any], homes: Sequence[Target], target: Target
+    ) -> tuple[Any, Any]:
         """See `Plan`."""
-        task, mapping = self._task, self._mapping
-        shared = task.shared
-        chunk = [self._laid(array, True) for array in arrays[shared:]]
-        wheres = [mapping.target(SAME)] * shared
-        wheres += [mapping.target(task.dim)] * len(chunk)
-        there = moved([*arrays[:shared], *chunk], wheres)
+        shared = self._task.shared
+        whole = cuttable(arrays[shared:], homes[shared:])
+        chunk = [self._laid(array, True) for array in whole]
+        there = self._brought([*arrays[:shared], *chunk], homes[:shared])
         rows, kept = self._forward(there[:shared], there[shared:])
         outputs = self._gathered(rows, kept, target)
         if kept.shape.traced.backward is None:
@@ -328,6 +336,16 @@ class OneProgram:
         return Shape(traced, tuple(found), count)
 
     # ---- to the devices, and back
+
+    def _brought(self, arrays: list[Any], homes: Sequence[Target]) -> list[Any]:
+        """Return what the program is given; homes are those of the first arrays."""
+        wheres: Sequence[Target] = self._wheres
+        if self._takes_free:
+            both = zip(arrays, wheres, strict=True)
+            wheres = [None if is_free(array) else where for array, where in both]
+            if wheres.count(None) == len(wheres):
+                return arrays
+        return moved(arrays, wheres, [*homes, *map(home_of, arrays[len(homes) :])])
 
     def _lay(self, array: Any, stands_in: bool) -> Any:
         """Bring an array to the form of chunks; the last row, or zeros, fill it up."""

@@ -5,7 +5,7 @@ There are three ways, by the name that `ctx.replicate` and `ctx.all_reduce` take
 - "owner": whoever has the arrays sends them to each replica, and adds up what comes
   back, in the order of the replicas. For `all_reduce` that is the first worker.
 - "tree": a binary tree of replicas below the owner. Each adds its own first, then what
-  the two below it bring. No worker sends to, or hears from, more than two.
+  the two below it bring. No worker has more than two below it.
 - "ring": as many parts as replicas. Part c goes from the owner to replica c and then
   around; what comes back is added from the last replica that it reached to the first
   (reduce-scatter), and the owner gathers the parts. In `all_reduce` part c is added

@@ -19,7 +19,7 @@ from jdag.compute.moves import Target
 from jdag.compute.pytrees import Template
 from jdag.errors import JdagError
 from jdag.parallel.dispatch import Task
-from jdag.parallel.processes import INSIDE, Processes, Terms, numbered
+from jdag.parallel.processes import INSIDE, Terms, numbered
 from jdag.parallel.program import SAME, ByShardMap, Lie
 from jdag.wire.trees import HOLE
 
@@ -34,6 +34,7 @@ class Wide:
     """
 
     reshapes = False
+    brings = False  # Its part of an array over all processes is made of shards.
 
     def __init__(
         self,
@@ -127,7 +128,7 @@ def _collectives(part: Any, axis: str) -> Iterator[str]:
                 yield from _collectives(inner, axis)
 
 
-def together(task: Task, processes: Processes) -> Task:
+def together(task: Task) -> Task:
     """Return the task as one of several processes has it.
 
     A function that reduces over all replicas needs chunks of one size everywhere: then
@@ -136,7 +137,8 @@ def together(task: Task, processes: Processes) -> Task:
     Raises:
         JdagError: they do not do the same, or one has no rows.
     """
-    task = task._replace(processes=processes)
+    processes = task.processes
+    assert processes is not None, task
     if task.axis_name is None:
         return task
     counts = processes.agreed(terms_of(task), task.rows)

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jdag.parallel import data_parallel, row_mean
 
@@ -27,6 +28,12 @@ def where(tree: Any) -> list[str]:
 def array(*shape: int, seed: int = 0, dtype: Any = np.float64) -> jax.Array:
     values = np.random.default_rng(seed).standard_normal(shape)
     return jnp.asarray(values, dtype)
+
+
+def meshed(value: Any, axis: AxisType) -> Any:
+    """A matrix with its rows over a mesh of four devices."""
+    mesh = Mesh(np.asarray(jax.devices()[2:6]), ("some",), axis_types=(axis,))
+    return jax.device_put(value, NamedSharding(mesh, PartitionSpec("some", None)))
 
 
 def close(found: Any, wanted: Any, tolerance: float = 1e-11) -> None:

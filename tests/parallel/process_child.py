@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -37,6 +38,30 @@ def lost(text: str) -> None:
         gradient()
 
 
+def waits(number: int) -> None:
+    """The second process comes late: in time, then too late; both are told of that."""
+    import pytest  # noqa: PLC0415 - after JAX was told its processes.
+
+    from jdag.errors import JdagError, WorkerLost  # noqa: PLC0415
+    from tests.parallel.process_checks import gradient  # noqa: PLC0415
+
+    late = [
+        "data_parallel over 2 processes: process 1 did not come within 3 seconds ",
+        r"process 1 came too late; others have waited for deadline_s = 3 seconds and g",
+    ]
+    differs = "deadline_s = 3 on process 0 and 4 on process 1"
+    with pytest.raises(JdagError, match=differs):
+        gradient(deadline_s=3.0 + number)
+    for seconds in (0, 1.5):
+        threading.Event().wait(seconds * number)
+        assert gradient(deadline_s=3.0) == 8
+    threading.Event().wait(5 * number)
+    with pytest.raises(WorkerLost, match=late[number]):
+        gradient(deadline_s=3.0)
+    with pytest.raises(WorkerLost, match="one of the processes that work together is"):
+        gradient(deadline_s=3.0)
+
+
 def main(port: str, number: int, mode: str) -> None:
     """Run all checks, or see what becomes of one process when the other leaves."""
     jax.config.update("jax_enable_x64", True)
@@ -48,6 +73,9 @@ def main(port: str, number: int, mode: str) -> None:
         if number == 1:
             raise KeyError("mine")
         said("ends", lambda: lost("the program of process 1 has ended"))
+        return
+    if mode == "waits":
+        said("waits", lambda: waits(number))
         return
     for name, check in CHECKS.items():
         said(name, check)

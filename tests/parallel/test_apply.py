@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 from jdag import unjitted
 from jdag.errors import JdagError
 from jdag.parallel import data_parallel, gather, parallel_apply, replicate, scatter
-from tests.parallel.cases import array, close, names, where
+from tests.parallel.cases import array, close, meshed, names, where
 
 
 def linear(w: Any, x: Any) -> Any:
@@ -27,6 +28,21 @@ def test_outputs_are_on_the_given_devices_or_where_inputs_live():
         for fn, given, made in zip(fns, inputs, found, strict=True):
             host = jax.tree.map(np.asarray, fn(given))
             close(jax.tree.map(np.asarray, made), host)
+
+
+def test_an_input_over_several_devices_is_worked_on_there():
+    x, w = array(8, 3), array(3, 2, seed=1)
+    there = meshed(x, AxisType.Auto), w
+
+    def loss(*given: Any) -> Any:
+        return parallel_apply([lambda x, w: jnp.sum(jnp.sin(x @ w))], [given])[0]
+
+    value, found = jax.value_and_grad(loss, (0, 1))(*there)
+    assert (
+        len(value.sharding.device_set) == 4 and found[0].sharding == there[0].sharding
+    )
+    wanted = jax.value_and_grad(lambda x, w: jnp.sum(jnp.sin(x @ w)), (0, 1))(x, w)
+    close(jax.device_put((value, found), jax.devices()[0]), wanted)
 
 
 def test_gradients_are_those_of_one_function_after_the_other():

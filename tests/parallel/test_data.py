@@ -2,114 +2,125 @@
 
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jdag
 from jdag.compute import pairs
 from jdag.compute.avals import aval_of
 from jdag.errors import JdagError
-from jdag.parallel import data, data_parallel
+from jdag.parallel import data_parallel, ready
 from tests.parallel.cases import (
     BIG,
     HOW,
     UNEVEN,
     array,
     close,
+    meshed,
     names,
     rows_out,
     where,
 )
-
-TOLERANCE = {"float32": 1e-5, "float64": 1e-12, "complex128": 1e-12, "bfloat16": 0.05}
-
-
-def mixed(params: Any, x: Any) -> Any:
-    """Each kind of leaf and output: rows, a scalar of the chunk, integers."""
-    h = params["act"](x["x"] * params["parts"][0] + params["parts"][1])
-    y = h * params["n"][1] * x["ids"]
-    return {"y": (y, jnp.argmax(jnp.abs(h), -1)), "loss": jnp.sum(y * h) / 3}
-
-
-def on_one_device(params: Any, x: Any, sizes: list[int], dim: int) -> Any:
-    """The same by plain JAX: rows at once, and a loss for each chunk."""
-    y, best = mixed(params, x)["y"]
-    bounds = [sum(sizes[:n]) for n in range(len(sizes) + 1)]
-    losses = []
-    for first, last in pairwise(bounds):
-        index = (*[slice(None)] * dim, slice(first, last))
-        losses.append(mixed(params, jax.tree.map(lambda a, i=index: a[i], x))["loss"])
-    return {"y": (y, best), "loss": jnp.stack(losses)}
+from tests.parallel.tasks import (
+    TASKS,
+    TOLERANCE,
+    UNLIKE,
+    Task,
+    asked_for,
+    on_one_device,
+    spread_as,
+)
 
 
-@st.composite
-def tasks(draw: Any) -> Any:
-    dtype = draw(st.sampled_from(sorted(TOLERANCE)))
-    devices = draw(st.integers(1, 8))
-    rows = draw(
-        st.one_of(st.integers(1, 3).map(lambda n: n * devices), st.integers(0, 9))
+def test_the_tasks_have_each_kind_of_what_may_be_asked_for():
+    def met(*kinds: Any) -> set[Any]:
+        return {tuple(getattr(task, kind) for kind in kinds) for task in TASKS}
+
+    assert {count for (count,) in met("devices")} == set(range(1, 9))
+    assert {device for (device,) in met("output")} == set(range(8))
+    assert {dtype for (dtype,) in met("dtype")} == set(TOLERANCE)
+    assert met("how", "dim") == {(how, dim) for how in (None, *HOW) for dim in (0, 1)}
+    uneven = {"fewer rows than devices", "one has fewer"}
+    for how in (None, "each"):
+        assert {shares for by, shares in met("how", "shares") if by == how} >= uneven
+    assert {shares for (shares,) in met("shares")} == {"no rows", "alike", *uneven}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_values_and_gradients_are_those_of_one_device(task):
+    check(task)
+
+
+@settings(max_examples=8, phases=(Phase.explicit, Phase.generate))
+@given(
+    st.builds(
+        Task,
+        st.sampled_from(sorted(TOLERANCE)),
+        st.sampled_from([None, *HOW]),
+        st.integers(1, 8),
+        st.integers(0, 13),
+        st.integers(0, 1),
+        st.integers(0, 7),
+        st.sampled_from([(2, 2), (1, 3), (4, 1)]),
     )
-    dim = draw(st.integers(0, 1))
-    shape = draw(st.lists(st.integers(1, 3), min_size=2, max_size=2))
-    return dtype, devices, rows, dim, shape
+)
+def test_so_they_are_whatever_is_asked_for(task):
+    if task.how in ("pmap", "shard_map") and len(set(task.sizes)) > 1:
+        task = task._replace(how=None)  # Those take chunks of one size.
+    check(task)
 
 
-@settings(max_examples=16)
-@given(tasks(), st.sampled_from([None, *HOW]), st.integers(0, 7))
-def test_values_and_gradients_are_those_of_one_device(task, how, output):
-    dtype, devices, rows, dim, shape = task
-    size = max(1, -(-rows // devices))
-    sizes = [min(size, rows - n) for n in range(0, max(rows, 1), size)]
-    full = (*shape[:dim], rows, *shape[dim:])
-    part = tuple([1 if n == dim else length for n, length in enumerate(full)])
-    params = {
-        "parts": [array(*part, seed=1, dtype=dtype), array(seed=2, dtype=dtype)],
-        "n": np.asarray([0, 2]),
-        "act": jnp.sin,
-        "name": "mixed",
-    }
-    x = {"x": array(*full, seed=3, dtype=dtype), "ids": jnp.ones(full, jnp.int32) * 3}
+@pytest.mark.parametrize("deadline_s", [0, True])
+def test_a_deadline_is_looked_at_by_one_process_too(deadline_s):
+    with pytest.raises(JdagError, match=r"deadline_s = .*: allowed is a number of s"):
+        data_parallel(scaled, {}, UNEVEN, names(1), deadline_s=deadline_s)
+
+
+def check(task: Task) -> None:
+    """Values and both gradients of a task, against plain JAX."""
+    params, x = asked_for(task)
+    arguments = (params["parts"], x["x"])
+
+    def filled(parts: Any, values: Any) -> tuple[Any, Any]:
+        return {**params, "parts": parts}, {**x, "x": values}
 
     def spread(parts: Any, values: Any) -> Any:
-        given = {**params, "parts": parts}
-        chunks = {**x, "x": values}
-        there = f"cpu:{output}"
-        return data_parallel(mixed, given, chunks, names(devices), there, dim, how=how)
-
-    if how in ("pmap", "shard_map") and len(set(sizes)) > 1:
-        with pytest.raises(JdagError, match=f"how = {how!r} takes chunks of one size"):
-            spread(params["parts"], x["x"])
-        return
+        return spread_as(task, *filled(parts, values))
 
     @jax.jit  # Else each of its operations is compiled for each shape.
     def alone(parts: Any, values: Any) -> Any:
-        return on_one_device({**params, "parts": parts}, {**x, "x": values}, sizes, dim)
+        return on_one_device(*filled(parts, values), task.sizes, task.dim)
 
-    arguments = (params["parts"], x["x"])
+    tolerance = TOLERANCE[task.dtype]
     wanted, alone_vjp = jax.vjp(alone, *arguments)
     found, vjp = jax.vjp(spread, *arguments)
     plain = spread(*arguments)
-    assert where(found) == where(plain) == [f"cpu:{output}"] * 3
-    close(found, wanted, TOLERANCE[dtype])
-    close(plain, wanted, TOLERANCE[dtype])
+    assert where(found) == where(plain) == [f"cpu:{task.output}"] * 3
+    close(found, wanted, tolerance)
+    close(plain, wanted, tolerance)
     cotangents = {
         "y": (
-            array(*full, seed=4, dtype=dtype),
+            array(*x["x"].shape, seed=4, dtype=task.dtype),
             np.zeros(wanted["y"][1].shape, jax.dtypes.float0),
         ),
-        "loss": array(len(sizes), seed=5, dtype=dtype),
+        "loss": array(len(task.sizes), seed=5, dtype=task.dtype),
     }
     gradients = vjp(cotangents)
     assert where(gradients) == ["cpu:0"] * 3
-    close(gradients, alone_vjp(cotangents), 3 * TOLERANCE[dtype])
+    close(gradients, alone_vjp(cotangents), 3 * tolerance)
+
+
+@pytest.mark.parametrize("task", UNLIKE)
+def test_one_program_takes_chunks_of_one_size(task):
+    with pytest.raises(JdagError, match=f"how = {task.how!r} takes chunks of one size"):
+        spread_as(task, *asked_for(task))
 
 
 def scaled(p: Any, x: Any) -> Any:
@@ -161,6 +172,26 @@ def test_gradients_of_arrays_over_several_devices_are_spread_as_these_are(how):
     assert [one.sharding for one in found] == [spread, spread]
     wanted = jax.grad(loss, (0, 1))(p, x, lambda fn, p, x: fn(p, x))
     close(jax.device_put(found, jax.devices()[0]), wanted)
+
+
+@pytest.mark.parametrize(
+    ("how", "count", "axis_name"),
+    [("each", 3, None), ("pmap", 2, None), ("pmap", 3, "all"), ("shard_map", 3, "all")],
+)
+def test_rows_over_a_mesh_that_is_part_of_their_type_are_cut_anew(
+    how, count, axis_name
+):
+    x = array(8, 2)
+    there = meshed(x, AxisType.Explicit)
+
+    def loss(x: Any) -> Any:
+        options: Any = {"how": how, "axis_name": axis_name}
+        y = data_parallel(lambda p, x, *_: p * x, 2.0, x, names(count), **options)
+        return jnp.sum(y**3)
+
+    found = jax.grad(loss)(there)
+    assert found.sharding == there.sharding
+    close(jax.device_put(found, jax.devices()[0]), 24 * x**2)
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -311,7 +342,7 @@ def test_a_function_made_anew_in_a_loop_is_warned_of(how, monkeypatch):
     monkeypatch.setattr(pairs, "ANEW_MAX", 3)
     cache = pairs.PairCache(9)  # It has seen none of them.
     monkeypatch.setattr(pairs, "CACHE", cache)
-    monkeypatch.setattr(data, "CACHE", cache)
+    monkeypatch.setattr(ready, "CACHE", cache)
     with pytest.warns(UserWarning, match=r"<lambda> .* for 3 different closures"):
         for n in range(3):
             data_parallel(lambda p, x, n=n: x * n, 1.0, array(4), names(2), how=how)

@@ -76,6 +76,18 @@ def test_replicas_that_return_other_structures_are_not_joined(full, last):
     close(both, (array(5), full(array(5)[:2])))
 
 
+def test_aux_of_other_structures_takes_nothing_from_the_gradient():
+    def fn(p: Any, x: Any) -> Any:
+        return p * x, [p * row for row in x]
+
+    def found_by(p: Any) -> Any:
+        y, aux = data_parallel(fn, p, array(5), names(3), has_aux=True)
+        assert len(aux) == 2
+        return jnp.sum(y**2)
+
+    close(jax.grad(found_by)(3.0), 6 * jnp.sum(array(5) ** 2))
+
+
 @pytest.mark.parametrize("rows", [6, 5])
 def test_the_replica_that_raised_is_named(rows):
     def fn(p: Any, x: Any) -> Any:

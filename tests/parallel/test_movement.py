@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import AxisType
 
 import jdag
 from jdag.errors import JdagError
 from jdag.parallel import gather, reduce_add, replicate, scatter
 from jdag.parallel.movement import chunk_sizes, copies
-from tests.parallel.cases import UNEVEN, array, close, names, where
+from tests.parallel.cases import UNEVEN, array, close, meshed, names, where
 
 
 def test_each_replica_is_whole_and_on_its_device():
@@ -281,3 +282,19 @@ def test_a_dimension_may_be_numpys():
 def test_statics_may_be_wrapped():
     found = replicate({"n": jdag.static(3), "w": jnp.ones(2)}, names(2))
     assert [replica["n"] == jdag.static(3) for replica in found] == [True] * 2
+
+
+def test_what_lies_over_a_mesh_that_is_part_of_its_type_is_cut_and_copied():
+    x = array(8, 2)
+    there = meshed(x, AxisType.Explicit)
+    chunks = scatter(there, names(3))
+    assert where(chunks) == names(3) and [len(chunk) for chunk in chunks] == [3, 3, 2]
+
+    def loss(x: Any) -> Any:
+        parts = [*scatter(x, names(3)), *replicate(x, names(2, 6))]
+        return jnp.sum(gather([jnp.sin(part) for part in parts], "cpu:0") ** 2)
+
+    found = jax.grad(loss)(there)
+    assert found.sharding == there.sharding
+    wanted = jax.grad(lambda x: 3 * jnp.sum(jnp.sin(x) ** 2))(x)
+    close(jax.device_put(found, jax.devices()[0]), wanted)

@@ -129,6 +129,36 @@ def test_a_worker_spreads_a_call_over_its_devices(place, how):
     np.testing.assert_array_equal(oracle[1]["w"], found[1])
 
 
+def test_trainers_spread_their_replicas_over_devices_and_share_an_embedding():
+    trainers = [f"trainer{number}" for number in range(4)]
+    ids = [np.arange(rows) % 5 for rows in (7, 4, 2, 1)]
+    params = {"table": array(5, 3), "dense": {"w": array(3, 2, seed=1)}}
+
+    def dense(p: Any, rows: Any) -> Any:
+        return jnp.sum(data_parallel(rows_out, p, rows, names(2)) ** 2)
+
+    def looked_up(table: Any, ids: Any) -> Any:
+        return table[ids]
+
+    def step(ctx: Any, params: Any) -> Any:
+        replicas = ctx.replicate(trainers, params["dense"], how="tree")
+        losses = []
+        for trainer, replica, own in zip(trainers, replicas, ids, strict=True):
+            rows = ctx.call("ps", looked_up, params["table"], own)
+            losses.append(ctx.call(trainer, dense, replica, rows))
+        return ctx.call("ps", lambda *losses: sum(losses), *losses)
+
+    with jdag.simulate(["main", "ps", *trainers], seed=0) as cluster:
+        refs = cluster.put("ps", params)
+        found = jdag.fetch(jdag.value_and_grad(step, cluster)(refs))
+
+    def alone(params: Any) -> Any:
+        rows = [params["table"][own] for own in ids]
+        return sum(jnp.sum(rows_out(params["dense"], one) ** 2) for one in rows)
+
+    close(found, jax.value_and_grad(alone)(params))
+
+
 def test_real_workers_give_the_bits_of_simulated_ones():
     params, x = {"w": array(3, 4)}, array(7, 3, seed=9)
     clusters = (
@@ -180,3 +210,52 @@ def test_a_function_that_its_user_jits_is_refused_and_named():
         ) as caught:
             out.fetch()
         assert not isinstance(caught.value, RemoteError)
+
+
+def curved(p: Any, x: Any) -> Any:
+    return jnp.tanh(x @ p["w"] * p["n"]) ** 2
+
+
+def steep(loss: Any) -> Any:
+    """The gradient of the norm of a gradient."""
+
+    def norm(p: Any) -> Any:
+        return jnp.sum(jax.grad(loss, allow_int=True)(p)["w"] ** 2)
+
+    return lambda p: jax.grad(norm, allow_int=True)(p)["w"]
+
+
+@pytest.mark.parametrize("how", ["pmap", "shard_map"])
+def test_second_derivatives_of_a_program_over_devices_show_none_of_its_devices(how):
+    p, x = {"w": array(3, 2), "n": jnp.arange(2)}, array(4, 3, seed=1)
+
+    def loss(p: Any) -> Any:
+        return jnp.sum(data_parallel(curved, p, x, names(2), how=how))
+
+    # JAX would compare the devices of the program with those of what is around it.
+    far = jax.device_put(p, D[3])
+    with pytest.raises(JdagError, match="arrays cannot move between devices inside of"):
+        jax.jit(steep(loss))(far)
+    assert jax.eval_shape(steep(loss), far).shape == (3, 2)
+    wanted = steep(lambda p: jnp.sum(curved(p, x)))(p)
+    close(steep(loss)(far), wanted)
+    close(steep(jax.checkpoint(loss))(p), wanted)
+    once = jax.checkpoint(jax.grad(loss, allow_int=True))
+    product = jax.grad(lambda w: jnp.sum(once({**p, "w": w})["w"] ** 2))(p["w"])
+    close(product, wanted)
+
+
+@pytest.mark.parametrize("how", ["pmap", "shard_map", "each"])
+def test_inside_of_checkpoint_gradients_come_to_where_their_arrays_live(how):
+    p, x = {"w": array(3, 2), "n": jnp.arange(2)}, array(4, 3, seed=1)
+    far, rows = jax.device_put(p, D[3]), jax.device_put(x, D[5])
+
+    def loss(p: Any, x: Any) -> Any:
+        return jnp.sum(data_parallel(curved, p, x, names(2), how=how))
+
+    both: Any = {"argnums": (0, 1), "allow_int": True}
+    found = jax.grad(jax.checkpoint(loss), **both)(far, rows)
+    assert where((found[0]["w"], found[1])) == ["cpu:3", "cpu:5"]
+    wanted = jax.grad(lambda p, x: jnp.sum(curved(p, x)), **both)(p, x)
+    close((found[0]["w"], found[1]), (wanted[0]["w"], wanted[1]))
+    far["w"] -= found[0]["w"]

@@ -1,32 +1,66 @@
 """The script that measures data parallelism, tried in a small size."""
 
+from typing import Any
+
 import jax
-import pytest
 
 from paper import data_parallel
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_parallel, "REPEATS", 1)
+def test_each_way_is_timed_beside_the_same_by_hand(monkeypatch):
+    monkeypatch.setattr(data_parallel, "ROUNDS", 1)
     monkeypatch.setattr(data_parallel, "TURN_S", 0.0)
-
-
-def test_each_way_has_a_row_against_each_by_hand(quick, monkeypatch):
     monkeypatch.setattr(data_parallel, "WAYS", ("each",))
-    rows = [
-        row
-        for count in (1, 2)
-        for row in data_parallel.rows_of(jax.devices()[:count], 8, 16)
-    ]
-    assert [(row["devices"], row["way"], row["by_hand"]) for row in rows] == [
-        (1, "chosen", "jit"),
-        (2, "each", "pmap"),
-        (2, "each", "shard_map"),
+    rows = [data_parallel.row_of(jax.devices()[:count], 8, 16) for count in (1, 2)]
+    assert [list(row["step_s"]) for row in rows] == [
+        ["chosen", "jit"],
+        ["each", "pmap by hand", "shard_map by hand"],
     ]
     found = {"rows": rows, "memory": [], "machine": {"cores": 2}, "device": "cpu"}
-    table = data_parallel.tables(found)
-    assert table.count("| 8 x 16 |") == 3 and "fastest way of a step" in table
+    assert data_parallel.page(found).count("| 8 x 16 |") == 2 + 4
+
+
+def timed(devices: int, width: int, **seconds: float) -> dict[str, Any]:
+    """A row with the same times, each of three rounds, of forward and step."""
+    times = {n.replace("_by_hand", " by hand"): [s] * 3 for n, s in seconds.items()}
+    return {
+        "devices": devices,
+        "width": width,
+        "rows": 4 * width,
+        "forward_s": times,
+        "step_s": times,
+        "step_in_one_jit_s": [1.0],
+    }
+
+
+def test_a_target_is_met_or_missed_where_there_is_enough_work():
+    rows = [
+        timed(1, 8, chosen=2e-4, jit=1e-4),  # Twice: but of little work.
+        timed(1, 16, chosen=1.04e-3, jit=1e-3),
+        timed(2, 8, pmap=9e-4, pmap_by_hand=3e-4),
+        timed(2, 16, pmap=4.4e-3, pmap_by_hand=4e-3),
+        timed(2, 32, pmap=4e-2, pmap_by_hand=4e-2),
+    ]
+    lines = [line for line in data_parallel.targets(rows) if "forward" in line]
+    assert lines == [
+        "| 1 | chosen, forward | jit | 1.04 | 16 x 64 | met |",
+        "| 2 | pmap, forward | pmap by hand | 1.10 | 16 x 64 | missed |",
+    ]
+
+
+def test_the_fastest_way_is_told_from_what_size_on():
+    hands = {"pmap_by_hand": 1.0, "shard_map_by_hand": 2.0}
+    rows = [
+        timed(2, 8, pmap=3.0, shard_map=2.0, each=4.0, **hands),
+        timed(2, 16, pmap=3.0, shard_map=4.0, each=2.0, **hands),
+        timed(2, 32, pmap=3.0, shard_map=4.0, each=2.0, **hands),
+        timed(4, 8, pmap=1.0, shard_map=4.0, each=2.0, **hands),
+    ]
+    assert data_parallel.fastest(rows, "step") == (
+        "Fastest step: on 2 devices `shard_map` from 8 x 32 on, `each` from 16 x 64 "
+        "on; on 4 devices `pmap` from 8 x 32 on."
+    )
+    assert data_parallel.ratio_of(rows[0]["step_s"], "each") == 4.0
 
 
 def test_each_way_holds_the_parameters_that_the_vjp_reads_once_a_replica():

@@ -92,5 +92,10 @@ def test_who_has_ended_is_missed_at_once():
     assert second.code == 1 and "KeyError: 'mine'" in second.complaint
 
 
+def test_who_does_not_come_is_missed_by_name_and_told_when_it_does():
+    for ended in session("waits"):
+        assert ended.code == 0 and not ended.said["waits"]["wrong"], ended
+
+
 def test_there_is_a_check_of_each_kind():
     assert len(NAMES) >= 12 and jdag.parallel.data_parallel.__doc__

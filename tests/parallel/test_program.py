@@ -34,6 +34,11 @@ def valued(fn: Any, by: Any, p: Any, x: Any) -> Any:
     return found, gradients
 
 
+def on_one_device(fn: Any, by: Any, p: Any, x: Any) -> Any:
+    """The same by plain JAX; else each operation is compiled for each shape."""
+    return jax.jit(partial(valued, fn, by))(p, x)
+
+
 def centred(h: Any, p: Any, mean: Any) -> Any:
     """Rows less their mean, through as many layers as there are parameters."""
     h = h - mean
@@ -100,7 +105,7 @@ def test_any_number_of_leaves_has_the_gradients_of_one_device(case, how, by):
     if not reduces and rows % devices and rows > 1:
         rows -= rows % devices  # What is not padded has chunks of one size.
         x = [jax.lax.slice_in_dim(leaf, 0, rows, axis=place) for leaf in x]
-    close(*[valued(fn, by, p, x) for fn in (spread, alone)])
+    close(valued(spread, by, p, x), on_one_device(alone, by, p, x))
 
 
 @pytest.mark.parametrize("how", ONE)
@@ -119,7 +124,7 @@ def test_axes_are_those_of_groups_where_leaves_are_as_many(how):
     ]
     for fn, by, *args in models:
         spread = partial(data_parallel, fn, devices=names(2), how=how)
-        close(valued(spread, by, *args), valued(fn, by, *args))
+        close(valued(spread, by, *args), on_one_device(fn, by, *args))
 
 
 @pytest.mark.parametrize("how", ONE)
@@ -173,6 +178,32 @@ def test_rows_that_fill_up_are_no_rows_and_divide_nothing_by_zero():
     assert count == 3
     close(out, p / x + jnp.mean(1 / x))
     close(vjp(x), jax.vjp(lambda p, x: p / x + jnp.mean(1 / x), p, x)[1](x))
+
+
+@pytest.mark.parametrize("how", ONE)
+def test_complex_rows_are_reduced_over_replicas_as_on_one_device(how):
+    def turned(p: Any, x: Any, mean: Any) -> Any:
+        h = jnp.exp(x * p["a"]) * jnp.conj(p["b"])
+        return (h - mean(h)) * jnp.abs(mean(h * h)), jnp.sin(h)
+
+    def spread(p: Any, x: Any) -> Any:
+        def fn(p: Any, x: Any, rows: Any) -> Any:
+            return turned(p, x, lambda h: row_mean(h, rows, "all"))
+
+        return data_parallel(fn, p, x, names(3), axis_name="all", how=how)
+
+    def alone(p: Any, x: Any) -> Any:
+        return turned(p, x, lambda h: jnp.mean(h, 0))
+
+    x, a, b = [array(*shape, seed=4) for shape in ((7, 2), (2,), (2,))]
+    p = {"a": a + 0.5j * b, "b": jnp.asarray([1 - 2j, 0.5j])}
+    for rows in (x * (1 + 1j), x * 1j):
+        wanted, alone_vjp = jax.vjp(alone, p, rows)
+        found, vjp = jax.vjp(spread, p, rows)
+        close(found, wanted)
+        close(spread(p, rows), wanted)
+        cotangents = (rows * (2 - 1j), jnp.conj(rows))
+        close(vjp(cotangents), alone_vjp(cotangents), 1e-9)
 
 
 def test_a_mean_of_integers_is_refused():

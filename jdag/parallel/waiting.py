@@ -1,0 +1,131 @@
+"""Waiting for other processes, with an end: who has not come by then is named.
+
+A collective that one process does not enter keeps all others, inside of JAX, where
+nothing can be said to them. So a thread beside the program enters it, and the program
+waits for that. Who has waited for some time says so in the store of `jax.distributed`;
+who has waited for too long reads there who has not, and gives up.
+
+Invariants: of a meeting the store has one verdict, MET or GIVEN_UP, whoever writes it
+first; who may have been given up, because the last meeting was long ago, asks for it.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from math import inf
+from queue import SimpleQueue
+from typing import Any
+
+import jax
+from jax._src import distributed
+
+from jdag.errors import JdagError, WorkerLost, unusable
+
+DEADLINE_S = 600.0
+SAYS_AFTER_S = 1.0
+MET, GIVEN_UP = "met", "given up"
+
+Enter = Callable[[], Any]
+
+
+def check_deadline(deadline_s: Any) -> None:
+    """Raise JdagError unless this is a time to wait for."""
+    is_number = isinstance(deadline_s, int | float) and not isinstance(deadline_s, bool)
+    if not is_number or not 0 < deadline_s < inf:
+        allowed = "a number of seconds above 0"
+        raise JdagError(unusable("deadline_s", deadline_s, allowed))
+
+
+class Waiting:
+    """How this process waits for all others, time after time.
+
+    Args:
+        room: what tells these meetings from others of the same processes.
+    """
+
+    def __init__(self, room: str) -> None:
+        self._room = room
+        self._number = 0  # Of the meeting.
+        self._ended_s = -inf  # When the last one did.
+        self._todo: SimpleQueue[tuple[Enter, Future[Any]]] = SimpleQueue()
+        run = threading.Thread(target=_enter_all, args=(self._todo,), daemon=True)
+        run.start()
+
+    def met(self, enter: Enter, what: str, deadline_s: float) -> Any:
+        """Return what a collective gives, which all processes enter.
+
+        Args:
+            enter: enters it, and blocks.
+            what: what the processes do, for errors.
+            deadline_s: how many seconds the others may take; on all the same.
+
+        Raises:
+            WorkerLost: some have not come by then, or this one came too late.
+            Exception: what `enter` raised.
+        """
+        self._number += 1
+        found: Future[Any] = Future()
+        self._todo.put((enter, found))
+        says_after_s = min(SAYS_AFTER_S, deadline_s / 2)
+        if not wait([found], says_after_s).done:
+            self._wait_on(found, what, deadline_s, deadline_s - says_after_s)
+        made = found.result()
+        is_late = time.monotonic() - self._ended_s > deadline_s / 2
+        if is_late and self._verdict(MET) == GIVEN_UP:
+            raise WorkerLost(
+                f"{what}: process {jax.process_index()} came too late; others have "
+                f"waited for deadline_s = {deadline_s:g} seconds and given up"
+            )
+        self._ended_s = time.monotonic()
+        return made
+
+    def _wait_on(
+        self, found: Future[Any], what: str, deadline_s: float, rest_s: float
+    ) -> None:
+        """Say that this process waits; give up when there is nothing left to wait."""
+        store, place = _store(), self._place
+        own = f"{place}/waits/{jax.process_index()}"
+        store.key_value_set(own, "")
+        if wait([found], rest_s).done or self._verdict(GIVEN_UP) == MET:
+            wait([found])
+            store.key_value_delete(own)
+            return
+        listed = store.key_value_dir_get(f"{place}/waits/")
+        there = [int(key.rpartition("/")[2]) for key, _ in listed]
+        gone = [n for n in range(jax.process_count()) if n not in there]
+        who = f"process{'es' * (len(gone) > 1)} {', '.join(map(str, gone))}"
+        raise WorkerLost(
+            f"{what}: {who} did not come within {deadline_s:g} seconds (deadline_s); "
+            "all processes call it, as often"
+        )
+
+    @property
+    def _place(self) -> str:
+        return f"jdag/{self._room}/{self._number}"
+
+    def _verdict(self, mine: str) -> str:
+        """Return what becomes of the meeting: mine, unless another was there first."""
+        key = f"{self._place}/verdict"
+        try:
+            _store().key_value_set(key, mine)
+        except jax.errors.JaxRuntimeError:  # There is one.
+            verdict: str = _store().key_value_try_get(key)
+            return verdict
+        return mine
+
+
+def _enter_all(todo: "SimpleQueue[tuple[Enter, Future[Any]]]") -> None:
+    """The thread's whole life."""
+    while True:
+        enter, found = todo.get()
+        try:
+            found.set_result(enter())
+        except BaseException as error:  # It is for whoever waits.
+            found.set_exception(error)
+        del enter, found
+
+
+def _store() -> Any:
+    """Return the store that all processes of `jax.distributed` share."""
+    return distributed.global_state.client
