@@ -48,11 +48,12 @@ class Links:
 
     def rests(self) -> list[tuple[str, str, Any]]:
         """Of which messages the last value can come: as choices of the net."""
+        if self.stalls:
+            return []
         return [
             ("rest", pair[1], (pair, parcel))
             for pair, parcels in self.partial.items()
             for parcel in parcels
-            if not self.stalls
         ]
 
     def complete(self, pair: Pair, parcel: Parcel) -> list[Parcel]:

@@ -126,15 +126,14 @@ class Net:
         for name, place in self.places.items():
             if name in self.dead:
                 continue
-            found.extend(
-                ("job", name, job) for job in place.jobs if not self.pauses(name, job)
-            )
-            found.extend(("spawn", name, spawn) for spawn in place.spawned)
-            found.extend(
-                ("resume", name, waiter)
-                for waiter in place.running
-                if waiter in place.resumed
-            )
+            for job in place.jobs:
+                if not self.pauses(name, job):
+                    found.append(("job", name, job))
+            for spawn in place.spawned:
+                found.append(("spawn", name, spawn))
+            for waiter in place.running if place.resumed else ():
+                if waiter in place.resumed:
+                    found.append(("resume", name, waiter))
         found.extend(("notice", *pair) for pair in self.unnoticed)
         return found
 

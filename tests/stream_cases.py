@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from jdag.rpc.streams import SocketStream, Stream
 
-DEADLINE_MS = 20_000
+DEADLINE_MS = 60_000
 
 
 def sockets(kind: str) -> tuple[socket.socket, socket.socket]:

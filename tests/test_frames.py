@@ -1,4 +1,4 @@
-"""Headers of frames: found however the bytes were cut, checked before believed."""
+"""Headers of frames: checked before believed, whatever connections break off."""
 
 from random import Random
 
@@ -12,10 +12,10 @@ from jdag.wire.frames import (
     Chunk,
     FrameKind,
     Header,
-    HeaderParser,
     pack_chunk,
     pack_header,
     unpack_chunk,
+    unpack_header,
 )
 from jdag.wire.link import FRAME_BYTES, Frame, Link, LinkSettings
 
@@ -32,32 +32,11 @@ HEADERS = [
 ]
 
 
-def fed(pieces: list[bytes]) -> list[Header]:
-    """The headers in these pieces of a stream of headers without payloads."""
-    parser, found = HeaderParser(), []
-    for piece in pieces:
-        view = memoryview(piece)
-        while view:
-            taken, header = parser.feed(view)
-            assert taken > 0
-            assert header is not None or taken == len(view)
-            view = view[taken:]
-            if header is not None:
-                found.append(header)
-    assert parser.missing == FRAME_BYTES
-    return found
-
-
-def test_headers_are_found_however_their_bytes_are_cut():
-    data = b"".join([pack_header(*header) for header in HEADERS])
-    assert len(data) == FRAME_BYTES * len(HEADERS)
-    assert fed([data]) == HEADERS
-    assert fed([bytes([byte]) for byte in data]) == HEADERS
-    for seed in range(50):
-        rng = Random(f"cuts {seed}")
-        cuts = sorted(rng.sample(range(len(data)), rng.randrange(9)))
-        bounds = zip([0, *cuts], [*cuts, len(data)], strict=True)
-        assert fed([data[start:end] for start, end in bounds]) == HEADERS, seed
+def test_headers_are_read_as_they_were_written():
+    for header in HEADERS:
+        data = pack_header(*header)
+        assert len(data) == FRAME_BYTES
+        assert unpack_header(data) == unpack_header(memoryview(data)) == header
 
 
 def test_a_header_is_three_little_endian_words_with_the_kind_on_top():
@@ -77,48 +56,30 @@ def raw(sequence: int, length: int, kind: int) -> bytes:
 def test_a_length_above_the_cap_of_its_kind_is_refused_before_memory_is_taken(kind):
     sequence = int(kind is not FrameKind.PURE)
     allowed = LENGTHS_MAX[kind]
-    assert HeaderParser().feed(raw(sequence, allowed, kind))[1] is not None
+    assert unpack_header(raw(sequence, allowed, kind)).length == allowed
     for length in (allowed + 1, (1 << 56) - 1):
         said = f"a {kind.name} frame of {length} bytes: allowed are {allowed}"
         with pytest.raises(ProtocolError, match=said):
-            HeaderParser().feed(raw(sequence, length, kind))
-
-
-def test_caps_can_be_set():
-    parser = HeaderParser({**LENGTHS_MAX, FrameKind.ASIDE: 100})
-    assert parser.feed(raw(1, 100, FrameKind.ASIDE))[1] is not None
-    with pytest.raises(
-        ProtocolError, match="ASIDE frame of 101 bytes: allowed are 100"
-    ):
-        parser.feed(raw(1, 101, FrameKind.ASIDE))
+            unpack_header(raw(sequence, length, kind))
 
 
 @pytest.mark.parametrize("kind", [6, 7, 127, 255])
 def test_a_kind_that_there_is_not_is_refused(kind: int):
     with pytest.raises(ProtocolError, match=f"kind {kind} of a frame: allowed is 0 to"):
-        HeaderParser().feed(raw(1, 0, kind))
+        unpack_header(raw(1, 0, kind))
 
 
 @pytest.mark.parametrize("kind", FrameKind)
 def test_sequence_0_is_that_of_a_pure_frame_alone(kind: FrameKind):
     pure = kind is FrameKind.PURE
     with pytest.raises(ProtocolError, match=f"a {kind.name} frame of sequence {+pure}"):
-        HeaderParser().feed(raw(int(pure), 16, kind))
+        unpack_header(raw(int(pure), 16, kind))
 
 
 @pytest.mark.parametrize("length", [0, 1, CHUNK_HEADER_BYTES])
 def test_a_chunk_brings_at_least_a_byte(length: int):
     with pytest.raises(ProtocolError, match=f"a CHUNK frame of {length} bytes"):
-        HeaderParser().feed(raw(1, length, FrameKind.CHUNK))
-
-
-def test_a_bad_header_in_pieces_is_refused_when_it_is_whole():
-    data, parser = raw(1, 0, 9), HeaderParser()
-    assert parser.feed(data[:10]) == (10, None)
-    assert parser.feed(data[10:23]) == (13, None)
-    assert parser.missing == 1
-    with pytest.raises(ProtocolError, match="kind 9 of a frame"):
-        parser.feed(data[23:])
+        unpack_header(raw(1, length, FrameKind.CHUNK))
 
 
 def test_a_chunk_says_where_it_belongs():
@@ -134,17 +95,16 @@ def test_random_bytes_are_headers_or_refused():
     found = 0
     for _ in range(3000):
         try:
-            taken, header = HeaderParser().feed(rng.randbytes(FRAME_BYTES))
+            header = unpack_header(rng.randbytes(FRAME_BYTES))
         except ProtocolError:
             continue
-        assert taken == FRAME_BYTES and header is not None
         assert header.length <= LENGTHS_MAX[header.kind]
         found += 1
     assert found == 0  # One in 2^30 lengths is short enough.
 
 
 class Side:
-    """One end: a link, and the parser of the connection that it has now."""
+    """One end: a link, and what it has of a frame on the connection of now."""
 
     def __init__(self, peer: str) -> None:
         settings = LinkSettings(resend_ns=10**12, resend_max=0, ack_delay_ns=0)
@@ -154,7 +114,7 @@ class Side:
         self.connect()
 
     def connect(self) -> None:
-        self.parser = HeaderParser()
+        self.head = b""
         self.header: Header | None = None
         self.payload = bytearray()
         self.out = bytearray()
@@ -168,8 +128,10 @@ class Side:
     def take(self, data: bytes) -> None:
         while data:
             if self.header is None:
-                taken, self.header = self.parser.feed(data)
-                data = data[taken:]
+                lacks = FRAME_BYTES - len(self.head)
+                self.head, data = self.head + data[:lacks], data[lacks:]
+                if len(self.head) == FRAME_BYTES:
+                    self.header, self.head = unpack_header(self.head), b""
             if self.header is not None:
                 missing = self.header.length - len(self.payload)
                 self.payload += data[:missing]

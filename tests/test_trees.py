@@ -15,7 +15,16 @@ from jdag.errors import ProtocolError
 from jdag.ref import RefData
 from jdag.wire.arrays import ArrayType
 from jdag.wire.cursors import Reader, Writer
-from jdag.wire.trees import DEPTH_MAX, TREE, Named, Node, Raw, RefParts
+from jdag.wire.trees import (
+    DEPTH_MAX,
+    TREE,
+    Named,
+    Node,
+    Part,
+    Raw,
+    RefParts,
+    check_depth,
+)
 from tests.wire_cases import WORKERS, Buffer, Config, Mode, plain_trees, program, trees
 
 
@@ -117,8 +126,13 @@ def test_data_is_nested_only_so_deep() -> None:
     for _ in range(DEPTH_MAX - 1):
         deep = (deep,)
     assert there_and_back(deep) == deep
-    with pytest.raises(ProtocolError, match="more than 100 deep"):
-        written((deep,))
+    check_depth(deep)
+    more = [(deep,), [deep], {0: deep}, {deep: 0}, Node("m:f", (0, deep)), Part(deep)]
+    for deeper in more:
+        with pytest.raises(ProtocolError, match="more than 100 deep"):
+            written(deeper)
+        with pytest.raises(ProtocolError, match="more than 100 deep"):
+            check_depth(deeper)
     data = written(deep)
     with pytest.raises(ProtocolError, match="more than 100 deep"):
         TREE.read(Reader(data[:5] + data, dict(enumerate(WORKERS))))

@@ -94,11 +94,13 @@ class Activations:
             event.path,
             event.function,
             tuple(inputs),
-            tuple(argument.tracked for argument in event.arguments),
+            tuple([argument.tracked for argument in event.arguments]),
             event.outputs,
             tuple(
-                Incoming(owner, tuple(tracked for _, tracked in slots))
-                for owner, slots in ships.items()
+                [
+                    Incoming(owner, tuple([tracked for _, tracked in slots]))
+                    for owner, slots in ships.items()
+                ]
             ),
             event.call_site,
             lives.riding(activation, event.worker),
@@ -108,8 +110,8 @@ class Activations:
                 event.context,
                 event.path,
                 event.worker,
-                tuple(key for key, _ in slots),
-                tuple(tracked for _, tracked in slots),
+                tuple([key for key, _ in slots]),
+                tuple([tracked for _, tracked in slots]),
                 event.name,
                 event.call_site,
                 lives.riding(activation, owner),
@@ -124,7 +126,7 @@ class Activations:
             self._forwarding.make_call(fragment, call)
             return
         activation.unacknowledged[event.path, event.worker] = None
-        constants = tuple(key for key in inputs if key.kind == "constant")
+        constants = tuple([key for key in inputs if key.kind == "constant"])
         state.send(event.worker, call, constants)
         state.drop(constants)
 

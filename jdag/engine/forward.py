@@ -125,6 +125,9 @@ class Forwarding:
             return
         failure = first_failure(node.arguments)
         if failure is not None:
+            if failure.path == node.path:  # It began with the transfer to this call.
+                failure = replace(failure, call_site=node.call_site)
+                fragment.failures.append(failure)
             self._settle(fragment, node, failure)
             return
         state = self._state

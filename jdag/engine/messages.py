@@ -318,34 +318,42 @@ def landing(message: Message) -> tuple[Key, ...]:
     match message:
         case Cotangent(context=context, number=number, path=path, present=present):
             return tuple(
-                Key("cotangent", context, (number, path), slot)
-                for slot, here in enumerate(present)
-                if here
+                [
+                    Key("cotangent", context, (number, path), slot)
+                    for slot, here in enumerate(present)
+                    if here
+                ]
             )
         case Primal(context=context, path=path, source=source, failures=failures):
             return tuple(
-                Key("received", context, (path, source), slot)
-                for slot, failure in enumerate(failures)
-                if failure is None
+                [
+                    Key("received", context, (path, source), slot)
+                    for slot, failure in enumerate(failures)
+                    if failure is None
+                ]
             )
         case Call(inputs=inputs, context=context, path=path):
             return tuple(
-                key for key in inputs if key.kind == "constant" and key.name == path
+                [key for key in inputs if key.kind == "constant" and key.name == path]
             )
         case Assign(parts=parts):
             keys = [key for part in parts for key in _carried(part)]
             return tuple(dict.fromkeys(keys))
         case Start(context=context, number=number, roots=roots):
             return tuple(
-                Key("seed", context, number, root.number)
-                for root in roots
-                if root.given
+                [
+                    Key("seed", context, number, root.number)
+                    for root in roots
+                    if root.given
+                ]
             )
         case Reading(request=request, failures=failures):
             return tuple(
-                Key("reading", None, request, index)
-                for index, failure in enumerate(failures)
-                if failure is None
+                [
+                    Key("reading", None, request, index)
+                    for index, failure in enumerate(failures)
+                    if failure is None
+                ]
             )
         case _:
             return ()
@@ -354,4 +362,4 @@ def landing(message: Message) -> tuple[Key, ...]:
 def _carried(part: Assignment) -> tuple[Key, ...]:
     if part.function is None:
         return part.outputs
-    return tuple(key for key in part.inputs if key.kind == "constant")
+    return tuple([key for key in part.inputs if key.kind == "constant"])

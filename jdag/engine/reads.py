@@ -71,7 +71,7 @@ class Reads:
         for place, (_, owner) in enumerate(event.keys):
             parts.setdefault(owner, []).append(place)
         for owner, places in parts.items():
-            keys = tuple(event.keys[place][0] for place in places)
+            keys = tuple([event.keys[place][0] for place in places])
             if owner == self._state.worker:
                 found = self._find(keys)
                 fetch.own = dict(zip(places, found, strict=True))
@@ -143,10 +143,8 @@ class Reads:
 
     def _reply(self, sender: Worker, message: Read, found: Sequence[Found]) -> None:
         answers = [self._answer(one) for one in found]
-        failures = tuple(
-            answer if isinstance(answer, Failure) else None for answer in answers
-        )
-        held = tuple(answer for answer in answers if isinstance(answer, Key))
+        failures = tuple([a if isinstance(a, Failure) else None for a in answers])
+        held = tuple([answer for answer in answers if isinstance(answer, Key)])
         self._state.send(sender, Reading(message.request, failures), held)
         self._let_go(found)
 

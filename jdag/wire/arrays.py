@@ -87,8 +87,13 @@ class ArrayType(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements."""
-        return math.prod(self.shape) * DTYPES[self.dtype] * (1 + self.dual)
+        """Bytes of the elements, of a dual those of both arrays."""
+        return self.array_nbytes * (1 + self.dual)
+
+    @property
+    def array_nbytes(self) -> int:
+        """Bytes of the elements of one array."""
+        return math.prod(self.shape) * DTYPES[self.dtype]
 
 
 def type_of(value: Any) -> ArrayType:

@@ -18,7 +18,8 @@ SLOTS_MAX = 1 << 20  # Of all masks of a message: each is 64 times what it was a
 _COUNT = struct.Struct("<I")
 
 
-def _deeper(depth: int, depth_max: int) -> int:
+def one_deeper(depth: int, depth_max: int) -> int:
+    """Return how deep that is what is one deeper, or raise ProtocolError."""
     if depth >= depth_max:
         raise ProtocolError(
             f"data nested more than {depth} deep cannot travel: allowed is {depth_max}"
@@ -54,7 +55,7 @@ class Writer:
 
     def deeper(self, depth_max: int) -> None:
         """Note that what follows is nested one deeper."""
-        self.depth = _deeper(self.depth, depth_max)
+        self.depth = one_deeper(self.depth, depth_max)
 
     def integer(self, value: int, size: int, what: str, signed: bool = False) -> None:
         """Append a whole number of `size` bytes.
@@ -111,7 +112,7 @@ class Reader:
 
     def deeper(self, depth_max: int) -> None:
         """Note that what follows is nested one deeper."""
-        self.depth = _deeper(self.depth, depth_max)
+        self.depth = one_deeper(self.depth, depth_max)
 
     def more_slots(self, slots: int) -> None:
         """Note that a mask had so many slots."""

@@ -368,22 +368,23 @@ def _path_more(path: Path) -> int:
 
 
 @lru_cache(64)
-def _numbers(count: int) -> struct.Struct:
+def numbers(count: int) -> struct.Struct:
+    """What packs so many numbers of 4 bytes each."""
     return struct.Struct(f"<{count}I")
 
 
 def _path_made(data: bytes) -> Path:
-    return _numbers(len(data) // 4).unpack(data)
+    return numbers(len(data) // 4).unpack(data)
 
 
-_SHALLOW = 16  # Longer paths come too seldom to be worth their memory.
+SHALLOW = 16  # Longer paths come too seldom to be worth their memory.
 _known_path = lru_cache(_REMEMBERED)(_path_made)
 
 
 def _write_path(writer: Writer, path: Path) -> None:
-    numbers = limited(len(path), PATH_MAX, "numbers in a path")
+    depth = limited(len(path), PATH_MAX, "numbers in a path")
     try:
-        writer.out += _numbers(numbers + 1).pack(numbers, *path)
+        writer.out += numbers(depth + 1).pack(depth, *path)
     except struct.error:
         for number in path:
             _PATH_NUMBER.write(writer, number)  # One of them says what is wrong.
@@ -391,8 +392,8 @@ def _write_path(writer: Writer, path: Path) -> None:
 
 
 def _read_path(reader: Reader) -> Path:
-    numbers, data = reader.counted(32, PATH_MAX, "numbers in a path")
-    path: Path = (_known_path if numbers <= _SHALLOW else _path_made)(data)
+    depth, data = reader.counted(32, PATH_MAX, "numbers in a path")
+    path: Path = (_known_path if depth <= SHALLOW else _path_made)(data)
     return path
 
 

@@ -11,10 +11,7 @@ DEFINE   a function: its digest, then what was exported
 ASIDE    what drivers tell each other beside the engines' messages
 SEGMENT  of memory that both have: a byte for what is said, numbers of 8 bytes each
 
-Told:  the bytes that came, however they were cut.
-Gives: each header as soon as it is whole; the payload is the caller's to read.
-
-Invariant: a header that is given names a kind that there is, and a length that this
+Invariant: a header that is read names a kind that there is, and a length that this
 kind may have. So memory may be taken for it.
 """
 
@@ -70,6 +67,7 @@ LENGTHS_MAX: Mapping[FrameKind, int] = {
 }
 
 _KINDS = tuple(FrameKind)
+_LENGTHS_MAX = tuple([LENGTHS_MAX[kind] for kind in _KINDS])
 _LENGTH_BITS = 56
 _LENGTH_MASK = (1 << _LENGTH_BITS) - 1
 
@@ -102,64 +100,32 @@ def unpack_chunk(payload: bytes | memoryview) -> Chunk:
     return Chunk(*_CHUNK.unpack_from(payload))
 
 
-class HeaderParser:
-    """Finds the headers in what comes over one connection.
+def unpack_header(data: bytes | memoryview) -> Header:
+    """Read the header of a frame, all of whose bytes are there.
 
-    Args:
-        lengths_max: the longest payload of each kind, in place of `LENGTHS_MAX`.
+    Raises:
+        ProtocolError: no peer that keeps the protocol sends this header. The connection
+            is of no use any more.
     """
-
-    __slots__ = ("_lengths_max", "_partial")
-
-    def __init__(self, lengths_max: Mapping[FrameKind, int] = LENGTHS_MAX) -> None:
-        self._lengths_max = tuple([lengths_max[kind] for kind in _KINDS])
-        self._partial = bytearray()  # Of a header, while it is not whole.
-
-    @property
-    def missing(self) -> int:
-        """How many bytes the header that is next still lacks."""
-        return FRAME_BYTES - len(self._partial)
-
-    def feed(self, data: bytes | memoryview) -> tuple[int, Header | None]:
-        """Take bytes of a header: how many, and the header if it is whole with them.
-
-        What is not taken is its payload, then the next header, which is for the next
-        call. None means that all was taken.
-
-        Raises:
-            ProtocolError: no peer that keeps the protocol sends this header. The
-                connection is of no use any more.
-        """
-        if not self._partial and len(data) >= FRAME_BYTES:
-            return FRAME_BYTES, self._checked(*_HEADER.unpack_from(data))
-        taken = min(self.missing, len(data))
-        self._partial += data[:taken]
-        if self.missing:
-            return taken, None
-        fields = _HEADER.unpack(self._partial)
-        self._partial.clear()
-        return taken, self._checked(*fields)
-
-    def _checked(self, sequence: int, acknowledged: int, rest: int) -> Header:
-        number, length = rest >> _LENGTH_BITS, rest & _LENGTH_MASK
-        if number >= len(_KINDS):
-            raise ProtocolError(
-                f"kind {number} of a frame: allowed is 0 to {len(_KINDS) - 1}"
-            )
-        kind = _KINDS[number]
-        if length > self._lengths_max[number]:
-            raise ProtocolError(
-                f"a {kind.name} frame of {length} bytes: allowed are"
-                f" {self._lengths_max[number]}"
-            )
-        if bool(sequence) != bool(number):
-            allowed = "at least 1" if number else "0"
-            raise ProtocolError(
-                f"a {kind.name} frame of sequence {sequence}: allowed is {allowed}"
-            )
-        if kind is FrameKind.CHUNK and length <= CHUNK_HEADER_BYTES:
-            raise ProtocolError(
-                f"a CHUNK frame of {length} bytes: its header takes"
-                f" {CHUNK_HEADER_BYTES}, and it brings at least one byte"
-            )
-        return Header(sequence, acknowledged, length, kind)
+    sequence, acknowledged, rest = _HEADER.unpack(data)
+    number, length = rest >> _LENGTH_BITS, rest & _LENGTH_MASK
+    if number >= len(_KINDS):
+        raise ProtocolError(
+            f"kind {number} of a frame: allowed is 0 to {len(_KINDS) - 1}"
+        )
+    kind = _KINDS[number]
+    if length > _LENGTHS_MAX[number]:
+        raise ProtocolError(
+            f"a {kind.name} frame of {length} bytes: allowed are {_LENGTHS_MAX[number]}"
+        )
+    if bool(sequence) != bool(number):
+        allowed = "at least 1" if number else "0"
+        raise ProtocolError(
+            f"a {kind.name} frame of sequence {sequence}: allowed is {allowed}"
+        )
+    if kind is FrameKind.CHUNK and length <= CHUNK_HEADER_BYTES:
+        raise ProtocolError(
+            f"a CHUNK frame of {length} bytes: its header takes"
+            f" {CHUNK_HEADER_BYTES}, and it brings at least one byte"
+        )
+    return Header(sequence, acknowledged, length, kind)

@@ -3,11 +3,12 @@
 Keys of values that never leave their worker, residuals and scratch, have no layout.
 """
 
+import struct
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
-from jdag.engine.vocabulary import Key
+from jdag.engine.vocabulary import ContextId, Key
 from jdag.errors import ProtocolError
 from jdag.wire.cursors import Reader, Writer
 from jdag.wire.encoding import (
@@ -18,10 +19,12 @@ from jdag.wire.encoding import (
     PASS,
     PATH,
     REQUEST,
+    SHALLOW,
     WORKER,
     Layout,
     integer,
     items,
+    numbers,
 )
 
 # The place in this table is the kind's number: only append.
@@ -49,6 +52,10 @@ _HEADS = {
 }
 _KIND = integer(1, "kind of a key")
 _INDEX = integer(4, "index of a key")
+# The names of most keys are paths of values of a context: these are taken as a whole.
+_OF_PATHS = ("output", "constant")
+_HEAD_BYTES = 2 + CONTEXT.fixed
+_count_at = struct.Struct("<I").unpack_from
 _FIXED = _KIND.fixed + CONTEXT_MAYBE.fixed + _INDEX.fixed
 _OUTPUT = CONTEXT.fixed + PATH.fixed
 _read_context, _read_index = CONTEXT.read, _INDEX.read
@@ -73,7 +80,39 @@ def _more(key: Key) -> int:
     return layout.size(name) + (0 if context is None else CONTEXT.fixed)
 
 
+@lru_cache(1024)
+def _head_of(kind: str, context: ContextId) -> bytes:
+    writer = Writer({})
+    _write_context(writer, context)
+    return _OF_CONTEXT[kind] + bytes(writer.out)
+
+
+@lru_cache(1024)
+def _head_made(data: bytes, names: int) -> tuple[str, ContextId] | None:
+    """Kind and context, where the name is a path; None if it is not, or no head."""
+    head = _HEADS.get(data[:2])
+    if len(data) < _HEAD_BYTES or head is None:
+        return None
+    if head[0] not in _OF_PATHS or not head[1]:
+        return None
+    context: ContextId = _read_context(Reader(data[2:], {}, names))
+    return head[0], context
+
+
 def _write(writer: Writer, key: Key) -> None:
+    kind, context, name, index = key
+    if context is not None and kind in _OF_PATHS and len(name) <= SHALLOW:
+        head, depth = _head_of(kind, context), len(name)
+        try:
+            writer.out += head + numbers(depth + 2).pack(depth, *name, index)
+        except struct.error:
+            _write_parts(writer, key)  # It says which number is wrong.
+            raise
+    else:
+        _write_parts(writer, key)
+
+
+def _write_parts(writer: Writer, key: Key) -> None:
     kind, context, name, index = key
     write_name = _layout(kind).write
     if context is None:
@@ -86,6 +125,20 @@ def _write(writer: Writer, key: Key) -> None:
 
 
 def _read(reader: Reader) -> Key:
+    data, offset = reader.data, reader.offset
+    start = offset + _HEAD_BYTES
+    known = _head_made(data[offset:start], reader.names)
+    if known is not None and start + 4 <= len(data):
+        (depth,) = _count_at(data, start)
+        end = start + 4 * (depth + 2)
+        if depth <= SHALLOW and end <= len(data):
+            reader.offset = end
+            *path, index = numbers(depth + 1).unpack_from(data, start + 4)
+            return _made((*known, tuple(path), index))
+    return _read_parts(reader)
+
+
+def _read_parts(reader: Reader) -> Key:
     offset = reader.offset
     head = _HEADS.get(reader.data[offset : offset + 2])
     if head is None:

@@ -117,21 +117,21 @@ class Link:
 
     __slots__ = (
         "_ack_due_ns",
-        "_acked",
         "_early",
         "_last",
         "_put_off",
-        "_received",
         "_resend_due_ns",
         "_settings",
         "_tries",
         "_unacked",
+        "acknowledged",
         "acks",
         "deadline_ns",
         "delivered",
         "duplicates",
         "lost",
         "peer",
+        "received",
         "resent",
         "sent",
     )
@@ -143,8 +143,8 @@ class Link:
         self.sent = self.resent = self.acks = self.delivered = self.duplicates = 0
         self._settings = settings
         self._last = 0  # The highest sequence that was sent.
-        self._acked = 0  # The highest sequence that the peer has acknowledged.
-        self._received = 0  # The highest sequence up to which all were received.
+        self.acknowledged = 0  # Up to which the peer is known to have everything.
+        self.received = 0  # Up to which everything has come in.
         self._early: dict[int, Any] = {}
         # Oldest first: (payload, flight_ns, when its acknowledgement is overdue).
         self._unacked: deque[tuple[Any, int, int]] = deque()
@@ -152,16 +152,6 @@ class Link:
         self._ack_due_ns: int | None = None
         self._tries = 0
         self._put_off = False
-
-    @property
-    def received(self) -> int:
-        """The highest number up to which everything has come in."""
-        return self._received
-
-    @property
-    def acknowledged(self) -> int:
-        """The highest number up to which the peer has everything."""
-        return self._acked
 
     @property
     def quiet(self) -> bool:
@@ -201,7 +191,7 @@ class Link:
         self._last = sequence = self._last + 1
         self._ack_due_ns = None
         self.deadline_ns = self._resend_due_ns
-        return Frame(sequence, self._received, payload)
+        return Frame(sequence, self.received, payload)
 
     def receive(self, frame: Frame, now_ns: int) -> tuple[Any, ...]:
         """The payloads that this frame makes deliverable, in order; often one or none.
@@ -212,12 +202,12 @@ class Link:
         if self.lost:
             return ()  # Lost is final: what the peer still says has no listener.
         sequence, acknowledged, payload, _ = frame
-        if acknowledged > self._acked:
+        if acknowledged > self.acknowledged:
             self._acknowledge(acknowledged)
         ready: tuple[Any, ...] = ()
         if sequence:
-            if sequence == self._received + 1 and not self._early:
-                self._received = sequence
+            if sequence == self.received + 1 and not self._early:
+                self.received = sequence
                 self.delivered += 1
                 ready = (payload,)
             else:
@@ -250,7 +240,7 @@ class Link:
         if self._ack_due_ns is not None and self._ack_due_ns <= now_ns:
             self.acks += 1
             self._ack_due_ns = None
-            frames.append(Frame(0, self._received))
+            frames.append(Frame(0, self.received))
         self._arm()
         return tuple(frames)
 
@@ -266,10 +256,10 @@ class Link:
         """
         if self.lost:
             raise WorkerLost(f"{self.peer}: lost before its connection was remade")
-        if acknowledged < self._acked:
+        if acknowledged < self.acknowledged:
             raise ProtocolError(
                 f"link to {self.peer}: it has frames up to {acknowledged}, and had"
-                f" {self._acked} before: what starts anew needs a new link"
+                f" {self.acknowledged} before: what starts anew needs a new link"
             )
         self._acknowledge(acknowledged)
         wait_ns = now_ns + self._settings.resend_ns
@@ -285,8 +275,8 @@ class Link:
         self._arm()
         return tuple(
             [
-                Frame(sequence, self._received, payload, resend=True)
-                for sequence, (payload, _, _) in enumerate(again, self._acked + 1)
+                Frame(sequence, self.received, payload, resend=True)
+                for sequence, (payload, _, _) in enumerate(again, self.acknowledged + 1)
             ]
         )
 
@@ -297,15 +287,15 @@ class Link:
                 f" {self._last} is the last that was sent"
             )
         unacked = self._unacked
-        for _ in range(acknowledged - self._acked):
+        for _ in range(acknowledged - self.acknowledged):
             unacked.popleft()
-        self._acked = acknowledged
+        self.acknowledged = acknowledged
         self._tries = 0
         self._put_off = False
         self._resend_due_ns = unacked[0][2] if unacked else None
 
     def _reorder(self, sequence: int, payload: Any) -> tuple[Any, ...]:
-        first = self._received + 1
+        first = self.received + 1
         if sequence < first or sequence in self._early:
             if sequence < 1:
                 raise ProtocolError(
@@ -320,9 +310,9 @@ class Link:
             )
         self._early[sequence] = payload
         ready = []
-        while self._received + 1 in self._early:  # Bounded by what is kept.
-            self._received += 1
-            ready.append(self._early.pop(self._received))
+        while self.received + 1 in self._early:  # Bounded by what is kept.
+            self.received += 1
+            ready.append(self._early.pop(self.received))
         self.delivered += len(ready)
         return tuple(ready)
 
@@ -335,7 +325,7 @@ class Link:
         waits = min(1 << self._tries, settings.backoff_max)
         self._resend_due_ns = now_ns + flight_ns + settings.resend_ns * waits
         self._ack_due_ns = None
-        return Frame(self._acked + 1, self._received, payload, resend=True)
+        return Frame(self.acknowledged + 1, self.received, payload, resend=True)
 
     def _arm(self) -> None:
         resend_ns, ack_ns = self._resend_due_ns, self._ack_due_ns

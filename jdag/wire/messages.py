@@ -318,8 +318,10 @@ LAYOUTS: dict[type[Any], Layout] = {
     Discard: record(Discard, context=CONTEXT, keys=KEYS),
 }
 _TYPES = tuple(LAYOUTS)
-_NUMBERS = {kind: number for number, kind in enumerate(_TYPES)}
 TYPE_BYTES = 1
+_WRITES = {kind: (number, LAYOUTS[kind].write) for number, kind in enumerate(_TYPES)}
+_READS = {bytes((number,)): LAYOUTS[kind].read for number, kind in enumerate(_TYPES)}
+_write_type, _read_type = ARRAY_TYPE.write, ARRAY_TYPE.read
 _SIZES = {
     kind: (TYPE_BYTES + layout.fixed, layout.more) for kind, layout in LAYOUTS.items()
 }
@@ -391,13 +393,7 @@ class Codec:
         Raises:
             ProtocolError: a field holds what cannot travel; names field and value.
         """
-        kind = type(message)
-        if kind not in LAYOUTS:
-            raise _no_message(message)
-        writer = Writer(self._numbers)
-        writer.out.append(_NUMBERS[kind])
-        LAYOUTS[kind].write(writer, message)
-        return bytes(writer.out)
+        return self.encode_with(message, ())
 
     def encode_with(self, message: Message, kinds: Sequence[ArrayType]) -> bytes:
         """The bytes of a message and of the headers of the values that ride with it.
@@ -405,13 +401,16 @@ class Codec:
         Raises:
             ProtocolError: as `encode` does.
         """
-        head = self.encode(message)
-        if not kinds:
-            return head
+        known = _WRITES.get(type(message))
+        if known is None:
+            raise _no_message(message)
+        number, write = known
         writer = Writer(self._numbers)
+        writer.out.append(number)
+        write(writer, message)
         for kind in kinds:
-            ARRAY_TYPE.write(writer, kind)
-        return head + bytes(writer.out)
+            _write_type(writer, kind)
+        return bytes(writer.out)
 
     def decode_with(self, data: bytes) -> tuple[Message, tuple[ArrayType, ...], int]:
         """A message, the types of its values, and where the elements of these begin.
@@ -421,7 +420,7 @@ class Codec:
         """
         reader = Reader(data, self._workers, len(self._names))
         message = self._read(reader)
-        kinds = tuple([ARRAY_TYPE.read(reader) for _ in landing(message)])
+        kinds = tuple([_read_type(reader) for _ in landing(message)])
         return message, kinds, len(data) - reader.left
 
     def decode(self, data: bytes) -> Message:
@@ -458,10 +457,12 @@ class Codec:
         return tree
 
     def _read(self, reader: Reader) -> Message:
-        number = reader.integer(TYPE_BYTES, "type of a message")
-        if number >= len(_TYPES):
+        read = _READS.get(reader.data[:TYPE_BYTES])
+        if read is None:
+            number = reader.integer(TYPE_BYTES, "type of a message")
             raise ProtocolError(
                 f"type {number} of a message: allowed is 0 to {len(_TYPES) - 1}"
             )
-        message: Message = LAYOUTS[_TYPES[number]].read(reader)
+        reader.offset = TYPE_BYTES
+        message: Message = read(reader)
         return message

@@ -13,7 +13,7 @@ array, `Part` around each static, and `Opaque` for what cannot travel.
 
 import functools
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from jdag.engine.vocabulary import Key, LeafId, Worker
 from jdag.errors import ProtocolError
 from jdag.functions import name_of
 from jdag.wire.arrays import ARRAY_TYPE, AXIS_BYTES, ArrayType, sizes, type_of
-from jdag.wire.cursors import COUNT_BYTES, Reader, Writer
+from jdag.wire.cursors import COUNT_BYTES, Reader, Writer, one_deeper
 from jdag.wire.encoding import (
     FLAG,
     LEAF,
@@ -140,10 +140,16 @@ def _write_array(writer: Writer, value: Any) -> None:
     writer.out += raw.data
 
 
+def _check_there(value: Any) -> None:
+    """Raise ProtocolError where an array has no elements; tracers are a `jax.Array`."""
+    is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
+    if not is_array or isinstance(value, jax.core.Tracer):
+        raise ProtocolError(f"{value!r} is abstract and has no bytes to send")
+
+
 def _bytes_of(value: Any) -> bytes:
     """The elements of a JAX or numpy array."""
-    if not isinstance(value, jax.Array | np.ndarray | np.generic):
-        raise ProtocolError(f"{value!r} is abstract and has no bytes to send")
+    _check_there(value)
     if isinstance(value, jax.Array) and str(value.dtype).startswith("key<"):
         value = jax.random.key_data(value)
     return np.asarray(value).tobytes()
@@ -248,6 +254,35 @@ def _made(kind: str, content: Any) -> Any:
                 raise ProtocolError(f"a dict whose keys cannot be: {error}") from error
         case _:
             return content
+
+
+def check_depth(tree: Any) -> None:
+    """Raise ProtocolError where data are nested too deep to travel, or an array cannot.
+
+    Sizes need not be written to be known, so measuring finds neither.
+    """
+    level, depth = [tree], 0
+    while level:
+        depth = one_deeper(depth, DEPTH_MAX)
+        level = [part for one in level for part in _parts(*form(one))]
+
+
+def _parts(kind: str, content: Any) -> Iterable[Any]:
+    """The items in an item."""
+    parts: Iterable[Any] = ()
+    match kind:
+        case "tuple" | "list":
+            parts = content
+        case "dict":
+            parts = [part for item in content for part in item]
+        case "node":
+            parts = content[1]
+        case "part":
+            parts = (content,)
+        case "array" | "numpy" | "scalar" if not isinstance(content, Raw):
+            type_of(content)
+            _check_there(content)
+    return parts
 
 
 def _more(tree: Any) -> int:
