@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
+import jax
+
 from jdag.compute.avals import Aval, aval_of, is_deleted
 from jdag.compute.configuration import configuration
 from jdag.compute.pairs import Pair, pair
@@ -109,12 +111,17 @@ class Activation:
             return f"context {self.id} in {self.program} on {self.port.worker!r}"
         return f"context {self.id}"
 
-    def wait(self, what: str, event_of: Callable[[int], Any]) -> Any:
+    def wait(
+        self,
+        what: str,
+        event_of: Callable[[int], Any],
+        values: Sequence[tuple[Key, Any]] = (),
+    ) -> Any:
         """Tell the engine something that it answers; wait for the answer."""
         waiter = self.port.waiter()
         self._waits = what
         try:
-            self.port.tell(event_of(waiter))
+            self.port.tell(event_of(waiter), values)
             return self.port.wait(waiter)
         finally:
             self._waits = ""
@@ -283,9 +290,10 @@ class Activation:
     ) -> Any:
         path = (*self.prefix, self._calls + 1)
         here = self.port.worker
-        avals: list[Any] = [None] * parts.size
-        arguments: list[Any] = [None] * parts.size
-        sources: list[str | None] = [None] * parts.size
+        size = parts.size
+        avals: list[Any] = [None] * size
+        arguments: list[Any] = [None] * size
+        sources: list[str | None] = [None] * size
         descends: LeafId | None = None
         constants = []
         for place, ref in parts.refs:
@@ -308,25 +316,19 @@ class Activation:
         self._calls += 1
         stored = []
         for place, value in (*parts.constants, *constants):
-            stored.append(arguments[place].key)
-            self.port.put(stored[-1], self.home.value(value))
-        try:
-            self.port.tell(
-                Issued(
-                    self.id,
-                    path,
-                    worker,
-                    made,
-                    made.name,
-                    tuple(arguments),
-                    made.out_tracked,
-                    site,
-                    self.discarded() if self._loose else (),
-                )
-            )
-        except JdagError:
-            self.port.drop(stored)
-            raise
+            stored.append((arguments[place].key, self.home.value(value)))
+        issued = Issued(
+            self.id,
+            path,
+            worker,
+            made,
+            made.name,
+            tuple(arguments),
+            made.out_tracked,
+            site,
+            self.discarded() if self._loose else (),
+        )
+        self.port.tell(issued, stored)
         refs = []
         for index, aval in enumerate(made.out_avals):
             key = Key("output", self.id, path, index)
@@ -342,11 +344,7 @@ class Activation:
         holder: Any = ref.holder
         if holder is self:
             return
-        if holder.home is not self.home:
-            raise ContextError(
-                f"{ref!r} is of {holder.home}, and this is {self.home}: refs do not "
-                "leave their cluster; ref.fetch() gives the value"
-            )
+        self.home.check_own(ref)
         if ref.leaf is not None:
             if ref.leaf.dropped:
                 raise ContextError(f"{ref.leaf} was dropped by cluster.drop")
@@ -439,6 +437,7 @@ class Activation:
 
         Raises:
             ContextError: it is, or has in it, what cannot be returned.
+            JdagError: an array in it was deleted.
         """
         leaves, treedef = flatten(tree)
         data = []
@@ -462,7 +461,13 @@ class Activation:
 
 
 def _there(array: Any, program: str, tree: Any, place: int) -> Any:
-    """Return an array that a program returns, unless it was deleted."""
+    """Return an array that a program returns, unless it is a tracer, or was deleted."""
+    if isinstance(array, jax.core.Tracer):
+        raise ContextError(
+            f"{program} returned a tracer of JAX (at {paths(tree)[place] or 'the top'}:"
+            f" {aval_of(array)}), which has no value outside of the jit, vmap or grad "
+            "that made it; return what the function that is traced returns"
+        )
     if is_deleted(array):
         raise JdagError(
             f"{program} returned {aval_of(array)} (at {paths(tree)[place] or 'the top'}"

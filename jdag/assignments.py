@@ -238,11 +238,7 @@ class Assignments:
 
     def admit(self, ref: Ref) -> None:
         """Raise ContextError unless the ref is of this cluster and can be read."""
-        if ref.holder.home is not self._home:
-            raise ContextError(
-                f"{ref!r} is of {ref.holder.home}, and this is {self._home}: refs do "
-                "not leave their cluster; ref.fetch() gives the value"
-            )
+        self._home.check_own(ref)
         if ref.leaf is None:
             ref.holder.check_readable(ref)
         elif ref.leaf.dropped:
@@ -349,13 +345,8 @@ class Assignments:
         """Have the next versions of leaves made; their number is taken either way."""
         path = self._path
         self._numbers.assignments += 1
-        for key, value in stored:
-            self._port.put(key, self._home.value(value))
-        try:
-            self._port.tell(Assigned(path, tuple(parts)))
-        except JdagError:
-            self._port.drop([key for key, _ in stored])
-            raise
+        values = [(key, self._home.value(value)) for key, value in stored]
+        self._port.tell(Assigned(path, tuple(parts)), values)
 
 
 def _site(purpose: str) -> str:

@@ -275,32 +275,29 @@ class Context:
         seeds = checked_roots(roots, cotangents)
         self._activation.tell_discarded()
         told, stored = self._stored(roots, seeds)
-        try:
-            result: PassResult = self._activation.wait(
-                "ctx.backward",
-                lambda waiter: Differentiated(
-                    waiter, self._id, told, _MODES[mode], retain_graph, timeout_ns
-                ),
-            )
-        except JdagError:
-            self._port.drop(stored)
-            raise
+        result: PassResult = self._activation.wait(
+            "ctx.backward",
+            lambda waiter: Differentiated(
+                waiter, self._id, told, _MODES[mode], retain_graph, timeout_ns
+            ),
+            stored,
+        )
         if not retain_graph:
             self._activation.leaves_notices()
         return self._conclude(result, mode, timeout_s)
 
     def _stored(
         self, roots: Sequence[Ref], seeds: Sequence[Any]
-    ) -> tuple[tuple[tuple[str, Root], ...], list[Key]]:
-        """What the engine is told of roots; the keys of cotangents that are given."""
+    ) -> tuple[tuple[tuple[str, Root], ...], list[tuple[Key, Any]]]:
+        """What the engine is told of roots; the cotangents that are given."""
         told = []
         stored = []
         for place, (root, seed) in enumerate(zip(roots, seeds, strict=True)):
             given = seed is not None
             told.append((root.owner, Root(root.key, root.aval, given, place)))
             if given:
-                stored.append(Key("seed", self._id, self._passes + 1, place))
-                self._port.put(stored[-1], self._home.value(seed))
+                key = Key("seed", self._id, self._passes + 1, place)
+                stored.append((key, self._home.value(seed)))
         return tuple(told), stored
 
     def _conclude(
@@ -423,8 +420,7 @@ class Context:
                 f"{ref!r} is no leaf: gradients accumulate in what cluster.put and "
                 "cluster.make give"
             )
-        if ref.holder.home is not self._home:
-            self._activation.admit(ref)
+        self._home.check_own(ref)
         if ref.leaf.id not in self._gradients:
             why = f"was reached by no pass, of {self._passes} in context {self._id}"
             if not ref.aval.inexact:

@@ -38,6 +38,8 @@ def exception_of(failure: Failure) -> JdagError:
     if failure.function:
         site = f", called at {failure.call_site}" if failure.call_site else ""
         text = f"{failure.function} failed on {failure.worker!r}{site}: {text}"
+    elif failure.call_site:
+        text = f"the call at {failure.call_site}: {text}"
     if len(failure.route) > 1:
         text += f"\nit came along {' <- '.join(failure.route)}"
     if failure.traceback:

@@ -23,6 +23,8 @@ CONTEXT = "__jdag_context__"  # What classes of contexts have.
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _PROGRAMS = os.path.join(_PACKAGE, "programs") + os.sep
 _PLAIN = (str, bytes, bool, type(None))
+_FUNCTIONS = (FunctionType, MethodType, functools.partial)
+KEYED = "__jdag_key__"  # What an object has that says itself what it is, for caches.
 ITEMS_MAX, BYTES_MAX = 64, 1 << 16  # Of what counts by what it holds.
 # What may be changed where it is, and the methods that do it.
 CHANGING: Mapping[Hashable, tuple[str, ...]] = {
@@ -59,6 +61,22 @@ class ById:
 
     def __repr__(self) -> str:
         return f"ById({type(self.held).__name__})"
+
+
+class Once:
+    """A key that is hashed once, since those of closures are large."""
+
+    __slots__ = ("_hash", "key")
+
+    def __init__(self, key: Hashable) -> None:
+        self.key = key
+        self._hash = hash(key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Once) and self.key == other.key)
 
 
 class Applied:
@@ -217,19 +235,32 @@ def value_key(value: object) -> Hashable:
 def _value_key(
     value: Any, above: tuple[int, ...], code: CodeType | None = None
 ) -> Hashable:
-    if isinstance(value, _PLAIN):
-        return (type(value), value)
-    if isinstance(value, Number):
-        return (type(value), repr(value))
-    if isinstance(value, tuple):
-        return (type(value), tuple(_value_key(item, above, code) for item in value))
-    if isinstance(value, frozenset):
-        return (type(value), tuple(sorted(map(repr, value))), value)
-    if isinstance(value, FunctionType | MethodType | functools.partial):
+    kind = type(value)
+    sort = _sort(kind)
+    if sort is _PLAIN:
+        return (kind, value)
+    if sort is Number:
+        return (kind, repr(value))
+    if sort is tuple:
+        return (kind, tuple([_value_key(item, above, code) for item in value]))
+    if sort is frozenset:
+        return (kind, tuple(sorted(map(repr, value))), value)
+    if sort is _FUNCTIONS:
         return _function_key(value, above)
     if id(value) in above:
         return ("itself", len(above) - above.index(id(value)))
     return _object_key(value, (*above, id(value)), code)
+
+
+def _sort_of(kind: type) -> Any:
+    """By which rule values of a type have their keys; None for that of objects."""
+    for sort in (_PLAIN, Number, tuple, frozenset, _FUNCTIONS):
+        if issubclass(kind, sort):
+            return sort
+    return None
+
+
+_sort: Callable[[Any], Any] = functools.lru_cache(maxsize=4096)(_sort_of)
 
 
 def _object_key(
@@ -237,6 +268,9 @@ def _object_key(
 ) -> Hashable:
     if isinstance(value, type):
         return value
+    if hasattr(type(value), KEYED):
+        keyed: Hashable = getattr(value, KEYED)
+        return keyed
     try:
         hash(value)
     except TypeError:
@@ -314,6 +348,7 @@ def code_of(fn: Any) -> CodeType | None:
     return None
 
 
+@functools.lru_cache(maxsize=4096)
 def is_ours(file: str) -> bool:
     """Tell whether a source file is jdag's own, which ready programs are not."""
     return file.startswith(_PACKAGE) and not file.startswith(_PROGRAMS)
@@ -395,8 +430,12 @@ class CallSite(NamedTuple):
     def __str__(self) -> str:
         # The file by its name alone: a call site travels, so that a path would make
         # the bytes on the wire, and with them the digest, depend on the folder.
-        name = self.file.replace("\\", "/").rpartition("/")[2]
-        return f"{name}:{self.line} in {self.function}"
+        return f"{_base(self.file)}:{self.line} in {self.function}"
+
+
+@functools.lru_cache(maxsize=4096)
+def _base(file: str) -> str:
+    return file.replace("\\", "/").rpartition("/")[2]
 
 
 def call_site() -> CallSite:

@@ -1,6 +1,6 @@
 """What the programs of one cluster share in one process, and the port of each."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Protocol
@@ -37,8 +37,11 @@ class Port(Protocol):
     def worker(self) -> str:
         """The worker on which the program runs."""
 
-    def tell(self, event: Event) -> None:
-        """Have the engine handle the event; never blocks. May raise JdagError."""
+    def tell(self, event: Event, values: Sequence[tuple[Key, Any]] = ()) -> None:
+        """Have the engine handle the event; never blocks. May raise JdagError.
+
+        `values` are held here from then on, unless it raises.
+        """
 
     def waiter(self) -> int:
         """Return a new number to wait for."""
@@ -48,12 +51,6 @@ class Port(Protocol):
 
         Of what was fetched that is the values, or for each a Failure.
         """
-
-    def put(self, key: Key, value: Any) -> None:
-        """Hold a value here."""
-
-    def drop(self, keys: Sequence[Key]) -> None:
-        """Let go of values that are held here."""
 
     def lost(self, worker: str) -> str | None:
         """Why that incarnation is gone; None unless this worker was told that it is."""
@@ -129,6 +126,10 @@ class Reader:
         ]
 
 
+def _stands(value: object) -> bool:
+    return is_ref(value) or isinstance(value, jax.ShapeDtypeStruct)
+
+
 def trace_state() -> Any:
     """Return what tells one nesting of jit, vmap and grad from another."""
     return get_opaque_trace_state(convention="flax")  # type: ignore[no-untyped-call]
@@ -151,12 +152,21 @@ class Home:
         self.trace = trace_state()
         self.configuration = configuration()
         self.reader = Reader(self)
+        # Whether an argument is a ref or, in abstract mode, stands for arrays.
+        self.is_named: Callable[[object], bool] = _stands if abstract else is_ref
         self._driver: Driver | None = None
         self._numbers: dict[str, Numbers] = {}
         self._clusters: dict[Port, Any] = {}
 
     def __str__(self) -> str:
         return f"the cluster of {', '.join(map(repr, self.workers))}"
+
+    def beside(self, other: "Home") -> str:
+        """Return what this one is called where the other is named as well."""
+        closed = ", which is closed," if self.closed else ""
+        if self.workers == other.workers:
+            return f"another cluster of the same names{closed}"
+        return f"{self}{closed}"
 
     @property
     def driver(self) -> Driver:
@@ -241,15 +251,19 @@ class Home:
 
     # ---------------------------------------------------------------- values, checks
 
+    def check_own(self, ref: Ref) -> None:
+        """Raise ContextError unless the ref is of this cluster."""
+        of: Any = ref.holder.home
+        if of is not self:
+            to_do = "" if of.closed else "; ref.fetch() gives the value"
+            raise ContextError(
+                f"{ref!r} is of {of.beside(self)} and this is {self}: refs do not "
+                f"leave their cluster{to_do}"
+            )
+
     def value(self, value: Any) -> Any:
         """Return a value as the store holds it: in abstract mode its shape alone."""
         return aval_of(value).on(None) if self.abstract else on_default(value)
-
-    def is_named(self, value: object) -> bool:
-        """Tell whether an argument is a ref or, in abstract mode, stands for arrays."""
-        return is_ref(value) or (
-            self.abstract and isinstance(value, jax.ShapeDtypeStruct)
-        )
 
     def check_open(self, what: str) -> None:
         """Raise unless the cluster is open, and JAX as it was when that was made.

@@ -10,6 +10,7 @@ shape share what is compiled.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from jdag.compute.avals import Aval
 from jdag.compute.jaxprs import depends
 from jdag.compute.pytrees import Form, flatten
 from jdag.errors import JdagError
+from jdag.functions import Once, value_key
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,11 @@ class Leafwise:
     tx: optax.GradientTransformation
     form: Form | None = None
     place: int = 0
+
+    @cached_property
+    def __jdag_key__(self) -> Once:
+        """What it is, for caches; found once, since each step asks for it."""
+        return Once((Leafwise, value_key((self.tx, self.form, self.place))))
 
     def init(self, leaf: Any) -> Any:
         """Return the state of the leaf."""

@@ -29,7 +29,8 @@ class Optimizer:
         tx: an optax `GradientTransformation` that treats each leaf by itself: sgd,
             adam, schedules (which count each leaf's own steps), weight decay,
             `inject_hyperparams`, `MultiSteps`, `masked` and `multi_transform` (by trees
-            of masks or labels, or by functions), chains of these.
+            of masks or labels, or by functions), chains of these. It stays as it is:
+            what it holds is looked at once.
         refs: the leaves, a pytree, on any workers.
         clip_norm: None, or the norm over all gradients of a step, on all owners, to
             which they are scaled down where it is larger.
@@ -117,7 +118,8 @@ class Optimizer:
         if ctx.home is not self._home:
             raise ContextError(
                 f"a step of leaves of {self._home} with the gradients of "
-                f"{ctx.home}; the context has to be one of the leaves' cluster"
+                f"{ctx.home.beside(self._home)}; the context has to be one of the "
+                "leaves' cluster"
             )
         present = self._present(ctx, gradients)
         try:

@@ -69,10 +69,11 @@ class Table(BaseModel):
     def _check_keys(cls, table: Any) -> Any:
         if not isinstance(table, dict):
             raise PydanticCustomError("unusable", "{allowed}", {"allowed": "a table"})
+        known = [key for key, one in cls.model_fields.items() if not one.exclude]
         for key in table:
             if key not in cls.model_fields:
-                keys = ", ".join(cls.model_fields)
-                allowed = f"one of the keys {keys}{meant(key, cls.model_fields)}"
+                keys = ", ".join(known)
+                allowed = f"one of the keys {keys}{meant(key, known)}"
                 context = {"key": key, "allowed": allowed}
                 raise PydanticCustomError("unknown", "{allowed}", context)
         for key, field in cls.model_fields.items():

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdag.compute.hooks import hooked
+from jdag.compute.hooks import hooked, seen
 from jdag.engine.vocabulary import Key, Path
 from jdag.failures import remote_error
 
@@ -33,7 +33,7 @@ class Hooking(NamedTuple):
     def __call__(self, cotangent: Any) -> Any:
         """Apply it; what it raises is an error that names it."""
         try:
-            return hooked(self.function, cotangent)
+            return (hooked if self.replaces else seen)(self.function, cotangent)
         except Exception as error:
             raise remote_error(
                 error, self.function, self.worker, self.call_site

@@ -370,7 +370,7 @@ def test_a_ref_of_another_cluster_is_refused_naming_both(cluster):
     with simulate(["x", "y"], seed=0) as other:
         theirs = other.put("y", ONES)
         with cluster.context() as ctx:
-            pattern = r"the cluster of 'x', 'y', and .* cluster of 'a', 'b', 'c', 'd'"
+            pattern = r"the cluster of 'x', 'y' and .* cluster of 'a', 'b', 'c', 'd'"
             for use in (
                 lambda: ctx.call("a", total, theirs),
                 lambda: ctx.gradient(theirs),
@@ -378,6 +378,20 @@ def test_a_ref_of_another_cluster_is_refused_naming_both(cluster):
             ):
                 with pytest.raises(ContextError, match=pattern):
                     use()
+
+
+def test_a_ref_of_another_cluster_of_the_same_names_is_said_to_be_of_another(cluster):
+    with simulate(["a", "b", "c", "d"], seed=0) as other:
+        theirs = other.put("b", ONES)
+        said = r"is of another cluster of the same names and this is the cluster of 'a'"
+        with pytest.raises(
+            ContextError, match=f"{said}.*; ref.fetch.. gives the value"
+        ):
+            cluster.update(jnp.sin, theirs)
+    said = "is of another cluster of the same names, which is closed, and this is the"
+    refused = pytest.raises(ContextError, match=f"{said}.* refs do not .* cluster$")
+    with cluster.context() as ctx, refused:
+        ctx.call("b", total, theirs)
 
 
 def test_a_context_is_used_between_entering_and_leaving(cluster):

@@ -23,6 +23,8 @@ from tests.random_programs import (
 from tests.random_runs import check, run
 from tests.random_source import source_of
 
+pytestmark = pytest.mark.once
+
 PROGRAMS = 60
 
 

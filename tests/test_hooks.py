@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jdag.compute.avals import aval_of
-from jdag.compute.hooks import hooked
+from jdag.compute.duals import Dual
+from jdag.compute.hooks import hooked, seen
 from jdag.errors import JdagError
 
 COTANGENT = jnp.arange(6.0).reshape(2, 3)
@@ -68,6 +69,20 @@ def test_an_abstract_cotangent_is_traced_and_stays_abstract():
         hooked(lambda c: c[0], aval)
     with pytest.raises(JdagError, match=r"returned ~float64\[\]"):
         hooked(lambda c: 2.0, aval)
+
+
+@pytest.mark.parametrize("gives", [0.0, "seen", None, [COTANGENT], COTANGENT[0]])
+def test_what_a_hook_that_only_sees_returns_is_ignored(gives):
+    aval, shown = aval_of(COTANGENT), []
+
+    def hook(gradient: Any) -> Any:
+        shown.append(gradient)
+        return gives
+
+    for value in (COTANGENT, aval, Dual(COTANGENT, COTANGENT)):
+        seen(hook, value)
+    assert shown[0] is COTANGENT and shown[2] is COTANGENT
+    assert isinstance(shown[1], jax.core.Tracer)
 
 
 def test_a_bfloat16_and_a_complex_cotangent_keep_their_dtype():

@@ -9,6 +9,8 @@ import optax
 import pytest
 
 from jdag.errors import JdagError
+from jdag.functions import value_key
+from jdag.leafwise import Leafwise
 from jdag.optim import Optimizer
 from jdag.ref import fetch
 from tests.face_cases import ONES, total
@@ -178,3 +180,11 @@ def test_the_rate_of_injected_hyperparameters_can_be_set_for_each_leaf(cluster):
         ctx.backward(ctx.call("d", total, p, q))
         optimizer.step(ctx)
     assert fetch([p, q]) == [9.0, 9.75]
+
+
+def test_the_key_of_a_transformation_is_found_once_and_tells_others_apart() -> None:
+    one = Leafwise(optax.sgd(0.1))
+    assert value_key(one) is value_key(one)
+    assert value_key(one) == value_key(Leafwise(optax.sgd(0.1)))
+    for other in (Leafwise(optax.sgd(0.2)), Leafwise(optax.sgd(0.1), None, 1)):
+        assert value_key(one) != value_key(other), other

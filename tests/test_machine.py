@@ -1,6 +1,5 @@
 """Jobs on one worker's values: what is made, what goes, and that shapes stand in."""
 
-import gc
 import re
 from typing import Any
 
@@ -17,6 +16,7 @@ from jdag.compute.sums import add
 from jdag.engine.vocabulary import ContextId, Fill, Forward, Key, Sum, Vjp
 from jdag.errors import JdagError, ScenarioError
 from jdag.functions import unjitted
+from tests.compute_cases import no_new_arrays
 
 CONTEXT = ContextId(0, 1, 0)
 PATH = (3, 1)
@@ -189,10 +189,8 @@ def test_a_fill_makes_zeros_or_ones_of_the_given_shape_and_dtype(value: int):
 def test_abstract_jobs_make_no_array_and_count_the_same_bytes():
     addends = [jnp.full((3, 2), float(index)) for index in range(3)]
     real = differentiated("real", addends, last=False)
-    gc.collect()
-    before = len(jax.live_arrays())
-    abstract = differentiated("abstract", addends, last=False)
-    assert len(jax.live_arrays()) == before
+    with no_new_arrays():
+        abstract = differentiated("abstract", addends, last=False)
     assert abstract.values.held == real.values.held
     assert abstract.values.bytes_held == real.values.bytes_held
     assert abstract.values.bytes_peak == real.values.bytes_peak
@@ -283,6 +281,18 @@ def test_what_jdag_says_of_an_argument_and_what_python_says_of_a_call_stand_alon
             error.__traceback__ = error.__traceback__.tb_next
         assert user_traceback(error) == ""
     assert said(uncalled.value).endswith("positional arguments: 'b' and 'c'")
+
+
+class SaysNothing(Exception):
+    @property
+    def __notes__(self) -> Any:  # type: ignore[override]
+        raise ValueError("not even this")
+
+
+def test_of_an_error_that_fails_where_it_is_asked_what_it_says_there_is_the_class():
+    failure = failure_of(SaysNothing(), "b", PATH, "m:breaks")
+    # From Python 3.13 on a second line says that the notes could not be had.
+    assert failure.message.splitlines()[0] == f"{__name__}.SaysNothing"
 
 
 def test_a_job_that_reads_what_is_not_held_is_our_own_mistake():

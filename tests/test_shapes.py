@@ -2,13 +2,13 @@
 
 from fractions import Fraction
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jdag.programs import shapes
 from jdag.sim import DeviceModel
+from tests.compute_cases import no_new_arrays
 from tests.scenario_cases import JITTER, Stage
 
 WORKERS = ["a", "b", "c", "d"]
@@ -130,7 +130,5 @@ def test_the_abstract_pipeline_takes_the_time_of_the_real_one():
 def test_the_abstract_pipeline_makes_no_array():
     stage = Stage(WORKERS, values="abstract")
     case = shapes.abstract_pipeline(stage.workers, micro_batches=2)
-    before = jax.live_arrays()  # Held here, so that none goes and its id comes again.
-    known = {id(array) for array in before}
-    assert case.play(stage)["outcome"] == "finished"
-    assert [one for one in jax.live_arrays() if id(one) not in known] == []
+    with no_new_arrays():
+        assert case.play(stage)["outcome"] == "finished"

@@ -72,6 +72,16 @@ def test_hooks_of_leaves_and_of_outputs_chained_and_seen(cluster: Any):
     assert agree(cluster, run, W, X, argnums=(0, 1)) == ["h1", "h2", "w", "sees w"]
 
 
+def test_what_who_sees_a_gradient_returns_is_ignored(cluster: Any):
+    def run(ctx, log, w):
+        ctx.on_gradient(w, log.hook("a", lambda g: float(g.sum())))
+        ctx.on_gradient(w, log.hook("b", lambda g: "no array"))
+        ctx.on_gradient(w, log.hook("c", lambda g: 0 * g))
+        return ctx.call("b", total, w)
+
+    assert agree(cluster, run, W) == ["a", "b", "c"]
+
+
 def test_hooks_of_nested_programs_are_in_the_order_of_the_program(cluster: Any):
     def run(ctx, log, w):
         @program

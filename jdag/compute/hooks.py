@@ -1,4 +1,7 @@
-"""Hooks: functions of a cotangent, run as they are, where the cotangent is."""
+"""Hooks: functions of a cotangent, run as they are, where the cotangent is.
+
+Those of `on_cotangent` replace it (`hooked`), those of `on_gradient` see it (`seen`).
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -51,3 +54,12 @@ def hooked(function: Callable[[Any], Any], cotangent: Any) -> Any:
     # A numpy array the hook may go on writing to; a weak type would go on as one.
     kept = frozen(result)
     return jax.lax.convert_element_type(kept, wanted.dtype) if found.weak else kept
+
+
+def seen(function: Callable[[Any], Any], gradient: Any) -> None:
+    """Let a function see a gradient, as `hooked` would; what it returns is ignored."""
+
+    def see(gradient: Any) -> None:
+        function(gradient)
+
+    hooked(see, gradient)

@@ -20,7 +20,7 @@ import jax
 
 from jdag.compute.avals import Aval, aval_of, is_deleted
 from jdag.compute.devices import put
-from jdag.compute.hooks import hooked
+from jdag.compute.hooks import hooked, seen
 from jdag.compute.sums import ADDENDS_MAX, add, ones, zeros
 from jdag.compute.values import Buffer, Values
 from jdag.engine.vocabulary import (
@@ -57,18 +57,23 @@ class Work(NamedTuple):
 class Machine:
     """The values of one worker, real or abstract, and what computes on them.
 
+    Args:
+        values: "real" or "abstract".
+        leaving_bytes_max: the largest value that leaves the worker; None: any does.
+
     Raises:
         ScenarioError: `values` is neither "real" nor "abstract".
     """
 
-    __slots__ = ("abstract", "values")
+    __slots__ = ("_leaving_bytes_max", "abstract", "values")
 
-    def __init__(self, values: str) -> None:
+    def __init__(self, values: str, leaving_bytes_max: int | None = None) -> None:
         if values not in KINDS:
             allowed = " or ".join(map(repr, KINDS))
             raise ScenarioError(f"values = {values!r}: allowed is {allowed}")
         self.values = Values()
         self.abstract = values == "abstract"
+        self._leaving_bytes_max = leaving_bytes_max
 
     def run(self, job: Job) -> Exception | None:
         """Carry out a job; return what it raised, None if all went well."""
@@ -110,8 +115,9 @@ class Machine:
                 return Work(partial(_filled, job), device)
             case Apply():
                 value = values.get(job.input)
-                if job.output is not None:
-                    values.drop(job.input)
+                if job.output is None:
+                    return Work(partial(seen, job.function, value), device)
+                values.drop(job.input)
                 return Work(partial(hooked, job.function, value), device)
             case _:
                 assert_never(job)
@@ -172,22 +178,40 @@ class Machine:
     ) -> tuple[Any, tuple[Key, ...], tuple[Any, ...]]:
         """What leaves with a message: the message, its keys, and their values.
 
-        Who made an array may have deleted it since: then a failure goes in its place.
+        Who made an array may have deleted it since, and it may be too large to leave:
+        then a failure goes in its place, which began with the call that wants it.
         """
         values = tuple([self.leaving(key) for key in keys])
-        gone = [is_deleted(value) for value in values]
-        if True not in gone or not isinstance(message, Primal | Reading):
+        staying = [
+            self._why_not(value, key, worker)
+            for value, key in zip(values, keys, strict=True)
+        ]
+        if not any(staying) or not isinstance(message, Primal | Reading):
             return message, keys, values
         failures, places = list(message.failures), iter(range(len(values)))
+        path = message.path if isinstance(message, Primal) else ()
         for slot, failure in enumerate(failures):
-            if failure is None and gone[place := next(places)]:
-                failures[slot] = deleted(values[place], keys[place], worker)
-        kept = [place for place, is_gone in enumerate(gone) if not is_gone]
+            if failure is None and (why := staying[next(places)]) is not None:
+                failures[slot] = replace(why, path=path)
+        kept = [place for place, why in enumerate(staying) if why is None]
         return (
             replace(message, failures=tuple(failures)),
             tuple([keys[place] for place in kept]),
             tuple([values[place] for place in kept]),
         )
+
+    def _why_not(self, value: Any, key: Key, worker: str) -> Failure | None:
+        """Why a value cannot leave; None if it can."""
+        if is_deleted(value):
+            return deleted(value, key, worker)
+        most = self._leaving_bytes_max
+        if most is None or self.values.bytes_peak <= most:
+            return None  # All that was ever held is no larger.
+        aval = aval_of(value)
+        if aval.nbytes <= most:
+            return None
+        what = held_as(key, worker)
+        return Failure("JdagError", too_large(what, aval, most), worker)
 
     def fetched(self, found: Sequence[Any], worker: str) -> tuple[Any, ...]:
         """What a program fetched: values in place of keys, failures as they are."""
@@ -297,14 +321,29 @@ def job_name(job: Job) -> str:
 
 def deleted(value: Any, key: Key, worker: str) -> Failure:
     """Say that an array which `worker` holds is not there any more."""
-    what = str(key.name) if key.kind == "leaf" else f"{key.kind} {key.name} on {worker}"
     return Failure(
         "JdagError",
-        f"{what}, {aval_of(value)}, was deleted, or donated to a jitted "
-        "function; what was put, passed or fetched is shared, not copied, so hand over "
-        "a copy (jnp.copy) where the original is to be donated",
+        f"{held_as(key, worker)}, {aval_of(value)}, was deleted, or donated to a "
+        "jitted function; what was put, passed or fetched is shared, not copied, so "
+        "hand over a copy (jnp.copy) where the original is to be donated",
         worker,
         key.name if key.kind in ("output", "constant") else (),
+    )
+
+
+def held_as(key: Key, worker: str) -> str:
+    """What an error calls a value that `worker` holds."""
+    is_leaf = key.kind == "leaf"
+    return str(key.name) if is_leaf else f"{key.kind} {key.name} on {worker}"
+
+
+def too_large(what: str, aval: Aval, bytes_max: int) -> str:
+    """Say that a value is larger than those that travel between workers."""
+    return (
+        f"{what}, {aval}, has {aval.nbytes} bytes, and values of more than "
+        f"{bytes_max} do not leave their worker: compute there what is needed of it "
+        "(ctx.call), send it in parts, or allow more by value_bytes_max of jdag.launch "
+        "or of the cluster's file"
     )
 
 
@@ -326,9 +365,13 @@ def user_traceback(error: BaseException) -> str:
 def said(error: BaseException) -> str:
     """The class of an exception and what it says, without what JAX says of its frames.
 
-    The notes that others added are part of it.
+    The notes that others added are part of it. A class of the user's may fail where it
+    is asked for these; then it is the class alone.
     """
-    told = traceback.TracebackException.from_exception(error)
+    try:
+        told = traceback.TracebackException.from_exception(error)
+    except Exception:
+        return f"{type(error).__module__}.{type(error).__qualname__}"
     notes = getattr(told, "__notes__", None) or ()
     told.__notes__ = [note for note in notes if _JAX_NOTE not in note]
     return "".join(told.format_exception_only()).rstrip("\n")

@@ -169,7 +169,7 @@ def _number_key(data: Any) -> Hashable:
 def template_of(treedef: Any, leaves: Sequence[Any], own: int) -> Template:
     """Return the template with these leaves: `HOLE`, or statics."""
     statics = [(p, value_key(o)) for p, o in enumerate(leaves) if o is not HOLE]
-    known = None if statics else _of_arrays(treedef, own)
+    known = None if statics else template_of_arrays(treedef, own)
     return known or Template(treedef, leaves, tuple(statics), own)
 
 
@@ -280,15 +280,15 @@ def split(
                 raise JdagError(f"{where}: {error}") from None
         leaves[place] = HOLE
         position += 1
-    template = None if statics else _of_arrays(treedef, own)
+    template = None if statics else template_of_arrays(treedef, own)
     if template is None:
         template = Template(treedef, leaves, tuple(statics), own)
     return Split(tuple(refs), tuple(constants), template)
 
 
 @lru_cache(maxsize=4096)
-def _of_arrays(treedef: Any, own: int) -> Template | None:
-    """The template without statics; None where equal structures may differ."""
+def template_of_arrays(treedef: Any, own: int) -> Template | None:
+    """Return the template without statics; None where equal structures may differ."""
     if _has_data(treedef):
         return None
     return Template(treedef, (HOLE,) * treedef.num_leaves, (), own)
