@@ -5,6 +5,7 @@ again; what varies is who calls what where, with which arguments.
 """
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from random import Random
 from typing import Any
 
@@ -130,7 +131,7 @@ class Leaf:
     def inexact(self) -> bool:
         return isinstance(self.values[0], float)
 
-    @property
+    @cached_property  # Each program is run many times.
     def array(self) -> Any:
         return jnp.array(self.values)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from random import Random
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ RELATIVE_MAX = 1e-12
 
 Mode = Literal["smart", "fast"]
 MODES: tuple[Mode, ...] = ("smart", "fast")
+Numbers = float | tuple[float, ...]
 Gradients = dict[int, Any]  # By the number of the leaf.
 
 
@@ -90,6 +92,16 @@ def settings(seed: int, workers: Sequence[str]) -> dict[str, Any]:
         "faults": faults,
         "policy": rng.choice(("path", "backward_first")),
     }
+
+
+def arrays(given: Sequence[Numbers | None]) -> list[Any]:
+    """Cotangents as arrays; None stays None."""
+    return [None if one is None else _array(one) for one in given]
+
+
+@lru_cache(maxsize=256, typed=True)
+def _array(value: Numbers) -> Any:
+    return jnp.array(value)
 
 
 def put(cluster: Cluster, plan: Plan) -> list[Any]:
@@ -163,7 +175,7 @@ def _tried(ctx: Any, step: Pass, roots: list[Any], tries: int, result: Result) -
 
 
 def _ended(ctx: Any, step: Pass, roots: list[Any], mode: Mode) -> Ended:
-    given = [None if c is None else jnp.array(c) for c in step.cotangents]
+    given = arrays(step.cotangents)
     try:
         ctx.backward(*roots, cotangents=given, retain_graph=step.retain, mode=mode)
     except UnusedSendError as error:
@@ -194,7 +206,7 @@ def gradients_of(plan: Plan, source: Source, number: int) -> tuple[Record, Any]:
     record = Record()
     smooth = [leaf.array for leaf in plan.leaves if leaf.inexact]
     step = source.passes[number]
-    cotangents = [None if c is None else jnp.array(c) for c in step.cotangents]
+    cotangents = arrays(step.cotangents)
     program = roots_of(plan, source, number, record)
     _, gradients = pullback(program)(smooth, cotangents=cotangents)
     return record, gradients
@@ -241,7 +253,7 @@ def loss_of(plan: Plan, source: Source) -> Callable[[Any, Any], Any]:
     """A program whose gradient is what the last pass of a plan adds."""
     step = source.passes[-1]
     roots = roots_of(plan, source, len(source.passes) - 1, Record())
-    cotangents = [None if c is None else jnp.array(c) for c in step.cotangents]
+    cotangents = arrays(step.cotangents)
 
     def program(ctx: Any, params: Any) -> Any:
         return ctx.call(plan.home, weighted, cotangents, roots(ctx, params))

@@ -62,11 +62,17 @@ class Played:
         self.simulation = made
         self.engines = engines
         self.port = made.port
+        self.values: list[tuple[Key, Any]] = []  # That come with what is told next.
+
+    def put(self, key: Key, value: Any) -> None:
+        """Hold a value from when `ask` is told."""
+        self.values.append((key, value))
 
     def ask(self) -> int:
         """Tell home that main waits; the waiter."""
         waiter = self.port.waiter()
-        self.port.tell(Left(waiter, CONTEXT))
+        self.port.tell(Left(waiter, CONTEXT), self.values)
+        self.values = []
         return waiter
 
     def run(self) -> Any:

@@ -51,7 +51,7 @@ def busy(log: list[str]) -> Any:
 def asked(monkeypatch: pytest.MonkeyPatch, log: list[str], *crashes: Crash) -> Played:
     settings: Any = {"network": NETWORK, "devices": MODEL, "faults": crashes}
     played = play(monkeypatch, busy(log), WORKERS, **settings)
-    played.port.put(key("x"), jnp.ones(8))
+    played.put(key("x"), jnp.ones(8))
     played.ask()
     return played
 

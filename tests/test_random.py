@@ -17,6 +17,8 @@ from tests.random_programs import DEPTH_MAX, WORKERS_MAX, Pass, draw
 from tests.random_source import source_of
 from tests.reachability import Reachability
 
+pytestmark = pytest.mark.once
+
 PROGRAMS = 300
 SEEDS = 20
 CHUNKS = 10  # For tests to run side by side.

@@ -56,8 +56,8 @@ def test_values_lie_under_their_landing_keys_before_the_engine_is_told(monkeypat
 
     played = play(monkeypatch, react)
     x, y = jnp.ones(3), jnp.zeros(2)
-    played.port.put(key("x"), x)
-    played.port.put(key("y"), y)
+    played.put(key("x"), x)
+    played.put(key("y"), y)
     played.run()
     assert [id(value) for value in seen] == [id(x), id(y), id(x)]
 
@@ -73,7 +73,7 @@ def test_effects_are_carried_out_in_their_order(monkeypatch):
         return [Resume(1, None)] if engine.worker == "a" else None
 
     played = play(monkeypatch, react, network=SLOW_LINKS)
-    played.port.put(key("x"), jnp.ones(3))
+    played.put(key("x"), jnp.ones(3))
     played.run()
     assert played.engines["b"].heard == [(100, "a", 1), (100, "a", 2)]
     assert key("x") not in played.port.host.machine.values
@@ -142,8 +142,8 @@ def test_a_job_is_computed_when_it_starts_and_told_when_its_time_is_over(monkeyp
         return [Resume(1, None)]
 
     played = play(monkeypatch, react, devices=MODEL)
-    played.port.put(key("x"), 1.5)
-    played.port.put(key("y"), 2.0)
+    played.put(key("x"), 1.5)
+    played.put(key("y"), 2.0)
     played.run()
     assert seen == [(0, "computed"), (70, 3.5)]
     assert played.kinds("start", "finish") == [(0, "start", "a"), (70, "finish", "a")]
@@ -240,9 +240,10 @@ def test_what_is_sent_is_caused_by_what_made_it_and_by_what_asked_for_it(monkeyp
                 return [Resume(1, None)]
 
     played = play(monkeypatch, react, network=SLOW_LINKS, devices=MODEL)
-    played.port.put(key("x"), 1.0)
+    played.put(key("x"), 1.0)
     waiter = played.ask()
-    played.port.put(key("y"), 2.0)  # Told by no event, so that nothing made it.
+    values = played.port.host.machine.values
+    values.put(key("y"), 2.0)  # Told by no event, so that nothing made it.
     played.port.wait(waiter)
     (issue,) = played.records("issue")
     (start,) = played.records("start")
@@ -361,7 +362,7 @@ def test_info_counts_what_is_held_sent_and_computed(monkeypatch):
         return [send("a", 2)] if engine.worker == "b" else [Resume(1, None)]
 
     played = play(monkeypatch, react, network=SLOW_LINKS)
-    played.port.put(key("x"), jnp.ones(4))
+    played.put(key("x"), jnp.ones(4))
     played.run()
     played.simulation.settle()
     info = played.simulation.info()
@@ -388,7 +389,7 @@ def test_without_a_trace_the_same_happens(monkeypatch):
     ends = []
     for trace in (True, False):
         played = play(monkeypatch, react, network=SLOW_LINKS, trace=trace)
-        played.port.put(key("x"), jnp.ones(4))
+        played.put(key("x"), jnp.ones(4))
         played.run()
         assert (played.simulation.trace is None) is not trace
         ends.append((played.simulation.now_ns, played.simulation.info()))
@@ -400,7 +401,7 @@ def test_a_closed_cluster_says_so_and_what_it_counted_stays(monkeypatch):
         return [send("b", 1), resume(event)] if isinstance(event, Left) else None
 
     played = play(monkeypatch, react, network=SLOW_LINKS)
-    played.port.put(key("x"), jnp.ones(4))
+    played.put(key("x"), jnp.ones(4))
     played.run()
     played.simulation.settle()
     now_ns, before = played.simulation.now_ns, played.simulation.info()

@@ -17,9 +17,8 @@ class Host:
 
     `alive` is False from the moment in which it crashes (then it is `crashed` as well)
     or is closed. `lost` are the peers that it was told are gone. `made` has the record
-    of the trace that made each value that is held here; `fresh` are those that programs
-    put since they last told the engine anything, for that event to be their record.
-    `device` is the default one; each that a call names is one of its own beside it.
+    of the trace that made each value that is held here. `device` is the default one;
+    each that a call names is one of its own beside it.
     A worker that joins anew has another host: `busy_before_ns` is of those before it.
     """
 
@@ -30,7 +29,6 @@ class Host:
         "crashed",
         "device",
         "engine",
-        "fresh",
         "lost",
         "machine",
         "made",
@@ -50,7 +48,6 @@ class Host:
         self.crashed = False
         self.lost: dict[str, str] = {}
         self.made: dict[Key, int] = {}
-        self.fresh: list[Key] = []
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -92,7 +89,6 @@ class Host:
         for device in self.devices:
             device.stop()
         self.made.clear()
-        self.fresh.clear()
         self.engine = None
 
     @property

@@ -6,7 +6,7 @@ from typing import Any
 from jdag.engine.vocabulary import Event, Key
 from jdag.sim.host import Host
 
-Tell = Callable[["Port", Event], None]
+Tell = Callable[["Port", Event, Sequence[tuple[Key, Any]]], None]
 Wait = Callable[[Host, int], tuple[Any, int]]
 
 
@@ -35,13 +35,17 @@ class Port:
         self._wait = wait
         self._number = number
 
-    def tell(self, event: Event) -> None:
+    def tell(self, event: Event, values: Sequence[tuple[Key, Any]] = ()) -> None:
         """Have the engine handle an event, and its effects carried out; never blocks.
+
+        Args:
+            event: what the program tells.
+            values: what is held on this worker from then on, unless this raises.
 
         Raises:
             JdagError: the engine refuses the event, or the cluster is closed.
         """
-        self._tell(self, event)
+        self._tell(self, event, values)
 
     def waiter(self) -> int:
         """A number that no other waiter of the run has."""
@@ -55,15 +59,6 @@ class Port:
         """
         result, self.record = self._wait(self.host, waiter)
         return result
-
-    def put(self, key: Key, value: Any) -> None:
-        """Hold a value on this worker."""
-        self.host.machine.values.put(key, value)
-        self.host.fresh.append(key)
-
-    def drop(self, keys: Sequence[Key]) -> None:
-        """Let go of values; a key that is not held is no error."""
-        self.host.drop(keys)
 
     def lost(self, worker: str) -> str | None:
         """Why that worker is gone; None unless this one was told that it is."""

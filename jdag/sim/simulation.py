@@ -37,6 +37,7 @@ from jdag.engine.vocabulary import (
     Drop,
     Event,
     Fetched,
+    Key,
     Launched,
     Left,
     Resume,
@@ -233,18 +234,24 @@ class Simulation:
         number = self._waiters.number
         return Port(host, record, tell=self._told, wait=self._waited, number=number)
 
-    def _told(self, port: Port, event: Event) -> None:
+    def _told(
+        self, port: Port, event: Event, values: Sequence[tuple[Key, Any]]
+    ) -> None:
         self._check_open()
         host = port.host
         if not host.alive:
             return  # A program that has not yet noticed that its worker crashed.
         record = self._note_event(host, event, port.record)
-        for key in host.fresh:
+        for key, value in values:
+            host.machine.values.put(key, value)
             host.made[key] = record
-        host.fresh.clear()
         if isinstance(event, _WAITING):
             self._waiters.ask(event.waiter, host.worker, type(event).__name__)
-        self._handle(host, event, record)
+        try:
+            self._handle(host, event, record)
+        except JdagError:
+            host.drop([key for key, _ in values])
+            raise
 
     def _note_event(self, host: Host, event: Event, cause: int) -> int:
         causes = () if cause < 0 else (cause,)
