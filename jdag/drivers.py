@@ -15,12 +15,12 @@ from jdag.engine.drawing import Drawing
 from jdag.engine.vocabulary import ContextId
 from jdag.errors import JoinError, ScenarioError, unusable
 from jdag.home import Home, Port
-from jdag.rpc.device import settings_of
+from jdag.rpc.device import settings_of, share_gpu
 from jdag.rpc.functions import Functions
 from jdag.rpc.gate import dial
 from jdag.rpc.handshake import ours
-from jdag.rpc.launch import READY_S, Launch
-from jdag.rpc.node import VALUE_BYTES_MAX, Node
+from jdag.rpc.launch import READY_S, Launch, is_here
+from jdag.rpc.node import Node
 from jdag.rpc.place import MakeNode, Place
 from jdag.rpc.session import Plan, Session
 from jdag.rpc.settings import (
@@ -30,6 +30,7 @@ from jdag.rpc.settings import (
     MODULES,
     NAMES,
     SECONDS,
+    VALUE_BYTES_MAX,
     are_modules,
     is_device,
     is_name,
@@ -213,17 +214,16 @@ def launch(  # noqa: PLR0913 - each is an option of its own, by keyword.
     Args:
         workers: their names, all different; the first is this process.
         device: where the others compute: "cpu", "gpu" or "gpu:1", which several may
-            share; None: as JAX chooses.
+            share: memory of it is taken as needed, by this process too unless it has
+            computed before. None: as JAX chooses.
         allow: modules, or packages, whose functions and programs the others may run by
-            name. Functions of other modules travel compiled (`jax.export`), programs
-            not at all.
+            name. Other functions travel compiled (`jax.export`), programs not at all.
         carrier: "socket", or "grpc" where only that passes.
         deadline_s: a worker that gives no sign of life for so many seconds is lost.
         env: variables of the environment for the others, beside those of this process.
-        logs: a folder for what the others print, `NAME.log`; None: a temporary one,
-            which stays if one of them died.
+        logs: a folder for their output; None: a temporary one, kept if one died.
         ready_s: how many seconds they may take until they are ready.
-        value_bytes_max: the largest array that a worker takes from another, in bytes.
+        value_bytes_max: the largest array that leaves the worker it is on, in bytes.
 
     Raises:
         JdagError: an argument is unusable, or a worker does not start: why, and the
@@ -233,6 +233,7 @@ def launch(  # noqa: PLR0913 - each is an option of its own, by keyword.
     _check_settings(device=device, allow=allow, carrier=carrier, deadline_s=deadline_s)
     _check_settings(env=env, logs=logs, ready_s=ready_s)
     _check_settings(value_bytes_max=value_bytes_max)
+    share_gpu(device)
     with ExitStack() as stack:
         token = fresh_secret()
         options = [
@@ -254,7 +255,7 @@ def launch(  # noqa: PLR0913 - each is an option of its own, by keyword.
             main=names[0],
             workers=names,
             controls=started.addresses,
-            handshake=ours(),
+            handshake=ours(value_bytes_max),
             make_node=maker,
             dial_gate=dial,
             token=token,
@@ -280,11 +281,13 @@ def connect(path: str | os.PathLike[str], *, name: str) -> Cluster:
     tls = None if settings.tls_files is None else load_tls(*settings.tls_files)
     maker = _Maker(mine.allow, settings.value_bytes_max)
     others = {key: one for key, one in settings.workers.items() if key != name}
+    for one in others.values():
+        share_gpu(one.device if is_here(one.address.host) else "cpu")
     plan = Plan(
         main=name,
         workers=settings.names,
         controls={key: one.address for key, one in others.items()},
-        handshake=ours(),
+        handshake=ours(settings.value_bytes_max),
         make_node=maker,
         dial_gate=partial(dial, tls=tls),
         token=settings.token,

@@ -68,3 +68,15 @@ def setting(name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         jax.config.update(name, before)
+
+
+@contextmanager
+def no_new_arrays() -> Iterator[None]:
+    """Assert that each array there is at the end was there before.
+
+    Others may go meanwhile: what earlier tests left is collected at any time.
+    """
+    before = jax.live_arrays()  # Held here, so that none goes and its id comes again.
+    known = {id(one) for one in before}
+    yield
+    assert [one.aval for one in jax.live_arrays() if id(one) not in known] == []

@@ -1,6 +1,8 @@
 """What every test runs under: 64-bit JAX and repeatable Hypothesis."""
 
+import signal
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import pytest
@@ -8,12 +10,31 @@ from hypothesis import settings
 
 from jdag.drivers import simulate
 from tests.peer_cases import either, make, sides, tls  # noqa: F401
+from tests.spreading import Groups, place_of
 
 jax.config.update("jax_enable_x64", True)
+
+# A shell starts what it has in the background with SIGINT ignored, and what that starts
+# ignores it as well; tests of Ctrl-C would wait for ever.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No deadline: a first compile takes as long as the machine is busy.
 settings.register_profile("jdag", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("jdag")
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Groups:
+    """Where tests are spread over processes, it is by groups."""
+    return Groups(config, log)
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Where tests are spread over processes, what takes longest begins first."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: place_of(item.nodeid))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -24,7 +24,7 @@ from jdag.rpc.tls import Tls, TlsStream, load
 from jdag.wire.messages import Codec
 from tests.certificates import Issuer
 
-PATIENCE_NS = 20_000_000_000
+PATIENCE_NS = 60_000_000_000
 ONE, TWO = ContextId(0, 1, 0), ContextId(0, 2, 0)
 
 

@@ -17,7 +17,7 @@ from jdag.errors import JoinError
 from jdag.rpc.node import Node
 from jdag.rpc.programs import Over
 from jdag.rpc.streams import SocketStream
-from jdag.wire.frames import HeaderParser
+from jdag.wire.frames import unpack_header
 from jdag.wire.link import FRAME_BYTES
 from tests.rpc_nodes import joined_by, made
 
@@ -134,9 +134,7 @@ class Wire:
             header += data[place : place + step]
             place += step
             if len(header) == FRAME_BYTES:
-                found = HeaderParser().feed(header)[1]
-                assert found is not None
-                left, header = found.length, b""
+                left, header = unpack_header(header).length, b""
                 if frames:
                     frames[-1] = (frames[-1][0], min(place + left, len(data)))
         return frames, left, header

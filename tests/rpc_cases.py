@@ -16,7 +16,7 @@ from jdag.rpc.handshake import ours
 from jdag.rpc.place import MakeNode, Place
 from jdag.rpc.seat import Own, Seat
 from jdag.rpc.session import Plan
-from jdag.rpc.settings import Address
+from jdag.rpc.settings import VALUE_BYTES_MAX, Address
 from jdag.rpc.tunnel import carrying
 from jdag.rpc.worker import Options
 
@@ -168,7 +168,7 @@ def options_of(*workers: str, **changed: Any) -> list[Options]:
         "control": "127.0.0.1:0",
         "token": TOKEN,
         "config": settings_of(None),
-        "value_bytes_max": 1 << 30,
+        "value_bytes_max": VALUE_BYTES_MAX,  # As who joins has it.
         "once": True,
         "cores": tuple(sorted(os.sched_getaffinity(0))),
     }
@@ -239,12 +239,12 @@ class Seated:
         for node in self.nodes:
             node.close()
         self.seat.stop()
-        self.thread.join(20)
+        self.thread.join(60)
         self.client.close()
 
     def close(self) -> None:
         self.seat.stop()
-        self.thread.join(20)
+        self.thread.join(60)
         assert not self.thread.is_alive()
         self.client.close()
         self.server.close()

@@ -1,6 +1,9 @@
 """Names of functions and classes: which may be had; nothing else is touched."""
 
+import importlib
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -157,9 +160,9 @@ def test_a_module_is_imported_when_its_first_function_is_asked_for(
         own.find("ownpackage.broken:f")
     with pytest.raises(JdagError, match="cannot be imported: ModuleNotFoundError"):
         own.find("ownpackage.gone:f")
-    assert missing(["ownpackage", "tests.names_cases", "nowhere_at_all.x"]) == [
-        "nowhere_at_all.x"
-    ]
+    there = ["ownpackage", "tests.names_cases", "os.path"]
+    nowhere = ["nowhere_at_all.x", "ast.py"]  # The second is the name of a file.
+    assert missing([*there, *nowhere]) == nowhere
 
 
 def test_a_refusal_says_what_to_do() -> None:
@@ -189,3 +192,19 @@ def test_every_public_name_is_the_name_of_what_it_stands_for() -> None:
     assert len(public()) > 500
     for name, value in public().items():
         assert name_of(value) == name
+
+
+def test_a_module_that_another_thread_is_importing_is_waited_for(tmp_path, monkeypatch):
+    text = "import sys\nsys.begun.set()\nassert sys.go.wait(60)\ndef f(x): return x\n"
+    (tmp_path / "halfway.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    begun, go = threading.Event(), threading.Event()
+    monkeypatch.setattr(sys, "begun", begun, raising=False)
+    monkeypatch.setattr(sys, "go", go, raising=False)
+    with ThreadPoolExecutor(2) as pool:
+        imported = pool.submit(importlib.import_module, "halfway")
+        assert begun.wait(60)
+        found = pool.submit(Allowed(["halfway"]).find, "halfway:f")
+        wait([found], timeout=0.2)  # Long enough for who does not wait.
+        go.set()
+        assert found.result(60) is imported.result(60).f

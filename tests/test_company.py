@@ -11,7 +11,9 @@ from jdag.rpc.node import Node
 from tests.rpc_breaking import Breaking, breaking
 from tests.rpc_nodes import cluster
 
-LONG_S = 20.0
+LONG_S = 60.0
+# Main is told by b as it is given up, and as b leaves; either may come first.
+TOLD = "('b' has given it up|it has lost 'a'): it broke the protocol:"
 
 
 def soon(holds: Callable[[], bool]) -> None:
@@ -76,11 +78,9 @@ def test_who_sends_more_than_is_taken_is_told_how_much_that_is() -> None:
     with cluster(("a", "b")) as c:
         c.nodes["b"].company.peers["a"].inbox._value_bytes_max = 1_000
         leaf = c.put("b", np.zeros(1_000))
-        said = (
-            "'b' has given it up: it broke the protocol: a value of 8000 bytes: at most"
-            " 1000 are taken"
-        )
-        with pytest.raises(WorkerLost, match=said):
+        with pytest.raises(
+            WorkerLost, match=f"{TOLD} a value of 8000 bytes: at most 1000"
+        ):
             leaf.fetch()
 
 
@@ -88,7 +88,7 @@ def test_a_worker_that_gives_main_up_leaves_alone() -> None:
     with cluster() as c:
         c.nodes["b"].company.peers["a"].inbox._value_bytes_max = 1_000
         leaf = c.put("b", np.zeros(1_000))
-        with pytest.raises(WorkerLost, match="'b' has given it up: it broke the proto"):
+        with pytest.raises(WorkerLost, match=TOLD):
             leaf.fetch()
         assert c.put("c", np.ones(3)).fetch().tolist() == [1.0, 1.0, 1.0]
         assert c.info()["b"]["lost"] and not c.info()["c"]["lost"]

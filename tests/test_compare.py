@@ -12,6 +12,8 @@ import jdag
 from paper.compare import costs, ours, rows, run
 from paper.compare.bounds import bound
 
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture
 def side():
@@ -136,7 +138,8 @@ def made_up_costs() -> dict[str, Any]:
     names += ["call of a fan-out of 64, both ways"]
     names += [f"identity {size}" for size in rows.BYTES]
     names += [f"step of MLP {width} wide" for width in rows.WIDTHS]
-    return dict.fromkeys(names, one)
+    held = {"peak": 1150e6, "start": 250e6, "values": 671e6, "shared": 96e6}
+    return {"rows": dict.fromkeys(names, one), "memory": held}
 
 
 def test_what_bounds_a_row_is_said_with_what_was_measured_of_it():
@@ -144,18 +147,30 @@ def test_what_bounds_a_row_is_said_with_what_was_measured_of_it():
     said = [bound(row, found) for row in rows.TARGETS]
     assert all("1,234 calls of Python" in one for one in said[:-1])
     assert "engine 30%" in said[0] and "add: 1,234 us" in said[0]
-    assert "| add | 1,234 us |" in costs.table(found)
+    assert "Of 1150 MB" in said[-1] and "values took at most 671," in said[-1]
+    assert "| add | 1,234 us |" in costs.table(found["rows"])
 
 
 def test_a_profile_tells_the_parts_of_the_callers_time_apart(side: ours.Ours):
     one, other = side.array(rows.leaf()), side.array(rows.factor(1))
     names = costs.works(side)
-    assert next(iter(names)) == "add" and set(names) <= set(made_up_costs())
+    assert next(iter(names)) == "add" and set(names) <= set(made_up_costs()["rows"])
     found = costs.profiled(partial(costs.repeated, partial(side.add, one, other), 20))
     assert found["calls"] > 100
     assert list(found["shares"]) == [*costs.PARTS, "the rest"]
     assert sum(found["shares"].values()) == pytest.approx(1)
     assert min(found["shares"][part] for part in ("engine", "face", "values")) > 0.01
+
+
+def test_the_memory_is_that_of_the_worker_that_had_most():
+    starts = {name: number for number, name in enumerate(rows.WORKERS, 1)}
+    with jdag.launch([ours.CALLER, *rows.WORKERS]) as cluster:
+        leaf = cluster.put(rows.WORKERS[1], np.ones(1 << 24))
+        assert leaf.fetch().nbytes == 1 << 27
+        found = costs.memory(cluster, starts)
+    assert found["start"] == starts[rows.WORKERS[1]]
+    assert found["values"] == 1 << 27 < found["peak"] < 1 << 32
+    assert 0 <= found["shared"] < found["peak"]
 
 
 def test_the_ratio_is_the_median_of_those_of_the_rounds():

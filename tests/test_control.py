@@ -53,7 +53,7 @@ class Asked:
 
     def detach(self, asked: Detach) -> dict[str, object]:
         self.began.release()
-        self.let.wait(20)
+        self.let.wait(60)
         return {}
 
 
@@ -83,7 +83,7 @@ def refused(
 def raw(client: ControlClient, method: str, body: bytes) -> grpc.RpcError:
     """Send bytes as they are; what comes back has to be a refusal."""
     with pytest.raises(grpc.RpcError) as caught:
-        client.channel.unary_unary(f"/jdag.Control/{method}")(body, timeout=20)
+        client.channel.unary_unary(f"/jdag.Control/{method}")(body, timeout=60)
     return caught.value
 
 
@@ -138,7 +138,7 @@ def test_who_is_not_there_is_one_clear_line():
 def test_a_host_without_a_name_is_one_clear_line(tmp_path: Path):
     tls = load(*Issuer(tmp_path, "ca").issue("a"))
     client = ControlClient("worker 'w'", Address("no.such.invalid", 7000), tls=tls)
-    error = refused(client, timeout_s=5)
+    error = refused(client, timeout_s=30)
     assert "cannot reach worker 'w' at no.such.invalid:7000: " in str(error)
     assert not (error.absent or error.reached)
 
@@ -166,7 +166,7 @@ def test_what_listens_there_and_is_no_worker_is_refused():
 
         threading.Thread(target=answer, daemon=True).start()
         client = ControlClient("worker 'w'", Address("127.0.0.1", port))
-        error = refused(client, timeout_s=5)
+        error = refused(client, timeout_s=30)
     assert f"cannot reach worker 'w' at 127.0.0.1:{port}: " in str(error)
 
 
@@ -222,7 +222,7 @@ def test_while_all_threads_are_busy_others_are_refused_at_once(
     for thread in threads:
         thread.start()
     for _ in threads:
-        assert asked.began.acquire(timeout=20)
+        assert asked.began.acquire(timeout=60)
     error = refused(client, Detach(secret="c"))
     assert "RESOURCE_EXHAUSTED" in str(error)
     asked.let.set()
@@ -241,14 +241,14 @@ def test_calls_that_bring_no_request_hinder_nobody_and_are_cancelled(
     ends = threading.Event()
 
     def nothing() -> Iterator[bytes]:
-        ends.wait(20)
+        ends.wait(60)
         yield from ()
 
     call = client.channel.stream_unary("/jdag.Control/Health")
     halves = [call.future(nothing()) for _ in range(2 * ANSWERS_MAX)]
     assert client.ask(Health()) == {"worker": "w"}
     for half in halves:
-        assert half.exception(timeout=20).code() == grpc.StatusCode.CANCELLED
+        assert half.exception(timeout=60).code() == grpc.StatusCode.CANCELLED
     ends.set()
     assert client.ask(Health()) == {"worker": "w"}
     server.close()
@@ -264,7 +264,7 @@ def test_whoever_fills_the_room_with_half_calls_leaves_the_others_theirs(
     ends = threading.Event()
 
     def nothing() -> Iterator[bytes]:
-        ends.wait(20)
+        ends.wait(60)
         yield from ()
 
     attackers = [channel_to(server.address, None) for _ in range(4)]
@@ -275,7 +275,7 @@ def test_whoever_fills_the_room_with_half_calls_leaves_the_others_theirs(
     ]
     is_known = shown in known
     room = control.KNOWN_EACH_MAX if is_known else control.STRANGERS_EACH_MAX
-    for _ in range(200):
+    for _ in range(1_200):
         if sum(half.done() for half in halves) >= len(halves) - room:
             break
         threading.Event().wait(0.05)
@@ -283,9 +283,9 @@ def test_whoever_fills_the_room_with_half_calls_leaves_the_others_theirs(
     assert said == {grpc.StatusCode.RESOURCE_EXHAUSTED}
     assert sum(not half.done() for half in halves) == room
     for _ in range(3):
-        assert client.ask(Info(token="other"), timeout_s=3) == {"token": "other"}
+        assert client.ask(Info(token="other"), timeout_s=60) == {"token": "other"}
     if is_known:
-        assert client.ask(Health(), timeout_s=3) == {"worker": "w"}
+        assert client.ask(Health(), timeout_s=60) == {"worker": "w"}
     else:
         assert "too many calls are under way from there" in str(refused(client))
     ends.set()
@@ -304,7 +304,7 @@ def test_who_is_known_waits_for_a_turn_and_a_stranger_does_not(
     client = ControlClient("worker 'w'", server.address)
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(client.ask, Detach(secret="k"))
-        assert asked.began.acquire(timeout=20)
+        assert asked.began.acquire(timeout=60)
         second = threads.submit(client.ask, Info(token="k"))
         assert "1 requests are being answered; ask again" in str(refused(client))
         asked.let.set()
@@ -327,7 +327,7 @@ def test_streams_are_carried_and_bounded(monkeypatch: pytest.MonkeyPatch):
 
     def said() -> Iterator[bytes]:
         yield b"ab"
-        ends.wait(20)
+        ends.wait(60)
 
     call = channel.stream_stream("/jdag.Control/Carry")
     first, second = call(said()), call(said())
@@ -369,7 +369,11 @@ def test_who_is_certified_by_another_is_refused_in_one_line(secured, tmp_path: P
     tls = load(*Issuer(tmp_path, "ca").issue("client"))
     client = ControlClient("worker 'w'", secured.address, tls=tls)
     said = str(refused(client))
-    assert said.startswith(f"cannot reach worker 'w' at {secured.address}: TLS refused")
+    assert said == (
+        f"cannot reach worker 'w' at {secured.address}: TLS refused: unable to get "
+        "local issuer certificate; its certificate has to be for 127.0.0.1, and issued "
+        "by the authority that ca names here"
+    )
 
 
 def test_a_server_that_is_certified_for_another_host_is_refused(secured, issuer):
@@ -383,7 +387,7 @@ def test_who_shows_no_certificate_is_refused(secured, issuer: Issuer):
     credentials = grpc.ssl_channel_credentials(issuer.ca.read_bytes())
     with grpc.secure_channel(str(secured.address), credentials) as channel:
         with pytest.raises(grpc.RpcError) as caught:
-            channel.unary_unary("/jdag.Control/Health")(b"{}", timeout=10)
+            channel.unary_unary("/jdag.Control/Health")(b"{}", timeout=60)
         assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
 
 

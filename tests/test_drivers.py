@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,10 +14,13 @@ import numpy as np
 import pytest
 
 import jdag
+from jdag import drivers
 from jdag.errors import JdagError, JoinError, ScenarioError, WorkerLost
 from tests.rpc_cases import free_address
 from tests.rpc_workers import Workers
 from tests.test_node import W, X, gradient, hidden, loss, simulated, total
+
+PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 
 
 def speaks(w: Any) -> Any:
@@ -121,6 +125,49 @@ def test_what_launch_cannot_use_is_refused_in_a_line(
     names = arguments.pop("workers")
     with pytest.raises(ScenarioError, match=said):
         jdag.launch(names, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("device", "before", "after"),
+    [
+        ("gpu:0", None, "false"),
+        (None, None, "false"),
+        ("cpu", None, None),
+        ("gpu:0", "true", "true"),
+    ],
+)
+def test_the_caller_shares_the_gpu_of_workers_on_its_host_unless_told_otherwise(
+    device: str | None,
+    before: str | None,
+    after: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def starts(*_: Any, **__: Any) -> None:
+        raise JoinError("all is set by now")
+
+    monkeypatch.setattr(drivers, "Launch", starts)
+    monkeypatch.setattr(drivers, "Session", starts)
+    file, on = tmp_path / "cluster.toml", ["cpu", device, "cpu"]
+    tables = [
+        f'[workers.{name}]\ncontrol = "127.0.0.1:{number}"\n'
+        + (f'device = "{of}"\n' if of else "")
+        for name, number, of in zip("abc", (7000, 7001, 7002), on, strict=True)
+    ]
+    file.write_text("".join(tables))
+    for begin, here, found in (
+        (partial(jdag.launch, ["a", "b"], device=device), True, after),
+        (partial(jdag.connect, file, name="a"), True, after),
+        (partial(jdag.connect, file, name="a"), False, before),
+    ):
+        monkeypatch.setattr(drivers, "is_here", {"127.0.0.1": here}.__getitem__)
+        monkeypatch.setenv(PREALLOCATE, "")
+        monkeypatch.delenv(PREALLOCATE)
+        if before is not None:
+            monkeypatch.setenv(PREALLOCATE, before)
+        with pytest.raises(JoinError, match="all is set by now"):
+            begin()
+        assert os.environ.get(PREALLOCATE) == found
 
 
 def test_a_module_that_a_worker_is_to_allow_and_has_not_is_named() -> None:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,14 @@ def silent(done: int, total: int, numbers: Mapping[str, float]) -> None:
     """Show nothing."""
 
 
+@cache
+def in_virtual_time(path: Path) -> tuple[Scenario, Mapping[str, Any]]:
+    """A scenario made small, and its figures there: the same for either carrier."""
+    scenario = small(path)
+    with closing(Virtual(scenario.settings)) as driver:
+        return scenario, play(scenario, silent, driver).figures
+
+
 def missed(answer: Answer) -> list[str]:
     """What was expected and is not so, but for what `small` has changed."""
     names = [one.figure for one in answer.judged if not one.met]
@@ -83,9 +92,7 @@ def missed(answer: Answer) -> list[str]:
 def test_a_shipped_scenario_has_the_same_gradients_on_processes(
     path: Path, cluster: Cluster
 ):
-    scenario = small(path)
-    with closing(Virtual(scenario.settings)) as driver:
-        wanted = play(scenario, silent, driver).figures
+    scenario, wanted = in_virtual_time(path)
     answer = play(scenario, silent, Shared(scenario.settings, cluster))
     got = answer.figures
     for name in ("outcome", "error", "gradient_bits", "gradient_difference", "loss"):

@@ -14,6 +14,8 @@ from tests.engine_hooks import with_hooks
 from tests.engine_net import Net
 from tests.engine_programs import Run, draw, in_modes
 
+pytestmark = pytest.mark.once
+
 PROGRAMS = 300
 ORDERS = 20  # Interleavings of each program.
 ALONE = 17  # So many of them with nothing beside it.

@@ -7,6 +7,10 @@ from typing import Any
 
 import pytest
 
+from jdag.errors import JoinError
+from jdag.rpc.control import ControlClient
+from jdag.rpc.requests import Health
+from jdag.rpc.tls import load
 from tests.certificates import Issuer
 from tests.test_failing_workers import (
     Field,
@@ -17,17 +21,16 @@ from tests.test_failing_workers import (
     in_the_announcement,
     in_the_end,
     lost_and_back,
+    name_of,
     opened,
 )
+
+pytestmark = pytest.mark.once
 
 MOMENTS = (
     *(in_forward, in_the_announcement, in_backward),
     *(in_the_end, in_a_step, in_a_save),
 )
-
-
-def name_of(one: Any) -> str:
-    return getattr(one, "__name__", None) or str(one.name)
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +44,21 @@ def by_tls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Field]:
     files = Issuer(tmp_path_factory.mktemp("certificates"), "ca").issue("here")
     with opened(tls=files) as made:
         yield made
+
+
+def test_a_worker_that_refuses_a_certificate_prints_nothing_of_it(
+    by_tls: Field, tmp_path: Path
+) -> None:
+    """Whoever shows it is told why."""
+    stranger = load(*Issuer(tmp_path, "ca").issue("here"))
+    client = ControlClient("it", by_tls.addresses["b"], tls=stranger)
+    with pytest.raises(JoinError, match="TLS refused: unable to get local issuer"):
+        client.ask(Health())
+    client.close()
+    with by_tls.workers.connect() as cluster:
+        assert cluster.put("b", [1.0])[0].fetch() == 1.0
+    log = by_tls.workers.launch.log_of("b").read_text(encoding="utf-8")
+    assert "andshake" not in log
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=name_of)

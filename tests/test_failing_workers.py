@@ -182,7 +182,10 @@ MOMENTS = (
     *(in_forward, in_backward, in_the_end, in_a_step, in_a_save, in_a_program),
     *(in_a_run, of_which_only_another_knows, *AT_ONCE),
 )
-KILLED = (in_backward, of_which_only_another_knows, with_much_on_its_way)
+
+
+def name_of(one: Any) -> str:
+    return getattr(one, "__name__", None) or str(one.name)
 
 
 def survivors(cluster: Any) -> dict[str, tuple[int, int, int]]:
@@ -207,14 +210,8 @@ def strike(field: Field, number: int, moment: Any, folder: Path) -> Blow:
     return blow
 
 
-@pytest.mark.parametrize(
-    ("moment", "number"),
-    [
-        *((moment, signal.SIGSTOP) for moment in MOMENTS),
-        *((moment, signal.SIGKILL) for moment in KILLED),
-    ],
-    ids=lambda one: getattr(one, "__name__", None) or one.name,
-)
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=name_of)
+@pytest.mark.parametrize("moment", MOMENTS, ids=name_of)
 def test_who_is_lost_is_named_in_time_and_may_come_back(
     moment: Any, number: int, field: Field, tmp_path: Path
 ) -> None:
@@ -244,6 +241,16 @@ def lost_and_back(moment: Any, number: int, field: Field, tmp_path: Path) -> Non
             WorkerLost, match=r"worker 'c' is lost; 'c#\d+', which joined"
         ):
             leaf.fetch()
+
+
+def test_by_the_deadline_of_who_sets_none_a_stopped_worker_is_named() -> None:
+    with jdag.launch(["a", "b"], allow=ALLOWED) as cluster:
+        leaf = cluster.put("b", X)
+        os.kill(cluster.driver.launch.pids["b"], signal.SIGSTOP)
+        struck_ns = clock_ns()
+        with pytest.raises(WorkerLost, match="worker 'b' is lost"):
+            leaf.fetch()
+        assert clock_ns() - struck_ns < 11e9
 
 
 def test_a_launched_worker_that_was_given_up_and_lives_on_ends_by_itself() -> None:

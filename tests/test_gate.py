@@ -64,8 +64,8 @@ def raw(host: Host) -> socket.socket:
 
 
 def good_still_get_in(host: Host) -> None:
-    stream, received = dial(host.address, TOKEN, 7, timeout_s=20)
-    admission, far, theirs = host.came.get(timeout=20)
+    stream, received = dial(host.address, TOKEN, 7, timeout_s=60)
+    admission, far, theirs = host.came.get(timeout=60)
     assert (received, admission.worker, theirs) == (41, "ps0", 7)
     send_all(stream, b"ping")
     assert receive(far, 4) == b"ping"
@@ -85,8 +85,8 @@ def closed(connected: socket.socket) -> bool:
 
 
 def test_who_has_a_token_comes_in_and_both_learn_what_was_received(host: Host):
-    stream, received = dial(host.address, TOKEN, 2**64 - 1, timeout_s=20)
-    admission, far, theirs = host.came.get(timeout=20)
+    stream, received = dial(host.address, TOKEN, 2**64 - 1, timeout_s=60)
+    admission, far, theirs = host.came.get(timeout=60)
     assert admission == Admission("ps0", 3, 41)
     assert (received, theirs) == (41, 2**64 - 1)
     assert stream.local == far.local == host.address.startswith("unix")
@@ -106,7 +106,7 @@ def test_two_gates_of_one_host_never_have_one_address():
 
 def test_an_unknown_token_is_refused_by_name(host: Host, caplog):
     with pytest.raises(JdagError, match=r"^cannot reach .*: it refused the token: unk"):
-        dial(host.address, bytes(32), 0, timeout_s=20)
+        dial(host.address, bytes(32), 0, timeout_s=60)
     good_still_get_in(host)
     refusals = [record for record in caplog.records if record.name == gates.__name__]
     assert len(refusals) == 1 and "its token is unknown" in refusals[0].getMessage()
@@ -124,7 +124,7 @@ def test_another_version_is_refused_naming_both(tcp: Host, monkeypatch):
 def test_bytes_that_follow_the_hello_at_once_are_left_to_the_node(tcp: Host):
     near = raw(tcp)
     near.sendall(HELLO.pack(b"jdag", 1, TOKEN, 9) + b"first frame")
-    _, far, _ = tcp.came.get(timeout=20)
+    _, far, _ = tcp.came.get(timeout=60)
     assert receive(far, 11) == b"first frame"
     near.close()
     far.close()
@@ -134,7 +134,7 @@ def test_a_hello_in_single_bytes_is_whole(tcp: Host):
     near = raw(tcp)
     for byte in HELLO.pack(b"jdag", 1, TOKEN, 9):
         near.send(bytes([byte]))
-    _, far, received = tcp.came.get(timeout=20)
+    _, far, received = tcp.came.get(timeout=60)
     assert received == 9
     near.close()
     far.close()
@@ -226,7 +226,7 @@ def test_one_host_takes_no_more_than_its_share_from_the_others(tcp: Host, monkey
         assert closed(near)
     for near in slow:
         near.sendall(hello[20:])
-        tcp.came.get(timeout=20)[1].close()
+        tcp.came.get(timeout=60)[1].close()
     soon(lambda: len(tcp.gate._visitors) == gates.VISITORS_MAX - len(slow))
     for near in (*idle, *slow, *more):
         near.close()
@@ -248,7 +248,7 @@ def test_another_user_of_this_host_is_refused(monkeypatch):
     host = Host("unix:@")
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with pytest.raises(JdagError, match=r"process \d+ there is of user \d+, not 12345"):
-        dial(host.address, TOKEN, 0, timeout_s=20)
+        dial(host.address, TOKEN, 0, timeout_s=60)
     assert host.came.empty()
     monkeypatch.undo()
     good_still_get_in(host)
@@ -260,7 +260,7 @@ def test_streams_that_another_listener_accepted_come_in_alike():
     near, far = socket.socketpair()
     host.gate.enter(SocketStream(far, "through grpc"))
     near.sendall(HELLO.pack(b"jdag", 1, TOKEN, 5))
-    _, inside, received = host.came.get(timeout=20)
+    _, inside, received = host.came.get(timeout=60)
     assert received == 5
     assert host.address == "grpc:127.0.0.1:5"
     near.close()
@@ -269,25 +269,40 @@ def test_streams_that_another_listener_accepted_come_in_alike():
 
 
 def test_closing_closes_those_at_the_gate_and_leaves_those_inside(tcp: Host):
-    stream, _ = dial(tcp.address, TOKEN, 0, timeout_s=20)
+    stream, _ = dial(tcp.address, TOKEN, 0, timeout_s=60)
     outside = raw(tcp)
     tcp.gate.close()
     assert closed(outside)
     outside.close()
-    _, far, _ = tcp.came.get(timeout=20)
+    _, far, _ = tcp.came.get(timeout=60)
     send_all(far, b"still here")
     assert receive(stream, 10) == b"still here"
     stream.close()
     far.close()
     with pytest.raises(JdagError, match=r"cannot reach tcp:.*: Connection refused"):
-        dial(tcp.address, TOKEN, 0, timeout_s=20)
+        dial(tcp.address, TOKEN, 0, timeout_s=60)
+
+
+def test_a_gate_whose_thread_has_seen_that_it_closes_is_closed_all_the_same(
+    tcp: Host, monkeypatch
+):
+    gate, wake = tcp.gate, tcp.gate._wake
+
+    def late() -> None:
+        wake()
+        gate._thread.join(60)
+        wake()
+
+    monkeypatch.setattr(gate, "_wake", late)
+    gate.close()
+    assert not gate._thread.is_alive()
 
 
 def test_what_is_not_there_is_refused_in_one_line():
     with pytest.raises(
         JdagError, match=r"^cannot reach unix:@nobody: Connection refused$"
     ):
-        dial("unix:@nobody", TOKEN, 0, timeout_s=20)
+        dial("unix:@nobody", TOKEN, 0, timeout_s=60)
 
 
 def test_what_never_answers_is_given_up_in_time():
@@ -317,6 +332,6 @@ def test_other_hosts_are_neither_listened_to_nor_dialled_without_tls(address: st
 def test_a_gate_outlives_what_its_owner_does_wrong(tcp: Host, caplog):
     tcp.tokens[b"x" * 32] = "no admission"  # type: ignore[assignment]
     with pytest.raises(JdagError, match="closed the connection"):
-        dial(tcp.address, b"x" * 32, 0, timeout_s=20)
+        dial(tcp.address, b"x" * 32, 0, timeout_s=60)
     soon(lambda: "AttributeError" in caplog.text)
     good_still_get_in(tcp)

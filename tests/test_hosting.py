@@ -129,7 +129,7 @@ def test_a_worker_started_by_hand_says_where_it_is_and_drains_at_sigterm(file: P
                 assert second.returncode == 2
             command.send_signal(signal.SIGTERM)
             assert command.wait(LONG_S) == 0
-            for _ in range(1000):
+            for _ in range(6_000):
                 if "a" in session.away():
                     break
                 threading.Event().wait(0.01)

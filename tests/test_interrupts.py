@@ -98,7 +98,7 @@ def goes_on(made: Any, leaf: Any) -> None:
     np.testing.assert_allclose(found, 2 * np.sin(W) * np.cos(W))
     made.driver.settle()
     programs = made.nodes["a"]._programs
-    assert (programs._asked, programs._given, programs._alarms) == ({}, {}, {})
+    assert (programs._asked, programs.given, programs._alarms) == ({}, {}, {})
     held = made.info().values()
     assert [(one["live_contexts"], one["live_passes"]) for one in held] == [(0, 0)] * 3
 

@@ -21,6 +21,7 @@ from jdag.rpc.launch import Launch
 from jdag.rpc.requests import Drain, Health, Info
 from jdag.rpc.session import Session
 from jdag.rpc.worker import heard
+from tests import failing_cases
 from tests.rpc_cases import TOKEN, PlainNode, free_address, options_of, plan_of
 
 ROOT = Path(__file__).parent.parent
@@ -172,6 +173,16 @@ def test_a_worker_that_dies_is_known_at_once_with_its_last_lines(tmp_path: Path)
     assert session.away().keys() <= {"a"}
 
 
+def test_what_another_process_printed_there_before_is_none_of_its_lines(tmp_path: Path):
+    log = tmp_path / "a.log"
+    log.write_text("of a run before\n")
+    with Launch(options_of("a"), logs=tmp_path) as launch:
+        deaths = Deaths(launch)
+        os.kill(launch.pids["a"], signal.SIGKILL)
+        assert deaths.wait("a").endswith("; it has printed nothing")
+    assert log.read_text() == "of a run before\n"
+
+
 def test_sigterm_drains_a_worker_in_the_middle_of_a_session():
     with Launch(options_of("a", once=False)) as launch:
         deaths = Deaths(launch)
@@ -264,7 +275,7 @@ def test_logs_that_cannot_be_written_are_named(tmp_path: Path):
 # ------------------------------------------------------- whatever becomes of the caller
 
 
-CALLER = """
+IDLE = """
 import json, os, signal, sys, threading
 from jdag.rpc.launch import Launch
 from jdag.rpc.session import Session
@@ -278,20 +289,50 @@ def main():
 
 main()
 """
+# b computes for half a minute; large arrays lie in segments and are on their way.
+BUSY = """
+import json, signal, threading
+from pathlib import Path
+import numpy as np
+import jdag
+from tests import failing_cases as cases
+
+def main():
+    with jdag.launch(["a", "b", "c"], allow=["tests.failing_cases"]) as cluster:
+        launch = cluster.driver.launch
+        large = cluster.put("b", np.ones(1 << 20))
+        with cluster.context() as ctx:
+            there = ctx.call("c", cases.scaled, large, 2.0)
+            back = there.fetch()
+            waiting = ctx.call("b", cases.waits, there)
+            while not (Path("{here}") / str(launch.pids["b"])).exists():
+                threading.Event().wait(0.02)
+            more = [ctx.call("c", cases.scaled, back, float(k)) for k in range(20)]
+            print(json.dumps([launch.pids, str(launch.logs)]), flush=True)
+            {end}
+
+main()
+"""
+# A signal that comes as a wait without an end begins wakes nobody in Python.
+WAITS = "while True: threading.Event().wait(0.1)"
 WAYS = {
-    "kill": ("threading.Event().wait()", signal.SIGKILL, -signal.SIGKILL),
-    "terminate": ("threading.Event().wait()", signal.SIGTERM, -signal.SIGTERM),
-    "interrupt": ("threading.Event().wait()", signal.SIGINT, -signal.SIGINT),
+    "kill": (WAITS, signal.SIGKILL, -signal.SIGKILL),
+    "terminate": (WAITS, signal.SIGTERM, -signal.SIGTERM),
+    "interrupt": (WAITS, signal.SIGINT, -signal.SIGINT),
     "exception": ("raise ValueError", None, 1),
 }
 
 
+@pytest.mark.parametrize("script", [IDLE, BUSY], ids=["idle", "busy"])
 @pytest.mark.parametrize("way", [*WAYS])
-def test_whatever_becomes_of_the_caller_nothing_is_left(place: Path, way: str):
+def test_whatever_becomes_of_the_caller_nothing_is_left(
+    place: Path, tmp_path: Path, way: str, script: str
+):
     end, number, code = WAYS[way]
+    script = script.replace("{end}", end).replace("{here}", str(tmp_path))
     caller = subprocess.Popen(
-        [sys.executable, "-c", CALLER.replace("{end}", end)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": str(ROOT), failing_cases.HERE: str(tmp_path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -300,10 +341,13 @@ def test_whatever_becomes_of_the_caller_nothing_is_left(place: Path, way: str):
     try:
         assert caller.stdout is not None
         pids, logs = json.loads(caller.stdout.readline())
-        assert litter(place) == [Path(logs)]
+        assert Path(logs) in litter(place)
         if number is not None:
             # As a terminal does, to all of the group; workers are in none of it.
             os.killpg(caller.pid, number)
+        if way in ("interrupt", "exception"):
+            # Who leaves a context waits for what runs in it: b may have done now.
+            tmp_path.joinpath(str(pids.get("b"))).unlink(missing_ok=True)
         caller.communicate(timeout=LONG_S)
         assert caller.returncode == code
         wait_until_ended(*pids.values())
@@ -315,6 +359,28 @@ def test_whatever_becomes_of_the_caller_nothing_is_left(place: Path, way: str):
     finally:
         caller.kill()
         caller.communicate()
+
+
+FORKS = """
+import os, warnings
+import jdag
+
+warnings.simplefilter("ignore")  # JAX warns of forks.
+with jdag.launch(["a", "b"]) as cluster:
+    w = cluster.put("b", 2.0)
+    copy = os.fork()
+    if not copy:
+        cluster.close()
+        cluster.driver.session._goodbye()  # As at its exit; that of JAX may hang.
+        os._exit(0)
+    print(os.waitpid(copy, 0)[1], w.fetch())
+"""
+
+
+def test_a_copy_of_the_caller_may_end_and_the_cluster_goes_on():
+    command = [sys.executable, "-c", FORKS]
+    said = subprocess.check_output(command, text=True, timeout=LONG_S, cwd=ROOT)
+    assert said == "0 2.0\n"
 
 
 def test_a_worker_is_drained_by_who_has_the_token(idle: Launch):

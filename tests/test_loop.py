@@ -12,7 +12,7 @@ import pytest
 
 from jdag.rpc.loop import Loop, clock_ns
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 @contextmanager
@@ -43,8 +43,39 @@ def test_what_was_posted_runs_once_and_in_order_before_the_turn_is_flushed() -> 
     with loop_of(lambda: said.append("flush")) as loop:
         for number in range(4):
             loop.post(partial(said.append, number))
+        loop.post(loop.dirty)
         loop.drive(lambda: "flush" in said)
     assert said == [0, 1, 2, 3, "flush"]
+
+
+def test_a_turn_in_which_nothing_was_said_flushes_nothing() -> None:
+    said: list[str] = []
+    with loop_of(lambda: said.append("flush")) as loop:
+        loop.post(partial(said.append, "posted"))
+        loop.drive(lambda: bool(said))
+        loop.flush()
+        assert said == ["posted"]
+        loop.dirty()
+        loop.flush()
+        loop.flush()
+    assert said == ["posted", "flush"]
+
+
+def test_what_a_flush_that_raised_has_left_is_flushed_by_the_next() -> None:
+    said: list[str] = []
+
+    def flush() -> None:
+        said.append("flush")
+        if len(said) == 1:
+            raise MemoryError
+
+    with loop_of(flush) as loop:
+        loop.dirty()
+        with pytest.raises(MemoryError):
+            loop.flush()
+        loop.flush()
+        loop.flush()
+    assert said == ["flush"] * 2
 
 
 def test_timers_run_in_the_order_of_their_times_and_not_if_they_were_cancelled() -> (

@@ -13,7 +13,8 @@ import pytest
 
 from jdag.rpc.outbox import Outbox
 from jdag.rpc.streams import SocketStream
-from jdag.wire.frames import LENGTHS_MAX, FrameKind, HeaderParser, pack_header
+from jdag.wire.frames import LENGTHS_MAX, FrameKind, pack_header, unpack_header
+from jdag.wire.link import FRAME_BYTES
 from tests.fuzz_cases import Recorded, attack, recording
 from tests.rpc_breaking import Breaking, breaking
 from tests.test_breaking import hidden, loss_of, program, scaled
@@ -84,7 +85,7 @@ class Mad:
 
     def _read_to_the_end(self, theirs: socket.socket) -> None:
         """Until it answers the ping, or hangs up; it may wait for what never comes."""
-        parser, left, kind = HeaderParser(), 0, FrameKind.PURE
+        header, left, kind = b"", 0, FrameKind.PURE
         theirs.settimeout(0.05)
         while True:
             try:
@@ -100,10 +101,10 @@ class Mad:
                     step = min(left, len(data))
                     left, data = left - step, data[step:]
                     continue
-                taken, header = parser.feed(data)
-                data = data[taken:]
-                if header is not None:
-                    left, kind = header.length, header.kind
+                lacks = FRAME_BYTES - len(header)
+                header, data = header + data[:lacks], data[lacks:]
+                if len(header) == FRAME_BYTES:
+                    (_, _, left, kind), header = unpack_header(header), b""
 
 
 def rss_bytes() -> int:
@@ -194,7 +195,7 @@ def test_what_a_frame_announces_takes_no_memory_before_it_comes(
             mad.node.adopt("c", 1, SocketStream(ours, "c"), 0)
             theirs.sendall(pack_header(1, 0, LENGTHS_MAX[kind], kind) + bytes(100))
             inbox = mad.node.company.peers["c#1"].inbox
-            for _ in range(1_000):
+            for _ in range(6_000):
                 if inbox._direct is not None:
                     break
                 threading.Event().wait(0.01)

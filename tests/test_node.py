@@ -1,7 +1,11 @@
 """Nodes in one process, over socket pairs: the driver without processes."""
 
+import functools
 import socket
 import threading
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -10,9 +14,13 @@ import numpy as np
 import pytest
 
 import jdag
+from jdag.cluster import Cluster
 from jdag.errors import JdagError, RemoteError, WorkerLost
+from jdag.rpc import exports, node
+from jdag.rpc.node import ROUNDS_MAX
 from jdag.rpc.programs import Programs
 from jdag.rpc.streams import SocketStream
+from jdag.wire.trees import DEPTH_MAX
 from tests.rpc_nodes import cluster, connect, made
 
 W = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
@@ -246,6 +254,103 @@ def test_large_arrays_may_be_arguments_of_programs_and_larger_ones_are_refused(
             ctx.call("b", size, np.zeros(1_000))
 
 
+@jdag.program
+def nested(ctx: Any, w: Any, given: Any, depth: int) -> Any:
+    ctx.call("c", scaled, w, 2.0)  # It returns when this is acknowledged.
+    for _ in range(depth):
+        given = [given]
+    return given
+
+
+@jdag.program
+def without_gradient(ctx: Any, w: Any) -> Any:
+    return np.zeros(3, jax.dtypes.float0)
+
+
+@jdag.program
+def leaking(ctx: Any, w: Any, hide: bool) -> Any:
+    leaked: list[Any] = []
+
+    @jax.jit
+    def leaks(x: Any) -> Any:
+        leaked.append(x)
+        return x
+
+    leaks(1.0)
+    return functools.partial(scaled, leaked[0]) if hide else {"a": [2.0, *leaked]}
+
+
+@jdag.program
+def lookalike(ctx: Any, w: Any) -> Any:
+    return jax.ShapeDtypeStruct((3,), "float32")
+
+
+def test_what_cannot_travel_or_only_not_so_deep_fails_its_call_alone() -> None:
+    deep: Any = 0
+    for _ in range(DEPTH_MAX):
+        deep = [deep]
+    with cluster() as c:
+        w = c.put("b", W)
+        for given, depth in ((deep, 0), (0, DEPTH_MAX)):
+            said = "what tests.test_node:nested (is given|returned): data nested more"
+            with c.context() as ctx, pytest.raises(JdagError, match=said):
+                ctx.call("c", scaled, w, 2.0)
+                ctx.call("b", nested, w, given, depth)
+        said = "what tests.test_node:without_gradient returned: dtype .*float0"
+        with c.context() as ctx, pytest.raises(JdagError, match=said):
+            ctx.call("b", without_gradient, w)
+        for call, said in (
+            ((lookalike, w), "lookalike returned: ShapeDtypeStruct.* is abstract"),
+            ((leaking, w, True), "leaking returned: .* is abstract"),
+            ((leaking, w, False), r"leaking returned a tracer .*at \['a'\]\[1\]"),
+        ):
+            with c.context() as ctx, pytest.raises(JdagError, match=said):
+                ctx.call("b", *call)
+        with c.context() as ctx:
+            assert ctx.call("b", nested, w, 0, 3) == [[[0]]]
+
+
+def test_what_is_found_not_to_travel_only_when_it_is_sent_fails_its_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (node, exports):
+        monkeypatch.setattr(module, "check_size", lambda *_: None)
+    deep: Any = 0
+    for _ in range(DEPTH_MAX):
+        deep = [deep]
+    with cluster() as c:
+        w = c.put("b", W)
+        for given, depth, how in ((deep, 0, "is given"), (0, DEPTH_MAX, "returned")):
+            said = f"what a program {how} cannot travel: data nested more than 100"
+            with c.context() as ctx, pytest.raises(JdagError, match=said):
+                ctx.call("c", scaled, w, 2.0)
+                ctx.call("b", nested, w, given, depth)
+        with c.context() as ctx:
+            assert ctx.call("b", nested, w, 0, 3) == [[[0]]]
+        assert not any(one.company.gone for one in c.nodes.values())
+
+
+def test_who_ends_by_an_error_of_its_own_tells_the_others_which() -> None:
+    def fails() -> None:
+        raise ZeroDivisionError("of this:\n  no such")
+
+    home, a = made("a", ("a", "b"))
+    _, b = made("b", ("a", "b"))
+    a.joined("b", 0)
+    b.joined("a", 0)
+    connect(a, b)
+    a.begin()
+    b._loop.post(fails)
+    with pytest.raises(ZeroDivisionError):
+        b.run()
+    b.close()
+    said = "it ended by an error of its own: ZeroDivisionError: of this: no such$"
+    tells = pytest.raises(WorkerLost, match=said)
+    with Cluster(home, a.port) as c, tells, c.context() as ctx:
+        ctx.call("b", scaled, W, 2.0).fetch()
+    a.close()
+
+
 def test_settling_has_an_end_and_says_who_does_not_settle(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -272,8 +377,8 @@ def test_what_was_asked_before_an_interrupt_is_forgotten_with_what_is_waited_for
     elsewhere.join()
     programs.forget(3)  # 1 and 2 were interrupted before they were waited for.
     assert [programs.asked(number) for number in (1, 2, 3)] == [None] * 3
-    assert not any(programs.has(number) for number in (1, 2, 3))
-    assert programs.has(4) and programs.asked(5) == "Left"
+    assert not any(number in programs.given for number in (1, 2, 3))
+    assert 4 in programs.given and programs.asked(5) == "Left"
 
 
 def test_who_puts_more_than_may_wait_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,3 +391,38 @@ def test_who_puts_more_than_may_wait_waits(monkeypatch: pytest.MonkeyPatch) -> N
             assert waiting <= most, number
         c.driver.settle()
         assert c.info()["b"]["values_held"] == 12
+
+
+def test_an_acknowledgement_leaves_with_what_the_jobs_that_are_due_make(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("jdag.rpc.jobs.SHORT_NS", 1 << 60)  # However busy this is.
+    did: list[str] = []
+    with cluster(("a", "b")) as c, c.context() as ctx:
+        for _ in range(4):  # Compiled, and then known to be short.
+            ctx.call("b", jnp.sin, np.ones(3)).fetch()
+        b = c.nodes["b"]
+        noting = {"run": (b._jobs, b._jobs.run), "flush": (b.company, b.company.flush)}
+        for name, (where, do) in noting.items():
+            noted = partial(_noted, did, name, do)
+            monkeypatch.setattr(where, name, noted)
+        ctx.call("b", jnp.sin, np.ones(3)).fetch()
+        assert did[:2] == ["run", "flush"]
+
+
+def test_however_many_jobs_are_due_what_is_said_leaves_between_them() -> None:
+    did: list[str] = []
+    run, flush = partial(did.append, "run"), partial(did.append, "flush")
+    with cluster(("a", "b")) as c, pytest.MonkeyPatch.context() as patched:
+        b = c.nodes["b"]
+        with b._loop:  # Nothing but acknowledgements and signs of life is said.
+            patched.setattr(b, "_jobs", SimpleNamespace(due=[...], run=run))
+            patched.setattr(b.company, "flush", flush)
+            b._flush()
+            patched.undo()
+    assert did == ["run", *["flush", "run"] * (ROUNDS_MAX - 1)]
+
+
+def _noted(did: list[str], name: str, do: Callable[[], None]) -> None:
+    did.append(name)
+    do()

@@ -14,6 +14,7 @@ from jdag import program, sim, simulate
 from jdag.cluster import Cluster
 from jdag.errors import WorkerLost
 from jdag.trace import Record, Trace
+from tests.compute_cases import no_new_arrays
 
 WORKERS = ("a", "b", "c", "d")
 DEVICES = sim.DeviceModel(forward_ns=1_000, backward_ns=2_000, sum_ns=100)
@@ -194,7 +195,6 @@ def test_records_are_kept_of_no_value_that_is_not_held():
         cluster.driver.settle()
         for host in cluster.driver._hosts.values():
             assert all(key in host.machine.values for key in host.made)
-            assert not host.fresh
 
 
 def test_abstract_runs_make_no_arrays_and_send_the_same_messages():
@@ -213,10 +213,9 @@ def test_abstract_runs_make_no_arrays_and_send_the_same_messages():
     with simulate(WORKERS, **settings) as cluster:
         real = summed(cluster, X)
         peaks = {worker: each["bytes_peak"] for worker, each in cluster.info().items()}
-    before = len(jax.live_arrays())
     with simulate(WORKERS, values="abstract", **settings) as cluster:
-        assert summed(cluster, jax.ShapeDtypeStruct(X.shape, X.dtype)) == real
-        assert len(jax.live_arrays()) == before
+        with no_new_arrays():
+            assert summed(cluster, jax.ShapeDtypeStruct(X.shape, X.dtype)) == real
         assert peaks["c"] <= cluster.info()["c"]["bytes_peak"] <= 2 * peaks["c"]
 
 

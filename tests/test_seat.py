@@ -88,7 +88,7 @@ def given_up(worker: Seated, asked: Knock) -> str:
 def come_in(worker: Seated, answer: Any) -> Any:
     """Come in as main does."""
     token = bytes.fromhex(worker.ask(knock())["token"])
-    return dial(answer["data"], token, 3, timeout_s=10)
+    return dial(answer["data"], token, 3, timeout_s=60)
 
 
 # ----------------------------------------------------------------------------- attach
@@ -121,7 +121,7 @@ def test_a_worker_is_idle_then_held_then_idle_and_each_session_has_its_own_node(
                 _until_readable(stream)
         stream.close()
         with pytest.raises(JdagError, match="cannot reach"):
-            dial(answer["data"], bytes(32), 0, timeout_s=5)
+            dial(answer["data"], bytes(32), 0, timeout_s=60)
     assert len(worker.nodes) == 2
 
 
@@ -133,7 +133,7 @@ def _until_readable(stream: Any) -> None:
 
 
 def test_a_wrong_token_is_refused_and_a_missing_one_too(worker):
-    said = "worker 'w' refused: the token is wrong; token_file has to name the same"
+    said = "worker 'w' refused: the token is wrong; token_file, or else the .token be"
     for asked in (attach(token="other"), Drain(token="other"), Info(token="other")):
         assert refused(partial(worker.ask, asked)).startswith(said)
     assert "it wants a token, and none came" in refused(
@@ -202,9 +202,9 @@ def test_a_main_that_never_comes_does_not_hold_a_worker_for_ever(worker):
 
 
 def test_one_that_comes_in_time_is_not_left(worker):
-    answer = worker.ask(attach(deadline_s=0.5))
+    answer = worker.ask(attach(deadline_s=3.0))
     stream, _ = come_in(worker, answer)
-    threading.Event().wait(0.8)
+    threading.Event().wait(3.3)
     assert not worker.nodes[0].closed
     stream.close()
 
@@ -276,11 +276,11 @@ def test_who_is_in_no_session_lets_nobody_in(worker):
 def test_a_token_opens_the_gate_once(worker):
     answer = worker.ask(attach())
     token = bytes.fromhex(worker.ask(knock())["token"])
-    dial(answer["data"], token, 0, timeout_s=10)[0].close()
+    dial(answer["data"], token, 0, timeout_s=60)[0].close()
     with pytest.raises(JdagError):
-        dial(answer["data"], token, 0, timeout_s=10)
+        dial(answer["data"], token, 0, timeout_s=60)
     with pytest.raises(JdagError):
-        dial(answer["data"], bytes(32), 0, timeout_s=10)
+        dial(answer["data"], bytes(32), 0, timeout_s=60)
 
 
 def test_only_the_incarnation_that_is_known_may_knock(worker):
@@ -310,7 +310,7 @@ def test_who_was_given_up_is_told_so_by_control_server_and_gate(worker):
         "worker 'w' has given 'v' up: it was silent"
     )
     with pytest.raises(JoinError, match="it has given this worker up") as caught:
-        dial(answer["data"], token, 0, timeout_s=10)
+        dial(answer["data"], token, 0, timeout_s=60)
     assert caught.value.given_up
     assert "v" not in worker.nodes[0].streams
     # Strangers are not told.
@@ -328,7 +328,7 @@ def test_a_new_incarnation_replaces_the_old_one_and_its_tokens(worker):
     assert node.incarnations["v"] == node.place.incarnations["v"] == 1
     assert node.place.allowed["v"] == ("theirs",)
     with pytest.raises(JoinError) as caught:
-        dial(answer["data"], old, 0, timeout_s=10)
+        dial(answer["data"], old, 0, timeout_s=60)
     assert caught.value.given_up
     assert "incarnation 0 of 'v' is gone" in given_up(worker, knock(worker="v"))
     assert "incarnation 0 of 'v' is gone" in refused(lambda: worker.ask(peer(NOBODY)))
@@ -383,7 +383,7 @@ def test_draining_ends_the_session_and_then_the_worker():
     with seated() as worker:
         worker.ask(attach())
         assert worker.ask(Drain(token=TOKEN)) == {}
-        worker.thread.join(20)
+        worker.thread.join(60)
         assert worker.nodes[0].closed
         assert worker.ask(Health())["state"] == "stopping"
         assert "is stopping" in refused(lambda: worker.ask(attach()))
@@ -393,7 +393,7 @@ def test_a_launched_worker_stops_with_its_first_session():
     with seated(once=True) as worker:
         worker.ask(attach())
         worker.ask(Detach(secret=SECRET))
-        worker.thread.join(20)
+        worker.thread.join(60)
         assert not worker.thread.is_alive()
 
 
@@ -404,7 +404,7 @@ def test_who_attaches_while_the_worker_is_asked_to_stop_is_refused():
 
     with seated(open_gate=open_gate) as asked:
         assert "'w' is stopping" in refused(lambda: asked.ask(attach()))
-        asked.thread.join(20)
+        asked.thread.join(60)
         assert not asked.thread.is_alive()
         assert [node.closed for node in asked.nodes] == [True]
 

@@ -54,7 +54,7 @@ class Pair:
 
     def pass_offers(self, now_ns: int = 0) -> None:
         """Wait until a segment was made, and pass it."""
-        assert self.offered.acquire(timeout=20)
+        assert self.offered.acquire(timeout=60)
         for segment in self.writer.offers(now_ns):
             copy = os.dup(segment.descriptor)
             self.reader.offered(segment.number, segment.nbytes, copy)
@@ -77,7 +77,7 @@ class Pair:
     def close(self) -> None:
         self.writer.close()
         if self.writer._maker is not None:  # Who closes does not wait for it.
-            self.writer._maker.join(20)
+            self.writer._maker.join(60)
         self.reader.close()
         gc.collect()
         assert maps() == self.maps
@@ -168,7 +168,7 @@ def test_who_closes_does_not_wait_for_what_is_being_made(
     go_on = threading.Event()
 
     def slow(size: int) -> Segment:
-        assert go_on.wait(20)
+        assert go_on.wait(60)
         if fails:
             raise OSError(28, "No space left on device")
         made.append(Segment(size))
@@ -185,7 +185,7 @@ def test_who_closes_does_not_wait_for_what_is_being_made(
     writer.close()
     assert maker.is_alive()
     go_on.set()
-    maker.join(20)
+    maker.join(60)
     assert writer.offers(0) == ()
     assert [one.descriptor for one in made] == ([] if fails else [-1])
 
@@ -194,7 +194,7 @@ def test_a_segment_that_never_arrived_is_never_used(caplog):
     pair = Pair()
     for _ in range(2):
         assert pair.writer.take(LARGE, 0) is None
-    assert pair.offered.acquire(timeout=20)
+    assert pair.offered.acquire(timeout=60)
     (lost,) = pair.writer.offers(0)
     for now_ns in (1, LENT_NS_MAX):
         assert pair.writer.take(LARGE, now_ns) is None
@@ -271,7 +271,7 @@ def test_a_host_without_room_is_said_once_and_arrays_go_by_the_socket(
         for _ in range(3):
             assert pair.writer.take(LARGE, now_ns) is None
         if pair.writer._maker is not None:
-            assert pair.offered.acquire(timeout=20)
+            assert pair.offered.acquire(timeout=60)
             assert pair.writer.offers(now_ns) == ()
     (line,) = caplog.records
     assert line.getMessage() == (

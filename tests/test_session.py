@@ -32,7 +32,7 @@ from tests.rpc_cases import (
     seated,
 )
 
-LONG_S = 20.0
+LONG_S = 60.0
 REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION)
 ODD = (b"null", b"-1", b"1e999", b'"\\ud800"', b"[[[[", b"{}", b"9" * 40, b"\x00")
 
@@ -194,10 +194,15 @@ def test_the_name_of_main_is_for_one_process():
             f"cannot be 'm': cannot listen at {control}: Address already in use by "
         )
         assert ", 'm'; each name of the file is for one process" in said
+        assert "--except" not in said
         with Session(plan):  # It is free again.
             pass
         taken = plan_of({}, control=worker.server.address)
         with pytest.raises(JoinError, match=r"in use by process \d+, 'w'; each name"):
+            Session(taken)
+    with seated("m") as worker:  # As `jdag up` starts it with the others of its host.
+        taken = plan_of({}, control=worker.server.address)
+        with pytest.raises(JoinError, match="jdag up --except m leaves it to this one"):
             Session(taken)
 
 

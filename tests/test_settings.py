@@ -122,10 +122,15 @@ WRONG = (
     ),
     (WORKER + 'allow = ["a b"]', "workers.a.allow = ['a b']: allowed is a list of mod"),
     (WORKER + 'allow = "os"', "workers.a.allow = 'os': allowed is a list of modules"),
+    (
+        WORKER + 'allow = ["__main__"]',
+        "workers.a.allow = ['__main__']: allowed is a li",
+    ),
     (WORKER + "colour = 1", "workers.a.colour = 1: allowed is one of the keys control"),
     (
         'carier = "grpc"\n' + WORKER,
-        "carier = 'grpc': allowed is one of the keys workers, tls, token_file, ",
+        "carier = 'grpc': allowed is one of the keys workers, tls, token_file, "
+        "carrier, deadline_s, value_bytes_max (do you mean carrier?)",
     ),
     (
         'carrier = "pigeon"\n' + WORKER,

@@ -15,6 +15,8 @@ import pytest
 
 from tests.tidy_cases import BREACHES, OBEDIENT
 
+pytestmark = pytest.mark.once
+
 ROOT = Path(__file__).parent.parent
 
 FILE_LINES_MAX = 499
@@ -73,8 +75,8 @@ HOMES = {
     "random": ("sim",),
     "grpc": ("rpc",),
     "socket": ("rpc",),
-    "threading": ("rpc",),
-    "time": ("rpc",),
+    "threading": ("rpc", "parallel.waiting"),
+    "time": ("rpc", "parallel.waiting"),
     "secrets": ("rpc",),
     "ctypes": ("rpc",),
     "signal": ("rpc",),

@@ -85,8 +85,8 @@ def shake_hands(stream: TlsStream) -> None:
 
 def test_both_ends_talk_through_a_gate_with_certificates(gate, trainer: Tls):
     address, came = gate
-    stream, received = dial(address, TOKEN, 8, tls=trainer, timeout_s=20)
-    admission, far, theirs = came.get(timeout=20)
+    stream, received = dial(address, TOKEN, 8, tls=trainer, timeout_s=60)
+    admission, far, theirs = came.get(timeout=60)
     assert (received, theirs, admission.worker) == (6, 8, "trainer")
     assert not stream.local and not far.local
     for near, other, said in ((stream, far, b"to"), (far, stream, b"fro")):
@@ -98,21 +98,21 @@ def test_both_ends_talk_through_a_gate_with_certificates(gate, trainer: Tls):
 
 def test_a_worker_may_be_known_by_its_name_in_place_of_its_host(gate, trainer: Tls):
     address, came = gate
-    dial(address, TOKEN, 0, tls=trainer, name="ps0", timeout_s=20)[0].close()
-    came.get(timeout=20)[1].close()
+    dial(address, TOKEN, 0, tls=trainer, name="ps0", timeout_s=60)[0].close()
+    came.get(timeout=60)[1].close()
 
 
 def test_a_certificate_for_another_name_is_refused_by_name(gate, trainer: Tls):
     with pytest.raises(
         JdagError, match=r"TLS with .* failed: Hostname mismatch.*'ps1'"
     ):
-        dial(gate[0], TOKEN, 0, tls=trainer, name="ps1", timeout_s=20)
+        dial(gate[0], TOKEN, 0, tls=trainer, name="ps1", timeout_s=60)
     assert gate[1].empty()
 
 
 def test_a_certificate_of_another_cluster_is_refused_by_both(gate, stranger, caplog):
     with pytest.raises(JdagError, match=r"TLS with tcp:.* failed: .*certificate"):
-        dial(gate[0], TOKEN, 0, tls=stranger, timeout_s=20)
+        dial(gate[0], TOKEN, 0, tls=stranger, timeout_s=60)
     assert gate[1].empty()
 
 
@@ -121,10 +121,10 @@ def test_a_gate_refuses_whom_its_own_issuer_does_not_vouch_for(
 ):
     blind = load_without_checking(stranger)
     with pytest.raises(JdagError, match="does not trust who issued"):
-        dial(gate[0], TOKEN, 0, tls=blind, timeout_s=20)
+        dial(gate[0], TOKEN, 0, tls=blind, timeout_s=60)
     assert gate[1].empty()
     soon(lambda: "refused tcp:127.0.0.1:" in caplog.text)
-    dial(gate[0], TOKEN, 0, tls=trainer, timeout_s=20)[0].close()
+    dial(gate[0], TOKEN, 0, tls=trainer, timeout_s=60)[0].close()
 
 
 def load_without_checking(tls: Tls) -> Tls:
@@ -145,7 +145,7 @@ def test_who_shows_no_certificate_is_refused(gate, trainer: Tls, issuer, caplog)
         while near.recv(100):
             pass
     soon(lambda: "it shows no certificate" in caplog.text)
-    dial(gate[0], TOKEN, 0, tls=trainer, timeout_s=20)[0].close()
+    dial(gate[0], TOKEN, 0, tls=trainer, timeout_s=60)[0].close()
 
 
 def test_who_has_shown_a_certificate_is_not_driven_out_by_those_who_have_not(
@@ -169,7 +169,7 @@ def test_who_has_shown_a_certificate_is_not_driven_out_by_those_who_have_not(
     ]
     soon(lambda: caplog.text.count("and others come") > gates.VISITORS_MAX)
     send_all(known[0], hello[20:])
-    gate[1].get(timeout=20)[1].close()
+    gate[1].get(timeout=60)[1].close()
     # Nor do those who have come before all others.
     known += [come() for _ in range(gates.EACH_MAX)]
     last = socket.create_connection((host, int(port)), 20)
@@ -182,15 +182,15 @@ def test_who_has_shown_a_certificate_is_not_driven_out_by_those_who_have_not(
 
 def test_a_plain_dialler_is_refused_in_one_line(gate, trainer: Tls, caplog):
     with pytest.raises(JdagError, match=r"closed the connection|not speak jdag"):
-        dial(gate[0], TOKEN, 0, timeout_s=20)
+        dial(gate[0], TOKEN, 0, timeout_s=60)
     soon(lambda: "it does not speak TLS" in caplog.text)
-    dial(gate[0], TOKEN, 0, tls=trainer, timeout_s=20)[0].close()
+    dial(gate[0], TOKEN, 0, tls=trainer, timeout_s=60)[0].close()
 
 
 def test_dialling_a_plain_gate_with_tls_says_so(trainer: Tls):
     plain = Gate("tcp:127.0.0.1:0", admit=lambda *_: None, take=lambda *_: None)
     with pytest.raises(JdagError, match="in the TLS handshake"):
-        dial(plain.address, TOKEN, 0, tls=trainer, timeout_s=20)
+        dial(plain.address, TOKEN, 0, tls=trainer, timeout_s=60)
     plain.close()
 
 
@@ -202,10 +202,10 @@ def test_unix_sockets_need_no_certificates(trainer: Tls):
         admit=lambda *_: Admission("a", 0, 0),
         take=lambda *one: came.put(one),
     )
-    stream, _ = dial(inner.address, TOKEN, 0, tls=trainer, timeout_s=20)
+    stream, _ = dial(inner.address, TOKEN, 0, tls=trainer, timeout_s=60)
     assert stream.local
     stream.close()
-    came.get(timeout=20)[1].close()
+    came.get(timeout=60)[1].close()
     inner.close()
 
 
@@ -396,7 +396,7 @@ def echo_server(tls: Tls) -> tuple[grpc.Server, int]:
 
 def ask(port: int, credentials: grpc.ChannelCredentials) -> bytes:
     with grpc.secure_channel(f"127.0.0.1:{port}", credentials) as channel:
-        return channel.unary_unary("/echo/Echo")(b"hello", timeout=20)
+        return channel.unary_unary("/echo/Echo")(b"hello", timeout=60)
 
 
 def test_a_control_server_answers_its_own_and_nobody_else(ps0, trainer, issuer):

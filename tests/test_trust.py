@@ -81,7 +81,7 @@ def lost_of(nodes: Breaking, lie: Any) -> str:
     with liar._loop:
         liar.company.peers["b"].send(lie, values)
     for node in (told, nodes.nodes["a"]):
-        for _ in range(2_000):
+        for _ in range(6_000):
             if "c" in node.company.gone:
                 break
             threading.Event().wait(0.01)

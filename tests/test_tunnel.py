@@ -46,8 +46,8 @@ class Host:
         self.address = f"grpc:127.0.0.1:{port}"
 
     def dial(self, **settings) -> tuple[Stream, Stream]:
-        stream, received = dial(self.address, TOKEN, 8, timeout_s=20, **settings)
-        admission, far, theirs = self.came.get(timeout=20)
+        stream, received = dial(self.address, TOKEN, 8, timeout_s=60, **settings)
+        admission, far, theirs = self.came.get(timeout=60)
         assert (received, theirs, admission.worker) == (12, 8, "ps0")
         return stream, far
 
@@ -160,7 +160,7 @@ def test_opening_and_closing_many_leaves_no_thread_and_no_descriptor(host: Host)
 
 def test_an_unknown_token_is_refused_through_a_tunnel(host: Host):
     with pytest.raises(JdagError, match="it refused the token"):
-        dial(host.address, bytes(32), 0, timeout_s=20)
+        dial(host.address, bytes(32), 0, timeout_s=60)
     soon(lambda: not threads())
 
 
@@ -168,7 +168,7 @@ def test_a_server_that_is_not_there_is_named_with_the_reason():
     with pytest.raises(
         JdagError, match=r"^cannot reach grpc:.* UNAVAILABLE: .*refused"
     ):
-        dial("grpc:127.0.0.1:1", TOKEN, 0, timeout_s=20)
+        dial("grpc:127.0.0.1:1", TOKEN, 0, timeout_s=60)
     soon(lambda: not threads())
 
 
@@ -177,7 +177,7 @@ def test_a_server_that_carries_no_streams_is_named_with_the_reason():
     address = f"grpc:127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
     with pytest.raises(JdagError, match="UNIMPLEMENTED"):
-        dial(address, TOKEN, 0, timeout_s=20)
+        dial(address, TOKEN, 0, timeout_s=60)
     server.stop(0).wait()
 
 
@@ -208,7 +208,7 @@ def test_a_tunnel_goes_through_tls_and_only_with_a_certificate(tmp_path):
         for end in host.dial(tls=trainer, name=name):
             end.close()
     with pytest.raises(JdagError, match="UNAVAILABLE"):
-        dial(host.address, TOKEN, 0, tls=trainer, name="ps1", timeout_s=20)
+        dial(host.address, TOKEN, 0, tls=trainer, name="ps1", timeout_s=60)
     with pytest.raises(JdagError, match="UNAVAILABLE"):
-        dial(host.address, TOKEN, 0, timeout_s=20)
+        dial(host.address, TOKEN, 0, timeout_s=60)
     host.close()

@@ -138,8 +138,17 @@ def _check_module(module: object) -> None:
 
 
 def missing(modules: Sequence[str]) -> list[str]:
-    """Return those of these modules of which the top one cannot be found here."""
-    return [name for name in modules if find_spec(name.partition(".")[0]) is None]
+    """Return those of these modules that cannot be here, without importing any.
+
+    That is so where the top one is not found, or is no package and has none below it.
+    """
+    return [name for name in modules if name not in sys.modules and _is_missing(name)]
+
+
+def _is_missing(name: str) -> bool:
+    top, _, below = name.partition(".")
+    found = find_spec(top)
+    return found is None or bool(below and found.submodule_search_locations is None)
 
 
 def within(name: str, prefix: str) -> bool:
@@ -152,11 +161,12 @@ def _is_dotted(module: str) -> bool:
 
 
 def _module(name: str, load: bool) -> ModuleType:
-    found = sys.modules.get(name)
-    if found is not None:
-        return found
     if not load:
-        raise JdagError(f"module {name!r} is not imported here")
+        found = sys.modules.get(name)
+        if found is None:
+            raise JdagError(f"module {name!r} is not imported here")
+        return found
+    # Not what sys.modules has: another thread may be half through importing it.
     try:
         return importlib.import_module(name)
     except Exception as error:  # Whatever a module raises while it is imported.

@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from jdag.compute.buffers import Buffers
+from jdag.compute.machine import said
 from jdag.engine.vocabulary import (
     Message,
     Worker,
@@ -47,6 +48,11 @@ WAITING_BYTES_MAX = 8 * 1024 * 1024
 BULK_BYTES_MAX = 256 * 1024 * 1024  # Of large values; one that is larger goes alone.
 
 _log = logging.getLogger(__name__)
+
+
+def broke(error: BaseException) -> str:
+    """Return what who ends by an error says, in one line."""
+    return f"it ended by an error of its own: {' '.join(said(error).split())}"[:WHY_MAX]
 
 
 class Host(Protocol):
@@ -117,12 +123,17 @@ class Company:
     @property
     def congested(self) -> bool:
         """Whether so much waits to leave that who adds to it is to wait."""
+        waiting = bulk_bytes = 0
         # At once: a program asks without the baton, and peers may join meanwhile.
-        outboxes = [peer.outbox for peer in tuple(self.peers.values())]
-        return (
-            sum([outbox.waiting for outbox in outboxes]) > WAITING_BYTES_MAX
-            or sum([outbox.bulk_bytes for outbox in outboxes]) > BULK_BYTES_MAX
-        )
+        for peer in tuple(self.peers.values()):
+            waiting += peer.outbox.waiting
+            bulk_bytes += peer.outbox.bulk_bytes
+        return waiting > WAITING_BYTES_MAX or bulk_bytes > BULK_BYTES_MAX
+
+    def allowed_on(self, worker: Worker) -> tuple[str, ...]:
+        """The modules that a worker was told to allow."""
+        peer = self.peers.get(worker)
+        return () if peer is None else peer.allowed
 
     def flush(self) -> None:
         """Let everything leave that can."""

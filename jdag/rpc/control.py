@@ -386,8 +386,14 @@ def why_not(address: Address, tls: Tls | None) -> str | None:
                 # A server that refuses our certificate says so only now.
                 secured.recv(1)
             return None
+    except ssl.SSLCertVerificationError as error:
+        why = error.verify_message.lower()
+        return (
+            f"TLS refused: {why}; its certificate has to be for {address.host}, and "
+            "issued by the authority that ca names here"
+        )
     except ssl.SSLError as error:
-        why = getattr(error, "verify_message", None) or error.reason or str(error)
+        why = error.reason or str(error)
         return f"TLS refused: {str(why).lower().replace('_', ' ')}"
     except OSError as error:
         return reason(error)

@@ -44,6 +44,15 @@ def configure(settings: Mapping[str, Any]) -> None:
             config.update(name, value)
 
 
+def share_gpu(device: str | None) -> None:
+    """Take memory of GPUs as it is needed, where others compute on such a device.
+
+    Unless the environment says otherwise; too late once JAX's backend has started.
+    """
+    if device != "cpu":
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
 def use_device(device: str | None, worker: str) -> None:
     """Compute on `cpu`, on `gpu`, or on `gpu:N`; None: where JAX does by itself.
 
@@ -57,7 +66,7 @@ def use_device(device: str | None, worker: str) -> None:
     if kind == "cpu":
         configure({"jax_platforms": "cpu"})
         return
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    share_gpu(device)
     if number:
         visible = os.environ.get(_VISIBLE)
         named = number if visible is None else _nth(visible, int(number), worker)

@@ -35,7 +35,7 @@ from jdag.engine.vocabulary import (
     Run,
     Worker,
 )
-from jdag.errors import JdagError
+from jdag.errors import JdagError, ProtocolError
 from jdag.functions import key_of, name_of
 from jdag.rpc.allowed import Allowed
 from jdag.rpc.codes import codes_of
@@ -43,7 +43,7 @@ from jdag.rpc.live import live, structure
 from jdag.wire.frames import LENGTHS_MAX, FrameKind
 from jdag.wire.messages import FunctionData
 from jdag.wire.specs import Body, Places, placed_spec, portable, read_spec, spec_of
-from jdag.wire.trees import TREE
+from jdag.wire.trees import TREE, check_depth
 
 DATA_BYTES_MAX = LENGTHS_MAX[FrameKind.MESSAGE] - (1 << 20)  # The rest of a message.
 TOLD_MAX = 1024  # Programs and hooks.
@@ -81,8 +81,8 @@ class Exports:
     def _known(self, pair: Any, allowed_there: Modules) -> Known:
         """What `spec_for` returns, and what is told of what goes by name."""
         bare = pair.pair if isinstance(pair, Placed) else pair
-        with self._lock:
-            known = self._found.setdefault(bare, {}).get(allowed_there)
+        found = self._found.get(bare)
+        known = None if found is None else found.get(allowed_there)
         if known is None:
             known = self._spec(bare, self._allowed_of(allowed_there))
             with self._lock:
@@ -245,7 +245,14 @@ def _check_methods(arguments: Any, worker: Worker) -> None:
 
 
 def check_size(program: Any, what: str, data: Any) -> None:
-    """Raise JdagError where a program is given, or returns, more than travels."""
+    """Raise JdagError where a program is given, or returns, more than travels.
+
+    Here, where its own program hears of it: who sends it could only lose the peer.
+    """
+    try:
+        check_depth(data)
+    except ProtocolError as error:
+        raise ProtocolError(f"what {name_of(program)} {what}: {error}") from None
     nbytes = 0 if data is None else TREE.size(data)
     if nbytes > DATA_BYTES_MAX:
         raise JdagError(

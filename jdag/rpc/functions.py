@@ -223,7 +223,18 @@ class Functions:
         """
         match message:
             case Call():
-                return replace(message, function=self._of_call(message))
+                # As `dataclasses.replace` does, in a tenth of the steps.
+                return Call(
+                    message.context,
+                    message.path,
+                    self._of_call(message),
+                    message.inputs,
+                    message.tracked,
+                    message.outputs,
+                    message.incoming,
+                    message.call_site,
+                    message.discarded,
+                )
             case Assign():
                 parts = tuple([self._part(part) for part in message.parts])
                 return replace(message, parts=parts)

@@ -153,12 +153,16 @@ class Gate:
             self._closing = True
             self._wake()
             self._thread.join()
+            self._waker.close()  # Its thread may end before it is woken.
 
     def _wake(self) -> None:
         try:
             self._waker.send(b"\0")
         except BlockingIOError:
             return  # Wakes that nobody has read yet are as good.
+        except OSError:
+            if not self._closing:  # Else nobody has to be woken any more.
+                raise
 
     def _run(self) -> None:
         if self._listener is not None:
@@ -320,9 +324,9 @@ class Gate:
         while self._entering:
             self._entering.popleft().close()
         self._selector.close()
-        for end in (self._waker, self._alarm, self._listener):
-            if end is not None:
-                end.close()
+        self._alarm.close()
+        if self._listener is not None:
+            self._listener.close()
 
 
 def _name_of(connected: socket.socket) -> str:

@@ -2,7 +2,8 @@
 
 Versions, byte order, and what the bits of results depend on: JAX's configuration, the
 flags of XLA, and how many cores there are to compute with. Python's own version is of
-them because functions that go by name are compared by their code.
+them because functions that go by name are compared by their code; how large a value may
+be that travels, because who sends one refuses it for both.
 
 On which kind of device a worker computes may differ, and is told. So may CPUs, for
 whose instructions XLA compiles: on which host a worker is belongs to its place, as its
@@ -23,6 +24,7 @@ import jax
 
 from jdag.compute.configuration import configuration
 from jdag.errors import JoinError
+from jdag.rpc.settings import VALUE_BYTES_MAX
 
 Handshake = Mapping[str, Any]
 
@@ -39,6 +41,7 @@ AGREE: Mapping[str, str] = {
     "xla_flags": "set XLA_FLAGS alike for both, before they start",
     "cores": "let both use as many cores, by taskset --cpu-list",
     "nproc": "set NPROC alike for both, before they start",
+    "value_bytes_max": "set it alike in the cluster's file of both",
 }
 _NONE = "0+unknown"
 _IF_THERE = ("optax",)  # Who has none runs nothing of it.
@@ -58,8 +61,12 @@ _INSTRUCTIONS = (
 _SHOWN_MAX = 200
 
 
-def ours() -> dict[str, Any]:
-    """Return what this process says of itself; starts JAX's backend."""
+def ours(value_bytes_max: int = VALUE_BYTES_MAX) -> dict[str, Any]:
+    """Return what this process says of itself; starts JAX's backend.
+
+    Args:
+        value_bytes_max: the largest value that it sends and takes.
+    """
     config = dict(configuration().settings)
     return {
         "jdag": _version("jdag"),
@@ -73,6 +80,7 @@ def ours() -> dict[str, Any]:
         "xla_flags": " ".join(os.environ.get("XLA_FLAGS", "").split()),
         "cores": len(os.sched_getaffinity(0)),
         "nproc": os.environ.get("NPROC", ""),
+        "value_bytes_max": value_bytes_max,
         "platform": jax.local_devices()[0].platform,
         "cpu": _cpu(),
         "host": platform.node(),

@@ -28,9 +28,8 @@ from jdag.rpc.streams import Stream
 from jdag.wire.frames import (
     CHUNK_HEADER_BYTES,
     FrameKind,
-    Header,
-    HeaderParser,
     unpack_chunk,
+    unpack_header,
 )
 from jdag.wire.link import FRAME_BYTES, Frame, Link
 from jdag.wire.messages import Codec
@@ -115,7 +114,6 @@ class Inbox:
         self._incoming_number = 0
         self._order: Order[Arriving] = Order()
         self._open = True
-        self._headers = HeaderParser()
 
     def interrupt(self) -> None:
         """The stream ended: what of a frame was here is not worth anything."""
@@ -168,7 +166,7 @@ class Inbox:
         while self._end - self._start >= FRAME_BYTES and self._open:
             start = self._start
             head = buffer[start : start + FRAME_BYTES]
-            sequence, acknowledged, length, kind = self._header(head)
+            sequence, acknowledged, length, kind = unpack_header(head)
             body, have = start + FRAME_BYTES, self._end - start - FRAME_BYTES
             if have >= length:
                 self._start = body + length
@@ -190,11 +188,6 @@ class Inbox:
             rest = bytes(buffer[self._start : self._end])
             buffer[: len(rest)] = rest
             self._start, self._end = 0, len(rest)
-
-    def _header(self, head: memoryview) -> Header:
-        found = self._headers.feed(head)[1]
-        assert found is not None, len(head)
-        return found
 
     def _begin_chunk(
         self, sequence: int, acknowledged: int, length: int, body: int
@@ -343,10 +336,10 @@ class Inbox:
         view, first = memoryview(payload), offset
         for place, kind in enumerate(kinds):
             nbytes = kind.nbytes
-            if nbytes > self._value_bytes_max:
+            if kind.array_nbytes > self._value_bytes_max:
                 raise ProtocolError(
-                    f"a value of {nbytes} bytes: at most {self._value_bytes_max} are"
-                    " taken"
+                    f"a value of {kind.array_nbytes} bytes: at most "
+                    f"{self._value_bytes_max} are taken"
                 )
             if is_bulk(nbytes, offset - first):
                 self._incoming_number += 1

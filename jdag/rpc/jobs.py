@@ -22,8 +22,7 @@ from functools import partial
 from heapq import heappop, heappush
 from typing import Any
 
-import jax
-
+from jdag.compute.duals import is_array
 from jdag.compute.machine import Machine, Work, failure_of, job_name
 from jdag.engine.vocabulary import Apply, Failure, Forward, Job, Vjp
 from jdag.rpc.loop import Loop
@@ -76,13 +75,13 @@ class Jobs:
 
     def __init__(self, worker: str, machine: Machine, loop: Loop, done: Done) -> None:
         self.busy_ns = 0
-        self._computing: dict[int, None] = {}  # Threads that run a user's function.
+        self.computing: dict[int, None] = {}  # Threads that run a user's function.
         self._worker = worker
         self._machine = machine
         self._loop = loop
         self._done = done
         self._times = Times()
-        self._short: deque[tuple[Job, Any, Work]] = deque()
+        self.due: deque[tuple[Job, Any, Work]] = deque()  # What `run` does.
         self._long: list[tuple[Any, int, Job, Any, Work]] = []
         self._added = 0
         self._under_way = 0
@@ -93,17 +92,12 @@ class Jobs:
     @property
     def idle(self) -> bool:
         """Whether nothing is to be computed, or being computed."""
-        return not (self._short or self._under_way)
+        return not (self.due or self._under_way)
 
     @property
     def is_computing(self) -> bool:
         """Whether this thread is in the middle of a user's function."""
-        return threading.get_ident() in self._computing
-
-    @property
-    def due(self) -> bool:
-        """Whether `run` has something to do."""
-        return bool(self._short)
+        return threading.get_ident() in self.computing
 
     def add(self, job: Job) -> None:
         """Begin a job."""
@@ -116,7 +110,8 @@ class Jobs:
             self._loop.soon(partial(self._done, job, failure))
             return
         if kind is not None and self._times.is_short(kind):
-            self._short.append((job, kind, work))
+            self.due.append((job, kind, work))
+            self._loop.dirty()
             return
         self._under_way += 1
         self._added += 1
@@ -133,15 +128,15 @@ class Jobs:
 
     def run(self) -> None:
         """Do the short jobs that are due now; what these bring about is for later."""
-        for _ in range(len(self._short)):
-            if not self._short:
+        for _ in range(len(self.due)):
+            if not self.due:
                 return
-            job, kind, work = self._short.popleft()
+            job, kind, work = self.due.popleft()
             self._finish(job, work, *self._computed(job, kind, work))
 
     def close(self) -> None:
         """Begin no more; what is under way is left to end by itself, unheard."""
-        self._short.clear()
+        self.due.clear()
         with self._changed:
             self._open = False
             self._long.clear()
@@ -150,7 +145,7 @@ class Jobs:
     def _computed(self, job: Job, kind: Any, work: Work) -> tuple[Any, Any]:
         """Compute, and wait until what was made is ready."""
         began_ns = time.perf_counter_ns()
-        self._computing[threading.get_ident()] = None
+        self.computing[threading.get_ident()] = None
         made = error = None
         try:
             made = work.compute()
@@ -160,7 +155,7 @@ class Jobs:
             # for this job would wait for ever.
             error = raised
         finally:
-            del self._computing[threading.get_ident()]
+            del self.computing[threading.get_ident()]
         took_ns = time.perf_counter_ns() - began_ns
         self.busy_ns += took_ns
         if kind is not None:
@@ -209,7 +204,7 @@ def _kind(job: Job) -> Any:
 def _await(made: Any) -> None:
     """Block until arrays are ready, residuals and all that is in them included."""
     for one in made if isinstance(made, tuple) else (made,):
-        if isinstance(one, jax.Array):
+        if is_array(one):
             one.block_until_ready()
         elif isinstance(one, tuple):
             _await(one)

@@ -52,6 +52,7 @@ class _Child:
         self._said = b""
         self.socket, theirs = socket.socketpair()
         with theirs, log.open("ab") as output:
+            self._begins = output.tell()  # Another one may have written there before.
             arguments = (str(theirs.fileno()), options.worker)
             self.process = subprocess.Popen(
                 [sys.executable, *COMMAND, *arguments],
@@ -111,7 +112,8 @@ class _Child:
         """Return the last lines of its output, to go on with after how it ended."""
         try:
             with self.log.open("rb") as output:
-                output.seek(max(0, self.log.stat().st_size - _TAIL_BYTES_MAX))
+                nbytes = self.log.stat().st_size
+                output.seek(max(self._begins, nbytes - _TAIL_BYTES_MAX))
                 said = output.read().decode(errors="replace")
         except OSError as error:  # Somebody has removed its file.
             return f"; what it printed cannot be read: {error}"

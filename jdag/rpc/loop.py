@@ -35,7 +35,9 @@ from typing import Any
 
 GRACE_S = 0.002  # So long nobody may drive before the background does.
 YIELD_S = 0.000_05
-SPIN_NS = 50_000  # Longer than most answers take, and than who asks thinks between.
+# Longer than what most answers take. Who blocks meanwhile is not only woken late: its
+# caches are cold then, and all that it does takes twice as long.
+SPIN_NS = 300_000
 CROWDED_NS = 100_000  # If a core is given back so late, others need it more.
 REST_NS = 20_000_000
 BLOCK_MAX_MS = 1_000
@@ -64,7 +66,7 @@ class Loop:
     """Sockets, timers and the baton of one process.
 
     Args:
-        flush: called at the end of each turn, to send what was said in it.
+        flush: called at the end of each turn in which something was said (`dirty`).
     """
 
     def __init__(self, flush: Call) -> None:
@@ -89,7 +91,7 @@ class Loop:
         self._holder = 0  # The thread that has the baton.
         self._main = 0  # The thread whose signals are held back,
         self._thinks = False  # while it has the baton, takes it or gives it back.
-        self._dirty = False
+        self._dirty = False  # Something is to be flushed.
         self.closed = False
 
     # ------------------------------------------------------------------ what it watches
@@ -127,6 +129,16 @@ class Loop:
         """Note that there is something to flush."""
         self._dirty = True
 
+    def flush(self) -> None:
+        """Flush now what is to be; with the baton held."""
+        if self._dirty:
+            self._dirty = False
+            try:
+                self._flush()
+            except BaseException:  # What is left of it is for the next time.
+                self._dirty = True
+                raise
+
     def _wake(self) -> None:
         if self._blocked:
             try:
@@ -155,24 +167,21 @@ class Loop:
         self._turns += 1
         self._holder = me
 
-    def release(self) -> None:
+    def release(self, *error: object) -> None:
         """Give the baton back; a signal that came meanwhile is handled now."""
-        self._holder = 0
+        del error
+        holder, self._holder = self._holder, 0
         self._lock.release()
-        self._thought()
+        if holder == self._main:
+            self._thought()
 
     def _thought(self) -> None:
-        """The main thread, if it is this one, may be interrupted again."""
-        if threading.get_ident() == self._main:
-            self._thinks = False
-            if self._signal is not None:
-                self._handle_signal()
+        """The main thread, which is this one, may be interrupted again."""
+        self._thinks = False
+        if self._signal is not None:
+            self._handle_signal()
 
-    def __enter__(self) -> None:
-        self.acquire()
-
-    def __exit__(self, *error: object) -> None:
-        self.release()
+    __enter__, __exit__ = acquire, release
 
     @property
     def held(self) -> bool:
@@ -194,7 +203,8 @@ class Loop:
             if me == self._main:
                 self._thinks = True
             if self._wanted or not self._lock.acquire(blocking=False):
-                self._thought()
+                if me == self._main:
+                    self._thought()
                 self._sleep(done)
                 continue
             self._turns += 1
@@ -287,8 +297,7 @@ class Loop:
             posted.popleft()()
         if self._timers and self._timers[0][0] <= clock_ns():
             self._run_timers()
-        self._dirty = False
-        self._flush()
+        self.flush()
 
     def _run_timers(self) -> None:
         now_ns, timers = clock_ns(), self._timers

@@ -15,6 +15,7 @@ event; after `close` nothing is told, sent or computed, and who waits is interru
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from jdag.compute.machine import Machine, failure_of
 from jdag.engine import Engine
 from jdag.engine.drawing import Drawing
 from jdag.engine.vocabulary import (
+    Acknowledge,
     Alarm,
     Arrived,
     Awaited,
@@ -42,10 +44,10 @@ from jdag.engine.vocabulary import (
     Lost,
     Message,
     Resume,
+    Return,
     Returned,
     Send,
     Spawn,
-    Worker,
     incarnated,
     landing,
     named,
@@ -53,7 +55,7 @@ from jdag.engine.vocabulary import (
 from jdag.errors import JdagError, ProtocolError
 from jdag.functions import name_of
 from jdag.rpc.allowed import Allowed
-from jdag.rpc.company import LEFT, Company
+from jdag.rpc.company import LEFT, Company, broke
 from jdag.rpc.exports import check_size
 from jdag.rpc.functions import Functions
 from jdag.rpc.jobs import Jobs
@@ -62,17 +64,18 @@ from jdag.rpc.loop import Loop, clock_ns
 from jdag.rpc.peer import Peer
 from jdag.rpc.place import Place
 from jdag.rpc.port import Port
-from jdag.rpc.programs import Over, Programs
-from jdag.rpc.standing import info, quiet, settle
+from jdag.rpc.programs import Over, Programs, ended_by
+from jdag.rpc.settings import VALUE_BYTES_MAX
+from jdag.rpc.sizes import check_values
+from jdag.rpc.standing import info, info_of_all, quiet, settle
 from jdag.wire.messages import Codec
 
 RunProgram = Callable[[Port, Spawn], Returned]
 
 DRAIN_S, DRAIN_LOOK_S = 30.0, 0.05
 LAST_INFO_S = 1.0  # Who closes does not wait long for what others have counted.
-VALUE_BYTES_MAX = 1 << 36
 FLUSH_NS = 50_000  # What a program tells in a row leaves together, so often.
-SWEEP_NS = 10 * 10**9  # Memory that was not used for so long is let go of.
+SWEEP_NS = 10**9  # Memory that is not received into for so long is let go of.
 ROUNDS_MAX = 64
 DRAWINGS = Allowed(("jdag.engine.drawing", "jdag.engine.names"))
 
@@ -87,7 +90,7 @@ class Node:
         place: where it stands in its session.
         run_program: runs a program that the engine asked for; it says how it ended.
         functions: turns names into functions, as far as they are allowed.
-        value_bytes_max: the largest value that it takes from a peer.
+        value_bytes_max: the largest value that it sends, and takes from a peer.
     """
 
     def __init__(
@@ -108,7 +111,8 @@ class Node:
         self._run_program = run_program
         self._functions = functions
         self._engine: Any = Engine(name, self.workers, incarnation)
-        self._machine = Machine("real")
+        self._machine = Machine("real", leaving_bytes_max=value_bytes_max)
+        self._value_bytes_max = value_bytes_max
         self._loop = Loop(self._flush)
         self._codec = Codec(self.workers)
         self._buffers = Buffers()
@@ -132,6 +136,7 @@ class Node:
         self._counted: Mapping[str, Mapping[str, Any]] | None = None
         self._broken: BaseException | None = None
         self._closed = False
+        self._hurries = False  # More than acknowledgements wait for the next flush.
         self._flushed_ns = 0
         self._background: threading.Thread | None = None
         self._loop.at(self._began_ns + SWEEP_NS, self._sweep)
@@ -181,14 +186,8 @@ class Node:
         return self._info(None) if self._counted is None else self._counted
 
     def _info(self, within_s: float | None) -> Mapping[str, Mapping[str, Any]]:
-        found = self.company.ask_all({"what": "info"}, within_s)
-        found[self.name] = self._apart(self._own_info)
-        nothing = dict.fromkeys(found[self.name], 0)
-        living = [peer.name for peer in self.company.living]
-        return {
-            worker: found.get(worker) or {**nothing, "lost": worker not in living}
-            for worker in self.workers
-        }
+        own = partial(self._apart, self._own_info)
+        return info_of_all(self._place, self.company, own, within_s)
 
     def graph(self, context: ContextId) -> dict[str, Drawing]:
         """The graph of a context as it is now: what each worker has of it."""
@@ -205,27 +204,30 @@ class Node:
 
     # ------------------------------------------------------------------ for programs
 
-    def tell(self, event: Event) -> None:
+    def tell(self, event: Event, values: Sequence[tuple[Key, Any]] = ()) -> None:
         """Have the engine handle an event of a program here; see `Port.tell`."""
         loop = self._loop
-        self._check_open()
-        self._functions.exports.prepare(event, self.worker, self._allowed_on)
-        with loop:
+        if self._broken or self._closed or self._jobs.computing:
             self._check_open()
+        self._functions.exports.prepare(event, self.worker, self.company.allowed_on)
+        with loop:
+            if self._broken or self._closed:
+                self._check_open()
             if isinstance(event, _WAITING):
                 self._programs.ask(event.waiter, type(event).__name__)
-            self._handle(event)
+            try:
+                for key, value in values:
+                    self._machine.values.put(key, value)
+                if self._machine.values.bytes_peak > self._value_bytes_max:
+                    check_values(event, self.worker, self._value_bytes_max)
+                self._handle(event)
+            except JdagError:
+                self._drop([key for key, _ in values])
+                raise
             if self._jobs.due or clock_ns() - self._flushed_ns > FLUSH_NS:
-                self._flush()
-            else:
-                loop.dirty()
+                loop.flush()
         if self.company.congested:
             loop.drive(lambda: self._closed or not self.company.congested)
-
-    def _allowed_on(self, worker: Worker) -> tuple[str, ...]:
-        """The modules that a worker was told to allow."""
-        peer = self.company.peers.get(worker)
-        return () if peer is None else peer.allowed
 
     def number(self) -> int:
         """A number that no other waiter of the node has."""
@@ -235,24 +237,15 @@ class Node:
         """Block until that waiter is resumed; return what it was given."""
         programs = self._programs
         try:
-            if not programs.has(waiter):
+            given = programs.given
+            if waiter not in given:
                 self._check_open()
-                self._loop.drive(lambda: programs.has(waiter) or self._closed)
-                if not programs.has(waiter):
+                self._loop.drive(lambda: waiter in given or self._closed)
+                if waiter not in given:
                     self._check_open()
             return programs.take(waiter)
         finally:
             programs.forget(waiter)
-
-    def put(self, key: Key, value: Any) -> None:
-        """Hold a value."""
-        with self._loop:
-            self._machine.values.put(key, value)
-
-    def drop(self, keys: Sequence[Key]) -> None:
-        """Let go of values; a key that is not held is no error."""
-        with self._loop:
-            self._drop(keys)
 
     def loss(self, worker: str) -> str | None:
         """Why that worker is gone; None if it is not."""
@@ -302,6 +295,17 @@ class Node:
             self._programs.start(port, partial(self._program, port, effect))
 
     def _send(self, send: Send) -> None:
+        """Send a message; a program whose Run or Return cannot leave ends by that."""
+        try:
+            self._say(send)
+        except Exception as error:  # Whatever it is, somebody waits for that program.
+            ended = ended_by(error, send.message, self.worker)
+            if isinstance(send.message, Return):
+                self._say(replace(send, message=ended))
+            else:
+                self._loop.soon(partial(self._handle, Arrived(send.to, ended)))
+
+    def _say(self, send: Send) -> None:
         peer = self.company.peer(send.to)
         if peer.lost:
             return  # It is about to be told that this worker is gone.
@@ -314,6 +318,8 @@ class Node:
         if send.zeros:
             peer.zero_bytes += sum([zero.nbytes for zero in send.zeros])
         peer.send(message, values)
+        if message.__class__ is not Acknowledge:
+            self._hurries = True
 
     def _drop(self, keys: Sequence[Key]) -> None:
         values = self._machine.values
@@ -352,13 +358,19 @@ class Node:
         self._handle(Computed(job.id, failure))
 
     def _flush(self) -> None:
-        """At the end of a turn: let messages leave, and compute what takes little."""
-        for _ in range(ROUNDS_MAX):
-            self.company.flush()
-            self._flushed_ns = clock_ns()
-            if not self._jobs.due:
+        """At the end of a turn: let messages leave, and compute what takes little.
+
+        What need not hurry waits for the first jobs, and leaves with what they make.
+        """
+        jobs = self._jobs
+        for jobs_were_run in range(ROUNDS_MAX):
+            if self._hurries or jobs_were_run or not jobs.due:
+                self._hurries = False
+                self.company.flush()
+                self._flushed_ns = clock_ns()
+            if not jobs.due:
                 return
-            self._jobs.run()
+            jobs.run()
         self._loop.soon(self._loop.dirty)  # It is not to block.
 
     def _sweep(self) -> None:
@@ -372,9 +384,10 @@ class Node:
         """A message came; see `jdag.rpc.company.Host`."""
         try:
             message = self._functions.bind(message, peer.worker)
-            put = self._machine.values.put
-            for key, value in zip(landing(message), values, strict=True):
-                put(key, value)
+            if values:
+                put = self._machine.values.put
+                for key, value in zip(landing(message), values, strict=True):
+                    put(key, value)
             self._handle(Arrived(peer.worker, message))
         except JdagError:
             raise
@@ -473,7 +486,7 @@ class Node:
             if self._closed:
                 return
             self._closed = True
-            self.company.close(why)
+            self.company.close(why if self._broken is None else broke(self._broken))
             self._jobs.close()
             self._programs.clear()
             self._engine = None

@@ -101,6 +101,7 @@ class Outbox:
         self.payload_bytes = self.bytes_sent = self.frames_sent = 0
         self.messages_sent = self.resends = 0
         self.bulk_bytes = 0  # Of values that have not all left.
+        self.waiting = 0  # Bytes of all else that waits to leave.
         self._link = link
         self._codec = codec
         self._segments = segments
@@ -110,12 +111,6 @@ class Outbox:
         self._chunks: deque[tuple[int, int]] = deque()  # Unacknowledged: number, bytes.
         self._chunk_bytes = 0
         self._out: deque[Any] = deque()
-        self._out_bytes = 0
-
-    @property
-    def waiting(self) -> int:
-        """How many bytes, roughly, wait to leave; bulk is not counted."""
-        return self._out_bytes + 256 * len(self._urgent)
 
     @property
     def queued(self) -> bool:
@@ -142,29 +137,33 @@ class Outbox:
             if is_bulk(nbytes, inline_bytes):
                 self._bulk_number += 1
                 self._bulk.append(Outgoing(self._bulk_number, pieces))
-                self.bulk_bytes += kind.nbytes
+                self.bulk_bytes += nbytes
             else:
                 views += [piece for piece in pieces if piece]
                 inline_bytes += nbytes
             self.payload_bytes += nbytes
         self.messages_sent += 1
         length = len(head) + inline_bytes
-        self._urgent.append(Parcel(FrameKind.MESSAGE, tuple(views), length))
+        self._wait(FrameKind.MESSAGE, tuple(views), length)
 
     def define(self, digest: bytes, data: bytes) -> None:
         """Send a function that messages after this one name by its digest."""
-        views = (digest, data)
-        self._urgent.append(Parcel(FrameKind.DEFINE, views, len(digest) + len(data)))
+        self._wait(FrameKind.DEFINE, (digest, data), len(digest) + len(data))
 
     def aside(self, what: dict[str, Any]) -> None:
         """Tell the peer's node something."""
         data = json.dumps(what).encode()
-        self._urgent.append(Parcel(FrameKind.ASIDE, (data,), len(data)))
+        self._wait(FrameKind.ASIDE, (data,), len(data))
 
     def about_segment(self, what: bytes, *numbers: int) -> None:
         """Say something of shared memory; see `jdag.wire.frames`."""
         data = what + struct.pack(f"<{len(numbers)}Q", *numbers)
-        self._urgent.append(Parcel(FrameKind.SEGMENT, (data,), len(data)))
+        self._wait(FrameKind.SEGMENT, (data,), len(data))
+
+    def _wait(self, kind: FrameKind, views: tuple[Any, ...], nbytes: int) -> None:
+        """Let a frame wait until it may have a number."""
+        self.waiting += FRAME_BYTES + nbytes
+        self._urgent.append(Parcel(kind, views, nbytes))
 
     def pure(self, payload: bytes = b"") -> None:
         """Send a frame that carries no message: it is not numbered."""
@@ -181,7 +180,7 @@ class Outbox:
         """Queue what the stream did not take of a bare frame."""
         if data:
             self._out.append(data)
-            self._out_bytes += len(data)
+            self.waiting += len(data)
 
     def acknowledged(self) -> bool:
         """The link was told more; whether there may be room for more now."""
@@ -194,7 +193,7 @@ class Outbox:
     def unsend(self) -> None:
         """The stream is gone, and what was queued for it."""
         self._out.clear()
-        self._out_bytes = 0
+        self.waiting = sum([FRAME_BYTES + one.nbytes for one in self._urgent])
 
     def again(self, received: int) -> None:
         """A stream was remade: queue what the peer, with so much, has not got."""
@@ -206,8 +205,8 @@ class Outbox:
 
     def clear(self) -> None:
         """Say nothing any more."""
-        self.unsend()
         self._urgent.clear()
+        self.unsend()
         self._bulk.clear()
         self.bulk_bytes = 0
         self._chunks.clear()
@@ -220,12 +219,13 @@ class Outbox:
             if link.sent - link.acknowledged >= FRAMES_MAX:
                 break
             parcel = urgent.popleft()
+            self.waiting -= FRAME_BYTES + parcel.nbytes  # It waits on, for the stream.
             self._put(link.send(parcel, now_ns).sequence, parcel)
         self.copying = False
         while (
             not urgent
             and self._bulk
-            and self._out_bytes < OUT_BYTES
+            and self.waiting < OUT_BYTES
             and self._chunk_bytes < WINDOW_BYTES
         ):
             if self._shares(self._bulk[0], now_ns):
@@ -263,7 +263,7 @@ class Outbox:
         """Queue a frame for the stream."""
         head = pack_header(sequence, self._link.received, parcel.nbytes, parcel.kind)
         nbytes = FRAME_BYTES + parcel.nbytes
-        self._out_bytes += nbytes
+        self.waiting += nbytes
         self.bytes_sent += nbytes
         self.frames_sent += 1
         if nbytes <= JOINED_BYTES:
@@ -279,7 +279,7 @@ class Outbox:
     def taken(self, nbytes: int) -> None:
         """The stream took so many bytes of `views`."""
         out = self._out
-        self._out_bytes -= nbytes
+        self.waiting -= nbytes
         while nbytes:  # Bounded by the views that were given.
             view = out[0]
             if nbytes < len(view):

@@ -231,10 +231,12 @@ class Peer:
         if outbox.empty and not (self._offering or stream.wants_write()):
             return
         try:
-            self._offer_on(stream)
+            if self._offering:
+                self._offer_on(stream)
             while outbox.fill():  # Bounded by what waits; each round gives bytes away.
                 outbox.taken(stream.send(outbox.views()))
-                self._offer_on(stream)
+                if self._offering:
+                    self._offer_on(stream)
             stream.flush()
             if outbox.copying:
                 self._has_more()
@@ -270,7 +272,7 @@ class Peer:
 
     def _offer_on(self, stream: Stream) -> None:
         """Offer a new segment, if there is one, between two frames."""
-        if not self._offering or self.outbox.queued or not stream.local:
+        if self.outbox.queued or not stream.local:
             return
         self._offering = False
         self._to_offer.extend(self._segments.offers(clock_ns()))

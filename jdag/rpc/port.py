@@ -13,20 +13,14 @@ class Host(Protocol):
     def worker(self) -> str:
         """Its name."""
 
-    def tell(self, event: Event) -> None:
-        """Have the engine handle an event."""
+    def tell(self, event: Event, values: Sequence[tuple[Key, Any]]) -> None:
+        """Have the engine handle an event; hold these values, unless it raises."""
 
     def number(self) -> int:
         """Return a number to wait for."""
 
     def wait(self, waiter: int) -> Any:
         """Block until that waiter is resumed; return what it was given."""
-
-    def put(self, key: Key, value: Any) -> None:
-        """Hold a value."""
-
-    def drop(self, keys: Sequence[Key]) -> None:
-        """Let go of values."""
 
     def loss(self, worker: str) -> str | None:
         """Why that worker is gone; None if it is not."""
@@ -41,16 +35,20 @@ class Port:
         self._host = host
         self.worker = host.worker
 
-    def tell(self, event: Event) -> None:
+    def tell(self, event: Event, values: Sequence[tuple[Key, Any]] = ()) -> None:
         """Have the engine handle an event, and its effects carried out.
 
         Blocks only while more waits to leave than may.
+
+        Args:
+            event: what the program tells.
+            values: what is held on this worker from then on, unless this raises.
 
         Raises:
             JdagError: the engine refuses the event, or the cluster is closed, or a
                 function cannot travel to where it is to run.
         """
-        self._host.tell(event)
+        self._host.tell(event, values)
 
     def waiter(self) -> int:
         """A number that no other waiter of the node has."""
@@ -59,14 +57,6 @@ class Port:
     def wait(self, waiter: int) -> Any:
         """Block this program until its engine resumes `waiter`; return the result."""
         return self._host.wait(waiter)
-
-    def put(self, key: Key, value: Any) -> None:
-        """Hold a value on this worker."""
-        self._host.put(key, value)
-
-    def drop(self, keys: Sequence[Key]) -> None:
-        """Let go of values; a key that is not held is no error."""
-        self._host.drop(keys)
 
     def lost(self, worker: str) -> str | None:
         """Why that worker is gone; None unless this one was told that it is."""

@@ -1,7 +1,8 @@
 """How programs run on a node: each on a thread of its own, and what they wait for.
 
 Told:  `ask` and `give` for what is waited for; `start` for a program.
-Gives: `current`, the port of the program that the thread that asks runs.
+Gives: `current`, the port of the program that the thread that asks runs; `ended_by`,
+       how one ends that cannot be called, or cannot return, as was asked.
 
 A thread cannot be ended from outside: when its session is over, the next thing that a
 program asks of its node raises `Over`, which is no Exception, so that programs do not
@@ -11,11 +12,30 @@ take it for an error of theirs.
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
+from jdag.compute.machine import failure_of
+from jdag.engine.vocabulary import Message, Return, Run, Worker
 from jdag.rpc.loop import Timer
 from jdag.rpc.port import Port
+
+
+def ended_by(error: Exception, message: Message, worker: Worker) -> Return:
+    """Return how a program ends whose call, or whose end, cannot be sent.
+
+    Where the message is neither, the error is raised.
+    """
+    if not isinstance(message, Run | Return):
+        raise error
+    failure = failure_of(error, worker, message.path, "")
+    how = "is given" if isinstance(message, Run) else "returned"
+    said = f"what a program {how} cannot travel: {failure.message}"
+    failure = replace(failure, message=said)
+    if isinstance(message, Return):
+        return replace(message, result=None, failure=failure)
+    return Return(message.context, message.path, None, failure, (), ())
 
 
 class Over(BaseException):
@@ -39,7 +59,7 @@ class Programs:
         self._local = _Local()
         self._numbers = count(1)
         self._asked: dict[int, str] = {}
-        self._given: dict[int, Any] = {}
+        self.given: dict[int, Any] = {}  # What waiters were given, and did not take.
         self._alarms: dict[int, Timer] = {}
         self._running: dict[Port, None] = {}
 
@@ -94,15 +114,11 @@ class Programs:
     def give(self, waiter: int, result: Any) -> None:
         """What the waiter waits for is here."""
         self.silence(waiter)
-        self._given[waiter] = result
-
-    def has(self, waiter: int) -> bool:
-        """Whether a waiter was given something."""
-        return waiter in self._given
+        self.given[waiter] = result
 
     def take(self, waiter: int) -> Any:
         """What the waiter was given."""
-        return self._given[waiter]
+        return self.given[waiter]
 
     def silence(self, waiter: int) -> None:
         """What goes off if the waiter is given nothing is not wanted any more."""
@@ -121,11 +137,11 @@ class Programs:
             old = asked.popleft()
             self.silence(old)
             self._asked.pop(old, None)
-            self._given.pop(old, None)
+            self.given.pop(old, None)
 
     def clear(self) -> None:
         """Forget all."""
         for waiter in tuple(self._alarms):
             self.silence(waiter)
         self._asked.clear()
-        self._given.clear()
+        self.given.clear()

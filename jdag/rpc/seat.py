@@ -392,8 +392,8 @@ class Seat:
             own = self._own.worker
             what = "the token is wrong" if token else "it wants a token, and none came"
             raise JoinError(
-                f"worker {own!r} refused: {what}; token_file has to name the same "
-                "secret on both sides"
+                f"worker {own!r} refused: {what}; token_file, or else the .token "
+                "beside the cluster's file, has to hold the same secret on both sides"
             )
 
     def _present(self) -> _Held:

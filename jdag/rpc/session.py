@@ -85,6 +85,7 @@ class Session:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
+        self._process = os.getpid()
         self._secret = fresh_secret()
         # Main and a name know each other by one secret, whichever process has the name.
         self._secrets = {
@@ -120,7 +121,7 @@ class Session:
             dials=dict.fromkeys(plan.controls, True),
         )
         self.node: Node = plan.make_node(self.place)
-        atexit.register(self.node.close)
+        atexit.register(self._goodbye)
         try:
             self._begin()
             self._keeper.start()
@@ -365,19 +366,26 @@ class Session:
 
     def close(self) -> None:
         """Say goodbye to all, and let every worker go; may be called again."""
+        if self._process != os.getpid():
+            return  # A copy of this one, by os.fork; the session is not its own.
         with self._lock:
             if self._closing:
                 return
             self._closing = True
             there = [name for name in self._there if name not in self._away]
         self._todo.put(None)
-        self.node.close()
-        atexit.unregister(self.node.close)
+        self._goodbye()
+        atexit.unregister(self._goodbye)
         self._tell(there, self._detach)
         self._asking.shutdown(wait=False)
         self._routes.close()
         if self._server is not None:
             self._server.close()
+
+    def _goodbye(self) -> None:
+        """Have the node say goodbye, but not that of a copy of this process."""
+        if self._process == os.getpid():
+            self.node.close()
 
 
 def _hold(plan: Plan, control: Address) -> ControlServer:
@@ -387,21 +395,24 @@ def _hold(plan: Plan, control: Address) -> ControlServer:
         return ControlServer(control, {Health: lambda _: health}, tls=plan.tls)
     except JoinError as error:
         raise JoinError(
-            f"cannot be {plan.main!r}: {error}{_who(plan, control)}; each name of the "
-            "file is for one process, on the host that its address is of"
+            f"cannot be {plan.main!r}: {error}{_who(plan, control)}"
         ) from error
 
 
 def _who(plan: Plan, control: Address) -> str:
     """Say who answers at main's own address, if a process of a cluster does."""
+    rule = "each name of the file is for one process, on the host of its address"
     client = ControlClient("it", control, tls=plan.tls)
     try:
         found = client.ask(Health(), timeout_s=_WHO_S)
     except JoinError:
-        return ""
+        return f"; {rule}"
     finally:
         client.close()
-    return f" by process {found.get('pid')}, {found.get('worker')!r}"
+    said = f" by process {found.get('pid')}, {found.get('worker')!r}; {rule}"
+    if found.get("worker") == plan.main and found.get("state") != "main":
+        said += f" (jdag up --except {plan.main} leaves it to this one)"
+    return said
 
 
 def _nothing() -> None:

@@ -44,6 +44,7 @@ CARRIERS = ("socket", "grpc")
 WORKERS_MAX = 1 << 16  # A context's id has 16 bits for the worker.
 TOKEN_CHARACTERS_MIN, TOKEN_CHARACTERS_MAX = 16, 4096
 DEADLINE_S = 10.0
+VALUE_BYTES_MAX = 1 << 34
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
 _NAME = re.compile(NAME)
@@ -99,8 +100,10 @@ def is_device(value: Any) -> bool:
 
 
 def is_module(value: Any) -> bool:
-    """Whether a value may be the name of a module."""
-    return isinstance(value, str) and _MODULE.fullmatch(value) is not None
+    """Whether a value may be the name of a module that other processes have as well."""
+    if not isinstance(value, str) or value.partition(".")[0] == "__main__":
+        return False
+    return _MODULE.fullmatch(value) is not None
 
 
 def are_modules(value: Any) -> bool:
@@ -160,8 +163,8 @@ class Settings(Table):
     token_file: TEXT | None = None
     carrier: Annotated[str, one_of(*CARRIERS)] = "socket"
     deadline_s: Annotated[float, only(SECONDS, is_seconds)] = DEADLINE_S
-    # Of one value: a worker takes memory for none that is larger.
-    value_bytes_max: COUNT = 1 << 34
+    # Of one value: none that is larger leaves a worker, or has memory taken for it.
+    value_bytes_max: COUNT = VALUE_BYTES_MAX
     path: Annotated[Path, Field(exclude=True)] = Path()
 
     @property

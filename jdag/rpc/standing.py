@@ -8,6 +8,7 @@ from jdag.errors import JdagError
 from jdag.rpc.company import Company
 from jdag.rpc.jobs import Jobs
 from jdag.rpc.loop import clock_ns
+from jdag.rpc.place import Place
 
 SETTLE_S, SETTLE_LOOK_S = 3600.0, 0.001
 
@@ -42,6 +43,30 @@ def info(
         "duplicates": sum(peer.link.duplicates for peer in peers),
         "busy_ns": jobs.busy_ns,
         "lost": False,
+    }
+
+
+def info_of_all(
+    place: Place,
+    company: Company,
+    own: Callable[[], dict[str, Any]],
+    within_s: float | None,
+) -> dict[str, dict[str, Any]]:
+    """For each worker of a session, what it says of how it stands.
+
+    Args:
+        place: of the node that asks.
+        company: of that node.
+        own: says how that one stands.
+        within_s: how long is waited for the others; None: until they say, or are lost.
+    """
+    found = company.ask_all({"what": "info"}, within_s)
+    found[place.worker] = own()
+    nothing = dict.fromkeys(found[place.worker], 0)
+    living = [peer.name for peer in company.living]
+    return {
+        worker: found.get(worker) or {**nothing, "lost": worker not in living}
+        for worker in place.workers
     }
 
 

@@ -31,6 +31,7 @@ DESCRIPTORS_MAX = 64
 _DESCRIPTOR = array.array("i").itemsize
 _NO_MORE_DESCRIPTORS = (errno.ETOOMANYREFS, errno.ENOMEM, errno.ENOBUFS)
 _ANCILLARY_BYTES = socket.CMSG_SPACE(_DESCRIPTOR)
+_TRUNCATED = int(socket.MSG_CTRUNC)  # As an enum, it takes a microsecond to look at.
 
 
 class Stream(Protocol):
@@ -140,7 +141,7 @@ class SocketStream:
         count, ancillary, flags, _ = self._socket.recvmsg_into(
             (view,), _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
         )
-        if not ancillary and not flags & socket.MSG_CTRUNC:
+        if not ancillary and not flags & _TRUNCATED:
             return count
         came = array.array("i")
         for level, kind, data in ancillary:

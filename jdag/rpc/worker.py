@@ -197,9 +197,13 @@ def become(options: Options) -> NoReturn:
 
 
 def environment() -> dict[str, str]:
-    """Return this environment, in which a worker finds the modules that we find."""
+    """Return this environment, in which a worker finds the modules that we find.
+
+    gRPC prints its errors alone there, if nothing else is set: else each certificate
+    that is refused, which is told to whoever shows it, is several lines of its own.
+    """
     path = os.pathsep.join([one or os.getcwd() for one in sys.path])
-    return {**os.environ, "PYTHONPATH": path}
+    return {"GRPC_VERBOSITY": "ERROR", **os.environ, "PYTHONPATH": path}
 
 
 def run(options: Options, parent: socket.socket) -> None:
@@ -230,7 +234,7 @@ def run(options: Options, parent: socket.socket) -> None:
         worker=options.worker,
         token=options.token,
         allow=options.allow,
-        handshake=ours(),
+        handshake=ours(options.value_bytes_max),
         make_node=found(options.node)(options),
         open_gate=open_gate,
         dial_gate=partial(dial, tls=tls),

@@ -1,0 +1,39 @@
+"""What is said of files of tests is said of files that are there."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.spreading import APART, LONGEST, TOGETHER, group_of, place_of
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_files_that_are_named_are_there_and_their_groups_are_used():
+    files = [name for name in (*LONGEST, *APART, *TOGETHER) if ".py" in name]
+    assert [file for file in files if not (ROOT / file.split("::")[0]).exists()] == []
+    assert {*TOGETHER.values()} <= {*LONGEST}
+
+
+@pytest.mark.parametrize(
+    ("test", "group"),
+    [
+        ("tests/test_trees.py::test_it[a-socket]", "tests/test_trees.py"),
+        ("tests/conformance/test_ids.py::test_it[socket]", "socket"),
+        ("tests/conformance/test_ids.py::test_it[grpc-3]", "grpc"),
+        (
+            "tests/conformance/test_ids.py::test_it[sim]",
+            "tests/conformance/test_ids.py",
+        ),
+        ("tests/test_hvp.py::test_it", "random programs"),
+        ("tests/test_parallel.py::test_it[a]", "tests/test_parallel.py::test_it[a]"),
+    ],
+)
+def test_a_test_belongs_to_its_file_or_to_what_its_file_shares(test: str, group: str):
+    assert group_of(test) == group
+
+
+def test_what_takes_longest_comes_before_the_rest():
+    rest = place_of("tests/test_trees.py::test_it")
+    assert place_of("tests/test_random.py::test_it") < place_of("tests/test_gpu.py::x")
+    assert place_of("tests/test_gpu.py::x") < rest == place_of("tests/test_tls.py::x")
