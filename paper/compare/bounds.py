@@ -10,11 +10,11 @@ from typing import Any
 
 _CALL = (
     "Plain Python, one step after the other: the caller until bytes leave, the worker, "
-    "the caller again. The job itself is a tenth of the worker's time."
+    "the caller again."
 )
 _HOP = (
-    "Plain Python at both ends, which both run nearly all of the time. A round trip is "
-    "a call and a move, of which each is told, acknowledged and answered by a message."
+    "Plain Python at both ends. A round trip is a call and a move, of which each is "
+    "told, acknowledged and answered by a message."
 )
 _FAN_OUT = (
     "Plain Python at the caller: each call is a message of its own and its "
@@ -27,8 +27,8 @@ _PASS = (
 _LARGE = "Copies into and out of shared memory, and its pages while there is none."
 _STEP = "Messages, as in a chain; from 1,024 wide on what XLA computes on the workers."
 _MEMORY = (
-    "JAX's own memory before the first array, then weights, gradients, and memory that "
-    "is kept to be received into again."
+    "JAX's own memory before the first call, then weights and gradients, XLA's "
+    "temporaries, and memory that is kept to be received into again."
 )
 
 # For each row why, and what of `costs` it is made of.
@@ -57,11 +57,19 @@ _WHY = {
 
 
 def bound(row: str, costs: Mapping[str, Mapping[str, Any]]) -> str:
-    """Say what bounds a row, with what was measured of it."""
+    """Say what bounds a row, with what was measured of it: what `costs` prints."""
     why, name = _WHY[row]
     if name is None:
-        return why
-    cost = costs[name]
+        peak, start, values, shared = (
+            costs["memory"][kind] / 1e6
+            for kind in ("peak", "start", "values", "shared")
+        )
+        return (
+            f"{why} Of {peak:.0f} MB in the run that measures costs {start:.0f} were "
+            f"there before the first call, values took at most {values:.0f}, and "
+            f"{shared:.0f} were shared memory."
+        )
+    cost = costs["rows"][name]
     parts = sorted(cost["shares"].items(), key=lambda part: -part[1])
     most = ", ".join(f"{part} {share:.0%}" for part, share in parts[:4])
     return (

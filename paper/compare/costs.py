@@ -128,6 +128,28 @@ def _grown(before: Any, after: Any) -> dict[str, float]:
     }
 
 
+def resident(cluster: jdag.Cluster, kind: str) -> dict[str, int]:
+    """The memory of a kind of each worker's process, in bytes."""
+    pids = cluster.driver.launch.pids
+    return {name: rows.memory_of(pids[name], kind) for name in rows.WORKERS}
+
+
+def memory(cluster: jdag.Cluster, start: Mapping[str, int]) -> dict[str, int]:
+    """What the memory of the worker that had most was made of, in bytes.
+
+    `start` is what each had before the first call; `values` the most that arrays took
+    at one time; `shared` what of shared memory is mapped at the end.
+    """
+    peaks = resident(cluster, "VmHWM")
+    most = max(peaks, key=lambda name: peaks[name])
+    return {
+        "peak": peaks[most],
+        "start": start[most],
+        "values": cluster.info()[most]["bytes_peak"],
+        "shared": resident(cluster, "RssShmem")[most],
+    }
+
+
 def repeated(work: Callable[[], Any], times: int) -> int:
     """Do it so often."""
     for _ in range(times):
@@ -187,9 +209,11 @@ def main() -> None:
     workers = [ours.CALLER, *rows.WORKERS]
     with jdag.launch(workers, allow=ours.ALLOWED) as cluster:
         side = ours.Ours(cluster, "fast")
+        start = resident(cluster, "VmRSS")
         found = {name: cost(cluster, work) for name, work in works(side).items()}
+        held = memory(cluster, start)
     sys.stdout.write(f"What one costs; the least of {ROUNDS}.\n\n{table(found)}\n")
-    rows.tell(found)
+    rows.tell({"rows": found, "memory": held})
 
 
 if __name__ == "__main__":

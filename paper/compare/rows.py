@@ -267,10 +267,15 @@ def _listed(array: Any) -> list[Any]:
 
 def peak_bytes(pid: int | str) -> int:
     """The peak resident size of a process of this machine, in bytes."""
+    return memory_of(pid, "VmHWM")
+
+
+def memory_of(pid: int | str, kind: str) -> int:
+    """What the kernel says of a process's memory of a kind, such as VmRSS, in bytes."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
+        if line.startswith(f"{kind}:"):
             return int(line.split()[1]) * 1024
-    raise SystemExit(f"process {pid} has no peak resident size")
+    raise SystemExit(f"process {pid} has no {kind}")
 
 
 def repeats(arguments: Sequence[str]) -> Repeats:

@@ -206,7 +206,7 @@ def page(found: Sequence[Found], about: Found, costs: Found) -> str:
         "## What one of each costs our side\n\n"
         "After the rounds, the least of 5; calls and shares by a profile, which itself "
         "takes about as long again; `paper/compare/costs.py` has what is counted.\n\n"
-        f"{table_of_costs(costs)}"
+        f"{table_of_costs(costs['rows'])}"
     )
 
 
