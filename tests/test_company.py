@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jdag.errors import JoinError, WorkerLost
+from jdag.rpc.company import LEFT
 from jdag.rpc.node import Node
 from tests.rpc_breaking import Breaking, breaking
 from tests.rpc_nodes import cluster
@@ -41,6 +42,19 @@ def test_who_is_given_up_is_told_and_leaves_the_session(
         assert line in (said.replace("[ab]", one) for one in "ab")
         soon(lambda: set(c.info()) == {"a", "b", "c"} and c.info()["c"]["lost"])
         assert not c.info()["b"]["lost"] and not has_left(c.nodes["b"])
+
+
+def test_who_loses_main_as_it_leaves_has_left_too(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with cluster() as c:
+        main = c.nodes["a"]
+        with main._loop:
+            main.company.peers["b"].lose({"bye": LEFT})  # c is still to hear of it.
+        gone = c.nodes["c"].company.gone
+        soon(lambda: "b" in gone)
+        assert gone["b"] == LEFT
+        assert caplog.messages == []  # Warnings are what a worker's own log shows.
 
 
 def cut_and_refused(nodes: Breaking, one: str, other: str) -> None:

@@ -354,7 +354,8 @@ class Company:
         self.gone[peer.worker] = why
         if peer.name == self._place.main:
             # Main is the session: who loses it leaves, and whoever else does finds out.
-            gone = {"bye": f"it has lost {peer.name!r}: {why}"[:WHY_MAX]}
+            lost = f"it has lost {peer.name!r}: {why}"[:WHY_MAX]
+            gone = {"bye": why if why == LEFT else lost}
         for other in tuple(self.peers.values()):
             other.aside(gone)
         self._host.left(peer.worker, why)
