@@ -1,5 +1,6 @@
 """The report of a run: what its trace says of time, pictures, page and other traces."""
 
+import re
 import struct
 from fractions import Fraction
 from itertools import pairwise
@@ -14,6 +15,7 @@ from jdag.graph import graph_of
 from jdag.programs.shapes import pipeline
 from jdag.report import bubble, read_drawings, render, spans
 from jdag.report.perfetto import JOBS_MAX, MESSAGES_MAX, trace_events
+from jdag.report.picture import _laid_out, draw_graph
 from jdag.report.raster import COLUMNS, mixed
 from jdag.report.spans import Job, Spans, Transfer, spans_of
 from jdag.shown import shown
@@ -87,6 +89,10 @@ def slow():
         network=LinkModel(latency_ns=50_000, bandwidth_bytes_per_s=10_000_000),
         devices=DeviceModel(forward_ns=200_000, backward_ns=400_000, sum_ns=20_000),
     )
+
+
+def total(leaves):
+    return sum(leaf.sum() for leaf in leaves)
 
 
 def noted(*events):
@@ -348,6 +354,31 @@ def test_the_page_needs_nothing_else_and_shows_what_was_expected(piped, tmp_path
     assert f"stage0 {share}" not in page  # It stands in the table by worker.
     assert "jdag run some.toml --seed 7" in page
     assert "trace.perfetto.json" in page
+
+
+def test_figures_by_the_elements_of_another_have_a_table_of_their_own(tmp_path):
+    rows = {"1": 5_529, "2": 3_913, "4": 3_790}
+    figures = {"replicas": [1, 2, 4], "rows_per_s": rows, "sent": {"a": 1, "d": 2}}
+    render(tmp_path, result_of("abc", **figures), None, None, window=(0, 0))
+    page = (tmp_path / "index.html").read_text()
+    assert re.findall("<h2>(By .*)</h2>", page) == ["By replicas"]
+    cells = '<td class="name">2</td><td class="value">3,913</td>'
+    assert cells in page and "2 3,913" not in page
+    assert "a 1, d 2" in page  # By no worker of the run, and by no other figure.
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_all_leaves_of_the_first_call_have_room_in_the_picture(count, tmp_path):
+    with simulate(["a"], seed=0) as cluster:
+        leaves = [cluster.put("a", np.ones(2)) for _ in range(count)]
+        with cluster.context() as ctx:
+            ctx.backward(ctx.call("a", total, leaves))
+            graph = graph_of(ctx.graph())
+    draw_graph(tmp_path / "graph.png", graph, "many")
+    _, height = _size(tmp_path / "graph.png")
+    assert height > 110 * 0.31 * 0.88 * (count + 1)  # Dots of an inch, of a leaf.
+    layout = _laid_out(graph)
+    assert min(y for _, y in layout.places.values()) == layout.top
 
 
 def test_a_graph_that_is_none_is_refused_by_file(tmp_path):

@@ -178,11 +178,16 @@ class ParallelDigits:
         if run.virtual:
             return {**time_of(run, all_ns), "digest": cluster.trace.digest}
         # The first step of each compiles.
-        each_ns = [int(np.median(times[1:] or times)) for times in times_ns.values()]
+        each_ns = {
+            str(count): int(np.median(times[1:] or times))
+            for count, times in times_ns.items()
+        }
         return {
             **time_of(run, all_ns),
             "wall_time_per_step_ns": each_ns,
-            "rows_per_s": [round(self.batch * 1e9 / ns) for ns in each_ns],
+            "rows_per_s": {
+                count: round(self.batch * 1e9 / ns) for count, ns in each_ns.items()
+            },
         }
 
 

@@ -12,6 +12,7 @@ from jdag.shown import shown
 
 Picture = tuple[Path, str, str]  # The file, its heading, what there is to see.
 
+WORKER = "worker"
 _ABOVE = ("outcome", "digest")  # They stand elsewhere on the page.
 _LONG = ("error_message",)  # Shown below the table, as they have lines of their own.
 
@@ -34,7 +35,8 @@ def write_page(
     environment.filters["breakable"] = _breakable
     figures, workers = result["figures"], result["workers"]
     given = {name: one for name, one in figures.items() if one not in (None, [], {})}
-    each = [name for name, one in given.items() if _is_by_worker(one, workers)]
+    tables = _tables(given, workers)
+    each = [name for names in tables.values() for name in names]
     text = environment.get_template("page.html").render(
         result=result,
         figures=[
@@ -42,10 +44,16 @@ def write_page(
             for name, value in given.items()
             if name not in (*_LONG, *_ABOVE, *each)
         ],
-        each=[(name, result["meaning"].get(name, "")) for name in each],
-        by_worker=[
-            (worker, [shown(name, given[name].get(worker)) for name in each])
-            for worker in workers
+        tables=[
+            (
+                by,
+                [(name, result["meaning"].get(name, "")) for name in names],
+                [
+                    (key, [shown(name, given[name].get(key)) for name in names])
+                    for key in _rows(by, given, workers)
+                ],
+            )
+            for by, names in tables.items()
         ],
         expected=[
             (one["figure"], one["wanted"], shown(one["figure"], one["got"]), one["met"])
@@ -62,8 +70,22 @@ def _breakable(name: str) -> Markup:
     return escape(name).replace("_", Markup("_<wbr>"))
 
 
-def _is_by_worker(value: Any, workers: Sequence[str]) -> bool:
-    return isinstance(value, Mapping) and all(name in workers for name in value)
+def _tables(given: Mapping[str, Any], workers: Sequence[str]) -> dict[str, list[str]]:
+    """The figures with a value for each worker, or for each element of another."""
+    found: dict[str, list[str]] = {}
+    lists = [name for name, one in given.items() if isinstance(one, list)]
+    for name, one in given.items():
+        if not isinstance(one, Mapping):
+            continue
+        for by in (WORKER, *lists):
+            if set(one) <= set(_rows(by, given, workers)):
+                found.setdefault(by, []).append(name)
+                break
+    return found
+
+
+def _rows(by: str, given: Mapping[str, Any], workers: Sequence[str]) -> Sequence[str]:
+    return workers if by == WORKER else [str(one) for one in given[by]]
 
 
 def _inside(picture: Path) -> str:

@@ -38,6 +38,7 @@ class _Layout:
 
     workers: tuple[str, ...]
     places: Mapping[str, tuple[float, float]]
+    top: float  # Heights count downwards; leaves may stand above the first call.
     height: int
 
 
@@ -56,22 +57,22 @@ def draw_graph(path: Path, graph: Graph, title: str) -> None:
     columns = len(layout.workers)
     size = (
         max(6.0, _COLUMN_INCHES * columns + 0.4),
-        _HEIGHT_INCHES * (layout.height + 1.4) + 0.7,
+        _HEIGHT_INCHES * (layout.height - layout.top + 1.4) + 0.7,
     )
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.set_xlim(-0.5, columns - 0.5)
-    axes.set_ylim(layout.height - 0.3, -1.6)
+    axes.set_ylim(layout.height - 0.3, layout.top - 1.6)
     axes.axis("off")
     for place, worker in enumerate(layout.workers):
-        axes.add_patch(
-            Rectangle((place - 0.47, -1.5), 0.94, layout.height + 1.15, color=_COLUMN)
-        )
+        low, high = layout.height - 0.35, layout.top - 1.5
+        axes.add_patch(Rectangle((place - 0.47, high), 0.94, low - high, color=_COLUMN))
         name = worker if len(worker) <= _NAME_MAX else f"{worker[:_NAME_MAX]}…"
         axes.text(
-            place, -1.0, name, ha="center", va="center", weight="bold", parse_math=False
-        )
+            place, layout.top - 1.0, name,
+            ha="center", va="center", weight="bold", parse_math=False,
+        )  # fmt: skip
     vertices = {vertex.id: vertex for vertex in graph.vertices}
     for edge in graph.edges:
         if edge.source in layout.places and edge.target in layout.places:
@@ -105,8 +106,9 @@ def _laid_out(graph: Graph) -> _Layout:
         if height < HEIGHTS_MAX
     }
     places.update(_leaf_places(graph, shown, places, workers))
-    heights = [int(height) for _, height in places.values()]
-    return _Layout(workers, places, max(heights, default=0) + 1)
+    heights = [height for _, height in places.values()]
+    top, low = min(heights, default=0.0), int(max(heights, default=0.0))
+    return _Layout(workers, places, top, low + 1)
 
 
 def _heights(graph: Graph, shown: list[Vertex]) -> dict[str, tuple[str, int]]:
@@ -131,7 +133,7 @@ def _leaf_places(
     places: Mapping[str, tuple[float, float]],
     workers: tuple[str, ...],
 ) -> dict[str, tuple[float, float]]:
-    """Each leaf beside what first uses it, the next free height below."""
+    """Each leaf beside what first uses it, or as far above as is free."""
     taken: set[tuple[float, float]] = set()
     found: dict[str, tuple[float, float]] = {}
     for leaf in shown:
