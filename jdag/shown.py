@@ -12,7 +12,7 @@ _ITEMS_MAX = 12
 def shown(name: str, value: Any) -> str:
     """Write one figure: 1352036 of `..._ns` is 1.352 ms, a bubble of 0.3 is 30.00 %."""
     if isinstance(value, Mapping):
-        return _listed([f"{key} {shown(name, one)}" for key, one in value.items()])
+        return _listed([f"{key}: {shown(name, one)}" for key, one in value.items()])
     if isinstance(value, list | tuple):
         return _listed([shown(name, one) for one in value])
     if isinstance(value, bool) or value is None:

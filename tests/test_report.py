@@ -351,20 +351,30 @@ def test_the_page_needs_nothing_else_and_shows_what_was_expected(piped, tmp_path
     share = shown("bubble", 3 / 11)
     for said in ("12,345", "1.352 ms", share, "seed 7", "digest abc123"):
         assert said in page, said
-    assert f"stage0 {share}" not in page  # It stands in the table by worker.
+    assert f"stage0: {share}" not in page  # It stands in the table by worker.
     assert "jdag run some.toml --seed 7" in page
     assert "trace.perfetto.json" in page
 
 
 def test_figures_by_the_elements_of_another_have_a_table_of_their_own(tmp_path):
     rows = {"1": 5_529, "2": 3_913, "4": 3_790}
-    figures = {"replicas": [1, 2, 4], "rows_per_s": rows, "sent": {"a": 1, "d": 2}}
+    figures = {
+        "replicas": [1, 2, 4],
+        **dict.fromkeys(("rows_per_s", "rows_least", "rows_most"), rows),
+        "peak": {"a": 7, "b": 8},
+        "sent": {"a": 1, "d": 2},
+    }
     render(tmp_path, result_of("abc", **figures), None, None, window=(0, 0))
     page = (tmp_path / "index.html").read_text()
-    assert re.findall("<h2>(By .*)</h2>", page) == ["By replicas"]
-    cells = '<td class="name">2</td><td class="value">3,913</td>'
-    assert cells in page and "2 3,913" not in page
-    assert "a 1, d 2" in page  # By no worker of the run, and by no other figure.
+    assert re.findall("<h2>(By .*)</h2>", page) == ["By replicas", "By worker"]
+    # What is more goes down the page: figures here, workers there.
+    heads = "".join([f"<th>{one}</th>" for one in ("figure", *rows, "what it is")])
+    cells = "".join([f'<td class="value">{one:,}</td>' for one in rows.values()])
+    assert heads in page and page.count(cells) == 3
+    assert "<th>worker</th><th>peak</th>" in page
+    assert '<td class="name">b</td><td class="value">8</td>' in page
+    assert '<td class="name">c</td><td class="value">-</td>' in page
+    assert "a: 1, d: 2" in page  # By no worker of the run, and by no other figure.
 
 
 @pytest.mark.parametrize("count", [1, 8])

@@ -22,19 +22,20 @@ FIGURES: Mapping[str, str] = {
     "outcome": "how the passes ended",
     "error": "the class of the first error, if there was one",
     "error_message": "what it said",
-    "gradient_difference": "max|g - g*| / max|g*|, by way; g* by the oracle",
-    "gradient_bits": "a hash of the gradients, bit by bit, by way",
+    "way": "how parameters go out and gradients come back, one after the other",
+    "gradient_difference": "max|g - g*| / max|g*|; g* by the oracle",
+    "gradient_bits": "a hash of the gradients, bit by bit",
     "seeds": "seeds played",
-    "bit_patterns": "different gradients, bit by bit, over the seeds, by way",
-    "arrival_orders": "different orders in which cotangents arrived, by way",
+    "bit_patterns": "different gradients, bit by bit, over the seeds",
+    "arrival_orders": "different orders in which cotangents arrived",
     "same_bits_as_clean": "whether faults and jitter left the gradient as it was",
-    "virtual_time_ns": "from opening the context to the end of the pass, by way",
-    "wall_time_ns": "from beginning to end, on this host's clock, by way",
-    "messages": "protocol messages, by way",
-    "payload_bytes": "bytes of arrays in them, by way",
-    "link_bytes": "bytes of arrays on the link that had most of them, by way",
-    "busiest_bytes": "bytes of arrays that the worker sent that sent most, by way",
-    "resends": "frames that were sent again, by way",
+    "virtual_time_ns": "from opening the context to the end of the pass",
+    "wall_time_ns": "from beginning to end, on this host's clock",
+    "messages": "protocol messages",
+    "payload_bytes": "bytes of arrays in them",
+    "link_bytes": "bytes of arrays on the link that had most of them",
+    "busiest_bytes": "bytes of arrays that the worker sent that sent most",
+    "resends": "frames that were sent again",
     "live_contexts": "contexts that some worker holds afterwards",
     "live_passes": "passes that some worker holds afterwards",
     "values_left": "values held afterwards that are not leaves",
@@ -89,6 +90,7 @@ class Ways:
             ways = {how: one[name] for how, one in found.items() if name in one}
             if ways and name not in (*figures, "seeds", "digest"):
                 figures[name] = ways
+        figures["way"] = list(found)
         figures["seeds"] = len(run.seeds)
         if run.virtual:
             figures["digest"] = digest_of([one["digest"] for one in found.values()])

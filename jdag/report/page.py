@@ -44,17 +44,7 @@ def write_page(
             for name, value in given.items()
             if name not in (*_LONG, *_ABOVE, *each)
         ],
-        tables=[
-            (
-                by,
-                [(name, result["meaning"].get(name, "")) for name in names],
-                [
-                    (key, [shown(name, given[name].get(key)) for name in names])
-                    for key in _rows(by, given, workers)
-                ],
-            )
-            for by, names in tables.items()
-        ],
+        tables=[_table(by, names, given, result) for by, names in tables.items()],
         expected=[
             (one["figure"], one["wanted"], shown(one["figure"], one["got"]), one["met"])
             for one in result["expect"]
@@ -82,6 +72,33 @@ def _tables(given: Mapping[str, Any], workers: Sequence[str]) -> dict[str, list[
                 found.setdefault(by, []).append(name)
                 break
     return found
+
+
+def _table(
+    by: str, names: Sequence[str], given: Mapping[str, Any], result: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A table: a row for each figure or, where these are the fewer, a column."""
+    keys = _rows(by, given, result["workers"])
+    meanings = [result["meaning"].get(name, "") for name in names]
+    rows = [
+        (name, [shown(name, given[name].get(key)) for key in keys]) for name in names
+    ]
+    if len(names) >= len(keys):
+        return {
+            "by": by,
+            "said": [],
+            "heads": ["figure", *keys, "what it is"],
+            "rows": [(*row, said) for row, said in zip(rows, meanings, strict=True)],
+        }
+    columns = zip(*[values for _, values in rows], strict=True)
+    return {
+        "by": by,
+        "said": list(zip(names, meanings, strict=True)),
+        "heads": [by, *names],
+        "rows": [
+            (key, values, None) for key, values in zip(keys, columns, strict=True)
+        ],
+    }
 
 
 def _rows(by: str, given: Mapping[str, Any], workers: Sequence[str]) -> Sequence[str]:
