@@ -16,7 +16,7 @@ from jdag.engine.vocabulary import (
     landing,
 )
 from jdag.rpc import outbox
-from jdag.rpc.inbox import Inbox
+from jdag.rpc.inbox import PING, Inbox
 from jdag.rpc.loop import clock_ns
 from jdag.rpc.streams import SocketStream
 from jdag.wire.frames import CHUNK_MAX_BYTES, FrameKind
@@ -170,6 +170,21 @@ def test_what_is_acknowledged_is_let_go_of(sides: Sides) -> None:
     sides.run(lambda: len(sides.b.messages) == 19)
     sides.run(lambda: sides.a.peer.link.quiet and sides.b.peer.link.quiet)
     assert sides.a.peer.outbox.empty
+
+
+def test_what_is_heard_while_nothing_is_acknowledged_puts_off_no_acknowledgement(
+    make: Callable[..., Sides],
+) -> None:
+    """A resend that is due in a hundred years is nothing to wait for."""
+    sides = make(deadline_s=600.0)
+    sides.connect()
+    sides.a.peer.send(primal(1), [jnp.ones(3)])
+    sides.b.peer._pure(PING)  # On its way before b has read anything.
+    sides.run(lambda: len(sides.b.messages) == 1)
+    for number in (1, 2, 3):
+        sides.b.peer.send(primal(number), [jnp.ones(3)])
+        sides.run(lambda number=number: len(sides.a.messages) == number)
+        sides.run(lambda: sides.a.peer.link.quiet and sides.b.peer.link.quiet)
 
 
 def test_a_peer_that_is_asked_gives_a_sign_of_life_and_one_that_does_not_is_lost(

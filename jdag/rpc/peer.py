@@ -352,8 +352,12 @@ class Peer:
         if self.inbox.chunk_bytes - self._said_bytes >= ACK_BYTES:
             self._said_bytes = self.inbox.chunk_bytes
             self._pure()
+        self._await_tick()
+
+    def _await_tick(self) -> None:
+        """Look when an acknowledgement is due; what is to be resent never is."""
         due_ns = self.link.deadline_ns
-        if due_ns is not None and self._ack_timer is None:
+        if due_ns is not None and due_ns < LINK.resend_ns and self._ack_timer is None:
             self._ack_timer = self._loop.at(due_ns, self._tick)
 
     def _tick(self) -> None:
@@ -364,8 +368,8 @@ class Peer:
             return
         if link.deadline_ns <= now_ns and link.tick(now_ns):
             self._pure()
-        elif link.deadline_ns < now_ns + LINK.resend_ns // 2:
-            self._ack_timer = self._loop.at(link.deadline_ns, self._tick)
+        else:
+            self._await_tick()
 
     # ------------------------------------------------------------------ its inbox's
 
