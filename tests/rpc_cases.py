@@ -157,7 +157,7 @@ def make_broken(options: Options) -> MakeNode:
 def make_odd(options: Options) -> MakeNode:
     """What a worker process that says odd things to its parent makes its nodes by."""
     parent = socket.socket(fileno=os.dup(int(sys.argv[1])))
-    parent.sendall(b'{"ready": 5}\n')
+    parent.sendall(b'{"ready": 5}\n{"ready": "127.0.0.1:7000"}\n')
     return PlainNode
 
 

@@ -78,6 +78,8 @@ class _Child:
         self._said += came
         *lines, self._said = self._said.split(b"\n")
         for line in lines:
+            if self.failed:  # What else it says changes nothing.
+                break
             try:
                 said = json.loads(line)
                 if "ready" in said:
