@@ -14,6 +14,7 @@ from contextlib import (
     contextmanager,
     nullcontext,
     redirect_stdout,
+    suppress,
 )
 from fractions import Fraction
 from importlib.metadata import version
@@ -34,7 +35,7 @@ from rich.text import Text
 
 from jdag import hosting
 from jdag.engine.drawing import Need
-from jdag.errors import JdagError, ScenarioError, unusable
+from jdag.errors import JdagError, ScenarioError, reason, unusable
 from jdag.exits import Exit, said_in_one_line
 from jdag.graph import ContextGraph
 from jdag.playing import Answer, play
@@ -145,7 +146,11 @@ def _staged(folder: Path) -> Iterator[Path]:
         ScenarioError: the folder cannot be written, or holds something that is no run.
     """
     allowed = "a folder that can be written: a new one, an empty one or that of a run"
-    place = folder.resolve()
+    try:
+        place = _found(folder)
+    except (OSError, ValueError) as error:
+        said = f"{allowed}; {reason(error)}"
+        raise ScenarioError(unusable("--out", str(folder), said)) from error
     try:
         if place.exists() and any(place.iterdir()) and not _is_run(place):
             said = f"{allowed}; this one has something else in it"
@@ -163,8 +168,16 @@ def _staged(folder: Path) -> Iterator[Path]:
         finally:
             shutil.rmtree(made, ignore_errors=True)
     except OSError as error:
-        said = f"{allowed}; {error.strerror or error}"
+        said = f"{allowed}; {reason(error)}"
         raise ScenarioError(unusable("--out", str(folder), said)) from error
+
+
+def _found(folder: Path) -> Path:
+    """Where a folder is, or will be; OSError or ValueError where it cannot be."""
+    place = Path(os.path.realpath(folder))
+    with suppress(FileNotFoundError):
+        place.stat()
+    return place
 
 
 def _is_run(folder: Path) -> bool:

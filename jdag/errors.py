@@ -6,6 +6,8 @@ _NAMES = {
     "ndarray": "numpy array",
 }
 
+SHOWN_MAX = 1000  # Of a value: more would hide what is wrong with it.
+
 
 def kind_of(value: object) -> str:
     """Say what a value is, as messages do: `an int`, `a JAX array`."""
@@ -15,7 +17,23 @@ def kind_of(value: object) -> str:
 
 def unusable(key: str, value: object, allowed: str) -> str:
     """The one wording in which a setting is refused."""
-    return f"{key} = {value!r}: allowed is {allowed}"
+    said = repr(value)
+    if len(said) > SHOWN_MAX:
+        said = f"{said[:SHOWN_MAX]}..."
+    return f"{key} = {said}: allowed is {allowed}"
+
+
+def spelled(path: object) -> str:
+    """A path as messages have it: quoted if a sign in it would not be seen."""
+    text = str(path)
+    return text if text.isprintable() else repr(text)
+
+
+def reason(error: OSError | ValueError) -> str:
+    """Say what the system says, or Python of a path, without a number."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    return f"no file can have this name: {error}"  # It has a zero byte, or no bytes.
 
 
 class JdagError(Exception):

@@ -3,8 +3,11 @@
 Whatever is wrong is said in one wording: `key = value: allowed is ...`.
 """
 
+import codecs
+import io
+import os
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +21,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from jdag.errors import ScenarioError, unusable
+from jdag.errors import ScenarioError, reason, spelled, unusable
 from jdag.expect import meant
 
 
@@ -51,6 +54,19 @@ def one_of(*names: str) -> BeforeValidator:
 def is_table(value: Any) -> bool:
     """Whether a value is a table."""
     return isinstance(value, dict)
+
+
+def is_listed(value: object) -> bool:
+    """Whether a value is many, in an order of their own: no text, and no set."""
+    if isinstance(value, str | bytes | bytearray | set | frozenset):
+        return False
+    return isinstance(value, Iterable)
+
+
+def is_path(value: object) -> bool:
+    """Whether a value may be the path of a file or folder."""
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    return isinstance(text, str) and "\0" not in text
 
 
 TEXT = Annotated[str, only("a text", lambda v: isinstance(v, str) and bool(v))]
@@ -88,7 +104,7 @@ def wrong(path: Path) -> Iterator[None]:
     try:
         yield
     except ScenarioError as error:
-        raise ScenarioError(f"{path}: {error}") from error
+        raise ScenarioError(f"{spelled(path)}: {error}") from error
 
 
 def read(path: Path, what: str) -> tuple[str, dict[str, Any]]:
@@ -102,14 +118,54 @@ def read(path: Path, what: str) -> tuple[str, dict[str, Any]]:
         ScenarioError: it cannot be read, or is not TOML.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "this is no text"
-        raise ScenarioError(f"{why}; allowed is {what}") from error
+        text = text_in(path)
+    except ScenarioError as error:
+        raise ScenarioError(f"{error}; allowed is {what}") from error
     try:
         return text, tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ScenarioError(f"this is not TOML: {error}") from error
+
+
+# What a text in another encoding begins with; that of UTF-32 begins with UTF-16's.
+_MARKS = {
+    codecs.BOM_UTF32_LE: "UTF-32",
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
+_SAVE = "save it as UTF-8"
+
+
+def text_in(path: Path) -> str:
+    """Return the text of a file, in UTF-8 with or without a byte order mark.
+
+    Raises:
+        ScenarioError: it cannot be read, or is in another encoding; says which.
+    """
+    try:
+        data = path.read_bytes()
+    except (OSError, ValueError) as error:
+        raise ScenarioError(reason(error)) from error
+    for mark, encoding in _MARKS.items():
+        if data.startswith(mark):
+            raise ScenarioError(f"this is text in {encoding}: {_SAVE}")
+    if (zero := data.find(0)) >= 0:
+        where = _line(data, zero)
+        raise ScenarioError(
+            f"there is a zero byte in {where}, as in UTF-16 and in what is no text:"
+            f" {_SAVE}"
+        )
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        byte = f"byte {error.object[error.start]:#04x} in {_line(data, error.start)}"
+        raise ScenarioError(f"this is not UTF-8, by {byte}: {_SAVE}") from error
+    return io.StringIO(text, newline=None).read()  # Lines as files have them.
+
+
+def _line(data: bytes, place: int) -> str:
+    return f"line {data.count(10, 0, place) + 1}"
 
 
 def said(error: ValidationError, place: list[Any] | None = None) -> str:

@@ -245,6 +245,14 @@ def test_no_such_scenario_is_one_line_and_2(place: Path):
     assert "nothing.toml: No such file" in refused(place, "check", "nothing.toml")
 
 
+def test_a_scenario_may_begin_with_a_byte_order_mark(place: Path):
+    path = written(place.parent)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    code, out, err = jdag("run", path)
+    assert (code, err) == (0, "")
+    assert "Is it so?" in out
+
+
 def test_a_loss_that_is_no_scalar_is_one_line_and_2(place: Path):
     said = refused(place, "run", scenario_of(place.parent, "no_scalar"), "--json")
     assert "of size 3; without a cotangent its size has to be 1" in said
@@ -253,9 +261,11 @@ def test_a_loss_that_is_no_scalar_is_one_line_and_2(place: Path):
 def test_a_folder_that_cannot_be_written_is_one_line_and_2(place: Path):
     path = written(place.parent)
     (place / "file").write_text("")
-    for folder in ("file", "file/below", "/proc/nothing/there"):
+    (place / "loop").symlink_to("loop")
+    odd = ("loop", "a" * 300)
+    for folder in ("file", "file/below", "/proc/nothing/there", *odd):
         said = refused(place, "run", path, "--out", folder)
-        assert f"--out = '{folder}': allowed is a folder that can be written" in said
+        assert f"--out = {folder!r}: allowed is a folder that can be written" in said
 
 
 def test_a_folder_with_something_else_in_it_is_left_alone(place: Path):

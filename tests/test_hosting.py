@@ -170,6 +170,7 @@ def test_who_cannot_read_the_token_beside_the_file_can_take_no_worker(file: Path
             ("worker", "nowhere.toml", "--name", "a"),
             "nowhere.toml: No such file",
         ),
+        (("up", "FILE", "--logs", "/proc"), "logs = '/proc': allowed is the path of"),
         (("worker", "FILE"), "Missing option '--name'"),
         (
             ("up", "FILE", "--except", "x"),

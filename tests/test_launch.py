@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from jdag.errors import JoinError
+from jdag.errors import JoinError, ScenarioError
 from jdag.rpc import launch as launch_module
 from jdag.rpc.control import ControlClient
 from jdag.rpc.launch import Launch
@@ -268,8 +268,19 @@ def test_a_parent_that_died_before_it_read_all_is_gone():
 
 def test_logs_that_cannot_be_written_are_named(tmp_path: Path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(JoinError, match=r"logs = '.*/file/x': Not a directory"):
-        Launch(options_of("a"), logs=tmp_path / "file" / "x")
+    allowed = "allowed is the path of a folder that can be written"
+    for name, why in (
+        ("file", "File exists"),
+        ("file/x", "Not a directory"),
+        ("a\0b", "no file can have this name"),
+    ):
+        place = tmp_path / name
+        with pytest.raises(ScenarioError) as caught:
+            Launch(options_of("a"), logs=place)
+        said = f"logs = {str(place)!r}: {allowed}; {why}"
+        assert str(caught.value).startswith(said)
+    with pytest.raises(ScenarioError, match=f"logs = '/proc': {allowed}"):
+        Launch(options_of("a"), logs="/proc")
 
 
 # ------------------------------------------------------- whatever becomes of the caller

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jdag.errors import ScenarioError
@@ -163,6 +164,9 @@ def test_a_worker_that_the_file_does_not_name_is_refused_with_those_it_does(tmp_
         ScenarioError, match=r"name = 'ps1': allowed is one of trainer,"
     ):
         load(path).worker("ps1")
+    for name in (7, None, ["trainer"], np.zeros(2)):
+        with pytest.raises(ScenarioError, match=r"name = .*: allowed is one of train"):
+            load(path).worker(name)
 
 
 def test_a_token_that_is_short_or_not_there_is_refused(tmp_path: Path):
@@ -172,6 +176,17 @@ def test_a_token_that_is_short_or_not_there_is_refused(tmp_path: Path):
     (tmp_path / "token").write_text("short\n")
     with pytest.raises(ScenarioError, match=r"16 to 4096 characters .*; it has 5"):
         _ = load(path).token
+
+
+def test_files_that_no_file_can_be_are_refused(tmp_path: Path):
+    path = written(tmp_path, 'token_file = "a\\u0000b"\n' + WORKER)
+    said = r"token_file = 'a\\x00b': .* '/.*a\\x00b': no file can have this name"
+    with pytest.raises(ScenarioError, match=said):
+        _ = load(path).token
+    (tmp_path / "ca.pem").write_text("")
+    tls = '[tls]\nca = "ca.pem"\ncertificate = "a\\u0000b"\nkey = "a.key"\n'
+    with pytest.raises(ScenarioError, match=r"TLS certificate '/.*a\\x00b': no file c"):
+        _ = load(written(tmp_path, WORKER + tls)).tls_files
 
 
 def test_certificates_that_are_none_are_refused(tmp_path: Path):
@@ -188,7 +203,10 @@ def test_certificates_that_are_none_are_refused(tmp_path: Path):
 
 @pytest.mark.parametrize(
     "text",
-    ["", ":", "a", ":1", "a:", "a:x", "a:65536", "a:-1", "::1:7", " :7"],
+    [
+        *("", ":", "a", ":1", "a:", "a:x", "a:65536", "a:-1", "::1:7", " :7"),
+        *("a\0:7", "a..b:7", f"{'a' * 64}:7", "a\n:7"),
+    ],
 )
 def test_what_is_no_address_is_none(text: str):
     assert address_of(text) is None

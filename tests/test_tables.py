@@ -12,6 +12,7 @@ from jdag.tables import (
     FLAG,
     TEXT,
     Table,
+    is_path,
     number,
     one_of,
     only,
@@ -73,7 +74,24 @@ def test_a_right_table_is_as_it_was_written():
     ("text", "words"),
     [
         (None, "No such file or directory; allowed is a cluster's file"),
-        (b"\xff", "this is no text; allowed is a cluster's file"),
+        (
+            b"# One\n# caf\xe9\n",
+            "this is not UTF-8, by byte 0xe9 in line 2: save it as UTF-8; allowed is a"
+            " cluster's file",
+        ),
+        (
+            "# One".encode("utf-16"),
+            "this is text in UTF-16: save it as UTF-8; allowed is a cluster's file",
+        ),
+        (
+            "# One".encode("utf-32"),
+            "this is text in UTF-32: save it as UTF-8; allowed is a cluster's file",
+        ),
+        (
+            b"# One\n" + "# Two".encode("utf-16-le"),
+            "there is a zero byte in line 2, as in UTF-16 and in what is no text: save"
+            " it as UTF-8; allowed is a cluster's file",
+        ),
         (b"a = ", "this is not TOML: Invalid value (at end of document)"),
     ],
 )
@@ -84,3 +102,23 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, text, words):
     with pytest.raises(ScenarioError) as caught, wrong(path):
         read(path, "a cluster's file")
     assert str(caught.value) == f"{path}: {words}"
+
+
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path):
+    path = tmp_path / "some.toml"
+    path.write_bytes(b"\xef\xbb\xbf# Is it so?\r\na = 1\r\n")
+    assert read(path, "a file") == ("# Is it so?\na = 1\n", {"a": 1})
+
+
+@pytest.mark.parametrize("name", ["a\0b", "a\ud800b"])
+def test_a_path_that_no_file_can_have_is_named_as_it_can_be_seen(name: str):
+    with pytest.raises(ScenarioError) as caught, wrong(Path(name)):
+        read(Path(name), "a cluster's file")
+    said = str(caught.value)
+    assert said.startswith(f"{name!r}: no file can have this name: ")
+    assert said.endswith("; allowed is a cluster's file")
+
+
+def test_what_may_be_a_path():
+    assert all(map(is_path, ("a", "", Path("a"))))
+    assert not any(map(is_path, (None, 3, b"a", ["a"], "a\0b", Path("a\0b"))))

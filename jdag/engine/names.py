@@ -45,6 +45,9 @@ def incarnation_of(worker: Worker) -> int:
     return int(worker.partition(_AGAIN)[2] or 0)
 
 
+WORKERS_MAX = 1 << 16  # A context's id has 16 bits for the worker.
+
+
 def is_name(name: object) -> bool:
     """Whether a worker can be called that."""
     return isinstance(name, str) and bool(name) and _AGAIN not in name

@@ -41,6 +41,7 @@ from jdag.engine.messages import (
 )
 from jdag.engine.names import (
     LEAF_KINDS,
+    WORKERS_MAX,
     ContextId,
     Failure,
     Hook,
@@ -63,6 +64,7 @@ from jdag.engine.names import (
 
 __all__ = [
     "LEAF_KINDS",
+    "WORKERS_MAX",
     "Acknowledge",
     "Alarm",
     "Answer",

@@ -12,8 +12,7 @@ import socket
 import struct
 from dataclasses import dataclass
 
-from jdag.errors import JdagError
-from jdag.rpc.streams import reason
+from jdag.errors import JdagError, reason
 
 KINDS = ("unix", "tcp", "grpc")
 _CREDENTIALS = struct.Struct("3i")
@@ -47,7 +46,7 @@ def parse(text: str) -> Address:
         return Address(kind, rest[1:])
     host, _, port = rest.rpartition(":")
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    if kind in ("tcp", "grpc") and host and port.isascii() and port.isdigit():
+    if kind in ("tcp", "grpc") and is_host(host) and port.isascii() and port.isdigit():
         if int(port) < 1 << 16:
             return Address(kind, host, int(port))
         raise JdagError(f"address {text!r}: port {port} is not below 65536")
@@ -72,6 +71,15 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def is_host(host: str) -> bool:
+    """Whether a text could be a host, so that the system may be asked for it."""
+    try:
+        host.encode("idna")
+    except UnicodeError:  # A part of it is empty, or has over 63 bytes.
+        return False
+    return bool(host) and host == host.strip() and host.isprintable()
 
 
 def listen(address: Address) -> tuple[socket.socket, Address]:

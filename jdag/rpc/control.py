@@ -28,12 +28,11 @@ from typing import Any, TypeVar
 import grpc
 from pydantic import BaseModel, ValidationError
 
-from jdag.errors import JdagError, JoinError
+from jdag.errors import JdagError, JoinError, reason
 from jdag.rpc.certified import hold_to, names_shown
 from jdag.rpc.requests import REQUESTS, Answer, Request
 from jdag.rpc.rooms import Room
 from jdag.rpc.settings import Address
-from jdag.rpc.streams import reason
 from jdag.rpc.tls import Tls
 from jdag.rpc.tokens import proof_of
 from jdag.rpc.tunnel import METHOD, Carry

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from jdag.errors import JdagError, JoinError
+from jdag.errors import JdagError, JoinError, reason
 from jdag.rpc.addresses import (
     Address,
     connect,
@@ -36,7 +36,7 @@ from jdag.rpc.addresses import (
     parse,
 )
 from jdag.rpc.certified import Shown
-from jdag.rpc.streams import SocketStream, Stream, reason
+from jdag.rpc.streams import SocketStream, Stream
 from jdag.rpc.tls import Tls
 from jdag.rpc.tokens import TOKEN_BYTES
 from jdag.rpc.tunnel import open_tunnel

@@ -26,11 +26,12 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from jdag.errors import JoinError
+from jdag.errors import JoinError, ScenarioError, reason, unusable
 from jdag.rpc.settings import Address
 from jdag.rpc.worker import COMMAND, STOP, Options, environment
 
 READY_S = 60.0
+LOGS = "the path of a folder that can be written"
 STOP_S = 5.0
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
 _LINES_MAX, _TAIL_BYTES_MAX = 10, 2048
@@ -150,6 +151,7 @@ class Launch:
     Raises:
         JoinError: one cannot start, dies, or is not ready in time: why, and its last
             lines. Then none is left.
+        ScenarioError: the folder for their output cannot be written.
     """
 
     def __init__(
@@ -354,9 +356,11 @@ def _folder(logs: str | os.PathLike[str] | None) -> Path:
     folder = Path(logs).absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise JoinError(f"logs = {str(logs)!r}: {error.strerror}") from error
-    return folder
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except (OSError, ValueError) as error:
+        said = f"{LOGS}; {reason(error)}"
+        raise ScenarioError(unusable("logs", str(logs), said)) from error
 
 
 def is_here(host: str) -> bool:

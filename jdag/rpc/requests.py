@@ -19,7 +19,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from jdag.rpc.settings import NAME, WORKERS_MAX
+from jdag.engine.vocabulary import WORKERS_MAX
+from jdag.rpc.settings import NAME
 
 INCARNATION_MAX = (1 << 32) - 1
 

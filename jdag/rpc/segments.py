@@ -44,7 +44,7 @@ from functools import partial
 
 import numpy as np
 
-from jdag.rpc.streams import reason
+from jdag.errors import reason
 
 SEGMENT_BYTES_MIN = 1 << 18
 SEGMENTS_BYTES_MAX = 1 << 28

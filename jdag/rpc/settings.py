@@ -32,16 +32,27 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field, ValidationError
 
-from jdag.errors import JdagError, ScenarioError, unusable
+from jdag.engine.vocabulary import WORKERS_MAX
+from jdag.errors import JdagError, ScenarioError, reason, spelled, unusable
 from jdag.expect import meant
-from jdag.rpc.addresses import is_loopback
+from jdag.rpc.addresses import is_host, is_loopback
 from jdag.rpc.tls import load as load_tls
 from jdag.rpc.tokens import fresh_secret
-from jdag.tables import COUNT, TEXT, Table, is_table, number, one_of, only, read, said
+from jdag.tables import (
+    COUNT,
+    TEXT,
+    Table,
+    is_table,
+    number,
+    one_of,
+    only,
+    read,
+    said,
+    text_in,
+)
 from jdag.tables import wrong as said_with_its_file
 
 CARRIERS = ("socket", "grpc")
-WORKERS_MAX = 1 << 16  # A context's id has 16 bits for the worker.
 TOKEN_CHARACTERS_MIN, TOKEN_CHARACTERS_MAX = 16, 4096
 DEADLINE_S = 10.0
 VALUE_BYTES_MAX = 1 << 34
@@ -52,7 +63,7 @@ _DEVICE = re.compile(r"cpu|gpu(:[0-9]{1,4})?")
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 NAMES = "letters, digits, _, - and ., beginning with a letter or digit, at most 64"
 _ADDRESSES = "host:port, with a port of 1 to 65535, such as 127.0.0.1:7001"
-_FILE = "a cluster's TOML file, such as cluster.toml"
+FILE = "a cluster's TOML file, such as cluster.toml"
 
 
 class Address(NamedTuple):
@@ -84,7 +95,7 @@ def address_of(text: str) -> Address | None:
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if not re.fullmatch(r"[0-9]{1,5}", port) or int(port) >= 1 << 16:
         return None
-    if not bare or bare != bare.strip() or (bare == host and ":" in bare):
+    if not is_host(bare) or (bare == host and ":" in bare):
         return None
     return Address(bare, int(port))
 
@@ -174,10 +185,10 @@ class Settings(Table):
 
     def worker(self, name: str) -> WorkerTable:
         """Return the table of one worker; ScenarioError if there is none."""
-        if name not in self.names:
+        if not isinstance(name, str) or name not in self.names:
             allowed = f"one of {', '.join(self.names)}{meant(str(name), self.names)}"
             said = unusable("name", name, f"{allowed}, as the file names them")
-            raise ScenarioError(f"{self.path}: {said}")
+            raise ScenarioError(f"{spelled(self.path)}: {said}")
         return self.workers[name]
 
     def gate(self, name: str) -> str:
@@ -237,7 +248,7 @@ class Settings(Table):
                 with suppress(FileExistsError):
                     os.link(made.name, path)
         except OSError as error:
-            allowed = f"the name of a file; {path} cannot be made: {error.strerror}"
+            allowed = f"the name of a file; {path} cannot be made: {reason(error)}"
             said = unusable("token_file", None, allowed)
             raise ScenarioError(f"{self.path}: {said}") from error
 
@@ -264,10 +275,9 @@ class Settings(Table):
 
     def _text(self, key: str, name: str) -> str:
         try:
-            return self.file(name).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else "this is no text"
-            allowed = f"a file that can be read; {self.file(name)}: {why}"
+            return text_in(self.file(name))
+        except ScenarioError as error:
+            allowed = f"a file that can be read; {spelled(self.file(name))}: {error}"
             raise ScenarioError(unusable(key, name, allowed)) from error
 
 
@@ -290,7 +300,7 @@ def load(path: str | Path) -> Settings:
     """
     path = Path(path)
     with said_with_its_file(path):
-        _, table = read(path, _FILE)
+        _, table = read(path, FILE)
         if "path" in table:
             keys = ", ".join(key for key in Settings.model_fields if key != "path")
             allowed = f"one of the keys {keys}"

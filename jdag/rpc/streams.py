@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
+from jdag.errors import reason
 from jdag.rpc.certified import Shown
 
 # Over loopback TCP 64 MiB took 17 ms with 1 MiB, 27 with what Linux gives by itself
@@ -215,11 +216,6 @@ def ended(peer: str) -> ConnectionError:
 def broken(peer: str, error: OSError) -> ConnectionError:
     """Say why a connection cannot be used any more."""
     return ConnectionError(f"the connection to {peer} broke: {reason(error)}")
-
-
-def reason(error: OSError) -> str:
-    """Say what the system says, without its number."""
-    return error.strerror or str(error)
 
 
 def _filled(views: Sequence[memoryview]) -> list[memoryview]:

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import grpc
 
-from jdag.errors import JdagError
+from jdag.errors import JdagError, reason, spelled
 from jdag.rpc.certified import Shown, names_in
-from jdag.rpc.streams import SocketStream, ended, reason
+from jdag.rpc.streams import SocketStream, ended
 
 # What is encrypted before the socket is asked again, and the most that waits for it.
 _TAKEN_MAX = 1 << 18
@@ -73,8 +73,9 @@ def load(ca: Path, certificate: Path, key: Path) -> Tls:
 def _read(what: str, path: Path) -> bytes:
     try:
         return path.read_bytes()
-    except OSError as error:
-        raise JdagError(f"TLS {what} {path}: {reason(error)}") from error
+    except (OSError, ValueError) as error:
+        said = f"TLS {what} {spelled(path)}: {reason(error)}"
+        raise JdagError(said) from error
 
 
 def _context(side: int, ca: Path, certificate: Path, key: Path) -> ssl.SSLContext:

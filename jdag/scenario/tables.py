@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
+from jdag.engine.vocabulary import WORKERS_MAX
 from jdag.errors import ScenarioError, unusable
 from jdag.sim import (
     Crash,
@@ -38,7 +39,6 @@ from jdag.tables import (
     said,
 )
 
-WORKERS_MAX = 1 << 16  # A context's id has 16 bits for the worker.
 _NAME = "letters, digits, _, - and ., beginning with a letter or a digit"
 _WORKERS = (
     "names, none empty and none twice; or how many, and they are w0, w1, ...; "
