@@ -3,7 +3,7 @@
 import errno
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -12,14 +12,15 @@ from typing import Any
 from jdag.cluster import Cluster
 from jdag.context import run_program
 from jdag.engine.drawing import Drawing
-from jdag.engine.vocabulary import ContextId
+from jdag.engine.vocabulary import WORKERS_MAX, ContextId
 from jdag.errors import JoinError, ScenarioError, unusable
+from jdag.expect import meant
 from jdag.home import Home, Port
 from jdag.rpc.device import settings_of, share_gpu
 from jdag.rpc.functions import Functions
 from jdag.rpc.gate import dial
 from jdag.rpc.handshake import ours
-from jdag.rpc.launch import READY_S, Launch, is_here
+from jdag.rpc.launch import LOGS, READY_S, Launch, is_here
 from jdag.rpc.node import Node
 from jdag.rpc.place import MakeNode, Place
 from jdag.rpc.session import Plan, Session
@@ -27,6 +28,7 @@ from jdag.rpc.settings import (
     CARRIERS,
     DEADLINE_S,
     DEVICES,
+    FILE,
     MODULES,
     NAMES,
     SECONDS,
@@ -40,8 +42,15 @@ from jdag.rpc.settings import (
 from jdag.rpc.tls import load as load_tls
 from jdag.rpc.tokens import fresh_secret
 from jdag.rpc.worker import Options
+from jdag.sim.plan import WORKERS
 from jdag.sim.simulation import Simulation
+from jdag.tables import is_listed, is_path
 
+# What `simulate` hands on.
+SIMULATED = (
+    *("network", "faults", "devices", "policy", "link", "detect_ns", "events_max"),
+    "trace",
+)
 _NOBODY = os.strerror(errno.ECONNREFUSED)
 
 
@@ -70,8 +79,13 @@ def simulate(
     Raises:
         ScenarioError: names a setting that is unusable, its value and what is allowed.
     """
-    names = tuple(workers) if not isinstance(workers, str) else workers
+    _check("workers", workers, is_listed(workers), WORKERS)
+    names = tuple(workers)
     first = names[0] if names else ""
+    for key in settings:
+        if key not in SIMULATED:
+            allowed = f"one of {', '.join(SIMULATED)}{meant(key, SIMULATED)}"
+            raise ScenarioError(f"simulate has no setting {key}: allowed is {allowed}")
     shared = Home(names, values == "abstract")
     shared.driver = Simulation(
         names,
@@ -276,6 +290,7 @@ def connect(path: str | os.PathLike[str], *, name: str) -> Cluster:
         JdagError: the file is unusable, or has no such worker; a worker is not reached,
             refuses, or differs in versions or configuration: both are named.
     """
+    _check_settings(path=path)
     settings = load(Path(path))
     mine = settings.worker(name)
     tls = None if settings.tls_files is None else load_tls(*settings.tls_files)
@@ -337,10 +352,9 @@ def _joined(
 
 
 def _checked_names(workers: Any) -> tuple[str, ...]:
-    listed = isinstance(workers, Iterable) and not isinstance(workers, str)
-    names = tuple(workers) if listed else ()
-    usable = bool(names) and all(is_name(name) for name in names)
-    allowed = f"one name or more, none twice; each of {NAMES}"
+    names = tuple(workers) if is_listed(workers) else ()
+    usable = 1 <= len(names) <= WORKERS_MAX and all(map(is_name, names))
+    allowed = f"a list of one name or more, none twice; each of {NAMES}"
     once = len(dict.fromkeys(map(repr, names))) == len(names)
     _check("workers", workers, usable and once, allowed)
     return names
@@ -354,7 +368,7 @@ def _are_variables(env: Any) -> bool:
     )
 
 
-# What `launch` takes: whether a value is usable, and what is allowed.
+# What `launch` and `connect` take: whether a value is usable, and what is allowed.
 _USABLE: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "allow": (are_modules, MODULES),
     "carrier": (CARRIERS.__contains__, "one of " + ", ".join(CARRIERS)),
@@ -364,10 +378,8 @@ _USABLE: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         lambda env: env is None or _are_variables(env),
         'texts by name, such as {"JAX_LOG_COMPILES": "1"}',
     ),
-    "logs": (
-        lambda logs: isinstance(logs, str | os.PathLike | None),
-        "the path of a folder",
-    ),
+    "logs": (lambda logs: logs is None or is_path(logs), LOGS),
+    "path": (is_path, f"the path of {FILE}"),
     "ready_s": (is_seconds, SECONDS),
     "value_bytes_max": (
         lambda most: type(most) is int and most > 0,

@@ -91,6 +91,7 @@ def test_one_model_serves_all_and_who_is_not_named_is_free():
         ({"sum_ns": True}, "sum_ns = True: allowed is"),
         ({"functions": {"f": (1, -2)}}, r"functions\['f'\].backward_ns = -2: allowed"),
         ({"functions": {"f": (1,)}}, r"functions\['f'\] = \(1,\): allowed is two"),
+        ({"functions": 3}, "functions = 3: allowed is costs by name"),
         ({"functions": {"f": 3}}, r"functions\['f'\] = 3: allowed is two"),
     ],
 )

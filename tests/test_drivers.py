@@ -1,6 +1,7 @@
 """Clusters of real processes, by the public face."""
 
 import gc
+import inspect
 import os
 import signal
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import pytest
 import jdag
 from jdag import drivers
 from jdag.errors import JdagError, JoinError, ScenarioError, WorkerLost
+from jdag.sim.simulation import Simulation
 from tests.rpc_cases import free_address
 from tests.rpc_workers import Workers
 from tests.test_node import W, X, gradient, hidden, loss, simulated, total
@@ -100,7 +102,7 @@ def test_a_launched_worker_that_is_killed_is_lost_at_once_with_its_last_lines() 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"workers": []}, "workers = \\[\\]: allowed is one name or more"),
+        ({"workers": []}, "workers = \\[\\]: allowed is a list of one name or more"),
         ({"workers": ["a", "a"]}, "none twice"),
         ({"workers": ["a", "b#1"]}, "b#1"),
         ({"workers": ["a", "b"], "carrier": "pigeon"}, "carrier = 'pigeon'"),
@@ -114,6 +116,11 @@ def test_a_launched_worker_that_is_killed_is_lost_at_once_with_its_last_lines() 
             {"workers": ["a", "b"], "logs": 5},
             "logs = 5: allowed is the path of a folder",
         ),
+        ({"workers": ["a", "b"], "logs": "x\0y"}, r"logs = 'x\\x00y': .* of a folder"),
+        ({"workers": ["a", "b"], "device": 3}, "device = 3: allowed is cpu, gpu, or"),
+        ({"workers": "trainer"}, "workers = 'trainer': allowed is a list of one name"),
+        ({"workers": [1, 2]}, r"workers = \[1, 2\]: allowed is a list"),
+        ({"workers": {"a", "b"}}, "workers = {'[ab]', '[ab]'}: allowed is a list"),
         ({"workers": ["a", "b"], "value_bytes_max": 0}, "value_bytes_max = 0: .*bytes"),
         ({"workers": ["a", "b"], "value_bytes_max": True}, "max = True: .*an integer"),
         ({"workers": ["a", "ps 0"]}, "'ps 0'\\]: .*each of letters, digits, _, -"),
@@ -125,6 +132,35 @@ def test_what_launch_cannot_use_is_refused_in_a_line(
     names = arguments.pop("workers")
     with pytest.raises(ScenarioError, match=said):
         jdag.launch(names, **arguments)
+
+
+def test_a_device_that_a_worker_has_not_is_named() -> None:
+    said = "worker 'b' did not start: worker 'b' has no device 'gpu:99'"
+    with pytest.raises(JoinError, match=said):
+        jdag.launch(["a", "b"], device="gpu:99")
+
+
+@pytest.mark.parametrize("path", [3, None, b"cluster.toml", "a\0b", ["a"]])
+def test_what_is_no_path_of_a_file_cannot_be_connected_to(path: Any) -> None:
+    with pytest.raises(ScenarioError) as caught:
+        jdag.connect(path, name="a")
+    said = f"path = {path!r}: allowed is the path of a cluster's TOML file, such as"
+    assert str(caught.value).startswith(said)
+
+
+@pytest.mark.parametrize("workers", [None, 7, {"a", "b"}, "trainer", []])
+def test_what_is_no_list_of_workers_cannot_be_simulated(workers: Any) -> None:
+    with pytest.raises(ScenarioError, match=r"workers = .*: allowed is a list of one "):
+        jdag.simulate(workers, seed=0)
+
+
+def test_a_setting_that_simulate_has_not_is_refused_with_those_it_has() -> None:
+    said = "simulate has no setting faluts: allowed is one of .*do you mean faults"
+    with pytest.raises(ScenarioError, match=said):
+        jdag.simulate(["a"], seed=0, faluts=[])
+    settings = inspect.signature(Simulation).parameters
+    own = {"workers", "seed", "home", "values", "run_program"}
+    assert set(drivers.SIMULATED) == set(settings) - own
 
 
 @pytest.mark.parametrize(

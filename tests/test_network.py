@@ -1,6 +1,7 @@
 """When what leaves arrives, and what that costs the link."""
 
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -147,6 +148,24 @@ def test_links_of_unknown_workers_are_refused_by_name():
         traffic(LinkModel(), {("a", "z"): LinkModel()})
     with pytest.raises(ScenarioError, match="two workers"):
         traffic(LinkModel(), {("a", "a"): LinkModel()})
+
+
+@pytest.mark.parametrize(
+    ("network", "said"),
+    [
+        ((3,), "default = 3: allowed is a LinkModel"),
+        ((LinkModel(), 3), "links = 3: allowed is LinkModels by source and dest"),
+        (
+            (LinkModel(), {"ab": LinkModel()}),
+            "links = {'ab': .*: allowed is LinkM",
+        ),
+        ((LinkModel(), {("a", 1): LinkModel()}), "links = .*'a', 1.*: allowed is Link"),
+        ((LinkModel(), {("a", "b"): 3}), "links = .*'a', 'b'.: 3}: allowed is LinkMod"),
+    ],
+)
+def test_what_is_no_model_of_a_link_is_refused_by_name(network: Any, said: str):
+    with pytest.raises(ScenarioError, match=said):
+        Network(*network)
 
 
 HEADER_BYTES = 64

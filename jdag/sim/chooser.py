@@ -75,7 +75,7 @@ def policy(name: str) -> Chooser:
     Raises:
         ScenarioError: no such policy; names those there are.
     """
-    if name not in POLICIES:
+    if not isinstance(name, str) or name not in POLICIES:
         allowed = "one of " + ", ".join(POLICIES)
         raise ScenarioError(unusable("policy", name, allowed))
     return POLICIES[name]

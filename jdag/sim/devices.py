@@ -48,6 +48,9 @@ class DeviceModel:
     def __post_init__(self) -> None:
         for key in ("forward_ns", "backward_ns", "sum_ns"):
             _need_ns(key, getattr(self, key))
+        if not isinstance(self.functions, Mapping):
+            allowed = 'costs by name: {"module:name": (forward_ns, backward_ns)}'
+            raise ScenarioError(unusable("functions", self.functions, allowed))
         for name, costs in self.functions.items():
             if not isinstance(costs, tuple) or len(costs) != 2:
                 allowed = f"two, forward_ns and backward_ns, each {_ALLOWED}"

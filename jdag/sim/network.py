@@ -24,12 +24,19 @@ time until `busy_until_ns`; what a worker tells itself never comes here.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
 from jdag.errors import ScenarioError, unusable
 from jdag.sim.ports import Port
 
 _SECOND_NS = 1_000_000_000
 _ALLOWED = "an integer >= 0"
+_LINKS = 'LinkModels by source and destination: {("a", "b"): LinkModel()}'
+
+
+def _is_pair(value: Any) -> bool:
+    is_two = isinstance(value, tuple) and len(value) == 2
+    return is_two and all(isinstance(name, str) for name in value)
 
 
 def _check_bandwidth(key: str, rate: object) -> None:
@@ -75,7 +82,8 @@ class Network:
     can send over all of its links together, and take; None: as much as they carry.
 
     Raises:
-        ScenarioError: the bandwidth of ports is not an int or too small.
+        ScenarioError: what is to be a model is none, or what is to be two workers; or
+            the bandwidth of ports is not an int or too small.
     """
 
     default: LinkModel
@@ -83,6 +91,13 @@ class Network:
     port_bandwidth_bytes_per_s: int | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.default, LinkModel):
+            raise ScenarioError(unusable("default", self.default, "a LinkModel"))
+        if not isinstance(self.links, Mapping):
+            raise ScenarioError(unusable("links", self.links, _LINKS))
+        for pair, model in self.links.items():
+            if not (_is_pair(pair) and isinstance(model, LinkModel)):
+                raise ScenarioError(unusable("links", {pair: model}, _LINKS))
         key = "port_bandwidth_bytes_per_s"
         _check_bandwidth(key, self.port_bandwidth_bytes_per_s)
 

@@ -3,12 +3,18 @@
 from collections.abc import Iterator, Sequence
 from itertools import permutations, product
 
-from jdag.engine.vocabulary import is_name
+from jdag.engine.vocabulary import WORKERS_MAX, is_name
 from jdag.errors import ScenarioError, unusable
 from jdag.sim.carriage import gives_up_ns, link_settings
 from jdag.sim.faults import Crash, Fault, Partition
 from jdag.sim.network import LinkModel, Network
+from jdag.tables import is_listed
 from jdag.wire.link import LinkSettings
+
+WORKERS = (
+    "a list of one name or more, none empty, none with a #, none twice; at most "
+    f"{WORKERS_MAX:,}"
+)
 
 
 def checked_workers(workers: Sequence[str], home: str, seed: int) -> tuple[str, ...]:
@@ -17,16 +23,41 @@ def checked_workers(workers: Sequence[str], home: str, seed: int) -> tuple[str, 
     Raises:
         ScenarioError: names what is not, its value and what is allowed.
     """
-    names = tuple(workers)
-    usable = not isinstance(workers, str) and names and all(map(is_name, names))
+    names = tuple(workers) if is_listed(workers) else ()
+    usable = 1 <= len(names) <= WORKERS_MAX and all(map(is_name, names))
     if not usable or len(dict.fromkeys(names)) != len(names):
-        allowed = "one name or more, none empty, none with a #, none twice"
-        raise ScenarioError(unusable("workers", workers, allowed))
-    if home not in names:
+        raise ScenarioError(unusable("workers", workers, WORKERS))
+    if not isinstance(home, str) or home not in names:
         raise ScenarioError(unusable("home", home, "one of " + ", ".join(names)))
-    if type(seed) is not int:
-        raise ScenarioError(unusable("seed", seed, "an integer"))
+    if type(seed) is not int or seed < 0:  # Of -1 and 1 the same is drawn.
+        raise ScenarioError(unusable("seed", seed, "an integer >= 0"))
     return names
+
+
+def checked_faults(faults: Sequence[Fault]) -> tuple[Fault, ...]:
+    """What goes wrong, if it is a list.
+
+    Raises:
+        ScenarioError: it is not; names it.
+    """
+    if not is_listed(faults):
+        allowed = "a list of jdag.sim's faults, such as [jdag.sim.Drop(0.1)]"
+        raise ScenarioError(unusable("faults", faults, allowed))
+    return tuple(faults)
+
+
+def check_run(link: LinkSettings | None, events_max: int, trace: bool) -> None:
+    """Refuse what is of another type than a run needs.
+
+    Raises:
+        ScenarioError: names the setting, its value and what is allowed.
+    """
+    if not isinstance(link, LinkSettings | None):
+        raise ScenarioError(unusable("link", link, "a LinkSettings, or None"))
+    if type(events_max) is not int or events_max < 1:
+        raise ScenarioError(unusable("events_max", events_max, "an integer >= 1"))
+    if type(trace) is not bool:
+        raise ScenarioError(unusable("trace", trace, "True or False"))
 
 
 def check_crashes(faults: Sequence[Fault], home: str, trace: bool) -> None:

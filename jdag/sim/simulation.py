@@ -122,6 +122,8 @@ class Simulation:
         trace: bool = True,
     ) -> None:
         self.workers = plan.checked_workers(workers, home, seed)
+        faults = plan.checked_faults(faults)
+        plan.check_run(link, events_max, trace)
         plan.check_crashes(faults, home, trace)
         self.seed = seed
         self.trace = Trace() if trace else None
