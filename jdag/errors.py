@@ -9,6 +9,15 @@ _NAMES = {
 SHOWN_MAX = 1000  # Of a value: more would hide what is wrong with it.
 
 
+def cut(text: str, most: int) -> str:
+    """A text of so many characters at most, and what is gone from its middle."""
+    half = most // 2
+    if len(text) <= most:
+        return text
+    gone = f"... {len(text) - 2 * half:,} characters are left out here ..."
+    return f"{text[:half]}{gone}{text[-half:]}"
+
+
 def kind_of(value: object) -> str:
     """Say what a value is, as messages do: `an int`, `a JAX array`."""
     name = _NAMES.get(type(value).__name__, type(value).__name__)
@@ -17,10 +26,7 @@ def kind_of(value: object) -> str:
 
 def unusable(key: str, value: object, allowed: str) -> str:
     """The one wording in which a setting is refused."""
-    said = repr(value)
-    if len(said) > SHOWN_MAX:
-        said = f"{said[:SHOWN_MAX]}..."
-    return f"{key} = {said}: allowed is {allowed}"
+    return f"{key} = {cut(repr(value), SHOWN_MAX)}: allowed is {allowed}"
 
 
 def spelled(path: object) -> str:

@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 from jdag import errors
-from jdag.compute.machine import failure_of, user_traceback
+from jdag.compute.machine import SAID_MAX, failure_of, user_traceback
 from jdag.engine.vocabulary import Failure, Path
-from jdag.errors import JdagError, RemoteError
+from jdag.errors import JdagError, RemoteError, cut
 from jdag.functions import name_of
 
 
@@ -21,7 +21,7 @@ def remote_error(
     where = f"{name_of(fn)} failed on {worker!r}, called at {site}"
     if isinstance(error, JdagError):
         return type(error)(f"{where}: {error}")
-    said = f"{type(error).__name__}: {error}"
+    said = cut(f"{type(error).__name__}: {error}", SAID_MAX)
     lines = user_traceback(error)
     return RemoteError(f"{where}: {said}\n\n{lines}" if lines else f"{where}: {said}")
 

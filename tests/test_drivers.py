@@ -3,6 +3,7 @@
 import gc
 import inspect
 import os
+import re
 import signal
 from collections.abc import Iterator
 from functools import partial
@@ -16,8 +17,15 @@ import pytest
 
 import jdag
 from jdag import drivers
-from jdag.errors import JdagError, JoinError, ScenarioError, WorkerLost
+from jdag.errors import (
+    JdagError,
+    JoinError,
+    RemoteError,
+    ScenarioError,
+    WorkerLost,
+)
 from jdag.sim.simulation import Simulation
+from jdag.wire.encoding import TEXT_MAX_BYTES
 from tests.rpc_cases import free_address
 from tests.rpc_workers import Workers
 from tests.test_node import W, X, gradient, hidden, loss, simulated, total
@@ -63,6 +71,27 @@ def test_workers_serve_one_cluster_after_another_and_keep_nothing(
 def habits(ctx: Any) -> Any:
     config: Any = jax.config
     return gc.get_freeze_count(), config.values["jax_cpu_enable_async_dispatch"]
+
+
+@jdag.program
+def cries(ctx: Any, count: int) -> Any:
+    raise ValueError("begins" + "x" * count + "ends")
+
+
+def test_what_says_more_than_a_message_holds_says_its_ends_and_nobody_is_lost(
+    workers: Workers,
+) -> None:
+    count = TEXT_MAX_BYTES
+    with workers.connect() as cluster, cluster.context() as ctx:
+        with pytest.raises(RemoteError) as caught:
+            ctx.call("b", cries, count)
+        assert ctx.call("b", jnp.sum, jnp.ones(3)).fetch() == 3
+    said = str(caught.value)
+    assert "cries failed on 'b', called at test_drivers.py:" in said
+    assert re.search(r"beginsx+\.\.\. 268,\d+,\d+ characters are left out here", said)
+    assert said.endswith("xends")
+    assert 'raise ValueError("begins"' in said
+    assert len(said) < 1 << 18
 
 
 def test_workers_collect_no_imports_and_compute_on_the_thread_that_waits(

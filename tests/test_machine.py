@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jdag.compute.avals import Aval, aval_of
-from jdag.compute.machine import Machine, failure_of, said, user_traceback
+from jdag.compute.machine import SAID_MAX, Machine, failure_of, said, user_traceback
 from jdag.compute.pairs import Pair, pair
 from jdag.compute.pytrees import split
 from jdag.compute.sums import add
@@ -281,6 +281,21 @@ def test_what_jdag_says_of_an_argument_and_what_python_says_of_a_call_stand_alon
             error.__traceback__ = error.__traceback__.tb_next
         assert user_traceback(error) == ""
     assert said(uncalled.value).endswith("positional arguments: 'b' and 'c'")
+
+
+def test_of_what_an_error_says_at_length_the_middle_is_left_out():
+    text = "begins" + "x" * (1 << 20) + "ends"
+    for error, whole in (
+        (ValueError(text), f"ValueError: {text}"),
+        (JdagError(text), text),
+    ):
+        failure = failure_of(error, "b", PATH, "m:breaks")
+        left_out = f"... {len(whole) - SAID_MAX:,} characters are left out here ..."
+        assert failure.message.startswith(whole[:100])
+        assert left_out in failure.message
+        assert failure.message.endswith("ends")
+        assert len(failure.message) < SAID_MAX + 100
+        assert len(failure.traceback) < 2 * SAID_MAX
 
 
 class SaysNothing(Exception):

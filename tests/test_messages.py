@@ -26,13 +26,15 @@ from jdag.engine.vocabulary import (
     Message,
     Primal,
     Read,
+    Reading,
     Release,
+    Released,
     Run,
 )
 from jdag.engine.weight import NOTHING, WHOLE, Weight
-from jdag.errors import ProtocolError
+from jdag.errors import SHOWN_MAX, ProtocolError
 from jdag.wire.arrays import AXIS_BYTES, HEADER_BYTES
-from jdag.wire.messages import LAYOUTS, Codec, FunctionData, size
+from jdag.wire.messages import LAYOUTS, WHOLE_MAX, Codec, FunctionData, size
 from jdag.wire.trees import Named
 from tests.wire_cases import OPAQUE, WORKERS, messages, program
 
@@ -151,6 +153,26 @@ def test_an_exception_stays_where_it_was_raised() -> None:
     assert CODEC.decode(CODEC.encode(Fail(CONTEXT, 1, raised))) == Fail(
         CONTEXT, 1, bare
     )
+
+
+def test_of_many_failures_in_one_message_all_but_the_first_say_less() -> None:
+    long = "x" * (1 << 16)
+    many = tuple(
+        Failure("RemoteError", f"{number}{long}", "a", (number,), traceback=long)
+        for number in range(4096)
+    )
+    mixed = (None, *many, None)
+    for reading in (Reading(1, mixed), Released(CONTEXT, many)):
+        data = CODEC.encode(reading)
+        assert len(data) == size(reading, ())[1] < 1 << 26
+        read: Any = CODEC.decode(data)
+        failures = [one for one in read.failures if one is not None]
+        assert tuple(failures[:WHOLE_MAX]) == many[:WHOLE_MAX]
+        assert [one.path for one in failures] == [one.path for one in many]
+        for one in failures[WHOLE_MAX:]:
+            assert one.message.startswith(f"{one.path[0]}xxx")
+            assert "characters are left out here" in one.message
+            assert len(one.message) < 2 * SHOWN_MAX and one.traceback == ""
 
 
 def test_a_byte_that_a_message_takes_is_as_it_is_written_down() -> None:

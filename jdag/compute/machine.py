@@ -36,13 +36,14 @@ from jdag.engine.vocabulary import (
     Sum,
     Vjp,
 )
-from jdag.errors import JdagError, ScenarioError
+from jdag.errors import JdagError, ScenarioError, cut
 from jdag.functions import name_of, name_on
 
 KINDS = ("real", "abstract")
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _PROGRAMS = os.path.join(_PACKAGE, "programs") + os.sep
+SAID_MAX = 1 << 16  # Characters of what an exception says, and of its frames.
 _JAX_NOTE = "JAX has removed its internal frames"
 _JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
 
@@ -293,12 +294,13 @@ def _filled(job: Fill) -> Any:
 def failure_of(error: BaseException, worker: str, path: Path, function: str) -> Failure:
     """What a user's function raised on `worker`, as a value for engines to hand on.
 
-    An error of jdag keeps its class and text; any other is a RemoteError.
+    An error of jdag keeps its class and text; any other is a RemoteError. Of a text
+    that is too long for a message the middle is left out.
     """
     is_ours = isinstance(error, JdagError)
     return Failure(
         error=type(error).__name__ if is_ours else "RemoteError",
-        message=str(error) if is_ours else said(error),
+        message=cut(str(error), SAID_MAX) if is_ours else said(error),
         worker=worker,
         path=path,
         function=function,
@@ -359,7 +361,8 @@ def user_traceback(error: BaseException) -> str:
     if not kept and isinstance(error, JdagError | TypeError):
         return ""
     lines = traceback.format_list(kept or frames)
-    return "".join(["Traceback (most recent call last):\n", *lines, said(error)])
+    text = "".join(["Traceback (most recent call last):\n", *lines])
+    return cut(text, SAID_MAX) + said(error)
 
 
 def said(error: BaseException) -> str:
@@ -374,7 +377,7 @@ def said(error: BaseException) -> str:
         return f"{type(error).__module__}.{type(error).__qualname__}"
     notes = getattr(told, "__notes__", None) or ()
     told.__notes__ = [note for note in notes if _JAX_NOTE not in note]
-    return "".join(told.format_exception_only()).rstrip("\n")
+    return cut("".join(told.format_exception_only()).rstrip("\n"), SAID_MAX)
 
 
 def _is_users(file: str) -> bool:

@@ -16,6 +16,7 @@ again.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -59,7 +60,7 @@ from jdag.engine.vocabulary import (
     landing,
 )
 from jdag.engine.weight import Weight
-from jdag.errors import ProtocolError
+from jdag.errors import SHOWN_MAX, ProtocolError, cut
 from jdag.wire.arrays import ARRAY_TYPE, ARRAY_TYPES, ArrayType, sizes
 from jdag.wire.cursors import Reader, Writer
 from jdag.wire.encoding import (
@@ -85,6 +86,8 @@ from jdag.wire.encoding import (
 from jdag.wire.keys import KEY
 from jdag.wire.specs import portable
 from jdag.wire.trees import BYTES, TREE
+
+WHOLE_MAX = 256  # Failures of one message with all that there is to say of them.
 
 
 class FunctionData(NamedTuple):
@@ -134,7 +137,33 @@ FUNCTION = Layout(
     lambda writer, function: BYTES.write(writer, function.spec),
     lambda reader: FunctionData(BYTES.read(reader)),
 )
-FAILURES = many(maybe(FAILURE), "failures")
+
+
+def _shorter(failures: Sequence[Failure | None]) -> Sequence[Failure | None]:
+    """Failures as they travel in one message: all but the first say less."""
+    if len(failures) <= WHOLE_MAX:
+        return failures
+    there = [place for place, one in enumerate(failures) if one is not None]
+    shorter = list(failures)
+    for place in there[WHOLE_MAX:]:
+        one = shorter[place]
+        assert one is not None, place
+        text = cut(one.message, SHOWN_MAX)
+        shorter[place] = replace(one, message=text, traceback="")
+    return shorter
+
+
+def _many_failures(item: Layout) -> Layout:
+    whole = many(item, "failures")
+    return Layout(
+        whole.fixed,
+        lambda failures: whole.size(_shorter(failures)) - whole.fixed,
+        lambda writer, failures: whole.write(writer, _shorter(failures)),
+        whole.read,
+    )
+
+
+FAILURES = _many_failures(maybe(FAILURE))
 KEYS = many(KEY, "keys")
 LEAVES = many(LEAF, "leaves")
 COUNTER = integer(6, "context's counter")
@@ -304,7 +333,7 @@ LAYOUTS: dict[type[Any], Layout] = {
     Release: record(
         Release, context=CONTEXT, live=many(COUNTER, "live contexts"), abort=FLAG
     ),
-    Released: record(Released, context=CONTEXT, failures=many(FAILURE, "failures")),
+    Released: record(Released, context=CONTEXT, failures=_many_failures(FAILURE)),
     Mark: record(
         Mark,
         context=CONTEXT,
