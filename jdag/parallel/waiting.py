@@ -47,7 +47,9 @@ class Waiting:
     def __init__(self, room: str) -> None:
         self._room = room
         self._number = 0  # Of the meeting.
-        self._ended_s = -inf  # When the last one did.
+        # When this process came to the last one. No other can have come to the next one
+        # before that, however long this process then took to hear of it.
+        self._came_s = -inf
         self._todo: SimpleQueue[tuple[Enter, Future[Any]]] = SimpleQueue()
         run = threading.Thread(target=_enter_all, args=(self._todo,), daemon=True)
         run.start()
@@ -65,19 +67,20 @@ class Waiting:
             Exception: what `enter` raised.
         """
         self._number += 1
+        came_s = time.monotonic()
         found: Future[Any] = Future()
         self._todo.put((enter, found))
         says_after_s = min(SAYS_AFTER_S, deadline_s / 2)
         if not wait([found], says_after_s).done:
             self._wait_on(found, what, deadline_s, deadline_s - says_after_s)
         made = found.result()
-        is_late = time.monotonic() - self._ended_s > deadline_s / 2
+        is_late = time.monotonic() - self._came_s > deadline_s / 2
         if is_late and self._verdict(MET) == GIVEN_UP:
             raise WorkerLost(
                 f"{what}: process {jax.process_index()} came too late; others have "
                 f"waited for deadline_s = {deadline_s:g} seconds and given up"
             )
-        self._ended_s = time.monotonic()
+        self._came_s = came_s
         return made
 
     def _wait_on(

@@ -60,14 +60,44 @@ def test_who_gives_up_when_all_have_come_goes_on(store: Store):
     assert list(store.held) == ["jdag/room/1/verdict"]
 
 
-def test_who_comes_when_another_has_given_up_is_told(store: Store):
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def passes(self, seconds: float) -> int:
+        self.now_s += seconds
+        return 5
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(waiting, "time", made)
+    return made
+
+
+def test_who_comes_when_another_has_given_up_is_told(store: Store, clock: Clock):
     store.held["jdag/room/2/verdict"] = "given up"
     met = Waiting("room").met
-    assert met(lambda: 5, "a sum", 0.2) == 5  # Nobody knows it before: it asks.
+    assert met(lambda: 5, "a sum", 60.0) == 5  # Nobody knows it before: it asks.
     assert store.held["jdag/room/1/verdict"] == "met"
-    threading.Event().wait(0.15)
+    clock.passes(31.0)
     with pytest.raises(WorkerLost, match="a sum: process 0 came too late; others have"):
-        met(lambda: 5, "a sum", 0.2)
+        met(lambda: 5, "a sum", 60.0)
+
+
+def test_who_heard_late_that_all_had_come_is_late_itself(store: Store, clock: Clock):
+    """The others have gone on, and have waited for it since then."""
+    store.held["jdag/room/2/verdict"] = "given up"
+    met = Waiting("room").met
+    assert met(lambda: clock.passes(31.0), "a sum", 60.0) == 5
+    with pytest.raises(WorkerLost, match="a sum: process 0 came too late; others have"):
+        met(lambda: 5, "a sum", 60.0)
 
 
 def test_who_comes_in_time_does_not_ask(store: Store):
