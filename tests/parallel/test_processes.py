@@ -8,7 +8,6 @@ import ast
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import jdag.parallel
+from tests.rpc_cases import free_address
 
 ROOT = Path(__file__).parents[2]
 CHECKS = Path(__file__).with_name("process_checks.py")
@@ -38,9 +38,7 @@ class Ended(NamedTuple):
 
 def session(mode: str) -> list[Ended]:
     """Run two processes; neither outlives the deadline."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_address().port
     env = {**os.environ, "JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": str(ROOT)}
     children = [
         subprocess.Popen(
