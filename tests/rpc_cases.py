@@ -22,6 +22,7 @@ from jdag.rpc.worker import Options
 
 TOKEN = "the token of the tests"
 ANY = Address("127.0.0.1", 0)
+PORTS = range(20_000, 32_768)
 
 
 class PlainNode:
@@ -189,10 +190,24 @@ def plan_of(controls: dict[str, Address], **changed: Any) -> Plan:
 
 
 def free_address() -> Address:
-    """An address of loopback that the system says is free."""
-    with socket.socket() as tried:
-        tried.bind(("127.0.0.1", 0))
-        return Address("127.0.0.1", tried.getsockname()[1])
+    """An address of loopback at which nobody listens, and that none else is given.
+
+    The port lies below those that the system chooses, one of which could be anybody's
+    by the time it is listened at. Until this process ends, it holds a name by which
+    others of the tests see that it is taken.
+    """
+    for port in PORTS:
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            claim.bind(f"\0jdag tests: port {port}")
+            with socket.socket() as tried:
+                tried.bind(("127.0.0.1", port))
+        except OSError:
+            claim.close()
+            continue
+        claim.detach()
+        return Address("127.0.0.1", port)
+    raise AssertionError(f"all of {PORTS} are taken")
 
 
 class Seated:
