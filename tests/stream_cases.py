@@ -1,10 +1,11 @@
 """What tests of streams share: ends that are connected, and moving bytes by turns."""
 
+import os
 import select
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from jdag.rpc.streams import SocketStream, Stream
 
@@ -45,6 +46,26 @@ def soon(holds: Callable[[], bool]) -> None:
             return
         threading.Event().wait(0.001)
     raise AssertionError(f"{holds} does not come to hold")
+
+
+def descriptors() -> set[tuple[str, str]]:
+    """The open files of this process: the number of each, and what it is."""
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # As the one that lists them is, by now.
+            found.add((number, os.readlink(f"/proc/self/fd/{number}")))
+    return found
+
+
+@contextmanager
+def no_new_descriptors() -> Iterator[None]:
+    """Hold that each file that is open in the end was open before; in the end, soon.
+
+    Others may be closed meanwhile: what earlier tests left goes at any time.
+    """
+    before = descriptors()
+    yield
+    soon(lambda: descriptors() <= before)
 
 
 def send_all(stream: Stream, data: bytes) -> None:
