@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from jdag.rpc.session import Session
 from jdag.rpc.worker import heard
 from tests import failing_cases
 from tests.rpc_cases import TOKEN, PlainNode, free_address, options_of, plan_of
+from tests.stream_cases import soon
 
 ROOT = Path(__file__).parent.parent
 LONG_S = 60.0
@@ -57,6 +59,10 @@ def idle() -> Iterator[Launch]:
 def plain(session: Session) -> PlainNode:
     assert isinstance(session.node, PlainNode)
     return session.node
+
+
+def says(log: Path, words: str) -> bool:
+    return words in log.read_text()
 
 
 def ended(pid: int) -> bool:
@@ -102,9 +108,8 @@ def test_workers_are_joined_to_main_and_to_each_other(idle: Launch):
         assert node.ask("a", b"one") == b"answer one from a\n"
         assert node.ask("b", b"two") == b"answer two from b\n"
         for worker, other in ("ab", "ba"):
-            printed = idle.log_of(worker).read_text()
-            assert f"joined {other} 0" in printed
-            assert f"adopted {other} 0 7" in printed
+            for words in (f"joined {other} 0", f"adopted {other} 0 7"):
+                soon(partial(says, idle.log_of(worker), words))
     with Session(plan_of(idle.addresses)) as session:
         assert session.away() == {}
     assert set(idle.alive) == {"a", "b"}
@@ -222,12 +227,20 @@ def test_one_that_is_not_ready_in_time_is_named_and_stopped(place: Path):
 
 
 def test_one_that_is_not_even_started_in_time_is_named(place: Path, monkeypatch):
+    gave_up = threading.Event()
+    close = Launch.close
+
     class Slow(launch_module._Child):
         def __init__(self, *arguments: Any) -> None:
-            threading.Event().wait(0.5)
+            assert gave_up.wait(LONG_S)
             super().__init__(*arguments)
 
+    def closing(self: Launch) -> None:
+        gave_up.set()
+        close(self)
+
     monkeypatch.setattr(launch_module, "_Child", Slow)
+    monkeypatch.setattr(Launch, "close", closing)
     said = "worker 'a' is not ready within 0.05 s; it is not started yet"
     with pytest.raises(JoinError, match=said):
         Launch(options_of("a"), ready_s=0.05)

@@ -204,8 +204,10 @@ def test_a_signal_interrupts_who_waits() -> None:
     with loop_of() as loop:
         undo = loop.guard_signals()
         try:
-            timer = threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGINT))
-            timer.start()
+            kill = partial(os.kill, os.getpid(), signal.SIGINT)
+            timer = threading.Timer(0.05, kill)
+            # Not before: here, where nothing is expected, it would end all tests.
+            loop.post(timer.start)
             with pytest.raises(KeyboardInterrupt):
                 loop.drive(lambda: False)
         finally:

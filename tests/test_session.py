@@ -183,7 +183,8 @@ def test_a_worker_that_main_may_not_take_is_left(three):
         Session(plan_of(controls(three), handshake={**plan.handshake, "jaxlib": "x"}))
 
 
-def test_the_name_of_main_is_for_one_process():
+def test_the_name_of_main_is_for_one_process(monkeypatch):
+    monkeypatch.setattr(module, "_WHO_S", LONG_S)  # However busy this is.
     control = free_address()
     with seated("w") as worker:
         plan = plan_of({"w": worker.server.address}, control=control)
@@ -224,7 +225,8 @@ def test_a_worker_cannot_be_taken_for_another_whatever_it_shows(three):
         assert three["a"].nodes[0].ask("c", b"x") == b"answer x from c\n"
 
 
-def test_over_tls_all_is_as_without_and_a_stranger_is_refused(tmp_path):
+def test_over_tls_all_is_as_without_and_a_stranger_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("jdag.rpc.control._PROBE_S", LONG_S)  # However busy this is.
     issuer = Issuer(tmp_path, "ca")
     tls = {name: load(*issuer.issue(name)) for name in "mab"}
     with ExitStack() as stack:

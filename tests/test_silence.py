@@ -1,5 +1,6 @@
 """Peers that say nothing: lost in time, and not because we were away ourselves."""
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -34,7 +35,7 @@ def test_a_silent_peer_is_lost_before_its_deadline(
         clock.ahead_ns += 1_000_000_000
     clock.ahead_ns += 105_000_000_000
     sides.turn()
-    assert sides.a.ends[0].startswith("it gave no sign of life for 90"), sides.a.ends
+    assert re.match(r"it gave no sign of life for 9\d\d\.\d s$", sides.a.ends[0])
 
 
 def test_who_was_away_itself_hears_first_what_has_come_meanwhile(
