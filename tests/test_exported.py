@@ -22,6 +22,7 @@ from jdag.compute.pairs import Pair, pair
 from jdag.compute.pytrees import split
 from jdag.errors import JdagError
 from jdag.functions import unjitted
+from jdag.wire.arrays import DTYPES
 from jdag.wire.cursors import Reader, Writer
 from tests.compute_cases import array
 from tests.export_cases import CASES, layer
@@ -211,6 +212,30 @@ late.defvjp(lambda x: (x, None), lambda _, g: (called_back(g),))
 def test_a_vjp_that_calls_python_cannot_be_exported() -> None:
     with pytest.raises(JdagError, match="late calls back into Python"):
         exported(made(late, array(3))[0])
+
+
+FEW_BITS = [name for name in DTYPES if name.startswith(("int4", "uint4", "float4"))]
+FEW_BITS += [name for name in DTYPES if name.startswith("float8")]
+
+
+def as_it_is_and_wide(x: Any) -> Any:
+    return x, x.astype(jnp.float32)
+
+
+@pytest.mark.parametrize("dtype", FEW_BITS)
+def test_arrays_of_few_bits_go_in_and_out_of_an_exported_function(dtype: str) -> None:
+    here, values = made(as_it_is_and_wide, jnp.asarray([2.0, 1.0, 0.5], dtype))
+    one, two = here.forward(values)[0], travelled(here).forward(values)[0]
+    assert [str(out.dtype) for out in two] == [dtype, "float32"]
+    assert list(map(bits, one)) == list(map(bits, two))
+
+
+@pytest.mark.parametrize("dtype", ["int2", "uint2"])
+def test_of_arrays_that_jax_cannot_write_the_dtype_is_named(dtype: str) -> None:
+    here, _ = made(as_it_is_and_wide, jnp.asarray([1, 0], dtype))
+    said = f"as StableHLO: this JAX cannot write arrays of {dtype} that go in or out; c"
+    with pytest.raises(JdagError, match=said):
+        exported(here)
 
 
 def test_what_holds_too_much_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.tree_util as jtu
+import numpy as np
 from jax import export
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
@@ -175,10 +176,21 @@ def _exported(name: str, fn: Callable[..., Any], structs: Sequence[Any]) -> byte
             return bytes(made.serialize(vjp_order=0))
         except Exception as error:  # Whatever JAX, or a primitive's rules, raise.
             failed = failed or error
-    said = str(failed).splitlines()[0] if str(failed) else ""
     raise JdagError(
-        f"{name} cannot be exported as StableHLO: {type(failed).__name__}: {said}"
+        f"{name} cannot be exported as StableHLO: {_why(failed)}"
     ) from failed
+
+
+def _why(failed: Exception | None) -> str:
+    match failed:
+        case KeyError(args=(dtype,)) if isinstance(dtype, np.dtype):
+            return (
+                f"this JAX cannot write arrays of {dtype} that go in or out; convert "
+                "them before and after the call"
+            )
+        case _:
+            said = str(failed).splitlines()[0] if str(failed) else ""
+            return f"{type(failed).__name__}: {said}"
 
 
 def _calls_back(name: str) -> JdagError:
