@@ -374,7 +374,7 @@ class Session:
             self._closing = True
             there = [name for name in self._there if name not in self._away]
         self._todo.put(None)
-        self._goodbye()
+        self.node.close()
         atexit.unregister(self._goodbye)
         self._tell(there, self._detach)
         self._asking.shutdown(wait=False)
@@ -383,7 +383,7 @@ class Session:
             self._server.close()
 
     def _goodbye(self) -> None:
-        """Have the node say goodbye, but not that of a copy of this process."""
+        """Have the node say goodbye at the end of this process, but not of a copy."""
         if self._process == os.getpid():
             self.node.close()
 
