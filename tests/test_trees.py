@@ -23,7 +23,7 @@ from jdag.wire.trees import (
     Part,
     Raw,
     RefParts,
-    check_depth,
+    check_can_travel,
 )
 from tests.wire_cases import WORKERS, Buffer, Config, Mode, plain_trees, program, trees
 
@@ -126,13 +126,13 @@ def test_data_is_nested_only_so_deep() -> None:
     for _ in range(DEPTH_MAX - 1):
         deep = (deep,)
     assert there_and_back(deep) == deep
-    check_depth(deep)
+    check_can_travel(deep)
     more = [(deep,), [deep], {0: deep}, {deep: 0}, Node("m:f", (0, deep)), Part(deep)]
     for deeper in more:
         with pytest.raises(ProtocolError, match="more than 100 deep"):
             written(deeper)
         with pytest.raises(ProtocolError, match="more than 100 deep"):
-            check_depth(deeper)
+            check_can_travel(deeper)
     data = written(deep)
     with pytest.raises(ProtocolError, match="more than 100 deep"):
         TREE.read(Reader(data[:5] + data, dict(enumerate(WORKERS))))

@@ -43,7 +43,7 @@ from jdag.rpc.live import live, structure
 from jdag.wire.frames import LENGTHS_MAX, FrameKind
 from jdag.wire.messages import FunctionData
 from jdag.wire.specs import Body, Places, placed_spec, portable, read_spec, spec_of
-from jdag.wire.trees import TREE, check_depth
+from jdag.wire.trees import TREE, check_can_travel
 
 DATA_BYTES_MAX = LENGTHS_MAX[FrameKind.MESSAGE] - (1 << 20)  # The rest of a message.
 TOLD_MAX = 1024  # Programs and hooks.
@@ -250,7 +250,7 @@ def check_size(program: Any, what: str, data: Any) -> None:
     Here, where its own program hears of it: who sends it could only lose the peer.
     """
     try:
-        check_depth(data)
+        check_can_travel(data)
     except ProtocolError as error:
         raise ProtocolError(f"what {name_of(program)} {what}: {error}") from None
     nbytes = 0 if data is None else TREE.size(data)

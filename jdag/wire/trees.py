@@ -256,8 +256,8 @@ def _made(kind: str, content: Any) -> Any:
             return content
 
 
-def check_depth(tree: Any) -> None:
-    """Raise ProtocolError where data are nested too deep to travel, or an array cannot.
+def check_can_travel(tree: Any) -> None:
+    """Raise ProtocolError where data cannot travel: nested too deep, or what they are.
 
     Sizes need not be written to be known, so measuring finds neither.
     """
