@@ -40,7 +40,7 @@ def wait(stream: Stream, event: int) -> None:
 
 
 def soon(holds: Callable[[], bool]) -> None:
-    """Wait until something holds that another thread brings about, not for ever."""
+    """Wait until something holds that others bring about, not for ever."""
     for _ in range(DEADLINE_MS):
         if holds():
             return

@@ -1,8 +1,5 @@
 """Peers that are given up, and live on."""
 
-import threading
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
@@ -11,18 +8,10 @@ from jdag.rpc.company import LEFT
 from jdag.rpc.node import Node
 from tests.rpc_breaking import Breaking, breaking
 from tests.rpc_nodes import cluster
+from tests.stream_cases import soon
 
-LONG_S = 60.0
 # Main is told by b as it is given up, and as b leaves; either may come first.
 TOLD = "('b' has given it up|it has lost 'a'): it broke the protocol:"
-
-
-def soon(holds: Callable[[], bool]) -> None:
-    for _ in range(int(LONG_S / 0.01)):
-        if holds():
-            return
-        threading.Event().wait(0.01)
-    raise AssertionError("it never came to be")
 
 
 def has_left(node: Node) -> bool:

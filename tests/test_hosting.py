@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +20,7 @@ from jdag.rpc.requests import Drain, Health, Info
 from jdag.rpc.session import Session
 from jdag.rpc.settings import Settings, load
 from tests.rpc_cases import TOKEN, PlainNode, free_address, plan_of
+from tests.stream_cases import soon
 
 ROOT = Path(__file__).parent.parent
 LONG_S = 60.0
@@ -129,11 +129,7 @@ def test_a_worker_started_by_hand_says_where_it_is_and_drains_at_sigterm(file: P
                 assert second.returncode == 2
             command.send_signal(signal.SIGTERM)
             assert command.wait(LONG_S) == 0
-            for _ in range(6_000):
-                if "a" in session.away():
-                    break
-                threading.Event().wait(0.01)
-            assert "a" in session.away()
+            soon(lambda: "a" in session.away())
 
 
 def test_who_cannot_read_the_token_beside_the_file_can_take_no_worker(file: Path):
