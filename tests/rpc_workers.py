@@ -92,6 +92,8 @@ class Workers:
             allow=self._allow,
             value_bytes_max=1 << 34,
         )
+        # Where another one can take the place of one that was killed.
+        options = options.model_copy(update={"control": str(free_address())})
         if self._tls is None:
             return options
         data, hosts = "tcp:127.0.0.1:0", dict.fromkeys(self.names, "127.0.0.1")
