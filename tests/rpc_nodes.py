@@ -71,10 +71,15 @@ def connect(one: Node, other: Node) -> None:
 
 @contextmanager
 def cluster(
-    workers: Sequence[str] = ("a", "b", "c"), allow: Sequence[str] = ("tests",)
+    workers: Sequence[str] = ("a", "b", "c"),
+    allow: Sequence[str] = ("tests",),
+    **changed: Any,
 ) -> Iterator[Any]:
-    """A cluster whose workers are nodes of this process; the first is main."""
-    homes = {worker: made(worker, workers, allow) for worker in workers}
+    """A cluster whose workers are nodes of this process; the first is main.
+
+    Their places are changed so.
+    """
+    homes = {worker: made(worker, workers, allow, **changed) for worker in workers}
     nodes = {worker: node for worker, (_, node) in homes.items()}
     for node in nodes.values():
         for other in nodes.values():

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 from tests.rpc_nodes import cluster
+from tests.stream_cases import soon
 
 ROOT = Path(__file__).parent.parent
 LONG_S = 60.0
@@ -68,7 +70,7 @@ def nodes() -> Iterator[Any]:
     """Nodes of this process, whose main holds signals back; nothing waits at first."""
     WAITS.clear()
     MAY_GO_ON.clear()
-    with cluster() as made:
+    with cluster(deadline_s=2 * LONG_S) as made:  # Some say nothing for a while.
         undo = made.nodes["a"].guard_signals()
         try:
             yield made
@@ -129,20 +131,16 @@ def test_a_second_ctrl_c_ends_the_leaving_that_the_first_began(nodes: Any) -> No
 
     holder = threading.Thread(target=hold, daemon=True)
 
-    def is_leaving() -> None:
-        WAITS.clear()
+    def waits_for(what: str) -> None:
         asked = nodes.nodes["a"]._programs._asked
-        for _ in range(int(LONG_S / 0.01)):
-            if "Left" in asked.values():
-                return
-            threading.Event().wait(0.01)
+        soon(lambda: what in tuple(asked.values()))
 
     with pytest.raises(KeyboardInterrupt) as caught, nodes.context() as ctx:
         h = ctx.call("c", jnp.cos, ctx.call("b", backward_waits, leaf))
         h.fetch()
         holder.start()
         assert held.wait(LONG_S)
-        thread = press(lambda: threading.Event().wait(0.2), is_leaving)
+        thread = press(*[partial(waits_for, one) for one in ("Differentiated", "Left")])
         ctx.backward(ctx.call("b", total, h, h, h))
     assert isinstance(caught.value.__context__, KeyboardInterrupt)
     thread.join()
