@@ -7,8 +7,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,10 @@ from jdag.rpc.loop import clock_ns
 from jdag.rpc.requests import Health
 from tests import failing_cases as cases
 from tests.rpc_workers import ALLOWED, Workers
+from tests.stream_cases import soon
 
 DEADLINE_S = 3.0
-LONG_S = 60.0
+TICK_NS = 10_000_000
 X = jnp.linspace(0.5, 2.0, 7)
 LARGE = np.ones(4 << 20)  # 32 MiB.
 
@@ -43,7 +44,7 @@ class Field:
         )
         self.addresses = dict(self.workers.launch.addresses)
         self.pids = dict(self.workers.launch.pids)
-        self.launches: list[Launch] = [self.workers.launch]
+        self.launches: list[Launch] = []
 
     def revive(self, name: str, number: int) -> None:
         """Have the worker's process go on, or start another one at its address."""
@@ -58,10 +59,19 @@ class Field:
         self.launches.append(started)
         self.pids[name] = started.pids[name]
 
+    def heal(self) -> None:
+        """Have all be there and go on, also where the test before has failed."""
+        for name, pid in self.pids.items():
+            try:
+                os.kill(pid, signal.SIGCONT)
+            except ProcessLookupError:
+                self.revive(name, signal.SIGKILL)
+
     def close(self) -> None:
         for pid in self.pids.values():
-            os.kill(pid, signal.SIGCONT)
-        for launch in self.launches[1:]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        for launch in self.launches:
             launch.close()
         self.workers.close()
 
@@ -82,25 +92,49 @@ def field() -> Iterator[Field]:
         yield made
 
 
-def soon(holds: Callable[[], bool]) -> None:
-    for _ in range(int(LONG_S / 0.02)):
-        if holds():
-            return
-        threading.Event().wait(0.02)
-    raise AssertionError("it never came to be")
+class Clock(threading.Thread):
+    """Time as this process was given it: what it waited for its turn does not count.
+
+    A host that is busy, or stalls, keeps nobody's deadline.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self._over, self._turn = threading.Event(), threading.Lock()
+        self._late_ns, self._looked_ns = 0, clock_ns()
+        self.start()
+
+    def run(self) -> None:
+        while not self._over.wait(TICK_NS / 1e9):
+            self.now_ns()
+
+    def now_ns(self) -> int:
+        with self._turn:
+            now_ns = clock_ns()
+            self._late_ns += max(0, now_ns - self._looked_ns - TICK_NS)
+            self._looked_ns = now_ns
+            return now_ns - self._late_ns
+
+    def __enter__(self) -> "Clock":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self.join()
 
 
 class Blow(threading.Thread):
     """Sends a signal to a worker as soon as it waits, or at once."""
 
     def __init__(
-        self, field: Field, victim: str, number: int, *, at_once: bool
+        self, field: Field, victim: str, number: int, clock: Clock, *, at_once: bool
     ) -> None:
         super().__init__(daemon=True)
+        self.clock = clock
         self.pid = field.pids[victim]
         self.waits = field.here / str(self.pid)
         self.number, self.at_once = number, at_once
-        self.struck_ns = 1 << 62
+        self.struck_ns: int | None = None
         self.start()
         if at_once:
             self.join()
@@ -108,7 +142,7 @@ class Blow(threading.Thread):
     def run(self) -> None:
         if not self.at_once:
             soon(self.waits.exists)
-        self.struck_ns = clock_ns()
+        self.struck_ns = self.clock.now_ns()
         os.kill(self.pid, self.number)
 
 
@@ -172,7 +206,7 @@ def in_the_announcement(cluster: Any, leaf: Any, folder: Path) -> None:
 def with_much_on_its_way(cluster: Any, leaf: Any, folder: Path) -> None:
     folder.joinpath("now").touch()
     with cluster.context() as ctx:
-        for _ in range(40):
+        while not folder.joinpath("struck").exists():
             ctx.call("c", cases.scaled, LARGE, 2.0)
         ctx.call("c", cases.scaled, LARGE, 2.0).fetch()
 
@@ -196,14 +230,14 @@ def survivors(cluster: Any) -> dict[str, tuple[int, int, int]]:
     }
 
 
-def strike(field: Field, number: int, moment: Any, folder: Path) -> Blow:
+def strike(field: Field, number: int, moment: Any, folder: Path, clock: Clock) -> Blow:
     if moment not in AT_ONCE:
-        return Blow(field, "c", number, at_once=False)
+        return Blow(field, "c", number, clock, at_once=False)
     blow = Blow.__new__(Blow)
 
     def later() -> None:
         soon(folder.joinpath("now").exists)
-        Blow.__init__(blow, field, "c", number, at_once=True)
+        Blow.__init__(blow, field, "c", number, clock, at_once=True)
         folder.joinpath("struck").touch()
 
     threading.Thread(target=later, daemon=True).start()
@@ -219,13 +253,15 @@ def test_who_is_lost_is_named_in_time_and_may_come_back(
 
 
 def lost_and_back(moment: Any, number: int, field: Field, tmp_path: Path) -> None:
-    with field.workers.connect() as cluster:
+    field.heal()
+    with field.workers.connect() as cluster, Clock() as clock:
         leaf = cluster.put("c", X)
         before = survivors(cluster)
-        blow = strike(field, number, moment, tmp_path)
+        blow = strike(field, number, moment, tmp_path, clock)
         with pytest.raises(WorkerLost, match="worker 'c' is lost"):
             moment(cluster, leaf, tmp_path)
-        heard_ns = clock_ns()
+        heard_ns = clock.now_ns()
+        assert blow.struck_ns is not None
         assert heard_ns - blow.struck_ns < (DEADLINE_S + 1.0) * 1e9
         soon(lambda: survivors(cluster) == before)
         with cluster.context() as ctx:  # The others go on.
@@ -244,13 +280,13 @@ def lost_and_back(moment: Any, number: int, field: Field, tmp_path: Path) -> Non
 
 
 def test_by_the_deadline_of_who_sets_none_a_stopped_worker_is_named() -> None:
-    with jdag.launch(["a", "b"], allow=ALLOWED) as cluster:
+    with jdag.launch(["a", "b"], allow=ALLOWED) as cluster, Clock() as clock:
         leaf = cluster.put("b", X)
         os.kill(cluster.driver.launch.pids["b"], signal.SIGSTOP)
-        struck_ns = clock_ns()
+        struck_ns = clock.now_ns()
         with pytest.raises(WorkerLost, match="worker 'b' is lost"):
             leaf.fetch()
-        assert clock_ns() - struck_ns < 11e9
+        assert clock.now_ns() - struck_ns < 11e9
 
 
 def test_a_launched_worker_that_was_given_up_and_lives_on_ends_by_itself() -> None:
@@ -270,6 +306,7 @@ def test_a_launched_worker_that_was_given_up_and_lives_on_ends_by_itself() -> No
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_workers_whose_main_is_gone_are_idle_again(number: int, field: Field) -> None:
+    field.heal()
     root = Path(cases.__file__).parent.parent
     # Whose process has ended is not waited for: the deadline would be far away.
     path = field.workers.path
