@@ -2,10 +2,12 @@
 
 import atexit
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from tests.conformance import functions
 from tests.rpc_workers import Workers
+from tests.stream_cases import soon
 
 WORKERS = ("a", "b", "c", "d")
 
@@ -49,10 +51,15 @@ class Real:
             for _ in range(runs):
                 yield cluster
 
-    def mortal(self, victim: str) -> Any:
-        """Processes in which these functions kill."""
-        del victim  # Whoever runs them.
-        return self._connected(troubled=True)
+    @contextmanager
+    def mortal(self, victim: str) -> Iterator[Any]:
+        """Processes in which these functions kill; the victim's has ended after that.
+
+        Its peers may know that before it is known here, and the next test begins.
+        """
+        with self._connected(troubled=True) as cluster:
+            yield cluster
+        soon(lambda: victim in self._kept[True].dead)
 
     def slow(self) -> Any:
         """Processes in which a function waits."""
