@@ -1,6 +1,7 @@
 """What is known of an array without its values: shape, dtype, weak type."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdag.compute.duals import Dual, is_array
+from jdag.compute.duals import Dual, are_arrays, is_array
 from jdag.errors import JdagError, kind_of
 from jdag.wire.arrays import ArrayType
 
@@ -161,6 +162,11 @@ def is_deleted(value: Any) -> bool:
 def is_there(value: Any) -> bool:
     """Tell whether a value is a JAX array, no tracer, that was not deleted."""
     return is_array(value) and not value.is_deleted()
+
+
+def all_there(values: Sequence[Any]) -> bool:
+    """Tell whether `is_there` holds of all values."""
+    return are_arrays(values) and not any([value.is_deleted() for value in values])
 
 
 def _described(value: Any) -> str:

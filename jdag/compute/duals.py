@@ -70,6 +70,11 @@ def is_array(value: Any) -> bool:
     return _is_array_type(type(value))
 
 
+def are_arrays(values: Iterable[Any]) -> bool:
+    """Tell whether all values are arrays of JAX, as `is_array` would of each."""
+    return all(map(_is_array_type, dict.fromkeys(map(type, values))))
+
+
 def is_dual(value: object) -> bool:
     """Tell whether a value has a tangent."""
     return value.__class__ is Dual

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.tree_util as jtu
 
-from jdag.compute.avals import Aval, aval_of, is_there
+from jdag.compute.avals import Aval, all_there, aval_of
 from jdag.compute.moves import array_behind, home_of, moved
 from jdag.compute.pairs import Pair, pair
 from jdag.compute.pytrees import (
@@ -113,7 +113,7 @@ def call_of(fn: Callable[..., Any], args: tuple[Any, ...], what: str) -> Call:
     fn, args, own = called(fn, args)
     _refuse_tracers(fn, what)
     leaves, treedef = jtu.tree_flatten((args, {}))
-    if all(map(is_there, leaves)):
+    if all_there(leaves):
         template = template_of_arrays(treedef, own)
         if template is not None:
             return Call(fn, template, leaves)
@@ -281,7 +281,7 @@ def forward_all(
     """
 
     def run(number: int) -> Any:
-        with _working(pairs[number], args[number]):
+        with working(pairs[number], args[number]):
             return pairs[number].forward(args[number])
 
     found = _all_ended(run, len(pairs))
@@ -305,7 +305,7 @@ def vjp_all(
             return None
         both = zip(cotangents[number], made.out_tracked, strict=True)
         given = [() if ct is None else (ct,) for ct, is_tracked in both if is_tracked]
-        with _working(made, held.keeps):
+        with working(made, held.keeps):
             return list(made.vjp(held, given))
 
     return _all_ended(run, len(pairs))
@@ -327,7 +327,7 @@ def _all_ended(run: Callable[[int], Any], count: int) -> list[Any]:
     raise failed[first]
 
 
-def _working(made: Any, arrays: Sequence[Any]) -> AbstractContextManager[Any]:
+def working(made: Any, arrays: Sequence[Any]) -> AbstractContextManager[Any]:
     """What runs unjitted makes its arrays where its arguments are."""
     if isinstance(made, Failed) or not made.source.unjitted:
         return nullcontext()

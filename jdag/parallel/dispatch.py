@@ -1,4 +1,4 @@
-"""How replicas run: one program over all devices, or one call a device.
+"""How replicas run: one alone, one call a device, or one program over all devices.
 
 A plan is made once for a function, its abstract values and devices, and kept. It takes
 the arrays of a call as they came, and carries cotangents back to where these live:
@@ -6,6 +6,7 @@ the arrays of a call as they came, and carries cotangents back to where these li
     forward(arrays, homes, target)       -> (outputs on the target, residuals)
     vjp(residuals, cotangents, homes)    -> a cotangent for each tracked array
 
+`Alone` is for one replica, whose call is plain JAX's but for where its arrays are.
 `Each` calls a compiled pair on every device, whatever the chunks. `OneProgram` is a
 forward and a vjp over all devices, by `jax.pmap` or by `jax.shard_map`; chunks have one
 size then, and where rows do not suffice the last row stands in for those that lack.
@@ -24,7 +25,7 @@ from jdag.compute.moves import Target, cuttable, home_of, moved
 from jdag.compute.pytrees import Template
 from jdag.errors import JdagError
 from jdag.functions import name_of
-from jdag.parallel.apply import Call, forward_all, pair_of, vjp_all
+from jdag.parallel.apply import Call, forward_all, pair_of, vjp_all, working
 from jdag.parallel.movement import added, check_joined, cut, joined
 from jdag.parallel.processes import Processes
 
@@ -107,11 +108,65 @@ class Plan(Protocol):
         """Return a cotangent for each tracked array, where it lives; None: all zero."""
 
 
+# ------------------------------------------------------------------------- one replica
+
+
+class Alone:
+    """One replica: a compiled call, with all rows."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._pair = pair_of(Call(task.fn, task.template, []), task.avals, task.tracked)
+        (device,) = task.devices
+        self._wheres = (device,) * len(task.avals)
+        joined = task.outputs_of(self._pair.out_tree).num_leaves
+        out_avals = self._pair.out_avals[:joined]
+        for place, aval in enumerate(out_avals):
+            check_joined((aval,), task.dim, f"output {place} of {task.name}")
+        self._scalars = [n for n, aval in enumerate(out_avals) if not aval.shape]
+        tracked = [n for n, is_one in enumerate(self._pair.out_tracked) if is_one]
+        self._places = [n if n < joined else None for n in tracked]
+
+    def forward(
+        self, arrays: Sequence[Any], homes: Sequence[Target], target: Target
+    ) -> tuple[Any, Any]:
+        """See `Plan`."""
+        args = moved(arrays, self._wheres, homes)
+        with working(self._pair, args):
+            outputs, residuals = self._pair.forward(args)
+        leaves = moved(outputs, (target,) * len(outputs))
+        for place in self._scalars:
+            leaves[place] = joined((leaves[place],), self._task.dim)
+        return jtu.tree_unflatten(self._pair.out_tree, leaves), residuals
+
+    def vjp(
+        self, residuals: Any, cotangents: Sequence[Any], homes: Sequence[Target]
+    ) -> list[Any] | None:
+        """See `Plan`."""
+        if residuals is None:
+            return None
+        given = [None if n is None else cotangents[n] for n in self._places]
+        for number, place in enumerate(self._places):
+            if place in self._scalars:
+                (given[number],) = _unstacked(given[number])
+        sums = [() if ct is None else (ct,) for ct in self._there(given)]
+        with working(self._pair, residuals.keeps):
+            found = self._pair.vjp(residuals, sums)
+        both = zip(homes, self._task.tracked, strict=True)
+        return moved(found, [home for home, is_tracked in both if is_tracked])
+
+    def _there(self, cotangents: Sequence[Any]) -> list[Any]:
+        """Bring the cotangents that there are to the device."""
+        given = [ct for ct in cotangents if ct is not None]
+        there = iter(moved(given, self._task.devices * len(given)))
+        return [None if ct is None else next(there) for ct in cotangents]
+
+
 # ------------------------------------------------------------------- one call a device
 
 
 class Each:
-    """One compiled call a device; chunks may have different sizes."""
+    """One compiled call a device, of several; chunks may have different sizes."""
 
     def __init__(self, task: Task) -> None:
         call = Call(task.fn, task.template, [])
@@ -135,21 +190,15 @@ class Each:
                     f"{task.name} returned {first} of replica 0 and {tree} of replica "
                     f"{number}: outputs of other structures cannot be joined"
                 )
-        self._scalars = False
         for place in range(self._joined):
             parts = [made.out_avals[place] for made in self._pairs]
             check_joined(parts, task.dim, f"output {place} of {task.name}")
-            self._scalars |= not parts[0].shape
 
     def forward(
         self, arrays: Sequence[Any], homes: Sequence[Target], target: Target
     ) -> tuple[Any, Any]:
         """See `Plan`."""
-        if len(self._pairs) == 1:
-            args = [moved(arrays, self._wheres, homes)]
-        else:
-            args = self._cut(arrays, homes)
-        outputs, residuals = forward_all(self._pairs, args)
+        outputs, residuals = forward_all(self._pairs, self._cut(arrays, homes))
         return self._gathered(outputs, target), residuals
 
     def vjp(
@@ -163,8 +212,6 @@ class Each:
         places = [place for place, tracked in enumerate(task.tracked) if tracked]
         wheres = [homes[place] for place in places] * len(found)
         back = moved([ct for replica in found for ct in replica], wheres)
-        if len(found) == 1:
-            return back
         parts = [back[n :: len(places)] for n in range(len(places))]
         first = sum(task.tracked[: task.shared])
         sums = added(parts[:first])
@@ -188,9 +235,8 @@ class Each:
         flat = [value for replica in outputs for value in replica[:size]]
         flat += outputs[0][size:]
         leaves = moved(flat, [target] * len(flat))
-        if count > 1 or self._scalars:
-            parts = [leaves[n : count * size : size] for n in range(size)]
-            leaves[: count * size] = [joined(part, self._task.dim) for part in parts]
+        parts = [leaves[n : count * size : size] for n in range(size)]
+        leaves[: count * size] = [joined(part, self._task.dim) for part in parts]
         return jtu.tree_unflatten(self._pairs[0].out_tree, leaves)
 
     def _spread(self, cotangents: Sequence[Any]) -> list[list[Any]]:

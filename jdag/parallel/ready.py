@@ -6,7 +6,7 @@ settings of JAX. What is made of that depends on nothing that arrays hold, and k
 none of them: how rows are cut, which way replicas go, and the plan that runs them.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ import jax.tree_util as jtu
 
 from jdag.compute.avals import aval_of
 from jdag.compute.configuration import configuration
+from jdag.compute.duals import are_arrays, is_array
 from jdag.compute.moves import Target, home_of
 from jdag.compute.pairs import CACHE
 from jdag.compute.pytrees import is_static
@@ -22,7 +23,7 @@ from jdag.errors import JdagError
 from jdag.functions import is_unjitted, key_of
 from jdag.parallel.apply import Call, tracked_of
 from jdag.parallel.devices import Device, device_of, devices_of
-from jdag.parallel.dispatch import Each, Plan, Task
+from jdag.parallel.dispatch import Alone, Each, Plan, Task
 from jdag.parallel.movement import chunk_sizes, rows_of
 from jdag.parallel.processes import Processes, processes_of
 from jdag.parallel.program import ByPmap, ByShardMap, OneProgram
@@ -61,8 +62,7 @@ def ready_for(call: Call, x: Any, options: Options) -> Ready:
         Exception: what the function raised when it was traced.
     """
     function = (key_of(call.fn), is_unjitted(call.fn), call.template.key)
-    looks = map(_look, call.arrays)
-    key = (*function, *looks, *options, configuration())
+    key = (*function, *_looks(call.arrays), *options, configuration())
     ready: Ready = _once(key, partial(_made_ready, call, x, options))
     return ready
 
@@ -119,10 +119,18 @@ def _place_for(key: tuple[Hashable, ...]) -> list[Any]:
     return []
 
 
+def _looks(arrays: Sequence[Any]) -> tuple[Hashable, ...]:
+    """What each array looks like, at once where none is a tracer."""
+    if are_arrays(arrays):
+        avals = tuple([array.aval for array in arrays])
+        return avals, tuple([array.sharding for array in arrays])
+    return tuple(map(_look, arrays))
+
+
 def _look(array: Any) -> tuple[Hashable, Target, bool]:
-    if isinstance(array, jax.core.Tracer):
-        return aval_of(array), home_of(array), tracked_of((array,))[0]
-    return array.aval, array.sharding, False
+    if is_array(array):
+        return array.aval, array.sharding, False
+    return aval_of(array), home_of(array), tracked_of((array,))[0]
 
 
 def _made_ready(call: Call, x: Any, options: Options) -> Ready:
@@ -192,7 +200,7 @@ def _how(task: Task, how: str | None) -> str:
 
 def _made_plan(task: Task, how: str) -> Plan:
     if how == "each":  # Its pairs are counted where they are kept.
-        return Each(task)
+        return Alone(task) if len(task.sizes) == 1 else Each(task)
     CACHE.count(task.fn, key_of(task.fn))
     if task.everywhere:
         return OneProgram(task, partial(Wide, task=task))
