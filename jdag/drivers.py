@@ -244,9 +244,8 @@ def launch(  # noqa: PLR0913 - each is an option of its own, by keyword.
             last lines that it printed. Nothing is left running then.
     """
     names = _checked_names(workers)
-    _check_settings(device=device, allow=allow, carrier=carrier, deadline_s=deadline_s)
-    _check_settings(env=env, logs=logs, ready_s=ready_s)
-    _check_settings(value_bytes_max=value_bytes_max)
+    _check_settings(device=device, carrier=carrier, env=env, logs=logs, ready_s=ready_s)
+    _check_settings(allow=allow, deadline_s=deadline_s, value_bytes_max=value_bytes_max)
     share_gpu(device)
     with ExitStack() as stack:
         token = fresh_secret()
@@ -275,6 +274,7 @@ def launch(  # noqa: PLR0913 - each is an option of its own, by keyword.
             token=token,
             allow=tuple(allow),
             deadline_s=deadline_s,
+            watched=True,
         )
         return _joined(stack, plan, maker, started)
 

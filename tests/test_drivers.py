@@ -5,6 +5,7 @@ import inspect
 import os
 import re
 import signal
+import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from jdag.errors import (
     ScenarioError,
     WorkerLost,
 )
+from jdag.rpc import launch as launch_module
 from jdag.sim.simulation import Simulation
 from jdag.wire.encoding import TEXT_MAX_BYTES
 from tests.rpc_cases import free_address
@@ -105,7 +107,17 @@ def test_workers_collect_no_imports_and_compute_on_the_thread_that_waits(
             assert is_elsewhere is False
 
 
-def test_a_launched_worker_that_is_killed_is_lost_at_once_with_its_last_lines() -> None:
+@pytest.mark.parametrize("late_s", [0.0, 1.0])
+def test_a_launched_worker_that_is_killed_is_lost_with_its_last_lines(
+    late_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reap(child: launch_module._Child) -> None:
+        threading.Event().wait(late_s)
+        reaped(child)
+
+    # Its sockets are closed before its process has ended, and that may take a while.
+    reaped = launch_module._Child.reap
+    monkeypatch.setattr(launch_module._Child, "reap", reap)
     with jdag.launch(["a", "b", "c"], allow=("tests",)) as cluster:
         w = cluster.put("b", W)
         with cluster.context() as ctx:

@@ -412,6 +412,7 @@ def _example(asked: type) -> bytes:
         "handshake": {"jax": "1"},
         "peers": {"b": {"incarnation": 0, "control": "h:1", "data": "d", "allow": []}},
         "dial": ["b"],
+        "watched": True,
         "whereabouts": {"incarnation": 0, "control": "h:1", "data": "d", "allow": []},
         "incarnation": 0,
     }

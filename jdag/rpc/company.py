@@ -301,12 +301,22 @@ class Company:
                 if isinstance(error, JoinError) and error.given_up:
                     with self._loop:
                         self._given_up(peer, str(error))
-                refusals = refusals + 1 if _refused(error) else 0
+                refusals = refusals + 1 if self._refuses(peer, error) else 0
                 if refusals >= REFUSALS_MAX:
                     self._refused(peer, f"its connection ended, and then: {error}")
                 self.stopping.wait(REDIAL_S)  # Bounded by the peer's deadline.
             else:
                 self.adopt(peer.name, peer.incarnation, *got)
+
+    def _refuses(self, peer: Peer, error: Exception) -> bool:
+        """Whether this says that the process that was there is not in the session.
+
+        How one ended that is watched, main will be told by who watches it.
+        """
+        if not isinstance(error, JoinError):
+            return False
+        is_watched = self._place.watched and not peer.incarnation
+        return error.reached or (error.absent and not is_watched)
 
     def _refused(self, peer: Peer, why: str) -> None:
         """A peer is gone, unless it has dialled us just now; from any thread."""
@@ -406,8 +416,3 @@ class Company:
                 why = self.gone.get(peer.worker, "")
                 raise WorkerLost(f"worker {peer.name!r} was lost when asked: {why}")
         return {name: answer for name, answer in answers.items() if answer is not None}
-
-
-def _refused(error: Exception) -> bool:
-    """Whether this says that the process that was there is not in the session."""
-    return isinstance(error, JoinError) and (error.absent or error.reached)

@@ -65,6 +65,9 @@ class Place:
     `look(peer)` is for one who dials us and whose stream has ended: it raises JoinError
     if its process is known not to be there any more, and blocks likewise.
 
+    `watched` tells that whoever started the first processes of all workers tells main
+    how one has ended: who is not there any more is then lost by that, which says why.
+
     `gone(peer, why)` is to be called by main's node when it finds that a peer is lost,
     so that the others are told; it does not block.
     """
@@ -79,6 +82,7 @@ class Place:
     gone: Callable[[str, str], None]
     look: Callable[[str], None] = _trusting
     dials: dict[str, bool] = field(default_factory=dict)
+    watched: bool = False
 
 
 MakeNode = Callable[[Place], Node]

@@ -54,7 +54,7 @@ class Attach(Request):
 
     By `secret` the two know each other from now on; `secrets` has those by which the
     worker and each of the others do. `control` is where main itself answers Health, if
-    it does.
+    it does. `watched`: see `jdag.rpc.place.Place`.
     """
 
     token: Secret
@@ -67,6 +67,7 @@ class Attach(Request):
     allow: Modules
     deadline_s: Seconds
     control: Text = ""
+    watched: bool = False
     handshake: Annotated[dict[str, Any], Field(max_length=64)]
 
     @property

@@ -104,6 +104,7 @@ class _Held:
             dial=self.routes.dial,
             gone=_gone,
             look=self.lookout.look,
+            watched=asked.watched,
         )
         self.node: Node = own.make_node(self.place)
         self.node.joined(asked.main, asked.incarnations[asked.main])

@@ -56,7 +56,7 @@ class Plan:
     `workers` are all names in order, main's among them; `controls` are the addresses of
     the others. Main's own, `control`, is held while the session lasts, so that no other
     process has its name; None where nobody else could. With `rejoin` a new process at
-    the address of a lost worker joins.
+    the address of a lost worker joins. `watched`: see `jdag.rpc.place.Place`.
     """
 
     main: str
@@ -69,6 +69,7 @@ class Plan:
     allow: tuple[str, ...] = ()
     deadline_s: float = 10.0
     rejoin: bool = False
+    watched: bool = False
     control: Address | None = None
     tls: Tls | None = None
 
@@ -119,6 +120,7 @@ class Session:
             dial=self._routes.dial,
             gone=self._gone,
             dials=dict.fromkeys(plan.controls, True),
+            watched=plan.watched,
         )
         self.node: Node = plan.make_node(self.place)
         atexit.register(self._goodbye)
@@ -184,6 +186,7 @@ class Session:
             allow=plan.allow,
             deadline_s=plan.deadline_s,
             control="" if plan.control is None else str(plan.control),
+            watched=plan.watched,
             handshake=dict(plan.handshake),
         )
         control = self._controls[peer]
