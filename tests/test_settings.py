@@ -1,6 +1,7 @@
 """A cluster's file: what it may say, and what is said if it says something else."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -164,7 +165,8 @@ def test_a_worker_that_the_file_does_not_name_is_refused_with_those_it_does(tmp_
         ScenarioError, match=r"name = 'ps1': allowed is one of trainer,"
     ):
         load(path).worker("ps1")
-    for name in (7, None, ["trainer"], np.zeros(2)):
+    names: tuple[Any, ...] = (7, None, ["trainer"], np.zeros(2))
+    for name in names:
         with pytest.raises(ScenarioError, match=r"name = .*: allowed is one of train"):
             load(path).worker(name)
 

@@ -15,7 +15,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import jdag
 from jdag.compute import pairs
 from jdag.compute.avals import aval_of
-from jdag.compute.moves import home_of
 from jdag.errors import JdagError
 from jdag.parallel import data_parallel, ready
 from tests.parallel.cases import (
@@ -217,26 +216,6 @@ def test_one_device_still_honours_where_outputs_go():
         close(jax.device_put(found, jax.devices()[0]), rows_out(p, x))
     losses = data_parallel(lambda p, x: jnp.sum(x), p, x, ["cpu:0"])
     assert losses.shape == (1,)
-
-
-def test_one_replica_computes_where_it_was_told_to_and_gradients_come_home():
-    seen = []
-
-    @jdag.unjitted
-    def noted(p: Any, x: Any) -> Any:
-        seen.extend([str(home_of(p)), str(home_of(x))])
-        return p * x
-
-    home = jax.devices()[0]
-    p, x = jax.device_put((jnp.full(2, 3.0), jnp.arange(6.0).reshape(3, 2)), home)
-    places: dict[str, Any] = {"devices": ["cpu:3"], "output_device": "cpu:5"}
-    out, vjp = jax.vjp(lambda *both: data_parallel(noted, *both, **places), p, x)
-    assert str(home) not in seen and str(jax.devices()[3]) in seen
-    assert where(out) == ["cpu:5"]
-    found = vjp(jax.device_put(jnp.ones((3, 2)), jax.devices()[5]))
-    assert list(map(where, found)) == [["cpu:0"], ["cpu:0"]]
-    np.testing.assert_array_equal(found[0], np.sum(x, axis=0))
-    np.testing.assert_array_equal(found[1], np.broadcast_to(p, (3, 2)))
 
 
 def test_all_devices_are_taken_and_the_first_has_the_outputs():

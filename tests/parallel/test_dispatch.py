@@ -5,12 +5,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jdag
+from jdag.compute.moves import home_of
 from jdag.errors import JdagError
 from jdag.parallel import data_parallel
-from tests.parallel.cases import HOW, array, close, names
+from tests.parallel.cases import HOW, array, close, names, where
 
 
 def by_hand(p: Any, x: Any) -> Any:
@@ -143,3 +145,23 @@ def test_what_spreads_its_own_rows_is_called_on_each_device():
     )
     close(found, weighted(2.0, x))
     close(vjp(x), (jnp.sum(jnp.sin(x) * x),))
+
+
+def test_one_replica_computes_where_it_was_told_to_and_gradients_come_home():
+    seen = []
+
+    @jdag.unjitted
+    def noted(p: Any, x: Any) -> Any:
+        seen.extend([str(home_of(p)), str(home_of(x))])
+        return p * x
+
+    home = jax.devices()[0]
+    p, x = jax.device_put((jnp.full(2, 3.0), jnp.arange(6.0).reshape(3, 2)), home)
+    places: dict[str, Any] = {"devices": ["cpu:3"], "output_device": "cpu:5"}
+    out, vjp = jax.vjp(lambda *both: data_parallel(noted, *both, **places), p, x)
+    assert str(home) not in seen and str(jax.devices()[3]) in seen
+    assert where(out) == ["cpu:5"]
+    found = vjp(jax.device_put(jnp.ones((3, 2)), jax.devices()[5]))
+    assert list(map(where, found)) == [["cpu:0"], ["cpu:0"]]
+    np.testing.assert_array_equal(found[0], np.sum(x, axis=0))
+    np.testing.assert_array_equal(found[1], np.broadcast_to(p, (3, 2)))
