@@ -174,7 +174,8 @@ class Context:
 
         Args:
             worker: where they are to be: a worker, or a device of one.
-            refs: a pytree of refs, or of constants, which then travel once.
+            refs: a pytree of refs, or of constants, which then travel once. Statics in
+                it stay as they are.
 
         Returns:
             The same pytree of refs, on that worker.

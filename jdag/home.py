@@ -303,13 +303,13 @@ class Home:
         Raises:
             JdagError: there is no such worker, or it has no such device.
         """
-        if place in self.workers:
-            return self._now(str(place)), None
         if not isinstance(place, str):
             raise JdagError(
                 f"{what} takes the name of a worker first, not {place!r}; the workers "
                 f"are {', '.join(map(repr, self.workers))}"
             )
+        if place in self.workers:
+            return self._now(place), None
         worker, device = parsed(place)
         if worker in self.workers and device is not None:
             if not self.abstract:

@@ -227,8 +227,13 @@ def _raise(error: JdagError, text: str) -> NoReturn:
 
 
 def _check_clip_norm(clip_norm: Any) -> None:
-    number = hasattr(clip_norm, "__float__")
-    if clip_norm is not None and not (number and clip_norm > 0):
+    if clip_norm is None:
+        return
+    try:
+        usable = not isinstance(clip_norm, bool | str) and float(clip_norm) > 0
+    except (TypeError, ValueError, OverflowError):
+        usable = False
+    if not usable:
         raise JdagError(
             f"clip_norm={clip_norm!r}: it has to be a number above 0, or None"
         )

@@ -280,9 +280,12 @@ def oracle(
         and with `allow_int` zeros of float0 for what has none.
 
     Raises:
+        JdagError: the program is none.
         RootError: the program returns no loss of size 1.
         RemoteError: a function in it raised.
     """
+    if not callable(program):
+        raise JdagError(f"jdag.oracle takes a function of a context, not {program!r}")
 
     def run(*args: Any) -> Any:
         numbers = argument_numbers(argnums, len(args))

@@ -41,7 +41,9 @@ def test_what_is_no_function_is_refused_as_such(cluster):
 def test_move_is_tracked_and_keeps_the_pytree(cluster):
     w = cluster.put("b", {"x": ONES, "n": jnp.arange(3)})
     with cluster.context() as ctx:
-        there = ctx.move("d", {"w": w, "c": 2.0})
+        there = ctx.move("d", {"w": w, "c": 2.0, "flag": True, "op": jnp.sum})
+        assert there.pop("flag") is True and there.pop("op") is jnp.sum
+        assert ctx.move("d", True) is True
         assert there["w"]["x"].worker == "d" and there["w"]["x"].tracked
         assert not there["w"]["n"].tracked and not there["c"].tracked
         loss = ctx.call("d", lambda t: jnp.sum(t["w"]["x"]) * t["c"], there)

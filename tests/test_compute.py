@@ -237,7 +237,9 @@ def test_keys_have_shapes_and_bytes_but_are_not_inexact() -> None:
     assert (aval.shape, aval.size, aval.nbytes, aval.inexact) == ((3,), 3, 24, False)
 
 
-@pytest.mark.parametrize("value", ["text", [1.0], np.array(["a"]), object()])
+@pytest.mark.parametrize(
+    "value", ["text", [1.0], np.array(["a"]), object(), np.ma.ones(2)]
+)
 def test_what_is_no_array_has_no_abstract_value(value: Any) -> None:
     with pytest.raises(JdagError, match="is no array: arrays are"):
         aval_of(value)

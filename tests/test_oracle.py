@@ -197,6 +197,11 @@ def test_misuse_says_what_would_have_been_right(result, error, text):
         oracle(result)(W)
 
 
+def test_what_is_no_program_is_named():
+    with pytest.raises(JdagError, match="takes a function of a context, not 3"):
+        oracle(3)
+
+
 def test_an_integer_parameter_is_named():
     with pytest.raises(JdagError, match=r"argument 0\['n'\] is int64\[\]"):
         oracle(two_layers)({"n": np.int64(1)}, X)

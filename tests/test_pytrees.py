@@ -134,3 +134,12 @@ def test_a_leaf_that_is_not_a_ref_is_named() -> None:
         flatten({"w": [Ref(), 1.0]}, is_ref)
     with pytest.raises(JdagError, match="the value is a float"):
         flatten(1.0, is_ref)
+
+
+def test_a_dict_whose_keys_have_no_order_is_no_pytree() -> None:
+    tree = {"w": {1: 2.0, "b": 3.0}}
+    said = r"no pytree of JAX: .* dictionary keys.*'<' not supported between instances"
+    with pytest.raises(JdagError, match=said):
+        flatten(tree)
+    with pytest.raises(JdagError, match=said):
+        split((tree,), {}, lambda _: False)

@@ -254,7 +254,7 @@ def split(
         ContextError: an argument is a tracer of JAX.
         JdagError: an argument is nothing that a call takes, or was deleted.
     """
-    leaves, treedef = jtu.tree_flatten((args, kwargs))
+    leaves, treedef = flatten((args, kwargs))
     refs: list[tuple[int, Any]] = []
     constants: list[tuple[int, Any]] = []
     statics: list[tuple[int, Hashable]] = []
@@ -423,12 +423,17 @@ def flatten(
     other leaf has to be a static, beside at least one ref.
 
     Raises:
-        JdagError: a leaf is not a ref; its path and type are named.
+        JdagError: a leaf is not a ref; its path and type are named. Or JAX can make no
+            pytree of it.
     """
+    is_leaf = None if is_ref is None else _is_none
+    try:
+        leaves, treedef = jtu.tree_flatten(tree, is_leaf)
+    except ValueError as error:  # Of dicts with keys of several kinds.
+        why = error.__cause__ or error
+        raise JdagError(f"this is no pytree of JAX: {error} {why}") from error
     if is_ref is None:
-        leaves, treedef = jtu.tree_flatten(tree)
         return leaves, treedef
-    leaves, treedef = jtu.tree_flatten(tree, is_leaf=_is_none)
     refs = [leaf for leaf in leaves if is_ref(leaf)]
     for place, leaf in enumerate(leaves):
         if not (is_ref(leaf) or leaf is None or (refs and is_static(leaf))):
