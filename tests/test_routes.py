@@ -1,5 +1,6 @@
 """Routes reach every replica once, parents first, and are as short as can be."""
 
+import numpy as np
 import pytest
 
 from jdag.errors import JdagError
@@ -87,7 +88,7 @@ def test_around_a_ring_each_part_goes_to_the_next_and_sums_end_at_its_root():
             assert back.parents[replica] == (replica + 1) % 4
 
 
-@pytest.mark.parametrize("how", ["star", "", None, 3, ["ring"]])
+@pytest.mark.parametrize("how", ["star", "", None, 3, ["ring"], np.ones(2)])
 def test_any_other_how_is_refused_with_what_is_allowed(how):
     with pytest.raises(JdagError, match=r"how=.*: allowed are 'owner', 'tree', 'ring'"):
         check_how(how)

@@ -316,6 +316,7 @@ def test_each_worker_has_a_device_of_its_own_and_a_slow_one_takes_longer(monkeyp
         ("abc", {}, "workers = 'abc': allowed is"),
         (("a", "a"), {}, "workers = .*none twice"),
         (("a", ""), {}, "workers = .*none empty"),
+        (("a", "b\0"), {}, "workers = .*none with a # or a sign that is not printed"),
         (WORKERS, {"home": "z"}, "home = 'z': allowed is one of a, b, c"),
         (WORKERS, {"seed": 1.5}, "seed = 1.5: allowed is an integer"),
         (WORKERS, {"values": "vague"}, "values = 'vague': allowed is 'real' or"),

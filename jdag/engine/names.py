@@ -50,7 +50,9 @@ WORKERS_MAX = 1 << 16  # A context's id has 16 bits for the worker.
 
 def is_name(name: object) -> bool:
     """Whether a worker can be called that."""
-    return isinstance(name, str) and bool(name) and _AGAIN not in name
+    if not isinstance(name, str) or not name.isprintable():
+        return False  # A sign that nobody sees makes two names look like one.
+    return bool(name) and _AGAIN not in name
 
 
 class ContextId(NamedTuple):

@@ -43,7 +43,7 @@ class Route(NamedTuple):
 
 def check_how(how: object) -> None:
     """Raise JdagError unless there are such routes."""
-    if how not in HOW:
+    if not isinstance(how, str) or how not in HOW:
         raise JdagError(f"how={how!r}: allowed are {', '.join(map(repr, HOW))}")
 
 

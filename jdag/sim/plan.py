@@ -12,8 +12,8 @@ from jdag.tables import is_listed
 from jdag.wire.link import LinkSettings
 
 WORKERS = (
-    "a list of one name or more, none empty, none with a #, none twice; at most "
-    f"{WORKERS_MAX:,}"
+    "a list of one name or more, none empty, none twice, none with a # or a sign that "
+    f"is not printed; at most {WORKERS_MAX:,}"
 )
 
 
