@@ -123,7 +123,7 @@ def read(path: Path, what: str) -> tuple[str, dict[str, Any]]:
         raise ScenarioError(f"{error}; allowed is {what}") from error
     try:
         return text, tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # A number's length, and depth.
         raise ScenarioError(f"this is not TOML: {error}") from error
 
 

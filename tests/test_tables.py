@@ -104,6 +104,14 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, text, words):
     assert str(caught.value) == f"{path}: {words}"
 
 
+@pytest.mark.parametrize("text", [f"a = {'9' * 5000}", f"a = {'[' * 100_000}"])
+def test_a_file_that_python_cannot_read_is_no_toml(tmp_path: Path, text: str):
+    path = tmp_path / "some.toml"
+    path.write_text(text)
+    with pytest.raises(ScenarioError, match="this is not TOML: "), wrong(path):
+        read(path, "a file")
+
+
 def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path):
     path = tmp_path / "some.toml"
     path.write_bytes(b"\xef\xbb\xbf# Is it so?\r\na = 1\r\n")
