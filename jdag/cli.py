@@ -35,7 +35,7 @@ from rich.text import Text
 
 from jdag import hosting
 from jdag.engine.drawing import Need
-from jdag.errors import JdagError, ScenarioError, reason, unusable
+from jdag.errors import JdagError, ScenarioError, kind_of, reason, spelled, unusable
 from jdag.exits import Exit, said_in_one_line
 from jdag.graph import ContextGraph
 from jdag.playing import Answer, play
@@ -48,8 +48,16 @@ from jdag.trace import read_trace
 
 RESULT = "result.json"
 TRACE = "trace.jsonl"
+# What a report is made of, as JSON has it.
+_NEEDED: Mapping[str, tuple[type, ...]] = {
+    **dict.fromkeys(("name", "question", "answer", "command"), (str,)),
+    **dict.fromkeys(("figures", "meaning", "exact", "versions"), (dict,)),
+    **dict.fromkeys(("workers", "expect"), (list,)),
+    "digest": (str, type(None)),
+}
 _WRITTEN = (RESULT, TRACE, *WRITTEN)
 _NARROW = 72  # Columns below which a table has no room for what a figure is.
+_DIGITS_MAX = 1000  # Python reads no more than 4300.
 _INTERRUPTED = 130  # What a shell makes of Ctrl-C.
 
 
@@ -131,8 +139,9 @@ def run(
 def _seed_of(text: str | None) -> int | None:
     if text is None:
         return None
-    if not (text.isascii() and text.isdigit()):
-        raise ScenarioError(unusable("--seed", text, "an integer >= 0"))
+    if not (text.isascii() and text.isdigit() and len(text) <= _DIGITS_MAX):
+        allowed = f"an integer >= 0 of at most {_DIGITS_MAX} digits"
+        raise ScenarioError(unusable("--seed", text, allowed))
     return int(text)
 
 
@@ -241,7 +250,8 @@ def _result(scenario: Scenario, answer: Answer, driver: str) -> dict[str, Any]:
         "driver": driver,
         "window_ns": list(answer.window),
         "digest": _digest_of(answer),
-        "command": f"jdag run {scenario.path.name} --seed {scenario.settings.seed}"
+        "command": f"jdag run {spelled(scenario.path.name)}"
+        + f" --seed {scenario.settings.seed}"
         + f" --driver {driver}" * (answer.cluster.trace is None),
         "versions": {
             "jdag": version("jdag"),
@@ -424,9 +434,11 @@ def report(
 
 
 def _need_all(result: Any) -> None:
-    for key in ("name", "workers", "figures", "meaning", "expect", "exact", "digest"):
+    for key, kinds in _NEEDED.items():
         if not isinstance(result, dict) or key not in result:
             raise ValueError(f"{RESULT} has no {key}")
+        if not isinstance(result[key], kinds):
+            raise ValueError(f"{key} in {RESULT} is {kind_of(result[key])}")
 
 
 app.command()(hosting.worker)

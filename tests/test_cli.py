@@ -287,6 +287,7 @@ def test_options_say_what_is_allowed(place: Path):
         ("--carrier", "grpc", "allowed is only with --driver rpc"),
         ("--seed", -1, "allowed is an integer >= 0"),
         ("--seed", "two", "allowed is an integer >= 0"),
+        ("--seed", "9" * 5000, "allowed is an integer >= 0 of at most 1000 digits"),
     ):
         said = refused(place, "run", path, option, value)
         assert f"{option} = " in said and allowed in said
@@ -417,6 +418,28 @@ def test_a_report_of_no_run_is_one_line_and_2(place: Path):
     (place / "result.json").write_text("{}")
     (place / "trace.jsonl").write_text("")
     assert "allowed is a folder that `jdag run` wrote" in refused(place, "report", ".")
+
+
+def test_a_report_of_what_somebody_changed_is_one_line_and_2(place: Path):
+    assert jdag("run", written(place.parent), "--out", "run")[0] == 0
+    path = place / "run" / "result.json"
+    result = json.loads(path.read_text())
+    for key in ("name", "figures", "meaning", "exact", "versions", "expect"):
+        path.write_text(json.dumps({**result, key: 3}))
+        said = refused(place, "report", "run")
+        assert said.endswith(f"ValueError: {key} in result.json is an int\n")
+    path.write_text(json.dumps({**result, "question": "\udcff?"}))
+    assert jdag("report", "run")[0] == 0
+    assert "\\udcff?" in (place / "run" / "index.html").read_text()
+
+
+def test_a_file_may_have_any_name(place: Path):
+    path = Path(os.fsdecode(b"a\xff.toml"))
+    path.write_bytes(written(place.parent).read_bytes())
+    code, _, err = jdag("run", path, "--out", "run")
+    assert (code, err) == (0, "")
+    result = json.loads((place / "run" / "result.json").read_text())
+    assert result["command"] == r"jdag run 'a\udcff.toml' --seed 0"
 
 
 def test_a_users_own_program_runs_from_any_folder_in_a_process_of_its_own(place: Path):

@@ -52,7 +52,8 @@ def write_page(
         long=[(name, str(given[name])) for name in _LONG if name in given],
         pictures=[(_inside(file), heading, said) for file, heading, said in pictures],
     )
-    path.write_text(text, encoding="utf-8")
+    # Names of files, and what programs say, may have signs that UTF-8 has not.
+    path.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def _breakable(name: str) -> Markup:
