@@ -86,11 +86,13 @@ class PlainNode:
         while not self.closed:
             with self.changed:
                 streams, said = dict(self.streams), self._said
-                left, self._left, self._said = self._left, [], []
+                self._said = [one for one in said if one[0] not in streams]
+                left, self._left = self._left, []
             for stream in left:
                 stream.close()
             for peer, line in said:
-                streams[peer].send([memoryview(line)])
+                if peer in streams:  # Else it is said when there is a stream.
+                    streams[peer].send([memoryview(line)])
             for peer, stream in streams.items():
                 self._look(peer, stream)
             with self.changed:
@@ -131,7 +133,7 @@ class PlainNode:
 
     def wait(self, what: Callable[[], bool]) -> None:
         with self.changed:
-            assert self.changed.wait_for(what, 20), "it never came to be"
+            assert self.changed.wait_for(what, 60), "it never came to be"
 
     def drain(self) -> None:
         self.say("drained")
