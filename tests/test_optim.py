@@ -299,7 +299,7 @@ def test_squared_norms_are_taken_at_least_in_float32():
             "clip_norm=<class 'float'>: it has to be a number above 0",
         ),
         (
-            lambda c: Optimizer(optax.sgd(0.1), c.put("b", 1.0), np.ones(2)),
+            lambda c: Optimizer(optax.sgd(0.1), c.put("b", 1.0), cast(Any, np.ones(2))),
             r"clip_norm=array\(\[1., 1.\]\): it has to be a number above 0",
         ),
         (
