@@ -8,7 +8,8 @@ from paper import data_parallel
 
 
 def test_each_way_is_timed_beside_the_same_by_hand(monkeypatch):
-    monkeypatch.setattr(data_parallel, "ROUNDS", 1)
+    for name in ("ROUNDS_MIN", "ROUNDS_MAX"):
+        monkeypatch.setattr(data_parallel, name, 1)
     monkeypatch.setattr(data_parallel, "TURN_S", 0.0)
     monkeypatch.setattr(data_parallel, "WAYS", ("each",))
     rows = [data_parallel.row_of(jax.devices()[:count], 8, 16) for count in (1, 2)]
