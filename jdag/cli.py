@@ -50,7 +50,8 @@ RESULT = "result.json"
 TRACE = "trace.jsonl"
 # What a report is made of, as JSON has it.
 _NEEDED: Mapping[str, tuple[type, ...]] = {
-    **dict.fromkeys(("name", "question", "answer", "command"), (str,)),
+    **dict.fromkeys(("name", "question", "answer", "command", "outcome"), (str,)),
+    "seed": (int,),
     **dict.fromkeys(("figures", "meaning", "exact", "versions"), (dict,)),
     **dict.fromkeys(("workers", "expect"), (list,)),
     "digest": (str, type(None)),
@@ -333,7 +334,7 @@ def _print(console: Console, result: Mapping[str, Any], page: Path) -> None:
             said += f"; not asked of it: {', '.join(result['not_asked'])}"
         console.print(said, highlight=False, markup=False, soft_wrap=True)
     digest = [f"digest: {result['digest']}"] * (result["digest"] is not None)
-    for line in (*digest, f"report: {page}"):
+    for line in (*digest, f"report: {spelled(page)}"):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -356,7 +357,7 @@ def _print_graph(console: Console, drawings: Any, folder: Path) -> None:
     console.print(table)
     for name in (GRAPH, GRAPH_DOT):
         if (folder / name).exists():
-            line = f"graph: {folder / name}"
+            line = f"graph: {spelled(folder / name)}"
             console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -427,7 +428,7 @@ def report(
         except OSError as error:
             said = f"a folder that `jdag run` wrote; {error.filename}: {error.strerror}"
             raise ScenarioError(unusable("folder", str(folder), said)) from error
-        except (ValueError, KeyError, TypeError, JdagError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, JdagError) as error:
             said = f"a folder that `jdag run` wrote; {type(error).__name__}: {error}"
             raise ScenarioError(unusable("folder", str(folder), said)) from error
     _print(Console(), result, folder / PAGE)

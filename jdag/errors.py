@@ -10,7 +10,7 @@ SHOWN_MAX = 1000  # Of a value: more would hide what is wrong with it.
 
 
 def cut(text: str, most: int) -> str:
-    """A text of so many characters at most, and what is gone from its middle."""
+    """So many characters of a text, and between them how many are left out."""
     half = most // 2
     if len(text) <= most:
         return text
@@ -26,7 +26,14 @@ def kind_of(value: object) -> str:
 
 def unusable(key: str, value: object, allowed: str) -> str:
     """The one wording in which a setting is refused."""
-    return f"{key} = {cut(repr(value), SHOWN_MAX)}: allowed is {allowed}"
+    return f"{key} = {_shown(value)}: allowed is {allowed}"
+
+
+def _shown(value: object) -> str:
+    try:
+        return cut(repr(value), SHOWN_MAX)
+    except ValueError:  # Python writes no int of more than 4,300 digits.
+        return kind_of(value)
 
 
 def spelled(path: object) -> str:

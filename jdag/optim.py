@@ -230,7 +230,10 @@ def _check_clip_norm(clip_norm: Any) -> None:
     if clip_norm is None:
         return
     try:
-        usable = not isinstance(clip_norm, bool | str) and float(clip_norm) > 0
+        usable = (
+            not isinstance(clip_norm, bool | str | bytes | bytearray)
+            and float(clip_norm) > 0
+        )
     except (TypeError, ValueError, OverflowError):
         usable = False
     if not usable:

@@ -7,7 +7,7 @@ import codecs
 import io
 import os
 import tomllib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -57,10 +57,10 @@ def is_table(value: Any) -> bool:
 
 
 def is_listed(value: object) -> bool:
-    """Whether a value is many, in an order of their own: no text, and no set."""
-    if isinstance(value, str | bytes | bytearray | set | frozenset):
+    """Whether a value is many in an order of their own: no text, set or dict."""
+    if isinstance(value, str | bytes | bytearray | set | frozenset | Mapping):
         return False
-    return isinstance(value, Iterable)
+    return isinstance(value, Iterable) and getattr(value, "ndim", 1) > 0
 
 
 def is_path(value: object) -> bool:

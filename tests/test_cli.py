@@ -428,6 +428,13 @@ def test_a_report_of_what_somebody_changed_is_one_line_and_2(place: Path):
         path.write_text(json.dumps({**result, key: 3}))
         said = refused(place, "report", "run")
         assert said.endswith(f"ValueError: {key} in result.json is an int\n")
+    for key in ("seed", "outcome"):
+        path.write_text(json.dumps({k: v for k, v in result.items() if k != key}))
+        said = refused(place, "report", "run")
+        assert said.endswith(f"ValueError: result.json has no {key}\n")
+    expected = [{**one, "figure": 3, "got": 1} for one in result["expect"]]
+    path.write_text(json.dumps({**result, "expect": expected}))
+    assert "AttributeError: 'int' object" in refused(place, "report", "run")
     path.write_text(json.dumps({**result, "question": "\udcff?"}))
     assert jdag("report", "run")[0] == 0
     assert "\\udcff?" in (place / "run" / "index.html").read_text()
@@ -438,6 +445,9 @@ def test_a_file_may_have_any_name(place: Path):
     path.write_bytes(written(place.parent).read_bytes())
     code, _, err = jdag("run", path, "--out", "run")
     assert (code, err) == (0, "")
+    code, out, err = jdag("run", path, "--out", os.fsdecode(b"r\xff"), "--graph")
+    assert (code, err) == (0, "")
+    assert "report: 'r\\udcff/index.html'" in out
     result = json.loads((place / "run" / "result.json").read_text())
     assert result["command"] == r"jdag run 'a\udcff.toml' --seed 0"
 

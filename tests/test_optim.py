@@ -295,6 +295,10 @@ def test_squared_norms_are_taken_at_least_in_float32():
             "clip_norm=True: it has to be a number above 0",
         ),
         (
+            lambda c: Optimizer(optax.sgd(0.1), c.put("b", 1.0), cast(Any, b"5")),
+            "clip_norm=b'5': it has to be a number above 0",
+        ),
+        (
             lambda c: Optimizer(optax.sgd(0.1), c.put("b", 1.0), cast(float, float)),
             "clip_norm=<class 'float'>: it has to be a number above 0",
         ),

@@ -143,3 +143,17 @@ def test_a_dict_whose_keys_have_no_order_is_no_pytree() -> None:
         flatten(tree)
     with pytest.raises(JdagError, match=said):
         split((tree,), {}, lambda _: False)
+
+
+def test_a_node_of_the_user_that_cannot_be_taken_apart_says_why_once() -> None:
+    @jax.tree_util.register_pytree_node_class
+    class Odd:
+        def tree_flatten(self) -> Any:
+            raise ValueError("it is odd")
+
+        @classmethod
+        def tree_unflatten(cls, _: Any, __: Any) -> Any:
+            raise NotImplementedError
+
+    with pytest.raises(JdagError, match=r"this is no pytree of JAX: it is odd$"):
+        flatten(Odd())

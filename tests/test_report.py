@@ -15,7 +15,7 @@ from jdag.graph import graph_of
 from jdag.programs.shapes import pipeline
 from jdag.report import bubble, read_drawings, render, spans
 from jdag.report.perfetto import JOBS_MAX, MESSAGES_MAX, trace_events
-from jdag.report.picture import _laid_out, draw_graph
+from jdag.report.picture import _laid_out, _left_out, draw_graph
 from jdag.report.raster import COLUMNS, mixed
 from jdag.report.spans import Job, Spans, Transfer, spans_of
 from jdag.shown import shown
@@ -375,6 +375,26 @@ def test_figures_by_the_elements_of_another_have_a_table_of_their_own(tmp_path):
     assert '<td class="name">b</td><td class="value">8</td>' in page
     assert '<td class="name">c</td><td class="value">-</td>' in page
     assert "a: 1, d: 2" in page  # By no worker of the run, and by no other figure.
+
+
+def test_figures_by_what_is_twice_in_another_have_each_row_once(tmp_path):
+    figures = {"worker": [9], "counts": [2, 2, 1], "apart": {"2": 5, "1": 6}}
+    render(tmp_path, result_of("a", **figures), None, None, window=(0, 0))
+    page = (tmp_path / "index.html").read_text()
+    assert re.findall("<h2>(By .*)</h2>", page) == ["By counts"]
+    assert page.count('<td class="name">2</td>') == 1
+
+
+def test_of_a_thousand_leaves_those_that_have_room_are_drawn(tmp_path):
+    with simulate(["a"], seed=0) as cluster:
+        leaves = [cluster.put("a", np.ones(2)) for _ in range(1_000)]
+        with cluster.context() as ctx:
+            ctx.backward(ctx.call("a", total, leaves))
+            graph = graph_of(ctx.graph())
+    draw_graph(tmp_path / "graph.png", graph, "many")
+    _, height = _size(tmp_path / "graph.png")
+    assert height < 800
+    assert _left_out(graph, _laid_out(graph)) == ": its first 18 of 1,001 vertices"
 
 
 @pytest.mark.parametrize("count", [1, 8])

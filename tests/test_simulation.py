@@ -4,6 +4,7 @@ import gc
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jdag.engine.vocabulary import (
@@ -302,6 +303,9 @@ def test_each_worker_has_a_device_of_its_own_and_a_slow_one_takes_longer(monkeyp
         ((1, 2), {}, r"workers = \(1, 2\): allowed is a list"),
         (range(1 << 17), {}, r"workers = range.*; at most 65,536"),
         (WORKERS, {"seed": -1}, "seed = -1: allowed is an integer >= 0"),
+        (WORKERS, {"seed": -(10**5000)}, "seed = an int: allowed is an integer >= 0"),
+        (np.array("a"), {}, "workers = array.*: allowed is a list of one name"),
+        ({"a": 1, "b": 2}, {}, "workers = {'a': 1, 'b': 2}: allowed is a list of one"),
         (WORKERS, {"home": ["a"]}, r"home = \['a'\]: allowed is one of a, b, c"),
         (WORKERS, {"policy": []}, r"policy = \[\]: allowed is one of path"),
         (WORKERS, {"faults": None}, "faults = None: allowed is a list of jdag.sim's"),

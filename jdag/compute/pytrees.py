@@ -430,8 +430,8 @@ def flatten(
     try:
         leaves, treedef = jtu.tree_flatten(tree, is_leaf)
     except ValueError as error:  # Of dicts with keys of several kinds.
-        why = error.__cause__ or error
-        raise JdagError(f"this is no pytree of JAX: {error} {why}") from error
+        why = f" {error.__cause__}" if error.__cause__ else ""
+        raise JdagError(f"this is no pytree of JAX: {error}{why}") from error
     if is_ref is None:
         return leaves, treedef
     refs = [leaf for leaf in leaves if is_ref(leaf)]

@@ -64,7 +64,7 @@ def _breakable(name: str) -> Markup:
 def _tables(given: Mapping[str, Any], workers: Sequence[str]) -> dict[str, list[str]]:
     """The figures with a value for each worker, or for each element of another."""
     found: dict[str, list[str]] = {}
-    lists = [name for name, one in given.items() if isinstance(one, list)]
+    lists = [n for n, one in given.items() if isinstance(one, list) and n != WORKER]
     for name, one in given.items():
         if not isinstance(one, Mapping):
             continue
@@ -103,7 +103,7 @@ def _table(
 
 
 def _rows(by: str, given: Mapping[str, Any], workers: Sequence[str]) -> Sequence[str]:
-    return workers if by == WORKER else [str(one) for one in given[by]]
+    return workers if by == WORKER else list(dict.fromkeys(map(str, given[by])))
 
 
 def _inside(picture: Path) -> str:

@@ -17,6 +17,7 @@ from jdag.engine.drawing import Need
 from jdag.graph import Edge, Graph, Vertex, labelled
 
 HEIGHTS_MAX = 40
+ABOVE_MAX = 16  # Leaves that have room above the first call.
 
 _COLUMN_INCHES = 2.7
 _HEIGHT_INCHES = 0.31
@@ -24,6 +25,7 @@ _BOX = (0.62, 0.70)  # Width in columns, height in heights.
 _NAME_MAX = 25  # Characters that have room in a box.
 _MIDDLE = 0.10  # Of the boxes, right of the middle of the column: leaves stand left.
 _LEAF_AT = -0.37
+_LEAF_HEIGHT = 0.88
 _ORDER = {"send": 0, "recv": 1, "node": 2}
 _FILL = {"leaf": "#f3e3b8", "node": "#dbe6f4", "send": "#e6dcee", "recv": "#d9ecec"}
 _EDGE = {"leaf": "#b8912f", "node": "#3d6fb4", "send": "#7d5a91", "recv": "#3f8590"}
@@ -133,7 +135,7 @@ def _leaf_places(
     places: Mapping[str, tuple[float, float]],
     workers: tuple[str, ...],
 ) -> dict[str, tuple[float, float]]:
-    """Each leaf beside what first uses it, or as far above as is free."""
+    """Each leaf beside what first uses it, or above it, if there is room."""
     taken: set[tuple[float, float]] = set()
     found: dict[str, tuple[float, float]] = {}
     for leaf in shown:
@@ -144,10 +146,11 @@ def _leaf_places(
         if not uses:
             continue
         x, y = workers.index(leaf.worker) + _LEAF_AT, min(uses)
-        while (x, y) in taken:  # Bounded: by the leaves of this column.
-            y -= 0.88
-        taken.add((x, y))
-        found[leaf.id] = (x, y)
+        while (x, y) in taken:  # Bounded: by the heights that there are.
+            y -= _LEAF_HEIGHT
+        if y > -_LEAF_HEIGHT * (ABOVE_MAX + 0.5):
+            taken.add((x, y))
+            found[leaf.id] = (x, y)
     return found
 
 
