@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jdag
-from jdag.errors import WorkerLost
+from jdag.errors import JdagError, WorkerLost
 from jdag.rpc import company
 from jdag.rpc.streams import SocketStream
 from tests.rpc_breaking import CUT, KILL, Breaking, Killed, breaking
@@ -164,12 +164,13 @@ def test_main_may_die_at_any_frame_and_who_worked_for_it_is_free(
 ) -> None:
     with breaking() as nodes:
         nodes.taps["a"].plan(number, KILL)
-        try:
+        with pytest.raises((Killed, JdagError)) as ended:
             assert program(nodes.cluster) == wanted
             nodes.taps["a"].plan(1, KILL)
             program(nodes.cluster)
-        except Killed:
-            assert nodes.taps["a"].tripped
+        died = ended.value  # Its loop's thread may be the first to see that it is dead.
+        assert isinstance(died if isinstance(died, Killed) else died.__cause__, Killed)
+        assert nodes.taps["a"].dead
         for worker in ("b", "c"):  # Told by who watches it, or by the deadline.
             nodes.nodes[worker].lost("a", "it was killed")
             nodes.wait_until_over(worker)
