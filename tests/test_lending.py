@@ -19,11 +19,18 @@ def lent(side: Side) -> int:
     return len(side.peer.inbox._borrowed._out)
 
 
+def send_one(sides: Sides, number: int) -> None:
+    """Send the array of this number, counted from 1, and look at what has come."""
+    value = jnp.arange(1_500_000.0) * number
+    sides.a.peer.send(primal(number), [value])
+    sides.run(lambda: len(sides.b.messages) == number)
+    assert_same(sides.b.messages[-1][1], [value])
+
+
 def make_one(sides: Sides) -> None:
     """Send two arrays, and wait for the memory that is made where two were missed."""
     for number in (1, 2):
-        sides.a.peer.send(primal(number), [jnp.arange(1_500_000.0)])
-        sides.run(lambda number=number: len(sides.b.messages) == number)
+        send_one(sides, number)
     sides.run(lambda: bool(sides.a.peer._segments._free))
 
 
@@ -33,11 +40,8 @@ def test_large_arrays_come_in_shared_memory_once_there_is_some_and_it_is_used_ag
     make_one(sides)
     shared = 0
     for number in range(3, 12):
-        value = jnp.arange(1_500_000.0) * number
-        sides.a.peer.send(primal(number), [value])
-        sides.run(lambda number=number: len(sides.b.messages) == number)
+        send_one(sides, number)
         shared += lent(sides.b)
-        assert_same(sides.b.messages[-1][1], [value])
         sides.b.messages[-1] = (primal(number), [])  # The array goes.
         for _ in range(20):
             sides.turn()
@@ -51,8 +55,7 @@ def test_memory_of_an_array_that_is_gone_is_free_without_another_message(
     sides = make(deadline_s=8.0)
     sides.connect()
     make_one(sides)
-    sides.a.peer.send(primal(3), [jnp.arange(1_500_000.0)])
-    sides.run(lambda: len(sides.b.messages) == 3)
+    send_one(sides, 3)
     assert lent(sides.b) == 1
     sides.b.messages.clear()
     sides.run(lambda: lent(sides.b) == 0)
