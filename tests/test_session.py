@@ -3,7 +3,7 @@
 import gc
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
@@ -17,7 +17,8 @@ from jdag.rpc import session as module
 from jdag.rpc.control import ControlClient, ControlServer, answering
 from jdag.rpc.gate import Gate, dial
 from jdag.rpc.handshake import ours
-from jdag.rpc.requests import REQUESTS, Attach, Detach, Health, Info, Knock
+from jdag.rpc.requests import REQUESTS, Attach, Detach, Health, Info, Knock, Mesh
+from jdag.rpc.seat import Seat
 from jdag.rpc.session import Session
 from jdag.rpc.settings import Address
 from jdag.rpc.tls import load
@@ -77,6 +78,28 @@ def test_all_are_joined_to_all_and_of_two_the_lower_number_dials(three):
         dials = {name: [*worker.nodes[0].place.dials] for name, worker in three.items()}
         assert dials == {"a": ["b", "c"], "b": ["c"], "c": []}
     assert all(worker.ask(Health())["state"] == "idle" for worker in three.values())
+
+
+def test_who_dials_may_have_been_told_of_the_others_first(monkeypatch):
+    with ExitStack() as stack:
+        answer, dialled = Seat.mesh, threading.Event()
+
+        def mesh(seat: Seat, asked: Mesh) -> Mapping[str, Any]:
+            if seat is not workers["a"].seat:
+                assert dialled.wait(LONG_S)
+            answered = answer(seat, asked)
+            dialled.set()
+            return answered
+
+        monkeypatch.setattr(Seat, "mesh", mesh)
+        workers = {name: stack.enter_context(seated(name)) for name in "abc"}
+        with Session(plan_of(controls(workers))):
+            for name, others in {"a": "mbc", "b": "mac", "c": "mab"}.items():
+                node = workers[name].nodes[0]
+                for other in others:
+                    node.wait(lambda node=node, other=other: other in node.streams)
+                assert node.incarnations == dict.fromkeys(others, 0)
+            assert workers["c"].nodes[0].ask("a", b"x") == b"answer x from a\n"
 
 
 def test_a_broken_stream_is_dialled_again_by_who_dialled_it(three):

@@ -21,7 +21,10 @@ class Node(Protocol):
         """
 
     def adopt(self, peer: str, incarnation: int, stream: Stream, received: int) -> None:
-        """Own a connection to a peer, which has received messages up to a number."""
+        """Own a connection to a peer, which has received messages up to a number.
+
+        Who has been told of the others first dials them: it may come before `joined`.
+        """
 
     def received(self, peer: str) -> int:
         """Return up to which number messages of a peer have been received; 0: none."""
