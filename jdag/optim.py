@@ -16,7 +16,7 @@ from jdag.assignments import Change
 from jdag.cluster import Cluster
 from jdag.compute.pytrees import flatten, paths, unflatten
 from jdag.context import Context
-from jdag.errors import ContextError, JdagError, kind_of
+from jdag.errors import ContextError, JdagError, kind_of, unusable
 from jdag.home import Home
 from jdag.leafwise import Leafwise, leafwise
 from jdag.ref import Ref, fetch, is_ref
@@ -237,9 +237,7 @@ def _check_clip_norm(clip_norm: Any) -> None:
     except (TypeError, ValueError, OverflowError):
         usable = False
     if not usable:
-        raise JdagError(
-            f"clip_norm={clip_norm!r}: it has to be a number above 0, or None"
-        )
+        raise JdagError(unusable("clip_norm", clip_norm, "a number above 0, or None"))
 
 
 def _home_of(leaves: Sequence[Ref]) -> Home:

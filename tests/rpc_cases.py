@@ -40,6 +40,7 @@ class PlainNode:
         self.incarnations: dict[str, int] = {}
         self.changed = threading.Condition()
         self.closed = False
+        self.ended = False
         self.losses: dict[str, str] = {}
         self._left: list[Any] = []
         self._said: list[tuple[str, bytes]] = []
@@ -59,6 +60,8 @@ class PlainNode:
             assert self.incarnations.get(peer, incarnation) == incarnation
             self._leave(peer)
             self.streams[peer] = stream
+            if self.ended:  # Its gate closes only after it.
+                stream.close()
             self.changed.notify_all()
 
     def _leave(self, peer: str) -> bool:
@@ -98,8 +101,10 @@ class PlainNode:
                 self._look(peer, stream)
             with self.changed:
                 self.changed.wait(0.01)
-        for stream in (*self._left, *self.streams.values()):
-            stream.close()
+        with self.changed:
+            self.ended = True
+            for stream in (*self._left, *self.streams.values()):
+                stream.close()
 
     def _look(self, peer: str, stream: Any) -> None:
         """Take what has come from a peer, and answer it."""

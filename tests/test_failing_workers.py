@@ -27,7 +27,7 @@ from tests import failing_cases as cases
 from tests.rpc_workers import ALLOWED, Workers
 from tests.stream_cases import soon
 
-DEADLINE_S = 3.0
+DEADLINE_S = 5.0
 TICK_NS = 10_000_000
 X = jnp.linspace(0.5, 2.0, 7)
 LARGE = np.ones(4 << 20)  # 32 MiB.
@@ -290,7 +290,7 @@ def test_by_the_deadline_of_who_sets_none_a_stopped_worker_is_named() -> None:
 
 
 def test_a_launched_worker_that_was_given_up_and_lives_on_ends_by_itself() -> None:
-    with jdag.launch(["a", "b", "c"], allow=ALLOWED, deadline_s=2.0) as cluster:
+    with jdag.launch(["a", "b", "c"], allow=ALLOWED, deadline_s=DEADLINE_S) as cluster:
         launch = cluster.driver.launch
         log = launch.log_of("c")
         os.kill(launch.pids["c"], signal.SIGSTOP)

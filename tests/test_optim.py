@@ -284,27 +284,31 @@ def test_squared_norms_are_taken_at_least_in_float32():
         ),
         (
             lambda c: Optimizer(optax.sgd(0.1), c.put("b", 1.0), clip_norm=0.0),
-            "clip_norm=0.0: it has to be a number above 0",
+            "clip_norm = 0.0: allowed is a number above 0, or None",
         ),
         (
             lambda c: Optimizer(optax.sgd(0.1), c.put("b", 1.0), cast(float, "1")),
-            "clip_norm='1': it has to be a number above 0",
+            "clip_norm = '1': allowed is a number above 0",
         ),
         (
             lambda c: Optimizer(optax.sgd(0.1), c.put("b", 1.0), clip_norm=True),
-            "clip_norm=True: it has to be a number above 0",
+            "clip_norm = True: allowed is a number above 0",
         ),
         (
             lambda c: Optimizer(optax.sgd(0.1), c.put("b", 1.0), cast(Any, b"5")),
-            "clip_norm=b'5': it has to be a number above 0",
+            "clip_norm = b'5': allowed is a number above 0",
         ),
         (
             lambda c: Optimizer(optax.sgd(0.1), c.put("b", 1.0), cast(float, float)),
-            "clip_norm=<class 'float'>: it has to be a number above 0",
+            "clip_norm = <class 'float'>: allowed is a number above 0",
+        ),
+        (
+            lambda c: Optimizer(optax.sgd(0.1), c.put("b", 1.0), clip_norm=10**5000),
+            "clip_norm = an int: allowed is a number above 0",
         ),
         (
             lambda c: Optimizer(optax.sgd(0.1), c.put("b", 1.0), cast(Any, np.ones(2))),
-            r"clip_norm=array\(\[1., 1.\]\): it has to be a number above 0",
+            r"clip_norm = array\(\[1., 1.\]\): allowed is a number above 0",
         ),
         (
             lambda c: Optimizer(optax.contrib.reduce_on_plateau(), c.put("b", 1.0)),

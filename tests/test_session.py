@@ -97,7 +97,7 @@ def test_who_dials_may_have_been_told_of_the_others_first(monkeypatch):
             for name, others in {"a": "mbc", "b": "mac", "c": "mab"}.items():
                 node = workers[name].nodes[0]
                 for other in others:
-                    node.wait(lambda node=node, other=other: other in node.streams)
+                    node.wait(partial(node.streams.__contains__, other))
                 assert node.incarnations == dict.fromkeys(others, 0)
             assert workers["c"].nodes[0].ask("a", b"x") == b"answer x from a\n"
 

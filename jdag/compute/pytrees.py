@@ -414,6 +414,22 @@ class Form:
         return (self._tree, tuple([leaf is HOLE for leaf in self._leaves]))
 
 
+def flattened(
+    tree: Any, is_leaf: Callable[[Any], bool] | None = None, what: str = "this"
+) -> tuple[list[Any], Any]:
+    """Return the leaves and the treedef of a pytree that is JAX's, unless a leaf is.
+
+    Raises:
+        JdagError: JAX can make no pytree of it.
+    """
+    try:
+        leaves, treedef = jtu.tree_flatten(tree, is_leaf)
+    except ValueError as error:  # Of dicts with keys of several kinds.
+        why = f" {error.__cause__}" if error.__cause__ else ""
+        raise JdagError(f"{what} is no pytree of JAX: {error}{why}") from None
+    return leaves, treedef
+
+
 def flatten(
     tree: Any, is_ref: Callable[[Any], bool] | None = None
 ) -> tuple[list[Any], Any]:
@@ -423,15 +439,9 @@ def flatten(
     other leaf has to be a static, beside at least one ref.
 
     Raises:
-        JdagError: a leaf is not a ref; its path and type are named. Or JAX can make no
-            pytree of it.
+        JdagError: a leaf is not a ref; its path and type are named. Or as `flattened`.
     """
-    is_leaf = None if is_ref is None else _is_none
-    try:
-        leaves, treedef = jtu.tree_flatten(tree, is_leaf)
-    except ValueError as error:  # Of dicts with keys of several kinds.
-        why = f" {error.__cause__}" if error.__cause__ else ""
-        raise JdagError(f"this is no pytree of JAX: {error}{why}") from error
+    leaves, treedef = flattened(tree, None if is_ref is None else _is_none)
     if is_ref is None:
         return leaves, treedef
     refs = [leaf for leaf in leaves if is_ref(leaf)]

@@ -21,6 +21,7 @@ from jdag.compute.pytrees import (
     Static,
     Template,
     called,
+    flattened,
     is_static,
     template_of,
     template_of_arrays,
@@ -112,7 +113,7 @@ def call_of(fn: Callable[..., Any], args: tuple[Any, ...], what: str) -> Call:
     """
     fn, args, own = called(fn, args)
     _refuse_tracers(fn, what)
-    leaves, treedef = jtu.tree_flatten((args, {}))
+    leaves, treedef = flattened((args, {}), what=f"{what}: this")
     if all_there(leaves):
         template = template_of_arrays(treedef, own)
         if template is not None:

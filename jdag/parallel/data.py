@@ -87,11 +87,13 @@ def data_parallel(  # noqa: PLR0913 - as PyTorch has it, and ours by keyword.
         raise JdagError(unusable("axis_name", axis_name, "a str, or None"))
     if how is not None and how not in HOW:
         raise JdagError(unusable("how", how, " or ".join(map(repr, HOW))))
+    if not isinstance(has_aux, bool):
+        raise JdagError(unusable("has_aux", has_aux, "True or False"))
     processes, chosen, target = places_of(devices, output_device, deadline_s)
     rows = () if axis_name is None else (HOLE,)
     call = call_of(fn, (params, x, *rows), WHAT)
     which = whole(dim, WHAT)
-    options = Options(which, chosen, axis_name, bool(has_aux), how, processes)
+    options = Options(which, chosen, axis_name, has_aux, how, processes)
     ready = ready_for(call, x, options)
     outputs = _outputs(ready, call.arrays, target, how)
     return (outputs[0], jax.lax.stop_gradient(outputs[1])) if has_aux else outputs

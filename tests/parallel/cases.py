@@ -13,6 +13,7 @@ HOW = ("pmap", "shard_map", "each")
 # Sums of these, left to right, are 0; from right to left 2.
 BIG = 2.0**24
 UNEVEN = np.asarray([BIG, 1, 1, -BIG], np.float32)
+ODD = {"a": 1.0, 1: 2.0}  # JAX cannot sort its keys.
 
 
 def names(count: int, first: int = 0) -> list[str]:
