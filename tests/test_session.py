@@ -80,26 +80,25 @@ def test_all_are_joined_to_all_and_of_two_the_lower_number_dials(three):
     assert all(worker.ask(Health())["state"] == "idle" for worker in three.values())
 
 
-def test_who_dials_may_have_been_told_of_the_others_first(monkeypatch):
-    with ExitStack() as stack:
-        answer, dialled = Seat.mesh, threading.Event()
+def test_who_dials_may_have_been_told_of_the_others_first(monkeypatch, request):
+    answer, dialled = Seat.mesh, threading.Event()
 
-        def mesh(seat: Seat, asked: Mesh) -> Mapping[str, Any]:
-            if seat is not workers["a"].seat:
-                assert dialled.wait(LONG_S)
-            answered = answer(seat, asked)
-            dialled.set()
-            return answered
+    def mesh(seat: Seat, asked: Mesh) -> Mapping[str, Any]:
+        if seat is not workers["a"].seat:
+            assert dialled.wait(LONG_S)
+        answered = answer(seat, asked)
+        dialled.set()
+        return answered
 
-        monkeypatch.setattr(Seat, "mesh", mesh)
-        workers = {name: stack.enter_context(seated(name)) for name in "abc"}
-        with Session(plan_of(controls(workers))):
-            for name, others in {"a": "mbc", "b": "mac", "c": "mab"}.items():
-                node = workers[name].nodes[0]
-                for other in others:
-                    node.wait(partial(node.streams.__contains__, other))
-                assert node.incarnations == dict.fromkeys(others, 0)
-            assert workers["c"].nodes[0].ask("a", b"x") == b"answer x from a\n"
+    monkeypatch.setattr(Seat, "mesh", mesh)
+    workers = request.getfixturevalue("three")
+    with Session(plan_of(controls(workers))):
+        for name, worker in workers.items():
+            node, others = worker.nodes[0], "mabc".replace(name, "")
+            for other in others:
+                node.wait(partial(node.streams.__contains__, other))
+            assert node.incarnations == dict.fromkeys(others, 0)
+        assert workers["c"].nodes[0].ask("a", b"x") == b"answer x from a\n"
 
 
 def test_a_broken_stream_is_dialled_again_by_who_dialled_it(three):
