@@ -20,6 +20,7 @@ from jdag.compute.placed import Placed, placed
 from jdag.compute.pytrees import (
     called,
     flatten,
+    flatten_refs,
     frozen,
     is_static,
     paths,
@@ -230,7 +231,7 @@ class Assignments:
 
     def drop(self, refs: Any) -> None:
         """Drop leaves; see `Cluster.drop`."""
-        leaves = [self.leaf(ref) for ref in flatten(refs, is_ref)[0]]
+        leaves = [self.leaf(ref) for ref in flatten_refs(refs, is_ref)[0]]
         self._port.tell(Dropped(tuple(leaf.id for leaf in leaves)))
         for leaf in leaves:
             leaf.dropped = True

@@ -12,7 +12,7 @@ from typing import Any
 from jdag.activation import Activation, Ended
 from jdag.assignments import Assignments, Change
 from jdag.checkpoint import Folder, load, save
-from jdag.compute.pytrees import flatten, is_static, unflatten
+from jdag.compute.pytrees import flatten, flatten_refs, is_static, unflatten
 from jdag.context import Context
 from jdag.engine.vocabulary import ContextId, named
 from jdag.errors import ContextError, JdagError, WorkerLost
@@ -318,7 +318,7 @@ class Cluster:
             RemoteError: the function cannot be traced with these arguments.
             WorkerLost: an owner is gone; then no leaf is replaced.
         """
-        leaves, treedef = flatten(refs, is_ref)
+        leaves, treedef = flatten_refs(refs, is_ref)
         columns = [
             self._column(arg, number, treedef) for number, arg in enumerate(args)
         ]
@@ -332,7 +332,7 @@ class Cluster:
         if not any(map(is_ref, leaves)):
             return [arg] * treedef.num_leaves
         if all(is_ref(leaf) or is_static(leaf) for leaf in leaves):
-            leaves, found = flatten(arg, is_ref)
+            leaves, found = flatten_refs(arg, is_ref)
         if treedef != found:  # In this order: a treedef calls itself equal to a Form.
             raise JdagError(
                 f"argument {number} of cluster.update has refs in it, so it has to "

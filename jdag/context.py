@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from jdag.activation import Activation, Phase
-from jdag.compute.pytrees import flatten, no_gradient, unflatten
+from jdag.compute.pytrees import flatten_refs, no_gradient, unflatten
 from jdag.engine.vocabulary import (
     Awaited,
     ContextId,
@@ -403,7 +403,7 @@ class Context:
         """
         self._activation.check("ctx.gradient")
         self._check_top("ctx.gradient")
-        leaves, form = flatten(refs, is_ref)
+        leaves, form = flatten_refs(refs, is_ref)
         abstract = self._home.abstract
         return unflatten(
             form.bare,

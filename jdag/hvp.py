@@ -14,7 +14,13 @@ import jax.tree_util as jtu
 
 from jdag.cluster import Cluster
 from jdag.compute.duals import is_dual, primal_of, seeded
-from jdag.compute.pytrees import argument_numbers, flatten, is_static, unflatten
+from jdag.compute.pytrees import (
+    argument_numbers,
+    flatten,
+    flatten_refs,
+    is_static,
+    unflatten,
+)
 from jdag.errors import ContextError, JdagError, kind_of
 from jdag.ref import Ref, is_ref, read
 from jdag.roots import fitting
@@ -246,7 +252,7 @@ def _products(
         for argument in moved:
             argument.refuse_original(found)
         leaves, treedef = flatten(aux)
-        chosen = [flatten(argument.tree, is_ref)[0] for argument in moved]
+        chosen = [flatten_refs(argument.tree, is_ref)[0] for argument in moved]
         gradients = [found.get(ref) for refs in chosen for ref in refs]
         values = read([*leaves, *gradients])
     rest = iter([v.tangent if is_dual(v) else None for v in values[len(leaves) :]])

@@ -14,7 +14,7 @@ import optax
 
 from jdag.assignments import Change
 from jdag.cluster import Cluster
-from jdag.compute.pytrees import flatten, paths, unflatten
+from jdag.compute.pytrees import flatten, flatten_refs, paths, unflatten
 from jdag.context import Context
 from jdag.errors import ContextError, JdagError, kind_of, unusable
 from jdag.home import Home
@@ -48,7 +48,7 @@ class Optimizer:
         refs: Any,
         clip_norm: float | None = None,
     ) -> None:
-        leaves, self._treedef = flatten(refs, is_ref)
+        leaves, self._treedef = flatten_refs(refs, is_ref)
         if not leaves:
             raise JdagError("an Optimizer needs leaves to step, and there are none")
         _check_clip_norm(clip_norm)
@@ -143,7 +143,7 @@ class Optimizer:
         found = ctx.gradients()
         if given is None:
             return {ref: found[ref] for ref in self._states if ref in found}
-        gradients, form = flatten(given, is_ref)
+        gradients, form = flatten_refs(given, is_ref)
         if form != self._treedef:
             raise JdagError(
                 "Optimizer.step takes gradients in the structure of its leaves, "

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from jdag.compute.avals import Aval
 from jdag.compute.duals import primal_of
-from jdag.compute.pytrees import flatten, unflatten
+from jdag.compute.pytrees import flatten, flatten_refs, unflatten
 from jdag.engine.vocabulary import Failure, Key, LeafId, Worker, named
 from jdag.errors import ContextError, JdagError
 
@@ -396,7 +396,7 @@ def stop_gradient(refs: Any) -> Any:
     Raises:
         JdagError: a leaf of the pytree is not a ref.
     """
-    leaves, treedef = flatten(refs, is_ref)
+    leaves, treedef = flatten_refs(refs, is_ref)
     stopped = [
         Ref(
             ref.holder,

@@ -9,6 +9,7 @@ from jdag.cluster import Cluster
 from jdag.compute.pytrees import (
     argument_numbers,
     flatten,
+    flatten_refs,
     is_static,
     no_gradient,
     paths,
@@ -69,7 +70,7 @@ def value_and_grad(
                 loss, aux = result if has_aux else (result, ())
                 found = gradients_of(ctx, loss)
                 gradients = [
-                    [found.get(ref) for ref in flatten(refs, is_ref)[0]]
+                    [found.get(ref) for ref in flatten_refs(refs, is_ref)[0]]
                     for refs in chosen
                 ]
                 value, aux, gradients = fetch((loss, aux, gradients))
@@ -156,7 +157,7 @@ def gradients_of(ctx: Context, loss: Any) -> Mapping[Ref, Ref]:
 
 def filled(gradients: Sequence[Any], refs: Any) -> Any:
     """Return gradients in the structure of `refs`, zeros where there is None."""
-    leaves, form = flatten(refs, is_ref)
+    leaves, form = flatten_refs(refs, is_ref)
     arrays = []
     for gradient, leaf in zip(gradients, leaves, strict=True):
         abstract = leaf.holder.home.abstract

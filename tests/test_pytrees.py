@@ -10,6 +10,7 @@ import pytest
 from jdag.compute.pytrees import (
     Split,
     flatten,
+    flatten_refs,
     map_leaves,
     paths,
     split,
@@ -120,7 +121,7 @@ def test_a_static_value_has_to_be_hashable() -> None:
 
 def test_a_tree_of_refs_is_taken_apart_and_put_together() -> None:
     tree = {"w": [Ref(), Ref()], "b": Ref()}
-    leaves, treedef = flatten(tree, is_ref)
+    leaves, treedef = flatten_refs(tree, is_ref)
     assert leaves == [tree["b"], *tree["w"]]  # type: ignore[misc]
     assert unflatten(treedef, leaves) == tree
     assert map_leaves(is_ref, tree) == {"w": [True, True], "b": True}
@@ -131,9 +132,9 @@ def test_a_leaf_that_is_not_a_ref_is_named() -> None:
     with pytest.raises(
         JdagError, match=r"leaf \['w'\]\[1\] is a float; it takes a ref"
     ):
-        flatten({"w": [Ref(), 1.0]}, is_ref)
+        flatten_refs({"w": [Ref(), 1.0]}, is_ref)
     with pytest.raises(JdagError, match="the value is a float"):
-        flatten(1.0, is_ref)
+        flatten_refs(1.0, is_ref)
 
 
 def test_a_dict_whose_keys_have_no_order_is_no_pytree() -> None:

@@ -414,10 +414,12 @@ class Form:
         return (self._tree, tuple([leaf is HOLE for leaf in self._leaves]))
 
 
-def flattened(
+def flatten(
     tree: Any, is_leaf: Callable[[Any], bool] | None = None, what: str = "this"
 ) -> tuple[list[Any], Any]:
-    """Return the leaves and the treedef of a pytree that is JAX's, unless a leaf is.
+    """Return the leaves of a pytree in JAX's order, and its treedef.
+
+    `is_leaf` says what is not looked into; `what` is what an error calls the tree.
 
     Raises:
         JdagError: JAX can make no pytree of it.
@@ -430,20 +432,15 @@ def flattened(
     return leaves, treedef
 
 
-def flatten(
-    tree: Any, is_ref: Callable[[Any], bool] | None = None
-) -> tuple[list[Any], Any]:
-    """Return the leaves of a pytree in JAX's order, and its treedef.
+def flatten_refs(tree: Any, is_ref: Callable[[Any], bool]) -> tuple[list[Any], Form]:
+    """Return the refs of a pytree in JAX's order, and its form.
 
-    With `is_ref` the leaves are the refs, and a `Form` is in the treedef's place: every
-    other leaf has to be a static, beside at least one ref.
+    Every other leaf has to be a static, beside at least one ref.
 
     Raises:
-        JdagError: a leaf is not a ref; its path and type are named. Or as `flattened`.
+        JdagError: a leaf is not a ref; its path and type are named. Or as `flatten`.
     """
-    leaves, treedef = flattened(tree, None if is_ref is None else _is_none)
-    if is_ref is None:
-        return leaves, treedef
+    leaves, treedef = flatten(tree, _is_none)
     refs = [leaf for leaf in leaves if is_ref(leaf)]
     for place, leaf in enumerate(leaves):
         if not (is_ref(leaf) or leaf is None or (refs and is_static(leaf))):

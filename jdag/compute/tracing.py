@@ -19,7 +19,7 @@ from jdag.compute.devices import named
 from jdag.compute.duals import along, is_dual
 from jdag.compute.jaxprs import Reaches, reaches
 from jdag.compute.moves import home_of, moved
-from jdag.compute.pytrees import Template, flattened
+from jdag.compute.pytrees import Template, flatten
 from jdag.compute.sums import fold
 from jdag.errors import JdagError, kind_of
 from jdag.functions import is_unjitted, name_of
@@ -204,7 +204,7 @@ def as_jax(value: Any) -> Any:
 
 def _outputs(name: str, tree: Any) -> tuple[list[Any], Any]:
     """Flatten what a function returned to arrays of strong type; duals stay."""
-    leaves, out_tree = flattened(tree, is_dual, f"what {name} returned")
+    leaves, out_tree = flatten(tree, is_dual, f"what {name} returned")
     arrays = []
     for place, leaf in enumerate(leaves):
         if is_dual(leaf):

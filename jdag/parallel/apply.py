@@ -21,7 +21,7 @@ from jdag.compute.pytrees import (
     Static,
     Template,
     called,
-    flattened,
+    flatten,
     is_static,
     template_of,
     template_of_arrays,
@@ -113,7 +113,7 @@ def call_of(fn: Callable[..., Any], args: tuple[Any, ...], what: str) -> Call:
     """
     fn, args, own = called(fn, args)
     _refuse_tracers(fn, what)
-    leaves, treedef = flattened((args, {}), what=f"{what}: this")
+    leaves, treedef = flatten((args, {}), what=f"{what}: this")
     if all_there(leaves):
         template = template_of_arrays(treedef, own)
         if template is not None:

@@ -19,7 +19,7 @@ from jax.interpreters import ad, batching, mlir
 from jdag.compute.avals import aval_of
 from jdag.compute.devices import named
 from jdag.compute.moves import cuttable, home_of, moved
-from jdag.compute.pytrees import Form, flattened, frozen, is_static, paths
+from jdag.compute.pytrees import Form, flatten, frozen, is_static, paths
 from jdag.errors import JdagError, kind_of
 from jdag.parallel.devices import Device, device_of, devices_of
 from jdag.wire.trees import HOLE
@@ -168,7 +168,7 @@ def apart(tree: Any, what: str) -> tuple[list[Any], Form]:
     Raises:
         JdagError: a leaf is neither an array nor a static; names it.
     """
-    leaves, treedef = flattened(tree, what=f"{what}: this")
+    leaves, treedef = flatten(tree, what=f"{what}: this")
     arrays: list[Any] = []
     rest = list(leaves)
     for place, leaf in enumerate(leaves):

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jdag.compute.pytrees import flatten, paths, static, unflatten
+from jdag.compute.pytrees import flatten_refs, paths, static, unflatten
 from jdag.errors import JdagError, kind_of
 from jdag.parallel.parts import added, copies, divided, joined
 from jdag.parallel.routes import (
@@ -82,7 +82,7 @@ def refs_of(what: str, tree: Any) -> tuple[list[Ref], Any]:
     Raises:
         JdagError: there are none, or a leaf is neither a ref nor a static.
     """
-    refs, form = flatten(tree, is_ref)
+    refs, form = flatten_refs(tree, is_ref)
     if not refs:
         raise JdagError(f"{what} takes a pytree of refs, and there is none in {tree!r}")
     return refs, form
