@@ -1,13 +1,18 @@
 """Checkpoints: leaves, states of optimizers and plain values in a folder, and back.
 
-A checkpoint is written by Orbax beside the former one, takes its name by one rename and
-only then replaces it; what a crash leaves unfinished is never read. It knows nothing of
-workers: what was saved is restored wherever its leaves are now. Invariant: `load`
-changes no leaf before all that was asked for has been found, read and checked.
+A checkpoint is a folder of `jdag.folders` with a description, `about.json`, and the
+arrays, which Orbax writes. It knows nothing of workers: what was saved is restored
+wherever its leaves are now. Invariant: `load` changes no leaf before all that was asked
+for has been found, read and checked.
 """
 
+import json
+import operator
 import os
+import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -21,15 +26,18 @@ from jdag.compute.pytrees import flatten, is_static, paths, unflatten
 from jdag.engine.vocabulary import Failure
 from jdag.errors import JdagError
 from jdag.failures import exception_of
+from jdag.folders import reading, replacing
 from jdag.ref import Reader, Ref, is_ref
 
-FORMAT = 1
+FORMAT = 2
 NUMBERS = {kind.__name__: kind for kind in (bool, int, float, complex)}
 # What Orbax cannot write, a byte each, goes as plain bytes.
 AS_BYTES = ("uint2", "uint4", "float8_e4m3")
-# What a folder of checkpoints has in it, and what one of these has in it.
-UNFINISHED = ".orbax-checkpoint-tmp"
-WRITTEN = ("_CHECKPOINT_METADATA", "commit_success.txt", "about", "arrays")
+KIND = "checkpoint"
+ABOUT, ARRAYS = "about.json", "arrays"
+# Format 1 had a folder by a number for each checkpoint, with these in it.
+OLD_NAMES = ("_CHECKPOINT_METADATA", "commit_success.txt", "about", ARRAYS)
+OLD_ABOUT = "about/metadata"
 
 Folder = str | os.PathLike[str]
 
@@ -60,6 +68,7 @@ class Saved(NamedTuple):
 
     `kind` is "array", the name of a key's implementation, the type of a Python number,
     which `text` then holds, or "static", of which nothing is kept but that it is one.
+    `name` is that of its array, "" where there is none; format 1 had no `digest`.
     """
 
     path: str
@@ -67,6 +76,8 @@ class Saved(NamedTuple):
     dtype: str
     shape: list[int]
     text: str = ""
+    name: str = ""
+    digest: int | None = None
 
     def __str__(self) -> str:
         if self.kind == "static":
@@ -81,32 +92,39 @@ def save(
 ) -> None:
     """Write a checkpoint; see `Cluster.save`."""
     where = _path(folder, "cluster.save")
-    orbax = _ready(assignments, "cluster.save", parts)
+    stored = _ready(assignments, "cluster.save", parts)
     entries = [entry for part in parts for entry in _entries(part, parts[part])]
-    _refuse_what_is_not_ours(where)
     about: dict[str, list[Saved]] = {part: [] for part in parts}
     beside = {entry.part: True for entry in entries if not is_static(entry.value)}
-    arrays = {"": np.zeros(1, np.int8)}  # Orbax writes neither none at all nor empty.
+    arrays: dict[str, np.ndarray] = {}
     for entry, value in zip(
         entries, _values(assignments, reader, entries), strict=True
     ):
         saved, array = _taken_apart(entry, value, entry.part in beside)
-        if array.size:
-            arrays[_name(entry.part, len(about[entry.part]))] = array
+        if array.size:  # Orbax writes no empty ones.
+            name = str(len(arrays))
+            saved = saved._replace(name=name, digest=_digest(array))
+            arrays[name] = array
         about[entry.part].append(saved)
     said = {part: [entry._asdict() for entry in those] for part, those in about.items()}
-    content = orbax.args.Composite(
-        about=orbax.args.JsonSave({"jdag": FORMAT, "parts": said}),
-        arrays=orbax.args.PyTreeSave(arrays),
-    )
+    described = {"jdag": FORMAT, "digest": _digest(said), "parts": said}
     try:
-        with _manager(orbax, where, create=True) as manager:
-            manager.save((manager.latest_step() or 0) + 1, args=content, force=True)
+        with replacing(Path(where), KIND, (ABOUT, ARRAYS), _unmarked) as made:
+            (made / ABOUT).write_text(json.dumps(described), encoding="utf-8")
+            if arrays:
+                stored.write(made / ARRAYS, arrays)
     except (OSError, ValueError) as error:
         raise JdagError(
             f"no checkpoint can be written to {where!r}: {error}; what was there is "
             "as it was"
         ) from error
+
+
+def _digest(said: Any) -> int:
+    """CRC-32 of an array's bytes, or of JSON: any one flipped bit changes it."""
+    if isinstance(said, np.ndarray):
+        return zlib.crc32(np.ascontiguousarray(said).reshape(-1).view(np.uint8).data)
+    return zlib.crc32(json.dumps(said).encode())
 
 
 def _path(folder: object, what: str) -> str:
@@ -120,18 +138,20 @@ def load(
 ) -> dict[str, Any]:
     """Restore from a checkpoint; see `Cluster.load`."""
     where = _path(folder, "cluster.load")
-    orbax = _ready(assignments, "cluster.load", parts)
+    stored = _ready(assignments, "cluster.load", parts)
     entries = [entry for part in parts for entry in _entries(part, parts[part])]
     for entry in entries:
         if is_ref(entry.value):
             assignments.leaf(entry.value)
-    about, arrays = _read(orbax, where)
+    about, arrays = _read(stored, where)
     places = _places(where, about, parts, entries)
     values = []
     to_leaves = []
     for entry, place in zip(entries, places, strict=True):
         saved = about[entry.part][place]
         _check(where, entry, saved)
+        array = arrays.get(saved.name)
+        _check_array(where, entry, saved, array)
         if saved.kind == "static":
             values.append(entry.value)
             continue
@@ -139,7 +159,9 @@ def load(
             assignments.home.place(entry.value, f"cluster.load, {entry}")
         if is_ref(entry.value) or isinstance(entry.value, str):
             to_leaves.append(len(values))
-        values.append(_put_together(saved, arrays.get(_name(entry.part, place))))
+        value = _put_together(saved, array)
+        kind = type(entry.value)
+        values.append(kind(value) if kind in NUMBERS.values() else value)
     refs = assignments.write(
         [entries[place].value for place in to_leaves],
         [values[place] for place in to_leaves],
@@ -159,7 +181,7 @@ def load(
 
 
 def _ready(assignments: Assignments, what: str, parts: Mapping[str, Any]) -> Any:
-    """Return Orbax, if there is something to do and it can be done."""
+    """Return the module of arrays, if there is something to do and it can be done."""
     assignments.home.check_open(what)
     if assignments.home.abstract:
         raise JdagError(
@@ -169,17 +191,19 @@ def _ready(assignments: Assignments, what: str, parts: Mapping[str, Any]) -> Any
     if not parts:
         raise JdagError(f"{what} needs something by name, such as params=refs")
     try:
-        import orbax.checkpoint as orbax  # noqa: PLC0415 - an extra, and 0.2 s.
+        import orbax.checkpoint  # noqa: F401, PLC0415 - an extra, and 0.2 s.
+
+        from jdag import stored  # noqa: PLC0415
     except ImportError as error:
         raise JdagError(
             f"{what} needs Orbax, which is not here: pip install 'jdag[checkpoint]'"
         ) from error
-    return orbax
+    return stored
 
 
 def _is_stateful(part: Any) -> bool:
     """Whether this is no pytree, but keeps one: a module may have `states` too."""
-    leaves, _ = flatten(part)
+    leaves, _ = flatten(part, what="a part of a checkpoint")
     return len(leaves) == 1 and leaves[0] is part and isinstance(part, Stateful)
 
 
@@ -193,10 +217,6 @@ def _entries(part: str, given: Any) -> list[Entry]:
     return [
         Entry(part, path, leaf) for path, leaf in zip(paths(tree), leaves, strict=True)
     ]
-
-
-def _name(part: str, place: int) -> str:
-    return f"{part}.{place}"
 
 
 def _values(
@@ -245,71 +265,88 @@ def _taken_apart(entry: Entry, value: Any, beside: bool) -> tuple[Saved, np.ndar
 # ----------------------------------------------------------------------- what is there
 
 
-def _manager(orbax: Any, where: str, create: bool) -> Any:
-    options = orbax.CheckpointManagerOptions(
-        max_to_keep=1 if create else None,
-        create=create,
-        cleanup_tmp_directories=create,
-        enable_async_checkpointing=False,
-    )
-    return orbax.CheckpointManager(where, options=options)
+def _numbered(folder: Path) -> list[str]:
+    """The checkpoints of format 1 in a folder, by their own descriptions."""
+    found = []
+    for one in folder.iterdir():
+        with suppress(OSError, ValueError, RecursionError, TypeError, KeyError):
+            about = json.loads((one / OLD_ABOUT).read_text(encoding="utf-8"))
+            if one.name.isdecimal() and about["jdag"] == 1:
+                found.append(one.name)
+    return found
 
 
-def _refuse_what_is_not_ours(where: str) -> None:
-    """Raise JdagError if the folder has in it what is no checkpoint: it might go."""
-    try:
-        there = sorted(os.listdir(where)) if os.path.lexists(where) else []
-        strange = [name for name in there if not _is_ours(where, name)]
-    except NotADirectoryError:
-        raise JdagError(f"{where!r} is a file; a checkpoint is a folder") from None
-    except OSError as error:
-        raise JdagError(f"{where!r} cannot be read: {error}") from error
-    if strange:
-        raise JdagError(
-            f"{where!r} has {strange[0]!r} in it, which is no checkpoint of jdag: a "
-            "checkpoint needs a folder of its own, a new one or that of a former one"
-        )
+def _unmarked(folder: Path) -> list[str]:
+    """What jdag wrote in a folder before it left markers there."""
+    return [
+        name
+        for name in _numbered(folder)
+        if all(one in OLD_NAMES for one in os.listdir(folder / name))
+    ]
 
 
-def _is_ours(where: str, name: str) -> bool:
-    inside = os.path.join(where, name)
-    if UNFINISHED in name:
-        return True
-    return (
-        name.isdecimal()
-        and os.path.isdir(inside)
-        and all(each in WRITTEN for each in os.listdir(inside))
-    )
-
-
-def _read(orbax: Any, where: str) -> tuple[dict[str, list[Saved]], Mapping[str, Any]]:
+def _read(stored: Any, where: str) -> tuple[dict[str, list[Saved]], Mapping[str, Any]]:
     """Return what the newest checkpoint in a folder says, and its arrays."""
-    if not os.path.isdir(where):
-        there = "that is a file" if os.path.exists(where) else "there is no such folder"
+    folder = Path(where)
+    if not folder.is_dir():
+        there = "that is a file" if folder.exists() else "there is no such folder"
         raise JdagError(f"no checkpoint in {where!r}: {there}")
     try:
-        with _manager(orbax, where, create=False) as manager:
-            number = manager.latest_step()
-            if number is None:
-                raise ValueError("nothing in it is a finished checkpoint")
-            found = manager.restore(
-                number, args=orbax.args.Composite(about=orbax.args.JsonRestore())
-            )
-            about = found["about"]
-            if about.get("jdag") != FORMAT:
-                raise ValueError(f"its format is {about.get('jdag')!r}, not {FORMAT}")
-            found = manager.restore(
-                number, args=orbax.args.Composite(arrays=orbax.args.PyTreeRestore())
-            )
-        parts = {
-            part: [Saved(**saved) for saved in those]
+        with reading(folder):
+            about = folder / ABOUT
+            if not about.exists():
+                numbers = _numbered(folder)
+                if not numbers:
+                    raise ValueError("nothing in it is a finished checkpoint")
+                folder /= max(numbers, key=int)
+                about = folder / OLD_ABOUT
+            parts = _described(about)
+            has_arrays = any(saved.name for those in parts.values() for saved in those)
+            return parts, stored.read(folder / ARRAYS) if has_arrays else {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise JdagError(f"no checkpoint can be read from {where!r}: {error}") from error
+
+
+def _described(path: Path) -> dict[str, list[Saved]]:
+    """Return what a description says; raise ValueError if jdag did not write it so."""
+    try:
+        about = json.loads(path.read_text(encoding="utf-8"))
+        is_old = about["jdag"] == 1
+        if not is_old and about["jdag"] != FORMAT:
+            raise ValueError(f"its format is {about['jdag']!r}, not {FORMAT}")
+        if not is_old and about["digest"] != _digest(about["parts"]):
+            raise ValueError("its digest is another")
+        return {
+            part: [
+                _checked(Saved(**saved), f"{part}.{place}" if is_old else "")
+                for place, saved in enumerate(those)
+            ]
             for part, those in about["parts"].items()
         }
-        return parts, found["arrays"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise JdagError(
-            f"{where!r} is no checkpoint that can be read: {error}"
-        ) from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        said = f"its description, {path.name}, is not as jdag wrote it: {error}"
+        raise ValueError(said) from error
+
+
+def _checked(saved: Saved, old_name: str) -> Saved:
+    """Return what is said of a leaf, if it makes sense, and name its array."""
+    "".join((saved.path, saved.kind, saved.dtype, saved.text))
+    if saved.kind in NUMBERS:
+        _number(saved)
+    elif saved.kind != "static":
+        _stored(saved)
+        saved = saved._replace(name=saved.name or old_name)
+    return saved
+
+
+def _stored(saved: Saved) -> tuple[tuple[int, ...], np.dtype]:
+    """Return shape and dtype of the array that holds a leaf's elements."""
+    shape = tuple(map(operator.index, saved.shape))
+    if saved.kind == "array":
+        dtype = "uint8" if saved.dtype in AS_BYTES else saved.dtype
+        return shape, np.dtype(dtype)
+    like = jax.random.key_data(jax.random.key(0, impl=saved.kind))
+    return (*shape, *like.shape), np.dtype(like.dtype)
 
 
 def _places(
@@ -359,11 +396,30 @@ def _check(where: str, entry: Entry, saved: Saved) -> None:
         )
 
 
+def _check_array(where: str, entry: Entry, saved: Saved, array: Any) -> None:
+    """Raise JdagError unless an array is what was saved, bit by bit."""
+    if not saved.name:
+        return
+    shape, dtype = _stored(saved)
+    said = f"{entry} cannot be restored from the checkpoint {where!r}: "
+    if isinstance(array, BaseException):
+        raise JdagError(f"{said}{array}") from array
+    if array is None and 0 in shape:
+        return
+    if array is None or (array.shape, array.dtype) != (shape, dtype):
+        found = "none" if array is None else f"{array.dtype}{list(array.shape)}"
+        raise JdagError(f"{said}its array is {found}, and {saved} in the description")
+    if saved.digest not in (None, _digest(array)):
+        raise JdagError(f"{said}its array has another digest than when it was saved")
+
+
 def _wanted(value: Any, saved: Saved) -> str:
     """What has to be saved for this place, in the words of `Saved`."""
     kind = type(value).__name__
     if NUMBERS.get(kind) is type(value):
-        return str(saved) if saved.kind == kind else f"a Python {kind}"
+        # Numbers inside pytrees were leaves once, and so saved as arrays.
+        was_leaf = saved.shape == [] and saved.dtype.strip("0123456789") == kind
+        return str(saved) if saved.kind == kind or was_leaf else f"a Python {kind}"
     if is_static(value) and not isinstance(value, str):
         return "a static"
     if not isinstance(value, str):
@@ -378,16 +434,17 @@ def _wanted(value: Any, saved: Saved) -> str:
     return str(saved)
 
 
+def _number(saved: Saved) -> Any:
+    text = saved.text
+    return text == "True" if saved.kind == "bool" else NUMBERS[saved.kind](text)
+
+
 def _put_together(saved: Saved, array: Any) -> Any:
     """Return a value as it was before it was taken apart; empty ones have no array."""
     if saved.kind in NUMBERS:
-        text = saved.text
-        return text == "True" if saved.kind == "bool" else NUMBERS[saved.kind](text)
-    if saved.kind == "array":
-        if array is None:
-            return jnp.zeros(saved.shape, saved.dtype)
-        return jnp.asarray(array.view(saved.dtype))
+        return _number(saved)
     if array is None:
-        like = jax.random.key_data(jax.random.key(0, impl=saved.kind))
-        array = jnp.zeros((*saved.shape, *like.shape), like.dtype)
+        array = np.zeros(*_stored(saved))
+    if saved.kind == "array":
+        return jnp.asarray(array.view(saved.dtype))
     return jax.random.wrap_key_data(jnp.asarray(array), impl=saved.kind)

@@ -129,6 +129,17 @@ def test_every_dtype_comes_back_bit_by_bit(cluster, tmp_path, dtype):
     assert bits(fetch(blank)) == bits(values)
 
 
+def test_a_number_that_was_saved_as_a_leaf_comes_back_as_a_number(cluster, tmp_path):
+    were = {"rate": jnp.asarray(0.5), "n": jnp.asarray(7), "w": ONES}
+    cluster.save(tmp_path, model=cluster.put("b", were), wide=jnp.ones(1))
+    got = cluster.load(tmp_path, model={"rate": 0.0, "n": 0, "w": "c"})["model"]
+    assert (got["rate"], got["n"]) == (0.5, 7)
+    assert [type(got[name]) for name in ("rate", "n")] == [float, int]
+    for other in ({"rate": 0, "n": 0, "w": "c"}, {"rate": 0.0, "n": 0, "w": 0.0}):
+        with pytest.raises(JdagError, match=r"and wanted is a Python (int|float)"):
+            cluster.load(tmp_path, model=other)
+
+
 def test_numbers_come_back_as_they_were(cluster, tmp_path):
     numbers = {"n": 7, "f": 0.1 + 0.2, "c": 1 - 2j, "b": False, "i": float("-inf")}
     cluster.save(tmp_path, it=numbers)
@@ -208,55 +219,10 @@ def test_a_save_replaces_the_former_checkpoint(cluster, tmp_path):
     for number in range(3):
         cluster.save(tmp_path / "run", w=w, number=number)
         cluster.update(jnp.add, w, 1.0)
-    assert len(list((tmp_path / "run").iterdir())) == 1
+    left = sorted(path.name for path in (tmp_path / "run").iterdir())
+    assert left == [".jdag", "about.json", "arrays"]
     assert cluster.load(tmp_path / "run", w=w, number=0)["number"] == 2
     np.testing.assert_array_equal(w.fetch(), ONES + 2)
-
-
-CRASHING = """
-import os, sys
-import jax.numpy as jnp
-import jdag
-
-def dies(what):
-    original = getattr(os, what)
-    def wrapped(source, *rest, **options):
-        if ".orbax-checkpoint-tmp" in str(source) or what == "rmdir":
-            calls.append(source)
-            if len(calls) == int(sys.argv[3]):
-                os._exit(9)
-        return original(source, *rest, **options)
-    setattr(os, what, wrapped)
-
-calls = []
-with jdag.simulate(["a", "b"], seed=0) as cluster:
-    w = cluster.put("b", jnp.zeros(3))
-    cluster.save(sys.argv[1], w=w)
-    cluster.update(jnp.add, w, 1.0)
-    dies(sys.argv[2])
-    cluster.save(sys.argv[1], w=w)
-"""
-
-
-@pytest.mark.parametrize(
-    ("what", "call", "value"),
-    [("mkdir", 2, 0), ("mkdir", 3, 0), ("rename", 1, 0), ("rmdir", 1, 1)],
-)
-def test_a_crash_in_the_middle_leaves_one_checkpoint_whole(
-    cluster, tmp_path, what, call, value
-):
-    folder = tmp_path / "run"
-    script = [sys.executable, "-c", CRASHING, str(folder), what, str(call)]
-    died = subprocess.run(script, capture_output=True, text=True, check=False)
-    assert died.returncode == 9, died.stderr
-    assert len(list(folder.iterdir())) == 2
-    w = cluster.put("c", 7 * jnp.ones(3, "float32"))
-    cluster.load(folder, w=w)
-    np.testing.assert_array_equal(w.fetch(), jnp.full(3, float(value)))
-    cluster.save(folder, w=cluster.put("b", jnp.full(3, 5.0, "float32")))
-    assert len(list(folder.iterdir())) == 1
-    cluster.load(folder, w=w)
-    np.testing.assert_array_equal(w.fetch(), jnp.full(3, 5.0))
 
 
 def test_a_load_that_is_refused_changes_no_leaf(cluster, tmp_path):
@@ -313,13 +279,13 @@ def test_a_folder_that_is_no_checkpoint_is_refused(cluster, tmp_path):
         ("nowhere", "there is no such folder"),
         ("file", "that is a file"),
         ("empty", "nothing in it is a finished checkpoint"),
-        ("photos", "is no checkpoint that can be read"),
+        ("photos", "no checkpoint can be read from"),
     ]:
         with pytest.raises(JdagError, match=text):
             cluster.load(tmp_path / folder, w=w)
     for folder, text in [
-        ("file", "is a file; a checkpoint is a folder"),
-        ("photos", "has '2024' in it, which is no checkpoint of jdag"),
+        ("file", "Not a directory"),
+        ("photos", "has '2024' in it, which jdag did not write"),
         (".", "has 'empty' in it"),
     ]:
         with pytest.raises(JdagError, match=text):
@@ -329,33 +295,6 @@ def test_a_folder_that_is_no_checkpoint_is_refused(cluster, tmp_path):
         with pytest.raises(JdagError, match="takes a folder first, a path, not 3"):
             use(3, w=w)
     cluster.save(tmp_path / "empty", w=w)
-
-
-LOADING = """
-import sys
-import jax.numpy as jnp
-import jdag
-
-with jdag.simulate(["a", "b"], seed=0) as cluster:
-    w = cluster.put("b", jnp.ones(3))
-    try:
-        cluster.load(sys.argv[1], w=w)
-    except jdag.JdagError as error:
-        print(error)
-    print(w.fetch())
-"""
-
-
-@pytest.mark.parametrize("name", ["metadata", "_METADATA", "manifest.ocdbt"])
-def test_a_checkpoint_whose_files_are_damaged_is_refused(cluster, tmp_path, name):
-    cluster.save(tmp_path, w=cluster.put("b", jnp.full(3, 7.0, "float32")))
-    for path in tmp_path.rglob(name):
-        path.write_bytes(b"no")
-    # A process of its own: Orbax's readers of other arrays may outlive the first error.
-    script = [sys.executable, "-c", LOADING, str(tmp_path)]
-    loaded = subprocess.run(script, capture_output=True, text=True, check=True)
-    assert "is no checkpoint that can be read" in loaded.stdout
-    assert loaded.stdout.endswith("[1. 1. 1.]\n")
 
 
 def test_a_save_needs_leaves_of_its_open_cluster_with_real_values(tmp_path):
