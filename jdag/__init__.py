@@ -14,29 +14,26 @@ What a simulated cluster is made of (links, faults, devices) is in `jdag.sim`, a
 spreads a function over the devices of one process in `jdag.parallel`.
 """
 
+from __future__ import annotations
+
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
 
-from jdag import errors, parallel, sim
-from jdag.cluster import Cluster
-from jdag.compute.pytrees import static
-from jdag.context import Context
-from jdag.drivers import connect, launch, simulate
-from jdag.errors import JdagError
-from jdag.functions import program, unjitted
-from jdag.hvp import hvp
-from jdag.oracle import oracle
-from jdag.ref import Ref, fetch, stop_gradient
-from jdag.transform import value_and_grad
-
+TYPE_CHECKING = False  # To import typing takes as long as all else here.
 if TYPE_CHECKING:
-    from jdag.optim import Optimizer
+    from typing import Any
 
-try:
-    __version__ = version("jdag")
-except PackageNotFoundError:  # From a checkout that is not installed.
-    __version__ = "0+unknown"
+    from jdag import errors, parallel, sim
+    from jdag.cluster import Cluster
+    from jdag.compute.pytrees import static
+    from jdag.context import Context
+    from jdag.drivers import connect, launch, simulate
+    from jdag.errors import JdagError
+    from jdag.functions import program, unjitted
+    from jdag.hessian import hvp
+    from jdag.optim import Optimizer
+    from jdag.ref import Ref, fetch, stop_gradient
+    from jdag.reference import oracle
+    from jdag.transform import value_and_grad
 
 __all__ = [
     "Cluster",
@@ -60,15 +57,49 @@ __all__ = [
     "value_and_grad",
 ]
 
-# Found at first use: it loads optax, which a worker without an optimizer never needs.
-_LATER = {"Optimizer": "jdag.optim"}
+# Imported at first use: JAX takes seconds to import, and commands and workers handle
+# signals before that. The value is the module that defines the name, "" for a module.
+_LATER = {
+    "Cluster": "jdag.cluster",
+    "Context": "jdag.context",
+    "JdagError": "jdag.errors",
+    "Optimizer": "jdag.optim",
+    "Ref": "jdag.ref",
+    "connect": "jdag.drivers",
+    "errors": "",
+    "fetch": "jdag.ref",
+    "hvp": "jdag.hessian",
+    "launch": "jdag.drivers",
+    "oracle": "jdag.reference",
+    "parallel": "",
+    "program": "jdag.functions",
+    "sim": "",
+    "simulate": "jdag.drivers",
+    "static": "jdag.compute.pytrees",
+    "stop_gradient": "jdag.ref",
+    "unjitted": "jdag.functions",
+    "value_and_grad": "jdag.transform",
+}
+
+
+def _version() -> str:
+    metadata = import_module("importlib.metadata")
+    try:
+        return str(metadata.version("jdag"))
+    except metadata.PackageNotFoundError:  # From a checkout that is not installed.
+        return "0+unknown"
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return globals().setdefault(name, _version())
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(_LATER[name]), name)
-    return found
+    home = _LATER[name]
+    found = (
+        getattr(import_module(home), name) if home else import_module(f"jdag.{name}")
+    )
+    return globals().setdefault(name, found)
 
 
 def __dir__() -> list[str]:

@@ -1,6 +1,15 @@
-"""The command line: `python -m jdag` does what `jdag` does."""
+"""The process of `jdag` and `python -m jdag`: signals are handled before imports."""
 
-from jdag.cli import main
+from jdag import signals
+
+
+def main() -> None:
+    """The console script."""
+    signals.handle()
+    from jdag.cli import main as command  # noqa: PLC0415 - It imports JAX.
+
+    signals.run(command)
+
 
 if __name__ == "__main__":
     main()

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -14,7 +13,6 @@ from contextlib import (
     contextmanager,
     nullcontext,
     redirect_stdout,
-    suppress,
 )
 from fractions import Fraction
 from importlib.metadata import version
@@ -33,19 +31,21 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from jdag import hosting
+from jdag import hosting, signals
 from jdag.engine.drawing import Need
 from jdag.errors import JdagError, ScenarioError, kind_of, reason, spelled, unusable
 from jdag.exits import Exit, said_in_one_line
+from jdag.folders import reading, replacing
 from jdag.graph import ContextGraph
 from jdag.playing import Answer, play
-from jdag.report import GRAPH, GRAPH_DOT, PAGE, WRITTEN, read_drawings, render
+from jdag.report import GRAPH, GRAPH_DOT, PAGE, WRITTEN, json_of, read_drawings, render
 from jdag.scenario import Driver as Driving
 from jdag.scenario import Scenario, driver_of, load, wrong
 from jdag.scenario.driving import BY_WORKER
 from jdag.shown import shown
 from jdag.trace import read_trace
 
+RUN = "run"  # The kind of folder that `jdag run` writes.
 RESULT = "result.json"
 TRACE = "trace.jsonl"
 # What a report is made of, as JSON has it.
@@ -112,7 +112,7 @@ def run(
     """Play a scenario, hold it against what it expects, report.
 
     Exit codes: 0 all that it expects is so; 1 something is not; 2 bad input; 3 a pass
-    was stuck, and nothing expected it.
+    was stuck, and nothing expected it; 130 Ctrl-C; 143 SIGTERM.
     """
     with said_in_one_line(), _programs_are_silent(as_json):
         scenario = load(file, seed=_seed_of(seed))
@@ -128,6 +128,7 @@ def run(
             answer = _played(scenario, console, driving)
             result = _result(scenario, answer, driver)
             _write(made, result, answer)
+            signals.finish()
     if as_json:
         typer.echo(json.dumps(result, allow_nan=False))
     else:
@@ -148,65 +149,31 @@ def _seed_of(text: str | None) -> int | None:
 
 @contextmanager
 def _staged(folder: Path) -> Iterator[Path]:
-    """A new folder to write in, which becomes `folder` at the end, at once or never.
+    """A folder to write in, whose content replaces the run in `folder` at the end.
 
     It is made before a long run, so that a folder that cannot be written is known then.
 
     Raises:
         ScenarioError: the folder cannot be written, or holds something that is no run.
     """
-    allowed = "a folder that can be written: a new one, an empty one or that of a run"
     try:
-        place = _found(folder)
-    except (OSError, ValueError) as error:
-        said = f"{allowed}; {reason(error)}"
-        raise ScenarioError(unusable("--out", str(folder), said)) from error
-    try:
-        if place.exists() and any(place.iterdir()) and not _is_run(place):
-            said = f"{allowed}; this one has something else in it"
-            raise ScenarioError(unusable("--out", str(folder), said))
-        above = next(one for one in place.parents if one.exists())
-        made = Path(tempfile.mkdtemp(dir=above, prefix=".jdag-"))
-        try:
+        with replacing(folder, RUN, _WRITTEN, _unmarked, undo=signals.undo) as made:
             yield made
-            made.chmod(0o755)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            if place.exists():
-                place.rename(made / ".before")
-            shutil.move(made, place)
-            _keep_what_is_not_ours(place)
-        finally:
-            shutil.rmtree(made, ignore_errors=True)
     except OSError as error:
-        said = f"{allowed}; {reason(error)}"
+        said = "a folder that can be written: a new one, an empty one or that of a run"
+        said += f"; {reason(error)}"
         raise ScenarioError(unusable("--out", str(folder), said)) from error
 
 
-def _found(folder: Path) -> Path:
-    """Where a folder is, or will be; OSError or ValueError where it cannot be."""
-    place = Path(os.path.realpath(folder))
-    with suppress(FileNotFoundError):
-        place.stat()
-    return place
-
-
-def _is_run(folder: Path) -> bool:
+def _unmarked(folder: Path) -> list[str]:
+    """What `jdag run` wrote in a folder before it left markers there."""
     try:
-        result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+        result = json_of(folder / RESULT)
     except (OSError, ValueError):
-        return False
-    return isinstance(result, dict) and "window_ns" in result
-
-
-def _keep_what_is_not_ours(folder: Path) -> None:
-    """Throw away the run that was there before, but nothing that others put to it."""
-    before = folder / ".before"
-    if not before.exists():
-        return
-    for other in sorted(before.iterdir()):
-        if other.name not in _WRITTEN:
-            other.rename(folder / other.name)
-    shutil.rmtree(before)
+        return []
+    if not isinstance(result, dict) or "window_ns" not in result:
+        return []
+    return [name for name in _WRITTEN if os.path.lexists(folder / name)]
 
 
 def _played(scenario: Scenario, console: Console, driving: Driving) -> Answer:
@@ -392,7 +359,7 @@ def check(file: File, seed: Seed = None) -> None:
 
 def _digest(file: Path, seed: str | None, hash_seed: str) -> str:
     """Play in a fresh process; what that says of bad input is said here."""
-    command = [sys.executable, "-m", "jdag.cli", "run", str(file), "--json"]
+    command = [sys.executable, "-m", "jdag", "run", str(file), "--json"]
     command += [] if seed is None else ["--seed", seed]
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
     with tempfile.TemporaryDirectory() as folder:
@@ -418,15 +385,19 @@ def report(
     """Make the page of a run again, and print its table."""
     with said_in_one_line():
         try:
-            result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
-            _need_all(result)
-            is_traced = result.get("digest") is not None
-            trace = read_trace(folder / TRACE) if is_traced else None
-            drawings = read_drawings(folder)
-            window = tuple(result["window_ns"])
-            render(folder, result, trace, drawings, window=window)
+            with reading(folder):
+                _result_in(folder)  # What is no run is left as it is.
+            keep = (RESULT, TRACE)
+            with replacing(folder, RUN, WRITTEN, _unmarked, keep) as made:
+                result = _result_in(folder)
+                is_traced = result.get("digest") is not None
+                trace = read_trace(folder / TRACE) if is_traced else None
+                drawings = read_drawings(folder)
+                window = tuple(result["window_ns"])
+                render(made, result, trace, drawings, window=window)
         except OSError as error:
-            said = f"a folder that `jdag run` wrote; {error.filename}: {error.strerror}"
+            said = f"{error.filename}: " * (error.filename is not None) + reason(error)
+            said = f"a folder that `jdag run` wrote; {said}"
             raise ScenarioError(unusable("folder", str(folder), said)) from error
         except (ValueError, LookupError, TypeError, AttributeError, JdagError) as error:
             said = f"a folder that `jdag run` wrote; {type(error).__name__}: {error}"
@@ -434,12 +405,14 @@ def report(
     _print(Console(), result, folder / PAGE)
 
 
-def _need_all(result: Any) -> None:
+def _result_in(folder: Path) -> Any:
+    result = json_of(folder / RESULT)
     for key, kinds in _NEEDED.items():
         if not isinstance(result, dict) or key not in result:
             raise ValueError(f"{RESULT} has no {key}")
         if not isinstance(result[key], kinds):
             raise ValueError(f"{key} in {RESULT} is {kind_of(result[key])}")
+    return result
 
 
 app.command()(hosting.worker)
@@ -469,7 +442,7 @@ def _main(context: typer.Context, is_asked: Version = False) -> None:
 
 
 def main() -> None:
-    """The console script."""
+    """Run the command that the arguments name; ends by SystemExit."""
     command = typer.main.get_command(app)
     try:
         code = command.main(prog_name="jdag", standalone_mode=False)
@@ -484,13 +457,5 @@ def main() -> None:
         typer.echo(f"jdag: {line}; see {command_path} --help", err=True)
         code = Exit.BAD_INPUT
     if code == _INTERRUPTED:
-        typer.echo("jdag: interrupted", err=True)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Without Python's tidying up, which crashes where XLA is still compiling.
-        os._exit(code)
+        raise KeyboardInterrupt  # As it was before typer took it.
     sys.exit(code)
-
-
-if __name__ == "__main__":
-    main()

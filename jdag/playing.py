@@ -6,7 +6,14 @@ from fractions import Fraction
 from typing import Any
 
 from jdag.cluster import Cluster
-from jdag.errors import JdagError, RootError, ScenarioError, UnusedSendError, unusable
+from jdag.errors import (
+    JdagError,
+    RootError,
+    ScenarioError,
+    UnusedSendError,
+    text_of,
+    unusable,
+)
 from jdag.expect import Judged, judge
 from jdag.programs import Figures
 from jdag.programs.case import VIRTUAL
@@ -129,7 +136,7 @@ def play(scenario: Scenario, show: Progress, driver: Driver | None = None) -> An
         except JdagError as error:
             figures = _ended(error)
             playing.keep_last()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             allowed = f"one that does not raise; it raised {raised(error)}"
             raise ScenarioError(unusable("program", program, allowed)) from error
         if playing.kept is None:
@@ -191,5 +198,5 @@ def _ended(error: JdagError) -> Figures:
     return {
         "outcome": "stuck" if is_stuck else "failed",
         "error": type(error).__name__,
-        "error_message": str(error),
+        "error_message": text_of(error),
     }

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +22,20 @@ def test_a_worker_loads_nothing_that_it_does_not_need() -> None:
     loaded = run.stdout.split()
     assert "jdag.rpc.node" in loaded
     assert [name for name in LATER if name in loaded] == []
+
+
+def test_importing_the_package_alone_imports_nothing_heavy() -> None:
+    # Commands and workers install their signal handlers before JAX is imported.
+    command = [sys.executable, "-c", "import sys, jdag; print(*sys.modules)"]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert [
+        name for name in ("jax", "numpy", "jdag.errors") if name in run.stdout.split()
+    ] == []
+
+
+def test_no_module_hides_a_public_function_of_its_name() -> None:
+    modules = {path.stem for path in Path(jdag.__file__).parent.glob("*.py")}
+    assert modules & set(jdag.__all__) == {"errors"}
 
 
 def test_all_that_is_public_is_there_and_is_listed() -> None:

@@ -7,12 +7,14 @@ from fractions import Fraction
 from typing import Any, Literal, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jdag.cluster import Cluster
-from jdag.errors import JdagError, RootError, UnusedSendError
-from jdag.oracle import pullback
+from jdag.compute.pytrees import NUMBERS
+from jdag.errors import JdagError, RootError, UnusedSendError, text_of
 from jdag.ref import Ref, fetch
+from jdag.reference import pullback
 
 # What a play gives, by name: numbers, fractions, texts, flags, None; lists of these,
 # and mappings from workers to these.
@@ -263,7 +265,7 @@ class Case:
         return {
             "outcome": played.outcome,
             "error": None if error is None else type(error).__name__,
-            "error_message": None if error is None else str(error),
+            "error_message": None if error is None else text_of(error),
             "owed_sends": len(owed),
             "owed_functions": [send.function for send in owed],
             "owed_workers": [send.worker for send in owed],
@@ -289,7 +291,11 @@ class Case:
         def roots(ctx: Any, params: Any) -> list[Any]:
             return _roots(self.program(ctx, params))
 
-        _, gradients = pullback(roots)(dict(self.params))
+        params = {  # A number is put by itself, and is a leaf; in a dict it is none.
+            name: jnp.asarray(value) if type(value) in NUMBERS else value
+            for name, value in self.params.items()
+        }
+        _, gradients = pullback(roots)(params)
         truth: Mapping[str, Any] = gradients
         return truth
 

@@ -20,7 +20,6 @@ from jax import Array
 from jdag.cluster import Cluster
 from jdag.errors import ScenarioError
 from jdag.optim import Optimizer
-from jdag.oracle import pullback
 from jdag.programs.case import (
     Figures,
     Run,
@@ -31,6 +30,7 @@ from jdag.programs.case import (
     worst,
 )
 from jdag.ref import fetch
+from jdag.reference import pullback
 
 KEPT_ASIDE = 360
 CLASSES = 10

@@ -23,7 +23,6 @@ from jax import Array
 
 from jdag.cluster import Cluster
 from jdag.errors import ScenarioError
-from jdag.oracle import pullback
 from jdag.parallel.routes import How
 from jdag.programs.case import (
     LEFT_OVER,
@@ -39,6 +38,7 @@ from jdag.programs.case import (
     worst,
 )
 from jdag.ref import fetch
+from jdag.reference import pullback
 
 FIGURES: Mapping[str, str] = {
     "outcome": "how the training ended",

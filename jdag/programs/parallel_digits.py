@@ -22,7 +22,6 @@ from jdag.cluster import Cluster
 from jdag.compute.pytrees import static
 from jdag.errors import ScenarioError
 from jdag.optim import Optimizer
-from jdag.oracle import pullback
 from jdag.parallel import data_parallel
 from jdag.programs.case import (
     LEFT_OVER,
@@ -39,6 +38,7 @@ from jdag.programs.case import (
 )
 from jdag.programs.digits import Images, load, logits, made_last
 from jdag.ref import fetch
+from jdag.reference import pullback
 
 FIGURES: Mapping[str, str] = {
     "outcome": "how the training ended",

@@ -203,7 +203,7 @@ class Trainers:
 
     def _race(self, cluster: Cluster) -> tuple[int, Any]:
         server = self.workers[0]
-        w, count = cluster.put(server, (jnp.zeros(self.width), 0))
+        w, count = cluster.put(server, (jnp.zeros(self.width), jnp.asarray(0)))
         programs = {
             name: partial(_train, self._lessons(number), w, count)
             for number, name in enumerate(self.trainers)

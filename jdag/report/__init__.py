@@ -17,6 +17,7 @@ from jdag.report.perfetto import trace_events
 from jdag.report.picture import draw_graph
 from jdag.report.spans import Span, bubble, spans, spans_of
 from jdag.report.timeline import draw_timeline
+from jdag.tables import parsed
 from jdag.trace import Trace
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "WRITTEN",
     "Span",
     "bubble",
+    "json_of",
     "read_drawings",
     "render",
     "spans",
@@ -80,6 +82,16 @@ def render(
     write_page(folder / PAGE, result, pictures)
 
 
+def json_of(path: Path) -> Any:
+    """Return what a file of JSON holds.
+
+    Raises:
+        ValueError: it is no JSON, or nested too deep.
+        OSError: it cannot be read.
+    """
+    return parsed(json.loads, path.read_text(encoding="utf-8"))
+
+
 def read_drawings(folder: Path) -> Graph | None:
     """Return the graph that `render` drew there, None if it drew none.
 
@@ -91,7 +103,7 @@ def read_drawings(folder: Path) -> Graph | None:
     if not path.exists():
         return None
     try:
-        return graph_of_plain(json.loads(path.read_text(encoding="utf-8")))
+        return graph_of_plain(json_of(path))
     except (ValueError, KeyError, TypeError) as error:
         raise JdagError(f"{path} holds no graph: {error!s} is wrong") from error
 

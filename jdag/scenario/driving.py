@@ -48,6 +48,8 @@ class Virtual:
             faults=[] if clean else settings.made_faults(),
             policy=settings.policy,
             link=settings.made_link(),
+            events_max=settings.events_max,
+            nesting_max=settings.nesting_max,
         )
         self._made.append(cluster)
         return cluster
@@ -99,6 +101,7 @@ class Real:
                 device=self._device,
                 carrier=self._carrier,
                 allow=[self._settings.program.partition(":")[0]],
+                nesting_max=self._settings.nesting_max,
             )
         except JdagError as error:
             raise ScenarioError(f"--driver rpc: {error}") from error

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
-from jdag.errors import ScenarioError, unusable
+from jdag.errors import ScenarioError, named_text, repr_of, text_of, unusable
 from jdag.expect import meant
 from jdag.programs import Case, Player
 from jdag.scenario.tables import Settings
@@ -44,7 +44,7 @@ def player_of(settings: Settings, folder: Path) -> Player:
         player = function(settings.names, **given)
     except ScenarioError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         said = f"one that takes these settings, {settings.settings}"
         said += f"; it raised {raised(error)}"
         raise ScenarioError(unusable("program", settings.program, said)) from error
@@ -52,7 +52,7 @@ def player_of(settings: Settings, folder: Path) -> Player:
     if not (has_figures and callable(getattr(player, "play", None))):
         allowed = (
             "a function that returns a jdag.programs.Case, or an object with figures "
-            f"(what each is, by name) and play(run); it returned {player!r}"
+            f"(what each is, by name) and play(run); it returned {repr_of(player)}"
         )
         raise ScenarioError(unusable("program", settings.program, allowed))
     return _placed(settings, player)
@@ -60,7 +60,7 @@ def player_of(settings: Settings, folder: Path) -> Player:
 
 def raised(error: BaseException) -> str:
     """Say what a user's code raised, and in which of its lines."""
-    text = f"{type(error).__name__}: {error}"
+    text = named_text(error)
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if _is_users(frame.filename):
             name = os.path.basename(frame.filename)
@@ -85,7 +85,7 @@ def _imported(program: str, folder: Path) -> Any:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        said = f"{where}; {error}"
+        said = f"{where}; {text_of(error)}"
         raise ScenarioError(unusable("program", program, said)) from error
     except (Exception, SystemExit) as error:
         said = f"{where}; importing this one raised {raised(error)}"
@@ -96,7 +96,7 @@ def _imported(program: str, folder: Path) -> Any:
         raise ScenarioError(unusable("program", program, said))
     function = getattr(module, name)
     if not callable(function):
-        said = f"{where}; this is {function!r}"
+        said = f"{where}; this is {repr_of(function)}"
         raise ScenarioError(unusable("program", program, said))
     return function
 

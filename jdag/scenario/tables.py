@@ -24,19 +24,25 @@ from jdag.sim import (
     Slow,
 )
 from jdag.sim.chooser import POLICIES
+from jdag.sim.simulation import EVENTS_MAX
 from jdag.tables import (
     COUNT,
     FLAG,
+    NESTING,
+    NESTING_MAX,
+    NS,
     TABLE,
     TEXT,
     Table,
     at_least,
     dotted,
+    is_ns,
     is_table,
     number,
     one_of,
     only,
     said,
+    up_to,
 )
 
 _NAME = "letters, digits, _, - and ., beginning with a letter or a digit"
@@ -74,16 +80,19 @@ def _are_groups(value: Any) -> bool:
 
 
 def _are_costs(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(map(at_least(0), value))
+    return isinstance(value, list) and len(value) == 2 and all(map(is_ns, value))
 
 
 _FILE_NAME = Annotated[str, only(_NAME, _is_name)]
 _REFERENCE = Annotated[
     str, only("module:function, such as mine:program", _is_reference)
 ]
-_NS = Annotated[int, only("an integer >= 0", at_least(0))]
+_SEED = Annotated[int, only("an integer >= 0", at_least(0))]
+_SEEDS = Annotated[int, only("an integer from 1 to 1,000,000", up_to(10**6))]
+_DEVICES = Annotated[int, only("an integer from 1 to 1,024", up_to(1024))]
+_NS = Annotated[int, only(NS, is_ns)]
 _CHANCE = Annotated[float, only("a number from 0 to 1", number(0, 1))]
-_FACTOR = Annotated[float, only("a finite number >= 1", number(1, 1e300))]
+_FACTOR = Annotated[float, only("a number from 1 to 1e9", number(1, 1e9))]
 _COSTS = Annotated[
     list[int],
     only("two integers >= 0, [forward_ns, backward_ns]", _are_costs),
@@ -226,12 +235,14 @@ class Settings(Table):
     workers: Annotated[list[str] | int, only(_WORKERS, _are_workers)]
     expect: TABLE
     home: TEXT | None = None
-    seed: _NS = 0
-    seeds: COUNT = 1
+    seed: _SEED = 0
+    seeds: _SEEDS = 1
     x64: FLAG = False
-    host_devices: COUNT | None = None
+    host_devices: _DEVICES | None = None
     values: Annotated[str, one_of("real", "abstract")] = "real"
     policy: Annotated[str, one_of(*POLICIES)] = "path"
+    events_max: COUNT = EVENTS_MAX
+    nesting_max: NESTING = NESTING_MAX
     settings: TABLE = Field(default={})
     placement: Annotated[dict[str, TEXT], only("a table", is_table)] = Field(default={})
     network: _Network = _Network()

@@ -18,7 +18,7 @@ from jdag.compute.pytrees import (
     argument_numbers,
     flatten,
     flatten_refs,
-    is_static,
+    is_constant,
     unflatten,
 )
 from jdag.errors import ContextError, JdagError, kind_of
@@ -62,7 +62,7 @@ def hvp(
         A function `(params, vector, *rest)`, where `(params, *rest)` are the arguments
         after the context. The vector has the structure of what is differentiated by (a
         tuple of such, if `argnums` is one), with arrays of the same shapes and dtypes,
-        or refs on the same workers; in the place of statics, and with `allow_int` of
+        or refs on the same workers; in the place of constants, and with `allow_int` of
         what has no gradient, None. It gives the product, arrays here in the structure
         of gradients, or (product, aux).
 
@@ -124,8 +124,8 @@ class _Moved:
 
     def __init__(self, tree: Any, number: int, vector: Any, name: str) -> None:
         self.number = number
-        flat, self._treedef = _flat(tree)
-        parts, found = _flat(vector)
+        flat, self._treedef = _flat(tree, f"argument {number}")
+        parts, found = _flat(vector, name)
         if found != self._treedef:
             raise JdagError(
                 f"{name} has {_first_other(flat, parts)}: it has to have the structure "
@@ -163,8 +163,9 @@ class _Moved:
                 )
 
 
-def _flat(tree: Any) -> tuple[list[tuple[Any, Any]], Any]:
+def _flat(tree: Any, what: str) -> tuple[list[tuple[Any, Any]], Any]:
     """Return paths and leaves, None among them, and the structure."""
+    flatten(tree, what=what)  # It refuses what JAX cannot take.
     flat, treedef = jtu.tree_flatten_with_path(tree, is_leaf=lambda leaf: leaf is None)
     return flat, treedef
 
@@ -185,7 +186,7 @@ def _first_other(flat: Sequence[Any], parts: Sequence[Any]) -> str:
 def _tangent(leaf: Any, part: Any, name: str, said: str) -> Any:
     """Return the vector at one leaf, an array or ref; None where there is no such."""
     if not is_ref(leaf):
-        if part is None or is_static(part):
+        if part is None or is_constant(part):
             return None
         raise JdagError(
             f"{name} is {kind_of(part)}, but {said} is {leaf!r}, no array; it takes "
@@ -251,7 +252,7 @@ def _products(
         found = gradients_of(ctx, loss)
         for argument in moved:
             argument.refuse_original(found)
-        leaves, treedef = flatten(aux)
+        leaves, treedef = flatten(aux, what="what the program returned")
         chosen = [flatten_refs(argument.tree, is_ref)[0] for argument in moved]
         gradients = [found.get(ref) for refs in chosen for ref in refs]
         values = read([*leaves, *gradients])

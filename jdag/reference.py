@@ -16,15 +16,15 @@ import jax
 import jax.numpy as jnp
 
 from jdag.compute.avals import aval_of
+from jdag.compute.callables import called
 from jdag.compute.devices import parsed
 from jdag.compute.pytrees import (
     argument_numbers,
-    called,
     flatten,
     frozen,
-    is_static,
     no_gradient,
     paths,
+    places_of_arrays,
     split,
     unflatten,
 )
@@ -32,7 +32,7 @@ from jdag.compute.tracing import settled
 from jdag.engine.vocabulary import Failure, Key, Path
 from jdag.errors import ContextError, JdagError, RootError, kind_of
 from jdag.failures import exception_of, remote_error
-from jdag.functions import call_site, is_program
+from jdag.functions import call_site, is_program, name_of
 from jdag.moving import move
 from jdag.parallel import plain
 from jdag.parallel.routes import How
@@ -184,7 +184,9 @@ class OracleContext:
             values[position] = jnp.asarray(value)
         args, kwargs = parts.template.rebuild(values)
         try:
-            outputs, treedef = flatten(fn(*args, **kwargs))
+            outputs, treedef = flatten(
+                fn(*args, **kwargs), what=f"what {name_of(fn)} returned"
+            )
             outputs = settled([_strong(jnp.asarray(output)) for output in outputs])
         except Exception as error:
             raise remote_error(error, fn, worker, site) from error
@@ -276,8 +278,9 @@ def oracle(
         A function of the arguments after the context. Refs of a cluster among them
         stand for their values; arguments that are differentiated are pytrees of refs or
         of inexact arrays. It gives (value, gradients), or ((value, aux), gradients),
-        where gradients are arrays in the structure of the arguments; None for statics,
-        and with `allow_int` zeros of float0 for what has none.
+        where gradients are arrays in the structure of the arguments; None for statics
+        and Python numbers inside a pytree, and with `allow_int` zeros of float0 for
+        what has none.
 
     Raises:
         JdagError: the program is none.
@@ -349,7 +352,7 @@ def _differentiate(
             _inner(value, None if cotangents is None else cotangents[n])
             for n, value in enumerate(values)
         ]
-        leaves, treedef = flatten(aux)
+        leaves, treedef = flatten(aux, what="what the program returned")
         held = [run.values[leaf.key] if is_ref(leaf) else leaf for leaf in leaves]
         reached = taps.reached([root.key for root in roots])
         hooked = {key: run.values[key] for key in reached}
@@ -405,19 +408,20 @@ class _Arguments:
 
     def __init__(self, tree: Any, number: int) -> None:
         self._tree = tree
-        self._leaves, self._treedef = flatten(tree)
+        self._leaves, self._treedef = flatten(tree, what=f"argument {number}")
         self._number = number
         self._values = list(flatten(fetch(tree))[0])
+        self._places: list[int] = []  # Of arrays, if it is differentiated by.
 
     def check(self, allow_int: bool) -> None:
         """Raise unless this can be differentiated by."""
-        for place, value in enumerate(self._values):
-            if is_static(value):
-                continue
-            self._values[place] = frozen(value)
+        what = f"argument {self._number}"
+        self._places = places_of_arrays(what, self._tree, self._leaves)
+        for place in self._places:
+            value = self._values[place] = frozen(self._values[place])
             if not (aval_of(value).inexact or allow_int):
                 raise JdagError(
-                    f"argument {self._number}{paths(self._tree)[place]} is "
+                    f"{what}{paths(self._tree)[place]} is "
                     f"{aval_of(value)}, which has no gradient; differentiate by "
                     "float and complex arrays, or say allow_int=True"
                 )
@@ -425,7 +429,8 @@ class _Arguments:
     @property
     def smooth(self) -> list[Any]:
         """The values that can have gradients, in order."""
-        return [value for value in self._values if _is_smooth(value)]
+        values = [self._values[place] for place in self._places]
+        return [value for value in values if aval_of(value).inexact]
 
     def bound(self, run: Run, smooth: Sequence[Any] | None) -> Any:
         """Return the argument as the program gets it.
@@ -434,29 +439,21 @@ class _Arguments:
         the values of those that have gradients), are refs of this run.
         """
         rest = iter(() if smooth is None else smooth)
-        bound = []
-        for leaf, value in zip(self._leaves, self._values, strict=True):
-            if is_static(leaf) or not (is_ref(leaf) or smooth is not None):
-                bound.append(leaf)
-                continue
-            given = value if smooth is None or not _is_smooth(value) else next(rest)
-            place = (leaf.worker, leaf.device) if is_ref(leaf) else (HERE, None)
-            bound.append(run.put(given, *place))
+        bound = list(self._leaves)
+        refs = [place for place, leaf in enumerate(bound) if is_ref(leaf)]
+        for place in refs if smooth is None else self._places:
+            leaf, given = self._leaves[place], self._values[place]
+            if smooth is not None and aval_of(given).inexact:
+                given = next(rest)
+            where = (leaf.worker, leaf.device) if is_ref(leaf) else (HERE, None)
+            bound[place] = run.put(given, *where)
         return unflatten(self._treedef, bound)
 
     def unflatten(self, gradients: Sequence[Any]) -> Any:
         """Return the gradients in the structure of the argument."""
         rest = iter(gradients)
-        found: list[Any] = []
-        for value in self._values:
-            if is_static(value):
-                found.append(None)
-            elif _is_smooth(value):
-                found.append(next(rest))
-            else:
-                found.append(no_gradient(aval_of(value), abstract=False))
+        found: list[Any] = [None] * len(self._values)
+        for place in self._places:
+            aval = aval_of(self._values[place])
+            found[place] = next(rest) if aval.inexact else no_gradient(aval, False)
         return unflatten(self._treedef, found)
-
-
-def _is_smooth(value: Any) -> bool:
-    return not is_static(value) and aval_of(value).inexact

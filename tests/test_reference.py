@@ -10,8 +10,8 @@ import pytest
 
 from jdag.errors import ContextError, JdagError, RemoteError, RootError
 from jdag.functions import program
-from jdag.oracle import oracle, pullback
 from jdag.ref import stop_gradient
+from jdag.reference import oracle, pullback
 
 X = jnp.linspace(-1, 1, 12).reshape(3, 4)
 W = jnp.linspace(0, 1, 8).reshape(4, 2)
@@ -49,7 +49,7 @@ def test_gradients_have_the_structure_of_the_arguments():
         h = ctx.call("a", hidden, p["w"], x)
         return ctx.call("b", product, ctx.call("b", times, h, p["s"][0]), q)
 
-    p = {"w": W, "s": [2.0]}
+    p = {"w": W, "s": [jnp.asarray(2.0)]}
     _, (dp, dq) = oracle(loss, argnums=(0, 2))(p, X, jnp.ones((3, 2)))
     assert jax.tree.map(np.shape, dp) == jax.tree.map(np.shape, p)
     np.testing.assert_allclose(dq, 2 * hidden(W, X), rtol=1e-14)
@@ -176,7 +176,8 @@ def test_an_error_names_function_worker_and_the_users_line():
     with pytest.raises(RemoteError) as caught:
         oracle(loss)(W)
     said = str(caught.value)
-    assert re.search(r"test_oracle:hidden failed on 'b', called at .*in .*loss", said)
+    where = r"test_reference:hidden failed on 'b', called at .*in .*loss"
+    assert re.search(where, said)
     assert "return jnp.tanh(x @ w)" in said and "site-packages" not in said
     assert isinstance(caught.value.__cause__, TypeError)
 

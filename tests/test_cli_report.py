@@ -1,0 +1,83 @@
+"""`jdag report`: the page of a run again, and one line for what is no run."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests import test_cli
+from tests.scenario_cases import written
+from tests.test_cli import jdag, refused
+
+place = test_cli.place
+
+
+def test_a_report_is_made_again_the_same(place: Path):
+    assert jdag("run", written(place.parent), "--json")[0] == 0
+    folder = place / "runs" / "mine"
+    before = {path.name: path.read_bytes() for path in folder.glob("[!.]*")}
+    for name in ("index.html", "timeline.png", "graph.png", "graph.dot"):
+        (folder / name).unlink()
+    code, out, _ = jdag("report", folder)
+    assert code == 0
+    assert "gradient_difference" in out
+    after = {path.name: path.read_bytes() for path in folder.glob("[!.]*")}
+    assert sorted(after) == sorted(before)
+    assert [name for name in after if after[name] != before[name]] == []
+
+
+def test_neither_report_nor_run_writes_through_links(place: Path):
+    path = written(place.parent)
+    assert jdag("run", path, "--json")[0] == 0
+    folder, outside = place / "runs" / "mine", place / "outside"
+    outside.mkdir()
+    names = sorted(one.name for one in folder.glob("[!.]*"))
+    for name in names:
+        (folder / name).rename(outside / name)
+        (folder / name).symlink_to(outside / name)
+    before = {name: (outside / name).stat().st_mtime_ns for name in names}
+    assert jdag("report", folder)[0] == 0
+    linked = [name for name in names if (folder / name).is_symlink()]
+    assert linked == ["result.json", "trace.jsonl"]  # What it reads.
+    assert jdag("run", path, "--json")[0] == 0
+    assert not [name for name in names if (folder / name).is_symlink()]
+    after = {name: (outside / name).stat().st_mtime_ns for name in names}
+    assert after == before
+
+
+def test_a_report_of_no_run_is_one_line_and_2(place: Path):
+    assert "allowed is a folder that `jdag run` wrote" in refused(place, "report", ".")
+    (place / "result.json").write_text("{}")
+    (place / "trace.jsonl").write_text("")
+    assert "allowed is a folder that `jdag run` wrote" in refused(place, "report", ".")
+
+
+def test_a_report_of_what_somebody_changed_is_one_line_and_2(place: Path):
+    assert jdag("run", written(place.parent), "--out", "run")[0] == 0
+    path = place / "run" / "result.json"
+    result = json.loads(path.read_text())
+    for key in ("name", "figures", "meaning", "exact", "versions", "expect"):
+        path.write_text(json.dumps({**result, key: 3}))
+        said = refused(place, "report", "run")
+        assert said.endswith(f"ValueError: {key} in result.json is an int\n")
+    for key in ("seed", "outcome"):
+        path.write_text(json.dumps({k: v for k, v in result.items() if k != key}))
+        said = refused(place, "report", "run")
+        assert said.endswith(f"ValueError: result.json has no {key}\n")
+    expected = [{**one, "figure": 3, "got": 1} for one in result["expect"]]
+    path.write_text(json.dumps({**result, "expect": expected}))
+    assert "AttributeError: 'int' object" in refused(place, "report", "run")
+    path.write_text(json.dumps({**result, "question": "\udcff?"}))
+    assert jdag("report", "run")[0] == 0
+    assert "\\udcff?" in (place / "run" / "index.html").read_text()
+
+
+@pytest.mark.parametrize("name", ["result.json", "graph.json", "trace.jsonl"])
+def test_a_report_of_deeply_nested_files_is_one_line_and_2(place: Path, name: str):
+    assert jdag("run", written(place.parent), "--out", "run")[0] == 0
+    path = place / "run" / name
+    for depth in (400, 100_000):
+        path.write_text("[" * depth + "]" * depth)
+        said = refused(place, "report", "run")
+        assert "allowed is a folder that `jdag run` wrote; " in said
+    assert jdag("run", written(place.parent), "--out", "run")[0] == 0
