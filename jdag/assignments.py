@@ -15,15 +15,17 @@ import jax.numpy as jnp
 
 from jdag.activation import traced
 from jdag.compute.avals import Aval, aval_of
+from jdag.compute.callables import called
 from jdag.compute.pairs import Pair
 from jdag.compute.placed import Placed, placed
 from jdag.compute.pytrees import (
-    called,
+    NO_LEAF,
+    NUMBERS,
     flatten,
     flatten_refs,
     frozen,
-    is_static,
     paths,
+    places_of_arrays,
     split,
     unflatten,
 )
@@ -75,9 +77,9 @@ class Assignments:
 
     def put(self, place: str, tree: Any) -> Any:
         """Make leaves from values; see `Cluster.put`."""
-        values, treedef = flatten(tree)
-        places = [number for number, v in enumerate(values) if not is_static(v)]
-        # What has nothing but statics in it is a mistake, and its first leaf says so.
+        values, treedef = flatten(tree, what="the tree for cluster.put")
+        places = places_of_arrays("cluster.put", tree, values)
+        # What has nothing but constants in it is a mistake, and its first leaf says so.
         places = places or list(range(len(values)))
         arrays = [self._array(values[number], tree, number) for number in places]
         refs = self.write([place] * len(arrays), arrays)
@@ -153,6 +155,8 @@ class Assignments:
     def _array(self, value: Any, tree: Any, place: int) -> Any:
         """Return a value as an array of strong type, in abstract mode its aval."""
         try:
+            if type(value) in NUMBERS and value is not tree:
+                raise JdagError(NO_LEAF.format(value))
             if is_ref(value):
                 raise JdagError(
                     f"a ref ({value!r}) is already on a worker; ctx.move moves it"

@@ -20,7 +20,7 @@ import optax
 from jdag.compute.avals import Aval
 from jdag.compute.jaxprs import depends
 from jdag.compute.pytrees import Form, flatten
-from jdag.errors import JdagError
+from jdag.errors import JdagError, named_text
 from jdag.functions import Once, value_key
 
 
@@ -148,8 +148,8 @@ def _together(
     except Exception as error:
         raise JdagError(
             "the transformation cannot be applied as tx.update(gradients, state, "
-            f"parameters) to leaves such as {avals[0]}: {type(error).__name__}: "
-            f"{error}; one that takes more is not supported"
+            f"parameters) to leaves such as {avals[0]}: {named_text(error)}; "
+            "one that takes more is not supported"
         ) from error
 
 

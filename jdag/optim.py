@@ -5,7 +5,7 @@ touch stand still whole.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -16,7 +16,7 @@ from jdag.assignments import Change
 from jdag.cluster import Cluster
 from jdag.compute.pytrees import flatten, flatten_refs, paths, unflatten
 from jdag.context import Context
-from jdag.errors import ContextError, JdagError, kind_of, unusable
+from jdag.errors import ContextError, JdagError, WorkerLost, kind_of, unusable
 from jdag.home import Home
 from jdag.leafwise import Leafwise, leafwise
 from jdag.ref import Ref, fetch, is_ref
@@ -42,6 +42,11 @@ class Optimizer:
         WorkerLost: an owner is gone.
     """
 
+    __jdag_stays__ = (
+        "an Optimizer stays with the program that made it; hand over its leaves, and "
+        "make one of them there, by jdag.Optimizer(tx, refs)"
+    )
+
     def __init__(
         self,
         tx: optax.GradientTransformation,
@@ -61,6 +66,8 @@ class Optimizer:
         self._clip_norm = clip_norm
         self._names = dict(zip(leaves, names, strict=True))
         self._states: dict[Ref, Any] = {}
+        self._steps = 0
+        self._made: Callable[[], str] | None = None  # What to say of the last step.
         try:
             for ref, tx_of in self._tx.items():
                 state = self._cluster.make(ref.place, tx_of.init, ref)
@@ -107,7 +114,9 @@ class Optimizer:
                 dropped.
             JdagError: `gradients` are not those of the leaves, or on other workers.
             RemoteError: the transformation, or a norm, could not be computed.
-            WorkerLost: an owner is gone.
+            WorkerLost: an owner is gone. The error names the step, and on which owners
+                the one before was made; so does that of leaving the context, where an
+                owner is lost after the step was asked for.
         """
         self._check_held()
         if not isinstance(ctx, Context):
@@ -136,7 +145,24 @@ class Optimizer:
                 ]
             )
         except JdagError as error:
-            _raise(error, f"no leaf of {self!r} was stepped")
+            text = f"no leaf of {self!r} was stepped by step {self._steps + 1}"
+            if self._made is not None and isinstance(error, WorkerLost):
+                text = f"{text}; {self._made()}"
+            _raise(error, text)
+        self._steps += 1
+        self._made = partial(self._said_of_step, self._steps, tuple(present))
+        ctx.remarks.append(self._made)
+
+    def _said_of_step(self, number: int, refs: Sequence[Ref]) -> str:
+        """Say on which owners a step was made, and which are lost."""
+        lost = self._home.driver.current.lost
+        owners = {ref.worker: lost(ref.owner) is not None for ref in refs}
+        made, gone = (
+            ", ".join(repr(owner) for owner in owners if owners[owner] is is_lost)
+            for is_lost in (False, True)
+        )
+        text = f"step {number} of {self!r} was made on {made or 'no owner'}"
+        return f"{text}; the leaves on {gone} are lost" if gone else text
 
     def _present(self, ctx: Context, given: Any) -> dict[Ref, Ref]:
         """The gradients of the leaves that have one."""

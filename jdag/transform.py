@@ -10,9 +10,9 @@ from jdag.compute.pytrees import (
     argument_numbers,
     flatten,
     flatten_refs,
-    is_static,
     no_gradient,
     paths,
+    places_of_arrays,
     unflatten,
 )
 from jdag.context import Context
@@ -38,7 +38,8 @@ def value_and_grad(
         cluster: where it runs.
         argnums: which arguments after the context to differentiate by: pytrees of
             leaves, or of inexact arrays, which are put at home meanwhile. Statics in
-            them (functions, as in modules; strings, bools) stay as they are.
+            them (functions, as in modules; strings, bools) stay as they are, and so do
+            Python numbers inside a pytree.
         has_aux: whether the program returns more than its loss.
         allow_int: whether there may be arrays without gradients among them: integers,
             bools, PRNG keys; so for sparse arrays, which have indices.
@@ -47,8 +48,8 @@ def value_and_grad(
         A function of the arguments after the context that gives (value, gradients), or
         ((value, aux), gradients): arrays here, gradients in the structure of the
         arguments; where the loss does not depend on a leaf, they are zeros. They are
-        None for a static, and with `allow_int` zeros of dtype float0, as JAX has it,
-        for what has no gradient.
+        None for such statics and numbers, and with `allow_int` zeros of dtype float0,
+        as JAX has it, for what has no gradient.
 
     Raises:
         RootError: the program returns no loss that can be differentiated.
@@ -104,24 +105,23 @@ def leaves_of(
     Raises:
         JdagError: something in it cannot be differentiated by; names it.
     """
-    leaves, treedef = flatten(args[number])
+    leaves, treedef = flatten(args[number], what=f"argument {number}")
     bound = list(leaves)
-    for place, leaf in enumerate(leaves):
-        if is_static(leaf):
-            continue
+    what = f"argument {number}"
+    for place in places_of_arrays(what, args[number], leaves):
         try:
-            ref = leaf
+            ref = leaf = leaves[place]
             if not is_ref(leaf):
                 ref = cluster.put(cluster.here, leaf)
                 put.append(ref)
             _check_leaf(ref, allow_int)
         except JdagError as error:
             name = paths(args[number])[place]
-            raise type(error)(f"argument {number}{name}: {error}") from None
+            raise type(error)(f"{what}{name}: {error}") from None
         bound[place] = ref
     if not any(map(is_ref, bound)):
         raise JdagError(
-            f"argument {number} has no arrays, and so no gradient; differentiate by "
+            f"{what} has no arrays, and so no gradient; differentiate by "
             "leaves, and by float and complex arrays"
         )
     return unflatten(treedef, bound)

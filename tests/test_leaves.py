@@ -292,6 +292,27 @@ def test_what_a_lost_worker_asked_for_and_cannot_be_made_changes_no_leaf():
     assert net.leftovers() == []
 
 
+def test_what_a_lost_worker_asked_for_of_a_context_that_went_with_it_changes_no_leaf():
+    """The failure says that the context is gone, and not that the worker is."""
+    net = net_of(3)
+    x, other = net.put("c", 3, "a"), net.put("c", 4, "a")
+    scope = net.open("b")
+    (ready,) = scope.call("c", DOUBLE, x)
+    net.drain()
+    net.pauses = pausing("slow")
+    assign_newest(net, "a", other, Linear("slow", ((1,),)), newest(other))
+    net.drain()
+    assign_newest(net, "b", x, STEP, ready, newest(other))
+    net.drain()
+    net.crash("b")
+    net.drain()
+    net.let_go()
+    assert [number for number, _ in net.fetch("a", newest(x), newest(other))] == [3, 4]
+    net.drain()
+    assert len(versions(net, "c")) == 2
+    assert net.leftovers() == []
+
+
 def test_a_version_that_one_context_reads_is_as_before_the_lost_update():
     net = net_of(4)
     x = net.put("c", 3, "a")

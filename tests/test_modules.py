@@ -13,6 +13,7 @@ import pytest
 from jax.experimental import sparse
 
 import jdag
+from jdag.compute import pytrees
 from jdag.errors import GraphError, JdagError
 from tests.compute_cases import array, assert_same
 from tests.face_cases import nothing_is_left, squares, total
@@ -131,12 +132,12 @@ def test_a_module_that_is_a_program_takes_the_context_first(cluster):
     def apply(ctx: Any, deep: Any, x: Any) -> Any:
         return deep.run(ctx, x)
 
-    deep = cluster.put("b", Deep([affine(), Affine(array(2, 3, seed=5), 0.5)]))
+    deep = cluster.put("b", Deep([affine(), Affine(array(2, 3, seed=5), X[0])]))
     partial = jax.tree_util.Partial(apply, deep=deep)
     with cluster.context() as ctx:
         direct = ctx.call("c", apply, deep, X)
         curried = ctx.call("c", partial, x=X)
-        wanted = Affine(array(2, 3, seed=5), 0.5).linear(affine().linear(X))
+        wanted = Affine(array(2, 3, seed=5), X[0]).linear(affine().linear(X))
         assert_same((direct.fetch(), curried.fetch()), (wanted, wanted))
 
 
@@ -177,6 +178,155 @@ def test_what_a_module_holds_that_no_call_takes_is_named(cluster):
             ctx.call("b", affine(), {1})
         with pytest.raises(JdagError, match=r"the function's \.b\['n'\]: 1180591.*64"):
             ctx.call("b", Affine(X, {"n": 2**70}), X)
+
+
+# ---- Python numbers inside of pytrees
+
+
+@pytest.fixture
+def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Numbers have been warned of in this process; empty it to have it once more."""
+    texts = ["once"]
+    monkeypatch.setattr(pytrees, "_warned", texts)
+    return texts
+
+
+class Dropped(eqx.Module):
+    """A layer, a rate that is no parameter, and a temperature that is one."""
+
+    inner: Affine
+    rate: Any
+    shift: Any
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.inner(x) * (1 - self.rate) + self.shift
+
+
+def dropped(rate: Any = 0.5) -> Dropped:
+    return Dropped(affine(), rate, jnp.asarray(0.25))
+
+
+def dropped_loss(ctx: Any, module: Any, x: Any) -> Any:
+    return ctx.call("c", squares, *[ctx.call("b", module, x) for _ in range(3)])
+
+
+def trained(module: Dropped) -> Any:
+    """The parameters as JAX has them: without the numbers."""
+    return eqx.filter(module, eqx.is_array)
+
+
+def plainly(arrays: Any) -> Any:
+    module = eqx.combine(arrays, dropped())
+    return squares(*[module(X)] * 3)
+
+
+def test_a_number_inside_a_pytree_is_no_leaf_and_no_optimizer_moves_it(
+    cluster: Any, warned: list[str]
+) -> None:
+    there = cluster.put("b", dropped())
+    assert there.rate == 0.5 and type(there.rate) is float
+    stepped = jdag.Optimizer(optax.adamw(0.1, weight_decay=0.1), there)
+    tx = optax.adamw(0.1, weight_decay=0.1)
+    wanted = trained(dropped())
+    state = tx.init(wanted)
+    for _ in range(3):
+        with cluster.context() as ctx:
+            ctx.backward(dropped_loss(ctx, there, X))
+            stepped.step(ctx, ctx.gradient(there))
+        updates, state = tx.update(jax.grad(plainly)(wanted), state, wanted)
+        wanted = optax.apply_updates(wanted, updates)
+    assert there.rate == 0.5
+    assert_same(trained(jdag.fetch(there)), wanted)
+
+
+def test_gradients_have_none_for_a_number_inside_a_pytree(
+    cluster: Any, warned: list[str]
+) -> None:
+    for module in (dropped(), cluster.put("d", dropped())):
+        value, gradient = jdag.value_and_grad(dropped_loss, cluster)(module, X)
+        assert gradient.rate is None and gradient.shift.shape == ()
+        assert_same((value, gradient), jdag.oracle(dropped_loss)(module, X))
+        vector = dataclasses.replace(gradient, rate=0.5)
+        product = jdag.hvp(dropped_loss, cluster)(module, vector, X)
+        assert product.rate is None
+        at, along = (trained(dropped()),), (trained(gradient),)
+        assert_same(trained(product), jax.jvp(jax.grad(plainly), at, along)[1])
+
+
+def test_a_number_inside_a_pytree_stays_where_the_pytree_goes(
+    cluster: Any, warned: list[str]
+) -> None:
+    there = cluster.put("b", {"w": X, "rate": 0.5, "n": 3})
+    with cluster.context() as ctx:
+        moved = ctx.move("c", there)
+        (copy,) = ctx.replicate(["d"], there)
+        summed = ctx.all_reduce({"b": there, "c": moved, "d": copy})["c"]
+        stopped = jdag.stop_gradient(there)
+        for tree in (moved, copy, summed, stopped):
+            assert (tree["rate"], tree["n"]) == (0.5, 3)
+        assert_same(summed["w"].fetch(), 3 * X)
+    cluster.update(lambda w, other: w + other, there, there)
+    assert_same(there["w"].fetch(), 2 * X)
+    cluster.drop(there)
+    nothing_is_left(cluster)
+
+
+def test_a_number_by_itself_is_a_leaf(cluster: Any) -> None:
+    def loss(ctx: Any, scale: Any) -> Any:
+        return ctx.call("b", lambda s: s * s * s, scale)
+
+    ref = cluster.put("b", 3.0)
+    assert ref.tracked and cluster.put("b", True).dtype == bool
+    for scale in (3.0, ref):
+        assert jdag.value_and_grad(loss, cluster)(scale) == (27.0, 27.0)
+        assert jdag.oracle(loss)(scale) == (27.0, 27.0)
+
+
+@pytest.mark.parametrize("tree", [{"a": 1.5}, [True], (2, None)])
+def test_a_pytree_of_nothing_but_numbers_has_nothing_to_put(
+    cluster: Any, tree: Any, warned: list[str]
+) -> None:
+    with pytest.raises(JdagError, match=r"cluster.put, at \[.* is a Python number ins"):
+        cluster.put("b", tree)
+    with pytest.raises(JdagError, match="argument 0 has no arrays"):
+        jdag.value_and_grad(dropped_loss, cluster)(tree, X)
+
+
+@pytest.mark.parametrize("first", ["put", "value_and_grad", "oracle"])
+def test_the_first_number_inside_a_pytree_warns(
+    cluster: Any, warned: list[str], first: str
+) -> None:
+    def use() -> Any:
+        if first == "put":
+            return cluster.put("b", dropped())
+        if first == "oracle":
+            return jdag.oracle(dropped_loss)(dropped(), X)
+        return jdag.value_and_grad(dropped_loss, cluster)(dropped(), X)
+
+    warned.clear()
+    where = "cluster.put" if first == "put" else "argument 0"
+    said = (
+        rf"{where}, at \.rate: 0\.5 is a Python number .*; write jnp\.asarray\(0\.5\)"
+    )
+    with pytest.warns(UserWarning, match=said) as found:
+        use()
+    assert [one.filename for one in found] == [__file__]
+    use()  # It would raise: warnings are errors here.
+    cluster.put("b", [X, 1.0])
+
+
+def test_a_number_among_the_arguments_of_a_call_is_traced(cluster: Any) -> None:
+    traces = []
+
+    def stepped(w: Any, settings: Any) -> Any:
+        traces.append(w)
+        return w - settings["rate"] * w
+
+    with cluster.context() as ctx:
+        for rate in (0.5, 0.25, 0.125):
+            out = ctx.call("b", stepped, X, {"rate": rate})
+            assert_same(out.fetch(), X - rate * X)
+    assert len(traces) == 1
 
 
 # ---- sparse arrays

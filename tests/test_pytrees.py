@@ -1,5 +1,6 @@
 """Arguments taken apart: positions, templates, and what a call does not take."""
 
+from collections import OrderedDict
 from typing import Any
 
 import jax
@@ -130,9 +131,9 @@ def test_a_tree_of_refs_is_taken_apart_and_put_together() -> None:
 
 def test_a_leaf_that_is_not_a_ref_is_named() -> None:
     with pytest.raises(
-        JdagError, match=r"leaf \['w'\]\[1\] is a float; it takes a ref"
+        JdagError, match=r"leaf \['w'\]\[1\] is a JAX array; it takes a ref"
     ):
-        flatten_refs({"w": [Ref(), 1.0]}, is_ref)
+        flatten_refs({"w": [Ref(), jnp.ones(3)]}, is_ref)
     with pytest.raises(JdagError, match="the value is a float"):
         flatten_refs(1.0, is_ref)
 
@@ -158,3 +159,38 @@ def test_a_node_of_the_user_that_cannot_be_taken_apart_says_why_once() -> None:
 
     with pytest.raises(JdagError, match=r"this is no pytree of JAX: it is odd$"):
         flatten(Odd())
+
+
+def _deep(depth: int) -> Any:
+    tree: Any = np.ones(3)
+    for _ in range(depth):
+        tree = {"a": tree}
+    return tree
+
+
+def _containing_itself() -> dict[str, Any]:
+    listed: list[Any] = [np.ones(3)]
+    listed += [listed] * 3
+    named: dict[str, Any] = {"w": np.ones(3)}
+    named["again"] = (named, OrderedDict(again=named))
+    return {"list": listed, "dict": named}
+
+
+def test_a_pytree_that_is_deep_or_contains_itself_is_refused_before_jax_sees_it() -> (
+    None
+):
+    said = "it is a pytree that is nested more than 150 deep, or that contains itself"
+    for tree in (_deep(150), _deep(3_000), *_containing_itself().values()):
+        for _ in range(20):  # Each failure of JAX would leave less of Python's stack.
+            with pytest.raises(JdagError, match=said):
+                flatten(tree, what="it")
+        with pytest.raises(JdagError, match=r"argument 1 is a pytree that is nested"):
+            split((1.0, tree), {}, lambda _: False)
+        with pytest.raises(JdagError, match=r"argument 'w' is a pytree that is nested"):
+            split((1.0,), {"w": tree}, lambda _: False)
+    assert len(flatten(_deep(149))[0]) == 1
+
+
+def test_a_large_pytree_that_shares_its_parts_is_no_deep_one() -> None:
+    shared = [[np.ones(1)] * 40] * 40
+    assert len(flatten({"a": shared, "b": shared})[0]) == 2 * 1600

@@ -4,7 +4,7 @@ import random
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
 from typing import Any
@@ -16,9 +16,10 @@ import pytest
 
 from jdag.activation import Reply
 from jdag.compute.avals import Aval, aval_of
+from jdag.compute.callables import called
 from jdag.compute.pairs import PAIRS_MAX, pair
 from jdag.compute.placed import Placed, placed
-from jdag.compute.pytrees import called, split, static
+from jdag.compute.pytrees import split, static
 from jdag.engine.vocabulary import (
     Assign,
     Assignment,
@@ -77,11 +78,11 @@ def bound_of(pair: Any, functions: Functions = ALLOWED) -> Bound:
     return bound
 
 
+@dataclass(frozen=True)
 class Scale:
     """Calls of it depend on what it holds."""
 
-    def __init__(self, by: float) -> None:
-        self.by = by
+    by: float
 
     def times(self, x: Any) -> Any:
         return self.by * x

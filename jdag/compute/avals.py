@@ -144,7 +144,7 @@ def _other_aval(value: Any) -> Aval:
             f"{64 if config.jax_enable_x64 else 32} bits here; pass it as a float, "
             "or as jdag.static(value), part of the function"
         ) from error
-    except (TypeError, ValueError) as error:  # The latter of masked arrays.
+    except (TypeError, ValueError, RecursionError) as error:  # Of masked arrays; lists.
         raise JdagError(
             f"{_described(value)} is no array: arrays are JAX or numpy arrays of "
             "numbers, bools or PRNG keys, and Python int, float or complex"

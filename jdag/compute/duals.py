@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 
-from jdag.errors import JdagError
+from jdag.errors import JdagError, text_of
 from jdag.functions import unjitted
 
 # What JAX says where there is no jvp: of custom_vjp, callbacks, primitives.
@@ -132,7 +132,7 @@ def _joined(primal: Any, tangent: Any) -> Any:
 
 def refuse_no_jvp(name: str, error: Exception) -> None:
     """Raise an error that names the function, if JAX says that it has no jvp."""
-    said = str(error)
+    said = text_of(error)
     if any(words in said for words in _NO_JVP):
         raise JdagError(
             f"{name} has no second derivative by jdag.hvp, which differentiates its "

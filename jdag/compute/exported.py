@@ -25,7 +25,7 @@ from jax.interpreters import mlir
 from jdag.compute.avals import Aval, aval_from, aval_of
 from jdag.compute.jaxprs import has_callback
 from jdag.compute.tracing import Returned, Traced, as_jax, vjp_of
-from jdag.errors import JdagError, ProtocolError
+from jdag.errors import JdagError, ProtocolError, named_text
 from jdag.functions import is_unjitted
 from jdag.wire.arrays import ARRAY_TYPES
 from jdag.wire.cursors import Reader, Writer
@@ -365,7 +365,7 @@ def _program(
         found = [(a.shape, a.dtype) for a in (*program.in_avals, *program.out_avals)]
     except Exception as error:  # Whatever its reader makes of bytes that are none.
         raise JdagError(
-            f"the program of {name} cannot be read: {type(error).__name__}: {error}"
+            f"the program of {name} cannot be read: {named_text(error)}"
         ) from error
     wanted = [(aval.shape, aval.dtype) for aval in (*taken, *given)]
     if found != wanted or len(program.in_avals) != len(taken):
@@ -398,7 +398,7 @@ def _check_calls(name: str, module: bytes) -> None:
             text = found.operation.get_asm(large_elements_limit=8)
     except Exception as error:  # Whatever its reader makes of bytes that are none.
         raise JdagError(
-            f"the program of {name} cannot be read: {type(error).__name__}: {error}"
+            f"the program of {name} cannot be read: {named_text(error)}"
         ) from error
     targets = _CALL.findall(text)
     others = [target for target in targets if not _TARGETS.fullmatch(target)]

@@ -36,14 +36,13 @@ from jdag.engine.vocabulary import (
     Sum,
     Vjp,
 )
-from jdag.errors import JdagError, ScenarioError, cut
+from jdag.errors import SAID_MAX, JdagError, ScenarioError, cut, is_own, text_of
 from jdag.functions import name_of, name_on
 
 KINDS = ("real", "abstract")
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _PROGRAMS = os.path.join(_PACKAGE, "programs") + os.sep
-SAID_MAX = 1 << 16  # Characters of what an exception says, and of its frames.
 _JAX_NOTE = "JAX has removed its internal frames"
 _JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
 
@@ -76,12 +75,12 @@ class Machine:
         self.abstract = values == "abstract"
         self._leaving_bytes_max = leaving_bytes_max
 
-    def run(self, job: Job) -> Exception | None:
+    def run(self, job: Job) -> BaseException | None:
         """Carry out a job; return what it raised, None if all went well."""
         work = self.begin(job)
         try:
             made = work.compute()
-        except Exception as error:  # Whatever a user's function raises is a result.
+        except (Exception, SystemExit) as error:  # What a user's function raises.
             return error
         self.hold(job, work, made)
         return None
@@ -294,13 +293,14 @@ def _filled(job: Fill) -> Any:
 def failure_of(error: BaseException, worker: str, path: Path, function: str) -> Failure:
     """What a user's function raised on `worker`, as a value for engines to hand on.
 
-    An error of jdag keeps its class and text; any other is a RemoteError. Of a text
-    that is too long for a message the middle is left out.
+    An error of jdag keeps its class and text, a KeyboardInterrupt its class; any other
+    is a RemoteError. Of a text that is too long for a message the middle is left out.
     """
-    is_ours = isinstance(error, JdagError)
+    is_ours = is_own(error)
+    keeps_class = is_ours or isinstance(error, KeyboardInterrupt)
     return Failure(
-        error=type(error).__name__ if is_ours else "RemoteError",
-        message=cut(str(error), SAID_MAX) if is_ours else said(error),
+        error=type(error).__name__ if keeps_class else "RemoteError",
+        message=text_of(error) if is_ours else said(error),
         worker=worker,
         path=path,
         function=function,
@@ -362,7 +362,11 @@ def user_traceback(error: BaseException) -> str:
         return ""
     lines = traceback.format_list(kept or frames)
     text = "".join(["Traceback (most recent call last):\n", *lines])
-    return cut(text, SAID_MAX) + said(error)
+    told = said(error)
+    if is_own(error):  # The failure's own text has the other lines.
+        own = text_of(error)
+        told = told.replace(own, own.partition("\n")[0], 1)
+    return cut(text, SAID_MAX) + told
 
 
 def said(error: BaseException) -> str:

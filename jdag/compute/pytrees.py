@@ -1,11 +1,11 @@
 """Arguments taken apart: refs, constants, and statics, part of the function."""
 
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 from numbers import Number
-from types import FunctionType, MethodType
 from typing import Any
 
 import jax
@@ -13,14 +13,22 @@ import jax.tree_util as jtu
 import numpy as np
 
 from jdag.compute.avals import Aval, aval_of, is_deleted
+from jdag.compute.depth import check_depth
 from jdag.errors import ContextError, JdagError, kind_of
-from jdag.functions import Applied, value_key
+from jdag.functions import call_site, value_key
 from jdag.wire.trees import HOLE
 
 ALLOWED = (
     "refs, JAX and numpy arrays, Python int, float and complex, and, as part of the "
     "function: str, bool, None, functions, and what jdag.static(value) wraps"
 )
+
+NUMBERS = (bool, int, float, complex)  # Python's; those of numpy are arrays.
+NO_LEAF = (
+    "{0!r} is a Python number inside a pytree, and so a constant: it has no gradient, "
+    "and no optimizer changes it; write jnp.asarray({0!r}) for a leaf"
+)
+_warned: list[str] = []  # The warning of a number inside a pytree, once given.
 
 
 class Static:
@@ -59,33 +67,6 @@ def static(value: Hashable) -> Static:
         JdagError: the value cannot be hashed.
     """
     return Static(value)
-
-
-def called(
-    fn: Callable[..., Any], args: tuple[Any, ...]
-) -> tuple[Callable[..., Any], tuple[Any, ...], int]:
-    """Return what is called in place of `fn`, with which arguments, how many added.
-
-    A callable pytree, such as a module, is an argument of its own call, so that the
-    arrays and refs in it are arguments as any others; a method of one likewise.
-
-    Raises:
-        JdagError: it cannot be called.
-    """
-    if type(fn) is FunctionType:
-        return fn, args, 0
-    if type(fn) is MethodType:
-        return (fn.__func__, (fn.__self__, *args), 1) if _is_node(fn) else (fn, args, 0)
-    if not callable(fn):
-        raise JdagError(f"a call takes a function, not {fn!r}")
-    if jtu.all_leaves((fn,)):
-        return fn, args, 0
-    return Applied(fn), (fn, *args), 1
-
-
-def _is_node(method: MethodType) -> bool:
-    owner = method.__self__
-    return type(owner) not in (tuple, list, dict) and not jtu.all_leaves((owner,))
 
 
 class Template:
@@ -254,7 +235,12 @@ def split(
         ContextError: an argument is a tracer of JAX.
         JdagError: an argument is nothing that a call takes, or was deleted.
     """
-    leaves, treedef = flatten((args, kwargs))
+    try:
+        leaves, treedef = flatten((args, kwargs))
+    except JdagError:  # Some argument is refused: say which.
+        for name, value in (*enumerate(args, -own), *kwargs.items()):
+            flatten(value, what=f"argument {name!r}")
+        raise
     refs: list[tuple[int, Any]] = []
     constants: list[tuple[int, Any]] = []
     statics: list[tuple[int, Hashable]] = []
@@ -372,8 +358,8 @@ def argument_numbers(argnums: Any, count: int) -> tuple[int, ...]:
 class Form:
     """What a pytree of refs is without them: its tree, and what is no ref in it.
 
-    Equal forms have refs at the same places; statics beside them are not compared, so
-    that a gradient, which has None there, is of the form of what it is the gradient of.
+    Equal forms have refs at the same places; constants beside them are not compared,
+    so that a gradient, with None there, has the form of what it is the gradient of.
     """
 
     __slots__ = ("_leaves", "_tree")
@@ -389,7 +375,7 @@ class Form:
 
     @property
     def bare(self) -> "Form":
-        """The same with None in the place of statics."""
+        """The same with None in the place of constants."""
         leaves = [HOLE if leaf is HOLE else None for leaf in self._leaves]
         return Form(self._tree, leaves)
 
@@ -425,6 +411,7 @@ def flatten(
         JdagError: JAX can make no pytree of it.
     """
     try:
+        check_depth(tree, what)
         leaves, treedef = jtu.tree_flatten(tree, is_leaf)
     except ValueError as error:  # Of dicts with keys of several kinds.
         why = f" {error.__cause__}" if error.__cause__ else ""
@@ -435,7 +422,7 @@ def flatten(
 def flatten_refs(tree: Any, is_ref: Callable[[Any], bool]) -> tuple[list[Any], Form]:
     """Return the refs of a pytree in JAX's order, and its form.
 
-    Every other leaf has to be a static, beside at least one ref.
+    Every other leaf has to be a static or a Python number, beside at least one ref.
 
     Raises:
         JdagError: a leaf is not a ref; its path and type are named. Or as `flatten`.
@@ -443,7 +430,7 @@ def flatten_refs(tree: Any, is_ref: Callable[[Any], bool]) -> tuple[list[Any], F
     leaves, treedef = flatten(tree, _is_none)
     refs = [leaf for leaf in leaves if is_ref(leaf)]
     for place, leaf in enumerate(leaves):
-        if not (is_ref(leaf) or leaf is None or (refs and is_static(leaf))):
+        if not (is_ref(leaf) or leaf is None or (refs and is_constant(leaf))):
             flat = jtu.tree_flatten_with_path(tree, is_leaf=_is_none)[0]
             path = jtu.keystr(flat[place][0])
             raise JdagError(
@@ -460,6 +447,26 @@ def _is_none(leaf: object) -> bool:
 def is_static(leaf: Any) -> bool:
     """Tell whether a leaf is part of the function to a call, not one of its arrays."""
     return _kind(type(leaf)) in (_Kind.STATIC, _Kind.WRAPPED)
+
+
+def is_constant(leaf: Any) -> bool:
+    """Tell whether a leaf, inside a pytree, stays as it is: a static or a number."""
+    return is_static(leaf) or _kind(type(leaf)) is _Kind.SCALAR
+
+
+def places_of_arrays(what: str, tree: Any, leaves: Sequence[Any]) -> list[int]:
+    """Return which leaves are arrays or refs: a Python number is if it is the tree.
+
+    The first one of a process that is inside a pytree warns, in the name of `what`.
+    """
+    if type(tree) in NUMBERS:
+        return [0]
+    for place, leaf in enumerate(leaves):
+        if _kind(type(leaf)) is _Kind.SCALAR and not _warned:
+            _warned.append(f"{what}, at {paths(tree)[place]}: {NO_LEAF.format(leaf)}")
+            site = call_site()
+            warnings.warn_explicit(_warned[0], UserWarning, site.file, site.line)
+    return [place for place, leaf in enumerate(leaves) if not is_constant(leaf)]
 
 
 def no_gradient(aval: Aval, abstract: bool) -> Any:
