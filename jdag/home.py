@@ -28,6 +28,7 @@ from jdag.engine.vocabulary import (
 from jdag.errors import ContextError, JdagError
 from jdag.failures import exception_of
 from jdag.ref import Leaf, Ref, is_ref
+from jdag.tables import NESTING_MAX
 
 
 class Port(Protocol):
@@ -144,9 +145,12 @@ class Home:
     under these alone.
     """
 
-    def __init__(self, workers: Sequence[str], abstract: bool) -> None:
+    def __init__(
+        self, workers: Sequence[str], abstract: bool, nesting_max: int = NESTING_MAX
+    ) -> None:
         self.workers = tuple(workers)
         self.abstract = abstract
+        self.nesting_max = nesting_max  # So deep programs may call each other.
         self.leaves: dict[LeafId, Leaf] = {}
         self.closed = False
         self.trace = trace_state()
@@ -294,6 +298,15 @@ class Home:
             f"{what} on {self}: {', '.join(changed)}; the configuration of JAX is "
             "fixed per cluster: set it first, then make the cluster"
         )
+
+    def check_nesting(self, depth: int, calls: str) -> None:
+        """Raise JdagError where a program calls one too deep; `calls` names the two."""
+        if depth >= self.nesting_max:
+            raise JdagError(
+                f"{calls}, and {depth} programs wait for each other already: allowed "
+                f"is nesting_max = {self.nesting_max}, a setting of jdag.simulate, "
+                "jdag.launch and files of clusters and scenarios"
+            )
 
     def place(self, place: object, what: str) -> tuple[str, str | None]:
         """Return the worker of a place and its device, None for the default one.

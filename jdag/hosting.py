@@ -73,7 +73,7 @@ def up(
             options_of(settings, name, None)
             for name in chosen(settings, only or [], leaving or [])
         ]
-        launch = Launch(options, logs=logs)
+        launch = Launch(options, logs=logs, ready_s=settings.ready_s)
 
     def died(name: str, why: str) -> None:
         deaths.append(name)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from jdag.compute.pytrees import flatten, is_static, unflatten
+from jdag.compute.pytrees import flatten, is_constant, is_static, unflatten
 from jdag.ref import is_ref
 
 
@@ -16,7 +16,8 @@ def move(call: Callable[..., Any], where: str, tree: Any) -> Any:
     """Call `moved` on a worker with the leaves of a pytree.
 
     What is tracked goes by one call and the rest by another, since outputs of one call
-    are tracked or not together. Statics stay as they are: there is nothing to move.
+    are tracked or not together. Statics, and numbers inside the pytree, stay as they
+    are: there is nothing to move.
     """
     leaves, treedef = flatten(tree)
     there = list(leaves)
@@ -24,7 +25,8 @@ def move(call: Callable[..., Any], where: str, tree: Any) -> Any:
         places = [
             place
             for place, leaf in enumerate(leaves)
-            if not is_static(leaf) and (is_ref(leaf) and leaf.tracked) is kind
+            if not (is_static(leaf) if leaf is tree else is_constant(leaf))
+            and (is_ref(leaf) and leaf.tracked) is kind
         ]
         if places:
             arrays = tuple([leaves[place] for place in places])

@@ -13,7 +13,7 @@ from xdist.scheduler import LoadScopeScheduling
 TOGETHER = dict.fromkeys(
     [
         f"tests/test_{name}.py"
-        for name in ("random", "failures", "hvp", "issuers", "seeds")
+        for name in ("random", "failures", "hessian", "issuers", "seeds")
     ],
     "random programs",
 )

@@ -33,6 +33,22 @@ def test_who_is_given_up_is_told_and_leaves_the_session(
         assert not c.info()["b"]["lost"] and not has_left(c.nodes["b"])
 
 
+def test_what_a_lost_process_printed_last_is_told_to_main_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    why = "it was killed\nthe end of b.log:\n    one\n    two"
+    with cluster() as c:
+        c.nodes["a"].lost("b", why)
+        soon(lambda: "b" in c.nodes["c"].company.gone)
+        assert c.nodes["c"].company.gone["b"] == "it was killed"
+        assert c.nodes["a"].company.gone["b"] == why
+        told = [one for one in caplog.messages if "worker 'b' is lost" in one]
+        assert sorted(told) == [
+            f"a: worker 'b' is lost: {why}",
+            "c: worker 'b' is lost: it was killed",
+        ]
+
+
 def test_who_loses_main_as_it_leaves_has_left_too(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -394,12 +394,22 @@ def test_who_shows_no_certificate_is_refused(secured, issuer: Issuer):
         assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
 
 
-def test_who_has_no_tls_is_told_to_think_of_it(secured):
+def test_a_caller_without_tls_is_told_that_the_worker_uses_it(secured, monkeypatch):
+    monkeypatch.setattr(control, "_PROBE_S", 60.0)  # However busy this is.
     client = ControlClient("worker 'w'", secured.address)
-    assert "does it use TLS" in str(refused(client))
+    assert str(refused(client, timeout_s=60)) == (
+        f"cannot reach worker 'w' at {secured.address}: it uses TLS and this process "
+        "does not; [tls] has to be in the cluster's file on both sides"
+    )
 
 
-def test_who_wants_tls_of_one_who_has_none_is_told(server, issuer: Issuer):
+def test_a_caller_with_tls_is_told_that_the_worker_does_not_use_it(
+    server, issuer: Issuer, monkeypatch
+):
+    monkeypatch.setattr(control, "_PROBE_S", 60.0)
     tls = load(*issuer.issue("client"))
     client = ControlClient("worker 'w'", server.address, tls=tls)
-    assert "TLS refused" in str(refused(client))
+    assert str(refused(client, timeout_s=60)) == (
+        f"cannot reach worker 'w' at {server.address}: it does not use TLS and this "
+        "process does; [tls] has to be in the cluster's file on both sides"
+    )

@@ -21,7 +21,7 @@ from jdag.rpc.control import ControlClient
 from jdag.rpc.launch import Launch
 from jdag.rpc.requests import Drain, Health, Info
 from jdag.rpc.session import Session
-from jdag.rpc.worker import heard
+from jdag.rpc.watch import heard
 from tests import failing_cases
 from tests.rpc_cases import TOKEN, PlainNode, free_address, options_of, plan_of
 from tests.stream_cases import soon
@@ -148,7 +148,8 @@ def test_when_one_worker_is_not_reached_the_others_are_left_again(idle: Launch):
     nowhere = free_address()
     with pytest.raises(JoinError) as caught:
         Session(plan_of({**idle.addresses, "c": nowhere}))
-    said = f"cannot reach worker 'c' at {nowhere}: Connection refused"
+    why = f"cannot reach worker 'c' at {nowhere}: Connection refused"
+    said = f"worker 'c' is not ready within ready_s=0: {why}"
     assert str(caught.value) == said
     for worker, address in idle.addresses.items():
         client = ControlClient(worker, address)
@@ -200,14 +201,20 @@ def test_sigterm_drains_a_worker_in_the_middle_of_a_session():
             plain(session).wait(lambda: "a" not in plain(session).streams)
 
 
+def test_a_worker_that_is_stopped_is_woken_to_end_by_itself():
+    with Launch(options_of("a", once=False)) as launch:
+        os.kill(launch.pids["a"], signal.SIGSTOP)
+    assert launch._children["a"].process.returncode == 0
+
+
 def test_a_process_that_dies_at_its_start_says_why(place: Path):
     options = options_of("a", node="tests.rpc_cases:make_broken")
     with pytest.raises(JoinError) as caught:
         Launch(options)
     lines = str(caught.value).splitlines()
     assert lines[0].startswith("worker 'a' did not start: it ended with exit code 3 (")
-    assert lines[0].endswith("; the end of what it printed:")
-    assert [line.strip() for line in lines[1:]] == [f"line {n}" for n in range(90, 100)]
+    assert lines[1] == "the end of what it printed:"
+    assert [line.strip() for line in lines[2:]] == [f"line {n}" for n in range(90, 100)]
     assert not litter(place)
 
 
@@ -221,7 +228,8 @@ def test_a_port_in_use_is_what_the_worker_says(idle: Launch):
 
 
 def test_one_that_is_not_ready_in_time_is_named_and_stopped(place: Path):
-    with pytest.raises(JoinError, match=r"worker 'a' is not ready within 0.05 s; "):
+    said = r"worker 'a' is not ready within ready_s=0\.05; "
+    with pytest.raises(JoinError, match=said):
         Launch(options_of("a"), ready_s=0.05)
     assert not litter(place)
 
@@ -241,9 +249,29 @@ def test_one_that_is_not_even_started_in_time_is_named(place: Path, monkeypatch)
 
     monkeypatch.setattr(launch_module, "_Child", Slow)
     monkeypatch.setattr(Launch, "close", closing)
-    said = "worker 'a' is not ready within 0.05 s; it is not started yet"
+    said = r"worker 'a' is not ready within ready_s=0\.05; it is not started yet"
     with pytest.raises(JoinError, match=said):
         Launch(options_of("a"), ready_s=0.05)
+    assert not litter(place)
+
+
+def test_those_that_are_starting_when_the_caller_is_interrupted_are_killed(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+):
+    made: list[Any] = []
+
+    def interrupt(self: Launch, *_: object) -> None:
+        made.append(self)
+        soon(lambda: len(self.alive) == 2)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Launch, "_wait_until_ready", interrupt)
+    monkeypatch.setattr(launch_module, "_ENDINGS", ())  # Of those that are ready.
+    with pytest.raises(KeyboardInterrupt):
+        Launch(options_of("a", "b"))
+    (launch,) = made
+    ends = [child.process.returncode for child in launch._children.values()]
+    assert (ends, launch.alive) == ([-signal.SIGKILL] * 2, ())
     assert not litter(place)
 
 
@@ -386,26 +414,77 @@ def test_whatever_becomes_of_the_caller_nothing_is_left(
 
 
 FORKS = """
-import os, warnings
+import gc, os, signal, sys, warnings
+from contextlib import ExitStack
+import jax.numpy as jnp
+import optax
 import jdag
 
 warnings.simplefilter("ignore")  # JAX warns of forks.
-with jdag.launch(["a", "b"]) as cluster:
-    w = cluster.put("b", 2.0)
+
+def forked(use):
+    # A child that hangs ends by SIGALRM, so that its status says so.
+    gc.collect()
     copy = os.fork()
     if not copy:
-        cluster.close()
-        cluster.driver.session._goodbye()  # As at its exit; that of JAX may hang.
-        os._exit(0)
-    print(os.waitpid(copy, 0)[1], w.fetch())
+        signal.alarm(60)
+        try:
+            use()
+        except jdag.JdagError as error:
+            os._exit(f"process {os.getpid()} was forked from it" in str(error))
+        os._exit(2)
+    return os.WEXITSTATUS(os.waitpid(copy, 0)[1])
+
+def drops_all():
+    global y, ctx, w, cluster
+    session, launch = cluster.driver.session, cluster.driver.launch
+    session._goodbye()  # As at its exit; that of JAX may hang.
+    launch.close()
+    del y, ctx, w, cluster, session, launch
+    gc.collect()
+
+def leaves_by_an_exit():
+    try:
+        with ExitStack() as stack:
+            stack.push(cluster)
+            stack.push(ctx)
+            sys.exit(7)
+    except SystemExit as error:
+        os._exit(error.code)
+
+with jdag.launch(["a", "b"]) as cluster:
+    w = cluster.put("b", jnp.arange(1.0, 4.0))
+    optimizer = jdag.Optimizer(optax.sgd(1.0), w)
+    with cluster.context() as ctx:
+        y = ctx.call("b", jnp.sum, w)
+        ctx.backward(y, retain_graph=True)
+        uses = [
+            lambda: cluster.put("b", 1.0),
+            lambda: cluster.update(jnp.negative, w),
+            lambda: ctx.call("b", jnp.sum, w),
+            lambda: ctx.backward(y),
+            lambda: ctx.gradient(w),
+            lambda: w.fetch(),
+            lambda: y.fetch(),
+            lambda: optimizer.step(ctx),
+            lambda: cluster.info(),
+            lambda: cluster.context().__enter__(),
+            lambda: ctx.__exit__(None, None, None),
+            cluster.close,
+            lambda: cluster.__exit__(None, None, None),
+        ]
+        print(*map(forked, uses), forked(drops_all), forked(leaves_by_an_exit))
+        ctx.backward(y)  # Its gradient is added to that of the first pass.
+        optimizer.step(ctx)
+    print(w.fetch())
 """
 
 
-def test_a_copy_of_the_caller_may_end_and_the_cluster_goes_on():
+def test_a_forked_child_cannot_use_the_cluster_and_harms_its_parent_in_no_way():
     command = [sys.executable, "-c", FORKS]
-    # It starts two processes that import JAX, and then ends by itself.
+    # It starts a process that imports JAX, and then ends by itself.
     said = subprocess.check_output(command, text=True, timeout=4 * LONG_S, cwd=ROOT)
-    assert said == "0 2.0\n"
+    assert said == f"{'1 ' * 13}2 7\n[-1.  0.  1.]\n"
 
 
 def test_a_worker_is_drained_by_who_has_the_token(idle: Launch):

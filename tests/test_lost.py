@@ -8,8 +8,10 @@ import pytest
 from jdag.engine.vocabulary import (
     Argument,
     Call,
+    Fail,
     Failure,
     Lost,
+    Mode,
     Outcome,
     Release,
     Ship,
@@ -129,6 +131,33 @@ def test_a_pass_whose_way_is_cut_fails_and_names_who_lost_whom(before: bool, see
     assert result.outcome is Outcome.FAILED
     assert result.failure.error == "WorkerLost"
     assert result.failure.route == ("a", "d", "c", "b")
+    scope.leave()
+    nothing_left(net)
+
+
+@pytest.mark.parametrize("mode", [Mode.SMART, Mode.FAST])
+def test_a_worker_that_lost_who_told_it_of_a_pass_tells_the_owner_itself(mode: Mode):
+    """C hears of the pass from d, and loses it; d has not noticed yet."""
+    net = net_of(4)
+    x = net.put("b", 3, "a")
+    scope = net.open("a")
+    (y,) = scope.call("c", DOUBLE, x)
+    (z,) = scope.call("d", TRIPLE, y)
+    net.drain()
+    net.pauses = pausing("double")
+    waiter = scope.start_backward(z, mode=mode)
+    net.drain()
+    assert net.places["c"].engine.live_passes == 1
+    net.part("c", "d")
+    net.unnoticed = [("c", Lost("d"))]
+    net.drain()
+    assert net.messages(Fail) == [("c", "a")]
+    net.let_go()
+    result = net.until("a", waiter)
+    assert result.outcome is Outcome.FAILED
+    assert result.failure.error == "WorkerLost"
+    assert result.failure.route == ("a", "c", "d")
+    net.unnoticed = [("d", Lost("c"))]
     scope.leave()
     nothing_left(net)
 

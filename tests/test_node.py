@@ -106,6 +106,15 @@ def test_large_values_go_there_and_back_with_their_bits() -> None:
         assert np.array_equal(there.fetch(), large)
 
 
+def test_what_was_fetched_is_held_by_its_owner_alone() -> None:
+    with cluster() as c:
+        refs = [c.put("b", W), c.put("c", X), c.put("b", 2 * W)]
+        for _ in range(3):
+            jdag.fetch(refs)
+        held = {name: one["values_held"] for name, one in c.info().items()}
+    assert held == {"a": 0, "b": 2, "c": 1}
+
+
 def test_what_fails_on_a_worker_fails_here_with_its_text() -> None:
     with (
         cluster() as c,

@@ -186,6 +186,27 @@ def test_whatever_fails_in_keeping_the_rest_is_kept(three, monkeypatch, caplog):
         session.join("b")
 
 
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_worker_that_does_not_answer_keeps_main_from_leaving_for_a_bounded_time(
+    watched: bool, monkeypatch: pytest.MonkeyPatch
+):
+    over = threading.Event()
+
+    def frozen(asked: Any) -> dict[str, Any]:
+        assert over.wait(LONG_S)
+        return {}
+
+    for bound in ("_LEAVING_S", "_LEAVING_LAUNCHED_S"):
+        monkeypatch.setattr(module, bound, 0.1)
+    with seated("a") as worker:
+        server = ControlServer(ANY, {**worker.seat.answers, Detach: frozen})
+        plan = plan_of({"a": server.address}, deadline_s=3600.0, watched=watched)
+        with Session(plan):
+            pass
+        over.set()  # With the deadline as the bound this would come too late.
+        server.close()
+
+
 def test_who_watches_a_process_says_that_it_is_lost(three):
     with Session(plan_of(controls(three))) as session:
         session.lost("c", "process 1 was killed by SIGKILL")
@@ -430,6 +451,7 @@ def _example(asked: type) -> bytes:
         "incarnations": {"m": 0, "a": 0},
         "allow": ["mod"],
         "deadline_s": 5.0,
+        "nesting_max": 7,
         "control": "h:1",
         "handshake": {"jax": "1"},
         "peers": {"b": {"incarnation": 0, "control": "h:1", "data": "d", "allow": []}},

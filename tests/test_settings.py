@@ -132,7 +132,8 @@ WRONG = (
     (
         'carier = "grpc"\n' + WORKER,
         "carier = 'grpc': allowed is one of the keys workers, tls, token_file, "
-        "carrier, deadline_s, value_bytes_max (do you mean carrier?)",
+        "carrier, deadline_s, ready_s, value_bytes_max, nesting_max "
+        "(do you mean carrier?)",
     ),
     (
         'carrier = "pigeon"\n' + WORKER,

@@ -25,7 +25,7 @@ def test_the_files_that_are_named_are_there_and_their_groups_are_used():
             "tests/conformance/test_ids.py::test_it[sim]",
             "tests/conformance/test_ids.py",
         ),
-        ("tests/test_hvp.py::test_it", "random programs"),
+        ("tests/test_hessian.py::test_it", "random programs"),
         ("tests/test_parallel.py::test_it[a]", "tests/test_parallel.py::test_it[a]"),
     ],
 )

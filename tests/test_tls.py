@@ -194,6 +194,26 @@ def test_dialling_a_plain_gate_with_tls_says_so(trainer: Tls):
     plain.close()
 
 
+def test_a_tls_handshake_that_is_not_answered_is_given_up_in_time(
+    trainer: Tls, monkeypatch
+):
+    near, far = sockets("tcp")
+
+    class Unanswered(SocketStream):
+        def recv_into(self, view: memoryview) -> int:
+            try:
+                return super().recv_into(view)
+            except BlockingIOError:
+                far.close()  # A wait that ignores the deadline ends with this.
+                raise
+
+    monkeypatch.setattr(gates, "connect", lambda where, timeout_s: near)
+    monkeypatch.setattr(gates, "SocketStream", Unanswered)
+    with pytest.raises(JdagError, match=r"no answer within 0 s$"):
+        dial("tcp:127.0.0.1:1", TOKEN, 0, tls=trainer, timeout_s=0)
+    assert far.fileno() == near.fileno() == -1
+
+
 def test_unix_sockets_need_no_certificates(trainer: Tls):
     came: queue.Queue[tuple[Admission, Stream, int]] = queue.Queue()
     inner = Gate(

@@ -35,6 +35,8 @@ def test_only_its_owner_ends_a_context() -> None:
     said(release, "a", "b")
     with pytest.raises(ProtocolError, match="from 'c' to 'b': its owner is 'a'"):
         said(release, "c", "b")
+    with pytest.raises(ProtocolError, match="from 'c' to 'a': its owner is 'a'"):
+        said(release, "c", "a")
     with pytest.raises(ProtocolError, match="its owner is 'a#1'"):
         said(Release(ContextId(0, 7, 1), (), abort=False), "a", "b", a=1)
 
@@ -43,6 +45,8 @@ def test_what_is_for_the_owner_comes_to_no_other() -> None:
     said(Released(OF_A, ()), "b", "a")
     with pytest.raises(ProtocolError, match="from 'c' to 'b': its owner is 'a'"):
         said(Released(OF_A, ()), "c", "b")
+    with pytest.raises(ProtocolError, match="from 'a' to 'b': its owner is 'a'"):
+        said(Released(OF_A, ()), "a", "b")
 
 
 def test_a_context_of_an_incarnation_that_nobody_knows_is_refused() -> None:

@@ -34,9 +34,7 @@ class Hosts:
             )
         commands = folder / "bin"
         commands.mkdir()
-        (commands / "jdag").write_text(
-            f'#!/bin/sh\nexec {sys.executable} -m jdag.cli "$@"'
-        )
+        (commands / "jdag").write_text(f'#!/bin/sh\nexec {sys.executable} -m jdag "$@"')
         (commands / "jdag").chmod(0o755)
         self._environment = {
             **os.environ,

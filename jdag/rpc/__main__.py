@@ -2,6 +2,11 @@
 
 import sys
 
-from jdag.rpc.worker import main
+from jdag.rpc.watch import Watch
 
-main(sys.argv[1:])
+watch = Watch(sys.argv[1:])
+
+# It imports JAX, which takes seconds: the parent may end meanwhile.
+from jdag.rpc.worker import main  # noqa: E402
+
+main(watch)

@@ -18,7 +18,7 @@ from typing import Any
 import jax.tree_util as jtu
 import numpy as np
 
-from jdag.errors import JdagError
+from jdag.errors import JdagError, named_text
 from jdag.functions import name_of
 
 # Functions and classes that calls and programs of jdag itself name.
@@ -172,7 +172,7 @@ def _module(name: str, load: bool) -> ModuleType:
     except Exception as error:  # Whatever a module raises while it is imported.
         raise JdagError(
             f"module {name!r} is allowed here and cannot be imported: "
-            f"{type(error).__name__}: {error}"
+            f"{named_text(error)}"
         ) from error
 
 

@@ -359,12 +359,14 @@ class Company:
         why, here = why[:WHY_MAX], self._place.worker
         level = logging.INFO if why == LEFT else logging.WARNING
         _log.log(level, "%s: worker %r is lost: %s", here, peer.worker, why)
-        gone = {"gone": peer.name, "incarnation": peer.incarnation, "why": why}
+        # The rest is what its process printed last: other workers would print it too.
+        brief = why.partition("\n")[0]
+        gone = {"gone": peer.name, "incarnation": peer.incarnation, "why": brief}
         peer.lose(gone)
         self.gone[peer.worker] = why
         if peer.name == self._place.main:
             # Main is the session: who loses it leaves, and whoever else does finds out.
-            lost = f"it has lost {peer.name!r}: {why}"[:WHY_MAX]
+            lost = f"it has lost {peer.name!r}: {brief}"[:WHY_MAX]
             gone = {"bye": why if why == LEFT else lost}
         for other in tuple(self.peers.values()):
             other.aside(gone)

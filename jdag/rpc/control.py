@@ -22,6 +22,7 @@ import socket
 import ssl
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from threading import BoundedSemaphore, Timer
 from typing import Any, TypeVar
 
@@ -48,7 +49,10 @@ CARRIES_MAX = 256
 CARRY_BYTES_MAX = 1 << 22
 ASK_S = 10.0
 _SERVICE, CARRY = METHOD.strip("/").split("/")
+# The first byte of a handshake, and of an alert.
+_TLS_RECORDS = (b"\x16", b"\x15")
 _PROBE_S = 2.0
+_BOTH = "[tls] has to be in the cluster's file on both sides"
 PROOF = "jdag-proof"
 
 Kind = TypeVar("Kind", bound=Answer)
@@ -172,7 +176,6 @@ def _refuse_taken(address: Address) -> None:
         with socket.socket(family, kind) as tried:
             tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             tried.bind(where)
-            tried.listen(1)
     except OSError as error:
         raise JoinError(f"cannot listen at {address}: {reason(error)}") from error
 
@@ -379,7 +382,9 @@ def why_not(address: Address, tls: Tls | None) -> str | None:
     try:
         with socket.create_connection(address, _PROBE_S) as tried:
             if tls is None:
-                return "it closes the connection; does it use TLS, or does it stop?"
+                if _uses_tls(tried):
+                    return f"it uses TLS and this process does not; {_BOTH}"
+                return "it closes the connection; perhaps it stops"
             host = address.host
             with tls.dialling.wrap_socket(tried, server_hostname=host) as secured:
                 # A server that refuses our certificate says so only now.
@@ -392,7 +397,20 @@ def why_not(address: Address, tls: Tls | None) -> str | None:
             "issued by the authority that ca names here"
         )
     except ssl.SSLError as error:
+        if error.reason == "WRONG_VERSION_NUMBER":
+            return f"it does not use TLS and this process does; {_BOTH}"
         why = error.reason or str(error)
         return f"TLS refused: {str(why).lower().replace('_', ' ')}"
     except OSError as error:
         return reason(error)
+
+
+def _uses_tls(connected: socket.socket) -> bool:
+    """Whether the other end of a connection answers a TLS handshake, whoever it is."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    hello = ssl.MemoryBIO()
+    with suppress(ssl.SSLWantReadError):
+        context.wrap_bio(ssl.MemoryBIO(), hello).do_handshake()
+    connected.sendall(hello.read())
+    return connected.recv(1) in _TLS_RECORDS

@@ -27,10 +27,9 @@ from pathlib import Path
 from types import FrameType
 
 from jdag.errors import JoinError, ScenarioError, reason, unusable
-from jdag.rpc.settings import Address
+from jdag.rpc.settings import READY_S, Address
 from jdag.rpc.worker import COMMAND, STOP, Options, environment
 
-READY_S = 60.0
 LOGS = "the path of a folder that can be written"
 STOP_S = 5.0
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
@@ -43,7 +42,9 @@ _log = logging.getLogger(__name__)
 class _Child:
     """One worker process."""
 
-    def __init__(self, options: Options, log: Path, env: Mapping[str, str]) -> None:
+    def __init__(
+        self, options: Options, log: Path, env: Mapping[str, str], litter: str
+    ) -> None:
         self.name = options.worker
         self.log = log
         self.address: Address | None = None
@@ -54,7 +55,8 @@ class _Child:
         self.socket, theirs = socket.socketpair()
         with theirs, log.open("ab") as output:
             self._begins = output.tell()  # Another one may have written there before.
-            arguments = (str(theirs.fileno()), options.worker)
+            mine = (str(os.getpid()), litter)
+            arguments = (str(theirs.fileno()), options.worker, *mine)
             self.process = subprocess.Popen(
                 [sys.executable, *COMMAND, *arguments],
                 pass_fds=(theirs.fileno(),),
@@ -107,7 +109,8 @@ class _Child:
         self.ended = f"it {how} (process {self.process.pid})"
 
     def ask_to_stop(self) -> None:
-        """Let it finish; asked again, let it end at once."""
+        """Let it finish, also if it is stopped by SIGSTOP; asked again, end at once."""
+        self.process.send_signal(signal.SIGCONT)
         with suppress(OSError):  # It ends by itself at this moment.
             self.socket.sendall(STOP)
 
@@ -123,7 +126,7 @@ class _Child:
         lines = said.splitlines()[-_LINES_MAX:]
         if not lines:
             return "; it has printed nothing"
-        return "\n    ".join([f"; the end {where}:", *lines])
+        return "\n    ".join([f"\nthe end {where}:", *lines])
 
 
 def _kill(child: _Child) -> None:
@@ -131,18 +134,21 @@ def _kill(child: _Child) -> None:
 
 
 # How workers are made to end, and how long each way is given.
-_ENDINGS: tuple[tuple[Callable[[_Child], None], float], ...] = (
+_Endings = tuple[tuple[Callable[[_Child], None], float], ...]
+_ENDINGS: _Endings = (
     (_Child.ask_to_stop, STOP_S),
     (_Child.ask_to_stop, 1.0),
     (_kill, STOP_S),
 )
+# Until all are ready none holds anything; the last may be just about to be started.
+_ENDINGS_EARLY = ((_kill, 1.0), (_kill, STOP_S))
 
 
 class Launch:
     """Worker processes, from when all are ready; a context manager that stops them.
 
     Args:
-        options: for each worker; this sets `parent` and `litter`.
+        options: for each worker.
         env: variables of the environment to add to those of this process.
         logs: a folder for the output of each, `NAME.log`; None: a fresh one, which goes
             in the end unless a worker has died.
@@ -181,6 +187,7 @@ class Launch:
         # As a daemon: at the end of the program atexit comes after other threads.
         self._keeper.daemon = True
         atexit.register(self.close)
+        self._endings: _Endings = _ENDINGS_EARLY
         try:
             self._keeper.start()
             self._wait_until_ready([one.worker for one in options], ready_s)
@@ -188,6 +195,7 @@ class Launch:
             self._someone_died = False  # What it has said is in the error.
             self.close()
             raise
+        self._endings = _ENDINGS
 
     def __enter__(self) -> "Launch":
         return self
@@ -235,9 +243,11 @@ class Launch:
             self._over.set()
 
         before = {one: signal.signal(one, told) for one in _STOPPING}
+        told_before = signal.set_wakeup_fd(-1)  # No other thread is to act on them.
         try:
             self._over.wait()
         finally:
+            signal.set_wakeup_fd(told_before)
             for one, handler in before.items():
                 signal.signal(one, handler)
 
@@ -263,19 +273,17 @@ class Launch:
                 late = self._children.get(name)
                 said = "; it is not started yet" if late is None else late.last_lines()
                 raise JoinError(
-                    f"worker {name!r} is not ready within {ready_s:g} s{said}"
+                    f"worker {name!r} is not ready within ready_s={ready_s:g}{said}"
                 )
 
     # --------------------------------------------------------------------- keeping
 
     def _keep(self, options: Sequence[Options], env: Mapping[str, str]) -> None:
         with selectors.DefaultSelector() as selector:
-            litter = str(self.logs) if self._is_litter else None
-            mine = {"parent": self._process, "litter": litter}
+            litter = str(self.logs) if self._is_litter else ""
             try:
                 for one in options:
-                    told = one.model_copy(update=mine)
-                    child = _Child(told, self.logs / f"{one.worker}.log", env)
+                    child = _Child(one, self.logs / f"{one.worker}.log", env, litter)
                     with self._changed:
                         self._children[child.name] = child
                     for source in (child.socket, child.pidfd):
@@ -332,7 +340,7 @@ class Launch:
             return  # A copy of this one, by os.fork; they are not its workers.
         with self._changed:
             self._closing = True
-        for make_end, waits_s in _ENDINGS:
+        for make_end, waits_s in self._endings:
             for child in tuple(self._children.values()):
                 if child.ended is None:
                     make_end(child)

@@ -17,7 +17,7 @@ import numpy as np
 
 from jdag.compute.avals import aval_from, dtype_of
 from jdag.compute.buffers import delivered, landed
-from jdag.errors import JdagError
+from jdag.errors import JdagError, named_text
 from jdag.functions import Applied
 from jdag.ref import RefData
 from jdag.rpc.allowed import Allowed
@@ -137,8 +137,7 @@ def _instance(
         return _put_together(kind, values)
     except Exception as error:  # Whatever a pytree node's own code raises.
         raise JdagError(
-            f"{name} cannot be made of {len(values)} parts: "
-            f"{type(error).__name__}: {error}"
+            f"{name} cannot be made of {len(values)} parts: {named_text(error)}"
         ) from error
 
 

@@ -33,6 +33,8 @@ from itertools import count
 from types import FrameType
 from typing import Any
 
+from jdag.errors import JdagError
+
 GRACE_S = 0.002  # So long nobody may drive before the background does.
 YIELD_S = 0.000_05
 # Longer than what most answers take. Who blocks meanwhile is not only woken late: its
@@ -70,6 +72,7 @@ class Loop:
     """
 
     def __init__(self, flush: Call) -> None:
+        self._process = os.getpid()
         self._flush = flush
         self._epoll = select.epoll()
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -152,8 +155,18 @@ class Loop:
 
     # ------------------------------------------------------------------ the baton
 
+    def check_process(self) -> None:
+        """Raise JdagError in a forked child, which shares sockets with its parent."""
+        if os.getpid() != self._process:
+            raise JdagError(
+                f"this cluster belongs to process {self._process}, and process "
+                f"{os.getpid()} was forked from it and cannot use it; start processes "
+                'by multiprocessing.get_context("spawn")'
+            )
+
     def acquire(self) -> None:
         """Take the baton; who has it and blocks is woken."""
+        self.check_process()
         me = threading.get_ident()
         if me == self._main:
             self._thinks = True

@@ -52,7 +52,7 @@ from jdag.engine.vocabulary import (
     landing,
     named,
 )
-from jdag.errors import JdagError, ProtocolError
+from jdag.errors import JdagError, ProtocolError, other_thread
 from jdag.functions import name_of
 from jdag.rpc.allowed import Allowed
 from jdag.rpc.company import LEFT, Company, broke
@@ -151,8 +151,9 @@ class Node:
         """The port of the program that runs on this thread.
 
         Raises:
-            JdagError: none does.
+            JdagError: none does, or this process is forked from that of the node.
         """
+        self._loop.check_process()
         port = self._programs.current
         if port is None:
             self._refuse_thread()
@@ -165,11 +166,7 @@ class Node:
                 "what a worker computes, such as a hook, cannot use the cluster or "
                 "fetch from it; only programs can"
             )
-        raise JdagError(
-            f"thread {threading.current_thread().name!r} uses a cluster that another "
-            "thread made: a cluster is for the thread that makes it; cluster.run runs "
-            "programs at the same time"
-        )
+        raise other_thread(threading.current_thread().name)
 
     @property
     def incarnations(self) -> Mapping[str, int]:

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from jdag.rpc.gate import Admit, Take
 from jdag.rpc.streams import Stream
+from jdag.tables import NESTING_MAX
 
 
 class Node(Protocol):
@@ -71,6 +72,8 @@ class Place:
     `watched` tells that whoever started the first processes of all workers tells main
     how one has ended: who is not there any more is then lost by that, which says why.
 
+    `nesting_max` tells how deep programs may call each other.
+
     `gone(peer, why)` is to be called by main's node when it finds that a peer is lost,
     so that the others are told; it does not block.
     """
@@ -86,6 +89,7 @@ class Place:
     look: Callable[[str], None] = _trusting
     dials: dict[str, bool] = field(default_factory=dict)
     watched: bool = False
+    nesting_max: int = NESTING_MAX
 
 
 MakeNode = Callable[[Place], Node]

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from jdag.engine.vocabulary import WORKERS_MAX
 from jdag.rpc.settings import NAME
+from jdag.tables import NESTING_MAX
 
 INCARNATION_MAX = (1 << 32) - 1
 
@@ -54,7 +55,7 @@ class Attach(Request):
 
     By `secret` the two know each other from now on; `secrets` has those by which the
     worker and each of the others do. `control` is where main itself answers Health, if
-    it does. `watched`: see `jdag.rpc.place.Place`.
+    it does. `watched`, `nesting_max`: see `jdag.rpc.place.Place`.
     """
 
     token: Secret
@@ -68,6 +69,7 @@ class Attach(Request):
     deadline_s: Seconds
     control: Text = ""
     watched: bool = False
+    nesting_max: Annotated[int, Field(ge=1)] = NESTING_MAX
     handshake: Annotated[dict[str, Any], Field(max_length=64)]
 
     @property

@@ -105,6 +105,7 @@ class _Held:
             gone=_gone,
             look=self.lookout.look,
             watched=asked.watched,
+            nesting_max=asked.nesting_max,
         )
         self.node: Node = own.make_node(self.place)
         self.node.joined(asked.main, asked.incarnations[asked.main])

@@ -40,10 +40,14 @@ from jdag.rpc.requests import (
 from jdag.rpc.settings import Address
 from jdag.rpc.tls import Tls
 from jdag.rpc.tokens import fresh_secret, secret_between
+from jdag.tables import NESTING_MAX
 
 POLL_S = 1.0
 ASKED_AT_ONCE_MAX = 16
 _WHO_S = 2.0
+_AGAIN_S = 0.1
+# So long a worker may take to leave; one that is launched is then stopped as a process.
+_LEAVING_S, _LEAVING_LAUNCHED_S = 5.0, 1.0
 _SECOND_NS = 1_000_000_000
 
 _log = logging.getLogger(__name__)
@@ -56,7 +60,8 @@ class Plan:
     `workers` are all names in order, main's among them; `controls` are the addresses of
     the others. Main's own, `control`, is held while the session lasts, so that no other
     process has its name; None where nobody else could. With `rejoin` a new process at
-    the address of a lost worker joins. `watched`: see `jdag.rpc.place.Place`.
+    the address of a lost worker joins. Workers that are not there yet are waited for,
+    for `ready_s` in all. `watched`: see `jdag.rpc.place.Place`.
     """
 
     main: str
@@ -68,6 +73,8 @@ class Plan:
     token: str = field(default="", repr=False)
     allow: tuple[str, ...] = ()
     deadline_s: float = 10.0
+    ready_s: float = 0.0
+    nesting_max: int = NESTING_MAX
     rejoin: bool = False
     watched: bool = False
     control: Address | None = None
@@ -104,6 +111,7 @@ class Session:
         self._controls = dict(plan.controls)
         self._lock = threading.Lock()
         self._closing = False
+        self._no_more = threading.Event()  # Set when no worker is waited for any more.
         self._there: dict[str, Whereabouts] = {}
         self._away: dict[str, str] = {}  # Why each of the lost is.
         self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -121,6 +129,7 @@ class Session:
             gone=self._gone,
             dials=dict.fromkeys(plan.controls, True),
             watched=plan.watched,
+            nesting_max=plan.nesting_max,
         )
         self.node: Node = plan.make_node(self.place)
         atexit.register(self._goodbye)
@@ -144,7 +153,8 @@ class Session:
             self._server = _hold(self._plan, self._plan.control)
         others = tuple(self._controls)
         self.node.begin()
-        self._each(others, lambda peer: self._attach(peer, 0))
+        due_ns = time.monotonic_ns() + round(self._plan.ready_s * _SECOND_NS)
+        self._each(others, lambda peer: self._attach_when_there(peer, due_ns))
         self._each(others, lambda peer: self._routes.connect(self.node, peer))
         order = self._plan.workers.index
         # Of two workers the one with the lower number dials.
@@ -156,12 +166,32 @@ class Session:
         )
 
     def _each(self, peers: Iterable[str], do: Callable[[str], None]) -> None:
-        """Do it for all at once; raise the first error when all have ended."""
+        """Do it for all at once; then raise an error, that of an answer first."""
         futures = [self._asking.submit(do, peer) for peer in peers]
         errors = [future.exception() for future in futures]
-        for error in errors:
+        for error in sorted(errors, key=lambda error: getattr(error, "absent", False)):
             if error is not None:
                 raise error
+
+    def _attach_when_there(self, peer: str, due_ns: int) -> None:
+        """Attach a worker, and wait for it where nothing listens at its address yet."""
+        ready_s, is_told = self._plan.ready_s, False
+        while True:
+            try:
+                self._attach(peer, 0)
+            except JoinError as error:
+                if not error.absent or self._no_more.is_set():
+                    self._no_more.set()  # The others need not be waited for.
+                    raise
+                if time.monotonic_ns() >= due_ns:
+                    late = f"worker {peer!r} is not ready within ready_s={ready_s:g}"
+                    raise JoinError(f"{late}: {error}", absent=True) from None
+                if not is_told:
+                    is_told = True
+                    _log.warning("waiting for at most %g s: %s", ready_s, error)
+                self._no_more.wait(_AGAIN_S)
+            else:
+                return
 
     def _attach(self, peer: str, incarnation: int) -> None:
         plan = self._plan
@@ -187,6 +217,7 @@ class Session:
             deadline_s=plan.deadline_s,
             control="" if plan.control is None else str(plan.control),
             watched=plan.watched,
+            nesting_max=plan.nesting_max,
             handshake=dict(plan.handshake),
         )
         control = self._controls[peer]
@@ -240,8 +271,11 @@ class Session:
         )
 
     def _ask(self, peer: str, asked: Request) -> None:
-        client = self._routes.client(peer)
-        client.ask(asked, timeout_s=self._plan.deadline_s)
+        within_s = self._plan.deadline_s
+        if isinstance(asked, Detach):
+            most_s = _LEAVING_LAUNCHED_S if self._plan.watched else _LEAVING_S
+            within_s = min(within_s, most_s)
+        self._routes.client(peer).ask(asked, timeout_s=within_s)
 
     # --------------------------------------------------------------------- keeping
 
@@ -369,13 +403,12 @@ class Session:
 
     def close(self) -> None:
         """Say goodbye to all, and let every worker go; may be called again."""
-        if self._process != os.getpid():
-            return  # A copy of this one, by os.fork; the session is not its own.
         with self._lock:
             if self._closing:
                 return
             self._closing = True
             there = [name for name in self._there if name not in self._away]
+        self._no_more.set()
         self._todo.put(None)
         self.node.close()
         atexit.unregister(self._goodbye)

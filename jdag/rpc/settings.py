@@ -40,6 +40,8 @@ from jdag.rpc.tls import load as load_tls
 from jdag.rpc.tokens import fresh_secret
 from jdag.tables import (
     COUNT,
+    NESTING,
+    NESTING_MAX,
     TEXT,
     Table,
     is_table,
@@ -55,6 +57,7 @@ from jdag.tables import wrong as said_with_its_file
 CARRIERS = ("socket", "grpc")
 TOKEN_CHARACTERS_MIN, TOKEN_CHARACTERS_MAX = 16, 4096
 DEADLINE_S = 10.0
+READY_S = 60.0
 VALUE_BYTES_MAX = 1 << 34
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
@@ -174,8 +177,11 @@ class Settings(Table):
     token_file: TEXT | None = None
     carrier: Annotated[str, one_of(*CARRIERS)] = "socket"
     deadline_s: Annotated[float, only(SECONDS, is_seconds)] = DEADLINE_S
+    # So long `jdag up` and `connect` wait for workers that start.
+    ready_s: Annotated[float, only(SECONDS, is_seconds)] = READY_S
     # Of one value: none that is larger leaves a worker, or has memory taken for it.
     value_bytes_max: COUNT = VALUE_BYTES_MAX
+    nesting_max: NESTING = NESTING_MAX
     path: Annotated[Path, Field(exclude=True)] = Path()
 
     @property
