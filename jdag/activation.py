@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import jax
 
 from jdag.compute.avals import Aval, aval_of, is_deleted
+from jdag.compute.callables import called
 from jdag.compute.configuration import configuration
 from jdag.compute.pairs import Pair, pair
 from jdag.compute.placed import placed
 from jdag.compute.pytrees import (
     Split,
-    called,
     flatten,
     is_static,
     paths,
@@ -213,6 +213,7 @@ class Activation:
 
     def _refuse(self, what: str) -> None:
         self.home.check_open(what)
+        _ = self.home.driver.current  # It refuses other threads, which wait for nobody.
         if self._waits:
             raise ContextError(
                 f"{what} on {self!r}, whose program waits for {self._waits}; a program "
@@ -230,8 +231,8 @@ class Activation:
 
     def seen(self, failure: Failure) -> JdagError:
         """Note that the program sees this failure; return it as an exception."""
-        exception = exception_of(failure)
         self._seen[failure.worker, failure.path] = None
+        exception = exception_of(failure)
         self._raised.append((exception, failure))
         return exception
 
@@ -239,7 +240,7 @@ class Activation:
         """Whether the program, or one that it called, was told of this failure."""
         return (failure.worker, failure.path) in self._seen
 
-    def failure_of(self, error: Exception) -> Failure | None:
+    def failure_of(self, error: BaseException) -> Failure | None:
         """The failure that this exception was raised for, if there is one."""
         for raised, failure in self._raised:
             if raised is error:
@@ -361,6 +362,8 @@ class Activation:
     def _launch(
         self, worker: str, fn: Callable[..., Any], parts: Split, site: str
     ) -> Any:
+        calls = f"{self.program} on {self.port.worker!r} calls {name_of(fn)}"
+        self.home.check_nesting(len(self.prefix), f"{calls} on {worker!r}, at {site}")
         values: list[Any] = [None] * parts.size
         for place, ref in parts.refs:
             if is_ref(ref):
@@ -439,7 +442,7 @@ class Activation:
             ContextError: it is, or has in it, what cannot be returned.
             JdagError: an array in it was deleted.
         """
-        leaves, treedef = flatten(tree)
+        leaves, treedef = flatten(tree, what=f"what {self.program} returned")
         data = []
         for place, leaf in enumerate(leaves):
             if is_ref(leaf):

@@ -12,7 +12,7 @@ from typing import Any
 from jdag.activation import Activation, Ended
 from jdag.assignments import Assignments, Change
 from jdag.checkpoint import Folder, load, save
-from jdag.compute.pytrees import flatten, flatten_refs, is_static, unflatten
+from jdag.compute.pytrees import flatten, flatten_refs, is_constant, unflatten
 from jdag.context import Context
 from jdag.engine.vocabulary import ContextId, named
 from jdag.errors import ContextError, JdagError, WorkerLost
@@ -101,14 +101,19 @@ class Cluster:
     def __enter__(self) -> "Cluster":
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        try:
+            self.close()
+        except JdagError:
+            if error is None:  # Else that came first.
+                raise
 
     def close(self) -> None:
         """End all that runs and let go of all values; closing twice is once.
 
         Raises:
             ContextError: this is not the main program's.
+            JdagError: this process was forked from the one that made the cluster.
         """
         self._home.check_current(f"closing {self!r}", self._port)
         if not self._is_main:
@@ -245,7 +250,12 @@ class Cluster:
                 "jdag.program, so it takes a context: ctx.call calls it. Here it takes "
                 "a function of a Cluster"
             )
-        leaves, treedef = flatten(((fn, args), kwargs))
+        leaves, treedef = flatten(
+            ((fn, args), kwargs), what=f"what {name_of(fn)} is given"
+        )
+        for leaf in leaves if there != self._port.worker else ():
+            if why := getattr(type(leaf), "__jdag_stays__", ""):
+                raise JdagError(f"cluster.run, {name_of(fn)} on {worker!r}: {why}")
         data = [_unbound(self._assignments, leaf) for leaf in leaves]
         (called, given), keywords = unflatten(treedef, data)
         return there, run_here, ((called, *given), keywords)
@@ -257,9 +267,10 @@ class Cluster:
 
         Args:
             worker: who keeps them, or on which device of whom: `ps0/cpu:1`.
-            tree: a pytree of arrays and numbers; in abstract mode of arrays or
-                `jax.ShapeDtypeStruct`s. Statics in it (str, bool, functions, what
-                `jdag.static` wraps) stay as they are, as in a module.
+            tree: a Python number, or a pytree of arrays; in abstract mode of arrays or
+                `jax.ShapeDtypeStruct`s. Python numbers inside a pytree are constants:
+                these and statics (str, bool, functions, what `jdag.static` wraps) stay
+                as they are, as in a module, and the first number warns.
 
         Returns:
             The same pytree of refs. Floats and complex numbers are tracked.
@@ -331,7 +342,7 @@ class Cluster:
         leaves, found = flatten(arg)
         if not any(map(is_ref, leaves)):
             return [arg] * treedef.num_leaves
-        if all(is_ref(leaf) or is_static(leaf) for leaf in leaves):
+        if all(is_ref(leaf) or is_constant(leaf) for leaf in leaves):
             leaves, found = flatten_refs(arg, is_ref)
         if treedef != found:  # In this order: a treedef calls itself equal to a Form.
             raise JdagError(
@@ -373,16 +384,18 @@ class Cluster:
         """Write a checkpoint, with the newest versions of leaves, read by one request.
 
         It replaces the former one in that folder, as a whole: whatever happens on the
-        way, one of the two is there. By Orbax: `pip install 'jdag[checkpoint]'`.
+        way, one of the two is there. Another save or load of it is waited for, up to
+        30 s. By Orbax: `pip install 'jdag[checkpoint]'`.
 
         Args:
-            folder: its own: new, empty, or that of a former checkpoint.
+            folder: its own: new, empty, or that of a former checkpoint. Files of others
+                that are beside a former checkpoint stay there.
             **parts: by any names: pytrees of leaves, arrays and Python numbers; or an
                 `Optimizer`, of which its states are kept.
 
         Raises:
-            JdagError: the folder holds something else or cannot be written; or there is
-                something that cannot be saved; or the cluster is abstract.
+            JdagError: the folder holds something else, is in use or cannot be written;
+                or something cannot be saved; or the cluster is abstract.
             RemoteError: a leaf's version could not be computed; it is named.
             WorkerLost: the owner of a leaf is gone; they are named.
         """
@@ -407,8 +420,8 @@ class Cluster:
             saved values in the place of arrays and numbers.
 
         Raises:
-            JdagError: there is no checkpoint; or its structure, or a shape or a dtype
-                is another: the path, what is found and what is wanted are named.
+            JdagError: there is no checkpoint, or it is damaged; or its structure, or a
+                shape or a dtype is another: what is found and wanted are named.
             WorkerLost: the owner of a leaf is gone.
         """
         self._check("cluster.load")

@@ -36,7 +36,7 @@ from jdag.failures import program_failure
 from jdag.functions import name_of
 from jdag.graph import ContextGraph
 from jdag.home import Home, Port
-from jdag.outcome import PassReport, expired, nanoseconds, stuck
+from jdag.outcome import PassReport, expired, nanoseconds, remarked, stuck
 from jdag.parallel import replicas
 from jdag.parallel.routes import How
 from jdag.ref import Hold, Leaf, Ref, is_ref
@@ -75,6 +75,7 @@ class Context:
         self._home = activation.home
         self._port = activation.port
         self._id = activation.id
+        self.remarks: list[Callable[[], str]] = []  # On steps, where a worker is lost.
         self._passes = 0
         self._gradients: dict[LeafId, tuple[Leaf, int]] = {}
         self._holds: dict[LeafId, Hold] = {}  # Of these gradients.
@@ -128,11 +129,16 @@ class Context:
             self._opener.left(self)
         if self._home.closed:
             return  # The cluster went first, with all that it held.
-        failures = activation.wait("leaving", lambda waiter: Left(waiter, self._id))
+        try:
+            failures = activation.wait("leaving", lambda waiter: Left(waiter, self._id))
+        except JdagError:
+            if error is None:
+                raise
+            return  # The exception that is on its way came first.
         if error is None:
             for failure in failures:
                 if not activation.has_seen(failure):
-                    raise activation.seen(failure)
+                    raise remarked(activation.seen(failure), self.remarks)
 
     # ---------------------------------------------------------------- calls
 
@@ -175,7 +181,7 @@ class Context:
         Args:
             worker: where they are to be: a worker, or a device of one.
             refs: a pytree of refs, or of constants, which then travel once. Statics in
-                it stay as they are.
+                it, and Python numbers inside it, stay as they are.
 
         Returns:
             The same pytree of refs, on that worker.
@@ -393,7 +399,7 @@ class Context:
 
         Returns:
             The same pytree of refs, each on its leaf's worker, untracked; None in the
-            place of statics. What one names stays as it is when another pass adds to
+            place of constants. What one names stays as it is when another pass adds to
             the gradient. With `allow_int`, an array of zeros of dtype float0 stands for
             what has no gradient, as in `jax.grad`.
 
@@ -481,7 +487,7 @@ def run_program(home: Home, port: Port, spawn: Spawn) -> Returned:
         args, kwargs = activation.bound(spawn.arguments, {})
         returned = spawn.function(Context(activation), *args, **kwargs)
         result = activation.unbound(returned)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # What began elsewhere keeps its place, so that it counts as seen there too.
         failure = activation.failure_of(error) or program_failure(
             error, port.worker, spawn.path, spawn.function, spawn.call_site

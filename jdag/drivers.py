@@ -1,6 +1,5 @@
 """Clusters by the driver that runs them: in virtual time, on processes, on hosts."""
 
-import errno
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ from jdag.rpc.device import settings_of, share_gpu
 from jdag.rpc.functions import Functions
 from jdag.rpc.gate import dial
 from jdag.rpc.handshake import ours
-from jdag.rpc.launch import LOGS, READY_S, Launch, is_here
+from jdag.rpc.launch import LOGS, Launch, is_here
 from jdag.rpc.node import Node
 from jdag.rpc.place import MakeNode, Place
 from jdag.rpc.session import Plan, Session
@@ -31,6 +30,7 @@ from jdag.rpc.settings import (
     FILE,
     MODULES,
     NAMES,
+    READY_S,
     SECONDS,
     VALUE_BYTES_MAX,
     are_modules,
@@ -44,14 +44,13 @@ from jdag.rpc.tokens import fresh_secret
 from jdag.rpc.worker import Options
 from jdag.sim.plan import WORKERS
 from jdag.sim.simulation import Simulation
-from jdag.tables import is_listed, is_path
+from jdag.tables import NESTING_MAX, is_listed, is_path, up_to
 
 # What `simulate` hands on.
 SIMULATED = (
     *("network", "faults", "devices", "policy", "link", "detect_ns", "events_max"),
     "trace",
 )
-_NOBODY = os.strerror(errno.ECONNREFUSED)
 
 
 def simulate(
@@ -60,6 +59,7 @@ def simulate(
     seed: int,
     home: str | None = None,
     values: str = "real",
+    nesting_max: int = NESTING_MAX,
     **settings: Any,
 ) -> Cluster:
     """Make a cluster in virtual time, in this process; a context manager.
@@ -72,6 +72,7 @@ def simulate(
         home: the worker where the main program runs; the first if None.
         values: "real", where JAX computes, or "abstract", where only shapes are known
             and a thousand workers fit on a laptop.
+        nesting_max: how deep programs may call each other.
         **settings: `network`, `faults`, `devices`, `policy`, `link`, `detect_ns`,
             `events_max`, `trace`; see `jdag.sim.simulation.Simulation`. Without a
             network messages take no time, without devices computing takes none.
@@ -86,7 +87,8 @@ def simulate(
         if key not in SIMULATED:
             allowed = f"one of {', '.join(SIMULATED)}{meant(key, SIMULATED)}"
             raise ScenarioError(f"simulate has no setting {key}: allowed is {allowed}")
-    shared = Home(names, values == "abstract")
+    _check_settings(nesting_max=nesting_max)
+    shared = Home(names, values == "abstract", nesting_max)
     shared.driver = Simulation(
         names,
         seed=seed,
@@ -157,7 +159,7 @@ class Running:
 def _made(
     place: Place, allow: Sequence[str], value_bytes_max: int
 ) -> tuple[Home, Node]:
-    home = Home(place.workers, abstract=False)
+    home = Home(place.workers, False, place.nesting_max)
     node = Node(
         place,
         run_program=partial(run_program, home),
@@ -217,6 +219,7 @@ def launch(  # noqa: PLR0913 - each is an option of its own, by keyword.
     deadline_s: float = DEADLINE_S,
     env: Mapping[str, str] | None = None,
     logs: str | os.PathLike[str] | None = None,
+    nesting_max: int = NESTING_MAX,
     ready_s: float = READY_S,
     value_bytes_max: int = VALUE_BYTES_MAX,
 ) -> Cluster:
@@ -236,6 +239,7 @@ def launch(  # noqa: PLR0913 - each is an option of its own, by keyword.
         deadline_s: a worker that gives no sign of life for so many seconds is lost.
         env: variables of the environment for the others, beside those of this process.
         logs: a folder for their output; None: a temporary one, kept if one died.
+        nesting_max: how deep programs may call each other.
         ready_s: how many seconds they may take until they are ready.
         value_bytes_max: the largest array that leaves the worker it is on, in bytes.
 
@@ -246,21 +250,13 @@ def launch(  # noqa: PLR0913 - each is an option of its own, by keyword.
     names = _checked_names(workers)
     _check_settings(device=device, carrier=carrier, env=env, logs=logs, ready_s=ready_s)
     _check_settings(allow=allow, deadline_s=deadline_s, value_bytes_max=value_bytes_max)
+    _check_settings(nesting_max=nesting_max)
     share_gpu(device)
     with ExitStack() as stack:
         token = fresh_secret()
-        options = [
-            worker_options(
-                name,
-                carrier=carrier,
-                device=device,
-                allow=allow,
-                value_bytes_max=value_bytes_max,
-                token=token,
-                once=True,
-            )
-            for name in names[1:]
-        ]
+        told = partial(worker_options, carrier=carrier, device=device, allow=allow)
+        told = partial(told, value_bytes_max=value_bytes_max, token=token, once=True)
+        options = [told(name) for name in names[1:]]
         started = Launch(options, env=env, logs=logs, ready_s=ready_s)
         stack.callback(started.close)
         maker = _Maker(allow, value_bytes_max)
@@ -274,6 +270,7 @@ def launch(  # noqa: PLR0913 - each is an option of its own, by keyword.
             token=token,
             allow=tuple(allow),
             deadline_s=deadline_s,
+            nesting_max=nesting_max,
             watched=True,
         )
         return _joined(stack, plan, maker, started)
@@ -281,6 +278,8 @@ def launch(  # noqa: PLR0913 - each is an option of its own, by keyword.
 
 def connect(path: str | os.PathLike[str], *, name: str) -> Cluster:
     """Join the running workers of a cluster's file; a context manager that leaves them.
+
+    Waits for those that are not reached yet, for the `ready_s` of the file in all.
 
     Args:
         path: the file, which `jdag up` and `jdag worker` take as well.
@@ -308,6 +307,8 @@ def connect(path: str | os.PathLike[str], *, name: str) -> Cluster:
         token=settings.token,
         allow=mine.allow,
         deadline_s=settings.deadline_s,
+        ready_s=settings.ready_s,
+        nesting_max=settings.nesting_max,
         control=mine.address,
         rejoin=True,
         tls=tls,
@@ -316,10 +317,10 @@ def connect(path: str | os.PathLike[str], *, name: str) -> Cluster:
         try:
             return _joined(stack, plan, maker, None)
         except JoinError as error:
-            if error.reached or not str(error).endswith(_NOBODY):
+            if not error.absent:
                 raise
             hint = f"is it running there, by jdag up {path} or jdag worker?"
-            raise JoinError(f"{error}; {hint}", reached=False) from None
+            raise JoinError(f"{error}; {hint}", reached=False, absent=True) from None
 
 
 class _Maker:
@@ -379,6 +380,7 @@ _USABLE: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         'texts by name, such as {"JAX_LOG_COMPILES": "1"}',
     ),
     "logs": (lambda logs: logs is None or is_path(logs), LOGS),
+    "nesting_max": (up_to(4000), "an integer from 1 to 4,000"),
     "path": (is_path, f"the path of {FILE}"),
     "ready_s": (is_seconds, SECONDS),
     "value_bytes_max": (

@@ -1,5 +1,8 @@
 """The few ways in which jdag says no."""
 
+from collections.abc import Callable, Iterable
+from typing import Any, TypeGuard
+
 _NAMES = {
     "ArrayImpl": "JAX array",
     "PRNGKeyArray": "JAX array of keys",
@@ -7,6 +10,7 @@ _NAMES = {
 }
 
 SHOWN_MAX = 1000  # Of a value: more would hide what is wrong with it.
+SAID_MAX = 1 << 16  # Characters of what an exception says, and of its frames.
 
 
 def cut(text: str, most: int) -> str:
@@ -26,14 +30,48 @@ def kind_of(value: object) -> str:
 
 def unusable(key: str, value: object, allowed: str) -> str:
     """The one wording in which a setting is refused."""
-    return f"{key} = {_shown(value)}: allowed is {allowed}"
+    return f"{key} = {repr_of(value)}: allowed is {allowed}"
 
 
-def _shown(value: object) -> str:
+def repr_of(value: object) -> str:
+    """The repr of a value, at most `SHOWN_MAX` characters; its kind if it has none."""
     try:
         return cut(repr(value), SHOWN_MAX)
-    except ValueError:  # Python writes no int of more than 4,300 digits.
+    except Exception:  # Of an int of 4,300 digits, of deep data, of a user's class.
         return kind_of(value)
+
+
+def text_of(error: BaseException) -> str:
+    """The text of an exception; its class may be a user's, whose `__str__` fails."""
+    try:
+        return cut(str(error), SAID_MAX)
+    except (Exception, SystemExit) as failure:
+        return f"its __str__ raises {type(failure).__name__}"
+
+
+def named_text(error: BaseException) -> str:
+    """The class of an exception and its text: `ValueError: no such`."""
+    return f"{type(error).__name__}: {text_of(error)}"
+
+
+def is_own(error: BaseException) -> TypeGuard["JdagError"]:
+    """Tell whether an exception is of a class of this module, not of a user's."""
+    return isinstance(error, JdagError) and type(error).__module__ == __name__
+
+
+def is_deeper(tree: Any, most: int, parts: Callable[[Any], Iterable[Any]]) -> bool:
+    """Tell whether data are nested more than `most` deep, or contain themselves.
+
+    `parts` gives what an item holds: nothing, if it is a leaf.
+    """
+    level = [tree]
+    for _ in range(most):
+        level = [part for one in level for part in parts(one)]
+        if not level:
+            return False
+        if len(level) > 1000:  # What contains itself twice would double each time.
+            level = list({id(part): part for part in level}.values())
+    return True
 
 
 def spelled(path: object) -> str:
@@ -51,6 +89,14 @@ def reason(error: OSError | ValueError) -> str:
 
 class JdagError(Exception):
     """An error that jdag raises on purpose; it says what would have been right."""
+
+
+def other_thread(name: str) -> JdagError:
+    """The error of a thread that uses a cluster which is another one's."""
+    return JdagError(
+        f"thread {name!r} uses a cluster that another thread made: a cluster is for "
+        "the thread that makes it; cluster.run runs programs at the same time"
+    )
 
 
 class GraphError(JdagError):

@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 from jdag import errors
-from jdag.compute.machine import SAID_MAX, failure_of, user_traceback
+from jdag.compute.machine import failure_of, user_traceback
 from jdag.engine.vocabulary import Failure, Path
-from jdag.errors import JdagError, RemoteError, cut
+from jdag.errors import JdagError, RemoteError, is_own, named_text, text_of
 from jdag.functions import name_of
 
 
@@ -19,9 +19,9 @@ def remote_error(
     What jdag itself said of the function needs no more than the place.
     """
     where = f"{name_of(fn)} failed on {worker!r}, called at {site}"
-    if isinstance(error, JdagError):
-        return type(error)(f"{where}: {error}")
-    said = cut(f"{type(error).__name__}: {error}", SAID_MAX)
+    if is_own(error):
+        return type(error)(f"{where}: {text_of(error)}")
+    said = named_text(error)
     lines = user_traceback(error)
     return RemoteError(f"{where}: {said}\n\n{lines}" if lines else f"{where}: {said}")
 
@@ -31,7 +31,12 @@ def exception_of(failure: Failure) -> JdagError:
 
     The text has function, worker, call site, the route of workers and the user's own
     traceback, as far as the failure knows them.
+
+    Raises:
+        KeyboardInterrupt: the failure is one, as where its function ran.
     """
+    if failure.error == KeyboardInterrupt.__name__:
+        raise KeyboardInterrupt(failure.message) from failure.exception
     known = getattr(errors, failure.error, None)
     kind = known if isinstance(known, type) else RemoteError
     text = failure.message
@@ -50,7 +55,7 @@ def exception_of(failure: Failure) -> JdagError:
 
 
 def program_failure(
-    error: Exception, worker: str, path: Path, fn: Callable[..., Any], site: str
+    error: BaseException, worker: str, path: Path, fn: Callable[..., Any], site: str
 ) -> Failure:
     """Return what a program raised as a value: see `failure_of`."""
     return replace(failure_of(error, worker, path, name_of(fn)), call_site=site)

@@ -1,12 +1,12 @@
 """How a pass ended, as users are told: what it reports, what its errors say."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
 from numbers import Real
 
 from jdag.engine.vocabulary import Owed, PassResult
-from jdag.errors import JdagError
+from jdag.errors import JdagError, WorkerLost
 from jdag.functions import name_of
 from jdag.moving import moved
 from jdag.ref import Ref
@@ -45,6 +45,13 @@ def nanoseconds(timeout_s: float | None) -> int | None:
             f"timeout_s={timeout_s!r}: allowed is a number of seconds above 0, or None"
         )
     return max(round(float(timeout_s) * 1e9), 1)
+
+
+def remarked(error: JdagError, remarks: Iterable[Callable[[], str]]) -> JdagError:
+    """Return an error that says more where a worker is lost; the same exception."""
+    if isinstance(error, WorkerLost):
+        error.args = ("\n".join([str(error), *[remark() for remark in remarks]]),)
+    return error
 
 
 def _owed_lines(owed: tuple[Owed, ...]) -> list[str]:

@@ -21,7 +21,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from jdag.errors import ScenarioError, reason, spelled, unusable
+from jdag.errors import ScenarioError, is_deeper, reason, spelled, text_of, unusable
 from jdag.expect import meant
 
 
@@ -36,9 +36,19 @@ def only(allowed: str, usable: Callable[[Any], bool]) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def is_ns(value: Any) -> bool:
+    """Whether a value is a time in nanoseconds: an integer that has 63 bits."""
+    return type(value) is int and 0 <= value < 1 << 63
+
+
 def at_least(least: int) -> Callable[[Any], bool]:
     """Whether a value is an integer, and not below the least."""
     return lambda value: type(value) is int and value >= least
+
+
+def up_to(most: int) -> Callable[[Any], bool]:
+    """Whether a value is an integer from 1 to the most."""
+    return lambda value: type(value) is int and 1 <= value <= most
 
 
 def number(least: float, most: float) -> Callable[[Any], bool]:
@@ -69,9 +79,15 @@ def is_path(value: object) -> bool:
     return isinstance(text, str) and "\0" not in text
 
 
+NESTING_MAX = 200  # So deep programs may call each other, unless a setting says.
+NS = "an integer >= 0 and < 2^63"  # 292 years: sums of them are still floats.
+DEPTH_MAX = 100
+BYTES_MAX = 1 << 20  # Of a file.
+
 TEXT = Annotated[str, only("a text", lambda v: isinstance(v, str) and bool(v))]
 FLAG = Annotated[bool, only("true or false", lambda value: type(value) is bool)]
 COUNT = Annotated[int, only("an integer >= 1", at_least(1))]
+NESTING = Annotated[int, only("an integer from 1 to 4,000", up_to(4000))]
 TABLE = Annotated[dict[str, Any], only("a table", is_table)]
 
 
@@ -104,7 +120,7 @@ def wrong(path: Path) -> Iterator[None]:
     try:
         yield
     except ScenarioError as error:
-        raise ScenarioError(f"{spelled(path)}: {error}") from error
+        raise ScenarioError(f"{spelled(path)}: {text_of(error)}") from error
 
 
 def read(path: Path, what: str) -> tuple[str, dict[str, Any]]:
@@ -122,9 +138,31 @@ def read(path: Path, what: str) -> tuple[str, dict[str, Any]]:
     except ScenarioError as error:
         raise ScenarioError(f"{error}; allowed is {what}") from error
     try:
-        return text, tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # A number's length, and depth.
+        return text, parsed(tomllib.loads, text)
+    except ValueError as error:
         raise ScenarioError(f"this is not TOML: {error}") from error
+
+
+def parsed(parse: Callable[[str], Any], text: str) -> Any:
+    """Return what a text holds, by a parser of TOML or JSON.
+
+    Raises:
+        ValueError: the parser refuses it, or its values are nested too deep.
+    """
+    try:
+        held = parse(text)
+        is_deep = is_deeper(held, DEPTH_MAX, _parts)
+    except RecursionError:
+        is_deep = True
+    if is_deep:
+        raise ValueError(f"its values are nested more than {DEPTH_MAX} deep")
+    return held
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 # What a text in another encoding begins with; that of UTF-32 begins with UTF-16's.
@@ -144,9 +182,14 @@ def text_in(path: Path) -> str:
         ScenarioError: it cannot be read, or is in another encoding; says which.
     """
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:  # Perhaps it has no end, as /dev/zero.
+            data = file.read(BYTES_MAX + 1)
+            size = max(len(data), os.fstat(file.fileno()).st_size)
     except (OSError, ValueError) as error:
         raise ScenarioError(reason(error)) from error
+    if size > BYTES_MAX:
+        most = f"and {BYTES_MAX:,} are the most that is read"
+        raise ScenarioError(f"this has at least {size:,} bytes, {most}")
     for mark, encoding in _MARKS.items():
         if data.startswith(mark):
             raise ScenarioError(f"this is text in {encoding}: {_SAVE}")

@@ -192,7 +192,7 @@ def read_trace(path: str | Path) -> Trace:
         for index, line in enumerate(file):
             try:
                 trace.add(*_row(line, index))
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise JdagError(
                     f"{path}, line {index + 1}: {error!s} is wrong;"
                     f" a trace has one JSON object a line, with {', '.join(_FIELDS)}"

@@ -41,9 +41,11 @@ def test_what_is_no_function_is_refused_as_such(cluster):
 def test_move_is_tracked_and_keeps_the_pytree(cluster):
     w = cluster.put("b", {"x": ONES, "n": jnp.arange(3)})
     with cluster.context() as ctx:
-        there = ctx.move("d", {"w": w, "c": 2.0, "flag": True, "op": jnp.sum})
+        c = np.float64(2.0)
+        there = ctx.move("d", {"w": w, "c": c, "n": 2, "flag": True, "op": jnp.sum})
         assert there.pop("flag") is True and there.pop("op") is jnp.sum
-        assert ctx.move("d", True) is True
+        assert there.pop("n") == 2
+        assert ctx.move("d", True) is True and ctx.move("d", 2.0).fetch() == 2.0
         assert there["w"]["x"].worker == "d" and there["w"]["x"].tracked
         assert not there["w"]["n"].tracked and not there["c"].tracked
         loss = ctx.call("d", lambda t: jnp.sum(t["w"]["x"]) * t["c"], there)
@@ -117,6 +119,18 @@ def test_programs_nest_recurse_and_call_back_to_the_caller(cluster):
         assert loss.fetch() == 9 * 32
         np.testing.assert_array_equal(ctx.gradient(w).fetch(), 5 * 16 * ONES)
     nothing_is_left(cluster)
+
+
+def test_programs_call_each_other_as_deep_as_the_cluster_allows():
+    with simulate(["a", "b", "c"], seed=0, nesting_max=3) as cluster:
+        w = cluster.put("c", 2 * ONES)
+        with cluster.context() as ctx:
+            assert ctx.call("b", power, w, ONES, n=2)["workers"] == [*"bca"]
+        said = r"power on 'a' calls .*:power on 'b', at .*, and 3 programs .*"
+        said += r": allowed is nesting_max = 3, a setting of jdag\.simulate"
+        with pytest.raises(JdagError, match=said), cluster.context() as ctx:
+            ctx.call("b", power, w, ONES, n=3)
+        nothing_is_left(cluster)
 
 
 @program

@@ -114,3 +114,12 @@ def test_a_leaf_takes_one_new_value_at_a_time(cluster):
     with pytest.raises(JdagError, match="leaf 0 on b is there twice"):
         cluster.update(jnp.negative, [x, y, x])
     assert fetch([x, y]) == [3.0, 5.0]
+
+
+def test_a_leaf_takes_one_value_of_a_load(cluster, tmp_path):
+    x, y = cluster.put("b", 3.0), cluster.put("c", 5.0)
+    cluster.save(tmp_path / "site", params=[x, y])
+    with pytest.raises(JdagError, match="leaf 0 on b is there twice"):
+        cluster.load(tmp_path / "site", params=[x, x])
+    cluster.update(jnp.negative, [x, y])
+    assert fetch([x, y]) == [-3.0, -5.0]

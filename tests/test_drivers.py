@@ -26,6 +26,7 @@ from jdag.errors import (
     WorkerLost,
 )
 from jdag.rpc import launch as launch_module
+from jdag.rpc.session import Session
 from jdag.sim.simulation import Simulation
 from jdag.wire.encoding import TEXT_MAX_BYTES
 from tests.rpc_cases import free_address
@@ -96,6 +97,40 @@ def test_what_says_more_than_a_message_holds_says_its_ends_and_nobody_is_lost(
     assert len(said) < 1 << 18
 
 
+def interrupts(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@jdag.program
+def interrupted(ctx: Any, x: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("driver", ["virtual time", "processes"])
+def test_an_interrupt_on_a_worker_is_one_in_the_caller_and_the_cluster_goes_on(
+    workers: Workers, driver: str
+) -> None:
+    if driver == "processes":
+        made = workers.connect()
+    else:
+        made = jdag.simulate(workers.names, seed=0)
+    with made as cluster:
+        for worker in workers.names[:2]:
+            with pytest.raises(KeyboardInterrupt), cluster.context() as ctx:
+                ctx.call("c", jnp.sum, ctx.call(worker, interrupted, W))
+            with pytest.raises(KeyboardInterrupt), cluster.context() as ctx:
+                h = ctx.call(worker, jnp.sin, cluster.put("b", W))
+                ctx.on_cotangent(h, interrupts)
+                ctx.backward(ctx.call("c", total, h))
+        cluster.driver.settle()
+        held = [
+            (one["live_contexts"], one["live_passes"])
+            for one in cluster.info().values()
+        ]
+        assert held == [(0, 0)] * 3
+        np.testing.assert_allclose(gradient(cluster), jax.grad(loss)(W), rtol=1e-5)
+
+
 def test_workers_collect_no_imports_and_compute_on_the_thread_that_waits(
     workers: Workers,
 ) -> None:
@@ -105,6 +140,21 @@ def test_workers_collect_no_imports_and_compute_on_the_thread_that_waits(
             frozen, is_elsewhere = ctx.call(name, habits)
             assert frozen > 10_000
             assert is_elsewhere is False
+
+
+@jdag.program
+def deeper(ctx: Any, depth: int) -> Any:
+    there = "b" if ctx.here == "c" else "c"
+    return ctx.call(there, deeper, depth - 1) if depth > 1 else ctx.here
+
+
+def test_launched_workers_hold_the_bound_of_programs_that_call_each_other() -> None:
+    with jdag.launch(["a", "b", "c"], allow=("tests",), nesting_max=4) as cluster:
+        with cluster.context() as ctx:
+            assert ctx.call("b", deeper, 4) == "c"
+        said = "deeper on 'c' calls .*deeper on 'b', at .* nesting_max = 4, a setting"
+        with pytest.raises(JdagError, match=said), cluster.context() as ctx:
+            ctx.call("b", deeper, 5)
 
 
 @pytest.mark.parametrize("late_s", [0.0, 1.0])
@@ -124,12 +174,12 @@ def test_a_launched_worker_that_is_killed_is_lost_with_its_last_lines(
             ctx.call("c", speaks, w).fetch()
         os.kill(cluster.driver.launch.pids["c"], signal.SIGKILL)
         said = (
-            r"^(.|\n)*worker 'c' is lost.*: it was killed by SIGKILL \(process \d+\); "
+            r"^(.|\n)*worker 'c' is lost.*: it was killed by SIGKILL \(process \d+\)\n"
         )
         with pytest.raises(WorkerLost, match=said) as caught, cluster.context() as ctx:
             ctx.call("c", hidden, w, X).fetch()
         log = cluster.driver.launch.log_of("c")
-        assert f"; the end of {log}:\n    here is c" in str(caught.value)
+        assert f"\nthe end of {log}:\n    here is c" in str(caught.value)
         with cluster.context() as ctx:
             out = ctx.call("a", total, ctx.call("b", hidden, w, X))
             ctx.backward(out)
@@ -258,16 +308,53 @@ def test_who_connects_before_a_worker_runs_is_told_how_to_start_it(
 ) -> None:
     file = tmp_path / "cluster.toml"
     addresses = {name: free_address() for name in ("a", "b")}
-    file.write_text(
-        "\n".join(
-            f'[workers.{key}]\ncontrol = "{one}"' for key, one in addresses.items()
-        )
+    tables = [f'[workers.{key}]\ncontrol = "{one}"' for key, one in addresses.items()]
+    file.write_text("\n".join(["ready_s = 0.2", *tables]))
+    said = (
+        "worker 'b' is not ready within ready_s=0.2: cannot reach worker 'b' at "
+        f"{addresses['b']}: .*jdag up {file}"
     )
-    said = f"cannot reach worker 'b' at {addresses['b']}: .*jdag up {file}"
     with pytest.raises(JoinError, match=said):
         jdag.connect(file, name="a")
     with pytest.raises(ScenarioError, match="name = None: allowed is one of a, b"):
         jdag.connect(file, name=cast("str", None))
+
+
+def test_who_connects_while_workers_start_waits_for_them(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = ("b", "c")
+    attach, failed = Session._attach, {name: 0 for name in late}
+
+    def not_yet(session: Session, peer: str, incarnation: int) -> None:
+        failed[peer] += 1
+        if failed[peer] < 3:
+            raise JoinError(f"{peer} is not there", reached=False, absent=True)
+        attach(session, peer, incarnation)
+
+    monkeypatch.setattr(Session, "_attach", not_yet)
+    with workers.connect() as cluster:
+        refs = [cluster.put(name, jnp.arange(3.0)) for name in late]
+        assert sum(float(jnp.sum(ref.fetch())) for ref in refs) == 6.0
+    assert failed == {"b": 3, "c": 3}
+
+
+def test_a_worker_that_refuses_is_not_waited_for_nor_are_the_others(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(session: Session, peer: str, incarnation: int) -> None:
+        if peer == "c":
+            raise JoinError("the token is wrong")
+        raise JoinError("b is not there", reached=False, absent=True)
+
+    text = workers.path.read_text()
+    monkeypatch.setattr(Session, "_attach", refuses)
+    workers.path.write_text(f"ready_s = 3600\n{text}")
+    try:
+        with pytest.raises(JoinError, match=r"^the token is wrong$"):
+            workers.connect()
+    finally:
+        workers.path.write_text(text)
 
 
 def test_a_cluster_that_is_closed_says_so(workers: Workers) -> None:

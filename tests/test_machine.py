@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from jdag.compute.avals import Aval, aval_of
-from jdag.compute.machine import SAID_MAX, Machine, failure_of, said, user_traceback
+from jdag.compute.machine import Machine, failure_of, said, user_traceback
 from jdag.compute.pairs import Pair, pair
 from jdag.compute.pytrees import split
 from jdag.compute.sums import add
 from jdag.engine.vocabulary import ContextId, Fill, Forward, Key, Sum, Vjp
-from jdag.errors import JdagError, ScenarioError
+from jdag.errors import SAID_MAX, JdagError, ScenarioError
 from jdag.functions import unjitted
 from tests.compute_cases import no_new_arrays
 
@@ -223,7 +223,7 @@ def test_abstract_residuals_hold_the_same_bytes_when_their_arguments_go(fn: Any)
     assert real.bytes_peak == abstract.bytes_peak
 
 
-def broken(machine: Machine) -> Exception | None:
+def broken(machine: Machine) -> BaseException | None:
     made = pair_of(breaks, W, tracked=(False,))
     return machine.run(forward(made, inputs=1, outputs=1, kept=False))
 
@@ -296,6 +296,16 @@ def test_of_what_an_error_says_at_length_the_middle_is_left_out():
         assert failure.message.endswith("ends")
         assert len(failure.message) < SAID_MAX + 100
         assert len(failure.traceback) < 2 * SAID_MAX
+
+
+def test_of_an_error_of_jdag_the_traceback_repeats_the_first_line_alone():
+    with pytest.raises(JdagError) as raised:
+        raise JdagError("worker 'b' is lost\nthe end of b.log:\n    one")
+    raised.value.add_note("so is 'c'")
+    failure = failure_of(raised.value, "a", PATH, "m:breaks")
+    assert failure.message == "worker 'b' is lost\nthe end of b.log:\n    one"
+    ends = "\njdag.errors.JdagError: worker 'b' is lost\nso is 'c'"
+    assert failure.traceback.endswith(ends)
 
 
 class SaysNothing(Exception):

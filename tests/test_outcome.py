@@ -1,11 +1,18 @@
 """How a pass ended, as users are told."""
 
+from typing import Any
+
+import jax.numpy as jnp
+import optax
 import pytest
 
+import jdag
 from jdag.engine.vocabulary import Failure, Outcome, Owed, PassResult
-from jdag.errors import JdagError
+from jdag.errors import JdagError, WorkerLost
 from jdag.outcome import expired, nanoseconds, stuck
 from jdag.sim.devices import MOVED
+from jdag.sim.faults import Crash
+from jdag.sim.network import LinkModel
 
 OWED = Owed((3, 1), "b", "c", "m:f", "x.py:7 in main")
 
@@ -48,3 +55,53 @@ def test_a_stuck_pass_says_what_helps():
     said = stuck((OWED,))
     assert "call 3.1: b -> c, sent for m:f, called at x.py:7 in main" in said
     assert "mode='smart'" in said
+
+
+def total(*leaves: Any) -> Any:
+    return sum(jnp.sum(leaf) for leaf in leaves)
+
+
+def two_steps(crash_ns: int, *, settles: bool) -> tuple[list[str], int]:
+    """Two steps of leaves on b, c and d, and a crash of c: the errors that are raised.
+
+    With `settles`, the crash comes before the second step. Returns also when the
+    second step was asked for.
+    """
+    said, asked_ns = [], 0
+    crash, links = Crash("c", 70, at_ns=crash_ns), LinkModel(latency_ns=100)
+    with jdag.simulate(list("abcd"), seed=0, faults=[crash], network=links) as cluster:
+        leaves = [cluster.put(worker, jnp.ones(3)) for worker in "bcd"]
+        optimizer = jdag.Optimizer(optax.sgd(0.25), leaves)
+        for number in (1, 2):
+            try:
+                with cluster.context() as ctx:
+                    ctx.backward(ctx.call("a", total, *leaves))
+                    if number == 2 and settles:
+                        cluster.driver.settle()
+                    asked_ns = cluster.now_ns
+                    optimizer.step(ctx)
+            except WorkerLost as error:
+                said.append(str(error))
+        made = 1 if settles else 2
+        for leaf in leaves[::2]:
+            assert leaf.fetch().tolist() == [1 - made * 0.25] * 3
+    return said, asked_ns
+
+
+def test_a_loss_after_a_step_was_asked_for_names_the_owners_that_have_stepped():
+    _, asked_ns = two_steps(10**12, settles=False)
+    (said,), _ = two_steps(asked_ns + 1, settles=False)
+    assert "worker 'c' is lost" in said.splitlines()[0]
+    assert said.splitlines()[-1] == (
+        "step 2 of Optimizer(3 leaves on 'b', 'c', 'd') was made on 'b', 'd'; "
+        "the leaves on 'c' are lost"
+    )
+
+
+def test_a_step_with_a_lost_owner_names_itself_and_the_owners_of_the_one_before():
+    (said,), _ = two_steps(10**6, settles=True)
+    assert said.splitlines()[-1] == (
+        "no leaf of Optimizer(3 leaves on 'b', 'c', 'd') was stepped by step 2; step 1 "
+        "of Optimizer(3 leaves on 'b', 'c', 'd') was made on 'b', 'd'; the leaves on "
+        "'c' are lost"
+    )

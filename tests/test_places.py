@@ -293,6 +293,22 @@ def test_with_four_devices_all_that_is_said_of_here_holds():
     assert done.stdout.split() == [name for name in globals() if name[:5] == "here_"]
 
 
+def test_what_hvp_makes_of_a_leaf_is_on_the_device_that_the_leaf_was_put_on():
+    places: list[str] = []
+
+    def noted(ctx: Any, v: Any, w: Any) -> Any:
+        places.extend((v.place, w.place))
+        return ctx.call(v.place, lambda v, h: jnp.sum(v * h), v, ctx.move("b", w))
+
+    with cluster_of() as cluster:
+        v, w = cluster.put("d", T1), cluster.put("b/cpu:0", T2)
+        found = jdag.hvp(noted, cluster, argnums=(0, 1))(v, (T2, T1), w)
+        np.testing.assert_array_equal(found[0], T1)
+        np.testing.assert_array_equal(found[1], T2)
+        assert places == ["d", "b/cpu:0"]
+        nothing_is_left(cluster)
+
+
 def test_abstract_values_have_devices_by_form_alone_and_no_arrays():
     with cluster_of(values="abstract") as cluster:
         t1, t2 = cluster.put("b/gpu:7", T1), cluster.put("b", T2)

@@ -99,11 +99,27 @@ def test_a_loss_that_is_no_scalar_is_refused(tmp_path: Path):
         played(path)
 
 
+def test_a_program_whose_error_has_no_text_is_a_play_that_failed(tmp_path: Path):
+    answer = played(scenario_of(tmp_path, "raises_later_without_text"))
+    assert answer.figures["outcome"] == "failed"
+    assert answer.figures["error_message"] == "its __str__ raises ValueError"
+
+
 def test_a_program_that_raises_is_refused_with_its_line(tmp_path: Path):
     path = scenario_of(tmp_path, "raises")
     said = r"it raised AttributeError.*\(scenario_cases.py:\d+ in program\)"
     with pytest.raises(ScenarioError, match=said):
         played(path)
+
+
+@pytest.mark.parametrize("where", ["hook", "a program of a worker"])
+def test_what_ends_by_sys_exit_on_a_worker_has_failed(where: str, tmp_path: Path):
+    settings = f'[settings]\nwhere = "{where}"'
+    answer = played(scenario_of(tmp_path, "exits", settings))
+    assert answer.figures["outcome"] == "failed" and not answer.met
+    assert answer.figures["error"] == "RemoteError"
+    assert "leave failed on " in answer.figures["error_message"]
+    assert "SystemExit: 0" in answer.figures["error_message"]
 
 
 def test_nan_passes_no_bound(tmp_path: Path):

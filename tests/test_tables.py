@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from jdag.errors import ScenarioError
 from jdag.tables import (
+    BYTES_MAX,
     COUNT,
     FLAG,
     TEXT,
@@ -110,6 +111,27 @@ def test_a_file_that_python_cannot_read_is_no_toml(tmp_path: Path, text: str):
     path.write_text(text)
     with pytest.raises(ScenarioError, match="this is not TOML: "), wrong(path):
         read(path, "a file")
+
+
+def test_a_file_without_an_end_or_of_more_than_a_mebibyte_is_not_read(tmp_path: Path):
+    large = tmp_path / "large.toml"
+    large.write_text("#" * (BYTES_MAX + 5))
+    for path, size in ((large, BYTES_MAX + 5), (Path("/dev/zero"), BYTES_MAX + 1)):
+        said = f"{path}: this has at least {size:,} bytes, and 1,048,576 are the most"
+        with pytest.raises(ScenarioError, match=said), wrong(path):
+            read(path, "a file")
+    large.write_text("a = 1".ljust(BYTES_MAX))
+    assert read(large, "a file")[1] == {"a": 1}
+
+
+def test_the_values_of_a_file_are_nested_at_most_a_hundred_deep(tmp_path: Path):
+    path = tmp_path / "deep.toml"
+    path.write_text("a" + ".a" * 98 + " = 1")
+    read(path, "a file")
+    for text in ("a" + ".a" * 99 + " = 1", "a" + ".a" * 20_000 + " = 1"):
+        path.write_text(text)
+        with pytest.raises(ScenarioError, match="nested more than 100 deep"):
+            read(path, "a file")
 
 
 def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path):

@@ -15,12 +15,12 @@ import jax
 import jax.tree_util as jtu
 
 from jdag.compute.avals import Aval, all_there, aval_of
+from jdag.compute.callables import called
 from jdag.compute.moves import array_behind, home_of, moved
 from jdag.compute.pairs import Pair, pair
 from jdag.compute.pytrees import (
     Static,
     Template,
-    called,
     flatten,
     is_static,
     template_of,
@@ -160,7 +160,7 @@ def held_by(fn: Any) -> list[Any]:
             case partial():
                 waiting.extend([one.func, one.args, one.keywords])
             case _:
-                for leaf in jtu.tree_leaves(one):
+                for leaf in flatten(one, what="what a function holds")[0]:
                     if isinstance(leaf, FunctionType | MethodType | partial):
                         waiting.append(leaf)
                     elif type(leaf) is JITTED:

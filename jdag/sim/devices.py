@@ -19,11 +19,10 @@ from jdag.engine.vocabulary import Apply, Failure, Fill, Forward, Job, Path, Sum
 from jdag.errors import ScenarioError, unusable
 from jdag.sim.chooser import Chooser, ReadyJobs
 from jdag.sim.faults import Faults
+from jdag.tables import NS, is_ns
 
 # The function that `ctx.move` calls.
 MOVED = "jdag.moving:moved"
-
-_ALLOWED = "an integer >= 0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +52,7 @@ class DeviceModel:
             raise ScenarioError(unusable("functions", self.functions, allowed))
         for name, costs in self.functions.items():
             if not isinstance(costs, tuple) or len(costs) != 2:
-                allowed = f"two, forward_ns and backward_ns, each {_ALLOWED}"
+                allowed = f"two, forward_ns and backward_ns, each {NS}"
                 raise ScenarioError(unusable(f"functions[{name!r}]", costs, allowed))
             for key, cost_ns in zip(("forward_ns", "backward_ns"), costs, strict=True):
                 _need_ns(f"functions[{name!r}].{key}", cost_ns)
@@ -80,8 +79,8 @@ class DeviceModel:
 
 
 def _need_ns(key: str, value: object) -> None:
-    if type(value) is not int or value < 0:
-        raise ScenarioError(unusable(key, value, _ALLOWED))
+    if not is_ns(value):
+        raise ScenarioError(unusable(key, value, NS))
 
 
 FREE = DeviceModel()

@@ -15,13 +15,13 @@ Invariants: nothing is drawn unless a fault applies and its outcome or amount is
 `rng` alone.
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from random import Random
 from typing import assert_never
 
 from jdag.errors import ScenarioError, unusable
+from jdag.tables import NS, is_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,9 +263,9 @@ def _rule(name: str, value: object, workers: tuple[str, ...]) -> tuple[bool, str
         case "probability":
             return _is_number(value, 0, 1), "a number from 0 to 1"
         case "factor":
-            return _is_number(value, 1, sys.float_info.max), "a finite number >= 1"
+            return _is_number(value, 1, 1e9), "a number from 1 to 1e9"
         case _:
-            return type(value) is int and value >= 0, "an integer >= 0"
+            return is_ns(value), NS
 
 
 def _contradictions(key: str, fault: Fault) -> list[str]:

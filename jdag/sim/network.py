@@ -28,9 +28,9 @@ from typing import Any
 
 from jdag.errors import ScenarioError, unusable
 from jdag.sim.ports import Port
+from jdag.tables import NS, is_ns
 
 _SECOND_NS = 1_000_000_000
-_ALLOWED = "an integer >= 0"
 _LINKS = 'LinkModels by source and destination: {("a", "b"): LinkModel()}'
 
 
@@ -63,8 +63,8 @@ class LinkModel:
     def __post_init__(self) -> None:
         for key in ("latency_ns", "jitter_ns"):
             value = getattr(self, key)
-            if type(value) is not int or value < 0:
-                raise ScenarioError(unusable(key, value, _ALLOWED))
+            if not is_ns(value):
+                raise ScenarioError(unusable(key, value, NS))
         _check_bandwidth("bandwidth_bytes_per_s", self.bandwidth_bytes_per_s)
 
     def transfer_ns(self, size_bytes: int) -> int:

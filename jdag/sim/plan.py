@@ -8,7 +8,7 @@ from jdag.errors import ScenarioError, unusable
 from jdag.sim.carriage import gives_up_ns, link_settings
 from jdag.sim.faults import Crash, Fault, Partition
 from jdag.sim.network import LinkModel, Network
-from jdag.tables import is_listed
+from jdag.tables import NS, is_listed, is_ns
 from jdag.wire.link import LinkSettings
 
 WORKERS = (
@@ -84,8 +84,8 @@ def checked_ns(key: str, value: int) -> int:
     Raises:
         ScenarioError: it is not; names it.
     """
-    if type(value) is not int or value < 0:
-        raise ScenarioError(unusable(key, value, "an integer >= 0"))
+    if not is_ns(value):
+        raise ScenarioError(unusable(key, value, NS))
     return value
 
 

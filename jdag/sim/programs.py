@@ -13,11 +13,12 @@ Told:  what programs wait for and what came of it (`Waiters`); `enter` and `leav
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
+from threading import current_thread, get_ident
 from typing import Any
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
-from jdag.errors import JdagError
+from jdag.errors import JdagError, other_thread
 from jdag.sim.port import Port
 from jdag.sim.timeline import Entry, Timeline
 
@@ -78,12 +79,13 @@ class Waiters:
 class Programs:
     """The greenlets of one run, with the port of each."""
 
-    __slots__ = ("_alive", "_hub", "_parked")
+    __slots__ = ("_alive", "_hub", "_parked", "_thread")
 
     def __init__(self) -> None:
         self._hub: greenlet | None = None
         self._alive: dict[greenlet, Port] = {}
         self._parked: dict[int, greenlet] = {}
+        self._thread = get_ident()  # Greenlets do not switch to another thread.
 
     @property
     def looping(self) -> bool:
@@ -98,10 +100,17 @@ class Programs:
     @property
     def current(self) -> Port | None:
         """The port of the program that runs right now; None if it is main."""
+        self._check_thread()
         return self._alive.get(getcurrent())
+
+    def _check_thread(self) -> None:
+        """Raise JdagError unless this is the thread that made the run."""
+        if get_ident() != self._thread:
+            raise other_thread(current_thread().name)
 
     def enter(self) -> None:
         """The current greenlet is the hub from now on."""
+        self._check_thread()
         assert self._hub is None, self._hub
         self._hub = getcurrent()
 
@@ -119,6 +128,7 @@ class Programs:
 
         Then a function that it computes does.
         """
+        self._check_thread()
         if self._hub is not None and getcurrent() is self._hub:
             raise JdagError(
                 "what a worker computes, such as a hook, cannot use the cluster or "

@@ -70,7 +70,7 @@ from jdag.wire.messages import size
 RunProgram = Callable[[Port, Spawn], Returned]
 
 DETECT_NS = 1_000_000
-EVENTS_MAX = 1 << 40
+EVENTS_MAX = 100_000_000
 
 # A graph is many small tuples that live long. Python looks for cycles whenever 700 more
 # objects are alive, which took half of the time of a long run; there are few cycles.

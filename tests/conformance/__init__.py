@@ -94,6 +94,8 @@ Errors
 - An error in the backward of the second hop, with the path of workers:
     errors.an_error_in_the_backward_of_the_second_hop_brings_the_path_of_workers
     errors.a_function_that_raises_names_function_worker_call_site_and_its_own_line
+    errors.an_exception_whose_str_raises_is_one_error_and_its_worker_goes_on
+    errors.programs_that_call_each_other_for_ever_are_an_error_that_names_the_two
 - 50 failing passes and then a good one; 0 live passes after each:
     errors.after_50_failing_passes_a_good_one_gives_what_one_good_pass_gives
     errors.a_pass_that_fails_without_retain_graph_spends_the_graph_and_says_so

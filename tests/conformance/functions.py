@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 import jdag
-from jdag import JdagError, program, stop_gradient
+from jdag import JdagError, program, stop_gradient, unjitted
 
 ONES = jnp.ones((3, 3))
 
@@ -212,6 +212,28 @@ def refuses(cotangent):
     raise ValueError("the hook will not have it")
 
 
+class Mute(JdagError):
+    """An exception that cannot say what it is, though jdag's own can."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+@unjitted
+def fails_without_text(a):
+    if not isinstance(a, jax.core.Tracer):
+        raise Mute
+    return a
+
+
+def fails_without_text_when_traced(a):
+    raise Mute
+
+
+def refuses_without_text(cotangent):
+    raise Mute
+
+
 # --------------------------------------------------------------------------- programs
 
 NEXT = {"b": "c", "c": "d"}
@@ -266,6 +288,21 @@ def forwarding_failure(ctx, h):
 
 
 KEPT: dict[str, Any] = {}
+
+
+@program
+def program_without_text(ctx):
+    raise Mute
+
+
+@program
+def there(ctx, depth):
+    return ctx.call("c", back_again, depth + 1)
+
+
+@program
+def back_again(ctx, depth):
+    return ctx.call("b", there, depth + 1)
 
 
 @program

@@ -1,21 +1,28 @@
 """Errors: each names what is wrong, reaches the caller, and leaves nothing behind."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 import jdag
+from jdag.errors import RemoteError
 from tests.conformance.drivers import held, leaving_nothing
 from tests.conformance.functions import (
     ONES,
     dies_backward,
     dies_forward,
     fails_at_once,
+    fails_without_text,
+    fails_without_text_when_traced,
     forwarding_failure,
     lingers,
     nested_sine,
+    program_without_text,
+    refuses_without_text,
     sum_of_product,
+    there,
     three_times,
     total,
     total_that_fails_backward,
@@ -253,3 +260,43 @@ def test_a_pass_that_is_in_time_does_not_notice_its_timeout(driver: Any, cluster
     with leaving_nothing(driver, cluster), cluster.context() as ctx:
         ctx.backward(*two_losses(ctx, w, v), timeout_s=60.0)
         assert len(ctx.gradients()) == 2
+
+
+def test_an_exception_whose_str_raises_is_one_error_and_its_worker_goes_on(
+    driver: Any, cluster: Any
+):
+    w = cluster.put("b", ONES)
+
+    def hooked(ctx: Any) -> None:
+        ctx.on_cotangent(w, refuses_without_text)
+        ctx.backward(ctx.call("b", total, w))
+
+    tries: dict[str, Callable[[Any], Any]] = {
+        "fails_without_text": lambda ctx: ctx.call(
+            "b", fails_without_text, ONES
+        ).fetch(),
+        "when_traced": lambda ctx: ctx.call("b", fails_without_text_when_traced, w),
+        "program_without_text": lambda ctx: ctx.call("b", program_without_text),
+        "refuses_without_text": hooked,
+    }
+    for name, attempt in tries.items():
+        said = pytest.raises(RemoteError, match=rf"{name} failed on 'b'.*Mute")
+        with leaving_nothing(driver, cluster), said, cluster.context() as ctx:
+            attempt(ctx)
+    with cluster.context() as ctx:
+        equal(ctx.call("b", total, w).fetch(), 9.0)
+
+
+def test_programs_that_call_each_other_for_ever_are_an_error_that_names_the_two(
+    driver: Any, cluster: Any
+):
+    w = cluster.put("b", ONES)
+    said = (
+        r"functions:back_again on 'c' calls tests\.conformance\.functions:there on 'b'"
+        r", at functions\.py:\d+ in back_again, and 200 programs .*nesting_max = 200, "
+    )
+    named = pytest.raises(jdag.JdagError, match=said)
+    with leaving_nothing(driver, cluster), named, cluster.context() as ctx:
+        ctx.call("b", there, 1)
+    with cluster.context() as ctx:
+        equal(ctx.call("b", total, w).fetch(), 9.0)
