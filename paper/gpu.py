@@ -77,7 +77,7 @@ class Parts:
             file.write_text(text, encoding="utf-8")
             where = ["--driver", "rpc", "--device", self._device]
             out = ["--json", "--out", str(Path(folder) / "run")]
-            run = ["-m", "jdag.cli", "run", str(file), *where, *out]
+            run = ["-m", "jdag", "run", str(file), *where, *out]
             found = json.loads(said_by(run))
         keys = ("answer", "test_accuracy", "final_loss", "gradient_difference")
         return {key: found[key] for key in keys}

@@ -1,9 +1,15 @@
 """The comparison with the peer: what its rows compute, and what its table says."""
 
+import json
+import os
+import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -107,19 +113,212 @@ def test_every_row_has_a_target_and_every_target_a_row(
     monkeypatch.setattr(rows, "weights", always(rows.weights(8)))
     monkeypatch.setattr(rows, "batch", always(rows.batch(8)))
     small = Small(side.cluster, "smart")
-    found = rows.measure(small, rows.Repeats(1, 1, 1, 1))
-    assert list(found["rows"]) == list(rows.TARGETS)
-    assert all(value > 0 for value in found["rows"].values())
+    told = [
+        list(found["rows"]) for found in rows.measure(small, rows.Repeats(1, 1, 1, 1))
+    ]
+    names = list(rows.TARGETS)
+    assert told[-1] == names and all(names[: len(one)] == one for one in told)
+    assert len(told) == len(names) - 4  # A chain, and a fan-out, has two rows.
 
 
-def test_other_numbers_than_the_peers_are_refused():
-    peer = {"losses": [0.5, [0.25, 0.125]], "add": [[1.0, 2.0, 3.0]]}
-    run.check_same(
-        "socket", peer, {"losses": [0.5, [0.25, 0.12501]], "add": peer["add"]}
+def test_other_numbers_than_the_peers_do_not_count():
+    numbers = {"losses": [0.5, [0.25, 0.125]], "add": [[1.0, 2.0, 3.0]]}
+    peer = {"numbers": numbers}
+
+    def said(losses: Any) -> str:
+        return run.difference(peer, {"numbers": {**numbers, "losses": losses}})
+
+    assert said([0.5, [0.25, 0.12501]]) == ""
+    assert said([0.5, [0.25, 0.126]]).startswith("not counted: losses is [0.5, [0.25,")
+    assert said([0.5, [0.25]]).startswith("not counted: losses is [0.5, [0.25]]")
+    assert run.difference(peer, {"numbers": {"add": numbers["add"]}}) == ""
+
+
+# ------------------------------------------------ whatever fails, what there is is kept
+
+
+def system(name: str) -> dict[str, Any]:
+    """What a system prints last: the peer takes twice as long as ours."""
+    unit = 2e-3 if name == run.PEER else 1e-3
+    return {
+        "rows": {row: unit * place for place, row in enumerate(rows.TARGETS, 1)},
+        "numbers": {"add": [1.0, 2.0, 3.0]},
+        "settings": {"torch": "2.13.0"},
+    }
+
+
+class Faulty:
+    """Runs of systems in place of processes; one of the later ones meets a fault."""
+
+    def __init__(self, name: str, fault: Callable[[Any, dict[str, Any]], int]) -> None:
+        self.name = name
+        self.fault = fault
+        self.runs = 0
+
+    def __call__(self, command: Any, *, stdout: Any, stderr: Any, **given: Any) -> int:
+        name = command[0]
+        self.runs += 1
+        found = system(name) if name != "costs" else made_up_costs()
+        if self.runs <= len(run.OURS) + 1 or name != self.name:
+            stdout.write(f"to be ignored\n{json.dumps(found)}\n")
+            return 0
+        stderr.write("Traceback\nRuntimeError: it is broken\n")
+        return self.fault(stdout, found)
+
+
+def stops_after_some_rows(stdout: Any, found: dict[str, Any]) -> int:
+    some = {key: found["rows"][key] for key in list(found["rows"])[:7]}
+    stdout.write(f"{json.dumps({**found, 'rows': some})}\n{{cut off")
+    return 1
+
+
+def prints_nothing(stdout: Any, found: dict[str, Any]) -> int:
+    return 0
+
+
+def hangs(stdout: Any, found: dict[str, Any]) -> int:
+    stops_after_some_rows(stdout, found)
+    raise subprocess.TimeoutExpired("it", 900)
+
+
+def computes_something_else(stdout: Any, found: dict[str, Any]) -> int:
+    stdout.write(json.dumps({**found, "numbers": {"add": [1.0, 2.0, 4.0]}}))
+    return 0
+
+
+def is_interrupted(stdout: Any, found: dict[str, Any]) -> int:
+    stops_after_some_rows(stdout, found)
+    raise KeyboardInterrupt
+
+
+def is_no_system(stdout: Any, found: dict[str, Any]) -> int:
+    raise OSError("no such program")
+
+
+JUDGED = run.JUDGED
+
+
+@pytest.fixture
+def results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where `run` writes now; its systems are those of `Faulty`."""
+    names = (run.PEER, *run.OURS)
+    monkeypatch.setattr(run, "RESULTS", tmp_path)
+    monkeypatch.setattr(run, "check_peer", lambda python: None)
+    monkeypatch.setattr(
+        run, "commands", lambda peer, more: {key: [key] for key in names}
     )
-    for losses in ([0.5, [0.25, 0.126]], [0.5, [0.25]]):
-        with pytest.raises(SystemExit, match="losses: socket has"):
-            run.check_same("socket", peer, {**peer, "losses": losses})
+    monkeypatch.setattr(run, "COSTS", ["costs"])
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "said", "judged"),
+    [
+        ((JUDGED, stops_after_some_rows), 1, "RuntimeError: it is broken", [18, 7, 7]),
+        ((JUDGED, hangs), 1, "not done within 900 s", [18, 7, 7]),
+        ((JUDGED, prints_nothing), 1, "it printed no figures", [18, 0, 0]),
+        ((JUDGED, computes_something_else), 1, "not counted: add is", [18, 0, 0]),
+        ((JUDGED, is_interrupted), 130, "the rest: it was interrupted", [18, 7]),
+        ((JUDGED, is_no_system), None, "the rest: OSError: no such program", [18, 0]),
+        ((run.PEER, prints_nothing), 1, "it printed no figures", [18, 18, 18]),
+        (("costs", stops_after_some_rows), 1, "costs: exit code 1", [18, 18, 18]),
+        (("costs", is_interrupted), 130, "the rest: it was interrupted", [18, 18, 18]),
+    ],
+)
+def test_whatever_fails_all_that_was_measured_is_written_and_the_rest_is_named(
+    results: Path, fault: Any, code: int, said: str, judged: list[int]
+):
+    systems = mock.patch.object(subprocess, "call", Faulty(*fault))
+    with systems, pytest.raises((SystemExit, OSError)) as ended:
+        run.main(["--peer", "python", "--rounds", "3"])
+    assert getattr(ended.value, "code", None) == code
+    written = json.loads((results / "compare.json").read_text())
+    each = [len(one.get(JUDGED, {}).get("rows", ())) for one in written["each"]]
+    assert each == judged
+    assert any(said in one for one in written["missing"])
+    text = (results / "compare.md").read_text()
+    assert "## What is missing" in text and said in text
+    assert "| **0.50** (0.50 to 0.50) |" in text  # From the rounds that have both.
+    assert len(list(results.iterdir())) == 2  # No file that is half written.
+
+
+def test_a_round_that_was_measured_is_written_before_the_next_one_begins(
+    results: Path,
+):
+    seen = []
+
+    def looks(stdout: Any, found: dict[str, Any]) -> int:
+        seen.append(json.loads((results / "compare.json").read_text()))
+        return stops_after_some_rows(stdout, found)
+
+    systems = mock.patch.object(subprocess, "call", Faulty(run.PEER, looks))
+    with systems, pytest.raises(SystemExit):
+        run.main(["--peer", "python", "--rounds", "3"])
+    assert [one["rounds"] for one in seen] == [1, 2]
+    assert "rounds: 1 of 3 were begun" in seen[0]["missing"]
+
+
+def test_a_run_without_any_figure_leaves_former_results_as_they_are(results: Path):
+    made = run.Comparison({"machine": {}, "settings": {}}, 3, 2)
+    made.rounds.append({"load": 0.0, run.PEER: {}})
+    made.write()
+    assert list(results.iterdir()) == []
+
+
+def test_figures_are_written_before_the_page_is_made(results: Path):
+    systems = mock.patch.object(subprocess, "call", Faulty("", prints_nothing))
+    no_page = mock.patch.object(run, "page", side_effect=KeyError("a row"))
+    with systems, no_page, pytest.raises(KeyError, match="a row"):
+        run.main(["--peer", "python", "--rounds", "3"])
+    written = json.loads((results / "compare.json").read_text())
+    assert written["missing"][0] == "the rest: KeyError: 'a row'"
+    assert all(one["met"] is not None for one in written["rows"])
+
+
+def test_what_a_process_printed_before_it_failed_is_found():
+    lines = 'print("{\\"rows\\": {\\"add\\": 1.5}}", flush=True); raise KeyError("add")'
+    found: dict[str, Any] = {}
+    why = run.taken([sys.executable, "-c", lines], 2, found)
+    assert (found, why) == ({"rows": {"add": 1.5}}, "exit code 1: KeyError: 'add'")
+
+
+def test_nothing_is_missing_where_all_was_measured():
+    made = run.Comparison({"machine": {}, "settings": {}}, 1, 2)
+    made.rounds.append({"load": 0.0, **{key: system(key) for key in run.OURS}})
+    made.rounds[0][run.PEER] = system(run.PEER)
+    made.costs = made_up_costs()
+    written = made.record()
+    assert written["missing"] == [] and "missing" not in run.page(written)
+
+
+def test_threads_that_end_while_they_are_counted_are_no_error(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    listed = Path.iterdir
+    monkeypatch.setattr(Path, "iterdir", lambda self: [self / "0", *listed(self)])
+    found = costs.switches(os.getpid())
+    assert str(os.getpid()) in found and "0" not in found
+
+
+def test_switches_are_those_of_the_threads_that_are_still_there():
+    assert costs.grown({"1": 5, "2": 40}, {"1": 7, "3": 4}) == 2 + 4
+
+
+def test_the_time_of_a_process_is_that_of_all_its_threads_also_those_that_ended():
+    spun: list[int] = []
+
+    def spins() -> None:
+        sum(range(1_000_000))
+        said = Path("/proc/thread-self/schedstat").read_text()
+        spun.append(int(said.split()[0]))
+
+    before = costs.ran_ns(os.getpid())
+    threads = [threading.Thread(target=spins) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert costs.ran_ns(os.getpid()) - before >= sum(spun)
 
 
 def one_round(peer: float, mine: float) -> dict[str, Any]:
@@ -149,6 +348,8 @@ def test_what_bounds_a_row_is_said_with_what_was_measured_of_it():
     assert "engine 30%" in said[0] and "add: 1,234 us" in said[0]
     assert "Of 1150 MB" in said[-1] and "values took at most 671," in said[-1]
     assert "| add | 1,234 us |" in costs.table(found["rows"])
+    assert bound("identity 64 KiB", {}).endswith("again. Its costs were not measured.")
+    assert bound("peak memory of a worker", {}).endswith("Its costs were not measured.")
 
 
 def test_a_profile_tells_the_parts_of_the_callers_time_apart(side: ours.Ours):

@@ -59,6 +59,8 @@ _WHY = {
 def bound(row: str, costs: Mapping[str, Mapping[str, Any]]) -> str:
     """Say what bounds a row, with what was measured of it: what `costs` prints."""
     why, name = _WHY[row]
+    if ("memory" not in costs) if name is None else (name not in costs.get("rows", ())):
+        return f"{why} Its costs were not measured."
     if name is None:
         peak, start, values, shared = (
             costs["memory"][kind] / 1e6

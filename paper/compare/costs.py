@@ -16,6 +16,7 @@ import pstats
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,20 +51,29 @@ COLUMNS = {
 
 
 def ran_ns(pid: int) -> int:
-    """How long all threads of a process have run."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks)
+    """How long all threads of a process have run, also those that have ended.
+
+    Read from Linux's CPU-time clock of the process: the number is that of
+    clock_getcpuclockid(3).
+    """
+    return time.clock_gettime_ns(~pid << 3 | 2)
 
 
-def switches(pid: int) -> int:
-    """How often the threads of a process gave way, by themselves or not."""
-    lines = [
-        line
-        for task in Path(f"/proc/{pid}/task").iterdir()
-        for line in (task / "status").read_text().splitlines()
-        if "ctxt_switches" in line
-    ]
-    return sum(int(line.split()[1]) for line in lines)
+def switches(pid: int) -> dict[str, int]:
+    """How often each thread of a process gave way, by itself or not."""
+    found = {}
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # It has ended since.
+            lines = (task / "status").read_text().splitlines()
+            found[task.name] = sum(
+                int(line.split()[1]) for line in lines if "ctxt_switches" in line
+            )
+    return found
+
+
+def grown(before: Mapping[str, int], after: Mapping[str, int]) -> int:
+    """By how much the counts have grown of those threads that are still there."""
+    return sum(count - before.get(thread, 0) for thread, count in after.items())
 
 
 def cost(cluster: jdag.Cluster, work: Callable[[], int]) -> dict[str, Any]:
@@ -73,21 +83,21 @@ def cost(cluster: jdag.Cluster, work: Callable[[], int]) -> dict[str, Any]:
     best: dict[str, float] = {}
     for _ in range(ROUNDS):
         before = cluster.info()
-        switched, ran = sum(map(switches, pids)), [ran_ns(pid) for pid in pids]
+        switched, ran = list(map(switches, pids)), list(map(ran_ns, pids))
         start_ns = time.perf_counter_ns()
         units = work()
         wall_ns = time.perf_counter_ns() - start_ns
         caller, worker = (ran_ns(pid) - was for pid, was in zip(pids, ran, strict=True))
-        switched = sum(map(switches, pids)) - switched
-        grown = _grown(before, cluster.info())
+        given_way = sum(map(grown, switched, map(switches, pids)))
+        counted = _counted(before, cluster.info())
         found = {
             "wall_us": wall_ns / 1e3,
             "caller_us": caller / 1e3,
             "worker_us": worker / 1e3,
-            "jobs_us": grown["busy_ns"] / 1e3,
-            "messages": grown["messages_sent"],
-            "bytes": grown["bytes_sent"],
-            "switches": switched,
+            "jobs_us": counted["busy_ns"] / 1e3,
+            "messages": counted["messages_sent"],
+            "bytes": counted["bytes_sent"],
+            "switches": given_way,
         }
         each = {key: value / units for key, value in found.items()}
         best = {key: min(value, best.get(key, value)) for key, value in each.items()}
@@ -120,7 +130,7 @@ def _part(file: str) -> str:
     return next((part for part, path in PARTS.items() if path in file), "the rest")
 
 
-def _grown(before: Any, after: Any) -> dict[str, float]:
+def _counted(before: Any, after: Any) -> dict[str, float]:
     keys = ("busy_ns", "messages_sent", "bytes_sent")
     return {
         key: sum(after[name][key] - held[key] for name, held in before.items())
@@ -205,12 +215,15 @@ def table(found: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Measure, and say it: a table, and on the last line a JSON object."""
+    """Measure; print a JSON object after each row, a table, and all as the last one."""
     workers = [ours.CALLER, *rows.WORKERS]
     with jdag.launch(workers, allow=ours.ALLOWED) as cluster:
         side = ours.Ours(cluster, "fast")
         start = resident(cluster, "VmRSS")
-        found = {name: cost(cluster, work) for name, work in works(side).items()}
+        found: dict[str, Any] = {}
+        for name, work in works(side).items():
+            found[name] = cost(cluster, work)
+            rows.tell({"rows": found})
         held = memory(cluster, start)
     sys.stdout.write(f"What one costs; the least of {ROUNDS}.\n\n{table(found)}\n")
     rows.tell({"rows": found, "memory": held})

@@ -2,8 +2,8 @@
 
     python -m paper.compare.ours [--quick] [--mode fast] [--carrier grpc]
 
-Prints one JSON object. The worker processes are told to allow this module, so that its
-functions travel by name, as the peer's do.
+Prints a JSON object after each row, of all so far. The worker processes allow this
+module, so that its functions travel by name, as the peer's do.
 """
 
 import argparse
@@ -155,8 +155,9 @@ def main(arguments: Sequence[str]) -> None:
     given = parser.parse_args(arguments)
     workers = [CALLER, *rows.WORKERS]
     with jdag.launch(workers, allow=ALLOWED, carrier=given.carrier) as cluster:
-        found = rows.measure(Ours(cluster, given.mode), rows.repeats(arguments))
-    rows.tell({**found, "settings": {"jax": jax.__version__}})
+        side = Ours(cluster, given.mode)
+        for found in rows.measure(side, rows.repeats(arguments)):
+            rows.tell({**found, "settings": {"jax": jax.__version__}})
 
 
 if __name__ == "__main__":

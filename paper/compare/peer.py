@@ -2,9 +2,10 @@
 
     PYTHON -m paper.compare.peer [--quick]
 
-Run by the Python of an environment that has torch; prints one JSON object. Calls use
-the fastest way that the peer has for each: its own operators by name, Python functions
-where it has none. Stages of the MLP hand what they make to each other by remote refs.
+Run by the Python of an environment that has torch; prints a JSON object after each row,
+of all so far. Calls use the fastest way that the peer has for each: its own operators
+by name, Python functions where it has none. Stages of the MLP hand what they make to
+each other by remote refs.
 """
 
 import subprocess
@@ -197,7 +198,12 @@ def main(arguments: Sequence[str]) -> None:
         workers = [subprocess.Popen([*command, name, meeting]) for name in rows.WORKERS]
         try:
             join(CALLER, meeting)
-            found = rows.measure(Peer(), rows.repeats(arguments))
+            settings = {
+                "torch": torch.__version__,
+                "threads": torch.get_num_threads(),
+            }
+            for found in rows.measure(Peer(), rows.repeats(arguments)):
+                rows.tell({**found, "settings": settings})
             rpc.shutdown()
         except BaseException:
             for worker in workers:  # They would poll for ever.
@@ -205,8 +211,6 @@ def main(arguments: Sequence[str]) -> None:
             raise
         for worker in workers:
             worker.wait(timeout=60)
-    settings = {"torch": torch.__version__, "threads": torch.get_num_threads()}
-    rows.tell({**found, "settings": settings})
 
 
 if __name__ == "__main__":

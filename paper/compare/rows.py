@@ -154,23 +154,27 @@ def place(number: int) -> str:
 # -------------------------------------------------------------------- how it is timed
 
 
-def measure(side: Side, repeats: Repeats) -> dict[str, Any]:
-    """All rows of a side, in seconds and bytes, and the numbers that it computed."""
+def measure(side: Side, repeats: Repeats) -> Iterator[dict[str, Any]]:
+    """All rows of a side, in seconds and bytes, and the numbers that it computed.
+
+    Yields what there is after each row, so that a failure loses no earlier one.
+    """
     rows: dict[str, float] = {}
     numbers: dict[str, Any] = {}
-    _calls(side, repeats, rows, numbers)
-    _passes(side, repeats, rows, numbers)
-    _steps(side, repeats, rows, numbers)
+    for part in (_calls, _passes, _steps):
+        for _ in part(side, repeats, rows, numbers):
+            yield {"rows": rows, "numbers": numbers}
     rows["peak memory of a worker"] = max(side.memory())
-    return {"rows": rows, "numbers": numbers}
+    yield {"rows": rows, "numbers": numbers}
 
 
 def _calls(
     side: Side, repeats: Repeats, rows: dict[str, float], numbers: dict[str, Any]
-) -> None:
+) -> Iterator[None]:
     one, other = side.array(leaf()), side.array(factor(1))
     numbers["add"] = _listed(side.add(one, other))
     rows["add 3x3, reply fetched"] = timed(partial(side.add, one, other), repeats.short)
+    yield
     for name, size in BYTES.items():
         sent = np.arange(size // 4, dtype=np.float32)
         value = side.array(sent)
@@ -178,11 +182,12 @@ def _calls(
             raise SystemExit(f"{name} did not come back as they went")
         count = repeats.short if size <= 1 << 20 else repeats.long
         rows[f"identity {name}"] = timed(partial(side.identity, value), count)
+        yield
 
 
 def _passes(
     side: Side, repeats: Repeats, rows: dict[str, float], numbers: dict[str, Any]
-) -> None:
+) -> Iterator[None]:
     made = {
         f"chain of {trips}": (partial(side.chain, trips), count)
         for trips, count in zip(TRIPS, repeats, strict=False)
@@ -192,16 +197,18 @@ def _passes(
         times, (_, loss, gradient) = timed_phases(make, count)
         rows[f"{name}, forward"], rows[f"{name}, backward"] = times
         numbers[name] = [loss, _listed(gradient)]
+        yield
     make = partial(side.retained, PASSES)
     (rows[f"{PASSES:,} retained passes"],), (_, gradient) = timed_phases(
         make, repeats.longest
     )
     numbers["retained"] = _listed(gradient)
+    yield
 
 
 def _steps(
     side: Side, repeats: Repeats, rows: dict[str, float], numbers: dict[str, Any]
-) -> None:
+) -> Iterator[None]:
     for width, count in zip(WIDTHS, repeats[1:], strict=True):
         side.prepare(width)
         if width < max(WIDTHS):  # To read the widest would be what takes most memory.
@@ -213,6 +220,7 @@ def _steps(
         row = f"step of MLP {width} wide"
         rows[row] = timed(partial(_step, side, width, losses), count)
         numbers[f"losses {width}"] = losses
+        yield
 
 
 def _step(side: Side, width: int, losses: list[float]) -> None:
@@ -284,5 +292,6 @@ def repeats(arguments: Sequence[str]) -> Repeats:
 
 
 def tell(found: dict[str, Any]) -> None:
-    """Hand what was found to `run.py`: one JSON object on the last line."""
+    """Hand what was found so far to `run.py`, which reads the last line: JSON."""
     sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.flush()

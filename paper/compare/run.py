@@ -5,8 +5,10 @@
 PYTHON is that of an environment that has the peer; the variable JDAG_PEER names it too.
 Each round starts each system anew, a caller and three workers, with the same settings
 of the allocator and the same number of threads, every other round in the opposite
-order. All must have computed the same numbers. Writes `paper/results/compare.json` and
-`compare.md`; `--quick` only shows that all works, and writes nothing.
+order. Figures count only with numbers that are the peer's. After each round, and at the
+end however it comes, `paper/results/compare.json` and `compare.md` are written with all
+that was measured; the page names what is missing. `--quick` only shows that all works,
+and writes nothing.
 """
 
 import argparse
@@ -16,8 +18,11 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
@@ -39,6 +44,7 @@ OURS = {
     "socket, SMART": ("--carrier", "socket", "--mode", "smart"),
     "grpc, FAST": ("--carrier", "grpc", "--mode", "fast"),
 }
+COSTS = [sys.executable, "-m", "paper.compare.costs"]
 # What large arrays cost is mostly fresh pages; so nobody gives any back.
 TUNABLES = {
     "glibc.malloc.hugetlb": 1,
@@ -47,6 +53,7 @@ TUNABLES = {
     "glibc.malloc.top_pad": 1 << 26,
 }
 ROUND_S = 900
+MET = {True: "yes", False: "no", None: "-"}
 RELATIVE, ABSOLUTE = 1e-3, 1e-6  # How near the same numbers are, in float32.
 
 Found = Mapping[str, Any]
@@ -72,48 +79,145 @@ def commands(peer: str, more: Sequence[str]) -> dict[str, list[str]]:
     }
 
 
-def taken(name: str, command: Sequence[str], threads: int) -> dict[str, Any]:
-    """Run one system once; return what it found."""
-    done = subprocess.run(
-        command,
-        env=environment(threads),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=ROUND_S,
-        check=False,
-    )
-    if done.returncode:
-        raise SystemExit(f"{name} failed: {' '.join(command)}\n{done.stderr}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+def taken(command: Sequence[str], threads: int, found: dict[str, Any]) -> str:
+    """Run one system once; put what it found into `found`.
+
+    Returns why that is not all, or nothing. However the run ends, what the system has
+    printed until then is found.
+    """
+    with TemporaryFile("w+") as out, TemporaryFile("w+") as errors:
+        try:
+            code = subprocess.call(
+                command,
+                env=environment(threads),
+                cwd=ROOT,
+                stdout=out,
+                stderr=errors,
+                timeout=ROUND_S,
+            )
+        except subprocess.TimeoutExpired:
+            return f"not done within {ROUND_S} s"
+        finally:
+            out.seek(0)
+            found.update(_last(out))
+        if not code:
+            return "" if found else "it printed no figures"
+        errors.seek(0)
+        said = errors.read().strip()
+        sys.stderr.write(f"{' '.join(command)}\n{said}\n")
+        return f"exit code {code}: {said.rpartition(chr(10))[2]}"
+
+
+def _last(lines: Iterable[str]) -> dict[str, Any]:
+    """The last JSON object among lines; the very last one may be cut off."""
+    found: dict[str, Any] = {}
+    for line in lines:
+        if line.startswith("{"):
+            with suppress(ValueError):
+                found = json.loads(line)
     return found
 
 
-def rounds_of(
-    started: Mapping[str, list[str]], count: int, threads: int
-) -> list[dict[str, Any]]:
-    """Run all systems in turn, so many times; check what they computed."""
-    rounds = []
-    for number in range(count):
-        names = list(started) if number % 2 == 0 else list(started)[::-1]
+class Comparison:
+    """What has been measured so far, and why there is no more.
+
+    Args:
+        about: the machine and the settings.
+        count: of rounds that are asked for.
+        threads: of each system.
+    """
+
+    def __init__(self, about: Found, count: int, threads: int) -> None:
+        self.about = about
+        self.count = count
+        self.threads = threads
+        self.rounds: list[dict[str, Any]] = []
+        self.costs: dict[str, Any] = {}
+        self.failures: list[str] = []
+
+    def round(self, started: Mapping[str, Sequence[str]]) -> None:
+        """Run all systems once, every other time in the opposite order."""
+        number = len(self.rounds) + 1
         one: dict[str, Any] = {"load": os.getloadavg()[0]}
-        for name in names:
-            one[name] = taken(name, started[name], threads)
-            sys.stderr.write(f"round {number + 1} of {count}: {name} is done\n")
-        for name in names:
-            check_same(name, one[PEER]["numbers"], one[name]["numbers"])
-        rounds.append(one)
-    return rounds
+        self.rounds.append(one)
+        for name in list(started)[:: 1 if number % 2 else -1]:
+            found = one[name] = {}
+            why = taken(started[name], self.threads, found)
+            if why:
+                self.failures.append(f"round {number}, {name}: {why}")
+            done = why or "is done"
+            sys.stderr.write(f"round {number} of {self.count}: {name} {done}\n")
+
+    def cost(self, command: Sequence[str]) -> None:
+        """Measure what rows cost our side."""
+        why = taken(command, self.threads, self.costs)
+        if why:
+            self.failures.append(f"costs: {why}")
+
+    def record(self) -> dict[str, Any]:
+        """What is written: all that counts, and a list of what is missing."""
+        missing = list(self.failures)
+        each = []
+        for number, one in enumerate(self.rounds, 1):
+            kept = {"load": one["load"]}
+            for name in (PEER, *OURS):
+                found = one.get(name, {})
+                if name not in one:
+                    missing.append(f"round {number}, {name}: not measured")
+                elif why := difference(one.get(PEER, {}), found):
+                    missing.append(f"round {number}, {name}: {why}")
+                elif found:
+                    kept[name] = {k: v for k, v in found.items() if k != "numbers"}
+            each.append(kept)
+        if len(each) < self.count:
+            missing.append(f"rounds: {len(each)} of {self.count} were begun")
+        found = summary(each)
+        without = [one["row"] for one in found if one["met"] is None]
+        if without:
+            missing.append(f"rows without a ratio: {'; '.join(without)}")
+        if not self.costs:
+            missing.append("costs: not measured")
+        settings = [one[PEER].get("settings", {}) for one in each if PEER in one]
+        torch = [of["torch"] for of in settings if "torch" in of]
+        return {
+            "figure": "compare",
+            "machine": {**self.about["machine"], "torch": (*torch, "not measured")[0]},
+            "settings": self.about["settings"],
+            "rounds": len(each),
+            "loads": [one["load"] for one in each],
+            "missing": missing,
+            "rows": found,
+            "costs": self.costs,
+            "each": each,
+        }
+
+    def write(self) -> None:
+        """Write both files, each at once, if anything was measured; figures first."""
+        written = self.record()
+        if any(name in one for one in written["each"] for name in (PEER, *OURS)):
+            _put("compare.json", json.dumps(written, indent=1) + "\n")
+            _put("compare.md", page(written))
 
 
-def check_same(name: str, peer: Found, ours: Found) -> None:
-    """Refuse to go on where a system computed something else than the peer."""
-    for key, value in peer.items():
-        one, other = _flat(value), _flat(ours[key])
+def _put(name: str, text: str) -> None:
+    part = RESULTS / f"{name}.part"
+    part.write_text(text)
+    part.replace(RESULTS / name)
+
+
+def difference(peer: Found, ours: Found) -> str:
+    """Where a system computed something else than the peer, as far as both have."""
+    theirs, numbers = peer.get("numbers", {}), ours.get("numbers", {})
+    for key in theirs:
+        if key not in numbers:
+            continue
+        one, other = _flat(theirs[key]), _flat(numbers[key])
         if one.shape != other.shape or not np.allclose(
             one, other, rtol=RELATIVE, atol=ABSOLUTE
         ):
-            raise SystemExit(f"{key}: {name} has {ours[key]}, the peer {value}")
+            has = shorten(str(numbers[key]), 60), shorten(str(theirs[key]), 60)
+            return f"not counted: {key} is {has[0]}, the peer's {has[1]}"
+    return ""
 
 
 def _flat(value: Any) -> np.ndarray:
@@ -126,26 +230,40 @@ def _flat(value: Any) -> np.ndarray:
 
 
 def summary(rounds: Sequence[Found]) -> list[dict[str, Any]]:
-    """For each row the medians of the rounds, and the ratios to the peer's."""
+    """For each row the medians of the rounds, and the ratios to the peer's.
+
+    None where no round has a figure, or none has both.
+    """
     result = []
     for row, target in rows.TARGETS.items():
         one: dict[str, Any] = {"row": row, "target": target}
-        one[PEER] = statistics.median(found[PEER]["rows"][row] for found in rounds)
+        one[PEER] = _median([_figure(found, PEER, row) for found in rounds])
         for name in OURS:
-            ratios = [
-                found[name]["rows"][row] / found[PEER]["rows"][row] for found in rounds
+            pairs = [
+                (_figure(found, name, row), _figure(found, PEER, row))
+                for found in rounds
             ]
+            ratios = [ours / peer for ours, peer in pairs if ours and peer]
             one[name] = {
-                "median": statistics.median(
-                    found[name]["rows"][row] for found in rounds
-                ),
-                "ratio": statistics.median(ratios),
-                "ratio_min": min(ratios),
-                "ratio_max": max(ratios),
+                "median": _median([ours for ours, _ in pairs]),
+                "ratio": _median(ratios),
+                "ratio_min": min(ratios, default=None),
+                "ratio_max": max(ratios, default=None),
             }
-        one["met"] = one[JUDGED]["ratio"] <= target
+        ratio = one[JUDGED]["ratio"]
+        one["met"] = None if ratio is None else ratio <= target
         result.append(one)
     return result
+
+
+def _figure(found: Found, name: str, row: str) -> float | None:
+    figure: float | None = found.get(name, {}).get("rows", {}).get(row)
+    return figure
+
+
+def _median(figures: Iterable[float | None]) -> float | None:
+    known = [figure for figure in figures if figure is not None]
+    return statistics.median(known) if known else None
 
 
 def table(found: Sequence[Found]) -> str:
@@ -158,19 +276,25 @@ def table(found: Sequence[Found]) -> str:
     ]
     for row in found:
         judged = row[JUDGED]
-        ratios = f"{judged['ratio_min']:.2f} to {judged['ratio_max']:.2f}"
-        more = " | ".join(f"{row[name]['ratio']:.2f}" for name in others)
+        least, most = _ratio(judged["ratio_min"]), _ratio(judged["ratio_max"])
+        more = " | ".join(_ratio(row[name]["ratio"]) for name in others)
         lines.append(
             f"| {row['row']} | {amount(row['row'], row[PEER])} "
             f"| {amount(row['row'], judged['median'])} "
-            f"| **{judged['ratio']:.2f}** ({ratios}) | {row['target']} "
-            f"| {'yes' if row['met'] else 'no'} | {more} |"
+            f"| **{_ratio(judged['ratio'])}** ({least} to {most}) | {row['target']} "
+            f"| {MET[row['met']]} | {more} |"
         )
     return "\n".join(lines) + "\n"
 
 
-def amount(row: str, value: float) -> str:
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def amount(row: str, value: float | None) -> str:
     """A figure with its unit: bytes where the row is of memory, else a time."""
+    if value is None:
+        return "-"
     if "memory" in row:
         return f"{value / 1e6:.0f} MB"
     return f"{value * 1e6:.0f} us" if value < 1e-3 else f"{value * 1e3:.3g} ms"
@@ -180,33 +304,37 @@ def misses(found: Sequence[Found], costs: Found) -> str:
     """What bounds the rows that miss their targets, each said once."""
     said: dict[str, list[str]] = {}
     for row in found:
-        if not row["met"]:
+        if row["met"] is False:
             said.setdefault(bound(row["row"], costs), []).append(row["row"])
     lines = [f"- {'; '.join(names)}. {why}" for why, names in said.items()]
     return "\n".join(["## What bounds the rows that miss", "", *lines, ""])
 
 
-def page(found: Sequence[Found], about: Found, costs: Found) -> str:
+def page(written: Found) -> str:
     """The whole of `compare.md`."""
-    settings = ", ".join(f"{key} {value}" for key, value in about["settings"].items())
-    where = ", ".join(f"{key} {value}" for key, value in about["machine"].items())
+    settings = ", ".join(f"{key} {value}" for key, value in written["settings"].items())
+    where = ", ".join(f"{key} {value}" for key, value in written["machine"].items())
+    gaps = "".join(f"- {one}\n" for one in written["missing"])
+    missing = f"## What is missing\n\n{gaps}\n" if gaps else ""
+    costs, no_costs = written["costs"].get("rows"), "It was not measured.\n"
     return (
         "# PyTorch's distributed autograd and jdag, side by side\n\n"
         f"Judged is FAST mode on sockets: FAST is the peer's rule for passes. SMART, "
         "jdag's default, first finds what a pass needs; its ratios, and those of the "
         "gRPC carrier, are in the last columns.\n\n"
-        f"{table(found)}\n"
-        f"Medians of {about['rounds']} rounds in turn, of p50s in each; the ratio is "
+        f"{table(written['rows'])}\n"
+        f"Medians of {written['rounds']} rounds in turn, of p50s in each; the ratio is "
         "jdag / peer, its range that of the rounds. `paper/compare/rows.py` has what "
         "each row does.\n\n"
         f"Machine: {where}. Load average before each round: "
-        f"{', '.join(f'{load:.1f}' for load in about['loads'])}.\n\n"
+        f"{', '.join(f'{load:.1f}' for load in written['loads'])}.\n\n"
         f"Settings of both: {settings}.\n\n"
-        f"{misses(found, costs)}\n"
+        f"{missing}"
+        f"{misses(written['rows'], written['costs'])}\n"
         "## What one of each costs our side\n\n"
         "After the rounds, the least of 5; calls and shares by a profile, which itself "
         "takes about as long again; `paper/compare/costs.py` has what is counted.\n\n"
-        f"{table_of_costs(costs['rows'])}"
+        f"{table_of_costs(costs) if costs else no_costs}"
     )
 
 
@@ -220,7 +348,10 @@ def check_peer(python: str | None) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Compare, and write both files."""
+    """Compare, and write both files.
+
+    Exits with 1 where something is missing, and with 130 where it was interrupted.
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--peer", default=os.environ.get("JDAG_PEER"))
     parser.add_argument("--rounds", type=int, default=5)
@@ -228,28 +359,34 @@ def main(arguments: Sequence[str]) -> None:
     given = parser.parse_args(arguments)
     check_peer(given.peer)
     threads = len(os.sched_getaffinity(0))
-    more = ("--quick",) if given.quick else ()
+    settings = {"threads": threads, "batch": rows.BATCH, **TUNABLES}
+    about = {"machine": machine(), "settings": settings}
     count = 1 if given.quick else given.rounds
-    rounds = rounds_of(commands(given.peer, more), count, threads)
-    found = summary(rounds)
-    command = [sys.executable, "-m", "paper.compare.costs"]
-    costs = taken("costs", command, threads)
-    about = {
-        "machine": {**machine(), "torch": rounds[0][PEER]["settings"]["torch"]},
-        "settings": {"threads": threads, "batch": rows.BATCH, **TUNABLES},
-        "rounds": count,
-        "loads": [one["load"] for one in rounds],
-    }
-    if not given.quick:
-        for one in rounds:
-            for name in (PEER, *OURS):
-                del one[name]["numbers"]
-        written = {"figure": "compare", **about, "rows": found, "costs": costs}
-        written["each"] = rounds
-        text = json.dumps(written, indent=1)
-        (RESULTS / "compare.json").write_text(text + "\n")
-        (RESULTS / "compare.md").write_text(page(found, about, costs))
-    sys.stdout.write(page(found, about, costs))
+    made = Comparison(about, count, threads)
+    code = 0
+    try:
+        _measure(made, given.peer, given.quick)
+    except KeyboardInterrupt:
+        made.failures.append("the rest: it was interrupted")
+        code = 130
+    except Exception as error:
+        made.failures.append(f"the rest: {type(error).__name__}: {error}")
+        raise
+    finally:
+        if not given.quick:
+            made.write()
+    written = made.record()
+    sys.stdout.write(page(written))
+    sys.exit(code or int(bool(written["missing"])))
+
+
+def _measure(made: Comparison, peer: str, quick: bool) -> None:
+    started = commands(peer, ("--quick",) if quick else ())
+    for _ in range(made.count):
+        made.round(started)
+        if not quick:
+            made.write()
+    made.cost(COSTS)
 
 
 if __name__ == "__main__":
