@@ -12,10 +12,10 @@ MARKS ?= not long
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
-SOURCES := jdag tests $(wildcard paper/*.py paper/*/*.py)
+SOURCES := jdag tests $(wildcard paper/*.py paper/*/*.py scenarios/*.py)
 
 .DEFAULT_GOAL := demo
-.PHONY: demo test test-long suite lint bench install install-test clean
+.PHONY: demo test test-long suite lint mutants bench install install-test clean
 
 demo: install
 	$(BIN)/jdag run scenarios/digits.toml
@@ -35,6 +35,10 @@ lint: install-test
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy $(SOURCES)
+
+# Each fault of tests/mutants.toml has to make a test fail.
+mutants: install-test
+	$(BIN)/python -m tests.mutants -n 2
 
 bench: install
 	$(BIN)/python paper/figures.py

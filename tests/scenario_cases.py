@@ -1,12 +1,15 @@
 """Scenarios as texts, and programs as a user writes them, for the tests of both."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+import jdag
 from jdag.drivers import simulate
+from jdag.errors import ScenarioError
 from jdag.programs import Case
 from jdag.sim import LinkModel, Network
 
@@ -105,11 +108,60 @@ def not_a_number(workers):
     return Case(program, {"w": -jnp.ones(3)}, {"w": workers[0]})
 
 
+class Mute(ScenarioError):
+    """An exception that cannot say what it is."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def raises_without_text(workers):
+    raise Mute
+
+
+def raises_later_without_text(workers):
+    def program(ctx, params):
+        raise Mute
+
+    return Case(program, {"w": jnp.ones(3)}, placement={"w": workers[0]})
+
+
+def returns_without_repr(workers):
+    class Shy:
+        def __repr__(self) -> str:
+            raise ValueError("no text")
+
+    return Shy()
+
+
 def raises(workers):
     """A program with a mistake in it."""
 
     def program(ctx, params):
         return ctx.no_such_method(params)
+
+    return Case(program, {"w": jnp.ones(3)}, {"w": workers[0]})
+
+
+def leave(*_):
+    """A hook, or a program of a worker, that ends by sys.exit."""
+    sys.exit(0)
+
+
+def exits(workers, *, where: str):
+    """A program that ends by sys.exit somewhere."""
+    if where == "factory":
+        leave()
+
+    def program(ctx, params):
+        if where == "program":
+            leave()
+        if where == "a program of a worker":
+            ctx.call(workers[-1], jdag.program(leave))
+        value = ctx.call(workers[-1], times, params["w"], params["w"])
+        if where == "hook":
+            ctx.on_cotangent(value, leave)
+        return ctx.call(workers[0], square, value)
 
     return Case(program, {"w": jnp.ones(3)}, {"w": workers[0]})
 

@@ -70,6 +70,42 @@ def test_without_faults_nothing_is_sent_twice_whatever_the_latency(monkeypatch):
         assert [r.kind for r in played.records("resend", "duplicate", "drop")] == []
 
 
+@pytest.mark.parametrize("way", [("a", "b"), ("b", "a")])
+def test_while_a_slow_link_carries_either_way_nothing_is_sent_again(monkeypatch, way):
+    slow = LinkModel(latency_ns=LATENCY_NS, bandwidth_bytes_per_s=1_000_000)
+    network = Network(NETWORK, {way: slow})
+    played = play(monkeypatch, stream(3), network=network, link=QUICK)
+    played.run()
+    played.simulation.settle()
+    assert played.simulation.now_ns > 20 * QUICK.resend_ns
+    assert played.records("resend", "duplicate") == []
+
+
+def test_a_resend_waits_until_what_is_ahead_of_it_has_left(monkeypatch):
+    # The first frame is lost, and those behind it keep the link busy for long.
+    def react(engine, event):
+        if isinstance(event, Left):
+            return [send("b", 1), Compute(job(1, Work("f")))]
+        if isinstance(event, Computed):
+            return [send("b", tag) for tag in range(2, 11)]
+        return stream(10)(engine, event)
+
+    slow = LinkModel(latency_ns=LATENCY_NS, bandwidth_bytes_per_s=1_000_000)
+    settings: Any = {
+        "network": Network(NETWORK, {("a", "b"): slow}),
+        "faults": [Drop(1, until_ns=1)],
+        "link": QUICK,
+        "devices": DeviceModel(forward_ns=5),
+    }
+    played = play(monkeypatch, react, **settings)
+    played.run()
+    played.simulation.settle()
+    (resend,) = played.records("resend")
+    assert resend.time_ns > sum(
+        record.named["wire_bytes"] * 1_000 for record in played.records("send")[:10]
+    )
+
+
 def test_a_large_message_holds_up_what_follows_it_and_is_named_as_the_cause(
     monkeypatch,
 ):

@@ -1,5 +1,7 @@
 """Leaves are put, made, updated and dropped where they live, or it is said why not."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +22,9 @@ from tests.face_cases import ONES, nothing_is_left, total
 
 
 def test_put_gives_the_same_pytree_of_tracked_leaves(cluster):
-    tree = {"w": np.ones((2, 2), np.float32), "n": [3, 2.0], "b": np.True_, "z": 1j}
+    numbers = [np.int64(3), np.float64(2.0)]
+    tree = {"w": np.ones((2, 2), np.float32), "n": numbers, "b": np.True_}
+    tree["z"] = np.complex128(1j)
     refs = cluster.put("c", tree)
     kinds = {"w": "float32", "b": "bool", "z": "complex128"}
     for name, kind in kinds.items():
@@ -333,3 +337,29 @@ def test_seeds_of_a_pass_that_cannot_begin_are_dropped():
         nothing_is_left(cluster)
         held = {name: info["values_held"] for name, info in cluster.info().items()}
         assert held == {"a": 0, "b": 1, "c": 0}
+
+
+def test_another_thread_may_not_use_a_simulated_cluster(cluster):
+    w = cluster.put("b", ONES)
+    ctx = cluster.context().__enter__()
+    loss = ctx.call("b", total, w)
+    uses = (
+        lambda: cluster.put("b", 1.0),
+        lambda: cluster.update(lambda w: w, w),
+        cluster.context,
+        lambda: cluster.run({"b": lambda _: None}),
+        cluster.close,
+        w.fetch,
+        loss.fetch,
+        lambda: ctx.call("b", total, w),
+        lambda: ctx.backward(loss),
+        cluster.driver.settle,
+    )
+    with ThreadPoolExecutor(3, thread_name_prefix="other") as threads:
+        for use in (*uses, *uses):
+            with pytest.raises(JdagError, match=r"thread 'other_\d' uses a cluster"):
+                threads.submit(use).result()
+    ctx.backward(loss)
+    np.testing.assert_array_equal(ctx.gradient(w).fetch(), ONES)
+    ctx.__exit__(None, None, None)
+    nothing_is_left(cluster)

@@ -365,6 +365,28 @@ def test_what_smart_left_of_a_transfer_fast_can_use(seed: int):
     assert net.fetch("a", scope.gradient(y, 2))[0][0] == 3
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_slot_that_was_spent_stays_so_after_a_retained_pass_by_it(seed: int):
+    """FAST waits for unspent slots: by one that is spent again nothing may come."""
+    net = net_of(3, seed)
+    x, y = net.put("b", 3, "a"), net.put("c", 4, "a")
+    scope = net.open("a")
+    (one,) = scope.call("c", DOUBLE, x)
+    (two,) = scope.call("c", TRIPLE, x)
+    (three,) = scope.call("c", SAME, y)
+    (four,) = scope.call("b", SAME, x)
+    finished(scope, one, mode=Mode.SMART)
+    finished(scope, two, mode=Mode.SMART, retain=True)
+    assert scope.gradients(x) == [2 + 3]
+    finished(scope, three, four, mode=Mode.FAST)
+    assert scope.gradients(x, y) == [2 + 3 + 1, 1]
+    again = scope.backward(two, mode=Mode.FAST)
+    assert again.failure is not None and again.failure.error == "GraphError"
+    scope.leave()
+    net.drain()
+    assert net.leftovers() == []
+
+
 def test_what_fast_has_spent_a_mark_finds_spent_and_names():
     net = net_of(3)
     scope, _, (one, two) = two_slots(net)

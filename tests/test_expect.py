@@ -23,6 +23,7 @@ def met(expect, **figures):
         ({"max": 1}, 1, True),
         ({"above": 1}, 1, False),
         ({"below": 1}, 0.5, True),
+        ({"below": 1}, 1, False),
         ({"min": 1, "max": 2}, 3, False),
         (1, 1, True),
         (1, 1.0, True),

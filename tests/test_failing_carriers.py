@@ -56,7 +56,7 @@ def test_a_worker_that_refuses_a_certificate_prints_nothing_of_it(
         client.ask(Health())
     client.close()
     with by_tls.workers.connect() as cluster:
-        assert cluster.put("b", [1.0])[0].fetch() == 1.0
+        assert cluster.put("b", 1.0).fetch() == 1.0
     log = by_tls.workers.launch.log_of("b").read_text(encoding="utf-8")
     assert "andshake" not in log
 

@@ -1,8 +1,10 @@
 """Reads: every one is answered, and none makes a node, an edge or a context."""
 
+import pytest
+
 from jdag.engine.vocabulary import Primal, Read
 from tests.engine_cases import holding, net_of, pausing
-from tests.engine_values import DOUBLE, SAME
+from tests.engine_values import DOUBLE, SAME, Linear
 
 
 def test_a_read_is_answered_when_the_value_is_there_and_makes_no_context():
@@ -107,3 +109,38 @@ def test_a_fetch_from_two_workers_keeps_its_own_version_while_the_other_is_await
     net.drain()
     assert x.key not in net.places["b"].values
     assert net.leftovers() == []
+
+
+@pytest.mark.parametrize("reader", ["b", "d"])
+def test_a_value_that_goes_with_its_context_while_another_is_awaited_is_a_failure(
+    reader: str,
+):
+    """B has the value and reads it itself, or d reads it there, with what is slow."""
+    net = net_of(4)
+    x, y = net.put("b", 3, "d"), net.put("b", 4, "d")
+    net.drain()
+    scope = net.open("a")
+    (own,) = scope.call("b", DOUBLE, x)
+    net.drain()
+    net.pauses = pausing("slow")
+    slow = net.update("d", y, Linear("slow", ((1,),)), y)
+    net.drain()
+    waiter = net.asked(reader, own, slow)
+    net.drain()
+    net.crash("a")
+    net.drain()
+    assert waiter not in net.places[reader].resumed
+    assert own.key not in net.places["b"].values
+    net.let_go()
+    failed, (number, _) = net.until(reader, waiter)
+    assert failed.error == "ContextError" and "is not held here" in failed.message
+    assert number == 4
+    net.drain()
+    assert net.leftovers() == []
+
+
+def test_a_read_of_several_gives_each_in_its_place_whoever_keeps_it():
+    net = net_of(3)
+    put = [net.put(worker, n, "a") for n, worker in enumerate("baacaab")]
+    assert [n for n, _ in net.fetch("a", *put)] == [0, 1, 2, 3, 4, 5, 6]
+    assert [n for n, _ in net.fetch("c", *put)] == [0, 1, 2, 3, 4, 5, 6]

@@ -358,3 +358,27 @@ def test_refs_of_a_programs_context_do_not_leave_it(made):
 
     with pytest.raises(ContextError, match=r"test_run:.*returns failed on 't0'.*leave"):
         made.run({"t0": returns})
+
+
+def with_an_optimizer(w, optimizer, cluster):
+    with cluster.context() as ctx:
+        ctx.backward(ctx.call("b", lambda w: jnp.sum(w * w), w))
+        optimizer.step(ctx)
+
+
+def with_its_own(w, cluster):
+    with_an_optimizer(w, Optimizer(optax.sgd(0.25), w), cluster)
+
+
+def test_an_optimizer_stays_with_its_program_and_another_makes_its_own(cluster):
+    w = cluster.put("b", 2.0)
+    optimizer = Optimizer(optax.sgd(0.25), w)
+    for given in (optimizer, {"one": [optimizer]}):
+        said = r"with_an_optimizer on 'c': an Optimizer stays .* jdag\.Optimizer\(tx, "
+        with pytest.raises(JdagError, match=said):
+            cluster.run({"c": partial(with_an_optimizer, w, given)})
+    assert float(w.fetch()) == 2.0
+    cluster.run({"c": partial(with_its_own, w)})
+    assert float(w.fetch()) == 1.0
+    cluster.run({cluster.here: partial(with_an_optimizer, w, optimizer)})
+    assert float(w.fetch()) == 0.5

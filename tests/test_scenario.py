@@ -3,10 +3,12 @@
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 
-from jdag.errors import ScenarioError
+from jdag.errors import JdagError, ScenarioError
 from jdag.scenario import load
+from jdag.scenario.driving import Virtual
 from jdag.sim import Crash, DeviceModel, Drop, LinkModel, LinkSettings, Partition
 from tests.scenario_cases import scenario_of, written
 from tests.test_scenarios import SINGLE
@@ -31,6 +33,36 @@ BAD = {
         ("[network]", "latency_ns = -5"),
         {},
         "network.latency_ns = -5: allowed is an integer >= 0",
+    ),
+    "latency of 400 digits": (
+        ("[network]", f"latency_ns = {'9' * 400}"),
+        {},
+        "999: allowed is an integer >= 0 and < 2^63",
+    ),
+    "device of 400 digits": (
+        ("[devices]", f"forward_ns = {'9' * 400}"),
+        {},
+        "999: allowed is an integer >= 0 and < 2^63",
+    ),
+    "too many seeds": (
+        (),
+        {"seeds": f"seeds = {10**30}"},
+        f"seeds = {10**30}: allowed is an integer from 1 to 1,000,000",
+    ),
+    "too many devices": (
+        (),
+        {"host_devices": f"host_devices = {'9' * 400}"},
+        "999: allowed is an integer from 1 to 1,024",
+    ),
+    "too deep": (
+        (),
+        {"nesting_max": "nesting_max = 4001"},
+        "nesting_max = 4001: allowed is an integer from 1 to 4,000",
+    ),
+    "no events": (
+        (),
+        {"events_max": "events_max = 0"},
+        "events_max = 0: allowed is an integer >= 1",
     ),
     "bandwidth of nothing": (
         ("[network]", "bandwidth_bytes_per_s = 0"),
@@ -263,6 +295,34 @@ def test_a_program_may_not_place_where_nobody_is(tmp_path: Path):
     assert player.placement == {"w": "b"}  # type: ignore[attr-defined]
     with pytest.raises(ScenarioError, match=r"params and their placement, both by n"):
         load(scenario_of(tmp_path, "places", "[settings]", "named = false"))
+
+
+def test_a_program_whose_error_or_result_has_no_text_is_refused_all_the_same(
+    tmp_path: Path,
+):
+    said = "it returned a Shy$"
+    with pytest.raises(ScenarioError, match=said):
+        load(scenario_of(tmp_path, "returns_without_repr"))
+    with pytest.raises(ScenarioError, match=r"toml: its __str__ raises ValueError$"):
+        load(scenario_of(tmp_path, "raises_without_text"))
+    (tmp_path / "mute_on_import.py").write_text(
+        "class Mute(Exception):\n    def __str__(self):\n        return 3\nraise Mute"
+    )
+    path = written(tmp_path, program='program = "mute_on_import:main"')
+    said = r"Mute: its __str__ raises TypeError \(mute_on_import.py:4 in <module>\)"
+    with pytest.raises(ScenarioError, match=said):
+        load(path)
+
+
+def test_the_bounds_of_a_run_are_those_of_its_file(tmp_path: Path):
+    bounds = {"events_max": "events_max = 7", "nesting_max": "nesting_max = 5"}
+    driver = Virtual(load(written(tmp_path, **bounds)).settings)
+    with driver.cluster(0, clean=False) as cluster:
+        assert cluster.home.nesting_max == 5
+        with pytest.raises(JdagError, match="events_max = 7"):
+            cluster.put("b", [jnp.ones(3)] * 3)
+            cluster.context().__enter__().call("b", jnp.add, 1.0, 2.0)
+            cluster.driver.settle()
 
 
 def test_a_module_that_raises_is_refused_with_its_line(tmp_path: Path):

@@ -11,8 +11,8 @@ import pytest
 
 from jdag.errors import ContextError, GraphError, JdagError, RemoteError
 from jdag.functions import program
-from jdag.oracle import oracle, pullback
 from jdag.ref import stop_gradient
+from jdag.reference import oracle, pullback
 from jdag.transform import value_and_grad
 from tests.face_cases import total
 

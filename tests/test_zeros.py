@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jdag.drivers import simulate
-from jdag.hvp import hvp
-from jdag.oracle import oracle
+from jdag.hessian import hvp
 from jdag.ref import stop_gradient
+from jdag.reference import oracle
 from jdag.transform import value_and_grad
 from tests.compute_cases import array
 from tests.face_cases import ONES, total
