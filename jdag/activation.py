@@ -45,11 +45,12 @@ from jdag.engine.vocabulary import (
 from jdag.errors import ContextError, JdagError, kind_of
 from jdag.failures import exception_of, remote_error
 from jdag.functions import call_site, is_program, name_of
-from jdag.home import Home, Port, trace_state
+from jdag.home import Home, trace_state
 from jdag.moving import move, moved
 from jdag.places import Left, at_home, refuse_device
 from jdag.ref import Hold, Leaf, Ref, RefData, is_ref
 from jdag.roots import check_hook
+from jdag.runtime.host import Port
 
 Place = tuple[Key, Worker]
 Identity = tuple[Worker, Path]

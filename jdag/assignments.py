@@ -39,9 +39,10 @@ from jdag.engine.vocabulary import (
 )
 from jdag.errors import ContextError, JdagError
 from jdag.functions import call_site, name_of
-from jdag.home import Home, Port
+from jdag.home import Home
 from jdag.moving import moved
 from jdag.ref import Leaf, Ref, is_ref
+from jdag.runtime.host import Port
 
 
 class Change(NamedTuple):

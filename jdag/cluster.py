@@ -18,8 +18,9 @@ from jdag.engine.vocabulary import ContextId, named
 from jdag.errors import ContextError, JdagError, WorkerLost
 from jdag.failures import exception_of
 from jdag.functions import call_site, is_program, name_of, program
-from jdag.home import Home, Port
+from jdag.home import Home
 from jdag.ref import is_ref
+from jdag.runtime.host import Port
 
 CONTEXTS_MAX = (1 << 48) - 1
 

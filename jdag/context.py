@@ -35,12 +35,13 @@ from jdag.errors import (
 from jdag.failures import program_failure
 from jdag.functions import name_of
 from jdag.graph import ContextGraph
-from jdag.home import Home, Port
+from jdag.home import Home
 from jdag.outcome import PassReport, expired, nanoseconds, remarked, stuck
 from jdag.parallel import replicas
 from jdag.parallel.routes import How
 from jdag.ref import Hold, Leaf, Ref, is_ref
 from jdag.roots import checked_roots
+from jdag.runtime.host import Port
 
 _MODES = {mode.value: mode for mode in (Mode.SMART, Mode.FAST)}
 

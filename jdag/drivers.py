@@ -14,7 +14,7 @@ from jdag.engine.drawing import Drawing
 from jdag.engine.vocabulary import WORKERS_MAX, ContextId
 from jdag.errors import JoinError, ScenarioError, unusable
 from jdag.expect import meant
-from jdag.home import Home, Port
+from jdag.home import Home
 from jdag.rpc.device import settings_of, share_gpu
 from jdag.rpc.functions import Functions
 from jdag.rpc.gate import dial
@@ -42,6 +42,7 @@ from jdag.rpc.settings import (
 from jdag.rpc.tls import load as load_tls
 from jdag.rpc.tokens import fresh_secret
 from jdag.rpc.worker import Options
+from jdag.runtime.host import Port
 from jdag.sim.plan import WORKERS
 from jdag.sim.simulation import Simulation
 from jdag.tables import NESTING_MAX, is_listed, is_path, up_to

@@ -15,10 +15,8 @@ from jdag.compute.devices import check, on_default, parsed
 from jdag.engine.drawing import Drawing
 from jdag.engine.vocabulary import (
     ContextId,
-    Event,
     Failure,
     Fetched,
-    Key,
     LeafId,
     Worker,
     incarnated,
@@ -28,33 +26,8 @@ from jdag.engine.vocabulary import (
 from jdag.errors import ContextError, JdagError
 from jdag.failures import exception_of
 from jdag.ref import Leaf, Ref, is_ref
+from jdag.runtime.host import Port
 from jdag.tables import NESTING_MAX
-
-
-class Port(Protocol):
-    """A program's way to the engine of its worker, and to the values held there."""
-
-    @property
-    def worker(self) -> str:
-        """The worker on which the program runs."""
-
-    def tell(self, event: Event, values: Sequence[tuple[Key, Any]] = ()) -> None:
-        """Have the engine handle the event; never blocks. May raise JdagError.
-
-        `values` are held here from then on, unless it raises.
-        """
-
-    def waiter(self) -> int:
-        """Return a new number to wait for."""
-
-    def wait(self, waiter: int) -> Any:
-        """Block until the engine resumes that waiter; return what it was given.
-
-        Of what was fetched that is the values, or for each a Failure.
-        """
-
-    def lost(self, worker: str) -> str | None:
-        """Why that incarnation is gone; None unless this worker was told that it is."""
 
 
 class Driver(Protocol):

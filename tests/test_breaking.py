@@ -176,7 +176,10 @@ def test_main_may_die_at_any_frame_and_who_worked_for_it_is_free(
             nodes.wait_until_over(worker)
             node = nodes.nodes[worker]
             node.close()
-            assert not node._machine.values.held and not node._machine.values.bytes_held
+            assert (
+                not node._host.machine.values.held
+                and not node._host.machine.values.bytes_held
+            )
 
 
 def test_what_a_former_incarnation_says_is_not_heard(wanted: list[bytes]) -> None:

@@ -99,8 +99,8 @@ def goes_on(made: Any, leaf: Any) -> None:
         found = ctx.gradient(leaf).fetch()
     np.testing.assert_allclose(found, 2 * np.sin(W) * np.cos(W))
     made.driver.settle()
-    programs = made.nodes["a"]._programs
-    assert (programs._asked, programs.given, programs._alarms) == ({}, {}, {})
+    waiters = made.nodes["a"]._waiters
+    assert (waiters._asked, waiters.given, waiters._alarms) == ({}, {}, {})
     held = made.info().values()
     assert [(one["live_contexts"], one["live_passes"]) for one in held] == [(0, 0)] * 3
 
@@ -132,8 +132,8 @@ def test_a_second_ctrl_c_ends_the_leaving_that_the_first_began(nodes: Any) -> No
     holder = threading.Thread(target=hold, daemon=True)
 
     def waits_for(what: str) -> None:
-        asked = nodes.nodes["a"]._programs._asked
-        soon(lambda: what in tuple(asked.values()))
+        asked = nodes.nodes["a"]._waiters._asked
+        soon(lambda: any(what in one for one in tuple(asked.values())))
 
     with pytest.raises(KeyboardInterrupt) as caught, nodes.context() as ctx:
         h = ctx.call("c", jnp.cos, ctx.call("b", backward_waits, leaf))

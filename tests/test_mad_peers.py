@@ -95,7 +95,7 @@ def rss_bytes() -> int:
 
 def held(nodes: Breaking, worker: str) -> list[Any]:
     nodes.cluster.driver.settle()
-    return list(nodes.nodes[worker]._machine.values._held)
+    return list(nodes.nodes[worker]._host.machine.values._held)
 
 
 def session(recorded: list[Recorded], seed: int, frames: int) -> Mad:

@@ -18,7 +18,6 @@ from jdag.cluster import Cluster
 from jdag.errors import JdagError, RemoteError, WorkerLost
 from jdag.rpc import exports, node
 from jdag.rpc.node import ROUNDS_MAX
-from jdag.rpc.programs import Programs
 from jdag.rpc.streams import SocketStream
 from jdag.wire.trees import DEPTH_MAX
 from tests.rpc_nodes import cluster, connect, made
@@ -209,13 +208,13 @@ def test_an_effect_that_cannot_be_carried_out_keeps_no_other_from_it() -> None:
                 raise KeyError(effect)
 
         node._carry_out = carry_out
-        handle, node._engine.handle = node._engine.handle, lambda event: event
+        handle, node._host.engine.handle = node._host.engine.handle, lambda event: event
         node._loop.acquire()
         try:
             with pytest.raises(KeyError, match="cannot"):
                 node._handle(["one", "cannot", "another"])
         finally:
-            node._engine.handle = handle
+            node._host.engine.handle = handle
             del node._carry_out
             node._loop.release()
         assert carried == ["one", "cannot", "another"]
@@ -376,22 +375,6 @@ def test_settling_has_an_end_and_says_who_does_not_settle(
                 c.driver.settle()
         del c.nodes["b"]._quiet
         c.driver.settle()
-
-
-def test_what_was_asked_before_an_interrupt_is_forgotten_with_what_is_waited_for() -> (
-    None
-):
-    programs = Programs(None)
-    for number in (1, 2, 3, 4):
-        programs.ask(number, "Fetched")
-        programs.give(number, "something")
-    elsewhere = threading.Thread(target=lambda: programs.ask(5, "Left"))
-    elsewhere.start()
-    elsewhere.join()
-    programs.forget(3)  # 1 and 2 were interrupted before they were waited for.
-    assert [programs.asked(number) for number in (1, 2, 3)] == [None] * 3
-    assert not any(number in programs.given for number in (1, 2, 3))
-    assert 4 in programs.given and programs.asked(5) == "Left"
 
 
 def test_who_puts_more_than_may_wait_waits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,7 @@ LAYERS = (
     ("failures",),
     ("ref",),
     ("parallel",),
+    ("runtime",),
     ("sim", "rpc"),
     ("home", "places", "roots", "graph", "moving"),
     ("outcome",),

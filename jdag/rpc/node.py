@@ -15,35 +15,26 @@ event; after `close` nothing is told, sent or computed, and who waits is interru
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from jdag.compute.buffers import Buffers
-from jdag.compute.machine import Machine, failure_of
+from jdag.compute.machine import Machine
 from jdag.engine import Engine
 from jdag.engine.drawing import Drawing
 from jdag.engine.vocabulary import (
     Acknowledge,
     Alarm,
     Arrived,
-    Awaited,
-    Compute,
     Computed,
     ContextId,
-    Differentiated,
-    Drop,
     Event,
     Failure,
-    Fetched,
     Job,
     Joined,
     Key,
-    Launched,
-    Left,
     Lost,
     Message,
-    Resume,
     Return,
     Returned,
     Send,
@@ -53,7 +44,6 @@ from jdag.engine.vocabulary import (
     named,
 )
 from jdag.errors import JdagError, ProtocolError, other_thread
-from jdag.functions import name_of
 from jdag.rpc.allowed import Allowed
 from jdag.rpc.company import LEFT, Company, broke
 from jdag.rpc.exports import check_size
@@ -63,14 +53,13 @@ from jdag.rpc.live import live
 from jdag.rpc.loop import Loop, clock_ns
 from jdag.rpc.peer import Peer
 from jdag.rpc.place import Place
-from jdag.rpc.port import Port
 from jdag.rpc.programs import Over, Programs, ended_by
 from jdag.rpc.settings import VALUE_BYTES_MAX
-from jdag.rpc.sizes import check_values
-from jdag.rpc.standing import info, info_of_all, quiet, settle
+from jdag.rpc.standing import info_of_all, quiet, sent_by, settle
+from jdag.runtime.host import NO_CAUSE, Host, Port, RunProgram, run_program
+from jdag.runtime.stats import info
+from jdag.runtime.waiters import Cancel, Waiters
 from jdag.wire.messages import Codec
-
-RunProgram = Callable[[Port, Spawn], Returned]
 
 DRAIN_S, DRAIN_LOOK_S = 30.0, 0.05
 LAST_INFO_S = 1.0  # Who closes does not wait long for what others have counted.
@@ -79,7 +68,6 @@ SWEEP_NS = 10**9  # Memory that is not received into for so long is let go of.
 ROUNDS_MAX = 64
 DRAWINGS = Allowed(("jdag.engine.drawing", "jdag.engine.names"))
 
-_WAITING = (Launched, Awaited, Fetched, Differentiated, Left)
 _log = logging.getLogger(__name__)
 
 
@@ -110,9 +98,6 @@ class Node:
         self._began_ns = clock_ns()
         self._run_program = run_program
         self._functions = functions
-        self._engine: Any = Engine(name, self.workers, incarnation)
-        self._machine = Machine("real", leaving_bytes_max=value_bytes_max)
-        self._value_bytes_max = value_bytes_max
         self._loop = Loop(self._flush)
         self._codec = Codec(self.workers)
         self._buffers = Buffers()
@@ -130,8 +115,19 @@ class Node:
         # What a session tells a node of peers is for its company.
         self.joined, self.lost = self.company.joined, self.company.lost
         self.received, self.adopt = self.company.received, self.company.adopt
-        self._jobs = Jobs(worker, self._machine, self._loop, self._computed)
-        self.port = Port(self)
+        self.loss = self.company.gone.get
+        self._waiters = Waiters()
+        self._host = Host(
+            worker,
+            Engine(name, self.workers, incarnation),
+            Machine("real", leaving_bytes_max=value_bytes_max),
+            driver=self,
+            waiters=self._waiters,
+            lost=self.company.gone,
+            value_bytes_max=value_bytes_max,
+        )
+        self._jobs = Jobs(worker, self._host.machine, self._loop, self._computed)
+        self.port = Port(self, self._host, self._waiters)
         self._programs = Programs(self.port if name == place.main else None)
         self._counted: Mapping[str, Mapping[str, Any]] | None = None
         self._broken: BaseException | None = None
@@ -189,7 +185,9 @@ class Node:
     def graph(self, context: ContextId) -> dict[str, Drawing]:
         """The graph of a context as it is now: what each worker has of it."""
         answers = self.company.ask_all({"what": "graph", "of": context}, or_raise=True)
-        drawn: dict[str, Any] = {self.name: self._apart(self._engine.graph, context)}
+        drawn: dict[str, Any] = {
+            self.name: self._apart(self._host.engine.graph, context)
+        }
         for worker, data in answers.items():
             tree = self._codec.decode_data(bytes.fromhex(data))
             drawn[worker] = live(tree, DRAWINGS)
@@ -201,7 +199,7 @@ class Node:
 
     # ------------------------------------------------------------------ for programs
 
-    def tell(self, event: Event, values: Sequence[tuple[Key, Any]] = ()) -> None:
+    def tell(self, port: Port, event: Event, values: Sequence[tuple[Key, Any]]) -> None:
         """Have the engine handle an event of a program here; see `Port.tell`."""
         loop = self._loop
         if self._broken or self._closed or self._jobs.computing:
@@ -210,43 +208,21 @@ class Node:
         with loop:
             if self._broken or self._closed:
                 self._check_open()
-            if isinstance(event, _WAITING):
-                self._programs.ask(event.waiter, type(event).__name__)
-            try:
-                for key, value in values:
-                    self._machine.values.put(key, value)
-                if self._machine.values.bytes_peak > self._value_bytes_max:
-                    check_values(event, self.worker, self._value_bytes_max)
-                self._handle(event)
-            except JdagError:
-                self._drop([key for key, _ in values])
-                raise
+            self._host.tell(port, event, values, port.cause)
             if self._jobs.due or clock_ns() - self._flushed_ns > FLUSH_NS:
                 loop.flush()
         if self.company.congested:
             loop.drive(lambda: self._closed or not self.company.congested)
 
-    def number(self) -> int:
-        """A number that no other waiter of the node has."""
-        return self._programs.number()
-
-    def wait(self, waiter: int) -> Any:
+    def wait(self, port: Port, waiter: int) -> tuple[Any, int]:
         """Block until that waiter is resumed; return what it was given."""
-        programs = self._programs
-        try:
-            given = programs.given
+        given = self._waiters.given
+        if waiter not in given:
+            self._check_open()
+            self._loop.drive(lambda: waiter in given or self._closed)
             if waiter not in given:
                 self._check_open()
-                self._loop.drive(lambda: waiter in given or self._closed)
-                if waiter not in given:
-                    self._check_open()
-            return programs.take(waiter)
-        finally:
-            programs.forget(waiter)
-
-    def loss(self, worker: str) -> str | None:
-        """Why that worker is gone; None if it is not."""
-        return self.company.gone.get(worker)
+        return given[waiter]
 
     def _check_open(self) -> None:
         if self._broken is not None:
@@ -261,98 +237,70 @@ class Node:
 
     # ------------------------------------------------------------------ what it asks
 
-    def _handle(self, event: Event) -> None:
-        """Let the engine handle an event; carry out all effects, and then raise."""
-        failed: Exception | None = None
-        for effect in self._engine.handle(event):
-            try:
-                self._carry_out(effect)
-            except Exception as error:
-                failed = failed or error
-        if failed is not None:
-            raise failed
-
-    def _carry_out(self, effect: Any) -> None:
-        kind = effect.__class__
-        if kind is Send:
-            self._send(effect)
-        elif kind is Compute:
-            self._jobs.add(effect.job)
-        elif kind is Drop:
-            self._drop(effect.keys)
-        elif kind is Resume:
-            self._resume(effect)
-        elif kind is Alarm:
-            when_ns = clock_ns() + effect.after_ns
-            timer = self._loop.at(when_ns, partial(self._handle, effect.event))
-            self._programs.alarm(effect.waiter, timer)
-        else:
-            assert kind is Spawn, effect
-            port = Port(self)
-            self._programs.start(port, partial(self._program, port, effect))
-
-    def _send(self, send: Send) -> None:
+    def transmit(
+        self,
+        host: Host,
+        send: Send,
+        message: Message,
+        values: tuple[tuple[Key, ...], tuple[Any, ...]],
+        cause: int,
+    ) -> None:
         """Send a message; a program whose Run or Return cannot leave ends by that."""
-        try:
-            self._say(send)
-        except Exception as error:  # Whatever it is, somebody waits for that program.
-            ended = ended_by(error, send.message, self.worker)
-            if isinstance(send.message, Return):
-                self._say(replace(send, message=ended))
-            else:
-                self._loop.soon(partial(self._handle, Arrived(send.to, ended)))
-
-    def _say(self, send: Send) -> None:
         peer = self.company.peer(send.to)
         if peer.lost:
             return  # It is about to be told that this worker is gone.
-        message, values = send.message, ()
-        if send.values:
-            message, _, values = self._machine.load(message, send.values, self.worker)
+        if send.zeros:
+            peer.zero_bytes += sum([zero.nbytes for zero in send.zeros])
+        try:
+            self._say(peer, message, values[1])
+        except Exception as error:  # Whatever it is, somebody waits for that program.
+            ended = ended_by(error, message, self.worker)
+            if isinstance(message, Return):
+                self._say(peer, ended, ())
+            else:
+                self._loop.soon(partial(host.handle, Arrived(send.to, ended)))
+
+    def _say(self, peer: Peer, message: Message, values: Sequence[Any]) -> None:
         message, needed = self._functions.exports.outgoing(message, peer.allowed)
         for definition in needed:
             peer.define(definition.digest, definition.data)
-        if send.zeros:
-            peer.zero_bytes += sum([zero.nbytes for zero in send.zeros])
         peer.send(message, values)
         if message.__class__ is not Acknowledge:
             self._hurries = True
 
-    def _drop(self, keys: Sequence[Key]) -> None:
-        values = self._machine.values
-        for key in keys:
-            if key in values:
-                values.drop(key)
+    def compute(self, host: Host, job: Job, cause: int) -> None:
+        """Compute a job, here or on a thread beside the loop."""
+        self._jobs.add(job)
 
-    def _resume(self, resume: Resume) -> None:
-        waiter, result = resume.waiter, resume.result
-        programs = self._programs
-        programs.silence(waiter)
-        asked = programs.asked(waiter)
-        if asked is None:
-            return  # Who waited was interrupted, and is not there any more.
-        if asked == Fetched.__name__:  # Before another event can replace a leaf.
-            keys = [one for one in result if type(one) is Key]
-            result = self._machine.fetched(result, self.worker)
-            self._drop([key for key in keys if key.kind == "reading"])
-        programs.give(waiter, result)
+    def spawn(self, host: Host, spawn: Spawn, cause: int) -> None:
+        """Start a program on a thread of its own."""
+        port = Port(self, host, self._waiters)
+        self._programs.start(port, partial(self._program, port, spawn))
+
+    def alarm(self, host: Host, alarm: Alarm, cause: int) -> Cancel:
+        """Have the engine handle the event of an alarm when it is due."""
+        when_ns = clock_ns() + alarm.after_ns
+        return self._loop.at(when_ns, partial(host.handle, alarm.event)).cancel
+
+    def resumed(self, host: Host, waiter: int, what: str, cause: int) -> int:
+        """Nothing is recorded here."""
+        return cause
+
+    def wake(self, host: Host, waiter: int) -> None:
+        """Wake the threads that wait."""
         self._loop.wake_waiting()
 
     def _program(self, port: Port, spawn: Spawn) -> None:
         """What a program's thread runs."""
-        try:
-            returned = self._run_program(port, spawn)
-            check_size(spawn.function, "returned", returned.result)
-        except Over:
-            raise
-        except BaseException as error:  # A KeyboardInterrupt of its own, say.
-            name = name_of(spawn.function)
-            failure = failure_of(error, self.worker, spawn.path, name)
-            returned = Returned(spawn.context, spawn.path, None, failure)
-        self.tell(returned)
+        run_program(self._checked, port, spawn, Over)
+
+    def _checked(self, port: Port, spawn: Spawn) -> Returned:
+        returned = self._run_program(port, spawn)
+        check_size(spawn.function, "returned", returned.result)
+        return returned
 
     def _computed(self, job: Job, failure: Failure | None) -> None:
-        self._handle(Computed(job.id, failure))
+        self._host.handle(Computed(job.id, failure))
 
     def _flush(self) -> None:
         """At the end of a turn: let messages leave, and compute what takes little.
@@ -382,10 +330,9 @@ class Node:
         try:
             message = self._functions.bind(message, peer.worker)
             if values:
-                put = self._machine.values.put
-                for key, value in zip(landing(message), values, strict=True):
-                    put(key, value)
-            self._handle(Arrived(peer.worker, message))
+                landed = zip(landing(message), values, strict=True)
+                self._host.hold(tuple(landed), NO_CAUSE)
+            self._host.handle(Arrived(peer.worker, message))
         except JdagError:
             raise
         except Exception as error:
@@ -402,13 +349,13 @@ class Node:
 
     def left(self, worker: str, why: str) -> None:
         """A peer is gone."""
-        self._handle(Lost(worker, why))
+        self._host.handle(Lost(worker, why))
         if named(worker) == self._place.main:
             self._end_soon()
 
     def back(self, worker: str, incarnation: int) -> None:
         """A worker of that name has joined anew."""
-        self._handle(Joined(worker, incarnation))
+        self._host.handle(Joined(worker, incarnation))
 
     def given_up(self) -> None:
         """The others go on without this node."""
@@ -421,7 +368,9 @@ class Node:
             case {"what": str(what)} if what in answers:
                 return answers[what]()
             case {"what": "graph", "of": [int(number), int(counter), int(incarnation)]}:
-                drawing = self._engine.graph(ContextId(number, counter, incarnation))
+                drawing = self._host.engine.graph(
+                    ContextId(number, counter, incarnation)
+                )
                 return self._codec.encode_data(drawing).hex()
             case _:
                 raise ProtocolError(f"nobody asks {asked!r}")
@@ -435,7 +384,8 @@ class Node:
         return quiet(self._jobs, self.company)
 
     def _own_info(self) -> dict[str, Any]:
-        return info(self._engine, self._machine, self._jobs, self.company)
+        sent = sent_by(self.company)
+        return info(self._host, sent, self._jobs.busy_ns, lost=False)
 
     # ------------------------------------------------------------------ the session's
 
@@ -485,9 +435,8 @@ class Node:
             self._closed = True
             self.company.close(why if self._broken is None else broke(self._broken))
             self._jobs.close()
-            self._programs.clear()
-            self._engine = None
-            self._machine.clear()
+            self._waiters.clear()
+            self._host.clear()
             self._buffers.clear()
             self._loop.close()
         background = self._background

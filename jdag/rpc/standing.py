@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
-from jdag.compute.machine import Machine
 from jdag.errors import JdagError
 from jdag.rpc.company import Company
 from jdag.rpc.jobs import Jobs
 from jdag.rpc.loop import clock_ns
 from jdag.rpc.place import Place
+from jdag.runtime.stats import Sent
 
 SETTLE_S, SETTLE_LOOK_S = 3600.0, 0.001
 
@@ -23,27 +23,19 @@ def quiet(jobs: Jobs, company: Company) -> dict[str, Any]:
     }
 
 
-def info(
-    engine: Any, machine: Machine, jobs: Jobs, company: Company
-) -> dict[str, int | bool]:
-    """What a node holds now, and what it has sent and computed so far."""
-    values, peers = machine.values, company.peers.values()
-    return {
-        "live_contexts": 0 if engine is None else engine.live_contexts,
-        "live_passes": 0 if engine is None else engine.live_passes,
-        "values_held": values.held,
-        "bytes_held": values.bytes_held,
-        "bytes_peak": values.bytes_peak,
-        "messages_sent": sum(peer.outbox.messages_sent for peer in peers),
-        "payload_bytes_sent": sum(peer.outbox.payload_bytes for peer in peers),
-        "zero_bytes_saved": sum(peer.zero_bytes for peer in peers),
-        "bytes_sent": sum(peer.outbox.bytes_sent for peer in peers),
-        "frames_sent": sum(peer.outbox.frames_sent for peer in peers),
-        "resends": sum(peer.outbox.resends for peer in peers),
-        "duplicates": sum(peer.link.duplicates for peer in peers),
-        "busy_ns": jobs.busy_ns,
-        "lost": False,
-    }
+def sent_by(company: Company) -> Sent:
+    """Return what left a node, over all connections."""
+    sent = Sent()
+    for peer in company.peers.values():
+        out = peer.outbox
+        sent.messages += out.messages_sent
+        sent.payload_bytes += out.payload_bytes
+        sent.zero_bytes += peer.zero_bytes
+        sent.bytes += out.bytes_sent
+        sent.frames += out.frames_sent
+        sent.resends += out.resends
+        sent.duplicates += peer.link.duplicates
+    return sent
 
 
 def info_of_all(

@@ -5,49 +5,46 @@ from typing import Any
 
 from jdag.compute.machine import Machine
 from jdag.engine import Engine
-from jdag.engine.vocabulary import Key, incarnated, incarnation_of, named
+from jdag.engine.vocabulary import incarnated, incarnation_of, named
+from jdag.runtime import host
+from jdag.runtime.stats import Sent, info
+from jdag.runtime.waiters import Waiters
 from jdag.sim.carriage import End
 from jdag.sim.chooser import Chooser
 from jdag.sim.devices import Device, DeviceModel
 from jdag.sim.faults import Faults
 
 
-class Host:
+class Host(host.Host):
     """The state of one worker in one run.
 
     `alive` is False from the moment in which it crashes (then it is `crashed` as well)
-    or is closed. `lost` are the peers that it was told are gone. `made` has the record
-    of the trace that made each value that is held here. `device` is the default one;
-    each that a call names is one of its own beside it.
-    A worker that joins anew has another host: `busy_before_ns` is of those before it.
+    or is closed. `device` is the default one; each that a call names is one of its own
+    beside it. A worker that joins anew has another host: `busy_before_ns` is of those
+    before it.
     """
 
-    __slots__ = (
-        "_named",
-        "alive",
-        "busy_before_ns",
-        "crashed",
-        "device",
-        "engine",
-        "lost",
-        "machine",
-        "made",
-        "worker",
-    )
+    __slots__ = ("_named", "busy_before_ns", "crashed", "device", "lost")
+
+    lost: dict[str, str]
 
     def __init__(
-        self, worker: str, engine: Any, machine: Machine, device: Device
+        self,
+        worker: str,
+        engine: Any,
+        machine: Machine,
+        device: Device,
+        *,
+        driver: host.Driver,
+        waiters: Waiters,
     ) -> None:
-        self.worker = worker
-        self.engine = engine
-        self.machine = machine
+        super().__init__(
+            worker, engine, machine, driver=driver, waiters=waiters, lost={}
+        )
         self.device = device
         self._named: dict[str, Device] = {}
         self.busy_before_ns = 0
-        self.alive = True
         self.crashed = False
-        self.lost: dict[str, str] = {}
-        self.made: dict[Key, int] = {}
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -62,34 +59,12 @@ class Host:
             self._named[name] = self.device.beside()
         return self._named[name]
 
-    def load(
-        self, message: Any, keys: tuple[Key, ...]
-    ) -> tuple[Any, tuple[Key, ...], tuple[Any, ...]]:
-        """What leaves with a message; see `Machine.load`."""
-        return self.machine.load(message, keys, self.worker)
-
-    def drop(self, keys: Sequence[Key]) -> None:
-        """Let go of values; a key that is not held is no error."""
-        values = self.machine.values
-        for key in keys:
-            if key in values:
-                values.drop(key)
-                self.made.pop(key, None)
-
-    def taken(self, found: Sequence[Any]) -> tuple[Any, ...]:
-        """What was fetched, values in place of keys; what came only for that goes."""
-        values = self.machine.fetched(found, self.worker)
-        self.drop([k for k in found if type(k) is Key and k.kind == "reading"])
-        return values
-
     def clear(self) -> None:
         """Let go of everything; what was counted stays."""
         assert not self.alive, self.worker
-        self.machine.clear()
+        super().clear()
         for device in self.devices:
             device.stop()
-        self.made.clear()
-        self.engine = None
 
     @property
     def busy_ns(self) -> int:
@@ -101,37 +76,40 @@ class Host:
         name, incarnation = named(self.worker), incarnation_of(self.worker) + 1
         engine = Engine(name, workers, incarnation)
         worker = incarnated(name, incarnation)
-        host = Host(worker, engine, self.machine, self.device.beside())
-        host.busy_before_ns = self.busy_ns
-        return host
+        device = self.device.beside()
+        driver, waiters = self._driver, self._waiters
+        again = Host(
+            worker, engine, self.machine, device, driver=driver, waiters=waiters
+        )
+        again.busy_before_ns = self.busy_ns
+        return again
 
     def info(self, ends: Sequence[End]) -> dict[str, int | bool]:
         """What it holds now, and what it and those before it sent and computed so far.
 
         A worker that crashed holds nothing; what it did before still counts.
         """
-        values, engine = self.machine.values, self.engine
-        lanes = {end.route: end.out for end in ends}.values()
-        return {
-            "live_contexts": 0 if engine is None else engine.live_contexts,
-            "live_passes": 0 if engine is None else engine.live_passes,
-            "values_held": values.held,
-            "bytes_held": values.bytes_held,
-            "bytes_peak": values.bytes_peak,
-            "messages_sent": sum(end.link.sent for end in ends),
-            "payload_bytes_sent": sum(end.payload_bytes for end in ends),
-            "zero_bytes_saved": sum(end.zero_bytes for end in ends),
-            "bytes_sent": sum(lane.bytes for lane in lanes),
-            "frames_sent": sum(lane.frames for lane in lanes),
-            "resends": sum(end.link.resent for end in ends),
-            "duplicates": sum(end.link.duplicates for end in ends),
-            "busy_ns": self.busy_ns,
-            "lost": self.crashed,
-        }
+        sent = Sent()
+        for end in ends:
+            sent.messages += end.link.sent
+            sent.payload_bytes += end.payload_bytes
+            sent.zero_bytes += end.zero_bytes
+            sent.resends += end.link.resent
+            sent.duplicates += end.link.duplicates
+        for lane in {end.route: end.out for end in ends}.values():
+            sent.bytes += lane.bytes
+            sent.frames += lane.frames
+        return info(self, sent, self.busy_ns, lost=self.crashed)
 
 
 def made_hosts(
-    kinds: Mapping[str, DeviceModel], values: str, chooser: Chooser, faults: Faults
+    kinds: Mapping[str, DeviceModel],
+    values: str,
+    chooser: Chooser,
+    faults: Faults,
+    *,
+    driver: host.Driver,
+    waiters: Waiters,
 ) -> dict[str, Host]:
     """A host for each worker, of the device that it has."""
     workers = tuple(kinds)
@@ -141,6 +119,8 @@ def made_hosts(
             Engine(worker, workers),
             Machine(values),
             Device(worker, model, chooser, faults),
+            driver=driver,
+            waiters=waiters,
         )
         for worker, model in kinds.items()
     }

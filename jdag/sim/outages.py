@@ -3,7 +3,7 @@
 Told:  `plan()` when the run begins; `look(records)` with each record of the trace, if a
        crash waits for one; the actions "crash", "bury", "restart" and "lost" when they
        are due.
-Gives: those actions to the timeline; Lost and Joined to engines, by `handle`.
+Gives: those actions to the timeline; Lost and Joined to engines.
 
 Invariants: a worker is told of each loss once; one that crashed is cleared away by the
 next event, as a program of its own may be what runs when it does; one that joins anew
@@ -13,7 +13,6 @@ is another host, under the name of its incarnation, and all hear of it at once.
 from collections.abc import Callable, Iterable, Iterator
 
 from jdag.engine.vocabulary import (
-    Event,
     Joined,
     Lost,
     Worker,
@@ -33,14 +32,13 @@ CRASHED, OUT_OF_REACH = "it crashed", "it is out of reach"
 
 # When who will notice that whom is out of reach, of those who try since a time.
 Partings = Callable[[int], Iterator[tuple[int, str, str]]]
-Handle = Callable[[Host, Event, int], None]
 
 
 class Outages:
     """All losses of one run; `hosts` are of all incarnations."""
 
     __slots__ = (
-        *("_carriage", "_crash_index", "_faults", "_handle", "_note", "_partings"),
+        *("_carriage", "_crash_index", "_faults", "_note", "_partings"),
         *("_programs", "_timeline", "_workers", "hosts", "incarnations"),
     )
 
@@ -54,7 +52,6 @@ class Outages:
         carriage: Carriage,
         programs: Programs,
         note: Note,
-        handle: Handle,
     ) -> None:
         self.hosts = hosts
         self.incarnations: dict[str, int] = {}
@@ -65,7 +62,6 @@ class Outages:
         self._carriage = carriage
         self._programs = programs
         self._note = note
-        self._handle = handle
         self._crash_index = NEVER
 
     def newest(self, name: str) -> Host:
@@ -141,7 +137,7 @@ class Outages:
         if incarnation and host.alive:
             joined = self._note("joined", host.worker, (peer.worker,), (record,))
             if host.alive:
-                self._handle(host, Joined(name, incarnation), joined)
+                host.handle(Joined(name, incarnation), joined)
         if not peer.alive:
             self.lost(host, peer.worker, record, CRASHED)
 
@@ -154,4 +150,4 @@ class Outages:
         causes = () if record < 0 else (record,)
         record = self._note("lost", host.worker, (peer,), causes)
         if host.alive:
-            self._handle(host, Lost(peer, why), record)
+            host.handle(Lost(peer, why), record)

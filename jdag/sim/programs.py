@@ -5,75 +5,18 @@ the hub: it carries out what happens next, and switches to a program's greenlet 
 what that waits for is there; a program that blocks, or ends, switches back. One thing
 runs at a time, and who is next is the timeline's to say.
 
-Told:  what programs wait for and what came of it (`Waiters`); `enter` and `leave`
-       around the hub's loop; `start`, `wake`, `kill` from within it; `park` from a
-       program.
+Told:  `enter` and `leave` around the hub's loop; `start`, `wake`, `kill` from within
+       it; `park` from a program.
 """
 
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import count
 from threading import current_thread, get_ident
-from typing import Any
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from jdag.errors import JdagError, other_thread
-from jdag.sim.port import Port
-from jdag.sim.timeline import Entry, Timeline
-
-
-class Waiters:
-    """What programs wait for: numbers that engines resume.
-
-    `given` has, for each waiter that was resumed and has not yet taken it, the result
-    and the record of the trace that says so; `alarms` what goes off if it is not.
-    """
-
-    __slots__ = ("_asked", "_numbers", "alarms", "given")
-
-    def __init__(self) -> None:
-        self._numbers = count(1)
-        self._asked: dict[int, tuple[str, str]] = {}
-        self.given: dict[int, tuple[Any, int]] = {}
-        self.alarms: dict[int, Entry] = {}
-
-    def number(self) -> int:
-        """A number that no other waiter of the run has."""
-        return next(self._numbers)
-
-    def ask(self, waiter: int, worker: str, what: str) -> None:
-        """A program of `worker` will wait for this; `what` is the event it told."""
-        self._asked[waiter] = (worker, what)
-
-    def asked(self, waiter: int) -> str | None:
-        """What the waiter asked for; None if nobody is there any more."""
-        worker_and_what = self._asked.get(waiter)
-        return None if worker_and_what is None else worker_and_what[1]
-
-    def silence(self, waiter: int, timeline: Timeline) -> None:
-        """What goes off if the waiter is not resumed is not wanted any more."""
-        alarm = self.alarms.pop(waiter, None)
-        if alarm is not None:
-            timeline.cancel(alarm)
-
-    def forget(self, waiter: int, timeline: Timeline) -> None:
-        """Who waited has the result, or was interrupted."""
-        self.silence(waiter, timeline)
-        self._asked.pop(waiter, None)
-        self.given.pop(waiter, None)
-
-    def clear(self) -> None:
-        """Forget all."""
-        self._asked.clear()
-        self.given.clear()
-        self.alarms.clear()
-
-    def __str__(self) -> str:
-        """Who waits for what, in the order in which they asked."""
-        asked = [(w, *of) for w, of in self._asked.items() if w not in self.given]
-        waiting = [f"{worker!r} for {what} {w}" for w, worker, what in asked]
-        return ", ".join(waiting) or "nobody"
+from jdag.runtime.host import Port
 
 
 class Programs:

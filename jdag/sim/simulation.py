@@ -24,24 +24,16 @@ from typing import Any
 from greenlet import GreenletExit
 
 from jdag.compute.digest import fingerprint
-from jdag.compute.machine import failure_of
 from jdag.engine.drawing import Drawing
 from jdag.engine.vocabulary import (
     Alarm,
     Arrived,
-    Awaited,
-    Compute,
     Computed,
     ContextId,
-    Differentiated,
-    Drop,
     Event,
-    Fetched,
+    Job,
     Key,
-    Launched,
-    Left,
-    Resume,
-    Returned,
+    Message,
     Send,
     Spawn,
     landing,
@@ -49,6 +41,9 @@ from jdag.engine.vocabulary import (
 )
 from jdag.errors import JdagError
 from jdag.functions import name_of
+from jdag.runtime.host import Host as Worker
+from jdag.runtime.host import Port, RunProgram, run_program
+from jdag.runtime.waiters import Cancel, Waiters
 from jdag.sim import plan
 from jdag.sim.carriage import EVENT, Carriage, End, Parcel
 from jdag.sim.chooser import checked
@@ -60,14 +55,11 @@ from jdag.sim.jobs import Jobs
 from jdag.sim.network import LinkModel, Network
 from jdag.sim.notes import PLACE, event_detail, note_nothing
 from jdag.sim.outages import OUT_OF_REACH, Outages
-from jdag.sim.port import Port
-from jdag.sim.programs import Programs, Waiters
+from jdag.sim.programs import Programs
 from jdag.sim.timeline import Timeline
 from jdag.trace import Trace
 from jdag.wire.link import FRAME_BYTES, Frame, LinkSettings
 from jdag.wire.messages import size
-
-RunProgram = Callable[[Port, Spawn], Returned]
 
 DETECT_NS = 1_000_000
 EVENTS_MAX = 100_000_000
@@ -76,7 +68,6 @@ EVENTS_MAX = 100_000_000
 # objects are alive, which took half of the time of a long run; there are few cycles.
 GARBAGE_MIN = 50_000
 
-_WAITING = (Launched, Awaited, Fetched, Differentiated, Left)
 _KINDS = ("frame", "timer", "begin", "finish", "alarm", "wake", "spawn")
 _OUTAGES = ("lost", "crash", "bury", "restart")
 _NOBODY = -1  # No waiter has this number.
@@ -148,12 +139,13 @@ class Simulation:
             rng=Random(seed),
             note=self._note,
         )
-        kinds = models(devices, self.workers)
-        self._hosts = made_hosts(kinds, values, self._chooser, self._faults)
         self._waiters = Waiters()
+        hosts_of = partial(made_hosts, driver=self, waiters=self._waiters)
+        kinds = models(devices, self.workers)
+        self._hosts = hosts_of(kinds, values, self._chooser, self._faults)
         self._closed = False
         self._counted: dict[str, dict[str, int | bool]] | None = None
-        self.port = self._port(self._hosts[home], -1)
+        self.port = Port(self, self._hosts[home], self._waiters)
         self._happens: dict[str, Callable[..., None]] = {
             kind: getattr(self, f"_{kind}") for kind in _KINDS
         }
@@ -165,7 +157,6 @@ class Simulation:
             carriage=self._carriage,
             programs=self._programs,
             note=self._note,
-            handle=self._handle,
         )
         for kind in _OUTAGES:
             self._happens[kind] = getattr(self._outages, kind)
@@ -232,48 +223,30 @@ class Simulation:
 
     # -------------------------------------------------------- what programs do: `Port`
 
-    def _port(self, host: Host, record: int) -> Port:
-        number = self._waiters.number
-        return Port(host, record, tell=self._told, wait=self._waited, number=number)
-
-    def _told(
-        self, port: Port, event: Event, values: Sequence[tuple[Key, Any]]
-    ) -> None:
+    def tell(self, port: Port, event: Event, values: Sequence[tuple[Key, Any]]) -> None:
+        """Have an engine handle an event of a program; see `Port.tell`."""
         self._check_open()
         host = port.host
         if not host.alive:
             return  # A program that has not yet noticed that its worker crashed.
-        record = self._note_event(host, event, port.record)
-        for key, value in values:
-            host.machine.values.put(key, value)
-            host.made[key] = record
-        if isinstance(event, _WAITING):
-            self._waiters.ask(event.waiter, host.worker, type(event).__name__)
-        try:
-            self._handle(host, event, record)
-        except JdagError:
-            host.drop([key for key, _ in values])
-            raise
+        host.tell(port, event, values, self._note_event(host, event, port.cause))
 
-    def _note_event(self, host: Host, event: Event, cause: int) -> int:
+    def _note_event(self, host: Worker, event: Event, cause: int) -> int:
         causes = () if cause < 0 else (cause,)
         return self._note("issue", host.worker, event_detail(event), causes)
 
-    def _waited(self, host: Host, waiter: int) -> tuple[Any, int]:
+    def wait(self, port: Port, waiter: int) -> tuple[Any, int]:
         """Block whoever calls this; return what the waiter was given and its record."""
         given = self._waiters.given
-        try:
-            if waiter not in given:
-                self._check_open()
-                if not host.alive:
-                    raise GreenletExit
-                if self._programs.looping:
-                    self._programs.park(waiter)
-                else:
-                    self._loop(waiter)
-            return given[waiter]
-        finally:
-            self._waiters.forget(waiter, self._timeline)
+        if waiter not in given:
+            self._check_open()
+            if not port.host.alive:
+                raise GreenletExit
+            if self._programs.looping:
+                self._programs.park(waiter)
+            else:
+                self._loop(waiter)
+        return given[waiter]
 
     def _check_open(self) -> None:
         if self._closed:
@@ -282,18 +255,9 @@ class Simulation:
 
     def _program(self, port: Port, spawn: Spawn) -> None:
         """What a program's greenlet runs."""
-        try:
-            returned = self._run_program(port, spawn)
-        except GreenletExit:
-            raise
-        except BaseException as error:
-            # What run_program lets pass, such as KeyboardInterrupt, is for main; but
-            # its caller waits, and the pass or release that waits for it as well.
-            name = name_of(spawn.function)
-            failure = failure_of(error, port.worker, spawn.path, name)
-            port.tell(Returned(spawn.context, spawn.path, None, failure))
-            raise
-        port.tell(returned)
+        passed = run_program(self._run_program, port, spawn, GreenletExit)
+        if passed is not None:
+            raise passed  # What `run_program` lets pass is for the main program.
 
     # ------------------------------------------------------------------------ the loop
 
@@ -331,65 +295,54 @@ class Simulation:
 
     # ----------------------------------------------------------------- what engines ask
 
-    def _handle(self, host: Host, event: Event, record: int) -> None:
-        """Let an engine handle an event; carry out its effects, caused by `record`."""
-        for effect in host.engine.handle(event):
-            if not host.alive:
-                return  # It crashed between two effects.
-            kind = effect.__class__
-            if kind is Send:
-                self._send(host, effect, record)
-            elif kind is Compute:
-                self._jobs.add(host, effect.job, record)
-            elif kind is Drop:
-                host.drop(effect.keys)
-            elif kind is Resume:
-                self._resume(host, effect, record)
-            elif kind is Alarm:
-                at_ns = self.now_ns + effect.after_ns
-                action = ("alarm", host, effect.event, record)
-                entry = self._timeline.push(at_ns, EVENT, action)
-                self._waiters.alarms[effect.waiter] = entry
-            else:
-                assert kind is Spawn, effect
-                name = name_of(effect.function)
-                spawned = self._note(
-                    "spawn", host.worker, (*PLACE[kind](effect), name), (record,)
-                )
-                self._soon(("spawn", host, effect, spawned))
-
-    def _send(self, host: Host, send: Send, record: int) -> None:
-        message, keys = send.message, send.values
-        values: tuple[Any, ...] = ()
+    def transmit(
+        self,
+        host: Worker,
+        send: Send,
+        message: Message,
+        values: tuple[tuple[Key, ...], tuple[Any, ...]],
+        cause: int,
+    ) -> None:
+        """Send a message; see `jdag.runtime.host.Driver`."""
+        keys, arrays = values
         prints: tuple[int, ...] = ()
-        causes: tuple[int, ...] = (record,)
+        causes: tuple[int, ...] = (cause,)
         end = self._carriage.end(host.worker, send.to)
         if keys:
-            made_by = host.made.get
-            message, keys, values = host.load(message, keys)
             if self.trace is not None:
-                prints = tuple(map(fingerprint, values))
-            data = [made_by(key, record) for key in keys]
-            causes = tuple(dict.fromkeys((record, *data)))
-        payload_bytes, wire_bytes = size(message, values)
+                prints = tuple(map(fingerprint, arrays))
+            data = [host.made.get(key, cause) for key in keys]
+            causes = tuple(dict.fromkeys((cause, *data)))
+        payload_bytes, wire_bytes = size(message, arrays)
         end.payload_bytes += payload_bytes
         end.zero_bytes += sum([zero.nbytes for zero in send.zeros])
         kind = message.__class__
         said = (kind.__name__, *PLACE[kind](message))
         sizes = (payload_bytes, wire_bytes + FRAME_BYTES, prints)
-        self._carriage.send(end, message, values, said, sizes, causes)
+        self._carriage.send(end, message, arrays, said, sizes, causes)
 
-    def _resume(self, host: Host, resume: Resume, record: int) -> None:
-        waiter = resume.waiter
-        self._waiters.silence(waiter, self._timeline)
-        asked = self._waiters.asked(waiter)
-        if asked is None:
-            return  # Who waited was interrupted, and is not there any more.
-        resumed = self._note("resume", host.worker, (waiter, asked), (record,))
-        result = resume.result
-        if asked == Fetched.__name__:  # Before another event can replace a leaf.
-            result = host.taken(result)
-        self._waiters.given[waiter] = (result, resumed)
+    def compute(self, host: Worker, job: Job, cause: int) -> None:
+        """Have a device compute a job."""
+        self._jobs.add(self._hosts[host.worker], job, cause)
+
+    def spawn(self, host: Worker, spawn: Spawn, cause: int) -> None:
+        """Start a program, as an event of its own."""
+        detail = (*PLACE[Spawn](spawn), name_of(spawn.function))
+        spawned = self._note("spawn", host.worker, detail, (cause,))
+        self._soon(("spawn", host, spawn, spawned))
+
+    def alarm(self, host: Worker, alarm: Alarm, cause: int) -> Cancel:
+        """Have an engine handle the event of an alarm when it is due."""
+        action = ("alarm", host, alarm.event, cause)
+        entry = self._timeline.push(self.now_ns + alarm.after_ns, EVENT, action)
+        return partial(self._timeline.cancel, entry)
+
+    def resumed(self, host: Worker, waiter: int, what: str, cause: int) -> int:
+        """Note that what a program waits for is here."""
+        return self._note("resume", host.worker, (waiter, what), (cause,))
+
+    def wake(self, host: Worker, waiter: int) -> None:
+        """Let a program go on, as an event of its own."""
         if self._programs.is_parked(waiter):
             self._soon(("wake", host, waiter))
 
@@ -415,12 +368,9 @@ class Simulation:
         causes = (sent,) if sent == record else (sent, record)
         record = self._note("deliver", host.worker, (sender, *said), causes)
         if values:
-            put, made_by = host.machine.values.put, host.made
-            for key, value in zip(landing(message), values, strict=True):
-                put(key, value)
-                made_by[key] = record
+            host.hold(tuple(zip(landing(message), values, strict=True)), record)
         if host.alive:
-            self._handle(host, Arrived(sender, message), record)
+            host.handle(Arrived(sender, message), record)
 
     def _timer(self, end: End) -> None:
         """The timer of an end of a link is due."""
@@ -444,13 +394,13 @@ class Simulation:
             return
         record = self._jobs.finish(host, task)
         if host.alive:
-            self._handle(host, Computed(task.job.id, task.failure), record)
+            host.handle(Computed(task.job.id, task.failure), record)
             self._jobs.call(host, task.device)
 
     def _alarm(self, host: Host, event: Event, record: int) -> None:
         """The time that an engine set itself is over."""
         if host.alive:
-            self._handle(host, event, self._note_event(host, event, record))
+            host.handle(event, self._note_event(host, event, record))
 
     def _wake(self, host: Host, waiter: int) -> None:
         """A program goes on: what it waited for is here."""
@@ -460,7 +410,7 @@ class Simulation:
     def _spawn(self, host: Host, spawn: Spawn, record: int) -> None:
         """A program begins."""
         if host.alive:
-            port = self._port(host, record)
+            port = Port(self, host, self._waiters, record)
             self._programs.start(port, partial(self._program, port, spawn))
 
     # ------------------------------------------------------------------------- records

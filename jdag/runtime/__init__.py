@@ -1,0 +1,1 @@
+"""What both drivers share: how one worker carries out its effects, and its counts."""

@@ -1,0 +1,39 @@
+"""What a worker holds now, and what it has sent and computed so far."""
+
+from dataclasses import dataclass
+
+from jdag.runtime.host import Host
+
+
+@dataclass(slots=True)
+class Sent:
+    """What left a worker; bytes and frames with headers, acknowledgements, resends."""
+
+    messages: int = 0
+    payload_bytes: int = 0
+    zero_bytes: int = 0  # Of zeros that were not sent.
+    bytes: int = 0
+    frames: int = 0
+    resends: int = 0
+    duplicates: int = 0  # Frames that came again, and were thrown away.
+
+
+def info(host: Host, sent: Sent, busy_ns: int, *, lost: bool) -> dict[str, int | bool]:
+    """Return the counts of a worker; one that crashed holds nothing."""
+    values, engine = host.machine.values, host.engine
+    return {
+        "live_contexts": 0 if engine is None else engine.live_contexts,
+        "live_passes": 0 if engine is None else engine.live_passes,
+        "values_held": values.held,
+        "bytes_held": values.bytes_held,
+        "bytes_peak": values.bytes_peak,
+        "messages_sent": sent.messages,
+        "payload_bytes_sent": sent.payload_bytes,
+        "zero_bytes_saved": sent.zero_bytes,
+        "bytes_sent": sent.bytes,
+        "frames_sent": sent.frames,
+        "resends": sent.resends,
+        "duplicates": sent.duplicates,
+        "busy_ns": busy_ns,
+        "lost": lost,
+    }
