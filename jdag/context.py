@@ -450,8 +450,7 @@ class Context:
     def gradients(self) -> Mapping[Ref, Ref]:
         """Return `{leaf: gradient}` of all leaves that a finished pass has reached.
 
-        In the order in which the leaves were made; those that were dropped are left
-        out. See `gradient`.
+        In the order in which leaves were made, without those dropped. See `gradient`.
         """
         self._activation.check("ctx.gradients")
         self._check_top("ctx.gradients")

@@ -196,30 +196,6 @@ def test_a_closed_cluster_says_so_and_what_it_held_stays_known(
         c.put("b", W)
 
 
-def test_an_effect_that_cannot_be_carried_out_keeps_no_other_from_it() -> None:
-    """Somebody asks for a value that is not here, in one event with other effects."""
-    with cluster() as c:
-        node = c.nodes["b"]
-        carried: list[str] = []
-
-        def carry_out(effect: Any) -> None:
-            carried.append(effect)
-            if effect == "cannot":
-                raise KeyError(effect)
-
-        node._carry_out = carry_out
-        handle, node._host.engine.handle = node._host.engine.handle, lambda event: event
-        node._loop.acquire()
-        try:
-            with pytest.raises(KeyError, match="cannot"):
-                node._handle(["one", "cannot", "another"])
-        finally:
-            node._host.engine.handle = handle
-            del node._carry_out
-            node._loop.release()
-        assert carried == ["one", "cannot", "another"]
-
-
 def says_exit(cotangent: Any) -> None:
     raise SystemExit("the hook has had enough")
 
