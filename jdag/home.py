@@ -207,7 +207,7 @@ class Home:
 
     def check_readable(self, ref: Ref) -> None:
         """Raise ContextError where a leaf cannot be read any more."""
-        self.check_open(f"a fetch of {ref!r}")
+        self.check_open("a fetch of {!r}", ref)
         assert ref.leaf is not None, ref
         if ref.leaf.dropped:
             raise ContextError(f"{ref.leaf} was dropped by cluster.drop")
@@ -242,20 +242,23 @@ class Home:
         """Return a value as the store holds it: in abstract mode its shape alone."""
         return aval_of(value).on(None) if self.abstract else on_default(value)
 
-    def check_open(self, what: str) -> None:
+    def check_open(self, what: str, *about: object) -> None:
         """Raise unless the cluster is open, and JAX as it was when that was made.
+
+        Args:
+            what: what needs this, for the error; formatted with `about` only then.
 
         Raises:
             ContextError: it is closed; or this is inside of jit or its kin.
             JdagError: a setting of JAX that results depend on has changed.
         """
         if self.closed:
-            raise ContextError(f"{what} on {self}, which is closed")
+            raise ContextError(f"{what.format(*about)} on {self}, which is closed")
         if configuration() != self.configuration:
-            self._refuse_configuration(what)
+            self._refuse_configuration(what.format(*about))
         if trace_state() != self.trace:
             raise ContextError(
-                f"{what} inside of jax.jit, vmap, grad or another function that JAX "
+                f"{what.format(*about)} inside of jax.jit, vmap, grad or another function that JAX "
                 "traces: jdag runs outside of these. Put them inside of the functions "
                 "that are called; ctx.backward and jdag.value_and_grad differentiate"
             )
