@@ -246,7 +246,8 @@ class Home:
         """Raise unless the cluster is open, and JAX as it was when that was made.
 
         Args:
-            what: what needs this, for the error; formatted with `about` only then.
+            what: what needs this, for the error.
+            *about: what to format it with, only then.
 
         Raises:
             ContextError: it is closed; or this is inside of jit or its kin.
@@ -258,9 +259,10 @@ class Home:
             self._refuse_configuration(what.format(*about))
         if trace_state() != self.trace:
             raise ContextError(
-                f"{what.format(*about)} inside of jax.jit, vmap, grad or another function that JAX "
-                "traces: jdag runs outside of these. Put them inside of the functions "
-                "that are called; ctx.backward and jdag.value_and_grad differentiate"
+                f"{what.format(*about)} inside of jax.jit, vmap, grad or another "
+                "function that JAX traces: jdag runs outside of these. Put them inside "
+                "of the functions that are called; ctx.backward and "
+                "jdag.value_and_grad differentiate"
             )
 
     def _refuse_configuration(self, what: str) -> None:

@@ -12,7 +12,6 @@ from jdag.compute.pytrees import (
     Split,
     flatten,
     flatten_refs,
-    map_leaves,
     paths,
     split,
     static,
@@ -125,7 +124,7 @@ def test_a_tree_of_refs_is_taken_apart_and_put_together() -> None:
     leaves, treedef = flatten_refs(tree, is_ref)
     assert leaves == [tree["b"], *tree["w"]]  # type: ignore[misc]
     assert unflatten(treedef, leaves) == tree
-    assert map_leaves(is_ref, tree) == {"w": [True, True], "b": True}
+    assert jax.tree.map(is_ref, tree) == {"w": [True, True], "b": True}
     assert paths(tree) == ["['b']", "['w'][0]", "['w'][1]"]
 
 

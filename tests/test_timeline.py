@@ -90,7 +90,7 @@ def test_a_run_that_does_not_end_is_stopped_by_a_bound_that_is_named():
         while True:
             timeline.push(timeline.now_ns + 1, 0, "again")
             timeline.pop()
-    assert timeline.pushed == 100
+    assert timeline._pushed == 100
 
 
 def test_nothing_is_queued_in_the_past():

@@ -484,11 +484,6 @@ def unflatten(treedef: Any, leaves: Sequence[Any]) -> Any:
     return jtu.tree_unflatten(treedef, leaves)
 
 
-def map_leaves(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """Return the pytree of `fn(leaf, *leaves of rest)`; all have one structure."""
-    return jtu.tree_map(fn, tree, *rest)
-
-
 def paths(tree: Any, is_ref: Callable[[Any], bool] | None = None) -> list[str]:
     """Return the name of each leaf, such as `['w'][0]`, in JAX's order.
 

@@ -229,11 +229,6 @@ class Company:
         with self._loop:
             self._lose(self._current(peer), why)
 
-    def connected(self, name: str) -> bool:
-        """Whether there is a stream to that peer."""
-        peer = self.peers.get(name)
-        return peer is not None and peer.stream is not None
-
     # ------------------------------------------------------------------ what peers say
 
     def arrived(self, peer: Peer, message: Message, values: Sequence[Any]) -> None:

@@ -42,11 +42,6 @@ class Timeline:
         """How many actions wait."""
         return len(self._heap) - self._taken_out
 
-    @property
-    def pushed(self) -> int:
-        """How many events the run has pushed so far."""
-        return self._pushed
-
     def push(self, time_ns: int, priority: int, action: Any) -> Entry:
         """Queue `action` at `time_ns`, which is not past; lower priorities come first.
 

@@ -111,8 +111,7 @@ class Link:
     in the past, which means now. It changes with every call, so a driver arms one timer
     at the earliest deadline it saw and, when that comes, looks again.
 
-    Counters: `sent` data frames, `resent` ones, pure acknowledgements sent (`acks`),
-    payloads `delivered`, data frames that came again (`duplicates`).
+    Counters: `sent` data frames, `resent` ones, those that came again (`duplicates`).
     """
 
     __slots__ = (
@@ -125,9 +124,7 @@ class Link:
         "_tries",
         "_unacked",
         "acknowledged",
-        "acks",
         "deadline_ns",
-        "delivered",
         "duplicates",
         "lost",
         "peer",
@@ -140,7 +137,7 @@ class Link:
         self.peer = peer
         self.lost = False
         self.deadline_ns: int | None = None
-        self.sent = self.resent = self.acks = self.delivered = self.duplicates = 0
+        self.sent = self.resent = self.duplicates = 0
         self._settings = settings
         self._last = 0  # The highest sequence that was sent.
         self.acknowledged = 0  # Up to which the peer is known to have everything.
@@ -208,7 +205,6 @@ class Link:
         if sequence:
             if sequence == self.received + 1 and not self._early:
                 self.received = sequence
-                self.delivered += 1
                 ready = (payload,)
             else:
                 ready = self._reorder(sequence, payload)
@@ -238,7 +234,6 @@ class Link:
             else:
                 frames.append(self._resend(now_ns))
         if self._ack_due_ns is not None and self._ack_due_ns <= now_ns:
-            self.acks += 1
             self._ack_due_ns = None
             frames.append(Frame(0, self.received))
         self._arm()
@@ -313,7 +308,6 @@ class Link:
         while self.received + 1 in self._early:  # Bounded by what is kept.
             self.received += 1
             ready.append(self._early.pop(self.received))
-        self.delivered += len(ready)
         return tuple(ready)
 
     def _resend(self, now_ns: int) -> Frame:
