@@ -15,9 +15,10 @@ event; after `close` nothing is told, sent or computed, and who waits is interru
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
+
+from msgspec.structs import replace
 
 from jdag.compute.buffers import Buffers
 from jdag.compute.machine import Machine, failure_of
@@ -26,6 +27,7 @@ from jdag.engine.drawing import Drawing
 from jdag.engine.vocabulary import (
     Acknowledge,
     Alarm,
+    AnyKey,
     Arrived,
     Awaited,
     Compute,
@@ -54,12 +56,10 @@ from jdag.engine.vocabulary import (
 )
 from jdag.errors import JdagError, ProtocolError, other_thread
 from jdag.functions import name_of
-from jdag.rpc.allowed import Allowed
 from jdag.rpc.company import LEFT, Company, broke
 from jdag.rpc.exports import check_size
 from jdag.rpc.functions import Functions
 from jdag.rpc.jobs import Jobs
-from jdag.rpc.live import live
 from jdag.rpc.loop import Loop, clock_ns
 from jdag.rpc.peer import Peer
 from jdag.rpc.place import Place
@@ -68,6 +68,7 @@ from jdag.rpc.programs import Over, Programs, ended_by
 from jdag.rpc.settings import VALUE_BYTES_MAX
 from jdag.rpc.sizes import check_values
 from jdag.rpc.standing import info, info_of_all, quiet, settle
+from jdag.wire.encoding import encoded
 from jdag.wire.messages import Codec
 
 RunProgram = Callable[[Port, Spawn], Returned]
@@ -77,7 +78,6 @@ LAST_INFO_S = 1.0  # Who closes does not wait long for what others have counted.
 FLUSH_NS = 50_000  # What a program tells in a row leaves together, so often.
 SWEEP_NS = 10**9  # Memory that is not received into for so long is let go of.
 ROUNDS_MAX = 64
-DRAWINGS = Allowed(("jdag.engine.drawing", "jdag.engine.names"))
 
 _WAITING = (Launched, Awaited, Fetched, Differentiated, Left)
 _log = logging.getLogger(__name__)
@@ -188,11 +188,11 @@ class Node:
 
     def graph(self, context: ContextId) -> dict[str, Drawing]:
         """The graph of a context as it is now: what each worker has of it."""
-        answers = self.company.ask_all({"what": "graph", "of": context}, or_raise=True)
+        of = (context.number, context.counter, context.incarnation)
+        answers = self.company.ask_all({"what": "graph", "of": of}, or_raise=True)
         drawn: dict[str, Any] = {self.name: self._apart(self._engine.graph, context)}
         for worker, data in answers.items():
-            tree = self._codec.decode_data(bytes.fromhex(data))
-            drawn[worker] = live(tree, DRAWINGS)
+            drawn[worker] = self._codec.decode_drawing(bytes.fromhex(data))
         return {w: drawn[w] for w in self.workers if drawn.get(w) is not None}
 
     def settle(self) -> None:
@@ -332,7 +332,7 @@ class Node:
         if asked is None:
             return  # Who waited was interrupted, and is not there any more.
         if asked == Fetched.__name__:  # Before another event can replace a leaf.
-            keys = [one for one in result if type(one) is Key]
+            keys = [one for one in result if isinstance(one, AnyKey)]
             result = self._machine.fetched(result, self.worker)
             self._drop([key for key in keys if key.kind == "reading"])
         programs.give(waiter, result)
@@ -422,7 +422,7 @@ class Node:
                 return answers[what]()
             case {"what": "graph", "of": [int(number), int(counter), int(incarnation)]}:
                 drawing = self._engine.graph(ContextId(number, counter, incarnation))
-                return self._codec.encode_data(drawing).hex()
+                return encoded(drawing).hex()
             case _:
                 raise ProtocolError(f"nobody asks {asked!r}")
 

@@ -12,9 +12,10 @@ take it for an error of theirs.
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import count
 from typing import Any
+
+from msgspec.structs import replace
 
 from jdag.compute.machine import failure_of
 from jdag.engine.vocabulary import Message, Return, Run, Worker

@@ -5,7 +5,7 @@ from typing import Any
 
 from jdag.compute.machine import Machine
 from jdag.engine import Engine
-from jdag.engine.vocabulary import Key, incarnated, incarnation_of, named
+from jdag.engine.vocabulary import Key, ReadingKey, incarnated, incarnation_of, named
 from jdag.sim.carriage import End
 from jdag.sim.chooser import Chooser
 from jdag.sim.devices import Device, DeviceModel
@@ -79,7 +79,7 @@ class Host:
     def taken(self, found: Sequence[Any]) -> tuple[Any, ...]:
         """What was fetched, values in place of keys; what came only for that goes."""
         values = self.machine.fetched(found, self.worker)
-        self.drop([k for k in found if type(k) is Key and k.kind == "reading"])
+        self.drop([k for k in found if type(k) is ReadingKey])
         return values
 
     def clear(self) -> None:
