@@ -31,6 +31,7 @@ from jdag.compute.pytrees import (
 from jdag.engine.vocabulary import (
     Argument,
     Attached,
+    ConstantKey,
     ContextId,
     Discarded,
     Failure,
@@ -39,6 +40,7 @@ from jdag.engine.vocabulary import (
     Key,
     Launched,
     LeafId,
+    OutputKey,
     Path,
     Worker,
 )
@@ -155,10 +157,8 @@ class Activation:
                 more[place[0]] -= 1
             else:
                 del more[place[0]]
-        if found:
-            self._noticed = True
-            found.sort()
-        return tuple(found)
+        self._noticed = self._noticed or bool(found)
+        return tuple(sorted(found, key=lambda place: (place[0].order, place[1])))
 
     def left(self, result: Any) -> tuple[Reply, tuple[Place, ...]]:
         """Return what a program with this result returns, and what nobody can name.
@@ -308,7 +308,7 @@ class Activation:
             else:
                 constants.append((place, aval_of(ref)))
         for place, value in (*parts.constants, *constants):
-            key = Key("constant", self.id, path, place)
+            key = ConstantKey(self.id, path, place)
             avals[place] = parts.aval(place, value)
             arguments[place] = Argument(key, here, False)
         tracked = tuple([argument.tracked for argument in arguments])
@@ -333,7 +333,7 @@ class Activation:
         self.port.tell(issued, stored)
         refs = []
         for index, aval in enumerate(made.out_avals):
-            key = Key("output", self.id, path, index)
+            key = OutputKey(self.id, path, index)
             hold = Hold(self._loose, key, worker)
             known, tracks = aval.on(device), made.out_tracked[index]
             refs.append(

@@ -32,6 +32,7 @@ from jdag.compute.pytrees import (
 from jdag.engine.vocabulary import (
     Assigned,
     Assignment,
+    ConstantKey,
     Dropped,
     Key,
     LeafId,
@@ -308,7 +309,7 @@ class Assignments:
                 keys[position] = value.key
             else:
                 avals[position] = parts.aval(position, value)
-                key = Key("constant", None, (*self._path, place), position)
+                key = ConstantKey(None, (*self._path, place), position)
                 keys[position] = constants.setdefault(id(value), (key, value))[0]
         site = _site(change.purpose)
         untracked = (False,) * parts.size

@@ -5,9 +5,10 @@ A driver runs it all (`jdag.drivers`).
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from typing import Any
+
+from msgspec.structs import replace
 
 from jdag.activation import Activation, Ended
 from jdag.assignments import Assignments, Change

@@ -13,6 +13,7 @@ from jdag.engine.vocabulary import (
     Awaited,
     ContextId,
     Differentiated,
+    GradientKey,
     Key,
     LeafId,
     Left,
@@ -22,6 +23,7 @@ from jdag.engine.vocabulary import (
     PassResult,
     Returned,
     Root,
+    SeedKey,
     Spawn,
     named,
 )
@@ -304,7 +306,7 @@ class Context:
             given = seed is not None
             told.append((root.owner, Root(root.key, root.aval, given, place)))
             if given:
-                key = Key("seed", self._id, self._passes + 1, place)
+                key = SeedKey(self._id, self._passes + 1, place)
                 stored.append((key, self._home.value(seed)))
         return tuple(told), stored
 
@@ -313,16 +315,14 @@ class Context:
     ) -> PassReport:
         self._passes = result.number
         if result.outcome is Outcome.EXPIRED:
-            assert result.failure is not None, result
-            text = expired(result, timeout_s)
-            raise PassTimeout(text, result.owed)
+            raise PassTimeout(expired(result, timeout_s), result.owed)
         if result.outcome is Outcome.FAILED:
             assert result.failure is not None, result
             raise self._activation.seen(result.failure)
         if result.outcome is Outcome.STUCK:
             raise UnusedSendError(stuck(result.owed), result.owed)
         for leaf in result.leaves:
-            key = Key("gradient", self._id, leaf, result.number)
+            key = GradientKey(self._id, leaf, result.number)
             self._holds[leaf] = self._activation.hold(key, leaf.worker)
             record = self._home.leaves.get(leaf)
             if record is not None:
@@ -331,9 +331,9 @@ class Context:
             raise self._activation.seen(result.failure)
         leaves = self._home.leaves
         stale = {
-            self._home.leaf_ref(leaves[leaf]): newer
-            for leaf, newer in sorted(result.stale, key=lambda of: of.leaf.number)
-            if leaf in leaves
+            self._home.leaf_ref(leaves[one.leaf]): one.newer
+            for one in sorted(result.stale, key=lambda one: one.leaf.number)
+            if one.leaf in leaves
         }
         return PassReport(result.number, mode, stale)
 
@@ -441,7 +441,7 @@ class Context:
                 "jdag.value_and_grad fills in zeros"
             )
         record, number = self._gradients[ref.leaf.id]
-        key = Key("gradient", self._id, record.id, number)
+        key = GradientKey(self._id, record.id, number)
         aval = record.aval
         hold = self._holds[record.id]
         holder = self._activation

@@ -1,8 +1,9 @@
 """Failures, which travel as values, turned into the exceptions that users see."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from jdag import errors
 from jdag.compute.machine import failure_of, user_traceback

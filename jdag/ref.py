@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from jdag.compute.avals import Aval
 from jdag.compute.duals import primal_of
 from jdag.compute.pytrees import flatten, flatten_refs, unflatten
-from jdag.engine.vocabulary import Failure, Key, LeafId, Worker, named
+from jdag.engine.vocabulary import (
+    Failure,
+    Key,
+    LeafId,
+    LeafKey,
+    NewestKey,
+    Worker,
+    named,
+)
 from jdag.errors import ContextError, JdagError
 
 
@@ -49,12 +57,12 @@ class Leaf:
     @property
     def first(self) -> Key:
         """The key of the version that it is made with."""
-        return Key("leaf", None, self.id, 0)
+        return LeafKey(None, self.id, 0)
 
     @property
     def key(self) -> Key:
         """The key of the newest version: of the next one, where it is assigned."""
-        return Key("newest", None, self.id, 0)
+        return NewestKey(None, self.id, 0)
 
     def __str__(self) -> str:
         return str(self.id)

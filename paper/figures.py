@@ -40,10 +40,11 @@ from jdag.engine.vocabulary import (
     Differentiated,
     Effect,
     Issued,
-    Key,
     LeafId,
+    LeafKey,
     Mode,
     Opened,
+    OutputKey,
     PassResult,
     Resume,
     Root,
@@ -115,7 +116,7 @@ def chain(nodes: int, workers: tuple[str, ...]) -> tuple[float, float]:
     home = workers[0]
     context = ContextId(0, 1, 0)
     bench.tell(home, Opened(context))
-    leaf = Key("leaf", None, LeafId(home, 1), 0)
+    leaf = LeafKey(None, LeafId(home, 1), 0)
     made = Assignment((1, 0), None, (), (leaf,), ("aval",), "here")
     bench.tell(home, Assigned((1,), (made,)))
     argument = Argument(leaf, home, True)
@@ -128,7 +129,7 @@ def chain(nodes: int, workers: tuple[str, ...]) -> tuple[float, float]:
             home,
             Issued(context, path, worker, function, "f", (argument,), (True,), "here"),
         )
-        argument = Argument(Key("output", context, path, 0), worker, True)
+        argument = Argument(OutputKey(context, path, 0), worker, True)
     forward = time.perf_counter()
     root = Root(argument.key, "aval", False, 0)
     roots = ((argument.owner, root),)

@@ -3,7 +3,9 @@
 import random
 from typing import Any
 
-from jdag.engine.vocabulary import Argument, Key, Outcome
+from msgspec.structs import replace
+
+from jdag.engine.vocabulary import Argument, Key, NewestKey, Outcome
 from tests.engine_net import Net, Scope, names
 from tests.engine_values import Linear
 
@@ -41,7 +43,7 @@ def finished(scope: Scope, *roots: Argument, **settings: Any) -> int:
 
 def newest(leaf: Argument) -> Argument:
     """A leaf as whichever version of it is the newest when its owner is asked."""
-    return leaf._replace(key=Key("newest", None, leaf.key.name, 0))
+    return replace(leaf, key=NewestKey(None, leaf.key.name, 0))
 
 
 def assign_newest(

@@ -3,7 +3,7 @@
 from collections.abc import Container, Mapping
 from typing import Any
 
-from jdag.engine.vocabulary import Key, LeafId
+from jdag.engine.vocabulary import AnyKey, Key, LeafId
 
 
 def leftovers(places: Mapping[str, Any], dropped: Container[LeafId]) -> list[str]:
@@ -38,8 +38,8 @@ def taken(store: dict[Key, Any], result: Any) -> Any:
     """What a program is resumed with; values that it fetched are taken at once."""
     if type(result) is not tuple:
         return result
-    taken = tuple(store[what] if isinstance(what, Key) else what for what in result)
+    taken = tuple(store[what] if isinstance(what, AnyKey) else what for what in result)
     for what in result:
-        if isinstance(what, Key) and what.kind == "reading":
+        if isinstance(what, AnyKey) and what.kind == "reading":
             del store[what]
     return taken

@@ -18,6 +18,7 @@ from jdag.engine.vocabulary import (
     Attached,
     Compute,
     Computed,
+    ConstantKey,
     ContextId,
     Differentiated,
     Discarded,
@@ -27,6 +28,7 @@ from jdag.engine.vocabulary import (
     Event,
     Failure,
     Fetched,
+    GradientKey,
     Hook,
     Issued,
     Job,
@@ -34,14 +36,17 @@ from jdag.engine.vocabulary import (
     Key,
     Launched,
     LeafId,
+    LeafKey,
     Left,
     Lost,
     Mode,
     Opened,
+    OutputKey,
     PassResult,
     Resume,
     Returned,
     Root,
+    SeedKey,
     Send,
     Spawn,
     Worker,
@@ -270,7 +275,7 @@ class Net:
     def put(self, worker: str, value: int, home: str) -> Argument:
         self._leaf += 1
         leaf = LeafId(outages.known(self, home, worker), self._leaf)
-        key = Key("leaf", None, leaf, 0)
+        key = LeafKey(None, leaf, 0)
         self.places[home].values[key] = (value, f"leaf{self._leaf}")
         self.assign(home, worker, None, (), key)
         return Argument(key, leaf.worker, True)
@@ -295,7 +300,7 @@ class Net:
         self, home: str, leaf: Argument, function: Linear, *inputs: Argument
     ) -> Argument:
         """The next version of a leaf."""
-        key = leaf.key._replace(index=leaf.key.index + 1)
+        key = LeafKey(None, leaf.key.name, leaf.key.index + 1)
         return self.assign(home, leaf.owner, function, inputs, key)
 
     def drop(self, home: str, *leaves: Argument) -> None:
@@ -362,7 +367,7 @@ class Scope:
         given: list[Argument] = []
         for position, argument in enumerate(arguments):
             if isinstance(argument, int):
-                key = Key("constant", self.context, path, position)
+                key = ConstantKey(self.context, path, position)
                 store[key] = (argument, str(argument))
                 given.append(Argument(key, self.worker, False))
             else:
@@ -382,10 +387,9 @@ class Scope:
             "here",
             self.noted(),
         )
-        constants = [a.key for a in given if a.key.kind == "constant"]
-        self._tell(event, constants)
+        self._tell(event, [a.key for a in given if a.key.kind == "constant"])
         return [
-            Argument(Key("output", self.context, path, i), worker, tracked)
+            Argument(OutputKey(self.context, path, i), worker, tracked)
             for i, tracked in enumerate(outputs)
         ]
 
@@ -443,7 +447,7 @@ class Scope:
         carried: list[Key] = []
         for number, seed in enumerate(given):
             if seed is not None:
-                carried.append(Key("seed", self.context, self.passes, number))
+                carried.append(SeedKey(self.context, self.passes, number))
                 self.net.places[self.worker].values[carried[-1]] = (seed, str(seed))
         placed = tuple(
             (root.owner, Root(root.key, "aval", given[number] is not None, number))
@@ -462,7 +466,7 @@ class Scope:
     def gradient(self, leaf: Argument, number: int | None = None) -> Argument:
         """The gradient that a pass, by default the last one, left of a leaf."""
         number = self.passes if number is None else number
-        key = Key("gradient", self.context, leaf.key.name, number)
+        key = GradientKey(self.context, leaf.key.name, number)
         return Argument(key, leaf.owner, False)
 
     def gradients(self, *leaves: Argument) -> list[Any]:
@@ -483,7 +487,7 @@ class Scope:
 
 def stopped(value: Argument) -> Argument:
     """The same value, its gradient stopped."""
-    return value._replace(tracked=False)
+    return Argument(value.key, value.owner, False)
 
 
 def weights(*rows: Sequence[int]) -> tuple[tuple[int, ...], ...]:

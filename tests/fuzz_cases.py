@@ -3,10 +3,11 @@
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from typing import Any, NamedTuple
 from unittest.mock import patch
+
+from msgspec import Struct
 
 from jdag.rpc.outbox import Outbox, Parcel
 from jdag.wire.frames import FrameKind, pack_header
@@ -62,12 +63,9 @@ def changed(data: Any, rng: random.Random, chance: float) -> Any:
         return tuple(items)
     if isinstance(data, tuple):
         return type(data)(*[changed(item, rng, chance) for item in data])
-    if is_dataclass(data) and not isinstance(data, type):
-        parts = {
-            one.name: changed(getattr(data, one.name), rng, chance)
-            for one in fields(data)
-        }
-        return replace(data, **parts)
+    if isinstance(data, Struct):
+        parts = [getattr(data, name) for name in data.__struct_fields__]
+        return type(data)(*[changed(part, rng, chance) for part in parts])
     return data
 
 

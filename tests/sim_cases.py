@@ -16,6 +16,7 @@ from jdag.engine.vocabulary import (
     Key,
     Left,
     Resume,
+    ScratchKey,
     Send,
 )
 from jdag.engine.weight import WHOLE
@@ -127,7 +128,7 @@ def send(to: str, tag: int) -> Send:
 
 
 def key(name: Any, index: int = 0) -> Key:
-    return Key("scratch", CONTEXT, name, index)
+    return ScratchKey(CONTEXT, name, index)
 
 
 def resume(event: Event, result: Any = None) -> Resume:

@@ -11,11 +11,12 @@ from jdag.engine.vocabulary import (
     Cotangent,
     Fail,
     Failure,
-    Key,
     Mode,
     Outcome,
     Primal,
+    ResidualsKey,
     Root,
+    SeedKey,
     Start,
     Vjp,
 )
@@ -153,7 +154,7 @@ def test_a_node_that_got_only_symbolic_zeros_is_not_run(seed: int):
     present = [m.present for _, _, m in net.sent if type(m) is Cotangent]
     assert present == [(False, True), (False,)]
     net.drain()
-    assert kept(net, "residuals") == [Key("residuals", scope.context, (3,), 0)]
+    assert kept(net, "residuals") == [ResidualsKey(scope.context, (3,), 0)]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -184,7 +185,7 @@ def test_what_zeros_passed_by_in_a_pass_that_retains_can_be_used_in_the_next():
     finished(scope, root, retain=True)
     finished(scope, both)
     assert scope.gradients(x, y) == [2, 3 + 3]
-    assert kept(net, "residuals") == [Key("residuals", scope.context, (4,), 0)]
+    assert kept(net, "residuals") == [ResidualsKey(scope.context, (4,), 0)]
 
 
 # --------------------------------------------------------------------- passes and graph
@@ -375,7 +376,7 @@ def test_a_late_start_of_a_pass_that_ended_is_dropped_with_what_it_carries():
     finished(scope, y, retain=True)
     root = Root(y.key, "aval", True, 0)
     late = Start(scope.context, 1, (root,), Mode.FAST, True, True, WHOLE, 0)
-    net.places["b"].values[Key("seed", scope.context, 1, 0)] = (9, "late")
+    net.places["b"].values[SeedKey(scope.context, 1, 0)] = (9, "late")
     net.tell("b", Arrived("a", late))
     assert kept(net, "seed") == []
     assert net.places["b"].engine.live_passes == 0

@@ -180,7 +180,7 @@ def test_a_stuck_pass_leaves_no_gradient_and_can_be_run_again_if_retained():
 def marks(net: Net) -> list[tuple[str, str, list[tuple[Any, ...]]]]:
     """Each mark message: from, to, and its (path, slots)."""
     return [
-        (a, b, [tuple(marked) for marked in m.transfers])
+        (a, b, [(one.path, one.slots) for one in m.transfers])
         for a, b, m in net.sent
         if type(m) is Mark
     ]

@@ -6,7 +6,16 @@ from typing import Any
 import pytest
 
 import jdag.moving
-from jdag.engine.vocabulary import ContextId, Fill, Forward, Job, Key, Sum, Vjp
+from jdag.engine.vocabulary import (
+    ContextId,
+    Fill,
+    Forward,
+    Job,
+    Key,
+    ScratchKey,
+    Sum,
+    Vjp,
+)
 from jdag.errors import ScenarioError
 from jdag.functions import name_of
 from jdag.sim.chooser import POLICIES
@@ -23,8 +32,8 @@ MODEL = DeviceModel(
 )
 
 
-def key(name: str) -> Key:
-    return Key("scratch", CONTEXT, name, 0)
+def key(name: Any) -> Key:
+    return ScratchKey(CONTEXT, name, 0)
 
 
 def named(name: str) -> Any:

@@ -18,6 +18,7 @@ import pytest
 
 import jdag
 from jdag import drivers
+from jdag.engine.names import TEXT_MAX
 from jdag.errors import (
     JdagError,
     JoinError,
@@ -28,7 +29,6 @@ from jdag.errors import (
 from jdag.rpc import launch as launch_module
 from jdag.rpc.session import Session
 from jdag.sim.simulation import Simulation
-from jdag.wire.encoding import TEXT_MAX_BYTES
 from tests.rpc_cases import free_address
 from tests.rpc_workers import Workers
 from tests.test_node import W, X, gradient, hidden, loss, simulated, total
@@ -84,7 +84,7 @@ def cries(ctx: Any, count: int) -> Any:
 def test_what_says_more_than_a_message_holds_says_its_ends_and_nobody_is_lost(
     workers: Workers,
 ) -> None:
-    count = TEXT_MAX_BYTES
+    count = TEXT_MAX
     with workers.connect() as cluster, cluster.context() as ctx:
         with pytest.raises(RemoteError) as caught:
             ctx.call("b", cries, count)

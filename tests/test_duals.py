@@ -14,10 +14,11 @@ from jdag.compute.pairs import pair
 from jdag.compute.pytrees import split
 from jdag.compute.sums import add
 from jdag.compute.values import Values
+from jdag.engine.vocabulary import ContextId, Primal
 from jdag.errors import JdagError
 from jdag.functions import unjitted
-from jdag.wire.arrays import ARRAY_TYPE, ArrayType, sizes, type_of
-from jdag.wire.cursors import Reader, Writer
+from jdag.wire.arrays import ArrayType, type_of
+from jdag.wire.messages import Codec, size
 
 W = jnp.arange(9.0).reshape(3, 3) / 9 + 0.1
 X = jnp.linspace(-1, 1, 6).reshape(3, 2)
@@ -226,12 +227,12 @@ def test_a_dual_travels_as_two_arrays_under_one_header():
     dual = Dual(W, DW)
     kind = ArrayType((3, 3), "float64", False, dual=True)
     assert type_of(dual) == kind and kind.nbytes == 2 * W.nbytes
-    assert sizes([dual, X]) == (2 * W.nbytes + X.nbytes, 2 * 2 + 4 * 8)
-    writer = Writer({})
-    ARRAY_TYPE.write(writer, dual)
-    data = bytes(writer.out)
-    assert data[1] == 0x82 and ARRAY_TYPE.size(dual) == len(data)
-    assert ARRAY_TYPE.read(Reader(data, {})) == kind
+    message = Primal(ContextId(0, 1, 0), (1,), "a", (None, None))
+    codec = Codec(("a",))
+    head = codec.encode_with(message, [kind, type_of(X)])
+    assert codec.decode_with(head) == (message, (kind, type_of(X)), len(head))
+    elements = 2 * W.nbytes + X.nbytes
+    assert size(message, [dual, X]) == (elements, len(head) + elements)
 
 
 def test_a_fingerprint_is_of_both_arrays():

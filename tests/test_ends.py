@@ -12,20 +12,22 @@ from jdag.engine.vocabulary import (
     Argument,
     Arrived,
     Call,
+    ConstantKey,
     ContextId,
     Cotangent,
     End,
     Failure,
     Forward,
     Incoming,
-    Key,
     LeafId,
     Mark,
     Marked,
     Message,
     Mode,
     Outcome,
+    OutputKey,
     Primal,
+    ReceivedKey,
     Release,
     Released,
     Return,
@@ -163,8 +165,8 @@ def test_a_pass_left_in_the_middle_leaves_nothing_and_the_next_context_is_right(
 
 def late_messages(context: ContextId, leaf: Argument) -> list[Message]:
     """One of each kind that could remake a context."""
-    key = Key("constant", context, (9,), 0)
-    root = Root(Key("output", context, (1,), 0), "aval", True, 0)
+    key = ConstantKey(context, (9,), 0)
+    root = Root(OutputKey(context, (1,), 0), "aval", True, 0)
     call = Call(
         context,
         (9,),
@@ -250,7 +252,7 @@ def test_contexts_that_are_released_at_once_stay_gone_in_whichever_order(
     net.let_go()
     net.drain()
     for scope in scopes:
-        key = Key("received", scope.context, ((9,), "c"), 0)
+        key = ReceivedKey(scope.context, ((9,), "c"), 0)
         net.places["b"].values[key] = (1, "late")
         net.tell("b", Arrived("a", Primal(scope.context, (9,), "c", (None,))))
         assert net.places["b"].engine.live_contexts == 0

@@ -9,7 +9,7 @@ from jdag.engine.vocabulary import (
     Acknowledge,
     Argument,
     Call,
-    Key,
+    ConstantKey,
     Primal,
     Release,
     Return,
@@ -268,8 +268,8 @@ def test_constants_live_where_they_are_used_and_go_when_they_were():
         w: [k for k in p.values if k.kind == "constant"] for w, p in net.places.items()
     }
     assert held == {
-        "b": [Key("constant", scope.context, (1,), i) for i in (0, 1)],
-        "a": [Key("constant", scope.context, (2,), i) for i in (0, 1)],
+        "b": [ConstantKey(scope.context, (1,), i) for i in (0, 1)],
+        "a": [ConstantKey(scope.context, (2,), i) for i in (0, 1)],
     }
     net.let_go()
     net.drain()

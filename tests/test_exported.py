@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from msgspec import msgpack
+from msgspec.structs import replace
 
 from jdag.compute import exported as module
 from jdag.compute.avals import aval_of
@@ -23,7 +25,7 @@ from jdag.compute.pytrees import split
 from jdag.errors import JdagError
 from jdag.functions import unjitted
 from jdag.wire.arrays import DTYPES
-from jdag.wire.cursors import Reader, Writer
+from jdag.wire.encoding import encoded
 from tests.compute_cases import array
 from tests.export_cases import CASES, layer
 
@@ -248,16 +250,12 @@ def test_what_holds_too_much_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None
 
 def changed(definition: Definition, **fields: Any) -> Definition:
     """A definition with other parts, and the digest of these."""
-    header = module._HEADER.read(Reader(definition.data, {}))
-    writer = Writer({})
-    module._HEADER.write(writer, header._replace(**fields))
-    data = bytes(writer.out)
+    data = encoded(replace(header_of(definition), **fields))
     return Definition(sha256(data).digest(), data)
 
 
 def header_of(definition: Definition) -> Header:
-    found: Header = module._HEADER.read(Reader(definition.data, {}))
-    return found
+    return msgpack.decode(definition.data, type=Header)
 
 
 def test_other_bytes_than_those_of_the_digest_are_refused() -> None:
@@ -268,7 +266,7 @@ def test_other_bytes_than_those_of_the_digest_are_refused() -> None:
         Program(bytes(32), data)
     with pytest.raises(JdagError, match="cannot be read"):
         Program(sha256(b"x").digest(), b"x")
-    with pytest.raises(JdagError, match="breaks: nothing is left over"):
+    with pytest.raises(JdagError, match=r"cannot be read: .* trailing characters"):
         Program(sha256(data + b"x").digest(), data + b"x")
 
 

@@ -26,8 +26,9 @@ from jdag.engine.vocabulary import (
     Discarded,
     Hook,
     Issued,
-    Key,
     Launched,
+    LeafKey,
+    OutputKey,
 )
 from jdag.errors import JdagError
 from jdag.leafwise import Leafwise
@@ -36,7 +37,6 @@ from jdag.optim import _stepped, squared_norms
 from jdag.rpc import functions as functions_module
 from jdag.rpc.exports import Exports
 from jdag.rpc.functions import Functions
-from jdag.wire.messages import FunctionData
 from jdag.wire.specs import read_spec
 from tests import names_cases
 from tests.compute_cases import array
@@ -74,7 +74,7 @@ def received(pair: Any, allowed: tuple[str, ...] = ()) -> Any:
     spec, definitions = Exports().spec_for(pair, allowed)
     for one in definitions:
         functions.define(*one)
-    return functions.bound(FunctionData(spec))
+    return functions.bound(spec)
 
 
 @pytest.mark.parametrize("case", FUNCTIONS)
@@ -252,7 +252,7 @@ def test_a_message_is_sent_with_what_is_to_be_defined_first() -> None:
     assert bits(bound.function.forward([array(2, 3), X])[0][0]) == bits(
         pair.forward([array(2, 3), X])[0][0]
     )
-    key = Key("leaf", None, LEAF, 0)
+    key = LeafKey(None, LEAF, 0)
     part = Assignment((1,), pair, (key, key), (key,), pair.out_avals, "x:1")
     plain = Assignment((1,), None, (), (key,), pair.out_avals, "x:1")
     sent, definitions = exports.outgoing(Assign((1,), (part, plain, part)), ())
@@ -267,7 +267,7 @@ def test_a_message_is_sent_with_what_is_to_be_defined_first() -> None:
 
 def test_a_definition_that_did_not_come_fails_the_call() -> None:
     spec, _ = Exports().spec_for(made(names_cases.layer, array(2, 3), X), ())
-    bound = Functions().bound(FunctionData(spec))
+    bound = Functions().bound(spec)
     with pytest.raises(JdagError, match="was exported, and its definition is not here"):
         bound.forward([array(2, 3), X])
 
@@ -278,7 +278,7 @@ def test_a_definition_of_another_function_fails_the_call() -> None:
     _, (other,) = exports.spec_for(made(names_cases.layer, array(4, 3), X), ())
     functions.define(*other)
     digest = read_spec(one)[1].digest
-    bound = functions.bound(FunctionData(one.replace(digest, other.digest)))
+    bound = functions.bound(one.replace(digest, other.digest))
     with pytest.raises(JdagError, match=r"was called as .* and exported as"):
         bound.forward([array(2, 3), X])
 
@@ -296,8 +296,8 @@ def test_definitions_are_checked_and_bounded(monkeypatch: pytest.MonkeyPatch) ->
         functions.define(*definition)
     assert len(functions._definitions) == 2
     with pytest.raises(JdagError, match="at most 2 are kept"):
-        functions.bound(FunctionData(found[0][0])).forward([array(2, 3), X])
-    functions.bound(FunctionData(found[2][0])).forward([array(4, 3), X])
+        functions.bound(found[0][0]).forward([array(2, 3), X])
+    functions.bound(found[2][0]).forward([array(4, 3), X])
 
 
 def test_definitions_are_bounded_by_their_bytes_too(
@@ -331,7 +331,7 @@ def test_no_more_pairs_are_kept_than_compute_keeps_and_what_goes_is_freed(
         args = [array(rows, 3), X]
         spec, (definition,) = exports.spec_for(made(names_cases.layer, *args), ())
         functions.define(*definition)
-        bound = functions.bound(FunctionData(spec))
+        bound = functions.bound(spec)
         bound.vjp(bound.forward(args)[1], [[array(rows)]])
         pairs.append(weakref.ref(bound.pair))
     del bound
@@ -344,7 +344,7 @@ def hook(g: Any) -> Any:
 
 
 def test_what_a_program_tells_is_prepared_or_refused() -> None:
-    exports, key = Exports(), Key("output", CONTEXT, (1,), 0)
+    exports, key = Exports(), OutputKey(CONTEXT, (1,), 0)
     fine, no = made(names_cases.layer, array(2, 3), X), made(called_back, X)
 
     def issued(pair: Any, worker: str) -> Issued:
@@ -359,7 +359,7 @@ def test_what_a_program_tells_is_prepared_or_refused() -> None:
     exports.prepare(issued(no, "b"), "home", allowed)
     with pytest.raises(JdagError, match="called_back cannot be called on another"):
         exports.prepare(issued(no, "a"), "home", allowed)
-    leaf = Key("leaf", None, LEAF, 0)
+    leaf = LeafKey(None, LEAF, 0)
     part = Assignment((1,), no, (leaf,), (leaf,), no.out_avals, "x:1")
     with pytest.raises(JdagError, match="called_back cannot be called on another"):
         exports.prepare(Assigned((1,), (part,)), "home", allowed)

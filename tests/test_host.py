@@ -8,7 +8,7 @@ import pytest
 
 from jdag.compute.avals import aval_of
 from jdag.compute.machine import Machine
-from jdag.engine.vocabulary import ContextId, Drop, Fetched, Key, Resume, Spawn
+from jdag.engine.vocabulary import ConstantKey, ContextId, Drop, Fetched, Resume, Spawn
 from jdag.errors import JdagError
 from jdag.runtime.host import Host, Port, run_program
 from jdag.runtime.waiters import Waiters
@@ -102,7 +102,7 @@ def test_a_resume_is_recorded_and_given_only_while_its_program_waits():
 
 def test_values_of_an_event_that_is_refused_are_dropped():
     driver = Driver()
-    key, kept = (Key("constant", CONTEXT, (0,), n) for n in (0, 1))
+    key, kept = (ConstantKey(CONTEXT, (0,), n) for n in (0, 1))
 
     def refuses(event: Any) -> None:
         assert key in driver.host.machine.values

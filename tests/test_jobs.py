@@ -12,7 +12,18 @@ from jdag.compute.avals import aval_of
 from jdag.compute.machine import Machine
 from jdag.compute.pairs import pair
 from jdag.compute.pytrees import split
-from jdag.engine.vocabulary import ContextId, Failure, Fill, Forward, Job, Key, Sum
+from jdag.engine.vocabulary import (
+    ConstantKey,
+    ContextId,
+    Failure,
+    Fill,
+    Forward,
+    Job,
+    Key,
+    OutputKey,
+    ScratchKey,
+    Sum,
+)
 from jdag.rpc.jobs import KNOWN_MAX, SHORT_NS, Jobs, Times
 from jdag.rpc.loop import Loop, clock_ns
 
@@ -42,15 +53,15 @@ class Bench:
     def done(self, job: Job, failure: Failure | None) -> None:
         self.over.append((job.id, failure))
 
-    def put(self, name: str, value: Any) -> Key:
-        key = Key("constant", CONTEXT, (name,), 0)
+    def put(self, name: Any, value: Any) -> Key:
+        key = ConstantKey(CONTEXT, (name,), 0)
         self.machine.values.put(key, value)
         return key
 
     def forward(self, number: int, fn: Any, *args: Any, path: int = 0) -> Key:
         keys = [self.put(f"{number}.{n}", arg) for n, arg in enumerate(args)]
         made = pair_of(fn, *args)
-        output = Key("output", CONTEXT, (number,), 0)
+        output = OutputKey(CONTEXT, (number,), 0)
         where = (path or number,)
         self.jobs.add(
             Forward(number, CONTEXT, where, made, tuple(keys), (output,), None)
@@ -113,7 +124,7 @@ def test_a_job_reads_what_was_there_when_it_was_added(bench: Bench) -> None:
 def test_what_raises_is_a_failure_of_its_job_alone(bench: Bench) -> None:
     added = [np.ones(3), np.ones(3)]
     keys = tuple(bench.put(f"s{n}", one) for n, one in enumerate([*added, np.ones(4)]))
-    output = Key("scratch", CONTEXT, 9, 0)
+    output = ScratchKey(CONTEXT, 9, 0)
     bench.jobs.add(Sum(9, CONTEXT, 1, (9,), keys, None, output))
     bench.forward(1, scaled, np.ones(3))
     bench.wait(2)
@@ -136,7 +147,7 @@ def test_long_jobs_are_done_in_the_order_of_the_program(bench: Bench) -> None:
             return (jnp.ones(1),), None
 
     def add(number: int, path: int) -> None:
-        output = Key("output", CONTEXT, (number,), 0)
+        output = OutputKey(CONTEXT, (number,), 0)
         bench.jobs.add(Forward(number, CONTEXT, (path,), Slow(), (), (output,), None))
 
     add(1, 1)
@@ -160,8 +171,8 @@ def test_after_close_nothing_is_told(bench: Bench) -> None:
 
 def test_a_sum_and_a_fill_are_computed_too(bench: Bench) -> None:
     keys = tuple(bench.put(f"s{n}", np.full(3, n + 1.0)) for n in range(3))
-    total = Key("scratch", CONTEXT, 1, 0)
-    ones = Key("scratch", CONTEXT, 2, 0)
+    total = ScratchKey(CONTEXT, 1, 0)
+    ones = ScratchKey(CONTEXT, 2, 0)
     aval = pair_of(scaled, np.ones(3)).out_avals[0]
     bench.jobs.add(Sum(1, CONTEXT, 1, (1,), keys, None, total))
     bench.jobs.add(Fill(2, CONTEXT, 1, (2,), aval, 1, ones))

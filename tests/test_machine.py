@@ -13,7 +13,7 @@ from jdag.compute.machine import Machine, failure_of, said, user_traceback
 from jdag.compute.pairs import Pair, pair
 from jdag.compute.pytrees import split
 from jdag.compute.sums import add
-from jdag.engine.vocabulary import ContextId, Fill, Forward, Key, Sum, Vjp
+from jdag.engine.vocabulary import ContextId, Fill, Forward, Key, ScratchKey, Sum, Vjp
 from jdag.errors import SAID_MAX, JdagError, ScenarioError
 from jdag.functions import unjitted
 from tests.compute_cases import no_new_arrays
@@ -22,8 +22,8 @@ CONTEXT = ContextId(0, 1, 0)
 PATH = (3, 1)
 
 
-def key(name: str, index: int = 0) -> Key:
-    return Key("scratch", CONTEXT, name, index)
+def key(name: Any, index: int = 0) -> Key:
+    return ScratchKey(CONTEXT, name, index)
 
 
 def affine(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:

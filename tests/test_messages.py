@@ -1,6 +1,5 @@
 """Messages as bytes: sizes are exact, and what was written is what is read."""
 
-from dataclasses import fields
 from typing import Any, get_args
 
 import jax
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import astuple
 
 from jdag.compute.avals import aval_of
 from jdag.compute.pairs import pair
@@ -21,20 +21,23 @@ from jdag.engine.vocabulary import (
     Cotangent,
     Fail,
     Failure,
-    Key,
+    Hook,
     LeafId,
+    LeafKey,
     Message,
+    Owed,
     Primal,
     Read,
     Reading,
     Release,
     Released,
     Run,
+    ScratchKey,
 )
-from jdag.engine.weight import NOTHING, WHOLE, Weight
+from jdag.engine.weight import NOTHING, WHOLE, Weight, weight_of
 from jdag.errors import SHOWN_MAX, ProtocolError
-from jdag.wire.arrays import AXIS_BYTES, HEADER_BYTES
-from jdag.wire.messages import LAYOUTS, WHOLE_MAX, Codec, FunctionData, size
+from jdag.wire.arrays import ArrayType, type_of
+from jdag.wire.messages import WHOLE_MAX, Codec, size
 from jdag.wire.trees import Named
 from tests.wire_cases import OPAQUE, WORKERS, messages, program
 
@@ -43,8 +46,25 @@ CONTEXT = ContextId(1, 2, 3)
 TYPES = pytest.mark.parametrize("kind", messages, ids=lambda kind: kind.__name__)
 
 
-def test_every_message_has_a_layout_and_is_drawn() -> None:
-    assert set(LAYOUTS) == set(get_args(Message)) == set(messages)
+def test_every_message_is_drawn_and_has_the_tag_that_it_always_had() -> None:
+    assert set(get_args(Message)) == set(messages)
+    tags = sorted((kind.__struct_config__.tag, kind.__name__) for kind in messages)
+    assert [tag for tag, _ in tags] == list(range(len(tags)))
+    assert " ".join(name for _, name in tags) == (
+        "Call Ship Acknowledge Primal Run Return Read Reading Assign Forget Start Go "
+        "Cotangent Answer Fail End Ended Release Released Mark Attach Discard"
+    )
+
+
+def as_unicode(value: Any) -> Any:
+    """A field with the signs escaped that are not Unicode, as names of files have."""
+    if isinstance(value, str):
+        return value.replace("\udc80", "\\udc80")
+    if isinstance(value, tuple):
+        return tuple(map(as_unicode, value))
+    if isinstance(value, Failure | Owed | Hook):
+        return type(value)(*map(as_unicode, astuple(value)))
+    return value
 
 
 @TYPES
@@ -65,9 +85,9 @@ def test_what_was_written_is_read(kind: type[Any], data: st.DataObject) -> None:
     assert type(read) is kind
     assert CODEC.encode(read) == written
     assert size(read, ()) == (0, len(written))
-    for field in fields(kind):
-        if field.name not in OPAQUE.get(kind, ()):
-            assert getattr(read, field.name) == getattr(message, field.name)
+    for name in kind.__struct_fields__:
+        if name not in OPAQUE.get(kind, ()):
+            assert getattr(read, name) == as_unicode(getattr(message, name))
 
 
 @TYPES
@@ -109,10 +129,10 @@ def test_values_add_their_headers_and_their_bytes() -> None:
         jnp.ones((), jnp.bfloat16),
     )
     message = Primal(CONTEXT, (1,), "a", (None, None, None))
-    headers = 3 * HEADER_BYTES + 3 * AXIS_BYTES
+    head = CODEC.encode_with(message, [type_of(value) for value in values])
     elements = 48 + 5 + 2
-    body = len(CODEC.encode(message))
-    assert size(message, values) == (elements, body + headers + elements)
+    assert size(message, values) == (elements, len(head) + elements)
+    assert len(head) > len(CODEC.encode(message)) + 3 * len("float32")
 
 
 def test_an_abstract_run_is_charged_for_the_same_bytes() -> None:
@@ -134,7 +154,7 @@ def test_a_compiled_function_travels_as_its_spec() -> None:
     assert size(call, ()) == (0, len(written))
     read = CODEC.decode(written)
     assert isinstance(read, Call)
-    assert read.function == FunctionData(made.spec)
+    assert read.function == made.spec
 
 
 def test_a_program_travels_as_its_name() -> None:
@@ -175,61 +195,43 @@ def test_of_many_failures_in_one_message_all_but_the_first_say_less() -> None:
             assert len(one.message) < 2 * SHOWN_MAX and one.traceback == ""
 
 
-def test_a_byte_that_a_message_takes_is_as_it_is_written_down() -> None:
+def test_a_message_takes_the_bytes_that_are_written_down_here() -> None:
     weight = Weight(0x203, 10)
     answer = Answer(ContextId(1, 2, 3), 4, weight, -1)
     assert CODEC.encode(answer) == bytes.fromhex(
-        "0d" "0100" "020000000000" "03000000" "04000000" "0a000000" "0200" "0302"
-        "ffffffff"
+        "0f000000" "92" "95" "0d" "93010203" "04" "92cd02030a" "ff" "90"
     )  # fmt: skip
     context, slots = ContextId(1, 2, 3), (True, False, True)
     cotangent = Cotangent(context, 4, (5, 6), slots, True, weight, 7)
-    assert CODEC.encode(cotangent) == bytes.fromhex(
-        "0c" "0100" "020000000000" "03000000" "04000000"
-        "02000000" "05000000" "06000000" "03000000" "05" "01" "0a000000" "0200" "0302"
-        "07000000"
+    assert CODEC.encode_with(cotangent, [ArrayType((2,), "int8", False)]) == (
+        bytes.fromhex(
+            "22000000" "92" "98" "0c" "93010203" "04" "920506" "93c3c2c3" "c3"
+            "92cd02030a" "07" "91" "95" "9102" "a4"
+        ) + b"int8" + bytes.fromhex("c2c0c2")
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("message", "said"),
     [
-        (
-            Acknowledge(ContextId(1, 1 << 48, 0), (1,)),
-            r"context's counter = 281474976710656.*0 to 281474976710655",
-        ),
-        (
-            Acknowledge(ContextId(1 << 16, 1, 0), (1,)),
-            r"context's worker = 65536 .*0 to 65535",
-        ),
-        (
-            Acknowledge(CONTEXT, (1, 1 << 32)),
-            r"number in a path = 4294967296 .*0 to 4294967295",
-        ),
-        (Acknowledge(CONTEXT, (-1,)), r"number in a path = -1 .*0 to"),
-        (
-            Answer(CONTEXT, 1, WHOLE, 1 << 31),
-            r"sends owed = 2147483648 .*-2147483648 to",
-        ),
-        (
-            Answer(CONTEXT, 1, Weight(1, 1 << 32), 0),
-            r"halvings of a weight = 4294967296 .*0 to",
-        ),
-        (Primal(CONTEXT, (1,), "z", ()), r"worker 'z' is not in .*: home, a, b, ü"),
-        (
-            Read(1, (Key("scratch", CONTEXT, 1, 0),)),
-            r"kind 'scratch' cannot travel: allowed are output, received",
-        ),
+        (Acknowledge(ContextId(1, 1 << 48, 0), (1,)), r"`int` <= 281474976710655"),
+        (Acknowledge(ContextId(1 << 16, 1, 0), (1,)), r"`int` <= 65535"),
+        (Acknowledge(CONTEXT, (1, 1 << 32)), r"`int` <= 4294967295 - at .*\[1\]"),
+        (Acknowledge(CONTEXT, (-1,)), r"`int` >= 0"),
+        (Answer(CONTEXT, 1, WHOLE, 1 << 31), r"`int` <= 2147483647"),
+        (Answer(CONTEXT, 1, Weight(1, 1 << 32), 0), r"`int` <= 1048576"),
+        (Primal(CONTEXT, (1,), "z", ()), r"worker 'z': the cluster has 4 workers"),
+        (Read(1, (ScratchKey(CONTEXT, 1, 0),)), r"kind 'scratch' cannot travel"),
         (
             Release(CONTEXT, (1.5,), False),  # type: ignore[arg-type]
-            r"context's counter = 1.5 cannot travel: allowed is an int",
+            r"Expected `int`, got `float`",
         ),
     ],
     ids=str,
 )
-def test_what_a_field_cannot_hold_is_named(message: Message, said: str) -> None:
+def test_what_a_field_cannot_hold_is_refused(message: Message, said: str) -> None:
     with pytest.raises(ProtocolError, match=said):
-        CODEC.encode(message)
+        CODEC.decode(CODEC.encode(message))
 
 
 def test_what_is_no_message_is_named() -> None:
@@ -241,32 +243,26 @@ def test_what_is_no_message_is_named() -> None:
         CODEC.encode(other)
 
 
-@pytest.mark.parametrize("bits", [1, 8, 9, 5_000, 8 * 65_535])
+@pytest.mark.parametrize("bits", [1, 8, 9, 63, 64, 5_000, 8 * 65_536])
 def test_a_weight_of_any_length_is_charged_for_its_bytes(bits: int) -> None:
-    answer = Answer(CONTEXT, 1, Weight((1 << bits) - 1, bits + 3), -2)
+    answer = Answer(CONTEXT, 1, weight_of((1 << bits) - 1, bits + 3), -2)
     written = CODEC.encode(answer)
     nothing = CODEC.encode(Answer(CONTEXT, 1, NOTHING, -2))
-    assert len(written) - len(nothing) == (bits + 7) // 8
+    assert 0 <= len(written) - len(nothing) - bits // 8 < 10
     assert size(answer, ()) == (0, len(written))
     assert CODEC.decode(written) == answer
 
 
-def test_a_weight_that_is_longer_than_its_length_can_say_is_refused() -> None:
-    weight = Weight(1 << (8 << 16), 8 << 16)
-    with pytest.raises(ProtocolError, match=r"bytes of a weight = 65537 .*0 to 65535"):
+def test_a_weight_that_is_longer_than_a_weight_may_be_is_refused() -> None:
+    weight = weight_of(1 << (8 << 16), 8 << 16)
+    with pytest.raises(ProtocolError, match=r"`bytes` of length <= 65536"):
         CODEC.encode(Answer(CONTEXT, 1, weight, 0))
 
 
-def test_a_weight_that_is_cut_short_is_refused() -> None:
-    written = CODEC.encode(Answer(CONTEXT, 1, Weight((1 << 5_000) - 1, 5_000), 0))
-    with pytest.raises(ProtocolError, match=r"units of a weight .*625 bytes; 600 of"):
-        CODEC.decode(written[: 17 + 6 + 600])
-
-
-def test_more_is_never_announced_than_can_follow() -> None:
-    released = bytes([18]) + bytes(12) + b"\xff\xff\xff\xff"
-    with pytest.raises(ProtocolError, match="4294967295 failures of at least"):
-        CODEC.decode(released)
+def test_a_weight_has_one_form() -> None:
+    weight = Weight(bytes(7) + b"\x01", 60)
+    with pytest.raises(ProtocolError, match="a weight of 57 bits is written as 8 byte"):
+        CODEC.decode(CODEC.encode(Answer(CONTEXT, 1, weight, 0)))
 
 
 def test_a_cluster_has_no_more_workers_than_numbers() -> None:
@@ -276,39 +272,28 @@ def test_a_cluster_has_no_more_workers_than_numbers() -> None:
         Codec(names)
 
 
-HERE = bytes(12)  # A context.
+HERE = "93000000"  # A context.
+
+
+def framed(data: str) -> bytes:
+    """A message, in hexadecimal digits, without values."""
+    envelope = bytes.fromhex("92" + data + "90")
+    return len(envelope).to_bytes(4, "little") + envelope
 
 
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (b"", r"type of a message at byte 0 takes 1 bytes; 0 of 0 are left"),
-        (
-            bytes([len(LAYOUTS)]),
-            f"type {len(LAYOUTS)} of a message: allowed is 0 to {len(LAYOUTS) - 1}",
-        ),
-        (b"\x02\x02", r"flag = 2: allowed are 0 and 1"),
-        (b"\x0f" + HERE + b"\1\0\0\0\4\0", r"outcome 4: allowed is 0 to 3"),
-        (
-            b"\x0c" + HERE + bytes(8) + b"\3\0\0\0\x08\0",
-            r"mask of 3 slots has bits beyond its last",
-        ),
-        (
-            b"\x09\1\0\0\0\4\0" + bytes(8),
-            r"worker's number 4: the cluster has 4 workers",
-        ),
-        (
-            b"\x06" + bytes(8) + b"\1\0\0\0\x09" + bytes(20),
-            r"kind 9 of a key: allowed is 0 to 8",
-        ),
-        (
-            b"\x04" + HERE + bytes(4) + b"\x14" + bytes(4),
-            r"kind 20 of data: allowed is 0 to 19",
-        ),
-        (
-            b"\x04" + HERE + bytes(4) + b"\x0d\1\0\0\0\xff\0" + bytes(4),
-            r"text b'\\xff' is not UTF-8",
-        ),
+        (b"", r"a message of 4 bytes; 0 are there"),
+        (b"\1\0\0\0\x92", r"1 bytes cannot be read: Input data was truncated"),
+        (b"\5\0\0\0\x92", r"a message of 9 bytes; 5 are there"),
+        (framed("9116"), r"Invalid value 22 - at `\$\[0\]\[0\]`"),
+        (framed("93020590"), r"Expected `array \| null`, got `int`"),
+        (framed("950f" + HERE + "01a46c6f7374c2"), r"Invalid enum value 'lost'"),
+        (framed("920991" + "92a17a01"), r"worker 'z': the cluster has 4 workers"),
+        (framed("93060091" + "940bc09000"), r"Invalid value 11"),
+        (framed("920991" + "93a1610107"), r"length 2, got 3"),
+        (framed("92099192a1ff01"), r"invalid start byte|can't decode"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -319,26 +304,24 @@ def test_bytes_that_mean_nothing_are_named_with_what_would(
         CODEC.decode(data)
 
 
+def test_a_message_brings_as_many_values_as_land() -> None:
+    data = CODEC.encode(Primal(CONTEXT, (1,), "a", (None,)))
+    with pytest.raises(ProtocolError, match="a Primal with 0 values, not 1"):
+        CODEC.decode_with(data)
+
+
 def test_of_a_worker_that_joined_anew_each_incarnation_has_a_number_of_its_own():
     codec = Codec(WORKERS)
     given: list[Message] = [
         Release(ContextId(1, 2, 3), (), abort=True),
-        *(Read(7, (Key("leaf", None, LeafId(w, 1), 0),)) for w in ("a#1", "ü#2", "a")),
+        *(Read(7, (LeafKey(None, LeafId(w, 1), 0),)) for w in ("a#1", "ü#2", "a")),
     ]
-    with pytest.raises(ProtocolError, match="worker 'a#1' is not in the cluster"):
-        codec.encode(given[1])
+    other = CODEC.encode(given[1])
+    with pytest.raises(ProtocolError, match="worker 'a#1': the cluster has 4 workers"):
+        codec.decode(other)
     codec.joined("a", 1)
     codec.joined("ü", 2)
     for message in given:
         data = codec.encode(message)
         assert codec.decode(data) == message
         assert len(data) == size(message, ())[1]
-    with pytest.raises(ProtocolError, match="worker's number 5: the cluster has 4"):
-        Codec(WORKERS).decode(codec.encode(given[1]))
-
-
-def test_a_worker_joins_as_often_as_there_are_numbers():
-    codec = Codec(WORKERS)
-    codec.joined("ü", 16_383)
-    with pytest.raises(ProtocolError, match="of 4 workers each may join 16383 times"):
-        codec.joined("home", 16_384)

@@ -5,6 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 import pytest
+from msgspec.structs import replace
 
 import jdag
 from jdag.engine.vocabulary import Failure, Outcome, Owed, PassResult
@@ -48,7 +49,7 @@ def test_a_pass_that_had_not_begun_says_for_want_of_what():
 
 
 def test_what_was_moved_is_said_to_be_moved():
-    assert "sent for ctx.move, called" in stuck((OWED._replace(function=MOVED),))
+    assert "sent for ctx.move, called" in stuck((replace(OWED, function=MOVED),))
 
 
 def test_a_stuck_pass_says_what_helps():

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 
 from jdag.compute.avals import aval_of
-from jdag.engine.vocabulary import ContextId, Failure, Key, LeafId
+from jdag.engine.vocabulary import (
+    ContextId,
+    Failure,
+    GradientKey,
+    LeafId,
+    LeafKey,
+    NewestKey,
+    OutputKey,
+)
 from jdag.errors import ContextError, JdagError, RemoteError
 from jdag.failures import exception_of
 from jdag.ref import Leaf, Ref, fetch, is_ref, stop_gradient
@@ -37,7 +45,7 @@ class Held:
 
 
 def output(held, number=1, index=0):
-    key = Key("output", ContextId(0, 7, 0), (2, number), index)
+    key = OutputKey(ContextId(0, 7, 0), (2, number), index)
     return Ref(held, key, "ps0", AVAL, tracked=True)
 
 
@@ -57,8 +65,8 @@ def test_metadata_are_those_of_the_array():
 def test_refs_of_a_leaf_name_whichever_version_is_the_newest_and_are_equal():
     held, leaf = Held(), Leaf(LeafId("ps0", 4), AVAL)
     ref = leaf_of(held, leaf)
-    assert ref.key == Key("newest", None, LeafId("ps0", 4), 0)
-    assert leaf.first == Key("leaf", None, LeafId("ps0", 4), 0)
+    assert ref.key == NewestKey(None, LeafId("ps0", 4), 0)
+    assert leaf.first == LeafKey(None, LeafId("ps0", 4), 0)
     assert ref == leaf_of(held, leaf) and hash(ref) == hash(leaf_of(held, leaf))
     assert ref == stop_gradient(ref) and not stop_gradient(ref).tracked
     assert repr(ref) == "Ref(float64[2,3], leaf 4 on ps0, tracked)"
@@ -169,7 +177,7 @@ def test_a_plain_format_is_the_repr():
 
 def test_stop_gradient_keeps_all_but_the_tracking():
     held = Held()
-    key = Key("gradient", ContextId(0, 1, 0), LeafId("ps0", 0), 1)
+    key = GradientKey(ContextId(0, 1, 0), LeafId("ps0", 0), 1)
     gradient = Ref(held, key, "ps0", AVAL, False, descends=LeafId("ps0", 0))
     (stopped,) = stop_gradient([gradient])
     assert stopped.descends is None and stopped == gradient

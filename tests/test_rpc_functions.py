@@ -4,7 +4,7 @@ import random
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from typing import Any
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from jdag.activation import Reply
 from jdag.compute.avals import Aval, aval_of
@@ -25,10 +26,12 @@ from jdag.engine.vocabulary import (
     Assignment,
     Attach,
     Call,
+    ConstantKey,
     ContextId,
     Hook,
-    Key,
     LeafId,
+    LeafKey,
+    OutputKey,
     Release,
     Return,
     Root,
@@ -42,7 +45,7 @@ from jdag.functions import name_of
 from jdag.ref import RefData
 from jdag.rpc.functions import MADE_MAX, Bound, Functions
 from jdag.wire.arrays import ArrayType
-from jdag.wire.messages import Codec, FunctionData
+from jdag.wire.messages import Codec
 from jdag.wire.trees import Raw
 from tests import names_cases
 from tests.compute_cases import array
@@ -68,7 +71,7 @@ def arrived(message: Any, functions: Functions = ALLOWED) -> Any:
 
 
 def call_of(pair: Any) -> Call:
-    inputs = tuple([Key("constant", CONTEXT, (1,), p) for p in range(len(pair.avals))])
+    inputs = tuple([ConstantKey(CONTEXT, (1,), p) for p in range(len(pair.avals))])
     return Call(CONTEXT, (1,), pair, inputs, pair.tracked, pair.out_tracked, (), "x:1")
 
 
@@ -180,7 +183,7 @@ def test_nothing_is_made_before_forward_runs_and_then_once_by_all_threads() -> N
 
     here = made(names_cases.layer, array(2, 3), X)
     functions = Functions(["tests"])
-    bound = functions.bound(FunctionData(here.spec))
+    bound = functions.bound(here.spec)
     entered, second = [0], threading.Event()
 
     def make(_: Any) -> Any:
@@ -256,12 +259,12 @@ def test_a_call_that_its_spec_contradicts_is_refused() -> None:
     with pytest.raises(ProtocolError, match="are tracked, and its spec"):
         arrived(replace(call, outputs=(True, True)))
     with pytest.raises(ProtocolError):
-        arrived(replace(call, function=FunctionData(b"\7")))
+        arrived(replace(call, function=b"\7"))
 
 
 def test_assignments_are_bound_with_their_types() -> None:
     here = made(jnp.add, X, X)
-    key = Key("leaf", None, LEAF, 0)
+    key = LeafKey(None, LEAF, 0)
     part = Assignment((1,), here, (key, key), (key,), here.out_avals, "x:1")
     written = replace(part, function=None, inputs=(), avals=(aval_of(X).on("cpu:1"),))
     message = arrived(Assign((1,), (part, written)))
@@ -277,7 +280,7 @@ def test_assignments_are_bound_with_their_types() -> None:
 
 def test_shapes_of_roots_and_hooks_are_abstract_values() -> None:
     aval = aval_of(jax.random.key(0))
-    root = Root(Key("output", CONTEXT, (1,), 0), aval_of(X), False, 1)
+    root = Root(OutputKey(CONTEXT, (1,), 0), aval_of(X), False, 1)
     start = Start(CONTEXT, 1, (root,), PassMode.FAST, False, True, WHOLE, 0)
     assert arrived(start).roots == (root,)
     assert type(arrived(start).roots[0].aval) is Aval
@@ -289,14 +292,14 @@ def test_shapes_of_roots_and_hooks_are_abstract_values() -> None:
 
 def test_a_hook_that_cannot_be_had_raises_when_it_is_run() -> None:
     hook = Hook((1,), partial(secret, 3), True, aval_of(X), "x:1")
-    key = Key("output", CONTEXT, (1,), 0)
+    key = OutputKey(CONTEXT, (1,), 0)
     found = arrived(Attach(CONTEXT, key, hook), Functions()).hook.function
     with pytest.raises(JdagError, match=r"secret may not be had by name.*allow=\['te"):
         found(X)
 
 
 def test_a_program_and_its_arguments_are_live() -> None:
-    ref = RefData(Key("output", CONTEXT, (1,), 0), "a", aval_of(X), True, LEAF)
+    ref = RefData(OutputKey(CONTEXT, (1,), 0), "a", aval_of(X), True, LEAF)
     arguments = (
         ({"w": ref}, names_cases.Pair(1, 2.0), names_cases.Colour.RED, None, True),
         {"fn": secret, "x": np.arange(3), "dtype": np.dtype("int8"), "s": np.int8(3)},

@@ -311,7 +311,7 @@ def test_who_has_more_to_do_keeps_a_part():
     live.computing = 1
     live.say("b", lambda weight, owed: Answer(CONTEXT, 1, weight, owed))
     ((_, message),) = live.parcel()
-    assert live.weight.units > 0 and not live.whole
+    assert live.weight.units and not live.whole
     assert added(live.weight, message.weight) == WHOLE
 
 

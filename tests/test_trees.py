@@ -10,35 +10,31 @@ import pytest
 from hypothesis import given, settings
 
 from jdag.compute.avals import aval_of
-from jdag.engine.vocabulary import ContextId, Key
+from jdag.engine.vocabulary import ContextId, OutputKey
 from jdag.errors import ProtocolError
 from jdag.ref import RefData
 from jdag.wire.arrays import ArrayType
-from jdag.wire.cursors import Reader, Writer
+from jdag.wire.messages import Codec
 from jdag.wire.trees import (
     DEPTH_MAX,
-    TREE,
     Named,
     Node,
     Part,
     Raw,
     RefParts,
-    check_can_travel,
+    pack,
+    read_tree,
+    tree_size,
+    unpack,
+    write_tree,
 )
 from tests.wire_cases import WORKERS, Buffer, Config, Mode, plain_trees, program, trees
 
-
-def written(tree: Any) -> bytes:
-    writer = Writer({worker: number for number, worker in enumerate(WORKERS)})
-    TREE.write(writer, tree)
-    return bytes(writer.out)
+CODEC = Codec(WORKERS)
 
 
 def there_and_back(tree: Any) -> Any:
-    reader = Reader(written(tree), dict(enumerate(WORKERS)))
-    read = TREE.read(reader)
-    assert reader.left == 0
-    return read
+    return read_tree(write_tree(tree), CODEC)
 
 
 def typed(tree: Any) -> Any:
@@ -59,15 +55,15 @@ def test_plain_data_is_read_as_it_was(tree: Any) -> None:
 @given(trees)
 @settings(max_examples=100)
 def test_all_else_is_read_as_what_writes_the_same_bytes(tree: Any) -> None:
-    data = written(tree)
-    assert TREE.size(tree) == len(data)
+    data = write_tree(tree)
+    assert tree_size(tree) == len(data)
     read = there_and_back(tree)
-    assert written(read) == data
-    assert TREE.size(read) == len(data)
+    assert write_tree(read) == data
+    assert tree_size(read) == len(data)
 
 
 def test_a_ref_travels_as_its_parts() -> None:
-    key = Key("output", ContextId(0, 1, 0), (3,), 0)
+    key = OutputKey(ContextId(0, 1, 0), (3,), 0)
     ref = RefData(key, "a", aval_of(jnp.ones((2, 3), jnp.float32)), True, None)
     kind = ArrayType((2, 3), "float32", False)
     assert there_and_back([ref]) == [RefParts(key, "a", kind, True, None)]
@@ -107,18 +103,18 @@ def test_code_and_instances_travel_by_name() -> None:
 def test_an_abstract_array_has_a_size_and_no_bytes() -> None:
     array = jnp.ones((3, 4), jnp.float32)
     struct = jax.ShapeDtypeStruct((3, 4), jnp.float32)
-    assert TREE.size(struct) == TREE.size(aval_of(array)) == TREE.size(array)
+    assert tree_size(struct) == tree_size(aval_of(array)) == tree_size(array)
     with pytest.raises(ProtocolError, match="is abstract and has no bytes to send"):
-        written(struct)
+        write_tree(struct)
 
 
 def test_what_cannot_travel_is_named_with_what_can() -> None:
     with pytest.raises(
         ProtocolError, match=r"of type builtins:object cannot travel: .*r"
     ):
-        TREE.size([object()])
+        tree_size([object()])
     with pytest.raises(ProtocolError, match="of type builtins:object cannot travel"):
-        written({"a": (object(),)})
+        write_tree({"a": (object(),)})
 
 
 def test_data_is_nested_only_so_deep() -> None:
@@ -126,21 +122,55 @@ def test_data_is_nested_only_so_deep() -> None:
     for _ in range(DEPTH_MAX - 1):
         deep = (deep,)
     assert there_and_back(deep) == deep
-    check_can_travel(deep)
+    pack(deep)
     more = [(deep,), [deep], {0: deep}, {deep: 0}, Node("m:f", (0, deep)), Part(deep)]
     for deeper in more:
         with pytest.raises(ProtocolError, match="more than 100 deep"):
-            written(deeper)
+            write_tree(deeper)
         with pytest.raises(ProtocolError, match="more than 100 deep"):
-            check_can_travel(deeper)
-    data = written(deep)
-    with pytest.raises(ProtocolError, match="more than 100 deep"):
-        TREE.read(Reader(data[:5] + data, dict(enumerate(WORKERS))))
+            pack(deeper)
+
+
+def test_a_tree_that_nests_deeper_than_data_may_is_refused() -> None:
+    for levels in (DEPTH_MAX, 400, 100_000):
+        items = b"\x92\x03\x91" * levels + b"\x00"
+        data = len(items).to_bytes(4, "little") + items
+        with pytest.raises(ProtocolError, match=r"more than 100 deep|recursion"):
+            read_tree(data, CODEC)
 
 
 def test_a_dict_whose_keys_cannot_be_is_refused() -> None:
-    data = bytearray(written({(): 1}))
-    kinds = (written(())[0], written([])[0])
-    data[data.index(kinds[0], 5)] = kinds[1]
+    data = write_tree({(): 1})
+    assert data[-6:] == b"\x92\x92\x03\x90\x01"[-6:] or b"\x92\x03\x90" in data
     with pytest.raises(ProtocolError, match="a dict whose keys cannot be"):
-        TREE.read(Reader(bytes(data), dict(enumerate(WORKERS))))
+        read_tree(data.replace(b"\x92\x03\x90", b"\x92\x04\x90"), CODEC)
+
+
+def test_elements_are_as_many_as_types_say() -> None:
+    data = write_tree((1, np.arange(6, dtype=np.int16)))
+    with pytest.raises(ProtocolError, match="takes 12 bytes; 11 of"):
+        read_tree(data[:-1], CODEC)
+    with pytest.raises(ProtocolError, match=r"2 of .* bytes are left"):
+        read_tree(data + b"xx", CODEC)
+
+
+def test_a_ref_names_workers_that_there_are() -> None:
+    ref = RefData(OutputKey(None, (3,), 0), "z", aval_of(1.0), True, None)
+    with pytest.raises(ProtocolError, match="worker 'z': the cluster has 4 workers"):
+        there_and_back([ref])
+
+
+def test_the_elements_of_an_array_are_copied_once() -> None:
+    array = np.arange(1 << 20, dtype=np.int8)
+    data = write_tree([array])
+    array[:] = 0
+    (read,) = read_tree(data, CODEC)
+    assert read.data.obj is data and bytes(read.data[:3]) == bytes(range(3))
+
+
+def test_a_field_of_a_struct_has_neither_arrays_nor_refs() -> None:
+    ref = RefData(OutputKey(None, (3,), 0), "a", aval_of(1.0), True, None)
+    with pytest.raises(ProtocolError, match="arrays cannot travel here"):
+        pack([np.ones(2)])
+    with pytest.raises(ProtocolError, match="a ref cannot travel here"):
+        unpack(pack([ref]))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jdag.engine.weight import NOTHING, WHOLE, Weight, added, split
+from jdag.engine.weight import NOTHING, WHOLE, Weight, added, split, units_of
 
 counts = st.integers(1, 40)
 # Not st.randoms(): Hypothesis would draw and keep each number by itself.
@@ -17,7 +17,7 @@ seeds = st.integers(0, 2**32 - 1).map(Random)
 def share(weight: Weight, halvings: int) -> int:
     """A part of the whole in units of the whole halved so often."""
     assert weight.halvings <= halvings, (weight, halvings)
-    return weight.units << halvings - weight.halvings
+    return units_of(weight) << halvings - weight.halvings
 
 
 def total(parts: list[Weight]) -> Weight:
@@ -44,7 +44,7 @@ def test_however_often_it_is_split_the_parts_are_positive_and_sum_to_the_whole(
 ):
     parts = scatter(rng, splits)
     halvings = max(part.halvings for part in parts)
-    assert all(part.units > 0 and part.halvings >= 0 for part in parts)
+    assert all(units_of(part) > 0 and part.halvings >= 0 for part in parts)
     assert sum(share(part, halvings) for part in parts) == 1 << halvings
 
 
@@ -56,7 +56,7 @@ def test_in_whatever_order_parts_are_joined_the_whole_is_the_whole(
     parts = scatter(rng, splits)
     while len(parts) > 1:
         one = added(taken(rng, parts), taken(rng, parts))
-        assert one.units % 2 == 1 or one.halvings == 0, one  # In lowest terms.
+        assert units_of(one) % 2 == 1 or one.halvings == 0, one  # In lowest terms.
         parts.append(one)
     assert parts == [WHOLE]
 

@@ -16,12 +16,15 @@ from jdag.compute.avals import Aval
 from jdag.engine.vocabulary import (
     Acknowledge,
     Answer,
+    AnyKey,
     Assign,
     Assignment,
     Attach,
     Call,
+    ConstantKey,
     ContextId,
     Cotangent,
+    CotangentKey,
     Discard,
     End,
     Ended,
@@ -29,29 +32,35 @@ from jdag.engine.vocabulary import (
     Failure,
     Forget,
     Go,
+    GradientKey,
     Hook,
     Incoming,
-    Key,
     LeafId,
+    LeafKey,
     Mark,
     Marked,
+    NewestKey,
     Notice,
     Outcome,
+    OutputKey,
     Owed,
     Primal,
     Read,
     Reading,
+    ReadingKey,
+    ReceivedKey,
     Release,
     Released,
     Return,
     Root,
     Run,
+    SeedKey,
     Ship,
     Stale,
     Start,
 )
 from jdag.engine.vocabulary import Mode as PassMode
-from jdag.engine.weight import NOTHING, WHOLE, Weight
+from jdag.engine.weight import NOTHING, WHOLE, weight_of
 from jdag.ref import RefData
 
 WORKERS = ("home", "a", "b", "ü")
@@ -104,20 +113,22 @@ leaves = st.builds(LeafId, workers, _wide(8))
 masks = st.lists(st.booleans(), max_size=20).map(tuple)
 texts = st.text(max_size=8) | st.just("\udc80 of a file's name")
 passes = _wide(4)
-names = {
-    "output": paths,
-    "received": st.tuples(paths, workers),
-    "constant": paths,
-    "leaf": leaves,
-    "gradient": leaves,
-    "seed": passes,
-    "cotangent": st.tuples(passes, paths),
-    "reading": _wide(8),
+names: dict[type[AnyKey], st.SearchStrategy[Any]] = {
+    OutputKey: paths,
+    ReceivedKey: st.tuples(paths, workers),
+    ConstantKey: paths,
+    LeafKey: leaves,
+    GradientKey: leaves,
+    SeedKey: passes,
+    CotangentKey: st.tuples(passes, paths),
+    ReadingKey: _wide(8),
+    NewestKey: leaves,
 }
-keys = st.sampled_from(tuple(names)).flatmap(
-    lambda kind: st.builds(
-        Key, st.just(kind), st.none() | contexts, names[kind], _wide(4)
-    )
+keys = st.one_of(
+    [
+        st.builds(kind, st.none() | contexts, name, _wide(4))
+        for kind, name in names.items()
+    ]
 )
 dtypes = st.sampled_from(
     [
@@ -154,8 +165,8 @@ marked = st.builds(Marked, paths, masks)
 modes = st.sampled_from(PassMode)
 # A long one has thousands of bits: its numbers grow with the fan-outs on its way.
 weights = st.sampled_from(
-    [NOTHING, WHOLE, Weight((1 << 5_000) - 1, 5_001)]
-) | st.builds(Weight, _wide(12), st.integers(96, 5_000))
+    [NOTHING, WHOLE, weight_of((1 << 5_000) - 1, 5_001)]
+) | st.builds(weight_of, _wide(12), st.integers(96, 5_000))
 changes = st.integers(-(1 << 31), (1 << 31) - 1)
 refs = st.builds(
     RefData, keys, workers, avals | placed, st.booleans(), st.none() | leaves

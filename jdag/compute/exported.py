@@ -21,23 +21,18 @@ import numpy as np
 from jax import export
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
+from msgspec.msgpack import Decoder
 
 from jdag.compute.avals import Aval, aval_from, aval_of
 from jdag.compute.jaxprs import has_callback
 from jdag.compute.tracing import Returned, Traced, as_jax, vjp_of
+from jdag.engine.messages import Several
+from jdag.engine.names import U32, Mask, Name, Record
 from jdag.errors import JdagError, ProtocolError, named_text
 from jdag.functions import is_unjitted
-from jdag.wire.arrays import ARRAY_TYPES
-from jdag.wire.cursors import Reader, Writer
-from jdag.wire.encoding import (
-    MASK,
-    TEXT,
-    integer,
-    items,
-    many,
-    record,
-)
-from jdag.wire.trees import BYTES
+from jdag.wire.arrays import ArrayType, check_possible, type_of
+from jdag.wire.encoding import decoded, encoded
+from jdag.wire.trees import Bytes
 
 PLATFORMS = ("cpu", "cuda")
 EXPORT_MAX_BYTES = 1 << 28
@@ -50,7 +45,6 @@ _TARGETS = re.compile(
     r"|mhlo\.[a-z_]+"
 )
 _CALL = re.compile(r'custom_call[^\n@]*@("[^"]*"|[\w$.\-]+)')
-_PLACES = many(integer(4, "place"), "places")
 
 
 class Definition(NamedTuple):
@@ -60,42 +54,28 @@ class Definition(NamedTuple):
     data: bytes
 
 
-class Header(NamedTuple):
+class Header(Record):
     """What is known of an exported function beside its two programs.
 
     `sources` says of each residual where it is: (0, place in the rest), (1, in
     `args_kept`), (2, in `outputs_kept`); `rest` are the types of the rest.
     """
 
-    name: str
-    avals: tuple[Any, ...]
-    tracked: tuple[bool, ...]
-    out_avals: tuple[Any, ...]
-    out_tracked: tuple[bool, ...]
-    args_kept: tuple[int, ...]
-    outputs_kept: tuple[int, ...]
-    sources: tuple[tuple[int, int], ...]
-    rest: tuple[Any, ...]
-    reaches: tuple[tuple[bool, ...], ...]
-    forward: bytes
-    backward: bytes
+    name: Name
+    avals: Several[ArrayType]
+    tracked: Mask
+    out_avals: Several[ArrayType]
+    out_tracked: Mask
+    args_kept: Several[U32]
+    outputs_kept: Several[U32]
+    sources: Several[tuple[U32, U32]]
+    rest: Several[ArrayType]
+    reaches: Several[Mask]
+    forward: Bytes
+    backward: Bytes
 
 
-_HEADER = record(
-    Header,
-    name=TEXT,
-    avals=ARRAY_TYPES,
-    tracked=MASK,
-    out_avals=ARRAY_TYPES,
-    out_tracked=MASK,
-    args_kept=_PLACES,
-    outputs_kept=_PLACES,
-    sources=many(items(integer(1, "home"), integer(4, "place")), "residuals"),
-    rest=ARRAY_TYPES,
-    reaches=many(MASK, "tracked inputs"),
-    forward=BYTES,
-    backward=BYTES,
-)
+_decoder: Decoder[Header] = Decoder(Header)
 
 
 def exported(pair: Any) -> Definition:
@@ -121,25 +101,22 @@ def exported(pair: Any) -> Definition:
     backward = b""
     if traced.backward is not None:
         backward = _exported_vjp(pair, traced, rest)
-    writer = Writer({})
-    _HEADER.write(
-        writer,
+    data = encoded(
         Header(
             pair.name,
-            pair.avals,
+            tuple(map(type_of, pair.avals)),
             pair.tracked,
-            traced.out_avals,
+            tuple(map(type_of, traced.out_avals)),
             traced.out_tracked,
             traced.args_kept,
             traced.outputs_kept,
             traced.sources,
-            tuple(rest),
+            tuple(map(type_of, rest)),
             traced.reaches,
             program,
             backward,
-        ),
+        )
     )
-    data = bytes(writer.out)
     if len(data) > EXPORT_MAX_BYTES:
         raise JdagError(
             f"{pair.name} is {len(data)} bytes when exported, and at most "
@@ -215,9 +192,10 @@ class Program:
 
     def __init__(self, digest: bytes, data: bytes) -> None:
         check_definition(digest, data)
-        reader = Reader(data, {})
         try:
-            header: Header = _HEADER.read(reader)
+            header: Header = decoded(_decoder, data)
+            for kind in (*header.avals, *header.out_avals, *header.rest):
+                check_possible(kind)
         except ProtocolError as error:
             raise JdagError(f"an exported function cannot be read: {error}") from error
         self.name = header.name
@@ -226,7 +204,7 @@ class Program:
         self.out_avals = tuple(map(aval_from, header.out_avals))
         self.rest = tuple(map(aval_from, header.rest))
         self._header = header
-        self._check(reader.left)
+        self._check()
         tracked = [a for a, t in zip(self.avals, header.tracked, strict=True) if t]
         self._forward = _program(
             header.name, header.forward, self.avals, (*self.out_avals, *self.rest)
@@ -315,13 +293,12 @@ class Program:
         )
         return [homes[home][place] for home, place in header.sources]
 
-    def _check(self, left: int) -> None:
+    def _check(self) -> None:
         """Raise JdagError where the parts of the header contradict each other."""
         header = self._header
         sizes = (len(header.rest), len(header.args_kept), len(header.outputs_kept))
         inputs, outputs = sum(header.tracked), sum(header.out_tracked)
         facts = {
-            "nothing is left over": left == 0,
             "each argument is tracked or not": len(header.tracked) == len(self.avals),
             "each output is": len(header.out_tracked) == len(self.out_avals),
             "tracked arguments are inexact": all(

@@ -12,11 +12,11 @@ laptop. What is held, read and dropped is the same in both.
 import os
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, assert_never
 
 import jax
+from msgspec.structs import replace
 
 from jdag.compute.avals import Aval, aval_of, is_deleted
 from jdag.compute.devices import put
@@ -24,6 +24,7 @@ from jdag.compute.hooks import hooked, seen
 from jdag.compute.sums import ADDENDS_MAX, add, ones, zeros
 from jdag.compute.values import Buffer, Values
 from jdag.engine.vocabulary import (
+    AnyKey,
     Apply,
     Failure,
     Fill,
@@ -215,7 +216,7 @@ class Machine:
 
     def fetched(self, found: Sequence[Any], worker: str) -> tuple[Any, ...]:
         """What a program fetched: values in place of keys, failures as they are."""
-        values = [self.leaving(o) if type(o) is Key else o for o in found]
+        values = [self.leaving(o) if isinstance(o, AnyKey) else o for o in found]
         return tuple(
             [
                 deleted(value, key, worker) if is_deleted(value) else value

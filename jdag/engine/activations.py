@@ -39,6 +39,7 @@ from jdag.engine.vocabulary import (
     Launched,
     Path,
     Primal,
+    ReceivedKey,
     Resume,
     Return,
     Returned,
@@ -137,7 +138,8 @@ class Activations:
         said = f"{event.name} cannot be called on {event.worker!r}: "
         if event.worker in lost:
             raise WorkerLost(f"{said}{self._state.loss(event.worker)}")
-        for key, worker, _ in event.arguments:
+        for argument in event.arguments:
+            key, worker = argument.key, argument.owner
             if worker in lost:
                 gone = f"{key.name} is gone, " * (key.kind in LEAF_KINDS)
                 raise WorkerLost(f"{said}{gone}{self._state.loss(worker)}")
@@ -148,7 +150,8 @@ class Activations:
         """Each input as the callee will know it, and what each owner has to send."""
         inputs: list[Key] = []
         ships: dict[Worker, list[tuple[Key, bool]]] = {}
-        for key, owner, tracked in event.arguments:
+        for argument in event.arguments:
+            key, owner, tracked = argument.key, argument.owner, argument.tracked
             if owner == event.worker or key.kind == "constant":
                 inputs.append(key)
                 continue
@@ -161,7 +164,7 @@ class Activations:
             moved = copies.get(what)
             if moved is None:
                 slots = ships.setdefault(owner, [])
-                moved = Key("received", event.context, (event.path, owner), len(slots))
+                moved = ReceivedKey(event.context, (event.path, owner), len(slots))
                 slots.append((key, tracked))
                 copies[what] = moved
             inputs.append(moved)

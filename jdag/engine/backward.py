@@ -18,11 +18,12 @@ Invariants
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from math import inf
 from operator import and_, gt
 from typing import Any
+
+from msgspec.structs import replace
 
 from jdag.engine.complete import Completion
 from jdag.engine.count import count, describe, mark, path_of
@@ -33,6 +34,7 @@ from jdag.engine.state import State
 from jdag.engine.vocabulary import (
     Answer,
     Cotangent,
+    CotangentKey,
     Fail,
     Failure,
     Fill,
@@ -43,6 +45,8 @@ from jdag.engine.vocabulary import (
     Marked,
     Mode,
     Root,
+    ScratchKey,
+    SeedKey,
     Start,
     Vjp,
     Worker,
@@ -121,7 +125,7 @@ class Backward:
             if counted[slot]:
                 assert value is not None, (message, slot)
                 here = message.present[slot]
-                key = Key("cotangent", message.context, name, slot) if here else None
+                key = CotangentKey(message.context, name, slot) if here else None
                 self._deliver(live, value, send.path, slot, key)
         self.settle(fragment, live)
 
@@ -249,7 +253,7 @@ class Backward:
     def seed(self, fragment: Fragment, live: Pass) -> None:
         """Hand each root here its first cotangent: the one given, or ones."""
         for root in live.roots:
-            key = Key("seed", fragment.context, live.number, root.number)
+            key = SeedKey(fragment.context, live.number, root.number)
             if root.given:
                 self._seeded(fragment, live, root, key)
                 continue
@@ -380,10 +384,10 @@ class Backward:
         context = fragment.context
         assert node.residuals is not None, node.path
         if len(node.inputs) == 1:
-            outputs: tuple[Key, ...] = (Key("scratch", context, number, 0),)
+            outputs: tuple[Key, ...] = (ScratchKey(context, number, 0),)
         else:
             positions = range(len(node.inputs))
-            outputs = tuple([Key("scratch", context, number, p) for p in positions])
+            outputs = tuple([ScratchKey(context, number, p) for p in positions])
         job = Vjp(
             number,
             context,

@@ -11,8 +11,9 @@ not passive.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from jdag.engine.graph import Fragment
 from jdag.engine.share import Pass
@@ -25,6 +26,7 @@ from jdag.engine.vocabulary import (
     Job,
     Key,
     Path,
+    ScratchKey,
     Sum,
 )
 
@@ -94,7 +96,7 @@ class Completion:
 
     def _output(self, fragment: Fragment) -> tuple[int, Key]:
         number = self._state.number_job()
-        return number, Key("scratch", fragment.context, number, 0)
+        return number, ScratchKey(fragment.context, number, 0)
 
     def _hook(
         self,

@@ -27,9 +27,9 @@ def count(fragment: Fragment, live: Pass) -> Node | None:
 def mark(fragment: Fragment, live: Pass, transfers: Iterable[Marked]) -> Node | None:
     """Count every edge behind these slots of sends here."""
     values: list[Value] = []
-    for path, marked in transfers:
-        slots = [slot for slot, here in enumerate(marked) if here]
-        values.extend(_owe(live, fragment.sends[path], slots))
+    for marked in transfers:
+        slots = [slot for slot, here in enumerate(marked.slots) if here]
+        values.extend(_owe(live, fragment.sends[marked.path], slots))
     return _walk(live, values)
 
 

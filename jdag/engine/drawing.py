@@ -5,10 +5,21 @@ that it counted here: edges are counted as it counted them.
 """
 
 from enum import Enum
-from typing import NamedTuple
 
 from jdag.engine.graph import Fragment, Node, Value, Vertex
-from jdag.engine.vocabulary import Key, LeafId, Mode, Outcome, Path, Worker
+from jdag.engine.messages import Several
+from jdag.engine.names import (
+    U64,
+    Key,
+    Keys,
+    LeafId,
+    Mode,
+    Name,
+    Outcome,
+    Path,
+    Record,
+    Worker,
+)
 
 
 class Need(Enum):
@@ -20,60 +31,60 @@ class Need(Enum):
     OWED = "owed"  # Its cotangent was waited for, and never came.
 
 
-class DrawnNode(NamedTuple):
+class DrawnNode(Record, gc=False):
     """A recorded vjp: keys of its tracked inputs and outputs."""
 
     path: Path
-    function: str
-    call_site: str
-    inputs: tuple[Key, ...]
-    outputs: tuple[Key, ...]
+    function: Name
+    call_site: Name
+    inputs: Keys
+    outputs: Keys
     spent: bool
-    awaited: int  # Cotangents, one an edge, in the last pass.
+    awaited: U64  # Cotangents, one an edge, in the last pass.
 
 
-class DrawnEnd(NamedTuple):
+class DrawnEnd(Record, gc=False):
     """An end of a transfer: its peer, and the keys of its tracked slots here."""
 
     path: Path
     peer: Worker
-    values: tuple[Key, ...]
-    awaited: int  # Cotangents in the last pass: of a send 1 message, if it was counted.
+    values: Keys
+    awaited: U64  # Cotangents in the last pass: of a send 1 message, if it was counted.
     need: Need = Need.NONE  # Of a send.
 
 
-class DrawnLeaf(NamedTuple):
+class DrawnLeaf(Record, gc=False):
     """A leaf that the context read here, and which versions of it."""
 
     leaf: LeafId
-    versions: tuple[Key, ...]
-    awaited: int
+    versions: Keys
+    awaited: U64
 
 
-class DrawnPass(NamedTuple):
+class DrawnPass(Record, gc=False):
     """The last pass that came by a fragment."""
 
-    number: int
+    number: U64
     mode: Mode
     outcome: Outcome
 
 
-class DrawnEdge(NamedTuple):
+class DrawnEdge(Record, gc=False):
     """A value and who made it and who uses it, by path; forward direction."""
 
     value: Key
-    producer: str
-    consumer: str
+    producer: Name
+    consumer: Name
 
 
-class Drawing(NamedTuple):
+class Drawing(Record, gc=False):
     """The part of a context's graph that one worker owns."""
 
-    nodes: tuple[DrawnNode, ...]
-    sends: tuple[DrawnEnd, ...]
-    recvs: tuple[DrawnEnd, ...]
-    leaves: tuple[DrawnLeaf, ...]
-    edges: tuple[DrawnEdge, ...]
+    nodes: Several[DrawnNode]
+    sends: Several[DrawnEnd]
+    recvs: Several[DrawnEnd]
+    leaves: Several[DrawnLeaf]
+    edges: Several[DrawnEdge]
     last: DrawnPass | None
 
 

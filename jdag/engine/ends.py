@@ -21,9 +21,10 @@ Invariants
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
+
+from msgspec.structs import replace
 
 from jdag.engine.activations import Activations, takes_part
 from jdag.engine.forward import Forwarding

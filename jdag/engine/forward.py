@@ -11,9 +11,10 @@ Invariants
   may not know, and waits.
 """
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
+
+from msgspec.structs import replace
 
 from jdag.engine.graph import Fragment, Node, RecvEnd, SendEnd, Value
 from jdag.engine.leaves import Leaves
@@ -28,8 +29,10 @@ from jdag.engine.vocabulary import (
     Forward,
     Job,
     Key,
+    OutputKey,
     Path,
     Primal,
+    ResidualsKey,
     Ship,
     Worker,
 )
@@ -59,9 +62,10 @@ class Forwarding:
     def make_call(self, fragment: Fragment, message: Call) -> None:
         """A call that runs here, whoever issued it."""
         state = self._state
-        for source, tracked in message.incoming:
-            recv = self._recv(fragment, message.path, source, len(tracked))
-            recv.tracked = tracked
+        for incoming in message.incoming:
+            source, slots = incoming.source, len(incoming.tracked)
+            recv = self._recv(fragment, message.path, source, slots)
+            recv.tracked = incoming.tracked
         if message.incoming:
             self._note_avals(fragment, message)
         node = Node(message.path, message.function, message.call_site)
@@ -71,7 +75,7 @@ class Forwarding:
         recorded = True in message.outputs
         results = []
         for index, recording in enumerate(message.outputs):
-            key = Key("output", message.context, message.path, index)
+            key = OutputKey(message.context, message.path, index)
             value = Value(key, node if recording else None, 0)
             fragment.values[key] = value
             results.append(value)
@@ -97,7 +101,7 @@ class Forwarding:
         node.outputs = tuple(value for value in node.results if value.producer is node)
         for index, value in enumerate(node.outputs):
             value.index = index
-        node.residuals = Key("residuals", message.context, message.path, 0)
+        node.residuals = ResidualsKey(message.context, message.path, 0)
         fragment.nodes[message.path] = node
 
     def value(self, fragment: Fragment, key: Key) -> Value:

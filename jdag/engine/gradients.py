@@ -11,8 +11,9 @@ Invariants
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
+
+from msgspec.structs import replace
 
 from jdag.engine.complete import Completion
 from jdag.engine.graph import Fragment, LeafEnd

@@ -28,6 +28,7 @@ from jdag.engine.vocabulary import (
     Mode,
     Outcome,
     Path,
+    ReceivedKey,
     Release,
     Root,
     Worker,
@@ -129,7 +130,7 @@ class RecvEnd:
         self.tracked: tuple[bool, ...] = ()  # These two are known from the call on.
         self.avals: list[Any] = [None] * slots
         self.outputs = tuple(
-            Value(Key("received", context, (path, source), slot), self, slot)
+            Value(ReceivedKey(context, (path, source), slot), self, slot)
             for slot in range(slots)
         )
 

@@ -14,9 +14,11 @@ asked: that version is the one before it.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
+
+from msgspec.structs import replace
 
 from jdag.engine.graph import Fragment, LeafEnd, Value
 from jdag.engine.state import State, first_failure
@@ -33,6 +35,7 @@ from jdag.engine.vocabulary import (
     Job,
     Key,
     LeafId,
+    LeafKey,
     Path,
     Stale,
     Worker,
@@ -418,7 +421,7 @@ _NEVER = -1  # The number of a version that nobody can ask for.
 
 
 def _version_key(name: LeafId, number: int) -> Key:
-    return Key("leaf", None, name, number)
+    return LeafKey(None, name, number)
 
 
 def _lost(part: Assignment, why: str, parts: int) -> str:

@@ -40,6 +40,7 @@ from jdag.engine.vocabulary import (
     Assigned,
     Discard,
     Discarded,
+    GradientKey,
     Key,
     Notice,
     Worker,
@@ -112,9 +113,9 @@ class Lives:
 
     def note_notices(self, activation: Activation, notices: Iterable[Notice]) -> None:
         """A program that was called from here leaves these to its caller."""
-        for worker, keys in notices:
-            for key in keys:
-                self._note(activation, worker, key)
+        for notice in notices:
+            for key in notice.keys:
+                self._note(activation, notice.worker, key)
 
     def _note(self, activation: Activation, worker: Worker, key: Key) -> None:
         notices = activation.notices
@@ -160,7 +161,7 @@ class Lives:
         self, fragment: Fragment, end: LeafEnd, staged: Key | None, number: int
     ) -> None:
         """A pass leaves a gradient: a new one, or, None, the one that there was."""
-        key = Key("gradient", fragment.context, end.leaf, number)
+        key = GradientKey(fragment.context, end.leaf, number)
         if staged is not None:
             before = end.current
             value = end.current = Value(key, None, 0)

@@ -4,144 +4,158 @@ A message is data. The wire turns it into bytes; the driver attaches the values 
 stores them, where they land, under the keys that `landing(message)` gives.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
+
+from msgspec import Meta
 
 from jdag.engine.names import (
+    ITEMS_MAX,
+    U32,
+    U48,
+    U64,
+    ConstantKey,
     ContextId,
+    CotangentKey,
+    Data,
     Failure,
+    Function,
     Hook,
     Key,
+    Keys,
     LeafId,
+    Mask,
     Mode,
+    Name,
     Outcome,
     Owed,
     Path,
+    ReadingKey,
+    ReceivedKey,
+    Record,
     Root,
+    SeedKey,
+    Shape,
     Stale,
     Worker,
-    data,
+    Workers,
 )
 from jdag.engine.weight import Weight
 
+T = TypeVar("T")
+Several = Annotated[tuple[T, ...], Meta(max_length=ITEMS_MAX)]
+Leaves = Several[LeafId]
+Change = Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
 
-class Incoming(NamedTuple):
+
+class Incoming(Record, gc=False):
     """A recv that a call makes: who sends, and which of the slots are tracked."""
 
     source: Worker
-    tracked: tuple[bool, ...]
+    tracked: Mask
 
 
-class Notice(NamedTuple):
+class Notice(Record, gc=False):
     """Values on a worker that no program can name any more."""
 
     worker: Worker
-    keys: tuple[Key, ...]
+    keys: Keys
 
 
-@data
-class Call:
+class Call(Record, tag=0):
     """Issuer to callee: run `function` on these inputs. Carries the constants."""
 
     context: ContextId
     path: Path
-    function: Any
-    inputs: tuple[Key, ...]
-    tracked: tuple[bool, ...]  # Which inputs are edges.
-    outputs: tuple[bool, ...]  # Which outputs are tracked.
-    incoming: tuple[Incoming, ...]
-    call_site: str
-    discarded: tuple[Key, ...] = ()  # These are not named any more.
+    function: Function
+    inputs: Keys
+    tracked: Mask  # Which inputs are edges.
+    outputs: Mask  # Which outputs are tracked.
+    incoming: Several[Incoming]
+    call_site: Name
+    discarded: Keys = ()  # These are not named any more.
 
 
-@data
-class Ship:
+class Ship(Record, tag=1):
     """Issuer to an owner of arguments: send these to where this path's call runs."""
 
     context: ContextId
     path: Path
     destination: Worker
-    keys: tuple[Key, ...]
-    tracked: tuple[bool, ...]
-    function: str  # For whom: the name of the function that is called there.
-    call_site: str
-    discarded: tuple[Key, ...] = ()
+    keys: Keys
+    tracked: Mask
+    function: Name  # For whom: the name of the function that is called there.
+    call_site: Name
+    discarded: Keys = ()
 
 
-@data
-class Acknowledge:
+class Acknowledge(Record, tag=2):
     """To the issuer: the call, ship or assignment of this path has arrived."""
 
     context: ContextId | None
     path: Path
 
 
-@data
-class Primal:
+class Primal(Record, tag=3):
     """Send to recv: the values of a transfer, or for a slot why there is none."""
 
     context: ContextId
     path: Path
     source: Worker
-    failures: tuple[Failure | None, ...]
+    failures: Several[Failure | None]
 
 
-@data
-class Run:
+class Run(Record, tag=4):
     """Issuer to worker: run a program there. `arguments` are data: refs and statics."""
 
     context: ContextId
     path: Path
-    function: Any
-    arguments: Any
-    call_site: str
+    function: Data
+    arguments: Data
+    call_site: Name
 
 
-@data
-class Return:
+class Return(Record, tag=5):
     """The program of this path ended; it touched these workers."""
 
     context: ContextId
     path: Path
-    result: Any
+    result: Data
     failure: Failure | None
-    workers: tuple[Worker, ...]
-    notices: tuple[Notice, ...]
+    workers: Workers
+    notices: Several[Notice]
 
 
-@data
-class Discard:
+class Discard(Record, tag=21):
     """An activation to an owner: no program can name these values any more."""
 
     context: ContextId
-    keys: tuple[Key, ...]
+    keys: Keys
 
 
-@data
-class Read:
+class Read(Record, tag=6):
     """Asks for values; untracked. Never makes a context."""
 
-    request: int
-    keys: tuple[Key, ...]
+    request: U64
+    keys: Keys
 
 
-@data
-class Reading:
+class Reading(Record, tag=7):
     """Answers a read, with the values or with why there are none."""
 
-    request: int
-    failures: tuple[Failure | None, ...]
+    request: U64
+    failures: Several[Failure | None]
 
 
-@data
-class Assignment:
+class Assignment(Record):
     """New versions of leaves of one worker: from values, or by a function there."""
 
     path: Path  # That of the message, then the place among all assigned with it.
-    function: Any  # None: the values come with the message.
-    inputs: tuple[Key, ...]
-    outputs: tuple[Key, ...]
-    avals: tuple[Any, ...]
-    call_site: str
+    function: Function | None  # None: the values come with the message.
+    inputs: Keys
+    outputs: Keys
+    avals: Several[Shape]
+    call_site: Name
 
     @property
     def worker(self) -> Worker:
@@ -150,8 +164,7 @@ class Assignment:
         return leaf.worker
 
 
-@data
-class Assign:
+class Assign(Record, tag=8):
     """Make versions of leaves, each part by itself, in order.
 
     Carries the values of parts without a function, and the constants that functions
@@ -159,18 +172,16 @@ class Assign:
     """
 
     path: Path  # (number,): leaves are assigned outside contexts, in one order.
-    parts: tuple[Assignment, ...]
+    parts: Several[Assignment]
 
 
-@data
-class Forget:
+class Forget(Record, tag=9):
     """Drop these leaves, all versions."""
 
-    leaves: tuple[LeafId, ...]
+    leaves: Leaves
 
 
-@data
-class Attach:
+class Attach(Record, tag=20):
     """Issuer to the owner of a value: have this hook see its cotangents."""
 
     context: ContextId
@@ -178,112 +189,103 @@ class Attach:
     hook: Hook
 
 
-@data
-class Start:
+class Start(Record, tag=10):
     """Owner to a worker with roots: count, and if `go` begin. Carries cotangents."""
 
     context: ContextId
-    number: int  # Of the pass.
-    roots: tuple[Root, ...]
+    number: U32  # Of the pass.
+    roots: Several[Root]
     mode: Mode
     retain: bool
     go: bool
     weight: Weight
-    owed: int
+    owed: Change
 
 
-class Marked(NamedTuple):
+class Marked(Record, gc=False):
     """Slots of a transfer, by its path, that the roots are newly known to need."""
 
     path: Path
-    slots: tuple[bool, ...]
+    slots: Mask
 
 
-@data
-class Mark:
+class Mark(Record, tag=19):
     """Recv to send, in SMART mode: what the roots need of these transfers."""
 
     context: ContextId
-    number: int
-    transfers: tuple[Marked, ...]
+    number: U32
+    transfers: Several[Marked]
     retain: bool
     weight: Weight
-    owed: int
+    owed: Change
 
 
-@data
-class Go:
+class Go(Record, tag=11):
     """Owner to a worker whose roots it announced: begin."""
 
     context: ContextId
-    number: int
+    number: U32
     retain: bool
     weight: Weight
-    owed: int
+    owed: Change
 
 
-@data
-class Cotangent:
+class Cotangent(Record, tag=12):
     """Recv to send: cotangents of a transfer's slots; absent = symbolic zero."""
 
     context: ContextId
-    number: int
+    number: U32
     path: Path
-    present: tuple[bool, ...]
+    present: Mask
     retain: bool
     weight: Weight
-    owed: int
+    owed: Change
 
 
-@data
-class Answer:
+class Answer(Record, tag=13):
     """To the owner: nothing of the pass goes on here; weight and change in owed sends.
 
     All messages of a pass carry these two (`jdag.engine.weight`).
     """
 
     context: ContextId
-    number: int
+    number: U32
     weight: Weight
-    owed: int
+    owed: Change
 
 
-@data
-class Fail:
+class Fail(Record, tag=14):
     """To whom one first heard of the pass from: it cannot finish."""
 
     context: ContextId
-    number: int
+    number: U32
     failure: Failure
 
 
-@data
-class End:
+class End(Record, tag=15):
     """Owner to every participant: the pass is over."""
 
     context: ContextId
-    number: int
+    number: U32
     outcome: Outcome
     retain: bool
 
 
-@data
-class Ended:
+class Ended(Record, tag=16):
     """Answers End: sends still owed, leaves that now have a gradient.
 
     `failure`: a hook that saw one raised.
     """
 
     context: ContextId
-    number: int
-    owed: tuple[Owed, ...]
-    leaves: tuple[LeafId, ...]
-    stale: tuple[Stale, ...]  # Of these leaves.
+    number: U32
+    owed: Several[Owed]
+    leaves: Leaves
+    stale: Several[Stale]  # Of these leaves.
     failure: Failure | None
 
 
-@data
-class Release:
+class Release(Record, tag=17):
     """Owner to every participant: forget it, at once if `abort`, else when quiet.
 
     `live` are the counters of the owner's contexts that are still open: every other up
@@ -291,16 +293,15 @@ class Release:
     """
 
     context: ContextId
-    live: tuple[int, ...]
+    live: Several[U48]
     abort: bool
 
 
-@data
-class Released:
+class Released(Record, tag=18):
     """Answers Release: the failures that began here, first in program order first."""
 
     context: ContextId
-    failures: tuple[Failure, ...]
+    failures: Several[Failure]
 
 
 # What carries a part of a pass's weight.
@@ -315,51 +316,54 @@ Message = (
 
 def landing(message: Message) -> tuple[Key, ...]:
     """The keys under which the values that ride with a message are stored."""
-    match message:
-        case Cotangent(context=context, number=number, path=path, present=present):
-            return tuple(
-                [
-                    Key("cotangent", context, (number, path), slot)
-                    for slot, here in enumerate(present)
-                    if here
-                ]
-            )
-        case Primal(context=context, path=path, source=source, failures=failures):
-            return tuple(
-                [
-                    Key("received", context, (path, source), slot)
-                    for slot, failure in enumerate(failures)
-                    if failure is None
-                ]
-            )
-        case Call(inputs=inputs, context=context, path=path):
-            return tuple(
-                [key for key in inputs if key.kind == "constant" and key.name == path]
-            )
-        case Assign(parts=parts):
-            keys = [key for part in parts for key in _carried(part)]
-            return tuple(dict.fromkeys(keys))
-        case Start(context=context, number=number, roots=roots):
-            return tuple(
-                [
-                    Key("seed", context, number, root.number)
-                    for root in roots
-                    if root.given
-                ]
-            )
-        case Reading(request=request, failures=failures):
-            return tuple(
-                [
-                    Key("reading", None, request, index)
-                    for index, failure in enumerate(failures)
-                    if failure is None
-                ]
-            )
-        case _:
-            return ()
+    keys = _LANDING.get(message.__class__)
+    return () if keys is None else tuple(keys(message))
 
 
-def _carried(part: Assignment) -> tuple[Key, ...]:
-    if part.function is None:
-        return part.outputs
-    return tuple([key for key in part.inputs if key.kind == "constant"])
+def _of_cotangent(message: Cotangent) -> list[Key]:
+    context, name = message.context, (message.number, message.path)
+    slots = enumerate(message.present)
+    return [CotangentKey(context, name, slot) for slot, here in slots if here]
+
+
+def _of_primal(message: Primal) -> list[Key]:
+    context, name = message.context, (message.path, message.source)
+    slots = enumerate(message.failures)
+    return [ReceivedKey(context, name, slot) for slot, why in slots if why is None]
+
+
+def _of_call(message: Call) -> list[Key]:
+    path = message.path
+    return [
+        key for key in message.inputs if type(key) is ConstantKey and key.name == path
+    ]
+
+
+def _of_assign(message: Assign) -> list[Key]:
+    keys: dict[Key, None] = {}
+    for part in message.parts:
+        if part.function is None:
+            keys.update(dict.fromkeys(part.outputs))
+        else:
+            keys.update((key, None) for key in part.inputs if type(key) is ConstantKey)
+    return list(keys)
+
+
+def _of_start(message: Start) -> list[Key]:
+    context, number = message.context, message.number
+    return [SeedKey(context, number, one.number) for one in message.roots if one.given]
+
+
+def _of_reading(message: Reading) -> list[Key]:
+    request, slots = message.request, enumerate(message.failures)
+    return [ReadingKey(None, request, slot) for slot, why in slots if why is None]
+
+
+_LANDING: dict[type, Callable[[Any], list[Key]]] = {
+    Cotangent: _of_cotangent,
+    Primal: _of_primal,
+    Call: _of_call,
+    Assign: _of_assign,
+    Start: _of_start,
+    Reading: _of_reading,
+}

@@ -1,32 +1,54 @@
 """Names and plain data that messages, jobs and events are made of.
 
-Names are global: a key means the same value whoever says it.
+Names are global: a key means the same value whoever says it. What travels is a struct
+whose annotations bound every number, text and tuple: the wire reads no others. On the
+wire a struct is an array of its fields, so fields and tags are only appended.
 """
 
-from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, dataclass_transform
 
-T = TypeVar("T")
+from msgspec import Meta, Struct
+
+ITEMS_MAX = 1 << 24  # Of a tuple in a message.
+SLOTS_MAX = 1 << 20  # Of one call or transfer.
+PATH_MAX = 1 << 12  # Numbers in a path: so deep programs may call each other.
+NAME_MAX = 1 << 16  # Characters of a text that names something.
+TEXT_MAX = 1 << 28
+DATA_MAX_BYTES = 1 << 30
+
+U16 = Annotated[int, Meta(ge=0, le=(1 << 16) - 1)]
+U32 = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
+U48 = Annotated[int, Meta(ge=0, le=(1 << 48) - 1)]
+U64 = Annotated[int, Meta(ge=0)]  # The wire has no ints of more than 64 bits.
+Name = Annotated[str, Meta(max_length=NAME_MAX)]
+Text = Annotated[str, Meta(max_length=TEXT_MAX)]
+Mask = Annotated[tuple[bool, ...], Meta(max_length=SLOTS_MAX)]
+
+# What is opaque to engines travels as bytes; the wire makes them, and reads them. An
+# exception stays in its process.
+if TYPE_CHECKING:
+    Function = Shape = Data = Any
+    OwnException = BaseException | None
+else:
+    Function = Shape = Annotated[bytes, Meta(max_length=DATA_MAX_BYTES)]
+    Data = Annotated[memoryview, Meta(max_length=DATA_MAX_BYTES)]
+    OwnException = None
 
 
 @dataclass_transform(frozen_default=True)
-def data(cls: type[T]) -> type[T]:
-    """A frozen dataclass with slots: the type checker refuses all writes.
-
-    At run time it is not frozen: `object.__setattr__` for each field would double the
-    cost of making one, and several are made for each node.
-    """
-    return dataclass(slots=True, unsafe_hash=True)(cls)
+class Record(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What travels."""
 
 
 # Call numbers from the top activation down: the order of everything.
-Path = tuple[int, ...]
+Path = Annotated[tuple[U32, ...], Meta(max_length=PATH_MAX)]
 
 # A worker that comes back is another one: nothing that was said of the former one, or
 # is on its way to or from it, is of it. So each incarnation has a name of its own: the
 # first the worker's, `ps0`, the others `ps0#1`, `ps0#2`, ...
-Worker = str
+Worker = Annotated[str, Meta(min_length=1, max_length=NAME_MAX)]
+Workers = Annotated[tuple[Worker, ...], Meta(max_length=ITEMS_MAX)]
 _AGAIN = "#"  # Not in the name of a worker.
 
 
@@ -55,12 +77,12 @@ def is_name(name: object) -> bool:
     return bool(name) and _AGAIN not in name
 
 
-class ContextId(NamedTuple):
+class ContextId(Record, order=True, gc=False, cache_hash=True):
     """Names a context: 16 bits of its owner's number, 48 of a counter; incarnation."""
 
-    number: int
-    counter: int
-    incarnation: int
+    number: U16
+    counter: U48
+    incarnation: U32
 
     @property
     def id(self) -> int:
@@ -71,14 +93,14 @@ class ContextId(NamedTuple):
         return f"{incarnated(str(self.number), self.incarnation)}.{self.counter}"
 
 
-class LeafId(NamedTuple):
+class LeafId(Record, order=True, gc=False, cache_hash=True):
     """Names a leaf: who keeps it; who made it, and how many it had made before.
 
     Of its 64 bits 16 are the maker's number, then 16 that of its incarnation.
     """
 
     worker: Worker
-    number: int
+    number: U64
 
     @classmethod
     def made_by(
@@ -95,8 +117,8 @@ class LeafId(NamedTuple):
         return f"leaf {by}{self.number & (1 << 32) - 1} on {self.worker}"
 
 
-class Key(NamedTuple):
-    """Names a value.
+class AnyKey(Record, gc=False, cache_hash=True):
+    """Names a value: `context`, `name` and `index`, by `kind`.
 
     kind        name            index
     output      path of call    which output             where the call ran
@@ -112,10 +134,114 @@ class Key(NamedTuple):
     scratch     job             which output             nowhere but here
     """
 
-    kind: str
+    kind: ClassVar[str]
     context: ContextId | None
-    name: Any
-    index: int  # type: ignore[assignment]  # Hides tuple.index, unused.
+    if TYPE_CHECKING:
+        name: Any
+        index: int
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """What keys of all kinds can be sorted by."""
+        return self.kind, self.context, self.name, self.index
+
+
+class OutputKey(AnyKey, tag=0):
+    """An output of a call."""
+
+    kind: ClassVar[str] = "output"
+    name: Path
+    index: U32
+
+
+class ReceivedKey(AnyKey, tag=1):
+    """A slot of a transfer that arrived."""
+
+    kind: ClassVar[str] = "received"
+    name: tuple[Path, Worker]
+    index: U32
+
+
+class ConstantKey(AnyKey, tag=2):
+    """An argument that goes with its call."""
+
+    kind: ClassVar[str] = "constant"
+    name: Path
+    index: U32
+
+
+class LeafKey(AnyKey, tag=3):
+    """A version of a leaf."""
+
+    kind: ClassVar[str] = "leaf"
+    name: LeafId
+    index: U32
+
+
+class GradientKey(AnyKey, tag=4):
+    """The gradient of a leaf in a pass."""
+
+    kind: ClassVar[str] = "gradient"
+    name: LeafId
+    index: U32
+
+
+class SeedKey(AnyKey, tag=5):
+    """A cotangent that a pass was given."""
+
+    kind: ClassVar[str] = "seed"
+    name: U32
+    index: U32
+
+
+class CotangentKey(AnyKey, tag=6):
+    """A cotangent that arrived."""
+
+    kind: ClassVar[str] = "cotangent"
+    name: tuple[U32, Path]
+    index: U32
+
+
+class ReadingKey(AnyKey, tag=7):
+    """A value that was read."""
+
+    kind: ClassVar[str] = "reading"
+    name: U64
+    index: U32
+
+
+class NewestKey(AnyKey, tag=8):
+    """Whichever version of a leaf is the newest."""
+
+    kind: ClassVar[str] = "newest"
+    name: LeafId
+    index: U32
+
+
+class ResidualsKey(AnyKey, tag=9):
+    """The residuals of a call; never leaves its worker."""
+
+    kind: ClassVar[str] = "residuals"
+    name: Path
+    index: U32
+
+
+class ScratchKey(AnyKey, tag=10):
+    """What a job makes for others of its worker; never leaves that."""
+
+    kind: ClassVar[str] = "scratch"
+    name: U64
+    index: U32
+
+
+if TYPE_CHECKING:
+    Key = AnyKey
+else:
+    Key = (
+        OutputKey | ReceivedKey | ConstantKey | LeafKey | GradientKey | SeedKey
+        | CotangentKey | ReadingKey | NewestKey | ResidualsKey | ScratchKey
+    )  # fmt: skip
+Keys = Annotated[tuple[Key, ...], Meta(max_length=ITEMS_MAX)]
 
 
 LEAF_KINDS = ("leaf", "newest")  # Of keys that name a version of a leaf.
@@ -126,8 +252,7 @@ def is_newest(key: Key) -> bool:
     return key.kind == "newest"
 
 
-@data
-class Failure:
+class Failure(Record):
     """An error as a value: what holds it, and whoever computes on it, fails with it.
 
     `error` names a class of `jdag.errors`; `exception` is the original where this
@@ -135,15 +260,15 @@ class Failure:
     identifies it.
     """
 
-    error: str
-    message: str
+    error: Name
+    message: Text
     worker: Worker
     path: Path = ()
-    function: str = ""
-    call_site: str = ""
-    traceback: str = ""
-    route: tuple[Worker, ...] = ()  # From the owner down to where it failed.
-    exception: BaseException | None = None
+    function: Name = ""
+    call_site: Name = ""
+    traceback: Text = ""
+    route: Workers = ()  # From the owner down to where it failed.
+    exception: OwnException = None
 
 
 class Mode(Enum):
@@ -162,16 +287,16 @@ class Outcome(Enum):
     EXPIRED = "expired"  # It was given a time, and that is over.
 
 
-class Root(NamedTuple):
+class Root(Record):
     """Where a pass starts: a value, its shape, and whether a cotangent is carried."""
 
     key: Key
-    aval: Any
+    aval: Shape
     given: bool
-    number: int  # Its place among all roots of the pass.
+    number: U32  # Its place among all roots of the pass.
 
 
-class Hook(NamedTuple):
+class Hook(Record):
     """A function of a complete cotangent, applied where that is; in order of path.
 
     `replaces`: what it returns takes the cotangent's place. Else it sees a leaf's
@@ -179,24 +304,24 @@ class Hook(NamedTuple):
     """
 
     path: Path
-    function: Any
+    function: Data
     replaces: bool
-    aval: Any  # Of the cotangent.
-    call_site: str
+    aval: Shape  # Of the cotangent.
+    call_site: Name
 
 
-class Stale(NamedTuple):
+class Stale(Record, order=True, gc=False):
     """A leaf that was updated since a pass's forward read it."""
 
     leaf: LeafId
-    newer: int  # By so many versions the newest is newer than the oldest that was read.
+    newer: U32  # By so many versions the newest is newer than the oldest that was read.
 
 
-class Owed(NamedTuple):
+class Owed(Record, order=True, gc=False):
     """A send that waited for its cotangent: what a stuck pass names."""
 
     path: Path
     worker: Worker  # Where the send is.
     destination: Worker  # Who never sent the cotangent.
-    function: str  # The function that was called with what was sent.
-    call_site: str
+    function: Name  # The function that was called with what was sent.
+    call_site: Name

@@ -42,6 +42,7 @@ from jdag.engine.vocabulary import (
     PassResult,
     Resume,
     Root,
+    SeedKey,
     Stale,
     Start,
     Worker,
@@ -378,7 +379,5 @@ class Passes:
 def _seeds(fragment: Fragment, number: int, roots: Sequence[Root]) -> tuple[Key, ...]:
     """Where the given cotangents of these roots are."""
     return tuple(
-        Key("seed", fragment.context, number, root.number)
-        for root in roots
-        if root.given
+        SeedKey(fragment.context, number, root.number) for root in roots if root.given
     )

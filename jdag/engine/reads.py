@@ -16,6 +16,7 @@ from jdag.engine.leaves import Leaves, Version
 from jdag.engine.state import State
 from jdag.engine.vocabulary import (
     LEAF_KINDS,
+    AnyKey,
     Failure,
     Fetched,
     Key,
@@ -144,7 +145,7 @@ class Reads:
     def _reply(self, sender: Worker, message: Read, found: Sequence[Found]) -> None:
         answers = [self._answer(one) for one in found]
         failures = tuple([a if isinstance(a, Failure) else None for a in answers])
-        held = tuple([answer for answer in answers if isinstance(answer, Key)])
+        held = tuple([answer for answer in answers if isinstance(answer, AnyKey)])
         self._state.send(sender, Reading(message.request, failures), held)
         self._let_go(found)
 

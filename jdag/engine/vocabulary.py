@@ -6,42 +6,14 @@ passes them on and never looks inside. Names and messages have modules of their 
 are found here as well.
 """
 
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
-from jdag.engine.messages import (
-    Acknowledge,
-    Answer,
-    Assign,
-    Assignment,
-    Attach,
-    Call,
-    Cotangent,
-    Discard,
-    End,
-    Ended,
-    Fail,
-    Forget,
-    Go,
-    Incoming,
-    Mark,
-    Marked,
-    Message,
-    Notice,
-    Primal,
-    Read,
-    Reading,
-    Release,
-    Released,
-    Return,
-    Run,
-    Ship,
-    Start,
-    Weighted,
-    landing,
-)
+from msgspec import Struct
+
+from jdag.engine.messages import *  # noqa: F403
+from jdag.engine.messages import Assignment, Message
+from jdag.engine.names import *  # noqa: F403
 from jdag.engine.names import (
-    LEAF_KINDS,
-    WORKERS_MAX,
     ContextId,
     Failure,
     Hook,
@@ -54,101 +26,10 @@ from jdag.engine.names import (
     Root,
     Stale,
     Worker,
-    data,
-    incarnated,
-    incarnation_of,
-    is_name,
-    is_newest,
-    named,
 )
 
-__all__ = [
-    "LEAF_KINDS",
-    "WORKERS_MAX",
-    "Acknowledge",
-    "Alarm",
-    "Answer",
-    "Apply",
-    "Argument",
-    "Arrived",
-    "Assign",
-    "Assigned",
-    "Assignment",
-    "Attach",
-    "Attached",
-    "Awaited",
-    "Call",
-    "Compute",
-    "Computed",
-    "ContextId",
-    "Cotangent",
-    "Differentiated",
-    "Discard",
-    "Discarded",
-    "Drop",
-    "Dropped",
-    "Effect",
-    "End",
-    "Ended",
-    "Event",
-    "Expired",
-    "Fail",
-    "Failure",
-    "Fetched",
-    "Fill",
-    "Forget",
-    "Forward",
-    "Go",
-    "Hook",
-    "Incoming",
-    "Issued",
-    "Job",
-    "Joined",
-    "Key",
-    "Launched",
-    "LeafId",
-    "Left",
-    "Lost",
-    "Mark",
-    "Marked",
-    "Message",
-    "Mode",
-    "Notice",
-    "Opened",
-    "Outcome",
-    "Owed",
-    "PassResult",
-    "Path",
-    "Primal",
-    "Read",
-    "Reading",
-    "Release",
-    "Released",
-    "Resume",
-    "Return",
-    "Returned",
-    "Root",
-    "Run",
-    "Send",
-    "Ship",
-    "Spawn",
-    "Stale",
-    "Start",
-    "Sum",
-    "Vjp",
-    "Weighted",
-    "Worker",
-    "incarnated",
-    "incarnation_of",
-    "is_name",
-    "is_newest",
-    "landing",
-    "named",
-]
 
-
-@data
-class Forward:
+class Forward(Struct, frozen=True):
     """Run a function: read `inputs`, write `outputs`, keep `residuals` if tracked."""
 
     id: int
@@ -161,8 +42,7 @@ class Forward:
     phase: ClassVar[int] = 0
 
 
-@data
-class Vjp:
+class Vjp(Struct, frozen=True):
     """Run a recorded vjp: one tuple of addends an output, one output a tracked input.
 
     The addends are dropped afterwards; the residuals too when this use is the last.
@@ -179,8 +59,7 @@ class Vjp:
     last: bool
 
 
-@data
-class Sum:
+class Sum(Struct, frozen=True):
     """Add cotangents left to right: `base` first where there is one (it is kept)."""
 
     id: int
@@ -192,8 +71,7 @@ class Sum:
     output: Key
 
 
-@data
-class Fill:
+class Fill(Struct, frozen=True):
     """Make an array of zeros or ones of the given shape and dtype."""
 
     id: int
@@ -205,8 +83,7 @@ class Fill:
     output: Key
 
 
-@data
-class Apply:
+class Apply(Struct, frozen=True):
     """Hand a cotangent to a hook: `output` is what it gives in its place.
 
     Without an output the hook only sees it. The input is dropped, unless it is kept.
@@ -224,32 +101,28 @@ class Apply:
 Job = Forward | Vjp | Sum | Fill | Apply
 
 
-@data
-class Computed:
+class Computed(Struct, frozen=True):
     """A job is done: its outputs are held, or it failed and they are not."""
 
     job: int
     failure: Failure | None = None
 
 
-@data
-class Arrived:
+class Arrived(Struct, frozen=True):
     """A message arrived; its values are already stored under `landing(message)`."""
 
     sender: Worker
     message: Message
 
 
-@data
-class Lost:
+class Lost(Struct, frozen=True):
     """An incarnation of a worker is gone for good; `why`, if the driver knows that."""
 
     worker: Worker
     why: str = ""
 
 
-@data
-class Joined:
+class Joined(Struct, frozen=True):
     """The worker of this name takes part again; all its former incarnations are gone.
 
     They need not have been lost before. To tell it twice is to tell it once.
@@ -259,7 +132,7 @@ class Joined:
     incarnation: int
 
 
-class Argument(NamedTuple):
+class Argument(Struct, frozen=True):
     """An argument as its issuer knows it: a value, where it lives, tracked or not."""
 
     key: Key
@@ -267,15 +140,13 @@ class Argument(NamedTuple):
     tracked: bool
 
 
-@data
-class Opened:
+class Opened(Struct, frozen=True):
     """A program opened a context here: this engine owns it."""
 
     context: ContextId
 
 
-@data
-class Issued:
+class Issued(Struct, frozen=True):
     """An activation here calls a function. Its constants are already stored."""
 
     context: ContextId
@@ -289,8 +160,7 @@ class Issued:
     discarded: tuple[tuple[Key, Worker], ...] = ()  # What it can name no more.
 
 
-@data
-class Discarded:
+class Discarded(Struct, frozen=True):
     """The activation of this path is about to wait; it can name these no more."""
 
     context: ContextId
@@ -298,8 +168,7 @@ class Discarded:
     keys: tuple[tuple[Key, Worker], ...]
 
 
-@data
-class Launched:
+class Launched(Struct, frozen=True):
     """A program here calls a program and waits: Resume brings (result, failure)."""
 
     waiter: int
@@ -311,8 +180,7 @@ class Launched:
     call_site: str
 
 
-@data
-class Returned:
+class Returned(Struct, frozen=True):
     """The program of this path, which ran here, ended. `failure`: it raised."""
 
     context: ContextId
@@ -322,24 +190,21 @@ class Returned:
     discarded: tuple[tuple[Key, Worker], ...] = ()  # What nobody can name any more.
 
 
-@data
-class Awaited:
+class Awaited(Struct, frozen=True):
     """The owner's top activation waits until all that it issued has arrived."""
 
     waiter: int
     context: ContextId
 
 
-@data
-class Fetched:
+class Fetched(Struct, frozen=True):
     """A program here waits for values: Resume brings a key or a failure for each."""
 
     waiter: int
     keys: tuple[tuple[Key, Worker], ...]
 
 
-@data
-class Assigned:
+class Assigned(Struct, frozen=True):
     """A program here makes versions of leaves, on any workers: of all or of none.
 
     What they are made from, constants or values, is already stored.
@@ -349,15 +214,13 @@ class Assigned:
     parts: tuple[Assignment, ...]
 
 
-@data
-class Dropped:
+class Dropped(Struct, frozen=True):
     """A program here drops leaves."""
 
     leaves: tuple[LeafId, ...]
 
 
-@data
-class Differentiated:
+class Differentiated(Struct, frozen=True):
     """The owner's top activation asks for a pass: Resume brings a `PassResult`.
 
     Cotangents that were given are already stored under their seed keys.
@@ -371,16 +234,14 @@ class Differentiated:
     timeout_ns: int | None  # None: it may take as long as it does.
 
 
-@data
-class Expired:
+class Expired(Struct, frozen=True):
     """The time that a pass was given is over."""
 
     context: ContextId
     number: int
 
 
-@data
-class Attached:
+class Attached(Struct, frozen=True):
     """An activation here hooks a value, here or on another worker."""
 
     context: ContextId
@@ -389,8 +250,7 @@ class Attached:
     hook: Hook
 
 
-@data
-class Left:
+class Left(Struct, frozen=True):
     """The owner's top activation leaves the context: Resume brings unseen failures."""
 
     waiter: int
@@ -404,8 +264,7 @@ Event = (
 )  # fmt: skip
 
 
-@data
-class Send:
+class Send(Struct, frozen=True):
     """Send a message with these values, in the order of `landing(message)`."""
 
     to: Worker
@@ -414,22 +273,19 @@ class Send:
     zeros: tuple[Any, ...] = ()  # Shapes of the zeros that it does without.
 
 
-@data
-class Compute:
+class Compute(Struct, frozen=True):
     """Run a job when the device is free; then tell `Computed`."""
 
     job: Job
 
 
-@data
-class Drop:
+class Drop(Struct, frozen=True):
     """These values are not needed any more. A key that is not held is no error."""
 
     keys: tuple[Key, ...]
 
 
-@data
-class Spawn:
+class Spawn(Struct, frozen=True):
     """Start a program as the activation of this path; when it ends tell `Returned`."""
 
     context: ContextId
@@ -439,16 +295,14 @@ class Spawn:
     call_site: str
 
 
-@data
-class Resume:
+class Resume(Struct, frozen=True):
     """What a program waits for is here; the event that named the waiter says what."""
 
     waiter: int
     result: Any
 
 
-@data
-class Alarm:
+class Alarm(Struct, frozen=True):
     """Tell `event` when so much time has passed, unless the waiter is resumed first."""
 
     waiter: int
@@ -459,7 +313,7 @@ class Alarm:
 Effect = Send | Compute | Drop | Spawn | Resume | Alarm
 
 
-class PassResult(NamedTuple):
+class PassResult(Struct, frozen=True):
     """How a pass ended, for the program that asked for it.
 
     A finished one has a failure where a hook raised that saw a gradient.

@@ -17,20 +17,47 @@ come to an end and messages do too.
 
 A part is a whole number of units, each one of the whole halved some times. What is
 split in a fan-out comes together again where it joins, so that numbers stay short; in
-the worst case they grow by a bit with each fan-out between the root and here.
+the worst case they grow by a bit with each fan-out between the root and here. Beyond 63
+bits they are bytes, since that is how they travel.
 
 The change in the count of owed sends goes wherever weight goes: who gives all its
 weight away gives the change too. So when the owner holds the whole it knows the sum.
 """
 
-from typing import NamedTuple
+from typing import Annotated
+
+from msgspec import Meta
+
+from jdag.engine.names import Record
+
+HALVINGS_MAX = 1 << 20
+UNITS_MAX_BYTES = 1 << 16
+_SMALL = 1 << 63
+
+Units = (
+    Annotated[int, Meta(ge=0, le=_SMALL - 1)]
+    | Annotated[bytes, Meta(min_length=8, max_length=UNITS_MAX_BYTES)]
+)
 
 
-class Weight(NamedTuple):
+class Weight(Record, gc=False):
     """A part of a pass: `units` of the whole halved `halvings` times."""
 
-    units: int
-    halvings: int
+    units: Units
+    halvings: Annotated[int, Meta(ge=0, le=HALVINGS_MAX)]
+
+
+def units_of(weight: Weight) -> int:
+    """The units of a weight, however many bits they have."""
+    units = weight.units
+    return units if isinstance(units, int) else int.from_bytes(units, "little")
+
+
+def weight_of(units: int, halvings: int) -> Weight:
+    """A weight of so many units."""
+    if units < _SMALL:
+        return Weight(units, halvings)
+    return Weight(units.to_bytes((units.bit_length() + 7) >> 3, "little"), halvings)
 
 
 NOTHING = Weight(0, 0)
@@ -42,10 +69,10 @@ def added(one: Weight, other: Weight) -> Weight:
     if not one.units:
         return other
     halvings = max(one.halvings, other.halvings)
-    units = one.units << halvings - one.halvings
-    units += other.units << halvings - other.halvings
+    units = units_of(one) << halvings - one.halvings
+    units += units_of(other) << halvings - other.halvings
     even = min((units & -units).bit_length() - 1, halvings)
-    return Weight(units >> even, halvings - even)
+    return weight_of(units >> even, halvings - even)
 
 
 def split(weight: Weight, count: int) -> list[Weight]:
@@ -54,6 +81,8 @@ def split(weight: Weight, count: int) -> list[Weight]:
     if count == 1:
         return [weight]
     more = (count - 1).bit_length()
-    each, left = divmod(weight.units << more, count)
+    each, left = divmod(units_of(weight) << more, count)
     halvings = weight.halvings + more
-    return [Weight(each + left, halvings)] + [Weight(each, halvings)] * (count - 1)
+    return [weight_of(each + left, halvings)] + [weight_of(each, halvings)] * (
+        count - 1
+    )

@@ -12,11 +12,12 @@ Told:  `prepare(event, ...)` by the program that tells its engine the event; tha
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import replace
 from threading import Lock
 from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
+
+from msgspec.structs import replace
 
 from jdag.compute.exported import Definition, exported
 from jdag.compute.placed import Placed
@@ -41,9 +42,8 @@ from jdag.rpc.allowed import Allowed
 from jdag.rpc.codes import codes_of
 from jdag.rpc.live import live, structure
 from jdag.wire.frames import LENGTHS_MAX, FrameKind
-from jdag.wire.messages import FunctionData
 from jdag.wire.specs import Body, Places, placed_spec, portable, read_spec, spec_of
-from jdag.wire.trees import TREE, check_can_travel
+from jdag.wire.trees import check_there, tree_size
 
 DATA_BYTES_MAX = LENGTHS_MAX[FrameKind.MESSAGE] - (1 << 20)  # The rest of a message.
 TOLD_MAX = 1024  # Programs and hooks.
@@ -159,7 +159,7 @@ class Exports:
             spec, definitions, codes = self._known(pair, allowed_there)
         except JdagError:
             return pair, ()
-        return (FunctionData(spec), definitions) if definitions else (pair, codes)
+        return (spec, definitions) if definitions else (pair, codes)
 
     def _codes(self, functions: Any, allowed_there: Modules) -> Definitions:
         """What is told of programs and hooks, which are the Python that is there."""
@@ -250,10 +250,9 @@ def check_size(program: Any, what: str, data: Any) -> None:
     Here, where its own program hears of it: who sends it could only lose the peer.
     """
     try:
-        check_can_travel(data)
+        nbytes = tree_size(data, check_there)
     except ProtocolError as error:
         raise ProtocolError(f"what {name_of(program)} {what}: {error}") from None
-    nbytes = 0 if data is None else TREE.size(data)
     if nbytes > DATA_BYTES_MAX:
         raise JdagError(
             f"{name_of(program)} {what} {nbytes} bytes of data; allowed are "

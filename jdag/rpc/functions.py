@@ -13,9 +13,10 @@ is in its place raises when it is run.
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from threading import Lock
 from typing import Any
+
+from msgspec.structs import replace
 
 from jdag.compute.avals import Aval, aval_from
 from jdag.compute.exported import Program, check_definition
@@ -39,7 +40,6 @@ from jdag.rpc.allowed import Allowed
 from jdag.rpc.codes import Codes, are_codes
 from jdag.rpc.exports import Exports
 from jdag.rpc.live import live, structure
-from jdag.wire.messages import FunctionData
 from jdag.wire.specs import Body, Places, read_spec
 from jdag.wire.trees import HOLE, Named, Node
 
@@ -239,11 +239,12 @@ class Functions:
                 parts = tuple([self._part(part) for part in message.parts])
                 return replace(message, parts=parts)
             case Start():
-                roots = [r._replace(aval=aval_from(r.aval)) for r in message.roots]
+                roots = [replace(r, aval=aval_from(r.aval)) for r in message.roots]
                 return replace(message, roots=tuple(roots))
             case Attach():
                 hook = message.hook
-                bound = hook._replace(
+                bound = replace(
+                    hook,
                     function=self._callable(hook.function),
                     aval=aval_from(hook.aval),
                 )
@@ -274,20 +275,20 @@ class Functions:
         _check_counts(bound, "outputs", len(part.outputs), len(bound.out_avals))
         return replace(part, function=bound, avals=avals)
 
-    def bound(self, data: FunctionData) -> Bound:
+    def bound(self, spec: bytes) -> Bound:
         """Return the pair of a spec, the same one for the same bytes.
 
         Raises:
             ProtocolError: the bytes are no spec.
         """
         with self._lock:
-            known = self._bound.get(data.spec)
+            known = self._bound.get(spec)
             if known is not None:
-                self._bound.move_to_end(data.spec)
+                self._bound.move_to_end(spec)
                 return known
-        made = Bound(data.spec, *read_spec(data.spec), self._held_pair)
+        made = Bound(spec, *read_spec(spec), self._held_pair)
         with self._lock:
-            made = self._bound.setdefault(data.spec, made)
+            made = self._bound.setdefault(spec, made)
             if len(self._bound) > BOUND_MAX:
                 self._bound.popitem(last=False)
         return made

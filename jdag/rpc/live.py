@@ -41,8 +41,8 @@ def live(data: Any, allowed: Allowed, *, load: bool = True) -> Any:
             case Raw():
                 return array(item)
             case RefParts():
-                key, owner, aval, tracked, descends = item
-                return RefData(key, owner, aval_from(aval), tracked, descends)
+                aval = aval_from(item.aval)
+                return RefData(item.key, item.owner, aval, item.tracked, item.descends)
             case Opaque():
                 raise JdagError(
                     f"{item.name}: values of this class cannot travel; allowed are "
@@ -88,7 +88,8 @@ def structure(data: Any, allowed: Allowed, *, load: bool = True) -> tuple[Any, A
 
     def made(item: Any) -> Any:
         if item is HOLE or isinstance(item, Part):
-            value = item if item is HOLE else live(item.value, allowed, load=load)
+            is_static = isinstance(item, Part)
+            value = live(item.value, allowed, load=load) if is_static else HOLE
             leaves.append(value)
             return _LEAF
         if item is None:
@@ -126,7 +127,7 @@ def _class(name: str, allowed: Allowed, load: bool) -> Any:
 def _instance(
     item: Node, allowed: Allowed, load: bool, made: Callable[[Any], Any]
 ) -> Any:
-    name, parts = item
+    name, parts = item.name, item.parts
     if name == DTYPE:
         return _dtype(parts)
     if name == APPLIED:
@@ -187,5 +188,5 @@ def array(raw: Raw) -> Any:
     kind = raw.kind
     if raw.form == "array":
         return delivered(landed(kind, memoryview(raw.data)))
-    values = np.frombuffer(raw.data, dtype_of(kind.dtype)).reshape(kind.shape)
+    values = np.frombuffer(bytes(raw.data), dtype_of(kind.dtype)).reshape(kind.shape)
     return values if raw.form == "numpy" else values[()]

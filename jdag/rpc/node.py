@@ -44,12 +44,10 @@ from jdag.engine.vocabulary import (
     named,
 )
 from jdag.errors import JdagError, ProtocolError, other_thread
-from jdag.rpc.allowed import Allowed
 from jdag.rpc.company import LEFT, Company, broke
 from jdag.rpc.exports import check_size
 from jdag.rpc.functions import Functions
 from jdag.rpc.jobs import Jobs
-from jdag.rpc.live import live
 from jdag.rpc.loop import Loop, clock_ns
 from jdag.rpc.peer import Peer
 from jdag.rpc.place import Place
@@ -59,6 +57,7 @@ from jdag.rpc.standing import info_of_all, quiet, sent_by, settle
 from jdag.runtime.host import NO_CAUSE, Host, Port, RunProgram, run_program
 from jdag.runtime.stats import info
 from jdag.runtime.waiters import Cancel, Waiters
+from jdag.wire.encoding import encoded
 from jdag.wire.messages import Codec
 
 DRAIN_S, DRAIN_LOOK_S = 30.0, 0.05
@@ -66,7 +65,6 @@ LAST_INFO_S = 1.0  # Who closes does not wait long for what others have counted.
 FLUSH_NS = 50_000  # What a program tells in a row leaves together, so often.
 SWEEP_NS = 10**9  # Memory that is not received into for so long is let go of.
 ROUNDS_MAX = 64
-DRAWINGS = Allowed(("jdag.engine.drawing", "jdag.engine.names"))
 
 _log = logging.getLogger(__name__)
 
@@ -184,13 +182,13 @@ class Node:
 
     def graph(self, context: ContextId) -> dict[str, Drawing]:
         """The graph of a context as it is now: what each worker has of it."""
-        answers = self.company.ask_all({"what": "graph", "of": context}, or_raise=True)
+        of = (context.number, context.counter, context.incarnation)
+        answers = self.company.ask_all({"what": "graph", "of": of}, or_raise=True)
         drawn: dict[str, Any] = {
             self.name: self._apart(self._host.engine.graph, context)
         }
         for worker, data in answers.items():
-            tree = self._codec.decode_data(bytes.fromhex(data))
-            drawn[worker] = live(tree, DRAWINGS)
+            drawn[worker] = self._codec.decode_drawing(bytes.fromhex(data))
         return {w: drawn[w] for w in self.workers if drawn.get(w) is not None}
 
     def settle(self) -> None:
@@ -371,7 +369,7 @@ class Node:
                 drawing = self._host.engine.graph(
                     ContextId(number, counter, incarnation)
                 )
-                return self._codec.encode_data(drawing).hex()
+                return encoded(drawing).hex()
             case _:
                 raise ProtocolError(f"nobody asks {asked!r}")
 

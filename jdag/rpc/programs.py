@@ -11,7 +11,8 @@ take it for an error of theirs.
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from jdag.compute.machine import failure_of
 from jdag.engine.vocabulary import Message, Return, Run, Worker

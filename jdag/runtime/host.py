@@ -28,6 +28,7 @@ from jdag.engine.vocabulary import (
     Launched,
     Left,
     Message,
+    ReadingKey,
     Resume,
     Returned,
     Send,
@@ -188,7 +189,7 @@ class Host:
         if asked == Fetched.__name__:  # Before another event can replace a leaf.
             found = result
             result = self.machine.fetched(found, self.worker)
-            self.drop([k for k in found if type(k) is Key and k.kind == "reading"])
+            self.drop([key for key in found if isinstance(key, ReadingKey)])
         waiters.give(waiter, result, record)
         self._driver.wake(self, waiter)
 

@@ -46,7 +46,9 @@ def _placer(cls: type) -> Callable[[Any], Place]:
 def _label(context: ContextId | None) -> str:
     if context is None:
         return ""
-    return str(context) if context[2] else f"{context[0]}.{context[1]}"
+    if context.incarnation:
+        return str(context)
+    return f"{context.number}.{context.counter}"
 
 
 # For each class of messages, events and effects: where in the program one belongs.

@@ -1,359 +1,190 @@
-"""Messages as bytes: the layout of each, its exact size, writing and reading it.
+"""Messages as bytes: an envelope, and behind it the elements of small values.
 
-A message is a byte for its type and its fields in the order of `jdag.engine.messages`.
-The values that ride along follow it, in the order of `landing(message)`: of each a
-header and its bytes (`jdag.wire.arrays`). What kinds of fields take is written in
-`jdag.wire.encoding`, `keys` and `trees` (arguments and results of programs).
-
-One table says it all: writing, reading and measuring go by it. Measuring looks only at
-fields that have no fixed size, since the simulator asks for each message.
+An envelope is a message and the types of the values that ride along, in the order of
+`landing(message)`; 4 bytes before it say how many it takes. What is opaque to engines
+is made bytes before (`_CLOSED`) and data after (`_OPENED`).
 
 What reads back as it was: everything but these. The function of a call or assignment
-is its spec (`FunctionData`), that of a run or hook nested data; the shape of a root,
+is its spec (`jdag.wire.specs`), that of a run or hook nested data; the shape of a root,
 version or hook is an `ArrayType`; in arguments and results see `jdag.wire.trees`. A
 failure's `exception` stays where it was raised. All of this writes as the same bytes
 again.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
-from enum import Enum
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, get_args
 
-from jdag.engine.vocabulary import (
-    Acknowledge,
-    Answer,
+from msgspec.msgpack import Decoder
+from msgspec.structs import replace
+
+from jdag.engine.drawing import Drawing
+from jdag.engine.messages import (
     Assign,
-    Assignment,
     Attach,
-    Call,
-    Cotangent,
-    Discard,
-    End,
     Ended,
     Fail,
-    Failure,
-    Forget,
-    Go,
-    Hook,
-    Incoming,
-    Mark,
-    Marked,
     Message,
-    Mode,
-    Notice,
-    Outcome,
-    Owed,
     Primal,
-    Read,
     Reading,
-    Release,
     Released,
     Return,
-    Root,
     Run,
-    Ship,
-    Stale,
+    Several,
     Start,
-    Worker,
-    incarnated,
     landing,
 )
-from jdag.engine.weight import Weight
+from jdag.engine.names import WORKERS_MAX, Failure, Record, Worker, incarnated
 from jdag.errors import SHOWN_MAX, ProtocolError, cut
-from jdag.wire.arrays import ARRAY_TYPE, ARRAY_TYPES, ArrayType, sizes
-from jdag.wire.cursors import Reader, Writer
-from jdag.wire.encoding import (
-    CONTEXT,
-    CONTEXT_MAYBE,
-    FLAG,
-    LEAF,
-    MASK,
-    NAME,
-    PASS,
-    PATH,
-    REQUEST,
-    TEXT,
-    WORKER,
-    WORKERS,
-    Layout,
-    alike,
-    integer,
-    many,
-    maybe,
-    record,
-)
-from jdag.wire.keys import KEY
+from jdag.wire.arrays import ArrayType, check_possible, type_of
+from jdag.wire.encoding import Known, bounded, check_of, decoded, encoded
 from jdag.wire.specs import portable
-from jdag.wire.trees import BYTES, TREE
+from jdag.wire.trees import read_tree, tree_size, write_tree
 
 WHOLE_MAX = 256  # Failures of one message with all that there is to say of them.
+COUNT_BYTES = 4
+COPIED_BYTES = 1 << 16  # A copy of less takes less time than a view.
+_KINDS = dict.fromkeys(get_args(Message))
+
+Close = Callable[[Any, Callable[[Any], bytes]], Any]
 
 
-class FunctionData(NamedTuple):
-    """A function for certain arguments as it travels: see `jdag.wire.specs`."""
+class Envelope(Record):
+    """A message as it travels."""
 
-    spec: bytes
-
-
-def _choice(kind: type[Enum], what: str) -> Layout:
-    """One of a few, by its place: a byte."""
-    members = tuple(kind)
-
-    def read(reader: Reader) -> Enum:
-        number = reader.integer(1, what)
-        if number >= len(members):
-            raise ProtocolError(f"{what} {number}: allowed is 0 to {len(members) - 1}")
-        return members[number]
-
-    def write(writer: Writer, member: Enum) -> None:
-        writer.out.append(members.index(member))
-
-    return Layout(1, None, write, read)
+    message: Message
+    kinds: Several[ArrayType]
 
 
-OUTCOME = _choice(Outcome, "outcome")
-MODE = _choice(Mode, "mode")
-PROGRAM = Layout(
-    TREE.fixed,
-    lambda program: TREE.size(portable(program, arrays=True)) - TREE.fixed,
-    lambda writer, program: TREE.write(writer, portable(program, arrays=True)),
-    TREE.read,
-)
-FAILURE = record(
-    Failure,
-    error=NAME,
-    message=TEXT,
-    worker=WORKER,
-    path=PATH,
-    function=NAME,
-    call_site=NAME,
-    traceback=TEXT,
-    route=WORKERS,
-)
-FUNCTION = Layout(
-    BYTES.fixed,
-    lambda function: len(function.spec),
-    lambda writer, function: BYTES.write(writer, function.spec),
-    lambda reader: FunctionData(BYTES.read(reader)),
-)
+_decoder: Decoder[Envelope] = Decoder(Envelope)
+_types: Decoder[ArrayType] = Decoder(ArrayType)
+_drawings: Decoder[Drawing | None] = Decoder(Drawing | None)
+_check_drawing = check_of(Drawing | None)
+_bytes_of_type = lru_cache(1024)(encoded)
 
 
-def _shorter(failures: Sequence[Failure | None]) -> Sequence[Failure | None]:
+def _shape(aval: Any) -> bytes:
+    return _bytes_of_type(type_of(aval))
+
+
+@lru_cache(1024)
+def _type(data: bytes) -> ArrayType:
+    kind: ArrayType = decoded(_types, data)
+    check_possible(kind)
+    return kind
+
+
+def _bare(failure: Failure | None) -> Failure | None:
+    if failure is None or failure.exception is None:
+        return failure
+    return replace(failure, exception=None)
+
+
+def _shorter(failure: Failure | None) -> Failure | None:
+    if failure is None:
+        return None
+    text = cut(failure.message, SHOWN_MAX)
+    return replace(failure, message=text, traceback="", exception=None)
+
+
+def _with_failures(message: Any, _: Any) -> Any:
     """Failures as they travel in one message: all but the first say less."""
-    if len(failures) <= WHOLE_MAX:
-        return failures
+    failures = message.failures
+    if not any(failures):
+        return message
     there = [place for place, one in enumerate(failures) if one is not None]
-    shorter = list(failures)
-    for place in there[WHOLE_MAX:]:
-        one = shorter[place]
-        assert one is not None, place
-        text = cut(one.message, SHOWN_MAX)
-        shorter[place] = replace(one, message=text, traceback="")
-    return shorter
+    last = there[WHOLE_MAX - 1] if len(there) > WHOLE_MAX else len(failures)
+    found = [*map(_bare, failures[: last + 1]), *map(_shorter, failures[last + 1 :])]
+    return replace(message, failures=tuple(found))
 
 
-def _many_failures(item: Layout) -> Layout:
-    whole = many(item, "failures")
-    return Layout(
-        whole.fixed,
-        lambda failures: whole.size(_shorter(failures)) - whole.fixed,
-        lambda writer, failures: whole.write(writer, _shorter(failures)),
-        whole.read,
-    )
+def _with_failure(message: Any, _: Any) -> Any:
+    return replace(message, failure=_bare(message.failure))
 
 
-FAILURES = _many_failures(maybe(FAILURE))
-KEYS = many(KEY, "keys")
-LEAVES = many(LEAF, "leaves")
-COUNTER = integer(6, "context's counter")
-OWED = record(
-    Owed, path=PATH, worker=WORKER, destination=WORKER, function=NAME, call_site=NAME
-)
-STALE = record(Stale, leaf=LEAF, newer=integer(4, "number of versions"))
-ROOT = record(
-    Root, key=KEY, aval=ARRAY_TYPE, given=FLAG, number=integer(4, "root's number")
-)
-NOTICE = record(Notice, worker=WORKER, keys=KEYS)
-INCOMING = record(Incoming, source=WORKER, tracked=MASK)
-MARKED = record(Marked, path=PATH, slots=MASK)
-HOOK = record(
-    Hook, path=PATH, function=PROGRAM, replaces=FLAG, aval=ARRAY_TYPE, call_site=NAME
-)
-CHANGE = integer(4, "change in sends owed", signed=True)
-
-
-HALVINGS_MAX = 1 << 20
-_HALVINGS = integer(4, "halvings of a weight")
-_UNITS_BYTES = integer(2, "bytes of a weight")
-
-
-def _units_bytes(weight: Weight) -> int:
-    return (weight.units.bit_length() + 7) >> 3
-
-
-def _write_weight(writer: Writer, weight: Weight) -> None:
-    units, halvings = weight
-    size = _units_bytes(weight)
-    if halvings > HALVINGS_MAX:
-        raise ProtocolError(
-            f"halvings of a weight = {halvings} cannot travel: allowed is an int from 0"
-            f" to {HALVINGS_MAX}"
-        )
-    _HALVINGS.write(writer, halvings)
-    _UNITS_BYTES.write(writer, size)
-    writer.integer(units, size, "units of a weight")
-
-
-def _read_weight(reader: Reader) -> Weight:
-    halvings = _HALVINGS.read(reader)
-    units = reader.integer(_UNITS_BYTES.read(reader), "units of a weight")
-    # Else who adds it to another makes numbers of as many bits as it says.
-    if halvings > HALVINGS_MAX:
-        raise ProtocolError(
-            f"halvings of a weight = {halvings}: allowed is 0 to {HALVINGS_MAX}"
-        )
-    if units.bit_length() > halvings and units != 1 << halvings:
-        raise ProtocolError(
-            f"a weight of {units.bit_length()} bits, halved {halvings} times, is more"
-            " than the whole"
-        )
-    return Weight(units, halvings)
-
-
-WEIGHT = Layout(6, _units_bytes, _write_weight, _read_weight)
-ASSIGNMENT = alike(
-    record(
-        Assignment,
-        path=PATH,
-        function=maybe(FUNCTION),
-        inputs=KEYS,
-        outputs=KEYS,
-        avals=ARRAY_TYPES,
-        call_site=NAME,
+# Of what has in it what is opaque: the same with bytes in its place, and back.
+_CLOSED: dict[type[Any], Close] = {
+    Primal: _with_failures,
+    Reading: _with_failures,
+    Released: _with_failures,
+    Fail: _with_failure,
+    Ended: _with_failure,
+    Run: lambda run, data: replace(
+        run,
+        function=data(portable(run.function, arrays=True)),
+        arguments=data(run.arguments),
     ),
-    "outputs",
-    "avals",
-)
-
-# The place in this table is the type's number: only append.
-LAYOUTS: dict[type[Any], Layout] = {
-    Call: alike(
-        record(
-            Call,
-            context=CONTEXT,
-            path=PATH,
-            function=FUNCTION,
-            inputs=KEYS,
-            tracked=MASK,
-            outputs=MASK,
-            incoming=many(INCOMING, "receives"),
-            call_site=NAME,
-            discarded=KEYS,
+    Return: lambda message, data: replace(
+        message, result=data(message.result), failure=_bare(message.failure)
+    ),
+    Attach: lambda message, data: replace(
+        message,
+        hook=replace(
+            message.hook,
+            function=data(portable(message.hook.function, arrays=True)),
+            aval=_shape(message.hook.aval),
         ),
-        "inputs",
-        "tracked",
     ),
-    Ship: alike(
-        record(
-            Ship,
-            context=CONTEXT,
-            path=PATH,
-            destination=WORKER,
-            keys=KEYS,
-            tracked=MASK,
-            function=NAME,
-            call_site=NAME,
-            discarded=KEYS,
+    Start: lambda message, _: replace(
+        message,
+        roots=tuple([replace(one, aval=_shape(one.aval)) for one in message.roots]),
+    ),
+    Assign: lambda message, _: replace(
+        message,
+        parts=tuple(
+            [
+                replace(part, avals=tuple(map(_shape, part.avals)))
+                for part in message.parts
+            ]
         ),
-        "keys",
-        "tracked",
     ),
-    Acknowledge: record(Acknowledge, context=CONTEXT_MAYBE, path=PATH),
-    Primal: record(
-        Primal, context=CONTEXT, path=PATH, source=WORKER, failures=FAILURES
-    ),
-    Run: record(
-        Run,
-        context=CONTEXT,
-        path=PATH,
-        function=PROGRAM,
-        arguments=TREE,
-        call_site=NAME,
-    ),
-    Return: record(
-        Return,
-        context=CONTEXT,
-        path=PATH,
-        result=TREE,
-        failure=maybe(FAILURE),
-        workers=WORKERS,
-        notices=many(NOTICE, "notices"),
-    ),
-    Read: record(Read, request=REQUEST, keys=KEYS),
-    Reading: record(Reading, request=REQUEST, failures=FAILURES),
-    Assign: record(Assign, path=PATH, parts=many(ASSIGNMENT, "assignments")),
-    Forget: record(Forget, leaves=LEAVES),
-    Start: record(
-        Start,
-        context=CONTEXT,
-        number=PASS,
-        roots=many(ROOT, "roots"),
-        mode=MODE,
-        retain=FLAG,
-        go=FLAG,
-        weight=WEIGHT,
-        owed=CHANGE,
-    ),
-    Go: record(
-        Go, context=CONTEXT, number=PASS, retain=FLAG, weight=WEIGHT, owed=CHANGE
-    ),
-    Cotangent: record(
-        Cotangent,
-        context=CONTEXT,
-        number=PASS,
-        path=PATH,
-        present=MASK,
-        retain=FLAG,
-        weight=WEIGHT,
-        owed=CHANGE,
-    ),
-    Answer: record(Answer, context=CONTEXT, number=PASS, weight=WEIGHT, owed=CHANGE),
-    Fail: record(Fail, context=CONTEXT, number=PASS, failure=FAILURE),
-    End: record(End, context=CONTEXT, number=PASS, outcome=OUTCOME, retain=FLAG),
-    Ended: record(
-        Ended,
-        context=CONTEXT,
-        number=PASS,
-        owed=many(OWED, "owed"),
-        leaves=LEAVES,
-        stale=many(STALE, "stale leaves"),
-        failure=maybe(FAILURE),
-    ),
-    Release: record(
-        Release, context=CONTEXT, live=many(COUNTER, "live contexts"), abort=FLAG
-    ),
-    Released: record(Released, context=CONTEXT, failures=_many_failures(FAILURE)),
-    Mark: record(
-        Mark,
-        context=CONTEXT,
-        number=PASS,
-        transfers=many(MARKED, "transfers"),
-        retain=FLAG,
-        weight=WEIGHT,
-        owed=CHANGE,
-    ),
-    Attach: record(Attach, context=CONTEXT, key=KEY, hook=HOOK),
-    Discard: record(Discard, context=CONTEXT, keys=KEYS),
 }
-_TYPES = tuple(LAYOUTS)
-TYPE_BYTES = 1
-_WRITES = {kind: (number, LAYOUTS[kind].write) for number, kind in enumerate(_TYPES)}
-_READS = {bytes((number,)): LAYOUTS[kind].read for number, kind in enumerate(_TYPES)}
-_write_type, _read_type = ARRAY_TYPE.write, ARRAY_TYPE.read
-_SIZES = {
-    kind: (TYPE_BYTES + layout.fixed, layout.more) for kind, layout in LAYOUTS.items()
+_OPENED: dict[type[Any], Callable[[Any, Known], Any]] = {
+    Run: lambda run, known: replace(
+        run,
+        function=read_tree(run.function, known),
+        arguments=read_tree(run.arguments, known),
+    ),
+    Return: lambda message, known: replace(
+        message, result=read_tree(message.result, known)
+    ),
+    Attach: lambda message, known: replace(
+        message,
+        hook=replace(
+            message.hook,
+            function=read_tree(message.hook.function, known),
+            aval=_type(message.hook.aval),
+        ),
+    ),
+    Start: lambda message, _: replace(
+        message,
+        roots=tuple([replace(one, aval=_type(one.aval)) for one in message.roots]),
+    ),
+    Assign: lambda message, _: replace(
+        message,
+        parts=tuple(
+            [
+                replace(part, avals=tuple(map(_type, part.avals)))
+                for part in message.parts
+            ]
+        ),
+    ),
 }
+
+
+_READ = {kind: (check_of(kind), _OPENED.get(kind)) for kind in _KINDS}
+
+
+def _sealed(
+    message: Message, kinds: Sequence[ArrayType], data: Callable[[Any], bytes]
+) -> bytes:
+    kind = message.__class__
+    if kind not in _KINDS:
+        allowed = ", ".join(kind.__name__ for kind in _KINDS)
+        raise ProtocolError(f"{message!r} is no message: allowed are {allowed}")
+    close = _CLOSED.get(kind)
+    closed = message if close is None else close(message, data)
+    return bounded(_decoder, encoded(Envelope(closed, tuple(kinds))))
 
 
 def size(message: Message, values: Sequence[Any]) -> tuple[int, int]:
@@ -364,134 +195,106 @@ def size(message: Message, values: Sequence[Any]) -> tuple[int, int]:
         values: what rides with it: arrays, abstract values, Python numbers.
 
     Raises:
-        ProtocolError: it has no layout, or holds something that cannot travel.
+        ProtocolError: it has in it what cannot travel.
     """
-    try:
-        total, more = _SIZES[type(message)]
-    except KeyError:
-        raise _no_message(message) from None
-    if more is not None:
-        total += more(message)
-    if not values:
-        return 0, total
-    elements, headers = sizes(values)
-    return elements, total + headers + elements
+    beside = 0
 
+    def measured(tree: Any) -> bytes:
+        nonlocal beside
+        nbytes = tree_size(tree)
+        # Arrays may be abstract: no bytes are in the envelope in place of so many.
+        beside += nbytes + (0 if nbytes < 1 << 8 else 1 if nbytes < 1 << 16 else 3)
+        return b""
 
-def _no_message(message: object) -> ProtocolError:
-    allowed = ", ".join(kind.__name__ for kind in _TYPES)
-    return ProtocolError(f"{message!r} is no message: allowed are {allowed}")
+    kinds = [type_of(value) for value in values]
+    envelope = len(_sealed(message, kinds, measured)) + beside
+    elements = sum([kind.nbytes for kind in kinds])
+    return elements, COUNT_BYTES + envelope + elements
 
 
 class Codec:
-    """Writes and reads the messages of one cluster, whose workers go by number.
+    """Writes and reads the messages of one cluster.
 
     Raises:
-        ProtocolError: more workers than the 2 bytes of a number can tell apart.
+        ProtocolError: more workers than the 16 bits of a context's id can tell apart.
     """
 
-    __slots__ = ("_names", "_numbers", "_workers")
+    __slots__ = ("names", "workers")
 
     def __init__(self, workers: Sequence[Worker]) -> None:
-        if len(workers) > 1 << 16:
-            raise ProtocolError(f"{len(workers)} workers: allowed are {1 << 16}")
-        self._names = tuple(workers)
-        self._workers = dict(enumerate(workers))
-        self._numbers = {worker: number for number, worker in enumerate(workers)}
+        if len(workers) > WORKERS_MAX:
+            raise ProtocolError(f"{len(workers)} workers: allowed are {WORKERS_MAX}")
+        self.names = len(workers)
+        self.workers = set(workers)
 
     def joined(self, name: str, incarnation: int) -> None:
-        """Know an incarnation of a worker from now on; others are refused.
-
-        Raises:
-            ProtocolError: it has joined more often than its numbers can tell.
-        """
-        number = self._names.index(name) + len(self._names) * incarnation
-        if number >= 1 << 16:
-            most = (1 << 16) // len(self._names) - 1
-            raise ProtocolError(
-                f"worker {name!r} joins for the {incarnation}th time: of "
-                f"{len(self._names)} workers each may join {most} times"
-            )
-        worker = incarnated(name, incarnation)
-        self._workers[number] = worker
-        self._numbers[worker] = number
+        """Know an incarnation of a worker from now on; others are refused."""
+        self.workers.add(incarnated(name, incarnation))
 
     def encode(self, message: Message) -> bytes:
         """The bytes of a message, without the values that ride with it.
 
         Raises:
-            ProtocolError: a field holds what cannot travel; names field and value.
+            ProtocolError: it has in it what cannot travel.
         """
         return self.encode_with(message, ())
 
     def encode_with(self, message: Message, kinds: Sequence[ArrayType]) -> bytes:
-        """The bytes of a message and of the headers of the values that ride with it.
+        """The bytes of a message and of the types of the values that ride with it.
 
         Raises:
             ProtocolError: as `encode` does.
         """
-        known = _WRITES.get(type(message))
-        if known is None:
-            raise _no_message(message)
-        number, write = known
-        writer = Writer(self._numbers)
-        writer.out.append(number)
-        write(writer, message)
-        for kind in kinds:
-            _write_type(writer, kind)
-        return bytes(writer.out)
+        envelope = _sealed(message, kinds, write_tree)
+        return len(envelope).to_bytes(COUNT_BYTES, "little") + envelope
 
     def decode_with(self, data: bytes) -> tuple[Message, tuple[ArrayType, ...], int]:
         """A message, the types of its values, and where the elements of these begin.
 
         Raises:
-            ProtocolError: as `decode` does; what is left is for the caller to judge.
+            ProtocolError: they are none; says where and what would have been right.
         """
-        reader = Reader(data, self._workers, len(self._names))
-        message = self._read(reader)
-        kinds = tuple([_read_type(reader) for _ in landing(message)])
-        return message, kinds, len(data) - reader.left
+        message, kinds, end = self._read(data)
+        wanted = len(landing(message))
+        if len(kinds) != wanted:
+            raise ProtocolError(
+                f"a {type(message).__name__} with {len(kinds)} values, not {wanted}"
+            )
+        return message, kinds, end
 
     def decode(self, data: bytes) -> Message:
-        """The message that these bytes are; nothing may be left over.
+        """The message that these bytes are, without values; nothing may be left over.
 
         Raises:
             ProtocolError: they are none; says where and what would have been right.
         """
-        reader = Reader(data, self._workers, len(self._names))
-        message = self._read(reader)
-        if reader.left:
+        message, _, end = self._read(data)
+        if end != len(data):
             raise ProtocolError(
-                f"{reader.left} of {len(data)} bytes are left after a"
+                f"{len(data) - end} of {len(data)} bytes are left after a"
                 f" {type(message).__name__}"
             )
         return message
 
-    def encode_data(self, tree: Any) -> bytes:
-        """The bytes of nested data, as arguments of programs travel."""
-        writer = Writer(self._numbers)
-        TREE.write(writer, tree)
-        return bytes(writer.out)
-
-    def decode_data(self, data: bytes) -> Any:
-        """The nested data that these bytes are; see `jdag.wire.trees`.
+    def decode_drawing(self, data: bytes) -> Drawing | None:
+        """The drawing that these bytes are.
 
         Raises:
             ProtocolError: they are none.
         """
-        reader = Reader(data, self._workers, len(self._names))
-        tree = TREE.read(reader)
-        if reader.left:
-            raise ProtocolError(f"{reader.left} of {len(data)} bytes are left")
-        return tree
+        found: Drawing | None = decoded(_drawings, data)
+        _check_drawing(found, self)
+        return found
 
-    def _read(self, reader: Reader) -> Message:
-        read = _READS.get(reader.data[:TYPE_BYTES])
-        if read is None:
-            number = reader.integer(TYPE_BYTES, "type of a message")
-            raise ProtocolError(
-                f"type {number} of a message: allowed is 0 to {len(_TYPES) - 1}"
-            )
-        reader.offset = TYPE_BYTES
-        message: Message = read(reader)
-        return message
+    def _read(self, data: bytes) -> tuple[Message, tuple[ArrayType, ...], int]:
+        end = COUNT_BYTES + int.from_bytes(data[:COUNT_BYTES], "little")
+        if end > len(data):
+            raise ProtocolError(f"a message of {end} bytes; {len(data)} are there")
+        whole = data if end < COPIED_BYTES else memoryview(data)
+        envelope: Envelope = decoded(_decoder, whole[COUNT_BYTES:end])
+        message, kinds = envelope.message, envelope.kinds
+        check, opened = _READ[message.__class__]
+        check(message, self)
+        for kind in kinds:
+            check_possible(kind)
+        return (opened(message, self) if opened else message), kinds, end

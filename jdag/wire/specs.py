@@ -13,49 +13,49 @@ children. What cannot travel at all is `Opaque`: a spec can be written of everyt
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any
 
+from msgspec import Meta
+from msgspec.msgpack import Decoder
+from msgspec.structs import replace
+
+from jdag.engine.messages import Several
+from jdag.engine.names import Mask, Name, Record
 from jdag.errors import ProtocolError
 from jdag.functions import Applied, is_program, is_unjitted, name_of
-from jdag.wire.arrays import ARRAY_TYPES
-from jdag.wire.cursors import Reader, Writer
-from jdag.wire.encoding import (
-    MASK,
-    NAME,
-    integer,
-    many,
-    maybe,
-    record,
-)
+from jdag.wire.arrays import ArrayType, check_possible, type_of
+from jdag.wire.encoding import bounded, decoded, encoded
 from jdag.wire.trees import (
-    BYTES,
     DEPTH_MAX,
     HOLE,
-    TREE,
+    Bytes,
+    Item,
     Named,
     Node,
     Opaque,
     Part,
     form,
+    pack,
+    unpack,
 )
 
-Device = str | None
+Device = Name | None
 
 APPLIED = "jdag.functions:Applied"
 
 
-class Places(NamedTuple):
+class Places(Record):
     """Where a call computes, where its cotangents go, and where its outputs go.
 
     None is the default device; in place of a tuple, for all.
     """
 
     device: Device = None
-    in_devices: tuple[Device, ...] | None = None
-    out_devices: tuple[Device, ...] | None = None
+    in_devices: Several[Device] | None = None
+    out_devices: Several[Device] | None = None
 
 
-class Body(NamedTuple):
+class Body(Record):
     """A function for certain arguments as data.
 
     Attributes:
@@ -68,18 +68,18 @@ class Body(NamedTuple):
         out_avals, out_tracked: of its outputs.
     """
 
-    name: str
-    function: Any
-    arguments: Any
-    own: int
-    digest: bytes
-    avals: tuple[Any, ...]
-    tracked: tuple[bool, ...]
-    out_avals: tuple[Any, ...]
-    out_tracked: tuple[bool, ...]
+    name: Name
+    function: Item
+    arguments: Item
+    own: Annotated[int, Meta(ge=0, le=255)]
+    digest: Bytes
+    avals: Several[ArrayType]
+    tracked: Mask
+    out_avals: Several[ArrayType]
+    out_tracked: Mask
 
     @property
-    def tracked_avals(self) -> list[Any]:
+    def tracked_avals(self) -> list[ArrayType]:
         """The types of arguments that are tracked."""
         both = zip(self.avals, self.tracked, strict=True)
         return [aval for aval, is_tracked in both if is_tracked]
@@ -152,44 +152,32 @@ def _structure(treedef: Any, leaves: Iterator[Any]) -> Any:
     return Node(name_of(kind), (portable(data), *children))
 
 
-_DEVICE = maybe(NAME)
-_DEVICES = maybe(many(_DEVICE, "devices"))
-_PLACES = record(Places, device=_DEVICE, in_devices=_DEVICES, out_devices=_DEVICES)
-_BODY = record(
-    Body,
-    name=NAME,
-    function=TREE,
-    arguments=TREE,
-    own=integer(1, "arguments that are the function"),
-    digest=BYTES,
-    avals=ARRAY_TYPES,
-    tracked=MASK,
-    out_avals=ARRAY_TYPES,
-    out_tracked=MASK,
-)
-_NOWHERE = b"\0\0\0"  # The places of what is all on the default device.
+_decoder: Decoder[Any] = Decoder(tuple[Places, Body])
+# A spec is an array of two: places, which may be exchanged, and a body.
+_PAIR = b"\x92"
+_NOWHERE = _PAIR + encoded(Places())  # All is on the default device.
 
 
 def spec_of(body: Body) -> bytes:
     """The spec of what computes on the default device.
 
-    Where the data are nested too deep they are opaque.
+    Its types are those of any values. Where the data are nested too deep they are
+    opaque.
     """
-    writer = Writer({})
+    types = (tuple(map(type_of, body.avals)), tuple(map(type_of, body.out_avals)))
     try:
-        _BODY.write(writer, body)
+        data = (pack(body.function), pack(body.arguments))
     except ProtocolError:
-        opaque = Opaque(body.name)
-        writer = Writer({})
-        _BODY.write(writer, body._replace(function=opaque, arguments=opaque))
-    return _NOWHERE + bytes(writer.out)
+        data = (Opaque(body.name), Opaque(body.name))
+    packed = replace(
+        body, function=data[0], arguments=data[1], avals=types[0], out_avals=types[1]
+    )
+    return bounded(_decoder, _NOWHERE + encoded(packed))
 
 
 def placed_spec(spec: bytes, places: Places) -> bytes:
     """The spec of the same with places."""
-    writer = Writer({})
-    _PLACES.write(writer, places)
-    return bytes(writer.out) + spec[len(_NOWHERE) :]
+    return _PAIR + encoded(places) + spec[len(_NOWHERE) :]
 
 
 def read_spec(spec: bytes) -> tuple[Places, Body]:
@@ -198,10 +186,13 @@ def read_spec(spec: bytes) -> tuple[Places, Body]:
     Raises:
         ProtocolError: it is none, or its numbers of arguments and outputs disagree.
     """
-    reader = Reader(spec, {})
-    places, body = _PLACES.read(reader), _BODY.read(reader)
-    if reader.left:
-        raise ProtocolError(f"{reader.left} of {len(spec)} bytes are left after a spec")
+    places: Places
+    places, body = decoded(_decoder, spec)
+    for kind in (*body.avals, *body.out_avals):
+        check_possible(kind)
+    body = replace(
+        body, function=unpack(body.function), arguments=unpack(body.arguments)
+    )
     nowhere = (places.in_devices is None, places.out_devices is None)
     if nowhere not in ((True, True), (False, False)) or (
         nowhere[0] and places.device is not None

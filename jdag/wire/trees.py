@@ -1,72 +1,142 @@
 """Arguments and results of programs as bytes: nested data, refs, arrays, names.
 
-Each item is a byte that says what it is, then its content. Refs travel as data. What
-only code can make again travels by name: functions and classes as `Named`, instances
-(named tuples, dataclasses, enums, partials, dtypes and JAX's own pytree nodes) as
-`Node`, the name of their class and their parts. Reading gives `Named`, `Node`,
-`RefParts` and `Raw` arrays, which write as the same bytes again; who reads makes of
-them what they name, if it allows that. Anything else is refused: nothing is pickled.
+Refs travel as data. What only code can make again travels by name: functions and
+classes as `Named`, instances (named tuples, dataclasses, enums, partials, dtypes and
+JAX's own pytree nodes) as `Node`, the name of their class and their parts. Reading
+gives `Named`, `Node`, `RefParts` and `Raw` arrays, which write as the same bytes again;
+who reads makes of them what they name, if it allows that. Anything else is refused:
+nothing is pickled.
+
+On the wire an item is a number, a text or bytes, or one of the structs below. The bytes
+of a tree are 4 that say how many follow for its items, these, and then the elements of
+its arrays, one after the other.
 
 Structures of arguments (`jdag.wire.specs`) have besides `HOLE` in the place of each
 array, `Part` around each static, and `Opaque` for what cannot travel.
 """
 
 import functools
-import struct
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import jax
 import numpy as np
+from msgspec import Meta
+from msgspec.msgpack import Decoder
 
-from jdag.engine.vocabulary import Key, LeafId, Worker
+from jdag.engine.messages import Several
+from jdag.engine.names import (
+    DATA_MAX_BYTES,
+    Key,
+    LeafId,
+    Name,
+    Record,
+    Worker,
+)
 from jdag.errors import ProtocolError
 from jdag.functions import name_of
-from jdag.wire.arrays import ARRAY_TYPE, AXIS_BYTES, ArrayType, sizes, type_of
-from jdag.wire.cursors import COUNT_BYTES, Reader, Writer, one_deeper
-from jdag.wire.encoding import (
-    FLAG,
-    LEAF,
-    NAME,
-    TEXT,
-    WORKER,
-    Layout,
-    items,
-    many,
-    maybe,
-    record,
-)
-from jdag.wire.keys import KEY
+from jdag.wire.arrays import ArrayType, check_possible, type_of
+from jdag.wire.encoding import Known, bounded, check_of, decoded, encoded
 
 DEPTH_MAX = 100
-BYTES_MAX = 1 << 28
 DTYPE = "numpy:dtype"  # Each has a class of its own.
+COUNT_BYTES = 4
 _ABSTRACT = ("shape", "dtype", "nbytes")  # Of an abstract value, whatever its class.
 
+Bytes = Annotated[bytes, Meta(max_length=DATA_MAX_BYTES)]
+Take = Callable[[ArrayType], Any]
 
-class RefParts(NamedTuple):
+
+class _Wide(Record, tag=0):
+    """An int of more than 64 bits."""
+
+    data: Bytes
+
+
+class _Complex(Record, tag=1):
+    real: float
+    imag: float
+
+
+class _Text(Record, tag=2):
+    """A text that is not Unicode."""
+
+    data: Bytes
+
+
+class _Bytes(Record, tag=13):
+    data: Bytes
+
+
+class _Tuple(Record, tag=3):
+    items: "Several[Item]"
+
+
+class _List(Record, tag=4):
+    items: "Several[Item]"
+
+
+class _Dict(Record, tag=5):
+    items: "Several[tuple[Item, Item]]"
+
+
+class RefParts(Record, tag=6):
     """A ref as it travels."""
 
     key: Key
     owner: Worker
-    aval: Any
+    aval: ArrayType
     tracked: bool
     descends: LeafId | None
 
 
-class Named(NamedTuple):
+class _Array(Record, tag=7):
+    """An array, the elements of which come later."""
+
+    kind: ArrayType
+    form: Literal["array", "numpy", "scalar"]
+
+
+class Named(Record, tag=8):
     """A function or class, by `module:qualname`."""
 
-    name: str
+    name: Name
 
 
-class Node(NamedTuple):
+class Node(Record, tag=9):
     """An instance: the name of its class, and its parts."""
 
-    name: str
-    parts: tuple[Any, ...]
+    name: Name
+    parts: "Several[Item]"
+
+
+class _Hole(Record, tag=10):
+    pass
+
+
+class Part(Record, tag=11):
+    """A static in a structure: what is at its place."""
+
+    value: "Item"
+
+
+class Opaque(Record, tag=12):
+    """What cannot travel, in its place: the name of its class."""
+
+    name: Name
+
+
+HOLE = _Hole()  # The place of an array in a structure.
+if TYPE_CHECKING:
+    Item = Any
+else:
+    Item = (
+        None | bool | int | float | str | _Bytes | _Wide | _Complex | _Text | _Tuple
+        | _List | _Dict | RefParts | _Array | Named | Node | _Hole | Part | Opaque
+    )  # fmt: skip
 
 
 class Raw(NamedTuple):
@@ -76,102 +146,51 @@ class Raw(NamedTuple):
     """
 
     kind: ArrayType
-    data: bytes
+    data: Any
     form: str = "array"
 
 
-class _Hole(Enum):
-    HOLE = 0
+def deeper(depth: int) -> int:
+    """Return how deep that is what is one deeper, or raise ProtocolError."""
+    if depth >= DEPTH_MAX:
+        raise ProtocolError(
+            f"data nested more than {depth} deep cannot travel: allowed is {DEPTH_MAX}"
+        )
+    return depth + 1
 
 
-HOLE = _Hole.HOLE  # The place of an array in a structure.
-
-
-class Part(NamedTuple):
-    """A static in a structure: what is at its place."""
-
-    value: Any
-
-
-class Opaque(NamedTuple):
-    """What cannot travel, in its place: the name of its class."""
-
-    name: str
-
-
-def _write_bytes(writer: Writer, data: bytes) -> None:
-    writer.count(data, "bytes")
-    writer.out += data
-
-
-def _read_bytes(reader: Reader) -> bytes:
-    return reader.counted(8, BYTES_MAX, "bytes")[1]
-
-
-def _write_int(writer: Writer, value: int) -> None:
-    _write_bytes(writer, value.to_bytes(_int_more(value), "little", signed=True))
-
-
-def _int_more(value: int) -> int:
-    return value.bit_length() // 8 + 1  # One bit more for the sign.
-
-
-def _packed(
-    packing: struct.Struct, split: Callable[[Any], Any], made: Callable[..., Any]
-) -> Layout:
-    return Layout(
-        packing.size,
-        None,
-        lambda writer, value: writer.out.extend(packing.pack(*split(value))),
-        lambda reader: made(*packing.unpack(reader.take(packing.size, "a number"))),
-    )
-
-
-def _array_more(value: Any) -> int:
-    if isinstance(value, Raw):
-        return AXIS_BYTES * len(value.kind.shape) + len(value.data)
-    return AXIS_BYTES * len(value.shape) + sizes((value,))[0]
-
-
-def _write_array(writer: Writer, value: Any) -> None:
-    raw = value if type(value) is Raw else Raw(type_of(value), _bytes_of(value))
-    assert len(raw.data) == raw.kind.nbytes, (raw.kind, len(raw.data))
-    ARRAY_TYPE.write(writer, raw.kind)
-    writer.out += raw.data
-
-
-def _check_there(value: Any) -> None:
+def check_there(value: Any) -> None:
     """Raise ProtocolError where an array has no elements; tracers are a `jax.Array`."""
+    if isinstance(value, Raw):
+        return
     is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
     if not is_array or isinstance(value, jax.core.Tracer):
         raise ProtocolError(f"{value!r} is abstract and has no bytes to send")
 
 
-def _bytes_of(value: Any) -> bytes:
-    """The elements of a JAX or numpy array."""
-    _check_there(value)
+def _elements(value: Any) -> Any:
+    """The elements of a JAX or numpy array, as bytes."""
+    check_there(value)
+    if isinstance(value, Raw):
+        return value.data
     if isinstance(value, jax.Array) and str(value.dtype).startswith("key<"):
         value = jax.random.key_data(value)
-    return np.asarray(value).tobytes()
-
-
-def _read_array(reader: Reader) -> tuple[ArrayType, bytes]:
-    kind = ARRAY_TYPE.read(reader)
-    return kind, reader.take(kind.nbytes, f"array {kind.dtype}{kind.shape}")
+    return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
 
 
 def form(value: Any) -> tuple[str, Any]:
-    """What an item is, and the content that the layout of that kind takes.
+    """What kind of item data are, and their content.
 
     Raises:
         ProtocolError: it cannot travel.
     """
     kind = _PLAIN.get(type(value))
     if kind is not None:
-        return kind, value
-    wrapped = _WRAPPED.get(type(value))
-    if wrapped is not None:
-        return wrapped, value[0]
+        return kind, (value.name, value.parts) if kind == "node" else value
+    if type(value) is Part:
+        return "part", value.value
+    if type(value) in (Named, Opaque):
+        return ("named" if type(value) is Named else "opaque"), value.name
     if type(value) is bool:
         return ("true" if value else "false"), None
     if type(value) is dict:
@@ -180,7 +199,7 @@ def form(value: Any) -> tuple[str, Any]:
         return "named", name_of(value)
     if isinstance(value, _ARRAYS) or all(hasattr(value, name) for name in _ABSTRACT):
         return _form_of_array(value), value
-    if all(hasattr(value, name) for name in RefParts._fields):
+    if all(hasattr(value, name) for name in RefParts.__struct_fields__):
         return "ref", value
     if callable(value) and has_name(value):
         return "named", name_of(value)
@@ -227,131 +246,180 @@ def _taken_apart(value: Any) -> tuple[str, tuple[Any, ...]]:
     return name, (treedef.node_data()[1], *children)
 
 
-def _made(kind: str, content: Any) -> Any:
-    """The item that has this content."""
+def _packed(tree: Any, arrays: list[Any], depth: int) -> Any:
+    """Data as an item; the arrays among them are noted."""
+    depth = deeper(depth)
+    kind, content = form(tree)
+    item: Any = tree
     match kind:
-        case "true" | "false":
-            return kind == "true"
-        case "list":
-            return list(content)
-        case "array" | "numpy" | "scalar":
-            of, data = content
-            return Raw(of, data, kind)
-        case "named":
-            return Named(content)
-        case "node":
-            return Node(*content)
-        case "hole":
-            return HOLE
-        case "part":
-            return Part(content)
-        case "opaque":
-            return Opaque(content)
+        case "int" if not -(1 << 63) <= tree < 1 << 64:
+            size = tree.bit_length() // 8 + 1  # One bit more for the sign.
+            item = _Wide(tree.to_bytes(size, "little", signed=True))
+        case "bytes":
+            item = _Bytes(tree)
+        case "complex":
+            item = _Complex(tree.real, tree.imag)
+        case "text" if not tree.isascii() and _SURROGATE.search(tree):
+            item = _Text(tree.encode("utf-8", "surrogatepass"))
+        case "tuple" | "list":
+            items = tuple([_packed(item, arrays, depth) for item in content])
+            item = _Tuple(items) if kind == "tuple" else _List(items)
         case "dict":
+            pairs = [
+                (_packed(key, arrays, depth), _packed(value, arrays, depth))
+                for key, value in content
+            ]
+            item = _Dict(tuple(pairs))
+        case "ref":
+            item = RefParts(
+                tree.key, tree.owner, type_of(tree.aval), tree.tracked, tree.descends
+            )
+        case "array" | "numpy" | "scalar":
+            arrays.append(tree)
+            item = _Array(_kind_of(tree), kind)
+        case "named":
+            item = Named(content)
+        case "node":
+            name, parts = content
+            item = Node(name, tuple([_packed(part, arrays, depth) for part in parts]))
+        case "part":
+            item = Part(_packed(content, arrays, depth))
+        case "opaque":
+            item = Opaque(content)
+        case _:
+            pass
+    return item
+
+
+def _kind_of(array: Any) -> ArrayType:
+    return array.kind if type(array) is Raw else type_of(array)
+
+
+def _unpacked(item: Any, known: Known | None, take: Take, depth: int) -> Any:
+    """The data of an item; `take` gives the elements of the next array in it."""
+    depth = deeper(depth)
+    data: Any = item
+    match item:
+        case _Wide():
+            data = int.from_bytes(item.data, "little", signed=True)
+        case _Bytes():
+            data = item.data
+        case _Complex():
+            data = complex(item.real, item.imag)
+        case _Text():
+            data = _text(item.data)
+        case _Tuple() | _List():
+            found = [_unpacked(one, known, take, depth) for one in item.items]
+            data = tuple(found) if type(item) is _Tuple else found
+        case _Dict():
+            pairs = [
+                [_unpacked(one, known, take, depth) for one in pair]
+                for pair in item.items
+            ]
             try:
-                return dict(content)
+                data = dict(pairs)
             except TypeError as error:
                 raise ProtocolError(f"a dict whose keys cannot be: {error}") from error
+        case RefParts():
+            if known is None:
+                raise ProtocolError("a ref cannot travel here")
+            _check_ref(item, known)
+            data = item
+        case _Array():
+            check_possible(item.kind)
+            data = Raw(item.kind, take(item.kind), item.form)
+        case Node():
+            parts = [_unpacked(part, known, take, depth) for part in item.parts]
+            data = Node(item.name, tuple(parts))
+        case _Hole():
+            data = HOLE
+        case Part():
+            data = Part(_unpacked(item.value, known, take, depth))
         case _:
-            return content
+            pass
+    return data
 
 
-def check_can_travel(tree: Any) -> None:
-    """Raise ProtocolError where data cannot travel: nested too deep, or what they are.
+def _text(data: bytes) -> str:
+    try:
+        return data.decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError as error:
+        raise ProtocolError(f"text {data[:80]!r} is not UTF-8: {error}") from error
 
-    Sizes need not be written to be known, so measuring finds neither.
+
+def _no_arrays(*_: Any) -> Any:
+    raise ProtocolError("arrays cannot travel here")
+
+
+def pack(tree: Any) -> Any:
+    """Return nested data without arrays as a field of a struct, an `Item`.
+
+    Raises:
+        ProtocolError: they cannot travel.
     """
-    level, depth = [tree], 0
-    while level:
-        depth = one_deeper(depth, DEPTH_MAX)
-        level = [part for one in level for part in _parts(*form(one))]
+    arrays: list[Any] = []
+    item = _packed(tree, arrays, 0)
+    return _no_arrays() if arrays else item
 
 
-def _parts(kind: str, content: Any) -> Iterable[Any]:
-    """The items in an item."""
-    parts: Iterable[Any] = ()
-    match kind:
-        case "tuple" | "list":
-            parts = content
-        case "dict":
-            parts = [part for item in content for part in item]
-        case "node":
-            parts = content[1]
-        case "part":
-            parts = (content,)
-        case "array" | "numpy" | "scalar" if not isinstance(content, Raw):
-            type_of(content)
-            _check_there(content)
-    return parts
+def unpack(item: Any) -> Any:
+    """Return the nested data of a field of a struct, without arrays and refs.
+
+    Raises:
+        ProtocolError: there are some, they are nested too deep, or no data.
+    """
+    return _unpacked(item, None, _no_arrays, 0)
 
 
-def _more(tree: Any) -> int:
-    kind, content = form(tree)
-    return FORMS[kind].size(content)
+def tree_size(tree: Any, check: Callable[[Any], None] = lambda _: None) -> int:
+    """How many bytes nested data take; `check` sees each array among them."""
+    arrays: list[Any] = []
+    items = bounded(_decoder, encoded(_packed(tree, arrays, 0)))
+    for array in arrays:
+        check(array)
+    return COUNT_BYTES + len(items) + sum([_kind_of(one).nbytes for one in arrays])
 
 
-def _write(writer: Writer, tree: Any) -> None:
-    kind, content = form(tree)
-    writer.out.append(_NUMBERS[kind])
-    writer.deeper(DEPTH_MAX)
-    FORMS[kind].write(writer, content)
-    writer.depth -= 1
+def write_tree(tree: Any) -> bytes:
+    """Return nested data as bytes.
+
+    Raises:
+        ProtocolError: they cannot travel.
+    """
+    arrays: list[Any] = []
+    items = bounded(_decoder, encoded(_packed(tree, arrays, 0)))
+    count = len(items).to_bytes(COUNT_BYTES, "little")
+    return b"".join([count, items, *map(_elements, arrays)])
 
 
-def _read(reader: Reader) -> Any:
-    number = reader.integer(1, "kind of data")
-    if number >= len(_KINDS):
-        raise ProtocolError(f"kind {number} of data: allowed is 0 to {len(_KINDS) - 1}")
-    kind = _KINDS[number]
-    reader.deeper(DEPTH_MAX)
-    content = FORMS[kind].read(reader)
-    reader.depth -= 1
-    return _made(kind, content)
+def read_tree(data: bytes | memoryview, known: Known) -> Any:
+    """Return the nested data that bytes are; arrays are views of them.
+
+    Raises:
+        ProtocolError: they are none.
+    """
+    view = memoryview(data)
+    start = COUNT_BYTES + int.from_bytes(view[:COUNT_BYTES], "little")
+    left = [view[start:]]
+
+    def take(kind: ArrayType) -> memoryview:
+        elements, left[0] = left[0][: kind.nbytes], left[0][kind.nbytes :]
+        if len(elements) < kind.nbytes:
+            raise ProtocolError(
+                f"array {kind.dtype}{kind.shape} takes {kind.nbytes} bytes; "
+                f"{len(elements)} of {len(view)} are left"
+            )
+        return elements
+
+    tree = _unpacked(decoded(_decoder, view[COUNT_BYTES:start]), known, take, 0)
+    if len(left[0]):
+        raise ProtocolError(f"{len(left[0])} of {len(view)} bytes are left")
+    return tree
 
 
-TREE = Layout(1, _more, _write, _read)
-BYTES = Layout(COUNT_BYTES, len, _write_bytes, _read_bytes)
-_ARRAY = Layout(ARRAY_TYPE.fixed, _array_more, _write_array, _read_array)
-_NOTHING = Layout(0, None, lambda writer, value: None, lambda reader: None)
-# The place in this table is the kind's number: only append.
-FORMS = {
-    "none": _NOTHING,
-    "false": _NOTHING,
-    "true": _NOTHING,
-    "int": Layout(
-        COUNT_BYTES,
-        _int_more,
-        _write_int,
-        lambda reader: int.from_bytes(_read_bytes(reader), "little", signed=True),
-    ),
-    "float": _packed(struct.Struct("<d"), lambda value: (value,), float),
-    "complex": _packed(
-        struct.Struct("<dd"), lambda value: (value.real, value.imag), complex
-    ),
-    "text": TEXT,
-    "bytes": BYTES,
-    "tuple": many(TREE, "items"),
-    "list": many(TREE, "items"),
-    "dict": many(items(TREE, TREE), "items"),
-    "ref": record(
-        RefParts,
-        key=KEY,
-        owner=WORKER,
-        aval=ARRAY_TYPE,
-        tracked=FLAG,
-        descends=maybe(LEAF),
-    ),
-    "array": _ARRAY,
-    "named": NAME,
-    "node": items(NAME, many(TREE, "parts")),
-    "numpy": _ARRAY,
-    "scalar": _ARRAY,
-    "hole": _NOTHING,
-    "part": TREE,
-    "opaque": NAME,
-}
-_KINDS = tuple(FORMS)
-_NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_decoder: Decoder[Any] = Decoder(Item)
+_check_ref = check_of(RefParts)
 _ARRAYS = (Raw, jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 _PLAIN = {
     type(None): "none",
@@ -365,4 +433,3 @@ _PLAIN = {
     Node: "node",
     _Hole: "hole",
 }
-_WRAPPED: dict[Any, str] = {Named: "named", Part: "part", Opaque: "opaque"}
