@@ -18,6 +18,7 @@ from jdag.wire.trees import Named, Node, Part
 
 ROOT = Path(__file__).parent.parent
 SOURCE = '''
+import dataclasses
 import functools
 import jax
 import jax.numpy as jnp
@@ -63,7 +64,16 @@ def odd(x):
     return x
 
 odd.defvjp(lambda x: (x, None), lambda _, given: (given,))
+@dataclasses.dataclass
+class Settings:
+    rate: float
+    rates: list
+
 table = Table()
+settings = Settings(0.5, list(range(100)))
+LONG = list(range(100))
+LARGE = np.arange(20_000)
+PICKED = frozenset({noted, counted, helper})
 act = jnp.sin
 scaled = functools.partial(helper)
 
@@ -72,7 +82,8 @@ def f(x, k=1.0, *, n=3):
     def inner(y):
         return y ** n
     counted(x)
-    x = act(scaled(odd(x))) + k + cached() + table.half
+    x = act(scaled(odd(x))) + k + cached() + table.half + settings.rate
+    x = x + LONG[0] + LARGE[0] + len(PICKED)
     return Table.of(inner(helper(x))) if x in {"a", "b"} else x
 '''
 # What another version may have in the place of some text; and what changes nothing.
@@ -99,6 +110,11 @@ OTHERS = (
     ("0.2]", "0.3]"),
     ('"rates": [0.1, 0.2]', '"rates": (0.1, 0.2)'),
     ('"v"', '"w"'),
+    ("Settings(0.5, list(range(100)))", "Settings(0.25, list(range(100)))"),
+    ("Settings(0.5, list(range(100)))", "Settings(0.5, list(range(101)))"),
+    ("LONG = list(range(100))", "LONG = list(range(1, 101))"),
+    ("LARGE = np.arange(20_000)", "LARGE = np.arange(20_000)[::-1]"),
+    ("{noted, counted, helper}", "{noted, counted}"),
 )
 SAME = (
     ("COUNT = 0", "COUNT = 7"),

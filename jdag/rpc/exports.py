@@ -19,6 +19,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from jdag.compute.exported import Definition, exported
+from jdag.compute.fingerprint import key_of
 from jdag.compute.placed import Placed
 from jdag.compute.pytrees import flatten, template_of
 from jdag.engine.vocabulary import (
@@ -36,7 +37,7 @@ from jdag.engine.vocabulary import (
     Worker,
 )
 from jdag.errors import JdagError, ProtocolError
-from jdag.functions import key_of, name_of
+from jdag.functions import name_of
 from jdag.rpc.allowed import Allowed
 from jdag.rpc.codes import codes_of
 from jdag.rpc.live import live, structure
