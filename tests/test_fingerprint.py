@@ -84,7 +84,8 @@ def test_values_that_are_equal_but_not_the_same_make_other_keys(
 
 
 def test_frozen_sets_and_frozen_dataclasses_are_taken_apart() -> None:
-    assert key_of(frozenset({1, 2})) == key_of(frozenset({2, 1}))
+    assert list({0, 8}) != list({8, 0})
+    assert key_of(frozenset({0, 8})) == key_of(frozenset({8, 0}))
     assert key_of(frozenset({1})) != key_of(frozenset({True}))
     assert key_of(Frozen(0.0)) != key_of(Frozen(-0.0))
     assert key_of(Frozen(1.5)) == key_of(Frozen(1.5))

@@ -114,22 +114,20 @@ def codes_of(data: Any, find: Callable[[str], Any]) -> tuple[Definition, ...]:
     return (Definition(sha256(body).digest(), body),) if told else ()
 
 
-def _named(data: Any) -> Iterator[str]:
+def _named(data: Any) -> list[str]:
+    items: Any = ()
     match data:
         case Named():
-            yield data.name
+            return [data.name]
         case Node():
-            for part in data.parts:
-                yield from _named(part)
+            items = data.parts
         case Part():
-            yield from _named(data.value)
+            items = (data.value,)
         case tuple() | list():
-            for item in data:
-                yield from _named(item)
+            items = data
         case dict():
-            for key, item in data.items():
-                yield from _named(key)
-                yield from _named(item)
+            items = (*data, *data.values())
+    return [name for item in items for name in _named(item)]
 
 
 def are_codes(data: bytes) -> bool:
@@ -154,7 +152,8 @@ class Codes:
             told = json.loads(data[len(_HEAD) :])
         except ValueError:
             told = None
-        if not isinstance(told, dict) or not all(map(_is_text, told.values())):
+        texts = told.values() if isinstance(told, dict) else (None,)
+        if not all(isinstance(text, str) for text in texts):
             raise ProtocolError("codes of functions that are no JSON table of texts")
         contradicts = any(self._told.get(n, code) != code for n, code in told.items())
         self._told.update(told)
@@ -183,7 +182,3 @@ class Codes:
                 "is not the same: pass it as an argument"
             )
         self._checked[name] = told, id(found)  # It is of a module, and lives on.
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)

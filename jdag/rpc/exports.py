@@ -13,6 +13,7 @@ Told:  `prepare(event, ...)` by the program that tells its engine the event; tha
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from threading import Lock
 from types import MethodType
 from typing import Any
@@ -54,6 +55,8 @@ Definitions = tuple[Definition, ...]
 Modules = tuple[str, ...]
 Known = tuple[bytes, Definitions, Definitions]
 
+_allowed_of = lru_cache(maxsize=256)(Allowed)  # Of the modules that a worker allows.
+
 
 class Exports:
     """How the functions of one process leave it; used by several threads."""
@@ -62,7 +65,6 @@ class Exports:
         self._found: WeakKeyDictionary[Any, dict[Modules, Known]]
         self._found = WeakKeyDictionary()
         self._exported: WeakKeyDictionary[Any, Definition] = WeakKeyDictionary()
-        self._allowed: dict[Modules, Allowed] = {}
         self._told: OrderedDict[Any, Definitions] = OrderedDict()
         self._lock = Lock()
 
@@ -85,7 +87,7 @@ class Exports:
         found = self._found.get(bare)
         known = None if found is None else found.get(allowed_there)
         if known is None:
-            known = self._spec(bare, self._allowed_of(allowed_there))
+            known = self._spec(bare, _allowed_of(allowed_there))
             with self._lock:
                 self._found.setdefault(bare, {})[allowed_there] = known
         if bare is pair:
@@ -169,7 +171,7 @@ class Exports:
             known = self._told.get(key)
         if known is None:
             try:
-                find = self._allowed_of(allowed_there).find_own
+                find = _allowed_of(allowed_there).find_own
                 known = codes_of(portable(functions), find)
             except JdagError:
                 known = ()  # It is refused there, by what it is.
@@ -178,12 +180,6 @@ class Exports:
                 if len(self._told) > TOLD_MAX:
                     self._told.popitem(last=False)
         return known
-
-    def _allowed_of(self, modules: Modules) -> Allowed:
-        with self._lock:
-            if modules not in self._allowed:
-                self._allowed[modules] = Allowed(modules)
-            return self._allowed[modules]
 
     def _spec(self, pair: Any, allowed: Allowed) -> Known:
         spec: bytes = pair.spec
@@ -221,9 +217,7 @@ class Exports:
         """Raise JdagError where a program or hook is not the same by name there."""
         name = name_of(fn)
         try:
-            found = live(
-                portable(fn, arrays=True), self._allowed_of(modules), load=False
-            )
+            found = live(portable(fn, arrays=True), _allowed_of(modules), load=False)
             why = "" if key_of(found) == key_of(fn) else _other(name)
         except JdagError as error:
             why = str(error)
