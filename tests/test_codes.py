@@ -12,6 +12,7 @@ import pytest
 
 import jdag
 from jdag.compute.exported import check_definition
+from jdag.compute.fingerprint import FUNCTIONS_MAX
 from jdag.errors import JdagError, ProtocolError
 from jdag.rpc.codes import Codes, are_codes, codes_of, digest_of
 from jdag.wire.trees import Named, Node, Part
@@ -167,6 +168,26 @@ def test_what_is_said_of_code_and_what_it_counts_are_no_part_of_it(
 def test_code_that_pytest_has_rewritten_has_no_digest():
     assert digest_of(test_code_that_pytest_has_rewritten_has_no_digest) == ""
     assert digest_of(made) == ""
+
+
+def chained(count: int, default: str, last: str) -> Any:
+    space: dict[str, Any] = {"__name__": "long"}
+    names = [f"f{place}" for place in range(count)]
+    for name, called in zip(names, [*names[1:], last], strict=True):
+        exec(f"def {name}({default}): return {called}", space)
+    return space["f0"]
+
+
+@pytest.mark.parametrize("default", ["", "x=1"])
+def test_more_functions_than_a_key_follows_have_a_digest(default: str) -> None:
+    count = FUNCTIONS_MAX + 50
+    digests = [digest_of(chained(count, default, last)) for last in ("1", "2")]
+    assert "" not in digests
+    assert digests[0] != digests[1]
+
+
+def test_functions_that_call_each_other_too_deep_are_not_compared() -> None:
+    assert digest_of(chained(3000, "x=1", "1")) == ""
 
 
 def test_objects_that_hold_each_other_are_gone_through_once():

@@ -25,7 +25,7 @@ from jdag.compute.bytecode import MUTABLE, Facts, facts_of
 
 KEYED = "__jdag_key__"  # The attribute of objects that supply their own key.
 ITEMS_MAX, BYTES_MAX = 64, 1 << 16  # Larger values count by identity.
-FUNCTIONS_MAX, READS_MAX = 256, 4096  # Followed, and functions whose reads are kept.
+FUNCTIONS_MAX, READS_MAX = 100, 4096  # Followed, and functions whose reads are kept.
 # Packages whose functions are not followed: users do not change them.
 _FIXED = ("jax", "jaxlib", "numpy", "optax", "jdag")
 PLAIN = (str, bytes, bool, type(None))
