@@ -18,10 +18,10 @@ import numpy as np
 import optax
 
 from jdag.compute.avals import Aval
+from jdag.compute.fingerprint import Once, key_of
 from jdag.compute.jaxprs import depends
 from jdag.compute.pytrees import Form, flatten
 from jdag.errors import JdagError, named_text
-from jdag.functions import Once, value_key
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Leafwise:
     @cached_property
     def __jdag_key__(self) -> Once:
         """What it is, for caches; found once, since each step asks for it."""
-        return Once((Leafwise, value_key((self.tx, self.form, self.place))))
+        return Once((Leafwise, key_of((self.tx, self.form, self.place))))
 
     def init(self, leaf: Any) -> Any:
         """Return the state of the leaf."""

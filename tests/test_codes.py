@@ -12,12 +12,14 @@ import pytest
 
 import jdag
 from jdag.compute.exported import check_definition
+from jdag.compute.fingerprint import FUNCTIONS_MAX
 from jdag.errors import JdagError, ProtocolError
 from jdag.rpc.codes import Codes, are_codes, codes_of, digest_of
 from jdag.wire.trees import Named, Node, Part
 
 ROOT = Path(__file__).parent.parent
 SOURCE = '''
+import dataclasses
 import functools
 import jax
 import jax.numpy as jnp
@@ -58,12 +60,24 @@ class Table:
     def half(self):
         return self.size / 2
 
+    def another(self):
+        return Table()
+
 @jax.custom_vjp
 def odd(x):
     return x
 
 odd.defvjp(lambda x: (x, None), lambda _, given: (given,))
+@dataclasses.dataclass
+class Settings:
+    rate: float
+    rates: list
+
 table = Table()
+settings = Settings(0.5, list(range(100)))
+LONG = list(range(100))
+LARGE = np.arange(20_000)
+PICKED = frozenset({noted, counted, helper})
 act = jnp.sin
 scaled = functools.partial(helper)
 
@@ -72,7 +86,8 @@ def f(x, k=1.0, *, n=3):
     def inner(y):
         return y ** n
     counted(x)
-    x = act(scaled(odd(x))) + k + cached() + table.half
+    x = act(scaled(odd(x))) + k + cached() + table.half + settings.rate
+    x = x + LONG[0] + LARGE[0] + len(PICKED)
     return Table.of(inner(helper(x))) if x in {"a", "b"} else x
 '''
 # What another version may have in the place of some text; and what changes nothing.
@@ -99,6 +114,11 @@ OTHERS = (
     ("0.2]", "0.3]"),
     ('"rates": [0.1, 0.2]', '"rates": (0.1, 0.2)'),
     ('"v"', '"w"'),
+    ("Settings(0.5, list(range(100)))", "Settings(0.25, list(range(100)))"),
+    ("Settings(0.5, list(range(100)))", "Settings(0.5, list(range(101)))"),
+    ("LONG = list(range(100))", "LONG = list(range(1, 101))"),
+    ("LARGE = np.arange(20_000)", "LARGE = np.arange(20_000)[::-1]"),
+    ("{noted, counted, helper}", "{noted, counted}"),
 )
 SAME = (
     ("COUNT = 0", "COUNT = 7"),
@@ -148,6 +168,26 @@ def test_what_is_said_of_code_and_what_it_counts_are_no_part_of_it(
 def test_code_that_pytest_has_rewritten_has_no_digest():
     assert digest_of(test_code_that_pytest_has_rewritten_has_no_digest) == ""
     assert digest_of(made) == ""
+
+
+def chained(count: int, default: str, last: str) -> Any:
+    space: dict[str, Any] = {"__name__": "long"}
+    names = [f"f{place}" for place in range(count)]
+    for name, called in zip(names, [*names[1:], last], strict=True):
+        exec(f"def {name}({default}): return {called}", space)
+    return space["f0"]
+
+
+@pytest.mark.parametrize("default", ["", "x=1"])
+def test_more_functions_than_a_key_follows_have_a_digest(default: str) -> None:
+    count = FUNCTIONS_MAX + 50
+    digests = [digest_of(chained(count, default, last)) for last in ("1", "2")]
+    assert "" not in digests
+    assert digests[0] != digests[1]
+
+
+def test_functions_that_call_each_other_too_deep_are_not_compared() -> None:
+    assert digest_of(chained(3000, "x=1", "1")) == ""
 
 
 def test_objects_that_hold_each_other_are_gone_through_once():

@@ -8,8 +8,8 @@ import numpy as np
 import optax
 import pytest
 
+from jdag.compute.fingerprint import key_of
 from jdag.errors import JdagError
-from jdag.functions import value_key
 from jdag.leafwise import Leafwise
 from jdag.optim import Optimizer
 from jdag.ref import fetch
@@ -184,7 +184,7 @@ def test_the_rate_of_injected_hyperparameters_can_be_set_for_each_leaf(cluster):
 
 def test_the_key_of_a_transformation_is_found_once_and_tells_others_apart() -> None:
     one = Leafwise(optax.sgd(0.1))
-    assert value_key(one) is value_key(one)
-    assert value_key(one) == value_key(Leafwise(optax.sgd(0.1)))
+    assert key_of(one) is key_of(one)
+    assert key_of(one) == key_of(Leafwise(optax.sgd(0.1)))
     for other in (Leafwise(optax.sgd(0.2)), Leafwise(optax.sgd(0.1), None, 1)):
-        assert value_key(one) != value_key(other), other
+        assert key_of(one) != key_of(other), other

@@ -8,8 +8,9 @@ from typing import Any
 
 import jax.tree_util as jtu
 
+from jdag.compute.fingerprint import KEYED
 from jdag.errors import JdagError, kind_of
-from jdag.functions import KEYED, Applied, is_program, is_unjitted, name_of
+from jdag.functions import Applied, is_program, is_unjitted, name_of
 
 
 def called(
@@ -44,7 +45,7 @@ def _is_node(value: Any) -> bool:
 
 
 def _refuse_mutable(fn: Any) -> None:
-    """Raise JdagError if what `fn` reads may change unseen by `jdag.functions.key_of`.
+    """Raise JdagError if what `fn` reads may change unseen by `key_of`.
 
     What runs as Python each time, programs and unjitted functions, may read anything.
     """

@@ -21,12 +21,13 @@ import numpy as np
 from jdag.compute.avals import Aval, aval_of, is_deleted, is_there
 from jdag.compute.configuration import configuration
 from jdag.compute.duals import along, any_dual, primal_of, refuse_no_jvp
+from jdag.compute.fingerprint import key_of
 from jdag.compute.jaxprs import Reaches, has_callback, has_move, passed_on
 from jdag.compute.pytrees import Template
 from jdag.compute.sums import ADDENDS_MAX
 from jdag.compute.tracing import Function, Residuals, as_it_is
 from jdag.errors import JdagError
-from jdag.functions import code_of, is_ours, is_unjitted, key_of, name_of
+from jdag.functions import code_of, is_ours, is_unjitted, name_of
 from jdag.wire.specs import Body, spec_of
 
 PAIRS_MAX = 4096

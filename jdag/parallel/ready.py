@@ -16,11 +16,12 @@ import jax.tree_util as jtu
 from jdag.compute.avals import aval_of
 from jdag.compute.configuration import configuration
 from jdag.compute.duals import are_arrays, is_array
+from jdag.compute.fingerprint import key_of
 from jdag.compute.moves import Target, home_of
 from jdag.compute.pairs import CACHE
 from jdag.compute.pytrees import is_static
 from jdag.errors import JdagError
-from jdag.functions import is_unjitted, key_of
+from jdag.functions import is_unjitted
 from jdag.parallel.apply import Call, tracked_of
 from jdag.parallel.devices import Device, device_of, devices_of
 from jdag.parallel.dispatch import Alone, Each, Plan, Task

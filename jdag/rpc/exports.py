@@ -12,6 +12,7 @@ Told:  `prepare(event, ...)` by the program that tells its engine the event; tha
 
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import lru_cache
 from threading import Lock
 from types import MethodType
 from typing import Any
@@ -20,6 +21,7 @@ from weakref import WeakKeyDictionary
 from msgspec.structs import replace
 
 from jdag.compute.exported import Definition, exported
+from jdag.compute.fingerprint import key_of
 from jdag.compute.placed import Placed
 from jdag.compute.pytrees import flatten, template_of
 from jdag.engine.vocabulary import (
@@ -37,7 +39,7 @@ from jdag.engine.vocabulary import (
     Worker,
 )
 from jdag.errors import JdagError, ProtocolError
-from jdag.functions import key_of, name_of
+from jdag.functions import name_of
 from jdag.rpc.allowed import Allowed
 from jdag.rpc.codes import codes_of
 from jdag.rpc.live import live, structure
@@ -53,6 +55,8 @@ Definitions = tuple[Definition, ...]
 Modules = tuple[str, ...]
 Known = tuple[bytes, Definitions, Definitions]
 
+_allowed_of = lru_cache(maxsize=256)(Allowed)  # Of the modules that a worker allows.
+
 
 class Exports:
     """How the functions of one process leave it; used by several threads."""
@@ -61,7 +65,6 @@ class Exports:
         self._found: WeakKeyDictionary[Any, dict[Modules, Known]]
         self._found = WeakKeyDictionary()
         self._exported: WeakKeyDictionary[Any, Definition] = WeakKeyDictionary()
-        self._allowed: dict[Modules, Allowed] = {}
         self._told: OrderedDict[Any, Definitions] = OrderedDict()
         self._lock = Lock()
 
@@ -84,7 +87,7 @@ class Exports:
         found = self._found.get(bare)
         known = None if found is None else found.get(allowed_there)
         if known is None:
-            known = self._spec(bare, self._allowed_of(allowed_there))
+            known = self._spec(bare, _allowed_of(allowed_there))
             with self._lock:
                 self._found.setdefault(bare, {})[allowed_there] = known
         if bare is pair:
@@ -168,7 +171,7 @@ class Exports:
             known = self._told.get(key)
         if known is None:
             try:
-                find = self._allowed_of(allowed_there).find_own
+                find = _allowed_of(allowed_there).find_own
                 known = codes_of(portable(functions), find)
             except JdagError:
                 known = ()  # It is refused there, by what it is.
@@ -177,12 +180,6 @@ class Exports:
                 if len(self._told) > TOLD_MAX:
                     self._told.popitem(last=False)
         return known
-
-    def _allowed_of(self, modules: Modules) -> Allowed:
-        with self._lock:
-            if modules not in self._allowed:
-                self._allowed[modules] = Allowed(modules)
-            return self._allowed[modules]
 
     def _spec(self, pair: Any, allowed: Allowed) -> Known:
         spec: bytes = pair.spec
@@ -220,9 +217,7 @@ class Exports:
         """Raise JdagError where a program or hook is not the same by name there."""
         name = name_of(fn)
         try:
-            found = live(
-                portable(fn, arrays=True), self._allowed_of(modules), load=False
-            )
+            found = live(portable(fn, arrays=True), _allowed_of(modules), load=False)
             why = "" if key_of(found) == key_of(fn) else _other(name)
         except JdagError as error:
             why = str(error)
