@@ -7,31 +7,29 @@ are about to do, as a hash, and a number. Where the hashes differ they exchange 
 they stand for, and all raise the same error. Who does not come to that is named
 (`jdag.parallel.waiting`).
 
-Parameters that are equal on all processes are shared by a primitive that does nothing.
-Its transpose adds the cotangents of all processes, one collective for all leaves.
+Gradients of parameters, which are equal on all processes, are added by a primitive: a
+sum is linear, so that it can be differentiated forwards.
 """
 
 import atexit
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
-from math import prod
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
+from jax.flatten_util import ravel_pytree
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdag.compute.avals import aval_of
 from jdag.compute.moves import home_of
 from jdag.errors import JdagError, WorkerLost
-from jdag.parallel.apply import tracked_of
 from jdag.parallel.devices import device_of, distinct
 from jdag.parallel.waiting import DEADLINE_S, Waiting
 
@@ -50,8 +48,6 @@ INSIDE = (
 # The terms of a process that does nothing more.
 ENDED = {"fn": "none: its program has ended"}
 
-SHARED = Primitive("jdag_shared")
-SHARED.multiple_results = True
 SUMMED = Primitive("jdag_summed")
 SUMMED.multiple_results = True
 
@@ -126,10 +122,8 @@ class Processes:
         kinds = [str(aval_of(array).strong) for array in arrays]
         self.agreed((*terms, ("step", "sum"), *numbered("gradient", kinds)))
         homes = [home_of(array) for array in arrays]
-        flats = _flat(jax.device_put(list(arrays), self._meeting.place))
-        shapes = tuple([(array.shape, array.dtype) for array in arrays])
-        parts = _unflattened(self._meeting.summed(flats), shapes)
-        found: list[Any] = jax.device_put(parts, homes)
+        here = jax.device_put(list(arrays), self._meeting.place)
+        found: list[Any] = jax.device_put(self._meeting.summed(here), homes)
         return found
 
 
@@ -152,8 +146,8 @@ class Meeting:
         self._sharding = NamedSharding(
             Mesh(np.array(devices), (AXIS,)), PartitionSpec(AXIS)
         )
-        self._gather = self._mapped(lambda a: jax.lax.all_gather(a[0], AXIS)[None])
-        self._sum = self._mapped(lambda arrays: jax.lax.psum(arrays, AXIS))
+        self._gather = self._mapped(lambda a: jax.lax.all_gather(a[0], AXIS))
+        self._sum = self._mapped(_total)
         self._waiting = Waiting(platform)
         self._deadline_s = DEADLINE_S  # The last that was given.
         self._is_over = False
@@ -172,14 +166,16 @@ class Meeting:
         return tuple(map(int, found[:, -1]))
 
     def summed(self, arrays: Sequence[Any]) -> list[Any]:
-        """Return the sums of arrays (1, ...) over all processes, at `place`."""
-        sums = self._sum([self._spread(array) for array in arrays])
+        """Return the sums of arrays over all processes, at `place`."""
+        sums = self._sum([self._spread(array) for array in _parts(arrays)])
         return [total.addressable_shards[0].data for total in sums]
 
     def _mapped(self, fn: Any) -> Any:
+        """Return a program over all processes; its results are the same on each."""
         mesh, spec = self._sharding.mesh, self._sharding.spec
+        out: Any = PartitionSpec()
         return jax.jit(
-            jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+            jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=out, check_vma=False)
         )
 
     def _spread(self, array: Any) -> Any:
@@ -209,7 +205,7 @@ class Meeting:
 
     def _entered(self, mine: Any) -> np.ndarray[Any, Any]:
         found = self._gather(mine)
-        return np.asarray(found.addressable_shards[0].data)[0]
+        return np.asarray(found.addressable_shards[0].data)
 
     def _refuse(self, what: str, terms: Terms) -> None:
         """Say where the terms of a process differ from those of the first."""
@@ -275,23 +271,15 @@ def processes_of(
 _company = lru_cache(maxsize=COMPANIES_MAX)(Processes)
 
 
-def given_by_all(
-    arrays: Sequence[Any], processes: Processes, terms: Terms
-) -> list[Any]:
-    """Return the arrays as they are; what flows back is added over all processes.
+def summed(arrays: Sequence[Any], processes: Processes, terms: Terms) -> list[Any]:
+    """Return the sum of each array over all processes, where the array was.
 
     Args:
-        arrays: equal on all processes.
+        arrays: gradients, alike on all processes.
         processes: those.
         terms: what they belong to, for errors.
     """
-    found = list(arrays)
-    places = [place for place, tracked in enumerate(tracked_of(arrays)) if tracked]
-    if places:
-        given = [found[place] for place in places]
-        passed = SHARED.bind(*given, processes=processes, terms=terms)
-        for place, array in zip(places, passed, strict=True):
-            found[place] = array
+    found: list[Any] = SUMMED.bind(*arrays, processes=processes, terms=terms)
     return found
 
 
@@ -315,43 +303,25 @@ def _difference(first: dict[str, str], other: dict[str, str]) -> tuple[str, str,
     raise AssertionError((first, other))
 
 
-# ------------------------------------------------------- leaves as one array of a dtype
-
-
-def _kinds(dtypes: Sequence[Hashable]) -> list[list[int]]:
-    """Return the places of equal dtypes, dtype by dtype."""
-    found: dict[Hashable, list[int]] = {}
-    for place, dtype in enumerate(dtypes):
-        found.setdefault(dtype, []).append(place)
-    return list(found.values())
-
-
 @jax.jit
-def _flat(arrays: Sequence[Any]) -> list[Any]:
-    groups = _kinds([array.dtype for array in arrays])
-    return [
-        jnp.concatenate([arrays[place].reshape(1, -1) for place in group], 1)
-        for group in groups
-    ]
+def _parts(arrays: Sequence[Any]) -> list[Any]:
+    """Return arrays as the parts that this process has of arrays over all."""
+    return [array[None] for array in arrays]
 
 
-@partial(jax.jit, static_argnums=1)
-def _unflattened(flats: Sequence[Any], shapes: Sequence[Any]) -> list[Any]:
-    found: list[Any] = [None] * len(shapes)
-    groups = _kinds([dtype for _, dtype in shapes])
-    for flat, group in zip(flats, groups, strict=True):
-        pieces = jax.lax.split(flat, [prod(shapes[place][0]) for place in group], 1)
-        for place, piece in zip(group, pieces, strict=True):
-            found[place] = piece.reshape(shapes[place][0])
+def _total(arrays: Sequence[Any]) -> list[Any]:
+    """Add up what all processes have: one collective for all leaves of a dtype."""
+    found = list(arrays)
+    for dtype in dict.fromkeys([array.dtype for array in arrays]):
+        places = [n for n, array in enumerate(arrays) if array.dtype == dtype]
+        flat, unravel = ravel_pytree([arrays[place] for place in places])
+        totals = unravel(jax.lax.psum(flat, AXIS))
+        for place, total in zip(places, totals, strict=True):
+            found[place] = total[0]
     return found
 
 
-# --------------------------------------------------------------- sharing is linear
-
-
-def _transposed(cotangents: Sequence[Any], *_: Any, processes: Any, terms: Any) -> Any:
-    whole = list(map(ad.instantiate_zeros, cotangents))
-    return SUMMED.bind(*whole, processes=processes, terms=terms)
+# ----------------------------------------------------------------- a sum is linear
 
 
 def _sum_now(*arrays: Any, processes: Processes, terms: Terms) -> list[Any]:
@@ -369,17 +339,8 @@ def _refuse(*_: Any, **__: Any) -> Any:
     raise JdagError(INSIDE)
 
 
-def _as_they_are(*arrays: Any, processes: Any, terms: Any) -> list[Any]:
-    del processes, terms
-    return list(arrays)
-
-
-for _primitive in (SHARED, SUMMED):
-    _primitive.def_abstract_eval(_as_they_are)
-    batching.primitive_batchers[_primitive] = _refuse
-SHARED.def_impl(_as_they_are)
 SUMMED.def_impl(_sum_now)
-ad.deflinear2(SHARED, _transposed)
+SUMMED.def_abstract_eval(lambda *arrays, processes, terms: list(arrays))
+batching.primitive_batchers[SUMMED] = _refuse
 ad.deflinear2(SUMMED, _refuse_twice)
-mlir.register_lowering(SHARED, mlir.lower_fun(_as_they_are, multiple_results=True))
 mlir.register_lowering(SUMMED, _refuse)

@@ -1,12 +1,9 @@
-"""One program over the devices of several processes, for what reduces over them all.
+"""What several processes agree on before they run one program together.
 
-Arrays lie on the devices of this process as they do for a program of its own; on the
-way in they become its part of arrays over all processes, and on the way out that part
-is taken back. Nothing is copied. Before a program runs the processes agree on it, and
-on the collectives in it.
+That is what they are about to do, the collectives in it, and how many rows each has.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -15,97 +12,11 @@ import jax.tree_util as jtu
 
 from jdag.compute.avals import Aval
 from jdag.compute.configuration import configuration
-from jdag.compute.moves import Target
 from jdag.compute.pytrees import Template
 from jdag.errors import JdagError
 from jdag.parallel.dispatch import Task
-from jdag.parallel.processes import INSIDE, Terms, numbered
-from jdag.parallel.program import SAME, ByShardMap, Lie
+from jdag.parallel.processes import Terms
 from jdag.wire.trees import HOLE
-
-
-class Wide:
-    """A `jdag.parallel.program.Mapping` over the devices of all processes.
-
-    Args:
-        own: the devices of this process.
-        axis: the name of the axis of replicas.
-        task: what the processes do together.
-    """
-
-    reshapes = False
-    brings = False  # Its part of an array over all processes is made of shards.
-
-    def __init__(
-        self,
-        own: tuple[jax.Device, ...],
-        axis: str,
-        *,
-        task: Task,
-    ) -> None:
-        assert task.processes is not None, task
-        self._own = ByShardMap(own, axis)
-        self._all = ByShardMap(task.processes.devices, axis)
-        self._axis = axis
-        self._processes = task.processes
-        self._terms = terms_of(task)
-
-    def mapped(
-        self, local: Callable[..., Any], ins: tuple[Lie, ...], outs: tuple[Lie, ...]
-    ) -> Callable[..., Any]:
-        """See `Mapping`."""
-        program: Any = self._all.mapped(local, ins, outs)
-        step = ("step", local.__name__.strip("_"))
-        found: dict[Any, Terms] = {}
-
-        def run(*groups: Any) -> tuple[Any, ...]:
-            if any(isinstance(one, jax.core.Tracer) for one in jtu.tree_leaves(groups)):
-                raise JdagError(INSIDE)
-            wide = [
-                self._widened(group, lie)
-                for group, lie in zip(groups, ins, strict=True)
-            ]
-            form = jtu.tree_structure(groups)
-            if form not in found:
-                names = collectives(program.trace(*wide).jaxpr, self._axis)
-                found[form] = (*self._terms, step, *numbered("collective", names))
-            self._processes.agreed(found[form])
-            both = zip(program(*wide), outs, strict=True)
-            return tuple([self._narrowed(group, lie) for group, lie in both])
-
-        return run
-
-    def target(self, lie: Lie) -> Target:
-        """See `Mapping`."""
-        return self._own.target(lie)
-
-    def laid(self, array: Any, dim: int) -> Any:
-        """See `Mapping`."""
-        return array
-
-    def whole(self, array: Any, dim: int) -> Any:
-        """See `Mapping`."""
-        return array
-
-    def _widened(self, group: Any, lie: Lie) -> Any:
-        return _with_shards(group, self._all.target(lie), lie, self._processes.count)
-
-    def _narrowed(self, group: Any, lie: Lie) -> Any:
-        return _with_shards(group, self._own.target(lie), lie, -self._processes.count)
-
-
-def _with_shards(group: Any, target: Target, lie: Lie, times: int) -> Any:
-    """Return arrays of the same shards that are `times` as long, or for -n an nth."""
-
-    def one(array: Any) -> Any:
-        shape = list(array.shape)
-        if lie != SAME:
-            dim = lie if isinstance(lie, int) else 0
-            shape[dim] = shape[dim] * times if times > 0 else shape[dim] // -times
-        shards = [shard.data for shard in array.addressable_shards]
-        return jax.make_array_from_single_device_arrays(tuple(shape), target, shards)
-
-    return jtu.tree_map(one, group)
 
 
 def collectives(part: Any, axis: str) -> list[str]:
@@ -138,8 +49,7 @@ def together(task: Task) -> Task:
         JdagError: they do not do the same, or one has no rows.
     """
     processes = task.processes
-    assert processes is not None, task
-    if task.axis_name is None:
+    if processes is None or task.axis_name is None:
         return task
     counts = processes.agreed(terms_of(task), task.rows)
     if 0 in counts:
