@@ -85,9 +85,8 @@ def parallel_apply(
         home = target or _home(call.arrays, number)
         args.append(moved(call.arrays, [home] * len(call.arrays)))
         homes.append(home)
-    pairs = tuple(
-        [_pair_or_error(call, where) for call, where in zip(calls, args, strict=True)]
-    )
+    both = zip(calls, args, strict=True)
+    pairs: list[Any] = [_pair_or_error(call, arrays) for call, arrays in both]
     outputs = _applied(pairs, args)
     return [
         jtu.tree_unflatten(made.out_tree, moved(values, [home] * len(values)))
@@ -217,28 +216,15 @@ def _applied(pairs: Sequence[Any], args: Sequence[Sequence[Any]]) -> Any:
         both = zip(found, pairs, strict=True)
         return [ct for cts, made in both for ct in cts or [None] * sum(made.tracked)]
 
-    tracked = [is_tracked for made in pairs for is_tracked in made.tracked]
-    return differentiable(forward, vjp, tracked, [a for one in args for a in one])
+    flat = [array for one in args for array in one]
+    return differentiable(forward, vjp, tracked_of(flat), flat)
 
 
-class Failed:
-    """In the place of a pair: what came of tracing its function."""
-
-    def __init__(self, error: Exception, tracked: tuple[bool, ...]) -> None:
-        self.error = error
-        self.tracked = tracked
-
-    def forward(self, args: Sequence[Any]) -> Any:
-        """Raise what tracing has raised."""
-        raise self.error
-
-
-def _pair_or_error(call: Call, arrays: Sequence[Any]) -> Any:
-    tracked = tracked_of(arrays)
+def _pair_or_error(call: Call, arrays: Sequence[Any]) -> Pair | Exception:
     try:
-        return pair_of(call, tuple(map(aval_of, arrays)), tracked)
+        return pair_of(call, tuple(map(aval_of, arrays)), tracked_of(arrays))
     except Exception as error:  # A user's function may raise whatever it likes.
-        return Failed(error, tracked)
+        return error
 
 
 def pair_of(call: Call, avals: tuple[Aval, ...], tracked: tuple[bool, ...]) -> Pair:
@@ -297,8 +283,11 @@ def forward_all(
     """
 
     def run(number: int) -> Any:
-        with working(pairs[number], args[number]):
-            return pairs[number].forward(args[number])
+        made = pairs[number]
+        if isinstance(made, Exception):
+            raise made
+        with working(made, args[number]):
+            return made.forward(args[number])
 
     found = _all_ended(run, len(pairs))
     return [outputs for outputs, _ in found], [residuals for _, residuals in found]
@@ -350,7 +339,7 @@ def note_replica(error: Exception, number: int, count: int) -> None:
 
 def working(made: Any, arrays: Sequence[Any]) -> AbstractContextManager[Any]:
     """What runs unjitted makes its arrays where its arguments are."""
-    if isinstance(made, Failed) or not made.source.unjitted:
+    if not made.source.unjitted:
         return nullcontext()
     home = next(map(home_of, arrays), None)
     is_one = isinstance(home, jax.Device)

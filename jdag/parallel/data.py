@@ -21,7 +21,6 @@ from jdag.parallel.movement import whole
 from jdag.parallel.processes import summed
 from jdag.parallel.ready import WHAT, Options, places_of, plan_for
 from jdag.parallel.waiting import DEADLINE_S
-from jdag.parallel.wide import terms_of
 from jdag.wire.trees import HOLE
 
 HOW = ("pmap", "shard_map", "each")
@@ -133,13 +132,13 @@ def _outputs(task: Task, plan: Plan, arrays: list[Any], target: Target) -> Any:
     homes = list(map(home_of, arrays))
     shared = sum(task.tracked[: task.shared])
 
-    def tracked(values: Sequence[Any]) -> list[Any]:
-        return [one for one, is_one in zip(values, task.tracked, strict=True) if is_one]
-
     def forward(given: Sequence[Any]) -> tuple[Any, Any]:
         outputs, residuals = plan.forward(given, homes, target)
         # Where they live is not known inside of jax.checkpoint: they are asked later.
-        return outputs, (residuals, None if None not in homes else tracked(given))
+        return outputs, (
+            residuals,
+            None if None not in homes else task.of_tracked(given),
+        )
 
     def vjp(kept: Any, cotangents: Any) -> list[Any] | None:
         residuals, smooth = kept
@@ -149,8 +148,8 @@ def _outputs(task: Task, plan: Plan, arrays: list[Any], target: Target) -> Any:
         if found is None:
             return None
         if task.processes is not None and shared:
-            sums = summed(found[:shared], task.processes, terms_of(task))
+            sums = summed(found[:shared], task.processes, task.terms)
             found = [*sums, *found[shared:]]
-        return moved(found, tracked(homes)) if smooth is None else beside(found, smooth)
+        return beside(found, smooth) if smooth else moved(found, task.of_tracked(homes))
 
     return differentiable(forward, vjp, task.tracked, arrays)

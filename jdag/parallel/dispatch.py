@@ -26,7 +26,7 @@ from jdag.errors import JdagError
 from jdag.functions import name_of
 from jdag.parallel.apply import Call, forward_all, note_replica, pair_of, vjp_all
 from jdag.parallel.movement import added, check_joined, cut, joined
-from jdag.parallel.processes import Processes
+from jdag.parallel.processes import Processes, Terms
 
 
 class Task(NamedTuple):
@@ -34,8 +34,9 @@ class Task(NamedTuple):
 
     The arrays of parameters come first (`shared` of them), then those with rows, which
     lie along `dim`; `sizes` are the rows of each chunk. A function that reduces over
-    replicas has an `axis_name`. Over several `processes` all this is of this one, and
-    `everywhere` are the real rows of each replica of all.
+    replicas has an `axis_name`. Over several `processes` all this is of this one,
+    `terms` are what they have to have alike to do it together, and `everywhere` are the
+    real rows of each replica of all.
     """
 
     fn: Callable[..., Any]
@@ -49,6 +50,7 @@ class Task(NamedTuple):
     axis_name: str | None = None
     has_aux: bool = False
     processes: Processes | None = None
+    terms: Terms = ()
     everywhere: tuple[int, ...] = ()
 
     @property
@@ -60,6 +62,10 @@ class Task(NamedTuple):
     def rows(self) -> int:
         """How many rows there are."""
         return sum(self.sizes)
+
+    def of_tracked(self, values: Sequence[Any]) -> list[Any]:
+        """Return those of the values, one for each array, that are of tracked ones."""
+        return [one for one, is_one in zip(values, self.tracked, strict=True) if is_one]
 
     def chunk(self, rows: int) -> tuple[Aval, ...]:
         """The abstract values that a replica with so many rows is given."""
@@ -157,7 +163,7 @@ class Each:
         found = vjp_all(self._pairs, residuals, self._spread(cotangents))
         if found[0] is None:
             return None
-        wheres = [home for home, t in zip(homes, task.tracked, strict=True) if t]
+        wheres = task.of_tracked(homes)
         back = moved([ct for replica in found for ct in replica], wheres * len(found))
         parts = [back[place :: len(wheres)] for place in range(len(wheres))]
         first = sum(task.tracked[: task.shared])
@@ -180,7 +186,8 @@ class Each:
 
     def _spread(self, cotangents: Sequence[Any]) -> list[list[Any]]:
         """Return the cotangents of each replica's outputs, on its device."""
-        dim, count, flat = self._task.dim, self._count, []
+        dim, count = self._task.dim, self._count
+        flat: list[Any] = []
         for place, tracked in enumerate(self._pairs[0].out_tracked[: self._joined]):
             if not tracked:
                 continue

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -34,7 +34,7 @@ from jdag.parallel.devices import device_of, distinct
 from jdag.parallel.waiting import DEADLINE_S, Waiting
 
 AXIS = "processes"
-COMPANIES_MAX = 16
+PLATFORMS_MAX = 8
 
 # What a process is about to do: names and values, which all have to have alike.
 Terms = tuple[tuple[str, str], ...]
@@ -52,50 +52,23 @@ SUMMED = Primitive("jdag_summed")
 SUMMED.multiple_results = True
 
 
-class Processes:
+class Processes(NamedTuple):
     """The processes whose devices work together, as this one sees them.
 
-    `own` are the devices of this process, `devices` those of all, in the order of the
-    replicas; `places` has for each of all its process and its number there.
-
-    Args:
-        devices: of all processes.
-        what: the function that was given them, for errors.
-        deadline_s: how many seconds they wait for each other.
-
-    Raises:
-        JdagError: a process has none, or not as many as the others.
+    `devices` are those of all, in the order of the replicas, and `own` those of this
+    process; `what` they do is for errors; `deadline_s` is how long they wait for each
+    other.
     """
 
-    def __init__(
-        self, devices: tuple[jax.Device, ...], what: str, deadline_s: float
-    ) -> None:
-        self.devices = devices
-        self.what = what
-        self._deadline_s = deadline_s
-        counts = Counter([device.process_index for device in devices])
-        every = [counts[number] for number in range(jax.process_count())]
-        if every != [every[0]] * len(every):
-            has = ", ".join([f"process {p} has {n}" for p, n in enumerate(every)])
-            raise JdagError(
-                f"{what}: devices of several processes are as many of each, and here "
-                f"{has}: give it jax.devices(), or, for this process alone, "
-                "jax.local_devices()"
-            )
-        me = jax.process_index()
-        self.own = tuple([one for one in devices if one.process_index == me])
-        seen: Counter[int] = Counter()
-        places = []
-        for device in devices:
-            places.append((device.process_index, seen[device.process_index]))
-            seen[device.process_index] += 1
-        self.places = tuple(places)
-        self._meeting = _meeting(devices[0].platform)
+    devices: tuple[jax.Device, ...]
+    own: tuple[jax.Device, ...]
+    what: str
+    deadline_s: float
 
     @property
-    def count(self) -> int:
-        """How many processes there are."""
-        return jax.process_count()
+    def meeting(self) -> "Meeting":
+        """How they speak to each other."""
+        return _meeting(self.devices[0].platform)
 
     def agreed(self, terms: Terms, number: int = 0) -> tuple[int, ...]:
         """Return the number that each process gives, once all have the same terms.
@@ -106,31 +79,12 @@ class Processes:
             JdagError: their terms differ; names the first that does, and both values.
             WorkerLost: a process is gone, or has not come in time.
         """
-        terms = (*terms, ("deadline_s", f"{self._deadline_s:g}"))
-        what = f"{self.what} over {self.count} processes"
-        return self._meeting.agreed(what, terms, number, deadline_s=self._deadline_s)
-
-    def summed(self, arrays: Sequence[Any], terms: Terms) -> list[Any]:
-        """Return the sum of each array over all processes, where the array was.
-
-        It is one collective for all arrays of a dtype.
-
-        Raises:
-            JdagError: the processes do not add the same.
-            WorkerLost: a process is gone.
-        """
-        kinds = [str(aval_of(array).strong) for array in arrays]
-        self.agreed((*terms, ("step", "sum"), *numbered("gradient", kinds)))
-        homes = [home_of(array) for array in arrays]
-        here = jax.device_put(list(arrays), self._meeting.place)
-        found: list[Any] = jax.device_put(self._meeting.summed(here), homes)
-        return found
+        terms = (*terms, ("deadline_s", f"{self.deadline_s:g}"))
+        return self.meeting.agreed(self.what, terms, number, self.deadline_s)
 
 
 class Meeting:
     """One device of each process, the same whatever devices are given elsewhere.
-
-    `place` is that of this process.
 
     Args:
         platform: of the devices.
@@ -141,13 +95,12 @@ class Meeting:
         for device in jax.devices(platform):
             firsts.setdefault(device.process_index, device)
         devices = [firsts[number] for number in range(jax.process_count())]
-        self.place = devices[jax.process_index()]
-        self._count = len(devices)
-        self._sharding = NamedSharding(
-            Mesh(np.array(devices), (AXIS,)), PartitionSpec(AXIS)
-        )
-        self._gather = self._mapped(lambda a: jax.lax.all_gather(a[0], AXIS))
-        self._sum = self._mapped(_total)
+        mesh, spec = Mesh(np.array(devices), (AXIS,)), PartitionSpec(AXIS)
+        self._place = firsts[jax.process_index()]
+        self._sharding = NamedSharding(mesh, spec)
+        same: Any = {"in_specs": spec, "out_specs": PartitionSpec(), "check_vma": False}
+        self._gather = jax.jit(jax.shard_map(_gathered, mesh=mesh, **same))
+        self._sum = jax.jit(jax.shard_map(_total, mesh=mesh, **same))
         self._waiting = Waiting(platform)
         self._deadline_s = DEADLINE_S  # The last that was given.
         self._is_over = False
@@ -155,7 +108,7 @@ class Meeting:
         atexit.register(self._end)
 
     def agreed(
-        self, what: str, terms: Terms, number: int = 0, *, deadline_s: float
+        self, what: str, terms: Terms, number: int, deadline_s: float
     ) -> tuple[int, ...]:
         """See `Processes.agreed`; `what` is who asks."""
         self._deadline_s = deadline_s
@@ -166,27 +119,25 @@ class Meeting:
         return tuple(map(int, found[:, -1]))
 
     def summed(self, arrays: Sequence[Any]) -> list[Any]:
-        """Return the sums of arrays over all processes, at `place`."""
-        sums = self._sum([self._spread(array) for array in _parts(arrays)])
-        return [total.addressable_shards[0].data for total in sums]
+        """Return the sum of each array over all processes, where the array was.
 
-    def _mapped(self, fn: Any) -> Any:
-        """Return a program over all processes; its results are the same on each."""
-        mesh, spec = self._sharding.mesh, self._sharding.spec
-        out: Any = PartitionSpec()
-        return jax.jit(
-            jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=out, check_vma=False)
-        )
+        It is one collective for all arrays of a dtype.
+        """
+        here = jax.device_put(list(arrays), self._place)
+        sums = self._sum([self._spread(array) for array in _parts(here)])
+        found = [total.addressable_shards[0].data for total in sums]
+        back: list[Any] = jax.device_put(found, list(map(home_of, arrays)))
+        return back
 
     def _spread(self, array: Any) -> Any:
         """An array over all processes, of which this is the part of this one."""
-        shape = (self._count, *array.shape[1:])
+        shape = (jax.process_count(), *array.shape[1:])
         return jax.make_array_from_single_device_arrays(shape, self._sharding, [array])
 
     def _gathered(
         self, values: np.ndarray[Any, Any], what: str
     ) -> np.ndarray[Any, Any]:
-        here = jax.device_put(values[None], self.place)
+        here = jax.device_put(values[None], self._place)
         if isinstance(here, jax.core.Tracer):
             raise JdagError(INSIDE)
         if self._is_over:
@@ -197,8 +148,8 @@ class Meeting:
             found = self._waiting.met(enter, what, self._deadline_s)
         except (RuntimeError, ValueError) as error:  # What a collective may raise.
             raise WorkerLost(
-                f"one of the {self._count} processes that work together is gone: "
-                f"{error}"
+                f"one of the {jax.process_count()} processes that work together is "
+                f"gone: {error}"
             ) from error
         self._is_over = is_over
         return np.asarray(found)
@@ -237,15 +188,13 @@ class Meeting:
             with suppress(JdagError):
                 what = f"the end of the program of process {jax.process_index()}"
                 ended = tuple(ENDED.items())
-                self.agreed(what, ended, deadline_s=self._deadline_s)
+                self.agreed(what, ended, 0, self._deadline_s)
 
 
-_meeting = lru_cache(maxsize=COMPANIES_MAX)(Meeting)
+_meeting = lru_cache(maxsize=PLATFORMS_MAX)(Meeting)
 
 
-def processes_of(
-    devices: Any, what: str, deadline_s: float = DEADLINE_S
-) -> Processes | None:
+def processes_of(devices: Any, what: str, deadline_s: float) -> Processes | None:
     """Return the processes that these devices belong to; None: to this one alone.
 
     Args:
@@ -265,10 +214,18 @@ def processes_of(
         return None
     both = zip(devices, far, strict=True)
     found = [one if is_far else device_of(one, what) for one, is_far in both]
-    return _company(distinct(found, what), what, deadline_s)
-
-
-_company = lru_cache(maxsize=COMPANIES_MAX)(Processes)
+    counts = Counter([device.process_index for device in distinct(found, what)])
+    every = [counts[number] for number in range(jax.process_count())]
+    if every != [every[0]] * len(every):
+        has = ", ".join([f"process {p} has {n}" for p, n in enumerate(every)])
+        raise JdagError(
+            f"{what}: devices of several processes are as many of each, and here "
+            f"{has}: give it jax.devices(), or, for this process alone, "
+            "jax.local_devices()"
+        )
+    own = tuple([one for one in found if one.process_index == me])
+    what = f"{what} over {len(every)} processes"
+    return Processes(tuple(found), own, what, deadline_s)
 
 
 def summed(arrays: Sequence[Any], processes: Processes, terms: Terms) -> list[Any]:
@@ -303,6 +260,11 @@ def _difference(first: dict[str, str], other: dict[str, str]) -> tuple[str, str,
     raise AssertionError((first, other))
 
 
+def _gathered(part: Any) -> Any:
+    """Return what each process gives, in their order."""
+    return jax.lax.all_gather(part[0], AXIS)
+
+
 @jax.jit
 def _parts(arrays: Sequence[Any]) -> list[Any]:
     """Return arrays as the parts that this process has of arrays over all."""
@@ -325,7 +287,9 @@ def _total(arrays: Sequence[Any]) -> list[Any]:
 
 
 def _sum_now(*arrays: Any, processes: Processes, terms: Terms) -> list[Any]:
-    return processes.summed(arrays, terms)
+    kinds = [str(aval_of(array).strong) for array in arrays]
+    processes.agreed((*terms, ("step", "sum"), *numbered("gradient", kinds)))
+    return processes.meeting.summed(arrays)
 
 
 def _refuse_twice(*_: Any, **__: Any) -> Any:

@@ -31,7 +31,7 @@ from jdag.compute.moves import Target, cuttable, home_of, is_free, moved, outsid
 from jdag.compute.tracing import Function, Traced, as_it_is
 from jdag.errors import JdagError
 from jdag.parallel.dispatch import Task
-from jdag.parallel.movement import added_stacks, check_joined
+from jdag.parallel.movement import added, check_joined
 from jdag.parallel.processes import INSIDE, Processes, Terms, numbered
 from jdag.parallel.wide import collectives
 
@@ -46,10 +46,9 @@ class OneProgram:
 
     Args:
         task: what is done; its chunks have one size, or it has an axis name.
-        terms: what processes have to have alike to do it together.
     """
 
-    def __init__(self, task: Task, terms: Terms = ()) -> None:
+    def __init__(self, task: Task) -> None:
         self._task = task
         self._reals = task.everywhere or task.sizes
         self._size = max(self._reals)
@@ -61,23 +60,21 @@ class OneProgram:
         self._processes = task.processes if task.everywhere else None
         everywhere = self._processes.devices if self._processes else own
         self._all = Mesh(np.array(everywhere), (self._axis,))
-        self._terms = terms
         traced, replica = self._traced()
-        joined = self._joined(traced)
-        kinds = enumerate(traced.out_avals)
+        self._traced_by, self._outputs = traced, self._joined(traced)
         self._out_lies: list[Lie] = [
-            task.dim if place < joined and aval.shape else ONE_EACH
-            for place, aval in kinds
+            task.dim if place < self._outputs and aval.shape else ONE_EACH
+            for place, aval in enumerate(traced.out_avals)
         ]
-        rest = len(replica.jaxpr.outvars) - len(traced.out_avals)
-        lies: list[Lie] = [SAME] * task.shared
-        lies += [task.dim] * (len(task.avals) - task.shared)
-        self._traced_by, self._outputs, self._in_lies = traced, joined, lies
-        self._wheres = [self._target(lie) for lie in lies]
+        self._in_lies: list[Lie] = [SAME] * task.shared
+        self._in_lies += [task.dim] * (len(task.avals) - task.shared)
+        self._wheres = list(map(self._target, self._in_lies))
         # For a vjp they would have to be brought there once more.
         self._takes_free = self._processes is None and True not in task.tracked
+        rest = len(replica.jaxpr.outvars) - len(traced.out_avals)
         outs = [*self._out_lies, *[ONE_EACH] * rest]
-        self._forward = self._mapped("replica", jaxpr_as_fun(replica), lies, outs)
+        local = jaxpr_as_fun(replica)
+        self._forward = self._mapped("replica", local, self._in_lies, outs)
         if traced.backward is not None:
             self._backward = self._mapped("replica_vjp", *self._vjp_of(traced, rest))
 
@@ -116,10 +113,9 @@ class OneProgram:
             ]
         there = moved(given, list(map(self._target, lies)))
         found = self._backward(*residuals, *there)
-        wheres = [home for home, t in zip(homes, task.tracked, strict=True) if t]
-        back = moved(found, wheres)
+        back = moved(found, task.of_tracked(homes))
         first = sum(task.tracked[: task.shared])
-        return [*added_stacks(back[:first]), *map(self._cut_off, back[first:])]
+        return [*added(back[:first]), *map(self._cut_off, back[first:])]
 
     # ---- what each replica computes
 
@@ -240,13 +236,15 @@ class OneProgram:
         def run(*arrays: Any) -> list[Any]:
             if any([isinstance(one, jax.core.Tracer) for one in arrays]):
                 raise JdagError(INSIDE)
-            wide = self._with_shards(arrays, self._all, ins, processes.count)
+            wide = self._with_shards(arrays, self._all, ins, jax.process_count())
             if not found:
                 names = collectives(program.trace(*wide).jaxpr, self._axis)
                 said = ("step", step), *numbered("collective", names)
-                found.append((*self._terms, *said))
+                found.append((*self._task.terms, *said))
             processes.agreed(found[0])
-            return self._with_shards(program(*wide), self._own, outs, -processes.count)
+            return self._with_shards(
+                program(*wide), self._own, outs, -jax.process_count()
+            )
 
         return run
 

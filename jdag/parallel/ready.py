@@ -52,13 +52,16 @@ def plan_for(call: Call, x: Any, options: Options) -> tuple[Task, Plan]:
         Exception: what the function raised when it was traced.
     """
     function = key_of(call.fn), is_unjitted(call.fn), call.template.key
-    made = _made_for((*function, *_looks(call.arrays), *options, configuration()))
-    if not made:
-        made[None] = _task(call, x, options)
-    task = together(made[None])
-    if task.everywhere not in made:
-        made[task.everywhere] = _made_plan(task, options.how)
-    return task, made[task.everywhere]
+    key = (*function, *_looks(call.arrays), *options, configuration())
+    made = _made_for(key)
+    if "task" not in made:
+        made["task"] = _task(call, x, options)
+    task = together(made["task"])
+    if task.everywhere:
+        made = _made_for((*key, task.everywhere))
+    if "plan" not in made:
+        made["plan"] = _made_plan(task, options.how)
+    return task, made["plan"]
 
 
 def _looks(arrays: Sequence[Any]) -> tuple[Hashable, ...]:
@@ -69,11 +72,8 @@ def _looks(arrays: Sequence[Any]) -> tuple[Hashable, ...]:
 
 
 @lru_cache(maxsize=MADE_MAX)
-def _made_for(key: tuple[Hashable, ...]) -> dict[Any, Any]:
-    """The place, empty at first, of what is made once for this key.
-
-    That is a task, and its plan by the rows that replicas of all processes have.
-    """
+def _made_for(key: tuple[Hashable, ...]) -> dict[str, Any]:
+    """The place, empty at first, of what is made once for this key."""
     del key
     return {}
 
@@ -118,7 +118,7 @@ def _task(call: Call, x: Any, options: Options) -> Task:
             "count it from the start"
         )
     sizes = chunk_sizes(rows, len(options.devices))
-    return Task(
+    task = Task(
         call.fn,
         call.template,
         tuple(map(aval_of, arrays)),
@@ -131,13 +131,15 @@ def _task(call: Call, x: Any, options: Options) -> Task:
         options.has_aux,
         options.processes,
     )
+    together_with = options.processes
+    return task._replace(terms=terms_of(task, together_with)) if together_with else task
 
 
 def _made_plan(task: Task, how: str | None) -> Plan:
     if _is_each(task, how):  # Its pairs are counted where they are kept.
         return Each(task)
     CACHE.count(task.fn, key_of(task.fn))
-    return OneProgram(task, terms_of(task) if task.everywhere else ())
+    return OneProgram(task)
 
 
 def _is_each(task: Task, how: str | None) -> bool:

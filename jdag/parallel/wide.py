@@ -4,18 +4,15 @@ That is what they are about to do, the collectives in it, and how many rows each
 """
 
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import Any
 
-import jax
 import jax.tree_util as jtu
 
-from jdag.compute.avals import Aval
 from jdag.compute.configuration import configuration
 from jdag.compute.pytrees import Template
 from jdag.errors import JdagError
 from jdag.parallel.dispatch import Task
-from jdag.parallel.processes import Terms
+from jdag.parallel.processes import Processes, Terms
 from jdag.wire.trees import HOLE
 
 
@@ -29,9 +26,8 @@ def _collectives(part: Any, axis: str) -> Iterator[str]:
         over = [equation.params.get(name, ()) for name in ("axes", "axis_name")]
         names = [one if isinstance(one, tuple) else (one,) for one in over]
         given = ", ".join([atom.aval.str_short() for atom in equation.invars])
-        if given and any(
-            axis in some for some in names
-        ):  # To ask for an index is none.
+        # To ask for an index is none.
+        if given and any([axis in some for some in names]):
             yield f"{equation.primitive.name}({given})"
         for param in equation.params.values():
             parts = param if isinstance(param, tuple | list) else (param,)
@@ -51,53 +47,36 @@ def together(task: Task) -> Task:
     processes = task.processes
     if processes is None or task.axis_name is None:
         return task
-    counts = processes.agreed(terms_of(task), task.rows)
+    counts = processes.agreed(task.terms, task.rows)
     if 0 in counts:
         raise JdagError(
-            f"{processes.what} over {len(counts)} processes: process {counts.index(0)} "
-            "has no rows; with axis_name each process has one or more"
+            f"{processes.what}: process {counts.index(0)} has no rows; with axis_name "
+            "each process has one or more"
         )
     size = max([-(-count // len(processes.own)) for count in counts])
-    real = [min(size, max(0, counts[p] - n * size)) for p, n in processes.places]
-    both = zip(processes.places, real, strict=True)
-    own = tuple([count for (p, _), count in both if p == jax.process_index()])
+    left, real = list(counts), []
+    for device in processes.devices:
+        real.append(min(size, left[device.process_index]))
+        left[device.process_index] -= real[-1]
+    both = zip(processes.devices, real, strict=True)
+    own = tuple([rows for device, rows in both if device in processes.own])
     return task._replace(sizes=own, devices=processes.own, everywhere=tuple(real))
 
 
-def terms_of(task: Task) -> Terms:
+def terms_of(task: Task, processes: Processes) -> Terms:
     """Return what processes have to have alike to do a task together."""
-    return _terms(
-        task.name,
-        task.template,
-        tuple(zip(task.avals, task.tracked, strict=True)),
-        (task.shared, task.dim),
-        (("axis_name", task.axis_name), ("has_aux", task.has_aux)),
-        (task.processes, configuration()),
-    )
-
-
-@lru_cache(maxsize=256)
-def _terms(
-    name: str,
-    template: Template,
-    arrays: tuple[tuple[Aval, bool], ...],
-    lie: tuple[int, int],
-    options: tuple[tuple[str, Any], ...],
-    around: Any,
-) -> Terms:
-    found = [("fn", name)]
-    shared, dim = lie
+    found = [("fn", task.name)]
     # An array of rows is the last of a template with axis_name, and of no task.
-    named = zip(_paths(template), arrays, strict=False)
-    for place, (path, (aval, tracked)) in enumerate(named):
+    kinds = zip(_paths(task.template), task.avals, task.tracked, strict=False)
+    for place, (path, aval, tracked) in enumerate(kinds):
         sizes = list(map(str, aval.shape))
-        if place >= shared:
-            sizes[dim] = "rows"  # As many as each process has.
+        if place >= task.shared:
+            sizes[task.dim] = "rows"  # As many as each process has.
         kind = f"{aval.dtype}[{','.join(sizes)}]"
         found.append((path, f"{kind}, differentiated" if tracked else kind))
-    processes, settings = around
-    for key, value in (*options, *settings.settings):
-        found.append((key, repr(value)))
+    options = ("axis_name", task.axis_name), ("has_aux", task.has_aux)
+    found += [(key, repr(value)) for key, value in options]
+    found += [(key, repr(value)) for key, value in configuration().settings]
     return (*found, ("devices", ", ".join(map(str, processes.devices))))
 
 
