@@ -67,9 +67,8 @@ def data_parallel(  # noqa: PLR0913 - as PyTorch has it, and ours by keyword.
         has_aux: `fn` returns a pair; the second part comes from the first replica as it
             is, and nothing flows back to it. With `axis_name` what was reduced over all
             replicas, such as running statistics, is the same on each.
-        how: "pmap" or "shard_map" (JAX implements one by the other), one program over
-            all devices, for chunks of one size or with `axis_name`; "each", a call on
-            every device, else. None chooses.
+        how: "pmap" or "shard_map", both one program over all devices, for chunks of
+            one size or with `axis_name`; "each", a call a device, else. None chooses.
         deadline_s: how long several processes wait for each other; the same on all.
 
     Returns:
