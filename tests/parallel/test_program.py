@@ -132,8 +132,8 @@ def test_pmap_is_another_name_of_it():
     def spread(how: str, p: Any, x: Any) -> Any:
         return data_parallel(lambda p, x: jnp.sin(x @ p), p, x, names(3), how=how)
 
-    found = [valued(partial(spread, how), (0, 1), *args) for how in ("pmap", HOW)]
-    close(*found, 0)
+    one, other = [valued(partial(spread, h), (0, 1), *args) for h in ("pmap", HOW)]
+    close(one, other, 0)
 
 
 def test_rows_along_another_dim_are_not_taken_for_those_along_the_first():
