@@ -8,6 +8,7 @@ compiled call each (`jdag.compute.pairs`), and residuals stay on their devices.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
+from itertools import islice
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -84,10 +85,9 @@ def parallel_apply(
         home = target or _home(call.arrays, number)
         args.append(moved(call.arrays, [home] * len(call.arrays)))
         homes.append(home)
-    pairs = tuple(
-        [_pair_or_error(call, where) for call, where in zip(calls, args, strict=True)]
-    )
-    outputs = applied(pairs, args)
+    both = zip(calls, args, strict=True)
+    pairs: list[Any] = [_pair_or_error(call, arrays) for call, arrays in both]
+    outputs = _applied(pairs, args)
     return [
         jtu.tree_unflatten(made.out_tree, moved(values, [home] * len(values)))
         for made, values, home in zip(pairs, outputs, homes, strict=True)
@@ -204,24 +204,27 @@ def _devices(home: Any) -> set[jax.Device]:
     return {home} if isinstance(home, jax.Device) else home.device_set
 
 
-class Failed:
-    """In the place of a pair: what came of tracing its function."""
+def _applied(pairs: Sequence[Any], args: Sequence[Sequence[Any]]) -> Any:
+    """Return the outputs of each pair, flat; they can be differentiated."""
 
-    def __init__(self, error: Exception, tracked: tuple[bool, ...]) -> None:
-        self.error = error
-        self.tracked = tracked
+    def forward(arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        waiting = iter(arrays)
+        return forward_all(pairs, [list(islice(waiting, len(one))) for one in args])
 
-    def forward(self, args: Sequence[Any]) -> Any:
-        """Raise what tracing has raised."""
-        raise self.error
+    def vjp(residuals: Any, cotangents: Any) -> list[Any]:
+        found = vjp_all(pairs, residuals, cotangents)
+        both = zip(found, pairs, strict=True)
+        return [ct for cts, made in both for ct in cts or [None] * sum(made.tracked)]
+
+    flat = [array for one in args for array in one]
+    return differentiable(forward, vjp, tracked_of(flat), flat)
 
 
-def _pair_or_error(call: Call, arrays: Sequence[Any]) -> Any:
-    tracked = tracked_of(arrays)
+def _pair_or_error(call: Call, arrays: Sequence[Any]) -> Pair | Exception:
     try:
-        return pair_of(call, tuple(map(aval_of, arrays)), tracked)
+        return pair_of(call, tuple(map(aval_of, arrays)), tracked_of(arrays))
     except Exception as error:  # A user's function may raise whatever it likes.
-        return Failed(error, tracked)
+        return error
 
 
 def pair_of(call: Call, avals: tuple[Aval, ...], tracked: tuple[bool, ...]) -> Pair:
@@ -229,47 +232,45 @@ def pair_of(call: Call, avals: tuple[Aval, ...], tracked: tuple[bool, ...]) -> P
     return pair(call.fn, call.template, avals, tracked)
 
 
-def applied(pairs: tuple[Any, ...], args: Sequence[Sequence[Any]]) -> Any:
-    """Return the outputs of each pair, flat; they can be differentiated."""
-    if not any([True in made.tracked for made in pairs]):
-        return forward_all(pairs, args)[0]
-    smooth, rest = [], []
-    for made, values in zip(pairs, args, strict=True):
-        both = list(zip(values, made.tracked, strict=True))
-        smooth.append([value for value, is_tracked in both if is_tracked])
-        rest.append([value for value, is_tracked in both if not is_tracked])
-    return _differentiable(pairs, smooth, rest)
+def differentiable(
+    forward: Callable[[Sequence[Any]], tuple[Any, Any]],
+    vjp: Callable[[Any, Any], Any],
+    tracked: Sequence[bool],
+    arrays: Sequence[Any],
+) -> Any:
+    """Return the outputs of `forward`, whose gradients are those of `vjp`.
+
+    Args:
+        forward: takes the arrays, returns outputs and residuals.
+        vjp: takes residuals and cotangents of the outputs, returns a cotangent for each
+            tracked array, or None where all are zero.
+        tracked: for each array, whether it has a cotangent.
+        arrays: what `forward` is given.
+    """
+    if True not in tracked:
+        return forward(arrays)[0]
+    both = list(zip(arrays, tracked, strict=True))
+    smooth = [array for array, is_tracked in both if is_tracked]
+    rest = [array for array, is_tracked in both if not is_tracked]
+    return _differentiable((forward, vjp, tracked), smooth, rest)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _differentiable(pairs: Any, smooth: Any, rest: Any) -> Any:
-    return forward_all(pairs, _merged(pairs, smooth, rest))[0]
+def _differentiable(static: Any, smooth: Any, rest: Any) -> Any:
+    return _forward(static, smooth, rest)[0]
 
 
-def _forward(pairs: Any, smooth: Any, rest: Any) -> Any:
-    return forward_all(pairs, _merged(pairs, smooth, rest))
+def _forward(static: Any, smooth: Any, rest: Any) -> Any:
+    forward, _, tracked = static
+    found = (iter(rest), iter(smooth))
+    return forward([next(found[is_tracked]) for is_tracked in tracked])
 
 
-def _backward(pairs: Any, residuals: Any, cotangents: Any) -> Any:
-    return vjp_all(pairs, residuals, cotangents), None
+def _backward(static: Any, residuals: Any, cotangents: Any) -> Any:
+    return static[1](residuals, cotangents), None
 
 
 _differentiable.defvjp(_forward, _backward)
-
-
-def _merged(pairs: Sequence[Any], smooth: Any, rest: Any) -> list[list[Any]]:
-    return [
-        merged(made.tracked, *both)
-        for made, *both in zip(pairs, smooth, rest, strict=True)
-    ]
-
-
-def merged(
-    tracked: Sequence[bool], smooth: Sequence[Any], rest: Sequence[Any]
-) -> list[Any]:
-    """Return the tracked values and the others in one list again."""
-    found = (iter(rest), iter(smooth))
-    return [next(found[is_tracked]) for is_tracked in tracked]
 
 
 def forward_all(
@@ -282,8 +283,11 @@ def forward_all(
     """
 
     def run(number: int) -> Any:
-        with working(pairs[number], args[number]):
-            return pairs[number].forward(args[number])
+        made = pairs[number]
+        if isinstance(made, Exception):
+            raise made
+        with working(made, args[number]):
+            return made.forward(args[number])
 
     found = _all_ended(run, len(pairs))
     return [outputs for outputs, _ in found], [residuals for _, residuals in found]
@@ -323,14 +327,19 @@ def _all_ended(run: Callable[[int], Any], count: int) -> list[Any]:
         return found
     jax.block_until_ready(found)
     first = min(failed)
-    if count > 1:
-        failed[first].add_note(f"It was raised by replica {first} of 0 to {count - 1}.")
+    note_replica(failed[first], first, count)
     raise failed[first]
+
+
+def note_replica(error: Exception, number: int, count: int) -> None:
+    """Note with an error which replica raised it, where there are several."""
+    if count > 1:
+        error.add_note(f"It was raised by replica {number} of 0 to {count - 1}.")
 
 
 def working(made: Any, arrays: Sequence[Any]) -> AbstractContextManager[Any]:
     """What runs unjitted makes its arrays where its arguments are."""
-    if isinstance(made, Failed) or not made.source.unjitted:
+    if not made.source.unjitted:
         return nullcontext()
     home = next(map(home_of, arrays), None)
     is_one = isinstance(home, jax.Device)

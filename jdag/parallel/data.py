@@ -5,7 +5,6 @@ gathered; gradients of the replicas are added where the parameters live, in orde
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, SupportsIndex
 
 import jax
@@ -13,16 +12,15 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from jdag.compute.avals import aval_of
-from jdag.compute.moves import Target, beside, moved
+from jdag.compute.moves import Target, beside, home_of, moved
 from jdag.errors import JdagError, unusable
-from jdag.parallel.apply import call_of, merged
+from jdag.parallel.apply import call_of, differentiable
 from jdag.parallel.devices import Device
-from jdag.parallel.dispatch import Plan
+from jdag.parallel.dispatch import Plan, Task
 from jdag.parallel.movement import whole
-from jdag.parallel.processes import given_by_all
-from jdag.parallel.ready import WHAT, Options, Ready, places_of, plan_of, ready_for
+from jdag.parallel.processes import summed
+from jdag.parallel.ready import WHAT, Options, places_of, plan_for
 from jdag.parallel.waiting import DEADLINE_S
-from jdag.parallel.wide import terms_of, together
 from jdag.wire.trees import HOLE
 
 HOW = ("pmap", "shard_map", "each")
@@ -69,8 +67,8 @@ def data_parallel(  # noqa: PLR0913 - as PyTorch has it, and ours by keyword.
         has_aux: `fn` returns a pair; the second part comes from the first replica as it
             is, and nothing flows back to it. With `axis_name` what was reduced over all
             replicas, such as running statistics, is the same on each.
-        how: "pmap" or "shard_map", one program over all devices, for chunks of one size
-            or with `axis_name`; "each", a call on every device, else. None chooses.
+        how: "pmap" or "shard_map", both one program over all devices, for chunks of
+            one size or with `axis_name`; "each", a call a device, else. None chooses.
         deadline_s: how long several processes wait for each other; the same on all.
 
     Returns:
@@ -94,8 +92,8 @@ def data_parallel(  # noqa: PLR0913 - as PyTorch has it, and ours by keyword.
     call = call_of(fn, (params, x, *rows), WHAT)
     which = whole(dim, WHAT)
     options = Options(which, chosen, axis_name, has_aux, how, processes)
-    ready = ready_for(call, x, options)
-    outputs = _outputs(ready, call.arrays, target, how)
+    task, plan = plan_for(call, x, options)
+    outputs = _outputs(task, plan, call.arrays, target)
     return (outputs[0], jax.lax.stop_gradient(outputs[1])) if has_aux else outputs
 
 
@@ -129,55 +127,28 @@ def row_mean(x: Any, rows: Any, axis_name: str) -> Any:
     return (total / count.astype(wide)).astype(x.dtype)
 
 
-def _outputs(ready: Ready, arrays: list[Any], target: Target, how: str | None) -> Any:
-    task, plan, homes = ready.task, ready.plan, ready.homes
-    tracked = task.tracked
-    if plan is None:
-        processes = task.processes
-        assert processes is not None, task
-        task = together(task)
-        mine = given_by_all(arrays[: task.shared], processes, terms_of(task))
-        arrays = [*mine, *arrays[task.shared :]]
-        plan = plan_of(task, how)
-    if True not in tracked:
-        return plan.forward(arrays, homes, target)[0]
-    both = list(zip(arrays, tracked, strict=True))
-    return _applied(
-        (plan, tracked, homes, target),
-        [array for array, is_tracked in both if is_tracked],
-        [array for array, is_tracked in both if not is_tracked],
-    )
+def _outputs(task: Task, plan: Plan, arrays: list[Any], target: Target) -> Any:
+    homes = list(map(home_of, arrays))
+    shared = sum(task.tracked[: task.shared])
 
+    def forward(given: Sequence[Any]) -> tuple[Any, Any]:
+        outputs, residuals = plan.forward(given, homes, target)
+        # Where they live is not known inside of jax.checkpoint: they are asked later.
+        return outputs, (
+            residuals,
+            None if None not in homes else task.of_tracked(given),
+        )
 
-# A call: its plan, what is tracked, where the arrays live, and where outputs go.
-_Static = tuple[Plan, tuple[bool, ...], tuple[Target, ...], Target]
+    def vjp(kept: Any, cotangents: Any) -> list[Any] | None:
+        residuals, smooth = kept
+        # Of an array over several devices it comes to one of them, and is spread again.
+        single = [home if isinstance(home, jax.Device) else target for home in homes]
+        found = plan.vjp(residuals, jtu.tree_leaves(cotangents), single)
+        if found is None:
+            return None
+        if task.processes is not None and shared:
+            sums = summed(found[:shared], task.processes, task.terms)
+            found = [*sums, *found[shared:]]
+        return beside(found, smooth) if smooth else moved(found, task.of_tracked(homes))
 
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _applied(static: _Static, smooth: Any, rest: Any) -> Any:
-    return _forward(static, smooth, rest)[0]
-
-
-def _forward(static: _Static, smooth: Any, rest: Any) -> Any:
-    plan, tracked, homes, target = static
-    arrays = merged(tracked, smooth, rest)
-    outputs, residuals = plan.forward(arrays, homes, target)
-    # Where they live is not known inside of jax.checkpoint: they are asked later.
-    return outputs, (residuals, None if None not in homes else smooth)
-
-
-def _backward(static: _Static, kept: Any, cotangents: Any) -> Any:
-    plan, tracked, homes, target = static
-    residuals, smooth = kept
-    # Of an array over several devices it comes to one of them all, and is spread again.
-    single = [home if isinstance(home, jax.Device) else target for home in homes]
-    found = plan.vjp(residuals, jtu.tree_leaves(cotangents), single)
-    if found is None:
-        return None, None
-    wheres = [
-        home for home, is_tracked in zip(homes, tracked, strict=True) if is_tracked
-    ]
-    return moved(found, wheres) if smooth is None else beside(found, smooth), None
-
-
-_applied.defvjp(_forward, _backward)
+    return differentiable(forward, vjp, task.tracked, arrays)

@@ -1,4 +1,4 @@
-"""How replicas run: one alone, one call a device, or one program over all devices.
+"""How replicas run: one call a device, or one program over all devices.
 
 A plan is made once for a function, its abstract values and devices, and kept. It takes
 the arrays of a call as they came, and carries cotangents back to where these live:
@@ -6,10 +6,9 @@ the arrays of a call as they came, and carries cotangents back to where these li
     forward(arrays, homes, target)       -> (outputs on the target, residuals)
     vjp(residuals, cotangents, homes)    -> a cotangent for each tracked array
 
-`Alone` is for one replica, whose call is plain JAX's but for where its arrays are.
 `Each` calls a compiled pair on every device, whatever the chunks. `OneProgram` is a
-forward and a vjp over all devices, by `jax.pmap` or by `jax.shard_map`; chunks have one
-size then, and where rows do not suffice the last row stands in for those that lack.
+forward and a vjp over all devices, by `jax.shard_map`; chunks have one size then, and
+where rows do not suffice the last row stands in for those that lack.
 Residuals stay on the devices. Gradients of the replicas come to where the parameters
 live, and are added there in the order of the replicas.
 """
@@ -25,9 +24,9 @@ from jdag.compute.moves import Target, cuttable, home_of, moved
 from jdag.compute.pytrees import Template
 from jdag.errors import JdagError
 from jdag.functions import name_of
-from jdag.parallel.apply import Call, forward_all, pair_of, vjp_all, working
+from jdag.parallel.apply import Call, forward_all, note_replica, pair_of, vjp_all
 from jdag.parallel.movement import added, check_joined, cut, joined
-from jdag.parallel.processes import Processes
+from jdag.parallel.processes import Processes, Terms
 
 
 class Task(NamedTuple):
@@ -35,8 +34,9 @@ class Task(NamedTuple):
 
     The arrays of parameters come first (`shared` of them), then those with rows, which
     lie along `dim`; `sizes` are the rows of each chunk. A function that reduces over
-    replicas has an `axis_name`. Over several `processes` all this is of this one, and
-    `everywhere` are the real rows of each replica of all.
+    replicas has an `axis_name`. Over several `processes` all this is of this one,
+    `terms` are what they have to have alike to do it together, and `everywhere` are the
+    real rows of each replica of all.
     """
 
     fn: Callable[..., Any]
@@ -50,6 +50,7 @@ class Task(NamedTuple):
     axis_name: str | None = None
     has_aux: bool = False
     processes: Processes | None = None
+    terms: Terms = ()
     everywhere: tuple[int, ...] = ()
 
     @property
@@ -61,6 +62,10 @@ class Task(NamedTuple):
     def rows(self) -> int:
         """How many rows there are."""
         return sum(self.sizes)
+
+    def of_tracked(self, values: Sequence[Any]) -> list[Any]:
+        """Return those of the values, one for each array, that are of tracked ones."""
+        return [one for one, is_one in zip(values, self.tracked, strict=True) if is_one]
 
     def chunk(self, rows: int) -> tuple[Aval, ...]:
         """The abstract values that a replica with so many rows is given."""
@@ -108,76 +113,19 @@ class Plan(Protocol):
         """Return a cotangent for each tracked array, where it lives; None: all zero."""
 
 
-# ------------------------------------------------------------------------- one replica
-
-
-class Alone:
-    """One replica: a compiled call, with all rows."""
-
-    def __init__(self, task: Task) -> None:
-        self._task = task
-        self._pair = pair_of(Call(task.fn, task.template, []), task.avals, task.tracked)
-        (device,) = task.devices
-        self._wheres = (device,) * len(task.avals)
-        joined = task.outputs_of(self._pair.out_tree).num_leaves
-        out_avals = self._pair.out_avals[:joined]
-        for place, aval in enumerate(out_avals):
-            check_joined((aval,), task.dim, f"output {place} of {task.name}")
-        self._scalars = [n for n, aval in enumerate(out_avals) if not aval.shape]
-        tracked = [n for n, is_one in enumerate(self._pair.out_tracked) if is_one]
-        self._places = [n if n < joined else None for n in tracked]
-
-    def forward(
-        self, arrays: Sequence[Any], homes: Sequence[Target], target: Target
-    ) -> tuple[Any, Any]:
-        """See `Plan`."""
-        args = moved(arrays, self._wheres, homes)
-        with working(self._pair, args):
-            outputs, residuals = self._pair.forward(args)
-        leaves = moved(outputs, (target,) * len(outputs))
-        for place in self._scalars:
-            leaves[place] = joined((leaves[place],), self._task.dim)
-        return jtu.tree_unflatten(self._pair.out_tree, leaves), residuals
-
-    def vjp(
-        self, residuals: Any, cotangents: Sequence[Any], homes: Sequence[Target]
-    ) -> list[Any] | None:
-        """See `Plan`."""
-        if residuals is None:
-            return None
-        given = [None if n is None else cotangents[n] for n in self._places]
-        for number, place in enumerate(self._places):
-            if place in self._scalars:
-                (given[number],) = _unstacked(given[number])
-        sums = [() if ct is None else (ct,) for ct in self._there(given)]
-        with working(self._pair, residuals.keeps):
-            found = self._pair.vjp(residuals, sums)
-        both = zip(homes, self._task.tracked, strict=True)
-        return moved(found, [home for home, is_tracked in both if is_tracked])
-
-    def _there(self, cotangents: Sequence[Any]) -> list[Any]:
-        """Bring the cotangents that there are to the device."""
-        given = [ct for ct in cotangents if ct is not None]
-        there = iter(moved(given, self._task.devices * len(given)))
-        return [None if ct is None else next(there) for ct in cotangents]
-
-
-# ------------------------------------------------------------------- one call a device
-
-
 class Each:
-    """One compiled call a device, of several; chunks may have different sizes."""
+    """One compiled call a device; chunks may have different sizes."""
 
     def __init__(self, task: Task) -> None:
         call = Call(task.fn, task.template, [])
         self._task = task
+        self._count = len(task.sizes)
         pairs = []
         for number, size in enumerate(task.sizes):
             try:
                 pairs.append(pair_of(call, task.chunk(size), task.tracked))
             except Exception as error:  # Of the user's function: whatever it likes.
-                last = len(task.sizes) - 1
-                error.add_note(f"It was raised by replica {number} of 0 to {last}.")
+                note_replica(error, number, self._count)
                 raise
         self._pairs = tuple(pairs)
         self._wheres = [device for device in task.devices for _ in task.avals]
@@ -199,7 +147,13 @@ class Each:
     ) -> tuple[Any, Any]:
         """See `Plan`."""
         outputs, residuals = forward_all(self._pairs, self._cut(arrays, homes))
-        return self._gathered(outputs, target), residuals
+        size, rows = self._joined, self._joined * self._count
+        flat = [value for replica in outputs for value in replica[:size]]
+        flat += outputs[0][size:]
+        leaves = moved(flat, [target] * len(flat))
+        parts = [leaves[place:rows:size] for place in range(size)]
+        leaves[:rows] = [joined(part, self._task.dim) for part in parts]
+        return jtu.tree_unflatten(self._pairs[0].out_tree, leaves), residuals
 
     def vjp(
         self, residuals: Any, cotangents: Sequence[Any], homes: Sequence[Target]
@@ -209,17 +163,17 @@ class Each:
         found = vjp_all(self._pairs, residuals, self._spread(cotangents))
         if found[0] is None:
             return None
-        places = [place for place, tracked in enumerate(task.tracked) if tracked]
-        wheres = [homes[place] for place in places] * len(found)
-        back = moved([ct for replica in found for ct in replica], wheres)
-        parts = [back[n :: len(places)] for n in range(len(places))]
+        wheres = task.of_tracked(homes)
+        back = moved([ct for replica in found for ct in replica], wheres * len(found))
+        parts = [back[place :: len(wheres)] for place in range(len(wheres))]
         first = sum(task.tracked[: task.shared])
-        sums = added(parts[:first])
-        return [*sums, *[joined(part, task.dim) for part in parts[first:]]]
+        return [*added(parts[:first]), *[joined(p, task.dim) for p in parts[first:]]]
 
     def _cut(self, arrays: Sequence[Any], homes: Sequence[Target]) -> list[list[Any]]:
         """Return what each replica is given, on its device."""
         task, size = self._task, len(arrays)
+        if self._count == 1:
+            return [moved(arrays, self._wheres, homes)]
         shared, froms = list(arrays[: task.shared]), list(homes[: task.shared])
         whole = cuttable(arrays[task.shared :], homes[task.shared :])
         pieces = [cut(array, task.sizes, task.dim) for array in whole]
@@ -230,35 +184,26 @@ class Each:
         there = moved(flat, self._wheres, sources)
         return [there[n : n + size] for n in range(0, len(there), size)]
 
-    def _gathered(self, outputs: Sequence[Sequence[Any]], target: Target) -> Any:
-        count, size = len(outputs), self._joined
-        flat = [value for replica in outputs for value in replica[:size]]
-        flat += outputs[0][size:]
-        leaves = moved(flat, [target] * len(flat))
-        parts = [leaves[n : count * size : size] for n in range(size)]
-        leaves[: count * size] = [joined(part, self._task.dim) for part in parts]
-        return jtu.tree_unflatten(self._pairs[0].out_tree, leaves)
-
     def _spread(self, cotangents: Sequence[Any]) -> list[list[Any]]:
-        """The cotangents of each replica's outputs, on its device."""
-        count = len(self._pairs)
-        spread: list[list[Any]]  # Aux may be of other structures.
-        spread = [[None] * len(made.out_tracked) for made in self._pairs]
-        moving, places = [], []
-        for place, tracked in enumerate(self._pairs[0].out_tracked):
-            if not tracked or place >= self._joined:
+        """Return the cotangents of each replica's outputs, on its device."""
+        dim, count = self._task.dim, self._count
+        flat: list[Any] = []
+        for place, tracked in enumerate(self._pairs[0].out_tracked[: self._joined]):
+            if not tracked:
                 continue
             shapes = [made.out_avals[place].shape for made in self._pairs]
-            if not shapes[0]:
-                pieces = _unstacked(cotangents[place])
+            if shapes[0]:
+                sizes = tuple([shape[dim] for shape in shapes])
+                flat += cut(cotangents[place], sizes, dim)
             else:
-                sizes = tuple([shape[self._task.dim] for shape in shapes])
-                pieces = cut(cotangents[place], sizes, self._task.dim)
-            moving.extend(pieces)
-            places.extend([(number, place) for number in range(count)])
-        wheres = [self._task.devices[number] for number, _ in places]
-        for (number, place), value in zip(places, moved(moving, wheres), strict=True):
-            spread[number][place] = value
+                flat += _unstacked(cotangents[place])
+        there = moved(flat, self._task.devices * (len(flat) // count))
+        spread = []
+        for number, made in enumerate(self._pairs):
+            own = iter(there[number::count])
+            given = [next(own) if t else None for t in made.out_tracked[: self._joined]]
+            aux = len(made.out_tracked) - self._joined  # Of other structures, maybe.
+            spread.append([*given, *[None] * aux])
         return spread
 
 

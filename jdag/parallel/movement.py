@@ -5,7 +5,7 @@ cotangents of the copies have come to where the original lives, and are added th
 the order of the copies, all leaves in one call.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial, reduce
 from operator import add, index
 from typing import Any, SupportsIndex
@@ -319,26 +319,22 @@ def copies(arrays: Sequence[Any], count: int) -> list[Any]:
     return list(COPIES.bind(*arrays, count=count))
 
 
-def added(sums: Sequence[Sequence[Any]]) -> list[Any]:
+def added(sums: Sequence[Any]) -> list[Any]:
     """Return the sum of each list of addends, from left to right.
 
-    The addends of one sum are on one device; all sums there are one call.
+    All sums on one device are one call.
+
+    Args:
+        sums: for each a list of arrays on one device, or an array with the addends
+            along its first dimension.
     """
-    return _by_home(_added, [tuple(addends) for addends in sums])
-
-
-def added_stacks(stacks: Sequence[Any]) -> list[Any]:
-    """Return the sum of what lies along the first dimension of each array, in order."""
-    return _by_home(_added_stacks, stacks)
-
-
-def _by_home(fn: Callable[[Any], Any], values: Sequence[Any]) -> list[Any]:
-    """Return what a function of several values gives, called once a device."""
-    homes = [home_of(jtu.tree_leaves(value)[0]) for value in values]
-    found: list[Any] = [None] * len(values)
+    if all([len(addends) == 1 for addends in sums]):
+        return [addends[0] for addends in sums]
+    homes = [home_of(jtu.tree_leaves(addends)[0]) for addends in sums]
+    found: list[Any] = [None] * len(sums)
     for home in dict.fromkeys(homes):
         places = [place for place, other in enumerate(homes) if other == home]
-        results = fn([values[place] for place in places])
+        results = _added([sums[place] for place in places])
         for place, result in zip(places, results, strict=True):
             found[place] = result
     return found
@@ -346,12 +342,7 @@ def _by_home(fn: Callable[[Any], Any], values: Sequence[Any]) -> list[Any]:
 
 @jax.jit
 def _added(sums: Any) -> Any:
-    return [reduce(add, addends) for addends in sums]
-
-
-@jax.jit
-def _added_stacks(stacks: Any) -> Any:
-    return [reduce(add, [*stack]) for stack in stacks]
+    return [reduce(add, [*addends]) for addends in sums]
 
 
 def cut(array: Any, sizes: tuple[int, ...], dim: int) -> Sequence[Any]:

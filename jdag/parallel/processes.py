@@ -7,36 +7,34 @@ are about to do, as a hash, and a number. Where the hashes differ they exchange 
 they stand for, and all raise the same error. Who does not come to that is named
 (`jdag.parallel.waiting`).
 
-Parameters that are equal on all processes are shared by a primitive that does nothing.
-Its transpose adds the cotangents of all processes, one collective for all leaves.
+Gradients of parameters, which are equal on all processes, are added by a primitive: a
+sum is linear, so that it can be differentiated forwards.
 """
 
 import atexit
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
-from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
+from jax.flatten_util import ravel_pytree
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdag.compute.avals import aval_of
 from jdag.compute.moves import home_of
 from jdag.errors import JdagError, WorkerLost
-from jdag.parallel.apply import tracked_of
 from jdag.parallel.devices import device_of, distinct
 from jdag.parallel.waiting import DEADLINE_S, Waiting
 
 AXIS = "processes"
-COMPANIES_MAX = 16
+PLATFORMS_MAX = 8
 
 # What a process is about to do: names and values, which all have to have alike.
 Terms = tuple[tuple[str, str], ...]
@@ -50,56 +48,27 @@ INSIDE = (
 # The terms of a process that does nothing more.
 ENDED = {"fn": "none: its program has ended"}
 
-SHARED = Primitive("jdag_shared")
-SHARED.multiple_results = True
 SUMMED = Primitive("jdag_summed")
 SUMMED.multiple_results = True
 
 
-class Processes:
+class Processes(NamedTuple):
     """The processes whose devices work together, as this one sees them.
 
-    `own` are the devices of this process, `devices` those of all, in the order of the
-    replicas; `places` has for each of all its process and its number there.
-
-    Args:
-        devices: of all processes.
-        what: the function that was given them, for errors.
-        deadline_s: how many seconds they wait for each other.
-
-    Raises:
-        JdagError: a process has none, or not as many as the others.
+    `devices` are those of all, in the order of the replicas, and `own` those of this
+    process; `what` they do is for errors; `deadline_s` is how long they wait for each
+    other.
     """
 
-    def __init__(
-        self, devices: tuple[jax.Device, ...], what: str, deadline_s: float
-    ) -> None:
-        self.devices = devices
-        self.what = what
-        self._deadline_s = deadline_s
-        counts = Counter([device.process_index for device in devices])
-        every = [counts[number] for number in range(jax.process_count())]
-        if every != [every[0]] * len(every):
-            has = ", ".join([f"process {p} has {n}" for p, n in enumerate(every)])
-            raise JdagError(
-                f"{what}: devices of several processes are as many of each, and here "
-                f"{has}: give it jax.devices(), or, for this process alone, "
-                "jax.local_devices()"
-            )
-        me = jax.process_index()
-        self.own = tuple([one for one in devices if one.process_index == me])
-        seen: Counter[int] = Counter()
-        places = []
-        for device in devices:
-            places.append((device.process_index, seen[device.process_index]))
-            seen[device.process_index] += 1
-        self.places = tuple(places)
-        self._meeting = _meeting(devices[0].platform)
+    devices: tuple[jax.Device, ...]
+    own: tuple[jax.Device, ...]
+    what: str
+    deadline_s: float
 
     @property
-    def count(self) -> int:
-        """How many processes there are."""
-        return jax.process_count()
+    def meeting(self) -> "Meeting":
+        """How they speak to each other."""
+        return _meeting(self.devices[0].platform)
 
     def agreed(self, terms: Terms, number: int = 0) -> tuple[int, ...]:
         """Return the number that each process gives, once all have the same terms.
@@ -110,33 +79,12 @@ class Processes:
             JdagError: their terms differ; names the first that does, and both values.
             WorkerLost: a process is gone, or has not come in time.
         """
-        terms = (*terms, ("deadline_s", f"{self._deadline_s:g}"))
-        what = f"{self.what} over {self.count} processes"
-        return self._meeting.agreed(what, terms, number, deadline_s=self._deadline_s)
-
-    def summed(self, arrays: Sequence[Any], terms: Terms) -> list[Any]:
-        """Return the sum of each array over all processes, where the array was.
-
-        It is one collective for all arrays of a dtype.
-
-        Raises:
-            JdagError: the processes do not add the same.
-            WorkerLost: a process is gone.
-        """
-        kinds = [str(aval_of(array).strong) for array in arrays]
-        self.agreed((*terms, ("step", "sum"), *numbered("gradient", kinds)))
-        homes = [home_of(array) for array in arrays]
-        flats = _flat(jax.device_put(list(arrays), self._meeting.place))
-        shapes = tuple([(array.shape, array.dtype) for array in arrays])
-        parts = _unflattened(self._meeting.summed(flats), shapes)
-        found: list[Any] = jax.device_put(parts, homes)
-        return found
+        terms = (*terms, ("deadline_s", f"{self.deadline_s:g}"))
+        return self.meeting.agreed(self.what, terms, number, self.deadline_s)
 
 
 class Meeting:
     """One device of each process, the same whatever devices are given elsewhere.
-
-    `place` is that of this process.
 
     Args:
         platform: of the devices.
@@ -147,13 +95,12 @@ class Meeting:
         for device in jax.devices(platform):
             firsts.setdefault(device.process_index, device)
         devices = [firsts[number] for number in range(jax.process_count())]
-        self.place = devices[jax.process_index()]
-        self._count = len(devices)
-        self._sharding = NamedSharding(
-            Mesh(np.array(devices), (AXIS,)), PartitionSpec(AXIS)
-        )
-        self._gather = self._mapped(lambda a: jax.lax.all_gather(a[0], AXIS)[None])
-        self._sum = self._mapped(lambda arrays: jax.lax.psum(arrays, AXIS))
+        mesh, spec = Mesh(np.array(devices), (AXIS,)), PartitionSpec(AXIS)
+        self._place = firsts[jax.process_index()]
+        self._sharding = NamedSharding(mesh, spec)
+        same: Any = {"in_specs": spec, "out_specs": PartitionSpec(), "check_vma": False}
+        self._gather = jax.jit(jax.shard_map(_gathered, mesh=mesh, **same))
+        self._sum = jax.jit(jax.shard_map(_total, mesh=mesh, **same))
         self._waiting = Waiting(platform)
         self._deadline_s = DEADLINE_S  # The last that was given.
         self._is_over = False
@@ -161,7 +108,7 @@ class Meeting:
         atexit.register(self._end)
 
     def agreed(
-        self, what: str, terms: Terms, number: int = 0, *, deadline_s: float
+        self, what: str, terms: Terms, number: int, deadline_s: float
     ) -> tuple[int, ...]:
         """See `Processes.agreed`; `what` is who asks."""
         self._deadline_s = deadline_s
@@ -172,25 +119,25 @@ class Meeting:
         return tuple(map(int, found[:, -1]))
 
     def summed(self, arrays: Sequence[Any]) -> list[Any]:
-        """Return the sums of arrays (1, ...) over all processes, at `place`."""
-        sums = self._sum([self._spread(array) for array in arrays])
-        return [total.addressable_shards[0].data for total in sums]
+        """Return the sum of each array over all processes, where the array was.
 
-    def _mapped(self, fn: Any) -> Any:
-        mesh, spec = self._sharding.mesh, self._sharding.spec
-        return jax.jit(
-            jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-        )
+        It is one collective for all arrays of a dtype.
+        """
+        here = jax.device_put(list(arrays), self._place)
+        sums = self._sum([self._spread(array) for array in _parts(here)])
+        found = [total.addressable_shards[0].data for total in sums]
+        back: list[Any] = jax.device_put(found, list(map(home_of, arrays)))
+        return back
 
     def _spread(self, array: Any) -> Any:
         """An array over all processes, of which this is the part of this one."""
-        shape = (self._count, *array.shape[1:])
+        shape = (jax.process_count(), *array.shape[1:])
         return jax.make_array_from_single_device_arrays(shape, self._sharding, [array])
 
     def _gathered(
         self, values: np.ndarray[Any, Any], what: str
     ) -> np.ndarray[Any, Any]:
-        here = jax.device_put(values[None], self.place)
+        here = jax.device_put(values[None], self._place)
         if isinstance(here, jax.core.Tracer):
             raise JdagError(INSIDE)
         if self._is_over:
@@ -201,15 +148,15 @@ class Meeting:
             found = self._waiting.met(enter, what, self._deadline_s)
         except (RuntimeError, ValueError) as error:  # What a collective may raise.
             raise WorkerLost(
-                f"one of the {self._count} processes that work together is gone: "
-                f"{error}"
+                f"one of the {jax.process_count()} processes that work together is "
+                f"gone: {error}"
             ) from error
         self._is_over = is_over
         return np.asarray(found)
 
     def _entered(self, mine: Any) -> np.ndarray[Any, Any]:
         found = self._gather(mine)
-        return np.asarray(found.addressable_shards[0].data)[0]
+        return np.asarray(found.addressable_shards[0].data)
 
     def _refuse(self, what: str, terms: Terms) -> None:
         """Say where the terms of a process differ from those of the first."""
@@ -241,15 +188,13 @@ class Meeting:
             with suppress(JdagError):
                 what = f"the end of the program of process {jax.process_index()}"
                 ended = tuple(ENDED.items())
-                self.agreed(what, ended, deadline_s=self._deadline_s)
+                self.agreed(what, ended, 0, self._deadline_s)
 
 
-_meeting = lru_cache(maxsize=COMPANIES_MAX)(Meeting)
+_meeting = lru_cache(maxsize=PLATFORMS_MAX)(Meeting)
 
 
-def processes_of(
-    devices: Any, what: str, deadline_s: float = DEADLINE_S
-) -> Processes | None:
+def processes_of(devices: Any, what: str, deadline_s: float) -> Processes | None:
     """Return the processes that these devices belong to; None: to this one alone.
 
     Args:
@@ -269,29 +214,29 @@ def processes_of(
         return None
     both = zip(devices, far, strict=True)
     found = [one if is_far else device_of(one, what) for one, is_far in both]
-    return _company(distinct(found, what), what, deadline_s)
+    counts = Counter([device.process_index for device in distinct(found, what)])
+    every = [counts[number] for number in range(jax.process_count())]
+    if every != [every[0]] * len(every):
+        has = ", ".join([f"process {p} has {n}" for p, n in enumerate(every)])
+        raise JdagError(
+            f"{what}: devices of several processes are as many of each, and here "
+            f"{has}: give it jax.devices(), or, for this process alone, "
+            "jax.local_devices()"
+        )
+    own = tuple([one for one in found if one.process_index == me])
+    what = f"{what} over {len(every)} processes"
+    return Processes(tuple(found), own, what, deadline_s)
 
 
-_company = lru_cache(maxsize=COMPANIES_MAX)(Processes)
-
-
-def given_by_all(
-    arrays: Sequence[Any], processes: Processes, terms: Terms
-) -> list[Any]:
-    """Return the arrays as they are; what flows back is added over all processes.
+def summed(arrays: Sequence[Any], processes: Processes, terms: Terms) -> list[Any]:
+    """Return the sum of each array over all processes, where the array was.
 
     Args:
-        arrays: equal on all processes.
+        arrays: gradients, alike on all processes.
         processes: those.
         terms: what they belong to, for errors.
     """
-    found = list(arrays)
-    places = [place for place, tracked in enumerate(tracked_of(arrays)) if tracked]
-    if places:
-        given = [found[place] for place in places]
-        passed = SHARED.bind(*given, processes=processes, terms=terms)
-        for place, array in zip(places, passed, strict=True):
-            found[place] = array
+    found: list[Any] = SUMMED.bind(*arrays, processes=processes, terms=terms)
     return found
 
 
@@ -315,47 +260,36 @@ def _difference(first: dict[str, str], other: dict[str, str]) -> tuple[str, str,
     raise AssertionError((first, other))
 
 
-# ------------------------------------------------------- leaves as one array of a dtype
-
-
-def _kinds(dtypes: Sequence[Hashable]) -> list[list[int]]:
-    """Return the places of equal dtypes, dtype by dtype."""
-    found: dict[Hashable, list[int]] = {}
-    for place, dtype in enumerate(dtypes):
-        found.setdefault(dtype, []).append(place)
-    return list(found.values())
+def _gathered(part: Any) -> Any:
+    """Return what each process gives, in their order."""
+    return jax.lax.all_gather(part[0], AXIS)
 
 
 @jax.jit
-def _flat(arrays: Sequence[Any]) -> list[Any]:
-    groups = _kinds([array.dtype for array in arrays])
-    return [
-        jnp.concatenate([arrays[place].reshape(1, -1) for place in group], 1)
-        for group in groups
-    ]
+def _parts(arrays: Sequence[Any]) -> list[Any]:
+    """Return arrays as the parts that this process has of arrays over all."""
+    return [array[None] for array in arrays]
 
 
-@partial(jax.jit, static_argnums=1)
-def _unflattened(flats: Sequence[Any], shapes: Sequence[Any]) -> list[Any]:
-    found: list[Any] = [None] * len(shapes)
-    groups = _kinds([dtype for _, dtype in shapes])
-    for flat, group in zip(flats, groups, strict=True):
-        pieces = jax.lax.split(flat, [prod(shapes[place][0]) for place in group], 1)
-        for place, piece in zip(group, pieces, strict=True):
-            found[place] = piece.reshape(shapes[place][0])
+def _total(arrays: Sequence[Any]) -> list[Any]:
+    """Add up what all processes have: one collective for all leaves of a dtype."""
+    found = list(arrays)
+    for dtype in dict.fromkeys([array.dtype for array in arrays]):
+        places = [n for n, array in enumerate(arrays) if array.dtype == dtype]
+        flat, unravel = ravel_pytree([arrays[place] for place in places])
+        totals = unravel(jax.lax.psum(flat, AXIS))
+        for place, total in zip(places, totals, strict=True):
+            found[place] = total[0]
     return found
 
 
-# --------------------------------------------------------------- sharing is linear
-
-
-def _transposed(cotangents: Sequence[Any], *_: Any, processes: Any, terms: Any) -> Any:
-    whole = list(map(ad.instantiate_zeros, cotangents))
-    return SUMMED.bind(*whole, processes=processes, terms=terms)
+# ----------------------------------------------------------------- a sum is linear
 
 
 def _sum_now(*arrays: Any, processes: Processes, terms: Terms) -> list[Any]:
-    return processes.summed(arrays, terms)
+    kinds = [str(aval_of(array).strong) for array in arrays]
+    processes.agreed((*terms, ("step", "sum"), *numbered("gradient", kinds)))
+    return processes.meeting.summed(arrays)
 
 
 def _refuse_twice(*_: Any, **__: Any) -> Any:
@@ -369,17 +303,8 @@ def _refuse(*_: Any, **__: Any) -> Any:
     raise JdagError(INSIDE)
 
 
-def _as_they_are(*arrays: Any, processes: Any, terms: Any) -> list[Any]:
-    del processes, terms
-    return list(arrays)
-
-
-for _primitive in (SHARED, SUMMED):
-    _primitive.def_abstract_eval(_as_they_are)
-    batching.primitive_batchers[_primitive] = _refuse
-SHARED.def_impl(_as_they_are)
 SUMMED.def_impl(_sum_now)
-ad.deflinear2(SHARED, _transposed)
+SUMMED.def_abstract_eval(lambda *arrays, processes, terms: list(arrays))
+batching.primitive_batchers[SUMMED] = _refuse
 ad.deflinear2(SUMMED, _refuse_twice)
-mlir.register_lowering(SHARED, mlir.lower_fun(_as_they_are, multiple_results=True))
 mlir.register_lowering(SUMMED, _refuse)

@@ -1,250 +1,101 @@
-"""One program over all devices: a forward and a vjp, by `jax.pmap` or `jax.shard_map`.
+"""One program over all devices: a forward and a vjp, by `jax.shard_map`.
 
-Each device has the parameters, its chunk of rows, and what its replica keeps for the
-vjp. Chunks have one size; where rows do not suffice, the last row stands in for those
-that lack, what the function makes of it is cut off, and nothing flows back to it. A
-function that reduces over the replicas is told which rows are real.
+JAX implements `jax.pmap` by it, so that both names ask for the same program. Each
+device has the parameters, its chunk of rows, and what its replica keeps for the vjp.
+Chunks have one size. Where rows do not suffice, the last row stands in for those that
+lack, what the function makes of it is cut off, and nothing flows back to it. A function
+that reduces over the replicas is told which rows are real.
+
+The function is traced once, for one replica; so it is known how each array lies on the
+devices: the same on each (SAME), one of each replica (ONE_EACH), or, as an int, cut
+along that dimension.
+
+Over several processes the program is one over the devices of all. Arrays lie on the
+devices of this process as they do for a program of its own; on the way in they become
+its part of arrays over all devices, and on the way out that part is taken back. Nothing
+is copied. Before it runs the processes agree on it, and on the collectives in it.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdag.compute.moves import Target, cuttable, home_of, is_free, moved, outside
 from jdag.compute.tracing import Function, Traced, as_it_is
 from jdag.errors import JdagError
 from jdag.parallel.dispatch import Task
-from jdag.parallel.movement import added_stacks, check_joined
+from jdag.parallel.movement import added, check_joined
+from jdag.parallel.processes import INSIDE, Processes, Terms, numbered
+from jdag.parallel.wide import collectives
 
 AXIS = "replicas"  # The axis of a function that does not name it.
 
-# How the arrays of a group lie on the devices: the same on each, one of each replica,
-# or (an int) cut along that dimension.
 Lie = str | int
 SAME, ONE_EACH = "same", "one each"
 
 
-class Mapping(Protocol):
-    """How a function of one replica's arrays becomes a program over all devices."""
-
-    reshapes: bool  # Whether `laid` and `whole` do anything.
-    brings: bool  # Whether arrays that were not put on a device may come as they are.
-
-    def mapped(
-        self, local: Callable[..., Any], ins: tuple[Any, ...], outs: tuple[Lie, ...]
-    ) -> Callable[..., Any]:
-        """Return the program; its arguments and results are groups, pytrees of arrays.
-
-        Args:
-            local: what each replica computes of its part of each group.
-            ins: for each argument how it lies.
-            outs: the same for each of the tuple that it returns.
-        """
-
-    def target(self, lie: Lie) -> Target:
-        """Return the sharding of arrays that lie so."""
-
-    def laid(self, array: Any, dim: int) -> Any:
-        """Return an array, cut along `dim`, as `mapped` takes it."""
-
-    def whole(self, array: Any, dim: int) -> Any:
-        """Return what `mapped` gave, joined along `dim`."""
-
-
-class ByShardMap:
-    """`jax.shard_map`: what is cut along a dimension is one array over all devices."""
-
-    reshapes = False
-    brings = True
-
-    def __init__(self, devices: tuple[jax.Device, ...], axis: str) -> None:
-        self._axis = axis
-        self._mesh = Mesh(np.array(devices), (axis,))
-
-    def mapped(
-        self, local: Callable[..., Any], ins: tuple[Lie, ...], outs: tuple[Lie, ...]
-    ) -> Callable[..., Any]:
-        """See `Mapping`."""
-
-        def inner(*groups: Any) -> tuple[Any, ...]:
-            given = zip(groups, ins, strict=True)
-            made = local(*[_first(g) if lie == ONE_EACH else g for g, lie in given])
-            both = zip(made, outs, strict=True)
-            return tuple([_only(g) if lie == ONE_EACH else g for g, lie in both])
-
-        # Like pmap it does not tell what is equal on all devices from what is not:
-        # then the transpose of a psum is a psum, and gradients are those of the sum.
-        return jax.jit(
-            jax.shard_map(
-                inner,
-                mesh=self._mesh,
-                in_specs=tuple(map(self._spec, ins)),
-                out_specs=tuple(map(self._spec, outs)),
-                check_vma=False,
-            )
-        )
-
-    def target(self, lie: Lie) -> Target:
-        """See `Mapping`."""
-        return NamedSharding(self._mesh, self._spec(lie))
-
-    def laid(self, array: Any, dim: int) -> Any:
-        """See `Mapping`."""
-        return array
-
-    def whole(self, array: Any, dim: int) -> Any:
-        """See `Mapping`."""
-        return array
-
-    def _spec(self, lie: Lie) -> PartitionSpec:
-        if lie == SAME:
-            return PartitionSpec()
-        dim = 0 if lie == ONE_EACH else int(lie)
-        return PartitionSpec(*[None] * dim, self._axis)
-
-
-class ByPmap:
-    """`jax.pmap`: what is cut along a dimension has one of replicas before that."""
-
-    reshapes = True
-    brings = True
-
-    def __init__(self, devices: tuple[jax.Device, ...], axis: str) -> None:
-        self._devices = devices
-        self._axis = axis
-        self._mesh = Mesh(np.array(devices), (axis,))
-
-    def mapped(
-        self, local: Callable[..., Any], ins: tuple[Lie, ...], outs: tuple[Lie, ...]
-    ) -> Callable[..., Any]:
-        """See `Mapping`."""
-        # All groups are one argument: of several with as many leaves together pmap
-        # takes each for one array, and `in_axes` for those of the leaves.
-        mapped: Callable[..., Any] = jax.pmap(
-            lambda groups: local(*groups),
-            axis_name=self._axis,
-            in_axes=(tuple(map(self._dim, ins)),),
-            out_axes=tuple(map(self._dim, outs)),
-            devices=self._devices,
-        )
-        return lambda *groups: mapped(groups)
-
-    def target(self, lie: Lie) -> Target:
-        """See `Mapping`."""
-        dim = self._dim(lie)
-        spec = () if dim is None else (*[None] * dim, self._axis)
-        return NamedSharding(self._mesh, PartitionSpec(*spec))
-
-    def laid(self, array: Any, dim: int) -> Any:
-        """See `Mapping`."""
-        shape = array.shape
-        rows = shape[dim] // len(self._devices)
-        return array.reshape(*shape[:dim], len(self._devices), rows, *shape[dim + 1 :])
-
-    def whole(self, array: Any, dim: int) -> Any:
-        """See `Mapping`."""
-        shape = array.shape
-        rows = shape[dim] * shape[dim + 1]
-        return array.reshape(*shape[:dim], rows, *shape[dim + 2 :])
-
-    def _dim(self, lie: Lie) -> int | None:
-        if lie == SAME:
-            return None
-        return 0 if lie == ONE_EACH else int(lie)
-
-
-def _first(group: Any) -> Any:
-    return jtu.tree_map(lambda array: array[0], group)
-
-
-def _only(group: Any) -> Any:
-    return jtu.tree_map(lambda array: array[None], group)
-
-
-class Shape(NamedTuple):
-    """What a trace fixed: as in `jdag.compute.tracing`, and which outputs are what.
-
-    `joined` are the places of outputs with rows; of the first `outputs` the others are
-    scalars, and what comes after these is aux.
-    """
-
-    traced: Traced
-    joined: tuple[int, ...]
-    outputs: int
-
-    @property
-    def scalars(self) -> tuple[int, ...]:
-        """The places of outputs that are one number of each replica."""
-        return tuple([p for p in range(self.outputs) if p not in self.joined])
-
-
-class Kept:
-    """What each replica has beside its joined outputs: others, and residuals.
-
-    `shape` is static data of the trace that made it.
-    """
-
-    __slots__ = ("others", "rest", "shape")
-
-    def __init__(self, shape: Shape, others: Any, rest: Any) -> None:
-        self.shape = shape
-        self.others = others
-        self.rest = rest
-
-
-jtu.register_pytree_node(
-    Kept,
-    lambda kept: ((kept.others, kept.rest), kept.shape),
-    lambda shape, children: Kept(shape, *children),
-)
-
-
 class OneProgram:
-    """Forward and vjp of one task, each one program over all of its devices."""
+    """Forward and vjp of one task, each one program over all of its devices.
 
-    def __init__(self, task: Task, mapping: Callable[..., Mapping]) -> None:
+    Args:
+        task: what is done; its chunks have one size, or it has an axis name.
+    """
+
+    def __init__(self, task: Task) -> None:
         self._task = task
         self._reals = task.everywhere or task.sizes
         self._size = max(self._reals)
-        self._count = len(task.sizes)
-        self._rows = task.rows
-        self._lacking = self._size * self._count - task.rows
         self._axis = task.axis_name or AXIS
-        self._mapping = mapping(task.devices[: self._count], self._axis)
-        tracked = task.tracked if task.axis_name is None else (*task.tracked, False)
-        self._body = Function(task.fn, task.template).forward(tracked, as_it_is)
-        dim, mapped = task.dim, self._mapping.mapped
-        self._forward = outside(mapped(self._replica, (SAME, dim), (dim, ONE_EACH)))
-        ins = (SAME, dim, dim, ONE_EACH, dim, ONE_EACH)
-        self._backward = outside(mapped(self._replica_vjp, ins, (ONE_EACH, dim)))
-        # Arrays on the way to the devices, and from there.
-        taken = len(task.avals) - task.shared
-        lies: list[Lie] = [SAME] * task.shared + [dim] * taken
-        self._wheres = [self._mapping.target(lie) for lie in lies]
+        self._padded = self._size * len(task.sizes)
+        self._lacking = self._padded > task.rows
+        own = task.devices
+        self._own = Mesh(np.array(own), (self._axis,))
+        self._processes = task.processes if task.everywhere else None
+        everywhere = self._processes.devices if self._processes else own
+        self._all = Mesh(np.array(everywhere), (self._axis,))
+        traced, replica = self._traced()
+        self._traced_by, self._outputs = traced, self._joined(traced)
+        self._out_lies: list[Lie] = [
+            task.dim if place < self._outputs and aval.shape else ONE_EACH
+            for place, aval in enumerate(traced.out_avals)
+        ]
+        self._in_lies: list[Lie] = [SAME] * task.shared
+        self._in_lies += [task.dim] * (len(task.avals) - task.shared)
+        self._wheres = list(map(self._target, self._in_lies))
         # For a vjp they would have to be brought there once more.
-        self._takes_free = self._mapping.brings and True not in task.tracked
-        is_bare = not (self._lacking or self._mapping.reshapes)
-        self._laid = self._lay if is_bare else jax.jit(self._lay, static_argnums=1)
-        self._whole = self._unlay if is_bare else jax.jit(self._unlay)
+        self._takes_free = self._processes is None and True not in task.tracked
+        rest = len(replica.jaxpr.outvars) - len(traced.out_avals)
+        outs = [*self._out_lies, *[ONE_EACH] * rest]
+        local = jaxpr_as_fun(replica)
+        self._forward = self._mapped("replica", local, self._in_lies, outs)
+        if traced.backward is not None:
+            self._backward = self._mapped("replica_vjp", *self._vjp_of(traced, rest))
 
     def forward(
         self, arrays: Sequence[Any], homes: Sequence[Target], target: Target
     ) -> tuple[Any, Any]:
         """See `Plan`."""
-        shared = self._task.shared
-        whole = cuttable(arrays[shared:], homes[shared:])
-        chunk = [self._laid(array, True) for array in whole]
-        there = self._brought([*arrays[:shared], *chunk], homes[:shared])
-        rows, kept = self._forward(there[:shared], there[shared:])
-        outputs = self._gathered(rows, kept, target)
-        if kept.shape.traced.backward is None:
-            return outputs, None
-        return outputs, self._residuals(there, rows, kept)
+        shared, traced = self._task.shared, self._traced_by
+        rows = cuttable(arrays[shared:], homes[shared:])
+        if self._lacking:
+            rows = [_filled(array, self._padded, self._task.dim) for array in rows]
+        there = self._brought([*arrays[:shared], *rows], homes[:shared])
+        made = self._forward(*there)
+        size = len(self._out_lies)
+        outputs, rest = made[:size], made[size:]
+        leaves = self._gathered(outputs, target)
+        found = jtu.tree_unflatten(traced.out_tree, leaves)
+        if traced.backward is None:
+            return found, None
+        kept = [there[place] for place in traced.args_kept if place < len(there)]
+        return found, [*kept, *[outputs[p] for p in traced.outputs_kept], *rest]
 
     def vjp(
         self, residuals: Any, cotangents: Sequence[Any], homes: Sequence[Target]
@@ -252,77 +103,53 @@ class OneProgram:
         """See `Plan`."""
         if residuals is None:
             return None
-        task, mapping, shape = self._task, self._mapping, residuals[-1].shape
-        traced, places, scalars = shape.traced, shape.joined, shape.scalars
-        given = [
-            None
-            if not is_tracked or (place not in places and place not in scalars)
-            else self._laid(cotangents[place], False)
-            if place in places
-            else cotangents[place]
-            for place, is_tracked in enumerate(traced.out_tracked)
-        ]
-        moving = [place for place, ct in enumerate(given) if ct is not None]
-        lies: list[Lie] = [task.dim if p in places else ONE_EACH for p in moving]
-        there = moved(
-            [given[place] for place in moving], list(map(mapping.target, lies))
-        )
-        for place, cotangent in zip(moving, there, strict=True):
-            given[place] = cotangent
-        of_rows = [given[place] for place in places]
-        shared, chunk = self._backward(*residuals, of_rows, without(given, places))
-        wheres = [home for home, t in zip(homes, task.tracked, strict=True) if t]
-        back = moved([*shared, *chunk], wheres)
-        sums = added_stacks(back[: len(shared)])
-        return [*sums, *map(self._whole, back[len(shared) :])]
+        task, places = self._task, self._cotangents
+        lies = [self._out_lies[place] for place in places]
+        given = [cotangents[place] for place in places]
+        if self._lacking:
+            given = [
+                array if lie == ONE_EACH else _with_zeros(array, self._padded, task.dim)
+                for array, lie in zip(given, lies, strict=True)
+            ]
+        there = moved(given, list(map(self._target, lies)))
+        found = self._backward(*residuals, *there)
+        back = moved(found, task.of_tracked(homes))
+        first = sum(task.tracked[: task.shared])
+        return [*added(back[:first]), *map(self._cut_off, back[first:])]
 
     # ---- what each replica computes
 
-    def _replica(self, shared: Any, chunk: Any) -> tuple[Any, Kept]:
-        returned = self._body(*self._args(shared, chunk))
-        shape, outputs = self._shape(returned.traced), returned.outputs
-        places = shape.joined
-        kept = Kept(shape, without(outputs, places), returned.rest)
-        return [outputs[place] for place in places], kept
+    def _traced(self) -> tuple[Traced, Any]:
+        """Return what a trace of one replica fixed, and its jaxpr, of flat arrays."""
+        task = self._task
+        tracked = task.tracked if task.axis_name is None else (*task.tracked, False)
+        body = Function(task.fn, task.template).forward(tracked, as_it_is)
+        axes = [(self._axis, len(self._reals))]
+        structs = [aval.struct() for aval in task.chunk(self._size)]
+        replica, returned = jax.make_jaxpr(
+            lambda *arrays: body(*arrays, *self._real_rows()),
+            axis_env=axes,
+            return_shape=True,
+        )(*structs)
+        return returned.traced, replica
 
-    def _replica_vjp(
-        self, shared: Any, chunk: Any, rows: Any, kept: Kept, of_rows: Any, others: Any
-    ) -> tuple[Any, Any]:
-        traced, places, task = kept.shape.traced, kept.shape.joined, self._task
-        args = self._args(shared, chunk)
-        outputs = within(kept.others, places, rows)
-        cotangents = within(others, places, of_rows)
-        both = zip(cotangents, traced.out_tracked, strict=True)
-        sums = [() if ct is None else (ct,) for ct, tracked in both if tracked]
-        found = traced.backward(
-            kept.rest,
-            tuple([args[place] for place in traced.args_kept]),
-            tuple([outputs[place] for place in traced.outputs_kept]),
-            sums,
-        )
-        first = sum(task.tracked[: task.shared])
-        return list(found[:first]), list(found[first:])
-
-    def _args(self, shared: Sequence[Any], chunk: Sequence[Any]) -> list[Any]:
+    def _real_rows(self) -> list[Any]:
+        """The argument that tells which rows are real, where there is one."""
         if self._task.axis_name is None:
-            return [*shared, *chunk]
+            return []
         count = jnp.asarray(self._reals)[jax.lax.axis_index(self._axis)]
         real = jnp.arange(self._size) < count
-        return [*shared, *chunk, real.astype(jnp.float32)]
+        return [real.astype(jnp.float32)]
 
-    # ---- which output is what
-
-    def _shape(self, traced: Traced) -> Shape:
-        """Return what the outputs are; those with rows are to be joined.
+    def _joined(self, traced: Traced) -> int:
+        """Return how many outputs are joined; what comes after these is aux.
 
         Raises:
             JdagError: one lacks the dimension or, where rows may be cut off, the rows.
         """
         task = self._task
-        found = []
-        count = task.outputs_of(traced.out_tree).num_leaves
-        for place in range(count):
-            aval = traced.out_avals[place]
+        count: int = task.outputs_of(traced.out_tree).num_leaves
+        for place, aval in enumerate(traced.out_avals[:count]):
             if not aval.shape:
                 continue
             check_joined((aval,), task.dim, f"output {place} of {task.name}")
@@ -332,8 +159,119 @@ class OneProgram:
                     f"{self._size} rows; with axis_name outputs have as many rows, or "
                     "are scalars; return what is of all rows as aux (has_aux=True)"
                 )
-            found.append(place)
-        return Shape(traced, tuple(found), count)
+        return count
+
+    def _vjp_of(
+        self, traced: Traced, rest: int
+    ) -> tuple[Callable[..., Any], list[Lie], list[Lie]]:
+        """Return the vjp of one replica, and how its arguments and results lie.
+
+        It is given what `forward` kept, and a cotangent of each tracked output that is
+        joined.
+        """
+        task, places = self._task, traced.args_kept
+        has_rows = len(task.avals) in places  # They are computed again.
+        ins = [self._in_lies[place] for place in places[: len(places) - has_rows]]
+        args = len(ins)
+        ins += [self._out_lies[place] for place in traced.outputs_kept]
+        outputs = len(ins)
+        ins += [ONE_EACH] * rest
+        held = len(ins)
+        tracked = [n for n, is_tracked in enumerate(traced.out_tracked) if is_tracked]
+        self._cotangents = [place for place in tracked if place < self._outputs]
+        ins += [self._out_lies[place] for place in self._cotangents]
+        without = [()] * (len(tracked) - len(self._cotangents))
+
+        def replica_vjp(*arrays: Any) -> Any:
+            rows = self._real_rows() if has_rows else []
+            sums = [*[(ct,) for ct in arrays[held:]], *without]
+            kept = (*arrays[:args], *rows), arrays[args:outputs]
+            return traced.backward(arrays[outputs:held], *kept, sums)
+
+        both = zip(self._in_lies, task.tracked, strict=True)
+        outs = [ONE_EACH if lie == SAME else lie for lie, is_one in both if is_one]
+        return replica_vjp, ins, outs
+
+    # ---- as a program over all devices
+
+    def _mapped(
+        self,
+        step: str,
+        local: Callable[..., Any],
+        ins: Sequence[Lie],
+        outs: Sequence[Lie],
+    ) -> Callable[..., Any]:
+        def inner(*arrays: Any) -> list[Any]:
+            given = zip(arrays, ins, strict=True)
+            made = local(*[a[0] if lie == ONE_EACH else a for a, lie in given])
+            both = zip(made, outs, strict=True)
+            return [a[None] if lie == ONE_EACH else a for a, lie in both]
+
+        # It does not tell what is equal on all devices from what is not: then the
+        # transpose of a psum is a psum, and gradients are those of the sum.
+        program = jax.jit(
+            jax.shard_map(
+                inner,
+                mesh=self._all,
+                in_specs=tuple(map(self._spec, ins)),
+                out_specs=list(map(self._spec, outs)),
+                check_vma=False,
+            )
+        )
+        if self._processes is None:
+            return outside(program)
+        return outside(self._together(self._processes, program, step, ins, outs))
+
+    def _together(
+        self,
+        processes: Processes,
+        program: Any,
+        step: str,
+        ins: Sequence[Lie],
+        outs: Sequence[Lie],
+    ) -> Callable[..., Any]:
+        """Return the program as one of arrays on the devices of this process."""
+        found: list[Terms] = []
+
+        def run(*arrays: Any) -> list[Any]:
+            if any([isinstance(one, jax.core.Tracer) for one in arrays]):
+                raise JdagError(INSIDE)
+            wide = self._with_shards(arrays, self._all, ins, jax.process_count())
+            if not found:
+                names = collectives(program.trace(*wide).jaxpr, self._axis)
+                said = ("step", step), *numbered("collective", names)
+                found.append((*self._task.terms, *said))
+            processes.agreed(found[0])
+            return self._with_shards(
+                program(*wide), self._own, outs, -jax.process_count()
+            )
+
+        return run
+
+    def _with_shards(
+        self, arrays: Sequence[Any], mesh: Mesh, lies: Sequence[Lie], times: int
+    ) -> list[Any]:
+        """Return arrays of the same shards that are `times` as long; -n is an nth."""
+        found = []
+        for array, lie in zip(arrays, lies, strict=True):
+            shape = list(array.shape)
+            if lie != SAME:
+                dim = lie if isinstance(lie, int) else 0
+                shape[dim] = shape[dim] * times if times > 0 else shape[dim] // -times
+            target = NamedSharding(mesh, self._spec(lie))
+            shards = [shard.data for shard in array.addressable_shards]
+            make = jax.make_array_from_single_device_arrays
+            found.append(make(tuple(shape), target, shards))
+        return found
+
+    def _spec(self, lie: Lie) -> PartitionSpec:
+        if lie == SAME:
+            return PartitionSpec()
+        dim = 0 if lie == ONE_EACH else int(lie)
+        return PartitionSpec(*[None] * dim, self._axis)
+
+    def _target(self, lie: Lie) -> Target:
+        return NamedSharding(self._own, self._spec(lie))
 
     # ---- to the devices, and back
 
@@ -347,63 +285,37 @@ class OneProgram:
                 return arrays
         return moved(arrays, wheres, [*homes, *map(home_of, arrays[len(homes) :])])
 
-    def _lay(self, array: Any, stands_in: bool) -> Any:
-        """Bring an array to the form of chunks; the last row, or zeros, fill it up."""
-        dim = self._task.dim
-        if self._lacking and stands_in:
-            places = jnp.minimum(jnp.arange(self._size * self._count), self._rows - 1)
-            array = jnp.take(array, places, axis=dim)
-        elif self._lacking:
-            widths = [(0, 0)] * array.ndim
-            widths[dim] = (0, self._lacking)
-            array = jnp.pad(array, widths)
-        return self._mapping.laid(array, dim)
+    def _gathered(self, outputs: Sequence[Any], target: Target) -> list[Any]:
+        leaves = moved(outputs, [target] * len(outputs))
+        count = self._outputs
+        both = zip(leaves[:count], self._out_lies, strict=False)
+        joined = [a if lie == ONE_EACH else self._cut_off(a) for a, lie in both]
+        return [*joined, *(_firsts(leaves[count:]) if leaves[count:] else [])]
 
-    def _unlay(self, array: Any) -> Any:
-        dim = self._task.dim
-        array = self._mapping.whole(array, dim)
-        if self._lacking:
-            array = jax.lax.slice_in_dim(array, 0, self._rows, axis=dim)
-        return array
-
-    def _gathered(self, rows: Sequence[Any], kept: Kept, target: Target) -> Any:
-        traced, places, count = kept.shape
-        leaves = within(kept.others, places, rows)
-        leaves = moved(leaves, [target] * len(leaves))
-        for place in places:
-            leaves[place] = self._whole(leaves[place])
-        leaves[count:] = _firsts(leaves[count:])
-        return jtu.tree_unflatten(traced.out_tree, leaves)
-
-    def _residuals(self, there: Sequence[Any], rows: Any, kept: Kept) -> Any:
-        """What the vjp is given of forward's; None for what it does not use."""
-        (traced, places, _), shared = kept.shape, self._task.shared
-        args = [a if p in traced.args_kept else None for p, a in enumerate(there)]
-        outputs = [
-            output if place in traced.outputs_kept else None
-            for place, output in enumerate(within(kept.others, places, rows))
-        ]
-        held = Kept(kept.shape, without(outputs, places), kept.rest)
-        return args[:shared], args[shared:], [outputs[p] for p in places], held
+    def _cut_off(self, array: Any) -> Any:
+        """Return the rows that there were."""
+        return _real(array, self._task.rows, self._task.dim) if self._lacking else array
 
 
-def _firsts(stacks: list[Any]) -> list[Any]:
-    return _compiled_firsts(stacks) if stacks else stacks
+@partial(jax.jit, static_argnums=(1, 2))
+def _filled(array: Any, count: int, dim: int) -> Any:
+    """Fill an array up to so many rows; the last one stands in for those that lack."""
+    places = jnp.minimum(jnp.arange(count), array.shape[dim] - 1)
+    return jnp.take(array, places, axis=dim)
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _with_zeros(array: Any, count: int, dim: int) -> Any:
+    widths = [(0, 0)] * array.ndim
+    widths[dim] = (0, count - array.shape[dim])
+    return jnp.pad(array, widths)
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _real(array: Any, count: int, dim: int) -> Any:
+    return jax.lax.slice_in_dim(array, 0, count, axis=dim)
 
 
 @jax.jit
-def _compiled_firsts(stacks: Any) -> Any:
+def _firsts(stacks: Any) -> Any:
     return [stack[0] for stack in stacks]
-
-
-def without(values: Sequence[Any], places: Sequence[int]) -> list[Any]:
-    """Return the values with None at these places."""
-    return [None if p in places else value for p, value in enumerate(values)]
-
-
-def within(values: Sequence[Any], places: Sequence[int], others: Sequence[Any]) -> Any:
-    """Return the values with others at these places."""
-    found = list(values)
-    for place, other in zip(places, others, strict=True):
-        found[place] = other
-    return found

@@ -1,13 +1,13 @@
 """What a call of data_parallel comes to, made once for all calls that look alike.
 
 A call looks as what it is given does: its function, by `key_of`; of each array its
-abstract value, where it lives and whether it is tracked; devices, options, and the
-settings of JAX. What is made of that depends on nothing that arrays hold, and keeps
-none of them: how rows are cut, which way replicas go, and the plan that runs them.
+abstract value, and whether it is tracked; devices, options, and the settings of JAX.
+What is made of that depends on nothing that arrays hold, and keeps none of them: how
+rows are cut, which way replicas go, and the plan that runs them.
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -15,24 +15,22 @@ import jax.tree_util as jtu
 
 from jdag.compute.avals import aval_of
 from jdag.compute.configuration import configuration
-from jdag.compute.duals import are_arrays, is_array
+from jdag.compute.duals import are_arrays
 from jdag.compute.fingerprint import key_of
-from jdag.compute.moves import Target, home_of
 from jdag.compute.pairs import CACHE
 from jdag.compute.pytrees import is_static
 from jdag.errors import JdagError
 from jdag.functions import is_unjitted
 from jdag.parallel.apply import Call, tracked_of
 from jdag.parallel.devices import Device, device_of, devices_of
-from jdag.parallel.dispatch import Alone, Each, Plan, Task
+from jdag.parallel.dispatch import Each, Plan, Task
 from jdag.parallel.movement import chunk_sizes, rows_of
 from jdag.parallel.processes import Processes, processes_of
-from jdag.parallel.program import ByPmap, ByShardMap, OneProgram
+from jdag.parallel.program import OneProgram
 from jdag.parallel.waiting import check_deadline
-from jdag.parallel.wide import Wide
+from jdag.parallel.wide import terms_of, together
 
 WHAT = "data_parallel"
-EACH = ("each", None)
 MADE_MAX = 512
 
 
@@ -47,34 +45,38 @@ class Options(NamedTuple):
     processes: Processes | None
 
 
-class Ready(NamedTuple):
-    """What a call comes to that looks as one before did: only its arrays are new."""
-
-    task: Task
-    homes: tuple[Target, ...]
-    plan: Plan | None  # None over several processes, which agree on it in each call.
-
-
-def ready_for(call: Call, x: Any, options: Options) -> Ready:
-    """Return what a call comes to; its last arrays are those of x.
+def plan_for(call: Call, x: Any, options: Options) -> tuple[Task, Plan]:
+    """Return what a call comes to, and its plan; its last arrays are those of x.
 
     Raises:
         JdagError: what is wrong with x, with `how`, or with what the function returns.
         Exception: what the function raised when it was traced.
     """
-    function = (key_of(call.fn), is_unjitted(call.fn), call.template.key)
+    function = key_of(call.fn), is_unjitted(call.fn), call.template.key
     key = (*function, *_looks(call.arrays), *options, configuration())
-    ready: Ready = _once(key, partial(_made_ready, call, x, options))
-    return ready
+    made = _made_for(key)
+    if "task" not in made:
+        made["task"] = _task(call, x, options)
+    task = together(made["task"])
+    if task.everywhere:
+        made = _made_for((*key, task.everywhere))
+    if "plan" not in made:
+        made["plan"] = _made_plan(task, options.how)
+    return task, made["plan"]
 
 
-def plan_of(task: Task, how: str | None) -> Plan:
-    """Return the plan of a task."""
-    function = key_of(task.fn), is_unjitted(task.fn)
-    how = _how(task, how)
-    key = (*function, *task[1:], how, configuration())
-    plan: Plan = _once(key, partial(_made_plan, task, how))
-    return plan
+def _looks(arrays: Sequence[Any]) -> tuple[Hashable, ...]:
+    """What each array looks like, at once where none is a tracer."""
+    if are_arrays(arrays):
+        return tuple([array.aval for array in arrays]), ()
+    return tuple(map(aval_of, arrays)), tracked_of(arrays)
+
+
+@lru_cache(maxsize=MADE_MAX)
+def _made_for(key: tuple[Hashable, ...]) -> dict[str, Any]:
+    """The place, empty at first, of what is made once for this key."""
+    del key
+    return {}
 
 
 def places_of(
@@ -102,42 +104,7 @@ def _places(
     return processes, chosen, device_of(output_device, WHAT) if given else chosen[0]
 
 
-_known_places = lru_cache(maxsize=256)(_places)
-
-
-def _once(key: tuple[Hashable, ...], make: Callable[[], Any]) -> Any:
-    """Return what was made for this key, now if it never was."""
-    place = _place_for(key)
-    if not place:
-        place.append(make())
-    return place[0]
-
-
-@lru_cache(maxsize=MADE_MAX)
-def _place_for(key: tuple[Hashable, ...]) -> list[Any]:
-    """The place, empty at first, of what is made once for this key."""
-    del key
-    return []
-
-
-def _looks(arrays: Sequence[Any]) -> tuple[Hashable, ...]:
-    """What each array looks like, at once where none is a tracer."""
-    if are_arrays(arrays):
-        avals = tuple([array.aval for array in arrays])
-        return avals, tuple([array.sharding for array in arrays])
-    return tuple(map(_look, arrays))
-
-
-def _look(array: Any) -> tuple[Hashable, Target, bool]:
-    if is_array(array):
-        return array.aval, array.sharding, False
-    return aval_of(array), home_of(array), tracked_of((array,))[0]
-
-
-def _made_ready(call: Call, x: Any, options: Options) -> Ready:
-    task = _task(call, x, options)
-    plan = plan_of(task, options.how) if task.processes is None else None
-    return Ready(task, tuple(map(home_of, call.arrays)), plan)
+_known_places: Callable[..., Any] = lru_cache(maxsize=256)(_places)
 
 
 def _task(call: Call, x: Any, options: Options) -> Task:
@@ -152,7 +119,7 @@ def _task(call: Call, x: Any, options: Options) -> Task:
             "count it from the start"
         )
     sizes = chunk_sizes(rows, len(options.devices))
-    return Task(
+    task = Task(
         call.fn,
         call.template,
         tuple(map(aval_of, arrays)),
@@ -165,11 +132,25 @@ def _task(call: Call, x: Any, options: Options) -> Task:
         options.has_aux,
         options.processes,
     )
+    together_with = options.processes
+    return task._replace(terms=terms_of(task, together_with)) if together_with else task
 
 
-def _how(task: Task, how: str | None) -> str:
-    equal = len(set(task.sizes)) == 1
-    if is_unjitted(task.fn) and (task.axis_name is not None or how not in EACH):
+def _made_plan(task: Task, how: str | None) -> Plan:
+    if _is_each(task, how):  # Its pairs are counted where they are kept.
+        return Each(task)
+    CACHE.count(task.fn, key_of(task.fn))
+    return OneProgram(task)
+
+
+def _is_each(task: Task, how: str | None) -> bool:
+    """Tell whether replicas have a call each, and not one program.
+
+    Raises:
+        JdagError: they cannot go the way that was asked for.
+    """
+    equal, unjitted = len(set(task.sizes)) == 1, is_unjitted(task.fn)
+    if unjitted and (task.axis_name is not None or how not in ("each", None)):
         asked = f"how = {how!r}" if task.axis_name is None else "an axis_name"
         raise JdagError(
             f"data_parallel: {task.name} is marked by jdag.unjitted, and {asked} makes "
@@ -182,12 +163,7 @@ def _how(task: Task, how: str | None) -> str:
                 f"axis_name = {task.axis_name!r} is for a function that reduces over "
                 "all: leave one of them out"
             )
-        if task.processes is not None and how == "pmap":
-            raise JdagError(
-                "data_parallel: how = 'pmap' with an axis_name is for the devices of "
-                "one process: over several it is 'shard_map', or None"
-            )
-        return how or ("pmap" if task.processes is None else "shard_map")
+        return False
     if how in ("pmap", "shard_map") and not equal:
         raise JdagError(
             f"data_parallel: how = {how!r} takes chunks of one size, and these have "
@@ -195,14 +171,6 @@ def _how(task: Task, how: str | None) -> str:
             "name, so that it is told which rows are real"
         )
     # One replica needs no program over several devices.
-    is_one = equal and len(task.sizes) > 1 and not is_unjitted(task.fn)
-    return how or ("pmap" if is_one else "each")
-
-
-def _made_plan(task: Task, how: str) -> Plan:
-    if how == "each":  # Its pairs are counted where they are kept.
-        return Alone(task) if len(task.sizes) == 1 else Each(task)
-    CACHE.count(task.fn, key_of(task.fn))
-    if task.everywhere:
-        return OneProgram(task, partial(Wide, task=task))
-    return OneProgram(task, ByPmap if how == "pmap" else ByShardMap)
+    return how == "each" or (
+        how is None and (not equal or len(task.sizes) == 1 or unjitted)
+    )

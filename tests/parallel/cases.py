@@ -9,7 +9,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jdag.parallel import data_parallel, row_mean
 
-HOW = ("pmap", "shard_map", "each")
+HOW = ("shard_map", "each")
 # Sums of these, left to right, are 0; from right to left 2.
 BIG = 2.0**24
 UNEVEN = np.asarray([BIG, 1, 1, -BIG], np.float32)

@@ -47,7 +47,9 @@ def test_the_tasks_have_each_kind_of_what_may_be_asked_for():
     assert {count for (count,) in met("devices")} == set(range(1, 9))
     assert {device for (device,) in met("output")} == set(range(8))
     assert {dtype for (dtype,) in met("dtype")} == set(TOLERANCE)
-    assert met("how", "dim") == {(how, dim) for how in (None, *HOW) for dim in (0, 1)}
+    assert met("how", "dim") == {
+        (how, dim) for how in (None, "pmap", *HOW) for dim in (0, 1)
+    }
     uneven = {"fewer rows than devices", "one has fewer"}
     for how in (None, "each"):
         assert {shares for by, shares in met("how", "shares") if by == how} >= uneven
@@ -73,7 +75,7 @@ def test_values_and_gradients_are_those_of_one_device(task):
     )
 )
 def test_so_they_are_whatever_is_asked_for(task):
-    if task.how in ("pmap", "shard_map") and len(set(task.sizes)) > 1:
+    if task.how == "shard_map" and len(set(task.sizes)) > 1:
         task = task._replace(how=None)  # Those take chunks of one size.
     check(task)
 
@@ -177,7 +179,7 @@ def test_gradients_of_arrays_over_several_devices_are_spread_as_these_are(how):
 
 @pytest.mark.parametrize(
     ("how", "count", "axis_name"),
-    [("each", 3, None), ("pmap", 2, None), ("pmap", 3, "all"), ("shard_map", 3, "all")],
+    [("each", 3, None), ("shard_map", 2, None), ("shard_map", 3, "all")],
 )
 def test_rows_over_a_mesh_that_is_part_of_their_type_are_cut_anew(
     how, count, axis_name
@@ -277,7 +279,7 @@ def test_a_convolutional_net_takes_three_steps_as_on_one_device():
 
     wanted = trained(jax.jit(net))
     assert float(jnp.max(jnp.abs(wanted["dense"] - start["dense"]))) > 1e-3
-    for count, how in ((2, "pmap"), (4, None)):
+    for count, how in ((2, "shard_map"), (4, None)):
         spread = partial(data_parallel, net, devices=names(count), how=how)
         close(trained(spread), wanted)
 

@@ -103,7 +103,7 @@ def test_what_an_unjitted_function_leaves_elsewhere_comes_home_with_its_gradient
 
 @pytest.mark.parametrize(
     ("place", "how"),
-    [("b", None), ("b/cpu:1", "pmap"), ("b/cpu:1", "shard_map"), ("b", "each")],
+    [("b", None), ("b/cpu:1", "shard_map"), ("b", "each")],
 )
 def test_a_worker_spreads_a_call_over_its_devices(place, how):
     params, x = norm_params(), array(8, 3, seed=9)
@@ -225,12 +225,11 @@ def steep(loss: Any) -> Any:
     return lambda p: jax.grad(norm, allow_int=True)(p)["w"]
 
 
-@pytest.mark.parametrize("how", ["pmap", "shard_map"])
-def test_second_derivatives_of_a_program_over_devices_show_none_of_its_devices(how):
+def test_second_derivatives_of_a_program_over_devices_show_none_of_its_devices():
     p, x = {"w": array(3, 2), "n": jnp.arange(2)}, array(4, 3, seed=1)
 
     def loss(p: Any) -> Any:
-        return jnp.sum(data_parallel(curved, p, x, names(2), how=how))
+        return jnp.sum(data_parallel(curved, p, x, names(2), how="shard_map"))
 
     # JAX would compare the devices of the program with those of what is around it.
     far = jax.device_put(p, D[3])
@@ -245,7 +244,7 @@ def test_second_derivatives_of_a_program_over_devices_show_none_of_its_devices(h
     close(product, wanted)
 
 
-@pytest.mark.parametrize("how", ["pmap", "shard_map", "each"])
+@pytest.mark.parametrize("how", ["shard_map", "each"])
 def test_inside_of_checkpoint_gradients_come_to_where_their_arrays_live(how):
     p, x = {"w": array(3, 2), "n": jnp.arange(2)}, array(4, 3, seed=1)
     far, rows = jax.device_put(p, D[3]), jax.device_put(x, D[5])

@@ -14,7 +14,7 @@ from jdag.errors import JdagError
 from jdag.parallel import data_parallel, row_mean
 from tests.parallel.cases import array, close, names, norm_params, normed, normed_alone
 
-ONE = ("pmap", "shard_map")
+HOW = "shard_map"
 
 
 def total(tree: Any) -> Any:
@@ -70,11 +70,11 @@ cases = st.builds(
 
 
 @settings(max_examples=12)
-@example(Case(3, 1, 4, 2, 0, True), "pmap", 0)  # As many leaves as the vjp's groups.
-@example(Case(0, 2, 4, 2, 1, True), "pmap", 1)  # And as those of the forward.
-@example(Case(4, 4, 0, 3, 1, True), "pmap", 0)  # No rows.
-@given(cases, st.sampled_from(ONE), st.sampled_from([0, 1, (0, 1)]))
-def test_any_number_of_leaves_has_the_gradients_of_one_device(case, how, by):
+@example(Case(3, 1, 4, 2, 0, True), 0)  # As many leaves as the vjp's groups.
+@example(Case(0, 2, 4, 2, 1, True), 1)  # And as those of the forward.
+@example(Case(4, 4, 0, 3, 1, True), 0)  # No rows.
+@given(cases, st.sampled_from([0, 1, (0, 1)]))
+def test_any_number_of_leaves_has_the_gradients_of_one_device(case, by):
     parameters, inputs, rows, devices, dim, reduces = case
     shape = (rows, 2) if dim in (0, -2) else (2, rows)
     p = [array(seed=n + 1) for n in range(parameters)]
@@ -96,7 +96,7 @@ def test_any_number_of_leaves_has_the_gradients_of_one_device(case, how, by):
     def spread(p: Any, x: Any) -> Any:
         fn, axis = (reduced, "all") if reduces else (alone, None)
         given = names(devices)
-        return data_parallel(fn, p, x, given, dim=dim, axis_name=axis, how=how)
+        return data_parallel(fn, p, x, given, dim=dim, axis_name=axis, how=HOW)
 
     if not inputs:
         with pytest.raises(JdagError, match=r"no array in what is to be cut"):
@@ -108,8 +108,7 @@ def test_any_number_of_leaves_has_the_gradients_of_one_device(case, how, by):
     close(valued(spread, by, p, x), on_one_device(alone, by, p, x))
 
 
-@pytest.mark.parametrize("how", ONE)
-def test_axes_are_those_of_groups_where_leaves_are_as_many(how):
+def test_axes_are_those_of_groups_where_leaves_are_as_many():
     x, y = array(4, 4), array(4, 4, seed=1)
     p = [array(4, 4, seed=2 + n) for n in range(3)]
 
@@ -123,12 +122,21 @@ def test_axes_are_those_of_groups_where_leaves_are_as_many(how):
         (lambda p, x: (x[0] @ p[0] - x[1]) ** 2, 1, p[:1], (x, y)),
     ]
     for fn, by, *args in models:
-        spread = partial(data_parallel, fn, devices=names(2), how=how)
+        spread = partial(data_parallel, fn, devices=names(2), how=HOW)
         close(valued(spread, by, *args), on_one_device(fn, by, *args))
 
 
-@pytest.mark.parametrize("how", ONE)
-def test_rows_along_another_dim_are_not_taken_for_those_along_the_first(how):
+def test_pmap_is_another_name_of_it():
+    args = array(4, 4), array(6, 4, seed=1)
+
+    def spread(how: str, p: Any, x: Any) -> Any:
+        return data_parallel(lambda p, x: jnp.sin(x @ p), p, x, names(3), how=how)
+
+    one, other = [valued(partial(spread, h), (0, 1), *args) for h in ("pmap", HOW)]
+    close(one, other, 0)
+
+
+def test_rows_along_another_dim_are_not_taken_for_those_along_the_first():
     y = jnp.arange(4.0).reshape(2, 2)
     found = data_parallel(
         lambda p, x, rows: jnp.cumsum(x[0], 0) + x[1],
@@ -137,7 +145,7 @@ def test_rows_along_another_dim_are_not_taken_for_those_along_the_first(how):
         names(1),
         dim=1,
         axis_name="all",
-        how=how,
+        how=HOW,
     )
     np.testing.assert_array_equal(found, [[0, 2], [4, 7]])
 
@@ -145,14 +153,13 @@ def test_rows_along_another_dim_are_not_taken_for_those_along_the_first(how):
 # ------------------------------------------------ functions that reduce over replicas
 
 
-@pytest.mark.parametrize("how", ONE)
 @pytest.mark.parametrize(("rows", "devices"), [(8, 4), (7, 3), (2, 4)])
-def test_batch_normalisation_is_that_of_one_device(how, rows, devices):
+def test_batch_normalisation_is_that_of_one_device(rows, devices):
     params, x = norm_params(), array(rows, 3, seed=7)
     cotangent = array(rows, 4, seed=8)
 
     def spread(params: Any, x: Any) -> Any:
-        settings: Any = {"axis_name": "all", "has_aux": True, "how": how}
+        settings: Any = {"axis_name": "all", "has_aux": True, "how": HOW}
         return data_parallel(normed, params, x, names(devices), **settings)
 
     wanted, alone_vjp, statistics = jax.vjp(normed_alone, params, x, has_aux=True)
@@ -180,8 +187,7 @@ def test_rows_that_fill_up_are_no_rows_and_divide_nothing_by_zero():
     close(vjp(x), jax.vjp(lambda p, x: p / x + jnp.mean(1 / x), p, x)[1](x))
 
 
-@pytest.mark.parametrize("how", ONE)
-def test_complex_rows_are_reduced_over_replicas_as_on_one_device(how):
+def test_complex_rows_are_reduced_over_replicas_as_on_one_device():
     def turned(p: Any, x: Any, mean: Any) -> Any:
         h = jnp.exp(x * p["a"]) * jnp.conj(p["b"])
         return (h - mean(h)) * jnp.abs(mean(h * h)), jnp.sin(h)
@@ -190,7 +196,7 @@ def test_complex_rows_are_reduced_over_replicas_as_on_one_device(how):
         def fn(p: Any, x: Any, rows: Any) -> Any:
             return turned(p, x, lambda h: row_mean(h, rows, "all"))
 
-        return data_parallel(fn, p, x, names(3), axis_name="all", how=how)
+        return data_parallel(fn, p, x, names(3), axis_name="all", how=HOW)
 
     def alone(p: Any, x: Any) -> Any:
         return turned(p, x, lambda h: jnp.mean(h, 0))

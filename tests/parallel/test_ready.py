@@ -154,9 +154,8 @@ def test_what_is_kept_of_a_call_keeps_no_array():
     assert [one() for one in held] == [None, None]
 
 
-@pytest.mark.parametrize("how", ["pmap", "shard_map"])
-def test_a_guard_against_moves_that_nobody_asked_for_lets_these_pass(how):
-    spread = partial(data_parallel, jnp.multiply, 3.0, devices=names(2), how=how)
+def test_a_guard_against_moves_that_nobody_asked_for_lets_these_pass():
+    spread = partial(data_parallel, jnp.multiply, 3.0, devices=names(2))
     x = jnp.arange(4.0)
     for _ in range(2):
         with jax.transfer_guard_device_to_device("disallow"):
