@@ -158,7 +158,7 @@ class Activation:
             else:
                 del more[place[0]]
         self._noticed = self._noticed or bool(found)
-        return tuple(sorted(found, key=lambda place: (place[0].order, place[1])))
+        return tuple(sorted(found))
 
     def left(self, result: Any) -> tuple[Reply, tuple[Place, ...]]:
         """Return what a program with this result returns, and what nobody can name.
@@ -308,7 +308,7 @@ class Activation:
             else:
                 constants.append((place, aval_of(ref)))
         for place, value in (*parts.constants, *constants):
-            key = ConstantKey(self.id, path, place)
+            key: Key = ConstantKey(self.id, path, place)
             avals[place] = parts.aval(place, value)
             arguments[place] = Argument(key, here, False)
         tracked = tuple([argument.tracked for argument in arguments])

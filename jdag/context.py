@@ -301,7 +301,7 @@ class Context:
     ) -> tuple[tuple[tuple[str, Root], ...], list[tuple[Key, Any]]]:
         """What the engine is told of roots; the cotangents that are given."""
         told = []
-        stored = []
+        stored: list[tuple[Key, Any]] = []
         for place, (root, seed) in enumerate(zip(roots, seeds, strict=True)):
             given = seed is not None
             told.append((root.owner, Root(root.key, root.aval, given, place)))

@@ -29,7 +29,7 @@ from jdag.compute.pytrees import (
     unflatten,
 )
 from jdag.compute.tracing import settled
-from jdag.engine.vocabulary import Failure, Key, LeafKey, OutputKey, Path
+from jdag.engine.vocabulary import Failure, Key, LeafId, LeafKey, OutputKey, Path
 from jdag.errors import ContextError, JdagError, RootError, kind_of
 from jdag.failures import exception_of, remote_error
 from jdag.functions import call_site, is_program, name_of
@@ -99,7 +99,7 @@ class Run:
         """Return a ref to an input of the program."""
         value = _strong(jnp.asarray(value))
         self._leaves += 1
-        key = LeafKey(None, (worker, self._leaves), 0)
+        key = LeafKey(None, LeafId(worker, self._leaves), 0)
         return self.ref(key, value, (worker, device), tracked=aval_of(value).inexact)
 
     def ref(

@@ -72,8 +72,7 @@ def test_what_names_no_context_is_for_the_engine_to_judge() -> None:
 
 
 def test_ended_is_heard_by_the_owner_alone() -> None:
-    ended = Ended.__new__(Ended)
-    object.__setattr__(ended, "context", OF_A)
+    ended = Ended(OF_A, 1, (), (), (), None)
     with pytest.raises(ProtocolError, match="a Ended of"):
         said(ended, "c", "b")
 

@@ -28,6 +28,7 @@ from jdag.compute.sums import ADDENDS_MAX
 from jdag.compute.tracing import Function, Residuals, as_it_is
 from jdag.errors import JdagError
 from jdag.functions import code_of, is_ours, is_unjitted, name_of
+from jdag.wire.arrays import type_of
 from jdag.wire.specs import Body, spec_of
 
 PAIRS_MAX = 4096
@@ -103,9 +104,9 @@ class Pair:
                 arguments,
                 own,
                 digest,
-                self.avals,
+                tuple(map(type_of, self.avals)),
                 self.tracked,
-                self.out_avals,
+                tuple(map(type_of, self.out_avals)),
                 self.out_tracked,
             )
         )

@@ -28,7 +28,9 @@ Mask = Annotated[tuple[bool, ...], Meta(max_length=SLOTS_MAX)]
 # What is opaque to engines travels as bytes; the wire makes them, and reads them. An
 # exception stays in its process.
 if TYPE_CHECKING:
-    Function = Shape = Data = Any
+    Function = Any
+    Shape = Any
+    Data = Any
     OwnException = BaseException | None
 else:
     Function = Shape = Annotated[bytes, Meta(max_length=DATA_MAX_BYTES)]
@@ -140,10 +142,12 @@ class AnyKey(Record, gc=False, cache_hash=True):
         name: Any
         index: int
 
-    @property
-    def order(self) -> tuple[Any, ...]:
-        """What keys of all kinds can be sorted by."""
-        return self.kind, self.context, self.name, self.index
+    def __lt__(self, other: "AnyKey") -> bool:
+        """By kind, context, name and index: in program order, where that counts."""
+        if self.kind != other.kind:
+            return self.kind < other.kind
+        one = (self.context, self.name, self.index)
+        return one < (other.context, other.name, other.index)
 
 
 class OutputKey(AnyKey, tag=0):

@@ -43,6 +43,7 @@ from jdag.functions import name_of
 from jdag.rpc.allowed import Allowed
 from jdag.rpc.codes import codes_of
 from jdag.rpc.live import live, structure
+from jdag.wire.arrays import type_of
 from jdag.wire.frames import LENGTHS_MAX, FrameKind
 from jdag.wire.specs import Body, Places, placed_spec, portable, read_spec, spec_of
 from jdag.wire.trees import check_there, tree_size
@@ -206,9 +207,9 @@ class Exports:
             None,
             0,
             definition.digest,
-            pair.avals,
+            tuple(map(type_of, pair.avals)),
             pair.tracked,
-            pair.out_avals,
+            tuple(map(type_of, pair.out_avals)),
             pair.out_tracked,
         )
         return spec_of(body), (definition,), ()

@@ -87,10 +87,11 @@ def structure(data: Any, allowed: Allowed, *, load: bool = True) -> tuple[Any, A
             raise JdagError(f"{kind} is no pytree node here: {error}") from error
 
     def made(item: Any) -> Any:
-        if item is HOLE or isinstance(item, Part):
-            is_static = isinstance(item, Part)
-            value = live(item.value, allowed, load=load) if is_static else HOLE
-            leaves.append(value)
+        if isinstance(item, Part):
+            leaves.append(live(item.value, allowed, load=load))
+            return _LEAF
+        if item is HOLE:
+            leaves.append(item)
             return _LEAF
         if item is None:
             return node(type(None), None, ())

@@ -205,7 +205,12 @@ def _of_union(parts: tuple[Any, ...]) -> Check | None:
         return None
     if len(checks) == 1 and len(parts) == 2 and type(None) in parts:
         (check_it,) = checks.values()
-        return lambda value, known: value is None or check_it(value, known)
+
+        def check_any(value: Any, known: Known) -> None:
+            if value is not None:
+                check_it(value, known)
+
+        return check_any
 
     def check_one(value: Any, known: Known) -> None:
         check = checks.get(type(value))

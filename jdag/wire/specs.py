@@ -23,7 +23,7 @@ from jdag.engine.messages import Several
 from jdag.engine.names import Mask, Name, Record
 from jdag.errors import ProtocolError
 from jdag.functions import Applied, is_program, is_unjitted, name_of
-from jdag.wire.arrays import ArrayType, check_possible, type_of
+from jdag.wire.arrays import ArrayType, check_possible
 from jdag.wire.encoding import bounded, decoded, encoded
 from jdag.wire.trees import (
     DEPTH_MAX,
@@ -161,17 +161,13 @@ _NOWHERE = _PAIR + encoded(Places())  # All is on the default device.
 def spec_of(body: Body) -> bytes:
     """The spec of what computes on the default device.
 
-    Its types are those of any values. Where the data are nested too deep they are
-    opaque.
+    Where the data are nested too deep they are opaque.
     """
-    types = (tuple(map(type_of, body.avals)), tuple(map(type_of, body.out_avals)))
     try:
         data = (pack(body.function), pack(body.arguments))
     except ProtocolError:
         data = (Opaque(body.name), Opaque(body.name))
-    packed = replace(
-        body, function=data[0], arguments=data[1], avals=types[0], out_avals=types[1]
-    )
+    packed = replace(body, function=data[0], arguments=data[1])
     return bounded(_decoder, _NOWHERE + encoded(packed))
 
 
