@@ -14,6 +14,7 @@ from jdag.compute.avals import Aval
 from jdag.compute.duals import primal_of
 from jdag.compute.pytrees import flatten, flatten_refs, unflatten
 from jdag.engine.vocabulary import (
+    LEAF_KINDS,
     Failure,
     Key,
     LeafId,
@@ -254,6 +255,8 @@ class Ref:
         key = self.key
         if key.kind == "gradient":
             return f"the gradient of {key.name}"
+        if key.kind in LEAF_KINDS:  # In plain JAX a leaf is known by its key alone.
+            return str(key.name)
         return f"output {key.index} of call {_dotted(key.name)} on {self.owner}"
 
     def fetch(self) -> Any:
