@@ -16,11 +16,12 @@ from tests.random_hooks import numbered, with_hooks
 from tests.random_programs import DEPTH_MAX, WORKERS_MAX, Pass, draw
 from tests.random_source import source_of
 from tests.reachability import Reachability
+from tests.tiers import sized
 
 pytestmark = pytest.mark.once
 
-PROGRAMS = 300
-SEEDS = 20
+PROGRAMS = sized(100, 300)
+SEEDS = sized(8, 20)
 CHUNKS = 10  # For tests to run side by side.
 
 
@@ -32,6 +33,7 @@ def test_a_pass_is_the_oracles_or_names_what_is_owed_and_no_seed_changes_a_bit(
         random_runs.hold(number, SEEDS)
 
 
+@pytest.mark.second
 @settings(max_examples=50)
 @given(st.randoms(use_true_random=False), st.integers(0, 1_000))
 def test_what_hypothesis_draws_is_right_as_well(rng: Random, hooks: int):

@@ -30,6 +30,7 @@ def test_a_shipped_scenario_is_answered_as_it_expects(path: Path):
     answer.cluster.close()
 
 
+@pytest.mark.second
 def test_three_epochs_of_digits_are_right_in_all_but_perhaps_accuracy(tmp_path: Path):
     text = (SCENARIOS / "digits.toml").read_text(encoding="utf-8")
     data = SCENARIOS / "data" / "digits.npz"
