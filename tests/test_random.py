@@ -22,6 +22,7 @@ pytestmark = pytest.mark.once
 
 PROGRAMS = sized(100, 300)
 SEEDS = sized(8, 20)
+DRAWN = 300  # In either tier, to see how they spread.
 CHUNKS = 10  # For tests to run side by side.
 
 
@@ -42,13 +43,13 @@ def test_what_hypothesis_draws_is_right_as_well(rng: Random, hooks: int):
 
 def test_the_programs_have_in_them_what_they_are_meant_to():
     spread: Counter[str] = Counter()
-    for number in range(PROGRAMS):
+    for number in range(DRAWN):
         plan = numbered(number)
         coin = Random(number)
         ways = [coin.random() < 0.5 for _ in range(100)]
         ended = Reachability(plan, source_of(plan).sites, ways, "fast").ended
         spread += random_features.features(plan, ended)
-    few = PROGRAMS // 20
+    few = DRAWN // 20
     for what in (
         *(f"workers {count}" for count in range(1, WORKERS_MAX + 1)),
         *(f"passes {count}" for count in (1, 2, 3)),
@@ -66,7 +67,7 @@ def test_the_programs_have_in_them_what_they_are_meant_to():
         assert spread[what] >= few, (what, spread)
     for how in HOOKS:
         assert spread[f"hooks that {how}, in programs"] >= few // 2, (how, spread)
-    assert spread["passes that are finished"] > PROGRAMS
+    assert spread["passes that are finished"] > DRAWN
 
 
 def test_each_hook_is_called_as_often_as_passes_reach_it():
