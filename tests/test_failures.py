@@ -27,19 +27,20 @@ from tests.tiers import sized
 pytestmark = pytest.mark.once
 
 PROGRAMS = sized(20, 60)
+FEW = sized(2, 15)  # So many of them meet what is to happen.
 STEP = sized(5, 1)  # Between indexes of a trace at which a worker crashes.
 
 
 @pytest.mark.parametrize("what", FAILURES)
 def test_a_failure_is_told_leaves_nothing_and_the_next_program_is_right(what: str):
     ended = Counter(happen(what, number) for number in range(PROGRAMS))
-    assert ended.total() - ended["untouched"] >= PROGRAMS // 4, ended
+    assert ended.total() - ended["untouched"] >= FEW, ended
 
 
 @pytest.mark.parametrize("what", FAILURES)
 def test_a_failure_does_not_touch_a_context_that_is_open_beside_it(what: str):
     ended = Counter(beside(what, number) for number in range(PROGRAMS))
-    assert ended.total() - ended["untouched"] >= PROGRAMS // 4, ended
+    assert ended.total() - ended["untouched"] >= FEW, ended
 
 
 def test_a_retained_pass_that_fails_and_is_tried_again_is_one_good_pass():
