@@ -1,5 +1,6 @@
 """What every test runs under: 64-bit JAX and repeatable Hypothesis."""
 
+import gc
 import signal
 from collections.abc import Iterator
 from itertools import compress
@@ -52,6 +53,13 @@ def temporary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patched.setattr("tempfile.tempdir", folder)
         patched.setenv("TMPDIR", folder)
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen() -> None:
+    """What earlier modules left is not looked at again by each `gc.collect()`."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
