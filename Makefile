@@ -3,11 +3,13 @@
 #   PYTHON   which Python makes the environment (3.11 or newer)
 #   VENV     where that environment lives
 #   N        how many random programs `make test-long` draws
+#   TIER     how much `make suite` runs: first (every fact once) or all
 #   MARKS    which tests `make suite` runs, by their marks
 
 PYTHON ?= python3
 VENV ?= .venv
 N ?= 3000
+TIER ?= all
 MARKS ?= not long
 
 BIN := $(VENV)/bin
@@ -15,18 +17,23 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 SOURCES := jdag tests $(wildcard paper/*.py paper/*/*.py scenarios/*.py)
 
 .DEFAULT_GOAL := demo
-.PHONY: demo test test-long suite lint mutants bench install install-test clean
+.PHONY: demo test test-all test-long suite lint mutants bench install install-test clean
 
 demo: install
 	$(BIN)/jdag run scenarios/digits.toml
 
-# Everything that a change must pass.
-test: lint suite
+# Every fact once, then how many CPU-minutes that took.
+test: install-test
+	@$(BIN)/python -m tests.cpu $(MAKE) --no-print-directory lint suite TIER=first
+
+# All: more random programs, the other carrier, and what takes long.
+test-all: install-test
+	@$(BIN)/python -m tests.cpu $(MAKE) --no-print-directory lint suite TIER=all
 
 # The tests alone: on a second Python the sources are still the same text.
 # Three at once on two cores: tests of worker processes mostly wait for these.
 suite: install-test
-	$(BIN)/python -m pytest -q -n 3 -m "$(MARKS)"
+	JDAG_TIER=$(TIER) $(BIN)/python -m pytest -q -n 3 -m "$(MARKS)"
 
 test-long: install-test
 	JDAG_PROGRAMS=$(N) $(BIN)/python -m pytest -q -n 2 -m long tests/

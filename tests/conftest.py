@@ -1,7 +1,9 @@
 """What every test runs under: 64-bit JAX and repeatable Hypothesis."""
 
+import gc
 import signal
 from collections.abc import Iterator
+from itertools import compress
 from typing import Any
 
 import jax
@@ -11,6 +13,7 @@ from hypothesis import settings
 from jdag.drivers import simulate
 from tests.peer_cases import either, make, sides, tls  # noqa: F401
 from tests.spreading import Groups, place_of
+from tests.tiers import FIRST
 
 jax.config.update("jax_enable_x64", True)
 
@@ -29,10 +32,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Groups:
     return Groups(config, log)
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Where tests are spread over processes, what takes longest begins first."""
+    """Leave out the second tier; of the rest, what takes longest begins first."""
+    if FIRST:
+        second = [bool(item.get_closest_marker("second")) for item in items]
+        config.hook.pytest_deselected(items=[*compress(items, second)])
+        items[:] = [item for item, left in zip(items, second, strict=True) if not left]
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: place_of(item.nodeid))
 
@@ -45,6 +53,13 @@ def temporary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patched.setattr("tempfile.tempdir", folder)
         patched.setenv("TMPDIR", folder)
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen() -> None:
+    """What earlier modules left is not looked at again by each `gc.collect()`."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

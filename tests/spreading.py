@@ -17,14 +17,11 @@ TOGETHER = dict.fromkeys(
     ],
     "random programs",
 )
-# Files of tests that share nothing, each a process of its own.
-APART = ("tests/test_parallel.py",)
 # Drivers of the conformance suite whose workers are processes, kept for the next test.
 CARRIERS = ("socket", "grpc")
 LONGEST = (
+    "tests/test_parallel.py",
     "random programs",
-    "tests/test_parallel.py::test_with_eight_devices[test_processes]",
-    "tests/test_parallel.py::test_with_eight_devices[test_data]",
     *CARRIERS,
     "tests/test_driving.py",
     "tests/test_engine_random.py",
@@ -41,8 +38,6 @@ LONGEST = (
 def group_of(test: str) -> str:
     """Return what a test, by its id, belongs to."""
     file, _, name = test.partition("::")
-    if file in APART:
-        return test
     if file.startswith("tests/conformance/"):
         for carrier in CARRIERS:
             if f"[{carrier}" in name:

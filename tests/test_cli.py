@@ -376,6 +376,7 @@ def test_a_run_is_the_same_in_other_processes_under_other_hash_seeds(place: Path
     assert list(place.iterdir()) == []
 
 
+@pytest.mark.second
 def test_two_runs_that_differ_by_the_order_of_a_set_are_1(place: Path):
     (place.parent / "unordered.py").write_text(
         "import jax.numpy as jnp\n"

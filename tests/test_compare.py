@@ -352,6 +352,7 @@ def test_what_bounds_a_row_is_said_with_what_was_measured_of_it():
     assert bound("peak memory of a worker", {}).endswith("Its costs were not measured.")
 
 
+@pytest.mark.second
 def test_a_profile_tells_the_parts_of_the_callers_time_apart(side: ours.Ours):
     one, other = side.array(rows.leaf()), side.array(rows.factor(1))
     names = costs.works(side)
@@ -363,6 +364,7 @@ def test_a_profile_tells_the_parts_of_the_callers_time_apart(side: ours.Ours):
     assert min(found["shares"][part] for part in ("engine", "face", "values")) > 0.01
 
 
+@pytest.mark.second
 def test_the_memory_is_that_of_the_worker_that_had_most():
     starts = {name: number for number, name in enumerate(rows.WORKERS, 1)}
     with jdag.launch([ours.CALLER, *rows.WORKERS]) as cluster:

@@ -157,7 +157,7 @@ def test_launched_workers_hold_the_bound_of_programs_that_call_each_other() -> N
             ctx.call("b", deeper, 5)
 
 
-@pytest.mark.parametrize("late_s", [0.0, 1.0])
+@pytest.mark.parametrize("late_s", [1.0, pytest.param(0.0, marks=pytest.mark.second)])
 def test_a_launched_worker_that_is_killed_is_lost_with_its_last_lines(
     late_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,14 +13,15 @@ from tests.engine_faults import FAULTS, happen
 from tests.engine_hooks import with_hooks
 from tests.engine_net import Net
 from tests.engine_programs import Run, draw, in_modes
+from tests.tiers import sized
 
 pytestmark = pytest.mark.once
 
-PROGRAMS = 300
-ORDERS = 20  # Interleavings of each program.
-ALONE = 17  # So many of them with nothing beside it.
+PROGRAMS = sized(100, 300)
+ORDERS = sized(8, 20)  # Interleavings of each program.
+ALONE = sized(6, 17)  # So many of them with nothing beside it.
 LARGE = (0.0, 0.5, 1.0)  # How probable it is that values come after their message.
-FAULTY = 150  # Programs for each kind of fault.
+FAULTY = sized(50, 150)  # Programs for each kind of fault.
 CHUNKS = 10  # For tests to run side by side.
 MODES = (None, Mode.SMART, Mode.FAST)  # None: each pass as it was drawn.
 

@@ -31,6 +31,7 @@ MOMENTS = (
     *(in_forward, in_the_announcement, in_backward),
     *(in_the_end, in_a_step, in_a_save),
 )
+FIRST = ((in_backward, signal.SIGKILL),)  # In the first tier.
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +62,19 @@ def test_a_worker_that_refuses_a_certificate_prints_nothing_of_it(
     assert "andshake" not in log
 
 
-@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=name_of)
-@pytest.mark.parametrize("moment", MOMENTS, ids=name_of)
+@pytest.mark.parametrize(
+    ("moment", "number"),
+    [
+        pytest.param(
+            moment,
+            number,
+            marks=() if (moment, number) in FIRST else pytest.mark.second,
+            id=f"{moment.__name__}-{number.name}",
+        )
+        for moment in MOMENTS
+        for number in (signal.SIGSTOP, signal.SIGKILL)
+    ],
+)
 def test_over_grpc_who_is_lost_is_named_in_time_and_may_come_back(
     moment: Any, number: int, by_grpc: Field, tmp_path: Path
 ) -> None:

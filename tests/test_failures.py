@@ -22,32 +22,37 @@ from tests.random_programs import (
 )
 from tests.random_runs import check, run
 from tests.random_source import source_of
+from tests.tiers import sized
 
 pytestmark = pytest.mark.once
 
-PROGRAMS = 60
+PROGRAMS = sized(20, 60)
+FEW = sized(2, 15)  # So many of them meet what is to happen.
+STEP = sized(5, 1)  # Between indexes of a trace at which a worker crashes.
 
 
 @pytest.mark.parametrize("what", FAILURES)
 def test_a_failure_is_told_leaves_nothing_and_the_next_program_is_right(what: str):
     ended = Counter(happen(what, number) for number in range(PROGRAMS))
-    assert ended.total() - ended["untouched"] >= PROGRAMS // 4, ended
+    assert ended.total() - ended["untouched"] >= FEW, ended
 
 
 @pytest.mark.parametrize("what", FAILURES)
 def test_a_failure_does_not_touch_a_context_that_is_open_beside_it(what: str):
     ended = Counter(beside(what, number) for number in range(PROGRAMS))
-    assert ended.total() - ended["untouched"] >= PROGRAMS // 4, ended
+    assert ended.total() - ended["untouched"] >= FEW, ended
 
 
 def test_a_retained_pass_that_fails_and_is_tried_again_is_one_good_pass():
     failed = Counter(again(number) for number in range(PROGRAMS))
-    assert failed[1] >= 5 and failed[2] >= 5 and failed[3] >= 5, failed
+    few = PROGRAMS // 12
+    assert min(failed[1], failed[2], failed[3]) >= few, failed
 
 
 def test_after_a_crash_anywhere_in_a_program_those_who_live_go_on():
     ended = Counter(crash_somewhere(number) for number in range(PROGRAMS))
-    assert ended["WorkerLost"] >= PROGRAMS // 2 and ended["untouched"] >= 5, ended
+    assert ended["WorkerLost"] >= PROGRAMS // 2, ended
+    assert ended["untouched"] >= PROGRAMS // 12, ended
 
 
 # Two leaves, programs to depth 2 and back to the caller, a branch, two roots on two
@@ -97,8 +102,10 @@ def test_after_a_crash_at_any_index_of_a_trace_those_who_are_there_go_on(victim:
     calm = run(SMALL, source_of(SMALL), **CALM)
     check(SMALL, calm)
     ended: Counter[str] = Counter()
-    for index in range(calm.records):
+    for index in range(0, calm.records, STEP):
         detect_ns, restart_ns = 2_000 * (index % 2), (None, 0, 1_000)[index % 3]
         crash = sim.Crash(victim, detect_ns, at_index=index, restart_ns=restart_ns)
         ended[random_failures.crashed(SMALL, crash, calm, CALM, after=index % 8)] += 1
-    assert ended["WorkerLost"] > calm.records // 2 and ended["untouched"] > 0, ended
+    assert ended["WorkerLost"] > calm.records // 2 // STEP and ended["untouched"] > 0, (
+        ended
+    )

@@ -35,6 +35,7 @@ def test_without_a_gpu_it_says_so_in_one_line_and_exits_with_2():
     assert not done.stderr
 
 
+@pytest.mark.second
 def test_a_dry_run_does_all_of_it_and_writes_where_it_was_told(tmp_path: Path):
     done = script("--cpu-dry-run", "--out", str(tmp_path), "--processes", "2")
     assert done.returncode == 0, done.stderr

@@ -93,6 +93,7 @@ def test_without_the_sum_replicas_are_not_equal_and_gradients_not_right(
     assert figures["gradient_difference"] > 0.1
 
 
+@pytest.mark.second
 def test_on_real_processes_the_bits_are_those_of_virtual_time():
     right = hybrid(WORKERS, **SMALL).play(Stage(WORKERS))
     workers = Workers(WORKERS, allow=("jdag",))

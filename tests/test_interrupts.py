@@ -22,6 +22,7 @@ ROOT = Path(__file__).parent.parent
 LONG_S = 60.0
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("seed", range(2))
 def test_after_a_hundred_interrupts_the_cluster_is_as_it_was(seed: int) -> None:
     run = f"from tests.interrupt_cases import main; main({seed}, 100)"

@@ -44,6 +44,7 @@ def test_one_seed_is_one_digest():
     assert digests[0] == digests[1] and len(set(digests[0])) == 3
 
 
+@pytest.mark.second
 def test_another_process_under_another_hash_seed_has_the_same_digest():
     code = (
         "import sys, jax; jax.config.update('jax_enable_x64', True);"

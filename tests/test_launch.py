@@ -373,10 +373,11 @@ WAYS = {
     "interrupt": (WAITS, signal.SIGINT, -signal.SIGINT),
     "exception": ("raise ValueError", None, 1),
 }
+LATER = [pytest.param(way, marks=pytest.mark.second) for way in [*WAYS][1:]]
 
 
 @pytest.mark.parametrize("script", [IDLE, BUSY], ids=["idle", "busy"])
-@pytest.mark.parametrize("way", [*WAYS])
+@pytest.mark.parametrize("way", ["kill", *LATER])
 def test_whatever_becomes_of_the_caller_nothing_is_left(
     place: Path, tmp_path: Path, way: str, script: str
 ):

@@ -16,11 +16,13 @@ from tests.random_hooks import numbered, with_hooks
 from tests.random_programs import DEPTH_MAX, WORKERS_MAX, Pass, draw
 from tests.random_source import source_of
 from tests.reachability import Reachability
+from tests.tiers import sized
 
 pytestmark = pytest.mark.once
 
-PROGRAMS = 300
-SEEDS = 20
+PROGRAMS = sized(100, 300)
+SEEDS = sized(8, 20)
+DRAWN = 300  # In either tier, to see how they spread.
 CHUNKS = 10  # For tests to run side by side.
 
 
@@ -32,6 +34,7 @@ def test_a_pass_is_the_oracles_or_names_what_is_owed_and_no_seed_changes_a_bit(
         random_runs.hold(number, SEEDS)
 
 
+@pytest.mark.second
 @settings(max_examples=50)
 @given(st.randoms(use_true_random=False), st.integers(0, 1_000))
 def test_what_hypothesis_draws_is_right_as_well(rng: Random, hooks: int):
@@ -40,13 +43,13 @@ def test_what_hypothesis_draws_is_right_as_well(rng: Random, hooks: int):
 
 def test_the_programs_have_in_them_what_they_are_meant_to():
     spread: Counter[str] = Counter()
-    for number in range(PROGRAMS):
+    for number in range(DRAWN):
         plan = numbered(number)
         coin = Random(number)
         ways = [coin.random() < 0.5 for _ in range(100)]
         ended = Reachability(plan, source_of(plan).sites, ways, "fast").ended
         spread += random_features.features(plan, ended)
-    few = PROGRAMS // 20
+    few = DRAWN // 20
     for what in (
         *(f"workers {count}" for count in range(1, WORKERS_MAX + 1)),
         *(f"passes {count}" for count in (1, 2, 3)),
@@ -64,7 +67,7 @@ def test_the_programs_have_in_them_what_they_are_meant_to():
         assert spread[what] >= few, (what, spread)
     for how in HOOKS:
         assert spread[f"hooks that {how}, in programs"] >= few // 2, (how, spread)
-    assert spread["passes that are finished"] > PROGRAMS
+    assert spread["passes that are finished"] > DRAWN
 
 
 def test_each_hook_is_called_as_often_as_passes_reach_it():

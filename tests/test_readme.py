@@ -106,6 +106,7 @@ def test_real_workers_print_the_same_as_simulated_ones(tmp_path: Path):
     assert (tmp_path / "logs" / "ps0.log").read_text() == ""
 
 
+@pytest.mark.second
 def test_two_hosts_work_as_printed(tmp_path: Path):
     with two_hosts(tmp_path) as hosts:
         (tmp_path / "cluster.toml").write_text(hosts.here(block("toml", "[tls]")))

@@ -166,6 +166,7 @@ def test_leaves_of_several_owners_have_their_gradients_there():
     assert bits(got) == bits(expected("owner", trees, NAMES, among=False))
 
 
+@pytest.mark.second
 @settings(max_examples=12)
 @given(
     st.lists(st.sampled_from([(), (0,), (1,), (7,), (3, 2)]), min_size=1, max_size=4),

@@ -12,6 +12,11 @@ SHIPPED = sorted(SCENARIOS.glob("*.toml"))
 # It needs several devices: tests/parallel plays it, in a process that has them.
 SINGLE = [path for path in SHIPPED if path.stem != "data_parallel_digits"]
 QUICK = [path for path in SINGLE if path.stem != "digits"]
+LATER = ("pipeline_256",)  # It is `pipeline` with more micro-batches.
+OF_TIERS = [
+    pytest.param(path, marks=pytest.mark.second if path.stem in LATER else ())
+    for path in QUICK
+]
 
 
 def played(path: Path) -> Answer:
@@ -22,7 +27,7 @@ def test_all_nineteen_are_there():
     assert len(SHIPPED) == 19
 
 
-@pytest.mark.parametrize("path", QUICK, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", OF_TIERS, ids=lambda path: path.stem)
 def test_a_shipped_scenario_is_answered_as_it_expects(path: Path):
     answer = played(path)
     assert [one for one in answer.judged if not one.met] == []
@@ -30,6 +35,7 @@ def test_a_shipped_scenario_is_answered_as_it_expects(path: Path):
     answer.cluster.close()
 
 
+@pytest.mark.second
 def test_three_epochs_of_digits_are_right_in_all_but_perhaps_accuracy(tmp_path: Path):
     text = (SCENARIOS / "digits.toml").read_text(encoding="utf-8")
     data = SCENARIOS / "data" / "digits.npz"

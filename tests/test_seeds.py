@@ -28,6 +28,7 @@ def digests() -> list[str]:
     return [disturbed(plan_of(n), seed=n).digest for n in range(PROGRAMS)]
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("hash_seed", ["0", "4242"])
 def test_another_process_under_another_hash_seed_has_the_same_digests(hash_seed: str):
     code = (

@@ -7,7 +7,7 @@ module of jdag, and against sources that break it, so that we know that it bites
 import ast
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
 
@@ -114,6 +114,22 @@ class Module:
     def tree(self) -> ast.Module:
         return ast.parse(self.source, self.path)
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All nodes of its tree."""
+        return [*ast.walk(self.tree)]
+
+    @cached_property
+    def attributes_of_sets(self) -> dict[str, bool]:
+        """Attributes that are declared or made as sets."""
+        known: dict[str, bool] = {}
+        for node in self.nodes:
+            if isinstance(node, ast.AnnAssign | ast.Assign) and _makes_set(node, known):
+                for target in _targets(node):
+                    if isinstance(target, ast.Attribute):
+                        known[ast.unparse(target)] = True
+        return known
+
     @property
     def name(self) -> str:
         """The name below jdag: `wire.link`; a folder's __init__ has the folder's."""
@@ -138,7 +154,7 @@ def within(name: str, prefix: str) -> bool:
 
 def imports(module: Module) -> Iterator[tuple[ast.stmt, str, str]]:
     """Each import as (statement, dotted name of what it brings, name it binds)."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node, alias.name, alias.asname or alias.name.split(".")[0]
@@ -156,15 +172,15 @@ def mentions(module: Module) -> Iterator[tuple[ast.AST, str]]:
         yield statement, name
         plain = isinstance(statement, ast.Import) and binding == name.split(".")[0]
         bound[binding] = binding if plain else name
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Attribute):
             first, _, rest = ast.unparse(node).partition(".")
             if first in bound:
                 yield node, f"{bound[first]}.{rest}"
 
 
-def functions(tree: ast.Module) -> Iterator[FunctionNode]:
-    for node in ast.walk(tree):
+def functions(module: Module) -> Iterator[FunctionNode]:
+    for node in module.nodes:
         if isinstance(node, FunctionNode):
             yield node
 
@@ -179,7 +195,7 @@ def a_file_has_fewer_than_500_lines(module: Module) -> Iterator[str]:
 
 
 def a_function_has_fewer_than_70_lines(module: Module) -> Iterator[str]:
-    for node in functions(module.tree):
+    for node in functions(module):
         assert node.end_lineno is not None, node
         lines = node.end_lineno - node.lineno + 1
         if lines > FUNCTION_LINES_MAX:
@@ -195,7 +211,7 @@ def a_line_has_at_most_88_columns(module: Module) -> Iterator[str]:
 
 
 def relative_imports_are_not_used(module: Module) -> Iterator[str]:
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.ImportFrom) and node.level:
             yield module.at(node, "a relative import; write it from jdag down")
 
@@ -270,8 +286,8 @@ def _repeats_a_contract(node: FunctionNode | ast.ClassDef) -> bool:
 
 
 def sets_are_never_iterated(module: Module) -> Iterator[str]:
-    for scope in [module.tree, *functions(module.tree)]:
-        known = _names_of_sets(module.tree, scope)
+    for scope in [module.tree, *functions(module)]:
+        known = _names_of_sets(module, scope)
         for node in _own_nodes(scope):
             for iterated in _iterated(node):
                 if _is_set(iterated, known):
@@ -304,14 +320,9 @@ def _iterated(node: ast.AST) -> Iterator[ast.expr]:
             yield value
 
 
-def _names_of_sets(tree: ast.Module, scope: ast.AST) -> dict[str, bool]:
+def _names_of_sets(module: Module, scope: ast.AST) -> dict[str, bool]:
     """Names in scope, and attributes anywhere, that are declared or made as sets."""
-    known: dict[str, bool] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.AnnAssign | ast.Assign) and _makes_set(node, known):
-            for target in _targets(node):
-                if isinstance(target, ast.Attribute):
-                    known[ast.unparse(target)] = True
+    known = dict(module.attributes_of_sets)
     if isinstance(scope, FunctionNode):
         arguments = scope.args
         for argument in (
@@ -363,7 +374,7 @@ def _is_set(node: ast.expr, known: dict[str, bool]) -> bool:
 def only_the_command_line_prints(module: Module) -> Iterator[str]:
     if module.unit == "cli":
         return
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Name) and node.id == "print":
             yield module.at(node, "prints; only cli.py does")
 
@@ -391,6 +402,7 @@ LAWS_OF_ALL_SOURCES: tuple[Law, ...] = (
 )
 
 
+@cache
 def modules(folder: str) -> list[Module]:
     return [
         Module(path.relative_to(ROOT).as_posix(), path.read_text())

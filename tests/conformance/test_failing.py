@@ -37,7 +37,9 @@ def wide(cluster: Any, t: Any, k: int) -> bytes:
         return np.asarray(ctx.gradient(t).fetch()).tobytes()
 
 
-@pytest.mark.parametrize("k", [2, 3, 4, 8, 24])
+@pytest.mark.parametrize(
+    "k", [*(pytest.param(k, marks=pytest.mark.second) for k in (2, 4, 8)), 3, 24]
+)
 def test_k_parallel_calls_on_one_leaf_have_one_bit_pattern_in_100_runs(
     driver: Any, k: int
 ):

@@ -61,6 +61,7 @@ def test_values_and_gradients_are_those_of_one_device(task):
     check(task)
 
 
+@pytest.mark.second
 @settings(max_examples=8, phases=(Phase.explicit, Phase.generate))
 @given(
     st.builds(
@@ -258,6 +259,7 @@ def net(p: Any, x: Any) -> Any:
     return jnp.mean(x, (1, 2)) @ p["dense"]
 
 
+@pytest.mark.second
 def test_a_convolutional_net_takes_three_steps_as_on_one_device():
     start = {
         "first": array(3, 3, 1, 4, seed=1),

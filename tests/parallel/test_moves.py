@@ -129,6 +129,7 @@ def test_a_worker_spreads_a_call_over_its_devices(place, how):
     np.testing.assert_array_equal(oracle[1]["w"], found[1])
 
 
+@pytest.mark.second
 def test_trainers_spread_their_replicas_over_devices_and_share_an_embedding():
     trainers = [f"trainer{number}" for number in range(4)]
     ids = [np.arange(rows) % 5 for rows in (7, 4, 2, 1)]

@@ -3,10 +3,12 @@
 from typing import Any
 
 import jax
+import pytest
 
 from paper import data_parallel
 
 
+@pytest.mark.second
 def test_each_way_is_timed_beside_the_same_by_hand(monkeypatch):
     for name in ("ROUNDS_MIN", "ROUNDS_MAX"):
         monkeypatch.setattr(data_parallel, name, 1)
@@ -64,6 +66,7 @@ def test_the_fastest_way_is_told_from_what_size_on():
     assert data_parallel.ratio_of(rows[0]["step_s"], "each") == 4.0
 
 
+@pytest.mark.second
 def test_each_way_holds_the_parameters_that_the_vjp_reads_once_a_replica():
     rows = data_parallel.memory_of(jax.devices()[:2], 64, 16)
     found = {row["way"]: row["others_bytes_max"] for row in rows}

@@ -62,6 +62,7 @@ def test_more_host_devices_than_jax_has_begun_with_are_refused(tmp_path: Path):
         load(path)
 
 
+@pytest.mark.second
 def test_three_of_a_batch_that_they_cannot_share_alike_are_as_good():
     scenario = short()
     whole: Any = scenario.player

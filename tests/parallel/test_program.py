@@ -69,6 +69,7 @@ cases = st.builds(
 )
 
 
+@pytest.mark.second
 @settings(max_examples=12)
 @example(Case(3, 1, 4, 2, 0, True), 0)  # As many leaves as the vjp's groups.
 @example(Case(0, 2, 4, 2, 1, True), 1)  # And as those of the forward.
