@@ -4,7 +4,6 @@ import gc
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
@@ -16,7 +15,6 @@ import pytest
 from jdag.errors import JdagError, JoinError
 from jdag.rpc import session as module
 from jdag.rpc.control import ControlClient, ControlServer, answering
-from jdag.rpc.dialling import Routes
 from jdag.rpc.gate import Gate, dial
 from jdag.rpc.handshake import ours
 from jdag.rpc.requests import REQUESTS, Attach, Detach, Health, Info, Knock, Mesh
@@ -101,28 +99,6 @@ def test_who_dials_may_have_been_told_of_the_others_first(monkeypatch, request):
                 node.wait(partial(node.streams.__contains__, other))
             assert node.incarnations == dict.fromkeys(others, 0)
         assert workers["c"].nodes[0].ask("a", b"x") == b"answer x from a\n"
-
-
-def test_no_worker_is_attached_before_all_answer(three, monkeypatch):
-    missing, again = free_address(), threading.Semaphore(0)
-    reach = Routes.reach
-
-    def counted(routes: Routes, peer: str, control: Address) -> ControlClient:
-        if control == missing:
-            again.release()
-        return reach(routes, peer, control)
-
-    monkeypatch.setattr(Routes, "reach", counted)
-    plan = plan_of({**controls(three), "d": missing}, ready_s=LONG_S)
-    with ThreadPoolExecutor() as pool:
-        begun = pool.submit(Session, plan)
-        for _ in range(6):
-            assert again.acquire(timeout=LONG_S)
-        # They would end their sessions if the last came later than `deadline_s`.
-        states = [worker.ask(Health())["state"] for worker in three.values()]
-        with seated("d", missing), begun.result(LONG_S) as session:
-            assert plain(session).ask("d", b"hi") == b"answer hi from d\n"
-    assert states == ["idle"] * 3
 
 
 def test_a_broken_stream_is_dialled_again_by_who_dialled_it(three):

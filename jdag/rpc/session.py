@@ -155,7 +155,7 @@ class Session:
         others = tuple(self._controls)
         self.node.begin()
         due_ns = time.monotonic_ns() + round(self._plan.ready_s * _SECOND_NS)
-        # Who is attached and not connected within `deadline_s` leaves: first all answer.
+        # Who is attached and not connected within `deadline_s` leaves.
         self._each(others, lambda peer: self._wait_for(peer, due_ns))
         self._each(others, lambda peer: self._attach(peer, 0))
         self._each(others, lambda peer: self._routes.connect(self.node, peer))
