@@ -99,6 +99,14 @@ def other_thread(name: str) -> JdagError:
     )
 
 
+def no_arrays(what: str) -> JdagError:
+    """The error of an argument that is to be differentiated by, with nothing to it."""
+    return JdagError(
+        f"{what} has no arrays, and so no gradient; differentiate by "
+        "leaves, and by float and complex arrays"
+    )
+
+
 class GraphError(JdagError):
     """The recorded graph cannot give what was asked: spent nodes, double backward."""
 
