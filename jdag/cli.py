@@ -399,7 +399,14 @@ def report(
             said = f"{error.filename}: " * (error.filename is not None) + reason(error)
             said = f"a folder that `jdag run` wrote; {said}"
             raise ScenarioError(unusable("folder", str(folder), said)) from error
-        except (ValueError, LookupError, TypeError, AttributeError, JdagError) as error:
+        except (
+            ArithmeticError,
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            JdagError,
+        ) as error:
             said = f"a folder that `jdag run` wrote; {type(error).__name__}: {error}"
             raise ScenarioError(unusable("folder", str(folder), said)) from error
     _print(Console(), result, folder / PAGE)
