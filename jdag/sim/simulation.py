@@ -282,6 +282,7 @@ class Simulation:
 
     def _program(self, port: Port, spawn: Spawn) -> None:
         """What a program's greenlet runs."""
+        self._timeline.programs.append(spawn.function)
         try:
             returned = self._run_program(port, spawn)
         except GreenletExit:
