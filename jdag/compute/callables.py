@@ -96,9 +96,10 @@ def _parts(value: Any) -> Iterable[Any] | None:
         return ()
     if isinstance(value, partial):
         return (value.func, *value.args, *value.keywords.values())
-    owner = getattr(value, "__self__", None)
+    owner: Any = getattr(value, "__self__", None)
     if owner is not None:
-        return None if type(owner) in CHANGING else (owner,)
+        kind = type(owner)
+        return None if kind in CHANGING else (owner,)
     if kind in CHANGING or isinstance(value, tuple):
         return value.values() if kind is dict else () if kind is np.ndarray else value
     # Functions implemented in C, and what JAX makes: jax.jit, jax.custom_vjp, arrays.

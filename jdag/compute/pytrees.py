@@ -15,7 +15,7 @@ import numpy as np
 from jdag.compute.avals import Aval, aval_of, is_deleted
 from jdag.compute.callables import static_key
 from jdag.compute.depth import check_depth
-from jdag.errors import ContextError, JdagError, kind_of
+from jdag.errors import ContextError, JdagError, kind_of, repr_of
 from jdag.functions import call_site
 from jdag.wire.trees import HOLE
 
@@ -41,11 +41,12 @@ class Static:
     __slots__ = ("key", "value")
 
     def __init__(self, value: Hashable) -> None:
+        check_depth(value, "what jdag.static takes")
         try:
             hash(value)
-        except TypeError as error:
+        except (TypeError, RecursionError) as error:
             raise JdagError(
-                f"jdag.static takes a hashable value, not {value!r} of type "
+                f"jdag.static takes a hashable value, not {repr_of(value)} of type "
                 f"{type(value).__name__}; a tuple would be right for a list"
             ) from error
         self.value = value
@@ -267,9 +268,8 @@ def split(
                 raise JdagError(f"{where}: {error}") from None
         leaves[place] = HOLE
         position += 1
-    template = None if statics else template_of_arrays(treedef, own)
-    if template is None:
-        template = Template(treedef, leaves, tuple(statics), own)
+    known = None if statics else template_of_arrays(treedef, own)
+    template = known or Template(treedef, leaves, tuple(statics), own)
     return Split(tuple(refs), tuple(constants), template)
 
 
