@@ -145,7 +145,7 @@ def load(
             assignments.leaf(entry.value)
     about, arrays = _read(stored, where)
     places = _places(where, about, parts, entries)
-    values = []
+    values: list[Any] = []
     to_leaves = []
     for entry, place in zip(entries, places, strict=True):
         saved = about[entry.part][place]

@@ -138,7 +138,7 @@ REFUSED: list[Callable[[], Any]] = [
     lambda: Wrapping(2.0),
     lambda: jax.jit(Scale(2.0).apply),
     lambda: functools.partial(operator.mul, Scale(2.0)),
-    lambda: functools.partial(operator.mul, other=[Plain(), 1]),
+    lambda: functools.partial(print, sep=[Plain(), 1]),
     lambda: Frozen((Plain(),)).apply,
     lambda: Frozen(Frozen(Plain())),
 ]
