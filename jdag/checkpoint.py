@@ -24,7 +24,7 @@ from jdag.assignments import Assignments
 from jdag.compute.avals import aval_of
 from jdag.compute.pytrees import flatten, is_static, paths, unflatten
 from jdag.engine.vocabulary import Failure
-from jdag.errors import JdagError, named_text
+from jdag.errors import JdagError
 from jdag.failures import exception_of
 from jdag.folders import reading, replacing
 from jdag.ref import Reader, Ref, is_ref
@@ -153,14 +153,11 @@ def load(
             assignments.home.place(entry.value, f"cluster.load, {entry}")
         try:
             value = _restored(where, entry, saved, arrays.get(saved.name))
-        except (
-            ArithmeticError,
-            AttributeError,
-            MemoryError,
-            TypeError,
-            ValueError,
-        ) as e:
-            raise JdagError(f"{_not_restored(where, entry)}{named_text(e)}") from e
+        except JdagError:
+            raise
+        except Exception as error:  # A description may say anything.
+            said = f"{entry} cannot be restored from the checkpoint {where!r}"
+            raise JdagError(f"{said}: {error}") from error
         if saved.kind != "static" and isinstance(entry.value, Ref | str):
             to_leaves.append(len(values))
         values.append(value)
@@ -305,14 +302,7 @@ def _read(stored: Any, where: str) -> tuple[dict[str, list[Saved]], Mapping[str,
             parts = _described(about)
             has_arrays = any(saved.name for those in parts.values() for saved in those)
             return parts, stored.read(folder / ARRAYS) if has_arrays else {}
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-    ) as error:
+    except Exception as error:  # What is there may be anything.
         raise JdagError(f"no checkpoint can be read from {where!r}: {error}") from error
 
 
@@ -332,7 +322,7 @@ def _described(path: Path) -> dict[str, list[Saved]]:
             ]
             for part, those in about["parts"].items()
         }
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except Exception as error:
         said = f"its description, {path.name}, is not as jdag wrote it: {error}"
         raise ValueError(said) from error
 
@@ -396,27 +386,15 @@ def _called(paths: Sequence[str]) -> str:
     return ", ".join(path or "a single value" for path in paths) or "nothing"
 
 
-def _not_restored(where: str, entry: Entry) -> str:
-    return f"{entry} cannot be restored from the checkpoint {where!r}: "
-
-
 def _restored(where: str, entry: Entry, saved: Saved, array: Any) -> Any:
-    """Return a value as it was saved, bit by bit, if it fits the place that is given.
-
-    Raises:
-        JdagError: it does not fit, or its array is another.
-    """
+    """Return a value as it was saved, bit by bit; JdagError if it does not fit."""
     wanted = _wanted(entry.value, saved)
     if wanted != str(saved):
         raise JdagError(
             f"{entry} is {saved} in the checkpoint {where!r}, and wanted is {wanted}"
         )
     if saved.kind not in ("static", *NUMBERS):
-        array = _checked_array(_not_restored(where, entry), saved, array)
-        if saved.kind == "array":
-            value = jnp.asarray(array.view(saved.dtype))
-        else:
-            value = jax.random.wrap_key_data(jnp.asarray(array), impl=saved.kind)
+        value = _array(saved, array)
     elif saved.name:
         raise ValueError(f"{saved} has an array")
     else:
@@ -425,20 +403,21 @@ def _restored(where: str, entry: Entry, saved: Saved, array: Any) -> Any:
     return kind(value) if kind in NUMBERS.values() else value
 
 
-def _checked_array(said: str, saved: Saved, array: Any) -> np.ndarray:
-    """Return the array of what was saved; empty ones have none."""
+def _array(saved: Saved, array: Any) -> Any:
+    """Return an array as it was before it was taken apart; empty ones have none."""
     shape, dtype = _stored(saved)
     if isinstance(array, BaseException):
-        raise JdagError(f"{said}{array}") from array
+        raise array
     if array is None and 0 in shape:
-        return np.zeros(shape, dtype)
+        array = np.zeros(shape, dtype)
     if array is None or (array.shape, array.dtype) != (shape, dtype):
         found = "none" if array is None else f"{array.dtype}{list(array.shape)}"
-        raise JdagError(f"{said}its array is {found}, and {saved} in the description")
+        raise ValueError(f"its array is {found}, and {saved} in the description")
     if saved.digest not in (None, _digest(array)):
-        raise JdagError(f"{said}its array has another digest than when it was saved")
-    found_array: np.ndarray = array
-    return found_array
+        raise ValueError("its array has another digest than when it was saved")
+    if saved.kind == "array":
+        return jnp.asarray(array.view(saved.dtype))
+    return jax.random.wrap_key_data(jnp.asarray(array), impl=saved.kind)
 
 
 def _wanted(value: Any, saved: Saved) -> str:
