@@ -10,7 +10,6 @@ _NAMES = {
 }
 
 SHOWN_MAX = 1000  # Of a value: more would hide what is wrong with it.
-DIGITS_MAX = 80
 SAID_MAX = 1 << 16  # Characters of what an exception says, and of its frames.
 
 
@@ -37,7 +36,7 @@ def unusable(key: str, value: object, allowed: str) -> str:
 def repr_of(value: object) -> str:
     """The repr of a value, at most `SHOWN_MAX` characters; its kind if it has none."""
     try:
-        return cut(repr(value), DIGITS_MAX if type(value) is int else SHOWN_MAX)
+        return cut(repr(value), 80 if type(value) is int else SHOWN_MAX)
     except Exception:  # Of an int of 4,300 digits, of deep data, of a user's class.
         return kind_of(value)
 

@@ -186,11 +186,11 @@ def _marker(path: Path) -> Marker | None:
         frozenset(marker.files or ())  # TypeError if it is no list of texts.
         if all(name == Path(name).name not in ("", "..", _OWN) for name in names):
             return marker
+        raise ValueError("it names other folders")
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, RecursionError) as error:
         raise FolderError(f"{path} is not as jdag wrote it: {error}") from error
-    raise FolderError(f"{path} is not as jdag wrote it: it names other folders")
 
 
 def _refuse_others(
@@ -199,16 +199,13 @@ def _refuse_others(
     """Raise FolderError if a replacement would meet what jdag did not write there."""
     if marker.kind != kind:
         raise FolderError(f"it holds a {marker.kind}, no {kind}")
-    others = [
-        name
-        for name in sorted(os.listdir(folder))
-        if (name in names or not marker.names) and name not in (_OWN, *marker.names)
-    ]
+    others = set(os.listdir(folder)).difference([_OWN, *marker.names])
+    if marker.names:
+        others.intersection_update(names)
     if marker.files is not None:
-        known = frozenset(marker.files)
-        others += [one for one in _files(folder, marker.names) if one not in known]
+        others.update(set(_files(folder, marker.names)).difference(marker.files))
     if others:
-        raise FolderError(f"it has {others[0]!r} in it, which jdag did not write")
+        raise FolderError(f"it has {min(others)!r} in it, which jdag did not write")
 
 
 def _files(folder: Path, names: Iterable[str]) -> list[str]:

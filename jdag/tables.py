@@ -183,12 +183,12 @@ def text_in(path: Path, bytes_max: int = BYTES_MAX) -> str:
         ScenarioError: it cannot be read, or is in another encoding; says which.
     """
     try:
-        with open(path, "rb", opener=_at_once) as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):
-                raise ScenarioError("this is no regular file")
-            data = b"" if found.st_size > bytes_max else file.read(bytes_max + 1)
-            size = max(len(data), found.st_size)
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):  # A pipe would be waited for.
+            raise ScenarioError("this is no regular file")
+        with path.open("rb") as file:
+            data = file.read(bytes_max + 1)
+        size = max(len(data), found.st_size)
     except (OSError, ValueError) as error:
         raise ScenarioError(reason(error)) from error
     if size > bytes_max:
@@ -209,10 +209,6 @@ def text_in(path: Path, bytes_max: int = BYTES_MAX) -> str:
         byte = f"byte {error.object[error.start]:#04x} in {_line(data, error.start)}"
         raise ScenarioError(f"this is not UTF-8, by {byte}: {_SAVE}") from error
     return io.StringIO(text, newline=None).read()  # Lines as files have them.
-
-
-def _at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # A pipe would wait for a writer.
 
 
 def _line(data: bytes, place: int) -> str:

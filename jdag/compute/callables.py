@@ -1,7 +1,6 @@
 """What a call runs: a function, or a callable pytree as an argument of its own call."""
 
-from collections.abc import Callable, Hashable, Iterable
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterable
 from enum import Enum
 from functools import partial
 from types import FunctionType, MethodType, ModuleType, WrapperDescriptorType
@@ -12,15 +11,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from jdag.errors import JdagError, kind_of
-from jdag.functions import (
-    CHANGING,
-    KEYED,
-    Applied,
-    is_program,
-    is_unjitted,
-    name_of,
-    value_key,
-)
+from jdag.functions import CHANGING, KEYED, Applied, is_program, is_unjitted, name_of
 
 _JITTED: Any = type(jax.jit(abs))
 _FIXED = (type, Enum, ModuleType, FunctionType, type(None))
@@ -57,20 +48,18 @@ def _is_node(value: Any) -> bool:
     return type(value) not in (tuple, list, dict) and not jtu.all_leaves((value,))
 
 
-def static_key(value: Any) -> Hashable:
-    """Return the key of a static; JdagError if it is a callable that could change."""
-    if type(value) is not FunctionType and callable(value):
-        refuse_mutable(value)
-    return value_key(value)
-
-
-def refuse_mutable(fn: Any) -> None:
-    """Raise JdagError if what `fn` holds may change unseen by `jdag.functions.key_of`.
+def refuse_mutable(fn: Any) -> Any:
+    """Return `fn`; JdagError if what it holds may change unseen by `key_of`.
 
     What runs as Python each time, programs and unjitted functions, may hold anything.
     """
-    if is_program(fn) or is_unjitted(fn):
-        return
+    if (
+        not callable(fn)
+        or type(fn) is FunctionType
+        or is_program(fn)
+        or is_unjitted(fn)
+    ):
+        return fn
     waiting, seen = [fn], {}
     while waiting:
         one = waiting.pop()
@@ -87,6 +76,7 @@ def refuse_mutable(fn: Any) -> None:
                 "partial, or pass what it reads as arguments"
             )
         waiting.extend(parts)
+    return fn
 
 
 def _parts(value: Any) -> Iterable[Any] | None:
@@ -112,8 +102,4 @@ def _parts(value: Any) -> Iterable[Any] | None:
         hash(value)
     except TypeError:  # A module in a partial: its arrays have no hash.
         return () if _is_node(value) else None
-    return (
-        (getattr(value, one.name) for one in fields(value))
-        if is_dataclass(value)
-        else ()
-    )
+    return [getattr(value, name) for name in getattr(kind, "__dataclass_fields__", ())]

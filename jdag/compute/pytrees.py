@@ -13,10 +13,10 @@ import jax.tree_util as jtu
 import numpy as np
 
 from jdag.compute.avals import Aval, aval_of, is_deleted
-from jdag.compute.callables import static_key
+from jdag.compute.callables import refuse_mutable
 from jdag.compute.depth import check_depth
 from jdag.errors import ContextError, JdagError, kind_of, repr_of
-from jdag.functions import call_site
+from jdag.functions import call_site, value_key
 from jdag.wire.trees import HOLE
 
 ALLOWED = (
@@ -50,7 +50,7 @@ class Static:
                 f"{type(value).__name__}; a tuple would be right for a list"
             ) from error
         self.value = value
-        self.key = static_key(value)
+        self.key = value_key(refuse_mutable(value))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Static) and self.key == other.key
@@ -151,7 +151,7 @@ def _number_key(data: Any) -> Hashable:
 
 def template_of(treedef: Any, leaves: Sequence[Any], own: int) -> Template:
     """Return the template with these leaves: `HOLE`, or statics."""
-    statics = [(p, static_key(o)) for p, o in enumerate(leaves) if o is not HOLE]
+    statics = [(p, value_key(o)) for p, o in enumerate(leaves) if o is not HOLE]
     known = None if statics else template_of_arrays(treedef, own)
     return known or Template(treedef, leaves, tuple(statics), own)
 
@@ -254,7 +254,7 @@ def split(
             kind = _kind(type(leaf))
             if kind is _Kind.STATIC or kind is _Kind.WRAPPED:
                 wrapped = kind is _Kind.WRAPPED
-                key = leaf.key if wrapped else static_key(leaf)
+                key = leaf.key if wrapped else value_key(refuse_mutable(leaf))
                 statics.append((place, key))
                 if wrapped:
                     leaves[place] = leaf.value
