@@ -113,7 +113,7 @@ def save(
             (made / ABOUT).write_text(json.dumps(described), encoding="utf-8")
             if arrays:
                 stored.write(made / ARRAYS, arrays)
-    except (OSError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise JdagError(
             f"no checkpoint can be written to {where!r}: {error}; what was there is "
             "as it was"
@@ -145,23 +145,22 @@ def load(
             assignments.leaf(entry.value)
     about, arrays = _read(stored, where)
     places = _places(where, about, parts, entries)
-    values = []
+    values: list[Any] = []
     to_leaves = []
     for entry, place in zip(entries, places, strict=True):
         saved = about[entry.part][place]
-        _check(where, entry, saved)
-        array = arrays.get(saved.name)
-        _check_array(where, entry, saved, array)
-        if saved.kind == "static":
-            values.append(entry.value)
-            continue
-        if isinstance(entry.value, str):
+        if isinstance(entry.value, str) and saved.kind != "static":
             assignments.home.place(entry.value, f"cluster.load, {entry}")
-        if is_ref(entry.value) or isinstance(entry.value, str):
+        try:
+            value = _restored(where, entry, saved, arrays.get(saved.name))
+        except JdagError:
+            raise
+        except Exception as error:  # A description may say anything.
+            said = f"{entry} cannot be restored from the checkpoint {where!r}"
+            raise JdagError(f"{said}: {error}") from error
+        if saved.kind != "static" and isinstance(entry.value, Ref | str):
             to_leaves.append(len(values))
-        value = _put_together(saved, array)
-        kind = type(entry.value)
-        values.append(kind(value) if kind in NUMBERS.values() else value)
+        values.append(value)
     refs = assignments.write(
         [entries[place].value for place in to_leaves],
         [values[place] for place in to_leaves],
@@ -303,7 +302,7 @@ def _read(stored: Any, where: str) -> tuple[dict[str, list[Saved]], Mapping[str,
             parts = _described(about)
             has_arrays = any(saved.name for those in parts.values() for saved in those)
             return parts, stored.read(folder / ARRAYS) if has_arrays else {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:  # What is there may be anything.
         raise JdagError(f"no checkpoint can be read from {where!r}: {error}") from error
 
 
@@ -323,7 +322,7 @@ def _described(path: Path) -> dict[str, list[Saved]]:
             ]
             for part, those in about["parts"].items()
         }
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except Exception as error:
         said = f"its description, {path.name}, is not as jdag wrote it: {error}"
         raise ValueError(said) from error
 
@@ -387,30 +386,38 @@ def _called(paths: Sequence[str]) -> str:
     return ", ".join(path or "a single value" for path in paths) or "nothing"
 
 
-def _check(where: str, entry: Entry, saved: Saved) -> None:
-    """Raise JdagError unless what is saved fits the place that is given for it."""
+def _restored(where: str, entry: Entry, saved: Saved, array: Any) -> Any:
+    """Return a value as it was saved, bit by bit; JdagError if it does not fit."""
     wanted = _wanted(entry.value, saved)
     if wanted != str(saved):
         raise JdagError(
             f"{entry} is {saved} in the checkpoint {where!r}, and wanted is {wanted}"
         )
+    if saved.kind not in ("static", *NUMBERS):
+        value = _array(saved, array)
+    elif saved.name:
+        raise ValueError(f"{saved} has an array")
+    else:
+        value = entry.value if saved.kind == "static" else _number(saved)
+    kind = type(entry.value)
+    return kind(value) if kind in NUMBERS.values() else value
 
 
-def _check_array(where: str, entry: Entry, saved: Saved, array: Any) -> None:
-    """Raise JdagError unless an array is what was saved, bit by bit."""
-    if not saved.name:
-        return
+def _array(saved: Saved, array: Any) -> Any:
+    """Return an array as it was before it was taken apart; empty ones have none."""
     shape, dtype = _stored(saved)
-    said = f"{entry} cannot be restored from the checkpoint {where!r}: "
     if isinstance(array, BaseException):
-        raise JdagError(f"{said}{array}") from array
+        raise array
     if array is None and 0 in shape:
-        return
+        array = np.zeros(shape, dtype)
     if array is None or (array.shape, array.dtype) != (shape, dtype):
         found = "none" if array is None else f"{array.dtype}{list(array.shape)}"
-        raise JdagError(f"{said}its array is {found}, and {saved} in the description")
+        raise ValueError(f"its array is {found}, and {saved} in the description")
     if saved.digest not in (None, _digest(array)):
-        raise JdagError(f"{said}its array has another digest than when it was saved")
+        raise ValueError("its array has another digest than when it was saved")
+    if saved.kind == "array":
+        return jnp.asarray(array.view(saved.dtype))
+    return jax.random.wrap_key_data(jnp.asarray(array), impl=saved.kind)
 
 
 def _wanted(value: Any, saved: Saved) -> str:
@@ -437,14 +444,3 @@ def _wanted(value: Any, saved: Saved) -> str:
 def _number(saved: Saved) -> Any:
     text = saved.text
     return text == "True" if saved.kind == "bool" else NUMBERS[saved.kind](text)
-
-
-def _put_together(saved: Saved, array: Any) -> Any:
-    """Return a value as it was before it was taken apart; empty ones have no array."""
-    if saved.kind in NUMBERS:
-        return _number(saved)
-    if array is None:
-        array = np.zeros(*_stored(saved))
-    if saved.kind == "array":
-        return jnp.asarray(array.view(saved.dtype))
-    return jax.random.wrap_key_data(jnp.asarray(array), impl=saved.kind)

@@ -33,7 +33,7 @@ from rich.text import Text
 
 from jdag import hosting, signals
 from jdag.engine.drawing import Need
-from jdag.errors import JdagError, ScenarioError, kind_of, reason, spelled, unusable
+from jdag.errors import ScenarioError, kind_of, reason, spelled, unusable
 from jdag.exits import Exit, said_in_one_line
 from jdag.folders import reading, replacing
 from jdag.graph import ContextGraph
@@ -399,7 +399,7 @@ def report(
             said = f"{error.filename}: " * (error.filename is not None) + reason(error)
             said = f"a folder that `jdag run` wrote; {said}"
             raise ScenarioError(unusable("folder", str(folder), said)) from error
-        except (ValueError, LookupError, TypeError, AttributeError, JdagError) as error:
+        except Exception as error:  # Whatever somebody made of it.
             said = f"a folder that `jdag run` wrote; {type(error).__name__}: {error}"
             raise ScenarioError(unusable("folder", str(folder), said)) from error
     _print(Console(), result, folder / PAGE)

@@ -36,7 +36,7 @@ def unusable(key: str, value: object, allowed: str) -> str:
 def repr_of(value: object) -> str:
     """The repr of a value, at most `SHOWN_MAX` characters; its kind if it has none."""
     try:
-        return cut(repr(value), SHOWN_MAX)
+        return cut(repr(value), 80 if type(value) is int else SHOWN_MAX)
     except Exception:  # Of an int of 4,300 digits, of deep data, of a user's class.
         return kind_of(value)
 
@@ -96,6 +96,14 @@ def other_thread(name: str) -> JdagError:
     return JdagError(
         f"thread {name!r} uses a cluster that another thread made: a cluster is for "
         "the thread that makes it; cluster.run runs programs at the same time"
+    )
+
+
+def no_arrays(what: str) -> JdagError:
+    """The error of an argument that is to be differentiated by, with nothing to it."""
+    return JdagError(
+        f"{what} has no arrays, and so no gradient; differentiate by "
+        "leaves, and by float and complex arrays"
     )
 
 

@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -32,11 +32,15 @@ class FolderError(OSError):
 
 
 class Marker(NamedTuple):
-    """What jdag wrote in a folder, and what it had written there before that."""
+    """What jdag wrote in a folder, and what it had written there before that.
+
+    `files` are those in folders among the names; None where they were not noted yet.
+    """
 
     kind: str
     names: list[str]
     former: list[str]
+    files: list[str] | None = None
 
 
 @contextmanager
@@ -87,8 +91,10 @@ def replacing(
             yield made
             written = sorted(os.listdir(made))
             _refuse_others(folder, marker, kind, written)
-            written += [name for name in marker.names if name in keep]
-            text = json.dumps(Marker(kind, written, marker.names)._asdict())
+            kept = [name for name in marker.names if name in keep]
+            files = [*_files(made, written), *_files(folder, kept)]
+            next_one = Marker(kind, [*written, *kept], marker.names, files)
+            text = json.dumps(next_one._asdict())
             (then / "marker").write_text(text, encoding="utf-8")
             os.rename(then / "marker", then / _MARKER)
         finally:
@@ -177,13 +183,14 @@ def _marker(path: Path) -> Marker | None:
     try:
         marker = Marker(**json.loads(path.read_text(encoding="utf-8")))
         names = [*marker.names, *marker.former]
+        frozenset(marker.files or ())  # TypeError if it is no list of texts.
         if all(name == Path(name).name not in ("", "..", _OWN) for name in names):
             return marker
+        raise ValueError("it names other folders")
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, RecursionError) as error:
         raise FolderError(f"{path} is not as jdag wrote it: {error}") from error
-    raise FolderError(f"{path} is not as jdag wrote it: it names other folders")
 
 
 def _refuse_others(
@@ -192,10 +199,21 @@ def _refuse_others(
     """Raise FolderError if a replacement would meet what jdag did not write there."""
     if marker.kind != kind:
         raise FolderError(f"it holds a {marker.kind}, no {kind}")
-    for name in sorted(os.listdir(folder)):
-        is_new_here = name in names or not marker.names
-        if is_new_here and name not in (_OWN, *marker.names):
-            raise FolderError(f"it has {name!r} in it, which jdag did not write")
+    others = set(os.listdir(folder)).difference([_OWN, *marker.names])
+    if marker.names:
+        others.intersection_update(names)
+    if marker.files is not None:
+        others.update(set(_files(folder, marker.names)).difference(marker.files))
+    if others:
+        raise FolderError(f"it has {min(others)!r} in it, which jdag did not write")
+
+
+def _files(folder: Path, names: Iterable[str]) -> list[str]:
+    """The files in folders of these names; links are not followed."""
+    tops = [folder / name for name in names]
+    found = [one for top in tops if not top.is_symlink() for one in top.rglob("*")]
+    files = [one for one in found if one.is_symlink() or not one.is_dir()]
+    return sorted(str(one.relative_to(folder)) for one in files)
 
 
 def _settle(folder: Path) -> None:

@@ -1,5 +1,6 @@
 """What the programs of one cluster share in one process, and the port of each."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -128,6 +129,7 @@ class Home:
         self.closed = False
         self.trace = trace_state()
         self.configuration = configuration()
+        self.process = os.getpid()
         self.reader = Reader(self)
         # Whether an argument is a ref or, in abstract mode, stands for arrays.
         self.is_named: Callable[[object], bool] = _stands if abstract else is_ref

@@ -10,7 +10,7 @@ shape share what is compiled.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 from jdag.compute.avals import Aval
+from jdag.compute.callables import refuse_mutable
 from jdag.compute.fingerprint import Once, key_of
 from jdag.compute.jaxprs import depends
 from jdag.compute.pytrees import Form, flatten
@@ -77,8 +78,9 @@ def leafwise(
     """Return the transformation of each leaf of a pytree of this form.
 
     Raises:
-        JdagError: it mixes leaves, or cannot be applied to them.
+        JdagError: it mixes leaves, cannot be applied to them, or could change unseen.
     """
+    refuse_mutable(partial(tx.update, tx.init))
     _refuse_mixing(tx, form, avals, names)
     alone: dict[Aval, Any] = {}
     known: dict[Any, Leafwise] = {}

@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from math import inf
 from numbers import Real
 
 from jdag.engine.vocabulary import Owed, PassResult
-from jdag.errors import JdagError, WorkerLost
+from jdag.errors import JdagError, WorkerLost, repr_of
 from jdag.functions import name_of
 from jdag.moving import moved
 from jdag.ref import Ref
+
+TIMEOUT_S_MAX = 1e15
 
 
 @dataclass(frozen=True)
@@ -35,14 +36,15 @@ def nanoseconds(timeout_s: float | None) -> int | None:
     """Return the time that a pass is given, None for no end of it.
 
     Raises:
-        JdagError: it is no number above 0.
+        JdagError: it is no number above 0, or more than `TIMEOUT_S_MAX`.
     """
     if timeout_s is None:
         return None
     is_number = isinstance(timeout_s, Real) and not isinstance(timeout_s, bool)
-    if not is_number or not 0 < timeout_s < inf:
+    if not is_number or not 0 < timeout_s <= TIMEOUT_S_MAX:
         raise JdagError(
-            f"timeout_s={timeout_s!r}: allowed is a number of seconds above 0, or None"
+            f"timeout_s={repr_of(timeout_s)}: allowed is a number of seconds above 0, "
+            f"or None, and at most {TIMEOUT_S_MAX:g}"
         )
     return max(round(float(timeout_s) * 1e9), 1)
 

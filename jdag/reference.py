@@ -30,7 +30,7 @@ from jdag.compute.pytrees import (
 )
 from jdag.compute.tracing import settled
 from jdag.engine.vocabulary import Failure, Key, LeafId, LeafKey, OutputKey, Path
-from jdag.errors import ContextError, JdagError, RootError, kind_of
+from jdag.errors import ContextError, JdagError, RootError, kind_of, no_arrays
 from jdag.failures import exception_of, remote_error
 from jdag.functions import call_site, is_program, name_of
 from jdag.moving import move
@@ -417,6 +417,8 @@ class _Arguments:
         """Raise unless this can be differentiated by."""
         what = f"argument {self._number}"
         self._places = places_of_arrays(what, self._tree, self._leaves)
+        if not self._places:
+            raise no_arrays(what)
         for place in self._places:
             value = self._values[place] = frozen(self._values[place])
             if not (aval_of(value).inexact or allow_int):

@@ -6,6 +6,7 @@ Whatever is wrong is said in one wording: `key = value: allowed is ...`.
 import codecs
 import io
 import os
+import stat
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -175,20 +176,23 @@ _MARKS = {
 _SAVE = "save it as UTF-8"
 
 
-def text_in(path: Path) -> str:
-    """Return the text of a file, in UTF-8 with or without a byte order mark.
+def text_in(path: Path, bytes_max: int = BYTES_MAX) -> str:
+    """Return the text of a regular file, in UTF-8 with or without a byte order mark.
 
     Raises:
         ScenarioError: it cannot be read, or is in another encoding; says which.
     """
     try:
-        with path.open("rb") as file:  # Perhaps it has no end, as /dev/zero.
-            data = file.read(BYTES_MAX + 1)
-            size = max(len(data), os.fstat(file.fileno()).st_size)
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):  # A pipe would be waited for.
+            raise ScenarioError("this is no regular file")
+        with path.open("rb") as file:
+            data = file.read(bytes_max + 1)
+        size = max(len(data), found.st_size)
     except (OSError, ValueError) as error:
         raise ScenarioError(reason(error)) from error
-    if size > BYTES_MAX:
-        most = f"and {BYTES_MAX:,} are the most that is read"
+    if size > bytes_max:
+        most = f"and {bytes_max:,} are the most that is read"
         raise ScenarioError(f"this has at least {size:,} bytes, {most}")
     for mark, encoding in _MARKS.items():
         if data.startswith(mark):

@@ -16,7 +16,7 @@ from jdag.compute.pytrees import (
     unflatten,
 )
 from jdag.context import Context
-from jdag.errors import JdagError, RootError
+from jdag.errors import JdagError, RootError, no_arrays
 from jdag.ref import Ref, fetch, is_ref
 
 
@@ -120,10 +120,7 @@ def leaves_of(
             raise type(error)(f"{what}{name}: {error}") from None
         bound[place] = ref
     if not any(map(is_ref, bound)):
-        raise JdagError(
-            f"{what} has no arrays, and so no gradient; differentiate by "
-            "leaves, and by float and complex arrays"
-        )
+        raise no_arrays(what)
     return unflatten(treedef, bound)
 
 

@@ -11,6 +11,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jdag
@@ -48,6 +49,16 @@ class Scale:
     @jdag.program
     def run(self, ctx: Any, x: Any) -> Any:
         return ctx.call("b", jnp.multiply, x, self.factor)
+
+
+class Wrapping(Scale):
+    """A callable object that may change, and says what it wraps."""
+
+    __wrapped__ = abs
+
+
+class Plain:
+    """An object that may change, and cannot be called."""
 
 
 @dataclasses.dataclass
@@ -124,6 +135,12 @@ REFUSED: list[Callable[[], Any]] = [
     lambda: Frozen([2.0]).apply,
     lambda: functools.partial(Node(2.0)),
     lambda: np.ones(3).sum,
+    lambda: Wrapping(2.0),
+    lambda: jax.jit(Scale(2.0).apply),
+    lambda: functools.partial(operator.mul, Scale(2.0)),
+    lambda: functools.partial(print, sep=[Plain(), 1]),
+    lambda: Frozen((Plain(),)).apply,
+    lambda: Frozen(Frozen(Plain())),
 ]
 
 ALLOWED: list[Any] = [
@@ -149,6 +166,10 @@ ALLOWED: list[Any] = [
     "{}".format,
     functools.partial(Scale(2.0).run),
     Scale(2.0).plainly,
+    jax.jit(Frozen(2.0).apply),
+    functools.partial(
+        operator.mul, X, [2.0, np.ones(3)], **{"a": {"b": (None, Plain)}}
+    ),
 ]
 
 
@@ -156,6 +177,34 @@ ALLOWED: list[Any] = [
 def test_what_could_change_without_notice_is_refused(make: Callable[[], Any]) -> None:
     with pytest.raises(JdagError, match=r"could change .* make it a pytree"):
         called(make(), (X,))
+
+
+@pytest.mark.parametrize("make", REFUSED)
+def test_nor_is_it_taken_as_an_argument_or_a_static(
+    cluster: Any, make: Callable[[], Any]
+) -> None:
+    if isinstance(value := make(), jax.tree_util.Partial):
+        value = {"within": value.func}
+    said = r"could change .* make it a pytree"
+    with cluster.context() as ctx, pytest.raises(JdagError, match=said):
+        ctx.call("b", jax.jit(lambda fn, x: x), value, X)
+    if callable(value):
+        with pytest.raises(JdagError, match=r"could change|takes a hashable value"):
+            jdag.static(value)
+
+
+def test_a_transformation_by_methods_of_an_object_is_refused(cluster: Any) -> None:
+    class Rate(Plain):
+        def init(self, params: Any) -> Any:
+            return ()
+
+        def update(self, grads: Any, state: Any, params: Any) -> Any:
+            return grads, state
+
+    rate = Rate()
+    tx = optax.GradientTransformation(rate.init, rate.update)
+    with pytest.raises(JdagError, match=r"Rate.update.* reads a Rate, which could cha"):
+        jdag.Optimizer(tx, cluster.put("b", X))
 
 
 @pytest.mark.parametrize("fn", ALLOWED)

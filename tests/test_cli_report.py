@@ -1,6 +1,7 @@
 """`jdag report`: the page of a run again, and one line for what is no run."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,23 @@ def test_a_report_of_what_somebody_changed_is_one_line_and_2(place: Path):
     path.write_text(json.dumps({**result, "question": "\udcff?"}))
     assert jdag("report", "run")[0] == 0
     assert "\\udcff?" in (place / "run" / "index.html").read_text()
+
+
+def test_a_report_of_files_without_end_and_of_endless_times_is_one_line(place: Path):
+    assert jdag("run", written(place.parent), "--out", "run")[0] == 0
+    result, graph = place / "run" / "result.json", place / "run" / "graph.json"
+    text = result.read_text()
+    window = json.dumps({**json.loads(text), "window_ns": [0, 1]})
+    result.write_text(window.replace("[0, 1]", f"[0, 1{'0' * 400}]"))
+    assert "allowed is a folder that `jdag run` wrote; O" in refused(
+        place, "report", "run"
+    )
+    result.write_text(text)
+    graph.unlink()
+    graph.symlink_to("/dev/zero")
+    assert "graph.json: this is no regular" in refused(place, "report", "run")
+    os.truncate(result, 1 << 33)
+    assert "result.json: this has at least 8,589,934" in refused(place, "report", "run")
 
 
 @pytest.mark.parametrize("name", ["result.json", "graph.json", "trace.jsonl"])

@@ -363,3 +363,21 @@ def test_another_thread_may_not_use_a_simulated_cluster(cluster):
     np.testing.assert_array_equal(ctx.gradient(w).fetch(), ONES)
     ctx.__exit__(None, None, None)
     nothing_is_left(cluster)
+
+
+@program
+def ping(ctx, x):
+    return ctx.call("c", pong, x)
+
+
+@program
+def pong(ctx, x):
+    return ctx.call("b", ping, x)
+
+
+def test_programs_that_call_each_other_for_ever_are_named_where_events_end():
+    said = r"events_max = 300 .*began last: .*p[io]ng and .*p[io]ng\);"
+    with simulate(["a", "b", "c"], seed=0, events_max=300, nesting_max=4000) as cluster:
+        ctx = cluster.context().__enter__()
+        with pytest.raises(JdagError, match=said):
+            ctx.call("b", ping, 1.0).fetch()

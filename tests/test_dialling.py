@@ -1,18 +1,22 @@
-"""Looking for main where it said that it is."""
+"""Going to others: main waits for all workers, and a worker looks for main."""
 
 import os
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
 from jdag.errors import JoinError
-from jdag.rpc.control import ControlServer
+from jdag.rpc.control import ControlClient, ControlServer
 from jdag.rpc.dialling import Lookout, Routes
 from jdag.rpc.gate import dial
 from jdag.rpc.requests import Attach, Health
+from jdag.rpc.session import Session
 from jdag.rpc.settings import Address
-from tests.rpc_cases import ANY
+from tests.rpc_cases import ANY, free_address, plan_of, seated
 from tests.test_seat import attach
 
 
@@ -71,3 +75,29 @@ def test_one_found_by_another_number_was_never_main(main: Main):
     lookout = main.lookout(handshake={"pid": 1})
     lookout.find()
     lookout.look("m")
+
+
+def test_no_worker_is_attached_before_all_answer(monkeypatch: pytest.MonkeyPatch):
+    missing, again = free_address(), threading.Semaphore(0)
+    reach = Routes.reach
+
+    def counted(routes: Routes, peer: str, control: Address) -> ControlClient:
+        if control == missing:
+            again.release()
+        return reach(routes, peer, control)
+
+    monkeypatch.setattr(Routes, "reach", counted)
+    with ExitStack() as stack:
+        workers = [stack.enter_context(seated(name)) for name in "abc"]
+        controls = {one.seat._own.worker: one.server.address for one in workers}
+        plan = plan_of({**controls, "d": missing}, ready_s=60.0)
+        pool = stack.enter_context(ThreadPoolExecutor())
+        begun = pool.submit(Session, plan)
+        for _ in range(6):
+            assert again.acquire(timeout=60)
+        # They would end their sessions if the last came later than `deadline_s`.
+        states = [worker.ask(Health())["state"] for worker in workers]
+        with seated("d", missing), begun.result(60) as session:
+            node: Any = session.node
+            assert node.ask("d", b"hi") == b"answer hi from d\n"
+    assert states == ["idle"] * 3

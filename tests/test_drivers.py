@@ -324,15 +324,15 @@ def test_who_connects_while_workers_start_waits_for_them(
     workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     late = ("b", "c")
-    attach, failed = Session._attach, {name: 0 for name in late}
+    find, failed = Session._find, {name: 0 for name in late}
 
-    def not_yet(session: Session, peer: str, incarnation: int) -> None:
+    def not_yet(session: Session, peer: str) -> None:
         failed[peer] += 1
         if failed[peer] < 3:
             raise JoinError(f"{peer} is not there", reached=False, absent=True)
-        attach(session, peer, incarnation)
+        find(session, peer)
 
-    monkeypatch.setattr(Session, "_attach", not_yet)
+    monkeypatch.setattr(Session, "_find", not_yet)
     with workers.connect() as cluster:
         refs = [cluster.put(name, jnp.arange(3.0)) for name in late]
         assert sum(float(jnp.sum(ref.fetch())) for ref in refs) == 6.0
@@ -342,13 +342,13 @@ def test_who_connects_while_workers_start_waits_for_them(
 def test_a_worker_that_refuses_is_not_waited_for_nor_are_the_others(
     workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuses(session: Session, peer: str, incarnation: int) -> None:
+    def refuses(session: Session, peer: str) -> None:
         if peer == "c":
             raise JoinError("the token is wrong")
         raise JoinError("b is not there", reached=False, absent=True)
 
     text = workers.path.read_text()
-    monkeypatch.setattr(Session, "_attach", refuses)
+    monkeypatch.setattr(Session, "_find", refuses)
     workers.path.write_text(f"ready_s = 3600\n{text}")
     try:
         with pytest.raises(JoinError, match=r"^the token is wrong$"):

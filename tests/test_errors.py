@@ -55,6 +55,11 @@ def test_a_setting_without_a_repr_is_named_by_what_it_is():
     assert unusable("seed", Shy(), "a text") == "seed = a Shy: allowed is a text"
 
 
+def test_a_long_number_is_shown_by_its_ends():
+    said = unusable("seed", 10**400, "a text")
+    assert said.startswith("seed = 1000") and len(said) < 200
+
+
 def test_what_is_as_deep_as_allowed_is_not_deeper():
     def parts(value):
         return value if isinstance(value, list) else ()

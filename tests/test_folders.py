@@ -54,6 +54,29 @@ def test_what_others_put_in_a_folder_stays_there(tmp_path: Path):
     assert (tmp_path / "mine" / "tree" / "c.txt").read_text() == "mine"
 
 
+def test_what_others_put_inside_of_what_jdag_wrote_stays_there(tmp_path: Path):
+    write(tmp_path, "x")
+    mine = tmp_path / "tree" / "deep" / "mine.txt"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    has_other = r"it has 'tree/deep/mine\.txt' in it, which jdag did not write"
+    for names in (NAMES, ("a.txt",)):
+        with pytest.raises(FolderError, match=has_other):
+            write(tmp_path, "y", names)
+    assert content(tmp_path) == WHOLE
+    assert mine.read_text() == "mine"
+    mine.unlink()
+    write(tmp_path, "y")
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    marker = tmp_path / ".jdag" / "marker.json"
+    before = json.loads(marker.read_text())
+    assert before.pop("files") == ["tree/c.txt"]
+    marker.write_text(json.dumps(before))  # As it was before files were noted.
+    write(tmp_path, "x")
+    assert content(tmp_path) == WHOLE
+
+
 def test_a_folder_with_something_else_in_it_is_refused_and_left_as_it_is(
     tmp_path: Path,
 ):
@@ -153,6 +176,7 @@ def test_a_replacement_that_fails_leaves_all_as_it_was(tmp_path: Path):
         {"names": [".."]},
         {"former": [".jdag"]},
         {"names": [3]},
+        {"files": [[]]},
         {"more": 3},
     ],
 )

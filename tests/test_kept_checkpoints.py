@@ -11,7 +11,7 @@ import numpy as np
 import orbax.checkpoint as orbax
 import pytest
 
-from jdag import folders
+from jdag import checkpoint, folders
 from jdag.errors import JdagError
 from jdag.folders import replacing
 from jdag.ref import fetch
@@ -132,6 +132,35 @@ def test_a_description_that_was_edited_is_refused(cluster, tmp_path, key):
     edited = r"its description, about\.json, is not as jdag wrote it: its digest"
     with pytest.raises(JdagError, match=edited):
         cluster.load(tmp_path, w="b")
+
+
+@pytest.mark.parametrize(
+    ("size", "changes"),
+    [
+        (0, {"shape": [0, 10**30]}),
+        (0, {"shape": [10**12]}),
+        (3, {"kind": "static"}),
+        (3, {"kind": "int", "text": "3"}),
+        (3, {"name": ""}),
+    ],
+)
+def test_what_a_description_says_in_vain_is_an_error_that_names_the_leaf(
+    cluster, tmp_path, size, changes
+):
+    w = cluster.put("b", jnp.ones(size, "float32"))
+    cluster.save(tmp_path, w=w)
+    about = json.loads((tmp_path / "about.json").read_text())
+    about["parts"]["w"][0].update(changes)
+    about["digest"] = checkpoint._digest(about["parts"])
+    (tmp_path / "about.json").write_text(json.dumps(about))
+    for place in (w, "b"):
+        with pytest.raises(JdagError, match=r"^w.* (cannot be restored|is .* wanted)"):
+            cluster.load(tmp_path, w=place)
+
+
+def test_a_folder_that_cannot_be_is_refused(cluster, tmp_path):
+    with pytest.raises(JdagError, match="no checkpoint can be written to"):
+        cluster.save(tmp_path / "t/\udcff", w=jnp.ones(3))
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000, '{"jdag": 3}'])

@@ -23,10 +23,13 @@ def test_a_time_is_whole_nanoseconds_and_at_least_one(seconds, ns):
     assert nanoseconds(seconds) == ns
 
 
-@pytest.mark.parametrize("seconds", [0, -1, "1", True, float("inf"), float("nan")])
+@pytest.mark.parametrize(
+    "seconds", [0, -1, "1", True, float("inf"), float("nan"), 1e300]
+)
 def test_a_time_that_is_none_is_refused(seconds):
-    with pytest.raises(JdagError, match="allowed is a number of seconds above 0"):
-        nanoseconds(seconds)
+    for given in (seconds, 10**400):
+        with pytest.raises(JdagError, match="allowed is a number of seconds above 0"):
+            nanoseconds(given)
 
 
 def test_a_pass_whose_time_is_over_says_what_it_waits_for():

@@ -1,6 +1,7 @@
 """Arguments taken apart: positions, templates, and what a call does not take."""
 
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -193,3 +194,21 @@ def test_a_pytree_that_is_deep_or_contains_itself_is_refused_before_jax_sees_it(
 def test_a_large_pytree_that_shares_its_parts_is_no_deep_one() -> None:
     shared = [[np.ones(1)] * 40] * 40
     assert len(flatten({"a": shared, "b": shared})[0]) == 2 * 1600
+
+
+def test_a_static_that_is_deep_or_holds_itself_is_refused_and_nothing_is_lost():
+    @dataclass(frozen=True)
+    class Held:
+        held: list[object]
+
+        def __hash__(self) -> int:
+            return hash(self.held[0])
+
+    itself = Held([])
+    itself.held.append(itself)
+    deep: Any = 0
+    for _ in range(3_000):
+        deep = [deep]
+    for value in (deep, itself):
+        with pytest.raises(JdagError, match=r"jdag\.static takes"):
+            static(value)

@@ -209,6 +209,12 @@ def test_an_integer_parameter_is_named():
         oracle(two_layers)({"n": np.int64(1)}, X)
 
 
+@pytest.mark.filterwarnings("ignore:argument 0, at:UserWarning")
+def test_an_argument_of_numbers_alone_has_nothing_to_differentiate_by():
+    with pytest.raises(JdagError, match="argument 0 has no arrays, and so no gradient"):
+        oracle(lambda ctx, w: ctx.call("a", jnp.sin, w["a"]))({"a": 0.5})
+
+
 def test_a_ref_of_another_run_is_refused():
     kept = []
 

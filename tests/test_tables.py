@@ -1,5 +1,6 @@
 """Tables of TOML files: a mistake is said with key, value and what is allowed."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -116,9 +117,12 @@ def test_a_file_that_python_cannot_read_is_no_toml(tmp_path: Path, text: str):
 def test_a_file_without_an_end_or_of_more_than_a_mebibyte_is_not_read(tmp_path: Path):
     large = tmp_path / "large.toml"
     large.write_text("#" * (BYTES_MAX + 5))
-    for path, size in ((large, BYTES_MAX + 5), (Path("/dev/zero"), BYTES_MAX + 1)):
-        said = f"{path}: this has at least {size:,} bytes, and 1,048,576 are the most"
-        with pytest.raises(ScenarioError, match=said), wrong(path):
+    pipe = tmp_path / "pipe.toml"
+    os.mkfifo(pipe)
+    size = f"this has at least {BYTES_MAX + 5:,} bytes, and 1,048,576 are the most"
+    other = "this is no regular file"
+    for path, why in ((large, size), (Path("/dev/zero"), other), (pipe, other)):
+        with pytest.raises(ScenarioError, match=f"{path}: {why}"), wrong(path):
             read(path, "a file")
     large.write_text("a = 1".ljust(BYTES_MAX))
     assert read(large, "a file")[1] == {"a": 1}

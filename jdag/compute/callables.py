@@ -1,16 +1,20 @@
 """What a call runs: a function, or a callable pytree as an argument of its own call."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from functools import partial
 from types import FunctionType, MethodType, ModuleType, WrapperDescriptorType
 from typing import Any
 
 import jax.tree_util as jtu
+import numpy as np
 
+from jdag.compute.bytecode import MUTABLE
 from jdag.compute.fingerprint import KEYED
 from jdag.errors import JdagError, kind_of
 from jdag.functions import Applied, is_program, is_unjitted, name_of
+
+_FIXED = (type, Enum, ModuleType, FunctionType, type(None))
 
 
 def called(
@@ -25,14 +29,14 @@ def called(
         JdagError: it cannot be called; or it is a method of an object, or a callable
             object, that is neither a pytree nor hashable by value.
     """
-    if type(fn) is FunctionType:
+    if type(fn.__wrapped__ if type(fn) is _JITTED else fn) is FunctionType:
         return fn, args, 0
     if not callable(fn):
         raise JdagError(f"a call takes a function, not {fn!r}")
     is_method = type(fn) is MethodType
     is_node = _is_node(fn.__self__ if is_method else fn)
     if not is_node or isinstance(fn, partial):
-        _refuse_mutable(fn)
+        refuse_mutable(fn)
     if not is_node:
         return fn, args, 0
     if is_method:
@@ -44,38 +48,58 @@ def _is_node(value: Any) -> bool:
     return type(value) not in (tuple, list, dict) and not jtu.all_leaves((value,))
 
 
-def _refuse_mutable(fn: Any) -> None:
-    """Raise JdagError if what `fn` reads may change unseen by `key_of`.
+def refuse_mutable(fn: Any) -> Any:
+    """Return `fn`; JdagError if what it holds may change unseen by `key_of`.
 
-    What runs as Python each time, programs and unjitted functions, may read anything.
+    What runs as Python each time, programs and unjitted functions, may hold anything.
     """
-    if is_program(fn) or is_unjitted(fn):
-        return
-    while isinstance(fn, partial):
-        fn = fn.func
-    owner = getattr(fn, "__self__", fn)
-    if not _is_by_value(owner):
-        raise JdagError(
-            f"{name_of(fn)} reads {kind_of(owner)}, which could change between two "
-            "calls without notice, as it is neither a pytree nor hashable by value "
-            "(by its own __eq__ and __hash__): make it a pytree "
-            "(jax.tree_util.register_dataclass, equinox.Module), not in a partial, or "
-            "pass what it reads as arguments"
-        )
+    if (
+        not callable(fn)
+        or type(fn) is FunctionType
+        or is_program(fn)
+        or is_unjitted(fn)
+    ):
+        return fn
+    waiting, seen = [fn], {}
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen[id(one)] = one
+        parts = _parts(one)
+        if parts is None:
+            raise JdagError(
+                f"{name_of(fn)} reads {kind_of(one)}, which could change between two "
+                "calls without notice, as it is neither a pytree nor hashable by value "
+                "(by its own __eq__ and __hash__, and those of what it holds): make it "
+                "a pytree (jax.tree_util.register_dataclass, equinox.Module), not in a "
+                "partial, or pass what it reads as arguments"
+            )
+        waiting.extend(parts)
+    return fn
 
 
-def _is_by_value(owner: Any) -> bool:
-    kind: Any = type(owner)
-    if isinstance(owner, type | Enum | ModuleType | None) or hasattr(kind, KEYED):
-        return True
+def _parts(value: Any) -> Iterable[Any] | None:
+    """What else a value's key tells of; None if the value may change and keep it."""
+    kind: Any = type(value)
+    if isinstance(value, _FIXED) or hasattr(kind, KEYED):
+        return ()
+    if isinstance(value, partial):
+        return (value.func, *value.args, *value.keywords.values())
+    owner: Any = getattr(value, "__self__", None)
+    if owner is not None:
+        kind = type(owner)
+        return None if kind in MUTABLE else (owner,)
+    if kind in MUTABLE or isinstance(value, tuple):
+        return value.values() if kind is dict else () if kind is np.ndarray else value
     # Functions implemented in C, and what JAX makes: jax.jit, jax.custom_vjp, arrays.
-    in_c = isinstance(kind.__call__, WrapperDescriptorType)
+    in_c = callable(value) and isinstance(kind.__call__, WrapperDescriptorType)
     if in_c or kind.__module__.partition(".")[0] in ("jax", "jaxlib"):
-        return True
+        return [value.__wrapped__] if hasattr(value, "__wrapped__") else ()
     if kind.__eq__ is object.__eq__ or kind.__hash__ in (object.__hash__, None):
-        return False
+        return () if kind is object else None
     try:
-        hash(owner)
-    except TypeError:
-        return _is_node(owner)  # A module in a partial: its arrays have no hash.
-    return True
+        hash(value)
+    except TypeError:  # A module in a partial: its arrays have no hash.
+        return () if _is_node(value) else None
+    return [getattr(value, name) for name in getattr(kind, "__dataclass_fields__", ())]

@@ -13,9 +13,10 @@ import jax.tree_util as jtu
 import numpy as np
 
 from jdag.compute.avals import Aval, aval_of, is_deleted
+from jdag.compute.callables import refuse_mutable
 from jdag.compute.depth import check_depth
 from jdag.compute.fingerprint import key_of
-from jdag.errors import ContextError, JdagError, kind_of
+from jdag.errors import ContextError, JdagError, kind_of, repr_of
 from jdag.functions import call_site
 from jdag.wire.trees import HOLE
 
@@ -41,15 +42,16 @@ class Static:
     __slots__ = ("key", "value")
 
     def __init__(self, value: Hashable) -> None:
+        check_depth(value, "what jdag.static takes")
         try:
             hash(value)
-        except TypeError as error:
+        except (TypeError, RecursionError) as error:
             raise JdagError(
-                f"jdag.static takes a hashable value, not {value!r} of type "
+                f"jdag.static takes a hashable value, not {repr_of(value)} of type "
                 f"{type(value).__name__}; a tuple would be right for a list"
             ) from error
         self.value = value
-        self.key = key_of(value)
+        self.key = key_of(refuse_mutable(value))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Static) and self.key == other.key
@@ -65,7 +67,7 @@ def static(value: Hashable) -> Static:
     """Wrap a hashable value so that it is part of the function, not traced.
 
     Raises:
-        JdagError: the value cannot be hashed.
+        JdagError: the value cannot be hashed, or is a callable that could change.
     """
     return Static(value)
 
@@ -234,7 +236,7 @@ def split(
 
     Raises:
         ContextError: an argument is a tracer of JAX.
-        JdagError: an argument is nothing that a call takes, or was deleted.
+        JdagError: an argument is nothing that a call takes, deleted, or could change.
     """
     try:
         leaves, treedef = flatten((args, kwargs))
@@ -253,7 +255,7 @@ def split(
             kind = _kind(type(leaf))
             if kind is _Kind.STATIC or kind is _Kind.WRAPPED:
                 wrapped = kind is _Kind.WRAPPED
-                key = leaf.key if wrapped else key_of(leaf)
+                key = leaf.key if wrapped else key_of(refuse_mutable(leaf))
                 statics.append((place, key))
                 if wrapped:
                     leaves[place] = leaf.value
@@ -267,9 +269,8 @@ def split(
                 raise JdagError(f"{where}: {error}") from None
         leaves[place] = HOLE
         position += 1
-    template = None if statics else template_of_arrays(treedef, own)
-    if template is None:
-        template = Template(treedef, leaves, tuple(statics), own)
+    known = None if statics else template_of_arrays(treedef, own)
+    template = known or Template(treedef, leaves, tuple(statics), own)
     return Split(tuple(refs), tuple(constants), template)
 
 

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from jdag.engine.drawing import Drawing
-from jdag.errors import JdagError
+from jdag.errors import JdagError, ScenarioError
 from jdag.graph import Graph, dot_of, graph_of, graph_of_plain
 from jdag.report.page import write_page
 from jdag.report.perfetto import trace_events
 from jdag.report.picture import draw_graph
 from jdag.report.spans import Span, bubble, spans, spans_of
 from jdag.report.timeline import draw_timeline
-from jdag.tables import parsed
+from jdag.tables import parsed, text_in
 from jdag.trace import Trace
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "spans",
 ]
 
+JSON_BYTES_MAX = 1 << 28  # Of a file of a run, which may be any by now.
 TIMELINE = "timeline.png"
 GRAPH = "graph.png"
 GRAPH_DATA = "graph.json"
@@ -86,10 +87,13 @@ def json_of(path: Path) -> Any:
     """Return what a file of JSON holds.
 
     Raises:
-        ValueError: it is no JSON, or nested too deep.
-        OSError: it cannot be read.
+        ValueError: it cannot be read, has more than `JSON_BYTES_MAX`, is no JSON, or
+            nested too deep.
     """
-    return parsed(json.loads, path.read_text(encoding="utf-8"))
+    try:
+        return parsed(json.loads, text_in(path, JSON_BYTES_MAX))
+    except ScenarioError as error:
+        raise ValueError(f"{path.name}: {error}") from error
 
 
 def read_drawings(folder: Path) -> Graph | None:

@@ -32,6 +32,7 @@ from jdag.rpc.requests import (
     Attached,
     Detach,
     Health,
+    Info,
     Mesh,
     Peer,
     Request,
@@ -154,7 +155,9 @@ class Session:
         others = tuple(self._controls)
         self.node.begin()
         due_ns = time.monotonic_ns() + round(self._plan.ready_s * _SECOND_NS)
-        self._each(others, lambda peer: self._attach_when_there(peer, due_ns))
+        # Who is attached and not connected within `deadline_s` leaves.
+        self._each(others, lambda peer: self._wait_for(peer, due_ns))
+        self._each(others, lambda peer: self._attach(peer, 0))
         self._each(others, lambda peer: self._routes.connect(self.node, peer))
         order = self._plan.workers.index
         # Of two workers the one with the lower number dials.
@@ -173,12 +176,12 @@ class Session:
             if error is not None:
                 raise error
 
-    def _attach_when_there(self, peer: str, due_ns: int) -> None:
-        """Attach a worker, and wait for it where nothing listens at its address yet."""
+    def _wait_for(self, peer: str, due_ns: int) -> None:
+        """Wait for a worker where nothing listens at its address yet."""
         ready_s, is_told = self._plan.ready_s, False
         while True:
             try:
-                self._attach(peer, 0)
+                self._find(peer)
             except JoinError as error:
                 if not error.absent or self._no_more.is_set():
                     self._no_more.set()  # The others need not be waited for.
@@ -192,6 +195,10 @@ class Session:
                 self._no_more.wait(_AGAIN_S)
             else:
                 return
+
+    def _find(self, peer: str) -> None:
+        client = self._routes.reach(peer, self._controls[peer])
+        client.ask(Info(token=self._plan.token), timeout_s=self._plan.deadline_s)
 
     def _attach(self, peer: str, incarnation: int) -> None:
         plan = self._plan

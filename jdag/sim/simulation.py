@@ -255,6 +255,7 @@ class Simulation:
 
     def _program(self, port: Port, spawn: Spawn) -> None:
         """What a program's greenlet runs."""
+        self._timeline.programs.append(spawn.function)
         passed = run_program(self._run_program, port, spawn, GreenletExit)
         if passed is not None:
             raise passed  # What `run_program` lets pass is for the main program.

@@ -12,10 +12,12 @@ Invariants: `now_ns` never decreases; each action that was pushed is handed out 
 cancelled; at most `events_max` are ever pushed, so every run ends.
 """
 
+from collections import deque
 from heapq import heappop, heappush
 from typing import Any
 
 from jdag.errors import JdagError
+from jdag.functions import name_of
 
 # [time_ns, priority, sequence, action]: a list, so that the heap compares it without a
 # call to Python and its action can be taken out in place. No two have one sequence.
@@ -26,14 +28,16 @@ _TIME, _PRIORITY, _SEQUENCE, _ACTION = range(4)
 class Timeline:
     """The ordered queue of one simulated run; `now_ns` starts at 0.
 
-    `events_max` bounds the number of events that the whole run may push.
+    `events_max` bounds the number of events that the whole run may push; `programs` are
+    the last two that were started, which an error names.
     """
 
-    __slots__ = ("_heap", "_pushed", "_taken_out", "events_max", "now_ns")
+    __slots__ = ("_heap", "_pushed", "_taken_out", "events_max", "now_ns", "programs")
 
     def __init__(self, events_max: int) -> None:
         self.now_ns = 0
         self.events_max = events_max
+        self.programs: deque[Any] = deque(maxlen=2)
         self._heap: list[Entry] = []
         self._pushed = 0
         self._taken_out = 0  # Entries still in the heap whose action is gone.
@@ -51,10 +55,11 @@ class Timeline:
         assert time_ns >= self.now_ns, (time_ns, self.now_ns)
         assert action is not None, "None marks what is gone"
         if self._pushed >= self.events_max:
+            names = " and ".join(map(name_of, self.programs)) or "none but main's"
             raise JdagError(
                 f"the run needs more than events_max = {self.events_max} events"
-                f" (reached at {self.now_ns} ns, {len(self)} still waiting);"
-                " a longer run must ask for more"
+                f" (reached at {self.now_ns} ns, {len(self)} still waiting;"
+                f" programs that began last: {names}); a longer run must ask for more"
             )
         self._pushed = sequence = self._pushed + 1
         entry = [time_ns, priority, sequence, action]
