@@ -14,6 +14,7 @@ from jdag.compute.fingerprint import KEYED
 from jdag.errors import JdagError, kind_of
 from jdag.functions import Applied, is_program, is_unjitted, name_of
 
+_JITTED: Any = type(jax.jit(abs))
 _FIXED = (type, Enum, ModuleType, FunctionType, type(None))
 
 
