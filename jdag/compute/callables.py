@@ -93,9 +93,9 @@ def _parts(value: Any) -> Iterable[Any] | None:
         return None if kind in MUTABLE else (owner,)
     if kind in MUTABLE or isinstance(value, tuple):
         return value.values() if kind is dict else () if kind is np.ndarray else value
-    # Functions implemented in C, and what JAX makes: jax.jit, jax.custom_vjp, arrays.
+    # Functions in C, and what JAX and optax make: jax.jit, arrays, optax.MultiSteps.
     in_c = callable(value) and isinstance(kind.__call__, WrapperDescriptorType)
-    if in_c or kind.__module__.partition(".")[0] in ("jax", "jaxlib"):
+    if in_c or kind.__module__.partition(".")[0] in ("jax", "jaxlib", "optax"):
         return [value.__wrapped__] if hasattr(value, "__wrapped__") else ()
     if kind.__eq__ is object.__eq__ or kind.__hash__ in (object.__hash__, None):
         return () if kind is object else None
