@@ -6,6 +6,7 @@ from functools import partial
 from types import FunctionType, MethodType, ModuleType, WrapperDescriptorType
 from typing import Any
 
+import jax
 import jax.tree_util as jtu
 import numpy as np
 
