@@ -399,7 +399,7 @@ def report(
             said = f"{error.filename}: " * (error.filename is not None) + reason(error)
             said = f"a folder that `jdag run` wrote; {said}"
             raise ScenarioError(unusable("folder", str(folder), said)) from error
-        except Exception as error:  # Whatever somebody made of it.
+        except Exception as error:  # Other programs may have edited the files.
             said = f"a folder that `jdag run` wrote; {type(error).__name__}: {error}"
             raise ScenarioError(unusable("folder", str(folder), said)) from error
     _print(Console(), result, folder / PAGE)

@@ -28,7 +28,7 @@ _OWN, _LOCK, _NEXT, _MARKER = ".jdag", "lock", "next", "marker.json"
 
 
 class FolderError(OSError):
-    """A folder cannot be used, and why: whoever names the folder says so."""
+    """Why a folder cannot be used; the caller adds its name."""
 
 
 class Marker(NamedTuple):

@@ -84,7 +84,7 @@ class Ship(Record, tag=1):
     destination: Worker
     keys: Keys
     tracked: Mask
-    function: Name  # For whom: the name of the function that is called there.
+    function: Name  # The name of the function that is called there.
     call_site: Name
     discarded: Keys = ()
 

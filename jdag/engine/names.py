@@ -1,6 +1,6 @@
 """Names and plain data that messages, jobs and events are made of.
 
-Names are global: a key means the same value whoever says it. What travels is a struct
+Names are global: a key means the same value on every worker. What travels is a struct
 whose annotations bound every number, text and tuple: the wire reads no others. On the
 wire a struct is an array of its fields, so fields and tags are only appended.
 """
