@@ -12,7 +12,7 @@ again.
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, get_args
 
 from msgspec.msgpack import Decoder
@@ -102,6 +102,19 @@ def _with_failure(message: Any, _: Any) -> Any:
     return replace(message, failure=_bare(message.failure))
 
 
+def _with_function(message: Attach, function: Any, aval: Any) -> Attach:
+    return replace(message, hook=replace(message.hook, function=function, aval=aval))
+
+
+def _with_avals(message: Any, _: Any, to: Callable[[Any], Any]) -> Any:
+    """Return a Start or an Assign with each of its avals converted."""
+    if type(message) is Start:
+        roots = [replace(one, aval=to(one.aval)) for one in message.roots]
+        return replace(message, roots=tuple(roots))
+    parts = [replace(p, avals=tuple(map(to, p.avals))) for p in message.parts]
+    return replace(message, parts=tuple(parts))
+
+
 # Of what has in it what is opaque: the same with bytes in its place, and back.
 _CLOSED: dict[type[Any], Close] = {
     Primal: _with_failures,
@@ -117,27 +130,13 @@ _CLOSED: dict[type[Any], Close] = {
     Return: lambda message, data: replace(
         message, result=data(message.result), failure=_bare(message.failure)
     ),
-    Attach: lambda message, data: replace(
+    Attach: lambda message, data: _with_function(
         message,
-        hook=replace(
-            message.hook,
-            function=data(portable(message.hook.function, arrays=True)),
-            aval=_shape(message.hook.aval),
-        ),
+        data(portable(message.hook.function, arrays=True)),
+        _shape(message.hook.aval),
     ),
-    Start: lambda message, _: replace(
-        message,
-        roots=tuple([replace(one, aval=_shape(one.aval)) for one in message.roots]),
-    ),
-    Assign: lambda message, _: replace(
-        message,
-        parts=tuple(
-            [
-                replace(part, avals=tuple(map(_shape, part.avals)))
-                for part in message.parts
-            ]
-        ),
-    ),
+    Start: partial(_with_avals, to=_shape),
+    Assign: partial(_with_avals, to=_shape),
 }
 _OPENED: dict[type[Any], Callable[[Any, Known], Any]] = {
     Run: lambda run, known: replace(
@@ -148,27 +147,11 @@ _OPENED: dict[type[Any], Callable[[Any, Known], Any]] = {
     Return: lambda message, known: replace(
         message, result=read_tree(message.result, known)
     ),
-    Attach: lambda message, known: replace(
-        message,
-        hook=replace(
-            message.hook,
-            function=read_tree(message.hook.function, known),
-            aval=_type(message.hook.aval),
-        ),
+    Attach: lambda message, known: _with_function(
+        message, read_tree(message.hook.function, known), _type(message.hook.aval)
     ),
-    Start: lambda message, _: replace(
-        message,
-        roots=tuple([replace(one, aval=_type(one.aval)) for one in message.roots]),
-    ),
-    Assign: lambda message, _: replace(
-        message,
-        parts=tuple(
-            [
-                replace(part, avals=tuple(map(_type, part.avals)))
-                for part in message.parts
-            ]
-        ),
-    ),
+    Start: partial(_with_avals, to=_type),
+    Assign: partial(_with_avals, to=_type),
 }
 
 
