@@ -17,7 +17,6 @@ import jax
 
 from jdag.compute.avals import Aval, aval_of, is_deleted
 from jdag.compute.callables import called
-from jdag.compute.configuration import configuration
 from jdag.compute.pairs import Pair, pair
 from jdag.compute.placed import placed
 from jdag.compute.pytrees import (
@@ -47,7 +46,7 @@ from jdag.engine.vocabulary import (
 from jdag.errors import ContextError, JdagError, kind_of
 from jdag.failures import exception_of, remote_error
 from jdag.functions import call_site, is_program, name_of
-from jdag.home import Home, trace_state
+from jdag.home import Home
 from jdag.moving import move, moved
 from jdag.places import Left, at_home, refuse_device
 from jdag.ref import Hold, Leaf, Ref, RefData, is_ref
@@ -202,19 +201,16 @@ class Activation:
             self._refuse(what)
 
     def _cannot(self) -> bool:
-        home = self.home
         return (
             self.phase is not Phase.OPEN
             or bool(self._waits)
-            or home.closed
-            or trace_state() != home.trace
-            or configuration() != home.configuration
-            or home.driver.current is not self.port
+            or self.home.is_unusable()
+            or self.home.driver.current is not self.port
         )
 
     def _refuse(self, what: str) -> None:
         self.home.check_open(what)
-        _ = self.home.driver.current  # It refuses other threads, which wait for nobody.
+        _ = self.home.driver.current  # Raises on a thread that runs no program.
         if self._waits:
             raise ContextError(
                 f"{what} on {self!r}, whose program waits for {self._waits}; a program "

@@ -209,7 +209,8 @@ class Home:
 
     def check_readable(self, ref: Ref) -> None:
         """Raise ContextError where a leaf cannot be read any more."""
-        self.check_open("a fetch of {!r}", ref)
+        if self.is_unusable():  # The repr of a ref takes longer than this check.
+            self.check_open(f"a fetch of {ref!r}")
         assert ref.leaf is not None, ref
         if ref.leaf.dropped:
             raise ContextError(f"{ref.leaf} was dropped by cluster.drop")
@@ -244,27 +245,30 @@ class Home:
         """Return a value as the store holds it: in abstract mode its shape alone."""
         return aval_of(value).on(None) if self.abstract else on_default(value)
 
-    def check_open(self, what: str, *about: object) -> None:
-        """Raise unless the cluster is open, and JAX as it was when that was made.
+    def is_unusable(self) -> bool:
+        """Tell whether the cluster is closed, or JAX is not as it was at its start."""
+        return (
+            self.closed
+            or trace_state() != self.trace
+            or configuration() != self.configuration
+        )
 
-        Args:
-            what: what needs this, for the error.
-            *about: what to format it with, only then.
+    def check_open(self, what: str) -> None:
+        """Raise unless the cluster is open, and JAX as it was when that was made.
 
         Raises:
             ContextError: it is closed; or this is inside of jit or its kin.
             JdagError: a setting of JAX that results depend on has changed.
         """
         if self.closed:
-            raise ContextError(f"{what.format(*about)} on {self}, which is closed")
+            raise ContextError(f"{what} on {self}, which is closed")
         if configuration() != self.configuration:
-            self._refuse_configuration(what.format(*about))
+            self._refuse_configuration(what)
         if trace_state() != self.trace:
             raise ContextError(
-                f"{what.format(*about)} inside of jax.jit, vmap, grad or another "
-                "function that JAX traces: jdag runs outside of these. Put them inside "
-                "of the functions that are called; ctx.backward and "
-                "jdag.value_and_grad differentiate"
+                f"{what} inside of jax.jit, vmap, grad or another function that JAX "
+                "traces: jdag runs outside of these. Put them inside of the functions "
+                "that are called; ctx.backward and jdag.value_and_grad differentiate"
             )
 
     def _refuse_configuration(self, what: str) -> None:
