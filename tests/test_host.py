@@ -78,7 +78,7 @@ def test_a_worker_that_dies_between_two_effects_carries_out_no_more():
 
 def test_what_was_asked_before_an_interrupt_is_forgotten_with_what_is_waited_for():
     driver = Driver()
-    port, other = (Port(driver, driver.host, driver.waiters) for _ in range(2))
+    port, other = (Port(driver.host) for _ in range(2))
     for number in (1, 2, 3, 4):
         port.tell(Fetched(number, ()))
         driver.waiters.give(number, "something", 7)
@@ -92,7 +92,7 @@ def test_what_was_asked_before_an_interrupt_is_forgotten_with_what_is_waited_for
 
 def test_a_resume_is_recorded_and_given_only_while_its_program_waits():
     driver = Driver(Resume(1, ()), Resume(2, ()))
-    port = Port(driver, driver.host, driver.waiters)
+    port = Port(driver.host)
     driver.waiters.ask(2, "a", "Left")
     driver.host.handle(EVENT, 5)
     assert driver.did == [(2, "Left", 5), 2]
@@ -110,7 +110,7 @@ def test_values_of_an_event_that_is_refused_are_dropped():
 
     driver.host.hold([(kept, X)], 3)
     driver.host.engine.handle = refuses
-    port = Port(driver, driver.host, driver.waiters, 4)
+    port = Port(driver.host, 4)
     with pytest.raises(JdagError, match="no"):
         port.tell(EVENT, [(key, X)])
     assert key not in driver.host.machine.values

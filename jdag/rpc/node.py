@@ -125,7 +125,7 @@ class Node:
             value_bytes_max=value_bytes_max,
         )
         self._jobs = Jobs(worker, self._host.machine, self._loop, self._computed)
-        self.port = Port(self, self._host, self._waiters)
+        self.port = Port(self._host)
         self._programs = Programs(self.port if name == place.main else None)
         self._counted: Mapping[str, Mapping[str, Any]] | None = None
         self._broken: BaseException | None = None
@@ -272,7 +272,7 @@ class Node:
 
     def spawn(self, host: Host, spawn: Spawn, cause: int) -> None:
         """Start a program on a thread of its own."""
-        port = Port(self, host, self._waiters)
+        port = Port(host)
         self._programs.start(port, partial(self._program, port, spawn))
 
     def alarm(self, host: Host, alarm: Alarm, cause: int) -> Cancel:

@@ -96,14 +96,14 @@ class Host:
     """
 
     __slots__ = (
-        "_driver",
         "_value_bytes_max",
-        "_waiters",
         "alive",
+        "driver",
         "engine",
         "lost",
         "machine",
         "made",
+        "waiters",
         "worker",
     )
 
@@ -124,8 +124,8 @@ class Host:
         self.lost = lost
         self.alive = True
         self.made: dict[Key, int] = {}  # The record that made each value, if traced.
-        self._driver = driver
-        self._waiters = waiters
+        self.driver = driver
+        self.waiters = waiters
         self._value_bytes_max = value_bytes_max
 
     def tell(
@@ -134,7 +134,7 @@ class Host:
         """Handle an event of a program; hold its values, unless that raises."""
         if isinstance(event, _WAITING):
             port.asked.append(event.waiter)
-            self._waiters.ask(event.waiter, self.worker, type(event).__name__)
+            self.waiters.ask(event.waiter, self.worker, type(event).__name__)
         try:
             if values:
                 self.hold(values, cause)
@@ -161,7 +161,7 @@ class Host:
 
     def _carry_out(self, effect: Any, cause: int) -> None:
         kind = effect.__class__
-        driver = self._driver
+        driver = self.driver
         if kind is Send:
             message, keys, values = effect.message, effect.values, ()
             if keys:
@@ -174,24 +174,24 @@ class Host:
         elif kind is Resume:
             self._resume(effect, cause)
         elif kind is Alarm:
-            self._waiters.alarm(effect.waiter, driver.alarm(self, effect, cause))
+            self.waiters.alarm(effect.waiter, driver.alarm(self, effect, cause))
         else:
             assert kind is Spawn, effect
             driver.spawn(self, effect, cause)
 
     def _resume(self, resume: Resume, cause: int) -> None:
-        waiter, result, waiters = resume.waiter, resume.result, self._waiters
+        waiter, result, waiters = resume.waiter, resume.result, self.waiters
         waiters.silence(waiter)
         asked = waiters.asked(waiter)
         if asked is None:
             return  # The program was interrupted, and no longer waits.
-        record = self._driver.resumed(self, waiter, asked, cause)
+        record = self.driver.resumed(self, waiter, asked, cause)
         if asked == Fetched.__name__:  # Before another event can replace a leaf.
             found = result
             result = self.machine.fetched(found, self.worker)
             self.drop([key for key in found if isinstance(key, ReadingKey)])
         waiters.give(waiter, result, record)
-        self._driver.wake(self, waiter)
+        self.driver.wake(self, waiter)
 
     def hold(self, values: Sequence[tuple[Key, Any]], cause: int) -> None:
         """Hold values that a program put here, or that came with a message."""
@@ -224,17 +224,13 @@ class Port:
     program does next. `asked` are its waiters, in the order of asking.
     """
 
-    __slots__ = ("_driver", "_waiters", "asked", "cause", "host", "worker")
+    __slots__ = ("asked", "cause", "host", "worker")
 
-    def __init__(
-        self, driver: Driver, host: Host, waiters: Waiters, cause: int = NO_CAUSE
-    ) -> None:
+    def __init__(self, host: Host, cause: int = NO_CAUSE) -> None:
         self.host = host
         self.worker = host.worker
         self.cause = cause
         self.asked: deque[int] = deque()
-        self._driver = driver
-        self._waiters = waiters
 
     def tell(self, event: Event, values: Sequence[tuple[Key, Any]] = ()) -> None:
         """Have the engine handle an event, and carry out its effects.
@@ -249,11 +245,11 @@ class Port:
             JdagError: the engine refuses the event, the cluster is closed, or a
                 function cannot travel to where it is to run.
         """
-        self._driver.tell(self, event, values)
+        self.host.driver.tell(self, event, values)
 
     def waiter(self) -> int:
         """Return a new number to wait for."""
-        return self._waiters.number()
+        return self.host.waiters.number()
 
     def wait(self, waiter: int) -> Any:
         """Block until the engine resumes a waiter; return the result.
@@ -265,12 +261,12 @@ class Port:
             JdagError: the waiter can never be resumed, or the cluster is closed.
         """
         try:
-            result, self.cause = self._driver.wait(self, waiter)
+            result, self.cause = self.host.driver.wait(self, waiter)
             return result
         finally:
             asked = self.asked
             while asked and asked[0] <= waiter:
-                self._waiters.forget((asked.popleft(),))
+                self.host.waiters.forget(asked.popleft())
 
     def lost(self, worker: str) -> str | None:
         """Why that incarnation is gone; None unless this worker was told that it is."""

@@ -1,6 +1,6 @@
 """What programs wait for: numbers that their engine resumes."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 
@@ -49,16 +49,16 @@ class Waiters:
         if cancel is not None:
             cancel()
 
-    def forget(self, waiters: Iterable[int]) -> None:
-        """Forget waiters whose result was taken, or whose program was interrupted."""
-        for waiter in waiters:
-            self.silence(waiter)
-            self._asked.pop(waiter, None)
-            self.given.pop(waiter, None)
+    def forget(self, waiter: int) -> None:
+        """Forget a waiter whose result was taken, or whose program was interrupted."""
+        self.silence(waiter)
+        self._asked.pop(waiter, None)
+        self.given.pop(waiter, None)
 
     def clear(self) -> None:
         """Forget all waiters."""
-        self.forget(tuple(self._asked))
+        for waiter in tuple(self._asked):
+            self.forget(waiter)
 
     def __str__(self) -> str:
         """List who waits for what, in the order of asking."""

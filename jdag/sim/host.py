@@ -77,7 +77,7 @@ class Host(host.Host):
         engine = Engine(name, workers, incarnation)
         worker = incarnated(name, incarnation)
         device = self.device.beside()
-        driver, waiters = self._driver, self._waiters
+        driver, waiters = self.driver, self.waiters
         again = Host(
             worker, engine, self.machine, device, driver=driver, waiters=waiters
         )

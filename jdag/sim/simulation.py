@@ -145,7 +145,7 @@ class Simulation:
         self._hosts = hosts_of(kinds, values, self._chooser, self._faults)
         self._closed = False
         self._counted: dict[str, dict[str, int | bool]] | None = None
-        self.port = Port(self, self._hosts[home], self._waiters)
+        self.port = Port(self._hosts[home])
         self._happens: dict[str, Callable[..., None]] = {
             kind: getattr(self, f"_{kind}") for kind in _KINDS
         }
@@ -411,7 +411,7 @@ class Simulation:
     def _spawn(self, host: Host, spawn: Spawn, record: int) -> None:
         """A program begins."""
         if host.alive:
-            port = Port(self, host, self._waiters, record)
+            port = Port(host, record)
             self._programs.start(port, partial(self._program, port, spawn))
 
     # ------------------------------------------------------------------------- records
