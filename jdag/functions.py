@@ -15,7 +15,6 @@ _UNJITTED = "__jdag_unjitted__"
 _PROGRAM = "__jdag_program__"
 CONTEXT = "__jdag_context__"  # What classes of contexts have.
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_PROGRAMS = os.path.join(_PACKAGE, "programs") + os.sep
 
 
 class Applied:
@@ -100,8 +99,8 @@ def code_of(fn: Any) -> CodeType | None:
 
 @functools.lru_cache(maxsize=4096)
 def is_ours(file: str) -> bool:
-    """Tell whether a source file is jdag's own, which ready programs are not."""
-    return file.startswith(_PACKAGE) and not file.startswith(_PROGRAMS)
+    """Tell whether a source file is jdag's own."""
+    return file.startswith(_PACKAGE)
 
 
 def unjitted(fn: Marked) -> Marked:
@@ -191,8 +190,7 @@ def _base(file: str) -> str:
 def call_site() -> CallSite:
     """Return the place of the innermost frame outside of jdag.
 
-    Ready programs (`jdag.programs`) count as outside, as a user's own do. Where all
-    frames are jdag's own, the outermost one is named.
+    Where all frames are jdag's own, the outermost one is named.
     """
     frame = sys._getframe(1)
     while (outer := frame.f_back) is not None:

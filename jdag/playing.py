@@ -15,9 +15,8 @@ from jdag.errors import (
     unusable,
 )
 from jdag.expect import Judged, judge
-from jdag.programs import Figures
-from jdag.programs.case import VIRTUAL
 from jdag.scenario import Driver, Scenario, configured, raised, wrong
+from jdag.scenario.case import VIRTUAL, Figures
 from jdag.scenario.driving import Virtual
 
 Progress = Callable[[int, int, Mapping[str, float]], None]
@@ -42,7 +41,7 @@ class Answer:
 
 @dataclass(slots=True)
 class Playing:
-    """One play of a scenario, as its program sees it (`jdag.programs.Run`)."""
+    """One play of a scenario, as its program sees it (`jdag.scenario.case.Run`)."""
 
     scenario: Scenario
     show: Progress

@@ -10,13 +10,13 @@ import numpy as np
 import jdag
 from jdag.drivers import simulate
 from jdag.errors import ScenarioError
-from jdag.programs import Case
+from jdag.scenario.case import Case
 from jdag.sim import LinkModel, Network
 
 GOOD = """# Is it so?
 
 name = "mine"
-program = "jdag.programs.shapes:chain"
+program = "shapes:chain"
 workers = ["a", "b"]
 x64 = true
 
@@ -233,7 +233,7 @@ def player(workers, *, end: str = "good"):
 
 
 class Stage:
-    """Plays a case without a scenario: what `jdag.programs.Run` asks for."""
+    """Plays a case without a scenario: what `jdag.scenario.case.Run` asks for."""
 
     def __init__(self, workers, *, seeds=(0,), network=None, faults=(), **settings):
         self.workers, self.seeds = tuple(workers), tuple(seeds)

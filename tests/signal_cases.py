@@ -7,7 +7,7 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-from jdag.programs import Case
+from jdag.scenario.case import Case
 from tests.scenario_cases import one_leaf
 
 WAITS_S = 60.0

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from callers import FIGURES, callers
 from jdag.errors import ScenarioError
-from jdag.programs.callers import FIGURES, callers
 from tests.scenario_cases import Stage
 
 

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from jdag.errors import RootError
-from jdag.programs import Case
-from jdag.programs.case import FIGURES, difference, worst
-from jdag.programs.shapes import chain, dropped_reply, fan_out
+from jdag.scenario.case import FIGURES, Case, difference, worst
 from jdag.sim import Crash, DeviceModel, Drop, LinkModel, Network
+from shapes import chain, dropped_reply, fan_out
 from tests.scenario_cases import JITTER, Stage, no_scalar, one_leaf, square, tree
 
 
@@ -105,7 +104,7 @@ def test_a_stuck_pass_names_what_is_owed():
     assert figures["outcome"] == "stuck"
     assert figures["error"] == "UnusedSendError"
     assert figures["owed_workers"] == ["a"]
-    assert figures["owed_functions"] == ["jdag.programs.shapes:product"]
+    assert figures["owed_functions"] == ["shapes:product"]
     assert figures["owed_call_sites"][0].startswith("shapes.py:")
     assert figures["gradient_difference"] is None
     assert figures["values_left"] == figures["live_passes"] == 0

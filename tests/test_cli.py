@@ -19,7 +19,7 @@ FILES = (
     *("result.json", "trace.jsonl", "timeline.png", "graph.png", "graph.dot"),
     *("index.html", "trace.perfetto.json"),
 )
-STUCK = "jdag.programs.shapes:dropped_reply"
+STUCK = "shapes:dropped_reply"
 FAST = '[settings]\nmode = "fast"'
 
 
@@ -43,7 +43,8 @@ def jdag(*arguments: object):
 def fresh(*arguments: object, **settings: object):
     """Run the command line in a process of its own."""
     command = [sys.executable, "-m", "jdag", *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "0"}
+    path = os.pathsep.join([str(ROOT), str(ROOT / "scenarios")])
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0"}
     return subprocess.run(
         command,
         capture_output=True,
@@ -129,7 +130,7 @@ def test_a_figure_may_have_the_name_of_what_every_result_says(place: Path):
 
 def test_what_a_program_prints_is_not_in_the_json(place: Path):
     (place.parent / "says.py").write_text(
-        "from jdag.programs.shapes import chain\n"
+        "from shapes import chain\n"
         "print('imported')\n"
         "def mine(workers):\n"
         "    print('called')\n"
@@ -380,8 +381,8 @@ def test_a_run_is_the_same_in_other_processes_under_other_hash_seeds(place: Path
 def test_two_runs_that_differ_by_the_order_of_a_set_are_1(place: Path):
     (place.parent / "unordered.py").write_text(
         "import jax.numpy as jnp\n"
-        "from jdag.programs import Case\n"
-        "from jdag.programs.shapes import scale, total\n"
+        "from jdag.scenario.case import Case\n"
+        "from shapes import scale, total\n"
         "def mine(workers):\n"
         "    def program(ctx, params):\n"
         "        value = params['w']\n"
@@ -427,7 +428,7 @@ def test_a_users_own_program_runs_from_any_folder_in_a_process_of_its_own(place:
     other.mkdir()
     (other / "my_programs.py").write_text(
         "import jax.numpy as jnp\n"
-        "from jdag.programs import Case\n"
+        "from jdag.scenario.case import Case\n"
         "def energy(w):\n"
         "    return jnp.sum(w ** 2)\n"
         "def main(workers, *, size: int = 2):\n"
@@ -435,7 +436,7 @@ def test_a_users_own_program_runs_from_any_folder_in_a_process_of_its_own(place:
         "        return ctx.call(workers[1], energy, params['w'])\n"
         "    return Case(program, {'w': jnp.ones(size)}, {'w': workers[0]})\n"
     )
-    text = GOOD.replace("jdag.programs.shapes:chain", "my_programs:main")
+    text = GOOD.replace("shapes:chain", "my_programs:main")
     (other / "my.toml").write_text(text)
     done = fresh("run", "../other/my.toml", "--json", cwd=place)
     assert done.returncode == 0, done.stderr

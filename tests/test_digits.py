@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
+from digits import FIGURES, KEPT_ASIDE, digits, load
 from jdag.errors import ScenarioError
-from jdag.programs.digits import FIGURES, KEPT_ASIDE, digits, load
 from jdag.sim import DeviceModel, LinkModel, Network
 from tests.scenario_cases import Stage
 

@@ -87,10 +87,3 @@ def test_the_call_site_is_the_first_frame_outside_of_the_package() -> None:
     assert site == CallSite(__file__, line.co_firstlineno + 5, line.co_qualname)
     name = __file__.rpartition("/")[2]  # The folder would be in bytes on the wire.
     assert str(site) == f"{name}:{site.line} in {line.co_qualname}"
-
-
-def test_a_ready_program_counts_as_outside_of_the_package() -> None:
-    space: dict[str, Any] = {"call_site": call_site}
-    file = _PACKAGE + "programs/made_up.py"
-    exec(compile("def step():\n    return call_site()\n", file, "exec"), space)
-    assert space["step"]() == CallSite(file, 2, "step")

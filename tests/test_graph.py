@@ -11,7 +11,7 @@ import pytest
 import jdag
 from jdag.errors import UnusedSendError
 from jdag.graph import WORKERS_MAX, dot_of, graph_of, graph_of_plain, labelled
-from jdag.programs.shapes import add_all, pipeline, product, scale, total
+from shapes import add_all, pipeline, product, scale, total
 
 WORKERS = ("home", "other", "third")
 STAGES = ("stage0", "stage1", "stage2", "stage3")

@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 
 import jdag
-from jdag.errors import ScenarioError
-from jdag.parallel.routes import HOW
-from jdag.programs.hybrid import (
+from hybrid import (
     CLASSES,
     FIGURES,
     batches,
@@ -19,6 +17,8 @@ from jdag.programs.hybrid import (
     hybrid,
     loss,
 )
+from jdag.errors import ScenarioError
+from jdag.parallel.routes import HOW
 from tests.rpc_workers import Workers
 from tests.scenario_cases import JITTER, RealStage, Stage
 
@@ -96,7 +96,7 @@ def test_without_the_sum_replicas_are_not_equal_and_gradients_not_right(
 @pytest.mark.second
 def test_on_real_processes_the_bits_are_those_of_virtual_time():
     right = hybrid(WORKERS, **SMALL).play(Stage(WORKERS))
-    workers = Workers(WORKERS, allow=("jdag",))
+    workers = Workers(WORKERS, allow=("hybrid",))
     try:
         with workers.connect() as cluster:
             figures = hybrid(WORKERS, **SMALL).play(RealStage(cluster))

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jdag
+import replicas as program
 from jdag import sim
 from jdag.errors import ContextError, JdagError, ScenarioError, WorkerLost
 from jdag.parallel.routes import HOW
-from jdag.programs import replicas as program
 from jdag.scenario import load
 from tests import rpc_nodes
 from tests.replica_cases import (
@@ -443,7 +443,7 @@ def test_the_ready_program_plays_each_way_and_is_right():
 def test_the_ready_program_has_the_same_bits_on_nodes_of_the_real_driver():
     workers = ("owner", "r0", "r1", "r2")
     right = program.replicas(workers, width=5).play(Stage(workers))
-    with rpc_nodes.cluster(workers, allow=("jdag",)) as cluster:
+    with rpc_nodes.cluster(workers, allow=("replicas",)) as cluster:
         stage = RealStage(cluster)
         figures = program.replicas(workers, width=5).play(stage)
     assert "link_bytes" not in figures and "virtual_time_ns" not in figures
@@ -458,7 +458,7 @@ def test_a_ready_program_without_replicas_or_with_an_unknown_way_is_refused(tmp_
     path = written(
         tmp_path,
         '[settings]\nhow = ["tree", "star"]',
-        program='program = "jdag.programs.replicas:replicas"',
+        program='program = "replicas:replicas"',
     )
     with pytest.raises(ScenarioError, match=r"how = .*star.*: allowed is .owner"):
         load(path)

@@ -12,7 +12,6 @@ import pytest
 from jdag.drivers import simulate
 from jdag.errors import JdagError, UnusedSendError
 from jdag.graph import graph_of
-from jdag.programs.shapes import pipeline
 from jdag.report import bubble, read_drawings, render, spans
 from jdag.report.perfetto import JOBS_MAX, MESSAGES_MAX, trace_events
 from jdag.report.picture import _laid_out, _left_out, draw_graph
@@ -22,6 +21,7 @@ from jdag.shown import shown
 from jdag.sim.devices import DeviceModel
 from jdag.sim.network import LinkModel
 from jdag.trace import Trace
+from shapes import pipeline
 
 STAGES = ("stage0", "stage1", "stage2", "stage3")
 FILES = ("timeline.png", "graph.png", "graph.dot", "graph.json", "index.html")

@@ -91,7 +91,7 @@ BAD = {
     ),
     "a function that is nearly one": (
         (),
-        {"program": 'program = "jdag.programs.shapes:chian"'},
+        {"program": 'program = "shapes:chian"'},
         "has no attribute 'chian' (do you mean chain?)",
     ),
     "a setting that is nearly one": (
@@ -158,9 +158,14 @@ BAD = {
         {"program": 'program = "nowhere:main"'},
         "program = 'nowhere:main': allowed is module:function",
     ),
+    "a program's former name": (
+        (),
+        {"program": 'program = "jdag.programs.shapes:chain"'},
+        "allowed is \"shapes:chain\": that module is now the file scenarios/shapes.py",
+    ),
     "no such function": (
         (),
-        {"program": 'program = "jdag.programs.shapes:chian"'},
+        {"program": 'program = "shapes:chian"'},
         "has no attribute 'chian'",
     ),
     "no reference": ((), {"program": 'program = "x"'}, "allowed is module:function"),
@@ -173,7 +178,7 @@ BAD = {
         ("[settings]", "len = 3"),
         {},
         "settings.len = 3: allowed is one of the settings of "
-        "jdag.programs.shapes:chain: length, size",
+        "shapes:chain: length, size",
     ),
     "wrong type of a setting": (
         ("[settings]", 'length = "3"'),

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdag.programs import shapes
+import shapes
 from jdag.sim import DeviceModel
 from tests.compute_cases import no_new_arrays
 from tests.scenario_cases import JITTER, Stage

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from jdag.errors import ScenarioError
-from jdag.programs.trainers import FIGURES, descended, loss, trainers
 from tests.scenario_cases import Stage
+from trainers import FIGURES, descended, loss, trainers
 
 
 def test_a_server_alone_has_no_trainers():

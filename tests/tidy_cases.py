@@ -21,7 +21,7 @@ BREACHES: tuple[tuple[str, str, str, int], ...] = (
     ("imports_point_down", "jdag/sim/run.py", "from jdag.cluster import Ref", 1),
     ("imports_point_down", "jdag/wire/cost.py", "from jdag.compute import pairs", 1),
     ("imports_point_down", "jdag/wire/link.py", "from jdag.compute import size", 1),
-    ("imports_point_down", "jdag/programs/mlp.py", "import jdag", 1),
+    ("imports_point_down", "jdag/scenario/mlp.py", "import jdag", 1),
     ("imports_point_down", "jdag/cluster.py", "from jdag import simulate", 1),
     ("imports_point_down", "jdag/trace.py", "def f():\n    import jdag.engine", 2),
     (
@@ -116,7 +116,7 @@ OBEDIENT: tuple[tuple[str, str, str], ...] = (
     ("libraries_stay_at_home", "jdag/reference.py", "import jax\nf = jax.jit(ref.vjp)"),
     (
         "libraries_stay_at_home",
-        "jdag/programs/mlp.py",
+        "jdag/scenario/mlp.py",
         "import jax\nk = jax.random.key",
     ),
     ("pure_modules_know_no_arrays", "jdag/wire/sizes.py", "import numpy"),

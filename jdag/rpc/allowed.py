@@ -37,7 +37,7 @@ OWN = (
     "jdag.parallel.parts:joined",
 )
 # Modules all of whose functions may be had.
-MODULES = ("optax", "jdag.programs")
+MODULES = ("optax",)
 # Public modules of JAX, and how deep their own modules go.
 PUBLIC = ("jax.numpy", "jax.nn", "jax.lax", "jax.scipy", "jax.random")
 # Of these, what does more than to compute.

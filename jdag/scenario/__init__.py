@@ -15,14 +15,18 @@ import jax
 
 from jdag.errors import ScenarioError, unusable
 from jdag.expect import meant, refuse_unknown
-from jdag.programs import Player
+from jdag.scenario.case import Case, Figures, Player, Run
 from jdag.scenario.driving import Driver, Virtual, driver_of
 from jdag.scenario.program import player_of, raised
 from jdag.scenario.tables import Settings, checked
 from jdag.tables import read, wrong
 
 __all__ = [
+    "Case",
     "Driver",
+    "Figures",
+    "Player",
+    "Run",
     "Scenario",
     "Settings",
     "configured",

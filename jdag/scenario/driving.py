@@ -11,8 +11,8 @@ from typing import Any
 from jdag.cluster import Cluster
 from jdag.drivers import launch, simulate
 from jdag.errors import JdagError, ScenarioError, unusable
-from jdag.programs import Figures
 from jdag.rpc.settings import CARRIERS, DEVICES, is_device
+from jdag.scenario.case import Figures
 from jdag.scenario.tables import Settings
 
 DRIVERS = ("sim", "rpc")

@@ -17,12 +17,12 @@ from pydantic import TypeAdapter, ValidationError
 
 from jdag.errors import ScenarioError, named_text, repr_of, text_of, unusable
 from jdag.expect import meant
-from jdag.programs import Case, Player
+from jdag.scenario.case import Case, Player
 from jdag.scenario.tables import Settings
 
+_FORMER = "jdag.programs."  # Where programs of scenarios were up to 0.1.
 _FOLDER = "folder"  # A program that takes it is told where the scenario's file is.
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_PROGRAMS = os.path.join(_HERE, "programs") + os.sep
 _LIBRARIES = tuple(library.__path__[0] + os.sep for library in (jax, np, importlib))
 
 
@@ -51,7 +51,7 @@ def player_of(settings: Settings, folder: Path) -> Player:
     has_figures = isinstance(getattr(player, "figures", None), Mapping)
     if not (has_figures and callable(getattr(player, "play", None))):
         allowed = (
-            "a function that returns a jdag.programs.Case, or an object with figures "
+            "a function that returns a jdag.scenario.Case, or an object with figures "
             f"(what each is, by name) and play(run); it returned {repr_of(player)}"
         )
         raise ScenarioError(unusable("program", settings.program, allowed))
@@ -70,9 +70,7 @@ def raised(error: BaseException) -> str:
 
 def _is_users(file: str) -> bool:
     """Whether a file is neither jdag's nor of what it calls for the user."""
-    others = (_HERE, *_LIBRARIES, "<frozen")
-    is_ready = file.startswith(_PROGRAMS) and not file.endswith("case.py")
-    return is_ready or not file.startswith(others)
+    return not file.startswith((_HERE, *_LIBRARIES, "<frozen"))
 
 
 def _imported(program: str, folder: Path) -> Any:
@@ -82,6 +80,11 @@ def _imported(program: str, folder: Path) -> Any:
             sys.path.remove(place)
         sys.path.insert(0, place)
     where = f"module:function, of a module in {folder}, in {Path.cwd()} or installed"
+    moved = module_name.removeprefix(_FORMER)
+    if moved != module_name:
+        said = f'"{moved}:{name}": that module is now the file scenarios/{moved}.py, '
+        said += "beside the scenarios that name it"
+        raise ScenarioError(unusable("program", program, said))
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

@@ -1,4 +1,21 @@
-"""One context and one pass: played for each seed, held against the oracle, counted."""
+"""What a scenario's program returns; a `Case` is one context with one pass.
+
+A scenario names `module:function`. jdag calls that function with the workers and the
+scenario's `[settings]` by keyword:
+
+    from jdag.scenario import Case
+
+    def chain(workers, *, length: int = 4) -> Case:
+        def program(ctx, params):
+            ...                      # calls, as in any context
+            return loss              # a ref, or a list of refs: the roots
+
+        return Case(program, params={"w": array}, placement={"w": workers[1]})
+
+jdag runs a `Case` for each seed, compares its gradient with the oracle's and counts
+messages. For more control return any object with `figures` (name to what it is) and
+`play(run)`, which returns those figures; `scenarios/digits.py` does so.
+"""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jdag.functions import program
-from jdag.programs.case import Case
+from jdag.scenario.case import Case
 
 # ------------------------------------------------------------------- what is computed
 

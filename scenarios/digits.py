@@ -20,7 +20,9 @@ from jax import Array
 from jdag.cluster import Cluster
 from jdag.errors import ScenarioError
 from jdag.optim import Optimizer
-from jdag.programs.case import (
+from jdag.ref import fetch
+from jdag.reference import pullback
+from jdag.scenario.case import (
     Figures,
     Run,
     bits,
@@ -29,8 +31,6 @@ from jdag.programs.case import (
     total,
     worst,
 )
-from jdag.ref import fetch
-from jdag.reference import pullback
 
 KEPT_ASIDE = 360
 CLASSES = 10

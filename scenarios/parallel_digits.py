@@ -18,12 +18,15 @@ import numpy as np
 import optax
 from jax import Array
 
+from digits import Images, load, logits, made_last
 from jdag.cluster import Cluster
 from jdag.compute.pytrees import static
 from jdag.errors import ScenarioError
 from jdag.optim import Optimizer
 from jdag.parallel import data_parallel
-from jdag.programs.case import (
+from jdag.ref import fetch
+from jdag.reference import pullback
+from jdag.scenario.case import (
     LEFT_OVER,
     SENT,
     Figures,
@@ -36,9 +39,6 @@ from jdag.programs.case import (
     time_of,
     worst,
 )
-from jdag.programs.digits import Images, load, logits, made_last
-from jdag.ref import fetch
-from jdag.reference import pullback
 
 FIGURES: Mapping[str, str] = {
     "outcome": "how the training ended",

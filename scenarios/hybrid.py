@@ -24,7 +24,9 @@ from jax import Array
 from jdag.cluster import Cluster
 from jdag.errors import ScenarioError
 from jdag.parallel.routes import How
-from jdag.programs.case import (
+from jdag.ref import fetch
+from jdag.reference import pullback
+from jdag.scenario.case import (
     LEFT_OVER,
     SENT,
     Figures,
@@ -37,8 +39,6 @@ from jdag.programs.case import (
     time_of,
     worst,
 )
-from jdag.ref import fetch
-from jdag.reference import pullback
 
 FIGURES: Mapping[str, str] = {
     "outcome": "how the training ended",

@@ -25,7 +25,7 @@ from jax import Array
 
 from jdag.cluster import Cluster
 from jdag.errors import ScenarioError
-from jdag.programs.case import (
+from jdag.scenario.case import (
     LEFT_OVER,
     SENT,
     Figures,

@@ -20,7 +20,8 @@ from jax import Array
 
 from jdag.cluster import Cluster
 from jdag.errors import ScenarioError
-from jdag.programs.case import (
+from jdag.ref import fetch
+from jdag.scenario.case import (
     LEFT_OVER,
     SENT,
     Figures,
@@ -31,7 +32,6 @@ from jdag.programs.case import (
     sent,
     time_of,
 )
-from jdag.ref import fetch
 
 FIGURES: Mapping[str, str] = {
     "outcome": "how the last pass ended",

@@ -16,7 +16,7 @@ from jax import Array
 from jdag.cluster import Cluster
 from jdag.errors import ScenarioError
 from jdag.parallel.routes import HOW, How
-from jdag.programs.case import Case, Figures, Run, digest_of
+from jdag.scenario.case import Case, Figures, Run, digest_of
 
 FIGURES: Mapping[str, str] = {
     "outcome": "how the passes ended",
