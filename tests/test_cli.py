@@ -40,16 +40,18 @@ def jdag(*arguments: object):
     return done.exit_code, done.stdout, done.stderr
 
 
+PATHS = os.pathsep.join([str(ROOT), str(ROOT / "scenarios")])
+FRESH = {**os.environ, "PYTHONPATH": PATHS, "PYTHONHASHSEED": "0"}
+
+
 def fresh(*arguments: object, **settings: object):
     """Run the command line in a process of its own."""
     command = [sys.executable, "-m", "jdag", *map(str, arguments)]
-    path = os.pathsep.join([str(ROOT), str(ROOT / "scenarios")])
-    environment = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0"}
     return subprocess.run(
         command,
         capture_output=True,
         text=True,
-        env=environment,
+        env=FRESH,
         check=False,
         **settings,
     )  # type: ignore[call-overload]
@@ -159,7 +161,7 @@ def test_progress_is_drawn_on_a_terminal_and_piped_output_is_plain(place: Path):
     master, terminal = os.openpty()
     command = "import sys; from jdag.cli import main; main()"
     arguments = [sys.executable, "-c", command, "run", "../mine.toml"]
-    with subprocess.Popen(arguments, stdout=terminal, cwd=place) as running:
+    with subprocess.Popen(arguments, stdout=terminal, cwd=place, env=FRESH) as running:
         os.close(terminal)
         seen = b""
         while True:

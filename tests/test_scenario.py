@@ -161,7 +161,7 @@ BAD = {
     "a program's former name": (
         (),
         {"program": 'program = "jdag.programs.shapes:chain"'},
-        "allowed is \"shapes:chain\": that module is now the file scenarios/shapes.py",
+        'allowed is "shapes:chain": that module is now the file scenarios/shapes.py',
     ),
     "no such function": (
         (),
