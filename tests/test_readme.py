@@ -15,7 +15,6 @@ import jdag
 from jdag.playing import play
 from jdag.scenario import load
 from jdag.sim.simulation import Simulation
-from tests.rpc_cases import free_address
 from tests.two_hosts import Hosts, two_hosts
 
 README = Path(__file__).parents[1] / "README.md"
@@ -48,17 +47,11 @@ def test_the_examples_run_as_printed(
 
     assert printed("jdag.simulate", "(w0)).shape").endswith(" (8, 16)\n")
     assert printed("halve") == "0.8125 ps1 0.0625\n"
-    assert printed("jdag.hvp(") == "[(8, 16), (16, 1)]\n"
-    assert printed("ctx.replicate(") == "True\n"
-    said, found = printed("cluster.run").splitlines()
-    assert said == "trainer1 made contexts 3.1 to 3.50" and found == "[ 1. -2.  3.]"
+    assert printed("ctx.replicate(").startswith("[")
+    assert printed("cluster.run") == "[ 1. -2.  3.]\n"
     assert printed("cluster.save").endswith(" True\n")
-    assert printed("def normed") == "(3, 4)\nTrue (4,)\n"
+    assert printed("data_parallel") == "(3, 4)\n"
     assert printed("on_cotangent") == "w0 gained 2.0 on ps0\n"
-    first, second, third = printed("timeout_s").splitlines()
-    assert first.startswith("500000000 pass 1 took longer than timeout_s=0.5")
-    assert second.startswith("  call 1: trainer -> ps0, sent for ")
-    assert third.startswith("[0.5403023")
 
 
 def printed_by(text: str, folder: Path) -> str:
@@ -73,36 +66,37 @@ def printed_by(text: str, folder: Path) -> str:
     return done.stdout
 
 
-def test_two_processes_print_the_gradient_of_all_rows(tmp_path: Path):
-    text = block("python", "num_processes")
-    (said,) = re.findall(r"# (\S+) on both", text)
-    address = str(free_address())
-    (tmp_path / "two.py").write_text(text.replace("127.0.0.1:8476", address))
-    both = [
-        subprocess.Popen(
-            [sys.executable, "two.py", number],
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for number in ("0", "1")
-    ]
-    try:
-        found = [one.communicate(timeout=200)[0].splitlines()[-1] for one in both]
-    finally:
-        for one in both:
-            one.kill()
-    assert found == [said, said] and address != "127.0.0.1:8476"
+SIMULATED = 'jdag.simulate(["trainer", "ps0", "ps1"], seed=0)'
+# What a program of the README's two hosts may be.
+TRAIN = """
+import jax.numpy as jnp, jdag
+
+def loss(w, x, y):
+    return jnp.mean((jnp.tanh(x @ w["in"]) @ w["out"] - y) ** 2)
+
+def descend(w, gradient):
+    return w - 0.1 * gradient
+
+x, y = jnp.linspace(0.0, 1.0, 32).reshape(4, 8), jnp.ones((4, 1))
+with jdag.simulate(["trainer", "ps0", "ps1"], seed=0) as cluster:
+    w = {"in": cluster.put("ps0", 0.1 * jnp.ones((8, 16)))}
+    w["out"] = cluster.put("ps0", 0.1 * jnp.ones((16, 1)))
+    for _ in range(20):
+        with cluster.context() as ctx:
+            error = ctx.call("ps0", loss, w, x, y)
+            ctx.backward(error)
+            cluster.update(descend, w, ctx.gradient(w))
+            print(error.fetch())
+"""
 
 
 def test_real_workers_print_the_same_as_simulated_ones(tmp_path: Path):
     ten = block("python", "ctx.gradient(w0)).shape)", "jdag.simulate")
-    real = block("python", "jdag.launch(")
+    real = block("python", "jdag.launch(").strip()
     simulated = printed_by(ten, tmp_path)
     assert simulated.endswith(" (8, 16)\n")
-    assert (
-        printed_by(ten.partition("with jdag.simulate")[0] + real, tmp_path) == simulated
-    )
+    launched = ten.replace(f"with {SIMULATED} as cluster:", real)
+    assert launched != ten and printed_by(launched, tmp_path) == simulated
     assert (tmp_path / "logs" / "ps0.log").read_text() == ""
 
 
@@ -112,17 +106,14 @@ def test_two_hosts_work_as_printed(tmp_path: Path):
         (tmp_path / "cluster.toml").write_text(hosts.here(block("toml", "[tls]")))
         certify = hosts.here(block("sh", "openssl"))
         subprocess.run(["sh", "-e"], input=certify, text=True, check=True, cwd=tmp_path)
-        up = block("sh", "jdag up").strip()
+        (up,) = re.findall("`(jdag up .*?)`", README.read_text())
         if not hosts.are_apart:  # All workers are on this host then, the trainer too.
             up += " --except trainer"
-        train = block("python", "jdag.connect(")
-        (hosts.place(0) / "train.py").write_text(train)
+        (joined,) = re.findall("`with (.*) as cluster:`", README.read_text())
+        (hosts.place(0) / "train.py").write_text(TRAIN.replace(SIMULATED, joined))
         losses = trained(hosts, up)
         assert len(losses) == 20 and losses == sorted(losses, reverse=True)
-        here = 'simulate(["trainer", "ps0", "ps1"], seed=0)'
-        train = re.sub(r"connect\(.*\)(?=.* as cluster)", here, train)
-        simulated = printed_by(train, tmp_path).split()
-        assert losses == [float(one) for one in simulated]
+        assert losses == [float(one) for one in printed_by(TRAIN, tmp_path).split()]
 
         (worker,) = re.findall("`(jdag worker .*?)`", README.read_text())
         with hosts.running(1, worker) as process:
@@ -156,7 +147,8 @@ def said_by(process: subprocess.Popen[str], wanted: str) -> None:
 
 def test_the_scenario_is_met_with_the_program_beside_it(tmp_path: Path):
     (tmp_path / "lossy.toml").write_text(block("toml", "[expect]"))
-    (tmp_path / "mine.py").write_text(block("python", "Case("))
+    shapes = (README.parent / "scenarios" / "shapes.py").read_text()
+    (tmp_path / "shapes.py").write_text(shapes)
     answer = play(load(tmp_path / "lossy.toml"), lambda done, total, numbers: None)
     assert answer.met, answer.judged
     assert answer.figures["resends"], answer.figures
@@ -245,10 +237,10 @@ def check_keywords(called: Any, call: ast.Call) -> None:
 
 
 def test_each_of_our_names_for_those_of_pytorch_exists():
-    assert len(rows()) > 50
+    assert len(rows()) > 20
     spans = [span for _, ours, differs in rows() for span in code(ours + differs)]
     named = [span for span in spans if span.lstrip("@").split(".")[0] in KNOWN]
-    assert len(named) > 50
+    assert len(named) > 20
     for theirs, ours, differs in rows():
         assert not missing(ours + differs), theirs
 
