@@ -27,6 +27,7 @@ from jdag.compute.pytrees import (
     split,
     unflatten,
 )
+from jdag.compute.refs import Identity, RefData, Reply, is_ref
 from jdag.engine.vocabulary import (
     Argument,
     Attached,
@@ -45,16 +46,15 @@ from jdag.engine.vocabulary import (
 )
 from jdag.errors import ContextError, JdagError, kind_of
 from jdag.failures import exception_of, remote_error
-from jdag.functions import call_site, is_program, name_of
+from jdag.functions import call_site, is_program, moved, name_of
 from jdag.home import Home
-from jdag.moving import move, moved
+from jdag.moving import move
 from jdag.places import Left, at_home, refuse_device
-from jdag.ref import Hold, Leaf, Ref, RefData, is_ref
+from jdag.ref import Hold, Leaf, Ref
 from jdag.roots import check_hook
 from jdag.runtime.host import Port
 
 Place = tuple[Key, Worker]
-Identity = tuple[Worker, Path]
 
 
 class Phase(Enum):
@@ -63,17 +63,6 @@ class Phase(Enum):
     NEW = "not entered yet: write `with cluster.context() as ctx:`"
     OPEN = "open"
     LEFT = "over: its values, graph and gradients are gone"
-
-
-class Reply(NamedTuple):
-    """What a program returns: its result as data, and the failures that it has seen.
-
-    `kept` are call and number of outputs in the result of which refs are elsewhere too.
-    """
-
-    result: Any
-    seen: tuple[Identity, ...]
-    kept: tuple[tuple[Path, int], ...]
 
 
 class Ended(NamedTuple):

@@ -29,6 +29,7 @@ from jdag.compute.pytrees import (
     split,
     unflatten,
 )
+from jdag.compute.refs import is_ref
 from jdag.engine.vocabulary import (
     Assigned,
     Assignment,
@@ -39,10 +40,9 @@ from jdag.engine.vocabulary import (
     named,
 )
 from jdag.errors import ContextError, JdagError
-from jdag.functions import call_site, name_of
+from jdag.functions import call_site, moved, name_of
 from jdag.home import Home
-from jdag.moving import moved
-from jdag.ref import Leaf, Ref, is_ref
+from jdag.ref import Leaf, Ref
 from jdag.runtime.host import Port
 
 

@@ -23,11 +23,12 @@ from jax.dtypes import canonicalize_dtype
 from jdag.assignments import Assignments
 from jdag.compute.avals import aval_of
 from jdag.compute.pytrees import flatten, is_static, paths, unflatten
+from jdag.compute.refs import is_ref
 from jdag.engine.vocabulary import Failure
 from jdag.errors import JdagError
 from jdag.failures import exception_of
 from jdag.folders import reading, replacing
-from jdag.ref import Reader, Ref, is_ref
+from jdag.ref import Reader, Ref
 
 FORMAT = 2
 NUMBERS = {kind.__name__: kind for kind in (bool, int, float, complex)}

@@ -15,13 +15,13 @@ from jdag.activation import Activation, Ended
 from jdag.assignments import Assignments, Change
 from jdag.checkpoint import Folder, load, save
 from jdag.compute.pytrees import flatten, flatten_refs, is_constant, unflatten
+from jdag.compute.refs import is_ref
 from jdag.context import Context
 from jdag.engine.vocabulary import ContextId, named
 from jdag.errors import ContextError, JdagError, WorkerLost
 from jdag.failures import exception_of
-from jdag.functions import call_site, is_program, name_of, program
+from jdag.functions import call_site, is_program, name_of, program, remote
 from jdag.home import Home
-from jdag.ref import is_ref
 from jdag.runtime.host import Port
 
 CONTEXTS_MAX = (1 << 48) - 1
@@ -436,6 +436,7 @@ class Cluster:
         return loaded
 
 
+@remote
 @program
 def run_here(ctx: Context, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `fn` with a cluster of its own, on this worker; see `Cluster.run`."""

@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 
 from jdag.activation import Activation, Phase
 from jdag.compute.pytrees import flatten_refs, no_gradient, unflatten
+from jdag.compute.refs import is_ref
 from jdag.engine.vocabulary import (
     Awaited,
     ContextId,
@@ -41,7 +42,7 @@ from jdag.home import Home
 from jdag.outcome import PassReport, expired, nanoseconds, remarked, stuck
 from jdag.parallel import replicas
 from jdag.parallel.routes import How
-from jdag.ref import Hold, Leaf, Ref, is_ref
+from jdag.ref import Hold, Leaf, Ref
 from jdag.roots import checked_roots
 from jdag.runtime.host import Port
 
@@ -273,7 +274,6 @@ class Context:
             WorkerLost: a worker of the context is gone.
             ContextError: this program is not the one that opened the context.
         """
-        self._activation.check("ctx.backward")
         self._check_top("ctx.backward")
         if mode not in _MODES:
             allowed = " or ".join(map(repr, _MODES))
@@ -338,6 +338,7 @@ class Context:
         return PassReport(result.number, mode, stale)
 
     def _check_top(self, what: str) -> None:
+        self._activation.check(what)
         if self._activation.prefix:
             raise ContextError(
                 f"{what} in {self._activation.program}, which runs on {self.here!r}: "
@@ -408,7 +409,6 @@ class Context:
             GraphError: a ref is no leaf, or one that no finished pass has reached.
             ContextError: the context is not open, or the ref of another cluster.
         """
-        self._activation.check("ctx.gradient")
         self._check_top("ctx.gradient")
         leaves, form = flatten_refs(refs, is_ref)
         abstract = self._home.abstract
@@ -452,7 +452,6 @@ class Context:
 
         In the order in which leaves were made, without those dropped. See `gradient`.
         """
-        self._activation.check("ctx.gradients")
         self._check_top("ctx.gradients")
         found = {}
         for leaf in sorted(self._gradients, key=lambda leaf: leaf.number):

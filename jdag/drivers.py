@@ -12,8 +12,7 @@ from jdag.cluster import Cluster
 from jdag.context import run_program
 from jdag.engine.drawing import Drawing
 from jdag.engine.vocabulary import WORKERS_MAX, ContextId
-from jdag.errors import JoinError, ScenarioError, unusable
-from jdag.expect import meant
+from jdag.errors import JoinError, ScenarioError, meant, unusable
 from jdag.home import Home
 from jdag.rpc.device import settings_of, share_gpu
 from jdag.rpc.functions import Functions

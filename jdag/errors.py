@@ -1,6 +1,7 @@
 """The few ways in which jdag says no."""
 
 from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from typing import Any, TypeGuard
 
 _NAMES = {
@@ -31,6 +32,12 @@ def kind_of(value: object) -> str:
 def unusable(key: str, value: object, allowed: str) -> str:
     """The one wording in which a setting is refused."""
     return f"{key} = {repr_of(value)}: allowed is {allowed}"
+
+
+def meant(name: str, names: Iterable[str]) -> str:
+    """Ask whether one of the names is meant, if one is like it."""
+    near = get_close_matches(name, list(names), 1)
+    return f" (do you mean {near[0]}?)" if near else ""
 
 
 def repr_of(value: object) -> str:

@@ -8,13 +8,12 @@ bubble = { below = 0.5 }                   # of each worker
 owed_functions = { contains = "product" }  # part of it, or one of its items
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from difflib import get_close_matches
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 from jdag import errors
-from jdag.errors import JdagError, ScenarioError
+from jdag.errors import JdagError, ScenarioError, meant
 
 OUTCOMES = ("finished", "failed", "stuck")
 ERRORS = tuple(
@@ -89,12 +88,6 @@ def refuse_unknown(expect: Mapping[str, Any], figures: Mapping[str, str]) -> Non
                     f"expect.{name} = {{}}: it says nothing: allowed is a value, or "
                     f"some of {', '.join(COMPARE)}"
                 )
-
-
-def meant(name: str, names: Iterable[str]) -> str:
-    """Ask whether one of the names is meant, if one is like it."""
-    near = get_close_matches(name, list(names), 1)
-    return f" (do you mean {near[0]}?)" if near else ""
 
 
 def _refuse_bound(key: str, how: str, bound: Any) -> None:

@@ -7,14 +7,16 @@ from collections.abc import Callable
 from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple, TypeVar, cast
 
+from jdag import errors
 from jdag.errors import ContextError, JdagError, kind_of
 
 Marked = TypeVar("Marked", bound=Callable[..., Any])
 
 _UNJITTED = "__jdag_unjitted__"
 _PROGRAM = "__jdag_program__"
+_REMOTE = "__jdag_remote__"
 CONTEXT = "__jdag_context__"  # What classes of contexts have.
-_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_PACKAGE = os.path.dirname(os.path.abspath(errors.__file__)) + os.sep
 
 
 class Applied:
@@ -145,6 +147,16 @@ def program(fn: Marked) -> Marked:
     return cast(Marked, run)
 
 
+def remote(fn: Marked) -> Marked:
+    """Mark a function or class of jdag itself that messages may name; return it."""
+    return _mark(fn, _REMOTE, "jdag")
+
+
+def is_remote(fn: Any) -> bool:
+    """Tell whether `fn` itself is marked by `remote`."""
+    return _REMOTE in getattr(fn, "__dict__", ())
+
+
 def is_program(fn: Callable[..., Any]) -> bool:
     """Tell whether `fn`, or what it is a partial of, is marked by `program`."""
     return _is_marked(fn, _PROGRAM)
@@ -167,6 +179,12 @@ def _is_marked(fn: Any, mark: str) -> bool:
             return False
         fn = fn.func
     return True
+
+
+@remote
+def moved(*arrays: Any) -> Any:
+    """Return the arguments: `ctx.move` calls this function where they are to be."""
+    return arrays
 
 
 class CallSite(NamedTuple):

@@ -21,8 +21,9 @@ from jdag.compute.pytrees import (
     is_constant,
     unflatten,
 )
+from jdag.compute.refs import is_ref
 from jdag.errors import ContextError, JdagError, kind_of
-from jdag.ref import Ref, is_ref, read
+from jdag.ref import Ref, read
 from jdag.roots import fitting
 from jdag.transform import check_program, filled, gradients_of, leaves_of
 

@@ -13,6 +13,7 @@ from jdag.compute.avals import Aval, aval_of
 from jdag.compute.buffers import delivered
 from jdag.compute.configuration import configuration
 from jdag.compute.devices import check, on_default, parsed
+from jdag.compute.refs import is_ref
 from jdag.engine.drawing import Drawing
 from jdag.engine.vocabulary import (
     ContextId,
@@ -26,7 +27,7 @@ from jdag.engine.vocabulary import (
 )
 from jdag.errors import ContextError, JdagError
 from jdag.failures import exception_of
-from jdag.ref import Leaf, Ref, is_ref
+from jdag.ref import Leaf, Ref
 from jdag.runtime.host import Port
 from jdag.tables import NESTING_MAX
 

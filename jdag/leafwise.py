@@ -23,8 +23,10 @@ from jdag.compute.fingerprint import Once, key_of
 from jdag.compute.jaxprs import depends
 from jdag.compute.pytrees import Form, flatten
 from jdag.errors import JdagError, named_text
+from jdag.functions import remote
 
 
+@remote
 @dataclass(frozen=True)
 class Leafwise:
     """A transformation of one leaf: alone, or in its place in a form."""

@@ -4,12 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from jdag.compute.pytrees import flatten, is_constant, is_static, unflatten
-from jdag.ref import is_ref
-
-
-def moved(*arrays: Any) -> Any:
-    """Return what it is given: moving arrays is calling it elsewhere."""
-    return arrays
+from jdag.compute.refs import is_ref
+from jdag.functions import moved
 
 
 def move(call: Callable[..., Any], where: str, tree: Any) -> Any:

@@ -15,11 +15,13 @@ import optax
 from jdag.assignments import Change
 from jdag.cluster import Cluster
 from jdag.compute.pytrees import flatten, flatten_refs, paths, unflatten
+from jdag.compute.refs import is_ref
 from jdag.context import Context
 from jdag.errors import ContextError, JdagError, WorkerLost, kind_of, unusable
+from jdag.functions import remote
 from jdag.home import Home
 from jdag.leafwise import Leafwise, leafwise
-from jdag.ref import Ref, fetch, is_ref
+from jdag.ref import Ref, fetch
 
 
 class Optimizer:
@@ -222,17 +224,20 @@ class Optimizer:
         return f"{name} ({ref.leaf})" if name else str(ref.leaf)
 
 
+@remote
 def squared_norms(gradients: Sequence[Any]) -> list[Any]:
     """Return of each array the sum of squared magnitudes; see `squared_norm`."""
     return [squared_norm(gradient) for gradient in gradients]
 
 
+@remote
 def squared_norm(gradient: Any) -> Any:
     """Return the sum of squared magnitudes, at least in float32: a scalar."""
     wide = jnp.promote_types(jnp.abs(gradient).dtype, jnp.float32)
     return jnp.sum(jnp.square(jnp.abs(gradient).astype(wide)))
 
 
+@remote
 def _stepped(tx: Leafwise, leaf: Any, state: Any, gradient: Any, *scale: Any) -> Any:
     for factor in scale:
         gradient = (gradient * factor).astype(gradient.dtype)

@@ -6,8 +6,7 @@ from numbers import Real
 
 from jdag.engine.vocabulary import Owed, PassResult
 from jdag.errors import JdagError, WorkerLost, repr_of
-from jdag.functions import name_of
-from jdag.moving import moved
+from jdag.functions import moved, name_of
 from jdag.ref import Ref
 
 TIMEOUT_S_MAX = 1e15

@@ -5,10 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 from jdag.compute.pytrees import Split
+from jdag.compute.refs import is_ref
 from jdag.engine.vocabulary import Key, Worker
 from jdag.errors import JdagError
 from jdag.functions import name_of
-from jdag.ref import Ref, is_ref
+from jdag.ref import Ref
 
 # What left a named device: by its key, tracked or not, and for which worker.
 Left = dict[tuple[Key, bool, Worker], Ref]

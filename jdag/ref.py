@@ -7,12 +7,12 @@ indexing say what to do instead. To JAX's pytrees a ref is a leaf.
 import gc
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from jdag.compute.avals import Aval
 from jdag.compute.duals import primal_of
 from jdag.compute.pytrees import flatten, flatten_refs, unflatten
+from jdag.compute.refs import RefBase, RefData, is_ref
 from jdag.engine.vocabulary import (
     LEAF_KINDS,
     Failure,
@@ -24,22 +24,6 @@ from jdag.engine.vocabulary import (
     named,
 )
 from jdag.errors import ContextError, JdagError
-
-
-@dataclass(frozen=True, slots=True)
-class RefData:
-    """A ref without the program that holds it: what travels between workers."""
-
-    key: Key
-    owner: Worker
-    aval: Aval
-    tracked: bool
-    descends: LeafId | None
-
-    @property
-    def parts(self) -> tuple[Key, Worker, Aval, bool, LeafId | None]:
-        """All fields, in order."""
-        return (self.key, self.owner, self.aval, self.tracked, self.descends)
 
 
 class Leaf:
@@ -153,7 +137,7 @@ def _refusing(what: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-class Ref:
+class Ref(RefBase):
     """Names an array on a worker; made by a cluster or a context, never by users.
 
     Attributes:
@@ -355,11 +339,6 @@ class Ref:
 
 def _dotted(path: Any) -> str:
     return ".".join(map(str, path))
-
-
-def is_ref(value: object) -> bool:
-    """Tell whether a value is a ref."""
-    return type(value) is Ref
 
 
 def fetch(tree: Any) -> Any:

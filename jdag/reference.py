@@ -28,6 +28,7 @@ from jdag.compute.pytrees import (
     split,
     unflatten,
 )
+from jdag.compute.refs import is_ref
 from jdag.compute.tracing import settled
 from jdag.engine.vocabulary import Failure, Key, LeafId, LeafKey, OutputKey, Path
 from jdag.errors import ContextError, JdagError, RootError, kind_of, no_arrays
@@ -37,7 +38,7 @@ from jdag.moving import move
 from jdag.parallel import plain
 from jdag.parallel.routes import How
 from jdag.places import refuse_device
-from jdag.ref import Ref, fetch, is_ref
+from jdag.ref import Ref, fetch
 from jdag.roots import check_hook
 from jdag.taps import Hooking, Taps, nothing_of
 

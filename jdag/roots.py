@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jdag.compute.avals import Aval, aval_of
 from jdag.compute.pytrees import frozen
+from jdag.compute.refs import is_ref
 from jdag.engine.vocabulary import LEAF_KINDS
 from jdag.errors import (
     ContextError,
@@ -16,7 +17,7 @@ from jdag.errors import (
     RootError,
     kind_of,
 )
-from jdag.ref import Ref, is_ref
+from jdag.ref import Ref
 
 
 def checked_roots(roots: tuple[Any, ...], cotangents: Any) -> list[Any]:

@@ -22,8 +22,15 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from jdag.errors import ScenarioError, is_deeper, reason, spelled, text_of, unusable
-from jdag.expect import meant
+from jdag.errors import (
+    ScenarioError,
+    is_deeper,
+    meant,
+    reason,
+    spelled,
+    text_of,
+    unusable,
+)
 
 
 def only(allowed: str, usable: Callable[[Any], bool]) -> BeforeValidator:

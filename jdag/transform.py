@@ -15,9 +15,10 @@ from jdag.compute.pytrees import (
     places_of_arrays,
     unflatten,
 )
+from jdag.compute.refs import is_ref
 from jdag.context import Context
 from jdag.errors import JdagError, RootError, no_arrays
-from jdag.ref import Ref, fetch, is_ref
+from jdag.ref import Ref, fetch
 
 
 def value_and_grad(

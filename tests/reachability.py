@@ -37,7 +37,7 @@ from tests.random_programs import (
 )
 
 Path = tuple[int, ...]
-MOVED = "jdag.moving:moved"
+MOVED = "jdag.functions:moved"
 
 
 @dataclass(eq=False)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-import jdag.moving
+import jdag.functions
 from jdag.engine.vocabulary import (
     ContextId,
     Fill,
@@ -78,7 +78,7 @@ def test_sums_and_fills_cost_the_same():
 
 
 def test_moving_a_value_is_no_work_unless_it_is_named():
-    assert name_of(jdag.moving.moved) == MOVED
+    assert name_of(jdag.functions.moved) == MOVED
     jobs = (forward(name=MOVED), vjp(name=MOVED))
     assert [MODEL.cost_ns(job) for job in jobs] == [0, 0]
     dear = DeviceModel(forward_ns=10, functions={"moved": (7, 8)})

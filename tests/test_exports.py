@@ -31,8 +31,8 @@ from jdag.engine.vocabulary import (
     OutputKey,
 )
 from jdag.errors import JdagError
+from jdag.functions import moved
 from jdag.leafwise import Leafwise
-from jdag.moving import moved
 from jdag.optim import _stepped, squared_norms
 from jdag.rpc import functions as functions_module
 from jdag.rpc.exports import Exports

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jdag.compute.avals import aval_of
+from jdag.compute.refs import RefData
 from jdag.engine.vocabulary import (
     ContextId,
     Ended,
@@ -26,7 +27,6 @@ from jdag.engine.vocabulary import (
     Run,
 )
 from jdag.errors import ProtocolError
-from jdag.ref import RefData
 from jdag.sim import simulation
 from jdag.wire import messages
 from jdag.wire.arrays import type_of

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jdag.compute.avals import aval_of
+from jdag.compute.refs import is_ref
 from jdag.engine.vocabulary import (
     ContextId,
     Failure,
@@ -19,7 +20,7 @@ from jdag.engine.vocabulary import (
 )
 from jdag.errors import ContextError, JdagError, RemoteError
 from jdag.failures import exception_of
-from jdag.ref import Leaf, Ref, fetch, is_ref, stop_gradient
+from jdag.ref import Leaf, Ref, fetch, stop_gradient
 
 AVAL = aval_of(jnp.ones((2, 3)))
 

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from jdag.activation import Reply
 from jdag.compute.avals import Aval, aval_of
 from jdag.compute.callables import called
 from jdag.compute.pairs import PAIRS_MAX, pair
 from jdag.compute.placed import Placed, placed
 from jdag.compute.pytrees import split, static
+from jdag.compute.refs import RefData, Reply
 from jdag.engine.vocabulary import (
     Assign,
     Assignment,
@@ -42,7 +42,6 @@ from jdag.engine.vocabulary import Mode as PassMode
 from jdag.engine.weight import WHOLE
 from jdag.errors import JdagError, ProtocolError
 from jdag.functions import name_of
-from jdag.ref import RefData
 from jdag.rpc.functions import MADE_MAX, Bound, Functions
 from jdag.wire.arrays import ArrayType
 from jdag.wire.messages import Codec

@@ -13,6 +13,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from jdag.compute.avals import Aval
+from jdag.compute.refs import RefData
 from jdag.engine.vocabulary import (
     Acknowledge,
     Answer,
@@ -61,7 +62,6 @@ from jdag.engine.vocabulary import (
 )
 from jdag.engine.vocabulary import Mode as PassMode
 from jdag.engine.weight import NOTHING, WHOLE, weight_of
-from jdag.ref import RefData
 
 WORKERS = ("home", "a", "b", "ü")
 

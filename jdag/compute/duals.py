@@ -14,7 +14,7 @@ import jax
 import jax.tree_util as jtu
 
 from jdag.errors import JdagError, text_of
-from jdag.functions import unjitted
+from jdag.functions import remote, unjitted
 
 # What JAX says where there is no jvp: of custom_vjp, callbacks, primitives.
 _NO_JVP = ("forward-mode", "do not support JVP", "Differentiation rule for")
@@ -91,6 +91,7 @@ def primal_of(value: Any) -> Any:
 
 
 @unjitted  # What jit returns it copies, and these are arrays that are held already.
+@remote
 def seeded(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Dual]:
     """Return duals of these primals and tangents."""
     return list(map(Dual, primals, tangents))

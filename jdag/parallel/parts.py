@@ -11,7 +11,10 @@ from operator import add
 import jax
 import jax.numpy as jnp
 
+from jdag.functions import remote
 
+
+@remote
 def copies(count: int, *arrays: jax.Array) -> tuple[tuple[jax.Array, ...], ...]:
     """Return as many copies of some arrays; cotangents of copies add up in order."""
     each = [_copies(count, array) for array in arrays]
@@ -38,6 +41,7 @@ def _reduce_add(
 _copies.defvjp(_copied, _reduce_add)
 
 
+@remote
 def added(count: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Return the sums of `count` equal lists of arrays, each from left to right."""
     size = len(arrays) // count
@@ -45,6 +49,7 @@ def added(count: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     return tuple([reduce(add, addends) for addends in zip(*lists, strict=True)])
 
 
+@remote
 def divided(count: int, *arrays: jax.Array) -> tuple[tuple[jax.Array, ...], ...]:
     """Return arrays as `count` parts, as equal as can be: a vector a dtype in each."""
     vectors = []
@@ -56,6 +61,7 @@ def divided(count: int, *arrays: jax.Array) -> tuple[tuple[jax.Array, ...], ...]
     return tuple(zip(*vectors, strict=True))
 
 
+@remote
 def joined(
     form: tuple[tuple[int, tuple[int, ...]], ...], *parts: jax.Array
 ) -> tuple[jax.Array, ...]:

@@ -15,6 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jdag.compute.pytrees import flatten_refs, paths, static, unflatten
+from jdag.compute.refs import is_ref
 from jdag.errors import JdagError, kind_of
 from jdag.parallel.parts import added, copies, divided, joined
 from jdag.parallel.routes import (
@@ -25,7 +26,8 @@ from jdag.parallel.routes import (
     routes_from,
     routes_up,
 )
-from jdag.ref import Ref, is_ref
+
+Ref = Any  # A `jdag.Ref`.
 
 # ---------------------------------------------------------------- what is asked for
 

@@ -1,7 +1,8 @@
 """Which functions and classes may be had by name; nothing else is ever imported.
 
 A name `module:qualname` is looked up in modules that were told, and only what goes by
-that very name counts: `mymodel:os.system` is not one of mymodel's functions. Of JAX it
+that very name counts: `mymodel:os.system` is not one of mymodel's functions. Of jdag it
+is what `jdag.functions.remote` marks. Of JAX it
 is what its public modules have, wherever it is written; what reads or writes files, or
 changes settings, is left out.
 """
@@ -10,6 +11,7 @@ import builtins
 import importlib
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
@@ -19,23 +21,8 @@ import jax.tree_util as jtu
 import numpy as np
 
 from jdag.errors import JdagError, named_text
-from jdag.functions import name_of
+from jdag.functions import is_remote, name_of
 
-# Functions and classes that calls and programs of jdag itself name.
-OWN = (
-    "jdag.activation:Reply",
-    "jdag.cluster:run_here",
-    "jdag.compute.duals:seeded",
-    "jdag.leafwise:Leafwise",
-    "jdag.moving:moved",
-    "jdag.optim:_stepped",
-    "jdag.optim:squared_norm",
-    "jdag.optim:squared_norms",
-    "jdag.parallel.parts:added",
-    "jdag.parallel.parts:copies",
-    "jdag.parallel.parts:divided",
-    "jdag.parallel.parts:joined",
-)
 # Modules all of whose functions may be had.
 MODULES = ("optax",)
 # Public modules of JAX, and how deep their own modules go.
@@ -60,7 +47,9 @@ class Allowed:
     """
 
     def __init__(
-        self, modules: Sequence[str], check: Callable[[str, Any], None] | None = None
+        self,
+        modules: Sequence[str],
+        check: Callable[[str, Any], None] | None = None,
     ) -> None:
         if isinstance(modules, str):
             raise JdagError(f"allow={modules!r}: it takes several names: [{modules!r}]")
@@ -90,12 +79,20 @@ class Allowed:
         known = public().get(name)
         if known is not None:
             return known
+        module = name.partition(":")[0]
+        if self.has(module):
+            return self._found(name, load)
+        if within(module, "jdag") and "__" not in module:
+            with suppress(JdagError):
+                found = self._found(name, load)
+                if is_remote(found):
+                    return found
+        raise JdagError(self._refusal(name, module))
+
+    def _found(self, name: str, load: bool) -> Any:
         module, _, qualname = name.partition(":")
         parts = qualname.split(".")
-        plain = all(part.isidentifier() and part[:2] != "__" for part in parts)
-        if name not in OWN and not self.has(module):
-            raise JdagError(self._refusal(name, module))
-        if not plain:
+        if not all(part.isidentifier() and part[:2] != "__" for part in parts):
             raise JdagError(
                 f"{name} has no name that another process could find it by: it has to "
                 "be a function or class at the top of its module, or in such a class"
@@ -113,7 +110,8 @@ class Allowed:
         """Return what `find` does of these modules alone; None if it is not of them."""
         if not any(within(name.partition(":")[0], one) for one in self.modules):
             return None
-        return None if name in OWN else self.find(name, load=False)
+        found = self.find(name, load=False)
+        return None if is_remote(found) else found
 
     def _refusal(self, name: str, module: str) -> str:
         if module == "__main__" or not _is_dotted(module):

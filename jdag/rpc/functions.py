@@ -23,6 +23,7 @@ from jdag.compute.exported import Program, check_definition
 from jdag.compute.pairs import PAIRS_MAX, Pair, pair
 from jdag.compute.placed import placed
 from jdag.compute.pytrees import template_of
+from jdag.compute.refs import Reply
 from jdag.engine.vocabulary import (
     Assign,
     Assignment,
@@ -36,6 +37,7 @@ from jdag.engine.vocabulary import (
     Worker,
 )
 from jdag.errors import JdagError, ProtocolError
+from jdag.functions import name_of
 from jdag.rpc.allowed import Allowed
 from jdag.rpc.codes import Codes, are_codes
 from jdag.rpc.exports import Exports
@@ -48,7 +50,7 @@ from jdag.wire.trees import HOLE, Named, Node
 BOUND_MAX = PAIRS_MAX
 MADE_MAX = 512
 DEFINED_MAX, DEFINED_BYTES_MAX = 4096, 1 << 30
-REPLY = "jdag.activation:Reply"
+REPLY = name_of(Reply)
 
 
 class Bound:

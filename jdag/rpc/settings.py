@@ -33,8 +33,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field, ValidationError
 
 from jdag.engine.vocabulary import WORKERS_MAX
-from jdag.errors import JdagError, ScenarioError, reason, spelled, unusable
-from jdag.expect import meant
+from jdag.errors import JdagError, ScenarioError, meant, reason, spelled, unusable
 from jdag.rpc.addresses import is_host, is_loopback
 from jdag.rpc.tls import load as load_tls
 from jdag.rpc.tokens import fresh_secret

@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 
-from jdag.errors import ScenarioError, unusable
-from jdag.expect import meant, refuse_unknown
+from jdag.errors import ScenarioError, meant, unusable
+from jdag.expect import refuse_unknown
 from jdag.scenario.case import Case, Figures, Player, Run
 from jdag.scenario.driving import Driver, Virtual, driver_of
 from jdag.scenario.program import player_of, raised

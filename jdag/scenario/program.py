@@ -15,8 +15,7 @@ import jax
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
-from jdag.errors import ScenarioError, named_text, repr_of, text_of, unusable
-from jdag.expect import meant
+from jdag.errors import ScenarioError, meant, named_text, repr_of, text_of, unusable
 from jdag.scenario.case import Case, Player
 from jdag.scenario.tables import Settings
 

@@ -17,12 +17,13 @@ from typing import Any, assert_never
 
 from jdag.engine.vocabulary import Apply, Failure, Fill, Forward, Job, Path, Sum, Vjp
 from jdag.errors import ScenarioError, unusable
+from jdag.functions import moved, name_of
 from jdag.sim.chooser import Chooser, ReadyJobs
 from jdag.sim.faults import Faults
 from jdag.tables import NS, is_ns
 
 # The function that `ctx.move` calls.
-MOVED = "jdag.moving:moved"
+MOVED = name_of(moved)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,7 +41,7 @@ from jdag.wire.trees import (
 
 Device = Name | None
 
-APPLIED = "jdag.functions:Applied"
+APPLIED = f"{Applied.__module__}:{Applied.__qualname__}"
 
 
 class Places(Record):
