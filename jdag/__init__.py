@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from typing import Any
 
     from jdag import errors, parallel, sim
-    from jdag.cluster import Cluster
+    from jdag.api.cluster import Cluster
+    from jdag.api.context import Context
+    from jdag.api.drivers import connect, launch, simulate
+    from jdag.api.hessian import hvp
+    from jdag.api.optimizer import Optimizer
+    from jdag.api.oracle import oracle
+    from jdag.api.refs import Ref, fetch, stop_gradient
+    from jdag.api.transform import value_and_grad
     from jdag.compute.pytrees import static
-    from jdag.context import Context
-    from jdag.drivers import connect, launch, simulate
+    from jdag.engine.functions import program, unjitted
     from jdag.errors import JdagError
-    from jdag.functions import program, unjitted
-    from jdag.hessian import hvp
-    from jdag.optim import Optimizer
-    from jdag.ref import Ref, fetch, stop_gradient
-    from jdag.reference import oracle
-    from jdag.transform import value_and_grad
 
 __all__ = [
     "Cluster",
@@ -60,25 +60,25 @@ __all__ = [
 # Imported at first use: JAX takes seconds to import, and commands and workers handle
 # signals before that. The value is the module that defines the name, "" for a module.
 _LATER = {
-    "Cluster": "jdag.cluster",
-    "Context": "jdag.context",
+    "Cluster": "jdag.api.cluster",
+    "Context": "jdag.api.context",
     "JdagError": "jdag.errors",
-    "Optimizer": "jdag.optim",
-    "Ref": "jdag.ref",
-    "connect": "jdag.drivers",
+    "Optimizer": "jdag.api.optimizer",
+    "Ref": "jdag.api.refs",
+    "connect": "jdag.api.drivers",
     "errors": "",
-    "fetch": "jdag.ref",
-    "hvp": "jdag.hessian",
-    "launch": "jdag.drivers",
-    "oracle": "jdag.reference",
+    "fetch": "jdag.api.refs",
+    "hvp": "jdag.api.hessian",
+    "launch": "jdag.api.drivers",
+    "oracle": "jdag.api.oracle",
     "parallel": "",
-    "program": "jdag.functions",
+    "program": "jdag.engine.functions",
     "sim": "",
-    "simulate": "jdag.drivers",
+    "simulate": "jdag.api.drivers",
     "static": "jdag.compute.pytrees",
-    "stop_gradient": "jdag.ref",
-    "unjitted": "jdag.functions",
-    "value_and_grad": "jdag.transform",
+    "stop_gradient": "jdag.api.refs",
+    "unjitted": "jdag.engine.functions",
+    "value_and_grad": "jdag.api.transform",
 }
 
 

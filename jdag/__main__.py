@@ -1,12 +1,12 @@
 """The process of `jdag` and `python -m jdag`: signals are handled before imports."""
 
-from jdag import signals
+from jdag.runtime import signals
 
 
 def main() -> None:
     """The console script."""
     signals.handle()
-    from jdag.cli import main as command  # noqa: PLC0415 - It imports JAX.
+    from jdag.cli.commands import main as command  # noqa: PLC0415 - It imports JAX.
 
     signals.run(command)
 

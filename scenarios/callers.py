@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jdag.cluster import Cluster
+from jdag.api.cluster import Cluster
+from jdag.api.refs import fetch
 from jdag.errors import ScenarioError
-from jdag.ref import fetch
 from jdag.scenario.case import (
     LEFT_OVER,
     SENT,

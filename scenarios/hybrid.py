@@ -21,11 +21,11 @@ import numpy as np
 import optax
 from jax import Array
 
-from jdag.cluster import Cluster
+from jdag.api.cluster import Cluster
+from jdag.api.oracle import pullback
+from jdag.api.refs import fetch
 from jdag.errors import ScenarioError
 from jdag.parallel.routes import How
-from jdag.ref import fetch
-from jdag.reference import pullback
 from jdag.scenario.case import (
     LEFT_OVER,
     SENT,

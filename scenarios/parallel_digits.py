@@ -19,13 +19,13 @@ import optax
 from jax import Array
 
 from digits import Images, load, logits, made_last
-from jdag.cluster import Cluster
+from jdag.api.cluster import Cluster
+from jdag.api.optimizer import Optimizer
+from jdag.api.oracle import pullback
+from jdag.api.refs import fetch
 from jdag.compute.pytrees import static
 from jdag.errors import ScenarioError
-from jdag.optim import Optimizer
 from jdag.parallel import data_parallel
-from jdag.ref import fetch
-from jdag.reference import pullback
 from jdag.scenario.case import (
     LEFT_OVER,
     SENT,

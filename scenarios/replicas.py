@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from jdag.cluster import Cluster
+from jdag.api.cluster import Cluster
 from jdag.errors import ScenarioError
 from jdag.parallel.routes import HOW, How
 from jdag.scenario.case import Case, Figures, Run, digest_of

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jdag.functions import program
+from jdag.engine.functions import program
 from jdag.scenario.case import Case
 
 # ------------------------------------------------------------------- what is computed

@@ -23,7 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jdag.cluster import Cluster
+from jdag.api.cluster import Cluster
+from jdag.api.transform import value_and_grad
 from jdag.errors import ScenarioError
 from jdag.scenario.case import (
     LEFT_OVER,
@@ -38,7 +39,6 @@ from jdag.scenario.case import (
     time_of,
     worst,
 )
-from jdag.transform import value_and_grad
 
 FIGURES: Mapping[str, str] = {
     "outcome": "how the training ended",

@@ -10,7 +10,7 @@ import jax
 import pytest
 from hypothesis import settings
 
-from jdag.drivers import simulate
+from jdag.api.drivers import simulate
 from tests.peer_cases import either, make, sides, tls  # noqa: F401
 from tests.spreading import Groups, place_of
 from tests.tiers import FIRST

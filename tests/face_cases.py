@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jdag.functions import unjitted
+from jdag.engine.functions import unjitted
 
 ONES = jnp.ones((3, 3))
 

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jdag import folders
-from jdag.folders import reading, replacing
+from jdag.api import folders
+from jdag.api.folders import reading, replacing
 
 NAMES = ("a.txt", "b.txt", "tree")
 STEPS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate")

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdag import Cluster, sim, simulate
+from jdag.api.oracle import pullback
 from jdag.errors import GraphError, RemoteError, UnusedSendError
-from jdag.reference import pullback
 from tests.random_hooks import numbered
 from tests.random_programs import Pass, Plan
 from tests.random_source import Record, Source, main_of, source_of

@@ -37,7 +37,7 @@ from tests.random_programs import (
 )
 
 Path = tuple[int, ...]
-MOVED = "jdag.functions:moved"
+MOVED = "jdag.engine.functions:moved"
 
 
 @dataclass(eq=False)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from itertools import combinations
 from typing import Any
 
-from jdag.cluster import Cluster
+from jdag.api.cluster import Cluster
 from jdag.errors import JoinError
 from jdag.rpc.node import Node
 from jdag.rpc.programs import Over

@@ -7,9 +7,9 @@ from functools import partial
 from itertools import combinations
 from typing import Any
 
-from jdag.cluster import Cluster
-from jdag.context import run_program
-from jdag.home import Home
+from jdag.api.cluster import Cluster
+from jdag.api.cluster_state import Home
+from jdag.api.context import run_program
 from jdag.rpc.functions import Functions
 from jdag.rpc.node import Node
 from jdag.rpc.place import Place

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jdag
-from jdag.drivers import worker_options
+from jdag.api.drivers import worker_options
 from jdag.rpc.launch import Launch
 from jdag.rpc.worker import Options
 from tests.certificates import Files

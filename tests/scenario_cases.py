@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jdag
-from jdag.drivers import simulate
+from jdag.api.drivers import simulate
 from jdag.errors import ScenarioError
 from jdag.scenario.case import Case
 from jdag.sim import LinkModel, Network

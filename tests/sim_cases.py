@@ -20,8 +20,8 @@ from jdag.engine.vocabulary import (
     Send,
 )
 from jdag.engine.weight import WHOLE
+from jdag.runtime.trace import Record
 from jdag.sim.simulation import Simulation
-from jdag.trace import Record
 
 CONTEXT = ContextId(0, 1, 0)
 WORKERS = ("a", "b", "c")

@@ -10,10 +10,10 @@ import pytest
 
 import jdag
 from jdag import sim
+from jdag.api.optimizer import Optimizer
+from jdag.api.refs import fetch
 from jdag.errors import JdagError
-from jdag.optim import Optimizer
 from jdag.parallel.routes import HOW
-from jdag.ref import fetch
 from tests.face_cases import ONES
 from tests.replica_cases import (
     NAMES,

@@ -13,13 +13,13 @@ import numpy as np
 import optax
 import pytest
 
-from jdag import optim
-from jdag.cluster import run_here
+from jdag.api import optimizer as optim
+from jdag.api.cluster import run_here
+from jdag.api.leafwise import Leafwise
 from jdag.compute.duals import seeded
 from jdag.compute.refs import Reply
+from jdag.engine.functions import moved, name_of
 from jdag.errors import JdagError
-from jdag.functions import moved, name_of
-from jdag.leafwise import Leafwise
 from jdag.parallel.parts import added, copies, divided, joined
 from jdag.rpc.allowed import Allowed, missing, public
 from tests import names_cases
@@ -119,9 +119,13 @@ ATTACKS = [
     *("jax.experimental:io_callback", "jax.numpy:np.load", "jax.numpy.linalg:np"),
     *("jax._src.tree_util:register_pytree_node", "jax._src.debugging:callback"),
     # jdag beyond what its protocol needs.
-    *("jdag.cluster:Cluster", "jdag.launch:launch", "jdag.cluster:simulate"),
-    *("jdag.rpc.allowed:Allowed", "jdag.checkpoint:save", "jdag.functions:Applied"),
-    *("jdag.cluster:run_here.__wrapped__", "jdag.cluster:flatten"),
+    *("jdag.api.cluster:Cluster", "jdag.launch:launch", "jdag.api.cluster:simulate"),
+    *(
+        "jdag.rpc.allowed:Allowed",
+        "jdag.api.checkpoint:save",
+        "jdag.engine.functions:Applied",
+    ),
+    *("jdag.api.cluster:run_here.__wrapped__", "jdag.api.cluster:flatten"),
 ]
 
 

@@ -4,10 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdag.assignments import Change
-from jdag.drivers import simulate
+from jdag.api.drivers import simulate
+from jdag.api.leaves import Change
+from jdag.api.refs import fetch
 from jdag.errors import JdagError, RemoteError, WorkerLost
-from jdag.ref import fetch
 from jdag.sim import Crash, LinkModel
 from tests.face_cases import ONES, raises_at_run_time
 

@@ -23,7 +23,7 @@ from jdag.compute.duals import Dual
 from jdag.compute.hooks import hooked
 from jdag.compute.pairs import pair
 from jdag.compute.pytrees import split
-from jdag.functions import unjitted
+from jdag.engine.functions import unjitted
 from jdag.wire.arrays import DTYPES, type_of
 from tests.compute_cases import setting
 

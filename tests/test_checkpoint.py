@@ -10,10 +10,10 @@ import numpy as np
 import optax
 import pytest
 
-from jdag.drivers import simulate
+from jdag.api.drivers import simulate
+from jdag.api.optimizer import Optimizer
+from jdag.api.refs import fetch
 from jdag.errors import ContextError, JdagError, RemoteError, WorkerLost
-from jdag.optim import Optimizer
-from jdag.ref import fetch
 from jdag.sim import Crash, LinkModel
 from jdag.wire.arrays import DTYPES
 from tests.face_cases import ONES, raises_at_run_time

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from jdag import cli
+from jdag.cli import commands as cli
 from tests.scenario_cases import GOOD, scenario_of, written
 from tests.test_scenario import BAD
 
@@ -159,7 +159,7 @@ def test_a_narrow_table_leaves_out_what_figures_mean(
 def test_progress_is_drawn_on_a_terminal_and_piped_output_is_plain(place: Path):
     written(place.parent)
     master, terminal = os.openpty()
-    command = "import sys; from jdag.cli import main; main()"
+    command = "import sys; from jdag.cli.commands import main; main()"
     arguments = [sys.executable, "-c", command, "run", "../mine.toml"]
     with subprocess.Popen(arguments, stdout=terminal, cwd=place, env=FRESH) as running:
         os.close(terminal)

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdag.drivers import simulate
+from jdag.api.drivers import simulate
+from jdag.api.refs import fetch
+from jdag.engine.functions import program
 from jdag.errors import (
     ContextError,
     JdagError,
@@ -15,8 +17,6 @@ from jdag.errors import (
     ScenarioError,
     WorkerLost,
 )
-from jdag.functions import program
-from jdag.ref import fetch
 from jdag.sim import Crash, DeviceModel, LinkModel
 from tests.face_cases import ONES, nothing_is_left, total
 
@@ -200,7 +200,7 @@ def test_ids_are_all_different_and_hold_the_owners_number():
 
 
 def test_the_last_context_number_is_refused(cluster, monkeypatch):
-    monkeypatch.setattr("jdag.cluster.CONTEXTS_MAX", 2)
+    monkeypatch.setattr("jdag.api.cluster.CONTEXTS_MAX", 2)
     cluster.context()
     cluster.context()
     with pytest.raises(ContextError, match="there are no more numbers"):

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jdag.api.refs import stop_gradient
+from jdag.engine.functions import program
 from jdag.engine.vocabulary import Owed
 from jdag.errors import (
     GraphError,
@@ -14,8 +16,6 @@ from jdag.errors import (
     RemoteError,
     UnusedSendError,
 )
-from jdag.functions import program
-from jdag.ref import stop_gradient
 from tests.face_cases import (
     ONES,
     fails_backward,

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-import jdag.functions
+import jdag.engine.functions
+from jdag.engine.functions import name_of
 from jdag.engine.vocabulary import (
     ContextId,
     Fill,
@@ -17,7 +18,6 @@ from jdag.engine.vocabulary import (
     Vjp,
 )
 from jdag.errors import ScenarioError
-from jdag.functions import name_of
 from jdag.sim.chooser import POLICIES
 from jdag.sim.devices import FREE, MOVED, Device, DeviceModel, models
 from jdag.sim.faults import Faults, Slow
@@ -78,7 +78,7 @@ def test_sums_and_fills_cost_the_same():
 
 
 def test_moving_a_value_is_no_work_unless_it_is_named():
-    assert name_of(jdag.functions.moved) == MOVED
+    assert name_of(jdag.engine.functions.moved) == MOVED
     jobs = (forward(name=MOVED), vjp(name=MOVED))
     assert [MODEL.cost_ns(job) for job in jobs] == [0, 0]
     dear = DeviceModel(forward_ns=10, functions={"moved": (7, 8)})

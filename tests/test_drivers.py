@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import jdag
-from jdag import drivers
+from jdag.api import drivers
 from jdag.engine.names import TEXT_MAX
 from jdag.errors import (
     JdagError,

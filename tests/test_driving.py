@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from jdag.cli import app
-from jdag.cluster import Cluster
-from jdag.drivers import launch
+from jdag.api.cluster import Cluster
+from jdag.api.drivers import launch
+from jdag.cli.commands import app
 from jdag.errors import ScenarioError
-from jdag.playing import Answer, play
 from jdag.scenario import Scenario, configured, load
 from jdag.scenario.driving import BY_WORKER, Real, Virtual, driver_of
 from jdag.scenario.program import player_of
+from jdag.scenario.run_scenario import Answer, play
 from tests.test_scenarios import SCENARIOS, SINGLE
 
 WORKERS = ("w0", "w1", "w2", "w3")

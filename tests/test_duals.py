@@ -14,9 +14,9 @@ from jdag.compute.pairs import pair
 from jdag.compute.pytrees import split
 from jdag.compute.sums import add
 from jdag.compute.values import Values
+from jdag.engine.functions import unjitted
 from jdag.engine.vocabulary import ContextId, Primal
 from jdag.errors import JdagError
-from jdag.functions import unjitted
 from jdag.wire.arrays import ArrayType, type_of
 from jdag.wire.messages import Codec, size
 

@@ -22,8 +22,8 @@ from jdag.compute.exported import Definition, Header, Program, exported
 from jdag.compute.moves import moved
 from jdag.compute.pairs import Pair, pair
 from jdag.compute.pytrees import split
+from jdag.engine.functions import unjitted
 from jdag.errors import JdagError
-from jdag.functions import unjitted
 from jdag.wire.arrays import DTYPES
 from jdag.wire.encoding import encoded
 from tests.compute_cases import array

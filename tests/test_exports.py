@@ -14,9 +14,12 @@ import numpy as np
 import optax
 import pytest
 
+from jdag.api.leafwise import Leafwise
+from jdag.api.optimizer import _stepped, squared_norms
 from jdag.compute.pairs import PAIRS_MAX
 from jdag.compute.placed import placed
 from jdag.compute.pytrees import static
+from jdag.engine.functions import moved
 from jdag.engine.vocabulary import (
     Assign,
     Assigned,
@@ -31,9 +34,6 @@ from jdag.engine.vocabulary import (
     OutputKey,
 )
 from jdag.errors import JdagError
-from jdag.functions import moved
-from jdag.leafwise import Leafwise
-from jdag.optim import _stepped, squared_norms
 from jdag.rpc import functions as functions_module
 from jdag.rpc.exports import Exports
 from jdag.rpc.functions import Functions

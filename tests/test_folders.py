@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from jdag import folders
-from jdag.folders import FolderError, reading, replacing
+from jdag.api import folders
+from jdag.api.folders import FolderError, reading, replacing
 from tests.folder_cases import NAMES, content, nothing, write
 
 ROOT = Path(__file__).parent.parent

@@ -6,8 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from jdag.errors import JdagError
-from jdag.functions import (
+from jdag.engine.functions import (
     _PACKAGE,
     CallSite,
     call_site,
@@ -18,6 +17,7 @@ from jdag.functions import (
     program,
     unjitted,
 )
+from jdag.errors import JdagError
 
 
 def plain(x: Any, y: Any = 1) -> Any:

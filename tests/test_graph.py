@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 import jdag
+from jdag.api.graph import WORKERS_MAX, dot_of, graph_of, graph_of_plain, labelled
 from jdag.errors import UnusedSendError
-from jdag.graph import WORKERS_MAX, dot_of, graph_of, graph_of_plain, labelled
 from shapes import add_all, pipeline, product, scale, total
 
 WORKERS = ("home", "other", "third")

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdag.drivers import simulate
+from jdag.api.drivers import simulate
+from jdag.api.hessian import hvp
+from jdag.api.oracle import oracle
+from jdag.api.refs import fetch, stop_gradient
+from jdag.api.transform import value_and_grad
+from jdag.engine.functions import program
 from jdag.errors import JdagError, RemoteError, RootError
-from jdag.functions import program
-from jdag.hessian import hvp
-from jdag.ref import fetch, stop_gradient
-from jdag.reference import oracle
-from jdag.transform import value_and_grad
 from tests import random_runs, tiers
 from tests.face_cases import nothing_is_left
 from tests.random_programs import draw

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from jdag import cli
+from jdag.cli import commands as cli
+from jdag.cli.hosting import chosen, options_of
 from jdag.errors import JoinError, ScenarioError
-from jdag.hosting import chosen, options_of
 from jdag.rpc.control import ControlClient
 from jdag.rpc.launch import is_here
 from jdag.rpc.requests import Drain, Health, Info
@@ -27,9 +27,9 @@ LONG_S = 60.0
 X64 = {"JAX_ENABLE_X64": "1"}  # As tests/conftest.py has it.
 # The command, but with nodes that have no engine.
 COMMAND = """
-import sys, jdag.hosting
-jdag.hosting.NODE = "tests.rpc_cases:make_plain"
-from jdag.cli import main
+import sys, jdag.cli.hosting
+jdag.cli.hosting.NODE = "tests.rpc_cases:make_plain"
+from jdag.cli.commands import main
 main()
 """
 

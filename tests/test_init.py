@@ -11,9 +11,15 @@ import jdag
 # What a worker does not need: optimizers, pages, tables, pictures, the command line.
 LATER = (
     *("jinja2", "matplotlib", "networkx", "optax", "orbax", "rich", "typer"),
-    *("jdag.cli", "jdag.optim", "jdag.programs", "jdag.report", "jdag.scenario"),
+    *(
+        "jdag.cli.commands",
+        "jdag.api.optimizer",
+        "jdag.programs",
+        "jdag.report",
+        "jdag.scenario",
+    ),
 )
-WORKER = "import sys, jdag, jdag.drivers, jdag.rpc.worker; print(*sys.modules)"
+WORKER = "import sys, jdag, jdag.api.drivers, jdag.rpc.worker; print(*sys.modules)"
 
 
 def test_a_worker_loads_nothing_that_it_does_not_need() -> None:
@@ -48,7 +54,7 @@ def test_all_that_is_public_is_there_and_is_listed() -> None:
 
 
 def test_what_is_found_at_first_use_is_the_same_thing() -> None:
-    from jdag.optim import Optimizer  # noqa: PLC0415
+    from jdag.api.optimizer import Optimizer  # noqa: PLC0415
 
     assert jdag.Optimizer is Optimizer
 

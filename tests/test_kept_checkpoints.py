@@ -11,10 +11,10 @@ import numpy as np
 import orbax.checkpoint as orbax
 import pytest
 
-from jdag import checkpoint, folders
+from jdag.api import checkpoint, folders
+from jdag.api.folders import replacing
+from jdag.api.refs import fetch
 from jdag.errors import JdagError
-from jdag.folders import replacing
-from jdag.ref import fetch
 from tests.face_cases import ONES
 from tests.test_checkpoint import bits
 

@@ -8,11 +8,11 @@ import numpy as np
 import optax
 import pytest
 
+from jdag.api.leafwise import Leafwise
+from jdag.api.optimizer import Optimizer
+from jdag.api.refs import fetch
 from jdag.compute.fingerprint import key_of
 from jdag.errors import JdagError
-from jdag.leafwise import Leafwise
-from jdag.optim import Optimizer
-from jdag.ref import fetch
 from tests.face_cases import ONES, total
 
 

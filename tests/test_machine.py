@@ -13,9 +13,9 @@ from jdag.compute.machine import Machine, failure_of, said, user_traceback
 from jdag.compute.pairs import Pair, pair
 from jdag.compute.pytrees import split
 from jdag.compute.sums import add
+from jdag.engine.functions import unjitted
 from jdag.engine.vocabulary import ContextId, Fill, Forward, Key, ScratchKey, Sum, Vjp
 from jdag.errors import SAID_MAX, JdagError, ScenarioError
-from jdag.functions import unjitted
 from tests.compute_cases import no_new_arrays
 
 CONTEXT = ContextId(0, 1, 0)

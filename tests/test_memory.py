@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdag.cluster import Cluster
-from jdag.drivers import simulate
+from jdag.api.cluster import Cluster
+from jdag.api.drivers import simulate
+from jdag.api.refs import stop_gradient
+from jdag.engine.functions import program
 from jdag.errors import GraphError, RemoteError, UnusedSendError
-from jdag.functions import program
-from jdag.ref import stop_gradient
 from jdag.sim.network import LinkModel, Network
 from tests.face_cases import (
     ONES,

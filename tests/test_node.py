@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import jdag
-from jdag.cluster import Cluster
+from jdag.api.cluster import Cluster
 from jdag.errors import JdagError, RemoteError, WorkerLost
 from jdag.rpc import exports, node
 from jdag.rpc.node import ROUNDS_MAX

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdag.drivers import simulate
+from jdag.api.drivers import simulate
+from jdag.api.refs import stop_gradient
+from jdag.api.transform import value_and_grad
+from jdag.engine.functions import program
 from jdag.errors import ContextError, GraphError, JdagError, RemoteError, WorkerLost
-from jdag.functions import program
-from jdag.ref import stop_gradient
 from jdag.sim import Crash
-from jdag.transform import value_and_grad
 from tests.face_cases import ONES, fails_backward, nothing_is_left, total
 
 MODES = ("smart", "fast")

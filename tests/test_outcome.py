@@ -8,9 +8,9 @@ import pytest
 from msgspec.structs import replace
 
 import jdag
+from jdag.api.outcome import expired, nanoseconds, stuck
 from jdag.engine.vocabulary import Failure, Outcome, Owed, PassResult
 from jdag.errors import JdagError, WorkerLost
-from jdag.outcome import expired, nanoseconds, stuck
 from jdag.sim.devices import MOVED
 from jdag.sim.faults import Crash
 from jdag.sim.network import LinkModel

@@ -13,8 +13,8 @@ from jdag.compute.avals import Aval, aval_of
 from jdag.compute.pairs import pair
 from jdag.compute.pytrees import split, static
 from jdag.compute.sums import ones
+from jdag.engine.functions import unjitted
 from jdag.errors import JdagError
-from jdag.functions import unjitted
 from tests.compute_cases import Call, Leaf, array, assert_same, setting
 
 # Gradients

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import jdag
-from jdag.playing import play
 from jdag.scenario import load
+from jdag.scenario.run_scenario import play
 from jdag.sim.simulation import Simulation
 from tests.two_hosts import Hosts, two_hosts
 

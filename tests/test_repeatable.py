@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from jdag import program, sim, simulate
-from jdag.cluster import Cluster
+from jdag.api.cluster import Cluster
 from jdag.errors import WorkerLost
-from jdag.trace import Record, Trace
+from jdag.runtime.trace import Record, Trace
 from tests.compute_cases import no_new_arrays
 
 WORKERS = ("a", "b", "c", "d")

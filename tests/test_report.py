@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jdag.drivers import simulate
+from jdag.api.drivers import simulate
+from jdag.api.graph import graph_of
 from jdag.errors import JdagError, UnusedSendError
-from jdag.graph import graph_of
 from jdag.report import bubble, read_drawings, render, spans
+from jdag.report.formatting import shown
 from jdag.report.perfetto import JOBS_MAX, MESSAGES_MAX, trace_events
 from jdag.report.picture import _laid_out, _left_out, draw_graph
 from jdag.report.raster import COLUMNS, mixed
 from jdag.report.spans import Job, Spans, Transfer, spans_of
-from jdag.shown import shown
+from jdag.runtime.trace import Trace
 from jdag.sim.devices import DeviceModel
 from jdag.sim.network import LinkModel
-from jdag.trace import Trace
 from shapes import pipeline
 
 STAGES = ("stage0", "stage1", "stage2", "stage3")

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jdag.api.refs import stop_gradient
 from jdag.errors import RootError
-from jdag.ref import stop_gradient
 from tests.face_cases import ONES, total
 
 BAD_ROOTS: tuple[tuple[str, Any, Any, str], ...] = (

@@ -21,6 +21,7 @@ from jdag.compute.pairs import PAIRS_MAX, pair
 from jdag.compute.placed import Placed, placed
 from jdag.compute.pytrees import split, static
 from jdag.compute.refs import RefData, Reply
+from jdag.engine.functions import name_of
 from jdag.engine.vocabulary import (
     Assign,
     Assignment,
@@ -41,7 +42,6 @@ from jdag.engine.vocabulary import (
 from jdag.engine.vocabulary import Mode as PassMode
 from jdag.engine.weight import WHOLE
 from jdag.errors import JdagError, ProtocolError
-from jdag.functions import name_of
 from jdag.rpc.functions import MADE_MAX, Bound, Functions
 from jdag.wire.arrays import ArrayType
 from jdag.wire.messages import Codec

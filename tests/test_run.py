@@ -9,9 +9,9 @@ import optax
 import pytest
 
 from jdag import Optimizer, program, value_and_grad
-from jdag.drivers import simulate
+from jdag.api.drivers import simulate
+from jdag.api.refs import fetch
 from jdag.errors import ContextError, JdagError
-from jdag.ref import fetch
 from jdag.sim import DeviceModel, Drop, Duplicate, LinkModel
 from tests.face_cases import ONES, nothing_is_left, total
 

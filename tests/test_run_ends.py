@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jdag import program
-from jdag.drivers import simulate
+from jdag.api.drivers import simulate
 from jdag.errors import RemoteError, RootError, WorkerLost
 from jdag.sim import Crash, DeviceModel, LinkModel
 from tests.face_cases import ONES, nothing_is_left, raises_at_run_time, total

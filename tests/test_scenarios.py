@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from jdag.playing import Answer, play
 from jdag.scenario import load
+from jdag.scenario.run_scenario import Answer, play
 
 SCENARIOS = Path(__file__).parent.parent / "scenarios"
 SHIPPED = sorted(SCENARIOS.glob("*.toml"))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jdag.shown import shown
+from jdag.report.formatting import shown
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from jdag.compute.avals import aval_of
 from jdag.compute.pairs import Pair, pair
 from jdag.compute.placed import placed
 from jdag.compute.pytrees import Template, split, static, template_of
+from jdag.engine.functions import Applied, unjitted
 from jdag.errors import ProtocolError
-from jdag.functions import Applied, unjitted
 from jdag.rpc.allowed import Allowed
 from jdag.rpc.live import live, structure
 from jdag.wire import specs

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from jdag.errors import ScenarioError
-from jdag.tables import (
+from jdag.runtime.tables import (
     BYTES_MAX,
     COUNT,
     FLAG,

@@ -40,44 +40,29 @@ LAYERS = (
     ("__main__",),
     ("__init__",),
 )
-# The folders to which the modules at the top belong.
-FOLDERS = {
-    "api": (
-        *("activation", "assignments", "checkpoint", "cluster", "context", "drivers"),
-        *("failures", "folders", "graph", "hessian", "home", "leafwise", "moving"),
-        *("optim", "outcome", "places", "ref", "reference", "roots", "stored"),
-        *("taps", "transform"),
-    ),
-    "cli": ("exits", "hosting"),
-    "engine": ("functions",),
-    "report": ("shown",),
-    "runtime": ("signals", "tables", "trace"),
-    "scenario": ("expect", "playing"),
-}
-FOLDER_OF = {module: folder for folder, those in FOLDERS.items() for module in those}
 RANK = {unit: rank for rank, row in enumerate(LAYERS) for unit in row}
 
 # Where a library, or one of its functions, may be named.
 HOMES = {
-    "typer": ("cli", "hosting", "exits"),
-    "rich": ("cli", "hosting"),
-    "pydantic": ("tables", "scenario", "rpc"),
-    "tomllib": ("tables",),
+    "typer": ("cli",),
+    "rich": ("cli",),
+    "pydantic": ("runtime.tables", "scenario", "rpc"),
+    "tomllib": ("runtime.tables",),
     "matplotlib": ("report",),
     "jinja2": ("report",),
     "networkx": ("report",),
     "perfetto": ("report",),
-    "optax": ("leafwise", "optim"),
-    "orbax": ("checkpoint", "stored"),
+    "optax": ("api.leafwise", "api.optimizer"),
+    "orbax": ("api.checkpoint", "api.checkpoint_arrays"),
     "greenlet": ("sim",),
     "random": ("sim",),
     "grpc": ("rpc",),
     "socket": ("rpc",),
     "threading": ("rpc", "parallel.waiting", "sim.programs"),
-    "time": ("rpc", "parallel.waiting", "folders", "signals"),
+    "time": ("rpc", "parallel.waiting", "api.folders", "runtime.signals"),
     "secrets": ("rpc",),
     "ctypes": ("rpc",),
-    "signal": ("rpc", "signals"),
+    "signal": ("rpc", "runtime.signals"),
     "subprocess": ("rpc", "cli"),
     "jax.pmap": (),
     "jax.shard_map": ("parallel",),
@@ -147,8 +132,7 @@ class Module:
 
 def unit_of(name: str) -> str:
     """The unit of a module, by its dotted name below jdag."""
-    first = name.split(".", maxsplit=1)[0]
-    return FOLDER_OF.get(first, first)
+    return name.split(".", maxsplit=1)[0]
 
 
 def within(name: str, prefix: str) -> bool:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdag.drivers import simulate
+from jdag.api.drivers import simulate
 from jdag.engine.vocabulary import Owed
 from jdag.errors import JdagError, PassTimeout, RemoteError
 from jdag.sim import DeviceModel, LinkModel

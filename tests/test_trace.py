@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from jdag.errors import JdagError
-from jdag.trace import DETAIL, Record, Trace, read_trace
+from jdag.runtime.trace import DETAIL, Record, Trace, read_trace
 
 SEND = ("b", "Primal", "0.1", 0, (3, 1), 24, 88, (7, 2**32 - 1))
 

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdag.drivers import simulate
+from jdag.api.drivers import simulate
+from jdag.api.hessian import hvp
+from jdag.api.oracle import oracle
+from jdag.api.refs import fetch
+from jdag.api.transform import value_and_grad
+from jdag.engine.functions import program
 from jdag.errors import GraphError, JdagError, RemoteError, RootError
-from jdag.functions import program
-from jdag.hessian import hvp
-from jdag.ref import fetch
-from jdag.reference import oracle
-from jdag.transform import value_and_grad
 from tests.face_cases import ONES, nothing_is_left, total
 
 X = jnp.linspace(-0.5, 1, 12).reshape(4, 3)

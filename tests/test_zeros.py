@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdag.drivers import simulate
-from jdag.hessian import hvp
-from jdag.ref import stop_gradient
-from jdag.reference import oracle
-from jdag.transform import value_and_grad
+from jdag.api.drivers import simulate
+from jdag.api.hessian import hvp
+from jdag.api.oracle import oracle
+from jdag.api.refs import stop_gradient
+from jdag.api.transform import value_and_grad
 from tests.compute_cases import array
 from tests.face_cases import ONES, total
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from jdag.compute.bytecode import MUTABLE
 from jdag.compute.fingerprint import KEYED
+from jdag.engine.functions import Applied, is_program, is_unjitted, name_of
 from jdag.errors import JdagError, kind_of
-from jdag.functions import Applied, is_program, is_unjitted, name_of
 
 _JITTED: Any = type(jax.jit(abs))
 _FIXED = (type, Enum, ModuleType, FunctionType, type(None))

@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 
+from jdag.engine.functions import remote, unjitted
 from jdag.errors import JdagError, text_of
-from jdag.functions import remote, unjitted
 
 # What JAX says where there is no jvp: of custom_vjp, callbacks, primitives.
 _NO_JVP = ("forward-mode", "do not support JVP", "Differentiation rule for")

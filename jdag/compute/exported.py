@@ -26,10 +26,10 @@ from msgspec.msgpack import Decoder
 from jdag.compute.avals import Aval, aval_from, aval_of
 from jdag.compute.jaxprs import has_callback
 from jdag.compute.tracing import Returned, Traced, as_jax, vjp_of
+from jdag.engine.functions import is_unjitted
 from jdag.engine.messages import Several
 from jdag.engine.names import U32, Mask, Name, Record
 from jdag.errors import JdagError, ProtocolError, named_text
-from jdag.functions import is_unjitted
 from jdag.wire.arrays import ArrayType, check_possible, type_of
 from jdag.wire.encoding import decoded, encoded
 from jdag.wire.trees import Bytes

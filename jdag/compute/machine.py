@@ -23,6 +23,7 @@ from jdag.compute.devices import put
 from jdag.compute.hooks import hooked, seen
 from jdag.compute.sums import ADDENDS_MAX, add, ones, zeros
 from jdag.compute.values import Buffer, Values
+from jdag.engine.functions import name_of, name_on
 from jdag.engine.vocabulary import (
     AnyKey,
     Apply,
@@ -38,7 +39,6 @@ from jdag.engine.vocabulary import (
     Vjp,
 )
 from jdag.errors import SAID_MAX, JdagError, ScenarioError, cut, is_own, text_of
-from jdag.functions import name_of, name_on
 
 KINDS = ("real", "abstract")
 

@@ -26,8 +26,8 @@ from jdag.compute.jaxprs import Reaches, has_callback, has_move, passed_on
 from jdag.compute.pytrees import Template
 from jdag.compute.sums import ADDENDS_MAX
 from jdag.compute.tracing import Function, Residuals, as_it_is
+from jdag.engine.functions import code_of, is_ours, is_unjitted, name_of
 from jdag.errors import JdagError
-from jdag.functions import code_of, is_ours, is_unjitted, name_of
 from jdag.wire.arrays import type_of
 from jdag.wire.specs import Body, spec_of
 

@@ -16,8 +16,8 @@ from jdag.compute.avals import Aval, aval_of, is_deleted
 from jdag.compute.callables import refuse_mutable
 from jdag.compute.depth import check_depth
 from jdag.compute.fingerprint import key_of
+from jdag.engine.functions import call_site
 from jdag.errors import ContextError, JdagError, kind_of, repr_of
-from jdag.functions import call_site
 from jdag.wire.trees import HOLE
 
 ALLOWED = (

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jdag.compute.avals import Aval
+from jdag.engine.functions import remote
 from jdag.engine.vocabulary import Key, LeafId, Path, Worker
-from jdag.functions import remote
 
 Identity = tuple[Worker, Path]  # Of a failure: where it happened, and in which call.
 

@@ -21,8 +21,8 @@ from jdag.compute.jaxprs import Reaches, reaches
 from jdag.compute.moves import home_of, moved
 from jdag.compute.pytrees import Template, flatten
 from jdag.compute.sums import fold
+from jdag.engine.functions import is_unjitted, name_of
 from jdag.errors import JdagError, kind_of
-from jdag.functions import is_unjitted, name_of
 from jdag.wire.specs import portable, structure
 
 

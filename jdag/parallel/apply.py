@@ -27,8 +27,8 @@ from jdag.compute.pytrees import (
     template_of,
     template_of_arrays,
 )
+from jdag.engine.functions import name_of
 from jdag.errors import JdagError, kind_of
-from jdag.functions import name_of
 from jdag.parallel.devices import Device, devices_of
 from jdag.parallel.movement import array_at
 from jdag.wire.trees import HOLE

@@ -22,8 +22,8 @@ import jax.tree_util as jtu
 from jdag.compute.avals import Aval, intern_aval
 from jdag.compute.moves import Target, cuttable, home_of, moved
 from jdag.compute.pytrees import Template
+from jdag.engine.functions import name_of
 from jdag.errors import JdagError
-from jdag.functions import name_of
 from jdag.parallel.apply import Call, forward_all, note_replica, pair_of, vjp_all
 from jdag.parallel.movement import added, check_joined, cut, joined
 from jdag.parallel.processes import Processes, Terms

@@ -11,7 +11,7 @@ from operator import add
 import jax
 import jax.numpy as jnp
 
-from jdag.functions import remote
+from jdag.engine.functions import remote
 
 
 @remote

@@ -19,8 +19,8 @@ from jdag.compute.duals import are_arrays
 from jdag.compute.fingerprint import key_of
 from jdag.compute.pairs import CACHE
 from jdag.compute.pytrees import is_static
+from jdag.engine.functions import is_unjitted
 from jdag.errors import JdagError
-from jdag.functions import is_unjitted
 from jdag.parallel.apply import Call, tracked_of
 from jdag.parallel.devices import Device, device_of, devices_of
 from jdag.parallel.dispatch import Each, Plan, Task

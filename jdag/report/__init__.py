@@ -9,16 +9,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jdag.api.graph import Graph, dot_of, graph_of, graph_of_plain
 from jdag.engine.drawing import Drawing
 from jdag.errors import JdagError, ScenarioError
-from jdag.graph import Graph, dot_of, graph_of, graph_of_plain
 from jdag.report.page import write_page
 from jdag.report.perfetto import trace_events
 from jdag.report.picture import draw_graph
 from jdag.report.spans import Span, bubble, spans, spans_of
 from jdag.report.timeline import draw_timeline
-from jdag.tables import parsed, text_in
-from jdag.trace import Trace
+from jdag.runtime.tables import parsed, text_in
+from jdag.runtime.trace import Trace
 
 __all__ = [
     "GRAPH",

@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from jdag.shown import shown
+from jdag.report.formatting import shown
 
 Picture = tuple[Path, str, str]  # The file, its heading, what there is to see.
 

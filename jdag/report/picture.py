@@ -13,8 +13,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
+from jdag.api.graph import Edge, Graph, Vertex, labelled
 from jdag.engine.drawing import Need
-from jdag.graph import Edge, Graph, Vertex, labelled
 
 HEIGHTS_MAX = 40
 ABOVE_MAX = 16  # Leaves that have room above the first call.

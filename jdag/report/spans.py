@@ -1,8 +1,8 @@
 """What a trace says of time: which job ran when, and what was on its way when.
 
-Reads the records of `jdag.trace` and nothing else. Jobs and transfers keep the order of
-their starts. A job that did not end in the trace ends where its worker crashed, or with
-the last record; a message that was never handed on is left out.
+Reads the records of `jdag.runtime.trace` and nothing else. Jobs and transfers keep the
+order of their starts. A job that did not end in the trace ends where its worker
+crashed, or with the last record; a message that was never handed on is left out.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-from jdag.trace import Record
+from jdag.runtime.trace import Record
 
 Window = tuple[int, int]  # From when to when, nanoseconds.
 

@@ -14,9 +14,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from jdag.report.formatting import shown
 from jdag.report.raster import mixed
 from jdag.report.spans import Job, Spans, Transfer, bubble
-from jdag.shown import shown
 
 ROWS_MAX = 40
 _WIDTH_INCHES = 12.0

@@ -2,7 +2,7 @@
 
 A name `module:qualname` is looked up in modules that were told, and only what goes by
 that very name counts: `mymodel:os.system` is not one of mymodel's functions. Of jdag it
-is what `jdag.functions.remote` marks. Of JAX it
+is what `jdag.engine.functions.remote` marks. Of JAX it
 is what its public modules have, wherever it is written; what reads or writes files, or
 changes settings, is left out.
 """
@@ -20,8 +20,8 @@ from typing import Any
 import jax.tree_util as jtu
 import numpy as np
 
+from jdag.engine.functions import is_remote, name_of
 from jdag.errors import JdagError, named_text
-from jdag.functions import is_remote, name_of
 
 # Modules all of whose functions may be had.
 MODULES = ("optax",)

@@ -33,8 +33,8 @@ from jdag.compute.fingerprint import (
     module_of,
     top_of,
 )
+from jdag.engine.functions import name_of
 from jdag.errors import JdagError, ProtocolError
-from jdag.functions import name_of
 from jdag.wire.trees import Named, Node, Part
 
 _HEAD = b"codes of functions\n"

@@ -24,6 +24,7 @@ from jdag.compute.exported import Definition, exported
 from jdag.compute.fingerprint import key_of
 from jdag.compute.placed import Placed
 from jdag.compute.pytrees import flatten, template_of
+from jdag.engine.functions import name_of
 from jdag.engine.vocabulary import (
     Assign,
     Assigned,
@@ -39,7 +40,6 @@ from jdag.engine.vocabulary import (
     Worker,
 )
 from jdag.errors import JdagError, ProtocolError
-from jdag.functions import name_of
 from jdag.rpc.allowed import Allowed
 from jdag.rpc.codes import codes_of
 from jdag.rpc.live import live, structure

@@ -24,6 +24,7 @@ from jdag.compute.pairs import PAIRS_MAX, Pair, pair
 from jdag.compute.placed import placed
 from jdag.compute.pytrees import template_of
 from jdag.compute.refs import Reply
+from jdag.engine.functions import name_of
 from jdag.engine.vocabulary import (
     Assign,
     Assignment,
@@ -37,7 +38,6 @@ from jdag.engine.vocabulary import (
     Worker,
 )
 from jdag.errors import JdagError, ProtocolError
-from jdag.functions import name_of
 from jdag.rpc.allowed import Allowed
 from jdag.rpc.codes import Codes, are_codes
 from jdag.rpc.exports import Exports

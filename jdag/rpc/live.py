@@ -18,8 +18,8 @@ import numpy as np
 from jdag.compute.avals import aval_from, dtype_of
 from jdag.compute.buffers import delivered, landed
 from jdag.compute.refs import RefData
+from jdag.engine.functions import Applied
 from jdag.errors import JdagError, named_text
-from jdag.functions import Applied
 from jdag.rpc.allowed import Allowed
 from jdag.wire.specs import APPLIED
 from jdag.wire.trees import DTYPE, HOLE, Named, Node, Opaque, Part, Raw, RefParts

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from jdag.rpc.gate import Admit, Take
 from jdag.rpc.streams import Stream
-from jdag.tables import NESTING_MAX
+from jdag.runtime.tables import NESTING_MAX
 
 
 class Node(Protocol):

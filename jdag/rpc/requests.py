@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from jdag.engine.vocabulary import WORKERS_MAX
 from jdag.rpc.settings import NAME
-from jdag.tables import NESTING_MAX
+from jdag.runtime.tables import NESTING_MAX
 
 INCARNATION_MAX = (1 << 32) - 1
 

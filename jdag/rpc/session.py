@@ -41,7 +41,7 @@ from jdag.rpc.requests import (
 from jdag.rpc.settings import Address
 from jdag.rpc.tls import Tls
 from jdag.rpc.tokens import fresh_secret, secret_between
-from jdag.tables import NESTING_MAX
+from jdag.runtime.tables import NESTING_MAX
 
 POLL_S = 1.0
 ASKED_AT_ONCE_MAX = 16

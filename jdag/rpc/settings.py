@@ -37,7 +37,7 @@ from jdag.errors import JdagError, ScenarioError, meant, reason, spelled, unusab
 from jdag.rpc.addresses import is_host, is_loopback
 from jdag.rpc.tls import load as load_tls
 from jdag.rpc.tokens import fresh_secret
-from jdag.tables import (
+from jdag.runtime.tables import (
     COUNT,
     NESTING,
     NESTING_MAX,
@@ -51,7 +51,7 @@ from jdag.tables import (
     said,
     text_in,
 )
-from jdag.tables import wrong as said_with_its_file
+from jdag.runtime.tables import wrong as said_with_its_file
 
 CARRIERS = ("socket", "grpc")
 TOKEN_CHARACTERS_MIN, TOKEN_CHARACTERS_MAX = 16, 4096

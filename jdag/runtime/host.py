@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from jdag.compute.machine import Machine, failure_of
+from jdag.engine.functions import name_of
 from jdag.engine.vocabulary import (
     Alarm,
     Awaited,
@@ -35,7 +36,6 @@ from jdag.engine.vocabulary import (
     Spawn,
 )
 from jdag.errors import JdagError
-from jdag.functions import name_of
 from jdag.runtime.sizes import check_values
 from jdag.runtime.waiters import Cancel, Waiters
 

@@ -14,12 +14,12 @@ from typing import Any
 import jax
 
 from jdag.errors import ScenarioError, meant, unusable
-from jdag.expect import refuse_unknown
+from jdag.runtime.tables import read, wrong
 from jdag.scenario.case import Case, Figures, Player, Run
 from jdag.scenario.driving import Driver, Virtual, driver_of
+from jdag.scenario.expectations import refuse_unknown
 from jdag.scenario.program import player_of, raised
 from jdag.scenario.tables import Settings, checked
-from jdag.tables import read, wrong
 
 __all__ = [
     "Case",

@@ -27,11 +27,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdag.cluster import Cluster
+from jdag.api.cluster import Cluster
+from jdag.api.oracle import pullback
+from jdag.api.refs import Ref, fetch
 from jdag.compute.pytrees import NUMBERS
 from jdag.errors import JdagError, RootError, UnusedSendError, text_of
-from jdag.ref import Ref, fetch
-from jdag.reference import pullback
 
 # What a play gives, by name: numbers, fractions, texts, flags, None; lists of these,
 # and mappings from workers to these.

@@ -8,8 +8,8 @@ refused by its key: faults, values that are shapes, a home that is not the first
 from contextlib import ExitStack
 from typing import Any
 
-from jdag.cluster import Cluster
-from jdag.drivers import launch, simulate
+from jdag.api.cluster import Cluster
+from jdag.api.drivers import launch, simulate
 from jdag.errors import JdagError, ScenarioError, unusable
 from jdag.rpc.settings import CARRIERS, DEVICES, is_device
 from jdag.scenario.case import Figures

@@ -10,22 +10,7 @@ from pydantic import Field, ValidationError
 
 from jdag.engine.vocabulary import WORKERS_MAX
 from jdag.errors import ScenarioError, unusable
-from jdag.sim import (
-    Crash,
-    Delay,
-    DeviceModel,
-    Drop,
-    Duplicate,
-    Fault,
-    LinkModel,
-    LinkSettings,
-    Network,
-    Partition,
-    Slow,
-)
-from jdag.sim.chooser import POLICIES
-from jdag.sim.simulation import EVENTS_MAX
-from jdag.tables import (
+from jdag.runtime.tables import (
     COUNT,
     FLAG,
     NESTING,
@@ -44,6 +29,21 @@ from jdag.tables import (
     said,
     up_to,
 )
+from jdag.sim import (
+    Crash,
+    Delay,
+    DeviceModel,
+    Drop,
+    Duplicate,
+    Fault,
+    LinkModel,
+    LinkSettings,
+    Network,
+    Partition,
+    Slow,
+)
+from jdag.sim.chooser import POLICIES
+from jdag.sim.simulation import EVENTS_MAX
 
 _NAME = "letters, digits, _, - and ., beginning with a letter or a digit"
 _WORKERS = (

@@ -17,10 +17,10 @@ from random import Random
 from typing import Any
 
 from jdag.engine.vocabulary import named
+from jdag.runtime.trace import Note
 from jdag.sim.faults import Faults
 from jdag.sim.network import Lane, LinkModel, Network, Traffic
 from jdag.sim.timeline import Timeline
-from jdag.trace import Note
 from jdag.wire.link import ACK_BYTES, Frame, Link, LinkSettings
 
 # At one time: crashes first, then what happens, then devices choose among all that is

@@ -15,12 +15,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, assert_never
 
+from jdag.engine.functions import moved, name_of
 from jdag.engine.vocabulary import Apply, Failure, Fill, Forward, Job, Path, Sum, Vjp
 from jdag.errors import ScenarioError, unusable
-from jdag.functions import moved, name_of
+from jdag.runtime.tables import NS, is_ns
 from jdag.sim.chooser import Chooser, ReadyJobs
 from jdag.sim.faults import Faults
-from jdag.tables import NS, is_ns
 
 # The function that `ctx.move` calls.
 MOVED = name_of(moved)

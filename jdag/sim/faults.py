@@ -21,7 +21,7 @@ from random import Random
 from typing import assert_never
 
 from jdag.errors import ScenarioError, unusable
-from jdag.tables import NS, is_ns
+from jdag.runtime.tables import NS, is_ns
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,12 @@ Gives: those two actions to the timeline; from `begin` a task that takes no time
 
 from jdag.compute.machine import failure_of, job_name
 from jdag.engine.vocabulary import Job
+from jdag.runtime.trace import Note
 from jdag.sim.carriage import BEGIN, EVENT
 from jdag.sim.devices import Device, Task
 from jdag.sim.host import Host
 from jdag.sim.notes import job_place, kept, made, used_up
 from jdag.sim.timeline import Timeline
-from jdag.trace import Note
 
 
 class Jobs:

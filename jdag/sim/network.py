@@ -27,8 +27,8 @@ from random import Random
 from typing import Any
 
 from jdag.errors import ScenarioError, unusable
+from jdag.runtime.tables import NS, is_ns
 from jdag.sim.ports import Port
-from jdag.tables import NS, is_ns
 
 _SECOND_NS = 1_000_000_000
 _LINKS = 'LinkModels by source and destination: {("a", "b"): LinkModel()}'

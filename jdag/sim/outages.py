@@ -20,12 +20,12 @@ from jdag.engine.vocabulary import (
     incarnation_of,
     named,
 )
+from jdag.runtime.trace import Note
 from jdag.sim.carriage import CRASH, EVENT, Carriage
 from jdag.sim.faults import Crash, Faults
 from jdag.sim.host import Host
 from jdag.sim.programs import Programs
 from jdag.sim.timeline import Timeline
-from jdag.trace import Note
 
 NEVER = -2  # No record has this index; -1 is "none".
 CRASHED, OUT_OF_REACH = "it crashed", "it is out of reach"

@@ -5,10 +5,10 @@ from itertools import permutations, product
 
 from jdag.engine.vocabulary import WORKERS_MAX, is_name
 from jdag.errors import ScenarioError, unusable
+from jdag.runtime.tables import NS, is_listed, is_ns
 from jdag.sim.carriage import gives_up_ns, link_settings
 from jdag.sim.faults import Crash, Fault, Partition
 from jdag.sim.network import LinkModel, Network
-from jdag.tables import NS, is_listed, is_ns
 from jdag.wire.link import LinkSettings
 
 WORKERS = (

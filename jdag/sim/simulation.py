@@ -25,6 +25,7 @@ from greenlet import GreenletExit
 
 from jdag.compute.digest import fingerprint
 from jdag.engine.drawing import Drawing
+from jdag.engine.functions import name_of
 from jdag.engine.vocabulary import (
     Alarm,
     Arrived,
@@ -40,9 +41,9 @@ from jdag.engine.vocabulary import (
     named,
 )
 from jdag.errors import JdagError
-from jdag.functions import name_of
 from jdag.runtime.host import Host as Worker
 from jdag.runtime.host import Port, RunProgram, run_program
+from jdag.runtime.trace import Trace
 from jdag.runtime.waiters import Cancel, Waiters
 from jdag.sim import plan
 from jdag.sim.carriage import EVENT, Carriage, End, Parcel
@@ -57,7 +58,6 @@ from jdag.sim.notes import PLACE, event_detail, note_nothing
 from jdag.sim.outages import OUT_OF_REACH, Outages
 from jdag.sim.programs import Programs
 from jdag.sim.timeline import Timeline
-from jdag.trace import Trace
 from jdag.wire.link import FRAME_BYTES, Frame, LinkSettings
 from jdag.wire.messages import size
 

@@ -16,8 +16,8 @@ from collections import deque
 from heapq import heappop, heappush
 from typing import Any
 
+from jdag.engine.functions import name_of
 from jdag.errors import JdagError
-from jdag.functions import name_of
 
 # [time_ns, priority, sequence, action]: a list, so that the heap compares it without a
 # call to Python and its action can be taken out in place. No two have one sequence.

@@ -19,10 +19,10 @@ from msgspec import Meta
 from msgspec.msgpack import Decoder
 from msgspec.structs import replace
 
+from jdag.engine.functions import Applied, is_program, is_unjitted, name_of
 from jdag.engine.messages import Several
 from jdag.engine.names import Mask, Name, Record
 from jdag.errors import ProtocolError
-from jdag.functions import Applied, is_program, is_unjitted, name_of
 from jdag.wire.arrays import ArrayType, check_possible
 from jdag.wire.encoding import bounded, decoded, encoded
 from jdag.wire.trees import (

@@ -27,6 +27,7 @@ import numpy as np
 from msgspec import Meta
 from msgspec.msgpack import Decoder
 
+from jdag.engine.functions import name_of
 from jdag.engine.messages import Several
 from jdag.engine.names import (
     DATA_MAX_BYTES,
@@ -37,7 +38,6 @@ from jdag.engine.names import (
     Worker,
 )
 from jdag.errors import ProtocolError
-from jdag.functions import name_of
 from jdag.wire.arrays import ArrayType, check_possible, type_of
 from jdag.wire.encoding import Known, bounded, check_of, decoded, encoded
 

@@ -38,8 +38,8 @@ def test_contexts_that_are_open_at_once_have_ids_of_their_own(cluster: Any):
 def test_the_counter_ends_at_2_to_the_48_less_1_and_then_refuses(
     cluster: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    assert jdag.cluster.CONTEXTS_MAX == (1 << 48) - 1
-    monkeypatch.setattr("jdag.cluster.CONTEXTS_MAX", 3)
+    assert jdag.api.cluster.CONTEXTS_MAX == (1 << 48) - 1
+    monkeypatch.setattr("jdag.api.cluster.CONTEXTS_MAX", 3)
     ids = []
     for _ in range(3):
         with cluster.context() as ctx:

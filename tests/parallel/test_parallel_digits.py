@@ -9,9 +9,9 @@ import jax
 import pytest
 
 from jdag.errors import ScenarioError
-from jdag.playing import Answer, play
 from jdag.scenario import Scenario, load
 from jdag.scenario.driving import driver_of
+from jdag.scenario.run_scenario import Answer, play
 
 PATH = Path(__file__).parents[2] / "scenarios" / "data_parallel_digits.toml"
 

@@ -1,0 +1,1 @@
+"""What users hold: clusters, contexts, refs, leaves, optimizers, checkpoints."""

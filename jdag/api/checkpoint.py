@@ -1,0 +1,447 @@
+"""Checkpoints: leaves, states of optimizers and plain values in a folder, and back.
+
+A checkpoint is a folder of `jdag.api.folders` with a description, `about.json`, and the
+arrays, which Orbax writes. It knows nothing of workers: what was saved is restored
+wherever its leaves are now. Invariant: `load` changes no leaf before all that was asked
+for has been found, read and checked.
+"""
+
+import json
+import operator
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.dtypes import canonicalize_dtype
+
+from jdag.api.failures import exception_of
+from jdag.api.folders import reading, replacing
+from jdag.api.leaves import Assignments
+from jdag.api.refs import Reader, Ref
+from jdag.compute.avals import aval_of
+from jdag.compute.pytrees import flatten, is_static, paths, unflatten
+from jdag.compute.refs import is_ref
+from jdag.engine.vocabulary import Failure
+from jdag.errors import JdagError
+
+FORMAT = 2
+NUMBERS = {kind.__name__: kind for kind in (bool, int, float, complex)}
+# What Orbax cannot write, a byte each, goes as plain bytes.
+AS_BYTES = ("uint2", "uint4", "float8_e4m3")
+KIND = "checkpoint"
+ABOUT, ARRAYS = "about.json", "arrays"
+# Format 1 had a folder by a number for each checkpoint, with these in it.
+OLD_NAMES = ("_CHECKPOINT_METADATA", "commit_success.txt", "about", ARRAYS)
+OLD_ABOUT = "about/metadata"
+
+Folder = str | os.PathLike[str]
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What keeps leaves of its own beside those of users: an `Optimizer`."""
+
+    @property
+    def states(self) -> Any:
+        """A pytree of refs to them."""
+
+
+class Entry(NamedTuple):
+    """One leaf of the pytree that is given for a part."""
+
+    part: str
+    path: str
+    value: Any
+
+    def __str__(self) -> str:
+        held = f" ({self.value.leaf})" if is_ref(self.value) else ""
+        return f"{self.part}{self.path}{held}"
+
+
+class Saved(NamedTuple):
+    """What a checkpoint says of one leaf.
+
+    `kind` is "array", the name of a key's implementation, the type of a Python number,
+    which `text` then holds, or "static", of which nothing is kept but that it is one.
+    `name` is that of its array, "" where there is none; format 1 had no `digest`.
+    """
+
+    path: str
+    kind: str
+    dtype: str
+    shape: list[int]
+    text: str = ""
+    name: str = ""
+    digest: int | None = None
+
+    def __str__(self) -> str:
+        if self.kind == "static":
+            return "a static"
+        if self.kind in NUMBERS:
+            return f"the {self.kind} {self.text}"
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+def save(
+    assignments: Assignments, reader: Reader, folder: Folder, parts: Mapping[str, Any]
+) -> None:
+    """Write a checkpoint; see `Cluster.save`."""
+    where = _path(folder, "cluster.save")
+    stored = _ready(assignments, "cluster.save", parts)
+    entries = [entry for part in parts for entry in _entries(part, parts[part])]
+    about: dict[str, list[Saved]] = {part: [] for part in parts}
+    beside = {entry.part: True for entry in entries if not is_static(entry.value)}
+    arrays: dict[str, np.ndarray] = {}
+    for entry, value in zip(
+        entries, _values(assignments, reader, entries), strict=True
+    ):
+        saved, array = _taken_apart(entry, value, entry.part in beside)
+        if array.size:  # Orbax writes no empty ones.
+            name = str(len(arrays))
+            saved = saved._replace(name=name, digest=_digest(array))
+            arrays[name] = array
+        about[entry.part].append(saved)
+    said = {part: [entry._asdict() for entry in those] for part, those in about.items()}
+    described = {"jdag": FORMAT, "digest": _digest(said), "parts": said}
+    try:
+        with replacing(Path(where), KIND, (ABOUT, ARRAYS), _unmarked) as made:
+            (made / ABOUT).write_text(json.dumps(described), encoding="utf-8")
+            if arrays:
+                stored.write(made / ARRAYS, arrays)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise JdagError(
+            f"no checkpoint can be written to {where!r}: {error}; what was there is "
+            "as it was"
+        ) from error
+
+
+def _digest(said: Any) -> int:
+    """CRC-32 of an array's bytes, or of JSON: any one flipped bit changes it."""
+    if isinstance(said, np.ndarray):
+        return zlib.crc32(np.ascontiguousarray(said).reshape(-1).view(np.uint8).data)
+    return zlib.crc32(json.dumps(said).encode())
+
+
+def _path(folder: object, what: str) -> str:
+    if not isinstance(folder, str | os.PathLike):
+        raise JdagError(f"{what} takes a folder first, a path, not {folder!r}")
+    return str(os.path.abspath(folder))
+
+
+def load(
+    assignments: Assignments, folder: Folder, parts: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Restore from a checkpoint; see `Cluster.load`."""
+    where = _path(folder, "cluster.load")
+    stored = _ready(assignments, "cluster.load", parts)
+    entries = [entry for part in parts for entry in _entries(part, parts[part])]
+    for entry in entries:
+        if is_ref(entry.value):
+            assignments.leaf(entry.value)
+    about, arrays = _read(stored, where)
+    places = _places(where, about, parts, entries)
+    values: list[Any] = []
+    to_leaves = []
+    for entry, place in zip(entries, places, strict=True):
+        saved = about[entry.part][place]
+        if isinstance(entry.value, str) and saved.kind != "static":
+            assignments.home.place(entry.value, f"cluster.load, {entry}")
+        try:
+            value = _restored(where, entry, saved, arrays.get(saved.name))
+        except JdagError:
+            raise
+        except Exception as error:  # A description may say anything.
+            said = f"{entry} cannot be restored from the checkpoint {where!r}"
+            raise JdagError(f"{said}: {error}") from error
+        if saved.kind != "static" and isinstance(entry.value, Ref | str):
+            to_leaves.append(len(values))
+        values.append(value)
+    refs = assignments.write(
+        [entries[place].value for place in to_leaves],
+        [values[place] for place in to_leaves],
+    )
+    for place, ref in zip(to_leaves, refs, strict=True):
+        values[place] = ref
+    rest = iter(values)
+    given = {}
+    for part, tree in parts.items():
+        leaves, treedef = flatten(_tree(tree))
+        found = [next(rest) for _ in leaves]
+        given[part] = tree if _is_stateful(tree) else unflatten(treedef, found)
+    return given
+
+
+# ------------------------------------------------------------------- what is asked for
+
+
+def _ready(assignments: Assignments, what: str, parts: Mapping[str, Any]) -> Any:
+    """Return the module of arrays, if there is something to do and it can be done."""
+    assignments.home.check_open(what)
+    if assignments.home.abstract:
+        raise JdagError(
+            f"{what} on {assignments.home}, whose values are abstract: it has shapes "
+            "and no numbers; make it with values='real'"
+        )
+    if not parts:
+        raise JdagError(f"{what} needs something by name, such as params=refs")
+    try:
+        import orbax.checkpoint  # noqa: F401, PLC0415 - an extra, and 0.2 s.
+
+        from jdag.api import checkpoint_arrays as stored  # noqa: PLC0415
+    except ImportError as error:
+        raise JdagError(
+            f"{what} needs Orbax, which is not here: pip install 'jdag[checkpoint]'"
+        ) from error
+    return stored
+
+
+def _is_stateful(part: Any) -> bool:
+    """Whether this is no pytree, but keeps one: a module may have `states` too."""
+    leaves, _ = flatten(part, what="a part of a checkpoint")
+    return len(leaves) == 1 and leaves[0] is part and isinstance(part, Stateful)
+
+
+def _tree(part: Any) -> Any:
+    return part.states if _is_stateful(part) else part
+
+
+def _entries(part: str, given: Any) -> list[Entry]:
+    tree = _tree(given)
+    leaves, _ = flatten(tree)
+    return [
+        Entry(part, path, leaf) for path, leaf in zip(paths(tree), leaves, strict=True)
+    ]
+
+
+def _values(
+    assignments: Assignments, reader: Reader, entries: Sequence[Entry]
+) -> list[Any]:
+    """Return each entry's value: all leaves are read by one request."""
+    refs: list[Ref] = [entry.value for entry in entries if is_ref(entry.value)]
+    for ref in refs:
+        assignments.leaf(ref)
+    read = iter(reader.read(refs))
+    values = []
+    for entry in entries:
+        value = next(read) if is_ref(entry.value) else entry.value
+        if isinstance(value, Failure):
+            error = exception_of(value)
+            raise type(error)(f"{entry} cannot be saved: {error}") from error.__cause__
+        values.append(value)
+    return values
+
+
+def _taken_apart(entry: Entry, value: Any, beside: bool) -> tuple[Saved, np.ndarray]:
+    """Return what a checkpoint says of a value, and its elements.
+
+    A static is a mistake where there is nothing else `beside` it.
+    """
+    kind = type(value).__name__
+    if NUMBERS.get(kind) is type(value):
+        return Saved(entry.path, kind, "", [], repr(value)), np.zeros(0)
+    if is_static(value) and beside:
+        return Saved(entry.path, "static", "", []), np.zeros(0)
+    try:
+        aval = aval_of(value)
+    except JdagError as error:
+        raise JdagError(
+            f"{entry} cannot be saved: {error}; what is saved are leaves, arrays, "
+            "Python numbers, and optimizers"
+        ) from error
+    kind, shape, dtype = "array", list(aval.shape), str(aval.dtype)
+    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        kind, value = str(jax.random.key_impl(value)), jax.random.key_data(value)
+    array = np.asarray(value, aval.dtype if kind == "array" else None)
+    array = array.view(np.uint8) if dtype in AS_BYTES else array
+    return Saved(entry.path, kind, dtype, shape), array
+
+
+# ----------------------------------------------------------------------- what is there
+
+
+def _numbered(folder: Path) -> list[str]:
+    """The checkpoints of format 1 in a folder, by their own descriptions."""
+    found = []
+    for one in folder.iterdir():
+        with suppress(OSError, ValueError, RecursionError, TypeError, KeyError):
+            about = json.loads((one / OLD_ABOUT).read_text(encoding="utf-8"))
+            if one.name.isdecimal() and about["jdag"] == 1:
+                found.append(one.name)
+    return found
+
+
+def _unmarked(folder: Path) -> list[str]:
+    """What jdag wrote in a folder before it left markers there."""
+    return [
+        name
+        for name in _numbered(folder)
+        if all(one in OLD_NAMES for one in os.listdir(folder / name))
+    ]
+
+
+def _read(stored: Any, where: str) -> tuple[dict[str, list[Saved]], Mapping[str, Any]]:
+    """Return what the newest checkpoint in a folder says, and its arrays."""
+    folder = Path(where)
+    if not folder.is_dir():
+        there = "that is a file" if folder.exists() else "there is no such folder"
+        raise JdagError(f"no checkpoint in {where!r}: {there}")
+    try:
+        with reading(folder):
+            about = folder / ABOUT
+            if not about.exists():
+                numbers = _numbered(folder)
+                if not numbers:
+                    raise ValueError("nothing in it is a finished checkpoint")
+                folder /= max(numbers, key=int)
+                about = folder / OLD_ABOUT
+            parts = _described(about)
+            has_arrays = any(saved.name for those in parts.values() for saved in those)
+            return parts, stored.read(folder / ARRAYS) if has_arrays else {}
+    except Exception as error:  # What is there may be anything.
+        raise JdagError(f"no checkpoint can be read from {where!r}: {error}") from error
+
+
+def _described(path: Path) -> dict[str, list[Saved]]:
+    """Return what a description says; raise ValueError if jdag did not write it so."""
+    try:
+        about = json.loads(path.read_text(encoding="utf-8"))
+        is_old = about["jdag"] == 1
+        if not is_old and about["jdag"] != FORMAT:
+            raise ValueError(f"its format is {about['jdag']!r}, not {FORMAT}")
+        if not is_old and about["digest"] != _digest(about["parts"]):
+            raise ValueError("its digest is another")
+        return {
+            part: [
+                _checked(Saved(**saved), f"{part}.{place}" if is_old else "")
+                for place, saved in enumerate(those)
+            ]
+            for part, those in about["parts"].items()
+        }
+    except Exception as error:
+        said = f"its description, {path.name}, is not as jdag wrote it: {error}"
+        raise ValueError(said) from error
+
+
+def _checked(saved: Saved, old_name: str) -> Saved:
+    """Return what is said of a leaf, if it makes sense, and name its array."""
+    "".join((saved.path, saved.kind, saved.dtype, saved.text))
+    if saved.kind in NUMBERS:
+        _number(saved)
+    elif saved.kind != "static":
+        _stored(saved)
+        saved = saved._replace(name=saved.name or old_name)
+    return saved
+
+
+def _stored(saved: Saved) -> tuple[tuple[int, ...], np.dtype]:
+    """Return shape and dtype of the array that holds a leaf's elements."""
+    shape = tuple(map(operator.index, saved.shape))
+    if saved.kind == "array":
+        dtype = "uint8" if saved.dtype in AS_BYTES else saved.dtype
+        return shape, np.dtype(dtype)
+    like = jax.random.key_data(jax.random.key(0, impl=saved.kind))
+    return (*shape, *like.shape), np.dtype(like.dtype)
+
+
+def _places(
+    where: str,
+    about: Mapping[str, Sequence[Saved]],
+    parts: Mapping[str, Any],
+    entries: Sequence[Entry],
+) -> list[int]:
+    """Return where in its part each entry is; raise where structures differ."""
+    for part in parts:
+        if part not in about:
+            has = ", ".join(map(repr, about))
+            raise JdagError(f"the checkpoint {where!r} has no {part!r}; it has {has}")
+        wanted = [entry.path for entry in entries if entry.part == part]
+        found = [saved.path for saved in about[part]]
+        for path in wanted:
+            if path not in found:
+                raise JdagError(
+                    f"the checkpoint {where!r} has no {part}{path}; of {part} it has "
+                    f"{_called(found)}, and wanted is {_called(wanted)}"
+                )
+        for path in found:
+            if path not in wanted:
+                raise JdagError(
+                    f"the checkpoint {where!r} has {part}{path}, for which there is no "
+                    f"place; wanted is {_called(wanted)}"
+                )
+    place_of = {
+        (part, saved.path): place
+        for part in parts
+        for place, saved in enumerate(about[part])
+    }
+    return [place_of[entry.part, entry.path] for entry in entries]
+
+
+def _called(paths: Sequence[str]) -> str:
+    """Say what there is of a part; what is no pytree has no path."""
+    return ", ".join(path or "a single value" for path in paths) or "nothing"
+
+
+def _restored(where: str, entry: Entry, saved: Saved, array: Any) -> Any:
+    """Return a value as it was saved, bit by bit; JdagError if it does not fit."""
+    wanted = _wanted(entry.value, saved)
+    if wanted != str(saved):
+        raise JdagError(
+            f"{entry} is {saved} in the checkpoint {where!r}, and wanted is {wanted}"
+        )
+    if saved.kind not in ("static", *NUMBERS):
+        value = _array(saved, array)
+    elif saved.name:
+        raise ValueError(f"{saved} has an array")
+    else:
+        value = entry.value if saved.kind == "static" else _number(saved)
+    kind = type(entry.value)
+    return kind(value) if kind in NUMBERS.values() else value
+
+
+def _array(saved: Saved, array: Any) -> Any:
+    """Return an array as it was before it was taken apart; empty ones have none."""
+    shape, dtype = _stored(saved)
+    if isinstance(array, BaseException):
+        raise array
+    if array is None and 0 in shape:
+        array = np.zeros(shape, dtype)
+    if array is None or (array.shape, array.dtype) != (shape, dtype):
+        found = "none" if array is None else f"{array.dtype}{list(array.shape)}"
+        raise ValueError(f"its array is {found}, and {saved} in the description")
+    if saved.digest not in (None, _digest(array)):
+        raise ValueError("its array has another digest than when it was saved")
+    if saved.kind == "array":
+        return jnp.asarray(array.view(saved.dtype))
+    return jax.random.wrap_key_data(jnp.asarray(array), impl=saved.kind)
+
+
+def _wanted(value: Any, saved: Saved) -> str:
+    """What has to be saved for this place, in the words of `Saved`."""
+    kind = type(value).__name__
+    if NUMBERS.get(kind) is type(value):
+        # Numbers inside pytrees were leaves once, and so saved as arrays.
+        was_leaf = saved.shape == [] and saved.dtype.strip("0123456789") == kind
+        return str(saved) if saved.kind == kind or was_leaf else f"a Python {kind}"
+    if is_static(value) and not isinstance(value, str):
+        return "a static"
+    if not isinstance(value, str):
+        aval = aval_of(value.aval if is_ref(value) else value)
+        return str(Saved("", "array", str(aval.dtype), list(aval.shape)))
+    if saved.kind == "static":
+        return str(saved)
+    if saved.kind in NUMBERS:
+        return f"an array, to be put on {value!r}"
+    if saved.kind == "array" and canonicalize_dtype(saved.dtype).name != saved.dtype:
+        return f"at most 32 bits without jax_enable_x64, to be put on {value!r}"
+    return str(saved)
+
+
+def _number(saved: Saved) -> Any:
+    text = saved.text
+    return text == "True" if saved.kind == "bool" else NUMBERS[saved.kind](text)

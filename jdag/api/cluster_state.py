@@ -1,0 +1,327 @@
+"""What the programs of one cluster share in one process, and the port of each."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, Protocol
+
+import jax
+from jax.extend.core import get_opaque_trace_state
+
+from jdag.api.failures import exception_of
+from jdag.api.refs import Leaf, Ref
+from jdag.compute.avals import Aval, aval_of
+from jdag.compute.buffers import delivered
+from jdag.compute.configuration import configuration
+from jdag.compute.devices import check, on_default, parsed
+from jdag.compute.refs import is_ref
+from jdag.engine.drawing import Drawing
+from jdag.engine.vocabulary import (
+    ContextId,
+    Failure,
+    Fetched,
+    LeafId,
+    Worker,
+    incarnated,
+    incarnation_of,
+    named,
+)
+from jdag.errors import ContextError, JdagError
+from jdag.runtime.host import Port
+from jdag.runtime.tables import NESTING_MAX
+
+
+class Driver(Protocol):
+    """What runs a cluster."""
+
+    @property
+    def port(self) -> Port:
+        """The port of the main program, which runs at home."""
+
+    @property
+    def current(self) -> Port:
+        """The port of the program that runs right now."""
+
+    @property
+    def now_ns(self) -> int:
+        """The time."""
+
+    @property
+    def incarnations(self) -> Mapping[str, int]:
+        """Of the workers that have joined anew, how often they have."""
+
+    @property
+    def trace(self) -> Any:
+        """The record of the run, None if none is kept."""
+
+    def info(self) -> Mapping[str, Mapping[str, Any]]:
+        """What each worker holds, and has sent."""
+
+    def graph(self, context: ContextId) -> Mapping[str, Drawing]:
+        """The graph of a context: what each worker has of it."""
+
+    def close(self) -> None:
+        """Let go of everything."""
+
+
+@dataclass(slots=True)
+class Numbers:
+    """How many things the programs of one worker have made: each is numbered by these.
+
+    So that whatever programs of several workers make at once has numbers of its own,
+    none of which depends on what the others do.
+    """
+
+    index: int  # Of the worker.
+    incarnation: int
+    contexts: int = 0
+    leaves: int = 0
+    assignments: int = 0
+
+    @property
+    def maker(self) -> int:
+        """What tells the incarnation from all others, in 32 bits."""
+        return self.incarnation << 16 | self.index
+
+
+class Reader:
+    """Reads the values of refs for whichever program runs."""
+
+    def __init__(self, home: "Home") -> None:
+        self._home = home
+
+    def read(self, refs: Sequence[Ref]) -> list[Any]:
+        """Return for each ref its value or a `Failure`; waits for all of them."""
+        port = self._home.driver.current
+        waiter = port.waiter()
+        port.tell(Fetched(waiter, tuple([(ref.key, ref.owner) for ref in refs])))
+        found = port.wait(waiter)
+        return [
+            one.struct() if isinstance(one, Aval) else delivered(one) for one in found
+        ]
+
+
+def _stands(value: object) -> bool:
+    return is_ref(value) or isinstance(value, jax.ShapeDtypeStruct)
+
+
+def trace_state() -> Any:
+    """Return what tells one nesting of jit, vmap and grad from another."""
+    return get_opaque_trace_state(convention="flax")  # type: ignore[no-untyped-call]
+
+
+class Home:
+    """The workers of a cluster, its leaves, and how its values are: real or abstract.
+
+    Refs belong to the home whose programs made them, and it holds those of leaves,
+    which every program may use. It remembers under which nesting of JAX's
+    transformations, and under which configuration, it was made: jdag's programs run
+    under these alone.
+    """
+
+    def __init__(
+        self, workers: Sequence[str], abstract: bool, nesting_max: int = NESTING_MAX
+    ) -> None:
+        self.workers = tuple(workers)
+        self.abstract = abstract
+        self.nesting_max = nesting_max  # So deep programs may call each other.
+        self.leaves: dict[LeafId, Leaf] = {}
+        self.closed = False
+        self.trace = trace_state()
+        self.configuration = configuration()
+        self.process = os.getpid()
+        self.reader = Reader(self)
+        # Whether an argument is a ref or, in abstract mode, stands for arrays.
+        self.is_named: Callable[[object], bool] = _stands if abstract else is_ref
+        self._driver: Driver | None = None
+        self._numbers: dict[str, Numbers] = {}
+        self._clusters: dict[Port, Any] = {}
+
+    def __str__(self) -> str:
+        return f"the cluster of {', '.join(map(repr, self.workers))}"
+
+    def beside(self, other: "Home") -> str:
+        """Return what this one is called where the other is named as well."""
+        closed = ", which is closed," if self.closed else ""
+        if self.workers == other.workers:
+            return f"another cluster of the same names{closed}"
+        return f"{self}{closed}"
+
+    @property
+    def driver(self) -> Driver:
+        """What runs the cluster."""
+        assert self._driver is not None, self.workers
+        return self._driver
+
+    @driver.setter
+    def driver(self, driver: Driver) -> None:
+        self._driver = driver
+
+    def numbers(self, worker: str) -> Numbers:
+        """Return the counts of what programs of a worker's incarnation have made."""
+        index = self.workers.index(named(worker))
+        made = Numbers(index, incarnation_of(worker))
+        return self._numbers.setdefault(worker, made)
+
+    # ------------------------------------------------ programs with a cluster of theirs
+
+    @property
+    def cluster(self) -> Any:
+        """The `Cluster` of the program that runs right now.
+
+        Raises:
+            ContextError: it runs in a context, and has none.
+        """
+        port = self.driver.current
+        if port not in self._clusters:
+            raise ContextError(
+                f"a program on {port.worker!r} that runs in a context of another has "
+                "no cluster: leaves are made and replaced by the main program, and by "
+                "those that cluster.run runs"
+            )
+        return self._clusters[port]
+
+    def began(self, port: Port, cluster: Any) -> None:
+        """Note the cluster of a program."""
+        self._clusters[port] = cluster
+
+    def ended(self, port: Port) -> None:
+        """Forget the cluster of a program that is over."""
+        del self._clusters[port]
+
+    def check_current(self, what: str, port: Port) -> None:
+        """Raise ContextError unless the program of this port is the one that runs."""
+        current = self.driver.current
+        if current is not port:
+            over = "" if port in self._clusters else ", which is over"
+            raise ContextError(
+                f"{what}, in a program on {current.worker!r}: it is of a program on "
+                f"{port.worker!r}{over}. A program uses the cluster, or the context, "
+                "that it is handed; leaves are for all"
+            )
+
+    # ------------------------------------------------------- as the holder of leaves
+
+    @property
+    def home(self) -> "Home":
+        """Leaves belong to it."""
+        return self
+
+    def check_readable(self, ref: Ref) -> None:
+        """Raise ContextError where a leaf cannot be read any more."""
+        if self.is_unusable():  # The repr of a ref takes longer than this check.
+            self.check_open(f"a fetch of {ref!r}")
+        assert ref.leaf is not None, ref
+        if ref.leaf.dropped:
+            raise ContextError(f"{ref.leaf} was dropped by cluster.drop")
+
+    def seen(self, failure: Failure) -> JdagError:
+        """Return a failure as an exception; outside of contexts nobody counts them."""
+        return exception_of(failure)
+
+    def is_lost(self, leaf: LeafId) -> bool:
+        """Whether who keeps a leaf is gone, though another may be of that name."""
+        name = named(leaf.worker)
+        driver = self.driver
+        return leaf.worker != self._now(name) or bool(driver.info()[name]["lost"])
+
+    def leaf_ref(self, leaf: Leaf) -> Ref:
+        """Return a ref to a leaf."""
+        return Ref(self, None, leaf.id.worker, leaf.aval, leaf.aval.inexact, leaf=leaf)
+
+    # ---------------------------------------------------------------- values, checks
+
+    def check_own(self, ref: Ref) -> None:
+        """Raise ContextError unless the ref is of this cluster."""
+        of: Any = ref.holder.home
+        if of is not self:
+            to_do = "" if of.closed else "; ref.fetch() gives the value"
+            raise ContextError(
+                f"{ref!r} is of {of.beside(self)} and this is {self}: refs do not "
+                f"leave their cluster{to_do}"
+            )
+
+    def value(self, value: Any) -> Any:
+        """Return a value as the store holds it: in abstract mode its shape alone."""
+        return aval_of(value).on(None) if self.abstract else on_default(value)
+
+    def is_unusable(self) -> bool:
+        """Tell whether the cluster is closed, or JAX is not as it was at its start."""
+        return (
+            self.closed
+            or trace_state() != self.trace
+            or configuration() != self.configuration
+        )
+
+    def check_open(self, what: str) -> None:
+        """Raise unless the cluster is open, and JAX as it was when that was made.
+
+        Raises:
+            ContextError: it is closed; or this is inside of jit or its kin.
+            JdagError: a setting of JAX that results depend on has changed.
+        """
+        if self.closed:
+            raise ContextError(f"{what} on {self}, which is closed")
+        if configuration() != self.configuration:
+            self._refuse_configuration(what)
+        if trace_state() != self.trace:
+            raise ContextError(
+                f"{what} inside of jax.jit, vmap, grad or another function that JAX "
+                "traces: jdag runs outside of these. Put them inside of the functions "
+                "that are called; ctx.backward and jdag.value_and_grad differentiate"
+            )
+
+    def _refuse_configuration(self, what: str) -> None:
+        then = dict(self.configuration.settings)
+        changed = [
+            f"{name} is {now!r} and was {then[name]!r} when it was made"
+            for name, now in configuration().settings
+            if now != then[name]
+        ]
+        raise JdagError(
+            f"{what} on {self}: {', '.join(changed)}; the configuration of JAX is "
+            "fixed per cluster: set it first, then make the cluster"
+        )
+
+    def check_nesting(self, depth: int, calls: str) -> None:
+        """Raise JdagError where a program calls one too deep; `calls` names the two."""
+        if depth >= self.nesting_max:
+            raise JdagError(
+                f"{calls}, and {depth} programs wait for each other already: allowed "
+                f"is nesting_max = {self.nesting_max}, a setting of jdag.simulate, "
+                "jdag.launch and files of clusters and scenarios"
+            )
+
+    def place(self, place: object, what: str) -> tuple[str, str | None]:
+        """Return the worker of a place and its device, None for the default one.
+
+        The worker is the incarnation that takes part now, as engines name it.
+
+        Raises:
+            JdagError: there is no such worker, or it has no such device.
+        """
+        if not isinstance(place, str):
+            raise JdagError(
+                f"{what} takes the name of a worker first, not {place!r}; the workers "
+                f"are {', '.join(map(repr, self.workers))}"
+            )
+        if place in self.workers:
+            return self._now(place), None
+        worker, device = parsed(place)
+        if worker in self.workers and device is not None:
+            if not self.abstract:
+                check(device, worker, what)
+            return self._now(worker), device
+        close = get_close_matches(worker, self.workers, n=1)
+        hint = f", did you mean {close[0]!r}?" if close else ";"
+        owner = place.partition("/")[0]
+        if owner in self.workers:
+            hint = f"; a device of {owner!r} is named as in '{owner}/cpu:1';"
+        raise JdagError(
+            f"{what}: there is no worker {place!r}{hint} the workers are "
+            f"{', '.join(map(repr, self.workers))}"
+        )
+
+    def _now(self, worker: str) -> Worker:
+        return incarnated(worker, self.driver.incarnations.get(worker, 0))

@@ -1,0 +1,498 @@
+"""A context as users see it: calls, backward passes, gradients.
+
+Only the program that opened a context differentiates in it. Invariant: `_gradients`
+names, of each leaf that a finished pass has reached, the last such pass.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+from jdag.api.cluster_state import Home
+from jdag.api.failures import program_failure
+from jdag.api.graph import ContextGraph
+from jdag.api.outcome import PassReport, expired, nanoseconds, remarked, stuck
+from jdag.api.program_frame import Activation, Phase
+from jdag.api.refs import Hold, Leaf, Ref
+from jdag.api.roots import checked_roots
+from jdag.compute.pytrees import flatten_refs, no_gradient, unflatten
+from jdag.compute.refs import is_ref
+from jdag.engine.functions import name_of
+from jdag.engine.vocabulary import (
+    Awaited,
+    ContextId,
+    Differentiated,
+    GradientKey,
+    Key,
+    LeafId,
+    Left,
+    Mode,
+    Opened,
+    Outcome,
+    PassResult,
+    Returned,
+    Root,
+    SeedKey,
+    Spawn,
+    named,
+)
+from jdag.errors import (
+    ContextError,
+    GraphError,
+    JdagError,
+    PassTimeout,
+    UnusedSendError,
+)
+from jdag.parallel import replicas
+from jdag.parallel.routes import How
+from jdag.runtime.host import Port
+
+_MODES = {mode.value: mode for mode in (Mode.SMART, Mode.FAST)}
+
+
+class Opener(Protocol):
+    """The cluster of the program that opens contexts."""
+
+    def entered(self, context: "Context", id: ContextId) -> ContextId:
+        """Note that a context is open from now on; return its id, which may be new."""
+
+    def left(self, context: "Context") -> None:
+        """Note that it is not open any more."""
+
+
+class Context:
+    """One forward pass and its backward passes over all workers; a context manager.
+
+    Made by `cluster.context()`; a program that runs on a worker is handed one as its
+    first argument. Within it calls record a graph; gradients live in it, and all that
+    it holds goes when it is left. A value goes before that when no ref names it any
+    more and no call waits for it. Several may be open at once.
+
+    Leaving raises the first error, in program order, of a call in it that nobody has
+    seen, unless another exception is already on its way.
+    """
+
+    __jdag_context__ = True
+
+    def __init__(self, activation: Activation, opener: "Opener | None" = None) -> None:
+        self._activation = activation
+        self._opener = opener
+        self._home = activation.home
+        self._port = activation.port
+        self._id = activation.id
+        self.remarks: list[Callable[[], str]] = []  # On steps, where a worker is lost.
+        self._passes = 0
+        self._gradients: dict[LeafId, tuple[Leaf, int]] = {}
+        self._holds: dict[LeafId, Hold] = {}  # Of these gradients.
+
+    @property
+    def id(self) -> int:
+        """Its 64-bit id: the number of its owner in the top 16 bits, then a counter."""
+        return self._id.id
+
+    @property
+    def here(self) -> str:
+        """The name of the worker on which this program runs."""
+        return named(self._port.worker)
+
+    @property
+    def home(self) -> Home:
+        """What all programs of its cluster share in this process."""
+        return self._home
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """The names of all workers."""
+        return self._home.workers
+
+    def reassigned(self) -> None:
+        """Its program has assigned to leaves: the next calls read the new versions."""
+        self._activation.reassigned()
+
+    def __repr__(self) -> str:
+        return f"Context({self._activation}, {self._activation.phase.name.lower()})"
+
+    def __enter__(self) -> "Context":
+        activation = self._activation
+        if activation.phase is not Phase.NEW:
+            raise ContextError(
+                f"{activation} was entered before; each `with` takes a new "
+                "cluster.context()"
+            )
+        self._home.check_open("a context")
+        self._home.check_current(f"entering {activation}", self._port)
+        if self._opener is not None:
+            self._id = activation.id = self._opener.entered(self, self._id)
+        self._port.tell(Opened(self._id))
+        activation.phase = Phase.OPEN
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        activation = self._activation
+        activation.phase = Phase.LEFT
+        if self._opener is not None:
+            self._opener.left(self)
+        if self._home.closed:
+            return  # The cluster went first, with all that it held.
+        try:
+            failures = activation.wait("leaving", lambda waiter: Left(waiter, self._id))
+        except JdagError:
+            if error is None:
+                raise
+            return  # The exception that is on its way came first.
+        if error is None:
+            for failure in failures:
+                if not activation.has_seen(failure):
+                    raise remarked(activation.seen(failure), self.remarks)
+
+    # ---------------------------------------------------------------- calls
+
+    def call(
+        self, worker: str, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call a function, or a program, on a worker.
+
+        Args:
+            worker: where it runs; of a function also a device of a worker, as in
+                `ps0/cpu:1` (platform and index; without it the default device). Then
+                its arguments are put there, gradients flow back to where these live,
+                and the results stay on that device. In virtual time each device that
+                is named is one of its own.
+            fn: a pure function of arrays, or one that `jdag.program` marks. A callable
+                pytree, such as a module, is an argument of its own call: arrays and
+                refs in it are arguments as any others; so is that of a method of one.
+            *args: pytrees of refs; of arrays and Python numbers, which are constants;
+                and of statics, part of the function: str, bool, None, functions, and
+                what `jdag.static` wraps. A program gets all as they are, statics
+                unwrapped.
+            **kwargs: the same, by keyword.
+
+        Returns:
+            A pytree of refs shaped like what the function returns, at once; of a
+            program its result, refs or plain data, once it has returned.
+
+        Raises:
+            RemoteError: the function cannot be traced with these arguments, or the
+                program raised; names function, worker, call site, the user's lines.
+            ContextError: an argument is a tracer, or a ref of another context; or the
+                context is not open.
+            WorkerLost: that worker, or the owner of an argument, is gone.
+        """
+        return self._activation.call(worker, fn, args, kwargs)
+
+    def move(self, worker: str, refs: Any) -> Any:
+        """Move arrays to a worker; gradients flow back through it.
+
+        Args:
+            worker: where they are to be: a worker, or a device of one.
+            refs: a pytree of refs, or of constants, which then travel once. Statics in
+                it, and Python numbers inside it, stay as they are.
+
+        Returns:
+            The same pytree of refs, on that worker.
+
+        Raises:
+            JdagError: as `call` does.
+        """
+        return self._activation.move(worker, refs)
+
+    def replicate(self, workers: Sequence[str], refs: Any, how: How = "owner") -> Any:
+        """Copy arrays to workers; what flows back from there is added on its way.
+
+        Args:
+            workers: where the replicas are to be: workers, or devices of them.
+            refs: a pytree of refs; what is untracked is copied as well.
+            how: "owner", "tree" or "ring"; see `jdag.parallel.routes`.
+
+        Returns:
+            A tuple of such pytrees of refs, one for each worker, in order.
+
+        Raises:
+            JdagError: no workers, one twice or unknown; no refs; no such `how`.
+        """
+        self._activation.check("ctx.replicate")
+        return replicas.replicate(self, workers, refs, how, self._home.place)
+
+    def all_reduce(self, refs_by_worker: Mapping[str, Any], how: How = "owner") -> Any:
+        """Add up equal pytrees, such as gradients, for each worker that gives one.
+
+        Args:
+            refs_by_worker: for each worker, or device of one, its pytree of refs.
+            how: "owner", "tree" or "ring"; see `jdag.parallel.routes`.
+
+        Returns:
+            For each worker the sum, the same to the last bit; tracked.
+
+        Raises:
+            JdagError: two are not equal in structure, shapes and dtypes, which cannot
+                be added; or as `replicate` does.
+        """
+        self._activation.check("ctx.all_reduce")
+        return replicas.all_reduce(self, refs_by_worker, how, self._home.place)
+
+    # ---------------------------------------------------------------- backward
+
+    def backward(
+        self,
+        *roots: Ref,
+        cotangents: Any = None,
+        retain_graph: bool = False,
+        mode: Literal["smart", "fast"] = "smart",
+        timeout_s: float | None = None,
+    ) -> PassReport:
+        """Run a backward pass: gradients of the sum of all roots, added to the leaves'.
+
+        Waits until the pass has ended everywhere. SMART mode first finds what the roots
+        were computed from, and waits for that alone. FAST is the rule of PyTorch's
+        distributed autograd (dist_engine.cpp), which saves the finding: wherever the
+        pass comes by, every send of the context's graph is waited for, so that a value
+        that was sent and then not used, or used for something else, leaves it stuck.
+
+        Args:
+            *roots: refs, tracked, on any workers; one that is given twice counts twice.
+            cotangents: None, where each root has size 1 and gets ones; or one for each
+                root (of a single root: it alone will do), an array or number of the
+                root's shape and dtype, or None.
+            retain_graph: keep the graph, so that a later pass may use it again.
+            mode: "smart" or "fast". Where both finish they give the same bits; a leaf
+                that FAST reaches and the roots do not need has zeros in FAST, and in
+                SMART no gradient.
+            timeout_s: None, or after how many seconds (of `cluster.now_ns`) to give it
+                up. What its devices compute by then they compute to the end.
+
+        Returns:
+            A `PassReport`: among others, which leaves have newer versions by now than
+            those that were differentiated.
+
+        Raises:
+            RootError: a root, or a cotangent, is not one that can be used.
+            GraphError: the graph was used before; or double backward.
+            UnusedSendError: a FAST pass is stuck: some value was sent whose cotangent
+                never comes.
+            PassTimeout: it took longer than `timeout_s`; names what is owed.
+            RemoteError: a forward, a vjp or a hook failed, with the route of workers to
+                it; which of two that fail at the same time depends on timing.
+            WorkerLost: a worker of the context is gone.
+            ContextError: this program is not the one that opened the context.
+        """
+        self._check_top("ctx.backward")
+        if mode not in _MODES:
+            allowed = " or ".join(map(repr, _MODES))
+            raise JdagError(f"mode={mode!r}: allowed is {allowed}")
+        timeout_ns = nanoseconds(timeout_s)
+        for root in roots:
+            if is_ref(root) and root.leaf is None:
+                self._activation.admit(root)
+        seeds = checked_roots(roots, cotangents)
+        self._activation.tell_discarded()
+        told, stored = self._stored(roots, seeds)
+        result: PassResult = self._activation.wait(
+            "ctx.backward",
+            lambda waiter: Differentiated(
+                waiter, self._id, told, _MODES[mode], retain_graph, timeout_ns
+            ),
+            stored,
+        )
+        if not retain_graph:
+            self._activation.leaves_notices()
+        return self._conclude(result, mode, timeout_s)
+
+    def _stored(
+        self, roots: Sequence[Ref], seeds: Sequence[Any]
+    ) -> tuple[tuple[tuple[str, Root], ...], list[tuple[Key, Any]]]:
+        """What the engine is told of roots; the cotangents that are given."""
+        told = []
+        stored: list[tuple[Key, Any]] = []
+        for place, (root, seed) in enumerate(zip(roots, seeds, strict=True)):
+            given = seed is not None
+            told.append((root.owner, Root(root.key, root.aval, given, place)))
+            if given:
+                key = SeedKey(self._id, self._passes + 1, place)
+                stored.append((key, self._home.value(seed)))
+        return tuple(told), stored
+
+    def _conclude(
+        self, result: PassResult, mode: str, timeout_s: float | None
+    ) -> PassReport:
+        self._passes = result.number
+        if result.outcome is Outcome.EXPIRED:
+            raise PassTimeout(expired(result, timeout_s), result.owed)
+        if result.outcome is Outcome.FAILED:
+            assert result.failure is not None, result
+            raise self._activation.seen(result.failure)
+        if result.outcome is Outcome.STUCK:
+            raise UnusedSendError(stuck(result.owed), result.owed)
+        for leaf in result.leaves:
+            key = GradientKey(self._id, leaf, result.number)
+            self._holds[leaf] = self._activation.hold(key, leaf.worker)
+            record = self._home.leaves.get(leaf)
+            if record is not None:
+                self._gradients[leaf] = (record, result.number)
+        if result.failure is not None:
+            raise self._activation.seen(result.failure)
+        leaves = self._home.leaves
+        stale = {
+            self._home.leaf_ref(leaves[one.leaf]): one.newer
+            for one in sorted(result.stale, key=lambda one: one.leaf.number)
+            if one.leaf in leaves
+        }
+        return PassReport(result.number, mode, stale)
+
+    def _check_top(self, what: str) -> None:
+        self._activation.check(what)
+        if self._activation.prefix:
+            raise ContextError(
+                f"{what} in {self._activation.program}, which runs on {self.here!r}: "
+                "only the program that opened the context takes gradients; return the "
+                "refs to it"
+            )
+
+    # ---------------------------------------------------------------- hooks
+
+    def on_cotangent(self, ref: Ref, fn: Callable[[Any], Any]) -> None:
+        """Have a function see, and perhaps replace, the complete cotangent of a ref.
+
+        In each later pass that reaches the ref it is called once, on the ref's worker,
+        with the sum of all its cotangents, an array of the ref's shape and dtype, zeros
+        where nothing came. What it returns goes on in its place; None leaves it as it
+        is. Several are called in the order in which they were attached, each with what
+        the one before gave. It runs as it is, not compiled.
+
+        A pass reaches what its roots were computed from, and with one result of a call
+        all others; in FAST mode also what was sent together with that, with zeros.
+
+        Args:
+            ref: a leaf, or a tracked ref of this context.
+            fn: a function of one array.
+
+        Raises:
+            GraphError: the ref is not tracked, so it has no cotangent.
+            ContextError: the context is not open, or the ref of another one.
+            WorkerLost: the ref's worker is gone.
+            JdagError: `ref` is no ref, or `fn` cannot be called.
+        """
+        self._activation.hook("ctx.on_cotangent", ref, fn, replaces=True)
+
+    def on_gradient(self, leaf: Ref, fn: Callable[[Any], Any]) -> None:
+        """Have a function see what each later pass adds to the gradient of a leaf.
+
+        It is called once for each finished pass that reaches the leaf, on the leaf's
+        worker, when that pass's gradient, its argument, has been accumulated. What it
+        returns is ignored. Several are called in the order in which they were attached.
+        What it raises `backward` raises, after the pass has finished.
+
+        Args:
+            leaf: a leaf, float or complex.
+            fn: a function of one array.
+
+        Raises:
+            JdagError: as `on_cotangent` does; or `leaf` is not one.
+        """
+        self._activation.hook("ctx.on_gradient", leaf, fn, replaces=False)
+
+    # ---------------------------------------------------------------- gradients
+
+    def gradient(self, refs: Any, *, allow_int: bool = False) -> Any:
+        """Return the gradients of leaves, accumulated over all finished passes.
+
+        Args:
+            refs: a pytree of leaves, as `cluster.put` gave them.
+            allow_int: whether there may be leaves without gradients, as the indices of
+                a sparse array: integers, bools and PRNG keys.
+
+        Returns:
+            The same pytree of refs, each on its leaf's worker, untracked; None in the
+            place of constants. What one names stays as it is when another pass adds to
+            the gradient. With `allow_int`, an array of zeros of dtype float0 stands for
+            what has no gradient, as in `jax.grad`.
+
+        Raises:
+            GraphError: a ref is no leaf, or one that no finished pass has reached.
+            ContextError: the context is not open, or the ref of another cluster.
+        """
+        self._check_top("ctx.gradient")
+        leaves, form = flatten_refs(refs, is_ref)
+        abstract = self._home.abstract
+        return unflatten(
+            form.bare,
+            [
+                no_gradient(ref.aval, abstract)
+                if allow_int and not ref.aval.inexact
+                else self._gradient(ref)
+                for ref in leaves
+            ],
+        )
+
+    def _gradient(self, ref: Ref) -> Ref:
+        if ref.leaf is None:
+            raise GraphError(
+                f"{ref!r} is no leaf: gradients accumulate in what cluster.put and "
+                "cluster.make give"
+            )
+        self._home.check_own(ref)
+        if ref.leaf.id not in self._gradients:
+            why = f"was reached by no pass, of {self._passes} in context {self._id}"
+            if not ref.aval.inexact:
+                why = f"is not inexact ({ref.aval}; see allow_int)"
+            elif ref.leaf.dropped:
+                why = "was dropped by cluster.drop"
+            raise GraphError(
+                f"{ref.leaf} {why}, so it has "
+                "no gradient; ctx.gradients() has those that there are, and "
+                "jdag.value_and_grad fills in zeros"
+            )
+        record, number = self._gradients[ref.leaf.id]
+        key = GradientKey(self._id, record.id, number)
+        aval = record.aval
+        hold = self._holds[record.id]
+        holder = self._activation
+        return Ref(holder, key, ref.owner, aval, False, descends=record.id, hold=hold)
+
+    def gradients(self) -> Mapping[Ref, Ref]:
+        """Return `{leaf: gradient}` of all leaves that a finished pass has reached.
+
+        In the order in which leaves were made, without those dropped. See `gradient`.
+        """
+        self._check_top("ctx.gradients")
+        found = {}
+        for leaf in sorted(self._gradients, key=lambda leaf: leaf.number):
+            record, _ = self._gradients[leaf]
+            if not record.dropped:
+                ref = self._home.leaf_ref(record)
+                found[ref] = self._gradient(ref)
+        return found
+
+    def graph(self) -> ContextGraph:
+        """Return the recorded graph as it is now: for each worker its part.
+
+        A mapping of workers to `Drawing`s, with `counts()` and `dot()`. Who opened the
+        context waits until all calls in it have arrived; in a program that it called,
+        those that have not arrived yet are not in it.
+        """
+        self._activation.check("ctx.graph")
+        if not self._activation.prefix:
+            self._activation.wait("ctx.graph", lambda w: Awaited(w, self._id))
+        return ContextGraph(self._home.driver.graph(self._id))
+
+
+def run_program(home: Home, port: Port, spawn: Spawn) -> Returned:
+    """Run a program on a worker, in a context of its own activation.
+
+    What it raises is the failure that it returns.
+    """
+    name = name_of(spawn.function)
+    activation = Activation(home, port, spawn.context, spawn.path, name)
+    result = failure = None
+    try:
+        args, kwargs = activation.bound(spawn.arguments, {})
+        returned = spawn.function(Context(activation), *args, **kwargs)
+        result = activation.unbound(returned)
+    except (Exception, SystemExit) as error:
+        # What began elsewhere keeps its place, so that it counts as seen there too.
+        failure = activation.failure_of(error) or program_failure(
+            error, port.worker, spawn.path, spawn.function, spawn.call_site
+        )
+    finally:
+        activation.phase = Phase.LEFT
+    args = kwargs = returned = None  # What is still held now is held elsewhere.
+    reply, discarded = activation.left(result)
+    return Returned(spawn.context, spawn.path, reply, failure, discarded)

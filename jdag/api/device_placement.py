@@ -1,0 +1,64 @@
+"""Places: named devices of workers, and how values leave one for another worker."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from jdag.api.refs import Ref
+from jdag.compute.pytrees import Split
+from jdag.compute.refs import is_ref
+from jdag.engine.functions import name_of
+from jdag.engine.vocabulary import Key, Worker
+from jdag.errors import JdagError
+
+# What left a named device: by its key, tracked or not, and for which worker.
+Left = dict[tuple[Key, bool, Worker], Ref]
+
+
+def refuse_device(fn: Callable[..., Any], place: str, device: str | None) -> None:
+    """Raise JdagError where a program is called on a named device."""
+    if device is not None:
+        raise JdagError(
+            f"{name_of(fn)} is a program, which runs on a worker, and {place!r} names "
+            "a device; the functions that it calls may name one"
+        )
+
+
+def at_home(
+    parts: Split,
+    worker: Worker,
+    left: Left,
+    admit: Callable[[Ref], None],
+    move: Callable[[Worker, Sequence[Ref]], Sequence[Ref]],
+) -> Split:
+    """Return the arguments of a call on `worker`, none on a device of another.
+
+    What is on one is moved to its worker's default device first. That is a call of its
+    own, so that its cotangent comes back to that device; there is one for each value
+    and destination, as there is one transfer. It lives as long as what it is made from
+    can be named: with the hold of that, or in `left`.
+    """
+    far = [(place, ref) for place, ref in parts.refs if _is_far(ref, worker)]
+    if not far:
+        return parts
+    sources: dict[str, dict[tuple[Key, bool], Ref]] = {}
+    for _, ref in far:
+        admit(ref)
+        if (ref.key, ref.tracked, worker) not in _kept(ref, left):
+            sources.setdefault(ref.place, {})[ref.key, ref.tracked] = ref
+    for refs in sources.values():
+        those = list(refs.values())
+        for source, ref in zip(those, move(those[0].worker, those), strict=True):
+            _kept(source, left)[source.key, source.tracked, worker] = ref
+    found = dict(parts.refs)
+    for place, ref in far:
+        found[place] = _kept(ref, left)[ref.key, ref.tracked, worker]
+    return replace(parts, refs=tuple(found.items()))
+
+
+def _is_far(ref: Any, worker: Worker) -> bool:
+    return is_ref(ref) and ref.device is not None and ref.owner != worker
+
+
+def _kept(ref: Ref, left: Left) -> Left:
+    return left if ref.hold is None else ref.hold.left

@@ -1,0 +1,266 @@
+"""Hessian-vector products of a program over a cluster: forward over reverse.
+
+Beside the leaves of the parameters their owners make others, whose values are duals
+(`jdag.compute.duals`): parameter and vector. The program runs with these, and one
+backward pass gives gradients whose tangents are the product. What records, sends and
+counts does not know of it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+
+from jdag.api.cluster import Cluster
+from jdag.api.refs import Ref, read
+from jdag.api.roots import fitting
+from jdag.api.transform import check_program, filled, gradients_of, leaves_of
+from jdag.compute.duals import is_dual, primal_of, seeded
+from jdag.compute.pytrees import (
+    argument_numbers,
+    flatten,
+    flatten_refs,
+    is_constant,
+    unflatten,
+)
+from jdag.compute.refs import is_ref
+from jdag.errors import ContextError, JdagError, kind_of
+
+
+def hvp(
+    program: Callable[..., Any],
+    cluster: Cluster,
+    *,
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+    allow_int: bool = False,
+) -> Callable[..., Any]:
+    """Return a function that gives Hessian-vector products of a program's loss.
+
+    The derivative of the gradient along a vector, `jax.jvp` of `jax.grad` in JAX's
+    terms, without the Hessian (Pearlmutter, Fast Exact Multiplication by the Hessian,
+    1994). Each call is one context with one backward pass. As in JAX, what the program
+    fetches and what `jdag.stop_gradient` gives are constants.
+
+    It costs the messages of a gradient and, for each owner of leaves but home, three
+    more: its part of the vector, the acknowledgement, and its end. All values,
+    residuals and cotangents that depend on the leaves are there twice: memory and
+    payload double. Constants do not, nor do cotangents on which the vector has no
+    bearing. A call takes two to three times as long, and is compiled once more.
+
+    Args:
+        program: as for `jdag.value_and_grad`. A hook that replaces a cotangent in it
+            fails the pass.
+        cluster: where it runs; not an abstract one.
+        argnums: which arguments after the context to differentiate by: pytrees of
+            leaves, or of inexact arrays, which are put at home meanwhile. A leaf that
+            is there twice counts as two variables.
+        has_aux: whether the program returns more than its loss.
+        allow_int: whether there may be arrays without gradients among them.
+
+    Returns:
+        A function `(params, vector, *rest)`, where `(params, *rest)` are the arguments
+        after the context. The vector has the structure of what is differentiated by (a
+        tuple of such, if `argnums` is one), with arrays of the same shapes and dtypes,
+        or refs on the same workers; in the place of constants, and with `allow_int` of
+        what has no gradient, None. It gives the product, arrays here in the structure
+        of gradients, or (product, aux).
+
+    Raises:
+        RootError: the program returns no loss that can be differentiated.
+        JdagError: an argument to differentiate by is neither a leaf nor inexact; the
+            vector does not fit; a function has no such second derivative (see
+            `jax.custom_vjp`); the loss depends on a leaf of the arguments by another
+            way than through them; the cluster is abstract; and as `Context.call` and
+            `Context.backward` do.
+    """
+    check_program("jdag.hvp", program, cluster)
+
+    def run(params: Any, vector: Any, *rest: Any) -> Any:
+        _check(cluster)
+        args = (params, *rest)
+        numbers = argument_numbers(argnums, len(args))
+        vectors = _vectors(vector, argnums, len(numbers))
+        put: list[Ref] = []
+        try:
+            moved = []
+            for number, (name, part) in zip(numbers, vectors, strict=True):
+                tree = leaves_of(cluster, args, number, put, allow_int)
+                moved.append(_Moved(tree, number, part, name))
+            _make_duals(cluster, moved, put)
+            products, aux = _products(program, cluster, args, moved, has_aux)
+        finally:
+            if put and not cluster.home.closed:
+                cluster.drop(put)
+        product = products[0] if isinstance(argnums, int) else products
+        return (product, aux) if has_aux else product
+
+    return run
+
+
+def _check(cluster: Cluster) -> None:
+    cluster.home.check_open("jdag.hvp")
+    if cluster.home.abstract:
+        raise JdagError(
+            "jdag.hvp computes with values, and this cluster has none: it was made "
+            "with values='abstract'; values='real' has them"
+        )
+
+
+def _vectors(vector: Any, argnums: Any, count: int) -> list[tuple[str, Any]]:
+    """Return the vector's part for each of `count` arguments, and its name."""
+    if isinstance(argnums, int):
+        return [("the vector", vector)]
+    if not isinstance(vector, tuple | list) or len(vector) != count:
+        raise JdagError(
+            f"the vector is {kind_of(vector)}; with argnums={argnums!r} it is a tuple "
+            f"of {count}, one part for each of these arguments"
+        )
+    return [(f"the vector's [{place}]", part) for place, part in enumerate(vector)]
+
+
+class _Moved:
+    """An argument to differentiate by, leaf by leaf, with the vector's part for it."""
+
+    def __init__(self, tree: Any, number: int, vector: Any, name: str) -> None:
+        self.number = number
+        flat, self._treedef = _flat(tree, f"argument {number}")
+        parts, found = _flat(vector, name)
+        if found != self._treedef:
+            raise JdagError(
+                f"{name} has {_first_other(flat, parts)}: it has to have the structure "
+                f"of argument {number}, {self._treedef}, and has {found}"
+            )
+        self._names = [f"argument {number}{jtu.keystr(path)}" for path, _ in flat]
+        self.leaves = [leaf for _, leaf in flat]
+        self._originals = tuple(self.leaves)
+        self.tangents = [
+            _tangent(leaf, part, f"{name}{jtu.keystr(path)}", said)
+            for leaf, (path, part), said in zip(
+                self.leaves, parts, self._names, strict=True
+            )
+        ]
+
+    @property
+    def tree(self) -> Any:
+        """The argument with the leaves as they are now."""
+        return jtu.tree_unflatten(self._treedef, self.leaves)
+
+    def refuse_original(self, found: Mapping[Ref, Ref]) -> None:
+        """Raise if a gradient reached what was given, in place of what was made of it.
+
+        Raises:
+            JdagError: so the program has it from elsewhere; names it.
+        """
+        for leaf, name, tangent in zip(
+            self._originals, self._names, self.tangents, strict=True
+        ):
+            if tangent is not None and leaf in found:
+                raise JdagError(
+                    f"the loss depends on {leaf!r}, {name}, by another way than through"
+                    " that argument, which is what jdag.hvp moves along the vector; a "
+                    "program has to take what it is differentiated by as its arguments"
+                )
+
+
+def _flat(tree: Any, what: str) -> tuple[list[tuple[Any, Any]], Any]:
+    """Return paths and leaves, None among them, and the structure."""
+    flatten(tree, what=what)  # It refuses what JAX cannot take.
+    flat, treedef = jtu.tree_flatten_with_path(tree, is_leaf=lambda leaf: leaf is None)
+    return flat, treedef
+
+
+def _first_other(flat: Sequence[Any], parts: Sequence[Any]) -> str:
+    """Say of the first leaf that only one of two pytrees has which one it is."""
+    wanted = [jtu.keystr(path) for path, _ in flat]
+    given = [jtu.keystr(path) for path, _ in parts]
+    for name in wanted:
+        if name not in given:
+            return f"no leaf {name or 'at the top'}"
+    for name in given:
+        if name not in wanted:
+            return f"a leaf {name or 'at the top'} too many"
+    return "other containers"
+
+
+def _tangent(leaf: Any, part: Any, name: str, said: str) -> Any:
+    """Return the vector at one leaf, an array or ref; None where there is no such."""
+    if not is_ref(leaf):
+        if part is None or is_constant(part):
+            return None
+        raise JdagError(
+            f"{name} is {kind_of(part)}, but {said} is {leaf!r}, no array; it takes "
+            "None there"
+        )
+    wanted = f"{said} is {leaf.aval}"
+    if not leaf.aval.inexact:
+        if part is None or getattr(part, "dtype", None) == jax.dtypes.float0:
+            return None
+        raise JdagError(
+            f"{name} is {kind_of(part)}, but {wanted}, which does not move; it takes "
+            "None, or zeros of float0, there"
+        )
+    if isinstance(part, jax.core.Tracer):
+        raise ContextError(
+            f"{name} is a tracer; jdag runs outside of jit, vmap and grad"
+        )
+    if not is_ref(part):
+        return fitting(leaf.aval, part, name, wanted, JdagError)
+    if part.aval.on(None) != leaf.aval.on(None):
+        raise JdagError(
+            f"{name} is {part.aval}, but {wanted}; shape and dtype have to agree"
+        )
+    if part.owner != leaf.owner:
+        raise JdagError(
+            f"{name}, {part!r}, lives on {part.owner!r}, but {said} on "
+            f"{leaf.owner!r}: ctx.move({leaf.worker!r}, ref) first, or an array"
+        )
+    return part
+
+
+def _make_duals(cluster: Cluster, moved: Sequence[_Moved], put: list[Ref]) -> None:
+    """Have each owner make duals, which take the place of the leaves; note them."""
+    owned: dict[str, list[tuple[_Moved, int]]] = {}
+    for argument in moved:
+        for place, tangent in enumerate(argument.tangents):
+            if tangent is not None:
+                where = argument.leaves[place].place
+                owned.setdefault(where, []).append((argument, place))
+    for where, places in owned.items():
+        primals = [argument.leaves[place] for argument, place in places]
+        tangents = [argument.tangents[place] for argument, place in places]
+        duals = cluster.make(where, seeded, primals, tangents)
+        put += duals
+        for (argument, place), dual in zip(places, duals, strict=True):
+            argument.leaves[place] = dual
+
+
+def _products(
+    program: Callable[..., Any],
+    cluster: Cluster,
+    args: Sequence[Any],
+    moved: Sequence[_Moved],
+    has_aux: bool,
+) -> tuple[tuple[Any, ...], Any]:
+    """Run a program with duals; return each argument's product, and aux."""
+    bound = list(args)
+    for argument in moved:
+        bound[argument.number] = argument.tree
+    with cluster.context() as ctx:
+        result = program(ctx, *bound)
+        loss, aux = result if has_aux else (result, ())
+        found = gradients_of(ctx, loss)
+        for argument in moved:
+            argument.refuse_original(found)
+        leaves, treedef = flatten(aux, what="what the program returned")
+        chosen = [flatten_refs(argument.tree, is_ref)[0] for argument in moved]
+        gradients = [found.get(ref) for refs in chosen for ref in refs]
+        values = read([*leaves, *gradients])
+    rest = iter([v.tangent if is_dual(v) else None for v in values[len(leaves) :]])
+    products = [
+        filled([next(rest) for _ in refs], argument.tree)
+        for refs, argument in zip(chosen, moved, strict=True)
+    ]
+    values = [primal_of(value) for value in values[: len(leaves)]]
+    return tuple(products), unflatten(treedef, values)

@@ -1,0 +1,383 @@
+"""What a program does with leaves: makes, replaces and drops them, on their owners.
+
+Assignments, and the leaves that they make, are numbered as calls are, by each worker
+whose programs ask for them. What one asks for goes out at once, by one message to each
+owner; owners work in parallel, and number the versions (`jdag.engine.leaves`).
+Invariants: a number is used once; of an assignment that is refused nothing is made, and
+nothing that it stored is left.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jdag.api.cluster_state import Home
+from jdag.api.program_frame import traced
+from jdag.api.refs import Leaf, Ref
+from jdag.compute.avals import Aval, aval_of
+from jdag.compute.callables import called
+from jdag.compute.pairs import Pair
+from jdag.compute.placed import Placed, placed
+from jdag.compute.pytrees import (
+    NO_LEAF,
+    NUMBERS,
+    flatten,
+    flatten_refs,
+    frozen,
+    paths,
+    places_of_arrays,
+    split,
+    unflatten,
+)
+from jdag.compute.refs import is_ref
+from jdag.engine.functions import call_site, moved, name_of
+from jdag.engine.vocabulary import (
+    Assigned,
+    Assignment,
+    ConstantKey,
+    Dropped,
+    Key,
+    LeafId,
+    named,
+)
+from jdag.errors import ContextError, JdagError
+from jdag.runtime.host import Port
+
+
+class Change(NamedTuple):
+    """Leaves of one worker replaced by what one call of `fn` returns there.
+
+    The outputs, in JAX's order, are the new values, with the leaves' shapes and dtypes.
+    Refs among the arguments are on that worker. `purpose` is added to the call site in
+    what is said of a failure.
+    """
+
+    fn: Callable[..., Any]
+    refs: Sequence[Ref]
+    args: tuple[Any, ...]
+    purpose: str = ""
+
+
+# The constants of an assignment: by the object's id, its key and the object.
+Constants = dict[int, tuple[Key, Any]]
+
+
+class Assignments:
+    """The leaves of a cluster as one program makes and replaces them."""
+
+    def __init__(self, home: Home, port: Port) -> None:
+        self._home = home
+        self._port = port
+        self._numbers = home.numbers(port.worker)
+
+    @property
+    def home(self) -> Home:
+        """What all programs of the cluster share."""
+        return self._home
+
+    def put(self, place: str, tree: Any) -> Any:
+        """Make leaves from values; see `Cluster.put`."""
+        values, treedef = flatten(tree, what="the tree for cluster.put")
+        places = places_of_arrays("cluster.put", tree, values)
+        # What has nothing but constants in it is a mistake, and its first leaf says so.
+        places = places or list(range(len(values)))
+        arrays = [self._array(values[number], tree, number) for number in places]
+        refs = self.write([place] * len(arrays), arrays)
+        for number, ref in zip(places, refs, strict=True):
+            values[number] = ref
+        return unflatten(treedef, values)
+
+    def write(self, places: Sequence[Ref | str], values: Sequence[Any]) -> list[Ref]:
+        """Put values into leaves, all of them or none; return refs to these.
+
+        Args:
+            places: for each value a leaf, whose next version it is to be, or the name
+                of a worker, or of a device of one, where it is to be a new leaf.
+            values: arrays of strong type, of the shapes and dtypes of the leaves.
+
+        Raises:
+            JdagError: a ref is no leaf, or is there twice.
+            WorkerLost: an owner is gone.
+        """
+        kept: list[Leaf] = []
+        made: list[Leaf] = []
+        replaced: dict[Leaf, None] = {}
+        groups: dict[tuple[str, str | None, bool], list[tuple[Leaf, Any]]] = {}
+        for place, value in zip(places, values, strict=True):
+            is_new = isinstance(place, str)
+            if isinstance(place, str):
+                worker, device = self._home.place(place, "cluster.put")
+                kept += (new := self._new(worker, [aval_of(value).strong.on(device)]))
+                made += new
+            else:
+                kept.append(self.leaf(place))
+                _check_once(kept[-1:], replaced)
+            leaf = kept[-1]
+            of = (leaf.id.worker, leaf.aval.device, is_new)
+            groups.setdefault(of, []).append((leaf, value))
+        stored: list[tuple[Key, Any]] = []
+        parts = [
+            self._written(*of, group, number, stored)
+            for number, (of, group) in enumerate(groups.items())
+        ]
+        if parts:
+            self._tell(parts, stored)
+        self._home.leaves.update({leaf.id: leaf for leaf in made})
+        return [self._home.leaf_ref(leaf) for leaf in kept]
+
+    def _written(
+        self,
+        worker: str,
+        device: str | None,
+        is_new: bool,
+        group: Sequence[tuple[Leaf, Any]],
+        place: int,
+        stored: list[tuple[Key, Any]],
+    ) -> Assignment:
+        """Return the assignment of values to leaves; note what it has to be sent."""
+        leaves = [leaf for leaf, _ in group]
+        if is_new and device is None:
+            keys = [leaf.first for leaf in leaves]
+            stored += zip(keys, [value for _, value in group], strict=True)
+            return self._part(None, (), keys, leaves, place)
+        # The worker itself puts them there, under the numbers that it gives them.
+        values = [v.struct() if isinstance(v, Aval) else v for _, v in group]
+        constants: Constants = {}
+        found = self._traced(
+            worker, Change(moved, (), tuple(values)), {}, place, constants
+        )
+        stored += constants.values()
+        made, arguments, sources = found
+        keys = [leaf.first if is_new else leaf.key for leaf in leaves]
+        there = placed(made, device, sources)
+        return self._part(there, arguments, keys, leaves, place)
+
+    def _array(self, value: Any, tree: Any, place: int) -> Any:
+        """Return a value as an array of strong type, in abstract mode its aval."""
+        try:
+            if type(value) in NUMBERS and value is not tree:
+                raise JdagError(NO_LEAF.format(value))
+            if is_ref(value):
+                raise JdagError(
+                    f"a ref ({value!r}) is already on a worker; ctx.move moves it"
+                )
+            if isinstance(value, jax.core.Tracer):
+                raise ContextError("a tracer is no array: jdag runs outside of jit")
+            if isinstance(value, jax.ShapeDtypeStruct) and not self._home.abstract:
+                raise JdagError(
+                    "a ShapeDtypeStruct stands for an array only where "
+                    "values='abstract'"
+                )
+            value = frozen(value)
+            aval = aval_of(value).strong
+        except JdagError as error:
+            path = paths(tree)[place]
+            where = f"cluster.put, at {path}" if path else "cluster.put"
+            raise type(error)(f"{where}: {error}") from None
+        if self._home.abstract:
+            return aval
+        is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+        return value if is_key else jnp.asarray(value, aval.dtype)
+
+    def make(
+        self,
+        worker: str,
+        device: str | None,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Make leaves by a function on their owner; see `Cluster.make`."""
+        constants: Constants = {}
+        change = Change(fn, (), args)
+        made, arguments, sources = self._traced(worker, change, kwargs, 0, constants)
+        leaves = self._new(worker, [aval.on(device) for aval in made.out_avals])
+        if leaves:
+            there = placed(made, device, sources)
+            keys = [leaf.first for leaf in leaves]
+            part = self._part(there, arguments, keys, leaves, 0)
+            self._tell([part], constants.values())
+        return unflatten(made.out_tree, self._kept(leaves))
+
+    def assign(self, changes: Sequence[Change]) -> None:
+        """Make all these changes, or none if one is refused or an owner known lost.
+
+        Raises:
+            JdagError: a ref is no leaf, or one that is there twice, or an argument is
+                on another worker; or a new value has another shape or dtype.
+            RemoteError: a function cannot be traced with its arguments.
+            WorkerLost: an owner is gone.
+        """
+        constants: Constants = {}
+        parts = self._parts(changes, constants, 0)
+        if parts:
+            self._tell(parts, constants.values())
+
+    def _parts(
+        self, changes: Sequence[Change], constants: Constants, first: int
+    ) -> list[Assignment]:
+        """Return the parts of an assignment, numbered from `first`."""
+        parts = []
+        replaced: dict[Leaf, None] = {}
+        for place, change in enumerate(changes, first):
+            leaves = [self.leaf(ref) for ref in change.refs]
+            worker = leaves[0].id.worker
+            found = self._traced(worker, change, {}, place, constants)
+            made, arguments, sources = found
+            _check_outputs(made, leaves)
+            _check_once(leaves, replaced)
+            targets = [leaf.aval.device for leaf in leaves]
+            there = placed(made, targets[0], sources, targets)
+            keys = [leaf.key for leaf in leaves]
+            part = self._part(there, arguments, keys, leaves, place, change.purpose)
+            parts.append(part)
+        return parts
+
+    def drop(self, refs: Any) -> None:
+        """Drop leaves; see `Cluster.drop`."""
+        leaves = [self.leaf(ref) for ref in flatten_refs(refs, is_ref)[0]]
+        self._port.tell(Dropped(tuple(leaf.id for leaf in leaves)))
+        for leaf in leaves:
+            leaf.dropped = True
+            del self._home.leaves[leaf.id]
+
+    def admit(self, ref: Ref) -> None:
+        """Raise ContextError unless the ref is of this cluster and can be read."""
+        self._home.check_own(ref)
+        if ref.leaf is None:
+            ref.holder.check_readable(ref)
+        elif ref.leaf.dropped:
+            raise ContextError(f"{ref.leaf} was dropped by cluster.drop")
+
+    def leaf(self, ref: Ref) -> Leaf:
+        """Return the record of a leaf; raise JdagError where a ref is none of these."""
+        self.admit(ref)
+        if ref.leaf is None:
+            raise JdagError(
+                f"{ref!r} is no leaf; leaves are what cluster.put and cluster.make give"
+            )
+        return ref.leaf
+
+    def _new(self, worker: str, avals: Sequence[Aval]) -> list[Leaf]:
+        numbers = self._numbers
+        first = numbers.leaves
+        numbers.leaves += len(avals)
+        who = (numbers.index, numbers.incarnation)
+        return [
+            Leaf(LeafId.made_by(*who, first + place, worker), aval)
+            for place, aval in enumerate(avals)
+        ]
+
+    def _kept(self, leaves: Sequence[Leaf]) -> list[Ref]:
+        """Remember new leaves; return their refs."""
+        self._home.leaves.update({leaf.id: leaf for leaf in leaves})
+        return [self._home.leaf_ref(leaf) for leaf in leaves]
+
+    # ----------------------------------------------------------------- one assignment
+
+    @property
+    def _path(self) -> tuple[int, ...]:
+        """The number of the assignment that is being put together."""
+        return (self._numbers.maker, self._numbers.assignments + 1)
+
+    def _traced(
+        self,
+        worker: str,
+        change: Change,
+        kwargs: dict[str, Any],
+        place: int,
+        constants: Constants,
+    ) -> tuple[Pair, list[Key], list[str | None]]:
+        """Return a call's pair, the keys and devices of its arguments.
+
+        Notes its constants.
+
+        One that is there already, the same object, is stored and sent once.
+        """
+        fn, args, own = called(change.fn, change.args)
+        parts = split(args, kwargs, self._home.is_named, own)
+        keys: list[Any] = [None] * parts.size
+        avals: list[Any] = [None] * parts.size
+        sources: list[str | None] = [None] * parts.size
+        for position, value in (*parts.refs, *parts.constants):
+            if is_ref(value):
+                self._check_owner(worker, change.fn, value)
+                avals[position] = value.aval.on(None)
+                sources[position] = value.device
+                keys[position] = value.key
+            else:
+                avals[position] = parts.aval(position, value)
+                key = ConstantKey(None, (*self._path, place), position)
+                keys[position] = constants.setdefault(id(value), (key, value))[0]
+        site = _site(change.purpose)
+        untracked = (False,) * parts.size
+        made = traced(fn, parts, tuple(avals), untracked, worker, site)
+        return made, keys, sources
+
+    def _check_owner(self, worker: str, fn: Callable[..., Any], ref: Ref) -> None:
+        self.admit(ref)
+        holder: Any = ref.holder
+        if ref.hold is not None and holder.port.worker != self._port.worker:
+            ref.hold.keep()  # Two workers speak of it, and nobody orders what they say.
+        if ref.owner != worker:
+            raise JdagError(
+                f"{name_of(fn)} makes leaves on {worker!r}, and an argument, {ref!r}, "
+                f"lives on {ref.owner!r}; leaves are computed where they are kept: "
+                f"ctx.move({named(worker)!r}, ref) first"
+            )
+
+    def _part(
+        self,
+        made: Pair | Placed | None,
+        arguments: Sequence[Key],
+        outputs: Sequence[Key],
+        leaves: Sequence[Leaf],
+        place: int,
+        purpose: str = "",
+    ) -> Assignment:
+        return Assignment(
+            (*self._path, place),
+            made,
+            tuple(arguments),
+            tuple(outputs),
+            tuple(leaf.aval for leaf in leaves),
+            _site(purpose),
+        )
+
+    def _tell(
+        self, parts: Sequence[Assignment], stored: Iterable[tuple[Key, Any]]
+    ) -> None:
+        """Have the next versions of leaves made; their number is taken either way."""
+        path = self._path
+        self._numbers.assignments += 1
+        values = [(key, self._home.value(value)) for key, value in stored]
+        self._port.tell(Assigned(path, tuple(parts)), values)
+
+
+def _site(purpose: str) -> str:
+    return f"{call_site()}{purpose and f', {purpose}'}"
+
+
+def _check_once(leaves: Sequence[Leaf], replaced: dict[Leaf, None]) -> None:
+    for leaf in leaves:
+        if leaf in replaced:
+            raise JdagError(
+                f"{leaf} is there twice; one assignment gives a leaf one new value"
+            )
+        replaced[leaf] = None
+
+
+def _check_outputs(made: Pair, leaves: Sequence[Leaf]) -> None:
+    if len(made.out_avals) != len(leaves):
+        raise JdagError(
+            f"{made.name} returned {len(made.out_avals)} arrays for {len(leaves)} "
+            "leaves; it returns one new value for each"
+        )
+    for leaf, aval in zip(leaves, made.out_avals, strict=True):
+        if aval != leaf.aval:
+            raise JdagError(
+                f"{made.name} returned {aval} for {leaf}, which is {leaf.aval}; new "
+                "versions keep shape and dtype"
+            )

@@ -1,0 +1,287 @@
+"""An optimizer over refs: an optax transformation, leaf by leaf, stepped on each owner.
+
+Every leaf has a state of its own, kept beside it, so that leaves that a step does not
+touch stand still whole.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+import jax.numpy as jnp
+import optax
+
+from jdag.api.cluster import Cluster
+from jdag.api.cluster_state import Home
+from jdag.api.context import Context
+from jdag.api.leafwise import Leafwise, leafwise
+from jdag.api.leaves import Change
+from jdag.api.refs import Ref, fetch
+from jdag.compute.pytrees import flatten, flatten_refs, paths, unflatten
+from jdag.compute.refs import is_ref
+from jdag.engine.functions import remote
+from jdag.errors import ContextError, JdagError, WorkerLost, kind_of, unusable
+
+
+class Optimizer:
+    """Steps leaves by their gradients, each on its owner, all owners at once.
+
+    Args:
+        tx: an optax `GradientTransformation` that treats each leaf by itself: sgd,
+            adam, schedules (which count each leaf's own steps), weight decay,
+            `inject_hyperparams`, `MultiSteps`, `masked` and `multi_transform` (by trees
+            of masks or labels, or by functions), chains of these. It stays as it is:
+            what it holds is looked at once.
+        refs: the leaves, a pytree, on any workers.
+        clip_norm: None, or the norm over all gradients of a step, on all owners, to
+            which they are scaled down where it is larger.
+
+    Raises:
+        JdagError: a ref is no leaf or not inexact; or the transformation mixes leaves
+            (`clip_by_global_norm`, `apply_if_finite`, `prodigy`), or takes more than
+            gradients and parameters (`lookahead`, `reduce_on_plateau`).
+        WorkerLost: an owner is gone.
+    """
+
+    __jdag_stays__ = (
+        "an Optimizer stays with the program that made it; hand over its leaves, and "
+        "make one of them there, by jdag.Optimizer(tx, refs)"
+    )
+
+    def __init__(
+        self,
+        tx: optax.GradientTransformation,
+        refs: Any,
+        clip_norm: float | None = None,
+    ) -> None:
+        leaves, self._treedef = flatten_refs(refs, is_ref)
+        if not leaves:
+            raise JdagError("an Optimizer needs leaves to step, and there are none")
+        _check_clip_norm(clip_norm)
+        self._home = _home_of(leaves)
+        self._home.check_open("jdag.Optimizer")
+        names = paths(refs, is_ref)
+        avals = [ref.aval for ref in leaves]
+        each = leafwise(tx, self._treedef.bare, avals, names)
+        self._tx = dict(zip(leaves, each, strict=True))
+        self._clip_norm = clip_norm
+        self._names = dict(zip(leaves, names, strict=True))
+        self._states: dict[Ref, Any] = {}
+        self._steps = 0
+        self._made: Callable[[], str] | None = None  # What to say of the last step.
+        try:
+            for ref, tx_of in self._tx.items():
+                state = self._cluster.make(ref.place, tx_of.init, ref)
+                self._states[ref] = state
+        except JdagError as error:
+            failed = list(self._names)[len(self._states)]
+            self.drop()
+            _raise(error, f"{self._called(failed)} has no state")
+
+    @property
+    def _cluster(self) -> Cluster:
+        """The cluster of the program that uses this: any may."""
+        cluster: Cluster = self._home.cluster
+        return cluster
+
+    def __repr__(self) -> str:
+        owners = ", ".join(repr(worker) for worker in _by_owner(self._states))
+        clip = "" if self._clip_norm is None else f", clip_norm={self._clip_norm}"
+        return f"Optimizer({len(self._states)} leaves on {owners or 'no worker'}{clip})"
+
+    @property
+    def states(self) -> Any:
+        """The states as refs on the owners, in the structure of the leaves.
+
+        Raises:
+            ContextError: they were dropped.
+        """
+        self._check_held()
+        return unflatten(self._treedef, list(self._states.values()))
+
+    def step(self, ctx: Context, gradients: Any = None) -> None:
+        """Give each leaf that has a gradient in `ctx` its next version, on its owner.
+
+        Leaves without one, and their states, stay as they are. `gradients` are used in
+        place of those in `ctx`: refs in the structure of the leaves, each on its leaf's
+        worker, such as `ctx.all_reduce` gives. One message goes to each owner. Waits
+        for nothing, but with `clip_norm` for one exchange before it: the owners'
+        squared norms come here, are summed in the order of the leaves, and the scale
+        goes out with the step. What raises here has stepped no leaf. What fails later,
+        on an owner, fails for that leaf alone: reading its new version raises.
+
+        Raises:
+            ContextError: the context is over, or of another cluster; or the states were
+                dropped.
+            JdagError: `gradients` are not those of the leaves, or on other workers.
+            RemoteError: the transformation, or a norm, could not be computed.
+            WorkerLost: an owner is gone. The error names the step, and on which owners
+                the one before was made; so does that of leaving the context, where an
+                owner is lost after the step was asked for.
+        """
+        self._check_held()
+        if not isinstance(ctx, Context):
+            raise JdagError(
+                f"Optimizer.step takes the context whose gradients it is to use, not "
+                f"{kind_of(ctx)}"
+            )
+        if ctx.home is not self._home:
+            raise ContextError(
+                f"a step of leaves of {self._home} with the gradients of "
+                f"{ctx.home.beside(self._home)}; the context has to be one of the "
+                "leaves' cluster"
+            )
+        present = self._present(ctx, gradients)
+        try:
+            scale = self._scale(ctx, present)
+            self._cluster.assign(
+                [
+                    Change(
+                        partial(_stepped, self._tx[ref]),
+                        [ref, *flatten(self._states[ref])[0]],
+                        (ref, self._states[ref], gradient, *scale),
+                        f"stepping {self._called(ref)}",
+                    )
+                    for ref, gradient in present.items()
+                ]
+            )
+        except JdagError as error:
+            text = f"no leaf of {self!r} was stepped by step {self._steps + 1}"
+            if self._made is not None and isinstance(error, WorkerLost):
+                text = f"{text}; {self._made()}"
+            _raise(error, text)
+        self._steps += 1
+        self._made = partial(self._said_of_step, self._steps, tuple(present))
+        ctx.remarks.append(self._made)
+
+    def _said_of_step(self, number: int, refs: Sequence[Ref]) -> str:
+        """Say on which owners a step was made, and which are lost."""
+        lost = self._home.driver.current.lost
+        owners = {ref.worker: lost(ref.owner) is not None for ref in refs}
+        made, gone = (
+            ", ".join(repr(owner) for owner in owners if owners[owner] is is_lost)
+            for is_lost in (False, True)
+        )
+        text = f"step {number} of {self!r} was made on {made or 'no owner'}"
+        return f"{text}; the leaves on {gone} are lost" if gone else text
+
+    def _present(self, ctx: Context, given: Any) -> dict[Ref, Ref]:
+        """The gradients of the leaves that have one."""
+        found = ctx.gradients()
+        if given is None:
+            return {ref: found[ref] for ref in self._states if ref in found}
+        gradients, form = flatten_refs(given, is_ref)
+        if form != self._treedef:
+            raise JdagError(
+                "Optimizer.step takes gradients in the structure of its leaves, "
+                f"{self._treedef}, and these are {form}"
+            )
+        present = dict(zip(self._states, gradients, strict=True))
+        for ref, gradient in present.items():
+            if (gradient.shape, gradient.dtype) != (ref.shape, ref.dtype):
+                raise JdagError(
+                    f"a gradient of {gradient.aval} for {self._called(ref)}, which is "
+                    f"{ref.aval}"
+                )
+        return present
+
+    def _scale(self, ctx: Context, gradients: Mapping[Ref, Ref]) -> tuple[float, ...]:
+        """The factor of all gradients where they are to be clipped, else nothing."""
+        if self._clip_norm is None or not gradients:
+            return ()
+        owners = _by_owner(gradients)
+        squares = {
+            owner: ctx.call(owner, squared_norms, [gradients[ref] for ref in refs])
+            for owner, refs in owners.items()
+        }
+        fetched = fetch(squares)
+        if ctx.home.abstract:  # Shapes have no norm; a scale travels all the same.
+            return (1.0,)
+        of = {
+            ref: float(square)
+            for owner, values in fetched.items()
+            for ref, square in zip(owners[owner], values, strict=True)
+        }
+        total = 0.0
+        for ref in gradients:  # In the order of the leaves, wherever they are.
+            total += of[ref]
+        norm = math.sqrt(total)
+        return (1.0 if norm <= self._clip_norm else self._clip_norm / norm,)
+
+    def drop(self) -> None:
+        """Drop the states from their owners; the leaves stay. Twice is once."""
+        self._cluster.drop(list(self._states.values()))
+        self._states.clear()
+
+    def _check_held(self) -> None:
+        if not self._states:
+            raise ContextError("an Optimizer whose states were dropped; make another")
+
+    def _called(self, ref: Ref) -> str:
+        """How users know a leaf: its place among the leaves, and which it is."""
+        name = self._names[ref]
+        return f"{name} ({ref.leaf})" if name else str(ref.leaf)
+
+
+@remote
+def squared_norms(gradients: Sequence[Any]) -> list[Any]:
+    """Return of each array the sum of squared magnitudes; see `squared_norm`."""
+    return [squared_norm(gradient) for gradient in gradients]
+
+
+@remote
+def squared_norm(gradient: Any) -> Any:
+    """Return the sum of squared magnitudes, at least in float32: a scalar."""
+    wide = jnp.promote_types(jnp.abs(gradient).dtype, jnp.float32)
+    return jnp.sum(jnp.square(jnp.abs(gradient).astype(wide)))
+
+
+@remote
+def _stepped(tx: Leafwise, leaf: Any, state: Any, gradient: Any, *scale: Any) -> Any:
+    for factor in scale:
+        gradient = (gradient * factor).astype(gradient.dtype)
+    update, state = tx.update(gradient, state, leaf)
+    return optax.apply_updates(leaf, update), state
+
+
+def _by_owner(refs: Iterable[Ref]) -> dict[str, list[Ref]]:
+    owners: dict[str, list[Ref]] = {}
+    for ref in refs:
+        owners.setdefault(ref.worker, []).append(ref)
+    return owners
+
+
+def _raise(error: JdagError, text: str) -> NoReturn:
+    """Raise the same error, saying more."""
+    raise type(error)(f"{error}\n{text}") from error.__cause__
+
+
+def _check_clip_norm(clip_norm: Any) -> None:
+    if clip_norm is None:
+        return
+    try:
+        usable = (
+            not isinstance(clip_norm, bool | str | bytes | bytearray)
+            and float(clip_norm) > 0
+        )
+    except (TypeError, ValueError, OverflowError):
+        usable = False
+    if not usable:
+        raise JdagError(unusable("clip_norm", clip_norm, "a number above 0, or None"))
+
+
+def _home_of(leaves: Sequence[Ref]) -> Home:
+    for ref in leaves:
+        if ref.leaf is None or not ref.aval.inexact:
+            raise JdagError(
+                f"{ref!r} cannot be stepped: an Optimizer takes float or complex "
+                "leaves, as cluster.put and cluster.make give"
+            )
+    if len(dict.fromkeys(leaves)) < len(leaves):
+        raise JdagError(
+            "a leaf is there twice; an Optimizer steps each of its own once"
+        )
+    home = leaves[0].holder.home
+    assert isinstance(home, Home), home
+    return home

@@ -1,0 +1,93 @@
+"""How a pass ended, as users are told: what it reports, what its errors say."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from numbers import Real
+
+from jdag.api.refs import Ref
+from jdag.engine.functions import moved, name_of
+from jdag.engine.vocabulary import Owed, PassResult
+from jdag.errors import JdagError, WorkerLost, repr_of
+
+TIMEOUT_S_MAX = 1e15
+
+
+@dataclass(frozen=True)
+class PassReport:
+    """What `ctx.backward` tells of a pass that has finished.
+
+    Attributes:
+        number: of the pass, in its context: 1, 2, ...
+        mode: "smart" or "fast".
+        stale: the leaves that were updated since forward read them, in the order in
+            which they were made, and for each how many versions newer its newest one is
+            than the oldest one that this pass differentiated, as its owner knows it
+            when the pass ends. The gradient is that of the versions that were read, all
+            together; of a leaf that is not in here it is that of the newest.
+    """
+
+    number: int
+    mode: str
+    stale: Mapping[Ref, int]
+
+
+def nanoseconds(timeout_s: float | None) -> int | None:
+    """Return the time that a pass is given, None for no end of it.
+
+    Raises:
+        JdagError: it is no number above 0, or more than `TIMEOUT_S_MAX`.
+    """
+    if timeout_s is None:
+        return None
+    is_number = isinstance(timeout_s, Real) and not isinstance(timeout_s, bool)
+    if not is_number or not 0 < timeout_s <= TIMEOUT_S_MAX:
+        raise JdagError(
+            f"timeout_s={repr_of(timeout_s)}: allowed is a number of seconds above 0, "
+            f"or None, and at most {TIMEOUT_S_MAX:g}"
+        )
+    return max(round(float(timeout_s) * 1e9), 1)
+
+
+def remarked(error: JdagError, remarks: Iterable[Callable[[], str]]) -> JdagError:
+    """Return an error that says more where a worker is lost; the same exception."""
+    if isinstance(error, WorkerLost):
+        error.args = ("\n".join([str(error), *[remark() for remark in remarks]]),)
+    return error
+
+
+def _owed_lines(owed: tuple[Owed, ...]) -> list[str]:
+    return [
+        f"  call {'.'.join(map(str, send.path))}: {send.worker} -> {send.destination}, "
+        f"sent for {_said(send.function)}, called at {send.call_site}"
+        for send in owed
+    ]
+
+
+def _said(function: str) -> str:
+    """A function as users called it."""
+    return "ctx.move" if function == name_of(moved) else function
+
+
+def expired(result: PassResult, timeout_s: float | None) -> str:
+    """Say what a pass waited for when its time was over."""
+    assert result.failure is not None, result
+    text = f"pass {result.number} took longer than timeout_s={timeout_s!r}"
+    if result.failure.message:
+        return f"{text}; it had not begun, for want of {result.failure.message}"
+    if not result.owed:
+        why = "something is being computed, or is on its way"
+        return f"{text}; nothing that it has come by is owed a cotangent: {why}"
+    lines = _owed_lines(result.owed)
+    return "\n".join([f"{text}; no cotangent has come for what was sent by", *lines])
+
+
+def stuck(owed: tuple[Owed, ...]) -> str:
+    """Say which sends keep a FAST pass waiting, and what helps."""
+    lines = _owed_lines(owed)
+    return (
+        "the pass is stuck: no cotangent will ever come for what was sent by\n"
+        + "\n".join(lines)
+        + "\nIn FAST mode every tracked value that is sent has to be part of what the "
+        "roots are computed from; jdag.stop_gradient(ref) sends one that is not, and "
+        "mode='smart' waits for no such send"
+    )

@@ -1,0 +1,175 @@
+"""Roots of a pass, their cotangents, and hooks: checked before anything runs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdag.api.refs import Ref
+from jdag.compute.avals import Aval, aval_of
+from jdag.compute.pytrees import frozen
+from jdag.compute.refs import is_ref
+from jdag.engine.vocabulary import LEAF_KINDS
+from jdag.errors import (
+    ContextError,
+    GraphError,
+    JdagError,
+    RootError,
+    kind_of,
+)
+
+
+def checked_roots(roots: tuple[Any, ...], cotangents: Any) -> list[Any]:
+    """Return the cotangent of each root, None where that is ones.
+
+    Raises:
+        RootError: there are no roots; one is no ref, a leaf, a constant, an integer;
+            its size is not 1, or it is complex, and no cotangent is given; a cotangent
+            has another shape or dtype than its root; there are too few or too many.
+        GraphError: a root descends from a gradient (double backward).
+    """
+    if not roots:
+        raise RootError(
+            "ctx.backward() has no roots: it takes the refs to start from, such as a "
+            "loss, as ctx.backward(loss)"
+        )
+    for number, root in enumerate(roots):
+        _check_root(root, number)
+    seeds = _seeds(len(roots), cotangents)
+    return [
+        _seed(root, seed, number)
+        for number, (root, seed) in enumerate(zip(roots, seeds, strict=True))
+    ]
+
+
+def _check_root(root: Any, number: int) -> None:
+    if root is None:
+        raise RootError(
+            f"root {number} is None; it has to be a ref: does the function that made "
+            "it return something?"
+        )
+    if not is_ref(root):
+        hint = ""
+        if isinstance(root, list | tuple | dict):
+            hint = "; of several write ctx.backward(*roots)"
+        elif hasattr(root, "dtype"):
+            hint = "; a value that was fetched is cut off from the graph"
+        raise RootError(
+            f"root {number} is {kind_of(root)}; it has to be a ref, as ctx.call "
+            f"gives{hint}"
+        )
+    if root.descends is not None:
+        raise GraphError(
+            f"double backward: root {number}, {root!r}, descends from the gradient of "
+            f"{root.descends}, which is not differentiable; jdag.stop_gradient("
+            "gradient) makes it a constant"
+        )
+    if root.leaf is not None:
+        raise RootError(
+            f"root {number} is {root.leaf}, itself a leaf, so there is nothing to go "
+            "back through; a root is computed from leaves by ctx.call"
+        )
+    if not root.aval.inexact:
+        raise RootError(
+            f"root {number}, {root!r}, is not differentiable: its dtype is "
+            f"{root.dtype}, and only float and complex values have cotangents"
+        )
+    if not root.tracked:
+        raise RootError(
+            f"root {number}, {root!r}, is a constant: nothing that it was computed "
+            "from is tracked (a float or complex leaf, without jdag.stop_gradient)"
+        )
+
+
+def _seeds(count: int, cotangents: Any) -> list[Any]:
+    if cotangents is None:
+        return [None] * count
+    if not isinstance(cotangents, list | tuple):
+        if count == 1:
+            return [cotangents]
+        raise RootError(
+            f"cotangents is {kind_of(cotangents)}; for {count} roots it is a "
+            "list or tuple with one for each, in their order"
+        )
+    if len(cotangents) != count:
+        raise RootError(
+            f"{len(cotangents)} cotangents for {count} roots; there has to be one for "
+            "each, in their order, or None"
+        )
+    return list(cotangents)
+
+
+def _seed(root: Ref, seed: Any, number: int) -> Any:
+    wanted = f"root {number} is {root.aval}"
+    if seed is None:
+        if root.size != 1:
+            raise RootError(
+                f"{wanted}, of size {root.size}; without a cotangent its size has to "
+                "be 1: sum it in a call, or give cotangents="
+            )
+        if jnp.issubdtype(root.dtype, jnp.complexfloating):
+            raise RootError(
+                f"{wanted}, complex, which needs a cotangent: give cotangents=, or "
+                "take its real part in a call"
+            )
+        return None
+    if is_ref(seed):
+        raise RootError(
+            f"cotangent {number} is a ref ({seed!r}); it has to be an array: "
+            "ref.fetch() gives it"
+        )
+    if isinstance(seed, jax.core.Tracer):
+        raise ContextError(
+            f"cotangent {number} is a tracer; jdag runs outside of jit, vmap and grad"
+        )
+    return fitting(root.aval, seed, f"cotangent {number}", wanted, RootError)
+
+
+def fitting(
+    aval: Aval, value: Any, name: str, wanted: str, kind: type[JdagError]
+) -> Any:
+    """Return a value as an array that has this shape and dtype, or take a number so.
+
+    Args:
+        aval: what it has to be.
+        value: an array, or for the shape () a Python number.
+        name: what an error calls it.
+        wanted: what an error says that it has to fit.
+        kind: of the error.
+
+    Raises:
+        JdagError: it has another shape or dtype, or is no array.
+    """
+    try:
+        value = frozen(value)
+        found = aval_of(value)
+    except JdagError as error:
+        raise kind(f"{name}: {error}; {wanted}") from error
+    if isinstance(value, int | float | complex) and not hasattr(value, "dtype"):
+        is_complex = jnp.issubdtype(aval.dtype, jnp.complexfloating)
+        if aval.shape == () and (is_complex or not isinstance(value, complex)):
+            return jnp.asarray(value, aval.dtype)
+    elif found.shape == aval.shape and found.dtype == aval.dtype:
+        return value
+    raise kind(f"{name} is {found}, but {wanted}; shape and dtype have to agree")
+
+
+def check_hook(
+    what: str, ref: Any, fn: Any, admit: Callable[[Ref], Any], *, replaces: bool
+) -> None:
+    """Raise unless this can be a hook; `admit` does unless the ref can be used here."""
+    if not is_ref(ref):
+        raise JdagError(f"{what} takes a ref first, not {ref!r}")
+    if not callable(fn):
+        raise JdagError(f"{what} takes a function of an array, not {fn!r}")
+    admit(ref)
+    if not replaces and ref.key.kind not in LEAF_KINDS:
+        raise JdagError(
+            f"{what} takes a leaf, as cluster.put and cluster.make give, and "
+            f"{ref!r} is none; ctx.on_cotangent sees its cotangent"
+        )
+    if not ref.tracked:
+        raise GraphError(
+            f"{what}: {ref!r} is not tracked, so that no cotangent ever comes"
+        )

@@ -1,0 +1,462 @@
+"""The command line: run a scenario, check that it repeats, report; start workers."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import (
+    AbstractContextManager,
+    closing,
+    contextmanager,
+    nullcontext,
+    redirect_stdout,
+)
+from fractions import Fraction
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from jdag.api.folders import reading, replacing
+from jdag.api.graph import ContextGraph
+from jdag.cli import hosting
+from jdag.cli.cli_errors import Exit, said_in_one_line
+from jdag.engine.drawing import Need
+from jdag.errors import ScenarioError, kind_of, reason, spelled, unusable
+from jdag.report import GRAPH, GRAPH_DOT, PAGE, WRITTEN, json_of, read_drawings, render
+from jdag.report.formatting import shown
+from jdag.runtime import signals
+from jdag.runtime.trace import read_trace
+from jdag.scenario import Driver as Driving
+from jdag.scenario import Scenario, driver_of, load, wrong
+from jdag.scenario.driving import BY_WORKER
+from jdag.scenario.run_scenario import Answer, play
+
+RUN = "run"  # The kind of folder that `jdag run` writes.
+RESULT = "result.json"
+TRACE = "trace.jsonl"
+# What a report is made of, as JSON has it.
+_NEEDED: Mapping[str, tuple[type, ...]] = {
+    **dict.fromkeys(("name", "question", "answer", "command", "outcome"), (str,)),
+    "seed": (int,),
+    **dict.fromkeys(("figures", "meaning", "exact", "versions"), (dict,)),
+    **dict.fromkeys(("workers", "expect"), (list,)),
+    "digest": (str, type(None)),
+}
+_WRITTEN = (RESULT, TRACE, *WRITTEN)
+_NARROW = 72  # Columns below which a table has no room for what a figure is.
+_DIGITS_MAX = 1000  # Python reads no more than 4300.
+_INTERRUPTED = 130  # What a shell makes of Ctrl-C.
+
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+File = Annotated[Path, typer.Argument(help="The scenario, a TOML file.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object alone.")]
+Seed = Annotated[
+    str | None, typer.Option(metavar="N", help="In place of the scenario's.")
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(help="Folder of the report.  [default: runs/NAME]"),
+]
+ShowGraph = Annotated[
+    bool, typer.Option("--graph", help="Print and draw the graph of one context.")
+]
+Driver = Annotated[
+    str, typer.Option(help="What runs it: sim (virtual time) or rpc (processes).")
+]
+Device = Annotated[
+    str | None,
+    typer.Option(help="With rpc, where workers compute: cpu, gpu or gpu:1."),
+]
+Carrier = Annotated[
+    str | None, typer.Option(help="With rpc, what carries data: socket or grpc.")
+]
+
+
+def _programs_are_silent(is_so: bool) -> AbstractContextManager[Any]:
+    """What a user's program prints is not among what the command says."""
+    return redirect_stdout(sys.stderr) if is_so else nullcontext()
+
+
+@app.command()
+def run(
+    file: File,
+    *,
+    as_json: Json = False,
+    seed: Seed = None,
+    out: Out = None,
+    show_graph: ShowGraph = False,
+    driver: Driver = "sim",
+    device: Device = None,
+    carrier: Carrier = None,
+) -> None:
+    """Play a scenario, hold it against what it expects, report.
+
+    Exit codes: 0 all that it expects is so; 1 something is not; 2 bad input; 3 a pass
+    was stuck, and nothing expected it; 130 Ctrl-C; 143 SIGTERM.
+    """
+    with said_in_one_line(), _programs_are_silent(as_json):
+        scenario = load(file, seed=_seed_of(seed))
+        with wrong(scenario.path):
+            driving = driver_of(
+                scenario.settings, driver, device=device, carrier=carrier
+            )
+        folder = out or Path("runs") / scenario.settings.name
+        with closing(driving), _staged(folder) as made:
+            console = Console(quiet=as_json)
+            console.print(f"seed {scenario.settings.seed}", highlight=False)
+            console.print(Text(scenario.question, style="italic"))
+            answer = _played(scenario, console, driving)
+            result = _result(scenario, answer, driver)
+            _write(made, result, answer)
+            signals.finish()
+    if as_json:
+        typer.echo(json.dumps(result, allow_nan=False))
+    else:
+        _print(console, result, folder / PAGE)
+        if show_graph:
+            _print_graph(console, answer.drawings, folder)
+    raise typer.Exit(_code(answer))
+
+
+def _seed_of(text: str | None) -> int | None:
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) <= _DIGITS_MAX):
+        allowed = f"an integer >= 0 of at most {_DIGITS_MAX} digits"
+        raise ScenarioError(unusable("--seed", text, allowed))
+    return int(text)
+
+
+@contextmanager
+def _staged(folder: Path) -> Iterator[Path]:
+    """A folder to write in, whose content replaces the run in `folder` at the end.
+
+    It is made before a long run, so that a folder that cannot be written is known then.
+
+    Raises:
+        ScenarioError: the folder cannot be written, or holds something that is no run.
+    """
+    try:
+        with replacing(folder, RUN, _WRITTEN, _unmarked, undo=signals.undo) as made:
+            yield made
+    except OSError as error:
+        said = "a folder that can be written: a new one, an empty one or that of a run"
+        said += f"; {reason(error)}"
+        raise ScenarioError(unusable("--out", str(folder), said)) from error
+
+
+def _unmarked(folder: Path) -> list[str]:
+    """What `jdag run` wrote in a folder before it left markers there."""
+    try:
+        result = json_of(folder / RESULT)
+    except (OSError, ValueError):
+        return []
+    if not isinstance(result, dict) or "window_ns" not in result:
+        return []
+    return [name for name in _WRITTEN if os.path.lexists(folder / name)]
+
+
+def _played(scenario: Scenario, console: Console, driving: Driving) -> Answer:
+    """Play, with a progress bar."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[numbers]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, disable=console.quiet) as bar:
+        task = bar.add_task(scenario.settings.name, total=None, numbers="")
+
+        def show(done: int, total: int, numbers: Mapping[str, float]) -> None:
+            said = "  ".join(f"{name} {value:.3f}" for name, value in numbers.items())
+            bar.update(task, completed=done, total=total, numbers=said)
+
+        return play(scenario, show, driving)
+
+
+def _result(scenario: Scenario, answer: Answer, driver: str) -> dict[str, Any]:
+    """What `result.json` holds."""
+    figures = {name: _plain(value) for name, value in answer.figures.items()}
+    own = {
+        "name": scenario.settings.name,
+        "question": scenario.question,
+        "answer": "met" if answer.met else "not met",
+        "outcome": answer.figures.get("outcome"),
+        "seed": scenario.settings.seed,
+        "workers": list(scenario.workers),
+        "expect": [{**one._asdict(), "got": _plain(one.got)} for one in answer.judged],
+        "figures": figures,
+        # Figures that are fractions, exactly.
+        "exact": {k: one for k, v in answer.figures.items() if (one := _exact(v))},
+        "not_asked": list(answer.not_asked),
+        "meaning": {
+            name: text
+            for name, text in _meanings(scenario).items()
+            if name in answer.figures
+        },
+        "driver": driver,
+        "window_ns": list(answer.window),
+        "digest": _digest_of(answer),
+        "command": f"jdag run {spelled(scenario.path.name)}"
+        + f" --seed {scenario.settings.seed}"
+        + f" --driver {driver}" * (answer.cluster.trace is None),
+        "versions": {
+            "jdag": version("jdag"),
+            "jax": version("jax"),
+            "jaxlib": version("jaxlib"),
+            "python": ".".join(map(str, sys.version_info[:3])),
+        },
+    }
+    # The figures by their names alone, for whoever reads this file by hand.
+    return {**figures, **own}
+
+
+def _meanings(scenario: Scenario) -> dict[str, str]:
+    own = {name: text for name, (_, text) in BY_WORKER.items()}
+    return {**own, **scenario.player.figures}
+
+
+def _digest_of(answer: Answer) -> str | None:
+    """The digest of a run in virtual time; no other has a trace."""
+    if answer.cluster.trace is None:
+        return None
+    return answer.figures.get("digest") or str(answer.cluster.trace.digest)
+
+
+def _plain(value: Any) -> Any:
+    """A figure as JSON has it: fractions as floats, no number as text."""
+    match value:
+        case Mapping():
+            return {key: _plain(one) for key, one in value.items()}
+        case list() | tuple():
+            return [_plain(one) for one in value]
+        case Fraction():
+            return float(value)
+        case float() if not math.isfinite(value):
+            return str(value)
+        case _:
+            return value
+
+
+def _exact(value: Any) -> Any:
+    """The fractions in a figure as they are: 3/11."""
+    if isinstance(value, Mapping):
+        return {k: str(one) for k, one in value.items() if isinstance(one, Fraction)}
+    return str(value) if isinstance(value, Fraction) else None
+
+
+def _write(made: Path, result: dict[str, Any], answer: Answer) -> None:
+    """Write everything there is to keep."""
+    text = json.dumps(result, indent=2, allow_nan=False)
+    (made / RESULT).write_text(f"{text}\n", encoding="utf-8")
+    if answer.cluster.trace is not None:
+        answer.cluster.trace.write(made / TRACE)
+    render(made, result, answer.cluster.trace, answer.drawings, window=answer.window)
+
+
+def _print(console: Console, result: Mapping[str, Any], page: Path) -> None:
+    """The summary table, what was expected, and where the page is."""
+    table = Table(title=result["name"], title_justify="left", title_style="bold")
+    table.add_column("figure", no_wrap=True)
+    table.add_column("value", overflow="fold")
+    if is_wide := console.width >= _NARROW:
+        table.add_column("what it is", style="dim")
+    for name, value in result["figures"].items():
+        if value is None or value == [] or name == "digest":
+            continue
+        meaning = [result["meaning"].get(name, "")] if is_wide else []
+        table.add_row(name, Text(shown(name, value)), *meaning)
+    console.print(table)
+    for one in result["expect"]:
+        mark = "[green]met[/]" if one["met"] else "[red]not met[/]"
+        # As it was compared: what is shown rounded may look as if it were met.
+        got = result["exact"].get(one["figure"], one["got"])
+        said = f"{one['figure']}: {one['wanted']}"
+        said += "" if one["met"] else f" (it is {got})"
+        console.print(mark, Text(said), highlight=False, soft_wrap=True)
+    if result["digest"] is None:
+        said = "run on processes: time, network and devices are those of this host"
+        if result["not_asked"]:
+            said += f"; not asked of it: {', '.join(result['not_asked'])}"
+        console.print(said, highlight=False, markup=False, soft_wrap=True)
+    digest = [f"digest: {result['digest']}"] * (result["digest"] is not None)
+    for line in (*digest, f"report: {spelled(page)}"):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _print_graph(console: Console, drawings: Any, folder: Path) -> None:
+    """What each worker has of the graph, and where the picture is."""
+    if drawings is None:
+        console.print("graph: this program shows none")
+        return
+    table = Table(title="graph", title_justify="left", title_style="bold")
+    table.add_column("worker")
+    counts = ContextGraph(drawings).counts()
+    kinds = ("nodes", "sends", "recvs", "leaves", "edges")
+    for kind in (*kinds, "unneeded", "owed"):
+        table.add_column(kind, justify="right")
+    for worker, drawing in drawings.items():
+        needs = [send.need for send in drawing.sends]
+        numbers = [counts[worker][kind] for kind in kinds]
+        numbers += [needs.count(Need.UNNEEDED), needs.count(Need.OWED)]
+        table.add_row(Text(worker), *map(str, numbers))
+    console.print(table)
+    for name in (GRAPH, GRAPH_DOT):
+        if (folder / name).exists():
+            line = f"graph: {spelled(folder / name)}"
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _code(answer: Answer) -> Exit:
+    if answer.met:
+        return Exit.MET
+    expected = {one.figure: one.wanted for one in answer.judged}
+    if answer.figures.get("outcome") == "stuck" and expected.get("outcome") != "stuck":
+        return Exit.STUCK
+    return Exit.WRONG
+
+
+@app.command()
+def check(file: File, seed: Seed = None) -> None:
+    """Play a scenario twice in fresh processes, compare digests.
+
+    Exit codes: 0 the two runs are the same; 1 they differ; 2 bad input.
+    """
+    with said_in_one_line(), _programs_are_silent(True):
+        load(file, seed=_seed_of(seed))
+    console = Console()
+    digests = []
+    for number, hash_seed in enumerate(("1", "2")):
+        digests.append(_digest(file, seed, hash_seed))
+        said = f"run {number + 1}: {digests[-1]}"
+        console.print(said, highlight=False, soft_wrap=True)
+    if digests[0] != digests[1]:
+        console.print("[red]the two runs differ[/]")
+        raise typer.Exit(Exit.WRONG)
+    console.print("[green]the two runs are the same, event by event[/]")
+
+
+def _digest(file: Path, seed: str | None, hash_seed: str) -> str:
+    """Play in a fresh process; what that says of bad input is said here."""
+    command = [sys.executable, "-m", "jdag", "run", str(file), "--json"]
+    command += [] if seed is None else ["--seed", seed]
+    environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        done = subprocess.run(
+            [*command, "--out", str(out)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if not (out / RESULT).exists():
+            typer.echo(done.stderr.strip(), err=True)
+            raise typer.Exit(done.returncode or Exit.WRONG)
+        result = json.loads((out / RESULT).read_text(encoding="utf-8"))
+    return str(result["digest"])
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(help="What `jdag run` wrote.")],
+) -> None:
+    """Make the page of a run again, and print its table."""
+    with said_in_one_line():
+        try:
+            with reading(folder):
+                _result_in(folder)  # What is no run is left as it is.
+            keep = (RESULT, TRACE)
+            with replacing(folder, RUN, WRITTEN, _unmarked, keep) as made:
+                result = _result_in(folder)
+                is_traced = result.get("digest") is not None
+                trace = read_trace(folder / TRACE) if is_traced else None
+                drawings = read_drawings(folder)
+                window = tuple(result["window_ns"])
+                render(made, result, trace, drawings, window=window)
+        except OSError as error:
+            said = f"{error.filename}: " * (error.filename is not None) + reason(error)
+            said = f"a folder that `jdag run` wrote; {said}"
+            raise ScenarioError(unusable("folder", str(folder), said)) from error
+        except Exception as error:  # Other programs may have edited the files.
+            said = f"a folder that `jdag run` wrote; {type(error).__name__}: {error}"
+            raise ScenarioError(unusable("folder", str(folder), said)) from error
+    _print(Console(), result, folder / PAGE)
+
+
+def _result_in(folder: Path) -> Any:
+    result = json_of(folder / RESULT)
+    for key, kinds in _NEEDED.items():
+        if not isinstance(result, dict) or key not in result:
+            raise ValueError(f"{RESULT} has no {key}")
+        if not isinstance(result[key], kinds):
+            raise ValueError(f"{key} in {RESULT} is {kind_of(result[key])}")
+    return result
+
+
+app.command()(hosting.worker)
+app.command()(hosting.up)
+
+
+def _version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"jdag {version('jdag')}, JAX {version('jax')}")
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool,
+    typer.Option(
+        "--version", callback=_version, is_eager=True, help="Print the version."
+    ),
+]
+
+
+@app.callback(invoke_without_command=True)
+def _main(context: typer.Context, is_asked: Version = False) -> None:
+    """Distributed autograd for JAX: play scenarios in virtual time, start workers."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(Exit.BAD_INPUT)
+
+
+def main() -> None:
+    """Run the command that the arguments name; ends by SystemExit."""
+    command = typer.main.get_command(app)
+    try:
+        code = command.main(prog_name="jdag", standalone_mode=False)
+    except Exception as error:
+        # What the command line itself refuses is bad input as well, and one line.
+        said = getattr(error, "format_message", None)
+        if said is None:
+            raise
+        context = getattr(error, "ctx", None)
+        command_path = context.command_path if context is not None else "jdag"
+        line = " ".join(said().split()).rstrip(".")
+        typer.echo(f"jdag: {line}; see {command_path} --help", err=True)
+        code = Exit.BAD_INPUT
+    if code == _INTERRUPTED:
+        raise KeyboardInterrupt  # As it was before typer took it.
+    sys.exit(code)

@@ -1,0 +1,488 @@
+"""An optimizer steps each leaf on its owner, as optax does all of them in one place."""
+
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jdag.api.drivers import simulate
+from jdag.api.optimizer import Optimizer, squared_norm
+from jdag.api.refs import fetch
+from jdag.errors import ContextError, JdagError, RemoteError, WorkerLost
+from jdag.sim import Crash, LinkModel
+from tests.face_cases import ONES, nothing_is_left, total
+
+
+def test_sgd_gives_the_peers_numbers(cluster):
+    w1, w2 = cluster.put("b", ONES), cluster.put("c", ONES)
+    optimizer = Optimizer(optax.sgd(0.05), [w1, w2])
+    with cluster.context() as ctx:
+        h = ctx.call("b", jnp.matmul, w1, ONES)
+        h = ctx.call("c", lambda w, h: jnp.sum(w @ h + ONES), w2, h)
+        ctx.backward(h)
+        for gradient in fetch(ctx.gradient([w1, w2])):
+            np.testing.assert_array_equal(gradient, 9 * ONES)
+        optimizer.step(ctx)
+    for leaf in (w1, w2):
+        np.testing.assert_allclose(leaf.fetch(), 0.55 * ONES, rtol=1e-15)
+    nothing_is_left(cluster)
+
+
+def test_a_parameter_without_a_gradient_in_this_context_does_not_move(cluster):
+    p, q = cluster.put("b", 1.0), cluster.put("c", 1.0)
+    optimizer = Optimizer(optax.sgd(0.1), {"p": p, "q": q})
+    for loss in (lambda p, q: p + q, lambda p, q: p):
+        with cluster.context() as ctx:
+            used = (p, q) if loss(1, 0) != loss(1, 1) else (p, 0.0)
+            ctx.backward(ctx.call("d", loss, *used))
+            optimizer.step(ctx)
+    np.testing.assert_allclose(fetch([p, q]), [0.8, 0.9], rtol=1e-15)
+
+
+def test_absent_leaves_keep_their_state_too(cluster):
+    p, q = cluster.put("b", ONES), cluster.put("c", ONES)
+    optimizer = Optimizer(optax.adam(0.1), [p, q])
+    for leaves in ([p, q], [p]):
+        with cluster.context() as ctx:
+            ctx.backward(ctx.call("d", total, *leaves))
+            optimizer.step(ctx)
+    counts = [state[0].count for state in fetch(optimizer.states)]
+    assert counts == [2, 1]
+    assert p.fetch()[0, 0] < q.fetch()[0, 0] < 1
+
+
+def sent(cluster):
+    """Messages and bytes of arrays that the first worker has sent so far."""
+    cluster.driver.settle()
+    info = cluster.info()["a"]
+    return np.array([info["messages_sent"], info["payload_bytes_sent"]])
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+def test_a_step_is_one_message_to_each_owner_and_clipping_one_exchange_more(
+    cluster, clip_norm
+):
+    refs = [cluster.put("bcd"[n % 3], ONES + n) for n in range(12)]
+    optimizer = Optimizer(optax.adam(0.1), refs, clip_norm=clip_norm)
+    with cluster.context() as ctx:
+        ctx.backward(ctx.call("a", total, *refs))
+        before = sent(cluster)
+        optimizer.step(ctx)
+        messages, payload = sent(cluster) - before
+        # For each of three owners Assign; and with norms Call, Read before it.
+        assert messages == 3 * (1 if clip_norm is None else 3)
+        assert payload == 3 * (0 if clip_norm is None else 8)  # The scale, once each.
+    nothing_is_left(cluster)
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+def test_an_abstract_step_sends_what_a_real_one_does(clip_norm):
+    counts = []
+    for values in ("real", "abstract"):
+        with simulate(["a", "b", "c"], seed=0, values=values) as cluster:
+            refs = [cluster.put("bcb"[n], ONES) for n in range(3)]
+            optimizer = Optimizer(optax.adam(0.1), refs, clip_norm=clip_norm)
+            with cluster.context() as ctx:
+                ctx.backward(ctx.call("a", total, *refs))
+                optimizer.step(ctx)
+            counts.append(list(sent(cluster)))
+    assert counts[0] == counts[1]
+
+
+def stepped_apart(tx, clip_norm, placement):
+    """Three steps of six leaves of three shapes and two dtypes, over owners."""
+    with simulate(["a", "b", "c"], seed=0) as cluster:
+        params = {
+            name: cluster.put(
+                placement[n], jnp.linspace(0.3, 2.0 + n, size).astype(dtype)
+            )
+            for n, (name, size, dtype) in enumerate(
+                [
+                    ("u", 5, "float32"),
+                    ("v", 700, "float32"),
+                    ("w", 5, "float32"),
+                    ("x", 3, "float16"),
+                    ("y", 700, "float32"),
+                    ("z", 1, "float64"),
+                ]
+            )
+        }
+        optimizer = Optimizer(tx, params, clip_norm=clip_norm)
+        for _ in range(3):
+            with cluster.context() as ctx:
+                parts = [
+                    ctx.call(ref.worker, lambda p: jnp.sum(jnp.sin(p) ** 2), ref)
+                    for ref in params.values()
+                ]
+                ctx.backward(*parts)
+                optimizer.step(ctx)
+        return [
+            np.asarray(leaf).tobytes()
+            for leaf in jax.tree.leaves(fetch([params, optimizer.states]))
+        ]
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.7])
+def test_the_bits_of_a_step_are_those_of_any_placement(clip_norm):
+    tx = scheduled()
+    alone = stepped_apart(tx, clip_norm, "aaaaaa")
+    for placement in ("abcabc", "bbbccc", "cabbac"):
+        assert stepped_apart(tx, clip_norm, placement) == alone
+
+
+def test_the_bits_of_a_leaf_are_those_of_stepping_it_alone():
+    tx = scheduled()
+
+    @jax.jit
+    def by_itself(leaf, gradient, state):
+        updates, state = tx.update(gradient, state, leaf)
+        return optax.apply_updates(leaf, updates), state
+
+    with simulate(["a", "b"], seed=0) as cluster:
+        params = [cluster.put("b", jnp.linspace(0.1, 1 + n, 37)) for n in range(5)]
+        alone = fetch(params)
+        optimizer = Optimizer(tx, params)
+        states = [tx.init(leaf) for leaf in alone]
+        for _ in range(3):
+            with cluster.context() as ctx:
+                ctx.backward(ctx.call("a", total, *[squared(ctx, p) for p in params]))
+                gradients = fetch(ctx.gradient(params))
+                optimizer.step(ctx)
+            for n, gradient in enumerate(gradients):
+                alone[n], states[n] = by_itself(alone[n], gradient, states[n])
+        for got, wanted in zip(
+            jax.tree.leaves(fetch([params, optimizer.states])),
+            jax.tree.leaves([alone, states]),
+            strict=True,
+        ):
+            np.testing.assert_array_equal(got, wanted)
+
+
+def squared(ctx, ref):
+    return ctx.call(ref.worker, jnp.square, ref)
+
+
+def test_a_schedule_counts_the_steps_of_each_leaf(cluster):
+    halving = optax.exponential_decay(1.0, 1, 0.5)
+    p, q = cluster.put("b", 10.0), cluster.put("c", 10.0)
+    optimizer = Optimizer(optax.sgd(halving), [p, q])
+    for leaves in ([p, q], [p], [p], [p, q]):
+        with cluster.context() as ctx:
+            ctx.backward(ctx.call("d", total, *leaves))
+            optimizer.step(ctx)
+    assert fetch([p, q]) == [10 - 1 - 0.5 - 0.25 - 0.125, 10 - 1 - 0.5]
+
+
+def scheduled():
+    schedule = optax.cosine_decay_schedule(0.1, 10)
+    return optax.chain(optax.clip(0.5), optax.adamw(schedule, weight_decay=0.01))
+
+
+TRANSFORMATIONS = {
+    "momentum": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "adam": lambda: optax.adam(0.1),
+    "scheduled": scheduled,
+    "lamb": lambda: optax.lamb(0.1),
+}
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_steps_are_those_of_optax_over_all_leaves(cluster, name, clip_norm):
+    params = {
+        "b": jnp.linspace(0.5, 1, 4).astype("float32"),
+        "a": [jnp.linspace(-1, 1, 6).reshape(2, 3), jnp.ones((3, 4))],
+    }
+    owners = {"b": "c", "a": ["b", "d"]}
+    refs = jax.tree.map(lambda leaf, owner: cluster.put(owner, leaf), params, owners)
+    optimizer = Optimizer(TRANSFORMATIONS[name](), refs, clip_norm=clip_norm)
+    tx = TRANSFORMATIONS[name]()
+    clip = (
+        optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm)
+    )
+    state, clipped = tx.init(params), clip.init(params)
+
+    def loss(p):
+        return jnp.sum(jnp.tanh(p["a"][0] @ p["a"][1]) @ p["b"]) ** 2
+
+    for _ in range(3):
+        with cluster.context() as ctx:
+            h = ctx.call("d", jnp.matmul, *refs["a"])
+            out = ctx.call(
+                "c", lambda h, b: jnp.sum(jnp.tanh(h) @ b) ** 2, h, refs["b"]
+            )
+            ctx.backward(out)
+            optimizer.step(ctx)
+        updates, clipped = clip.update(jax.grad(loss)(params), clipped)
+        updates, state = tx.update(updates, state, params)
+        params = optax.apply_updates(params, updates)
+    for got, wanted in zip(
+        jax.tree.leaves(fetch(refs)), jax.tree.leaves(params), strict=True
+    ):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-7)
+        assert got.dtype == wanted.dtype
+
+
+def test_the_clipped_norm_is_that_over_all_owners(cluster):
+    refs = [cluster.put(worker, jnp.asarray([0.0])) for worker in "bcd"]
+    optimizer = Optimizer(optax.sgd(1.0), refs, clip_norm=7.0)
+    with cluster.context() as ctx:
+        loss = ctx.call("a", lambda x, y, z: jnp.sum(2 * x + 3 * y + 6 * z), *refs)
+        ctx.backward(loss)
+        optimizer.step(ctx)
+        np.testing.assert_allclose(
+            np.concatenate(fetch(refs)), [-2.0, -3.0, -6.0], rtol=1e-15
+        )
+        optimizer = Optimizer(optax.sgd(1.0), refs, clip_norm=3.5)
+        optimizer.step(ctx)
+        np.testing.assert_allclose(
+            np.concatenate(fetch(refs)), [-3.0, -4.5, -9.0], rtol=1e-15
+        )
+
+
+def test_squared_norms_are_summed_in_the_order_of_the_leaves(cluster):
+    # 1.96 is lost in 2 ** 54, twelve times of them are not: any other order shows.
+    factors = [2.0**27] + 12 * [1.4]
+    refs = [cluster.put("cbd"[n % 3], 0.0) for n in range(13)]
+    optimizer = Optimizer(optax.sgd(1.0), refs, clip_norm=2.0**26)
+    with cluster.context() as ctx:
+        ctx.backward(
+            ctx.call("a", lambda *x: jnp.dot(jnp.stack(x), jnp.asarray(factors)), *refs)
+        )
+        optimizer.step(ctx)
+    assert fetch(refs) == [-factor / 2 for factor in factors]
+
+
+def test_a_norm_that_is_no_number_spoils_all_leaves_as_in_optax(cluster):
+    refs = [cluster.put("b", jnp.ones(2)), cluster.put("c", jnp.ones(2))]
+    optimizer = Optimizer(optax.sgd(1.0), refs, clip_norm=1.0)
+    with cluster.context() as ctx:
+        ctx.backward(ctx.call("b", lambda w, v: jnp.sum(w * jnp.nan + v), *refs))
+        optimizer.step(ctx)
+    assert np.isnan(fetch(refs)).all()
+
+
+def test_squared_norms_are_taken_at_least_in_float32():
+    # float(): JAX would take the other side of == to float16, where it is infinite too.
+    assert float(squared_norm(jnp.full(4, 300.0, jnp.float16))) == 4 * 300.0**2
+    assert squared_norm(jnp.asarray([3 + 4j])) == 25
+    assert squared_norm(jnp.ones(2, jnp.float64)).dtype == jnp.float64
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda c: Optimizer(optax.sgd(0.1), []), "there are none"),
+        (lambda c: Optimizer(optax.sgd(0.1), [1.0]), "takes a ref"),
+        (lambda c: Optimizer(optax.sgd(0.1), c.put("b", 3)), "float or complex leaves"),
+        (
+            lambda c: Optimizer(optax.sgd(0.1), [c.put("b", 1.0)] * 2),
+            "a leaf is there twice",
+        ),
+        (
+            lambda c: Optimizer(optax.sgd(0.1), c.put("b", 1.0), clip_norm=0.0),
+            "clip_norm = 0.0: allowed is a number above 0, or None",
+        ),
+        (
+            lambda c: Optimizer(optax.sgd(0.1), c.put("b", 1.0), cast(float, "1")),
+            "clip_norm = '1': allowed is a number above 0",
+        ),
+        (
+            lambda c: Optimizer(optax.sgd(0.1), c.put("b", 1.0), clip_norm=True),
+            "clip_norm = True: allowed is a number above 0",
+        ),
+        (
+            lambda c: Optimizer(optax.sgd(0.1), c.put("b", 1.0), cast(Any, b"5")),
+            "clip_norm = b'5': allowed is a number above 0",
+        ),
+        (
+            lambda c: Optimizer(optax.sgd(0.1), c.put("b", 1.0), cast(float, float)),
+            "clip_norm = <class 'float'>: allowed is a number above 0",
+        ),
+        (
+            lambda c: Optimizer(optax.sgd(0.1), c.put("b", 1.0), clip_norm=10**5000),
+            "clip_norm = an int: allowed is a number above 0",
+        ),
+        (
+            lambda c: Optimizer(optax.sgd(0.1), c.put("b", 1.0), cast(Any, np.ones(2))),
+            r"clip_norm = array\(\[1., 1.\]\): allowed is a number above 0",
+        ),
+        (
+            lambda c: Optimizer(optax.contrib.reduce_on_plateau(), c.put("b", 1.0)),
+            "one that takes more is not supported",
+        ),
+    ],
+)
+def test_what_cannot_be_optimized_is_named(cluster, make, text):
+    with pytest.raises(JdagError, match=text):
+        make(cluster)
+
+
+def test_an_optimizer_on_a_closed_cluster_says_that_it_is_closed(cluster):
+    w = cluster.put("b", ONES)
+    cluster.close()
+    with pytest.raises(ContextError, match=r"jdag.Optimizer on .*, which is closed"):
+        Optimizer(optax.sgd(0.1), w)
+
+
+def test_a_step_needs_an_open_context_of_its_cluster(cluster):
+    w = cluster.put("b", ONES)
+    optimizer = Optimizer(optax.sgd(0.1), w)
+    with cluster.context() as ctx:
+        ctx.backward(ctx.call("c", total, w))
+    with pytest.raises(ContextError, match="is over"):
+        optimizer.step(ctx)
+    with pytest.raises(JdagError, match=r"step takes the context .* not a NoneType"):
+        optimizer.step(cast(Any, None))
+    with simulate(["x", "y"], seed=0) as other:
+        theirs = other.put("y", ONES)
+        with other.context() as ctx:
+            ctx.backward(ctx.call("x", total, theirs))
+            with pytest.raises(ContextError, match="leaves of the cluster of 'a', 'b'"):
+                optimizer.step(ctx)
+
+
+def test_states_are_dropped_with_their_optimizer(cluster):
+    w = cluster.put("b", ONES)
+    optimizer = Optimizer(optax.adam(0.1), w)
+    cluster.driver.settle()
+    assert cluster.info()["b"]["values_held"] == 4
+    optimizer.drop()
+    cluster.driver.settle()
+    assert cluster.info()["b"]["values_held"] == 1
+
+
+def raising(kind):
+    """A transformation that raises for leaves of two elements: traced, or run."""
+
+    def refuse(_):
+        raise ValueError("no leaves of two")
+
+    def update(updates, state, params=None):
+        leaves = jax.tree.leaves(updates)
+        if len(leaves) > 1 or leaves[0].shape != (2,):
+            return updates, state
+        if kind == "traced":
+            raise ValueError("no leaves of two")
+        shape = jax.ShapeDtypeStruct((2,), leaves[0].dtype)
+        return jax.tree.map(lambda u: jax.pure_callback(refuse, shape, u), updates), ()
+
+    return optax.GradientTransformation(lambda _: (), update)
+
+
+def three_leaves(cluster):
+    return {
+        "u": cluster.put("b", jnp.ones(3)),
+        "v": cluster.put("c", jnp.ones(2)),
+        "w": cluster.put("d", jnp.ones(4)),
+    }
+
+
+def test_a_transformation_that_cannot_be_traced_for_a_leaf_steps_none(cluster):
+    params = three_leaves(cluster)
+    optimizer = Optimizer(raising("traced"), params)
+    with cluster.context() as ctx:
+        ctx.backward(ctx.call("a", total, *params.values()))
+        with pytest.raises(RemoteError) as raised:
+            optimizer.step(ctx)
+    text = str(raised.value)
+    for said in (
+        "failed on 'c'",
+        "stepping ['v'] (leaf 1 on c)",
+        "no leaves of two",
+        "no leaf of Optimizer(3 leaves on 'b', 'c', 'd') was stepped",
+    ):
+        assert said in text, text
+    assert isinstance(raised.value.__cause__, ValueError)
+    for leaf in fetch(params).values():
+        np.testing.assert_array_equal(leaf, jnp.ones_like(leaf))
+
+
+def test_a_leaf_whose_step_fails_on_its_owner_is_named_and_the_others_have_moved(
+    cluster,
+):
+    params = three_leaves(cluster)
+    optimizer = Optimizer(raising("run"), params)
+    with cluster.context() as ctx:
+        ctx.backward(ctx.call("a", total, *params.values()))
+        optimizer.step(ctx)
+    with pytest.raises(RemoteError) as raised:
+        fetch(params)
+    text = str(raised.value)
+    for said in (
+        "failed on 'c'",
+        "stepping ['v'] (leaf 1 on c)",
+        "no leaves of two",
+        "not made: leaf 1 on c; what was assigned beside that is not affected",
+    ):
+        assert said in text, text
+    np.testing.assert_array_equal(params["u"].fetch(), 2 * jnp.ones(3))
+    np.testing.assert_array_equal(params["w"].fetch(), 2 * jnp.ones(4))
+
+
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_a_step_with_a_lost_owner_steps_nobody_and_says_so(clip_norm):
+    crash = Crash("c", 70, at_ns=1_000_000)
+    with simulate(
+        list("abcd"), seed=0, faults=[crash], network=LinkModel(latency_ns=100)
+    ) as cluster:
+        params = three_leaves(cluster)
+        optimizer = Optimizer(optax.sgd(0.1), params, clip_norm=clip_norm)
+        with cluster.context() as ctx:
+            ctx.backward(ctx.call("a", total, *params.values()))
+            cluster.driver.settle()
+            with pytest.raises(WorkerLost) as raised:
+                optimizer.step(ctx)
+        text = str(raised.value)
+        assert "'c'" in text and "was stepped" in text, text
+        if clip_norm is None:
+            assert "stepping ['v'] (leaf 1 on c)" in text
+            assert "none of 3 that were asked for together is made" in text
+        np.testing.assert_array_equal(params["u"].fetch(), jnp.ones(3))
+        np.testing.assert_array_equal(params["w"].fetch(), jnp.ones(4))
+
+
+def test_many_optimizers_are_no_functions_made_anew_in_a_loop(cluster):
+    w = cluster.put("b", 1.0)
+    with cluster.context() as ctx:
+        ctx.backward(ctx.call("c", total, w))
+        for _ in range(33):  # A warning, which comes with the 32nd, is an error here.
+            Optimizer(optax.sgd(0.125), w).step(ctx)
+    assert w.fetch() == 1 - 33 * 0.125
+
+
+def test_an_optimizer_is_shown_with_its_owners(cluster):
+    params = three_leaves(cluster)
+    optimizer = Optimizer(optax.sgd(0.1), params, clip_norm=2.0)
+    assert repr(optimizer) == "Optimizer(3 leaves on 'b', 'c', 'd', clip_norm=2.0)"
+    optimizer.drop()
+    assert repr(optimizer) == "Optimizer(0 leaves on no worker, clip_norm=2.0)"
+    optimizer.drop()
+    with pytest.raises(ContextError, match="whose states were dropped"):
+        fetch(optimizer.states)
+    with (
+        cluster.context() as ctx,
+        pytest.raises(ContextError, match="whose states were dropped"),
+    ):
+        optimizer.step(ctx)
+
+
+def test_a_state_that_cannot_be_made_is_named_and_the_others_are_dropped(cluster):
+    def init(params):
+        leaves = jax.tree.leaves(params)
+        if len(leaves) == 1 and leaves[0].shape == (2,):
+            raise ValueError("no leaves of two")
+        return jax.tree.map(jnp.zeros_like, params)
+
+    tx = optax.GradientTransformation(init, lambda u, s, p=None: (u, s))
+    params = three_leaves(cluster)
+    cluster.driver.settle()
+    before = cluster.info()
+    with pytest.raises(RemoteError, match=r"no leaves of two(.|\n)*\['v'\] \(leaf 1"):
+        Optimizer(tx, params)
+    cluster.driver.settle()
+    held = {name: worker["values_held"] for name, worker in cluster.info().items()}
+    assert held == {name: worker["values_held"] for name, worker in before.items()}
