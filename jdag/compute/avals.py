@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdag.compute.duals import Dual, are_arrays, is_array
+from jdag.engine.arrays import ArrayType
 from jdag.errors import JdagError, kind_of
-from jdag.wire.arrays import ArrayType
 
 # The implementation of the random numbers of each dtype of keys.
 KEYS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
@@ -64,7 +64,7 @@ class Aval:
         """The same on another device of its worker."""
         if device == self.device:
             return self
-        return _placed_aval(self.shape, self.dtype, self.weak, device)
+        return intern_aval(self.shape, self.dtype, self.weak, device)
 
     def struct(self) -> jax.ShapeDtypeStruct:
         """Return what JAX's own abstract evaluation takes."""
@@ -82,18 +82,13 @@ def is_inexact(dtype: Any) -> bool:
 
 
 @lru_cache(maxsize=65536)
-def intern_aval(shape: tuple[int, ...], dtype: Any, weak: bool) -> Aval:
+def intern_aval(
+    shape: tuple[int, ...], dtype: Any, weak: bool, device: str | None = None
+) -> Aval:
     """Return the same object for the same abstract value, as long as it is remembered.
 
     Cache keys then compare by identity, at a tenth of the time.
     """
-    return Aval(shape, dtype, weak)
-
-
-@lru_cache(maxsize=65536)
-def _placed_aval(
-    shape: tuple[int, ...], dtype: Any, weak: bool, device: str | None
-) -> Aval:
     return Aval(shape, dtype, weak, device)
 
 
@@ -145,9 +140,11 @@ def _other_aval(value: Any) -> Aval:
             "or as jdag.static(value), part of the function"
         ) from error
     except (TypeError, ValueError, RecursionError) as error:  # Of masked arrays; lists.
+        dtype = getattr(value, "dtype", None)
+        of_dtype = "" if dtype is None else f" of dtype {dtype}"
         raise JdagError(
-            f"{_described(value)} is no array: arrays are JAX or numpy arrays of "
-            "numbers, bools or PRNG keys, and Python int, float or complex"
+            f"{kind_of(value)}{of_dtype} is no array: arrays are JAX or numpy arrays "
+            "of numbers, bools or PRNG keys, and Python int, float or complex"
         ) from error
     return intern_aval(known.shape, known.dtype, known.weak_type)
 
@@ -169,7 +166,29 @@ def all_there(values: Sequence[Any]) -> bool:
     return are_arrays(values) and not any([value.is_deleted() for value in values])
 
 
-def _described(value: Any) -> str:
-    dtype = getattr(value, "dtype", None)
-    of = "" if dtype is None else f" of dtype {dtype}"
-    return f"{kind_of(value)}{of}"
+def frozen(value: Any) -> Any:
+    """Return the value, or a read-only copy where it is a numpy array that can change.
+
+    Raises:
+        JdagError: a numpy array whose elements are not numbers or bools; or a JAX array
+            that was deleted.
+    """
+    if not isinstance(value, np.ndarray | np.generic):
+        if is_deleted(value):
+            raise JdagError(
+                f"{aval_of(value)} was deleted, or donated to a jitted function; an "
+                "array has to be there when it is handed over, and as long as it is "
+                "used: hand over a copy (jnp.copy) where the original is to be donated"
+            )
+        return value
+    if value.dtype.kind not in "biufcV":  # V: bfloat16 and its kin.
+        raise JdagError(
+            f"a numpy array of dtype {value.dtype} cannot be computed with; "
+            "dtypes are bool, integers, floats and complex"
+        )
+    if isinstance(value, np.ndarray) and (
+        value.flags.writeable or value.base is not None
+    ):
+        value = value.copy()
+        value.flags.writeable = False
+    return value

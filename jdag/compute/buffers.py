@@ -8,21 +8,22 @@ take these as soon as JAX arrays, which take longer to make (in a worker that ha
 0.3 ms of 512 KiB). `delivered` makes of them what users are to see.
 
 Invariants: a buffer is handed out again only when no view of it and no array over it is
-left; nobody may write into a buffer that was handed to `landed`.
+left; a buffer that was handed to `landed` is not written again.
 """
 
 import math
 import weakref
 from collections.abc import Iterator
-from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.dtypes import canonicalize_dtype
 
+from jdag.compute.avals import KEYS, dtype_of
 from jdag.compute.duals import Dual, is_array
+from jdag.engine.arrays import ArrayType
 
 ALIGNMENT_BYTES = 64  # What JAX asks of memory that it takes without a copy.
 ALIASED_MIN_BYTES = 1 << 18  # A smaller value is copied faster than it is handed over.
@@ -32,31 +33,6 @@ POOLED_MIN_BYTES = 1 << 16
 KEPT_MAX_BYTES = 1 << 28
 
 _NUMBERS = (int, float, complex)
-_KEYS = {
-    "key<fry>": "threefry2x32",
-    "key<rbg>": "rbg",
-    "key<urbg>": "unsafe_rbg",
-}
-
-
-class Kind(Protocol):
-    """What a value is, as its header on the wire tells."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its axes."""
-
-    @property
-    def dtype(self) -> str:
-        """The name of its dtype; of PRNG keys that of JAX, such as `key<fry>`."""
-
-    @property
-    def weak(self) -> bool:
-        """Whether it gives way in JAX's dtype promotion."""
-
-    @property
-    def dual(self) -> bool:
-        """Whether it has a tangent, which is of the same type."""
 
 
 def parts(value: Any) -> tuple[memoryview, ...]:
@@ -82,7 +58,7 @@ def parts(value: Any) -> tuple[memoryview, ...]:
     return (memoryview(elements).toreadonly(),)
 
 
-def landed(kind: Kind, view: memoryview) -> Any:
+def landed(kind: ArrayType, view: memoryview) -> Any:
     """Return the value of a type whose elements lie in a buffer.
 
     From `ALIASED_MIN_BYTES` on, an array on the CPU aliases the buffer, if that is
@@ -104,19 +80,14 @@ def landed(kind: Kind, view: memoryview) -> Any:
     return _single(kind, view)
 
 
-def _single(kind: Kind, view: memoryview) -> Any:
-    impl = _KEYS.get(kind.dtype)
+def _single(kind: ArrayType, view: memoryview) -> Any:
+    impl = KEYS.get(kind.dtype)
     if impl is not None:
         width = view.nbytes // 4 // max(math.prod(kind.shape), 1)
         data = _array((*kind.shape, width), np.dtype(np.uint32), view)
         return jax.random.wrap_key_data(jnp.asarray(data), impl=impl)
-    array = _array(kind.shape, _dtype(kind.dtype), view)
+    array = _array(kind.shape, dtype_of(kind.dtype), view)
     return _weak(array) if kind.weak else array
-
-
-@lru_cache(maxsize=64)
-def _dtype(name: str) -> Any:
-    return jnp.dtype(name)
 
 
 def _array(shape: tuple[int, ...], dtype: Any, view: memoryview) -> Any:
@@ -153,7 +124,7 @@ def _weak(array: Any) -> Any:
 def delivered(value: Any) -> Any:
     """Return a value that landed as users see it: as a JAX array, or a dual of two.
 
-    Functions that are not compiled, hooks, and who fetches take this. What is nothing
+    Functions that are not compiled, hooks and fetches take this. What is nothing
     that lands (a failure, an abstract value, a JAX array) stays as it is.
     """
     if isinstance(value, np.ndarray):

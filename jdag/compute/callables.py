@@ -10,12 +10,11 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 
-from jdag.compute.bytecode import MUTABLE
-from jdag.compute.fingerprint import KEYED
+from jdag.compute.fingerprint import KEYED, MUTABLE
 from jdag.engine.functions import Applied, is_program, is_unjitted, name_of
 from jdag.errors import JdagError, kind_of
 
-_JITTED: Any = type(jax.jit(abs))
+JITTED: Any = type(jax.jit(abs))
 _FIXED = (type, Enum, ModuleType, FunctionType, type(None))
 
 
@@ -31,7 +30,7 @@ def called(
         JdagError: it cannot be called; or it is a method of an object, or a callable
             object, that is neither a pytree nor hashable by value.
     """
-    if type(fn.__wrapped__ if type(fn) is _JITTED else fn) is FunctionType:
+    if type(fn.__wrapped__ if type(fn) is JITTED else fn) is FunctionType:
         return fn, args, 0
     if not callable(fn):
         raise JdagError(f"a call takes a function, not {fn!r}")

@@ -1,8 +1,7 @@
 """The settings of JAX that what a function computes depends on.
 
-All that JAX has are of them, also those that come with other versions of it, but for
-those that `LEFT_OUT` names with its reasons: who adds none to it may not know what a
-setting does, and two processes of which one does as another would not are refused.
+Every JAX setting counts unless it is listed in `LEFT_OUT`. Unknown settings, of other
+versions of JAX, are compared, so that a mismatch is refused.
 """
 
 import re
@@ -13,9 +12,11 @@ from typing import Any
 import jax
 from jax._src.config import trace_context
 
-# Settings that change no number, by why they do not; patterns of their names.
+from jdag.compute.fingerprint import Once
+
+# Patterns of the names of settings that change no number, by the reason.
 LEFT_OUT: Mapping[str, tuple[str, ...]] = {
-    "where is computed, and of how many devices": (
+    "where it is computed, and on how many devices": (
         "jax_platforms?(_name)?",
         "jax_default_device",
         "jax_(cuda|rocm|oneapi)_visible_devices",
@@ -27,7 +28,7 @@ LEFT_OUT: Mapping[str, tuple[str, ...]] = {
     "when it is computed: this process waits for its results": (
         "jax_cpu_enable_async_dispatch",
     ),
-    "JAX's own processes, which jdag's are not": (
+    "JAX's own processes, not jdag's": (
         "jax_cpu_get_(global|local)_topology_timeout_minutes",
         "jax_(cross_host|force_dcn|share_binary|distributed|mtls)_.*",
         "jax_enable_(preemption_service|recoverability)",
@@ -39,7 +40,7 @@ LEFT_OUT: Mapping[str, tuple[str, ...]] = {
         "jax_raise_persistent_cache_errors",
         "jax_remove_custom_partitioning_ptr_from_cache_key",
     ),
-    "what is said, logged and dumped": (
+    "logs and dumps": (
         "jax_log_.*|jax_logging_level",
         "jax_dump_.*|jax_include_.*|jax_pprint_.*",
         "jax_(explain_cache_misses|compiler_detailed_logging_min_ops)",
@@ -48,7 +49,7 @@ LEFT_OUT: Mapping[str, tuple[str, ...]] = {
         "jax_(source_url_schema|hlo_source_file_canonicalization_regex)",
         "jax_pallas_verbose_errors|jax_mosaic_unzip_debug_locations",
     ),
-    "what is looked for, and refused or warned of": (
+    "checks that raise or warn": (
         "jax_debug_.*|jax_enable_checks|jax_check_tracer_leaks",
         "jax_numpy_rank_promotion|jax_legacy_prng_key|jax_mutable_array_checks",
         "jax_transfer_guard.*|jax_array_garbage_collection_guard|jax_thread_guard",
@@ -60,7 +61,7 @@ LEFT_OUT: Mapping[str, tuple[str, ...]] = {
     "how programs are written to files": ("jax2tf_.*|jax_(export|serialization)_.*",),
 }
 
-# Watched at each call, beside what JAX traces under.
+# Looked at in each call, beside JAX's trace context.
 ALSO = (
     "jax_default_prng_impl",
     "jax_disable_most_optimizations",
@@ -69,22 +70,12 @@ ALSO = (
 )
 
 
-class Configuration:
+class Configuration(Once):
     """Settings of JAX, by name; equal where all of them are."""
 
-    __slots__ = ("_hash", "settings")
-
     def __init__(self, settings: tuple[tuple[str, Any], ...]) -> None:
+        super().__init__(settings)
         self.settings = settings
-        self._hash = hash(settings)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (
-            isinstance(other, Configuration) and self.settings == other.settings
-        )
 
     def __repr__(self) -> str:
         return f"Configuration({dict(self.settings)})"
@@ -98,34 +89,23 @@ def compared() -> tuple[str, ...]:
     return tuple(sorted(name for name in names if not left_out.fullmatch(name)))
 
 
-class _Watched:
-    """Tells that no setting has changed in less time than it takes to read all.
-
-    JAX keys what it traces by what it is traced under, which it has at hand; `ALSO` is
-    what may be changed around calls as well. The rest is set once for a process.
-    """
-
-    def __init__(self) -> None:
-        holders: Mapping[str, Any] = jax.config._value_holders
-        self._all = tuple((name, holders[name]) for name in compared())
-        self._also = tuple(holders[name] for name in ALSO)
-        self._last: tuple[Any, Configuration] | None = None
-
-    def now(self) -> Configuration:
-        seen = (trace_context(), [one.value for one in self._also])
-        last = self._last
-        if last is not None and last[0] == seen:
-            return last[1]
-        found = Configuration(tuple([(name, one.value) for name, one in self._all]))
-        if last is not None and last[1] == found:
-            found = last[1]  # What is the same is found so sooner.
-        self._last = seen, found
-        return found
-
-
-_WATCHED = _Watched()
+_holders: Mapping[str, Any] = jax.config._value_holders
+_ALL = tuple((name, _holders[name]) for name in compared())
+_WATCHED = tuple(_holders[name] for name in ALSO)
+_last: list[tuple[Any, Configuration]] = []  # The last one, and what was watched then.
 
 
 def configuration() -> Configuration:
-    """Return the settings as they are now, in this thread."""
-    return _WATCHED.now()
+    """Return the settings as they are now, in this thread.
+
+    Reading all of them takes too long for every call. So they are read again only when
+    JAX's trace context or one of `ALSO` has changed; the rest is set once per process.
+    """
+    watched = (trace_context(), [one.value for one in _WATCHED])
+    if _last and _last[0][0] == watched:
+        return _last[0][1]
+    found = Configuration(tuple([(name, one.value) for name, one in _ALL]))
+    if _last and _last[0][1] == found:
+        found = _last[0][1]  # What is the same is found so sooner.
+    _last[:] = [(watched, found)]
+    return found

@@ -79,7 +79,7 @@ def _put(value: Any, target: Any) -> Any:
 
 def _is_elsewhere(value: Any, target: Any) -> bool:
     if not isinstance(value, jax.Array) or value.is_deleted():
-        return False  # Who uses one that was deleted says so.
+        return False  # Its use raises a clear error.
     there = value.devices()
     return len(there) == 1 and target not in there
 

@@ -54,11 +54,9 @@ jtu.register_pytree_node(
 )
 
 
-def _of_arrays(kind: type) -> bool:
-    return issubclass(kind, jax.Array)
-
-
-_is_array_type: Callable[[Any], bool] = lru_cache(maxsize=1024)(_of_arrays)
+_is_array_type: Callable[[Any], bool] = lru_cache(maxsize=1024)(
+    lambda kind: issubclass(kind, jax.Array)
+)
 
 
 def is_array(value: Any) -> bool:
@@ -110,16 +108,16 @@ def along(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
 
     def jvp(*args: Any) -> Any:
         leaves, treedef = jtu.tree_flatten(args, is_leaf=is_dual)
-        places = [place for place, leaf in enumerate(leaves) if is_dual(leaf)]
+        indices = [index for index, leaf in enumerate(leaves) if is_dual(leaf)]
 
         def moving(*primals: Any) -> Any:
             values = list(leaves)
-            for place, primal in zip(places, primals, strict=True):
-                values[place] = primal
+            for index, primal in zip(indices, primals, strict=True):
+                values[index] = primal
             return fn(*jtu.tree_unflatten(treedef, values))
 
-        primals = [leaves[place].primal for place in places]
-        tangents = [leaves[place].tangent for place in places]
+        primals = [leaves[index].primal for index in indices]
+        tangents = [leaves[index].tangent for index in indices]
         return jtu.tree_map(_joined, *jax.jvp(moving, primals, tangents))
 
     jvp.__name__ = f"jvp_{name.rpartition(':')[2]}"

@@ -13,7 +13,8 @@ StableHLO but the routines for linear algebra, Fourier transforms and random num
 import re
 from collections.abc import Callable, Sequence
 from hashlib import sha256
-from typing import Any, NamedTuple
+from itertools import compress
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.tree_util as jtu
@@ -21,18 +22,19 @@ import numpy as np
 from jax import export
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
-from msgspec.msgpack import Decoder
+from msgspec import Meta, MsgspecError
+from msgspec.msgpack import Decoder, encode
 
 from jdag.compute.avals import Aval, aval_from, aval_of
 from jdag.compute.jaxprs import has_callback
 from jdag.compute.tracing import Returned, Traced, as_jax, vjp_of
+from jdag.engine.arrays import ArrayType, check_possible
 from jdag.engine.functions import is_unjitted
 from jdag.engine.messages import Several
-from jdag.engine.names import U32, Mask, Name, Record
+from jdag.engine.names import DATA_MAX_BYTES, U32, Mask, Name, Record
 from jdag.errors import JdagError, ProtocolError, named_text
-from jdag.wire.arrays import ArrayType, check_possible, type_of
-from jdag.wire.encoding import decoded, encoded
-from jdag.wire.trees import Bytes
+
+Bytes = Annotated[bytes, Meta(max_length=DATA_MAX_BYTES)]
 
 PLATFORMS = ("cpu", "cuda")
 EXPORT_MAX_BYTES = 1 << 28
@@ -78,6 +80,10 @@ class Header(Record):
 _decoder: Decoder[Header] = Decoder(Header)
 
 
+def _types(avals: Sequence[Aval]) -> tuple[ArrayType, ...]:
+    return tuple([ArrayType(a.shape, str(a.dtype), a.weak) for a in avals])
+
+
 def exported(pair: Any) -> Definition:
     """Return a pair as StableHLO.
 
@@ -101,17 +107,17 @@ def exported(pair: Any) -> Definition:
     backward = b""
     if traced.backward is not None:
         backward = _exported_vjp(pair, traced, rest)
-    data = encoded(
+    data = encode(
         Header(
             pair.name,
-            tuple(map(type_of, pair.avals)),
+            _types(pair.avals),
             pair.tracked,
-            tuple(map(type_of, traced.out_avals)),
+            _types(traced.out_avals),
             traced.out_tracked,
             traced.args_kept,
             traced.outputs_kept,
             traced.sources,
-            tuple(map(type_of, rest)),
+            _types(rest),
             traced.reaches,
             program,
             backward,
@@ -126,12 +132,10 @@ def exported(pair: Any) -> Definition:
 
 
 def _exported_vjp(pair: Any, traced: Traced, rest: Sequence[Aval]) -> bytes:
-    kept = [pair.avals[place] for place in traced.args_kept]
-    outputs = [traced.out_avals[place] for place in traced.outputs_kept]
-    homes: tuple[Sequence[Aval], ...] = (rest, kept, outputs)
-    residuals = [homes[home][place].struct() for home, place in traced.sources]
-    both = zip(traced.out_avals, traced.out_tracked, strict=True)
-    cotangents = [aval.struct() for aval, is_tracked in both if is_tracked]
+    found = _residuals(traced, pair.avals, traced.out_avals, rest)
+    residuals = [aval.struct() for aval in found]
+    tracked = compress(traced.out_avals, traced.out_tracked)
+    cotangents = [aval.struct() for aval in tracked]
     vjp = vjp_of(traced)
 
     def backward(*arrays: Any) -> Any:
@@ -140,12 +144,30 @@ def _exported_vjp(pair: Any, traced: Traced, rest: Sequence[Aval]) -> bytes:
     return _exported(pair.name, backward, [*residuals, *cotangents])
 
 
+def _residuals(
+    kept: "Traced | Header",
+    avals: Sequence[Aval],
+    out_avals: Sequence[Aval],
+    rest: Sequence[Aval],
+) -> list[Aval]:
+    """Return the abstract values of residuals, in the order of the vjp."""
+    homes: tuple[Sequence[Aval], ...] = (
+        rest,
+        [avals[index] for index in kept.args_kept],
+        [out_avals[index] for index in kept.outputs_kept],
+    )
+    return [homes[home][index] for home, index in kept.sources]
+
+
 def _exported(name: str, fn: Callable[..., Any], structs: Sequence[Any]) -> bytes:
     """Return a flat function as bytes: for all platforms or, failing that, for ours."""
     compiled = jax.jit(fn)
     jaxpr = compiled.trace(*structs).jaxpr
     if jaxpr.effects or has_callback(jaxpr):
-        raise _calls_back(name)
+        raise JdagError(
+            f"{name} calls back into Python, as jax.pure_callback and jax.debug.print "
+            "do, which StableHLO cannot"
+        )
     failed: Exception | None = None
     for platforms in (PLATFORMS, (jax.default_backend(),)):
         try:
@@ -159,22 +181,12 @@ def _exported(name: str, fn: Callable[..., Any], structs: Sequence[Any]) -> byte
 
 
 def _why(failed: Exception | None) -> str:
-    match failed:
-        case KeyError(args=(dtype,)) if isinstance(dtype, np.dtype):
-            return (
-                f"this JAX cannot write arrays of {dtype} that go in or out; convert "
-                "them before and after the call"
-            )
-        case _:
-            said = str(failed).splitlines()[0] if str(failed) else ""
-            return f"{type(failed).__name__}: {said}"
-
-
-def _calls_back(name: str) -> JdagError:
-    return JdagError(
-        f"{name} calls back into Python, as jax.pure_callback and jax.debug.print do, "
-        "which StableHLO cannot"
-    )
+    if isinstance(failed, KeyError) and isinstance(failed.args[0], np.dtype):
+        return (
+            f"this JAX cannot write arrays of {failed.args[0]} that go in or out; "
+            "convert them before and after the call"
+        )
+    return f"{type(failed).__name__}: {str(failed).partition(chr(10))[0]}"
 
 
 class Program:
@@ -193,10 +205,10 @@ class Program:
     def __init__(self, digest: bytes, data: bytes) -> None:
         check_definition(digest, data)
         try:
-            header: Header = decoded(_decoder, data)
+            header = _decoder.decode(data)
             for kind in (*header.avals, *header.out_avals, *header.rest):
                 check_possible(kind)
-        except ProtocolError as error:
+        except (MsgspecError, ValueError, RecursionError, ProtocolError) as error:
             raise JdagError(f"an exported function cannot be read: {error}") from error
         self.name = header.name
         self.digest = digest
@@ -205,24 +217,15 @@ class Program:
         self.rest = tuple(map(aval_from, header.rest))
         self._header = header
         self._check()
-        tracked = [a for a, t in zip(self.avals, header.tracked, strict=True) if t]
+        tracked = [*compress(self.avals, header.tracked)]
         self._forward = _program(
             header.name, header.forward, self.avals, (*self.out_avals, *self.rest)
         )
         self._backward: Any = None
         if any(header.out_tracked):
-            cotangents = [
-                aval
-                for aval, t in zip(self.out_avals, header.out_tracked, strict=True)
-                if t
-            ]
-            taken = [*self._residuals(), *cotangents]
+            residuals = _residuals(header, self.avals, self.out_avals, self.rest)
+            taken = [*residuals, *compress(self.out_avals, header.out_tracked)]
             self._backward = _program(header.name, header.backward, taken, tracked)
-
-    @property
-    def data(self) -> tuple[Any, Any, int, bytes]:
-        """No function, no arguments, and the digest."""
-        return None, None, 0, self.digest
 
     @property
     def tracked(self) -> tuple[bool, ...]:
@@ -284,15 +287,6 @@ class Program:
         traced.compile(vjp, compiled)
         return traced
 
-    def _residuals(self) -> list[Aval]:
-        header = self._header
-        homes: tuple[Sequence[Aval], ...] = (
-            self.rest,
-            [self.avals[place] for place in header.args_kept],
-            [self.out_avals[place] for place in header.outputs_kept],
-        )
-        return [homes[home][place] for home, place in header.sources]
-
     def _check(self) -> None:
         """Raise JdagError where the parts of the header contradict each other."""
         header = self._header
@@ -302,17 +296,16 @@ class Program:
             "each argument is tracked or not": len(header.tracked) == len(self.avals),
             "each output is": len(header.out_tracked) == len(self.out_avals),
             "tracked arguments are inexact": all(
-                aval.inexact or not t
-                for aval, t in zip(self.avals, header.tracked, strict=False)
+                aval.inexact for aval in compress(self.avals, header.tracked)
             ),
             "arguments kept are there": all(
-                place < len(self.avals) for place in header.args_kept
+                index < len(self.avals) for index in header.args_kept
             ),
             "outputs kept are there": all(
-                place < len(self.out_avals) for place in header.outputs_kept
+                index < len(self.out_avals) for index in header.outputs_kept
             ),
             "residuals are there": all(
-                home < 3 and place < sizes[home] for home, place in header.sources
+                home < 3 and index < sizes[home] for home, index in header.sources
             ),
             "what reaches what is known": not outputs
             or [len(row) for row in header.reaches] == [outputs] * inputs,

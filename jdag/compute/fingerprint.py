@@ -4,25 +4,34 @@ A function reads its defaults, its closure and the globals that it names; functi
 its own package among these are followed. Numbers, texts, tuples, small containers and
 numpy arrays count by value, other objects by identity.
 
-Output: a hashable key for caches, of which `jdag.rpc.codes` makes a digest for others.
+Output: a hashable key for caches, of which `jdag.rpc.code_fingerprint` makes a digest
+    for other processes.
 Invariants: equal keys compute the same unless an object that counts by identity has
     changed. True, 1 and 1.0 are different, as are 0.0 and -0.0. What the code itself
     changes does not count by value. Keys keep their objects alive.
 """
 
+import dis
 from collections.abc import Callable, Hashable
 from dataclasses import fields, is_dataclass
 from functools import lru_cache, partial
 from hashlib import blake2b
 from numbers import Number
 from operator import attrgetter
-from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from jdag.compute.bytecode import MUTABLE, Facts, facts_of
-
+# The types that count by value although they may change, with the methods that do so.
+MUTABLE: dict[Any, tuple[str, ...]] = {
+    list: ("append", "extend", "insert", "pop", "remove", "clear", "sort", "reverse"),
+    dict: ("update", "setdefault", "pop", "popitem", "clear"),
+    set: ("add", "update", "discard", "remove", "pop", "clear"),
+    np.ndarray: ("fill", "put", "sort", "partition", "resize"),
+}
+_STORES = ("STORE_SUBSCR", "STORE_SLICE", "DELETE_SUBSCR")
+_LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 KEYED = "__jdag_key__"  # The attribute of objects that supply their own key.
 ITEMS_MAX, BYTES_MAX = 64, 1 << 16  # Larger values count by identity.
 FUNCTIONS_MAX, READS_MAX = 100, 4096  # Followed, and functions whose reads are kept.
@@ -30,9 +39,35 @@ FUNCTIONS_MAX, READS_MAX = 100, 4096  # Followed, and functions whose reads are 
 _FIXED = ("jax", "jaxlib", "numpy", "optax", "jdag")
 PLAIN = (str, bytes, bool, type(None))
 _CODE = attrgetter("__code__")
+_UNFILLED = CellType()
 
 Changes = tuple[Any, ...]
 Seen = dict[int, int]
+
+
+class Facts(NamedTuple):
+    """What code, with the code inside of it, reads and changes."""
+
+    reads: tuple[str, ...]  # Globals, without those that it assigns.
+    names: tuple[str, ...]  # Globals and attributes.
+    changes: tuple[Any, ...]  # The types of MUTABLE that it may change in place.
+
+
+@lru_cache(maxsize=4096)
+def facts_of(code: CodeType) -> Facts:
+    """Return what code reads and changes."""
+    codes = [code]
+    for one in codes:  # The list grows.
+        codes.extend(const for const in one.co_consts if isinstance(const, CodeType))
+    steps = [(s.opname, s.argval) for one in codes for s in dis.get_instructions(one)]
+    reads = dict.fromkeys(name for step, name in steps if step in _LOADS)
+    names = dict.fromkeys(name for one in codes for name in one.co_names)
+    stores = any(step in _STORES for step, _ in steps)
+    return Facts(
+        tuple([name for name in reads if ("STORE_GLOBAL", name) not in steps]),
+        tuple(names),
+        tuple(k for k, ways in MUTABLE.items() if stores or {*ways} & names.keys()),
+    )
 
 
 class ById:
@@ -214,16 +249,9 @@ def _function_key(fn: FunctionType, seen: Seen) -> Hashable:
         return ById(fn)
     seen[id(fn)] = len(seen)
     own = [*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).items()]
-    own.extend(map(_contents, closure or ()))
+    own.extend([c if c == _UNFILLED else c.cell_contents for c in closure or ()])
     held = [*reads.held, *[(one, reads.changes) for one in own]]
     return (reads, fn.__module__, *[key_of(one, seen, by) for one, by in held])
-
-
-def _contents(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # The cell is not filled yet.
-        return cell
 
 
 def is_small(value: Any, items_max: int, bytes_max: int) -> bool:

@@ -8,10 +8,9 @@ from typing import Any
 
 import jax
 
-from jdag.compute.avals import Aval, aval_of
+from jdag.compute.avals import Aval, aval_of, frozen
 from jdag.compute.buffers import delivered
 from jdag.compute.duals import is_dual
-from jdag.compute.pytrees import frozen
 from jdag.errors import JdagError
 
 

@@ -5,6 +5,8 @@ its outputs depend on all of its inputs.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import reduce
+from operator import or_
 from typing import Any
 
 from jax.extend import core
@@ -22,31 +24,32 @@ Reaches = tuple[tuple[bool, ...], ...]
 
 def has_callback(part: Any) -> bool:
     """Tell whether a jaxpr, or one inside of it, calls back into Python."""
-    return any("callback" in name for name in _primitives(part))
+    return any("callback" in equation.primitive.name for equation in equations(part))
 
 
 def has_move(part: Any) -> bool:
     """Tell whether arrays move between devices in a jaxpr, or in one inside of it."""
-    return MOVE.name in _primitives(part)
+    return any(equation.primitive is MOVE for equation in equations(part))
 
 
-def _primitives(part: Any) -> Iterator[str]:
+def equations(part: Any) -> Iterator[Any]:
+    """Give the equations of a jaxpr, and of those inside of it, in order."""
     for equation in getattr(getattr(part, "jaxpr", part), "eqns", ()):
-        yield equation.primitive.name
+        yield equation
         for param in equation.params.values():
             for inner in param if isinstance(param, tuple | list) else (param,):
-                yield from _primitives(inner)
+                yield from equations(inner)
 
 
 def passed_on(closed: Any) -> tuple[int, ...] | None:
     """Return which input each output is; None of a jaxpr that computes something."""
-    places = {variable: place for place, variable in enumerate(closed.jaxpr.invars)}
+    indices = {variable: index for index, variable in enumerate(closed.jaxpr.invars)}
     outputs = closed.jaxpr.outvars
     if closed.jaxpr.eqns or any(isinstance(one, core.Literal) for one in outputs):
         return None
-    if not all(output in places for output in outputs):
+    if not all(output in indices for output in outputs):
         return None  # It is a constant.
-    return tuple([places[output] for output in outputs])
+    return tuple([indices[output] for output in outputs])
 
 
 def reaches(vjp: Any, inputs: int, outputs: int) -> Reaches:
@@ -69,11 +72,11 @@ def reaches(vjp: Any, inputs: int, outputs: int) -> Reaches:
     if residuals < 0 or len(constant) != outputs:
         # Of a JAX that keeps it elsewhere: all may depend on all, at more bytes.
         return ((True,) * outputs,) * inputs
-    bits = [1 << place for place in range(inputs)]
+    bits = [1 << index for index in range(inputs)]
     found = iter(depends(linear, [0] * residuals + bits))
     masks = [0 if is_constant else next(found) for is_constant in constant]
     return tuple(
-        tuple(bool(mask >> place & 1) for mask in masks) for place in range(inputs)
+        tuple(bool(mask >> index & 1) for mask in masks) for index in range(inputs)
     )
 
 
@@ -111,7 +114,4 @@ def _outputs(equation: Any, taken: Sequence[int]) -> list[int]:
 
 
 def _union(masks: Sequence[int]) -> int:
-    total = 0
-    for mask in masks:
-        total |= mask
-    return total
+    return reduce(or_, masks, 0)

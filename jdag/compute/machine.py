@@ -9,13 +9,11 @@ is computed and no array is made, not even a zero, so that a thousand workers fi
 laptop. What is held, read and dropped is the same in both.
 """
 
-import os
-import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import compress
 from typing import Any, NamedTuple, assert_never
 
-import jax
 from msgspec.structs import replace
 
 from jdag.compute.avals import Aval, aval_of, is_deleted
@@ -24,7 +22,7 @@ from jdag.compute.hooks import hooked, seen
 from jdag.compute.sums import ADDENDS_MAX, add, ones, zeros
 from jdag.compute.values import Buffer, Values
 from jdag.engine.functions import name_of, name_on
-from jdag.engine.vocabulary import (
+from jdag.engine.protocol import (
     AnyKey,
     Apply,
     Failure,
@@ -32,20 +30,14 @@ from jdag.engine.vocabulary import (
     Forward,
     Job,
     Key,
-    Path,
     Primal,
     Reading,
     Sum,
     Vjp,
 )
-from jdag.errors import SAID_MAX, JdagError, ScenarioError, cut, is_own, text_of
+from jdag.errors import ScenarioError
 
 KINDS = ("real", "abstract")
-
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_PROGRAMS = os.path.join(_PACKAGE, "programs") + os.sep
-_JAX_NOTE = "JAX has removed its internal frames"
-_JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
 
 
 class Work(NamedTuple):
@@ -150,7 +142,7 @@ class Machine:
     def device_of(self, job: Job) -> str | None:
         """The device on which a job runs: by its name, None for the default.
 
-        A sum runs where its addends are: on that of who made the value.
+        A sum runs where its addends are: on the device that made the value.
         """
         match job:
             case Forward() | Vjp():
@@ -179,8 +171,8 @@ class Machine:
     ) -> tuple[Any, tuple[Key, ...], tuple[Any, ...]]:
         """What leaves with a message: the message, its keys, and their values.
 
-        Who made an array may have deleted it since, and it may be too large to leave:
-        then a failure goes in its place, which began with the call that wants it.
+        An array may have been deleted since it was made, or be too large to leave: then
+        a failure goes in its place, which began with the call that wants it.
         """
         values = tuple([self.leaving(key) for key in keys])
         staying = [
@@ -189,16 +181,16 @@ class Machine:
         ]
         if not any(staying) or not isinstance(message, Primal | Reading):
             return message, keys, values
-        failures, places = list(message.failures), iter(range(len(values)))
+        failures, indices = list(message.failures), iter(range(len(values)))
         path = message.path if isinstance(message, Primal) else ()
         for slot, failure in enumerate(failures):
-            if failure is None and (why := staying[next(places)]) is not None:
+            if failure is None and (why := staying[next(indices)]) is not None:
                 failures[slot] = replace(why, path=path)
-        kept = [place for place, why in enumerate(staying) if why is None]
+        kept = [index for index, why in enumerate(staying) if why is None]
         return (
             replace(message, failures=tuple(failures)),
-            tuple([keys[place] for place in kept]),
-            tuple([values[place] for place in kept]),
+            tuple([keys[index] for index in kept]),
+            tuple([values[index] for index in kept]),
         )
 
     def _why_not(self, value: Any, key: Key, worker: str) -> Failure | None:
@@ -266,15 +258,14 @@ class _AbstractResiduals:
         pair = job.function
         self.keeps = (
             Buffer(pair.residual_bytes),
-            *[values.buffer(job.inputs[place]) for place in pair.args_kept],
-            *[values.buffer(job.outputs[place]) for place in pair.outputs_kept],
+            *[values.buffer(job.inputs[index]) for index in pair.args_kept],
+            *[values.buffer(job.outputs[index]) for index in pair.outputs_kept],
         )
 
 
 def _input_avals(pair: Any) -> tuple[Aval, ...]:
     """What a vjp of `pair` returns: cotangents are shaped as the tracked inputs."""
-    places = zip(pair.avals, pair.tracked, strict=True)
-    return tuple(aval.strong for aval, is_tracked in places if is_tracked)
+    return tuple([aval.strong for aval in compress(pair.avals, pair.tracked)])
 
 
 def _vjp(pair: Any, residuals: Any, cotangents: list[Sequence[Any]]) -> Any:
@@ -289,25 +280,6 @@ def _filled(job: Fill) -> Any:
     assert job.value in (0, 1), job
     made = ones(job.aval) if job.value else zeros(job.aval)
     return made if job.aval.device is None else put((made,), job.aval.device)[0]
-
-
-def failure_of(error: BaseException, worker: str, path: Path, function: str) -> Failure:
-    """What a user's function raised on `worker`, as a value for engines to hand on.
-
-    An error of jdag keeps its class and text, a KeyboardInterrupt its class; any other
-    is a RemoteError. Of a text that is too long for a message the middle is left out.
-    """
-    is_ours = is_own(error)
-    keeps_class = is_ours or isinstance(error, KeyboardInterrupt)
-    return Failure(
-        error=type(error).__name__ if keeps_class else "RemoteError",
-        message=text_of(error) if is_ours else said(error),
-        worker=worker,
-        path=path,
-        function=function,
-        traceback=user_traceback(error),
-        exception=error,
-    )
 
 
 def job_name(job: Job) -> str:
@@ -348,42 +320,3 @@ def too_large(what: str, aval: Aval, bytes_max: int) -> str:
         "(ctx.call), send it in parts, or allow more by value_bytes_max of jdag.launch "
         "or of the cluster's file"
     )
-
-
-def user_traceback(error: BaseException) -> str:
-    """The traceback of `error` without the frames of jdag and JAX.
-
-    Where there are no others all are shown: the error is then jdag's or JAX's own. But
-    none are if it is a JdagError, which says all by itself, or a TypeError: then the
-    user's function could not be called with these arguments.
-    """
-    frames = traceback.extract_tb(error.__traceback__)
-    kept = [frame for frame in frames if _is_users(frame.filename)]
-    if not kept and isinstance(error, JdagError | TypeError):
-        return ""
-    lines = traceback.format_list(kept or frames)
-    text = "".join(["Traceback (most recent call last):\n", *lines])
-    told = said(error)
-    if is_own(error):  # The failure's own text has the other lines.
-        own = text_of(error)
-        told = told.replace(own, own.partition("\n")[0], 1)
-    return cut(text, SAID_MAX) + told
-
-
-def said(error: BaseException) -> str:
-    """The class of an exception and what it says, without what JAX says of its frames.
-
-    The notes that others added are part of it. A class of the user's may fail where it
-    is asked for these; then it is the class alone.
-    """
-    try:
-        told = traceback.TracebackException.from_exception(error)
-    except Exception:
-        return f"{type(error).__module__}.{type(error).__qualname__}"
-    notes = getattr(told, "__notes__", None) or ()
-    told.__notes__ = [note for note in notes if _JAX_NOTE not in note]
-    return cut("".join(told.format_exception_only()).rstrip("\n"), SAID_MAX)
-
-
-def _is_users(file: str) -> bool:
-    return file.startswith(_PROGRAMS) or not file.startswith((_PACKAGE, _JAX))

@@ -42,7 +42,7 @@ BESIDE.multiple_results = True
 Flat = Callable[..., Sequence[Any]]
 
 
-def moved(
+def transferred(
     arrays: Sequence[Any],
     targets: Sequence[Target],
     homes: Sequence[Target] | None = None,
@@ -63,17 +63,17 @@ def moved(
         return found
     both = enumerate(zip(homes, targets, strict=True))
     far = [
-        place
-        for place, (home, target) in both
+        index
+        for index, (home, target) in both
         if home is not target and target is not None and home != target
     ]
     if far:
-        sources = tuple([homes[place] for place in far])
-        there = tuple([targets[place] for place in far])
-        given = [found[place] for place in far]
+        sources = tuple([homes[index] for index in far])
+        there = tuple([targets[index] for index in far])
+        given = [found[index] for index in far]
         put = MOVE.bind(*given, targets=there, sources=sources)
-        for place, array in zip(far, put, strict=True):
-            found[place] = array
+        for index, array in zip(far, put, strict=True):
+            found[index] = array
     return found
 
 
@@ -84,7 +84,7 @@ def beside(arrays: Sequence[Any], others: Sequence[Any]) -> list[Any]:
     """
     homes = list(map(home_of, others))
     if None not in homes:
-        return moved(arrays, homes)
+        return transferred(arrays, homes)
     found: list[Any] = BESIDE.bind(*arrays, *others)
     return found
 
@@ -93,7 +93,9 @@ def _beside(*both: Any) -> list[Any]:
     """What `beside` comes to of values: what is no array of JAX is by the default."""
     arrays, others = _halves(both)
     homes = [home_of(other) for other in others]
-    return moved(arrays, [named(None) if home is None else home for home in homes])
+    return transferred(
+        arrays, [named(None) if home is None else home for home in homes]
+    )
 
 
 def home_of(value: Any) -> Target:
@@ -121,7 +123,7 @@ def cuttable(arrays: Sequence[Any], homes: Sequence[Target]) -> Sequence[Any]:
     """
     if not any(map(is_explicit, homes)):
         return arrays
-    return moved(arrays, [_automatic(home) for home in homes], homes)
+    return transferred(arrays, [_automatic(home) for home in homes], homes)
 
 
 def _automatic(home: Target) -> Target:
@@ -135,8 +137,8 @@ def _automatic(home: Target) -> Target:
 def is_free(value: Any) -> bool:
     """Tell whether a program over devices may be given an array wherever it is.
 
-    JAX brings there what was not put on a device, in less time than `moved` takes; not
-    where a guard tells moves that were asked for from others.
+    JAX brings there what was not put on a device, in less time than `transferred` does;
+    not where a guard tells transfers that were asked for from others.
     """
     if not is_array(value) or value.committed:
         return False
@@ -204,13 +206,13 @@ def _transposed(
     cotangents: Sequence[Any], *_: Any, targets: Any, sources: tuple[Target, ...]
 ) -> list[Any]:
     found = list(cotangents)
-    places = [p for p, ct in enumerate(cotangents) if type(ct) is not ad.Zero]
-    if places:
+    indices = [p for p, ct in enumerate(cotangents) if type(ct) is not ad.Zero]
+    if indices:
         # Where the source was not known, as inside of jax.checkpoint, the default one.
-        homes = [named(None) if sources[p] is None else sources[p] for p in places]
-        back = moved([found[p] for p in places], homes)
-        for place, cotangent in zip(places, back, strict=True):
-            found[place] = cotangent
+        homes = [named(None) if sources[p] is None else sources[p] for p in indices]
+        back = transferred([found[p] for p in indices], homes)
+        for index, cotangent in zip(indices, back, strict=True):
+            found[index] = cotangent
     return found
 
 
@@ -255,20 +257,20 @@ def _of_smooth(
     run: Flat, smooth: tuple[bool, ...], primals: Sequence[Any]
 ) -> tuple[Flat, tuple[Any, ...]]:
     """Return the program of its inexact arrays to its inexact results, and those."""
-    places = [place for place, is_one in enumerate(smooth) if is_one]
+    indices = [index for index, is_one in enumerate(smooth) if is_one]
 
     def of_smooth(*given: Any) -> list[Any]:
         arrays = list(primals)
-        for place, array in zip(places, given, strict=True):
-            arrays[place] = array
+        for index, array in zip(indices, given, strict=True):
+            arrays[index] = array
         return [made for made in run(*arrays) if _is_smooth(made)]
 
-    return of_smooth, tuple([primals[place] for place in places])
+    return of_smooth, tuple([primals[index] for index in indices])
 
 
 def _there(arrays: Sequence[Any], others: Sequence[Any]) -> list[Any]:
     """Return the arrays where the others are: JAX may have made them elsewhere."""
-    return moved(arrays, list(map(home_of, others)))
+    return transferred(arrays, list(map(home_of, others)))
 
 
 def _along(*arrays: Any, run: Flat, smooth: tuple[bool, ...], avals: Any) -> Any:

@@ -12,7 +12,7 @@ cotangents. Each is compiled when the first dual comes.
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -28,8 +28,6 @@ from jdag.compute.sums import ADDENDS_MAX
 from jdag.compute.tracing import Function, Residuals, as_it_is
 from jdag.engine.functions import code_of, is_ours, is_unjitted, name_of
 from jdag.errors import JdagError
-from jdag.wire.arrays import type_of
-from jdag.wire.specs import Body, spec_of
 
 PAIRS_MAX = 4096
 ANEW_MAX = 32
@@ -54,9 +52,9 @@ class Pair:
         tracked: for each, whether cotangents flow back to it.
     """
 
-    device = None
-    in_devices = None
-    out_devices = None
+    device: str | None = None
+    in_devices: tuple[str | None, ...] | None = None
+    out_devices: tuple[str | None, ...] | None = None
 
     def __init__(
         self, source: Any, avals: tuple[Aval, ...], tracked: tuple[bool, ...]
@@ -93,23 +91,10 @@ class Pair:
         self._forward: Any = compiled(self.source.forward(self.tracked, compiled))
         self._dual_forward: Any = compiled(along(self._forward, self.name))
 
-    @cached_property
-    def spec(self) -> bytes:
-        """All that another process needs to make this pair; see `jdag.wire.specs`."""
-        function, arguments, own, digest = self.source.data
-        return spec_of(
-            Body(
-                self.name,
-                function,
-                arguments,
-                own,
-                digest,
-                tuple(map(type_of, self.avals)),
-                self.tracked,
-                tuple(map(type_of, self.out_avals)),
-                self.out_tracked,
-            )
-        )
+    @property
+    def pair(self) -> "Pair":
+        """The pair without places."""
+        return self
 
     def forward(self, args: Sequence[Any]) -> tuple[tuple[Any, ...], Residuals | None]:
         """Run the function on `args`, in order of position.
@@ -122,8 +107,8 @@ class Pair:
         """
         dual = any_dual(args)
         if dual:
-            places = zip(args, self.tracked, strict=True)
-            args = [arg if tracked else primal_of(arg) for arg, tracked in places]
+            indices = zip(args, self.tracked, strict=True)
+            args = [arg if tracked else primal_of(arg) for arg, tracked in indices]
             dual = any_dual(args)
         self.source.check(dual=dual)
         if self._passes is not None and not dual and all(map(_stays, args, self.avals)):
@@ -141,14 +126,14 @@ class Pair:
         if traced.backward is None:
             return outputs, None
         args_kept = tuple([args[position] for position in traced.args_kept])
-        outputs_kept = tuple([outputs[place] for place in traced.outputs_kept])
+        outputs_kept = tuple([outputs[index] for index in traced.outputs_kept])
         held = (args_kept, outputs_kept, returned.rest)
         return outputs, Residuals(traced, *held, dual and any(map(any_dual, held)))
 
     def _passed_on(self, args: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
         """What `forward` returns where nothing is computed: jit would copy."""
         assert self._passes is not None, self
-        outputs = tuple([args[place] for place in self._passes])
+        outputs = tuple([args[index] for index in self._passes])
         if self._traced.backward is None:
             return outputs, None
         return outputs, Residuals(self._traced, (), (), (), False)
@@ -205,10 +190,10 @@ def _stays(value: Any, aval: Aval) -> bool:
 def _refuse_deleted(
     name: str, what: Callable[[int], str], arrays: Sequence[Any], error: Exception
 ) -> None:
-    for place, array in enumerate(arrays):
+    for index, array in enumerate(arrays):
         if is_deleted(array):
             raise JdagError(
-                f"{what(place)} of {name}, {aval_of(array)}, was deleted or donated; "
+                f"{what(index)} of {name}, {aval_of(array)}, was deleted or donated; "
                 "arrays that jdag holds have to live as long as their context"
             ) from error
 

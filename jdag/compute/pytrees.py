@@ -1,7 +1,7 @@
 """Arguments taken apart: refs, constants, and statics, part of the function."""
 
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -12,13 +12,12 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 
-from jdag.compute.avals import Aval, aval_of, is_deleted
+from jdag.compute.avals import Aval, aval_of, frozen
 from jdag.compute.callables import refuse_mutable
-from jdag.compute.depth import check_depth
 from jdag.compute.fingerprint import key_of
+from jdag.engine.arrays import HOLE
 from jdag.engine.functions import call_site
-from jdag.errors import ContextError, JdagError, kind_of, repr_of
-from jdag.wire.trees import HOLE
+from jdag.errors import ContextError, JdagError, is_deeper, kind_of, repr_of
 
 ALLOWED = (
     "refs, JAX and numpy arrays, Python int, float and complex, and, as part of the "
@@ -31,6 +30,32 @@ NO_LEAF = (
     "and no optimizer changes it; write jnp.asarray({0!r}) for a leaf"
 )
 _warned: list[str] = []  # The warning of a number inside a pytree, once given.
+
+
+# JAX takes pytrees apart recursively, and where the stack is too small for that it does
+# not give back what it has taken of it: all that runs afterwards has less.
+DEPTH_MAX = 150
+_one_level: Any = jtu.default_registry.flatten_one_level
+
+
+def check_depth(tree: Any, what: str) -> None:
+    """Raise JdagError where a pytree, called `what`, is too deep or contains itself."""
+    if is_deeper(tree, DEPTH_MAX, _parts):
+        raise JdagError(
+            f"{what} is a pytree that is nested more than {DEPTH_MAX} deep, or that "
+            "contains itself"
+        )
+
+
+def _parts(node: Any) -> Iterable[Any]:
+    """The children of a node, none of a leaf."""
+    kind = type(node)
+    if kind is list or kind is tuple:
+        return node
+    if kind is dict:
+        return node.values()
+    found = _one_level(node)
+    return () if found is None else found[0]
 
 
 class Static:
@@ -72,45 +97,75 @@ def static(value: Hashable) -> Static:
     return Static(value)
 
 
-class Template:
-    """What arguments are without their arrays: the tree, and statics by place.
+class Form:
+    """What a pytree is without its arrays, or refs: its tree, and what else is in it.
+
+    Equal forms have holes at the same places; what is beside them is not compared, so
+    that a gradient, with None there, has the form of what it is the gradient of.
 
     Attributes:
-        treedef: the structure of (args, kwargs).
-        leaves: at each of its leaves `HOLE`, the place of an array, or the static.
-        own: how many arguments, the first ones, are the function itself.
+        treedef: the structure.
+        leaves: at each of its leaves `HOLE`, the place of an array, or what is there.
     """
 
-    __slots__ = ("_hash", "key", "leaves", "own", "treedef")
+    __slots__ = ("_hash", "key", "leaves", "treedef")
 
     def __init__(
-        self, treedef: Any, leaves: Sequence[Any], key: Hashable, own: int
+        self, treedef: Any, leaves: Sequence[Any], key: Hashable = None
     ) -> None:
         self.treedef = treedef
-        self.key = (treedef, _exact(treedef), key)
         self.leaves = tuple(leaves)
-        self.own = own
+        holes = tuple([leaf is HOLE for leaf in leaves])
+        self.key = (treedef, holes) if key is None else key
         self._hash = hash(self.key)
+
+    @property
+    def num_leaves(self) -> int:
+        """How many holes there are."""
+        return sum(leaf is HOLE for leaf in self.leaves)
+
+    @property
+    def bare(self) -> "Form":
+        """The same with None in the place of all that is beside the holes."""
+        leaves = [HOLE if leaf is HOLE else None for leaf in self.leaves]
+        return Form(self.treedef, leaves)
+
+    def rebuild(self, values: Sequence[Any]) -> Any:
+        """Return the pytree with these values in its holes, in order."""
+        rest = iter(values)
+        leaves = [next(rest) if leaf is HOLE else leaf for leaf in self.leaves]
+        assert next(rest, HOLE) is HOLE, f"more values than holes: {len(values)}"
+        return jtu.tree_unflatten(self.treedef, leaves)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Form) and self.key == other.key
 
     def __hash__(self) -> int:
         return self._hash
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Template) and self.key == other.key
+    def __str__(self) -> str:
+        return str(self.treedef)
 
-    def rebuild(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return (args, kwargs) with `values` at the array-like positions, in order."""
-        rest = iter(values)
-        leaves = [next(rest) if leaf is HOLE else leaf for leaf in self.leaves]
-        assert next(rest, HOLE) is HOLE, f"more values than holes: {len(values)}"
-        args, kwargs = jtu.tree_unflatten(self.treedef, leaves)
-        return args, kwargs
+
+class Template(Form):
+    """The form of arguments (args, kwargs); it compares the statics beside the arrays.
+
+    `own` tells how many arguments, the first ones, are the function itself.
+    """
+
+    __slots__ = ("own",)
+
+    def __init__(
+        self, treedef: Any, leaves: Sequence[Any], key: Hashable, own: int
+    ) -> None:
+        super().__init__(treedef, leaves, (treedef, _exact(treedef), key))
+        self.own = own
 
     def name(self, position: int) -> str:
         """What errors call the argument at a position: `argument 1['w']`."""
-        holes = [place for place, leaf in enumerate(self.leaves) if leaf is HOLE]
+        holes = [index for index, leaf in enumerate(self.leaves) if leaf is HOLE]
         args, kwargs = jtu.tree_unflatten(self.treedef, range(len(self.leaves)))
-        return _place_name(args, kwargs, holes[position], self.own)
+        return _argument_name(args, kwargs, holes[position], self.own)
 
 
 def _exact(treedef: Any) -> Hashable:
@@ -192,31 +247,25 @@ class _Kind(Enum):
 
     SCALAR = 0
     ARRAY = 1
-    NUMPY = 2
-    STATIC = 3
-    WRAPPED = 4
-    TRACER = 5
-    REFUSED = 6
+    STATIC = 2
+    WRAPPED = 3
+    TRACER = 4
+    REFUSED = 5
 
 
 def _kind_of_type(cls: type) -> _Kind:
-    if issubclass(cls, jax.core.Tracer):
-        return _Kind.TRACER
-    if issubclass(cls, Static):
-        return _Kind.WRAPPED
-    if issubclass(cls, np.ndarray | np.generic):
-        return _Kind.NUMPY
-    if issubclass(cls, bool | str):
-        return _Kind.STATIC
+    kinds: tuple[tuple[_Kind, Any], ...] = (
+        (_Kind.TRACER, jax.core.Tracer),
+        (_Kind.WRAPPED, Static),
+        (_Kind.ARRAY, np.ndarray | np.generic),
+        (_Kind.STATIC, bool | str),
+        (_Kind.ARRAY, jax.Array),
+    )
     if cls in (int, float, complex):
         return _Kind.SCALAR
-    if issubclass(cls, jax.Array):
-        return _Kind.ARRAY
-    return (
-        _Kind.STATIC
-        if any("__call__" in base.__dict__ for base in cls.__mro__)
-        else _Kind.REFUSED
-    )
+    is_called = any("__call__" in base.__dict__ for base in cls.__mro__)
+    other = _Kind.STATIC if is_called else _Kind.REFUSED
+    return next((kind for kind, base in kinds if issubclass(cls, base)), other)
 
 
 _kind: Callable[[Any], _Kind] = lru_cache(maxsize=1024)(_kind_of_type)
@@ -248,7 +297,7 @@ def split(
     constants: list[tuple[int, Any]] = []
     statics: list[tuple[int, Hashable]] = []
     position = 0
-    for place, leaf in enumerate(leaves):
+    for index, leaf in enumerate(leaves):
         if is_ref(leaf):
             refs.append((position, leaf))
         else:
@@ -256,18 +305,18 @@ def split(
             if kind is _Kind.STATIC or kind is _Kind.WRAPPED:
                 wrapped = kind is _Kind.WRAPPED
                 key = leaf.key if wrapped else key_of(refuse_mutable(leaf))
-                statics.append((place, key))
+                statics.append((index, key))
                 if wrapped:
-                    leaves[place] = leaf.value
+                    leaves[index] = leaf.value
                 continue
             if kind is _Kind.TRACER or kind is _Kind.REFUSED:
-                raise _refusal(leaf, _place_name(args, kwargs, place, own))
+                raise _refusal(leaf, _argument_name(args, kwargs, index, own))
             try:
                 constants.append((position, frozen(leaf)))
             except JdagError as error:
-                where = _place_name(args, kwargs, place, own)
+                where = _argument_name(args, kwargs, index, own)
                 raise JdagError(f"{where}: {error}") from None
-        leaves[place] = HOLE
+        leaves[index] = HOLE
         position += 1
     known = None if statics else template_of_arrays(treedef, own)
     template = known or Template(treedef, leaves, tuple(statics), own)
@@ -282,38 +331,10 @@ def template_of_arrays(treedef: Any, own: int) -> Template | None:
     return Template(treedef, (HOLE,) * treedef.num_leaves, (), own)
 
 
-def frozen(value: Any) -> Any:
-    """Return the value, or a read-only copy where it is a numpy array that can change.
-
-    Raises:
-        JdagError: a numpy array whose elements are not numbers or bools; or a JAX array
-            that was deleted.
-    """
-    if not isinstance(value, np.ndarray | np.generic):
-        if is_deleted(value):
-            raise JdagError(
-                f"{aval_of(value)} was deleted, or donated to a jitted function; an "
-                "array has to be there when it is handed over, and as long as it is "
-                "used: hand over a copy (jnp.copy) where the original is to be donated"
-            )
-        return value
-    if value.dtype.kind not in "biufcV":  # V: bfloat16 and its kin.
-        raise JdagError(
-            f"a numpy array of dtype {value.dtype} cannot be computed with; "
-            "dtypes are bool, integers, floats and complex"
-        )
-    if isinstance(value, np.ndarray) and (
-        value.flags.writeable or value.base is not None
-    ):
-        value = value.copy()
-        value.flags.writeable = False
-    return value
-
-
-def _place_name(
-    args: tuple[Any, ...], kwargs: dict[str, Any], place: int, own: int
+def _argument_name(
+    args: tuple[Any, ...], kwargs: dict[str, Any], index: int, own: int
 ) -> str:
-    path = jtu.tree_flatten_with_path((args, kwargs))[0][place][0]
+    path = jtu.tree_flatten_with_path((args, kwargs))[0][index][0]
     if path[0].idx == 1:
         first = f"argument {path[1].key!r}"
     elif path[1].idx < own:
@@ -357,51 +378,6 @@ def argument_numbers(argnums: Any, count: int) -> tuple[int, ...]:
     return tuple([number % count for number in numbers])
 
 
-class Form:
-    """What a pytree of refs is without them: its tree, and what is no ref in it.
-
-    Equal forms have refs at the same places; constants beside them are not compared,
-    so that a gradient, with None there, has the form of what it is the gradient of.
-    """
-
-    __slots__ = ("_leaves", "_tree")
-
-    def __init__(self, treedef: Any, leaves: Sequence[Any]) -> None:
-        self._leaves = tuple(leaves)
-        self._tree = treedef
-
-    @property
-    def num_leaves(self) -> int:
-        """How many refs there are."""
-        return sum(leaf is HOLE for leaf in self._leaves)
-
-    @property
-    def bare(self) -> "Form":
-        """The same with None in the place of constants."""
-        leaves = [HOLE if leaf is HOLE else None for leaf in self._leaves]
-        return Form(self._tree, leaves)
-
-    def rebuild(self, refs: Sequence[Any]) -> Any:
-        """Return the pytree with these in the place of its refs, in order."""
-        rest = iter(refs)
-        leaves = [next(rest) if leaf is HOLE else leaf for leaf in self._leaves]
-        assert next(rest, HOLE) is HOLE, f"more refs than places: {len(refs)}"
-        return jtu.tree_unflatten(self._tree, leaves)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Form) and self._places == other._places
-
-    def __hash__(self) -> int:
-        return hash(self._places)
-
-    def __str__(self) -> str:
-        return str(self._tree)
-
-    @property
-    def _places(self) -> tuple[Any, ...]:
-        return (self._tree, tuple([leaf is HOLE for leaf in self._leaves]))
-
-
 def flatten(
     tree: Any, is_leaf: Callable[[Any], bool] | None = None, what: str = "this"
 ) -> tuple[list[Any], Any]:
@@ -431,10 +407,10 @@ def flatten_refs(tree: Any, is_ref: Callable[[Any], bool]) -> tuple[list[Any], F
     """
     leaves, treedef = flatten(tree, _is_none)
     refs = [leaf for leaf in leaves if is_ref(leaf)]
-    for place, leaf in enumerate(leaves):
+    for index, leaf in enumerate(leaves):
         if not (is_ref(leaf) or leaf is None or (refs and is_constant(leaf))):
             flat = jtu.tree_flatten_with_path(tree, is_leaf=_is_none)[0]
-            path = jtu.keystr(flat[place][0])
+            path = jtu.keystr(flat[index][0])
             raise JdagError(
                 f"{f'leaf {path}' if path else 'the value'} is {kind_of(leaf)}; "
                 "it takes a ref, or a pytree of refs"
@@ -456,19 +432,19 @@ def is_constant(leaf: Any) -> bool:
     return is_static(leaf) or _kind(type(leaf)) is _Kind.SCALAR
 
 
-def places_of_arrays(what: str, tree: Any, leaves: Sequence[Any]) -> list[int]:
+def indices_of_arrays(what: str, tree: Any, leaves: Sequence[Any]) -> list[int]:
     """Return which leaves are arrays or refs: a Python number is if it is the tree.
 
     The first one of a process that is inside a pytree warns, in the name of `what`.
     """
     if type(tree) in NUMBERS:
         return [0]
-    for place, leaf in enumerate(leaves):
+    for index, leaf in enumerate(leaves):
         if _kind(type(leaf)) is _Kind.SCALAR and not _warned:
-            _warned.append(f"{what}, at {paths(tree)[place]}: {NO_LEAF.format(leaf)}")
+            _warned.append(f"{what}, at {paths(tree)[index]}: {NO_LEAF.format(leaf)}")
             site = call_site()
             warnings.warn_explicit(_warned[0], UserWarning, site.file, site.line)
-    return [place for place, leaf in enumerate(leaves) if not is_constant(leaf)]
+    return [index for index, leaf in enumerate(leaves) if not is_constant(leaf)]
 
 
 def no_gradient(aval: Aval, abstract: bool) -> Any:

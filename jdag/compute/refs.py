@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from jdag.compute.avals import Aval
 from jdag.engine.functions import remote
-from jdag.engine.vocabulary import Key, LeafId, Path, Worker
+from jdag.engine.protocol import Key, LeafId, Path, Worker
 
 Identity = tuple[Worker, Path]  # Of a failure: where it happened, and in which call.
 

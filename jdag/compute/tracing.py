@@ -7,6 +7,8 @@ backward.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import compress
+from operator import not_
 from typing import Any
 
 import jax
@@ -18,12 +20,11 @@ from jdag.compute.avals import Aval, aval_of
 from jdag.compute.devices import named
 from jdag.compute.duals import along, is_dual
 from jdag.compute.jaxprs import Reaches, reaches
-from jdag.compute.moves import home_of, moved
+from jdag.compute.moves import home_of, transferred
 from jdag.compute.pytrees import Template, flatten
 from jdag.compute.sums import fold
 from jdag.engine.functions import is_unjitted, name_of
 from jdag.errors import JdagError, kind_of
-from jdag.wire.specs import portable, structure
 
 
 class Traced:
@@ -116,6 +117,8 @@ jtu.register_pytree_node(
 class Function:
     """What a pair is made from: a Python function, and how its arguments lie."""
 
+    digest = b""  # It was not exported.
+
     def __init__(self, fn: Callable[..., Any], template: Template) -> None:
         self.name = name_of(fn)
         self.fn = fn  # Its key names its globals and objects by identity.
@@ -133,68 +136,55 @@ class Function:
         self, tracked: tuple[bool, ...], compiled: Callable[..., Any]
     ) -> Callable[..., Returned]:
         """Return forward as a function of flat arguments; `compiled` makes its vjp."""
-        return _forward_of(self.fn, self.name, self.template, tracked, compiled)
+        indices = tuple(compress(range(len(tracked)), tracked))
 
-    @property
-    def data(self) -> tuple[Any, Any, int, bytes]:
-        """The function, its arguments, how many of these it is, and no digest."""
-        template = self.template
-        arguments = structure(template.treedef, template.leaves)
-        return portable(self.fn), arguments, template.own, b""
+        def body(*args: Any) -> Returned:
+            args = tuple(map(as_jax, args))
+            out_tree: Any = None
+            order: tuple[bool, ...] = ()
+
+            def split_outputs(*inexact: Any) -> tuple[list[Any], list[Any]]:
+                nonlocal out_tree, order
+                values = list(args)
+                for index, value in zip(indices, inexact, strict=True):
+                    values[index] = value
+                call_args, call_kwargs = self.template.rebuild(values)
+                outputs, out_tree = _outputs(
+                    self.name, self.fn(*call_args, **call_kwargs)
+                )
+                if compiled is as_it_is:
+                    outputs = settled(outputs)
+                order = tuple(bool(indices) and aval_of(o).inexact for o in outputs)
+                rest = compress(outputs, map(not_, order))
+                return list(compress(outputs, order)), list(rest)
+
+            vjp: Any = None
+            if indices:
+                inputs = [args[index] for index in indices]
+                smooth, vjp, other = jax.vjp(split_outputs, *inputs, has_aux=True)
+            else:
+                smooth, other = split_outputs()
+            found = (iter(other), iter(smooth))
+            outputs = tuple(next(found[is_tracked]) for is_tracked in order)
+            traced = Traced(
+                self.name, out_tree, tuple(aval_of(output) for output in outputs)
+            )
+            if not any(order):
+                return Returned(traced, outputs, ())
+            traced.out_tracked = order
+            traced.reaches = reaches(vjp, len(indices), len(smooth))
+            rest = _find_residuals(traced, vjp, args, outputs)
+            traced.compile(vjp_of(traced), compiled)
+            return Returned(traced, outputs, rest)
+
+        body.__name__ = self.name.rpartition(":")[2]
+        body.__qualname__ = body.__name__
+        return body
 
 
 def as_it_is(fn: Callable[..., Any]) -> Callable[..., Any]:
     """In the place of jit, for what is to run unjitted."""
     return fn
-
-
-def _forward_of(
-    fn: Callable[..., Any],
-    name: str,
-    template: Template,
-    tracked: tuple[bool, ...],
-    compiled: Callable[..., Any],
-) -> Callable[..., Returned]:
-    places = tuple(place for place, is_tracked in enumerate(tracked) if is_tracked)
-
-    def body(*args: Any) -> Returned:
-        args = tuple(map(as_jax, args))
-        out_tree: Any = None
-        order: tuple[bool, ...] = ()
-
-        def split_outputs(*inexact: Any) -> tuple[list[Any], list[Any]]:
-            nonlocal out_tree, order
-            values = list(args)
-            for place, value in zip(places, inexact, strict=True):
-                values[place] = value
-            call_args, call_kwargs = template.rebuild(values)
-            outputs, out_tree = _outputs(name, fn(*call_args, **call_kwargs))
-            if compiled is as_it_is:
-                outputs = settled(outputs)
-            order = tuple(bool(places) and aval_of(o).inexact for o in outputs)
-            kinds = list(zip(outputs, order, strict=True))
-            return [o for o, t in kinds if t], [o for o, t in kinds if not t]
-
-        vjp: Any = None
-        if places:
-            inputs = [args[place] for place in places]
-            smooth, vjp, other = jax.vjp(split_outputs, *inputs, has_aux=True)
-        else:
-            smooth, other = split_outputs()
-        found = (iter(other), iter(smooth))
-        outputs = tuple(next(found[is_tracked]) for is_tracked in order)
-        traced = Traced(name, out_tree, tuple(aval_of(output) for output in outputs))
-        if not any(order):
-            return Returned(traced, outputs, ())
-        traced.out_tracked = order
-        traced.reaches = reaches(vjp, len(places), len(smooth))
-        rest = _place_residuals(traced, vjp, args, outputs)
-        traced.compile(vjp_of(traced), compiled)
-        return Returned(traced, outputs, rest)
-
-    body.__name__ = name.rpartition(":")[2]
-    body.__qualname__ = body.__name__
-    return body
 
 
 def as_jax(value: Any) -> Any:
@@ -206,7 +196,7 @@ def _outputs(name: str, tree: Any) -> tuple[list[Any], Any]:
     """Flatten what a function returned to arrays of strong type; duals stay."""
     leaves, out_tree = flatten(tree, is_dual, f"what {name} returned")
     arrays = []
-    for place, leaf in enumerate(leaves):
+    for index, leaf in enumerate(leaves):
         if is_dual(leaf):
             arrays.append(leaf)
             continue
@@ -214,7 +204,7 @@ def _outputs(name: str, tree: Any) -> tuple[list[Any], Any]:
             is_array = isinstance(leaf, jax.Array)
             arrays.append(strong(leaf if is_array else jnp.asarray(leaf)))
         except (TypeError, ValueError, OverflowError) as error:
-            path = jtu.keystr(jtu.tree_flatten_with_path(tree)[0][place][0])
+            path = jtu.keystr(jtu.tree_flatten_with_path(tree)[0][index][0])
             raise JdagError(
                 f"{name} returned {kind_of(leaf)} "
                 f"{f'at {path}' if path else 'as its output'}; functions return "
@@ -228,9 +218,11 @@ def settled(outputs: Sequence[Any]) -> list[Any]:
     here, found = named(None), list(outputs)
     homes = enumerate(map(home_of, outputs))
     far = [p for p, home in homes if isinstance(home, jax.Device) and home != here]
-    back = moved([found[place] for place in far], [here] * len(far)) if far else []
-    for place, output in zip(far, back, strict=True):
-        found[place] = output
+    back = (
+        transferred([found[index] for index in far], [here] * len(far)) if far else []
+    )
+    for index, output in zip(far, back, strict=True):
+        found[index] = output
     return found
 
 
@@ -241,7 +233,7 @@ def strong(array: Any) -> Any:
     return jax.lax.convert_element_type(array, array.dtype)
 
 
-def _place_residuals(
+def _find_residuals(
     traced: Traced, vjp: Any, args: tuple[Any, ...], outputs: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     """Note in `traced` where each leaf of the vjp is to be had; return the rest.
@@ -249,16 +241,16 @@ def _place_residuals(
     A source is (0, index in the rest), (1, index in args_kept), (2, in outputs_kept).
     """
     residuals, traced.vjp_tree = jtu.tree_flatten(vjp)
-    known = {id(output): (2, place) for place, output in enumerate(outputs)}
-    known.update({id(arg): (1, place) for place, arg in enumerate(args)})
+    known = {id(output): (2, index) for index, output in enumerate(outputs)}
+    known.update({id(arg): (1, index) for index, arg in enumerate(args)})
     kept: tuple[dict[int, int], ...] = ({}, {}, {})
     rest: list[Any] = []
     sources = []
     for residual in residuals:
-        home, place = known.get(id(residual), (0, len(rest)))
+        home, index = known.get(id(residual), (0, len(rest)))
         if home == 0:  # JAX itself returns no residual twice.
             rest.append(residual)
-        sources.append((home, kept[home].setdefault(place, len(kept[home]))))
+        sources.append((home, kept[home].setdefault(index, len(kept[home]))))
     traced.sources = tuple(sources)
     traced.args_kept = tuple(kept[1])
     traced.outputs_kept = tuple(kept[2])
@@ -277,11 +269,7 @@ def vjp_of(traced: Traced) -> Callable[..., Any]:
 
 
 def _backward_of(traced: Traced, vjp: Callable[..., Any]) -> Callable[..., Any]:
-    avals = [
-        aval
-        for aval, is_tracked in zip(traced.out_avals, traced.out_tracked, strict=True)
-        if is_tracked
-    ]
+    avals = list(compress(traced.out_avals, traced.out_tracked))
 
     def backward(rest: Any, args: Any, outputs: Any, sums: Any) -> tuple[Any, ...]:
         held = (rest, args, outputs)

@@ -5,25 +5,26 @@ before it takes memory. What they cannot say is checked afterwards: that workers
 owners of contexts are known, and the table `RELATIONS`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
+from operator import attrgetter, itemgetter
 from types import UnionType
 from typing import Annotated, Any, Protocol, Union, get_args, get_origin, get_type_hints
 
 from msgspec import MsgspecError, Struct
 from msgspec.msgpack import Decoder, Encoder
 
+from jdag.engine.arrays import ArrayType, check_possible
+from jdag.engine.credit import Credit, credit_of, units_of
 from jdag.engine.messages import Assignment, Call, Ship
 from jdag.engine.names import ContextId, ResidualsKey, ScratchKey, Worker
-from jdag.engine.weight import Weight, units_of, weight_of
 from jdag.errors import SHOWN_MAX, ProtocolError, cut
-from jdag.wire.arrays import ArrayType, check_possible
 
 CHECKED_BYTES = 4096  # What takes less passes no limit on its parts.
 
 
 class Known(Protocol):
-    """Whom messages may name: `names` workers, `workers` with their incarnations."""
+    """The workers that messages may name: how many there are, and all incarnations."""
 
     names: int
     workers: set[Worker]
@@ -32,18 +33,10 @@ class Known(Protocol):
 Check = Callable[[Any, Known], None]
 
 
-def _sendable(value: Any) -> Any:
-    """A function travels as its spec; nothing else is made data of here."""
-    spec = getattr(value, "spec", None)
-    if type(spec) is not bytes:
-        raise TypeError(f"{value!r} of type {type(value).__name__} is no data")
-    return spec
+_encode = Encoder().encode
 
 
-_encode = Encoder(enc_hook=_sendable).encode
-
-
-def encoded(value: Any) -> bytes:
+def encoded(value: Any, encode: Callable[[Any], bytes] = _encode) -> bytes:
     """The bytes of a struct.
 
     A text that is not Unicode, as names of files may be, is escaped.
@@ -52,9 +45,9 @@ def encoded(value: Any) -> bytes:
         ProtocolError: it has in it what cannot travel.
     """
     try:
-        return _encode(value)
+        return encode(value)
     except UnicodeEncodeError:
-        return encoded(_escaped(value))
+        return encoded(_escaped(value), encode)
     except (OverflowError, TypeError, ValueError, RecursionError) as error:
         said = cut(str(error), SHOWN_MAX)
         raise ProtocolError(f"{type(value).__name__} cannot travel: {said}") from error
@@ -109,17 +102,17 @@ def _owner(context: ContextId, known: Known) -> None:
         )
 
 
-def _part_of_whole(weight: Weight, _: Known) -> None:
-    # Else who adds it to another makes numbers of as many bits as it says.
-    units, halvings = units_of(weight), weight.halvings
+def _part_of_whole(credit: Credit, _: Known) -> None:
+    # Else adding it to another credit would make a number of that many bits.
+    units, halvings = units_of(credit), credit.halvings
     if units.bit_length() > halvings and units != 1 << halvings:
         raise ProtocolError(
-            f"a weight of {units.bit_length()} bits, halved {halvings} times, is more"
+            f"a credit of {units.bit_length()} bits, halved {halvings} times, is more"
             " than the whole"
         )
-    if isinstance(weight.units, bytes) and weight != weight_of(units, halvings):
+    if isinstance(credit.units, bytes) and credit != credit_of(units, halvings):
         raise ProtocolError(
-            f"a weight of {units.bit_length()} bits is written as {len(weight.units)}"
+            f"a credit of {units.bit_length()} bits is written as {len(credit.units)}"
             " bytes"
         )
 
@@ -145,7 +138,7 @@ def _alike(one: str, other: str) -> Check:
 RELATIONS: dict[type[Struct], Check] = {
     ArrayType: lambda kind, _: check_possible(kind),
     ContextId: _owner,
-    Weight: _part_of_whole,
+    Credit: _part_of_whole,
     ResidualsKey: _stays,
     ScratchKey: _stays,
     Call: _alike("inputs", "tracked"),
@@ -165,7 +158,9 @@ def _check_of(kind: Any) -> Check | None:
     if kind == Worker:
         return _worker
     if isinstance(kind, type) and issubclass(kind, Struct):
-        return _of_struct(kind)
+        hints = get_type_hints(kind, include_extras=True)
+        fields = [(attrgetter(name), hints[name]) for name in kind.__struct_fields__]
+        return _of_parts(fields, RELATIONS.get(kind))
     origin, parts = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return _check_of(parts[0])
@@ -174,28 +169,33 @@ def _check_of(kind: Any) -> Check | None:
     if origin is tuple and parts[-1:] == (...,):
         return _of_each(_check_of(parts[0]))
     if origin is tuple:
-        return _of_parts([(at, _check_of(part)) for at, part in enumerate(parts)])
+        return _of_parts([(itemgetter(at), part) for at, part in enumerate(parts)])
     return None
 
 
-def _of_struct(kind: type[Struct]) -> Check | None:
-    hints = get_type_hints(kind, include_extras=True)
-    fields = [(name, _check_of(hints[name])) for name in kind.__struct_fields__]
-    checks = [(name, check) for name, check in fields if check is not None]
-    relation = RELATIONS.get(kind)
+def _of_parts(
+    parts: Iterable[tuple[Callable[[Any], Any], Any]], relation: Check | None = None
+) -> Check | None:
+    """The check of a value by its parts, each with its getter, and by the relation."""
+    found = [(get, _check_of(kind)) for get, kind in parts]
+    checks = [(get, check) for get, check in found if check is not None]
+    if relation is not None:
+        checks.append((_itself, relation))
     if not checks:
-        return relation
-    if len(checks) == 1 and relation is None:
-        ((only, check_it),) = checks
-        return lambda value, known: check_it(getattr(value, only), known)
+        return None
+    if len(checks) == 1:
+        ((get_it, check_it),) = checks
+        return lambda value, known: check_it(get_it(value), known)
 
-    def check_struct(value: Any, known: Known) -> None:
-        for name, check in checks:
-            check(getattr(value, name), known)
-        if relation is not None:
-            relation(value, known)
+    def check_parts(value: Any, known: Known) -> None:
+        for get, check in checks:
+            check(get(value), known)
 
-    return check_struct
+    return check_parts
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def _of_union(parts: tuple[Any, ...]) -> Check | None:
@@ -205,12 +205,7 @@ def _of_union(parts: tuple[Any, ...]) -> Check | None:
         return None
     if len(checks) == 1 and len(parts) == 2 and type(None) in parts:
         (check_it,) = checks.values()
-
-        def check_any(value: Any, known: Known) -> None:
-            if value is not None:
-                check_it(value, known)
-
-        return check_any
+        return lambda value, known: None if value is None else check_it(value, known)
 
     def check_one(value: Any, known: Known) -> None:
         check = checks.get(type(value))
@@ -229,15 +224,3 @@ def _of_each(check: Check | None) -> Check | None:
             check(value, known)
 
     return check_each
-
-
-def _of_parts(found: list[tuple[int, Check | None]]) -> Check | None:
-    checks = [(at, check) for at, check in found if check is not None]
-    if not checks:
-        return None
-
-    def check_parts(values: tuple[Any, ...], known: Known) -> None:
-        for at, check in checks:
-            check(values[at], known)
-
-    return check_parts

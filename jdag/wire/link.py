@@ -124,7 +124,6 @@ class Link:
         "_tries",
         "_unacked",
         "acknowledged",
-        "deadline_ns",
         "duplicates",
         "lost",
         "peer",
@@ -136,7 +135,6 @@ class Link:
     def __init__(self, peer: str, settings: LinkSettings) -> None:
         self.peer = peer
         self.lost = False
-        self.deadline_ns: int | None = None
         self.sent = self.resent = self.duplicates = 0
         self._settings = settings
         self._last = 0  # The highest sequence that was sent.
@@ -149,6 +147,14 @@ class Link:
         self._ack_due_ns: int | None = None
         self._tries = 0
         self._put_off = False
+
+    @property
+    def deadline_ns(self) -> int | None:
+        """When `tick` must be called next; see the class."""
+        resend_ns, ack_ns = self._resend_due_ns, self._ack_due_ns
+        if resend_ns is None or (ack_ns is not None and ack_ns < resend_ns):
+            return ack_ns
+        return resend_ns
 
     @property
     def quiet(self) -> bool:
@@ -187,7 +193,6 @@ class Link:
         self.sent += 1
         self._last = sequence = self._last + 1
         self._ack_due_ns = None
-        self.deadline_ns = self._resend_due_ns
         return Frame(sequence, self.received, payload)
 
     def receive(self, frame: Frame, now_ns: int) -> tuple[Any, ...]:
@@ -210,7 +215,6 @@ class Link:
                 ready = self._reorder(sequence, payload)
             if self._ack_due_ns is None:
                 self._ack_due_ns = now_ns + self._settings.ack_delay_ns
-        self._arm()
         return ready
 
     def tick(self, now_ns: int, busy_until_ns: int = 0) -> tuple[Frame, ...]:
@@ -229,14 +233,13 @@ class Link:
                 self._resend_due_ns = busy_until_ns + self._settings.resend_ns
             elif self._tries == self._settings.resend_max:
                 self.lost = True
-                self.deadline_ns = None
+                self._resend_due_ns = self._ack_due_ns = None
                 return ()
             else:
                 frames.append(self._resend(now_ns))
         if self._ack_due_ns is not None and self._ack_due_ns <= now_ns:
             self._ack_due_ns = None
             frames.append(Frame(0, self.received))
-        self._arm()
         return tuple(frames)
 
     def resume(self, acknowledged: int, now_ns: int) -> tuple[Frame, ...]:
@@ -267,7 +270,6 @@ class Link:
         if again:
             self._ack_due_ns = None
         self.resent += len(again)
-        self._arm()
         return tuple(
             [
                 Frame(sequence, self.received, payload, resend=True)
@@ -320,10 +322,3 @@ class Link:
         self._resend_due_ns = now_ns + flight_ns + settings.resend_ns * waits
         self._ack_due_ns = None
         return Frame(self.acknowledged + 1, self.received, payload, resend=True)
-
-    def _arm(self) -> None:
-        resend_ns, ack_ns = self._resend_due_ns, self._ack_due_ns
-        if resend_ns is None or (ack_ns is not None and ack_ns < resend_ns):
-            self.deadline_ns = ack_ns
-        else:
-            self.deadline_ns = resend_ns

@@ -12,15 +12,16 @@ again.
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
 from typing import Any, get_args
 
-from msgspec.msgpack import Decoder
+from msgspec.msgpack import Decoder, Encoder
 from msgspec.structs import replace
 
+from jdag.engine.arrays import ArrayType, check_possible
 from jdag.engine.drawing import Drawing
 from jdag.engine.messages import (
     Assign,
+    Assignment,
     Attach,
     Ended,
     Fail,
@@ -36,10 +37,10 @@ from jdag.engine.messages import (
 )
 from jdag.engine.names import WORKERS_MAX, Failure, Record, Worker, incarnated
 from jdag.errors import SHOWN_MAX, ProtocolError, cut
-from jdag.wire.arrays import ArrayType, check_possible, type_of
+from jdag.wire.arrays import type_of
 from jdag.wire.encoding import Known, bounded, check_of, decoded, encoded
-from jdag.wire.specs import portable
-from jdag.wire.trees import read_tree, tree_size, write_tree
+from jdag.wire.specs import spec_of
+from jdag.wire.trees import portable, read_tree, tree_size, write_tree
 
 WHOLE_MAX = 256  # Failures of one message with all that there is to say of them.
 COUNT_BYTES = 4
@@ -57,21 +58,18 @@ class Envelope(Record):
 
 
 _decoder: Decoder[Envelope] = Decoder(Envelope)
-_types: Decoder[ArrayType] = Decoder(ArrayType)
 _drawings: Decoder[Drawing | None] = Decoder(Drawing | None)
 _check_drawing = check_of(Drawing | None)
-_bytes_of_type = lru_cache(1024)(encoded)
 
 
-def _shape(aval: Any) -> bytes:
-    return _bytes_of_type(type_of(aval))
+def _sendable(value: Any) -> Any:
+    """A function travels as its spec; nothing else is made data of here."""
+    if hasattr(value, "spec") or hasattr(value, "pair"):
+        return spec_of(value)
+    raise TypeError(f"{value!r} of type {type(value).__name__} is no data")
 
 
-@lru_cache(1024)
-def _type(data: bytes) -> ArrayType:
-    kind: ArrayType = decoded(_types, data)
-    check_possible(kind)
-    return kind
+_encode = Encoder(enc_hook=_sendable).encode
 
 
 def _bare(failure: Failure | None) -> Failure | None:
@@ -92,7 +90,7 @@ def _with_failures(message: Any, _: Any) -> Any:
     failures = message.failures
     if not any(failures):
         return message
-    there = [place for place, one in enumerate(failures) if one is not None]
+    there = [index for index, one in enumerate(failures) if one is not None]
     last = there[WHOLE_MAX - 1] if len(there) > WHOLE_MAX else len(failures)
     found = [*map(_bare, failures[: last + 1]), *map(_shorter, failures[last + 1 :])]
     return replace(message, failures=tuple(found))
@@ -102,17 +100,8 @@ def _with_failure(message: Any, _: Any) -> Any:
     return replace(message, failure=_bare(message.failure))
 
 
-def _with_function(message: Attach, function: Any, aval: Any) -> Attach:
-    return replace(message, hook=replace(message.hook, function=function, aval=aval))
-
-
-def _with_avals(message: Any, _: Any, to: Callable[[Any], Any]) -> Any:
-    """Return a Start or an Assign with each of its avals converted."""
-    if type(message) is Start:
-        roots = [replace(one, aval=to(one.aval)) for one in message.roots]
-        return replace(message, roots=tuple(roots))
-    parts = [replace(p, avals=tuple(map(to, p.avals))) for p in message.parts]
-    return replace(message, parts=tuple(parts))
+def _with_types(parts: Sequence[Assignment]) -> tuple[Assignment, ...]:
+    return tuple([replace(p, avals=tuple(map(type_of, p.avals))) for p in parts])
 
 
 # Of what has in it what is opaque: the same with bytes in its place, and back.
@@ -130,13 +119,19 @@ _CLOSED: dict[type[Any], Close] = {
     Return: lambda message, data: replace(
         message, result=data(message.result), failure=_bare(message.failure)
     ),
-    Attach: lambda message, data: _with_function(
+    Attach: lambda message, data: replace(
         message,
-        data(portable(message.hook.function, arrays=True)),
-        _shape(message.hook.aval),
+        hook=replace(
+            message.hook,
+            function=data(portable(message.hook.function, arrays=True)),
+            aval=type_of(message.hook.aval),
+        ),
     ),
-    Start: partial(_with_avals, to=_shape),
-    Assign: partial(_with_avals, to=_shape),
+    Start: lambda message, _: replace(
+        message,
+        roots=tuple([replace(r, aval=type_of(r.aval)) for r in message.roots]),
+    ),
+    Assign: lambda message, _: replace(message, parts=_with_types(message.parts)),
 }
 _OPENED: dict[type[Any], Callable[[Any, Known], Any]] = {
     Run: lambda run, known: replace(
@@ -147,11 +142,10 @@ _OPENED: dict[type[Any], Callable[[Any, Known], Any]] = {
     Return: lambda message, known: replace(
         message, result=read_tree(message.result, known)
     ),
-    Attach: lambda message, known: _with_function(
-        message, read_tree(message.hook.function, known), _type(message.hook.aval)
+    Attach: lambda message, known: replace(
+        message,
+        hook=replace(message.hook, function=read_tree(message.hook.function, known)),
     ),
-    Start: partial(_with_avals, to=_type),
-    Assign: partial(_with_avals, to=_type),
 }
 
 
@@ -167,7 +161,7 @@ def _sealed(
         raise ProtocolError(f"{message!r} is no message: allowed are {allowed}")
     close = _CLOSED.get(kind)
     closed = message if close is None else close(message, data)
-    return bounded(_decoder, encoded(Envelope(closed, tuple(kinds))))
+    return bounded(_decoder, encoded(Envelope(closed, tuple(kinds)), _encode))
 
 
 def size(message: Message, values: Sequence[Any]) -> tuple[int, int]:

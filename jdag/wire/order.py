@@ -15,33 +15,16 @@ order (`RULES`) the earlier one first; at most `held_max` are held at once.
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar, get_args
 
-from jdag.engine.vocabulary import (
+from jdag.engine.protocol import (
     Acknowledge,
-    Answer,
     Assign,
-    Attach,
-    Call,
     ContextId,
-    Cotangent,
-    Discard,
-    End,
-    Ended,
-    Fail,
     Forget,
-    Go,
-    Mark,
     Message,
-    Primal,
     Read,
     Reading,
-    Release,
-    Released,
-    Return,
-    Run,
-    Ship,
-    Start,
 )
 from jdag.errors import ProtocolError
 
@@ -87,7 +70,7 @@ def _all(_: Message) -> Lanes:
 
 
 def _none(_: Message) -> Lanes:
-    """In order with nothing: it answers a question of which nobody else knows."""
+    """In order with nothing: it answers a question that only its asker knows of."""
     return NONE
 
 
@@ -110,28 +93,12 @@ def _acknowledged(message: Message) -> Lanes:
 Rule = Callable[[Message], Lanes]
 
 RULES: Mapping[type, Rule] = {
-    Call: _own,
-    Ship: _own,
+    **dict.fromkeys(get_args(Message), _own),  # All but these:
     Acknowledge: _acknowledged,
-    Primal: _own,
-    Run: _own,
-    Return: _own,
     Read: _read,
     Reading: _none,
     Assign: _all,
     Forget: _all,
-    Attach: _own,
-    Start: _own,
-    Mark: _own,
-    Go: _own,
-    Cotangent: _own,
-    Answer: _own,
-    Fail: _own,
-    End: _own,
-    Ended: _own,
-    Release: _own,
-    Released: _own,
-    Discard: _own,
 }
 
 T = TypeVar("T", bound=Item)
@@ -152,14 +119,14 @@ class _Held(Generic[T]):
 class Order(Generic[T]):
     """The order of what comes from one peer."""
 
-    __slots__ = ("_held", "_held_max", "_lanes", "_later", "_partial", "_placed")
+    __slots__ = ("_held", "_held_max", "_lanes", "_later", "_partial", "_queued")
 
     def __init__(self, held_max: int = HELD_MAX) -> None:
         self._held_max = held_max
         self._held = 0
         self._partial: dict[int, _Held[T]] = {}  # By the identity of their items.
         self._lanes: dict[ContextId, deque[_Held[T]]] = {}
-        self._placed = 0  # How many are in lanes.
+        self._queued = 0  # How many are in lanes.
         self._later: deque[_Held[T]] = deque()  # The first is in order with all.
 
     def __len__(self) -> int:
@@ -199,7 +166,7 @@ class Order(Generic[T]):
         ready: list[T] = []
         if held.lanes is NONE:
             self._hand_on(held, ready)
-        elif not held.ahead and self._is_placed(held):
+        elif not held.ahead and self._is_queued(held):
             self._free(held, ready)
         return self._turn(ready)
 
@@ -207,41 +174,41 @@ class Order(Generic[T]):
         self._held -= 1
         ready.append(held.item)
 
-    def _is_placed(self, held: _Held[T]) -> bool:
+    def _is_queued(self, held: _Held[T]) -> bool:
         lanes = [self._lanes.get(context) for context in held.lanes.contexts]
         return any(lane is not None and lane[0] is held for lane in lanes)
 
     def _turn(self, ready: list[T]) -> list[T]:
-        """Let those in whose turn it is: nothing is before them that is for all."""
+        """Admit items up to the first that has to wait for all before it."""
         later = self._later
         while later:
             held = later[0]
             if held.lanes is not ALL:
-                self._place(held, ready)
-            elif held.whole and not self._placed:
+                self._enqueue(held, ready)
+            elif held.whole and not self._queued:
                 self._hand_on(held, ready)
             else:
                 break
             later.popleft()
         return ready
 
-    def _place(self, held: _Held[T], ready: list[T]) -> None:
+    def _enqueue(self, held: _Held[T], ready: list[T]) -> None:
         """Put one into its lanes, unless it may go on at once."""
         contexts = held.lanes.contexts
         held.ahead = sum(context in self._lanes for context in contexts)
         if held.whole and not held.ahead:
             self._hand_on(held, ready)
             return
-        self._placed += 1
+        self._queued += 1
         for context in contexts:
             self._lanes.setdefault(context, deque()).append(held)
 
     def _free(self, held: _Held[T], ready: list[T]) -> None:
-        """Take one out of its lanes, and all who waited for that alone."""
+        """Take one out of its lanes, and all items that waited for it alone."""
         free = deque((held,))
         while free:  # Bounded: each was placed, and is taken out.
             one = free.popleft()
-            self._placed -= 1
+            self._queued -= 1
             self._hand_on(one, ready)
             for context in one.lanes.contexts:
                 lane = self._lanes[context]

@@ -13,35 +13,24 @@ children. What cannot travel at all is `Opaque`: a spec can be written of everyt
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import compress
 from typing import Annotated, Any
+from weakref import WeakKeyDictionary
 
 from msgspec import Meta
 from msgspec.msgpack import Decoder
 from msgspec.structs import replace
 
-from jdag.engine.functions import Applied, is_program, is_unjitted, name_of
+from jdag.engine.arrays import HOLE, ArrayType, check_possible
+from jdag.engine.functions import name_of
 from jdag.engine.messages import Several
 from jdag.engine.names import Mask, Name, Record
 from jdag.errors import ProtocolError
-from jdag.wire.arrays import ArrayType, check_possible
+from jdag.wire.arrays import type_of
 from jdag.wire.encoding import bounded, decoded, encoded
-from jdag.wire.trees import (
-    DEPTH_MAX,
-    HOLE,
-    Bytes,
-    Item,
-    Named,
-    Node,
-    Opaque,
-    Part,
-    form,
-    pack,
-    unpack,
-)
+from jdag.wire.trees import Bytes, Item, Node, Opaque, Part, pack, portable, unpack
 
 Device = Name | None
-
-APPLIED = f"{Applied.__module__}:{Applied.__qualname__}"
 
 
 class Places(Record):
@@ -78,56 +67,6 @@ class Body(Record):
     out_avals: Several[ArrayType]
     out_tracked: Mask
 
-    @property
-    def tracked_avals(self) -> list[ArrayType]:
-        """The types of arguments that are tracked."""
-        both = zip(self.avals, self.tracked, strict=True)
-        return [aval for aval, is_tracked in both if is_tracked]
-
-
-def portable(value: Any, *, arrays: bool = False) -> Any:
-    """Return a function or a static as nested data, opaque where it cannot travel.
-
-    Nor do arrays, unless it says so: what a compiled function holds of them goes with
-    its export.
-    """
-    return _portable(value, arrays, 0)
-
-
-def _portable(value: Any, arrays: bool, depth: int) -> Any:
-    if isinstance(value, Applied):
-        return Node(APPLIED, (value.name, is_unjitted(value), is_program(value)))
-    try:
-        if depth < DEPTH_MAX // 2:
-            return _taken(value, arrays, depth + 1)
-    except (ProtocolError, TypeError):  # A dict's key may, as data, not be one.
-        pass
-    return Opaque(name_of(type(value)))
-
-
-def _taken(value: Any, arrays: bool, depth: int) -> Any:
-    kind, content = form(value)
-    match kind:
-        case "array" | "numpy" | "scalar":
-            return value if arrays else Opaque(name_of(type(value)))
-        case "ref":
-            return Opaque(name_of(type(value)))
-        case "node":
-            name, parts = content
-            return Node(name, tuple([_portable(part, arrays, depth) for part in parts]))
-        case "tuple" | "list":
-            items = [_portable(item, arrays, depth) for item in content]
-            return tuple(items) if kind == "tuple" else items
-        case "dict":
-            return {
-                _portable(key, arrays, depth): _portable(item, arrays, depth)
-                for key, item in content
-            }
-        case "named":
-            return Named(content)
-        case _:
-            return value
-
 
 def structure(treedef: Any, leaves: Sequence[Any]) -> Any:
     """Return a structure of JAX as nested data; `leaves` are `HOLE` or statics."""
@@ -153,12 +92,54 @@ def _structure(treedef: Any, leaves: Iterator[Any]) -> Any:
 
 
 _decoder: Decoder[Any] = Decoder(tuple[Places, Body])
+_made: WeakKeyDictionary[Any, bytes] = WeakKeyDictionary()  # Of pairs.
 # A spec is an array of two: places, which may be exchanged, and a body.
 _PAIR = b"\x92"
 _NOWHERE = _PAIR + encoded(Places())  # All is on the default device.
 
 
-def spec_of(body: Body) -> bytes:
+def spec_of(pair: Any) -> bytes:
+    """Return the spec of a pair (`jdag.compute.pairs`), made once.
+
+    A pair that came by its spec has that in its attribute `spec`.
+    """
+    known: bytes | None = getattr(pair, "spec", None)
+    if known is None:
+        known = _made.get(pair)
+    if known is not None:
+        return known
+    bare = pair.pair
+    if bare is not pair:
+        places = Places(pair.device, pair.in_devices, pair.out_devices)
+        return placed_spec(spec_of(bare), places)
+    _made[pair] = found = exported_spec(pair, pair.source.digest)
+    return found
+
+
+def exported_spec(pair: Any, digest: bytes) -> bytes:
+    """Return the spec of a pair that goes as its export; by name without a digest."""
+    function = arguments = None
+    own = 0
+    if not digest:
+        template = pair.source.template
+        function, own = portable(pair.source.fn), template.own
+        arguments = structure(template.treedef, template.leaves)
+    return written(
+        Body(
+            pair.name,
+            function,
+            arguments,
+            own,
+            digest,
+            tuple(map(type_of, pair.avals)),
+            pair.tracked,
+            tuple(map(type_of, pair.out_avals)),
+            pair.out_tracked,
+        )
+    )
+
+
+def written(body: Body) -> bytes:
     """The spec of what computes on the default device.
 
     Where the data are nested too deep they are opaque.
@@ -194,10 +175,11 @@ def read_spec(spec: bytes) -> tuple[Places, Body]:
         nowhere[0] and places.device is not None
     ):
         raise ProtocolError(f"the spec of {body.name} has a part of {places}")
+    arguments = body.avals, body.tracked
     counts = (
-        ("arguments", body.avals, body.tracked),
+        ("arguments", *arguments),
         ("outputs", body.out_avals, body.out_tracked),
-        ("tracked arguments", body.tracked_avals, places.in_devices),
+        ("tracked arguments", [*compress(*arguments)], places.in_devices),
         ("outputs", body.out_avals, places.out_devices),
     )
     for what, known, said in counts:

@@ -4,22 +4,23 @@ Refs travel as data. What only code can make again travels by name: functions an
 classes as `Named`, instances (named tuples, dataclasses, enums, partials, dtypes and
 JAX's own pytree nodes) as `Node`, the name of their class and their parts. Reading
 gives `Named`, `Node`, `RefParts` and `Raw` arrays, which write as the same bytes again;
-who reads makes of them what they name, if it allows that. Anything else is refused:
+the reader makes of them what they name, if it allows that. Anything else is refused:
 nothing is pickled.
 
 On the wire an item is a number, a text or bytes, or one of the structs below. The bytes
 of a tree are 4 that say how many follow for its items, these, and then the elements of
 its arrays, one after the other.
 
-Structures of arguments (`jdag.wire.specs`) have besides `HOLE` in the place of each
-array, `Part` around each static, and `Opaque` for what cannot travel.
+Structures of arguments (`jdag.wire.specs`) also have `HOLE` in the place of each array,
+`Part` around each static, and `Opaque` for what cannot travel.
 """
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import jax
@@ -27,7 +28,8 @@ import numpy as np
 from msgspec import Meta
 from msgspec.msgpack import Decoder
 
-from jdag.engine.functions import name_of
+from jdag.engine.arrays import HOLE, ArrayType, Hole, check_possible
+from jdag.engine.functions import Applied, is_program, is_unjitted, name_of
 from jdag.engine.messages import Several
 from jdag.engine.names import (
     DATA_MAX_BYTES,
@@ -38,16 +40,16 @@ from jdag.engine.names import (
     Worker,
 )
 from jdag.errors import ProtocolError
-from jdag.wire.arrays import ArrayType, check_possible, type_of
+from jdag.wire.arrays import type_of
 from jdag.wire.encoding import Known, bounded, check_of, decoded, encoded
 
 DEPTH_MAX = 100
+APPLIED = "jdag.engine.functions:Applied"
 DTYPE = "numpy:dtype"  # Each has a class of its own.
 COUNT_BYTES = 4
 _ABSTRACT = ("shape", "dtype", "nbytes")  # Of an abstract value, whatever its class.
 
 Bytes = Annotated[bytes, Meta(max_length=DATA_MAX_BYTES)]
-Take = Callable[[ArrayType], Any]
 
 
 class _Wide(Record, tag=0):
@@ -113,10 +115,6 @@ class Node(Record, tag=9):
     parts: "Several[Item]"
 
 
-class _Hole(Record, tag=10):
-    pass
-
-
 class Part(Record, tag=11):
     """A static in a structure: what is at its place."""
 
@@ -129,20 +127,19 @@ class Opaque(Record, tag=12):
     name: Name
 
 
-HOLE = _Hole()  # The place of an array in a structure.
 if TYPE_CHECKING:
     Item = Any
 else:
     Item = (
         None | bool | int | float | str | _Bytes | _Wide | _Complex | _Text | _Tuple
-        | _List | _Dict | RefParts | _Array | Named | Node | _Hole | Part | Opaque
+        | _List | _Dict | RefParts | _Array | Named | Node | Hole | Part | Opaque
     )  # fmt: skip
 
 
 class Raw(NamedTuple):
     """An array as it travels: its type, and its elements row by row.
 
-    `form` says whose it is: "array" JAX's, "numpy" and "scalar" numpy's.
+    `form`: "array" is an array of JAX, "numpy" and "scalar" are numpy's.
     """
 
     kind: ArrayType
@@ -150,68 +147,109 @@ class Raw(NamedTuple):
     form: str = "array"
 
 
-def deeper(depth: int) -> int:
-    """Return how deep that is what is one deeper, or raise ProtocolError."""
-    if depth >= DEPTH_MAX:
-        raise ProtocolError(
-            f"data nested more than {depth} deep cannot travel: allowed is {DEPTH_MAX}"
-        )
-    return depth + 1
+# ----------------------------------------------------------------------- data as items
+
+Each = Callable[[Iterable[Any]], tuple[Any, ...]]
 
 
-def check_there(value: Any) -> None:
-    """Raise ProtocolError where an array has no elements; tracers are a `jax.Array`."""
-    if isinstance(value, Raw):
-        return
-    is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
-    if not is_array or isinstance(value, jax.core.Tracer):
-        raise ProtocolError(f"{value!r} is abstract and has no bytes to send")
+def _same(value: Any, _: Each) -> Any:
+    return value
 
 
-def _elements(value: Any) -> Any:
-    """The elements of a JAX or numpy array, as bytes."""
-    check_there(value)
-    if isinstance(value, Raw):
-        return value.data
-    if isinstance(value, jax.Array) and str(value.dtype).startswith("key<"):
-        value = jax.random.key_data(value)
-    return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+def _text_item(text: str, _: Each) -> Any:
+    if text.isascii() or not _SURROGATE.search(text):
+        return text
+    return _Text(text.encode("utf-8", "surrogatepass"))
 
 
-def form(value: Any) -> tuple[str, Any]:
-    """What kind of item data are, and their content.
+def _int_item(number: int, _: Each) -> Any:
+    if -(1 << 63) <= number < 1 << 64:
+        return number
+    size = number.bit_length() // 8 + 1  # One bit more for the sign.
+    return _Wide(number.to_bytes(size, "little", signed=True))
 
-    Raises:
-        ProtocolError: it cannot travel.
+
+def _dict_item(data: dict[Any, Any], each: Each) -> Any:
+    found = each(chain.from_iterable(data.items()))
+    return _Dict(tuple(zip(found[::2], found[1::2], strict=True)))
+
+
+# By the very type: a bool is no int here, and an IntEnum is none either.
+_ITEMS: dict[type, Callable[[Any, Each], Any]] = {
+    **dict.fromkeys((type(None), bool, float, Named, Opaque, Hole), _same),
+    int: _int_item,
+    str: _text_item,
+    bytes: lambda data, _: _Bytes(data),
+    complex: lambda number, _: _Complex(number.real, number.imag),
+    tuple: lambda data, each: _Tuple(each(data)),
+    list: lambda data, each: _List(each(data)),
+    dict: _dict_item,
+    Node: lambda node, each: Node(node.name, each(node.parts)),
+    Part: lambda part, each: Part(*each((part.value,))),
+}
+
+
+class _Packer:
+    """Makes items of data, and notes the arrays among them.
+
+    What cannot travel is refused or, if `opaque`, an `Opaque` in its place; so are
+    refs then, and arrays unless they are noted (`arrays` is a list).
     """
-    kind = _PLAIN.get(type(value))
-    if kind is not None:
-        return kind, (value.name, value.parts) if kind == "node" else value
-    if type(value) is Part:
-        return "part", value.value
-    if type(value) in (Named, Opaque):
-        return ("named" if type(value) is Named else "opaque"), value.name
-    if type(value) is bool:
-        return ("true" if value else "false"), None
-    if type(value) is dict:
-        return "dict", tuple(value.items())
-    if isinstance(value, type):
-        return "named", name_of(value)
-    if isinstance(value, _ARRAYS) or all(hasattr(value, name) for name in _ABSTRACT):
-        return _form_of_array(value), value
-    if all(hasattr(value, name) for name in RefParts.__struct_fields__):
-        return "ref", value
-    if callable(value) and has_name(value):
-        return "named", name_of(value)
-    return "node", _taken_apart(value)
+
+    def __init__(self, arrays: list[Any] | None, *, opaque: bool = False) -> None:
+        self._arrays, self._opaque = arrays, opaque
+        self._depth_max = DEPTH_MAX // 2 if opaque else DEPTH_MAX
+
+    def item(self, value: Any, depth: int = 0) -> Any:
+        """Return the item of a value that is so deep in the data.
+
+        Raises:
+            ProtocolError: it cannot travel.
+        """
+        try:
+            check_depth(depth, self._depth_max)
+            make = _ITEMS.get(type(value), self._other)
+            return make(
+                value, lambda data: tuple([self.item(o, depth + 1) for o in data])
+            )
+        except ProtocolError:
+            if not self._opaque:
+                raise
+            return Opaque(name_of(type(value)))
+
+    def _other(self, value: Any, each: Each) -> Any:
+        if isinstance(value, type):
+            return Named(name_of(value))
+        if isinstance(value, _ARRAYS) or all(hasattr(value, n) for n in _ABSTRACT):
+            return self._array(value)
+        if all(hasattr(value, name) for name in RefParts.__struct_fields__):
+            if self._opaque:
+                raise ProtocolError("a ref cannot travel here")
+            kind = type_of(value.aval)
+            return RefParts(value.key, value.owner, kind, value.tracked, value.descends)
+        if callable(value) and has_name(value):
+            return Named(name_of(value))
+        name, parts = _taken_apart(value)
+        return Node(name, each(parts))
+
+    def _array(self, value: Any) -> Any:
+        if self._arrays is None:
+            raise ProtocolError("arrays cannot travel here")
+        self._arrays.append(value)
+        if isinstance(value, Raw):
+            return _Array(value.kind, value.form)  # type: ignore[arg-type]
+        if isinstance(value, np.generic):
+            return _Array(type_of(value), "scalar")
+        is_numpy = isinstance(value, np.ndarray)
+        return _Array(type_of(value), "numpy" if is_numpy else "array")
 
 
-def _form_of_array(value: Any) -> str:
-    if isinstance(value, Raw):
-        return value.form
-    if isinstance(value, np.generic):
-        return "scalar"
-    return "numpy" if isinstance(value, np.ndarray) else "array"
+def check_depth(depth: int, most: int = DEPTH_MAX) -> None:
+    """Raise ProtocolError where data are nested deeper than travels."""
+    if depth >= most:
+        raise ProtocolError(
+            f"data nested more than {most} deep cannot travel: allowed is {most}"
+        )
 
 
 def has_name(value: Any) -> bool:
@@ -222,6 +260,8 @@ def has_name(value: Any) -> bool:
 def _taken_apart(value: Any) -> tuple[str, tuple[Any, ...]]:
     """The name of an instance's class, and its parts in an order of their own."""
     name = name_of(type(value))
+    if isinstance(value, Applied):
+        return APPLIED, (value.name, is_unjitted(value), is_program(value))
     if isinstance(value, Enum):
         return name, (value.name,)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -246,109 +286,66 @@ def _taken_apart(value: Any) -> tuple[str, tuple[Any, ...]]:
     return name, (treedef.node_data()[1], *children)
 
 
-def _packed(tree: Any, arrays: list[Any], depth: int) -> Any:
-    """Data as an item; the arrays among them are noted."""
-    depth = deeper(depth)
-    kind, content = form(tree)
-    item: Any = tree
-    match kind:
-        case "int" if not -(1 << 63) <= tree < 1 << 64:
-            size = tree.bit_length() // 8 + 1  # One bit more for the sign.
-            item = _Wide(tree.to_bytes(size, "little", signed=True))
-        case "bytes":
-            item = _Bytes(tree)
-        case "complex":
-            item = _Complex(tree.real, tree.imag)
-        case "text" if not tree.isascii() and _SURROGATE.search(tree):
-            item = _Text(tree.encode("utf-8", "surrogatepass"))
-        case "tuple" | "list":
-            items = tuple([_packed(item, arrays, depth) for item in content])
-            item = _Tuple(items) if kind == "tuple" else _List(items)
-        case "dict":
-            pairs = [
-                (_packed(key, arrays, depth), _packed(value, arrays, depth))
-                for key, value in content
-            ]
-            item = _Dict(tuple(pairs))
-        case "ref":
-            item = RefParts(
-                tree.key, tree.owner, type_of(tree.aval), tree.tracked, tree.descends
-            )
-        case "array" | "numpy" | "scalar":
-            arrays.append(tree)
-            item = _Array(_kind_of(tree), kind)
-        case "named":
-            item = Named(content)
-        case "node":
-            name, parts = content
-            item = Node(name, tuple([_packed(part, arrays, depth) for part in parts]))
-        case "part":
-            item = Part(_packed(content, arrays, depth))
-        case "opaque":
-            item = Opaque(content)
-        case _:
-            pass
-    return item
+# ----------------------------------------------------------------------- items as data
 
 
-def _kind_of(array: Any) -> ArrayType:
-    return array.kind if type(array) is Raw else type_of(array)
-
-
-def _unpacked(item: Any, known: Known | None, take: Take, depth: int) -> Any:
-    """The data of an item; `take` gives the elements of the next array in it."""
-    depth = deeper(depth)
-    data: Any = item
-    match item:
-        case _Wide():
-            data = int.from_bytes(item.data, "little", signed=True)
-        case _Bytes():
-            data = item.data
-        case _Complex():
-            data = complex(item.real, item.imag)
-        case _Text():
-            data = _text(item.data)
-        case _Tuple() | _List():
-            found = [_unpacked(one, known, take, depth) for one in item.items]
-            data = tuple(found) if type(item) is _Tuple else found
-        case _Dict():
-            pairs = [
-                [_unpacked(one, known, take, depth) for one in pair]
-                for pair in item.items
-            ]
-            try:
-                data = dict(pairs)
-            except TypeError as error:
-                raise ProtocolError(f"a dict whose keys cannot be: {error}") from error
-        case RefParts():
-            if known is None:
-                raise ProtocolError("a ref cannot travel here")
-            _check_ref(item, known)
-            data = item
-        case _Array():
-            check_possible(item.kind)
-            data = Raw(item.kind, take(item.kind), item.form)
-        case Node():
-            parts = [_unpacked(part, known, take, depth) for part in item.parts]
-            data = Node(item.name, tuple(parts))
-        case _Hole():
-            data = HOLE
-        case Part():
-            data = Part(_unpacked(item.value, known, take, depth))
-        case _:
-            pass
-    return data
-
-
-def _text(data: bytes) -> str:
+def _text(item: _Text, _: Each) -> str:
     try:
-        return data.decode("utf-8", "surrogatepass")
+        return item.data.decode("utf-8", "surrogatepass")
     except UnicodeDecodeError as error:
-        raise ProtocolError(f"text {data[:80]!r} is not UTF-8: {error}") from error
+        raise ProtocolError(f"text {item.data[:80]!r} is not UTF-8: {error}") from error
 
 
-def _no_arrays(*_: Any) -> Any:
+def _dict(item: _Dict, each: Each) -> dict[Any, Any]:
+    try:
+        return dict([each(pair) for pair in item.items])
+    except TypeError as error:
+        raise ProtocolError(f"a dict whose keys cannot be: {error}") from error
+
+
+_DATA: dict[type, Callable[[Any, Each], Any]] = {
+    _Wide: lambda item, _: int.from_bytes(item.data, "little", signed=True),
+    _Bytes: lambda item, _: item.data,
+    _Complex: lambda item, _: complex(item.real, item.imag),
+    _Text: _text,
+    _Tuple: lambda item, each: each(item.items),
+    _List: lambda item, each: list(each(item.items)),
+    _Dict: _dict,
+    Node: lambda item, each: Node(item.name, each(item.parts)),
+    Part: lambda item, each: Part(*each((item.value,))),
+    Hole: lambda item, _: HOLE,
+}
+
+
+def _no_arrays(_: Any) -> Any:
     raise ProtocolError("arrays cannot travel here")
+
+
+class _Unpacker:
+    """Makes data of items; `take` gives the array of the next item of one."""
+
+    def __init__(
+        self, known: Known | None = None, take: Callable[[_Array], Any] = _no_arrays
+    ) -> None:
+        self._known, self._take = known, take
+
+    def data(self, item: Any, depth: int = 0) -> Any:
+        """Return the data of an item that is so deep.
+
+        Raises:
+            ProtocolError: it is nested too deep, or means nothing.
+        """
+        check_depth(depth)
+        if type(item) is RefParts:
+            if self._known is None:
+                raise ProtocolError("a ref cannot travel here")
+            _check_ref(item, self._known)
+        if type(item) is _Array:
+            check_possible(item.kind)
+            return self._take(item)
+        return _DATA.get(type(item), _same)(
+            item, lambda items: tuple([self.data(one, depth + 1) for one in items])
+        )
 
 
 def pack(tree: Any) -> Any:
@@ -357,9 +354,7 @@ def pack(tree: Any) -> Any:
     Raises:
         ProtocolError: they cannot travel.
     """
-    arrays: list[Any] = []
-    item = _packed(tree, arrays, 0)
-    return _no_arrays() if arrays else item
+    return _Packer(None).item(tree)
 
 
 def unpack(item: Any) -> Any:
@@ -368,16 +363,38 @@ def unpack(item: Any) -> Any:
     Raises:
         ProtocolError: there are some, they are nested too deep, or no data.
     """
-    return _unpacked(item, None, _no_arrays, 0)
+    return _Unpacker().data(item)
+
+
+def portable(value: Any, *, arrays: bool = False) -> Any:
+    """Return a function or a static as nested data, opaque where it cannot travel.
+
+    Nor do arrays, unless it says so: what a compiled function holds of them goes with
+    its export.
+    """
+    found: list[Any] = []
+    item = _Packer(found if arrays else None, opaque=True).item(value)
+    waiting = iter(found)
+    try:
+        return _Unpacker(take=lambda _: next(waiting)).data(item)
+    except ProtocolError:  # A dict's key may, as data, not be one.
+        return Opaque(name_of(type(value)))
+
+
+def _sealed(tree: Any) -> tuple[bytes, list[Any]]:
+    """Return the items of nested data as bytes, and the arrays among them."""
+    arrays: list[Any] = []
+    return bounded(_decoder, encoded(_Packer(arrays).item(tree))), arrays
 
 
 def tree_size(tree: Any, check: Callable[[Any], None] = lambda _: None) -> int:
     """How many bytes nested data take; `check` sees each array among them."""
-    arrays: list[Any] = []
-    items = bounded(_decoder, encoded(_packed(tree, arrays, 0)))
+    items, arrays = _sealed(tree)
+    nbytes = 0
     for array in arrays:
         check(array)
-    return COUNT_BYTES + len(items) + sum([_kind_of(one).nbytes for one in arrays])
+        nbytes += (array.kind if type(array) is Raw else type_of(array)).nbytes
+    return COUNT_BYTES + len(items) + nbytes
 
 
 def write_tree(tree: Any) -> bytes:
@@ -386,10 +403,28 @@ def write_tree(tree: Any) -> bytes:
     Raises:
         ProtocolError: they cannot travel.
     """
-    arrays: list[Any] = []
-    items = bounded(_decoder, encoded(_packed(tree, arrays, 0)))
+    items, arrays = _sealed(tree)
     count = len(items).to_bytes(COUNT_BYTES, "little")
     return b"".join([count, items, *map(_elements, arrays)])
+
+
+def check_there(value: Any) -> None:
+    """Raise ProtocolError where an array has no elements; tracers are a `jax.Array`."""
+    if isinstance(value, Raw):
+        return
+    is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
+    if not is_array or isinstance(value, jax.core.Tracer):
+        raise ProtocolError(f"{value!r} is abstract and has no bytes to send")
+
+
+def _elements(value: Any) -> Any:
+    """The elements of a JAX or numpy array, as bytes."""
+    check_there(value)
+    if isinstance(value, Raw):
+        return value.data
+    if isinstance(value, jax.Array) and str(value.dtype).startswith("key<"):
+        value = jax.random.key_data(value)
+    return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
 
 
 def read_tree(data: bytes | memoryview, known: Known) -> Any:
@@ -400,20 +435,22 @@ def read_tree(data: bytes | memoryview, known: Known) -> Any:
     """
     view = memoryview(data)
     start = COUNT_BYTES + int.from_bytes(view[:COUNT_BYTES], "little")
-    left = [view[start:]]
+    left = view[start:]
 
-    def take(kind: ArrayType) -> memoryview:
-        elements, left[0] = left[0][: kind.nbytes], left[0][kind.nbytes :]
+    def take(item: _Array) -> Raw:
+        nonlocal left
+        kind = item.kind
+        elements, left = left[: kind.nbytes], left[kind.nbytes :]
         if len(elements) < kind.nbytes:
             raise ProtocolError(
                 f"array {kind.dtype}{kind.shape} takes {kind.nbytes} bytes; "
                 f"{len(elements)} of {len(view)} are left"
             )
-        return elements
+        return Raw(kind, elements, item.form)
 
-    tree = _unpacked(decoded(_decoder, view[COUNT_BYTES:start]), known, take, 0)
-    if len(left[0]):
-        raise ProtocolError(f"{len(left[0])} of {len(view)} bytes are left")
+    tree = _Unpacker(known, take).data(decoded(_decoder, view[COUNT_BYTES:start]))
+    if len(left):
+        raise ProtocolError(f"{len(left)} of {len(view)} bytes are left")
     return tree
 
 
@@ -421,15 +458,3 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _decoder: Decoder[Any] = Decoder(Item)
 _check_ref = check_of(RefParts)
 _ARRAYS = (Raw, jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
-_PLAIN = {
-    type(None): "none",
-    int: "int",
-    float: "float",
-    complex: "complex",
-    str: "text",
-    bytes: "bytes",
-    tuple: "tuple",
-    list: "list",
-    Node: "node",
-    _Hole: "hole",
-}
