@@ -1,4 +1,4 @@
-"""The engine: pure Python, told events, asking for effects."""
+"""The engine: a state machine in pure Python that takes events and returns effects."""
 
 from jdag.engine.engine import Engine
 

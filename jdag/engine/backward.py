@@ -1,37 +1,42 @@
-"""Backward on one worker: count what a pass owes, then run vjps as cotangents complete.
+"""Backward on one worker: count what a pass waits for, then run vjps as they get ready.
 
-Told: Start, Mark, Go, Cotangent, Answer, Fail, and results of Vjp, Sum and Fill jobs.
-Asks for those jobs and for Mark, Cotangent, Answer and Fail messages. What a vertex's
-cotangents come to is `jdag.engine.complete`'s to say, and a leaf's gradient is
-`jdag.engine.gradients`'s.
+Inputs:  Start, Mark, Go, Cotangent, Answer and Fail; results of Vjp, Sum and Fill jobs.
+Outputs: those jobs, and Mark, Cotangent, Answer and Fail messages. The sum of a
+         vertex's cotangents is made in `jdag.engine.complete`, a leaf's gradient in
+         `jdag.engine.gradients`.
 
 Invariants
-- No cotangent is delivered on a worker before all that it will count is counted: FAST
-  counts once, on first sight of the pass; SMART as marks come, and Go is said when no
-  mark is under way.
-- Each counted edge brings exactly one contribution, perhaps a symbolic zero; a vertex
+- No cotangent is delivered on a worker before everything that it will count is counted:
+  FAST counts once, when the pass is first seen; SMART as marks come, and Go is sent
+  when no mark is under way.
+- Each counted edge brings exactly one contribution, perhaps a symbolic zero. A vertex
   is ready when all have come, and its addends are then put in order of (path,
   position), seeds last.
-- What a vjp gives for an input is a symbolic zero if no output that the input reaches
-  had a cotangent; which it reaches is `function.reaches`, by tracked input and output.
+- A vjp's result for an input is a symbolic zero if no output that the input reaches had
+  a cotangent (`function.reaches`, by tracked input and output).
 - Nothing recurses: what one contribution makes ready waits in `Pass.ready`.
 """
 
 from collections.abc import Callable
 from functools import partial
-from math import inf
 from operator import and_, gt
 from typing import Any
 
 from msgspec.structs import replace
 
 from jdag.engine.complete import Completion
-from jdag.engine.count import count, describe, mark, path_of
+from jdag.engine.credit import WHOLE
 from jdag.engine.gradients import Gradients
-from jdag.engine.graph import Fragment, Node, RecvEnd, Value, Vertex
-from jdag.engine.share import Due, Pass, ordered
-from jdag.engine.state import State
-from jdag.engine.vocabulary import (
+from jdag.engine.graph import (
+    Fragment,
+    Node,
+    RecvEnd,
+    Value,
+    Vertex,
+    describe,
+    path_of,
+)
+from jdag.engine.protocol import (
     Answer,
     Cotangent,
     CotangentKey,
@@ -50,31 +55,30 @@ from jdag.engine.vocabulary import (
     Start,
     Vjp,
     Worker,
+    landing,
 )
-
-SEED = (inf,)  # Sorts after every path: seeds come last.
+from jdag.engine.share import SEED, Due, Pass, count, mark, ordered
+from jdag.engine.state import State
 
 
 class Backward:
     """The backward half of one engine."""
 
-    def __init__(
-        self,
-        state: State,
-        owner_passive: Callable[[Fragment, Pass], None],
-        owner_failed: Callable[[Fragment, Failure], None],
-    ) -> None:
+    # What the owner of a pass does when nothing of it goes on anywhere, and when it
+    # fails; the engine sets both.
+    owner_passive: Callable[[Fragment, Pass], None]
+    owner_failed: Callable[[Fragment, Failure], None]
+
+    def __init__(self, state: State) -> None:
         self._state = state
-        self._owner_passive = owner_passive
-        self._owner_failed = owner_failed
         self._complete = Completion(state, self._current, self.settle)
         self.gradients = Gradients(state, self._complete)
 
     # ------------------------------------------------------------------- messages
 
-    def start(self, sender: Worker, message: Start, landed: tuple[Key, ...]) -> None:
-        """Roots live here: count, and begin if told to."""
-        taken = self._take(sender, message, message.mode, landed)
+    def start(self, sender: Worker, message: Start) -> None:
+        """Roots are here: count, and begin if the message says so."""
+        taken = self._take(sender, message, message.mode)
         if taken is None:
             return
         fragment, live = taken
@@ -85,7 +89,7 @@ class Backward:
 
     def mark(self, sender: Worker, message: Mark) -> None:
         """SMART: the roots need these slots of sends here, and all behind them."""
-        taken = self._take(sender, message, Mode.SMART, ())
+        taken = self._take(sender, message, Mode.SMART)
         if taken is None:
             return
         fragment, live = taken
@@ -94,28 +98,26 @@ class Backward:
 
     def go(self, sender: Worker, message: Go) -> None:
         """The announced pass begins."""
-        taken = self._take(sender, message, Mode.FAST, ())
+        taken = self._take(sender, message, Mode.FAST)
         if taken is None:
             return
         fragment, live = taken
         self.seed(fragment, live)
         self.settle(fragment, live)
 
-    def cotangent(
-        self, sender: Worker, message: Cotangent, landed: tuple[Key, ...]
-    ) -> None:
+    def cotangent(self, sender: Worker, message: Cotangent) -> None:
         """The cotangents of a transfer that was sent from here."""
-        taken = self._take(sender, message, Mode.FAST, landed)
+        taken = self._take(sender, message, Mode.FAST)
         if taken is None:
             return
         fragment, live = taken
         late = live.mode is Mode.FAST and not live.sighted
         if late and not self.sight(fragment, live):
-            self._state.drop(landed)
+            self._state.drop(landing(message))
             return
         counted = live.counted.get(message.path, ())
         if message.path not in live.owed or any(map(gt, message.present, counted)):
-            self._state.drop(landed)
+            self._state.drop(landing(message))
             self._fail_spent(fragment, live, fragment.sends[message.path])
             return
         send = live.owed.pop(message.path)
@@ -129,33 +131,37 @@ class Backward:
                 self._deliver(live, value, send.path, slot, key)
         self.settle(fragment, live)
 
-    def answer(self, message: Answer) -> None:
-        """A worker has nothing of the pass to do, and its weight is back here."""
-        fragment = self._state.contexts.get(message.context)
-        live: Pass | None = None if fragment is None else fragment.live
-        if fragment is None or live is None or live.number != message.number:
-            return
-        assert live.is_owner, message
-        live.take(message.weight, message.owed)
-        self.settle(fragment, live)
+    def answer(self, sender: Worker, message: Answer) -> None:
+        """A worker has nothing of the pass to do, and its credit is back here."""
+        known = self._known(message)
+        if known is not None:
+            fragment, live = known
+            assert live.parent is None, message
+            live.take(message.credit, message.owed)
+            self.settle(fragment, live)
 
-    def fail_arrived(self, message: Fail) -> None:
-        """Who heard of the pass from here cannot finish: pass it on to the owner."""
+    def fail_arrived(self, sender: Worker, message: Fail) -> None:
+        """A worker that this one told of the pass failed: tell the owner."""
+        known = self._known(message)
+        if known is not None:
+            route = (self._state.worker, *message.failure.route)
+            self.fail(*known, replace(message.failure, route=route))
+
+    def _known(self, message: Answer | Fail) -> tuple[Fragment, Pass] | None:
+        """The pass of a message if it is in progress here."""
         fragment = self._state.contexts.get(message.context)
         live: Pass | None = None if fragment is None else fragment.live
         if fragment is None or live is None or live.number != message.number:
-            return
-        route = (self._state.worker, *message.failure.route)
-        self.fail(fragment, live, replace(message.failure, route=route))
+            return None
+        return fragment, live
 
     def _take(
         self,
         sender: Worker,
         message: Start | Mark | Go | Cotangent,
         mode: Mode,
-        landed: tuple[Key, ...],
     ) -> tuple[Fragment, Pass] | None:
-        """A message's pass, with the weight it brings; None if it ended or failed.
+        """A message's pass, with the credit it brings; None if it ended or failed.
 
         Where it is the first of its pass here, that is of this mode: a SMART pass is
         first heard of by a Start or a Mark.
@@ -163,39 +169,42 @@ class Backward:
         number = message.number
         fragment = self._state.fragment(message.context)
         if fragment is None or number <= fragment.ended:
-            self._state.drop(landed)
+            self._state.drop(landing(message))
             return None
         if fragment.live is None:
             fragment.live = Pass(number, mode, message.retain, sender)
         live: Pass = fragment.live
         assert live.number == number, (live.number, number)
         if live.failed:  # Perhaps in mid-count: what came has nowhere to go.
-            self._state.drop(landed)
+            self._state.drop(landing(message))
             return None
-        live.take(message.weight, message.owed)
+        live.take(message.credit, message.owed)
         return fragment, live
 
     def settle(self, fragment: Fragment, live: Pass) -> None:
-        """Work off what is ready, say what is to be said, and let go of the weight."""
-        self._work(fragment, live)
+        """Work off what is ready, say what is to be said, and let go of the credit."""
+        if live.ready:
+            self._work(fragment, live)
         if live.failed:
             return
         state = self._state
+        is_passive = live.passive
         if live.outbox:
-            for outgoing, message in live.parcel():
+            for outgoing, message in live.parcel(is_passive):
                 state.send(outgoing.to, message, outgoing.values, outgoing.zeros)
-                state.drop(outgoing.values)
-        if not live.passive:
+                if outgoing.values:
+                    state.drop(outgoing.values)
+        if not is_passive:
             return
-        if live.is_owner:
-            if live.whole:
-                self._owner_passive(fragment, live)
-        elif live.weight.units:
+        if live.parent is None:
+            if live.credit == WHOLE:
+                self.owner_passive(fragment, live)
+        elif live.credit.units:
             answer = Answer(fragment.context, live.number, *live.hand_back())
             state.send(fragment.owner, answer)
 
     def fail(self, fragment: Fragment, live: Pass, failure: Failure) -> None:
-        """The pass cannot finish: say so, once, and do no more."""
+        """The pass cannot finish: report that once, and stop."""
         if live.failed:
             return
         live.failed = True
@@ -203,7 +212,7 @@ class Backward:
             self._state.drop(outgoing.values)
         live.outbox = []
         if live.parent is None:
-            self._owner_failed(fragment, failure)
+            self.owner_failed(fragment, failure)
             return
         lost = live.parent in self._state.lost
         told = fragment.owner if lost else live.parent
@@ -223,7 +232,7 @@ class Backward:
         return self._counted(fragment, live, count(fragment, live))
 
     def _counted(self, fragment: Fragment, live: Pass, spent: Node | None) -> bool:
-        """After counting: fail on a spent node, else tell sends what is needed."""
+        """After counting: fail on a spent node, or send marks for what is needed."""
         if spent is not None:
             self._fail_spent(fragment, live, spent)
             return False
@@ -355,10 +364,7 @@ class Backward:
         return bool(attached)
 
     def _replaced(self, live: Pass, node: Node, slot: int, key: Key) -> None:
-        due = live.dues[node]
-        due.addends[slot] = [(SEED, 0, key)]
-        due.remaining -= 1
-        if due.remaining == 0:
+        if live.dues[node].replace(slot, key):
             live.ready.append(node)
 
     def woken(self, fragment: Fragment, node: Node) -> None:
@@ -463,10 +469,7 @@ class Backward:
     def _summed(
         self, fragment: Fragment, live: Pass, recv: RecvEnd, slot: int, key: Key
     ) -> None:
-        due = live.dues[recv]
-        due.addends[slot] = [(SEED, 0, key)]
-        due.remaining -= 1
-        if due.remaining == 0:
+        if live.dues[recv].replace(slot, key):
             self._send_cotangents(fragment, live, recv)
 
     def _send_cotangents(self, fragment: Fragment, live: Pass, recv: RecvEnd) -> None:

@@ -1,13 +1,13 @@
-"""Complete cotangents: what met in one place, made one value, and handed to its hooks.
+"""Complete cotangents: the addends of one place become one value, given to its hooks.
 
-Told the addends of one place, in order. Asks for a Sum where there are several and a
-Fill where a zero is needed; then for one Apply for each hook, in the order in which the
-program attached them, each given what the one before gave. Asked for a value that is
-there already, it asks for nothing.
+Inputs:  the addends of one place, in order.
+Outputs: a Sum where there are several, a Fill where a zero is needed; then one Apply
+         for each hook, in the order in which the program attached them, each on what
+         the one before returned. A value that needs none of these has no effect.
 
-Invariants: a hook is applied once for each pass that reaches what it hooks, when every
-addend has come, and never to a part of the sum. While a job of this runs its worker is
-not passive.
+Invariants: a hook is applied once in each pass that reaches its value, when every
+addend has come, and never to a part of the sum. A worker is not passive while such a
+job runs.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,9 +16,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from jdag.engine.graph import Fragment
-from jdag.engine.share import Pass
-from jdag.engine.state import State
-from jdag.engine.vocabulary import (
+from jdag.engine.protocol import (
     Apply,
     Failure,
     Fill,
@@ -29,6 +27,8 @@ from jdag.engine.vocabulary import (
     ScratchKey,
     Sum,
 )
+from jdag.engine.share import Pass
+from jdag.engine.state import State
 
 Then = Callable[[Key], None]
 

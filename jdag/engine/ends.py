@@ -1,23 +1,25 @@
-"""How contexts and workers end.
+"""How contexts end, and what the loss of a worker ends.
 
-Told by programs: Opened, Left; by others: Release, Released; by the driver: Lost and
-Joined. Asks for Release and its answers, Resume and Drop.
+Inputs:  Opened and Left from programs, Release and Released from other workers, Lost
+         and Joined from the driver.
+Outputs: Release and its answers, Resume and Drop.
 
 Invariants
-- Every context ends with one Release to every worker that took part. A worker answers
-  when it is quiet (all calls have run, all values are shipped), so that no error goes
-  unseen; an abort (a worker was lost, or a pass was interrupted) goes to all workers
+- Every context ends with one Release to each worker that took part. A worker answers
+  when it is quiet (all calls have run, all values are sent), so that no error is
+  missed. An abort (a worker was lost, or a pass was interrupted) goes to all workers
   and is answered when no job of the context runs.
-- A loss in the middle of leaving turns the release into an abort: somebody may wait for
-  what the lost one never sent.
-- Whoever loses a peer of a transfer in the middle of a pass fails the pass: only they
-  know that a cotangent will not come.
-- After a release a worker keeps of a context only its owner's horizon, which only ever
-  rises, in whatever order releases of several contexts come.
-- A worker that joins again is another one. Nobody has to know of it before it takes
-  part: who was told of it early may have had it take part in a context whose owner had
-  not heard of it when it aborted that. So whoever hears of it tells it its horizon, and
-  what a horizon has passed without a release is a stray, and goes.
+- If a worker is lost while a context is being left, the release becomes an abort, since
+  other workers may wait for what the lost one never sent.
+- A worker that loses the other end of a transfer during a pass fails the pass: only it
+  knows that a cotangent will not come.
+- After a release a worker keeps nothing of a context but its owner's horizon, which
+  only rises, in whatever order the releases of several contexts arrive.
+- A worker that joins again is another worker. Others may learn of it at different
+  times: one that learned early may have involved it in a context whose owner had not
+  learned of it when it aborted that context. So each worker that learns of it sends it
+  its horizon; a context below a horizon that was not released is a stray, and is
+  dropped.
 """
 
 from collections.abc import Callable
@@ -26,15 +28,13 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from jdag.engine.activations import Activations, takes_part
 from jdag.engine.forward import Forwarding
-from jdag.engine.graph import Activation, Fragment
+from jdag.engine.graph import Fragment, ProgramFrame
 from jdag.engine.leaves import Held, Leaves
 from jdag.engine.passes import Passes
 from jdag.engine.phases import NEXT, Ownership, Phase
-from jdag.engine.reads import Reads
-from jdag.engine.state import Horizon, State
-from jdag.engine.vocabulary import (
+from jdag.engine.program_frames import ProgramFrames, takes_part
+from jdag.engine.protocol import (
     ContextId,
     End,
     Failure,
@@ -44,30 +44,31 @@ from jdag.engine.vocabulary import (
     Outcome,
     Release,
     Released,
-    Resume,
     Worker,
     incarnated,
     incarnation_of,
 )
-from jdag.engine.vocabulary import Lost as LostEvent
+from jdag.engine.protocol import Lost as LostEvent
+from jdag.engine.reads import Reads
+from jdag.engine.state import Horizon, State
 
 
 class Ends:
-    """The ends of contexts and workers."""
+    """The ends of contexts and of workers, on one engine."""
 
     def __init__(
         self,
         state: State,
         leaves: Leaves,
         forwarding: Forwarding,
-        activations: Activations,
+        frames: ProgramFrames,
         passes: Passes,
         reads: Reads,
     ) -> None:
         self._state = state
         self._leaves = leaves
         self._forwarding = forwarding
-        self._activations = activations
+        self._frames = frames
         self._passes = passes
         self._reads = reads
 
@@ -78,32 +79,32 @@ class Ends:
         assert event.context.incarnation == self._state.incarnation, event.context
         self._state.opened = event.context.counter
         fragment.ownership = Ownership()
-        top = Activation((), None)
+        top = ProgramFrame((), None)
         top.workers[self._state.worker] = None
-        fragment.activations[()] = top
+        fragment.frames[()] = top
 
     # ---------------------------------------------------------- the end of a context
 
     def left(self, event: Left) -> None:
-        """The top activation leaves the context."""
+        """The top frame leaves the context."""
         fragment, own = self._passes.owned(event.context)
-        top = fragment.activations[()]
+        top = fragment.frames[()]
         abort = own.phase is not Phase.OPEN or bool(top.launched)
         self._passes.never_began(fragment, own)
         own.advance(event.context, Left)
         own.waiter = event.waiter
         go = partial(self._leave, fragment, own, abort)
         if abort:
-            self._activations.never_mind(top)
+            self._frames.never_mind(top)
             self._passes.abandon(fragment)
             go()
         else:
-            self._activations.when_acknowledged(top, go)
+            self._frames.when_acknowledged(top, go)
 
     def _leave(self, fragment: Fragment, own: Ownership, abort: bool) -> None:
         state = self._state
         abort = abort or own.lost is not None
-        told = dict.fromkeys(fragment.activations[()].workers)
+        told = dict.fromkeys(fragment.frames[()].workers)
         if abort:
             told |= dict.fromkeys(state.workers)
         others = [
@@ -117,7 +118,7 @@ class Ends:
         self._release(state.worker, fragment, message)
 
     def _live(self) -> list[int]:
-        """Which contexts of this owner not everybody has forgotten."""
+        """The contexts of this owner that some worker still holds."""
         contexts = self._state.contexts.items()
         return [of.counter for of, part in contexts if part.ownership is not None]
 
@@ -160,10 +161,10 @@ class Ends:
 
     def released(self, sender: Worker, message: Released) -> None:
         """A participant has forgotten the context."""
-        fragment = self._state.contexts.get(message.context)
-        own = None if fragment is None else fragment.ownership
-        if fragment is None or own is None or sender not in own.awaited:
+        owned = self._state.owned(message.context)
+        if owned is None or sender not in owned[1].awaited:
             return
+        fragment, own = owned
         del own.awaited[sender]
         # Whoever answered a release answers the abort that it turned into as well.
         own.failures.extend(f for f in message.failures if f not in own.failures)
@@ -171,10 +172,7 @@ class Ends:
             return
         own.advance(fragment.context, Released)
         failures = tuple(sorted(own.failures, key=_by_path))
-        self._forget(fragment, partial(self._resume, own.waiter, failures))
-
-    def _resume(self, waiter: int, failures: tuple[Failure, ...]) -> None:
-        self._state.out.append(Resume(waiter, failures))
+        self._forget(fragment, partial(self._state.resume, own.waiter, failures))
 
     def _forget(self, fragment: Fragment, then: Callable[[], None]) -> None:
         """Drop what is held of a context here, when no job reads it; then `then`."""
@@ -183,7 +181,7 @@ class Ends:
         del state.contexts[fragment.context]
         failure = self._forwarding.gone(fragment.context)
         self._passes.abandon(fragment)
-        self._activations.abort(fragment, failure)
+        self._frames.abort(fragment, failure)
         if fragment.pending:
             for value in tuple(fragment.values.values()):
                 if not value.settled:  # Reads and assignments may wait for it.
@@ -218,12 +216,12 @@ class Ends:
 
     # ----------------------------------------------------------- the end of a worker
 
-    def lost(self, worker: Worker, why: str = "") -> None:
+    def lost(self, event: LostEvent) -> None:
         """A worker is gone, and its contexts, and those that it took part in."""
-        state = self._state
+        state, worker = self._state, event.worker
         if worker in state.lost:
             return
-        state.lost[worker] = why
+        state.lost[worker] = event.why
         for fragment in tuple(state.contexts.values()):
             if fragment.owner == worker:
                 self._forget(fragment, _nothing)
@@ -232,7 +230,7 @@ class Ends:
             if fragment.ownership is not None:
                 self._lost(fragment, fragment.ownership, worker)
         self._forwarding.lost(worker)
-        self._activations.lost(worker)
+        self._frames.lost(worker)
         for fragment in tuple(state.contexts.values()):
             self._passes.lost(fragment, worker)
 
@@ -244,7 +242,7 @@ class Ends:
         if event.incarnation <= known:
             return
         for former in range(known, event.incarnation):
-            self.lost(incarnated(event.name, former))
+            self.lost(LostEvent(incarnated(event.name, former)))
         state.workers[number] = worker = incarnated(event.name, event.incarnation)
         live, over = self._live(), state.opened
         while over in live:  # Bounded by these.
@@ -288,15 +286,14 @@ class Ends:
 
     def takes_part(self, fragment: Fragment, worker: Worker) -> bool:
         """Whether a worker has, or may have, a part of a context."""
-        return any(
-            takes_part(activation, worker)
-            for activation in fragment.activations.values()
-        )
+        return any(takes_part(frame, worker) for frame in fragment.frames.values())
 
-    def program_returned(
-        self, fragment: Fragment, own: Ownership, failure: Failure | None
-    ) -> None:
-        """A program may have lost a worker, and with it who else took part."""
+    def program_returned(self, context: ContextId, failure: Failure | None) -> None:
+        """A program may have lost a worker, and the names of those that it knew."""
+        owned = self._state.owned(context)
+        if owned is None:
+            return
+        fragment, own = owned
         lost = failure is not None and failure.error == "WorkerLost"
         if lost and own.lost is None and own.phase is Phase.OPEN:
             own.lost = failure
@@ -307,7 +304,7 @@ class Ends:
 
 
 def _nothing() -> None:
-    """Nobody is left who would have to be told."""
+    """There is nobody left to tell."""
 
 
 def _by_path(failure: Failure) -> tuple[Any, ...]:

@@ -1,9 +1,8 @@
-"""One worker's engine: told an event, it answers with the effects that it asks for."""
+"""One worker's engine: it takes an event and returns the effects to be carried out."""
 
-from collections.abc import Sequence
-from typing import assert_never
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from jdag.engine.activations import Activations
 from jdag.engine.backward import Backward
 from jdag.engine.drawing import Drawing, draw
 from jdag.engine.ends import Ends
@@ -11,9 +10,8 @@ from jdag.engine.forward import Forwarding
 from jdag.engine.leaves import Leaves
 from jdag.engine.lives import Lives
 from jdag.engine.passes import Passes
-from jdag.engine.reads import Reads
-from jdag.engine.state import State
-from jdag.engine.vocabulary import (
+from jdag.engine.program_frames import ProgramFrames
+from jdag.engine.protocol import (
     Acknowledge,
     Answer,
     Arrived,
@@ -36,7 +34,6 @@ from jdag.engine.vocabulary import (
     Event,
     Expired,
     Fail,
-    Failure,
     Fetched,
     Forget,
     Go,
@@ -46,7 +43,6 @@ from jdag.engine.vocabulary import (
     Left,
     Lost,
     Mark,
-    Message,
     Opened,
     Primal,
     Read,
@@ -61,6 +57,8 @@ from jdag.engine.vocabulary import (
     Worker,
     landing,
 )
+from jdag.engine.reads import Reads
+from jdag.engine.state import State
 
 
 class Engine:
@@ -79,32 +77,28 @@ class Engine:
         self._state = state = State(worker, workers, incarnation)
         self._leaves = Leaves(state)
         self._lives = Lives(state)
-        self._backward = Backward(state, self._owner_passive, self._owner_failed)
+        self._backward = Backward(state)
         self._forwarding = Forwarding(
             state, self._leaves, self._lives, self._backward.woken
         )
-        self._activations = Activations(
-            state, self._leaves, self._lives, self._forwarding
-        )
+        self._frames = ProgramFrames(state, self._leaves, self._lives, self._forwarding)
         self._reads = Reads(state, self._leaves)
         self._passes = Passes(
-            state, self._leaves, self._lives, self._activations, self._backward
+            state, self._leaves, self._lives, self._frames, self._backward
         )
         self._ends = Ends(
             state,
             self._leaves,
             self._forwarding,
-            self._activations,
+            self._frames,
             self._passes,
             self._reads,
         )
         state.on_quiet = self._ends.quiet
-
-    def _owner_passive(self, fragment: object, live: object) -> None:
-        self._passes.owner_passive(fragment, live)  # type: ignore[arg-type]
-
-    def _owner_failed(self, fragment: object, failure: object) -> None:
-        self._passes.owner_failed(fragment, failure)  # type: ignore[arg-type]
+        self._backward.owner_passive = self._passes.owner_passive
+        self._backward.owner_failed = self._passes.owner_failed
+        self._events = self._on_events()
+        self._messages = self._on_messages()
 
     @property
     def live_contexts(self) -> int:
@@ -128,147 +122,86 @@ class Engine:
         take. WorkerLost: a program asked something of a worker that is lost.
         """
         state = self._state
-        match event:
-            case Computed(job=number, failure=failure):
-                done, fragment, owner, job = state.jobs.pop(number)
-                done(failure, fragment, owner, job)
-                if number in state.after:
-                    state.computed(number)
-            case Arrived(sender=sender, message=message):
-                if sender not in state.lost:
-                    self._arrived(sender, message)
-                else:
-                    state.drop(landing(message))
-            case _:
-                self._told(event)
+        self._events[event.__class__](event)
         soon = state.soon
         while soon:
             soon.popleft()()
         out, state.out = state.out, []
         return out
 
-    def _told(self, event: Event) -> None:
-        match event:
-            case Issued():
-                self._activations.issued(event)
-            case Discarded():
-                self._lives.discarded(event)
-            case Fetched():
-                self._reads.fetched(event)
-            case Launched():
-                self._activations.launched(event)
-            case Awaited():
-                self._activations.awaited(event)
-            case Returned():
-                self._activations.returned(event)
-                self._heed(event.context, event.failure)
-            case _:
-                self._told_seldom(event)
+    def _on_events(self) -> Mapping[type, Callable[[Any], None]]:
+        """What is done about each kind of event."""
+        frames, ends = self._frames, self._ends
+        return {
+            Arrived: self._arrived,
+            Computed: self._computed,
+            Issued: frames.issued,
+            Discarded: self._lives.discarded,
+            Fetched: self._reads.fetched,
+            Launched: frames.launched,
+            Awaited: frames.awaited,
+            Attached: frames.attached,
+            Returned: self._returned,
+            Opened: ends.opened,
+            Left: ends.left,
+            Lost: ends.lost,
+            Joined: ends.joined,
+            Differentiated: self._passes.differentiated,
+            Expired: self._passes.expired,
+            Assigned: self._assigned,
+            Dropped: self._leaves.dropped,
+        }
 
-    def _told_seldom(self, event: Event) -> None:
-        match event:
-            case Opened():
-                self._ends.opened(event)
-            case Differentiated():
-                self._passes.differentiated(event)
-            case Left():
-                self._ends.left(event)
-            case Assigned():
-                self._leaves.assigned(event)
-                self._lives.assigned(event)
-            case Dropped():
-                self._leaves.dropped(event)
-            case Attached():
-                self._activations.attached(event)
-            case Expired():
-                self._passes.expired(event)
-            case Lost(worker=worker, why=why):
-                self._ends.lost(worker, why)
-            case Joined():
-                self._ends.joined(event)
-            case (
-                Computed()
-                | Arrived()
-                | Issued()
-                | Discarded()
-                | Fetched()
-                | Launched()
-                | Awaited()
-                | Returned()
-            ):
-                raise AssertionError(event)
-            case _:
-                assert_never(event)
+    def _on_messages(self) -> Mapping[type, Callable[[Worker, Any], None]]:
+        """What is done about each kind of message, by its sender."""
+        frames, forward, backward = self._frames, self._forwarding, self._backward
+        return {
+            Call: forward.call,
+            Ship: forward.ship,
+            Primal: forward.primal,
+            Acknowledge: frames.acknowledged,
+            Run: frames.run,
+            Return: self._program_ended,
+            Attach: frames.attach,
+            Read: self._reads.read,
+            Reading: self._reads.reading,
+            Assign: self._leaves.arrived,
+            Forget: self._leaves.forget,
+            Discard: self._lives.discard_arrived,
+            Start: backward.start,
+            Mark: backward.mark,
+            Go: backward.go,
+            Cotangent: backward.cotangent,
+            Answer: backward.answer,
+            Fail: backward.fail_arrived,
+            End: self._passes.end,
+            Ended: self._passes.ended,
+            Release: self._ends.release,
+            Released: self._ends.released,
+        }
 
-    def _arrived(self, sender: Worker, message: Message) -> None:
-        match message:
-            case Answer():
-                self._backward.answer(message)
-            case Cotangent():
-                self._backward.cotangent(sender, message, landing(message))
-            case Mark():
-                self._backward.mark(sender, message)
-            case Call():
-                self._forwarding.call(sender, message)
-            case Acknowledge():
-                self._activations.acknowledged(sender, message)
-            case Primal():
-                self._forwarding.primal(message, landing(message))
-            case Ship():
-                self._forwarding.ship(sender, message)
-            case Read():
-                self._reads.read(sender, message)
-            case Reading():
-                self._reads.reading(message, landing(message))
-            case _:
-                self._arrived_seldom(sender, message)
+    def _arrived(self, event: Arrived) -> None:
+        sender, message = event.sender, event.message
+        if sender not in self._state.lost:
+            self._messages[message.__class__](sender, message)
+        else:
+            self._state.drop(landing(message))
 
-    def _arrived_seldom(self, sender: Worker, message: Message) -> None:
-        match message:
-            case Start():
-                self._backward.start(sender, message, landing(message))
-            case Go():
-                self._backward.go(sender, message)
-            case End():
-                self._passes.end(sender, message)
-            case Ended():
-                self._passes.ended(sender, message)
-            case Release():
-                self._ends.release(sender, message)
-            case Released():
-                self._ends.released(sender, message)
-            case Run():
-                self._activations.run(sender, message)
-            case Return():
-                self._activations.program_ended(message)
-                self._heed(message.context, message.failure)
-            case Fail():
-                self._backward.fail_arrived(message)
-            case Attach():
-                self._activations.attach(sender, message)
-            case Assign():
-                self._leaves.arrived(sender, message)
-            case Forget():
-                self._leaves.forget(message)
-            case Discard(keys=keys):
-                self._lives.discard(keys)
-            case (
-                Answer()
-                | Cotangent()
-                | Mark()
-                | Call()
-                | Acknowledge()
-                | Primal()
-                | Ship()
-                | Read()
-                | Reading()
-            ):
-                raise AssertionError(message)
-            case _:
-                assert_never(message)
+    def _computed(self, event: Computed) -> None:
+        state = self._state
+        done, fragment, owner, job = state.jobs.pop(event.job)
+        done(event.failure, fragment, owner, job)
+        if event.job in state.after:
+            state.computed(event.job)
 
-    def _heed(self, context: ContextId, failure: Failure | None) -> None:
-        """After a program returned: did it lose a worker that it alone knew?"""
-        fragment = self._state.contexts.get(context)
-        if fragment is not None and fragment.ownership is not None:
-            self._ends.program_returned(fragment, fragment.ownership, failure)
+    def _assigned(self, event: Assigned) -> None:
+        self._leaves.assigned(event)
+        self._lives.assigned(event)
+
+    def _returned(self, event: Returned) -> None:
+        self._frames.returned(event)
+        self._ends.program_returned(event.context, event.failure)
+
+    def _program_ended(self, sender: Worker, message: Return) -> None:
+        self._frames.program_ended(message)
+        self._ends.program_returned(message.context, message.failure)

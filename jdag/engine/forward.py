@@ -1,14 +1,14 @@
-"""Forward: calls and transfers; the graph as it comes to be.
+"""Forward: calls and transfers, and the graph as it is recorded.
 
-Told by others: Call, Ship, Primal; by activations here the same. Asks for Forward jobs,
-Primal messages and acknowledgements.
+Inputs:  Call, Ship and Primal from other workers, and the same from frames here.
+Outputs: Forward jobs, Primal messages and acknowledgements.
 
 Invariants
-- A recv may exist before its call: data makes it empty, the call fills it.
-- A call runs when all its inputs have settled; if any failed it does not run, and its
+- A recv may exist before its call: data creates it empty, and the call fills it in.
+- A call runs when all its inputs have settled. If any failed it does not run, and its
   results hold the first failure by position.
-- A call or ship that meets a context which is gone is answered all the same: its sender
-  may not know, and waits.
+- A call or ship of a context that is gone is answered all the same: its sender may not
+  know, and waits.
 """
 
 from functools import partial
@@ -19,8 +19,7 @@ from msgspec.structs import replace
 from jdag.engine.graph import Fragment, Node, RecvEnd, SendEnd, Value
 from jdag.engine.leaves import Leaves
 from jdag.engine.lives import Lives
-from jdag.engine.state import State, first_failure
-from jdag.engine.vocabulary import (
+from jdag.engine.protocol import (
     LEAF_KINDS,
     Acknowledge,
     Call,
@@ -35,7 +34,9 @@ from jdag.engine.vocabulary import (
     ResidualsKey,
     Ship,
     Worker,
+    landing,
 )
+from jdag.engine.state import State, first_failure
 
 
 class Forwarding:
@@ -60,7 +61,7 @@ class Forwarding:
         self._state.send(sender, Acknowledge(message.context, message.path))
 
     def make_call(self, fragment: Fragment, message: Call) -> None:
-        """A call that runs here, whoever issued it."""
+        """Record a call that runs here, issued by any worker."""
         state = self._state
         for incoming in message.incoming:
             source, slots = incoming.source, len(incoming.tracked)
@@ -187,7 +188,7 @@ class Forwarding:
         return recv
 
     def lost(self, worker: Worker) -> None:
-        """A worker is gone: it sends nothing more."""
+        """A worker is lost: it sends nothing more."""
         for fragment in self._state.contexts.values():
             for recv in tuple(fragment.recvs.values()):
                 if recv.source == worker:
@@ -200,7 +201,7 @@ class Forwarding:
                 self._state.settle(value, self._state.lost_failure(source))
 
     def ship(self, sender: Worker, message: Ship) -> None:
-        """A value here is wanted elsewhere, says another worker."""
+        """Another worker asks for a value here to be sent elsewhere."""
         state = self._state
         self._lives.discard(message.discarded)
         fragment = state.fragment(message.context)
@@ -213,7 +214,7 @@ class Forwarding:
         state.send(sender, Acknowledge(message.context, message.path))
 
     def make_send(self, fragment: Fragment, message: Ship) -> None:
-        """The sending end of a transfer, whoever issued it."""
+        """Make the sending end of a transfer, issued by any worker."""
         values = tuple([self.value(fragment, key) for key in message.keys])
         for value in values:
             value.users += 1
@@ -252,12 +253,12 @@ class Forwarding:
         state.release(values)
         state.less_pending(fragment)
 
-    def primal(self, message: Primal, landed: tuple[Key, ...]) -> None:
+    def primal(self, sender: Worker, message: Primal) -> None:
         """The values of a transfer are here."""
         state = self._state
         fragment = state.fragment(message.context)
         if fragment is None:
-            state.drop(landed)
+            state.drop(landing(message))
             return
         slots = len(message.failures)
         recv = self._recv(fragment, message.path, message.source, slots)
@@ -268,7 +269,7 @@ class Forwarding:
                 state.drop((value.key,))  # Too late: who waited was told of a loss.
 
     def gone(self, context: ContextId) -> Failure:
-        """Why a context is not here any more: its sender may not know, and waits."""
+        """The failure to answer for a context that is gone."""
         state = self._state
         owner = state.owner(context)
         if owner in state.lost:

@@ -1,4 +1,4 @@
-"""What a function is: its name, its marks, and where it is called."""
+"""Names and marks of functions, and call sites."""
 
 import functools
 import os
@@ -15,7 +15,7 @@ Marked = TypeVar("Marked", bound=Callable[..., Any])
 _UNJITTED = "__jdag_unjitted__"
 _PROGRAM = "__jdag_program__"
 _REMOTE = "__jdag_remote__"
-CONTEXT = "__jdag_context__"  # What classes of contexts have.
+CONTEXT = "__jdag_context__"  # An attribute of classes of contexts.
 _PACKAGE = os.path.dirname(os.path.abspath(errors.__file__)) + os.sep
 
 
@@ -101,7 +101,7 @@ def code_of(fn: Any) -> CodeType | None:
 
 @functools.lru_cache(maxsize=4096)
 def is_ours(file: str) -> bool:
-    """Tell whether a source file is jdag's own."""
+    """Tell whether a source file is of jdag itself."""
     return file.startswith(_PACKAGE)
 
 
@@ -188,7 +188,7 @@ def moved(*arrays: Any) -> Any:
 
 
 class CallSite(NamedTuple):
-    """Where in the user's code something was asked for."""
+    """A place in the user's code: file, line and function."""
 
     file: str
     line: int

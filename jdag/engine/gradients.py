@@ -1,43 +1,32 @@
 """The gradients of leaves: staged in a pass, committed by its end, seen by hooks.
 
-Told of a leaf whose cotangent of a pass is complete, and of the end of a pass. Asks for
-sums and, after a finished pass, for an Apply for each hook that wants to see.
+Inputs:  leaves whose cotangents of a pass are complete; the end of a pass.
+Outputs: sums, and after a finished pass one Apply for each hook on a gradient.
 
 Invariants
-- What a pass adds to a gradient is summed first, and goes through its hooks, and is
-  then added: its bits do not depend on the passes before.
-- Nothing is committed but by `End(finished)`, in `jdag.engine.passes`; hooks see what
-  has been committed, each once for a pass, one after another in program order.
+- What a pass adds to a gradient is summed first, then handed to its hooks, then added:
+  its bits do not depend on earlier passes.
+- Only `End(finished)` commits (`jdag.engine.passes`). Hooks see what has been
+  committed, each once per pass, one after another in program order.
 """
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from msgspec.structs import replace
 
 from jdag.engine.complete import Completion
 from jdag.engine.graph import Fragment, LeafEnd
+from jdag.engine.protocol import Apply, Failure, Hook, Job, Key
 from jdag.engine.share import Pass, ordered
 from jdag.engine.state import State
-from jdag.engine.vocabulary import Apply, Failure, Hook, Job, Key
 
 Told = Callable[[Failure | None], None]
 
 
-class Seeing:
-    """The hooks that still have to see gradients of a pass, and the first failure."""
-
-    __slots__ = ("failure", "left", "number", "then")
-
-    def __init__(self, number: int, left: list[tuple[Hook, Key]], then: Told) -> None:
-        self.number = number
-        self.left = left
-        self.then = then
-        self.failure: Failure | None = None
-
-
 class Gradients:
-    """The leaves' part of passes on one worker."""
+    """The gradients of leaves on one worker."""
 
     def __init__(self, state: State, complete: Completion) -> None:
         self._state = state
@@ -88,35 +77,33 @@ class Gradients:
             if not hook.replaces
         ]
         left.sort(key=lambda pair: pair[0].path, reverse=True)
-        self._next(fragment, live, Seeing(live.number, left, then))
+        self._next(fragment, live, left, None, then)
 
-    def _next(self, fragment: Fragment, live: Pass, seeing: Seeing) -> None:
-        if not seeing.left or fragment.gone:
+    def _next(
+        self,
+        fragment: Fragment,
+        live: Pass,
+        left: list[tuple[Hook, Key]],
+        first: Failure | None,
+        then: Told,
+    ) -> None:
+        """Let the next of the hooks that are left see; `first` is the first failure."""
+        if not left or fragment.gone:
             self._state.drop(live.observed.values())
-            seeing.then(seeing.failure)
+            then(first)
             return
-        hook, key = seeing.left.pop()
-        job = Apply(
-            self._state.number_job(),
-            fragment.context,
-            seeing.number,
-            hook.path,
-            hook.function,
-            key,
-            None,
-        )
-        self._state.compute(job, self._seen, fragment, (live, seeing, hook))
+        hook, key = left.pop()
+        number, context = self._state.number_job(), fragment.context
+        job = Apply(number, context, live.number, hook.path, hook.function, key, None)
+        owner = (live, left, first, hook, then)
+        self._state.compute(job, self._seen, fragment, owner)
 
     def _seen(
-        self,
-        failure: Failure | None,
-        fragment: Fragment,
-        owner: tuple[Pass, Seeing, Hook],
-        job: Job,
+        self, failure: Failure | None, fragment: Fragment, owner: Any, job: Job
     ) -> None:
         del job
-        live, seeing, hook = owner
-        if failure is not None and seeing.failure is None:
+        live, left, first, hook, then = owner
+        if failure is not None and first is None:
             route = (self._state.worker,)
-            seeing.failure = replace(failure, call_site=hook.call_site, route=route)
-        self._next(fragment, live, seeing)
+            first = replace(failure, call_site=hook.call_site, route=route)
+        self._next(fragment, live, left, first, then)

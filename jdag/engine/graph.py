@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jdag.engine.phases import Ownership
-from jdag.engine.vocabulary import (
+from jdag.engine.protocol import (
     ContextId,
     Failure,
     Hook,
@@ -156,9 +156,12 @@ class LeafEnd:
 
 Vertex = Node | SendEnd | RecvEnd | LeafEnd
 
+# The copies of a value, by where they are and whether they are tracked.
+Copies = dict[tuple[Worker, bool], Key]
+
 
 @dataclass(slots=True)
-class Activation:
+class ProgramFrame:
     """One run of a program here: what it issued and what it still waits for."""
 
     path: Path
@@ -168,8 +171,7 @@ class Activation:
         default_factory=dict
     )
     launched: dict[Path, tuple[int, Worker]] = field(default_factory=dict)
-    # Of each value, its copies by where they are and whether they are tracked.
-    moved: dict[Key, dict[tuple[Worker, bool], Key]] = field(default_factory=dict)
+    moved: dict[Key, Copies] = field(default_factory=dict)
     versions: dict[LeafId, Key] = field(default_factory=dict)  # That were moved last.
     notices: dict[Worker, list[Key]] = field(default_factory=dict)  # See `lives`.
     workers: dict[Worker, None] = field(default_factory=dict)
@@ -191,9 +193,23 @@ class Fragment:
     """The part of a context that one worker owns."""
 
     __slots__ = (
-        "activations", "context", "ended", "failures", "gone", "hooks", "leaves",
-        "live", "nodes", "owner", "ownership", "past", "pending", "recvs", "release",
-        "sends", "values",
+        "context",
+        "ended",
+        "failures",
+        "frames",
+        "gone",
+        "hooks",
+        "leaves",
+        "live",
+        "nodes",
+        "owner",
+        "ownership",
+        "past",
+        "pending",
+        "recvs",
+        "release",
+        "sends",
+        "values",
     )  # fmt: skip
 
     def __init__(self, context: ContextId, owner: Worker) -> None:
@@ -206,7 +222,7 @@ class Fragment:
         self.leaves: dict[LeafId, LeafEnd] = {}
         # Of a leaf, or of an output by its key; in order of path.
         self.hooks: dict[Key | LeafId, tuple[Hook, ...]] = {}
-        self.activations: dict[Path, Activation] = {}
+        self.frames: dict[Path, ProgramFrame] = {}
         self.pending = 0  # Calls that have not run and values that were not shipped.
         self.failures: list[Failure] = []  # Those that began here.
         self.live: Any = None  # The `share.Pass` in progress here.
@@ -215,3 +231,21 @@ class Fragment:
         self.past: Past | None = None  # The last pass that came by here.
         self.release: tuple[Worker, Release] | None = None  # Waits for `pending` == 0.
         self.ownership: Ownership | None = None  # On the context's owner alone.
+
+
+def path_of(vertex: Vertex) -> Path:
+    """The path of the call that made a vertex; a leaf has none."""
+    return () if isinstance(vertex, LeafEnd) else vertex.path
+
+
+def describe(vertex: Vertex) -> str:
+    """Name a vertex for an error: what it is, of which call, from where."""
+    match vertex:
+        case Node(function=function, path=path, call_site=site):
+            return f"{getattr(function, 'name', function)} (call {path}, {site})"
+        case SendEnd(function=function, path=path, call_site=site):
+            return f"the send to {function} (call {path}, {site})"
+        case RecvEnd(path=path, source=source):
+            return f"the recv from {source!r} of call {path}"
+        case _:
+            return f"{vertex.leaf}"

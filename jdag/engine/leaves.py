@@ -1,16 +1,16 @@
-"""Leaves and their versions: made, replaced and dropped in message order.
+"""Leaves and their versions: made, replaced and dropped in the order of messages.
 
-Who keeps a leaf numbers its versions: programs of several workers may assign to it at
-once, and none knows what the others do. They ask for the `newest`, which is the last
-that an assignment made that came before the asking. So each update starts from the one
-before it, and none is lost, in whatever order they come; what one worker sends comes in
-the order in which it sent. A context goes on reading the version that it read first
-(`LeafEnd.read`), until its own program assigns.
+The owner of a leaf numbers its versions, since programs of several workers may assign
+to it at once without knowing of each other. They ask for the `newest`: the last version
+that was assigned before the request arrived. So each update starts from the one before
+it and none is lost, in whatever order requests arrive; those of one worker arrive in
+the order in which it sent them. A context goes on reading the version that it read
+first (`LeafEnd.read`) until its own program assigns.
 
 A version is kept while it is the newest, while an assignment or a read waits for it,
-and while a context that read it is open. Invariant: `users` counts just those last.
-What a worker asked for that was lost meanwhile, and cannot be made, is as if it had not
-asked: that version is the one before it.
+and while a context that read it is open. Invariant: `users` counts only those last. If
+the worker that asked for a version is lost and the version cannot be made, it is as if
+it had not asked: the version is the one before.
 """
 
 from collections.abc import Mapping
@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from jdag.engine.graph import Fragment, LeafEnd, Value
-from jdag.engine.state import State, first_failure
-from jdag.engine.vocabulary import (
+from jdag.engine.protocol import (
     LEAF_KINDS,
     Acknowledge,
     Assign,
@@ -42,6 +41,7 @@ from jdag.engine.vocabulary import (
     is_newest,
     landing,
 )
+from jdag.engine.state import State, first_failure
 from jdag.errors import WorkerLost
 
 
@@ -257,7 +257,7 @@ class Leaves:
             self.let_go(name, version)
 
     def _is_lost(self, issuer: Worker, failure: Failure) -> bool:
-        """Whether who asked is gone, as known here, or where the failure began."""
+        """Whether the worker that asked, or where the failure began, is lost."""
         began = failure.error == WorkerLost.__name__ and failure.worker == issuer
         return began or issuer in self._state.lost
 
@@ -381,12 +381,13 @@ class Leaves:
         for leaf in event.leaves:
             by_worker.setdefault(leaf.worker, []).append(leaf)
         for worker, leaves in by_worker.items():
+            message = Forget(tuple(leaves))
             if worker == self._state.worker:
-                self.forget(Forget(tuple(leaves)))
+                self.forget(worker, message)
             else:
-                self._state.send(worker, Forget(tuple(leaves)))
+                self._state.send(worker, message)
 
-    def forget(self, message: Forget) -> None:
+    def forget(self, sender: Worker, message: Forget) -> None:
         """Drop leaves; a version in use goes when its last user does."""
         for name in message.leaves:
             leaf = self._leaves.get(name)
@@ -412,7 +413,7 @@ class Leaves:
         return sum(not leaf.forgotten for leaf in self._leaves.values())
 
     def lost(self, worker: Worker) -> None:
-        """A worker is gone: it acknowledges nothing more."""
+        """A worker is lost: it acknowledges nothing more."""
         for pending in [key for key in self.unacknowledged if key[1] == worker]:
             del self.unacknowledged[pending]
 

@@ -1,40 +1,39 @@
-"""How long values live: what neither a program nor the graph can use again goes.
+"""How long values live: a value goes when no program and no graph can use it again.
 
-Told by programs here: Discarded, and with Issued and Returned what they discard; by
-others: Discard, and with Call, Ship and Return the same. Asks for Drop and Discard.
+Inputs:  Discarded from programs here, and what Issued and Returned discard; Discard
+         from other workers, and what Call, Ship and Return discard.
+Outputs: Drop and Discard.
 
 A value is stored while it has users (`Value.users`): one for the programs that can name
 it, and one for each call, transfer and assignment that waits for it or runs on it. The
 graph is no user: vertices and residuals are all that a pass needs. A value of the graph
-is then a name without an array; any other is forgotten altogether.
+is then a name without an array; any other value is forgotten altogether.
 
-Who may discard. A key belongs to the activation that made it, until its program returns
-it, and then to the one that called that. Whoever else was handed it runs while its
-holder waits. A copy that a transfer made belongs to the activation that asked for it:
-only that can name it, as what it stands for; so it goes with that, with the activation
-itself, or when the next transfer of a leaf takes its place. Of a gradient, the current
-one has the graph for another user: the next pass adds to it.
+Who may discard. A key belongs to the frame that made it until its program returns it,
+and then to the frame that called that program. Any other program that was given the key
+runs while the key's holder waits. A copy that a transfer made belongs to the frame that
+asked for the transfer, since only that frame can name it: it goes with its original,
+with the frame, or when the next transfer of a leaf replaces it. The current gradient
+has the graph as another user, since the next pass adds to it.
 
-How it is told. Notices for another worker ride on the next Call or Ship that the
-activation sends there, go up with the Return of its program, and when its program waits
-for anything else, by themselves.
+How a discard travels. It goes with the next Call or Ship that the frame sends to the
+same worker, with the Return of its program, or as a message of its own before its
+program waits for anything else.
 
-Why nothing is used after it went: who uses a key says so by messages from the
-activation's worker to where the key is, and the notice goes the same way, after them;
-pairs of workers keep the order. What another activation was handed is used by messages
-that are all acknowledged before that returns. Values under way are no exception: a
-notice that comes before its value has come lets it go as soon as it has settled and its
-calls have run.
+Why a discarded value is never used. Each use of a key is a message from the frame's
+worker to the worker of the value, and the discard follows it on the same link, which
+keeps order. Uses by a program that was given the key are all acknowledged before that
+program returns. A discard may come before its value: the value goes once it has settled
+and its calls have run.
 
 Invariants: each key is discarded at most once; a failure is kept by its fragment, so
-that it is seen although nobody holds the value that it is.
+that it is reported even if no program holds the failed value.
 """
 
 from collections.abc import Iterable
 
-from jdag.engine.graph import Activation, Fragment, LeafEnd, Value
-from jdag.engine.state import State
-from jdag.engine.vocabulary import (
+from jdag.engine.graph import Copies, Fragment, LeafEnd, ProgramFrame, Value
+from jdag.engine.protocol import (
     LEAF_KINDS,
     Argument,
     Assigned,
@@ -46,10 +45,11 @@ from jdag.engine.vocabulary import (
     Worker,
     is_newest,
 )
+from jdag.engine.state import State
 
 
 class Lives:
-    """The notices of one engine: those of its activations, and those it is given."""
+    """The notices of one engine: those of its frames, and those it is given."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -57,68 +57,64 @@ class Lives:
     # ---------------------------------------------------------------- what is noted
 
     def discarded(self, event: Discarded) -> None:
-        """A program here cannot name these any more, and now it waits: say it all."""
+        """A program here discards these keys and waits: send all its notices."""
         fragment = self._state.contexts.get(event.context)
-        activation = None if fragment is None else fragment.activations.get(event.path)
-        if activation is None:
+        frame = None if fragment is None else fragment.frames.get(event.path)
+        if frame is None:
             return  # The context was released from under it, with all of these.
-        self.note(activation, event.keys)
-        notices, activation.notices = activation.notices, {}
+        self.note(frame, event.keys)
+        notices, frame.notices = frame.notices, {}
         for worker, keys in notices.items():
             self._state.send(worker, Discard(event.context, tuple(keys)))
 
-    def note(
-        self, activation: Activation, places: Iterable[tuple[Key, Worker]]
-    ) -> None:
-        """An activation discards keys, and with each the copies that it had made."""
-        moved = activation.moved
+    def note(self, frame: ProgramFrame, places: Iterable[tuple[Key, Worker]]) -> None:
+        """A program frame discards keys, and with each the copies that it had made."""
+        moved = frame.moved
         for key, owner in places:
-            self._note(activation, owner, key)
+            self._note(frame, owner, key)
             copies = moved.pop(key, None) if moved else None
             if copies:
-                for (worker, _), copy in copies.items():
-                    self._note(activation, worker, copy)
+                self._note_copies(frame, copies)
 
-    def note_leaves(self, activation: Activation) -> None:
+    def note_leaves(self, frame: ProgramFrame) -> None:
         """A pass spends transfers: a leaf is moved anew when it is used again."""
-        for key, copies in activation.moved.items():
+        for key, copies in frame.moved.items():
             if key.kind in LEAF_KINDS:
                 for what in [what for what in copies if what[1]]:
-                    self._note(activation, what[0], copies.pop(what))
+                    self._note(frame, what[0], copies.pop(what))
 
     def note_older(
-        self, activation: Activation, key: Key, arguments: Iterable[Argument]
+        self, frame: ProgramFrame, key: Key, arguments: Iterable[Argument]
     ) -> None:
         """A version of a leaf is moved: the one before it is not named any more."""
-        older = activation.versions.get(key.name)
-        activation.versions[key.name] = key
+        older = frame.versions.get(key.name)
+        frame.versions[key.name] = key
         if older is None or older == key:
             return
         if older not in [argument.key for argument in arguments]:
-            for (worker, _), copy in activation.moved.pop(older, {}).items():
-                self._note(activation, worker, copy)
+            self._note_copies(frame, frame.moved.pop(older, {}))
 
     def assigned(self, event: Assigned) -> None:
         """Contexts of programs here read new versions of these leaves from now on."""
         keys = [k for part in event.parts for k in part.outputs if is_newest(k)]
         for fragment in self._state.contexts.values() if keys else ():
             if fragment.owner == self._state.worker:
-                for activation in fragment.activations.values():
-                    self._note_copies(activation, keys)
+                for frame in fragment.frames.values():
+                    for key in keys:
+                        self._note_copies(frame, frame.moved.pop(key, {}))
 
-    def _note_copies(self, activation: Activation, keys: Iterable[Key]) -> None:
-        for key in keys:
-            for (worker, _), copy in activation.moved.pop(key, {}).items():
-                self._note(activation, worker, copy)
+    def _note_copies(self, frame: ProgramFrame, copies: Copies) -> None:
+        for (worker, _), copy in copies.items():
+            self._note(frame, worker, copy)
 
-    def note_notices(self, activation: Activation, notices: Iterable[Notice]) -> None:
+    def note_notices(self, frame: ProgramFrame, notices: Iterable[Notice]) -> None:
         """A program that was called from here leaves these to its caller."""
         for notice in notices:
             for key in notice.keys:
-                self._note(activation, notice.worker, key)
+                self._note(frame, notice.worker, key)
 
-    def _note(self, activation: Activation, worker: Worker, key: Key) -> None:
-        notices = activation.notices
+    def _note(self, frame: ProgramFrame, worker: Worker, key: Key) -> None:
+        notices = frame.notices
         if worker == self._state.worker:
             self.discard((key,))
         elif worker in notices:
@@ -128,26 +124,29 @@ class Lives:
 
     # ---------------------------------------------------------------- what is told
 
-    def riding(self, activation: Activation, worker: Worker) -> tuple[Key, ...]:
-        """What a message to a worker takes along."""
-        if not activation.notices:
+    def riding(self, frame: ProgramFrame, worker: Worker) -> tuple[Key, ...]:
+        """The notices that go with a message to a worker."""
+        if not frame.notices:
             return ()
-        return tuple(activation.notices.pop(worker, ()))
+        return tuple(frame.notices.pop(worker, ()))
 
-    def returning(self, activation: Activation) -> tuple[Notice, ...]:
-        """What is left to the caller when a program returns; its copies go as well."""
-        for copies in activation.moved.values():
-            for (worker, _), copy in copies.items():
-                self._note(activation, worker, copy)
-        activation.moved = {}
+    def returning(self, frame: ProgramFrame) -> tuple[Notice, ...]:
+        """The notices that a returning program leaves to its caller."""
+        for copies in frame.moved.values():
+            self._note_copies(frame, copies)
+        frame.moved = {}
         return tuple(
-            Notice(worker, tuple(keys)) for worker, keys in activation.notices.items()
+            Notice(worker, tuple(keys)) for worker, keys in frame.notices.items()
         )
 
     # --------------------------------------------------------------------- what goes
 
+    def discard_arrived(self, sender: Worker, message: Discard) -> None:
+        """Programs on another worker have discarded these keys."""
+        self.discard(message.keys)
+
     def discard(self, keys: Iterable[Key]) -> None:
-        """No program can name these any more."""
+        """Discard keys that no program can name any more."""
         for key in keys:
             fragment = self._state.contexts.get(key.context)  # type: ignore[arg-type]
             value = None if fragment is None else _find(fragment, key)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, TypeVar
 
 from msgspec import Meta
 
+from jdag.engine.credit import Credit
 from jdag.engine.names import (
     ITEMS_MAX,
     U32,
@@ -40,7 +41,6 @@ from jdag.engine.names import (
     Worker,
     Workers,
 )
-from jdag.engine.weight import Weight
 
 T = TypeVar("T")
 Several = Annotated[tuple[T, ...], Meta(max_length=ITEMS_MAX)]
@@ -127,7 +127,7 @@ class Return(Record, tag=5):
 
 
 class Discard(Record, tag=21):
-    """An activation to an owner: no program can name these values any more."""
+    """A program frame to an owner: no program can name these values any more."""
 
     context: ContextId
     keys: Keys
@@ -198,7 +198,7 @@ class Start(Record, tag=10):
     mode: Mode
     retain: bool
     go: bool
-    weight: Weight
+    credit: Credit
     owed: Change
 
 
@@ -216,7 +216,7 @@ class Mark(Record, tag=19):
     number: U32
     transfers: Several[Marked]
     retain: bool
-    weight: Weight
+    credit: Credit
     owed: Change
 
 
@@ -226,7 +226,7 @@ class Go(Record, tag=11):
     context: ContextId
     number: U32
     retain: bool
-    weight: Weight
+    credit: Credit
     owed: Change
 
 
@@ -238,19 +238,19 @@ class Cotangent(Record, tag=12):
     path: Path
     present: Mask
     retain: bool
-    weight: Weight
+    credit: Credit
     owed: Change
 
 
 class Answer(Record, tag=13):
-    """To the owner: nothing of the pass goes on here; weight and change in owed sends.
+    """To the owner: nothing of the pass goes on here; credit and change in owed sends.
 
-    All messages of a pass carry these two (`jdag.engine.weight`).
+    All messages of a pass carry these two (`jdag.engine.credit`).
     """
 
     context: ContextId
     number: U32
-    weight: Weight
+    credit: Credit
     owed: Change
 
 
@@ -304,8 +304,8 @@ class Released(Record, tag=18):
     failures: Several[Failure]
 
 
-# What carries a part of a pass's weight.
-Weighted = Start | Mark | Go | Cotangent | Answer
+# What carries a part of a pass's credit.
+Credited = Start | Mark | Go | Cotangent | Answer
 
 Message = (
     Call | Ship | Acknowledge | Primal | Run | Return | Read | Reading | Assign | Forget

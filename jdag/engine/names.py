@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, dataclass_transform
 
 from msgspec import Meta, Struct
 
+from jdag.engine.arrays import ArrayType
+
 ITEMS_MAX = 1 << 24  # Of a tuple in a message.
 SLOTS_MAX = 1 << 20  # Of one call or transfer.
 PATH_MAX = 1 << 12  # Numbers in a path: so deep programs may call each other.
@@ -33,7 +35,8 @@ if TYPE_CHECKING:
     Data = Any
     OwnException = BaseException | None
 else:
-    Function = Shape = Annotated[bytes, Meta(max_length=DATA_MAX_BYTES)]
+    Function = Annotated[bytes, Meta(max_length=DATA_MAX_BYTES)]
+    Shape = ArrayType
     Data = Annotated[memoryview, Meta(max_length=DATA_MAX_BYTES)]
     OwnException = None
 
@@ -43,7 +46,7 @@ class Record(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What travels."""
 
 
-# Call numbers from the top activation down: the order of everything.
+# Call numbers from the top frame down: the order of everything.
 Path = Annotated[tuple[U32, ...], Meta(max_length=PATH_MAX)]
 
 # A worker that comes back is another one: nothing that was said of the former one, or

@@ -1,31 +1,30 @@
-"""Passes: the owner's half of one, and how it ends on every worker.
+"""Passes: the owner's half of a pass, and how it ends on every worker.
 
-Told by programs: Differentiated; by others: End, Ended; by the driver: Expired; by
-`backward`: that the owner has nothing to do and holds the whole weight, or that a
-failure reached it. Asks for Start, Go, End, Ended, Resume, Alarm and Drop.
+Inputs:  Differentiated from programs; End and Ended from other workers; Expired from
+         the driver; from `backward`, that the owner has nothing to do and holds the
+         whole credit, or that a failure reached it.
+Outputs: Start, Go, End, Ended, Resume, Alarm and Drop.
 
 Invariants
-- A pass begins when the top activation has no unacknowledged call. In SMART mode the
-  roots are marked from first; in FAST, with roots on several workers, all are announced
-  first. The wave is over when the owner holds the whole weight: then it says Go.
-- Every pass ends with one End to every worker that took part, and is over when all have
-  answered: then no job of it runs anywhere, unless its time ran out. Gradients are
-  committed by End(finished) and by nothing else.
+- A pass begins when the top frame has no unacknowledged call. In SMART mode marking
+  starts from the roots; in FAST mode with roots on several workers all are announced
+  first. That wave is over when the owner holds the whole credit: then it sends Go.
+- Every pass ends with one End to each worker that took part, and is over when all have
+  answered: then no job of it runs anywhere, unless its time ran out. Only
+  End(finished) commits gradients.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from jdag.engine.activations import Activations
 from jdag.engine.backward import Backward
 from jdag.engine.graph import Fragment, Node, Past
 from jdag.engine.leaves import Leaves
 from jdag.engine.lives import Lives
 from jdag.engine.phases import NEXT, Ownership, Phase
-from jdag.engine.share import Pass
-from jdag.engine.state import State
-from jdag.engine.vocabulary import (
+from jdag.engine.program_frames import ProgramFrames
+from jdag.engine.protocol import (
     Alarm,
     Differentiated,
     End,
@@ -40,14 +39,15 @@ from jdag.engine.vocabulary import (
     Outcome,
     Owed,
     PassResult,
-    Resume,
     Root,
     SeedKey,
     Stale,
     Start,
     Worker,
 )
-from jdag.engine.vocabulary import Lost as LostEvent
+from jdag.engine.protocol import Lost as LostEvent
+from jdag.engine.share import Pass
+from jdag.engine.state import State
 
 
 class Passes:
@@ -58,13 +58,13 @@ class Passes:
         state: State,
         leaves: Leaves,
         lives: Lives,
-        activations: Activations,
+        frames: ProgramFrames,
         backward: Backward,
     ) -> None:
         self._state = state
         self._leaves = leaves
         self._lives = lives
-        self._activations = activations
+        self._frames = frames
         self._backward = backward
         self._gradients = backward.gradients
 
@@ -72,12 +72,12 @@ class Passes:
 
     def owned(self, context: Any) -> tuple[Fragment, Ownership]:
         """A context that this engine owns."""
-        fragment, _ = self._activations.activation(context, (0,))
+        fragment, _ = self._frames.frame(context, (0,))
         assert fragment.ownership is not None, context
         return fragment, fragment.ownership
 
     def differentiated(self, event: Differentiated) -> None:
-        """The top activation asks for a pass."""
+        """The top frame asks for a pass."""
         fragment, own = self.owned(event.context)
         own.advance(event.context, Differentiated)
         own.passes += 1
@@ -86,13 +86,13 @@ class Passes:
         own.mode = event.mode
         own.retain = event.retain
         own.owed, own.leaves, own.stale, own.seen = [], {}, [], None
-        top = fragment.activations[()]
+        top = fragment.frames[()]
         if event.timeout_ns is not None:
             expired = Expired(event.context, own.passes)
             self._state.out.append(Alarm(event.waiter, expired, event.timeout_ns))
         if not event.retain:
             self._lives.note_leaves(top)
-        self._activations.when_acknowledged(top, partial(self._begin, fragment, own))
+        self._frames.when_acknowledged(top, partial(self._begin, fragment, own))
 
     def never_began(self, fragment: Fragment, own: Ownership) -> None:
         """A pass that ends while it gathers has its cotangents here, unused."""
@@ -134,7 +134,7 @@ class Passes:
         self._backward.settle(fragment, live)
 
     def owner_passive(self, fragment: Fragment, live: Pass) -> None:
-        """Nothing goes on anywhere: the wave before the pass is over, or it is."""
+        """Nothing goes on anywhere: the wave before the pass, or the pass, is over."""
         own = fragment.ownership
         assert own is not None, fragment.context
         if own.phase is Phase.RUNNING:
@@ -157,20 +157,20 @@ class Passes:
         self.finish(fragment, fragment.ownership, Outcome.FAILED, failure)
 
     def expired(self, event: Expired) -> None:
-        """The time of a pass is over; who is owed what is gathered as it ends."""
-        fragment = self._state.contexts.get(event.context)
-        own = None if fragment is None else fragment.ownership
-        if fragment is None or own is None or own.passes != event.number:
+        """The time of a pass is over; what is owed is collected as it ends."""
+        owned = self._state.owned(event.context)
+        if owned is None or owned[1].passes != event.number:
             return
+        fragment, own = owned
         if own.phase is Phase.ENDING and own.outcome is Outcome.FAILED:
             # Who waits for the jobs of what has failed waits for them no longer.
             self._tell_all(fragment, own, Outcome.EXPIRED)
         if End not in NEXT[own.phase]:
             return  # It is ending already.
-        top = fragment.activations[()]
-        waits = self._activations.unacknowledged(top)
+        top = fragment.frames[()]
+        waits = self._frames.unacknowledged(top)
         why = f"acknowledgements of {', '.join(waits)}" if waits else ""
-        self._activations.never_mind(top)
+        self._frames.never_mind(top)
         failure = self._state.failure("PassTimeout", why)
         self.finish(fragment, own, Outcome.EXPIRED, failure)
 
@@ -181,11 +181,11 @@ class Passes:
         outcome: Outcome,
         failure: Failure | None,
     ) -> None:
-        """Tell everybody how the pass ended."""
+        """Send the end of the pass to every worker that took part."""
         self.never_began(fragment, own)
         own.advance(fragment.context, End)
         own.outcome, own.failure = outcome, failure
-        top = fragment.activations[()]
+        top = fragment.frames[()]
         # A pass that did not begin ends for those as well that have acknowledged
         # nothing: what they are about to hear of is spent there too.
         told = (*top.workers, *(worker for _, worker in top.unacknowledged))
@@ -198,7 +198,7 @@ class Passes:
         self._tell_all(fragment, own, outcome)
 
     def _tell_all(self, fragment: Fragment, own: Ownership, outcome: Outcome) -> None:
-        """Tell everybody who has not answered yet; this worker last."""
+        """Send the end to all that have not answered; this worker is last."""
         here = self._state.worker
         message = End(fragment.context, own.passes, outcome, own.retain)
         awaited = tuple(own.awaited)
@@ -210,10 +210,10 @@ class Passes:
 
     def ended(self, sender: Worker, message: Ended) -> None:
         """A participant knows that the pass is over."""
-        fragment = self._state.contexts.get(message.context)
-        own = None if fragment is None else fragment.ownership
-        if fragment is None or own is None or own.phase is not Phase.ENDING:
+        owned = self._state.owned(message.context)
+        if owned is None or owned[1].phase is not Phase.ENDING:
             return
+        fragment, own = owned
         if sender in own.awaited and message.number == own.passes:
             del own.awaited[sender]
             self._note_end(own, message)
@@ -230,7 +230,7 @@ class Passes:
             own.seen = seen
 
     def conclude(self, fragment: Fragment, own: Ownership) -> None:
-        """Everybody knows: tell the program."""
+        """All have answered: resume the program."""
         own.advance(fragment.context, Ended if own.lost is None else LostEvent)
         if own.lost is not None:
             own.outcome, own.failure = Outcome.FAILED, own.lost
@@ -243,7 +243,7 @@ class Passes:
             tuple(sorted(own.leaves)),
             tuple(sorted(own.stale)),
         )
-        self._state.out.append(Resume(own.waiter, result))
+        self._state.resume(own.waiter, result)
 
     # ------------------------------------------------------------- the end of a pass
 
@@ -255,17 +255,6 @@ class Passes:
             self._state.send(sender, reply)
         else:
             self._close_pass(fragment, message, partial(self._state.send, sender))
-
-    def _after_pass(
-        self, fragment: Fragment, message: End, then: Callable[[], None]
-    ) -> None:
-        """Run `then` when no job of the pass runs here: a failed one may have some.
-
-        One that ran out of time does not wait for them.
-        """
-        expired = message.outcome is Outcome.EXPIRED
-        jobs = () if expired else self._jobs(fragment, message.number)
-        self._state.when_computed(jobs, then)
 
     def _jobs(self, fragment: Fragment, number: int) -> tuple[int, ...]:
         """The jobs of a pass that are under way here."""
@@ -323,7 +312,10 @@ class Passes:
         if live is not None and live.observed:
             self._gradients.show(fragment, live, reply)
         else:
-            self._after_pass(fragment, message, partial(reply, None))
+            # A failed pass may have jobs left; one that ran out of time does not wait.
+            expired = message.outcome is Outcome.EXPIRED
+            jobs = () if expired else self._jobs(fragment, message.number)
+            self._state.when_computed(jobs, partial(reply, None))
 
     def _clear(self, fragment: Fragment, live: Pass, outcome: Outcome) -> None:
         """Drop what was on its way in a pass."""
@@ -359,9 +351,9 @@ class Passes:
         self._state.drop(residuals)
 
     def lost(self, fragment: Fragment, worker: Worker) -> None:
-        """A peer of a transfer is gone: what it owes this pass never comes."""
+        """The other end of a transfer is lost: what it owes this pass never comes."""
         live: Pass | None = fragment.live
-        if live is None or live.is_owner:
+        if live is None or live.parent is None:
             return
         peers = [send.destination for send in fragment.sends.values()]
         peers += [recv.source for recv in fragment.recvs.values()]
@@ -369,7 +361,7 @@ class Passes:
             self._backward.fail_lost(fragment, live, worker)
 
     def abandon(self, fragment: Fragment) -> None:
-        """End a pass here without a word: an abort says it all."""
+        """End a pass here without a message: an abort ends it elsewhere."""
         if fragment.live is not None:
             number = fragment.live.number
             end = End(fragment.context, number, Outcome.FAILED, retain=True)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from jdag.engine.vocabulary import (
+from jdag.engine.protocol import (
     Attached,
     ContextId,
     Differentiated,

@@ -1,9 +1,10 @@
 """Reads: values fetched by programs. They make no node, no edge and no context.
 
-Told: Fetched by a program here, Read and Reading by other workers. Asks for Resume,
-Read and Reading. Invariants: every Fetched is resumed and every Read answered, whatever
-becomes of the values, their context or their worker; a version of a leaf that is read
-is kept until then, whatever is assigned meanwhile.
+Inputs:  Fetched from programs here, Read and Reading from other workers.
+Outputs: Resume, Read and Reading.
+Invariants: every Fetched is resumed and every Read is answered, whatever becomes of the
+values, their context or their worker; a version of a leaf that is read is kept until
+then, whatever is assigned meanwhile.
 """
 
 from collections.abc import Sequence
@@ -13,8 +14,7 @@ from typing import NamedTuple
 
 from jdag.engine.graph import Value
 from jdag.engine.leaves import Leaves, Version
-from jdag.engine.state import State
-from jdag.engine.vocabulary import (
+from jdag.engine.protocol import (
     LEAF_KINDS,
     AnyKey,
     Failure,
@@ -22,9 +22,10 @@ from jdag.engine.vocabulary import (
     Key,
     Read,
     Reading,
-    Resume,
     Worker,
+    landing,
 )
+from jdag.engine.state import State
 
 Answered = Key | Failure
 
@@ -85,7 +86,7 @@ class Reads:
                 self._requests[self._number] = Request(fetch, owner, tuple(places))
                 self._state.send(owner, Read(self._number, keys))
         if not event.keys:
-            self._state.out.append(Resume(event.waiter, ()))
+            self._state.resume(event.waiter, ())
 
     def _give_lost(self, fetch: Fetch, places: Sequence[int], worker: Worker) -> None:
         failure = self._state.lost_failure(worker)
@@ -103,7 +104,7 @@ class Reads:
         if fetch.missing == 0:
             for place, found in fetch.own.items():
                 fetch.results[place] = self._answer(found)
-            self._state.out.append(Resume(fetch.waiter, tuple(fetch.results)))
+            self._state.resume(fetch.waiter, tuple(fetch.results))
             self._let_go(tuple(fetch.own.values()))
 
     def _find(self, keys: Sequence[Key]) -> list[Found]:
@@ -149,8 +150,9 @@ class Reads:
         self._state.send(sender, Reading(message.request, failures), held)
         self._let_go(found)
 
-    def reading(self, message: Reading, landed: tuple[Key, ...]) -> None:
+    def reading(self, sender: Worker, message: Reading) -> None:
         """What was asked for is here."""
+        landed = landing(message)
         request = self._requests.pop(message.request, None)
         if request is None:
             self._state.drop(landed)
@@ -162,7 +164,7 @@ class Reads:
         self._give(request.fetch, request.places, answers)
 
     def lost(self, worker: Worker) -> None:
-        """A worker is gone: it answers no more."""
+        """A worker is lost: it answers no more."""
         for number, request in tuple(self._requests.items()):
             if request.worker == worker:
                 del self._requests[number]

@@ -1,36 +1,52 @@
-"""The share of one worker in one pass: what it awaits, what it is about to say.
+"""One worker's share of one pass: what it waits for, and what it is about to send.
 
-Invariants: `remaining` of a vertex is how many of its counted edges have brought
-nothing yet; a worker that is not passive holds weight; what is in `outbox` is sent
-before the event in hand has been handled.
+Each edge that is counted is one contribution to wait for. FAST counts once, when the
+pass is first seen: everything behind the roots and all sends here. SMART counts only
+what the roots need, as marks come: from the roots here, and from each slot of a send
+that a recv elsewhere needs. A recv that is reached marks its slots, each once.
+
+Invariants: `remaining` of a vertex is the number of its counted edges that have brought
+nothing yet; a worker that is not passive holds credit; what is in `outbox` is sent
+before the handling of the current event ends.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from math import inf
 from typing import Any, NamedTuple
 
-from jdag.engine.graph import RecvEnd, SendEnd, Vertex
-from jdag.engine.vocabulary import Key, LeafId, Mode, Path, Root, Weighted, Worker
-from jdag.engine.weight import NOTHING, WHOLE, Weight, added, split
+from jdag.engine.credit import NOTHING, WHOLE, Credit, added, split
+from jdag.engine.graph import Fragment, Node, RecvEnd, SendEnd, Value, Vertex
+from jdag.engine.protocol import (
+    Credited,
+    Key,
+    LeafId,
+    Marked,
+    Mode,
+    Path,
+    Root,
+    Worker,
+)
 
 Addend = tuple[
     tuple[float, ...], int, Key
 ]  # Path of the consumer, position there, value.
+SEED = (inf,)  # Sorts after every path: seeds come last.
 
 
 class Outgoing(NamedTuple):
-    """To whom, what is said once it has weight and a change in owed sends, and with it.
+    """To whom, what is said once it has credit and a change in owed sends, and with it.
 
     `zeros` are the shapes of those that it does without.
     """
 
     to: Worker
-    message: Callable[[Weight, int], Weighted]
+    message: Callable[[Credit, int], Credited]
     values: tuple[Key, ...]
     zeros: tuple[Any, ...]
 
 
 class Due:
-    """The cotangents of one vertex: how many are awaited, what has come."""
+    """The cotangents of one vertex: how many are awaited, and those that have come."""
 
     __slots__ = ("addends", "hooked", "remaining")
 
@@ -47,6 +63,12 @@ class Due:
         self.addends[slot] = []
         return taken
 
+    def replace(self, slot: int, key: Key) -> bool:
+        """Put in a value made of what was taken; whether it is the last awaited."""
+        self.addends[slot] = [(SEED, 0, key)]
+        self.remaining -= 1
+        return self.remaining == 0
+
 
 def ordered(addends: list[Addend]) -> tuple[Key, ...]:
     """The addends in the order of the program, whatever order they came in."""
@@ -59,9 +81,28 @@ class Pass:
     """One backward pass as one worker sees it."""
 
     __slots__ = (
-        "computing", "counted", "dues", "failed", "mode", "needed", "number",
-        "observed", "oldest", "outbox", "owed", "parent", "ready", "retain", "roots",
-        "seeded", "sighted", "staged", "unreported", "untold", "waiting", "weight",
+        "computing",
+        "counted",
+        "credit",
+        "dues",
+        "failed",
+        "mode",
+        "needed",
+        "number",
+        "observed",
+        "oldest",
+        "outbox",
+        "owed",
+        "parent",
+        "ready",
+        "retain",
+        "roots",
+        "seeded",
+        "sighted",
+        "staged",
+        "unreported",
+        "untold",
+        "waiting",
     )  # fmt: skip
 
     def __init__(
@@ -72,7 +113,7 @@ class Pass:
         self.retain = retain
         # Who spoke of it first: a failure goes there. None on the pass's owner.
         self.parent = parent
-        self.weight = WHOLE if parent is None else NOTHING
+        self.credit = WHOLE if parent is None else NOTHING
         self.unreported = 0  # The change in owed sends that nobody was told of.
         self.outbox: list[Outgoing] = []
         self.computing = 0
@@ -93,47 +134,35 @@ class Pass:
         self.failed = False
 
     @property
-    def is_owner(self) -> bool:
-        """Whether the pass is this worker's own."""
-        return self.parent is None
-
-    @property
     def passive(self) -> bool:
         """Whether nothing here can go on by itself."""
         return not (self.computing or self.waiting or self.ready)
 
-    @property
-    def whole(self) -> bool:
-        """Whether this worker holds all the weight there is."""
-        return self.weight == WHOLE
-
-    def take(self, weight: Weight, owed: int) -> None:
-        """A message of the pass came, with a part of its weight."""
-        self.weight = added(self.weight, weight)
+    def take(self, credit: Credit, owed: int) -> None:
+        """A message of the pass came, with a part of its credit."""
+        self.credit = added(self.credit, credit)
         self.unreported += owed
 
     def say(
         self,
         to: Worker,
-        message: Callable[[Weight, int], Weighted],
+        message: Callable[[Credit, int], Credited],
         values: tuple[Key, ...] = (),
         zeros: tuple[Any, ...] = (),
     ) -> None:
-        """Note what is to be sent; it is given its weight by `parcel`."""
+        """Note what is to be sent; it is given its credit by `parcel`."""
         self.outbox.append(Outgoing(to, message, values, zeros))
 
-    def parcel(self) -> list[tuple[Outgoing, Weighted]]:
-        """What is to be sent, with its weight: all of it, unless some is needed here.
+    def parcel(self, is_passive: bool) -> list[tuple[Outgoing, Credited]]:
+        """What is to be sent, with its credit: all of it, unless some is needed here.
 
         The first message carries the change in owed sends.
         """
         outbox, self.outbox = self.outbox, []
-        if not outbox:
-            return []
-        if self.passive:
-            parts, self.weight = split(self.weight, len(outbox)), NOTHING
+        if is_passive:
+            parts, self.credit = split(self.credit, len(outbox)), NOTHING
         else:
-            self.weight, *parts = split(self.weight, len(outbox) + 1)
+            self.credit, *parts = split(self.credit, len(outbox) + 1)
         owed, self.unreported = self.unreported, 0
         sent = []
         for outgoing, part in zip(outbox, parts, strict=True):
@@ -141,8 +170,85 @@ class Pass:
             owed = 0
         return sent
 
-    def hand_back(self) -> tuple[Weight, int]:
-        """All the weight held here, and the change in owed sends, for the owner."""
-        weight, self.weight = self.weight, NOTHING
+    def hand_back(self) -> tuple[Credit, int]:
+        """All the credit held here, and the change in owed sends, for the owner."""
+        credit, self.credit = self.credit, NOTHING
         owed, self.unreported = self.unreported, 0
-        return weight, owed
+        return credit, owed
+
+
+def count(fragment: Fragment, live: Pass) -> Node | None:
+    """Count every edge behind the roots here and, in FAST, behind all unspent sends."""
+    values = [fragment.values[root.key] for root in live.roots]
+    if live.mode is Mode.FAST:
+        for send in fragment.sends.values():
+            slots = [slot for slot, spent in enumerate(send.spent) if not spent]
+            if slots:
+                values.extend(_owe(live, send, slots))
+    return _walk(live, values)
+
+
+def mark(fragment: Fragment, live: Pass, transfers: Iterable[Marked]) -> Node | None:
+    """Count every edge behind these slots of sends here."""
+    values: list[Value] = []
+    for marked in transfers:
+        slots = [slot for slot, here in enumerate(marked.slots) if here]
+        values.extend(_owe(live, fragment.sends[marked.path], slots))
+    return _walk(live, values)
+
+
+def _owe(live: Pass, send: SendEnd, slots: list[int]) -> list[Value]:
+    """Count slots of a send: the send is one dependency, owed until it is answered."""
+    counted = live.counted.get(send.path)
+    if counted is None:
+        counted = live.counted[send.path] = [False] * len(send.inputs)
+        live.owed[send.path] = send
+        live.unreported += 1
+    values = []
+    for slot in slots:
+        value = send.inputs[slot]
+        assert value is not None and not counted[slot], (send.path, slot)
+        counted[slot] = True
+        send.spent[slot] = send.spent[slot] or not live.retain
+        values.append(value)
+    return values
+
+
+def _walk(live: Pass, values: Iterable[Value]) -> Node | None:
+    """Count the edges to these values and all behind them.
+
+    If the graph is not retained, what is counted is spent by that.
+
+    Returns:
+        None, or a node that was reached although an earlier pass had spent it.
+    """
+    spends = not live.retain
+    smart = live.mode is Mode.SMART
+    stack: list[Node] = []
+    dues = live.dues
+    while True:
+        for value in values:
+            vertex = value.producer
+            if vertex is None:
+                continue  # It was never here: its call holds the failure.
+            due = dues.get(vertex)
+            if due is None:
+                due = dues[vertex] = Due(len(vertex.outputs))
+                if type(vertex) is Node:
+                    if vertex.spent:
+                        return vertex
+                    vertex.spent = spends
+                    stack.append(vertex)
+            due.remaining += 1
+            if smart and type(vertex) is RecvEnd:
+                _need(live, vertex, value.index)
+        if not stack:
+            return None
+        values = stack.pop().inputs
+
+
+def _need(live: Pass, recv: RecvEnd, slot: int) -> None:
+    needed = live.needed.setdefault(recv, {})
+    if slot not in needed:
+        needed[slot] = None
+        live.untold.setdefault(recv, {})[slot] = None

@@ -12,7 +12,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from jdag.engine.graph import Fragment, Pending, RecvEnd, Value
-from jdag.engine.vocabulary import (
+from jdag.engine.phases import Ownership
+from jdag.engine.protocol import (
     Compute,
     ContextId,
     Drop,
@@ -22,12 +23,14 @@ from jdag.engine.vocabulary import (
     Key,
     Message,
     Path,
+    Resume,
     Send,
     Worker,
     incarnated,
     incarnation_of,
     named,
 )
+from jdag.errors import WorkerLost
 
 
 class Horizon(NamedTuple):
@@ -41,7 +44,7 @@ class Horizon(NamedTuple):
         return counter <= self.counter and counter not in self.live
 
     def and_(self, other: "Horizon") -> "Horizon":
-        """What is gone by either of the two: what is gone never comes back."""
+        """The union of two horizons: what is gone never comes back."""
         live = [
             counter
             for counter in dict.fromkeys((*self.live, *other.live))
@@ -86,8 +89,15 @@ class State:
             self.contexts[context] = fragment
         return fragment
 
+    def owned(self, context: ContextId) -> tuple[Fragment, Ownership] | None:
+        """A context of this worker that has not been released; None if it is not."""
+        fragment = self.contexts.get(context)
+        if fragment is None or fragment.ownership is None:
+            return None
+        return fragment, fragment.ownership
+
     def owner(self, context: ContextId) -> Worker:
-        """Who opened a context."""
+        """The worker that opened a context."""
         return incarnated(self.names[context.number], context.incarnation)
 
     def gone(self, context: ContextId) -> bool:
@@ -98,6 +108,10 @@ class State:
         return horizon is not None and horizon.passed(context.counter)
 
     # -------------------------------------------------------------------- effects
+
+    def resume(self, waiter: int, result: Any) -> None:
+        """Resume a program with what it waited for."""
+        self.out.append(Resume(waiter, result))
 
     def send(
         self,
@@ -149,12 +163,12 @@ class State:
             self.after.setdefault(number, []).append(pending)
 
     def computed(self, number: int) -> None:
-        """A job is done; who waited for it runs soon."""
+        """A job is done; what waited for it runs soon."""
         for pending in self.after.pop(number):
             self._less_missing(pending)
 
     def settle(self, value: Value, failure: Failure | None) -> None:
-        """A value is there, or never will be; who waited for it runs soon."""
+        """A value is there, or never will be; what waited for it runs soon."""
         assert not value.settled, value.key
         value.settled = True
         value.failure = failure
@@ -174,7 +188,7 @@ class State:
     # ----------------------------------------------------------------------- lives
 
     def release(self, values: Iterable[Value]) -> None:
-        """Each of these has a user less; what nobody needs any more goes."""
+        """Each of these has one user less; values without users are dropped."""
         for value in values:
             value.users -= 1
             if value.users <= 0:
@@ -222,8 +236,13 @@ class State:
         why = self.lost[worker]
         return f"{said}{noticed}: {why}" if why else f"{said}{noticed}"
 
+    def check_there(self, worker: Worker, said: str) -> None:
+        """Raise WorkerLost, with what cannot be done, if a worker is lost."""
+        if worker in self.lost:
+            raise WorkerLost(f"{said}: {self.loss(worker)}")
+
     def lost_failure(self, worker: Worker) -> Failure:
-        """Says that a worker is gone, to whoever waits for something of it."""
+        """The failure of what waits for something of a lost worker."""
         text = self.loss(worker, f" (noticed by {self.worker!r})")
         return Failure("WorkerLost", text, worker)
 

@@ -1,17 +1,17 @@
-"""Activations: what programs here issue, who has heard of it, the programs they call.
+"""Program frames: what programs here issue, and the programs that they call.
 
-Told by programs here: Issued, Launched, Attached, Returned. Told by others: Run,
-Return, Attach, Acknowledge. Asks for Call, Ship, Run, Return and Attach messages, Spawn
-and Resume.
+Inputs:  Issued, Launched, Attached and Returned from programs here; Run, Return, Attach
+         and Acknowledge from other workers.
+Outputs: Call, Ship, Run, Return and Attach messages, Spawn and Resume.
 
 Invariants
-- Only the issuer decides transfers: a value goes to a worker once per activation and
-  tracking, a leaf once more after a pass that spends.
-- A call, ship or program is acknowledged once; a program call leaves only when all
-  earlier calls of its activation (and all assignments from here) are acknowledged, and
-  a program returns only when its own are. So whoever learns of a ref can use it at
+- Only the issuer decides on transfers: a value goes to a worker once per frame and
+  tracking; a leaf goes again after a pass that spends.
+- A call, ship or program is acknowledged once. A program call leaves only when all
+  earlier calls of its frame (and all assignments from here) are acknowledged, and a
+  program returns only when its own are. So a worker that is given a ref can use it at
   once.
-- A program that lost a worker that took part does not return as if it had not.
+- A program that lost a worker which took part returns that failure.
 """
 
 from functools import partial
@@ -19,11 +19,10 @@ from operator import attrgetter
 from typing import Any
 
 from jdag.engine.forward import Forwarding
-from jdag.engine.graph import Activation, Fragment
+from jdag.engine.graph import Fragment, ProgramFrame
 from jdag.engine.leaves import Leaves
 from jdag.engine.lives import Lives
-from jdag.engine.state import State
-from jdag.engine.vocabulary import (
+from jdag.engine.protocol import (
     LEAF_KINDS,
     Acknowledge,
     Attach,
@@ -40,7 +39,6 @@ from jdag.engine.vocabulary import (
     Path,
     Primal,
     ReceivedKey,
-    Resume,
     Return,
     Returned,
     Run,
@@ -48,11 +46,12 @@ from jdag.engine.vocabulary import (
     Spawn,
     Worker,
 )
+from jdag.engine.state import State
 from jdag.errors import ContextError, WorkerLost
 
 
-class Activations:
-    """The programs of one worker, as its engine sees them."""
+class ProgramFrames:
+    """The program frames of one worker."""
 
     def __init__(
         self, state: State, leaves: Leaves, lives: Lives, forwarding: Forwarding
@@ -61,35 +60,38 @@ class Activations:
         self._leaves = leaves
         self._lives = lives
         self._forwarding = forwarding
-        self._held: list[tuple[Activation, Any]] = []
+        self._held: list[tuple[ProgramFrame, Any]] = []
 
     # -------------------------------------------------------------------- issuing
 
-    def activation(self, context: ContextId, path: Path) -> tuple[Fragment, Activation]:
-        """The activation here that makes the call of this path."""
+    def frame(
+        self, context: ContextId, path: Path, cause: type | None = None
+    ) -> tuple[Fragment, ProgramFrame]:
+        """The frame here that makes the call of this path, if the phase allows it."""
         fragment = self._state.contexts.get(context)
-        activation = None if fragment is None else fragment.activations.get(path[:-1])
-        if fragment is None or activation is None:
+        frame = None if fragment is None else fragment.frames.get(path[:-1])
+        if fragment is None or frame is None:
             raise ContextError(
                 f"context {context} is not open on {self._state.worker!r}: it was "
                 "released, or the program that issues this call has ended"
             )
-        return fragment, activation
+        if cause is not None and fragment.ownership is not None:
+            fragment.ownership.advance(context, cause)
+        return fragment, frame
 
-    def _issuer(self, context: ContextId, path: Path) -> Activation | None:
+    def _issuer(self, context: ContextId, path: Path) -> ProgramFrame | None:
         fragment = self._state.contexts.get(context)
-        return None if fragment is None else fragment.activations.get(path[:-1])
+        return None if fragment is None else fragment.frames.get(path[:-1])
 
     def issued(self, event: Issued) -> None:
         """Turn a call into messages: to the callee and to each owner of arguments."""
         state = self._state
-        fragment, activation = self.activation(event.context, event.path)
-        if fragment.ownership is not None:
-            fragment.ownership.advance(event.context, Issued)
-        self._refuse_lost(event)
+        fragment, frame = self.frame(event.context, event.path, Issued)
+        if state.lost:
+            self._refuse_lost(event)
         lives = self._lives
-        lives.note(activation, event.discarded)
-        inputs, ships = self._transfers(event, activation)
+        lives.note(frame, event.discarded)
+        inputs, ships = self._transfers(event, frame)
         call = Call(
             event.context,
             event.path,
@@ -104,7 +106,7 @@ class Activations:
                 ]
             ),
             event.call_site,
-            lives.riding(activation, event.worker),
+            lives.riding(frame, event.worker),
         )
         for owner, slots in ships.items():
             ship = Ship(
@@ -115,39 +117,35 @@ class Activations:
                 tuple([tracked for _, tracked in slots]),
                 event.name,
                 event.call_site,
-                lives.riding(activation, owner),
+                lives.riding(frame, owner),
             )
             if owner == state.worker:
                 self._forwarding.make_send(fragment, ship)
             else:
                 waits = (event.worker, len(slots))
-                activation.unacknowledged[event.path, owner] = waits
+                frame.unacknowledged[event.path, owner] = waits
                 state.send(owner, ship)
         if event.worker == state.worker:
             self._forwarding.make_call(fragment, call)
             return
-        activation.unacknowledged[event.path, event.worker] = None
+        frame.unacknowledged[event.path, event.worker] = None
         constants = tuple([key for key in inputs if key.kind == "constant"])
         state.send(event.worker, call, constants)
         state.drop(constants)
 
     def _refuse_lost(self, event: Issued) -> None:
-        lost = self._state.lost
-        if not lost:
-            return
-        said = f"{event.name} cannot be called on {event.worker!r}: "
-        if event.worker in lost:
-            raise WorkerLost(f"{said}{self._state.loss(event.worker)}")
+        said = f"{event.name} cannot be called on {event.worker!r}"
+        self._state.check_there(event.worker, said)
         for argument in event.arguments:
             key, worker = argument.key, argument.owner
-            if worker in lost:
+            if worker in self._state.lost:
                 gone = f"{key.name} is gone, " * (key.kind in LEAF_KINDS)
-                raise WorkerLost(f"{said}{gone}{self._state.loss(worker)}")
+                raise WorkerLost(f"{said}: {gone}{self._state.loss(worker)}")
 
     def _transfers(
-        self, event: Issued, activation: Activation
+        self, event: Issued, frame: ProgramFrame
     ) -> tuple[list[Key], dict[Worker, list[tuple[Key, bool]]]]:
-        """Each input as the callee will know it, and what each owner has to send."""
+        """The key of each input on the callee, and what each owner has to send."""
         inputs: list[Key] = []
         ships: dict[Worker, list[tuple[Key, bool]]] = {}
         for argument in event.arguments:
@@ -155,11 +153,11 @@ class Activations:
             if owner == event.worker or key.kind == "constant":
                 inputs.append(key)
                 continue
-            copies = activation.moved.get(key)
+            copies = frame.moved.get(key)
             if copies is None:
-                copies = activation.moved[key] = {}
+                copies = frame.moved[key] = {}
                 if key.kind == "leaf":
-                    self._lives.note_older(activation, key, event.arguments)
+                    self._lives.note_older(frame, key, event.arguments)
             what = (event.worker, tracked)
             moved = copies.get(what)
             if moved is None:
@@ -172,22 +170,17 @@ class Activations:
 
     def launched(self, event: Launched) -> None:
         """Call a program, once all that was issued before it has arrived."""
-        fragment, activation = self.activation(event.context, event.path)
-        if fragment.ownership is not None:
-            fragment.ownership.advance(event.context, Launched)
-        if event.worker in self._state.lost:
-            why = self._state.loss(event.worker)
-            raise WorkerLost(f"no program can run on {event.worker!r}: {why}")
-        activation.launched[event.path] = (event.waiter, event.worker)
-        self.when_acknowledged(activation, partial(self._launch, fragment, event))
+        fragment, frame = self.frame(event.context, event.path, Launched)
+        said = f"no program can run on {event.worker!r}"
+        self._state.check_there(event.worker, said)
+        frame.launched[event.path] = (event.waiter, event.worker)
+        self.when_acknowledged(frame, partial(self._launch, fragment, event))
 
     def awaited(self, event: Awaited) -> None:
-        """The top activation waits until others know all that it has issued."""
-        _, activation = self.activation(event.context, (0,))
-        self.when_acknowledged(activation, partial(self._resume, event.waiter))
-
-    def _resume(self, waiter: int) -> None:
-        self._state.out.append(Resume(waiter, None))
+        """The top frame waits until all that it has issued is acknowledged."""
+        _, frame = self.frame(event.context, (0,))
+        resume = partial(self._state.resume, event.waiter, None)
+        self.when_acknowledged(frame, resume)
 
     def _launch(self, fragment: Fragment, event: Launched) -> None:
         run = Run(
@@ -198,40 +191,40 @@ class Activations:
         else:
             self._state.send(event.worker, run)
 
-    def when_acknowledged(self, activation: Activation, then: Any) -> None:
+    def when_acknowledged(self, frame: ProgramFrame, then: Any) -> None:
         """Run `then` when nothing that was issued so far is unacknowledged."""
-        if activation.unacknowledged or self._leaves.unacknowledged:
-            self._held.append((activation, then))
+        if frame.unacknowledged or self._leaves.unacknowledged:
+            self._held.append((frame, then))
         else:
             then()
 
-    def unacknowledged(self, activation: Activation) -> list[str]:
+    def unacknowledged(self, frame: ProgramFrame) -> list[str]:
         """Name what `when_acknowledged` waits for."""
-        named = [f"call {path} on {to!r}" for path, to in activation.unacknowledged]
+        named = [f"call {path} on {to!r}" for path, to in frame.unacknowledged]
         leaves = self._leaves.unacknowledged
         return [*named, *(f"assignment {path} on {to!r}" for path, to in leaves)]
 
-    def never_mind(self, activation: Activation) -> None:
-        """What was held back for an activation is not wanted any more."""
-        self._held = [entry for entry in self._held if entry[0] is not activation]
+    def never_mind(self, frame: ProgramFrame) -> None:
+        """Drop what a program frame held back."""
+        self._held = [entry for entry in self._held if entry[0] is not frame]
 
     def acknowledged(self, sender: Worker, message: Acknowledge) -> None:
         """A call, ship or assignment has arrived."""
         if message.context is None:
             self._leaves.unacknowledged.pop((message.path, sender), None)
         else:
-            activation = self._issuer(message.context, message.path)
-            if activation is None:
+            frame = self._issuer(message.context, message.path)
+            if frame is None:
                 return
-            activation.unacknowledged.pop((message.path, sender), None)
-            activation.workers[sender] = None
+            frame.unacknowledged.pop((message.path, sender), None)
+            frame.workers[sender] = None
         self.let_go()
 
     def let_go(self) -> None:
         """Run what was held back and need not be any more."""
         held, self._held = self._held, []
-        for activation, then in held:
-            self.when_acknowledged(activation, then)
+        for frame, then in held:
+            self.when_acknowledged(frame, then)
 
     # ---------------------------------------------------------------------- hooks
 
@@ -239,16 +232,12 @@ class Activations:
         """A program here hooks a value, wherever that is."""
         state = self._state
         path = event.hook.path
-        fragment, activation = self.activation(event.context, path)
-        if fragment.ownership is not None:
-            fragment.ownership.advance(event.context, Attached)
-        if event.worker in state.lost:
-            why = state.loss(event.worker)
-            raise WorkerLost(f"nothing can be hooked on {event.worker!r}: {why}")
+        fragment, frame = self.frame(event.context, path, Attached)
+        state.check_there(event.worker, f"nothing can be hooked on {event.worker!r}")
         if event.worker == state.worker:
             _attach(fragment, event.key, event.hook)
             return
-        activation.unacknowledged[path, event.worker] = None
+        frame.unacknowledged[path, event.worker] = None
         state.send(event.worker, Attach(event.context, event.key, event.hook))
 
     def attach(self, sender: Worker, message: Attach) -> None:
@@ -271,9 +260,9 @@ class Activations:
         self._state.send(sender, reply)
 
     def _run(self, fragment: Fragment, message: Run, issuer: Worker) -> None:
-        activation = Activation(message.path, issuer)
-        activation.workers[self._state.worker] = None
-        fragment.activations[message.path] = activation
+        frame = ProgramFrame(message.path, issuer)
+        frame.workers[self._state.worker] = None
+        fragment.frames[message.path] = frame
         self._state.out.append(
             Spawn(
                 message.context,
@@ -287,90 +276,84 @@ class Activations:
     def returned(self, event: Returned) -> None:
         """A program that ran here ended; it returns when its calls are acknowledged."""
         fragment = self._state.contexts.get(event.context)
-        if fragment is None or event.path not in fragment.activations:
+        if fragment is None or event.path not in fragment.frames:
             return  # Its context was released from under it.
-        activation = fragment.activations[event.path]
-        self.when_acknowledged(
-            activation, partial(self._return, fragment, activation, event)
-        )
+        frame = fragment.frames[event.path]
+        self.when_acknowledged(frame, partial(self._return, fragment, frame, event))
 
-    def _return(
-        self, fragment: Fragment, activation: Activation, event: Returned
-    ) -> None:
-        if fragment.activations.pop(event.path, None) is None:
+    def _return(self, fragment: Fragment, frame: ProgramFrame, event: Returned) -> None:
+        if fragment.frames.pop(event.path, None) is None:
             return
-        assert activation.issuer is not None, event.path
+        assert frame.issuer is not None, event.path
         # What it returns may need what is lost, and its issuer may not notice the loss.
-        failure = activation.lost or event.failure
+        failure = frame.lost or event.failure
         result = event.result if failure is None else None
-        workers = tuple(activation.workers)
-        self._lives.note(activation, event.discarded)
-        notices = self._lives.returning(activation)
+        workers = tuple(frame.workers)
+        self._lives.note(frame, event.discarded)
+        notices = self._lives.returning(frame)
         message = Return(event.context, event.path, result, failure, workers, notices)
-        if activation.issuer == self._state.worker:
+        if frame.issuer == self._state.worker:
             self.program_ended(message)
         else:
-            self._state.send(activation.issuer, message)
+            self._state.send(frame.issuer, message)
 
     def program_ended(self, message: Return) -> None:
         """A program that was called from here returned."""
-        activation = self._issuer(message.context, message.path)
-        if activation is None:
+        frame = self._issuer(message.context, message.path)
+        if frame is None:
             return
         for worker in message.workers:
-            activation.workers[worker] = None
+            frame.workers[worker] = None
         if message.failure is not None and message.failure.error == "WorkerLost":
-            activation.lost = activation.lost or message.failure
-        self._lives.note_notices(activation, message.notices)
-        launched = activation.launched.pop(message.path, None)
+            frame.lost = frame.lost or message.failure
+        self._lives.note_notices(frame, message.notices)
+        launched = frame.launched.pop(message.path, None)
         if launched is not None:
-            self._state.out.append(
-                Resume(launched[0], (message.result, message.failure))
-            )
+            self._state.resume(launched[0], (message.result, message.failure))
 
     # ----------------------------------------------------------------------- ends
 
     def lost(self, worker: Worker) -> None:
-        """A worker is gone: it acknowledges nothing, its programs do not return."""
+        """A worker is lost: it acknowledges nothing, and its programs do not return."""
         for fragment in self._state.contexts.values():
-            for activation in tuple(fragment.activations.values()):
-                self._lost(fragment, activation, worker)
+            for frame in tuple(fragment.frames.values()):
+                self._lost(fragment, frame, worker)
         self._leaves.lost(worker)
         self.let_go()
 
-    def _lost(self, fragment: Fragment, activation: Activation, worker: Worker) -> None:
+    def _lost(self, fragment: Fragment, frame: ProgramFrame, worker: Worker) -> None:
         state = self._state
         failure = state.lost_failure(worker)
-        if takes_part(activation, worker):
-            activation.lost = activation.lost or failure
-        for pending in [key for key in activation.unacknowledged if key[1] == worker]:
-            waits = activation.unacknowledged.pop(pending)
-            activation.workers[worker] = None
+        if takes_part(frame, worker):
+            frame.lost = frame.lost or failure
+        for pending in [key for key in frame.unacknowledged if key[1] == worker]:
+            waits = frame.unacknowledged.pop(pending)
+            frame.workers[worker] = None
             if waits is not None and waits[0] != state.worker:
                 # It may never have heard that it was to send: who waits is told so.
                 failures = (failure,) * waits[1]
                 primal = Primal(fragment.context, pending[0], worker, failures)
                 state.send(waits[0], primal)
-        for path, (waiter, where) in tuple(activation.launched.items()):
+        for path, (waiter, where) in tuple(frame.launched.items()):
             if where == worker:
-                del activation.launched[path]
-                activation.workers[worker] = None
-                state.out.append(Resume(waiter, (None, failure)))
+                del frame.launched[path]
+                frame.workers[worker] = None
+                state.resume(waiter, (None, failure))
 
     def abort(self, fragment: Fragment, failure: Failure) -> None:
-        """The context is released from under its programs: they wait no longer."""
+        """The context is released while its programs wait: resume them."""
         state = self._state
-        for activation in fragment.activations.values():
-            self.never_mind(activation)
-            issuer = activation.issuer
+        for frame in fragment.frames.values():
+            self.never_mind(frame)
+            issuer = frame.issuer
             if fragment.owner in state.lost and issuer not in (None, state.worker):
                 # The issuer may not have lost the owner, and waits.
-                path = activation.path
+                path = frame.path
                 reply = Return(fragment.context, path, None, failure, (), ())
                 state.send(issuer, reply)
-            for waiter, _ in activation.launched.values():
-                self._state.out.append(Resume(waiter, (None, failure)))
-        fragment.activations.clear()
+            for waiter, _ in frame.launched.values():
+                state.resume(waiter, (None, failure))
+        fragment.frames.clear()
 
 
 def _attach(fragment: Fragment, key: Key, hook: Hook) -> None:
@@ -380,10 +363,10 @@ def _attach(fragment: Fragment, key: Key, hook: Hook) -> None:
     fragment.hooks[place] = tuple(sorted(attached, key=attrgetter("path")))
 
 
-def takes_part(activation: Activation, worker: Worker) -> bool:
-    """Whether a worker has, or may have, a part in what an activation did."""
+def takes_part(frame: ProgramFrame, worker: Worker) -> bool:
+    """Whether a worker has, or may have, a part in what a program frame did."""
     return (
-        worker in activation.workers
-        or any(where == worker for _, where in activation.unacknowledged)
-        or any(where == worker for _, where in activation.launched.values())
+        worker in frame.workers
+        or any(where == worker for _, where in frame.unacknowledged)
+        or any(where == worker for _, where in frame.launched.values())
     )

@@ -147,7 +147,7 @@ class Opened(Struct, frozen=True):
 
 
 class Issued(Struct, frozen=True):
-    """An activation here calls a function. Its constants are already stored."""
+    """A program frame here calls a function. Its constants are already stored."""
 
     context: ContextId
     path: Path
@@ -161,7 +161,7 @@ class Issued(Struct, frozen=True):
 
 
 class Discarded(Struct, frozen=True):
-    """The activation of this path is about to wait; it can name these no more."""
+    """The frame of this path is about to wait; it can name these no more."""
 
     context: ContextId
     path: Path
@@ -191,7 +191,7 @@ class Returned(Struct, frozen=True):
 
 
 class Awaited(Struct, frozen=True):
-    """The owner's top activation waits until all that it issued has arrived."""
+    """The owner's top frame waits until all that it issued has arrived."""
 
     waiter: int
     context: ContextId
@@ -221,7 +221,7 @@ class Dropped(Struct, frozen=True):
 
 
 class Differentiated(Struct, frozen=True):
-    """The owner's top activation asks for a pass: Resume brings a `PassResult`.
+    """The owner's top frame asks for a pass: Resume brings a `PassResult`.
 
     Cotangents that were given are already stored under their seed keys.
     """
@@ -242,7 +242,7 @@ class Expired(Struct, frozen=True):
 
 
 class Attached(Struct, frozen=True):
-    """An activation here hooks a value, here or on another worker."""
+    """A program frame here hooks a value, here or on another worker."""
 
     context: ContextId
     worker: Worker
@@ -251,7 +251,7 @@ class Attached(Struct, frozen=True):
 
 
 class Left(Struct, frozen=True):
-    """The owner's top activation leaves the context: Resume brings unseen failures."""
+    """The owner's top frame leaves the context: Resume brings unseen failures."""
 
     waiter: int
     context: ContextId
@@ -286,7 +286,7 @@ class Drop(Struct, frozen=True):
 
 
 class Spawn(Struct, frozen=True):
-    """Start a program as the activation of this path; when it ends tell `Returned`."""
+    """Start a program as the frame of this path; when it ends tell `Returned`."""
 
     context: ContextId
     path: Path

@@ -1,0 +1,87 @@
+"""Credit: how the owner of a pass learns that no part of it is still going on.
+
+A pass begins with one credit, which its owner holds. A worker that has something of the
+pass to do holds a part of it, and every message of the pass carries a part. A worker
+that has nothing left to do gives its part away: to the messages that it sends in that
+moment or, if there are none, straight back to the owner. There is no tree of senders to
+climb, and most messages need no answer (F. Mattern, "Global quiescence detection based
+on credit distribution and recovery", 1989).
+
+Why the owner knows that the pass is over when it has nothing to do and holds the whole:
+parts are only split and added, exactly, so they always sum to the whole. A busy worker
+and a message under way each hold more than nothing, so none is left. Why that state is
+reached: a worker that is not busy holds nothing once it has handled an event. What is
+recorded is finite, each edge brings one contribution and each slot is marked once, so
+workers come to rest and messages end.
+
+A part is a whole number of units, each one of the whole halved some times. What is
+split in a fan-out is added again where it joins, so that numbers stay short; in the
+worst case they grow by a bit with each fan-out between the root and here. Beyond 63
+bits they are bytes, since that is how they travel.
+
+A change in the number of owed sends travels with credit: a worker that gives all its
+credit away gives the change too. So an owner that holds the whole knows the sum.
+"""
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from jdag.engine.names import Record
+
+HALVINGS_MAX = 1 << 20
+UNITS_MAX_BYTES = 1 << 16
+_SMALL = 1 << 63
+
+Units = (
+    Annotated[int, Meta(ge=0, le=_SMALL - 1)]
+    | Annotated[bytes, Meta(min_length=8, max_length=UNITS_MAX_BYTES)]
+)
+
+
+class Credit(Record, gc=False):
+    """A part of a pass: `units` of the whole halved `halvings` times."""
+
+    units: Units
+    halvings: Annotated[int, Meta(ge=0, le=HALVINGS_MAX)]
+
+
+def units_of(credit: Credit) -> int:
+    """The units of a credit, however many bits they have."""
+    units = credit.units
+    return units if isinstance(units, int) else int.from_bytes(units, "little")
+
+
+def credit_of(units: int, halvings: int) -> Credit:
+    """A credit of so many units."""
+    if units < _SMALL:
+        return Credit(units, halvings)
+    return Credit(units.to_bytes((units.bit_length() + 7) >> 3, "little"), halvings)
+
+
+NOTHING = Credit(0, 0)
+WHOLE = Credit(1, 0)
+
+
+def added(one: Credit, other: Credit) -> Credit:
+    """The sum of two parts, in as few bits as there are."""
+    if not one.units:
+        return other
+    halvings = max(one.halvings, other.halvings)
+    units = units_of(one) << halvings - one.halvings
+    units += units_of(other) << halvings - other.halvings
+    even = min((units & -units).bit_length() - 1, halvings)
+    return credit_of(units >> even, halvings - even)
+
+
+def split(credit: Credit, count: int) -> list[Credit]:
+    """So many parts, each more than nothing, that sum to this credit."""
+    assert credit.units and count, (credit, count)
+    if count == 1:
+        return [credit]
+    more = (count - 1).bit_length()
+    each, left = divmod(units_of(credit) << more, count)
+    halvings = credit.halvings + more
+    return [credit_of(each + left, halvings)] + [credit_of(each, halvings)] * (
+        count - 1
+    )
