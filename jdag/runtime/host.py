@@ -5,7 +5,9 @@ Outputs: the effects of each event, in their order. Values are dropped and waite
     resumed here; the driver sends messages, computes jobs, starts programs and sets
     alarms (`Driver`).
 Invariants: all effects of an event are carried out before the next event, also if one
-    of them raises; a waiter is resumed once, and only while its program waits.
+    of them raises; a waiter is resumed once, and only while its program waits. The
+    recorder, if there is one, is told of every event before the engine handles it and
+    of every effect before it is carried out.
 
 A cause is the index of a record in the trace; -1 stands for none, and for no trace.
 """
@@ -14,10 +16,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from jdag.compute.machine import Machine, failure_of
+from jdag.compute.machine import Machine
 from jdag.engine.functions import name_of
-from jdag.engine.vocabulary import (
+from jdag.engine.protocol import (
     Alarm,
+    Arrived,
     Awaited,
     Compute,
     Differentiated,
@@ -34,15 +37,18 @@ from jdag.engine.vocabulary import (
     Returned,
     Send,
     Spawn,
+    Worker,
+    landing,
 )
 from jdag.errors import JdagError
+from jdag.runtime.failures import failure_of
+from jdag.runtime.recorder import NO_CAUSE, Recorder
 from jdag.runtime.sizes import check_values
 from jdag.runtime.waiters import Cancel, Waiters
 
 RunProgram = Callable[["Port", Spawn], Returned]
 
-NO_CAUSE = -1
-_WAITING = (Launched, Awaited, Fetched, Differentiated, Left)
+_WAITING = frozenset((Launched, Awaited, Fetched, Differentiated, Left))
 
 
 class Driver(Protocol):
@@ -75,9 +81,6 @@ class Driver(Protocol):
     def alarm(self, host: "Host", alarm: Alarm, cause: int) -> Cancel:
         """Report the event of an alarm when it is due, unless it is cancelled."""
 
-    def resumed(self, host: "Host", waiter: int, what: str, cause: int) -> int:
-        """Record that a waiter is resumed; return the record's index."""
-
     def wake(self, host: "Host", waiter: int) -> None:
         """Let the program of a waiter go on, if it is blocked."""
 
@@ -93,16 +96,18 @@ class Host:
         waiters: those of its driver.
         lost: why each peer that it was told is gone is gone; the driver fills it.
         value_bytes_max: the largest value that leaves the worker; None: any does.
+        recorder: records all events and effects; None: they are not recorded.
     """
 
     __slots__ = (
+        "_read",
         "_value_bytes_max",
         "alive",
         "driver",
         "engine",
         "lost",
         "machine",
-        "made",
+        "recorder",
         "waiters",
         "worker",
     )
@@ -117,103 +122,147 @@ class Host:
         waiters: Waiters,
         lost: Mapping[str, str],
         value_bytes_max: int | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.worker = worker
         self.engine = engine
         self.machine = machine
         self.lost = lost
         self.alive = True
-        self.made: dict[Key, int] = {}  # The record that made each value, if traced.
         self.driver = driver
         self.waiters = waiters
+        self.recorder = recorder
+        self._read: dict[Key, Any] = {}  # What came for fetches that are not complete.
         self._value_bytes_max = value_bytes_max
 
     def tell(
-        self, port: "Port", event: Event, values: Sequence[tuple[Key, Any]], cause: int
+        self, port: "Port", event: Event, values: Sequence[tuple[Key, Any]]
     ) -> None:
         """Handle an event of a program; hold its values, unless that raises."""
-        if isinstance(event, _WAITING):
+        if event.__class__ in _WAITING:
             port.asked.append(event.waiter)
-            self.waiters.ask(event.waiter, self.worker, type(event).__name__)
+            self.waiters.asked[event.waiter] = self.worker, type(event).__name__
+        causes = () if port.cause < 0 else (port.cause,)
+        keys = tuple([key for key, _ in values])
         try:
-            if values:
-                self.hold(values, cause)
+            for key, value in values:
+                self.machine.values.put(key, value)
             most = self._value_bytes_max
             if most is not None and self.machine.values.bytes_peak > most:
                 check_values(event, self.worker, most)
-            self.handle(event, cause)
+            self.handle(event, causes, keys)
         except JdagError:
-            self.drop([key for key, _ in values])
+            self.drop(keys)
             raise
 
-    def handle(self, event: Event, cause: int = NO_CAUSE) -> None:
-        """Handle an event and carry out all its effects; then raise what one raised."""
+    def arrived(
+        self,
+        sender: Worker,
+        message: Message,
+        values: Sequence[Any],
+        causes: tuple[int, ...] = (),
+    ) -> None:
+        """Handle a message, whose values are held from now on."""
+        keys = landing(message) if values else ()
+        for key, value in zip(keys, values, strict=True):
+            if key.__class__ is ReadingKey:
+                self._read[key] = value
+            else:
+                self.machine.values.put(key, value)
+        self.handle(Arrived(sender, message), causes, keys)
+
+    def handle(
+        self, event: Event, causes: tuple[int, ...] = (), keys: Sequence[Key] = ()
+    ) -> int:
+        """Handle an event and carry out all its effects; then raise what one raised.
+
+        Args:
+            event: what happened.
+            causes: the records of what brought it about.
+            keys: of the values that came with it, which are held already.
+
+        Returns:
+            The record of the event.
+        """
+        recorder = self.recorder
+        record = cause = NO_CAUSE
+        if recorder is not None:
+            record = cause = recorder.input(self.worker, event, causes, keys)
+            if not self.alive:
+                return record  # It crashes when there are so many records.
         failed: Exception | None = None
+        driver = self.driver
+        effect: Any
         for effect in self.engine.handle(event):
             if not self.alive:
-                return  # The worker crashed between two effects.
+                break  # The worker crashed between two effects.
+            if recorder is not None:
+                cause = recorder.effect(self.worker, effect, record)
+            kind = effect.__class__
             try:
-                self._carry_out(effect, cause)
+                if kind is Send:
+                    message, sent, values = effect.message, effect.values, ()
+                    if sent:
+                        message, sent, values = self.machine.load(
+                            message, sent, self.worker
+                        )
+                    driver.transmit(self, effect, message, (sent, values), cause)
+                elif kind is Compute:
+                    driver.compute(self, effect.job, cause)
+                elif kind is Drop:
+                    self.drop(effect.keys)
+                elif kind is Resume:
+                    self._resume(effect, cause)
+                elif kind is Alarm:
+                    alarm = driver.alarm(self, effect, cause)
+                    self.waiters.alarm(effect.waiter, alarm)
+                else:
+                    assert kind is Spawn, effect
+                    driver.spawn(self, effect, cause)
             except Exception as error:
                 failed = failed or error
-        if failed is not None:
+        if failed is not None and self.alive:
             raise failed
-
-    def _carry_out(self, effect: Any, cause: int) -> None:
-        kind = effect.__class__
-        driver = self.driver
-        if kind is Send:
-            message, keys, values = effect.message, effect.values, ()
-            if keys:
-                message, keys, values = self.machine.load(message, keys, self.worker)
-            driver.transmit(self, effect, message, (keys, values), cause)
-        elif kind is Compute:
-            driver.compute(self, effect.job, cause)
-        elif kind is Drop:
-            self.drop(effect.keys)
-        elif kind is Resume:
-            self._resume(effect, cause)
-        elif kind is Alarm:
-            self.waiters.alarm(effect.waiter, driver.alarm(self, effect, cause))
-        else:
-            assert kind is Spawn, effect
-            driver.spawn(self, effect, cause)
+        return record
 
     def _resume(self, resume: Resume, cause: int) -> None:
         waiter, result, waiters = resume.waiter, resume.result, self.waiters
         waiters.silence(waiter)
-        asked = waiters.asked(waiter)
-        if asked is None:
-            return  # The program was interrupted, and no longer waits.
-        record = self.driver.resumed(self, waiter, asked, cause)
-        if asked == Fetched.__name__:  # Before another event can replace a leaf.
-            found = result
-            result = self.machine.fetched(found, self.worker)
-            self.drop([key for key in found if isinstance(key, ReadingKey)])
-        waiters.give(waiter, result, record)
+        asked = waiters.asked.get(waiter)
+        if asked is None:  # The program was interrupted, and no longer waits.
+            came = result if isinstance(result, tuple) else ()
+            self.drop([one for one in came if one.__class__ is ReadingKey])
+            return
+        if asked[1] == Fetched.__name__:  # Before another event can replace a leaf.
+            result = self._fetched(result)
+        waiters.given[waiter] = result, cause
         self.driver.wake(self, waiter)
 
-    def hold(self, values: Sequence[tuple[Key, Any]], cause: int) -> None:
-        """Hold values that a program put here, or that came with a message."""
-        put, made = self.machine.values.put, self.made
-        for key, value in values:
-            put(key, value)
-            if cause >= 0:
-                made[key] = cause
+    def _fetched(self, found: Sequence[Any]) -> tuple[Any, ...]:
+        """Values in place of keys; what came for this fetch alone goes."""
+        read = self._read
+        if len(found) == 1 and found[0].__class__ is ReadingKey:
+            return (read.pop(found[0]),)
+        held = [one for one in found if one.__class__ is not ReadingKey]
+        rest = iter(self.machine.fetched(held, self.worker))
+        return tuple(
+            [read.pop(k) if k.__class__ is ReadingKey else next(rest) for k in found]
+        )
 
     def drop(self, keys: Sequence[Key]) -> None:
-        """Let go of values; a key that is not held is no error."""
-        values, made = self.machine.values, self.made
+        """Drop values; a key that is not held is no error."""
+        values = self.machine.values
         for key in keys:
-            if key in values:
+            if key.__class__ is ReadingKey:
+                self._read.pop(key, None)
+            elif key in values:
                 values.drop(key)
-                made.pop(key, None)
 
     def clear(self) -> None:
-        """Let go of everything but what was counted."""
+        """Drop everything but counts."""
         self.alive = False
         self.machine.clear()
-        self.made.clear()
+        self._read.clear()
         self.engine = None
 
 
@@ -221,14 +270,16 @@ class Port:
     """A program's access to its driver.
 
     `cause` is the record of what the program last waited for: it causes what the
-    program does next. `asked` are its waiters, in the order of asking.
+    program does next. `asked` are its waiters, in the order of asking; `waiter` returns
+    a new one.
     """
 
-    __slots__ = ("asked", "cause", "host", "worker")
+    __slots__ = ("asked", "cause", "host", "waiter", "worker")
 
     def __init__(self, host: Host, cause: int = NO_CAUSE) -> None:
         self.host = host
         self.worker = host.worker
+        self.waiter = host.waiters.number
         self.cause = cause
         self.asked: deque[int] = deque()
 
@@ -246,10 +297,6 @@ class Port:
                 function cannot travel to where it is to run.
         """
         self.host.driver.tell(self, event, values)
-
-    def waiter(self) -> int:
-        """Return a new number to wait for."""
-        return self.host.waiters.number()
 
     def wait(self, waiter: int) -> Any:
         """Block until the engine resumes a waiter; return the result.
@@ -269,7 +316,7 @@ class Port:
                 self.host.waiters.forget(asked.popleft())
 
     def lost(self, worker: str) -> str | None:
-        """Why that incarnation is gone; None unless this worker was told that it is."""
+        """Why that incarnation is lost, as this worker knows; None if it is not."""
         return self.host.lost.get(worker)
 
 

@@ -66,7 +66,7 @@ def run(command: Callable[[], object]) -> None:
 
 
 def finish() -> None:
-    """Have signals wait from now on: what the command has done is kept as a whole.
+    """Hold signals back from now on, so that what the command has done is kept whole.
 
     Raises:
         KeyboardInterrupt: a signal came, and what it raised was swallowed.
@@ -78,7 +78,7 @@ def finish() -> None:
 
 
 def leave(number: int) -> NoReturn:
-    """End the process, without what Python does last: it crashes while XLA compiles."""
+    """End the process without Python's own exit, which crashes while XLA compiles."""
     if _thread.get_ident() == _MAIN:
         _ignore()
     _LEAVING.acquire()  # For ever: another thread that comes here waits for the end.
@@ -104,7 +104,7 @@ def _handle(number: int, frame: FrameType | None) -> None:
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
-    """Do as SIGINT does, which a node holds back while its engine thinks."""
+    """Act as on SIGINT, which a node holds back while its engine handles an event."""
     other = signal.getsignal(signal.SIGINT)
     (other if callable(other) else _handle)(number, frame)
 
@@ -122,7 +122,7 @@ def _ignore() -> None:
 
 
 def _forked() -> None:
-    """A child that a program forks is no command."""
+    """A forked child of a program is not a command."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

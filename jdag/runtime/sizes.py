@@ -1,16 +1,15 @@
-"""What is too large to leave with what a program asks for.
+"""Values that are too large to be sent are refused where a program hands them over.
 
 What the program itself hands over (constants, values of new leaves, cotangents) is
-refused where it does so, before its engine knows of it. What workers send each other
-later, who holds it refuses: see `jdag.compute.machine.Machine.load`.
+refused where it does so, before its engine sees it. What workers send each other later
+is refused by the worker that holds it: see `jdag.compute.machine.Machine.load`.
 """
 
 from typing import Any
 
 from jdag.compute.avals import Aval
 from jdag.compute.machine import too_large
-from jdag.compute.placed import Placed
-from jdag.engine.vocabulary import (
+from jdag.engine.protocol import (
     Assigned,
     Assignment,
     Differentiated,
@@ -67,8 +66,7 @@ def _check_constants(
     made: Any, keys: tuple[Key, ...], worker: Worker, bytes_max: int
 ) -> None:
     """Check those of the arguments of a call that go with it."""
-    pair = made.pair if isinstance(made, Placed) else made
     for place, (key, aval) in enumerate(zip(keys, made.avals, strict=True)):
         if key.kind == "constant":
-            what = f"{pair.source.argument(place)} of {made.name}"
+            what = f"{made.source.argument(place)} of {made.name}"
             _check(what, aval, worker, bytes_max)

@@ -1,6 +1,7 @@
 """What a worker holds now, and what it has sent and computed so far."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass
 
 from jdag.runtime.host import Host
 
@@ -16,6 +17,11 @@ class Sent:
     frames: int = 0
     resends: int = 0
     duplicates: int = 0  # Frames that came again, and were thrown away.
+
+
+def total(counts: Iterable[Sent]) -> Sent:
+    """Return what left over all connections."""
+    return Sent(*map(sum, zip(*map(astuple, (Sent(), *counts)), strict=True)))
 
 
 def info(host: Host, sent: Sent, busy_ns: int, *, lost: bool) -> dict[str, int | bool]:

@@ -1,17 +1,19 @@
-"""Tables of a TOML file: what may be in each, and what is said if it is not.
+"""Settings from TOML files and arguments: their types and their errors.
 
-Whatever is wrong is said in one wording: `key = value: allowed is ...`.
+All errors have one wording: `key = value: allowed is ...`.
 """
 
 import codecs
 import io
+import math
 import os
 import stat
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from numbers import Real
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -34,7 +36,7 @@ from jdag.errors import (
 
 
 def only(allowed: str, usable: Callable[[Any], bool]) -> BeforeValidator:
-    """A check whose error says what is allowed."""
+    """Return a validator whose error names the allowed values."""
 
     def check(value: Any) -> Any:
         if not usable(value):
@@ -50,22 +52,44 @@ def is_ns(value: Any) -> bool:
 
 
 def at_least(least: int) -> Callable[[Any], bool]:
-    """Whether a value is an integer, and not below the least."""
+    """Return whether a value is an integer of at least `least`, as a function."""
     return lambda value: type(value) is int and value >= least
 
 
 def up_to(most: int) -> Callable[[Any], bool]:
-    """Whether a value is an integer from 1 to the most."""
+    """Return whether a value is an integer from 1 to `most`, as a function."""
     return lambda value: type(value) is int and 1 <= value <= most
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value is a real number, of Python or in an array without axes."""
+    if not isinstance(value, Real) and getattr(value, "ndim", None) != 0:
+        return False
+    kind = getattr(getattr(value, "dtype", None), "kind", "f")
+    try:
+        float(value)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return type(value) is not bool and kind in "iufV"  # V: bfloat16 and its like.
+
+
 def number(least: float, most: float) -> Callable[[Any], bool]:
-    """Whether a value is a number between two."""
-    return lambda value: type(value) in (int, float) and least <= value <= most
+    """Return whether a value is a number from `least` to `most`, as a function."""
+    return lambda value: is_number(value) and bool(least <= value <= most)
+
+
+def positive(most: float = math.inf) -> Callable[[Any], bool]:
+    """Return whether a value is a number above 0 and at most `most`, as a function."""
+    return lambda value: is_number(value) and bool(0 < value <= most)
+
+
+def is_flag(value: object) -> bool:
+    """Whether a value is True or False."""
+    return type(value) is bool
 
 
 def one_of(*names: str) -> BeforeValidator:
-    """A check that a value is one of some names."""
+    """Return a validator for one of some names."""
     return only("one of " + ", ".join(names), lambda value: value in names)
 
 
@@ -75,7 +99,7 @@ def is_table(value: Any) -> bool:
 
 
 def is_listed(value: object) -> bool:
-    """Whether a value is many in an order of their own: no text, set or dict."""
+    """Whether a value is an ordered collection: not a text, set or dict."""
     if isinstance(value, str | bytes | bytearray | set | frozenset | Mapping):
         return False
     return isinstance(value, Iterable) and getattr(value, "ndim", 1) > 0
@@ -87,20 +111,20 @@ def is_path(value: object) -> bool:
     return isinstance(text, str) and "\0" not in text
 
 
-NESTING_MAX = 200  # So deep programs may call each other, unless a setting says.
+NESTING_MAX = 200  # Default depth to which programs may call each other.
 NS = "an integer >= 0 and < 2^63"  # 292 years: sums of them are still floats.
 DEPTH_MAX = 100
 BYTES_MAX = 1 << 20  # Of a file.
 
 TEXT = Annotated[str, only("a text", lambda v: isinstance(v, str) and bool(v))]
-FLAG = Annotated[bool, only("true or false", lambda value: type(value) is bool)]
+FLAG = Annotated[bool, only("true or false", is_flag)]
 COUNT = Annotated[int, only("an integer >= 1", at_least(1))]
 NESTING = Annotated[int, only("an integer from 1 to 4,000", up_to(4000))]
 TABLE = Annotated[dict[str, Any], only("a table", is_table)]
 
 
 class Table(BaseModel):
-    """A table of the file: nothing unknown or missing, and nothing is converted."""
+    """A table of settings: unknown and missing keys are refused by name."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -122,9 +146,24 @@ class Table(BaseModel):
         return table
 
 
+Checked = TypeVar("Checked", bound=Table)
+
+
+def checked(model: type[Checked], values: Mapping[str, Any]) -> Checked:
+    """Return settings as a table of this class.
+
+    Raises:
+        ScenarioError: key, value and what is allowed, of the first that is unusable.
+    """
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise ScenarioError(said(error)) from None
+
+
 @contextmanager
 def wrong(path: Path) -> Iterator[None]:
-    """What is wrong with a file is said with its name."""
+    """Prefix errors with the name of the file."""
     try:
         yield
     except ScenarioError as error:
@@ -132,11 +171,11 @@ def wrong(path: Path) -> Iterator[None]:
 
 
 def read(path: Path, what: str) -> tuple[str, dict[str, Any]]:
-    """Return the text of a TOML file, and what it says.
+    """Return the text of a TOML file, and its content.
 
     Args:
         path: the file.
-        what: what it ought to be, as the error says it.
+        what: a description of the file for errors.
 
     Raises:
         ScenarioError: it cannot be read, or is not TOML.
@@ -152,7 +191,7 @@ def read(path: Path, what: str) -> tuple[str, dict[str, Any]]:
 
 
 def parsed(parse: Callable[[str], Any], text: str) -> Any:
-    """Return what a text holds, by a parser of TOML or JSON.
+    """Return the content of a text, by a parser of TOML or JSON.
 
     Raises:
         ValueError: the parser refuses it, or its values are nested too deep.
@@ -173,7 +212,7 @@ def _parts(value: Any) -> Iterable[Any]:
     return value if isinstance(value, list) else ()
 
 
-# What a text in another encoding begins with; that of UTF-32 begins with UTF-16's.
+# Byte order marks of other encodings; that of UTF-32 begins with UTF-16's.
 _MARKS = {
     codecs.BOM_UTF32_LE: "UTF-32",
     codecs.BOM_UTF32_BE: "UTF-32",
@@ -223,11 +262,11 @@ def _line(data: bytes, place: int) -> str:
 
 
 def said(error: ValidationError, place: list[Any] | None = None) -> str:
-    """Say the first thing that is wrong: key, value and what is allowed.
+    """Return the text of the first error: key, value and what is allowed.
 
     Args:
-        error: what pydantic found.
-        place: the keys that lead there, if they are not those that pydantic gives.
+        error: the error of pydantic.
+        place: the keys that lead to the value, in place of pydantic's.
     """
     first = error.errors(include_url=False)[0]
     place = list(first["loc"]) if place is None else list(place)
@@ -245,7 +284,7 @@ def said(error: ValidationError, place: list[Any] | None = None) -> str:
 
 
 def dotted(place: list[Any]) -> str:
-    """A place in the file as it is written: faults[0].probability."""
+    """Return keys as they are written: faults[0].probability."""
     text = ""
     for part in place:
         text += f"[{part}]" if isinstance(part, int) else f".{part}"

@@ -3,9 +3,9 @@
 `DeviceModel` says what a job costs, in virtual time; `Device` is the state of one run:
 jobs wait in the chooser's order and run one at a time.
 
-Told:  `add(job, ...)` when the engine asks for a job, `begin(now_ns)` when the device
-       may choose, `end(record)` when what runs is done.
-Gives: from `begin` the task that runs from now on, and for how long.
+Inputs:  `add(job, ...)` when the engine asks for a job, `begin(now_ns)` when the device
+         may choose, `end()` when what runs is done.
+Outputs: from `begin` the task that runs from now on, and for how long.
 
 Invariants: at most one job runs; each that was added runs once, unless the worker dies;
 `busy_ns` is the sum of what ran.
@@ -13,13 +13,13 @@ Invariants: at most one job runs; each that was added runs once, unless the work
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, assert_never
+from typing import assert_never
 
 from jdag.engine.functions import moved, name_of
-from jdag.engine.vocabulary import Apply, Failure, Fill, Forward, Job, Path, Sum, Vjp
+from jdag.engine.protocol import Apply, Failure, Fill, Forward, Job, Sum, Vjp
 from jdag.errors import ScenarioError, unusable
+from jdag.runtime.chooser import Chooser, ReadyJobs
 from jdag.runtime.tables import NS, is_ns
-from jdag.sim.chooser import Chooser, ReadyJobs
 from jdag.sim.faults import Faults
 
 # The function that `ctx.move` calls.
@@ -112,61 +112,34 @@ def models(devices: Devices, workers: Sequence[str]) -> dict[str, DeviceModel]:
 
 
 class Task:
-    """A job on a device, as a chooser sees it, and what its trace needs.
+    """A job on a device.
 
     `asked` is the record of what made the engine ask for it, `behind` that of the job
-    that it had to wait for (-1: for none), `start` that of its own start, and `detail`
-    what that says. `failure` is what came of it, if it failed. `device` is where it is.
+    that it had to wait for (-1: for none); `failure` is what came of it, if it failed.
     """
 
-    __slots__ = (
-        "added_ns",
-        "asked",
-        "behind",
-        "cost_ns",
-        "detail",
-        "device",
-        "failure",
-        "job",
-        "path",
-        "phase",
-        "sequence",
-        "start",
-    )
+    __slots__ = ("added_ns", "asked", "behind", "cost_ns", "device", "failure", "job")
 
-    def __init__(
-        self, job: Job, sequence: int, asked: int, added_ns: int, device: "Device"
-    ) -> None:
+    def __init__(self, job: Job, asked: int, added_ns: int, device: "Device") -> None:
         self.job = job
         self.device = device
-        self.phase: int = job.phase
-        self.path: Path = job.path
-        self.sequence = sequence
         self.asked = asked
         self.added_ns = added_ns
-        self.behind = self.start = -1
+        self.behind = -1
         self.cost_ns = 0
-        self.detail: tuple[Any, ...] = ()
         self.failure: Failure | None = None
 
 
 class Device:
     """A device of one worker: `running` is its task, None while it has none.
 
-    `called` is for the driver to note that it has already arranged for a `begin`.
+    `called` is for the driver to note that it has already arranged for a `begin`;
+    `finish` is the record of the last finish.
     """
 
     __slots__ = (
-        "_added",
-        "_chooser",
-        "_faults",
-        "_last",
-        "_model",
-        "_ready",
-        "_worker",
-        "busy_ns",
-        "called",
-        "running",
+        *("_chooser", "_faults", "_model", "_ready", "_worker"),
+        *("busy_ns", "called", "finish", "running"),
     )
 
     def __init__(
@@ -177,15 +150,14 @@ class Device:
         self._chooser = chooser
         self._faults = faults
         self._ready = ReadyJobs(chooser, worker)
-        self._added = 0
-        self._last = -1  # The record of the last finish.
+        self.finish = -1
         self.running: Task | None = None
         self.called = False
         self.busy_ns = 0
 
     @property
     def wanting(self) -> bool:
-        """Whether it could begin a job that nobody has arranged for."""
+        """Whether it could begin a job and no event for that is scheduled."""
         return self.running is None and not self.called and len(self._ready) > 0
 
     def beside(self) -> "Device":
@@ -194,8 +166,7 @@ class Device:
 
     def add(self, job: Job, asked: int, now_ns: int) -> None:
         """One more job is ready."""
-        self._added += 1
-        self._ready.add(Task(job, self._added, asked, now_ns, self))
+        self._ready.add(job, Task(job, asked, now_ns, self))
 
     def begin(self, now_ns: int) -> Task | None:
         """The task that runs from now on for its `cost_ns`; None if there is none."""
@@ -206,16 +177,15 @@ class Device:
         cost_ns = self._model.cost_ns(task.job)
         task.cost_ns = self._faults.stretched_ns(self._worker, cost_ns, now_ns)
         if now_ns > task.added_ns:
-            task.behind = self._last
+            task.behind = self.finish
         self.running = task
         self.busy_ns += task.cost_ns
         return task
 
-    def end(self, record: int) -> None:
-        """The task that ran is done; `record` says so in the trace."""
+    def end(self) -> None:
+        """The task that ran is done."""
         assert self.running is not None, self._worker
         self.running = None
-        self._last = record
 
     def stop(self) -> None:
         """Forget all that runs and waits: the worker is gone."""

@@ -1,26 +1,26 @@
-"""What goes wrong in a run, drawn from the seed: verdicts on frames and on workers.
+"""Faults of a run, as its chooser decides: verdicts on frames and on workers.
 
-Told:  `verdict(source, destination, now_ns, rng)`, for each frame as it leaves.
-Gives: how often and how much late it arrives, and which faults made it so; how much
-       slower a worker computes (`stretched_ns`); which crash is due at a place of the
-       trace (`crash_at_index`), and all of them (`crashes`).
+Inputs:  `verdict(source, destination, now_ns, chooser)`, for each frame as it leaves.
+Outputs: how often and how much late it arrives, and which faults made it so; how much
+         slower a worker computes (`stretched_ns`); which crash is due at a place of the
+         trace (`crash_at_index`), and all of them (`crashes`).
 
 A fault on frames applies to those that leave in `from_ns <= now < until_ns` (None: for
 ever), from `source` to `destination` (None: any). Partitions come first, then the
 faults in the order of the list: a drop ends the matter, delays add up, a duplicate adds
 a copy that is never earlier than the first.
 
-Invariants: nothing is drawn unless a fault applies and its outcome or amount is open
-(a probability of 0 or 1 is not); a verdict depends on its arguments and the state of
-`rng` alone.
+Invariants: the chooser is asked only where a fault applies and its outcome or amount is
+open (a probability of 0 or 1 is not); a verdict depends on its arguments and on the
+chooser's answers alone.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from random import Random
 from typing import assert_never
 
 from jdag.errors import ScenarioError, unusable
+from jdag.runtime.chooser import Chooser
 from jdag.runtime.tables import NS, is_ns
 
 
@@ -158,11 +158,11 @@ class Faults:
 
     @property
     def on_frames(self) -> bool:
-        """Whether frames have anything to fear; if not, `verdict` need not be asked."""
+        """Whether any fault concerns frames; if not, `verdict` need not be called."""
         return bool(self._partitions or self._frame_faults)
 
     def verdict(
-        self, source: str, destination: str, now_ns: int, rng: Random
+        self, source: str, destination: str, now_ns: int, chooser: Chooser
     ) -> Verdict:
         """What becomes of a frame that leaves now."""
         for from_ns, until_ns, group_of in self._partitions:
@@ -174,16 +174,16 @@ class Faults:
         again: list[int] = []
         causes: list[str] = []
         for fault in self._frame_faults:
-            if not _befalls(fault, source, destination, now_ns, rng):
+            if not _befalls(fault, source, destination, now_ns, chooser):
                 continue
             match fault:
                 case Drop():
                     return Verdict((), (*causes, "drop"))
                 case Delay():
-                    delay_ns += _drawn(fault.delay_min_ns, fault.delay_max_ns, rng)
+                    delay_ns += _drawn(fault.delay_min_ns, fault.delay_max_ns, chooser)
                     causes.append("delay")
                 case Duplicate():
-                    again.append(_drawn(0, fault.delay_max_ns, rng))
+                    again.append(_drawn(0, fault.delay_max_ns, chooser))
                     causes.append("duplicate")
                 case _:
                     assert_never(fault)
@@ -214,7 +214,7 @@ def _during(now_ns: int, from_ns: int, until_ns: int | None) -> bool:
 
 
 def _befalls(
-    fault: FrameFault, source: str, destination: str, now_ns: int, rng: Random
+    fault: FrameFault, source: str, destination: str, now_ns: int, chooser: Chooser
 ) -> bool:
     if fault.source is not None and fault.source != source:
         return False
@@ -224,13 +224,11 @@ def _befalls(
         return False
     if fault.probability in (0, 1):
         return fault.probability == 1
-    return rng.random() < fault.probability
+    return chooser.chance(fault.probability)
 
 
-def _drawn(least_ns: int, most_ns: int, rng: Random) -> int:
-    if least_ns == most_ns:
-        return least_ns
-    return least_ns + int(rng.random() * (most_ns - least_ns + 1))
+def _drawn(least_ns: int, most_ns: int, chooser: Chooser) -> int:
+    return least_ns if least_ns == most_ns else chooser.amount(least_ns, most_ns)
 
 
 _OPEN = ("source", "destination", "until_ns", "at_ns", "at_index", "restart_ns")

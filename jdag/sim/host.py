@@ -1,18 +1,20 @@
-"""One simulated worker: its engine, its values, what computes on them, its devices."""
+"""One simulated worker: its engine, its values and its devices."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jdag.compute.machine import Machine
 from jdag.engine import Engine
-from jdag.engine.vocabulary import incarnated, incarnation_of, named
+from jdag.engine.protocol import incarnated, incarnation_of, named
 from jdag.runtime import host
+from jdag.runtime.chooser import Chooser
+from jdag.runtime.recorder import Recorder
 from jdag.runtime.stats import Sent, info
 from jdag.runtime.waiters import Waiters
-from jdag.sim.carriage import End
-from jdag.sim.chooser import Chooser
-from jdag.sim.devices import Device, DeviceModel
+from jdag.sim.devices import Device, models
 from jdag.sim.faults import Faults
+from jdag.sim.settings import SimSettings
+from jdag.sim.transport import End
 
 
 class Host(host.Host):
@@ -37,9 +39,16 @@ class Host(host.Host):
         *,
         driver: host.Driver,
         waiters: Waiters,
+        recorder: Recorder | None,
     ) -> None:
         super().__init__(
-            worker, engine, machine, driver=driver, waiters=waiters, lost={}
+            worker,
+            engine,
+            machine,
+            driver=driver,
+            waiters=waiters,
+            lost={},
+            recorder=recorder,
         )
         self.device = device
         self._named: dict[str, Device] = {}
@@ -60,7 +69,7 @@ class Host(host.Host):
         return self._named[name]
 
     def clear(self) -> None:
-        """Let go of everything; what was counted stays."""
+        """Drop everything but counts."""
         assert not self.alive, self.worker
         super().clear()
         for device in self.devices:
@@ -72,20 +81,24 @@ class Host(host.Host):
         return self.busy_before_ns + sum(device.busy_ns for device in self.devices)
 
     def again(self, workers: Sequence[str]) -> "Host":
-        """The next incarnation of this worker, which was cleared; its counts stay."""
+        """The next incarnation of this worker, with its counts."""
         name, incarnation = named(self.worker), incarnation_of(self.worker) + 1
         engine = Engine(name, workers, incarnation)
         worker = incarnated(name, incarnation)
-        device = self.device.beside()
-        driver, waiters = self.driver, self.waiters
         again = Host(
-            worker, engine, self.machine, device, driver=driver, waiters=waiters
+            worker,
+            engine,
+            self.machine,
+            self.device.beside(),
+            driver=self.driver,
+            waiters=self.waiters,
+            recorder=self.recorder,
         )
         again.busy_before_ns = self.busy_ns
         return again
 
     def info(self, ends: Sequence[End]) -> dict[str, int | bool]:
-        """What it holds now, and what it and those before it sent and computed so far.
+        """What it holds now, and what all its incarnations sent and computed so far.
 
         A worker that crashed holds nothing; what it did before still counts.
         """
@@ -103,24 +116,25 @@ class Host(host.Host):
 
 
 def made_hosts(
-    kinds: Mapping[str, DeviceModel],
-    values: str,
+    settings: SimSettings,
     chooser: Chooser,
     faults: Faults,
     *,
     driver: host.Driver,
     waiters: Waiters,
+    recorder: Recorder,
 ) -> dict[str, Host]:
     """A host for each worker, of the device that it has."""
-    workers = tuple(kinds)
+    workers = tuple(settings.workers)
     return {
         worker: Host(
             worker,
             Engine(worker, workers),
-            Machine(values),
+            Machine(settings.values),
             Device(worker, model, chooser, faults),
             driver=driver,
             waiters=waiters,
+            recorder=recorder,
         )
-        for worker, model in kinds.items()
+        for worker, model in models(settings.devices, workers).items()
     }

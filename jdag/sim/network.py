@@ -9,24 +9,24 @@ run. Each pair of workers has two directed links, each a lane of its own:
 - where workers have ports, it passes that of its sender as it leaves, and that of its
   receiver as it arrives, which it shares with the frames of all other links there
   (`jdag.sim.ports`);
-- jitter adds up to `jitter_ns`, drawn uniformly for each frame, and so may reorder
-  them, which is for the link above to repair. Without jitter nothing is drawn.
+- jitter adds up to `jitter_ns`, which the chooser picks for each frame, and so may
+  reorder them, which is for the link above to repair.
 
-Told:  `transmit(source, destination, size_bytes, now_ns, rng)`, for each frame that
-       leaves, in order of time. Frames that a fault drops have left all the same.
-Gives: the arrival's time; per lane, what passed (`bytes`, `frames`, `busy_ns`) and the
-       last transfer's start and end (`start_ns`, `busy_until_ns`).
+Inputs:  `transmit(size_bytes, now_ns, chooser)` of a lane, for each frame that leaves,
+         in order of time. Frames that a fault drops have left all the same.
+Outputs: the arrival's time; per lane, what passed (`bytes`, `frames`, `busy_ns`) and
+         the last transfer's start and end (`start_ns`, `busy_until_ns`).
 
 Invariants: a lane, and a port, carries one frame at a time; `busy_ns` never exceeds the
-time until `busy_until_ns`; what a worker tells itself never comes here.
+time until `busy_until_ns`; messages of a worker to itself are not transmitted.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from random import Random
 from typing import Any
 
 from jdag.errors import ScenarioError, unusable
+from jdag.runtime.chooser import Chooser
 from jdag.runtime.tables import NS, is_ns
 from jdag.sim.ports import Port
 
@@ -75,7 +75,7 @@ class LinkModel:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """What joins the workers: one model for all directed links, and the exceptions.
+    """The network of a run: one model for all directed links, and the exceptions.
 
     `links` maps (source, destination) to that direction's model; the other direction
     has its own entry or the default. `port_bandwidth_bytes_per_s` is what each worker
@@ -115,7 +115,8 @@ class Lane:
 
     __slots__ = (
         "_arrived_ns",
-        "_jitter",
+        "_is_instant",
+        "_jitter_ns",
         "_latency_ns",
         "_model",
         "busy_ns",
@@ -136,18 +137,19 @@ class Lane:
         self.held = False
         self._arrived_ns = 0
         self._model = model
+        self._is_instant = model.bandwidth_bytes_per_s is None
         self._latency_ns = model.latency_ns
-        self._jitter = model.jitter_ns + 1 if model.jitter_ns else 0
+        self._jitter_ns = model.jitter_ns
         self.bytes = self.frames = 0
         self.busy_ns = self.busy_until_ns = self.start_ns = 0
 
-    def transmit(self, size_bytes: int, now_ns: int, rng: Random) -> int:
+    def transmit(self, size_bytes: int, now_ns: int, chooser: Chooser) -> int:
         """When a frame of `size_bytes` that is ready to leave now arrives.
 
         It starts to leave at `start_ns` and has left at `busy_until_ns`.
         """
         start_ns = max(self.busy_until_ns, now_ns)
-        transfer_ns = self._model.transfer_ns(size_bytes)
+        transfer_ns = 0 if self._is_instant else self._model.transfer_ns(size_bytes)
         if self.out is not None:
             passing_ns = self.out.passing_ns(size_bytes)
             start_ns = self.out.reserve(start_ns, passing_ns, now_ns)
@@ -158,9 +160,8 @@ class Lane:
         self.bytes += size_bytes
         self.frames += 1
         arrival_ns = left_ns + self._latency_ns
-        if self._jitter:
-            # Not randrange: it draws a varying number of times, at five times the cost.
-            arrival_ns += int(rng.random() * self._jitter)
+        if self._jitter_ns:
+            arrival_ns += chooser.amount(0, self._jitter_ns)
         if self.into is not None:  # It passes while it arrives.
             passing_ns = self.into.passing_ns(size_bytes)
             begun_ns = self.into.reserve(arrival_ns - passing_ns, passing_ns, now_ns)
@@ -177,7 +178,7 @@ class Lane:
     @property
     def drained_ns(self) -> int:
         """When all that was transmitted so far has arrived, jitter at its worst."""
-        latest_ns = self.busy_until_ns + self._latency_ns + max(self._jitter - 1, 0)
+        latest_ns = self.busy_until_ns + self._latency_ns + self._jitter_ns
         return max(latest_ns, self._arrived_ns)
 
 
@@ -207,7 +208,7 @@ class Traffic:
         self._ports: dict[tuple[str, str], Port] = {}
 
     def lane(self, source: str, destination: str) -> Lane:
-        """The directed link from `source` to `destination`; worth keeping at hand."""
+        """The directed link from `source` to `destination`."""
         lane = self._lanes.get((source, destination))
         if lane is None:
             assert source != destination, source
@@ -223,23 +224,3 @@ class Traffic:
         if rate is None:
             return None
         return self._ports.setdefault((worker, direction), Port(rate))
-
-    def transmit(
-        self,
-        source: str,
-        destination: str,
-        size_bytes: int,
-        now_ns: int,
-        rng: Random,
-    ) -> int:
-        """When a frame of `size_bytes` that is ready to leave now arrives."""
-        return self.lane(source, destination).transmit(size_bytes, now_ns, rng)
-
-    def busy_until_ns(self, worker: str, peer: str) -> int:
-        """When all that is on its way between two workers, both ways, will be in."""
-        to, back = self.lane(worker, peer), self.lane(peer, worker)
-        return max(to.drained_ns, back.drained_ns)
-
-    def lanes(self) -> dict[tuple[str, str], Lane]:
-        """Every lane that was used, by (source, destination), sorted by name."""
-        return {pair: self._lanes[pair] for pair in sorted(self._lanes)}

@@ -1,18 +1,19 @@
-"""Workers that stop, come back or are out of reach, and who is told of it when.
+"""Workers that stop, come back or are out of reach, and when others learn of it.
 
-Told:  `plan()` when the run begins; `look(records)` with each record of the trace, if a
-       crash waits for one; the actions "crash", "bury", "restart" and "lost" when they
-       are due.
-Gives: those actions to the timeline; Lost and Joined to engines.
+Inputs:  `plan()` when the run begins; `look(records)` with each record of the trace, if
+         a crash waits for one; the actions "crash", "bury", "restart" and "lost" when
+         they are due.
+Outputs: those actions to the timeline; Lost and Joined to engines.
 
-Invariants: a worker is told of each loss once; one that crashed is cleared away by the
-next event, as a program of its own may be what runs when it does; one that joins anew
-is another host, under the name of its incarnation, and all hear of it at once.
+Invariants: a worker learns of each loss once. A crashed worker is cleared away by the
+next event, since one of its own programs may be running when it crashes. A worker that
+joins again is another host, named by its incarnation, and all learn of it at once.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
+from itertools import permutations, product
 
-from jdag.engine.vocabulary import (
+from jdag.engine.protocol import (
     Joined,
     Lost,
     Worker,
@@ -20,48 +21,45 @@ from jdag.engine.vocabulary import (
     incarnation_of,
     named,
 )
-from jdag.runtime.trace import Note
-from jdag.sim.carriage import CRASH, EVENT, Carriage
-from jdag.sim.faults import Crash, Faults
+from jdag.runtime.recorder import Recorder
+from jdag.sim.faults import Crash, Faults, Partition
 from jdag.sim.host import Host
 from jdag.sim.programs import Programs
+from jdag.sim.settings import SimSettings
 from jdag.sim.timeline import Timeline
+from jdag.sim.transport import CRASH, EVENT, SimTransport, gives_up_ns, link_settings
 
 NEVER = -2  # No record has this index; -1 is "none".
 CRASHED, OUT_OF_REACH = "it crashed", "it is out of reach"
-
-# When who will notice that whom is out of reach, of those who try since a time.
-Partings = Callable[[int], Iterator[tuple[int, str, str]]]
 
 
 class Outages:
     """All losses of one run; `hosts` are of all incarnations."""
 
     __slots__ = (
-        *("_carriage", "_crash_index", "_faults", "_note", "_partings"),
-        *("_programs", "_timeline", "_workers", "hosts", "incarnations"),
+        *("_crash_index", "_faults", "_programs", "_recorder", "_settings"),
+        *("_timeline", "_transport", "hosts", "incarnations"),
     )
 
     def __init__(
         self,
         hosts: dict[Worker, Host],
+        settings: SimSettings,
         *,
         faults: Faults,
-        partings: Partings,
         timeline: Timeline,
-        carriage: Carriage,
+        transport: SimTransport,
         programs: Programs,
-        note: Note,
+        recorder: Recorder,
     ) -> None:
         self.hosts = hosts
         self.incarnations: dict[str, int] = {}
-        self._workers = tuple(hosts)
+        self._settings = settings
         self._faults = faults
-        self._partings = partings
         self._timeline = timeline
-        self._carriage = carriage
+        self._transport = transport
         self._programs = programs
-        self._note = note
+        self._recorder = recorder
         self._crash_index = NEVER
 
     def newest(self, name: str) -> Host:
@@ -69,22 +67,44 @@ class Outages:
         return self.hosts[incarnated(name, self.incarnations.get(name, 0))]
 
     def plan(self) -> None:
-        """Note what is to happen when."""
-        self._plan(self._partings(0))
+        """Schedule what is to happen."""
+        for parting in self._partings(0):
+            self._part(*parting)
         for crash in self._faults.crashes:
             if crash.at_ns is not None:
                 self._timeline.push(crash.at_ns, CRASH, ("crash", crash))
         self._crash_index = self._faults.next_index(0, NEVER)
+        if self._crash_index != NEVER:
+            self._recorder.watch(self.look)
         self.look(0)
 
-    def _plan(self, partings: Iterable[tuple[int, str, str]]) -> None:
-        for at_ns, worker, peer in partings:
-            lost = self.newest(peer).worker
-            action = ("lost", self.newest(worker), lost, -1, OUT_OF_REACH)
-            self._timeline.push(at_ns, EVENT, action)
+    def _part(self, at_ns: int, worker: str, peer: str) -> None:
+        lost = self.newest(peer).worker
+        action = ("lost", self.newest(worker), lost, -1, OUT_OF_REACH)
+        self._timeline.push(at_ns, EVENT, action)
+
+    def _partings(self, since_ns: int) -> Iterator[tuple[int, str, str]]:
+        """Yield (time, worker, peer): the worker will notice a peer out of reach.
+
+        Of those who try since a time. A partition that lasts twice as long as a link
+        tries parts each pair across it, as keepalives would: two that have nothing to
+        say might else wait for ever, each for what the other waits for from a third.
+        """
+        network = self._settings.all_links
+        for fault in self._settings.faults:
+            if not isinstance(fault, Partition):
+                continue
+            for here, there in permutations(fault.groups, 2):
+                for worker, peer in product(here, there):
+                    models = network.model(worker, peer), network.model(peer, worker)
+                    settings = self._settings.link or link_settings(*models)
+                    from_ns = max(fault.from_ns, since_ns)
+                    at_ns = from_ns + 2 * gives_up_ns(settings)
+                    if fault.until_ns is None or at_ns < fault.until_ns:
+                        yield at_ns, worker, peer
 
     def look(self, records: int) -> None:
-        """The trace has so many records: is there a crash that waits for that?"""
+        """Begin a crash that waits for the trace to have so many records."""
         if records == self._crash_index:
             self._crash_index = self._faults.next_index(records + 1, NEVER)
             for crash in self._faults.crash_at_index(records):
@@ -98,7 +118,7 @@ class Outages:
         host.alive = False
         host.crashed = True
         why = "at_ns" if crash.at_index is None else "at_index"
-        record = self._note("crash", host.worker, (why,), ())
+        record = self._recorder.note("crash", host.worker, (why,), ())
         timeline.push(timeline.now_ns, CRASH, ("bury", host))
         for other in self.hosts.values():
             if other.alive:
@@ -116,38 +136,36 @@ class Outages:
     def restart(self, former: Host, crashed: int) -> None:
         """A worker that crashed joins anew."""
         self.bury(former)  # At the same time either may come first.
-        host = former.again(self._workers)
+        names = self._settings.workers
+        host = former.again(names)
         name = named(host.worker)
         self.incarnations[name] = incarnation = incarnation_of(host.worker)
         self.hosts[host.worker] = host
-        self._carriage.joined(host.worker)
-        record = self._note("restart", host.worker, (incarnation,), (crashed,))
-        for other in self._workers:
+        self._transport.joined(host.worker)
+        detail, causes = (incarnation,), (crashed,)
+        record = self._recorder.note("restart", host.worker, detail, causes)
+        for other in names:
             if other != name:
                 self._meet(host, self.newest(other), record)
                 self._meet(self.newest(other), host, record)
-        partings = self._partings(self._timeline.now_ns)
-        self._plan(parting for parting in partings if name in parting[1:])
+        for parting in self._partings(self._timeline.now_ns):
+            if name in parting[1:]:
+                self._part(*parting)
 
     def _meet(self, host: Host, peer: Host, record: int) -> None:
-        """Tell a worker which incarnation of a peer there is, and whether it lives."""
+        """Tell a worker the current incarnation of a peer, and whether it is alive."""
         name, incarnation = named(peer.worker), incarnation_of(peer.worker)
         for former in range(incarnation):
             self.lost(host, incarnated(name, former), record, CRASHED)
         if incarnation and host.alive:
-            joined = self._note("joined", host.worker, (peer.worker,), (record,))
-            if host.alive:
-                host.handle(Joined(name, incarnation), joined)
+            host.handle(Joined(name, incarnation), (record,))
         if not peer.alive:
             self.lost(host, peer.worker, record, CRASHED)
 
     def lost(self, host: Host, peer: Worker, record: int, why: str) -> None:
-        """A worker is told that a peer is gone."""
+        """A worker learns that a peer is lost."""
         if not host.alive or peer in host.lost:
             return
         host.lost[peer] = why
-        self._carriage.close(host.worker, peer)
-        causes = () if record < 0 else (record,)
-        record = self._note("lost", host.worker, (peer,), causes)
-        if host.alive:
-            host.handle(Lost(peer, why), record)
+        self._transport.close(host.worker, peer)
+        host.handle(Lost(peer, why), () if record < 0 else (record,))

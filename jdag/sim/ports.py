@@ -1,10 +1,10 @@
-"""Ports: what one worker sends, or takes, over all of its links together.
+"""Ports: what one worker sends, or receives, over all of its links together.
 
 A port passes one frame at a time. Each takes the first gap that is long enough, at the
 earliest when it is there, so that one which waits for its link holds up no other.
 
-Told:  `reserve(from_ns, takes_ns, now_ns)`, for each frame, in order of `now_ns`.
-Gives: when it begins to pass.
+Inputs:  `reserve(from_ns, takes_ns, now_ns)`, for each frame, in order of `now_ns`.
+Outputs: when it begins to pass.
 
 Invariants: what is reserved does not overlap, and does not move.
 """

@@ -3,10 +3,10 @@
 The main program runs in its caller's greenlet. When it blocks, that greenlet becomes
 the hub: it carries out what happens next, and switches to a program's greenlet when
 what that waits for is there; a program that blocks, or ends, switches back. One thing
-runs at a time, and who is next is the timeline's to say.
+runs at a time, in the order of the timeline.
 
-Told:  `enter` and `leave` around the hub's loop; `start`, `wake`, `kill` from within
-       it; `park` from a program.
+Inputs:  `enter` and `leave` around the hub's loop; `start`, `wake`, `kill` from within
+         it; `park` from a program.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ class Programs:
 
     @property
     def looping(self) -> bool:
-        """Whether a hub carries out events, so that who blocks must switch to it."""
+        """Whether a hub carries out events: a program that blocks switches to it."""
         return self._hub is not None
 
     @property
@@ -58,16 +58,16 @@ class Programs:
         self._hub = getcurrent()
 
     def leave(self) -> None:
-        """There is no hub any more."""
+        """There is no hub from now on."""
         self._hub = None
 
     def check_outside(self) -> None:
-        """Raise JdagError where what runs on a worker asks this."""
+        """Raise JdagError if a program on a worker asks this."""
         if self._hub is not None:
             raise JdagError("what runs on it cannot end the cluster; main can")
 
     def check_not_hub(self) -> None:
-        """Raise JdagError where the hub itself asks this, which never uses the cluster.
+        """Raise JdagError if the hub itself asks this: it never uses the cluster.
 
         Then a function that it computes does.
         """
@@ -108,7 +108,7 @@ class Programs:
             self._run(program)
 
     def kill(self, worker: str | None) -> None:
-        """End the programs of a worker, or of all (None): they never hear why."""
+        """End the programs of a worker, or of all (None), without an error in them."""
         dying = [p for p, port in self._alive.items() if worker in (None, port.worker)]
         assert getcurrent() not in dying, worker
         for program in dying:

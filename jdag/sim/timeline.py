@@ -1,8 +1,9 @@
 """Virtual time: one queue of what is to happen, in order of (time, priority, sequence).
 
-Told:  `push(time_ns, priority, action)`, `cancel(entry)`.
-Gives: `pop()`, the next action, with `now_ns` moved to its time; or, for a chooser that
-       picks among events, `tied()`, all those that could come next, and `take(entry)`.
+Inputs:  `push(time_ns, priority, action)`, `cancel(entry)`.
+Outputs: `pop()`, the next action, with `now_ns` moved to its time; or, for a chooser
+         that picks among events, `tied()`, all those that could come next, and
+         `take(entry)`.
 
 Time is an int of nanoseconds and never goes back. What has the same time and priority
 comes in the order of pushing, so a run depends on nothing but what was pushed. Actions

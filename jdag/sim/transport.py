@@ -1,27 +1,30 @@
-"""How messages travel in virtual time: links over lanes, tormented by faults.
+"""How messages travel in virtual time: links over lanes, with faults.
 
 Each pair of workers has two ends of one exactly-once link (`jdag.wire.link`). What an
 end puts on the wire occupies its lane (`jdag.sim.network`), meets its verdict
 (`jdag.sim.faults`) and comes out at the twin, as an action on the timeline.
 
-Told:  `send(...)` for each message; the actions "frame" and "timer" when they are due.
-Gives: from a frame, the parcels that may be handed on now, in order; from a timer,
-       whether the link has given up.
+Inputs:  `send(...)` of each message; the actions "frame" and "timer" when they are due.
+Outputs: from a frame, the messages that may be handed on now, in order, to the host;
+         from a timer, whether the link has given up.
 
 Invariants: a parcel is handed on once and in order, or its link is closed; a closed end
-takes and gives nothing; each end has at most one timer that counts.
+sends and receives nothing; each end has at most one timer that counts.
 """
 
-from collections.abc import Sequence
-from random import Random
+from collections.abc import Mapping
 from typing import Any
 
-from jdag.engine.vocabulary import named
-from jdag.runtime.trace import Note
+from jdag.compute.digest import fingerprint
+from jdag.engine.protocol import Key, Message, Send, named
+from jdag.runtime.chooser import Chooser
+from jdag.runtime.host import Host
+from jdag.runtime.recorder import Recorder, said
 from jdag.sim.faults import Faults
 from jdag.sim.network import Lane, LinkModel, Network, Traffic
 from jdag.sim.timeline import Timeline
-from jdag.wire.link import ACK_BYTES, Frame, Link, LinkSettings
+from jdag.wire.link import ACK_BYTES, FRAME_BYTES, Frame, Link, LinkSettings
+from jdag.wire.messages import size
 
 # At one time: crashes first, then what happens, then devices choose among all that is
 # ready by then, and timers last, so that acknowledgements can still ride on answers.
@@ -30,11 +33,9 @@ CRASH, EVENT, BEGIN, TIMER = range(4)
 ACK_DELAY_NS = 1_000_000
 RESEND_MAX = 10
 
-# What the trace says of a message: kind, context, pass, path.
-Said = tuple[str, str, int, tuple[int, ...]]
-# (message, values, what is said of it, wire_bytes, the record of its send): a tuple, as
-# one is made for each message.
-Parcel = tuple[Any, tuple[Any, ...], Said, int, int]
+# (message, values, wire_bytes, the record of its send): a tuple, as one is made for
+# each message.
+Parcel = tuple[Message, tuple[Any, ...], int, int]
 
 
 def link_settings(there: LinkModel, back: LinkModel) -> LinkSettings:
@@ -96,29 +97,40 @@ class End:
         self.zero_bytes = 0
 
 
-class Carriage:
-    """All links of one run. `settings` None: each pair has its own `link_settings`."""
+class SimTransport:
+    """All links of one run.
+
+    Args:
+        hosts: by worker; a worker that joins anew is added, under its new name.
+        network: what joins them.
+        settings: of all links; None: each pair has its own `link_settings`.
+        faults: what befalls frames.
+        timeline: of the run, as are the chooser and the recorder.
+        chooser: picks jitter and the outcomes of faults.
+        recorder: is told what becomes of messages.
+    """
 
     def __init__(
         self,
-        workers: Sequence[str],
-        *,
+        hosts: Mapping[str, Host],
         network: Network,
-        faults: Faults,
         settings: LinkSettings | None,
+        *,
+        faults: Faults,
         timeline: Timeline,
-        rng: Random,
-        note: Note,
+        chooser: Chooser,
+        recorder: Recorder,
     ) -> None:
+        self._hosts = hosts
         self._network = network
-        self._traffic = Traffic(network, workers)
+        self._traffic = Traffic(network, tuple(hosts))
         self._faults = faults
-        self._tormented = faults.on_frames
+        self._has_frame_faults = faults.on_frames
         self._settings = settings
         self._timeline = timeline
-        self._rng = rng
-        self._note = note
-        self._ends: dict[str, dict[str, End]] = {worker: {} for worker in workers}
+        self._chooser = chooser
+        self._recorder = recorder
+        self._ends: dict[str, dict[str, End]] = {worker: {} for worker in hosts}
 
     def joined(self, worker: str) -> None:
         """An incarnation of a worker takes part from now on, with links of its own."""
@@ -145,43 +157,49 @@ class Carriage:
         return end
 
     def close(self, worker: str, peer: str) -> None:
-        """This worker is done with that peer: nothing is taken or given any more."""
+        """Close the link to a peer: nothing is sent or received any more."""
         self.end(worker, peer).open = False
 
     def clear(self, timeline: Timeline) -> None:
-        """Let go of all that is on its way, which stands on another timeline."""
+        """Drop all that is on its way."""
         self._timeline = timeline
         self._ends = {worker: {} for worker in self._ends}
 
     def send(
         self,
-        end: End,
-        message: Any,
-        values: tuple[Any, ...],
-        said: Said,
-        sizes: tuple[int, int, tuple[int, ...]],
-        causes: tuple[int, ...],
+        host: Host,
+        send: Send,
+        message: Message,
+        values: tuple[tuple[Key, ...], tuple[Any, ...]],
+        cause: int,
     ) -> None:
-        """A message leaves for the peer.
-
-        `sizes` are the bytes of its values, those of its frame, and fingerprints.
-        """
+        """Send a message of a worker with values; see `jdag.runtime.host.Driver`."""
+        recorder, now_ns, worker = self._recorder, self._timeline.now_ns, host.worker
+        keys, arrays = values
+        end = self._ends[worker].get(send.to) or self.end(worker, send.to)
+        causes = recorder.causes(worker, cause, keys) if keys else (cause,)
+        payload_bytes, wire_bytes = size(message, arrays)
+        wire_bytes += FRAME_BYTES
+        end.payload_bytes += payload_bytes
+        end.zero_bytes += sum([zero.nbytes for zero in send.zeros])
         if not end.open:
-            self._note("drop", end.worker, (end.peer, "lost"), causes)
+            recorder.note("drop", worker, (end.peer, "lost"), causes)
             return
-        now_ns = self._timeline.now_ns
         lane, link = end.out, end.link
-        wire_bytes = sizes[1]
-        arrival_ns = lane.transmit(wire_bytes, now_ns, self._rng)
+        arrival_ns = lane.transmit(wire_bytes, now_ns, self._chooser)
         if lane.start_ns > now_ns or lane.held:
             causes = (*causes, *_before(end, now_ns))
-        detail = (end.peer, *said, *sizes)
-        end.record = record = self._note("send", end.worker, detail, causes)
-        lane.passed(record)
-        parcel: Parcel = (message, values, said, wire_bytes, record)
+        prints: tuple[int, ...] = ()
+        if arrays and recorder.trace is not None:
+            prints = tuple(map(fingerprint, arrays))
+        detail = (end.peer, *said(message), payload_bytes, wire_bytes, prints)
+        end.record = record = recorder.note("send", worker, detail, causes)
+        if lane.out is not None:
+            lane.passed(record)
+        parcel: Parcel = (message, arrays, wire_bytes, record)
         frame = link.send(parcel, now_ns, arrival_ns - now_ns)
-        if self._tormented:
-            self._torment(end, frame, arrival_ns)
+        if self._has_frame_faults:
+            self._deliver(end, frame, arrival_ns)
         else:
             action = ("frame", end.twin, frame, record)
             self._timeline.push(arrival_ns, EVENT, action)
@@ -191,20 +209,28 @@ class Carriage:
         ):
             self.watch(end)
 
-    def receive(self, end: End, frame: Frame, record: int) -> tuple[Parcel, ...]:
-        """A frame came out here; what may be handed on. Afterwards call `watch`."""
+    def frame(self, end: End, frame: Frame, sent: int) -> None:
+        """A frame comes out at an end, whose host handles what may be handed on."""
+        host, link = self._hosts[end.worker], end.link
+        if not host.alive:
+            return
         if not end.open:
-            return ()
-        link = end.link
-        if not frame.sequence:
-            link.receive(frame, self._timeline.now_ns)
-            return ()
-        end.heard = record
+            return
         before = link.duplicates
         parcels: tuple[Parcel, ...] = link.receive(frame, self._timeline.now_ns)
-        if link.duplicates != before:
-            self._note("duplicate", end.worker, (end.peer, "link"), (record,))
-        return parcels
+        if frame.sequence:
+            end.heard = sent
+            if link.duplicates != before:
+                detail = (end.peer, "link")
+                self._recorder.note("duplicate", end.worker, detail, (sent,))
+        for message, values, _, record in parcels:
+            if host.alive:  # It may have crashed over the message before.
+                causes = (record,) if record == sent else (record, sent)
+                host.arrived(end.peer, message, values, causes)
+        # After the answers, as an acknowledgement rides on them.
+        deadline_ns, armed_ns = link.deadline_ns, end.timer_ns
+        if deadline_ns is not None and (armed_ns is None or deadline_ns < armed_ns):
+            self.watch(end)
 
     def watch(self, end: End) -> None:
         """Arm the timer of an end, if it is due earlier than one that is armed."""
@@ -217,7 +243,7 @@ class Carriage:
             timeline.push(at_ns, TIMER, ("timer", end))
 
     def tick(self, end: End) -> bool:
-        """A timer of this end came; whether the link has given up its peer."""
+        """A timer of this end is due; return whether the link has given up its peer."""
         now_ns = self._timeline.now_ns
         if not end.open or end.timer_ns != now_ns:
             return False  # Closed since, or armed anew for an earlier time.
@@ -237,26 +263,26 @@ class Carriage:
         now_ns = self._timeline.now_ns
         lane = end.out
         if frame.sequence:
-            _, _, said, wire_bytes, sent = frame.payload
+            message, _, wire_bytes, sent = frame.payload
             kind, causes = "resend", [sent]
-            detail: tuple[Any, ...] = (end.peer, *said, wire_bytes)
+            detail: tuple[Any, ...] = (end.peer, *said(message), wire_bytes)
         else:
             wire_bytes = ACK_BYTES
             kind, causes = "ack", [end.heard]
             detail = (end.peer, wire_bytes)
-        arrival_ns = lane.transmit(wire_bytes, now_ns, self._rng)
+        arrival_ns = lane.transmit(wire_bytes, now_ns, self._chooser)
         if lane.start_ns > now_ns or lane.held:
             before = _before(end, now_ns)
             causes += [record for record in before if record not in causes]
-        end.record = self._note(kind, end.worker, detail, tuple(causes))
+        end.record = self._recorder.note(kind, end.worker, detail, tuple(causes))
         lane.passed(end.record)
-        self._torment(end, frame, arrival_ns)
+        self._deliver(end, frame, arrival_ns)
 
-    def _torment(self, end: End, frame: Frame, arrival_ns: int) -> None:
-        """Let a frame that has left meet its verdict."""
-        timeline, note, record = self._timeline, self._note, end.record
+    def _deliver(self, end: End, frame: Frame, arrival_ns: int) -> None:
+        """Schedule the arrivals of a frame that has left, as faults decide."""
+        timeline, note, record = self._timeline, self._recorder.note, end.record
         now_ns = timeline.now_ns
-        verdict = self._faults.verdict(*end.route, now_ns, self._rng)
+        verdict = self._faults.verdict(*end.route, now_ns, self._chooser)
         copies, causes = verdict.copies, verdict.causes
         if not copies:
             note("drop", end.worker, (end.peer, causes[-1]), (record,))

@@ -1,0 +1,138 @@
+"""One chooser for every choice of a run that its program and settings leave open.
+
+    chance       whether a fault befalls a frame
+    amount       how long jitter, or the delay of a fault, is
+    pick_job     which of the ready jobs of a device runs next
+    pick_event   which of the events that are due at one instant happens next: that a
+                 frame arrives, a job begins or ends, a program begins or goes on
+
+`Chooser` draws amounts and chances from a seed, and orders ready jobs by a policy. A
+strategy, or a script of the choices of an earlier run, overrides these methods. It is
+asked for picks only where it sets `picks_jobs` or `picks_events`.
+
+Invariants: nothing is asked where the answer is certain: a probability of 0 or 1, an
+amount with equal bounds. A choice changes when things happen, and never gradient bits.
+"""
+
+from bisect import insort
+from collections.abc import Callable, Mapping, Sequence
+from heapq import heappop, heappush
+from random import Random
+from typing import Any
+
+from jdag.errors import JdagError, ScenarioError, unusable
+
+# The order of a ready job, lowest first, by its `phase` (0: forward, else its pass) and
+# its `path`. Jobs of equal keys run in the order in which they became ready.
+JobKey = Callable[[Any], tuple[Any, ...]]
+
+
+def _path_key(job: Any) -> tuple[Any, ...]:
+    return (job.phase, job.path)
+
+
+def _backward_first_key(job: Any) -> tuple[Any, ...]:
+    return (job.phase == 0, job.phase, job.path)
+
+
+POLICIES: Mapping[str, JobKey] = {
+    "path": _path_key,
+    "backward_first": _backward_first_key,
+}
+
+
+class Chooser:
+    """Choices by a seed and a policy.
+
+    "path" is the order of the program: forward before backward, then by pass, then by
+    path. "backward_first": backward before forward, then the same. With micro-batches
+    called one after another, these are the orders of GPipe and 1F1B.
+
+    Raises:
+        ScenarioError: there is no such policy; names those there are.
+    """
+
+    picks_jobs = False
+    picks_events = False
+
+    def __init__(self, seed: int = 0, policy: str = "path") -> None:
+        if not isinstance(policy, str) or policy not in POLICIES:
+            allowed = "one of " + ", ".join(POLICIES)
+            raise ScenarioError(unusable("policy", policy, allowed))
+        self.job_key = POLICIES[policy]
+        self._random = Random(seed)
+
+    def chance(self, probability: float) -> bool:
+        """Whether something of this probability, between 0 and 1, happens."""
+        return self._random.random() < probability
+
+    def amount(self, least: int, most: int) -> int:
+        """An int from `least` to `most`, which is larger."""
+        # Not randrange: it draws a varying number of times, at five times the cost.
+        return least + int(self._random.random() * (most - least + 1))
+
+    def pick_job(self, worker: str, ready: Sequence[Any]) -> int:
+        """The index of the job to run next; `ready` is in the policy's order."""
+        del worker, ready
+        return 0
+
+    def pick_event(self, tied: Sequence[tuple[str, str]]) -> int:
+        """The index of the event to happen next; each is given as (kind, worker)."""
+        del tied
+        return 0
+
+
+class ReadyJobs:
+    """The jobs that are ready on one device, handed out as the chooser wants them."""
+
+    __slots__ = ("_added", "_chooser", "_jobs", "_worker")
+
+    def __init__(self, chooser: Chooser, worker: str) -> None:
+        self._chooser = chooser
+        self._worker = worker
+        self._added = 0
+        # (key, order of adding, job, item); a heap, or sorted if the chooser picks.
+        self._jobs: list[tuple[tuple[Any, ...], int, Any, Any]] = []
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def add(self, job: Any, item: Any) -> None:
+        """Add a job that is ready; `item` is what `take` returns for it."""
+        self._added += 1
+        entry = (self._chooser.job_key(job), self._added, job, item)
+        if self._chooser.picks_jobs:
+            insort(self._jobs, entry)
+        else:
+            heappush(self._jobs, entry)
+
+    def take(self) -> Any:
+        """Remove the job to run now and return its item; None when none is ready.
+
+        Raises:
+            JdagError: the chooser picked one that is not there.
+        """
+        if not self._jobs:
+            return None
+        if not self._chooser.picks_jobs:
+            return heappop(self._jobs)[3]
+        ready = tuple([entry[2] for entry in self._jobs])
+        index = self._chooser.pick_job(self._worker, ready)
+        return self._jobs.pop(checked(index, len(ready)))[3]
+
+    def clear(self) -> None:
+        """Remove all jobs, as when the worker is gone."""
+        self._jobs.clear()
+
+
+def checked(index: int, count: int) -> int:
+    """Return the index that a chooser picked.
+
+    Raises:
+        JdagError: it is out of range; names the index and the range.
+    """
+    if not 0 <= index < count:
+        raise JdagError(
+            f"the chooser picked {index!r}; it takes an index from 0 to {count - 1}"
+        )
+    return index

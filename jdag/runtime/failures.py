@@ -1,0 +1,125 @@
+"""Failures as messages carry them, and the exceptions that users see."""
+
+import os
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jdag import errors
+from jdag.engine.functions import is_ours, name_of
+from jdag.engine.protocol import Failure, Path
+from jdag.errors import (
+    SAID_MAX,
+    JdagError,
+    RemoteError,
+    cut,
+    is_own,
+    named_text,
+    text_of,
+)
+
+_JAX_NOTE = "JAX has removed its internal frames"
+_JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
+
+
+def failure_of(error: BaseException, worker: str, path: Path, function: str) -> Failure:
+    """What a user's function raised on `worker`, as a value for engines to hand on.
+
+    An error of jdag keeps its class and text, a KeyboardInterrupt its class; any other
+    is a RemoteError. Of a text that is too long for a message the middle is left out.
+    """
+    is_ours = is_own(error)
+    keeps_class = is_ours or isinstance(error, KeyboardInterrupt)
+    return Failure(
+        error=type(error).__name__ if keeps_class else "RemoteError",
+        message=text_of(error) if is_ours else said(error),
+        worker=worker,
+        path=path,
+        function=function,
+        traceback=user_traceback(error),
+        exception=error,
+    )
+
+
+def remote_error(
+    error: Exception, fn: Callable[..., Any], worker: str, site: object
+) -> JdagError:
+    """Say that a user's function raised `error`: which, where, called from where.
+
+    What jdag itself said of the function needs no more than the place.
+    """
+    where = f"{name_of(fn)} failed on {worker!r}, called at {site}"
+    if is_own(error):
+        return type(error)(f"{where}: {text_of(error)}")
+    said = named_text(error)
+    lines = user_traceback(error)
+    return RemoteError(f"{where}: {said}\n\n{lines}" if lines else f"{where}: {said}")
+
+
+def exception_of(failure: Failure) -> JdagError:
+    """Return the exception that a failure names, chained to the original if it is here.
+
+    The text has function, worker, call site, the route of workers and the user's own
+    traceback, as far as the failure knows them.
+
+    Raises:
+        KeyboardInterrupt: the failure is one, as where its function ran.
+    """
+    if failure.error == KeyboardInterrupt.__name__:
+        raise KeyboardInterrupt(failure.message) from failure.exception
+    known = getattr(errors, failure.error, None)
+    kind = known if isinstance(known, type) else RemoteError
+    text = failure.message
+    if failure.function:
+        site = f", called at {failure.call_site}" if failure.call_site else ""
+        text = f"{failure.function} failed on {failure.worker!r}{site}: {text}"
+    elif failure.call_site:
+        text = f"the call at {failure.call_site}: {text}"
+    if len(failure.route) > 1:
+        text += f"\nit came along {' <- '.join(failure.route)}"
+    if failure.traceback:
+        text += f"\n\n{failure.traceback}"
+    exception: JdagError = kind(text)
+    exception.__cause__ = failure.exception
+    return exception
+
+
+def user_traceback(error: BaseException) -> str:
+    """The traceback of `error` without the frames of jdag and JAX.
+
+    Where there are no others all are shown: the error is then jdag's or JAX's own. But
+    none are if it is a JdagError, which says all by itself, or a TypeError: then the
+    user's function could not be called with these arguments.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    kept = [frame for frame in frames if _is_users(frame.filename)]
+    if not kept and isinstance(error, JdagError | TypeError):
+        return ""
+    lines = traceback.format_list(kept or frames)
+    text = "".join(["Traceback (most recent call last):\n", *lines])
+    told = said(error)
+    if is_own(error):  # The failure's own text has the other lines.
+        own = text_of(error)
+        told = told.replace(own, own.partition("\n")[0], 1)
+    return cut(text, SAID_MAX) + told
+
+
+def said(error: BaseException) -> str:
+    """The class of an exception and what it says, without what JAX says of its frames.
+
+    The notes that others added are part of it. A class of the user's may fail where it
+    is asked for these; then it is the class alone.
+    """
+    try:
+        told = traceback.TracebackException.from_exception(error)
+    except Exception:
+        return f"{type(error).__module__}.{type(error).__qualname__}"
+    notes = getattr(told, "__notes__", None) or ()
+    told.__notes__ = [note for note in notes if _JAX_NOTE not in note]
+    return cut("".join(told.format_exception_only()).rstrip("\n"), SAID_MAX)
+
+
+def _is_users(file: str) -> bool:
+    return not (is_ours(file) or file.startswith(_JAX))

@@ -1,0 +1,244 @@
+"""One recorder for every input and effect of engines, and for what drivers make of it.
+
+Inputs:  of hosts (`jdag.runtime.host`), each event before its engine handles it, and
+         each effect before it is carried out; of drivers, what happens to messages,
+         jobs and workers elsewhere.
+Outputs: the records of a trace (`jdag.runtime.trace`), with the causes of each.
+Invariants: what made a value is known from the record that says so until the value is
+    used up or dropped; a record's index is -1 where no trace is kept.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_args
+
+from jdag.compute.machine import job_name
+from jdag.engine.functions import name_of
+from jdag.engine.protocol import (
+    Apply,
+    Arrived,
+    Computed,
+    ContextId,
+    Drop,
+    Effect,
+    Event,
+    Fill,
+    Forward,
+    Job,
+    Joined,
+    Key,
+    Lost,
+    Message,
+    Path,
+    ReadingKey,
+    Resume,
+    Spawn,
+    Sum,
+    Vjp,
+    incarnated,
+)
+from jdag.runtime.trace import Clock, Trace
+
+NO_CAUSE = -1
+
+
+class Recorder:
+    """Writes what happens to a trace, if there is one.
+
+    `look` is called with the number of records after each; for what waits for a record.
+    """
+
+    def __init__(self, trace: Trace | None, clock: Clock) -> None:
+        self.trace = trace
+        self.look: Callable[[int], None] | None = None
+        self.note = _note_nothing if trace is None else trace.at(clock)
+        # By worker: the record that made each value; the jobs that run, with the record
+        # and the detail of their start.
+        self._made: dict[str, dict[Key, int]] = defaultdict(dict)
+        self._running: dict[tuple[str, int], tuple[int, tuple[Any, ...], Job]] = {}
+        self._asked: dict[int, str] = {}  # By waiter, the event that named it.
+
+    def watch(self, look: Callable[[int], None]) -> None:
+        """Call `look` with the number of records after each one."""
+        note = self.note
+
+        def note_and_look(
+            kind: str, worker: str, detail: tuple[Any, ...], causes: tuple[int, ...]
+        ) -> int:
+            record = note(kind, worker, detail, causes)
+            look(record + 1)
+            return record
+
+        self.note = note_and_look
+
+    # ----------------------------------------------------------- what engines are told
+
+    def input(
+        self, worker: str, event: Any, causes: tuple[int, ...], keys: Sequence[Key]
+    ) -> int:
+        """Record an event of an engine, and values held with it; return the index."""
+        kind = event.__class__
+        detail: tuple[Any, ...]
+        if kind is Arrived:
+            detail = (event.sender, *said(event.message))
+            record = self.note("deliver", worker, detail, causes)
+        elif kind is Computed:
+            return self._computed(worker, event)
+        elif kind is Lost:
+            record = self.note("lost", worker, (event.worker,), causes)
+        elif kind is Joined:
+            name = incarnated(event.name, event.incarnation)
+            record = self.note("joined", worker, (name,), causes)
+        else:
+            waiter = getattr(event, "waiter", None)
+            if waiter is not None:
+                self._asked[waiter] = kind.__name__
+            detail = said(event)
+            record = self.note("issue", worker, detail, causes)
+        if keys:
+            self._made[worker].update(dict.fromkeys(keys, record))
+        return record
+
+    def _computed(self, worker: str, event: Computed) -> int:
+        start, detail, job = self._running.pop((worker, event.job))
+        failure = event.failure
+        detail = (*detail, "" if failure is None else failure.error)
+        record = self.note("finish", worker, detail, (start,))
+        if failure is None:
+            self._made[worker].update(dict.fromkeys(_outputs(job), record))
+        return record
+
+    def effect(self, worker: str, effect: Any, cause: int) -> int:
+        """Record an effect of an event; return the cause of what it brings about."""
+        kind = effect.__class__
+        if kind is Drop:
+            made = self._made[worker]
+            for key in effect.keys:
+                made.pop(key, None)
+        elif kind is Resume:
+            return self._resume(worker, effect, cause)
+        elif kind is Spawn:
+            name = name_of(effect.function)
+            return self.note("spawn", worker, (*said(effect)[1:], name), (cause,))
+        return cause
+
+    def _resume(self, worker: str, resume: Resume, cause: int) -> int:
+        asked = self._asked.pop(resume.waiter, None)
+        if asked is None:
+            return cause
+        if asked == "Fetched":  # The program takes these values.
+            for key in resume.result:
+                if isinstance(key, ReadingKey):
+                    self._made[worker].pop(key, None)
+        return self.note("resume", worker, (resume.waiter, asked), (cause,))
+
+    # ---------------------------------------------------- what drivers do with effects
+
+    def causes(self, worker: str, cause: int, keys: Sequence[Key]) -> tuple[int, ...]:
+        """Return the causes of a message that carries values: what made each counts."""
+        made = self._made[worker]
+        return tuple(dict.fromkeys((cause, *[made.get(key, cause) for key in keys])))
+
+    def started(
+        self, worker: str, job: Job, cost_ns: int, *, asked: int, behind: int
+    ) -> None:
+        """Record that a job runs from now on; what it reads for the last time is gone.
+
+        Args:
+            worker: where it runs.
+            job: what runs.
+            cost_ns: how long it takes.
+            asked: the record of what made the engine ask for it.
+            behind: that of the job that it waited for; -1 if for none.
+        """
+        made, used_up = self._made[worker], _used_up(job)
+        causes = {asked: None}
+        for key in (*_kept(job), *used_up):
+            causes[made.get(key, asked)] = None
+        if behind >= 0:
+            causes[behind] = None
+        for key in used_up:
+            made.pop(key, None)
+        kind = job.__class__.__name__.lower()
+        place = (_label(job.context), job.phase, job.path)
+        detail = (kind, *place, job_name(job), cost_ns)
+        record = self.note("start", worker, detail, tuple(causes))
+        self._running[worker, job.id] = (record, detail, job)
+
+
+def said(thing: Message | Event | Effect) -> tuple[str, str, int, Path]:
+    """What a trace says of a message or an event: its kind, context, pass and path.
+
+    The context is "" for none, the pass 0.
+    """
+    kind: Any = thing.__class__
+    has_context, has_number, has_path = _HAS[kind]
+    given: Any = thing
+    context = given.context if has_context else None
+    if context is None or context.incarnation:
+        label = _label(context)
+    else:  # Not by a call, as this is done for every message.
+        label = f"{context.number}.{context.counter}"
+    number = given.number if has_number else 0
+    return (kind.__name__, label, number, given.path if has_path else ())
+
+
+def _note_nothing(
+    kind: str, worker: str, detail: tuple[Any, ...], causes: tuple[int, ...]
+) -> int:
+    del kind, worker, detail, causes
+    return NO_CAUSE
+
+
+def _label(context: ContextId | None) -> str:
+    return "" if context is None else str(context)
+
+
+# Of each class of messages, events and effects: whether it has context, pass and path.
+_HAS: Mapping[type, tuple[bool, ...]] = {
+    cls: tuple([name in cls.__annotations__ for name in ("context", "number", "path")])
+    for union in (Message, Event, Effect)
+    for cls in get_args(union)
+}
+
+
+def _used_up(job: Job) -> tuple[Key, ...]:
+    """The values that a job reads and that are gone afterwards."""
+    match job:
+        case Vjp():
+            addends = tuple([key for keys in job.cotangents for key in keys])
+            return (*addends, job.residuals) if job.last else addends
+        case Sum():
+            return job.addends
+        case Apply():
+            return () if job.output is None else (job.input,)
+        case _:
+            return ()
+
+
+def _kept(job: Job) -> tuple[Key, ...]:
+    """The values that a job reads and that stay."""
+    match job:
+        case Forward():
+            return job.inputs
+        case Vjp():
+            return () if job.last else (job.residuals,)
+        case Sum():
+            return () if job.base is None else (job.base,)
+        case Fill():
+            return ()
+        case Apply():
+            return (job.input,) if job.output is None else ()
+
+
+def _outputs(job: Job) -> tuple[Key, ...]:
+    """The values that a job makes."""
+    match job:
+        case Forward() if job.residuals is not None:
+            return (*job.outputs, job.residuals)
+        case Forward() | Vjp():
+            return job.outputs
+        case Sum() | Fill():
+            return (job.output,)
+        case Apply():
+            return () if job.output is None else (job.output,)

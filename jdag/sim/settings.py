@@ -1,0 +1,110 @@
+"""The settings of a simulated run, checked before it begins."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jdag.engine.protocol import WORKERS_MAX, is_name
+from jdag.errors import ScenarioError, unusable
+from jdag.runtime.chooser import Chooser
+from jdag.runtime.tables import NS, is_listed, is_ns
+from jdag.sim.devices import Devices
+from jdag.sim.faults import Crash, Fault
+from jdag.sim.network import LinkModel, Network
+from jdag.wire.link import LinkSettings
+
+DETECT_NS = 1_000_000
+EVENTS_MAX = 100_000_000
+WORKERS = (
+    "a list of one name or more, none empty, none twice, none with a # or a sign that "
+    f"is not printed; at most {WORKERS_MAX:,}"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimSettings:
+    """What a simulated run is a function of, beside its programs.
+
+    Attributes:
+        workers: their names, in the order that numbers them.
+        seed: of all jitter and faults.
+        home: the worker where the main program runs.
+        network: what joins the workers; None is free and immediate.
+        faults: what goes wrong; home cannot crash.
+        devices: what jobs cost, for all or by worker; None is nothing.
+        values: "real" or "abstract".
+        policy: the name of the order in which ready jobs run.
+        link: when links wait, repeat and give up; None suits each pair's latencies.
+        detect_ns: so much later a worker hears that a peer has given it up.
+        events_max: bounds what may happen in the whole run.
+        trace: whether a trace is kept.
+        chooser: makes all choices; None: one of this seed and policy does.
+
+    Raises:
+        ScenarioError: names a setting that is unusable, its value and what is allowed.
+    """
+
+    workers: Sequence[str]
+    seed: int
+    home: str
+    network: Network | LinkModel | None = None
+    faults: Sequence[Fault] = ()
+    devices: Devices = None
+    values: str = "real"
+    policy: str = "path"
+    link: LinkSettings | None = None
+    detect_ns: int = DETECT_NS
+    events_max: int = EVENTS_MAX
+    trace: bool = True
+    chooser: Chooser | None = None
+
+    def __post_init__(self) -> None:
+        names = tuple(self.workers) if is_listed(self.workers) else ()
+        usable = 1 <= len(names) <= WORKERS_MAX and all(map(is_name, names))
+        if not usable or len(dict.fromkeys(names)) != len(names):
+            raise ScenarioError(unusable("workers", self.workers, WORKERS))
+        seed, home, events_max = self.seed, self.home, self.events_max
+        faults = "a list of jdag.sim's faults, such as [jdag.sim.Drop(0.1)]"
+        network = isinstance(self.network, Network | LinkModel | None)
+        link = isinstance(self.link, LinkSettings | None)
+        most = type(events_max) is int and events_max >= 1
+        for key, is_usable, allowed in (
+            ("home", isinstance(home, str) and home in names, _one_of(names)),
+            # Of -1 and 1 the same is drawn.
+            ("seed", type(seed) is int and seed >= 0, "an integer >= 0"),
+            ("faults", is_listed(self.faults), faults),
+            ("network", network, "a Network or a LinkModel"),
+            ("link", link, "a LinkSettings, or None"),
+            ("events_max", most, "an integer >= 1"),
+            ("trace", type(self.trace) is bool, "True or False"),
+            ("detect_ns", is_ns(self.detect_ns), NS),
+        ):
+            if not is_usable:
+                raise ScenarioError(unusable(key, getattr(self, key), allowed))
+        self._check_crashes()
+
+    def _check_crashes(self) -> None:
+        """Refuse a crash of home, and one by place in a trace that is not kept."""
+        for index, fault in enumerate(self.faults):
+            if not isinstance(fault, Crash):
+                continue
+            key = f"faults[{index}]"
+            if fault.worker == self.home:
+                allowed = "a worker other than home, where the main program runs"
+                raise ScenarioError(unusable(f"{key}.worker", self.home, allowed))
+            if fault.at_index is not None and not self.trace:
+                key, allowed = (
+                    f"{key}.at_index",
+                    "at_ns in its place, as no trace is kept",
+                )
+                raise ScenarioError(unusable(key, fault.at_index, allowed))
+
+    @property
+    def all_links(self) -> Network:
+        """The network: as it is, or of one model for all links, or of free ones."""
+        if isinstance(self.network, Network):
+            return self.network
+        return Network(self.network or LinkModel())
+
+
+def _one_of(names: Sequence[str]) -> str:
+    return "one of " + ", ".join(names)
