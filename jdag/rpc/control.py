@@ -1,76 +1,77 @@
-"""The control plane: a gRPC server in each worker, and who asks it.
+"""The control plane: a gRPC server in each worker process, and its client.
 
-Requests and answers are JSON; a request is one of `jdag.rpc.requests`, and its rpc has
-its name. Each call has a deadline and each message a largest size. A call that does not
-bring its request in time is cancelled. The server listens on loopback unless it has
-certificates; with them both sides show theirs.
-
-A call says ahead of its request, by a proof, that who calls has a secret that is known
-here. Those have most of the room, of which each has a share; all others have some of
-their own, of which each address has a share. So neither a stranger nor a worker that
-has gone mad keeps others out.
-
-A refusal comes back as a `JoinError` with what the server said; so does a host that is
-not there, a port in use, a certificate that is not trusted: each in one line.
+Inputs: calls whose metadata hold the caller's protocol version and a proof of a secret;
+    their one message is a request of `jdag.rpc.requests` in JSON, and the rpc has its
+    name. Streams of the carrier `grpc`.
+Outputs: answers in JSON, or a refusal, which the client raises as a `JoinError` in one
+    line; so it does for a host that is not there or a certificate that is not trusted.
+Invariants: the server listens on loopback unless it has certificates; with them both
+    sides show theirs. A call waits on an asyncio loop and holds no thread until its
+    request is here, at most READ_S. ANSWERS_MAX threads answer. Callers that prove a
+    secret of this process have CALLS_MAX calls and wait for a thread. All others share
+    STRANGERS_MAX calls, and threads that are free: however many they are, they cost the
+    others nothing but the time of reading their metadata.
 """
 
+import asyncio
 import errno
 import json
 import logging
 import os
 import socket
 import ssl
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from threading import BoundedSemaphore, Timer
-from typing import Any, TypeVar
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, NoReturn, TypeVar
 
 import grpc
+import grpc.aio
 from pydantic import BaseModel, ValidationError
 
 from jdag.errors import JdagError, JoinError, reason
-from jdag.rpc.certified import hold_to, names_shown
+from jdag.rpc.background import loop, wait_for
+from jdag.rpc.carrier import METHOD, serve_carried
+from jdag.rpc.carrier import SERVER_OPTIONS as CARRIER_OPTIONS
+from jdag.rpc.handshake import PROTOCOL, protocols_differ
+from jdag.rpc.peer_identity import Names, check_identity, names_of
 from jdag.rpc.requests import REQUESTS, Answer, Request
-from jdag.rpc.rooms import Room
 from jdag.rpc.settings import Address
+from jdag.rpc.streams import Stream
+from jdag.rpc.tickets import proof_of
 from jdag.rpc.tls import Tls
-from jdag.rpc.tokens import proof_of
-from jdag.rpc.tunnel import METHOD, Carry
-from jdag.rpc.tunnel import SERVER_OPTIONS as TUNNEL_OPTIONS
 
 BODY_BYTES_MAX = 1 << 22
 ANSWERS_MAX = 16
-# Calls under way: of those who are known, of one of them; of others, of one address.
-KNOWN_MAX, KNOWN_EACH_MAX = 256, 64
-STRANGERS_MAX, STRANGERS_EACH_MAX = 128, 48
+# Calls under way: of callers that are known, of others, and streams of the carrier.
+CALLS_MAX, STRANGERS_MAX, CARRIED_MAX = 256, 64, 256
 READ_S = 5.0
-CARRIES_MAX = 256
-CARRY_BYTES_MAX = 1 << 22
 ASK_S = 10.0
+PROOF, VERSION = "jdag-proof", "jdag-protocol"
 _SERVICE, CARRY = METHOD.strip("/").split("/")
 # The first byte of a handshake, and of an alert.
 _TLS_RECORDS = (b"\x16", b"\x15")
 _PROBE_S = 2.0
 _BOTH = "[tls] has to be in the cluster's file on both sides"
-PROOF = "jdag-proof"
 
 Kind = TypeVar("Kind", bound=Answer)
 Answers = Mapping[type[Request], Callable[[Any], Mapping[str, Any]]]
+Context = Any
 
 _OPTIONS = (
-    ("grpc.max_receive_message_length", CARRY_BYTES_MAX + 64),
-    ("grpc.max_send_message_length", CARRY_BYTES_MAX + 64),
+    ("grpc.max_receive_message_length", BODY_BYTES_MAX + 64),
+    ("grpc.max_send_message_length", BODY_BYTES_MAX + 64),
     ("grpc.max_metadata_size", 16 << 10),
     # A proxy that the environment names is for the web.
     ("grpc.enable_http_proxy", 0),
 )
 _SERVER_OPTIONS = (
     *_OPTIONS,
-    *TUNNEL_OPTIONS,
+    *CARRIER_OPTIONS,
     # Without this two processes could have one port, each half of the calls.
     ("grpc.so_reuseport", 0),
-    ("grpc.max_concurrent_streams", KNOWN_EACH_MAX + STRANGERS_MAX + CARRIES_MAX),
 )
 _CLIENT_OPTIONS = (
     *_OPTIONS,
@@ -81,23 +82,27 @@ _CLIENT_OPTIONS = (
 _log = logging.getLogger(__name__)
 
 
-def _nobody(proof: str) -> bool:
-    return False
+class Refusal(Exception):
+    """A call is refused: the status code and the reason."""
+
+    def __init__(self, code: grpc.StatusCode, said: str) -> None:
+        super().__init__(said)
+        self.code = code
 
 
 class ControlServer:
-    """What answers requests at an address, until it is closed; `address` is where.
+    """Answers requests at an address until it is closed; `address` is where.
 
     Args:
+        name: of this process, as refusals name it: `worker 'ps0'`.
         address: where to listen; with port 0 the system chooses one.
-        answers: for each class of request what answers it, on any of some threads. A
+        answers: for each class of request a function that answers it, on a thread. A
             `JdagError` that it raises is the refusal.
-        tls: mutual TLS; without them only loopback may be listened at.
-        carry: what carries streams of bytes, if they may come; see `jdag.rpc.tunnel`.
-        hosts: of workers, by name; with TLS, whoever says to be a worker has to show a
-            certificate of it.
-        knows: whether something is the proof of a secret that is known here, see
-            `jdag.rpc.tokens`; nobody is known without it.
+        tls: mutual TLS; without it only loopback may be listened at.
+        enter: takes the streams of the carrier `grpc`; None where it is not used.
+        hosts: of workers, by name; with TLS, a caller that claims to be a worker has to
+            show a certificate of it.
+        knows: whether a text proves a secret of this process; see `jdag.rpc.tickets`.
 
     Raises:
         JoinError: it cannot listen there, or may not.
@@ -105,58 +110,121 @@ class ControlServer:
 
     def __init__(
         self,
+        name: str,
         address: Address,
         answers: Answers,
         *,
         tls: Tls | None = None,
-        carry: Carry | None = None,
+        enter: Callable[[Stream], None] | None = None,
         hosts: Mapping[str, str] | None = None,
-        knows: Callable[[str], bool] = _nobody,
+        knows: Callable[[str], bool] = lambda proof: False,
     ) -> None:
         _refuse_open(address, tls)
         _refuse_taken(address)
-        threads = (
-            KNOWN_MAX
-            + STRANGERS_MAX
-            + ANSWERS_MAX
-            + (0 if carry is None else CARRIES_MAX)
-        )
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="control")
-        self._server = grpc.server(
-            self._threads,
-            options=_SERVER_OPTIONS,
-            maximum_concurrent_rpcs=threads,
-        )
-        door = _Door(knows)
+        self._name = name
+        self._knows = knows
+        self._under_way: Counter[str] = Counter()
+        self._threads = ThreadPoolExecutor(ANSWERS_MAX, "control")
         methods = {
-            asked.__name__: grpc.stream_unary_rpc_method_handler(
-                door.reading(answering(asked, answers[asked], hosts or {}))
+            kind.__name__: grpc.stream_unary_rpc_method_handler(
+                partial(self._call, answering(kind, answers[kind], hosts or {}))
             )
-            for asked in REQUESTS
-            if asked in answers
+            for kind in REQUESTS
+            if kind in answers
         }
-        if carry is not None:
-            bounded = _bounded(carry)
-            methods[CARRY] = grpc.stream_stream_rpc_method_handler(bounded)
+        if enter is not None:
+            carry = partial(self._carry, enter)
+            methods[CARRY] = grpc.stream_stream_rpc_method_handler(carry)
         handler = grpc.method_handlers_generic_handler(_SERVICE, methods)
-        self._server.add_generic_rpc_handlers((handler,))
-        self.address = Address(address.host, self._listen(address, tls))
-        self._server.start()
+        self.address = Address(
+            address.host, wait_for(self._start(address, tls, handler))
+        )
 
-    def _listen(self, address: Address, tls: Tls | None) -> int:
+    async def _start(self, address: Address, tls: Tls | None, handler: Any) -> int:
+        self._server = grpc.aio.server(options=_SERVER_OPTIONS)
+        self._server.add_generic_rpc_handlers((handler,))
         try:
             if tls is None:
-                return int(self._server.add_insecure_port(str(address)))
-            credentials = tls.server_credentials()
-            return int(self._server.add_secure_port(str(address), credentials))
+                port = self._server.add_insecure_port(str(address))
+            else:
+                credentials = tls.server_credentials()
+                port = self._server.add_secure_port(str(address), credentials)
         except (OSError, RuntimeError) as error:
-            self._threads.shutdown(wait=False)
             raise JoinError(f"cannot listen at {address}: {error}") from error
+        await self._server.start()
+        return int(port)
 
     def close(self, grace_s: float = 1.0) -> None:
-        """Answer what is being answered, at most so long, then no more."""
-        self._server.stop(grace_s).wait(grace_s + 1.0)
+        """Finish the answers that are under way, at most so long."""
+        wait_for(self._server.stop(grace_s))
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    @contextmanager
+    def _counted(self, whose: str, most: int) -> Iterator[None]:
+        """Count a call while it is under way; refuse one beyond the bound."""
+        if self._under_way[whose] >= most:
+            said = f"{most} {whose} are under way; ask again"
+            raise Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, said)
+        self._under_way[whose] += 1
+        try:
+            yield
+        finally:
+            self._under_way[whose] -= 1
+
+    async def _call(
+        self,
+        answer: Callable[[bytes, Names], bytes],
+        messages: AsyncIterator[bytes],
+        context: Context,
+    ) -> bytes:
+        try:
+            metadata: dict[str, Any] = dict(context.invocation_metadata() or ())
+            theirs = str(metadata.get(VERSION, ""))
+            if theirs != str(PROTOCOL):
+                said = protocols_differ(theirs, "this process", self._name)
+                raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, said)
+            is_known = self._knows(str(metadata.get(PROOF, "")))
+            whose, most = "calls of strangers", STRANGERS_MAX
+            if is_known:
+                whose, most = "calls", CALLS_MAX
+            with self._counted(whose, most):
+                body = await _body(messages)
+                # Callers that are known wait for a thread, strangers do not.
+                free = CALLS_MAX + STRANGERS_MAX if is_known else ANSWERS_MAX
+                with self._counted("answers", free):
+                    names = names_of(context.auth_context())
+                    run = loop().run_in_executor
+                    return await run(self._threads, answer, body, names)
+        except Refusal as error:
+            await _abort(context, error)
+
+    async def _carry(
+        self,
+        enter: Callable[[Stream], None],
+        messages: AsyncIterator[bytes],
+        context: Context,
+    ) -> None:
+        try:
+            with self._counted("streams", CARRIED_MAX):  # Their hello has a version.
+                await serve_carried(messages, context, enter)
+        except Refusal as error:
+            await _abort(context, error)
+
+
+async def _abort(context: Context, error: Refusal) -> NoReturn:
+    await context.abort(error.code, str(error)[:4096])
+    raise AssertionError(error)  # abort raises.
+
+
+async def _body(messages: AsyncIterator[bytes]) -> bytes:
+    try:
+        async with asyncio.timeout(READ_S):
+            async for message in messages:
+                return message
+    except TimeoutError:
+        said = f"no request came within {READ_S:g} s"
+        raise Refusal(grpc.StatusCode.CANCELLED, said) from None
+    return b""
 
 
 def _refuse_open(address: Address, tls: Tls | None) -> None:
@@ -168,7 +236,7 @@ def _refuse_open(address: Address, tls: Tls | None) -> None:
 
 
 def _refuse_taken(address: Address) -> None:
-    """Say in one line why nothing can listen there: gRPC says it in many."""
+    """Say in one line why nothing can listen there; gRPC needs many."""
     try:
         family, kind, _, _, where = socket.getaddrinfo(
             address.host, address.port, type=socket.SOCK_STREAM
@@ -181,116 +249,45 @@ def _refuse_taken(address: Address) -> None:
 
 
 def answering(
-    asked: type[Request],
+    kind: type[Request],
     answer: Callable[[Any], Mapping[str, Any]],
     hosts: Mapping[str, str],
-) -> Callable[[bytes, grpc.ServicerContext], bytes]:
-    """Return what answers the bytes of a request: those of an answer, or a refusal."""
+) -> Callable[[bytes, Names], bytes]:
+    """Return a function that answers the bytes of a request, or raises a Refusal."""
 
-    def handle(body: bytes, context: grpc.ServicerContext) -> bytes:
-        if len(body) > BODY_BYTES_MAX:
-            said = f"{asked.__name__} has {len(body)} bytes; at most {BODY_BYTES_MAX}"
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, said)
+    def handle(body: bytes, names: Names) -> bytes:
         try:
-            request = asked.model_validate_json(body)
+            request = kind.model_validate_json(body)
         except ValidationError as error:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, _said(asked, error))
+            said = _said(kind, error)
+            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, said) from None
         try:
             if request.by is not None:
-                hold_to(names_shown(context), request.by, hosts.get(request.by))
+                check_identity(names, request.by, hosts.get(request.by))
             return json.dumps(answer(request)).encode()
         except JdagError as error:
             code = grpc.StatusCode.FAILED_PRECONDITION
             if isinstance(error, JoinError) and error.given_up:
                 code = grpc.StatusCode.ABORTED
-            context.abort(code, str(error)[:4096])
-        raise AssertionError(asked)  # abort raises.
+            raise Refusal(code, str(error)) from None
 
     return handle
 
 
-class _Door:
-    """Where calls come in, and wait for their one message; gRPC itself would for ever.
-
-    `knows` is that of a server.
-    """
-
-    def __init__(self, knows: Callable[[str], bool]) -> None:
-        self._knows = knows
-        self._known = Room(KNOWN_MAX, KNOWN_EACH_MAX)
-        self._strangers = Room(STRANGERS_MAX, STRANGERS_EACH_MAX)
-        self._answers = BoundedSemaphore(ANSWERS_MAX)
-
-    def reading(
-        self, handle: Callable[[bytes, grpc.ServicerContext], bytes]
-    ) -> Callable[[Iterator[bytes], grpc.ServicerContext], bytes]:
-        """Return what has the message of a call handled, if there is room for it."""
-
-        def read(came: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-            proof = str(dict(context.invocation_metadata()).get(PROOF, ""))
-            is_known = self._knows(proof)
-            room = self._known if is_known else self._strangers
-            holder = proof if is_known else context.peer().rpartition(":")[0]
-            with room.place(holder) as there_is:
-                if not there_is:
-                    _refuse(context, "too many calls are under way from there")
-                body = _body(came, context)
-                if not self._answers.acquire(timeout=READ_S if is_known else 0.0):
-                    _refuse(context, f"{ANSWERS_MAX} requests are being answered")
-                try:
-                    return handle(body, context)
-                finally:
-                    self._answers.release()
-
-        return read
-
-
-def _refuse(context: grpc.ServicerContext, why: str) -> None:
-    context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{why}; ask again")
-
-
-def _body(came: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-    late = Timer(READ_S, context.cancel)
-    late.daemon = True
-    late.start()
-    try:
-        return next(came, b"")
-    finally:
-        late.cancel()
-
-
-def _said(asked: type[BaseModel], error: ValidationError) -> str:
-    """Say what is wrong with it, and nothing of what is in it: secrets are."""
+def _said(kind: type[BaseModel], error: ValidationError) -> str:
+    """Return what is wrong, without the values: they may be secrets."""
     first = error.errors(include_url=False, include_input=False)[0]
     place = ".".join(str(part)[:64] for part in first["loc"][:4])
-    return f"{asked.__name__}.{place}: {first['msg'][:200]}".replace(".:", ":")
-
-
-def _bounded(carry: Carry) -> Carry:
-    """Return what carries at most so many streams at once, and refuses others."""
-    free = BoundedSemaphore(CARRIES_MAX)
-
-    def carried(
-        came: Iterator[bytes], context: grpc.ServicerContext
-    ) -> Iterator[bytes]:
-        if not free.acquire(blocking=False):
-            said = f"{CARRIES_MAX} streams are open, and there may be no more"
-            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, said)
-        try:
-            yield from carry(came, context)
-        finally:
-            free.release()
-
-    return carried
+    return f"{kind.__name__}.{place}: {first['msg'][:200]}".replace(".:", ":")
 
 
 class ControlClient:
     """Asks the control server at an address; thread-safe.
 
     Args:
-        name: what is asked, as errors name it: `worker 'ps0'`.
+        name: of the server, as errors name it: `worker 'ps0'`.
         address: where it listens.
-        tls: mutual TLS; without them only loopback may be asked.
+        tls: mutual TLS; without it only loopback may be asked.
 
     Raises:
         JoinError: without TLS that may not be asked.
@@ -337,15 +334,16 @@ class ControlClient:
 
     def _answer(self, request: Request, timeout_s: float) -> bytes:
         call = self.channel.unary_unary(f"/{_SERVICE}/{type(request).__name__}")
-        body, proof = request.model_dump_json().encode(), proof_of(request.key)
+        body = request.model_dump_json().encode()
+        metadata = ((PROOF, proof_of(request.key)), (VERSION, str(PROTOCOL)))
         try:
-            answer: bytes = call(body, timeout=timeout_s, metadata=((PROOF, proof),))
+            answer: bytes = call(body, timeout=timeout_s, metadata=metadata)
         except grpc.RpcError as error:
             raise self._refusal(type(request).__name__, error, timeout_s) from None
         return answer
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         self.channel.close()
 
     def _refusal(self, asked: str, error: Any, timeout_s: float) -> JoinError:

@@ -1,4 +1,4 @@
-"""Going to other nodes: a knock at the control server, then a dial of the gate."""
+"""Going to other nodes: a ticket from the control server, then a dial."""
 
 import logging
 import threading
@@ -6,15 +6,16 @@ from collections.abc import Mapping
 
 from jdag.errors import JoinError
 from jdag.rpc.control import ControlClient
-from jdag.rpc.place import DialGate, Node
+from jdag.rpc.listener import CARRIED, dial
 from jdag.rpc.requests import (
     Attach,
     Health,
     Healthy,
-    Knock,
-    Knocked,
+    Ticket,
+    TicketIssued,
     Whereabouts,
 )
+from jdag.rpc.session_info import Node
 from jdag.rpc.settings import Address, address_of
 from jdag.rpc.streams import Stream
 from jdag.rpc.tls import Tls
@@ -29,7 +30,6 @@ class Routes:
         worker: the name of this process's worker.
         incarnation: which one of that name it is.
         secrets: of this process with each other one, by name; they may change.
-        dial_gate: what connects to a data address.
         tls: for mutual TLS.
         timeout_s: how long a request, or a dial, may take.
     """
@@ -40,14 +40,12 @@ class Routes:
         incarnation: int,
         secrets: Mapping[str, str],
         *,
-        dial_gate: DialGate,
         tls: Tls | None,
         timeout_s: float,
     ) -> None:
         self._worker = worker
         self._incarnation = incarnation
         self._secrets = secrets
-        self._dial_gate = dial_gate
         self._tls = tls
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
@@ -108,14 +106,16 @@ class Routes:
         client = self.client(peer)
         with self._lock:
             data = self._known[peer].data
-        knock = Knock(
+        if data == CARRIED:
+            data = f"grpc:{client.address}"
+        asked = Ticket(
             secret=self._secrets[peer],
             worker=self._worker,
             incarnation=self._incarnation,
         )
-        answer = client.learn(knock, Knocked, timeout_s=self._timeout_s)
-        token = bytes.fromhex(answer.token)
-        return self._dial_gate(data, token, received, timeout_s=self._timeout_s)
+        answer = client.learn(asked, TicketIssued, timeout_s=self._timeout_s)
+        ticket = bytes.fromhex(answer.ticket)
+        return dial(data, ticket, received, tls=self._tls, timeout_s=self._timeout_s)
 
     def connect(self, node: Node, peer: str) -> None:
         """Connect a node to a peer that is known, by a stream that the node adopts."""

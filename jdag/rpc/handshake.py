@@ -26,6 +26,9 @@ from jdag.compute.configuration import configuration
 from jdag.errors import JoinError
 from jdag.rpc.settings import VALUE_BYTES_MAX
 
+# The version of what processes say to each other: requests, hello, frames, messages.
+PROTOCOL = 2
+
 Handshake = Mapping[str, Any]
 
 # What has to agree, first what explains the rest; and what to do if it does not.
@@ -110,6 +113,21 @@ def _cpu() -> list[str]:
     model = said.get("model name") or said.get("CPU part") or ""
     found = sorted([flag for flag in flags if flag.startswith(_INSTRUCTIONS)])
     return [platform.machine(), model, *found]
+
+
+def protocols_differ(theirs: int | str, them: str, me: str) -> str:
+    """Say that a process speaks another protocol, and where to upgrade.
+
+    Args:
+        theirs: the version of its protocol; of one that tells none, nothing.
+        them: the name of the other process.
+        me: the name of this one.
+    """
+    older = me if str(theirs).isdigit() and int(theirs) > PROTOCOL else them
+    return (
+        f"{them} speaks version {theirs or 'unknown'} of jdag's protocol and {me} "
+        f"version {PROTOCOL}; upgrade jdag for {older}"
+    )
 
 
 def other_cpu(mine: Handshake, theirs: Handshake, me: str, them: str) -> str | None:

@@ -1,7 +1,7 @@
 """Jobs of one node: short ones where its loop runs, long ones on a thread beside it.
 
 Told:  `add(job)`; `run()` at the end of a turn, which does what is short and due.
-Gives: `done(job, failure)` for each, when what it makes is ready and held.
+Gives: `Computed` for each, when what it makes is ready and held.
 
 A job is short if the same computation was, the last times. Whoever drives the loop does
 it then and there: to hand it to a thread costs more than most take. What was never run
@@ -10,7 +10,7 @@ what is known to be long, go to the thread, one after the other, in the order of
 program: forward before backward, then by pass, then by path.
 
 Invariants: a job is begun when it was added, so that what it reads is what was there
-then; values are held by who has the baton, and only by them; done means ready.
+then; values are held by the thread that has the loop lock; done means ready.
 """
 
 import logging
@@ -19,13 +19,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from heapq import heappop, heappush
 from typing import Any
 
 from jdag.compute.duals import is_array
-from jdag.compute.machine import Machine, Work, failure_of, job_name
-from jdag.engine.vocabulary import Apply, Failure, Forward, Job, Vjp
+from jdag.compute.machine import Machine, Work, job_name
+from jdag.engine.protocol import Apply, Computed, Forward, Job, Vjp
 from jdag.rpc.loop import Loop
+from jdag.runtime.chooser import Chooser, ReadyJobs
+from jdag.runtime.failures import failure_of
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ DELAY_NS = 50_000
 KNOWN_MAX = 1_024  # Each keeps its executables alive.
 _RUNS = 2  # So often a computation runs beside the loop until its time is believed.
 
-Done = Callable[[Job, Failure | None], None]
+Tell = Callable[[Computed], object]
 
 
 class Times:
@@ -70,20 +71,19 @@ class Jobs:
         worker: its name.
         machine: its values, and what computes on them.
         loop: what its thread reports to.
-        done: told of each job that is over, with the baton held.
+        tell: has the engine handle an event, with the loop lock held.
     """
 
-    def __init__(self, worker: str, machine: Machine, loop: Loop, done: Done) -> None:
+    def __init__(self, worker: str, machine: Machine, loop: Loop, tell: Tell) -> None:
         self.busy_ns = 0
         self.computing: dict[int, None] = {}  # Threads that run a user's function.
         self._worker = worker
         self._machine = machine
         self._loop = loop
-        self._done = done
+        self._tell = tell
         self._times = Times()
         self.due: deque[tuple[Job, Any, Work]] = deque()  # What `run` does.
-        self._long: list[tuple[Any, int, Job, Any, Work]] = []
-        self._added = 0
+        self._long = ReadyJobs(Chooser(), worker)
         self._under_way = 0
         self._changed = threading.Condition()
         self._open = True
@@ -107,17 +107,15 @@ class Jobs:
         except Exception as error:  # Somebody lied about what is here.
             _log.exception("%s cannot begin on %s", type(job).__name__, self._worker)
             failure = failure_of(error, self._worker, job.path, job_name(job))
-            self._loop.soon(partial(self._done, job, failure))
+            self._loop.soon(partial(self._tell, Computed(job.id, failure)))
             return
         if kind is not None and self._times.is_short(kind):
             self.due.append((job, kind, work))
-            self._loop.dirty()
+            self._loop.dirty = True
             return
         self._under_way += 1
-        self._added += 1
-        order = (job.phase, job.path)
         with self._changed:
-            heappush(self._long, (order, self._added, job, kind, work))
+            self._long.add(job, (job, kind, work))
             if self._thread is None:
                 name = f"jobs of {self._worker}"
                 self._thread = threading.Thread(
@@ -168,7 +166,7 @@ class Jobs:
             self._machine.hold(job, work, made)
         else:
             failure = failure_of(error, self._worker, job.path, job_name(job))
-        self._done(job, failure)
+        self._tell(Computed(job.id, failure))
 
     def _work(self) -> None:
         """The thread's whole life."""
@@ -178,7 +176,7 @@ class Jobs:
                     self._changed.wait()
                 if not self._open:
                     return
-                _, _, job, kind, work = heappop(self._long)
+                job, kind, work = self._long.take()
             made, error = self._computed(job, kind, work)
             self._loop.post(partial(self._over, job, work, made, error))
             del work, made, error

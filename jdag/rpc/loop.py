@@ -1,24 +1,24 @@
-"""One poller for a process, and the baton: who holds it may touch what nodes own.
+"""The one loop of a node: sockets, timers and the loop lock.
 
-Engine, links, values and sockets of a node are touched by one thread at a time, the one
-that holds the baton. Three kinds of threads take it: the user's, for the moment in
-which it tells the engine something, or for as long as it waits, when it drives the loop
-itself; programs' threads, alike; and the background's, which drives when nobody else
-has for `GRACE_S`, and gives way as soon as anybody wants to.
+Engine, connections, values and sockets of a node are touched by one thread at a time,
+the one that holds the loop lock. Three kinds of threads take it: the user's, for the
+moment in which it tells the engine something, or for as long as it waits, when it
+drives the loop itself; threads of programs, alike; and the background thread, which
+drives when no other thread has for `GRACE_S`, and gives way as soon as one wants to.
 
-Told:  `register(fd, handler)`; `at(when_ns, call)`; `post(call)`, from any thread;
-       `acquire` and `release`, or `drive(done)`, around what touches the node.
-Gives: calls to the handlers, on the thread that drives; `flush` at the end of a turn.
+Inputs:  `register(fd, handler)`; `at(when_ns, call)`; `post(call)`, from any thread;
+         `acquire` and `release`, or `drive(done)`, around what touches the node.
+Outputs: calls of the handlers, on the thread that drives; `flush` at the end of a turn.
 
-A turn is: what sockets have, then what was posted, then what time has made due, then
-`flush`. Before it blocks, a driver may look again and again for a short while.
+A turn is: what sockets have, then what was posted, then what is due, then `flush`.
+Before it blocks, a driving thread may poll again and again for a short while.
 
-A signal that comes while the baton is held waits until it is given back, so that no
-KeyboardInterrupt falls into the middle of an engine's thought.
+A signal that comes while the lock is held waits until it is released, so that no
+KeyboardInterrupt falls into the middle of an event.
 
-Invariants: handlers, posted calls and due calls run with the baton held; what is posted
+Invariants: handlers, posted calls and due calls run with the lock held; what is posted
 runs once, in order; a thread that waits in `drive` is woken when `done` may have become
-true (`wake_waiting`), or when nobody else drives.
+true (`wake_waiting`), or when no other thread drives.
 """
 
 import os
@@ -33,6 +33,8 @@ from itertools import count
 from types import FrameType
 from typing import Any
 
+from msgspec import Struct
+
 from jdag.errors import JdagError
 
 GRACE_S = 0.002  # So long nobody may drive before the background does.
@@ -44,20 +46,17 @@ CROWDED_NS = 100_000  # If a core is given back so late, others need it more.
 REST_NS = 20_000_000
 BLOCK_MAX_MS = 1_000
 
-Call = Callable[[], None]
+Call = Callable[[], object]
 Handler = Callable[[int], None]
 READ, WRITE = select.EPOLLIN, select.EPOLLOUT
 
 clock_ns = time.monotonic_ns
 
 
-class Timer:
+class Timer(Struct):
     """A call that is due at a time; `cancel` and it never comes."""
 
-    __slots__ = ("call",)
-
-    def __init__(self, call: Call) -> None:
-        self.call: Call | None = call
+    call: Call | None
 
     def cancel(self) -> None:
         """Do not call; after the call this does nothing."""
@@ -65,7 +64,7 @@ class Timer:
 
 
 class Loop:
-    """Sockets, timers and the baton of one process.
+    """Sockets, timers and the loop lock of one node.
 
     Args:
         flush: called at the end of each turn in which something was said (`dirty`).
@@ -82,19 +81,20 @@ class Loop:
         self._numbers = count()
         self._posted: deque[Call] = deque()
         self._lock = threading.Lock()
-        self._wanted: deque[None] = deque()  # One for each thread that wants the baton.
+        self._wanted: deque[None] = deque()  # One for each thread that wants the lock.
         self._sleeping: deque[threading.Event] = deque()  # Those that wait in `drive`.
-        self._turns = 0  # How often a thread other than the background's had the baton.
+        self._turns = 0  # How often a thread but the background's had the lock.
         self._blocked = False
         self._stopped = threading.Event()
         self._active_ns = 0  # When something happened last.
         self._rests_until_ns = 0  # Until then it does not look again.
         self._signal: tuple[int, FrameType | None] | None = None
         self._guard: _Guard | None = None
-        self._holder = 0  # The thread that has the baton.
+        self._holder = 0  # The thread that has the lock.
         self._main = 0  # The thread whose signals are held back,
-        self._thinks = False  # while it has the baton, takes it or gives it back.
-        self._dirty = False  # Something is to be flushed.
+        self._thinks = False  # while it has the lock, takes or releases it.
+        self.unflushed: deque[Any] = deque()  # Connections with something to flush.
+        self.dirty = False  # There is more to do in `flush` than these.
         self.closed = False
 
     # ------------------------------------------------------------------ what it watches
@@ -125,21 +125,17 @@ class Loop:
         self._wake()
 
     def soon(self, call: Call) -> None:
-        """The same, for who has the baton: nobody has to be woken."""
+        """The same, for a thread with the lock: no thread has to be woken."""
         self._posted.append(call)
 
-    def dirty(self) -> None:
-        """Note that there is something to flush."""
-        self._dirty = True
-
     def flush(self) -> None:
-        """Flush now what is to be; with the baton held."""
-        if self._dirty:
-            self._dirty = False
+        """Flush now what is to be flushed; with the lock held."""
+        if self.dirty or self.unflushed:
+            self.dirty = False
             try:
                 self._flush()
             except BaseException:  # What is left of it is for the next time.
-                self._dirty = True
+                self.dirty = True
                 raise
 
     def _wake(self) -> None:
@@ -153,7 +149,7 @@ class Loop:
         del mask
         os.eventfd_read(self._waker)
 
-    # ------------------------------------------------------------------ the baton
+    # ------------------------------------------------------------------ the loop lock
 
     def check_process(self) -> None:
         """Raise JdagError in a forked child, which shares sockets with its parent."""
@@ -165,8 +161,9 @@ class Loop:
             )
 
     def acquire(self) -> None:
-        """Take the baton; who has it and blocks is woken."""
-        self.check_process()
+        """Take the lock; a thread that blocks with it is woken."""
+        if os.getpid() != self._process:
+            self.check_process()
         me = threading.get_ident()
         if me == self._main:
             self._thinks = True
@@ -181,24 +178,20 @@ class Loop:
         self._holder = me
 
     def release(self, *error: object) -> None:
-        """Give the baton back; a signal that came meanwhile is handled now."""
+        """Release the lock; a signal that came meanwhile is handled now."""
         del error
         holder, self._holder = self._holder, 0
         self._lock.release()
         if holder == self._main:
-            self._thought()
-
-    def _thought(self) -> None:
-        """The main thread, which is this one, may be interrupted again."""
-        self._thinks = False
-        if self._signal is not None:
-            self._handle_signal()
+            self._thinks = False
+            if self._signal is not None:
+                self._handle_signal()
 
     __enter__, __exit__ = acquire, release
 
     @property
     def held(self) -> bool:
-        """Whether this thread has the baton."""
+        """Whether this thread has the lock."""
         return self._holder == threading.get_ident()
 
     def wake_waiting(self) -> None:
@@ -207,7 +200,7 @@ class Loop:
             sleeper.set()
 
     def drive(self, done: Callable[[], bool]) -> None:
-        """Block until `done()`, which is asked with the baton held or after a wake.
+        """Block until `done()`, which is asked with the lock held or after a wake.
 
         The thread drives the loop itself unless another does.
         """
@@ -217,7 +210,9 @@ class Loop:
                 self._thinks = True
             if self._wanted or not self._lock.acquire(blocking=False):
                 if me == self._main:
-                    self._thought()
+                    self._thinks = False
+                    if self._signal is not None:
+                        self._handle_signal()
                 self._sleep(done)
                 continue
             self._turns += 1
@@ -243,7 +238,7 @@ class Loop:
             self._sleeping.remove(sleeper)
 
     def _give_way(self) -> None:
-        """After the baton was given back: let who wanted it have it."""
+        """After the lock was released: let a thread that wants it have it."""
         for _ in range(1000):  # A bound: who wants it takes it within milliseconds.
             if not self._wanted:
                 break
@@ -279,7 +274,7 @@ class Loop:
 
     def close(self) -> None:
         """Let go of the poller; nobody may drive any more."""
-        assert self.held, "closing takes the baton"
+        assert self.held, "close with the lock held"
         self.closed = True
         self._stopped.set()
         self._handlers.clear()
@@ -292,7 +287,7 @@ class Loop:
     # ------------------------------------------------------------------ one turn
 
     def _turn(self, *, spin: bool, block: bool = True) -> None:
-        if self._dirty:  # Told by a program that did not wait then.
+        if self.dirty or self.unflushed:  # Told by a program that did not wait then.
             self._end_turn()
         events = self._poll(spin) if block else self._epoll.poll(0)
         handlers = self._handlers
@@ -310,7 +305,8 @@ class Loop:
             posted.popleft()()
         if self._timers and self._timers[0][0] <= clock_ns():
             self._run_timers()
-        self.flush()
+        if self.dirty or self.unflushed:
+            self.flush()
 
     def _run_timers(self) -> None:
         now_ns, timers = clock_ns(), self._timers
@@ -321,7 +317,7 @@ class Loop:
 
     def _poll(self, spin: bool) -> list[tuple[int, int]]:
         poll = self._epoll.poll
-        if self._posted or self._wanted or self._dirty:
+        if self._posted or self._wanted or self.dirty or self.unflushed:
             return poll(0)
         if spin and (events := self._spun()):
             return events
@@ -368,12 +364,12 @@ class Loop:
     # ------------------------------------------------------------------ signals
 
     def guard_signals(self) -> Call:
-        """Hold back SIGINT while the baton is held; return what undoes this.
+        """Hold back SIGINT while the lock is held; return what undoes this.
 
         Only the main thread can; from others this does nothing.
         """
         if threading.current_thread() is not threading.main_thread():
-            return _nothing
+            return lambda: None
         self._guard = _Guard(self._hold_back)
         self._main = threading.get_ident()
         signal.signal(signal.SIGINT, self._guard)
@@ -423,7 +419,3 @@ class _Guard:
             top = top._former
         if signal.getsignal(signal.SIGINT) is not top:
             signal.signal(signal.SIGINT, top)
-
-
-def _nothing() -> None:
-    """There is nothing to undo."""

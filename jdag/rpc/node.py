@@ -1,61 +1,71 @@
 """A node: one worker's engine and values in a process, among real peers.
 
-What its engine asks for is carried out here: messages go to peers (`jdag.rpc.company`),
-jobs are computed (`jdag.rpc.jobs`), programs run on threads (`jdag.rpc.programs`). All
-of it happens with the baton of the node's loop held (`jdag.rpc.loop`), by whichever
-thread has it: that of a program which tells something or waits, or the background's.
+There is one loop (`jdag.rpc.loop`). What a connection receives comes out of it as
+events (`jdag.rpc.connection`), which are handled here one by one: a message is handed
+to the engine, and the effects are carried out. Messages go to peers, jobs are computed
+(`jdag.rpc.jobs`), programs run on threads (`jdag.rpc.programs`). All of it happens with
+the loop lock held, on whichever thread has it: that of a program which tells something
+or waits, or the background's.
 
-Told by programs: through their `Port`. By peers: messages and functions. By its
-       session, from any thread: about peers (`jdag.rpc.company`); `drain`, `close`.
-
+Inputs: of programs, through their `Port`; events of connections; of its session, from
+       any thread: peers (`jdag.rpc.peers`), `drain`, `close`.
+Outputs: the engine's effects; results, to programs that wait.
 Invariants: an engine's effects are carried out in their order and before the next
-event; after `close` nothing is told, sent or computed, and who waits is interrupted.
+event; after `close` nothing is told, sent or computed, and programs that wait are
+interrupted.
 """
 
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, assert_never
 
 from jdag.compute.buffers import Buffers
 from jdag.compute.machine import Machine
 from jdag.engine import Engine
 from jdag.engine.drawing import Drawing
-from jdag.engine.vocabulary import (
+from jdag.engine.protocol import (
     Acknowledge,
     Alarm,
     Arrived,
-    Computed,
+    Assign,
+    Assigned,
+    Attach,
+    Attached,
+    Call,
     ContextId,
     Event,
-    Failure,
+    Issued,
     Job,
-    Joined,
     Key,
-    Lost,
+    Launched,
     Message,
     Return,
     Returned,
+    Run,
     Send,
     Spawn,
+    Start,
     incarnated,
-    landing,
-    named,
 )
 from jdag.errors import JdagError, ProtocolError, other_thread
-from jdag.rpc.company import LEFT, Company, broke
-from jdag.rpc.exports import check_size
-from jdag.rpc.functions import Functions
+from jdag.rpc.authorization import check
+from jdag.rpc.bulk import Delivery
+from jdag.rpc.connection import Connection
+from jdag.rpc.function_decoder import FunctionDecoder
+from jdag.rpc.function_encoder import check_size
 from jdag.rpc.jobs import Jobs
 from jdag.rpc.loop import Loop, clock_ns
-from jdag.rpc.peer import Peer
-from jdag.rpc.place import Place
+from jdag.rpc.peers import LEFT, PeerTable, broke
 from jdag.rpc.programs import Over, Programs, ended_by
+from jdag.rpc.receiving import Broken, Control, Definition, Exhausted, Failed
+from jdag.rpc.receiving import Event as PeerEvent
+from jdag.rpc.session_info import SessionInfo
 from jdag.rpc.settings import VALUE_BYTES_MAX
-from jdag.rpc.standing import info_of_all, quiet, sent_by, settle
-from jdag.runtime.host import NO_CAUSE, Host, Port, RunProgram, run_program
-from jdag.runtime.stats import info
+from jdag.rpc.stats import info_of_all, quiet, settle
+from jdag.runtime.host import Host, Port, RunProgram, run_program
+from jdag.runtime.stats import info, total
 from jdag.runtime.waiters import Cancel, Waiters
 from jdag.wire.encoding import encoded
 from jdag.wire.messages import Codec
@@ -65,6 +75,10 @@ LAST_INFO_S = 1.0  # Who closes does not wait long for what others have counted.
 FLUSH_NS = 50_000  # What a program tells in a row leaves together, so often.
 SWEEP_NS = 10**9  # Memory that is not received into for so long is let go of.
 ROUNDS_MAX = 64
+# These events and messages name functions: see `FunctionEncoder` and
+# `FunctionDecoder.bind`.
+_NAMING = frozenset((Issued, Assigned, Launched, Attached, Call, Assign, Run, Attach))
+_BOUND = _NAMING | {Start, Return}
 
 _log = logging.getLogger(__name__)
 
@@ -81,10 +95,10 @@ class Node:
 
     def __init__(
         self,
-        place: Place,
+        place: SessionInfo,
         *,
         run_program: RunProgram,
-        functions: Functions,
+        functions: FunctionDecoder,
         value_bytes_max: int = VALUE_BYTES_MAX,
     ) -> None:
         self.name = name = place.worker
@@ -99,21 +113,7 @@ class Node:
         self._loop = Loop(self._flush)
         self._codec = Codec(self.workers)
         self._buffers = Buffers()
-        self.company = Company(
-            place,
-            self,
-            loop=self._loop,
-            codec=self._codec,
-            buffers=self._buffers,
-            value_bytes_max=value_bytes_max,
-        )
-        if incarnation:
-            self._codec.joined(name, incarnation)
-            self.company.incarnations[name] = incarnation
-        # What a session tells a node of peers is for its company.
-        self.joined, self.lost = self.company.joined, self.company.lost
-        self.received, self.adopt = self.company.received, self.company.adopt
-        self.loss = self.company.gone.get
+        gone: dict[str, str] = {}
         self._waiters = Waiters()
         self._host = Host(
             worker,
@@ -121,10 +121,35 @@ class Node:
             Machine("real", leaving_bytes_max=value_bytes_max),
             driver=self,
             waiters=self._waiters,
-            lost=self.company.gone,
+            lost=gone,
             value_bytes_max=value_bytes_max,
         )
-        self._jobs = Jobs(worker, self._host.machine, self._loop, self._computed)
+        connect = partial(
+            Connection,
+            loop=self._loop,
+            codec=self._codec,
+            buffers=self._buffers,
+            deadline_ns=round(place.deadline_s * 1e9),
+            value_bytes_max=value_bytes_max,
+            handle=self._received,
+        )
+        self.peers = peers = PeerTable(
+            place,
+            loop=self._loop,
+            codec=self._codec,
+            gone=gone,
+            connect=connect,
+            tell=self._host.handle,
+            answer=self._answer,
+        )
+        if incarnation:
+            self._codec.joined(name, incarnation)
+            peers.incarnations[name] = incarnation
+        # What a session tells a node of peers is for its table of peers.
+        self.joined, self.lost = peers.joined, peers.lost
+        self.received, self.adopt = peers.received, peers.adopt
+        self.loss = gone.get
+        self._jobs = Jobs(worker, self._host.machine, self._loop, self._host.handle)
         self.port = Port(self._host)
         self._programs = Programs(self.port if name == place.main else None)
         self._counted: Mapping[str, Mapping[str, Any]] | None = None
@@ -165,7 +190,7 @@ class Node:
     @property
     def incarnations(self) -> Mapping[str, int]:
         """How often each has joined anew, of the workers that have."""
-        return self.company.incarnations
+        return self.peers.incarnations
 
     @property
     def now_ns(self) -> int:
@@ -178,12 +203,12 @@ class Node:
 
     def _info(self, within_s: float | None) -> Mapping[str, Mapping[str, Any]]:
         own = partial(self._apart, self._own_info)
-        return info_of_all(self._place, self.company, own, within_s)
+        return info_of_all(self._place, self.peers, own, within_s)
 
     def graph(self, context: ContextId) -> dict[str, Drawing]:
         """The graph of a context as it is now: what each worker has of it."""
         of = (context.number, context.counter, context.incarnation)
-        answers = self.company.ask_all({"what": "graph", "of": of}, or_raise=True)
+        answers = self.peers.ask_all({"what": "graph", "of": of}, or_raise=True)
         drawn: dict[str, Any] = {
             self.name: self._apart(self._host.engine.graph, context)
         }
@@ -192,8 +217,8 @@ class Node:
         return {w: drawn[w] for w in self.workers if drawn.get(w) is not None}
 
     def settle(self) -> None:
-        """Wait until nothing goes on anywhere; see `jdag.rpc.standing`."""
-        settle(self.company, partial(self._apart, self._quiet), self._check_open)
+        """Wait until nothing goes on anywhere; see `jdag.rpc.stats`."""
+        settle(self.peers, partial(self._apart, self._quiet), self._check_open)
 
     # ------------------------------------------------------------------ for programs
 
@@ -202,22 +227,24 @@ class Node:
         loop = self._loop
         if self._broken or self._closed or self._jobs.computing:
             self._check_open()
-        self._functions.exports.prepare(event, self.worker, self.company.allowed_on)
+        if event.__class__ in _NAMING:
+            self._functions.encoder.prepare(event, self.worker, self.peers.allowed_on)
         with loop:
             if self._broken or self._closed:
                 self._check_open()
-            self._host.tell(port, event, values, port.cause)
+            self._host.tell(port, event, values)
             if self._jobs.due or clock_ns() - self._flushed_ns > FLUSH_NS:
                 loop.flush()
-        if self.company.congested:
-            loop.drive(lambda: self._closed or not self.company.congested)
+        if self.peers.congested:
+            loop.drive(lambda: self._closed or not self.peers.congested)
 
     def wait(self, port: Port, waiter: int) -> tuple[Any, int]:
         """Block until that waiter is resumed; return what it was given."""
         given = self._waiters.given
         if waiter not in given:
-            self._check_open()
-            self._loop.drive(lambda: waiter in given or self._closed)
+            if self._broken or self._closed or self._jobs.computing:
+                self._check_open()
+            self._loop.drive(partial(given.__contains__, waiter))
             if waiter not in given:
                 self._check_open()
         return given[waiter]
@@ -244,11 +271,11 @@ class Node:
         cause: int,
     ) -> None:
         """Send a message; a program whose Run or Return cannot leave ends by that."""
-        peer = self.company.peer(send.to)
+        peer = self.peers.connections.get(send.to) or self.peers.peer(send.to)
         if peer.lost:
             return  # It is about to be told that this worker is gone.
         if send.zeros:
-            peer.zero_bytes += sum([zero.nbytes for zero in send.zeros])
+            peer.sent.zero_bytes += sum([zero.nbytes for zero in send.zeros])
         try:
             self._say(peer, message, values[1])
         except Exception as error:  # Whatever it is, somebody waits for that program.
@@ -258,10 +285,11 @@ class Node:
             else:
                 self._loop.soon(partial(host.handle, Arrived(send.to, ended)))
 
-    def _say(self, peer: Peer, message: Message, values: Sequence[Any]) -> None:
-        message, needed = self._functions.exports.outgoing(message, peer.allowed)
-        for definition in needed:
-            peer.define(definition.digest, definition.data)
+    def _say(self, peer: Connection, message: Message, values: Sequence[Any]) -> None:
+        if message.__class__ in _NAMING:
+            message, needed = self._functions.encoder.outgoing(message, peer.allowed)
+            for definition in needed:
+                peer.define(definition.digest, definition.data)
         peer.send(message, values)
         if message.__class__ is not Acknowledge:
             self._hurries = True
@@ -280,10 +308,6 @@ class Node:
         when_ns = clock_ns() + alarm.after_ns
         return self._loop.at(when_ns, partial(host.handle, alarm.event)).cancel
 
-    def resumed(self, host: Host, waiter: int, what: str, cause: int) -> int:
-        """Nothing is recorded here."""
-        return cause
-
     def wake(self, host: Host, waiter: int) -> None:
         """Wake the threads that wait."""
         self._loop.wake_waiting()
@@ -297,9 +321,6 @@ class Node:
         check_size(spawn.function, "returned", returned.result)
         return returned
 
-    def _computed(self, job: Job, failure: Failure | None) -> None:
-        self._host.handle(Computed(job.id, failure))
-
     def _flush(self) -> None:
         """At the end of a turn: let messages leave, and compute what takes little.
 
@@ -309,12 +330,11 @@ class Node:
         for jobs_were_run in range(ROUNDS_MAX):
             if self._hurries or jobs_were_run or not jobs.due:
                 self._hurries = False
-                self.company.flush()
-                self._flushed_ns = clock_ns()
+                self._flush_connections()
             if not jobs.due:
                 return
             jobs.run()
-        self._loop.soon(self._loop.dirty)  # It is not to block.
+        self._loop.dirty = True  # It is not to block.
 
     def _sweep(self) -> None:
         """Now and then: let go of memory for large values that nobody needs."""
@@ -323,43 +343,54 @@ class Node:
 
     # ------------------------------------------------------------------ what peers say
 
-    def arrived(self, peer: Peer, message: Message, values: Sequence[Any]) -> None:
-        """A message came; see `jdag.rpc.company.Host`."""
-        try:
-            message = self._functions.bind(message, peer.worker)
-            if values:
-                landed = zip(landing(message), values, strict=True)
-                self._host.hold(tuple(landed), NO_CAUSE)
-            self._host.handle(Arrived(peer.worker, message))
-        except JdagError:
-            raise
-        except Exception as error:
-            _log.exception("%s from %s", type(message).__name__, peer)
-            raise ProtocolError(
-                f"a {type(message).__name__} that makes no sense: {error!r}"
-            ) from error
+    def _received(self, peer: Connection, events: Sequence[PeerEvent]) -> None:
+        """Handle what a connection has received; an error in it loses that peer."""
+        for event in events:
+            if peer.lost:
+                return
+            try:
+                self._receive(peer, event)
+            except JdagError as error:
+                self.peers.lose(peer, f"it broke the protocol: {error}")
+            except Exception as error:
+                _log.exception("%s from %s", type(event).__name__, peer)
+                what = getattr(event, "message", event)
+                said = f"a {type(what).__name__} that makes no sense: {error!r}"
+                self.peers.lose(peer, f"it broke the protocol: {said}")
 
-    def defined(self, digest: bytes, data: bytes) -> None:
-        """A function came; see `jdag.rpc.company.Host`."""
-        self._functions.define(digest, data)
+    def _receive(self, peer: Connection, event: PeerEvent) -> None:
+        match event:
+            case Delivery():
+                message, worker = event.message, peer.worker
+                known = self.peers.incarnations
+                check(message, worker, self.worker, self.workers, known)
+                if message.__class__ in _BOUND:
+                    message = self._functions.bind(message, worker)
+                self._host.arrived(worker, message, event.values)
+            case Definition(digest, data):
+                self._functions.define(digest, data)
+            case Control(what):
+                self.peers.control(peer, what)
+            case Broken(why):
+                self.peers.redial(peer, why)
+            case Failed(why):
+                self.peers.lose(peer, why)
+            case Exhausted(why):
+                self.peers.exhausted(peer, why)
+            case _:
+                assert_never(event)
 
-    # ------------------------------------------------------------------ of peers
+    def _flush_connections(self) -> None:
+        """Let everything leave that can."""
+        unflushed = self._loop.unflushed
+        for _ in range(len(unflushed)):
+            peer = unflushed.popleft()
+            events = peer.flush()
+            if events:
+                self._received(peer, events)
+        self._flushed_ns = clock_ns()
 
-    def left(self, worker: str, why: str) -> None:
-        """A peer is gone."""
-        self._host.handle(Lost(worker, why))
-        if named(worker) == self._place.main:
-            self._end_soon()
-
-    def back(self, worker: str, incarnation: int) -> None:
-        """A worker of that name has joined anew."""
-        self._host.handle(Joined(worker, incarnation))
-
-    def given_up(self) -> None:
-        """The others go on without this node."""
-        self._end_soon()
-
-    def answer(self, asked: Mapping[str, Any]) -> Any:
+    def _answer(self, asked: Mapping[str, Any]) -> Any:
         """Return what another node asks for."""
         answers = {"info": self._own_info, "quiet": self._quiet}
         match asked:
@@ -371,7 +402,7 @@ class Node:
                 )
                 return encoded(drawing).hex()
             case _:
-                raise ProtocolError(f"nobody asks {asked!r}")
+                raise ProtocolError(f"{asked!r} is no question for a node")
 
     def _apart(self, look: Callable[..., Any], *args: Any) -> Any:
         """Return what a look gives that nobody else changes meanwhile."""
@@ -379,10 +410,10 @@ class Node:
             return look(*args)
 
     def _quiet(self) -> dict[str, Any]:
-        return quiet(self._jobs, self.company)
+        return quiet(self._jobs, self.peers)
 
     def _own_info(self) -> dict[str, Any]:
-        sent = sent_by(self.company)
+        sent = total(peer.sent for peer in self.peers.connections.values())
         return info(self._host, sent, self._jobs.busy_ns, lost=False)
 
     # ------------------------------------------------------------------ the session's
@@ -402,7 +433,7 @@ class Node:
             self._loop.wake_waiting()
             raise
 
-    def guard_signals(self) -> Callable[[], None]:
+    def guard_signals(self) -> Callable[[], object]:
         """Hold back Ctrl-C while the engine thinks; return what undoes this."""
         return self._loop.guard_signals()
 
@@ -412,13 +443,8 @@ class Node:
         while not self._closed and clock_ns() < due_ns:
             if self._apart(self._quiet)["idle"] and not self._programs.alive:
                 break
-            self.company.stopping.wait(DRAIN_LOOK_S)
+            self.peers.stopping.wait(DRAIN_LOOK_S)
         self.close("it was told to stop")
-
-    def _end_soon(self) -> None:
-        """The session is over: let `run` return."""
-        self.company.stopping.set()
-        self._loop.stop()
 
     def close(self, why: str = LEFT) -> None:
         """Leave: say so to all peers, and let go of everything; twice is once."""
@@ -426,12 +452,12 @@ class Node:
             return
         if self.name == self._place.main and self._broken is None:
             self._counted = self._info(LAST_INFO_S)
-        self._end_soon()
+        self.peers.end()
         with self._loop:
             if self._closed:
                 return
             self._closed = True
-            self.company.close(why if self._broken is None else broke(self._broken))
+            self.peers.close(why if self._broken is None else broke(self._broken))
             self._jobs.close()
             self._waiters.clear()
             self._host.clear()

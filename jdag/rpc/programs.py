@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from jdag.compute.machine import failure_of
-from jdag.engine.vocabulary import Message, Return, Run, Worker
+from jdag.engine.protocol import Message, Return, Run, Worker
+from jdag.runtime.failures import failure_of
 from jdag.runtime.host import Port
 
 

@@ -5,7 +5,7 @@
 | Attach | main | begin a session |
 | Mesh | main | dial these of the others, and know all of them |
 | Peer | main | know that a new process of that name joins |
-| Knock | a worker or main | give a one-time token for its data address |
+| Ticket | a worker or main | issue a single-use ticket for its data address |
 | Detach | main | end the session |
 | Drain | who has the cluster's token | finish and stop |
 | Info | who has the cluster's token | say what it is and does |
@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from jdag.engine.vocabulary import WORKERS_MAX
+from jdag.engine.protocol import WORKERS_MAX
 from jdag.rpc.settings import NAME
 from jdag.runtime.tables import NESTING_MAX
 
@@ -55,7 +55,7 @@ class Attach(Request):
 
     By `secret` the two know each other from now on; `secrets` has those by which the
     worker and each of the others do. `control` is where main itself answers Health, if
-    it does. `watched`, `nesting_max`: see `jdag.rpc.place.Place`.
+    it does. `watched`, `nesting_max`: see `jdag.rpc.session_info.SessionInfo`.
     """
 
     token: Secret
@@ -107,10 +107,10 @@ class Peer(Request):
     whereabouts: Whereabouts
 
 
-class Knock(Request):
-    """Give a token that lets this worker in, once and soon.
+class Ticket(Request):
+    """Issue a single-use, short-lived ticket for a data connection of this worker.
 
-    The secret is that of the two.
+    The secret is the one that the two share.
     """
 
     secret: Secret
@@ -165,17 +165,17 @@ class Healthy(Answer):
     pid: int
 
 
-class Knocked(Answer):
-    """To Knock: the token, in hexadecimal."""
+class TicketIssued(Answer):
+    """To Ticket: the ticket, in hexadecimal."""
 
-    token: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$", repr=False)]
+    ticket: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$", repr=False)]
 
 
 REQUESTS: tuple[type[Request], ...] = (
     Attach,
     Mesh,
     Peer,
-    Knock,
+    Ticket,
     Detach,
     Drain,
     Info,

@@ -26,7 +26,7 @@ from jdag.errors import JdagError, JoinError
 from jdag.rpc.control import ControlClient, ControlServer
 from jdag.rpc.dialling import Routes
 from jdag.rpc.handshake import other_cpu, refuse_mismatch
-from jdag.rpc.place import DialGate, MakeNode, Node, Place
+from jdag.rpc.membership import Membership
 from jdag.rpc.requests import (
     Attach,
     Attached,
@@ -38,9 +38,10 @@ from jdag.rpc.requests import (
     Request,
     Whereabouts,
 )
+from jdag.rpc.session_info import MakeNode, Node, SessionInfo
 from jdag.rpc.settings import Address
+from jdag.rpc.tickets import fresh_secret, secret_between
 from jdag.rpc.tls import Tls
-from jdag.rpc.tokens import fresh_secret, secret_between
 from jdag.runtime.tables import NESTING_MAX
 
 POLL_S = 1.0
@@ -62,7 +63,7 @@ class Plan:
     the others. Main's own, `control`, is held while the session lasts, so that no other
     process has its name; None where nobody else could. With `rejoin` a new process at
     the address of a lost worker joins. Workers that are not there yet are waited for,
-    for `ready_s` in all. `watched`: see `jdag.rpc.place.Place`.
+    for `ready_s` in all. `watched`: see `jdag.rpc.session_info.SessionInfo`.
     """
 
     main: str
@@ -70,7 +71,6 @@ class Plan:
     controls: Mapping[str, Address]
     handshake: Mapping[str, Any]
     make_node: MakeNode
-    dial_gate: DialGate
     token: str = field(default="", repr=False)
     allow: tuple[str, ...] = ()
     deadline_s: float = 10.0
@@ -105,7 +105,6 @@ class Session:
             plan.main,
             0,
             self._secrets,
-            dial_gate=plan.dial_gate,
             tls=plan.tls,
             timeout_s=plan.deadline_s,
         )
@@ -114,12 +113,12 @@ class Session:
         self._closing = False
         self._no_more = threading.Event()  # Set when no worker is waited for any more.
         self._there: dict[str, Whereabouts] = {}
-        self._away: dict[str, str] = {}  # Why each of the lost is.
+        self._members = Membership(plan.main, plan.workers)
         self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._server: ControlServer | None = None
         self._asking = ThreadPoolExecutor(ASKED_AT_ONCE_MAX, "asking")
         self._keeper = threading.Thread(target=self._keep, name="keeper", daemon=True)
-        self.place = Place(
+        self.info = SessionInfo(
             worker=plan.main,
             workers=plan.workers,
             main=plan.main,
@@ -132,7 +131,7 @@ class Session:
             watched=plan.watched,
             nesting_max=plan.nesting_max,
         )
-        self.node: Node = plan.make_node(self.place)
+        self.node: Node = plan.make_node(self.info)
         atexit.register(self._goodbye)
         try:
             self._begin()
@@ -203,10 +202,11 @@ class Session:
     def _attach(self, peer: str, incarnation: int) -> None:
         plan = self._plan
         with self._lock:
+            lost = self._members.lost
             present = {
                 name: number
-                for name, number in self.place.incarnations.items()
-                if name not in self._away
+                for name, number in self.info.incarnations.items()
+                if name not in lost
             }
         asked = Attach(
             token=plan.token,
@@ -248,9 +248,10 @@ class Session:
         if other is not None:
             warnings.warn(other, stacklevel=2)
         with self._lock:
+            self._members.attach(peer, incarnation)
             self._there[peer] = there
-            self.place.incarnations[peer] = incarnation
-            self.place.allowed[peer] = there.allow
+            self.info.incarnations[peer] = incarnation
+            self.info.allowed[peer] = there.allow
         self._routes.know(peer, there)
         self.node.joined(peer, incarnation)
 
@@ -258,11 +259,13 @@ class Session:
         with self._lock:
             peers = {
                 name: self._there[name]
-                for name in self._controls
-                if name != peer and name in self._there and name not in self._away
+                for name in self._members.present
+                if name != peer
             }
         secret = self._secrets[peer]
         self._ask(peer, Mesh(secret=secret, peers=peers, dial=tuple(dial)))
+        with self._lock:
+            self._members.join(peer)
 
     def _detach(self, peer: str) -> Detach:
         return Detach(secret=self._secrets[peer])
@@ -272,7 +275,7 @@ class Session:
 
         So who was lost cannot be taken for who has joined by its name.
         """
-        numbers = self.place.incarnations
+        numbers = self.info.incarnations
         return secret_between(
             self._secret, f"{peer}#{incarnation}", f"{other}#{numbers[other]}"
         )
@@ -291,10 +294,10 @@ class Session:
 
         Main's node is told, and it tells the others. Never blocks.
         """
-        incarnation = self.place.incarnations[worker]
+        incarnation = self.info.incarnations[worker]
 
         def lose() -> None:
-            if self.place.incarnations[worker] == incarnation:
+            if self.info.incarnations[worker] == incarnation:
                 self.node.lost(worker, why)
 
         self._todo.put(lose)
@@ -302,7 +305,7 @@ class Session:
     def away(self) -> dict[str, str]:
         """Return the workers that are lost, and why each is."""
         with self._lock:
-            return dict(self._away)
+            return self._members.lost
 
     def join(self, worker: str, address: Address | None = None) -> None:
         """Have a new process take the name of a lost worker; waits until it has joined.
@@ -335,7 +338,7 @@ class Session:
         """Main's node has found a peer to be lost, and said so to the others."""
         with self._lock:
             if not self._closing:
-                self._away[peer] = why
+                self._members.lose(peer, why)
         self._todo.put(_nothing)
 
     def _keep(self) -> None:
@@ -367,17 +370,15 @@ class Session:
 
     def _rejoin(self, worker: str, address: Address | None) -> None:
         with self._lock:
-            if worker not in self._away or self._closing:
-                raise JoinError(f"worker {worker!r} is not lost; it cannot join again")
-            others = [name for name in self._there if name not in self._away]
+            if self._closing:
+                raise JoinError(f"worker {worker!r} cannot join: the session is closed")
+            incarnation = self._members.next_incarnation(worker)
+            others = self._members.present
         if address is not None:
             self._controls[worker] = address
-        incarnation = self.place.incarnations[worker] + 1
         self._attach(worker, incarnation)
         try:
-            with self._lock:
-                del self._away[worker]
-                there = self._there[worker]
+            there = self._there[worker]
 
             def asked(other: str) -> Peer:
                 return Peer(
@@ -414,7 +415,7 @@ class Session:
             if self._closing:
                 return
             self._closing = True
-            there = [name for name in self._there if name not in self._away]
+            there = self._members.present
         self._no_more.set()
         self._todo.put(None)
         self.node.close()
@@ -435,7 +436,8 @@ def _hold(plan: Plan, control: Address) -> ControlServer:
     """Hold main's own address, and say who does."""
     health = {"worker": plan.main, "state": "main", "pid": os.getpid()}
     try:
-        return ControlServer(control, {Health: lambda _: health}, tls=plan.tls)
+        name = f"main {plan.main!r}"
+        return ControlServer(name, control, {Health: lambda _: health}, tls=plan.tls)
     except JoinError as error:
         raise JoinError(
             f"cannot be {plan.main!r}: {error}{_who(plan, control)}"

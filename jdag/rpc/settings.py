@@ -30,13 +30,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from jdag.engine.vocabulary import WORKERS_MAX
+from jdag.engine.protocol import WORKERS_MAX
 from jdag.errors import JdagError, ScenarioError, meant, reason, spelled, unusable
 from jdag.rpc.addresses import is_host, is_loopback
+from jdag.rpc.tickets import fresh_secret
 from jdag.rpc.tls import load as load_tls
-from jdag.rpc.tokens import fresh_secret
 from jdag.runtime.tables import (
     COUNT,
     NESTING,
@@ -48,9 +48,9 @@ from jdag.runtime.tables import (
     one_of,
     only,
     read,
-    said,
     text_in,
 )
+from jdag.runtime.tables import checked as table_of
 from jdag.runtime.tables import wrong as said_with_its_file
 
 CARRIERS = ("socket", "grpc")
@@ -138,6 +138,10 @@ DEVICES = "cpu, gpu, or gpu:N with the number of the GPU"
 MODULES = 'a list of modules, such as ["mymodels"]'
 SECONDS = "a number of seconds from 0.1 to 3600"
 is_seconds = number(0.1, 3600)
+ALLOW = Annotated[tuple[str, ...], only(MODULES, are_modules)]
+CARRIER = Annotated[str, one_of(*CARRIERS)]
+DEVICE = Annotated[str, only(DEVICES, is_device)]
+WAIT_S = Annotated[float, only(SECONDS, is_seconds)]
 _ADDRESS = Annotated[str, only(_ADDRESSES, _is_address)]
 
 
@@ -146,8 +150,8 @@ class WorkerTable(Table):
 
     control: _ADDRESS
     data: _ADDRESS | None = None
-    device: Annotated[str | None, only(DEVICES, is_device)] = None
-    allow: Annotated[tuple[str, ...], only(MODULES, are_modules)] = ()
+    device: DEVICE | None = None
+    allow: ALLOW = ()
 
     @property
     def address(self) -> Address:
@@ -174,10 +178,10 @@ class Settings(Table):
     workers: Annotated[dict[str, WorkerTable], only(_WORKERS, _are_workers)]
     tls: TlsTable | None = None
     token_file: TEXT | None = None
-    carrier: Annotated[str, one_of(*CARRIERS)] = "socket"
-    deadline_s: Annotated[float, only(SECONDS, is_seconds)] = DEADLINE_S
+    carrier: CARRIER = "socket"
+    deadline_s: WAIT_S = DEADLINE_S
     # So long `jdag up` and `connect` wait for workers that start.
-    ready_s: Annotated[float, only(SECONDS, is_seconds)] = READY_S
+    ready_s: WAIT_S = READY_S
     # Of one value: none that is larger leaves a worker, or has memory taken for it.
     value_bytes_max: COUNT = VALUE_BYTES_MAX
     nesting_max: NESTING = NESTING_MAX
@@ -196,8 +200,8 @@ class Settings(Table):
             raise ScenarioError(f"{spelled(self.path)}: {said}")
         return self.workers[name]
 
-    def gate(self, name: str) -> str:
-        """Return the address of a worker's gate, as gates have it.
+    def listener(self, name: str) -> str:
+        """Return the address of a worker's listener.
 
         Without TLS all are on one host, where Unix sockets are the fastest.
         """
@@ -316,10 +320,7 @@ def load(path: str | Path) -> Settings:
 
 def checked(table: Mapping[str, Any]) -> Settings:
     """Return what a file says, if it is usable; ScenarioError if it is not."""
-    try:
-        settings = Settings.model_validate(table)
-    except ValidationError as error:
-        raise ScenarioError(said(error)) from None
+    settings = table_of(Settings, table)
     _check_names(settings)
     _check_addresses(settings)
     return settings

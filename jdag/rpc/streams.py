@@ -1,12 +1,13 @@
-"""Streams of bytes between two nodes, which never block.
+"""Non-blocking streams of bytes between two nodes.
 
-A loop owns the ends of its streams: it asks for bytes or hands some over when epoll
-says so, and on each kind of stream in the same way. Nothing here frames or resends.
+The loop that owns a stream receives and sends when epoll says so. Streams through TLS
+(`jdag.rpc.tls`) and through gRPC (`jdag.rpc.carrier`) are used alike. Nothing here
+frames or resends.
 
-Invariants: `recv_into` and `send` move at least one byte or raise; what they raise
-besides BlockingIOError is a ConnectionError with the other end's address and the
-reason, and after it the stream is only to be closed. No call raises a signal. A
-descriptor that came over a Unix socket is taken, or closed with the stream.
+Invariants: `recv_into` and `send` move at least one byte or raise. Besides
+BlockingIOError they raise only ConnectionError, with the peer's address and the reason;
+after it the stream can only be closed. No call raises a signal. A descriptor that came
+over a Unix socket is taken, or closed with the stream.
 """
 
 import array
@@ -15,10 +16,9 @@ import os
 import socket
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
 
 from jdag.errors import reason
-from jdag.rpc.certified import Shown
+from jdag.rpc.peer_identity import Names
 
 # Over loopback TCP 64 MiB took 17 ms with 1 MiB, 27 with what Linux gives by itself
 # (Unix sockets: 15 to 16 with either), and more brings little.
@@ -35,71 +35,13 @@ _ANCILLARY_BYTES = socket.CMSG_SPACE(_DESCRIPTOR)
 _TRUNCATED = int(socket.MSG_CTRUNC)  # As an enum, it takes a microsecond to look at.
 
 
-class Stream(Protocol):
-    """One end of a connection to another node; see the module for what holds of all."""
-
-    local: bool
-    """Whether both ends are on one host and descriptors can be passed."""
-
-    peer: str
-    """The other end as messages name it."""
-
-    @property
-    def shown(self) -> Shown:
-        """The names in the certificate that the other end showed; None without TLS."""
-
-    def fileno(self) -> int:
-        """Give what epoll watches; -1 once closed."""
-
-    def recv_into(self, view: memoryview) -> int:
-        """Fill the front of a view, return how many bytes.
-
-        Raises BlockingIOError if there are none, ConnectionError at the end.
-        """
-
-    def send(self, views: Sequence[memoryview]) -> int:
-        """Take bytes from the front of some views, return how many.
-
-        The views are of bytes, or are bytes, and not all of them are empty. Raises
-        BlockingIOError if there is no room, ConnectionError at the end.
-        """
-
-    def pending(self) -> bool:
-        """Whether bytes are here that epoll does not see."""
-
-    def wants_write(self) -> bool:
-        """Whether bytes that were taken wait here for room to write: see `flush`."""
-
-    def flush(self) -> None:
-        """Hand over what was taken and waits here; BlockingIOError if there is no room.
-
-        What the other end sees may wait for it, so call it when all is sent; reading
-        and sending do as much.
-        """
-
-    def send_segment(self, views: Sequence[memoryview], descriptor: int) -> int:
-        """Send, with a descriptor beside the first byte; only where `local`.
-
-        The caller keeps its descriptor. Raises OSError if the kernel passes no more
-        descriptors now: nothing was sent, and the stream is as it was.
-        """
-
-    def take_segment(self) -> int:
-        """Give the first descriptor that came and was not yet taken.
-
-        It has come when the byte has that it was sent with. The caller closes it.
-        Raises ConnectionError if there is none, and OSError in place of a descriptor
-        that this process had no room for (EMFILE).
-        """
-
-    def close(self) -> None:
-        """Close this end; may be called again."""
-
-
 class SocketStream:
-    """A plain TCP or Unix socket that is connected, and from now on the stream's."""
+    """One end of a plain TCP or Unix connection; the stream owns the socket.
 
-    shown: Shown = None
+    Attributes:
+        peer: the other end, as error messages name it.
+        local: whether both ends are on one host, so that descriptors can be passed.
+    """
 
     def __init__(self, connected: socket.socket, peer: str) -> None:
         self.peer = peer
@@ -113,12 +55,22 @@ class SocketStream:
             # Small messages are what callers wait for.
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
+    @property
+    def certificate(self) -> Names:
+        """The names in the certificate of the other end; None without TLS."""
+        return None
+
     def fileno(self) -> int:
-        """See Stream."""
+        """Return the descriptor that epoll watches; -1 once closed."""
         return self._socket.fileno()
 
     def recv_into(self, view: memoryview) -> int:
-        """See Stream."""
+        """Fill the front of a view, return how many bytes.
+
+        Raises:
+            BlockingIOError: there are none now.
+            ConnectionError: there will be no more.
+        """
         try:
             if self.local:
                 count = self._with_descriptors(view)
@@ -153,7 +105,12 @@ class SocketStream:
         return count
 
     def send(self, views: Sequence[memoryview]) -> int:
-        """See Stream."""
+        """Take bytes from the front of some views, not all empty; return how many.
+
+        Raises:
+            BlockingIOError: there is no room now.
+            ConnectionError: the connection has ended.
+        """
         try:
             count = self._socket.sendmsg(views[:VIEWS_MAX], (), socket.MSG_NOSIGNAL)
         except BlockingIOError:
@@ -163,18 +120,31 @@ class SocketStream:
         return count or self.send(_filled(views))
 
     def pending(self) -> bool:
-        """See Stream."""
+        """Whether bytes are here that epoll does not see."""
         return False
 
     def wants_write(self) -> bool:
-        """See Stream."""
+        """Whether bytes that were taken wait here for room to write: see `flush`."""
         return False
 
     def flush(self) -> None:
-        """See Stream."""
+        """Write what was taken and waits here; call it after the last `send`.
+
+        `recv_into` and `send` do as much.
+
+        Raises:
+            BlockingIOError: there is no room now.
+        """
 
     def send_segment(self, views: Sequence[memoryview], descriptor: int) -> int:
-        """See Stream."""
+        """Send, with a descriptor beside the first byte; only where `local`.
+
+        The caller keeps its descriptor.
+
+        Raises:
+            OSError: the kernel passes no more descriptors now: nothing was sent, and
+                the stream is as it was.
+        """
         assert self.local, self.peer
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))
         try:
@@ -189,7 +159,14 @@ class SocketStream:
             raise broken(self.peer, error) from error
 
     def take_segment(self) -> int:
-        """See Stream."""
+        """Return the first descriptor that came and was not yet taken.
+
+        It has come when the byte has that it was sent with. The caller closes it.
+
+        Raises:
+            ConnectionError: there is none.
+            OSError: this process had no room for it (EMFILE).
+        """
         if not self._descriptors:
             raise ConnectionError(
                 f"{self.peer} announced shared memory and passed none"
@@ -200,12 +177,15 @@ class SocketStream:
         return descriptor
 
     def close(self) -> None:
-        """See Stream."""
+        """Close this end; may be called again."""
         self._socket.close()
         while self._descriptors:
             descriptor = self._descriptors.popleft()
             if descriptor is not None:
                 os.close(descriptor)
+
+
+Stream = SocketStream  # Those of TLS and gRPC derive from it.
 
 
 def ended(peer: str) -> ConnectionError:

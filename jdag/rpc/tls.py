@@ -1,14 +1,13 @@
-"""Mutual TLS from three files, for both planes.
+"""Mutual TLS from three files, for the control plane and the data plane.
 
-Every node has a certificate and its key, and the certificates of those who issue them
-(`ca`). Each end shows its certificate, and each holds the other's against `ca`; who
-dials also holds it against the name that was dialled (a host, an address or a worker's
-name, which the certificate lists as alternative names). TLS 1.3 and nothing older.
+Every node has a certificate, its key, and the certificates of the authorities (`ca`).
+Both ends of a connection show their certificates and verify the other's against `ca`.
+The dialling end also checks the name that it dialled (a host, an address or a worker's
+name) against the names in the certificate. TLS 1.3 only.
 
-A TlsStream keeps TLS between two queues in memory and moves their bytes over a plain
-stream, so that no call blocks, none raises a signal, and bytes once taken are never
-asked for again. What ends a connection early cannot be told from its end: frames have
-lengths, and links count them.
+A TlsStream keeps TLS between two buffers in memory, so that no call blocks and bytes
+once taken are never asked for again. A truncated connection looks like its end: frames
+have lengths, and links count them.
 """
 
 import ssl
@@ -20,7 +19,7 @@ from pathlib import Path
 import grpc
 
 from jdag.errors import JdagError, reason, spelled
-from jdag.rpc.certified import Shown, names_in
+from jdag.rpc.peer_identity import Names, names_in
 from jdag.rpc.streams import SocketStream, ended
 
 # What is encrypted before the socket is asked again, and the most that waits for it.
@@ -29,7 +28,7 @@ _TAKEN_MAX = 1 << 18
 
 @dataclass(frozen=True)
 class Tls:
-    """What a node shows and whom it believes; see `load`."""
+    """The certificate of a node and the authorities that it trusts; see `load`."""
 
     ca: bytes = field(repr=False)
     certificate: bytes = field(repr=False)
@@ -38,36 +37,37 @@ class Tls:
     dialling: ssl.SSLContext
 
     def serve(self, plain: SocketStream) -> "TlsStream":
-        """Make the stream of a connection that was accepted."""
+        """Return the TLS stream of an accepted connection, whose socket it takes."""
         return TlsStream(plain, self.serving, None)
 
     def dial(self, plain: SocketStream, name: str) -> "TlsStream":
-        """Make the stream of a connection to a node that is to be `name`."""
+        """Return the TLS stream of a connection that this process made to `name`."""
         return TlsStream(plain, self.dialling, name)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """What a client of a control server needs."""
+        """Return the credentials of a client of a control server."""
         return grpc.ssl_channel_credentials(self.ca, self.key, self.certificate)
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """What a control server needs; it asks every client for a certificate."""
+        """Return those of a control server; it wants a certificate of every client."""
         pair = (self.key, self.certificate)
         return grpc.ssl_server_credentials([pair], self.ca, require_client_auth=True)
 
 
 def load(ca: Path, certificate: Path, key: Path) -> Tls:
-    """Read the files of a node, in PEM form, and try them on each other.
+    """Read the files of a node, in PEM form, and check that they fit each other.
 
-    Raises JdagError with the file and what is wrong: missing, unreadable, not PEM,
-    a key of another certificate or with a passphrase, a certificate that has expired,
-    is not yet valid, was not issued by `ca`, or may not be used at both ends.
+    Raises:
+        JdagError: names the file and what is wrong: missing, unreadable, not PEM, a key
+            of another certificate or with a passphrase, a certificate that has expired,
+            is not yet valid, was not issued by `ca`, or may not be used at both ends.
     """
-    shown = _read("ca", ca), _read("certificate", certificate), _read("key", key)
+    files = _read("ca", ca), _read("certificate", certificate), _read("key", key)
     serving = _context(ssl.PROTOCOL_TLS_SERVER, ca, certificate, key)
-    serving.num_tickets = 0  # Nobody resumes: the bytes would only be in the way.
+    serving.num_tickets = 0  # No session is ever resumed.
     dialling = _context(ssl.PROTOCOL_TLS_CLIENT, ca, certificate, key)
     _try_on_itself(ca, certificate, key)
-    return Tls(*shown, serving, dialling)
+    return Tls(*files, serving, dialling)
 
 
 def _read(what: str, path: Path) -> bytes:
@@ -79,6 +79,9 @@ def _read(what: str, path: Path) -> bytes:
 
 
 def _context(side: int, ca: Path, certificate: Path, key: Path) -> ssl.SSLContext:
+    def _refuse_passphrase() -> str:
+        raise JdagError(f"TLS key {key} has a passphrase; give one without")
+
     context = ssl.SSLContext(side)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
@@ -87,7 +90,7 @@ def _context(side: int, ca: Path, certificate: Path, key: Path) -> ssl.SSLContex
     except ssl.SSLError as error:
         raise JdagError(f"TLS ca {ca} has no certificate in PEM form") from error
     try:
-        context.load_cert_chain(certificate, key, password=_Passphrase(key).refuse)
+        context.load_cert_chain(certificate, key, password=_refuse_passphrase)
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
             said = f"TLS key {key} is not the key of certificate {certificate}"
@@ -97,16 +100,8 @@ def _context(side: int, ca: Path, certificate: Path, key: Path) -> ssl.SSLContex
     return context
 
 
-@dataclass(frozen=True)
-class _Passphrase:
-    key: Path
-
-    def refuse(self) -> str:
-        raise JdagError(f"TLS key {self.key} has a passphrase; give one without")
-
-
 def _try_on_itself(ca: Path, certificate: Path, key: Path) -> None:
-    """Let a certificate convince its own node, in memory, at both ends."""
+    """Do a handshake of a node with itself, in memory."""
     dialling = _context(ssl.PROTOCOL_TLS_CLIENT, ca, certificate, key)
     dialling.check_hostname = False
     serving = _context(ssl.PROTOCOL_TLS_SERVER, ca, certificate, key)
@@ -130,15 +125,14 @@ def _shake_hands(end: ssl.SSLObject) -> None:
         return  # The other end goes on.
 
 
-class TlsStream:
-    """A stream through TLS; `name` is whom it dials, None where it was dialled."""
+class TlsStream(SocketStream):
+    """A stream through TLS; `name` is the dialled name, None at the accepting end."""
 
     def __init__(
         self, plain: SocketStream, context: ssl.SSLContext, name: str | None
     ) -> None:
-        self.peer = plain.peer
+        super().__init__(plain._socket, plain.peer)
         self.local = False
-        self._plain = plain
         self._incoming = ssl.MemoryBIO()
         self._outgoing = ssl.MemoryBIO()
         self._tls = context.wrap_bio(
@@ -152,22 +146,19 @@ class TlsStream:
         self._more = False
 
     @property
-    def shown(self) -> Shown:
-        """See Stream; nothing before the handshake is done."""
+    def certificate(self) -> Names:
+        """See SocketStream; nothing before the handshake is done."""
         try:
             return names_in(self._tls.getpeercert())
         except ValueError:
             return ()
 
-    def fileno(self) -> int:
-        """See Stream."""
-        return self._plain.fileno()
-
     def shake_hands(self) -> None:
-        """Go on until both ends trust each other.
+        """Continue the handshake; the accepting end may just read instead.
 
-        Raises BlockingIOError while that waits for the other end, ConnectionError if it
-        comes to nothing. Who is dialled need not call it: reading does as much.
+        Raises:
+            BlockingIOError: it waits for the other end.
+            ConnectionError: it has failed.
         """
         while True:
             try:
@@ -186,7 +177,7 @@ class TlsStream:
                 return
 
     def recv_into(self, view: memoryview) -> int:
-        """See Stream."""
+        """See SocketStream."""
         self._push()
         came = 0
         while came < len(view):
@@ -211,11 +202,11 @@ class TlsStream:
         return came
 
     def send(self, views: Sequence[memoryview]) -> int:
-        """See Stream."""
+        """See SocketStream."""
         self.flush()
         try:
             count = self._tls.write(_front(views))
-        except ssl.SSLWantReadError:  # Hands are not shaken yet.
+        except ssl.SSLWantReadError:  # The handshake is not done yet.
             self._push()
             raise BlockingIOError from None
         except ssl.SSLError as error:
@@ -224,47 +215,35 @@ class TlsStream:
         return count
 
     def pending(self) -> bool:
-        """See Stream."""
+        """See SocketStream."""
         return self._more
 
     def wants_write(self) -> bool:
-        """See Stream."""
+        """See SocketStream."""
         return bool(self._unsent) or self._outgoing.pending > 0
 
     def flush(self) -> None:
-        """See Stream."""
+        """See SocketStream."""
         self._push()
         if self.wants_write():
             raise BlockingIOError
 
-    def send_segment(self, views: Sequence[memoryview], descriptor: int) -> int:
-        """See Stream."""
-        return self._plain.send_segment(views, descriptor)
-
-    def take_segment(self) -> int:
-        """See Stream."""
-        return self._plain.take_segment()
-
-    def close(self) -> None:
-        """See Stream."""
-        self._plain.close()
-
     def _fetch(self) -> None:
-        count = self._plain.recv_into(self._room)
+        count = super().recv_into(self._room)
         self._incoming.write(self._room[:count])
 
     def _push(self) -> None:
-        """Hand over what is encrypted, as much as the socket takes."""
+        """Write what is encrypted, as much as the socket takes."""
         while self.wants_write():
             if not self._unsent:
                 self._unsent = memoryview(self._outgoing.read())
             try:
-                self._unsent = self._unsent[self._plain.send([self._unsent]) :]
+                self._unsent = self._unsent[super().send([self._unsent]) :]
             except BlockingIOError:
                 return
 
     def _failed(self, error: ssl.SSLError) -> ConnectionError:
-        # TLS tells the other end why. If that is gone, what went wrong here says more.
+        # TLS tells the other end why; if it has gone, this end's error matters more.
         with suppress(ConnectionError):
             self._push()
         if isinstance(error, ssl.SSLCertVerificationError):
@@ -274,7 +253,7 @@ class TlsStream:
         return ConnectionError(f"TLS with {self.peer} failed: {why}")
 
 
-# What OpenSSL says when the other end is set up otherwise.
+# Reasons of OpenSSL when the other end is set up differently.
 _SAID = {
     "HTTP_REQUEST": "it does not speak TLS",
     "WRONG_VERSION_NUMBER": "it does not speak TLS",

@@ -13,8 +13,6 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,19 +22,17 @@ from jdag.errors import JdagError, JoinError
 from jdag.rpc.allowed import missing
 from jdag.rpc.control import ControlServer
 from jdag.rpc.device import configure, use_device
-from jdag.rpc.gate import Admit, Gate, Take, dial
 from jdag.rpc.handshake import ours
-from jdag.rpc.place import MakeNode
-from jdag.rpc.seat import Own, Seat
+from jdag.rpc.listener import CARRIED
+from jdag.rpc.session_info import MakeNode
 from jdag.rpc.settings import Address
 from jdag.rpc.tls import load as load_tls
-from jdag.rpc.tunnel import carrying
 from jdag.rpc.watch import Watch, leave
+from jdag.rpc.worker_server import WorkerConfig, WorkerServer
 
 # What Python is told; the arguments of `jdag.rpc.watch` come after it.
 COMMAND = ("-u", "-P", "-m", "jdag.rpc")
 STOP = b"stop\n"
-_GATE_S = 10.0
 # Whoever computes waits for the result: XLA's own thread would have to be woken first.
 _OWN_CONFIG = {"jax_cpu_enable_async_dispatch": False}
 
@@ -46,12 +42,24 @@ _log = logging.getLogger("jdag")
 class Options(BaseModel):
     """What a worker process is told.
 
-    `node` names what makes what makes nodes: `module:function`, called with these
-    options. `data` is the gate's address, unless gRPC carries. `config` are settings of
-    JAX, by name; `path` is Python's module search path and `pythonpath` what that
-    variable is to be for processes started from here. `cores` are the CPUs to compute
-    on. With `once` it stops after its first session. `hosts` are those of all workers,
-    which certificates are held to.
+    Attributes:
+        worker: its name.
+        node: import path of what makes its node maker from these options:
+            `module:function`.
+        control: the address of its control server.
+        data: the address of its listener, unless the carrier is `grpc`.
+        token: the secret of the cluster; empty if there is none.
+        carrier: `socket` or `grpc`.
+        allow: modules whose functions others may name.
+        device: where it computes; None: as JAX chooses.
+        config: settings of JAX, by name.
+        path: Python's module search path.
+        pythonpath: that variable, for processes started from there.
+        cores: the CPUs to compute on.
+        tls: the files of ca, certificate and key.
+        hosts: of all workers, by name; their certificates may be for these.
+        value_bytes_max: the largest value that it sends and takes.
+        once: whether it stops after its first session.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -111,49 +119,39 @@ def run(options: Options, watch: Watch) -> None:
     gc.freeze()  # What imports have made is not for the collector to walk again.
     _log.info("worker %s: process %d", options.worker, os.getpid())
     tls = None if options.tls is None else load_tls(*options.tls)
-    control: Future[Address] = Future()
-
-    def open_gate(*, admit: Admit, take: Take) -> Gate:
-        data = options.data
-        if options.carrier == "grpc":  # By streams of the control server.
-            data = f"grpc:{control.result(_GATE_S)}"
-        return Gate(data, tls=tls, admit=admit, take=take)
-
-    own = Own(
+    is_carried = options.carrier == "grpc"
+    config = WorkerConfig(
         worker=options.worker,
         token=options.token,
         allow=options.allow,
         handshake=ours(options.value_bytes_max),
         make_node=found(options.node)(options),
-        open_gate=open_gate,
-        dial_gate=partial(dial, tls=tls),
+        data=CARRIED if is_carried else options.data,
         tls=tls,
         hosts=options.hosts,
         once=options.once,
     )
-    seat = Seat(own)
-    carry = carrying(seat.enter) if options.carrier == "grpc" else None
-    address = Address.read(options.control)
+    worker = WorkerServer(config)
     server = ControlServer(
-        address,
-        seat.answers,
+        f"worker {options.worker!r}",
+        Address.read(options.control),
+        worker.answers,
         tls=tls,
-        carry=carry,
+        enter=worker.enter if is_carried else None,
         hosts=options.hosts,
-        knows=seat.knows,
+        knows=worker.knows,
     )
-    control.set_result(server.address)
-    watch.on_stop(seat.stop)
+    watch.on_stop(worker.stop)
     if watch.has_parent:
         watch.say({"ready": str(server.address), "pid": os.getpid()})
     else:
         ready = f"worker {options.worker}: at {server.address}, process {os.getpid()}"
         sys.stdout.write(f"{ready}\n")
     try:
-        seat.serve()
+        worker.serve()
     finally:
         server.close()
-    if not seat.asked_to_stop:
+    if not worker.asked_to_stop:
         watch.part()
 
 

@@ -1,13 +1,13 @@
-"""Functions from bytes: decoded messages with what they name here in place of names.
+"""Decoding of functions: names and StableHLO in messages become pairs and callables.
 
-Told:  `bind(message, sender)`, for each that arrives; `define(digest, data)`, for each
-       exported function, before the first message that needs it.
-Gives: the message as engines take it. A function of a call is a pair that is made when
-       its forward first runs, by whoever runs that; nothing is imported before.
-       How functions leave is written in `jdag.rpc.exports`.
+Inputs: `bind(message, sender)` for each message that arrives; `define(digest, data)`
+    for each exported function, before the first message that needs it.
+Outputs: the message as engines take it. The function of a call is a pair that is made
+    when its forward first runs; nothing is imported before.
+Invariants: a function that is not available fails only the call, program or hook that
+    needs it: an object in its place raises when it is run.
 
-What cannot be had fails the call, program or hook that needs it, and nothing else: what
-is in its place raises when it is run.
+How functions are encoded is in `jdag.rpc.function_encoder`.
 """
 
 import weakref
@@ -24,8 +24,9 @@ from jdag.compute.pairs import PAIRS_MAX, Pair, pair
 from jdag.compute.placed import placed
 from jdag.compute.pytrees import template_of
 from jdag.compute.refs import Reply
+from jdag.engine.arrays import HOLE
 from jdag.engine.functions import name_of
-from jdag.engine.vocabulary import (
+from jdag.engine.protocol import (
     Assign,
     Assignment,
     Attach,
@@ -39,25 +40,27 @@ from jdag.engine.vocabulary import (
 )
 from jdag.errors import JdagError, ProtocolError
 from jdag.rpc.allowed import Allowed
-from jdag.rpc.codes import Codes, are_codes
-from jdag.rpc.exports import Exports
-from jdag.rpc.live import live, structure
+from jdag.rpc.code_fingerprint import CodeFingerprints, are_fingerprints
+from jdag.rpc.function_encoder import FunctionEncoder
+from jdag.rpc.unmarshal import structure, unmarshal
 from jdag.wire.specs import Body, Places, read_spec
-from jdag.wire.trees import HOLE, Named, Node
+from jdag.wire.trees import Named, Node
 
 # An executable takes memory maps, of which a process has a number: near 10,900 of them
 # it dies. So beyond the pairs that compute keeps, few are held here, of two each.
 BOUND_MAX = PAIRS_MAX
 MADE_MAX = 512
 DEFINED_MAX, DEFINED_BYTES_MAX = 4096, 1 << 30
+# What a pair has when it is made; see `jdag.compute.pairs.Pair`.
+_OF_PAIR = ("out_tree", "residual_bytes", "args_kept", "outputs_kept", "reaches")
 REPLY = name_of(Reply)
 
 
 class Bound:
     """A pair that came by its spec, made when it is first needed.
 
-    It is used as a `jdag.compute.pairs.Pair`. Shapes, places and what is tracked are
-    known before; all else makes the pair, and raises what stands in the way of that.
+    It is used as a `jdag.compute.pairs.Pair`. Shapes, devices and what is tracked are
+    known before; every other attribute makes the pair, and may raise.
     """
 
     def __init__(
@@ -96,42 +99,19 @@ class Bound:
             return made
 
     def let_go(self) -> None:
-        """Hold the pair no more; it is made again when it is needed."""
+        """Drop the pair; it is made again when it is needed."""
         self._pair = None
 
     @property
     def may_raise(self) -> bool:
-        """Whether forward waits for what calls back; who knows, before it is made."""
+        """Whether forward waits for callbacks; assumed before the pair is made."""
         return True if self._pair is None else bool(self._pair.may_raise)
 
-    @property
-    def out_tree(self) -> Any:
-        """The structure of the outputs."""
-        return self.pair.out_tree
-
-    @property
-    def residual_bytes(self) -> int:
-        """What residuals hold beyond arguments and outputs."""
-        count: int = self.pair.residual_bytes
-        return count
-
-    @property
-    def args_kept(self) -> tuple[int, ...]:
-        """Which arguments residuals keep."""
-        places: tuple[int, ...] = self.pair.args_kept
-        return places
-
-    @property
-    def outputs_kept(self) -> tuple[int, ...]:
-        """Which outputs residuals keep."""
-        places: tuple[int, ...] = self.pair.outputs_kept
-        return places
-
-    @property
-    def reaches(self) -> tuple[tuple[bool, ...], ...]:
-        """Which tracked outputs each tracked input reaches."""
-        found: tuple[tuple[bool, ...], ...] = self.pair.reaches
-        return found
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the pair, which is made for it."""
+        if name not in _OF_PAIR:
+            raise AttributeError(name)
+        return getattr(self.pair, name)
 
     def forward(self, args: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
         """Run the function; see `Pair.forward`."""
@@ -150,7 +130,7 @@ class Bound:
 
 
 class Refused:
-    """In the place of a program or hook that cannot be had: it says why."""
+    """Stands for a program or hook that is not available; raises why when called."""
 
     def __init__(self, name: str, error: JdagError) -> None:
         module, _, qualname = name.partition(":")
@@ -163,8 +143,8 @@ class Refused:
         raise type(self._error)(str(self._error))
 
 
-class Functions:
-    """What a worker makes of the functions that arrive; used by several threads.
+class FunctionDecoder:
+    """Decodes the functions that arrive at a worker; used by several threads.
 
     Args:
         allow: modules whose functions may be had by name, beside those of JAX, optax
@@ -175,9 +155,9 @@ class Functions:
     """
 
     def __init__(self, allow: Sequence[str] = ()) -> None:
-        self._codes = Codes()
+        self._codes = CodeFingerprints()
         self.allowed = Allowed(allow, self._codes.check)
-        self.exports = Exports()
+        self.encoder = FunctionEncoder()
         self._bound: OrderedDict[bytes, Bound] = OrderedDict()
         self._made: deque[weakref.ref[Bound]] = deque()  # Those that hold their pairs.
         self._definitions: OrderedDict[bytes, bytes] = OrderedDict()
@@ -187,9 +167,9 @@ class Functions:
     def define(self, digest: bytes, data: bytes) -> None:
         """Take an exported function, which specs name by its digest.
 
-        Or what is told of functions that go by name: whom that contradicts is asked no
-        more, but made again. Of many functions, or large ones, the least recently used
-        goes; never the last that came.
+        Or fingerprints of functions that go by name: cached functions with a different
+        fingerprint are rebuilt. Beyond the bounds the least recently used definition
+        is dropped, never the newest.
 
         Raises:
             ProtocolError: the bytes are not those of the digest, or too many.
@@ -198,7 +178,7 @@ class Functions:
             check_definition(digest, data)
         except JdagError as error:
             raise ProtocolError(str(error)) from None
-        if are_codes(data):
+        if are_fingerprints(data):
             if self._codes.tell(data):
                 with self._lock:
                     self._bound.clear()
@@ -311,7 +291,7 @@ class Functions:
         if body.digest:
             return self._placed(bound, self._from_definition(bound))
         try:
-            function = live(body.function, self.allowed)
+            function = unmarshal(body.function, self.allowed)
             treedef, leaves = structure(body.arguments, self.allowed)
         except JdagError as error:
             raise type(error)(f"{body.name} cannot be had here: {error}") from None
@@ -362,7 +342,7 @@ class Functions:
     def _callable(self, data: Any) -> Any:
         """Return a program or hook; where it cannot be had, what raises that."""
         try:
-            found = live(data, self.allowed)
+            found = unmarshal(data, self.allowed)
         except JdagError as error:
             return Refused(_name_in(data), error)
         if not callable(found):
@@ -374,7 +354,7 @@ class Functions:
         function = self._callable(run.function)
         if not isinstance(function, Refused):
             try:
-                arguments = live(run.arguments, self.allowed)
+                arguments = unmarshal(run.arguments, self.allowed)
                 return replace(run, function=function, arguments=arguments)
             except JdagError as error:
                 said = JdagError(f"an argument of it cannot be had here: {error}")
@@ -388,9 +368,9 @@ class Functions:
         if not isinstance(data, Node) or data.name != REPLY or len(data.parts) != 3:
             raise ProtocolError(f"a program returned {data!r}, which is no reply")
         result, *rest = data.parts
-        reply = live(Node(REPLY, (None, *rest)), self.allowed)
+        reply = unmarshal(Node(REPLY, (None, *rest)), self.allowed)
         try:
-            reply = reply._replace(result=live(result, self.allowed))
+            reply = reply._replace(result=unmarshal(result, self.allowed))
         except JdagError as error:
             if message.failure is None:
                 said = f"what a program returned cannot be had here: {error}"

@@ -1,10 +1,9 @@
-"""Where a node stands in a session: what the control plane tells it, and asks of it."""
+"""What the control plane tells a node of its session, and asks of it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from jdag.rpc.gate import Admit, Take
 from jdag.rpc.streams import Stream
 from jdag.runtime.tables import NESTING_MAX
 
@@ -49,13 +48,13 @@ class Node(Protocol):
         """Let `run` return, and let go of everything; may be called again."""
 
 
-def _trusting(peer: str) -> None:
-    """It will come back, or be silent for too long."""
+def _assume_alive(peer: str) -> None:
+    """Default liveness check: assume that the peer is alive."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a node stands.
+class SessionInfo:
+    """The session of a node, as the control plane tells it.
 
     `worker` is its name, `workers` all names in order, `main` the one whose program
     runs. `incarnations` and `allowed` (the modules whose functions may be named there)
@@ -86,38 +85,10 @@ class Place:
     deadline_s: float
     dial: Callable[[str, int], tuple[Stream, int]]
     gone: Callable[[str, str], None]
-    look: Callable[[str], None] = _trusting
+    look: Callable[[str], None] = _assume_alive
     dials: dict[str, bool] = field(default_factory=dict)
     watched: bool = False
     nesting_max: int = NESTING_MAX
 
 
-MakeNode = Callable[[Place], Node]
-
-
-class Door(Protocol):
-    """A gate that is open."""
-
-    address: str
-
-    def enter(self, stream: Stream) -> None:
-        """Let a stream come in that another listener accepted."""
-
-    def close(self) -> None:
-        """Let nobody in any more."""
-
-
-class DialGate(Protocol):
-    """What connects to a gate; see `jdag.rpc.gate.dial`."""
-
-    def __call__(
-        self, address: str, token: bytes, received: int, *, timeout_s: float
-    ) -> tuple[Stream, int]:
-        """Return the stream, and up to what the other side has received."""
-
-
-class OpenGate(Protocol):
-    """What opens a gate; see `jdag.rpc.gate.Gate`."""
-
-    def __call__(self, *, admit: Admit, take: Take) -> Door:
-        """Return the gate, which lets in whom `admit` names and tells `take`."""
+MakeNode = Callable[[SessionInfo], Node]

@@ -12,8 +12,8 @@ So segments are made ahead, on a thread, when an array of some size has found no
 the second time, and what finds none goes by the socket at once. A segment is a memfd
 without a name: it is gone with the last process that maps it, whatever kills that.
 
-Told:  the writer (`Segments`): `take`, `lent`, `freed`, `sweep`;
-       the reader (`Borrowed`): `offered`, `borrow`, `forget`.
+Told:  the writer (`SharedMemoryPool`): `take`, `lent`, `freed`, `sweep`;
+       the reader (`BorrowedMemory`): `offered`, `borrow`, `forget`.
 Asks:  the writer: that what `offers` gives is passed to the reader, and that it is told
        to forget the numbers that `sweep` gives, after all that was lent before;
        the reader: that the writer is told the numbers for which `freed` is called.
@@ -104,7 +104,7 @@ def _map(descriptor: int, nbytes: int) -> np.ndarray:
     return np.frombuffer(mapped, np.uint8)
 
 
-class Segments:
+class SharedMemoryPool:
     """What one worker lends to another; `offer` is called when `offers` has some.
 
     `peer` is for the log. `offer` is called on any thread and does not block; all else
@@ -254,7 +254,7 @@ def _rounded(nbytes: int) -> int:
     return -(-nbytes // step) * step
 
 
-class Borrowed:
+class BorrowedMemory:
     """What another worker lends to this one.
 
     `freed(number)` is called on any thread and at any moment, in the middle of anything

@@ -1,13 +1,14 @@
-"""Functions on their way out: by name, where that names the same there; else exported.
+"""Encoding of functions: by name where that is the same function there, else exported.
 
 A function goes by name if its module is allowed on the other side and its spec, read
-as it will be read there, gives the very function, structure and statics again. Of a
-lambda, a closure, what `__main__` has, or what hides another of its name, that is not
-so: StableHLO goes instead, once to each worker, before the first message that needs it.
+as it will be read there, gives the very function, structure and statics again. Lambdas,
+closures, functions of `__main__` and those that another one of their name hides go as
+StableHLO, once to each worker, before the first message that needs them.
 
-Told:  `prepare(event, ...)` by the program that tells its engine the event; that is
-       where exporting takes its time, and where what cannot travel is refused.
-       `outgoing(message, ...)` by whoever sends.
+Inputs: `prepare(event, ...)`, by the program that tells its engine the event: exporting
+    takes its time there, and a function that cannot travel is refused there.
+    `outgoing(message, ...)`, by the sender.
+Outputs: messages with specs in place of functions, and definitions to send before.
 """
 
 from collections import OrderedDict
@@ -22,10 +23,9 @@ from msgspec.structs import replace
 
 from jdag.compute.exported import Definition, exported
 from jdag.compute.fingerprint import key_of
-from jdag.compute.placed import Placed
 from jdag.compute.pytrees import flatten, template_of
 from jdag.engine.functions import name_of
-from jdag.engine.vocabulary import (
+from jdag.engine.protocol import (
     Assign,
     Assigned,
     Assignment,
@@ -41,12 +41,11 @@ from jdag.engine.vocabulary import (
 )
 from jdag.errors import JdagError, ProtocolError
 from jdag.rpc.allowed import Allowed
-from jdag.rpc.codes import codes_of
-from jdag.rpc.live import live, structure
-from jdag.wire.arrays import type_of
+from jdag.rpc.code_fingerprint import fingerprints_of
+from jdag.rpc.unmarshal import structure, unmarshal
 from jdag.wire.frames import LENGTHS_MAX, FrameKind
-from jdag.wire.specs import Body, Places, placed_spec, portable, read_spec, spec_of
-from jdag.wire.trees import check_there, tree_size
+from jdag.wire.specs import Places, exported_spec, placed_spec, read_spec, spec_of
+from jdag.wire.trees import check_there, portable, tree_size
 
 DATA_BYTES_MAX = LENGTHS_MAX[FrameKind.MESSAGE] - (1 << 20)  # The rest of a message.
 TOLD_MAX = 1024  # Programs and hooks.
@@ -59,8 +58,8 @@ Known = tuple[bytes, Definitions, Definitions]
 _allowed_of = lru_cache(maxsize=256)(Allowed)  # Of the modules that a worker allows.
 
 
-class Exports:
-    """How the functions of one process leave it; used by several threads."""
+class FunctionEncoder:
+    """Encodes the functions of one process; used by several threads."""
 
     def __init__(self) -> None:
         self._found: WeakKeyDictionary[Any, dict[Modules, Known]]
@@ -83,8 +82,8 @@ class Exports:
         return spec, definitions
 
     def _known(self, pair: Any, allowed_there: Modules) -> Known:
-        """What `spec_for` returns, and what is told of what goes by name."""
-        bare = pair.pair if isinstance(pair, Placed) else pair
+        """What `spec_for` returns, and the fingerprints of functions by name."""
+        bare = pair.pair
         found = self._found.get(bare)
         known = None if found is None else found.get(allowed_there)
         if known is None:
@@ -166,14 +165,14 @@ class Exports:
         return (spec, definitions) if definitions else (pair, codes)
 
     def _codes(self, functions: Any, allowed_there: Modules) -> Definitions:
-        """What is told of programs and hooks, which are the Python that is there."""
+        """Return the fingerprints of programs and hooks, which run the Python there."""
         key = (tuple([key_of(one) for one in functions]), allowed_there)
         with self._lock:
             known = self._told.get(key)
         if known is None:
             try:
                 find = _allowed_of(allowed_there).find_own
-                known = codes_of(portable(functions), find)
+                known = fingerprints_of(portable(functions), find)
             except JdagError:
                 known = ()  # It is refused there, by what it is.
             with self._lock:
@@ -183,12 +182,12 @@ class Exports:
         return known
 
     def _spec(self, pair: Any, allowed: Allowed) -> Known:
-        spec: bytes = pair.spec
+        spec = spec_of(pair)
         why = _why_not_named(pair, spec, allowed)
         if not why and len(spec) <= NAMED_MAX_BYTES:
             body = read_spec(spec)[1]
             named = (body.function, body.arguments)
-            return spec, (), codes_of(named, allowed.find_own)
+            return spec, (), fingerprints_of(named, allowed.find_own)
         try:
             with self._lock:
                 definition = self._exported.get(pair)
@@ -201,24 +200,15 @@ class Exports:
                 f"{pair.name} cannot be called on another worker. By name: "
                 f"{why or f'its spec has {len(spec)} bytes'}. As StableHLO: {error}"
             ) from error
-        body = Body(
-            pair.name,
-            None,
-            None,
-            0,
-            definition.digest,
-            tuple(map(type_of, pair.avals)),
-            pair.tracked,
-            tuple(map(type_of, pair.out_avals)),
-            pair.out_tracked,
-        )
-        return spec_of(body), (definition,), ()
+        return exported_spec(pair, definition.digest), (definition,), ()
 
     def _check(self, fn: Any, worker: Worker, modules: Modules) -> None:
         """Raise JdagError where a program or hook is not the same by name there."""
         name = name_of(fn)
         try:
-            found = live(portable(fn, arrays=True), _allowed_of(modules), load=False)
+            found = unmarshal(
+                portable(fn, arrays=True), _allowed_of(modules), load=False
+            )
             why = "" if key_of(found) == key_of(fn) else _other(name)
         except JdagError as error:
             why = str(error)
@@ -271,7 +261,7 @@ def _why_not_named(pair: Any, spec: bytes, allowed: Allowed) -> str:
     source = pair.source
     try:
         body = read_spec(spec)[1]
-        function = live(body.function, allowed, load=False)
+        function = unmarshal(body.function, allowed, load=False)
         template = template_of(
             *structure(body.arguments, allowed, load=False), body.own
         )

@@ -18,14 +18,14 @@ import numpy as np
 from jdag.compute.avals import aval_from, dtype_of
 from jdag.compute.buffers import delivered, landed
 from jdag.compute.refs import RefData
+from jdag.engine.arrays import HOLE
 from jdag.engine.functions import Applied
 from jdag.errors import JdagError, named_text
 from jdag.rpc.allowed import Allowed
-from jdag.wire.specs import APPLIED
-from jdag.wire.trees import DTYPE, HOLE, Named, Node, Opaque, Part, Raw, RefParts
+from jdag.wire.trees import APPLIED, DTYPE, Named, Node, Opaque, Part, Raw, RefParts
 
 
-def live(data: Any, allowed: Allowed, *, load: bool = True) -> Any:
+def unmarshal(data: Any, allowed: Allowed, *, load: bool = True) -> Any:
     """Return nested data with all that they name.
 
     Raises:
@@ -74,7 +74,7 @@ def structure(data: Any, allowed: Allowed, *, load: bool = True) -> tuple[Any, A
     """Return the treedef of a structure, and its leaves: `HOLE`, or statics.
 
     Raises:
-        JdagError: as `live`.
+        JdagError: as `unmarshal`.
     """
     leaves: list[Any] = []
 
@@ -88,7 +88,7 @@ def structure(data: Any, allowed: Allowed, *, load: bool = True) -> tuple[Any, A
 
     def made(item: Any) -> Any:
         if isinstance(item, Part):
-            leaves.append(live(item.value, allowed, load=load))
+            leaves.append(unmarshal(item.value, allowed, load=load))
             return _LEAF
         if item is HOLE:
             leaves.append(item)
@@ -100,7 +100,7 @@ def structure(data: Any, allowed: Allowed, *, load: bool = True) -> tuple[Any, A
                 raise JdagError(f"{item.name} without its data is no structure")
             aux, *children = item.parts
             kind = _class(item.name, allowed, load)
-            return node(kind, live(aux, allowed, load=load), children)
+            return node(kind, unmarshal(aux, allowed, load=load), children)
         if type(item) in (tuple, list):
             return node(type(item), None, item)
         if isinstance(item, dict):

@@ -1,14 +1,14 @@
-"""What a peer may say: of contexts, only what its part in them allows.
+"""Authorization of messages: a peer may act on contexts only as its role allows.
 
-A peer that is in the session may say what it likes of its own contexts, and lies about
-those alone. A context's end and its passes are its owner's to begin and to end, owners
-are known, and what a worker sends is from that worker.
+A peer of the session may send anything about contexts of its own. Only the owner of a
+context begins and ends its passes and the context, the owner has to be a known
+incarnation, and values come from the worker that they name.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jdag.engine.vocabulary import (
+from jdag.engine.protocol import (
     Answer,
     End,
     Ended,
@@ -34,17 +34,17 @@ def check(
     names: Sequence[str],
     incarnations: Mapping[str, int],
 ) -> None:
-    """See that this peer may say this, here.
+    """Refuse a message that this sender may not send.
 
     Args:
-        message: what it says; its numbers of workers are in range.
-        sender: who says it.
-        here: whom it is said to.
+        message: its numbers of workers are in range.
+        sender: the worker that sent it.
+        here: the worker that received it.
         names: of all workers.
-        incarnations: which is known of each worker that has joined anew.
+        incarnations: the known number of each worker that has joined anew.
 
     Raises:
-        ProtocolError: it may not.
+        ProtocolError: names the message, the context and the worker.
     """
     kind = message.__class__
     context: Any = getattr(message, "context", None)
@@ -65,5 +65,5 @@ def check(
             )
     elif isinstance(message, Primal) and message.source != sender:
         if all(message.failures):
-            return  # Who was to send them is lost, and another tells it.
+            return  # Their source is lost, and another worker reports it.
         raise ProtocolError(f"values of {message.source!r} came from {sender!r}")

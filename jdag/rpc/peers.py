@@ -1,48 +1,47 @@
-"""The peers of a node: who is here, who is gone, and what nodes say beside engines.
+"""The peers of a node: who is here, who is gone, and their control frames.
 
-Told:  by the session, from any thread: `joined`, `received` and `adopt` for a stream,
-       `lost`. By peers: that a stream ended, that one is silent, asides.
-Gives: to its `Host`: messages and functions that came; `left` when a peer is gone,
-       `back` when its name joins anew, `given_up` when this node is. Asks its `Place`
-       to `dial`, and says who is `gone`.
+Inputs:  from the session, on any thread: `joined`, `received` and `adopt` for a stream,
+         `lost`. From the node: `redial`, `lose`, `exhausted`, `control`, which are what
+         it does with events of connections; `ask_all`; `close`.
+Outputs: the events `Joined` and `Lost`, for the engine, to `tell`. Asks its
+         `SessionInfo` to dial, and tells it who is gone.
 
-A peer whose stream ended is dialled again by whoever of the two dials, until its
-deadline, or until nobody is at its address any more, or who is there has nothing to do
-with this session. Who finds that one is gone tells all others, so that nobody waits for
-what only that one could have sent.
+A peer whose stream ended is dialled again by whichever of the two dials, until its
+deadline, or until nobody is at its address any more, or the process there is not part
+of this session. A node that finds a peer gone tells all others, so that nobody waits
+for what only that peer could have sent.
 
 Invariants: a peer is lost once, and everybody here, its other peers and, if it hears,
-itself are told; what a former incarnation of a name says is not heard.
+itself are told; nothing is taken from a former incarnation of a name.
 """
 
 import logging
 import threading
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-from jdag.compute.buffers import Buffers
-from jdag.compute.machine import said
-from jdag.engine.vocabulary import (
-    Message,
+from jdag.engine.protocol import (
+    Event,
+    Joined,
+    Lost,
     Worker,
     incarnated,
     incarnation_of,
     named,
 )
 from jdag.errors import JdagError, JoinError, ProtocolError, WorkerLost
+from jdag.rpc.connection import Connection
 from jdag.rpc.loop import Loop, clock_ns
-from jdag.rpc.peer import Peer
-from jdag.rpc.place import Place
+from jdag.rpc.session_info import SessionInfo
 from jdag.rpc.streams import Stream
-from jdag.rpc.trust import check
+from jdag.runtime.failures import said
 from jdag.wire.messages import Codec
 
 REDIAL_S = 0.1
 SHORT_LIVED_NS = 1_000_000_000
 REFUSALS_MAX = 3  # In a row: then a peer will not be there again.
-LEFT = "it has left"  # What who goes in order says.
+LEFT = "it has left"  # What a node that leaves in order says.
 WHY_MAX = 4096
 WAITING_BYTES_MAX = 8 * 1024 * 1024
 BULK_BYTES_MAX = 256 * 1024 * 1024  # Of large values; one that is larger goes alone.
@@ -51,104 +50,78 @@ _log = logging.getLogger(__name__)
 
 
 def broke(error: BaseException) -> str:
-    """Return what who ends by an error says, in one line."""
+    """Return what a node that ends by an error says, in one line."""
     return f"it ended by an error of its own: {' '.join(said(error).split())}"[:WHY_MAX]
 
 
-class Host(Protocol):
-    """The node whose peers these are."""
-
-    def arrived(self, peer: Peer, message: Message, values: Sequence[Any]) -> None:
-        """A message came."""
-
-    def defined(self, digest: bytes, data: bytes) -> None:
-        """A function came."""
-
-    def left(self, worker: str, why: str) -> None:
-        """A peer is gone."""
-
-    def back(self, worker: str, incarnation: int) -> None:
-        """A worker of that name has joined anew."""
-
-    def given_up(self) -> None:
-        """The others go on without this node."""
-
-    def answer(self, asked: Mapping[str, Any]) -> Any:
-        """Return what another node asks for."""
-
-
-class Company:
+class PeerTable:
     """The peers of one node.
 
     Args:
         place: where the node stands in its session.
-        host: the node.
         loop: of the node.
         codec: of its cluster.
-        buffers: where large values are received.
-        value_bytes_max: the largest value that is taken from a peer.
+        gone: where it writes why each lost peer is gone.
+        connect: makes the connection with a worker's name and incarnation.
+        tell: has the node's engine handle an event.
+        answer: gives what another node asks for.
     """
 
     def __init__(
         self,
-        place: Place,
-        host: Host,
+        place: SessionInfo,
         *,
         loop: Loop,
         codec: Codec,
-        buffers: Buffers,
-        value_bytes_max: int,
+        gone: dict[str, str],
+        connect: Callable[[str, int], Connection],
+        tell: Callable[[Event], object],
+        answer: Callable[[Mapping[str, Any]], Any],
     ) -> None:
-        self.peers: dict[Worker, Peer] = {}  # Of all incarnations.
+        self.connections: dict[Worker, Connection] = {}  # With all incarnations.
         self.incarnations: dict[str, int] = {}  # Of those that have joined anew.
-        self.gone: dict[str, str] = {}  # Why each lost peer is.
+        self.gone = gone
         self.stopping = threading.Event()
         self._place = place
         self._worker = incarnated(place.worker, place.incarnations[place.worker])
-        self._host = host
         self._loop = loop
         self._codec = codec
-        self._buffers = buffers
-        self._value_bytes_max = value_bytes_max
-        self._speaking: deque[Peer] = deque()  # Those with something to flush.
+        self._connect = connect
+        self._tell = tell
+        self._answer = answer
         self._known: dict[tuple[str, int], None] = {}  # Who has joined.
         self._asks = 0
         self._answers: dict[int, Any] = {}
 
     @property
-    def living(self) -> list[Peer]:
+    def living(self) -> list[Connection]:
         """The peers that are not lost."""
-        return [peer for peer in tuple(self.peers.values()) if not peer.lost]
+        return [peer for peer in tuple(self.connections.values()) if not peer.lost]
 
     @property
     def congested(self) -> bool:
         """Whether so much waits to leave that who adds to it is to wait."""
         waiting = bulk_bytes = 0
-        # At once: a program asks without the baton, and peers may join meanwhile.
-        for peer in tuple(self.peers.values()):
-            waiting += peer.outbox.waiting
-            bulk_bytes += peer.outbox.bulk_bytes
+        # At once: a program asks without the loop lock, and peers may join meanwhile.
+        for peer in tuple(self.connections.values()):
+            waiting += peer.waiting_bytes
+            bulk_bytes += peer.bulk.nbytes
         return waiting > WAITING_BYTES_MAX or bulk_bytes > BULK_BYTES_MAX
 
     def allowed_on(self, worker: Worker) -> tuple[str, ...]:
         """The modules that a worker was told to allow."""
-        peer = self.peers.get(worker)
+        peer = self.connections.get(worker)
         return () if peer is None else peer.allowed
 
-    def flush(self) -> None:
-        """Let everything leave that can."""
-        speaking = self._speaking
-        for _ in range(len(speaking)):
-            speaking.popleft().flush()
-
-    def speaks(self, peer: Peer) -> None:
-        """See `jdag.rpc.peer.Owner`."""
-        self._speaking.append(peer)
+    def end(self) -> None:
+        """The session is over: have the loop end."""
+        self.stopping.set()
+        self._loop.stop()
 
     def close(self, why: str) -> None:
         """Say goodbye to all."""
         self.stopping.set()
-        for peer in self.peers.values():
+        for peer in self.connections.values():
             peer.lose({"bye": why})
 
     # ------------------------------------------------------------------ the session's
@@ -166,36 +139,28 @@ class Company:
             return
         self._known[name, incarnation] = None
         if incarnation:
-            former = self.peers.get(incarnated(name, now))
+            former = self.connections.get(incarnated(name, now))
             if former is not None:
-                self._lose(former, f"incarnation {incarnation} has taken its place")
+                self.lose(former, f"incarnation {incarnation} has taken its place")
             self._codec.joined(name, incarnation)
             self.incarnations[name] = incarnation
-            self._host.back(name, incarnation)
+            self._tell(Joined(name, incarnation))
             # Ahead of what this node says of it from now on.
             for other in self.living:
                 if other.name != name:
-                    other.aside({"joined": name, "incarnation": incarnation})
+                    other.control({"joined": name, "incarnation": incarnation})
         peer = self.peer(incarnated(name, incarnation))
         peer.allowed = self._place.allowed.get(name, ())
 
-    def peer(self, worker: Worker) -> Peer:
+    def peer(self, worker: Worker) -> Connection:
         """Return the peer of an incarnation; what one says to it waits for a stream."""
-        peer = self.peers.get(worker)
+        peer = self.connections.get(worker)
         if peer is None:
-            peer = self.peers[worker] = Peer(
-                named(worker),
-                incarnation_of(worker),
-                loop=self._loop,
-                codec=self._codec,
-                owner=self,
-                buffers=self._buffers,
-                deadline_ns=round(self._place.deadline_s * 1e9),
-                value_bytes_max=self._value_bytes_max,
-            )
+            peer = self._connect(named(worker), incarnation_of(worker))
+            self.connections[worker] = peer
         return peer
 
-    def _current(self, name: str) -> Peer:
+    def _current(self, name: str) -> Connection:
         """The peer of a worker's name, as it is now, also before it was told of."""
         now = max(self._place.incarnations[name], self.incarnations.get(name, 0))
         return self.peer(incarnated(name, now))
@@ -220,33 +185,22 @@ class Company:
             else:
                 known.adopt(stream, received)
         except ProtocolError as error:
-            self._lose(known, f"it broke the protocol: {error}")
+            self.lose(known, f"it broke the protocol: {error}")
         finally:
             self._loop.release()
 
     def lost(self, peer: str, why: str) -> None:
         """Give a peer up; from any thread."""
         with self._loop:
-            self._lose(self._current(peer), why)
+            self.lose(self._current(peer), why)
 
     # ------------------------------------------------------------------ what peers say
 
-    def arrived(self, peer: Peer, message: Message, values: Sequence[Any]) -> None:
-        """A message came; see `jdag.rpc.peer.Owner`."""
-        place = self._place
-        check(message, peer.worker, self._worker, place.workers, self.incarnations)
-        self._host.arrived(peer, message, values)
-
-    def defined(self, peer: Peer, digest: bytes, data: bytes) -> None:
-        """A function came; see `jdag.rpc.peer.Owner`."""
-        del peer
-        self._host.defined(digest, data)
-
-    def told(self, peer: Peer, what: dict[str, Any]) -> None:
+    def control(self, peer: Connection, what: dict[str, Any]) -> None:
         """A peer's node asks or tells something."""
         match what:
             case {"ask": int(number), **asked}:
-                peer.aside({"answer": number, "is": self._host.answer(asked)})
+                peer.control({"answer": number, "is": self._answer(asked)})
             case {"answer": int(number), "is": answer}:
                 if number in self._answers:
                     self._answers[number] = answer
@@ -255,21 +209,21 @@ class Company:
                 gone = incarnated(name, incarnation)
                 if gone == self._worker:
                     self._given_up(peer, why)
-                elif gone in self.peers:
-                    self._lose(self.peers[gone], why)
+                elif gone in self.connections:
+                    self.lose(self.connections[gone], why)
             case {"joined": str(name), "incarnation": int(incarnation)}:
                 if name not in self._place.workers or incarnation < 1:
-                    raise ProtocolError(f"nobody joins by {what!r}")
+                    raise ProtocolError(f"{what!r}: no worker can join by that")
                 self._joined(name, incarnation)
             case {"bye": str(why)}:
-                self._lose(peer, why)
+                self.lose(peer, why)
             case _:
-                raise ProtocolError(f"nobody says {what!r} aside")
+                raise ProtocolError(f"unknown control frame {what!r}")
 
-    def broken(self, peer: Peer, why: str) -> None:
-        """A peer's stream ended: whoever of the two dials is to dial again.
+    def redial(self, peer: Connection, why: str) -> None:
+        """A peer's stream ended: dial again, if this node is the one that dials.
 
-        Nobody else would tell of main's end, so who is dialled by it looks after it.
+        Nobody else would tell of main's end, so a node that main dials looks after it.
         """
         if peer.lost or self.stopping.is_set():
             return
@@ -279,7 +233,7 @@ class Company:
             run = partial(self._redial, peer)
             threading.Thread(target=run, name=name, daemon=True).start()
 
-    def _redial(self, peer: Peer) -> None:
+    def _redial(self, peer: Connection) -> None:
         """Dial, or look, until there is a stream again, or the peer is given up."""
         refusals = 0
         if clock_ns() - peer.adopted_ns < SHORT_LIVED_NS:  # Perhaps it is not wanted.
@@ -298,12 +252,15 @@ class Company:
                         self._given_up(peer, str(error))
                 refusals = refusals + 1 if self._refuses(peer, error) else 0
                 if refusals >= REFUSALS_MAX:
-                    self._refused(peer, f"its connection ended, and then: {error}")
+                    with self._loop:
+                        if peer.stream is None:  # It has not dialled us just now.
+                            why = f"its connection ended, and then: {error}"
+                            self.lose(peer, why)
                 self.stopping.wait(REDIAL_S)  # Bounded by the peer's deadline.
             else:
                 self.adopt(peer.name, peer.incarnation, *got)
 
-    def _refuses(self, peer: Peer, error: Exception) -> bool:
+    def _refuses(self, peer: Connection, error: Exception) -> bool:
         """Whether this says that the process that was there is not in the session.
 
         How one ended that is watched, main will be told by who watches it.
@@ -313,42 +270,32 @@ class Company:
         is_watched = self._place.watched and not peer.incarnation
         return error.reached or (error.absent and not is_watched)
 
-    def _refused(self, peer: Peer, why: str) -> None:
-        """A peer is gone, unless it has dialled us just now; from any thread."""
-        with self._loop:
-            if peer.stream is None:
-                self._lose(peer, why)
-
-    def _given_up(self, peer: Peer, why: str) -> None:
+    def _given_up(self, peer: Connection, why: str) -> None:
         """A peer has given this node up: so will all, and it is not let in again.
 
         Main is the session: what it loses is the peer.
         """
         said = f"{peer.name!r} has given it up: {why}"[:WHY_MAX]
         if self._place.worker == self._place.main:
-            self._lose(peer, said)
+            self.lose(peer, said)
         elif not self.stopping.is_set():
             _log.warning("worker %r leaves the session: %s", self._worker, said)
-            self._host.given_up()
+            self.end()
 
-    def silent(self, peer: Peer, why: str) -> None:
-        """A peer is not there any more, or does what none does."""
-        self._lose(peer, why)
+    def exhausted(self, peer: Connection, why: str) -> None:
+        """This node has no memory for what a peer sends: it leaves, alone.
 
-    def exhausted(self, peer: Peer, why: str) -> None:
-        """This node has no memory for what a peer sends; see `jdag.rpc.peer.Owner`.
-
-        So it leaves, and all others live on; main, which is the session, loses the
-        peer.
+        Main, which is the session, loses the peer instead.
         """
         if self._place.worker == self._place.main:
-            self._lose(peer, f"there is no place for what it sent: {why}")
+            self.lose(peer, f"there is no place for what it sent: {why}")
         elif not self.stopping.is_set():
             _log.warning("worker %r leaves the session: %s", self._worker, why)
             self.close(why)
-            self._host.given_up()
+            self.end()
 
-    def _lose(self, peer: Peer, why: str) -> None:
+    def lose(self, peer: Connection, why: str) -> None:
+        """Give a peer up, and tell the others."""
         if peer.lost or self.stopping.is_set():
             return
         why, here = why[:WHY_MAX], self._place.worker
@@ -360,12 +307,14 @@ class Company:
         peer.lose(gone)
         self.gone[peer.worker] = why
         if peer.name == self._place.main:
-            # Main is the session: who loses it leaves, and whoever else does finds out.
+            # A node that loses main leaves; the others detect main's loss themselves.
             lost = f"it has lost {peer.name!r}: {brief}"[:WHY_MAX]
             gone = {"bye": why if why == LEFT else lost}
-        for other in tuple(self.peers.values()):
-            other.aside(gone)
-        self._host.left(peer.worker, why)
+        for other in tuple(self.connections.values()):
+            other.control(gone)
+        self._tell(Lost(peer.worker, why))
+        if peer.name == self._place.main:
+            self.end()
         self._loop.wake_waiting()
         self._place.gone(peer.name, why)
 
@@ -385,13 +334,13 @@ class Company:
         """
         loop = self._loop
         due_ns = None if within_s is None else clock_ns() + round(within_s * 1e9)
-        asked: dict[int, Peer] = {}
+        asked: dict[int, Connection] = {}
         with loop:
             for peer in self.living:
                 self._asks += 1
                 asked[self._asks] = peer
                 self._answers[self._asks] = None
-                peer.aside({"ask": self._asks, **what})
+                peer.control({"ask": self._asks, **what})
             if due_ns is not None:
                 loop.at(due_ns, loop.wake_waiting)
 

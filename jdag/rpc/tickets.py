@@ -1,8 +1,8 @@
-"""One-time tokens, which a gate lets in once and soon; and what is asked for them by.
+"""Single-use, short-lived connection tickets, and the secrets behind them.
 
-Each two processes of a session have a secret of their own, which main makes of the
-session's and of both their names: by it each is known to the other, and to nobody else
-it is of use.
+Each two processes of a session share a secret that main derives from its own and from
+both their names. A process that proves to know it gets a ticket from the other's
+control server, and shows the ticket in the hello of its data connection.
 """
 
 import hmac
@@ -13,19 +13,19 @@ from collections.abc import Callable
 
 from jdag.errors import JoinError
 
-TOKEN_BYTES = 32
+TICKET_BYTES = 32
 SECRET_BYTES = 32
 LIFE_S = 10.0
-TOKENS_MAX = 1024
+TICKETS_MAX = 1024
 _SECOND_NS = 1_000_000_000
 
 
-class Tokens:
-    """The tokens that were issued and neither used nor expired; thread-safe.
+class Tickets:
+    """The tickets that were issued and neither used nor expired; thread-safe.
 
     Args:
-        life_s: how long a token works.
-        clock_ns: what tells the time.
+        life_s: how long a ticket is valid.
+        clock_ns: the clock.
     """
 
     def __init__(
@@ -43,29 +43,29 @@ class Tokens:
             return len(self._issued)
 
     def issue(self, worker: str, incarnation: int) -> bytes:
-        """Return a new token that lets one incarnation of a worker in.
+        """Return a new ticket for one incarnation of a worker.
 
         Raises:
             JoinError: too many are on their way.
         """
-        token = secrets.token_bytes(TOKEN_BYTES)
+        ticket = secrets.token_bytes(TICKET_BYTES)
         with self._lock:
             self._forget_expired()
-            if len(self._issued) >= TOKENS_MAX:
+            if len(self._issued) >= TICKETS_MAX:
                 raise JoinError(
-                    f"{TOKENS_MAX} tokens are issued and not used yet; try again when "
-                    "some have expired"
+                    f"{TICKETS_MAX} tickets are issued and not used yet; try again when"
+                    " some have expired"
                 )
             due_ns = self._clock_ns() + self._life_ns
-            self._issued.append((due_ns, token, (worker, incarnation)))
-        return token
+            self._issued.append((due_ns, ticket, (worker, incarnation)))
+        return ticket
 
-    def use(self, token: bytes) -> tuple[str, int] | None:
-        """Return whom a token lets in, and forget it; None if it is none of ours."""
+    def redeem(self, ticket: bytes) -> tuple[str, int] | None:
+        """Return the holder of a ticket, and forget the ticket; None if not valid."""
         with self._lock:
             self._forget_expired()
-            # All are compared, so that the time taken does not tell which is like it.
-            found = [hmac.compare_digest(token, one) for _, one, _ in self._issued]
+            # All are compared, so that the time taken tells nothing about them.
+            found = [hmac.compare_digest(ticket, one) for _, one, _ in self._issued]
             return self._issued.pop(found.index(True))[2] if any(found) else None
 
     def _forget_expired(self) -> None:
@@ -74,25 +74,22 @@ class Tokens:
 
 
 def secret_between(session: str, one: str, other: str) -> str:
-    """Return what two processes of a session know each other by, as text.
+    """Return the secret that two processes of a session share.
 
     Args:
         session: the secret of the session, which main alone has.
-        one: who one of them is, its incarnation included.
-        other: who the other one is.
+        one: the worker of one of them, with its incarnation.
+        other: that of the other one.
     """
     both = " ".join(sorted((one, other)))
     return hmac.new(session.encode(), both.encode(), "sha256").hexdigest()
 
 
 def proof_of(secret: str) -> str:
-    """Return what shows that one has a secret, to whoever has it: hexadecimal digits.
-
-    It is of no use for anything else.
-    """
+    """Return a proof of a secret, of no use for anything else: hexadecimal digits."""
     return hmac.new(secret.encode(), b"proof", "sha256").hexdigest()
 
 
 def fresh_secret() -> str:
-    """Return a secret that nobody can guess, as text."""
+    """Return a random secret as text."""
     return secrets.token_hex(SECRET_BYTES)

@@ -1,4 +1,4 @@
-"""Workers compare the fingerprints of functions that go by name.
+"""Fingerprints of code: workers compare the functions that go by name.
 
 A worker that was started before a module was changed would compute other numbers by the
 same names, unnoticed. So digests of functions are sent once, ahead of the first message
@@ -10,8 +10,10 @@ package by what it is made of, and any other by its name. Versions of other pack
 compared by the handshake.
 """
 
+import inspect
 import json
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from hashlib import blake2b, sha256
 from numbers import Number
 from types import CodeType, FunctionType
@@ -21,9 +23,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdag.compute.bytecode import MUTABLE, text_of
 from jdag.compute.exported import Definition
 from jdag.compute.fingerprint import (
+    MUTABLE,
     PLAIN,
     ById,
     Reads,
@@ -37,6 +39,7 @@ from jdag.engine.functions import name_of
 from jdag.errors import JdagError, ProtocolError
 from jdag.wire.trees import Named, Node, Part
 
+_HAS_DOC: int = getattr(inspect, "CO_HAS_DOCSTRING", 0)  # Of Python 3.13 and later.
 _HEAD = b"codes of functions\n"
 _NAMES_MAX = 4096
 _ITEMS_MAX, _BYTES_MAX = 10_000, 1 << 24  # Of larger values, the size is compared.
@@ -71,7 +74,7 @@ def _texts(part: Any, top: str, seen: dict[int, Any]) -> Iterator[str]:
         for item in part:
             yield from _texts(item, top, seen)
     elif isinstance(part, CodeType):
-        yield text_of(part)
+        yield _text_of(part)
     elif isinstance(part, (*PLAIN, Number)):
         yield f"{type(part).__name__} {part!r}"
     else:
@@ -108,7 +111,32 @@ def _described(value: Any, top: str, seen: dict[int, Any]) -> Any:
     return key_of(tuple(held))
 
 
-def codes_of(data: Any, find: Callable[[str], Any]) -> tuple[Definition, ...]:
+@lru_cache(maxsize=4096)
+def _text_of(code: CodeType) -> str:
+    """Describe what code does, but not its place nor its docstring.
+
+    Of code that pytest has rewritten, with its assertions, the text is empty.
+    """
+    if any(name.startswith("@py") for name in code.co_names):
+        return ""
+    consts = list(code.co_consts)
+    is_def = code.co_name[0] != "<" and code.co_flags & _HAS_DOC == _HAS_DOC
+    if consts and is_def and isinstance(consts[0], str):
+        consts[0] = None
+    for place, const in enumerate(consts):
+        if isinstance(const, CodeType):
+            consts[place] = _text_of(const)
+            if not consts[place]:
+                return ""
+        elif isinstance(const, frozenset):
+            consts[place] = sorted(map(repr, const))
+    counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount)
+    names = (code.co_varnames, code.co_names, code.co_freevars, code.co_cellvars)
+    does = (code.co_name, code.co_code, code.co_exceptiontable)
+    return blake2b(repr((does, counts, names, consts)).encode()).hexdigest()
+
+
+def fingerprints_of(data: Any, find: Callable[[str], Any]) -> tuple[Definition, ...]:
     """Return the definition with the digests of all functions that nested data name.
 
     Args:
@@ -138,12 +166,12 @@ def _named(data: Any) -> list[str]:
     return [name for item in items for name in _named(item)]
 
 
-def are_codes(data: bytes) -> bool:
+def are_fingerprints(data: bytes) -> bool:
     """Tell whether a definition holds digests, rather than a function."""
     return data.startswith(_HEAD)
 
 
-class Codes:
+class CodeFingerprints:
     """The digests that were received, by name of the function."""
 
     def __init__(self) -> None:

@@ -1,0 +1,186 @@
+"""The carrier `grpc`: the bytes of a data connection on a bidirectional gRPC stream.
+
+Each end has a pair of sockets. The node uses one half like any stream; what comes out
+of the other half goes into messages of up to MESSAGE_BYTES_MAX, and back. Messages have
+no meaning of their own: bytes are joined and cut on the way.
+
+Invariants: under way are at most what both pairs of sockets, one message for each pump
+and HTTP/2's window hold, a few MiB. When a node closes its stream, or the call ends,
+the bytes that came before are delivered, and then both ends are closed. The gRPC error
+of a call that broke is in the error of the stream.
+"""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import grpc.aio
+
+from jdag.rpc.addresses import Address
+from jdag.rpc.background import loop
+from jdag.rpc.peer_identity import Names, names_of
+from jdag.rpc.streams import SOCKET_BUFFER_BYTES, SocketStream, Stream
+from jdag.rpc.tls import Tls
+
+METHOD = "/jdag.Control/Carry"
+MESSAGE_BYTES_MAX = 1 << 20
+_KEEPALIVE_MS = 10_000
+
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", 2 * MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", 2 * MESSAGE_BYTES_MAX),
+    ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", _KEEPALIVE_MS),
+    # Bulk must not delay control requests to the same server.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_retries", 0),
+    # A proxy that the environment names is for the web.
+    ("grpc.enable_http_proxy", 0),
+)
+# Without these a server hangs up on clients that send keepalives.
+SERVER_OPTIONS = (
+    ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
+    ("grpc.http2.max_ping_strikes", 0),
+)
+
+
+class CarriedStream(SocketStream):
+    """The node's end; `outside` is the other half of its pair of sockets.
+
+    `broken_by` says why the call ended, if it did not end in order.
+    """
+
+    def __init__(self, peer: str, certificate: Names) -> None:
+        inside, self.outside = socket.socketpair()
+        super().__init__(inside, peer)
+        self.local = False
+        self.broken_by = ""
+        self._certificate = certificate
+        self.outside.setblocking(False)
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            self.outside.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
+
+    @property
+    def certificate(self) -> Names:
+        """See SocketStream."""
+        return self._certificate
+
+    def recv_into(self, view: memoryview) -> int:
+        """See SocketStream."""
+        try:
+            return super().recv_into(view)
+        except ConnectionError as error:
+            raise self._explained(error) from error
+
+    def send(self, views: Sequence[memoryview]) -> int:
+        """See SocketStream."""
+        try:
+            return super().send(views)
+        except ConnectionError as error:
+            raise self._explained(error) from error
+
+    def _explained(self, error: ConnectionError) -> ConnectionError:
+        if not self.broken_by:
+            return error
+        return ConnectionError(f"the stream to {self.peer} broke: {self.broken_by}")
+
+    async def pump(
+        self,
+        messages: AsyncIterable[bytes],
+        write: Callable[[bytes], Awaitable[Any]],
+        done: Callable[[], Awaitable[Any]],
+    ) -> None:
+        """Move bytes both ways until the messages end.
+
+        Args:
+            messages: of the call.
+            write: sends one message.
+            done: called when the node has closed its end, and all is sent.
+        """
+        sending = asyncio.create_task(self._send(write, done))
+        try:
+            async for message in messages:
+                await loop().sock_sendall(self.outside, message)
+        except OSError:
+            return  # The node has closed its end: the call is to end.
+        finally:
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+
+    async def _send(
+        self,
+        write: Callable[[bytes], Awaitable[Any]],
+        done: Callable[[], Awaitable[Any]],
+    ) -> None:
+        with suppress(OSError):
+            while came := await loop().sock_recv(self.outside, MESSAGE_BYTES_MAX):
+                await write(came)
+        await done()
+
+
+def open_carried(address: Address, tls: Tls | None, name: str) -> Stream:
+    """Open a stream through the control server at an address; does not wait for it.
+
+    Args:
+        address: of the control server.
+        tls: for mutual TLS.
+        name: whom its certificate is to be for, with `tls`.
+    """
+    stream = CarriedStream(str(address), None)
+    asyncio.run_coroutine_threadsafe(_call(stream, address, tls, name), loop())
+    return stream
+
+
+async def _call(
+    stream: CarriedStream, address: Address, tls: Tls | None, name: str
+) -> None:
+    target = str(address).partition(":")[2]
+    if tls is None:
+        channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+    else:
+        options = (*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", name))
+        credentials = tls.channel_credentials()
+        channel = grpc.aio.secure_channel(target, credentials, options=options)
+    async with channel:
+        call = channel.stream_stream(METHOD)()
+        try:
+            await stream.pump(_heard(call, stream), call.write, call.done_writing)
+        finally:
+            call.cancel()
+            stream.outside.close()
+
+
+async def _heard(call: Any, stream: CarriedStream) -> Any:
+    """Give the messages of a call; note why it broke."""
+    try:
+        async for message in call:
+            yield message
+    except grpc.RpcError as error:
+        text = f"{error.code().name}: {error.details()}"
+        stream.broken_by = " ".join(text.split())
+
+
+async def serve_carried(
+    messages: AsyncIterable[bytes],
+    context: grpc.aio.ServicerContext[Any, Any],
+    enter: Callable[[Stream], None],
+) -> None:
+    """Serve a call of METHOD: it becomes a stream that enters a listener."""
+    stream = CarriedStream(f"grpc:{context.peer()}", names_of(context.auth_context()))
+    enter(stream)
+    over = asyncio.Event()
+
+    async def done() -> None:
+        over.set()
+
+    pumping = asyncio.create_task(stream.pump(messages, context.write, done))
+    waiting = asyncio.create_task(over.wait())
+    try:
+        await asyncio.wait((pumping, waiting), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
+        pumping.cancel()
+        await asyncio.gather(pumping, return_exceptions=True)
+        stream.outside.close()
