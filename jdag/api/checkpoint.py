@@ -7,7 +7,6 @@ for has been found, read and checked.
 """
 
 import json
-import operator
 import os
 import zlib
 from collections.abc import Mapping, Sequence
@@ -19,24 +18,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.dtypes import canonicalize_dtype
+from msgspec import Struct, convert, to_builtins
+from msgspec.structs import replace
 
-from jdag.api.failures import exception_of
 from jdag.api.folders import reading, replacing
 from jdag.api.leaves import Assignments
-from jdag.api.refs import Reader, Ref
+from jdag.api.refs import Ref
 from jdag.compute.avals import aval_of
+from jdag.compute.pytrees import NUMBERS as NUMBER_TYPES
 from jdag.compute.pytrees import flatten, is_static, paths, unflatten
 from jdag.compute.refs import is_ref
-from jdag.engine.vocabulary import Failure
+from jdag.engine.protocol import Failure
 from jdag.errors import JdagError
+from jdag.runtime.failures import exception_of
 
 FORMAT = 2
-NUMBERS = {kind.__name__: kind for kind in (bool, int, float, complex)}
+NUMBERS = {kind.__name__: kind for kind in NUMBER_TYPES}
 # What Orbax cannot write, a byte each, goes as plain bytes.
 AS_BYTES = ("uint2", "uint4", "float8_e4m3")
 KIND = "checkpoint"
 ABOUT, ARRAYS = "about.json", "arrays"
-# Format 1 had a folder by a number for each checkpoint, with these in it.
+# Format 1 had a numbered folder for each checkpoint, with these names in it.
 OLD_NAMES = ("_CHECKPOINT_METADATA", "commit_success.txt", "about", ARRAYS)
 OLD_ABOUT = "about/metadata"
 
@@ -45,7 +47,7 @@ Folder = str | os.PathLike[str]
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What keeps leaves of its own beside those of users: an `Optimizer`."""
+    """An object that keeps leaves of its own, such as an `Optimizer`."""
 
     @property
     def states(self) -> Any:
@@ -53,7 +55,7 @@ class Stateful(Protocol):
 
 
 class Entry(NamedTuple):
-    """One leaf of the pytree that is given for a part."""
+    """One leaf of the pytree of a part."""
 
     part: str
     path: str
@@ -64,8 +66,8 @@ class Entry(NamedTuple):
         return f"{self.part}{self.path}{held}"
 
 
-class Saved(NamedTuple):
-    """What a checkpoint says of one leaf.
+class Saved(Struct, frozen=True, forbid_unknown_fields=True):
+    """The description of one leaf in a checkpoint.
 
     `kind` is "array", the name of a key's implementation, the type of a Python number,
     which `text` then holds, or "static", of which nothing is kept but that it is one.
@@ -88,9 +90,7 @@ class Saved(NamedTuple):
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
 
-def save(
-    assignments: Assignments, reader: Reader, folder: Folder, parts: Mapping[str, Any]
-) -> None:
+def save(assignments: Assignments, folder: Folder, parts: Mapping[str, Any]) -> None:
     """Write a checkpoint; see `Cluster.save`."""
     where = _path(folder, "cluster.save")
     stored = _ready(assignments, "cluster.save", parts)
@@ -98,16 +98,14 @@ def save(
     about: dict[str, list[Saved]] = {part: [] for part in parts}
     beside = {entry.part: True for entry in entries if not is_static(entry.value)}
     arrays: dict[str, np.ndarray] = {}
-    for entry, value in zip(
-        entries, _values(assignments, reader, entries), strict=True
-    ):
+    for entry, value in zip(entries, _values(assignments, entries), strict=True):
         saved, array = _taken_apart(entry, value, entry.part in beside)
         if array.size:  # Orbax writes no empty ones.
             name = str(len(arrays))
-            saved = saved._replace(name=name, digest=_digest(array))
+            saved = replace(saved, name=name, digest=_digest(array))
             arrays[name] = array
         about[entry.part].append(saved)
-    said = {part: [entry._asdict() for entry in those] for part, those in about.items()}
+    said = to_builtins(about)
     described = {"jdag": FORMAT, "digest": _digest(said), "parts": said}
     try:
         with replacing(Path(where), KIND, (ABOUT, ARRAYS), _unmarked) as made:
@@ -151,7 +149,7 @@ def load(
     for entry, place in zip(entries, places, strict=True):
         saved = about[entry.part][place]
         if isinstance(entry.value, str) and saved.kind != "static":
-            assignments.home.place(entry.value, f"cluster.load, {entry}")
+            assignments.state.place(entry.value, f"cluster.load, {entry}")
         try:
             value = _restored(where, entry, saved, arrays.get(saved.name))
         except JdagError:
@@ -182,10 +180,10 @@ def load(
 
 def _ready(assignments: Assignments, what: str, parts: Mapping[str, Any]) -> Any:
     """Return the module of arrays, if there is something to do and it can be done."""
-    assignments.home.check_open(what)
-    if assignments.home.abstract:
+    assignments.state.check_open(what)
+    if assignments.state.abstract:
         raise JdagError(
-            f"{what} on {assignments.home}, whose values are abstract: it has shapes "
+            f"{what} on {assignments.state}, whose values are abstract: it has shapes "
             "and no numbers; make it with values='real'"
         )
     if not parts:
@@ -219,14 +217,12 @@ def _entries(part: str, given: Any) -> list[Entry]:
     ]
 
 
-def _values(
-    assignments: Assignments, reader: Reader, entries: Sequence[Entry]
-) -> list[Any]:
+def _values(assignments: Assignments, entries: Sequence[Entry]) -> list[Any]:
     """Return each entry's value: all leaves are read by one request."""
     refs: list[Ref] = [entry.value for entry in entries if is_ref(entry.value)]
     for ref in refs:
         assignments.leaf(ref)
-    read = iter(reader.read(refs))
+    read = iter(assignments.state.read(refs))
     values = []
     for entry in entries:
         value = next(read) if is_ref(entry.value) else entry.value
@@ -316,12 +312,13 @@ def _described(path: Path) -> dict[str, list[Saved]]:
             raise ValueError(f"its format is {about['jdag']!r}, not {FORMAT}")
         if not is_old and about["digest"] != _digest(about["parts"]):
             raise ValueError("its digest is another")
+        parts = convert(about["parts"], dict[str, list[Saved]])
         return {
             part: [
-                _checked(Saved(**saved), f"{part}.{place}" if is_old else "")
+                _checked(saved, f"{part}.{place}" if is_old else "")
                 for place, saved in enumerate(those)
             ]
-            for part, those in about["parts"].items()
+            for part, those in parts.items()
         }
     except Exception as error:
         said = f"its description, {path.name}, is not as jdag wrote it: {error}"
@@ -330,18 +327,17 @@ def _described(path: Path) -> dict[str, list[Saved]]:
 
 def _checked(saved: Saved, old_name: str) -> Saved:
     """Return what is said of a leaf, if it makes sense, and name its array."""
-    "".join((saved.path, saved.kind, saved.dtype, saved.text))
     if saved.kind in NUMBERS:
         _number(saved)
     elif saved.kind != "static":
         _stored(saved)
-        saved = saved._replace(name=saved.name or old_name)
+        saved = replace(saved, name=saved.name or old_name)
     return saved
 
 
 def _stored(saved: Saved) -> tuple[tuple[int, ...], np.dtype]:
     """Return shape and dtype of the array that holds a leaf's elements."""
-    shape = tuple(map(operator.index, saved.shape))
+    shape = tuple(saved.shape)
     if saved.kind == "array":
         dtype = "uint8" if saved.dtype in AS_BYTES else saved.dtype
         return shape, np.dtype(dtype)
@@ -362,18 +358,16 @@ def _places(
             raise JdagError(f"the checkpoint {where!r} has no {part!r}; it has {has}")
         wanted = [entry.path for entry in entries if entry.part == part]
         found = [saved.path for saved in about[part]]
-        for path in wanted:
-            if path not in found:
-                raise JdagError(
-                    f"the checkpoint {where!r} has no {part}{path}; of {part} it has "
-                    f"{_called(found)}, and wanted is {_called(wanted)}"
-                )
-        for path in found:
-            if path not in wanted:
-                raise JdagError(
-                    f"the checkpoint {where!r} has {part}{path}, for which there is no "
-                    f"place; wanted is {_called(wanted)}"
-                )
+        for path in (path for path in wanted if path not in found):
+            raise JdagError(
+                f"the checkpoint {where!r} has no {part}{path}; of {part} it has "
+                f"{_called(found)}, and wanted is {_called(wanted)}"
+            )
+        for path in (path for path in found if path not in wanted):
+            raise JdagError(
+                f"the checkpoint {where!r} has {part}{path}, for which there is no "
+                f"place; wanted is {_called(wanted)}"
+            )
     place_of = {
         (part, saved.path): place
         for part in parts

@@ -12,16 +12,16 @@ from typing import Any
 from msgspec.structs import replace
 
 from jdag.api.checkpoint import Folder, load, save
-from jdag.api.cluster_state import Home
+from jdag.api.cluster_state import ClusterState
 from jdag.api.context import Context
-from jdag.api.failures import exception_of
 from jdag.api.leaves import Assignments, Change
-from jdag.api.program_frame import Activation, Ended
+from jdag.api.program_frame import Ended, ProgramFrame
 from jdag.compute.pytrees import flatten, flatten_refs, is_constant, unflatten
 from jdag.compute.refs import is_ref
 from jdag.engine.functions import call_site, is_program, name_of, program, remote
-from jdag.engine.vocabulary import ContextId, named
+from jdag.engine.protocol import ContextId, named
 from jdag.errors import ContextError, JdagError, WorkerLost
+from jdag.runtime.failures import exception_of
 from jdag.runtime.host import Port
 
 CONTEXTS_MAX = (1 << 48) - 1
@@ -36,34 +36,34 @@ class Cluster:
     workers are handed one of their own, over the same workers and leaves.
     """
 
-    def __init__(self, home: Home, port: Port) -> None:
-        self._home = home
+    def __init__(self, state: ClusterState, port: Port) -> None:
+        self._state = state
         self._port = port
-        self._numbers = home.numbers(port.worker)
-        self._assignments = Assignments(home, port)
+        self._numbers = state.numbers(port.worker)
+        self._assignments = Assignments(state, port)
         self._open: dict[int, Context] = {}
-        home.began(port, self)
+        state.began(port, self)
 
     def __repr__(self) -> str:
         on = "" if self._is_main else f", on {self.here!r}"
-        closed = ", closed" if self._home.closed else ""
+        closed = ", closed" if self._state.closed else ""
         return f"Cluster({', '.join(map(repr, self.workers))}{on}{closed})"
 
     @property
     def _is_main(self) -> bool:
-        return self._port is self._home.driver.port
+        return self._port is self._state.driver.port
 
     def _check(self, what: str) -> None:
         """Raise ContextError unless this program may do that here and now."""
-        self._home.check_open(what)
-        self._home.check_current(f"{what} on {self!r}", self._port)
+        self._state.check_open(what)
+        self._state.check_current(f"{what} on {self!r}", self._port)
 
     # ---------------------------------------------------------------- what it is
 
     @property
     def workers(self) -> tuple[str, ...]:
         """The names of all workers."""
-        return self._home.workers
+        return self._state.workers
 
     @property
     def here(self) -> str:
@@ -73,22 +73,22 @@ class Cluster:
     @property
     def now_ns(self) -> int:
         """The time since the cluster was made, in nanoseconds: here virtual."""
-        return self._home.driver.now_ns
+        return self._state.driver.now_ns
 
     @property
     def trace(self) -> Any:
         """The record of the run in order, with its `digest`: `jdag.runtime.trace`."""
-        return self._home.driver.trace
+        return self._state.driver.trace
 
     @property
     def driver(self) -> Any:
         """What runs it, with its own settings and counts."""
-        return self._home.driver
+        return self._state.driver
 
     @property
-    def home(self) -> Home:
+    def state(self) -> ClusterState:
         """What all programs of the cluster share in this process."""
-        return self._home
+        return self._state
 
     def info(self) -> Mapping[str, Mapping[str, Any]]:
         """Return for each worker what it holds and what it has sent so far.
@@ -97,7 +97,7 @@ class Cluster:
         Among others `live_contexts`, `live_passes`, `values_held`, `bytes_held`,
         `bytes_peak`, `messages_sent`, `bytes_sent` (with headers and resends).
         """
-        return self._home.driver.info()
+        return self._state.driver.info()
 
     # ---------------------------------------------------------------- its life
 
@@ -119,16 +119,16 @@ class Cluster:
         Raises:
             ContextError: this is not the main program's.
         """
-        if self._home.process != os.getpid():
+        if self._state.process != os.getpid():
             return
-        self._home.check_current(f"closing {self!r}", self._port)
+        self._state.check_current(f"closing {self!r}", self._port)
         if not self._is_main:
             raise ContextError(
                 f"{self!r} cannot be closed by a program that cluster.run runs; the "
                 "main program closes it"
             )
-        self._home.driver.close()
-        self._home.closed = True
+        self._state.driver.close()
+        self._state.closed = True
 
     def context(self) -> Context:
         """Return a new context, to be entered by `with`; several may be open at once.
@@ -143,11 +143,11 @@ class Cluster:
                 contexts, which is all the numbers that there are.
         """
         self._check("a context")
-        return Context(self._activation(), self)
+        return Context(self._frame(), self)
 
-    def _activation(self) -> Activation:
+    def _frame(self) -> ProgramFrame:
         who = "the main program" if self._is_main else f"a program on {self.here!r}"
-        return Activation(self._home, self._port, self._next_id(), (), who)
+        return ProgramFrame(self._state, self._port, self._next_id(), (), who)
 
     def _next_id(self) -> ContextId:
         numbers = self._numbers
@@ -222,7 +222,7 @@ class Cluster:
             )
         launches = [self._launch(*item) for item in _items(programs)]
         site = str(call_site())
-        activation = self._activation()
+        activation = self._frame()
         with Context(activation, self):
             ended = activation.launch(launches, site)
             _raise_first(launches, ended)
@@ -233,7 +233,7 @@ class Cluster:
 
     def _launch(self, worker: str, program: Any) -> Launch:
         """Return where to launch what, and with which arguments; or refuse it."""
-        there, device = self._home.place(worker, "cluster.run")
+        there, device = self._state.place(worker, "cluster.run")
         if device is not None:
             raise JdagError(f"cluster.run: programs run on workers, not on {worker!r}")
         if (why := self._port.lost(there)) is not None:
@@ -286,7 +286,7 @@ class Cluster:
             WorkerLost: the worker is gone.
         """
         self._check("cluster.put")
-        self._home.place(worker, "cluster.put")
+        self._state.place(worker, "cluster.put")
         return self._assignments.put(worker, tree)
 
     def make(
@@ -308,7 +308,7 @@ class Cluster:
             JdagError: there is no such worker, or a ref is on another one.
         """
         self._check("cluster.make")
-        where = self._home.place(worker, "cluster.make")
+        where = self._state.place(worker, "cluster.make")
         return self._assignments.make(*where, fn, args, kwargs)
 
     def update(self, fn: Callable[..., Any], refs: Any, /, *args: Any) -> Any:
@@ -406,7 +406,7 @@ class Cluster:
             WorkerLost: the owner of a leaf is gone; they are named.
         """
         self._check("cluster.save")
-        save(self._assignments, self._home.reader, folder, parts)
+        save(self._assignments, folder, parts)
 
     def load(self, folder: Folder, /, **parts: Any) -> dict[str, Any]:
         """Restore what `save` has written, on this or any other placement.
@@ -440,11 +440,11 @@ class Cluster:
 @program
 def run_here(ctx: Context, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `fn` with a cluster of its own, on this worker; see `Cluster.run`."""
-    home = ctx.home
-    port = home.driver.current
-    cluster = Cluster(home, port)
+    state = ctx.state
+    port = state.driver.current
+    cluster = Cluster(state, port)
     with ExitStack() as stack:
-        stack.callback(home.ended, port)
+        stack.callback(state.ended, port)
         stack.push(cluster.leave_all)
         return fn(*args, cluster, **kwargs)
 

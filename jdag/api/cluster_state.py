@@ -1,4 +1,4 @@
-"""What the programs of one cluster share in one process, and the port of each."""
+"""The state that the programs of a cluster share in one process."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import jax
 from jax.extend.core import get_opaque_trace_state
 
-from jdag.api.failures import exception_of
 from jdag.api.refs import Leaf, Ref
 from jdag.compute.avals import Aval, aval_of
 from jdag.compute.buffers import delivered
@@ -17,7 +16,7 @@ from jdag.compute.configuration import configuration
 from jdag.compute.devices import check, on_default, parsed
 from jdag.compute.refs import is_ref
 from jdag.engine.drawing import Drawing
-from jdag.engine.vocabulary import (
+from jdag.engine.protocol import (
     ContextId,
     Failure,
     Fetched,
@@ -28,46 +27,47 @@ from jdag.engine.vocabulary import (
     named,
 )
 from jdag.errors import ContextError, JdagError
+from jdag.runtime.failures import exception_of
 from jdag.runtime.host import Port
 from jdag.runtime.tables import NESTING_MAX
 
 
 class Driver(Protocol):
-    """What runs a cluster."""
+    """The interface of the simulator and of the driver over real processes."""
 
     @property
     def port(self) -> Port:
-        """The port of the main program, which runs at home."""
+        """The port of the main program."""
 
     @property
     def current(self) -> Port:
-        """The port of the program that runs right now."""
+        """The port of the program that runs now."""
 
     @property
     def now_ns(self) -> int:
-        """The time."""
+        """Nanoseconds since the cluster was made."""
 
     @property
     def incarnations(self) -> Mapping[str, int]:
-        """Of the workers that have joined anew, how often they have."""
+        """How often each worker has rejoined, for those that have."""
 
     @property
     def trace(self) -> Any:
-        """The record of the run, None if none is kept."""
+        """The trace of the run, None if there is none."""
 
     def info(self) -> Mapping[str, Mapping[str, Any]]:
-        """What each worker holds, and has sent."""
+        """Counts of what each worker holds and has sent."""
 
     def graph(self, context: ContextId) -> Mapping[str, Drawing]:
-        """The graph of a context: what each worker has of it."""
+        """The graph of a context, by worker."""
 
     def close(self) -> None:
-        """Let go of everything."""
+        """End all runs and free all values."""
 
 
 @dataclass(slots=True)
 class Numbers:
-    """How many things the programs of one worker have made: each is numbered by these.
+    """Counters that number what the programs of one worker make.
 
     So that whatever programs of several workers make at once has numbers of its own,
     none of which depends on what the others do.
@@ -81,25 +81,8 @@ class Numbers:
 
     @property
     def maker(self) -> int:
-        """What tells the incarnation from all others, in 32 bits."""
+        """A 32-bit number of the worker and its incarnation."""
         return self.incarnation << 16 | self.index
-
-
-class Reader:
-    """Reads the values of refs for whichever program runs."""
-
-    def __init__(self, home: "Home") -> None:
-        self._home = home
-
-    def read(self, refs: Sequence[Ref]) -> list[Any]:
-        """Return for each ref its value or a `Failure`; waits for all of them."""
-        port = self._home.driver.current
-        waiter = port.waiter()
-        port.tell(Fetched(waiter, tuple([(ref.key, ref.owner) for ref in refs])))
-        found = port.wait(waiter)
-        return [
-            one.struct() if isinstance(one, Aval) else delivered(one) for one in found
-        ]
 
 
 def _stands(value: object) -> bool:
@@ -107,11 +90,11 @@ def _stands(value: object) -> bool:
 
 
 def trace_state() -> Any:
-    """Return what tells one nesting of jit, vmap and grad from another."""
+    """Return the current nesting of JAX's transformations, for comparison."""
     return get_opaque_trace_state(convention="flax")  # type: ignore[no-untyped-call]
 
 
-class Home:
+class ClusterState:
     """The workers of a cluster, its leaves, and how its values are: real or abstract.
 
     Refs belong to the home whose programs made them, and it holds those of leaves,
@@ -125,14 +108,13 @@ class Home:
     ) -> None:
         self.workers = tuple(workers)
         self.abstract = abstract
-        self.nesting_max = nesting_max  # So deep programs may call each other.
+        self.nesting_max = nesting_max  # How deep programs may call each other.
         self.leaves: dict[LeafId, Leaf] = {}
         self.closed = False
         self.trace = trace_state()
         self.configuration = configuration()
         self.process = os.getpid()
-        self.reader = Reader(self)
-        # Whether an argument is a ref or, in abstract mode, stands for arrays.
+        # Whether an argument is a ref or, in abstract mode, a ShapeDtypeStruct.
         self.is_named: Callable[[object], bool] = _stands if abstract else is_ref
         self._driver: Driver | None = None
         self._numbers: dict[str, Numbers] = {}
@@ -141,8 +123,8 @@ class Home:
     def __str__(self) -> str:
         return f"the cluster of {', '.join(map(repr, self.workers))}"
 
-    def beside(self, other: "Home") -> str:
-        """Return what this one is called where the other is named as well."""
+    def beside(self, other: "ClusterState") -> str:
+        """Return the name of this cluster in a message that also names the other."""
         closed = ", which is closed," if self.closed else ""
         if self.workers == other.workers:
             return f"another cluster of the same names{closed}"
@@ -150,7 +132,7 @@ class Home:
 
     @property
     def driver(self) -> Driver:
-        """What runs the cluster."""
+        """The driver that runs the cluster."""
         assert self._driver is not None, self.workers
         return self._driver
 
@@ -159,16 +141,16 @@ class Home:
         self._driver = driver
 
     def numbers(self, worker: str) -> Numbers:
-        """Return the counts of what programs of a worker's incarnation have made."""
+        """Return the counters of a worker's incarnation."""
         index = self.workers.index(named(worker))
         made = Numbers(index, incarnation_of(worker))
         return self._numbers.setdefault(worker, made)
 
-    # ------------------------------------------------ programs with a cluster of theirs
+    # ------------------------------------------------------- programs with a cluster
 
     @property
     def cluster(self) -> Any:
-        """The `Cluster` of the program that runs right now.
+        """The `Cluster` of the program that runs now.
 
         Raises:
             ContextError: it runs in a context, and has none.
@@ -183,7 +165,7 @@ class Home:
         return self._clusters[port]
 
     def began(self, port: Port, cluster: Any) -> None:
-        """Note the cluster of a program."""
+        """Register the cluster of a program."""
         self._clusters[port] = cluster
 
     def ended(self, port: Port) -> None:
@@ -204,9 +186,19 @@ class Home:
     # ------------------------------------------------------- as the holder of leaves
 
     @property
-    def home(self) -> "Home":
-        """Leaves belong to it."""
+    def state(self) -> "ClusterState":
+        """The state to which leaves belong: this one."""
         return self
+
+    def read(self, refs: Sequence[Ref]) -> list[Any]:
+        """Return for each ref its value or a `Failure`; waits for all of them."""
+        port = self.driver.current
+        waiter = port.waiter()
+        port.tell(Fetched(waiter, tuple([(ref.key, ref.owner) for ref in refs])))
+        found = port.wait(waiter)
+        return [
+            one.struct() if isinstance(one, Aval) else delivered(one) for one in found
+        ]
 
     def check_readable(self, ref: Ref) -> None:
         """Raise ContextError where a leaf cannot be read any more."""
@@ -217,11 +209,11 @@ class Home:
             raise ContextError(f"{ref.leaf} was dropped by cluster.drop")
 
     def seen(self, failure: Failure) -> JdagError:
-        """Return a failure as an exception; outside of contexts nobody counts them."""
+        """Return a failure as an exception; outside of contexts none is recorded."""
         return exception_of(failure)
 
     def is_lost(self, leaf: LeafId) -> bool:
-        """Whether who keeps a leaf is gone, though another may be of that name."""
+        """Whether the incarnation of a worker that kept a leaf is gone."""
         name = named(leaf.worker)
         driver = self.driver
         return leaf.worker != self._now(name) or bool(driver.info()[name]["lost"])
@@ -234,7 +226,7 @@ class Home:
 
     def check_own(self, ref: Ref) -> None:
         """Raise ContextError unless the ref is of this cluster."""
-        of: Any = ref.holder.home
+        of: Any = ref.holder.state
         if of is not self:
             to_do = "" if of.closed else "; ref.fetch() gives the value"
             raise ContextError(
@@ -243,11 +235,11 @@ class Home:
             )
 
     def value(self, value: Any) -> Any:
-        """Return a value as the store holds it: in abstract mode its shape alone."""
+        """Return a value in stored form: in abstract mode only its shape and dtype."""
         return aval_of(value).on(None) if self.abstract else on_default(value)
 
     def is_unusable(self) -> bool:
-        """Tell whether the cluster is closed, or JAX is not as it was at its start."""
+        """Tell whether it is closed, or JAX's nesting or settings have changed."""
         return (
             self.closed
             or trace_state() != self.trace
@@ -255,7 +247,7 @@ class Home:
         )
 
     def check_open(self, what: str) -> None:
-        """Raise unless the cluster is open, and JAX as it was when that was made.
+        """Raise unless it is open and JAX's nesting and settings are unchanged.
 
         Raises:
             ContextError: it is closed; or this is inside of jit or its kin.
@@ -285,7 +277,7 @@ class Home:
         )
 
     def check_nesting(self, depth: int, calls: str) -> None:
-        """Raise JdagError where a program calls one too deep; `calls` names the two."""
+        """Raise JdagError if programs are nested too deep; `calls` names two."""
         if depth >= self.nesting_max:
             raise JdagError(
                 f"{calls}, and {depth} programs wait for each other already: allowed "

@@ -5,21 +5,21 @@ names, of each leaf that a finished pass has reached, the last such pass.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-from jdag.api.cluster_state import Home
-from jdag.api.failures import program_failure
+from msgspec.structs import replace
+
+from jdag.api.cluster_state import ClusterState
 from jdag.api.graph import ContextGraph
 from jdag.api.outcome import PassReport, expired, nanoseconds, remarked, stuck
-from jdag.api.program_frame import Activation, Phase
+from jdag.api.program_frame import Phase, ProgramFrame
 from jdag.api.refs import Hold, Leaf, Ref
 from jdag.api.roots import checked_roots
 from jdag.compute.pytrees import flatten_refs, no_gradient, unflatten
 from jdag.compute.refs import is_ref
 from jdag.engine.functions import name_of
-from jdag.engine.vocabulary import (
+from jdag.engine.protocol import (
     Awaited,
-    ContextId,
     Differentiated,
     GradientKey,
     Key,
@@ -44,19 +44,10 @@ from jdag.errors import (
 )
 from jdag.parallel import replicas
 from jdag.parallel.routes import How
+from jdag.runtime.failures import failure_of
 from jdag.runtime.host import Port
 
 _MODES = {mode.value: mode for mode in (Mode.SMART, Mode.FAST)}
-
-
-class Opener(Protocol):
-    """The cluster of the program that opens contexts."""
-
-    def entered(self, context: "Context", id: ContextId) -> ContextId:
-        """Note that a context is open from now on; return its id, which may be new."""
-
-    def left(self, context: "Context") -> None:
-        """Note that it is not open any more."""
 
 
 class Context:
@@ -73,12 +64,12 @@ class Context:
 
     __jdag_context__ = True
 
-    def __init__(self, activation: Activation, opener: "Opener | None" = None) -> None:
-        self._activation = activation
-        self._opener = opener
-        self._home = activation.home
-        self._port = activation.port
-        self._id = activation.id
+    def __init__(self, frame: ProgramFrame, opener: Any = None) -> None:
+        self._frame = frame
+        self._opener = opener  # The `Cluster` of the program that opens contexts.
+        self._state = frame.state
+        self._port = frame.port
+        self._id = frame.id
         self.remarks: list[Callable[[], str]] = []  # On steps, where a worker is lost.
         self._passes = 0
         self._gradients: dict[LeafId, tuple[Leaf, int]] = {}
@@ -95,54 +86,53 @@ class Context:
         return named(self._port.worker)
 
     @property
-    def home(self) -> Home:
+    def state(self) -> ClusterState:
         """What all programs of its cluster share in this process."""
-        return self._home
+        return self._state
 
     @property
     def workers(self) -> tuple[str, ...]:
         """The names of all workers."""
-        return self._home.workers
+        return self._state.workers
 
     def reassigned(self) -> None:
         """Its program has assigned to leaves: the next calls read the new versions."""
-        self._activation.reassigned()
+        self._frame.reassigned()
 
     def __repr__(self) -> str:
-        return f"Context({self._activation}, {self._activation.phase.name.lower()})"
+        return f"Context({self._frame}, {self._frame.phase.name.lower()})"
 
     def __enter__(self) -> "Context":
-        activation = self._activation
-        if activation.phase is not Phase.NEW:
+        frame = self._frame
+        if frame.phase is not Phase.NEW:
             raise ContextError(
-                f"{activation} was entered before; each `with` takes a new "
-                "cluster.context()"
+                f"{frame} was entered before; each `with` takes a new cluster.context()"
             )
-        self._home.check_open("a context")
-        self._home.check_current(f"entering {activation}", self._port)
+        self._state.check_open("a context")
+        self._state.check_current(f"entering {frame}", self._port)
         if self._opener is not None:
-            self._id = activation.id = self._opener.entered(self, self._id)
+            self._id = frame.id = self._opener.entered(self, self._id)
         self._port.tell(Opened(self._id))
-        activation.phase = Phase.OPEN
+        frame.phase = Phase.OPEN
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        activation = self._activation
-        activation.phase = Phase.LEFT
+        frame = self._frame
+        frame.phase = Phase.LEFT
         if self._opener is not None:
             self._opener.left(self)
-        if self._home.closed:
+        if self._state.closed:
             return  # The cluster went first, with all that it held.
         try:
-            failures = activation.wait("leaving", lambda waiter: Left(waiter, self._id))
+            failures = frame.wait("leaving", lambda waiter: Left(waiter, self._id))
         except JdagError:
             if error is None:
                 raise
             return  # The exception that is on its way came first.
         if error is None:
             for failure in failures:
-                if not activation.has_seen(failure):
-                    raise remarked(activation.seen(failure), self.remarks)
+                if not frame.has_seen(failure):
+                    raise remarked(frame.seen(failure), self.remarks)
 
     # ---------------------------------------------------------------- calls
 
@@ -177,7 +167,7 @@ class Context:
                 context is not open.
             WorkerLost: that worker, or the owner of an argument, is gone.
         """
-        return self._activation.call(worker, fn, args, kwargs)
+        return self._frame.call(worker, fn, *args, **kwargs)
 
     def move(self, worker: str, refs: Any) -> Any:
         """Move arrays to a worker; gradients flow back through it.
@@ -193,7 +183,7 @@ class Context:
         Raises:
             JdagError: as `call` does.
         """
-        return self._activation.move(worker, refs)
+        return self._frame.move(worker, refs)
 
     def replicate(self, workers: Sequence[str], refs: Any, how: How = "owner") -> Any:
         """Copy arrays to workers; what flows back from there is added on its way.
@@ -209,8 +199,8 @@ class Context:
         Raises:
             JdagError: no workers, one twice or unknown; no refs; no such `how`.
         """
-        self._activation.check("ctx.replicate")
-        return replicas.replicate(self, workers, refs, how, self._home.place)
+        self._frame.check("ctx.replicate")
+        return replicas.replicate(self, workers, refs, how, self._state.place)
 
     def all_reduce(self, refs_by_worker: Mapping[str, Any], how: How = "owner") -> Any:
         """Add up equal pytrees, such as gradients, for each worker that gives one.
@@ -226,8 +216,8 @@ class Context:
             JdagError: two are not equal in structure, shapes and dtypes, which cannot
                 be added; or as `replicate` does.
         """
-        self._activation.check("ctx.all_reduce")
-        return replicas.all_reduce(self, refs_by_worker, how, self._home.place)
+        self._frame.check("ctx.all_reduce")
+        return replicas.all_reduce(self, refs_by_worker, how, self._state.place)
 
     # ---------------------------------------------------------------- backward
 
@@ -281,11 +271,11 @@ class Context:
         timeout_ns = nanoseconds(timeout_s)
         for root in roots:
             if is_ref(root) and root.leaf is None:
-                self._activation.admit(root)
+                self._frame.admit(root)
         seeds = checked_roots(roots, cotangents)
-        self._activation.tell_discarded()
+        self._frame.tell_discarded()
         told, stored = self._stored(roots, seeds)
-        result: PassResult = self._activation.wait(
+        result: PassResult = self._frame.wait(
             "ctx.backward",
             lambda waiter: Differentiated(
                 waiter, self._id, told, _MODES[mode], retain_graph, timeout_ns
@@ -293,7 +283,7 @@ class Context:
             stored,
         )
         if not retain_graph:
-            self._activation.leaves_notices()
+            self._frame.leaves_notices()
         return self._conclude(result, mode, timeout_s)
 
     def _stored(
@@ -307,7 +297,7 @@ class Context:
             told.append((root.owner, Root(root.key, root.aval, given, place)))
             if given:
                 key = SeedKey(self._id, self._passes + 1, place)
-                stored.append((key, self._home.value(seed)))
+                stored.append((key, self._state.value(seed)))
         return tuple(told), stored
 
     def _conclude(
@@ -318,30 +308,30 @@ class Context:
             raise PassTimeout(expired(result, timeout_s), result.owed)
         if result.outcome is Outcome.FAILED:
             assert result.failure is not None, result
-            raise self._activation.seen(result.failure)
+            raise self._frame.seen(result.failure)
         if result.outcome is Outcome.STUCK:
             raise UnusedSendError(stuck(result.owed), result.owed)
         for leaf in result.leaves:
             key = GradientKey(self._id, leaf, result.number)
-            self._holds[leaf] = self._activation.hold(key, leaf.worker)
-            record = self._home.leaves.get(leaf)
+            self._holds[leaf] = self._frame.hold(key, leaf.worker)
+            record = self._state.leaves.get(leaf)
             if record is not None:
                 self._gradients[leaf] = (record, result.number)
         if result.failure is not None:
-            raise self._activation.seen(result.failure)
-        leaves = self._home.leaves
+            raise self._frame.seen(result.failure)
+        leaves = self._state.leaves
         stale = {
-            self._home.leaf_ref(leaves[one.leaf]): one.newer
+            self._state.leaf_ref(leaves[one.leaf]): one.newer
             for one in sorted(result.stale, key=lambda one: one.leaf.number)
             if one.leaf in leaves
         }
         return PassReport(result.number, mode, stale)
 
     def _check_top(self, what: str) -> None:
-        self._activation.check(what)
-        if self._activation.prefix:
+        self._frame.check(what)
+        if self._frame.prefix:
             raise ContextError(
-                f"{what} in {self._activation.program}, which runs on {self.here!r}: "
+                f"{what} in {self._frame.program}, which runs on {self.here!r}: "
                 "only the program that opened the context takes gradients; return the "
                 "refs to it"
             )
@@ -370,7 +360,7 @@ class Context:
             WorkerLost: the ref's worker is gone.
             JdagError: `ref` is no ref, or `fn` cannot be called.
         """
-        self._activation.hook("ctx.on_cotangent", ref, fn, replaces=True)
+        self._frame.hook("ctx.on_cotangent", ref, fn, replaces=True)
 
     def on_gradient(self, leaf: Ref, fn: Callable[[Any], Any]) -> None:
         """Have a function see what each later pass adds to the gradient of a leaf.
@@ -387,7 +377,7 @@ class Context:
         Raises:
             JdagError: as `on_cotangent` does; or `leaf` is not one.
         """
-        self._activation.hook("ctx.on_gradient", leaf, fn, replaces=False)
+        self._frame.hook("ctx.on_gradient", leaf, fn, replaces=False)
 
     # ---------------------------------------------------------------- gradients
 
@@ -411,7 +401,7 @@ class Context:
         """
         self._check_top("ctx.gradient")
         leaves, form = flatten_refs(refs, is_ref)
-        abstract = self._home.abstract
+        abstract = self._state.abstract
         return unflatten(
             form.bare,
             [
@@ -428,7 +418,7 @@ class Context:
                 f"{ref!r} is no leaf: gradients accumulate in what cluster.put and "
                 "cluster.make give"
             )
-        self._home.check_own(ref)
+        self._state.check_own(ref)
         if ref.leaf.id not in self._gradients:
             why = f"was reached by no pass, of {self._passes} in context {self._id}"
             if not ref.aval.inexact:
@@ -444,7 +434,7 @@ class Context:
         key = GradientKey(self._id, record.id, number)
         aval = record.aval
         hold = self._holds[record.id]
-        holder = self._activation
+        holder = self._frame
         return Ref(holder, key, ref.owner, aval, False, descends=record.id, hold=hold)
 
     def gradients(self) -> Mapping[Ref, Ref]:
@@ -457,7 +447,7 @@ class Context:
         for leaf in sorted(self._gradients, key=lambda leaf: leaf.number):
             record, _ = self._gradients[leaf]
             if not record.dropped:
-                ref = self._home.leaf_ref(record)
+                ref = self._state.leaf_ref(record)
                 found[ref] = self._gradient(ref)
         return found
 
@@ -468,31 +458,31 @@ class Context:
         context waits until all calls in it have arrived; in a program that it called,
         those that have not arrived yet are not in it.
         """
-        self._activation.check("ctx.graph")
-        if not self._activation.prefix:
-            self._activation.wait("ctx.graph", lambda w: Awaited(w, self._id))
-        return ContextGraph(self._home.driver.graph(self._id))
+        self._frame.check("ctx.graph")
+        if not self._frame.prefix:
+            self._frame.wait("ctx.graph", lambda w: Awaited(w, self._id))
+        return ContextGraph(self._state.driver.graph(self._id))
 
 
-def run_program(home: Home, port: Port, spawn: Spawn) -> Returned:
-    """Run a program on a worker, in a context of its own activation.
+def run_program(state: ClusterState, port: Port, spawn: Spawn) -> Returned:
+    """Run a program on a worker, in a context of its own frame.
 
     What it raises is the failure that it returns.
     """
     name = name_of(spawn.function)
-    activation = Activation(home, port, spawn.context, spawn.path, name)
+    frame = ProgramFrame(state, port, spawn.context, spawn.path, name)
     result = failure = None
     try:
-        args, kwargs = activation.bound(spawn.arguments, {})
-        returned = spawn.function(Context(activation), *args, **kwargs)
-        result = activation.unbound(returned)
+        args, kwargs = frame.bound(spawn.arguments, {})
+        returned = spawn.function(Context(frame), *args, **kwargs)
+        result = frame.unbound(returned)
     except (Exception, SystemExit) as error:
         # What began elsewhere keeps its place, so that it counts as seen there too.
-        failure = activation.failure_of(error) or program_failure(
-            error, port.worker, spawn.path, spawn.function, spawn.call_site
+        failure = frame.failure_of(error) or replace(
+            failure_of(error, port.worker, spawn.path, name), call_site=spawn.call_site
         )
     finally:
-        activation.phase = Phase.LEFT
+        frame.phase = Phase.LEFT
     args = kwargs = returned = None  # What is still held now is held elsewhere.
-    reply, discarded = activation.left(result)
+    reply, discarded = frame.left(result)
     return Returned(spawn.context, spawn.path, reply, failure, discarded)

@@ -1,4 +1,4 @@
-"""Taps: where hooks meet cotangents when a program runs on one machine.
+"""Cotangent hooks in plain JAX: where hooks meet cotangents on one machine.
 
 A program runs twice there. What has hooks is known after the first run, and what was
 computed from what. In the second each such value goes, when it is made, through an
@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdag.api.failures import remote_error
 from jdag.compute.hooks import hooked, seen
-from jdag.engine.vocabulary import Key, Path
+from jdag.engine.protocol import Key, Path
+from jdag.runtime.failures import remote_error
 
 
 class Hooking(NamedTuple):
-    """A hook, where it is applied, and who attached it."""
+    """A hook: its function, its worker, and where it was attached."""
 
     path: Path
     function: Callable[[Any], Any]
@@ -31,7 +31,7 @@ class Hooking(NamedTuple):
     call_site: object
 
     def __call__(self, cotangent: Any) -> Any:
-        """Apply it; what it raises is an error that names it."""
+        """Apply the hook; an error of its function names the hook."""
         try:
             return (hooked if self.replaces else seen)(self.function, cotangent)
         except Exception as error:
@@ -40,8 +40,8 @@ class Hooking(NamedTuple):
             ) from error
 
 
-class Taps:
-    """The hooks of one run of a program, and the values that they are on.
+class CotangentHooks:
+    """The hooks of one run of a program, by hooked value.
 
     Args:
         zeros: for each value that has hooks a zero like it, which is differentiated by.
@@ -54,17 +54,17 @@ class Taps:
         self._calls: list[tuple[tuple[Key, ...], tuple[Key, ...]]] = []
 
     def attach(self, key: Key, hook: Hooking) -> None:
-        """Note a hook; those of one value are in the order of the program."""
+        """Attach a hook; hooks of one value keep program order."""
         attached = [*self._hooks.get(key, []), hook]
         self._hooks[key] = sorted(attached, key=lambda one: one.path)
 
     def called(self, inputs: Sequence[Key], outputs: Sequence[Key]) -> None:
-        """Note a call: its tracked arguments, and its tracked results."""
+        """Record a call: its tracked arguments and its tracked results."""
         if inputs and outputs:
             self._calls.append((tuple(inputs), tuple(outputs)))
 
     def reached(self, roots: Sequence[Key]) -> list[Key]:
-        """What has hooks and the roots were computed from, results beside included."""
+        """Return hooked values that the roots depend on, sibling results included."""
         found = dict.fromkeys(roots)
         for inputs, outputs in reversed(self._calls):
             if any(key in found for key in outputs):
@@ -72,7 +72,7 @@ class Taps:
         return [key for key in self._hooks if key in found]
 
     def on(self, key: Key, value: Any) -> Any:
-        """Return the value; if it has hooks, by way of them."""
+        """Return the value; if it has hooks, its cotangent goes through them."""
         if key not in self._zeros:
             return value
 
@@ -86,7 +86,7 @@ class Taps:
         return tapped(value, self._zeros[key])
 
     def show(self, gradients: dict[Key, Any]) -> None:
-        """Let hooks see gradients, in the order of the program."""
+        """Call gradient hooks with the gradients, in program order."""
         shown = [
             (hook, gradient)
             for key, gradient in gradients.items()
@@ -98,5 +98,5 @@ class Taps:
 
 
 def nothing_of(values: Sequence[Any]) -> Any:
-    """Return 0, so that what it is added to has a cotangent of zeros for these."""
+    """Return 0 as a function of the values, so that they get cotangents of zeros."""
     return sum((0 * jnp.sum(jnp.real(value)) for value in values), start=0)

@@ -1,4 +1,4 @@
-"""Places: named devices of workers, and how values leave one for another worker."""
+"""Device placement: calls on named devices, and values that leave a device."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -8,15 +8,15 @@ from jdag.api.refs import Ref
 from jdag.compute.pytrees import Split
 from jdag.compute.refs import is_ref
 from jdag.engine.functions import name_of
-from jdag.engine.vocabulary import Key, Worker
+from jdag.engine.protocol import Key, Worker
 from jdag.errors import JdagError
 
-# What left a named device: by its key, tracked or not, and for which worker.
+# Copies of values of named devices: by key, tracked or not, and destination.
 Left = dict[tuple[Key, bool, Worker], Ref]
 
 
 def refuse_device(fn: Callable[..., Any], place: str, device: str | None) -> None:
-    """Raise JdagError where a program is called on a named device."""
+    """Raise JdagError if a program is called on a named device."""
     if device is not None:
         raise JdagError(
             f"{name_of(fn)} is a program, which runs on a worker, and {place!r} names "

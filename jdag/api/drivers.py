@@ -2,51 +2,54 @@
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from jdag.api.cluster import Cluster
-from jdag.api.cluster_state import Home
+from jdag.api.cluster_state import ClusterState
 from jdag.api.context import run_program
-from jdag.engine.drawing import Drawing
-from jdag.engine.vocabulary import WORKERS_MAX, ContextId
-from jdag.errors import JoinError, ScenarioError, meant, unusable
+from jdag.engine.protocol import WORKERS_MAX
+from jdag.errors import JoinError, ScenarioError, meant
 from jdag.rpc.device import settings_of, share_gpu
-from jdag.rpc.functions import Functions
-from jdag.rpc.gate import dial
+from jdag.rpc.function_decoder import FunctionDecoder
 from jdag.rpc.handshake import ours
 from jdag.rpc.launch import LOGS, Launch, is_here
 from jdag.rpc.node import Node
-from jdag.rpc.place import MakeNode, Place
 from jdag.rpc.session import Plan, Session
+from jdag.rpc.session_info import MakeNode, SessionInfo
 from jdag.rpc.settings import (
-    CARRIERS,
+    ALLOW,
+    CARRIER,
     DEADLINE_S,
-    DEVICES,
+    DEVICE,
     FILE,
-    MODULES,
     NAMES,
     READY_S,
-    SECONDS,
     VALUE_BYTES_MAX,
-    are_modules,
-    is_device,
+    WAIT_S,
     is_name,
-    is_seconds,
     load,
 )
+from jdag.rpc.tickets import fresh_secret
 from jdag.rpc.tls import load as load_tls
-from jdag.rpc.tokens import fresh_secret
 from jdag.rpc.worker import Options
-from jdag.runtime.host import Port
-from jdag.runtime.tables import NESTING_MAX, is_listed, is_path, up_to
-from jdag.sim.plan import WORKERS
+from jdag.runtime.tables import (
+    COUNT,
+    NESTING,
+    NESTING_MAX,
+    Table,
+    checked,
+    is_listed,
+    is_path,
+    only,
+)
+from jdag.sim.settings import SimSettings
 from jdag.sim.simulation import Simulation
 
-# What `simulate` hands on.
+# The settings that `simulate` passes to the simulator.
 SIMULATED = (
     *("network", "faults", "devices", "policy", "link", "detect_ns", "events_max"),
     "trace",
@@ -74,39 +77,33 @@ def simulate(
             and a thousand workers fit on a laptop.
         nesting_max: how deep programs may call each other.
         **settings: `network`, `faults`, `devices`, `policy`, `link`, `detect_ns`,
-            `events_max`, `trace`; see `jdag.sim.simulation.Simulation`. Without a
+            `events_max`, `trace`; see `jdag.sim.settings.SimSettings`. Without a
             network messages take no time, without devices computing takes none.
 
     Raises:
         ScenarioError: names a setting that is unusable, its value and what is allowed.
     """
-    _check("workers", workers, is_listed(workers), WORKERS)
-    names = tuple(workers)
-    first = names[0] if names else ""
+    workers = _kept(workers)
+    names = tuple(workers) if is_listed(workers) else ("",)
     for key in settings:
         if key not in SIMULATED:
             allowed = f"one of {', '.join(SIMULATED)}{meant(key, SIMULATED)}"
             raise ScenarioError(f"simulate has no setting {key}: allowed is {allowed}")
-    _check_settings(nesting_max=nesting_max)
-    shared = Home(names, values == "abstract", nesting_max)
-    shared.driver = Simulation(
-        names,
-        seed=seed,
-        home=first if home is None else home,
-        values=values,
-        run_program=partial(run_program, shared),
-        **settings,
-    )
+    checked(_Simulated, {"nesting_max": nesting_max})
+    shared = ClusterState(names, values == "abstract", nesting_max)
+    home = next(iter(names), "") if home is None else home
+    made = SimSettings(workers=workers, seed=seed, home=home, values=values, **settings)
+    shared.driver = Simulation(made, partial(run_program, shared))
     return Cluster(shared, shared.driver.port)
 
 
 class Running:
-    """A real cluster as its main program's `Cluster` sees it: a driver.
+    """The driver over processes: main's node, its session and launched processes.
 
     Attributes:
-        node: main's part.
-        session: all of it.
-        launch: the processes that were started for it, None if none were.
+        node: main's node, to which all other attributes are delegated.
+        session: the session with the workers.
+        launch: the processes that were started for the cluster, or None.
     """
 
     trace = None
@@ -117,66 +114,32 @@ class Running:
         self.node = node
         self.session = session
         self.launch = launch
-        self._stack = stack
+        self.close = stack.close  # Leaves the session, and stops the processes.
 
-    @property
-    def port(self) -> Port:
-        """The port of the main program."""
-        return self.node.port
-
-    @property
-    def current(self) -> Port:
-        """The port of the program that runs on this thread."""
-        return self.node.current
-
-    @property
-    def now_ns(self) -> int:
-        """The time since the cluster was made, on this host's clock."""
-        return self.node.now_ns
-
-    @property
-    def incarnations(self) -> Mapping[str, int]:
-        """How often each has joined anew, of the workers that have."""
-        return self.node.incarnations
-
-    def info(self) -> Mapping[str, Mapping[str, Any]]:
-        """What each worker holds, and has sent."""
-        return self.node.info()
-
-    def graph(self, context: ContextId) -> Mapping[str, Drawing]:
-        """The graph of a context: what each worker has of it."""
-        return self.node.graph(context)
-
-    def settle(self) -> None:
-        """Wait until nothing goes on anywhere."""
-        self.node.settle()
-
-    def close(self) -> None:
-        """Leave the session, and stop the processes that were started for it."""
-        self._stack.close()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.node, name)
 
 
-def _made(
-    place: Place, allow: Sequence[str], value_bytes_max: int
-) -> tuple[Home, Node]:
-    home = Home(place.workers, False, place.nesting_max)
-    node = Node(
+def _node(
+    state: ClusterState | None,
+    allow: Sequence[str],
+    value_bytes_max: int,
+    place: SessionInfo,
+) -> Node:
+    """Make the node of this process; without a state for its programs make one."""
+    state = state or ClusterState(place.workers, False, place.nesting_max)
+    state.driver = node = Node(
         place,
-        run_program=partial(run_program, home),
-        functions=Functions(allow),
+        run_program=partial(run_program, state),
+        functions=FunctionDecoder(allow),
         value_bytes_max=value_bytes_max,
     )
-    home.driver = node
-    return home, node
+    return node
 
 
 def member(options: Options) -> MakeNode:
-    """Return what makes the nodes of a worker process that was started with these."""
-
-    def make(place: Place) -> Node:
-        return _made(place, options.allow, options.value_bytes_max)[1]
-
-    return make
+    """Return the node factory of a worker process with these options."""
+    return partial(_node, None, options.allow, options.value_bytes_max)
 
 
 def worker_options(
@@ -189,9 +152,9 @@ def worker_options(
     token: str = "",
     once: bool = False,
 ) -> Options:
-    """Return what a worker process of this host is told, to compute as this one does.
+    """Return options for a worker process of this host, to compute as this one does.
 
-    See `launch`; `token` is what main has to show, `once` that it serves one cluster.
+    See `launch`. Main shows `token`; with `once` the process serves one cluster.
     """
     return Options(
         worker=name,
@@ -210,7 +173,7 @@ def worker_options(
     )
 
 
-def launch(  # noqa: PLR0913 - each is an option of its own, by keyword.
+def launch(  # noqa: PLR0913 - keyword options.
     workers: Sequence[str],
     *,
     device: str | None = None,
@@ -247,10 +210,9 @@ def launch(  # noqa: PLR0913 - each is an option of its own, by keyword.
         JdagError: an argument is unusable, or a worker does not start: why, and the
             last lines that it printed. Nothing is left running then.
     """
-    names = _checked_names(workers)
-    _check_settings(device=device, carrier=carrier, env=env, logs=logs, ready_s=ready_s)
-    _check_settings(allow=allow, deadline_s=deadline_s, value_bytes_max=value_bytes_max)
-    _check_settings(nesting_max=nesting_max)
+    workers = _kept(workers)
+    checked(_Launch, locals())
+    names = tuple(workers)
     share_gpu(device)
     with ExitStack() as stack:
         token = fresh_secret()
@@ -259,21 +221,20 @@ def launch(  # noqa: PLR0913 - each is an option of its own, by keyword.
         options = [told(name) for name in names[1:]]
         started = Launch(options, env=env, logs=logs, ready_s=ready_s)
         stack.callback(started.close)
-        maker = _Maker(allow, value_bytes_max)
+        state = ClusterState(names, False, nesting_max)
         plan = Plan(
             main=names[0],
             workers=names,
             controls=started.addresses,
             handshake=ours(value_bytes_max),
-            make_node=maker,
-            dial_gate=dial,
+            make_node=partial(_node, state, allow, value_bytes_max),
             token=token,
             allow=tuple(allow),
             deadline_s=deadline_s,
             nesting_max=nesting_max,
             watched=True,
         )
-        return _joined(stack, plan, maker, started)
+        return _joined(stack, plan, state, started)
 
 
 def connect(path: str | os.PathLike[str], *, name: str) -> Cluster:
@@ -289,11 +250,11 @@ def connect(path: str | os.PathLike[str], *, name: str) -> Cluster:
         JdagError: the file is unusable, or has no such worker; a worker is not reached,
             refuses, or differs in versions or configuration: both are named.
     """
-    _check_settings(path=path)
+    checked(_Connect, {"path": path})
     settings = load(Path(path))
     mine = settings.worker(name)
     tls = None if settings.tls_files is None else load_tls(*settings.tls_files)
-    maker = _Maker(mine.allow, settings.value_bytes_max)
+    state = ClusterState(settings.names, False, settings.nesting_max)
     others = {key: one for key, one in settings.workers.items() if key != name}
     for one in others.values():
         share_gpu(one.device if is_here(one.address.host) else "cpu")
@@ -302,8 +263,7 @@ def connect(path: str | os.PathLike[str], *, name: str) -> Cluster:
         workers=settings.names,
         controls={key: one.address for key, one in others.items()},
         handshake=ours(settings.value_bytes_max),
-        make_node=maker,
-        dial_gate=partial(dial, tls=tls),
+        make_node=partial(_node, state, mine.allow, settings.value_bytes_max),
         token=settings.token,
         allow=mine.allow,
         deadline_s=settings.deadline_s,
@@ -315,7 +275,7 @@ def connect(path: str | os.PathLike[str], *, name: str) -> Cluster:
     )
     with ExitStack() as stack:
         try:
-            return _joined(stack, plan, maker, None)
+            return _joined(stack, plan, state, None)
         except JoinError as error:
             if not error.absent:
                 raise
@@ -323,42 +283,30 @@ def connect(path: str | os.PathLike[str], *, name: str) -> Cluster:
             raise JoinError(f"{error}; {hint}", reached=False, absent=True) from None
 
 
-class _Maker:
-    """Makes main's node, and remembers its home."""
-
-    def __init__(self, allow: Sequence[str], value_bytes_max: int) -> None:
-        self._allow = allow
-        self._value_bytes_max = value_bytes_max
-        self.made: tuple[Home, Node] | None = None
-
-    def __call__(self, place: Place) -> Node:
-        self.made = _made(place, self._allow, self._value_bytes_max)
-        return self.made[1]
-
-
 def _joined(
-    stack: ExitStack, plan: Plan, maker: _Maker, started: Launch | None
+    stack: ExitStack, plan: Plan, state: ClusterState, started: Launch | None
 ) -> Cluster:
-    """Have a session begin; what is on the stack is undone when it ends, or fails."""
+    """Begin a session; unwind the stack when it ends or fails."""
     undo: list[Callable[[], None]] = []
     stack.callback(lambda: [each() for each in undo])  # After all else has ended.
     session = stack.enter_context(Session(plan))
-    assert maker.made is not None, plan.main
-    home, node = maker.made
+    node: Any = state.driver
     undo.append(node.guard_signals())
     if started is not None:
         started.on_death(session.lost)
-    home.driver = Running(node, session, started, stack.pop_all())
-    return Cluster(home, node.port)
+    state.driver = Running(node, session, started, stack.pop_all())
+    return Cluster(state, node.port)
 
 
-def _checked_names(workers: Any) -> tuple[str, ...]:
-    names = tuple(workers) if is_listed(workers) else ()
-    usable = 1 <= len(names) <= WORKERS_MAX and all(map(is_name, names))
-    allowed = f"a list of one name or more, none twice; each of {NAMES}"
-    once = len(dict.fromkeys(map(repr, names))) == len(names)
-    _check("workers", workers, usable and once, allowed)
-    return names
+def _kept(workers: Any) -> Any:
+    """Return names unchanged, or a list if they come from an iterator."""
+    return list(workers) if isinstance(workers, Iterator) else workers
+
+
+def _are_names(names: Any) -> bool:
+    if not is_listed(names) or not all(map(is_name, names)):
+        return False
+    return 1 <= len(names) <= WORKERS_MAX and len(set(names)) == len(names)
 
 
 def _are_variables(env: Any) -> bool:
@@ -369,32 +317,28 @@ def _are_variables(env: Any) -> bool:
     )
 
 
-# What `launch` and `connect` take: whether a value is usable, and what is allowed.
-_USABLE: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "allow": (are_modules, MODULES),
-    "carrier": (CARRIERS.__contains__, "one of " + ", ".join(CARRIERS)),
-    "deadline_s": (is_seconds, SECONDS),
-    "device": (lambda device: device is None or is_device(device), DEVICES),
-    "env": (
-        lambda env: env is None or _are_variables(env),
-        'texts by name, such as {"JAX_LOG_COMPILES": "1"}',
-    ),
-    "logs": (lambda logs: logs is None or is_path(logs), LOGS),
-    "nesting_max": (up_to(4000), "an integer from 1 to 4,000"),
-    "path": (is_path, f"the path of {FILE}"),
-    "ready_s": (is_seconds, SECONDS),
-    "value_bytes_max": (
-        lambda most: type(most) is int and most > 0,
-        "a number of bytes, an integer > 0",
-    ),
-}
+_NAMES = f"a list of one name or more, none twice; each of {NAMES}"
+_VARIABLES = 'texts by name, such as {"JAX_LOG_COMPILES": "1"}'
 
 
-def _check_settings(**settings: Any) -> None:
-    for key, value in settings.items():
-        _check(key, value, _USABLE[key][0](value), _USABLE[key][1])
+class _Simulated(Table):
+    nesting_max: NESTING
 
 
-def _check(key: str, value: Any, usable: bool, allowed: str) -> None:
-    if not usable:
-        raise ScenarioError(unusable(key, value, allowed))
+class _Launch(Table):
+    """The arguments of `launch`."""
+
+    workers: Annotated[Any, only(_NAMES, _are_names)]
+    device: DEVICE | None
+    carrier: CARRIER
+    env: Annotated[Mapping[str, str], only(_VARIABLES, _are_variables)] | None
+    logs: Annotated[Any, only(LOGS, is_path)] | None
+    ready_s: WAIT_S
+    allow: ALLOW
+    deadline_s: WAIT_S
+    value_bytes_max: COUNT
+    nesting_max: NESTING
+
+
+class _Connect(Table):
+    path: Annotated[Any, only(f"the path of {FILE}", is_path)]

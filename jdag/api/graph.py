@@ -6,8 +6,8 @@ transfers run across.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+
+from msgspec import Struct
 
 from jdag.engine.drawing import Drawing, DrawnEdge, Need
 
@@ -16,7 +16,7 @@ WORKERS_MAX = 8
 Path = tuple[int, ...]
 
 
-class Vertex(NamedTuple):
+class Vertex(Struct, frozen=True):
     """A place in the graph; `kind` is leaf, node, send or recv, a leaf's path is ()."""
 
     id: str
@@ -29,15 +29,14 @@ class Vertex(NamedTuple):
     need: str = ""  # Of a send, the value of its `Need`.
 
 
-class Edge(NamedTuple):
-    """From where a value is made to where it is used, by the ids of the vertices."""
+class Edge(Struct, frozen=True):
+    """An edge from producer to consumer, by the ids of the vertices."""
 
     source: str
     target: str
 
 
-@dataclass(frozen=True, slots=True)
-class Graph:
+class Graph(Struct, frozen=True):
     """The graph of a context, edges in forward direction.
 
     `left_out` says how many workers have fragments that are not in it.
@@ -48,36 +47,11 @@ class Graph:
     edges: tuple[Edge, ...]
     left_out: int = 0
 
-    def plain(self) -> dict[str, Any]:
-        """The same for JSON."""
-        return {
-            "workers": list(self.workers),
-            "vertices": [vertex._asdict() for vertex in self.vertices],
-            "edges": [edge._asdict() for edge in self.edges],
-            "left_out": self.left_out,
-        }
-
-
-def graph_of_plain(plain: Mapping[str, Any]) -> Graph:
-    """Return the graph that `Graph.plain` gave.
-
-    Raises:
-        KeyError: something is missing in it.
-        TypeError: something else is in it.
-    """
-    vertices = [{**one, "path": tuple(one["path"])} for one in plain["vertices"]]
-    return Graph(
-        tuple(plain["workers"]),
-        tuple(Vertex(**vertex) for vertex in vertices),
-        tuple(Edge(**edge) for edge in plain["edges"]),
-        plain["left_out"],
-    )
-
 
 def graph_of(
     drawings: Mapping[str, Drawing], workers_max: int | None = WORKERS_MAX
 ) -> Graph:
-    """Join the fragments that `ctx.graph()` gives, of many workers the first ones."""
+    """Join the fragments of `ctx.graph()`, of the first `workers_max` workers."""
     workers = tuple(drawings)[:workers_max]
     vertices: list[Vertex] = []
     edges: list[Edge] = []
@@ -131,7 +105,7 @@ class ContextGraph(Mapping[str, Drawing]):
 
 
 def dotted(path: Path) -> str:
-    """A path as it is written: 3.1."""
+    """Return a path as text, such as 3.1."""
     return ".".join(map(str, path))
 
 
@@ -228,7 +202,7 @@ def dot_of(graph: Graph, name: str) -> str:
 
 
 def labelled(vertex: Vertex) -> str:
-    """What a vertex is called, with what it awaited and, of a send, is owed."""
+    """Return the label of a vertex, with awaited cotangents or the need of a send."""
     match vertex.need:
         case Need.OWED.value:
             return f"{vertex.label}, owed"

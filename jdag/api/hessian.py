@@ -91,7 +91,7 @@ def hvp(
             _make_duals(cluster, moved, put)
             products, aux = _products(program, cluster, args, moved, has_aux)
         finally:
-            if put and not cluster.home.closed:
+            if put and not cluster.state.closed:
                 cluster.drop(put)
         product = products[0] if isinstance(argnums, int) else products
         return (product, aux) if has_aux else product
@@ -100,8 +100,8 @@ def hvp(
 
 
 def _check(cluster: Cluster) -> None:
-    cluster.home.check_open("jdag.hvp")
-    if cluster.home.abstract:
+    cluster.state.check_open("jdag.hvp")
+    if cluster.state.abstract:
         raise JdagError(
             "jdag.hvp computes with values, and this cluster has none: it was made "
             "with values='abstract'; values='real' has them"
@@ -175,12 +175,10 @@ def _first_other(flat: Sequence[Any], parts: Sequence[Any]) -> str:
     """Say of the first leaf that only one of two pytrees has which one it is."""
     wanted = [jtu.keystr(path) for path, _ in flat]
     given = [jtu.keystr(path) for path, _ in parts]
-    for name in wanted:
-        if name not in given:
-            return f"no leaf {name or 'at the top'}"
-    for name in given:
-        if name not in wanted:
-            return f"a leaf {name or 'at the top'} too many"
+    for name in (name for name in wanted if name not in given):
+        return f"no leaf {name or 'at the top'}"
+    for name in (name for name in given if name not in wanted):
+        return f"a leaf {name or 'at the top'} too many"
     return "other containers"
 
 

@@ -1,4 +1,4 @@
-"""What a program does with leaves: makes, replaces and drops them, on their owners.
+"""Leaves as programs make, replace and drop them, on their owners.
 
 Assignments, and the leaves that they make, are numbered as calls are, by each worker
 whose programs ask for them. What one asks for goes out at once, by one message to each
@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdag.api.cluster_state import Home
+from jdag.api.cluster_state import ClusterState
 from jdag.api.program_frame import traced
 from jdag.api.refs import Leaf, Ref
-from jdag.compute.avals import Aval, aval_of
+from jdag.compute.avals import Aval, aval_of, frozen
 from jdag.compute.callables import called
 from jdag.compute.pairs import Pair
 from jdag.compute.placed import Placed, placed
@@ -25,15 +25,14 @@ from jdag.compute.pytrees import (
     NUMBERS,
     flatten,
     flatten_refs,
-    frozen,
+    indices_of_arrays,
     paths,
-    places_of_arrays,
     split,
     unflatten,
 )
 from jdag.compute.refs import is_ref
 from jdag.engine.functions import call_site, moved, name_of
-from jdag.engine.vocabulary import (
+from jdag.engine.protocol import (
     Assigned,
     Assignment,
     ConstantKey,
@@ -65,23 +64,23 @@ Constants = dict[int, tuple[Key, Any]]
 
 
 class Assignments:
-    """The leaves of a cluster as one program makes and replaces them."""
+    """Makes, replaces and drops leaves for one program."""
 
-    def __init__(self, home: Home, port: Port) -> None:
-        self._home = home
+    def __init__(self, state: ClusterState, port: Port) -> None:
+        self._state = state
         self._port = port
-        self._numbers = home.numbers(port.worker)
+        self._numbers = state.numbers(port.worker)
 
     @property
-    def home(self) -> Home:
-        """What all programs of the cluster share."""
-        return self._home
+    def state(self) -> ClusterState:
+        """The state that all programs of the cluster share."""
+        return self._state
 
     def put(self, place: str, tree: Any) -> Any:
         """Make leaves from values; see `Cluster.put`."""
         values, treedef = flatten(tree, what="the tree for cluster.put")
-        places = places_of_arrays("cluster.put", tree, values)
-        # What has nothing but constants in it is a mistake, and its first leaf says so.
+        places = indices_of_arrays("cluster.put", tree, values)
+        # A tree of constants alone is a mistake; the error names its first leaf.
         places = places or list(range(len(values)))
         arrays = [self._array(values[number], tree, number) for number in places]
         refs = self.write([place] * len(arrays), arrays)
@@ -108,7 +107,7 @@ class Assignments:
         for place, value in zip(places, values, strict=True):
             is_new = isinstance(place, str)
             if isinstance(place, str):
-                worker, device = self._home.place(place, "cluster.put")
+                worker, device = self._state.place(place, "cluster.put")
                 kept += (new := self._new(worker, [aval_of(value).strong.on(device)]))
                 made += new
             else:
@@ -124,8 +123,8 @@ class Assignments:
         ]
         if parts:
             self._tell(parts, stored)
-        self._home.leaves.update({leaf.id: leaf for leaf in made})
-        return [self._home.leaf_ref(leaf) for leaf in kept]
+        self._state.leaves.update({leaf.id: leaf for leaf in made})
+        return [self._state.leaf_ref(leaf) for leaf in kept]
 
     def _written(
         self,
@@ -136,20 +135,18 @@ class Assignments:
         place: int,
         stored: list[tuple[Key, Any]],
     ) -> Assignment:
-        """Return the assignment of values to leaves; note what it has to be sent."""
+        """Return the assignment of values to leaves; add the values to `stored`."""
         leaves = [leaf for leaf, _ in group]
         if is_new and device is None:
             keys = [leaf.first for leaf in leaves]
             stored += zip(keys, [value for _, value in group], strict=True)
             return self._part(None, (), keys, leaves, place)
-        # The worker itself puts them there, under the numbers that it gives them.
+        # The worker puts them on the device, under version numbers of its own.
         values = [v.struct() if isinstance(v, Aval) else v for _, v in group]
         constants: Constants = {}
-        found = self._traced(
-            worker, Change(moved, (), tuple(values)), {}, place, constants
-        )
+        change = Change(moved, (), tuple(values))
+        made, arguments, sources = self._traced(worker, change, {}, place, constants)
         stored += constants.values()
-        made, arguments, sources = found
         keys = [leaf.first if is_new else leaf.key for leaf in leaves]
         there = placed(made, device, sources)
         return self._part(there, arguments, keys, leaves, place)
@@ -165,7 +162,7 @@ class Assignments:
                 )
             if isinstance(value, jax.core.Tracer):
                 raise ContextError("a tracer is no array: jdag runs outside of jit")
-            if isinstance(value, jax.ShapeDtypeStruct) and not self._home.abstract:
+            if isinstance(value, jax.ShapeDtypeStruct) and not self._state.abstract:
                 raise JdagError(
                     "a ShapeDtypeStruct stands for an array only where "
                     "values='abstract'"
@@ -176,7 +173,7 @@ class Assignments:
             path = paths(tree)[place]
             where = f"cluster.put, at {path}" if path else "cluster.put"
             raise type(error)(f"{where}: {error}") from None
-        if self._home.abstract:
+        if self._state.abstract:
             return aval
         is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
         return value if is_key else jnp.asarray(value, aval.dtype)
@@ -199,10 +196,11 @@ class Assignments:
             keys = [leaf.first for leaf in leaves]
             part = self._part(there, arguments, keys, leaves, 0)
             self._tell([part], constants.values())
-        return unflatten(made.out_tree, self._kept(leaves))
+        self._state.leaves.update({leaf.id: leaf for leaf in leaves})
+        return unflatten(made.out_tree, [self._state.leaf_ref(leaf) for leaf in leaves])
 
     def assign(self, changes: Sequence[Change]) -> None:
-        """Make all these changes, or none if one is refused or an owner known lost.
+        """Make all changes, or none if one is refused or an owner is known to be lost.
 
         Raises:
             JdagError: a ref is no leaf, or one that is there twice, or an argument is
@@ -211,29 +209,24 @@ class Assignments:
             WorkerLost: an owner is gone.
         """
         constants: Constants = {}
-        parts = self._parts(changes, constants, 0)
-        if parts:
-            self._tell(parts, constants.values())
-
-    def _parts(
-        self, changes: Sequence[Change], constants: Constants, first: int
-    ) -> list[Assignment]:
-        """Return the parts of an assignment, numbered from `first`."""
         parts = []
         replaced: dict[Leaf, None] = {}
-        for place, change in enumerate(changes, first):
+        for place, change in enumerate(changes):
             leaves = [self.leaf(ref) for ref in change.refs]
             worker = leaves[0].id.worker
-            found = self._traced(worker, change, {}, place, constants)
-            made, arguments, sources = found
+            made, arguments, sources = self._traced(
+                worker, change, {}, place, constants
+            )
             _check_outputs(made, leaves)
             _check_once(leaves, replaced)
             targets = [leaf.aval.device for leaf in leaves]
             there = placed(made, targets[0], sources, targets)
             keys = [leaf.key for leaf in leaves]
-            part = self._part(there, arguments, keys, leaves, place, change.purpose)
-            parts.append(part)
-        return parts
+            parts.append(
+                self._part(there, arguments, keys, leaves, place, change.purpose)
+            )
+        if parts:
+            self._tell(parts, constants.values())
 
     def drop(self, refs: Any) -> None:
         """Drop leaves; see `Cluster.drop`."""
@@ -241,18 +234,18 @@ class Assignments:
         self._port.tell(Dropped(tuple(leaf.id for leaf in leaves)))
         for leaf in leaves:
             leaf.dropped = True
-            del self._home.leaves[leaf.id]
+            del self._state.leaves[leaf.id]
 
     def admit(self, ref: Ref) -> None:
         """Raise ContextError unless the ref is of this cluster and can be read."""
-        self._home.check_own(ref)
+        self._state.check_own(ref)
         if ref.leaf is None:
             ref.holder.check_readable(ref)
         elif ref.leaf.dropped:
             raise ContextError(f"{ref.leaf} was dropped by cluster.drop")
 
     def leaf(self, ref: Ref) -> Leaf:
-        """Return the record of a leaf; raise JdagError where a ref is none of these."""
+        """Return the record of a leaf; raise JdagError if the ref is not a leaf."""
         self.admit(ref)
         if ref.leaf is None:
             raise JdagError(
@@ -270,16 +263,11 @@ class Assignments:
             for place, aval in enumerate(avals)
         ]
 
-    def _kept(self, leaves: Sequence[Leaf]) -> list[Ref]:
-        """Remember new leaves; return their refs."""
-        self._home.leaves.update({leaf.id: leaf for leaf in leaves})
-        return [self._home.leaf_ref(leaf) for leaf in leaves]
-
     # ----------------------------------------------------------------- one assignment
 
     @property
     def _path(self) -> tuple[int, ...]:
-        """The number of the assignment that is being put together."""
+        """The path of the assignment under construction."""
         return (self._numbers.maker, self._numbers.assignments + 1)
 
     def _traced(
@@ -297,7 +285,7 @@ class Assignments:
         One that is there already, the same object, is stored and sent once.
         """
         fn, args, own = called(change.fn, change.args)
-        parts = split(args, kwargs, self._home.is_named, own)
+        parts = split(args, kwargs, self._state.is_named, own)
         keys: list[Any] = [None] * parts.size
         avals: list[Any] = [None] * parts.size
         sources: list[str | None] = [None] * parts.size
@@ -320,7 +308,7 @@ class Assignments:
         self.admit(ref)
         holder: Any = ref.holder
         if ref.hold is not None and holder.port.worker != self._port.worker:
-            ref.hold.keep()  # Two workers speak of it, and nobody orders what they say.
+            ref.hold.keep()  # Drops by two workers would arrive in any order.
         if ref.owner != worker:
             raise JdagError(
                 f"{name_of(fn)} makes leaves on {worker!r}, and an argument, {ref!r}, "
@@ -349,10 +337,10 @@ class Assignments:
     def _tell(
         self, parts: Sequence[Assignment], stored: Iterable[tuple[Key, Any]]
     ) -> None:
-        """Have the next versions of leaves made; their number is taken either way."""
+        """Send an assignment to the engine; its number is used even if that raises."""
         path = self._path
         self._numbers.assignments += 1
-        values = [(key, self._home.value(value)) for key, value in stored]
+        values = [(key, self._state.value(value)) for key, value in stored]
         self._port.tell(Assigned(path, tuple(parts)), values)
 
 

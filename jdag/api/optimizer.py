@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from jdag.api.cluster import Cluster
-from jdag.api.cluster_state import Home
+from jdag.api.cluster_state import ClusterState
 from jdag.api.context import Context
 from jdag.api.leafwise import Leafwise, leafwise
 from jdag.api.leaves import Change
@@ -22,6 +22,7 @@ from jdag.compute.pytrees import flatten, flatten_refs, paths, unflatten
 from jdag.compute.refs import is_ref
 from jdag.engine.functions import remote
 from jdag.errors import ContextError, JdagError, WorkerLost, kind_of, unusable
+from jdag.runtime.tables import positive
 
 
 class Optimizer:
@@ -58,9 +59,11 @@ class Optimizer:
         leaves, self._treedef = flatten_refs(refs, is_ref)
         if not leaves:
             raise JdagError("an Optimizer needs leaves to step, and there are none")
-        _check_clip_norm(clip_norm)
-        self._home = _home_of(leaves)
-        self._home.check_open("jdag.Optimizer")
+        if clip_norm is not None and not positive()(clip_norm):
+            allowed = "a number above 0, or None"
+            raise JdagError(unusable("clip_norm", clip_norm, allowed))
+        self._state = _state_of(leaves)
+        self._state.check_open("jdag.Optimizer")
         names = paths(refs, is_ref)
         avals = [ref.aval for ref in leaves]
         each = leafwise(tx, self._treedef.bare, avals, names)
@@ -82,7 +85,7 @@ class Optimizer:
     @property
     def _cluster(self) -> Cluster:
         """The cluster of the program that uses this: any may."""
-        cluster: Cluster = self._home.cluster
+        cluster: Cluster = self._state.cluster
         return cluster
 
     def __repr__(self) -> str:
@@ -126,10 +129,10 @@ class Optimizer:
                 f"Optimizer.step takes the context whose gradients it is to use, not "
                 f"{kind_of(ctx)}"
             )
-        if ctx.home is not self._home:
+        if ctx.state is not self._state:
             raise ContextError(
-                f"a step of leaves of {self._home} with the gradients of "
-                f"{ctx.home.beside(self._home)}; the context has to be one of the "
+                f"a step of leaves of {self._state} with the gradients of "
+                f"{ctx.state.beside(self._state)}; the context has to be one of the "
                 "leaves' cluster"
             )
         present = self._present(ctx, gradients)
@@ -138,7 +141,7 @@ class Optimizer:
             self._cluster.assign(
                 [
                     Change(
-                        partial(_stepped, self._tx[ref]),
+                        partial(stepped, self._tx[ref]),
                         [ref, *flatten(self._states[ref])[0]],
                         (ref, self._states[ref], gradient, *scale),
                         f"stepping {self._called(ref)}",
@@ -157,7 +160,7 @@ class Optimizer:
 
     def _said_of_step(self, number: int, refs: Sequence[Ref]) -> str:
         """Say on which owners a step was made, and which are lost."""
-        lost = self._home.driver.current.lost
+        lost = self._state.driver.current.lost
         owners = {ref.worker: lost(ref.owner) is not None for ref in refs}
         made, gone = (
             ", ".join(repr(owner) for owner in owners if owners[owner] is is_lost)
@@ -196,7 +199,7 @@ class Optimizer:
             for owner, refs in owners.items()
         }
         fetched = fetch(squares)
-        if ctx.home.abstract:  # Shapes have no norm; a scale travels all the same.
+        if ctx.state.abstract:  # Shapes have no norm; a scale travels all the same.
             return (1.0,)
         of = {
             ref: float(square)
@@ -238,7 +241,8 @@ def squared_norm(gradient: Any) -> Any:
 
 
 @remote
-def _stepped(tx: Leafwise, leaf: Any, state: Any, gradient: Any, *scale: Any) -> Any:
+def stepped(tx: Leafwise, leaf: Any, state: Any, gradient: Any, *scale: Any) -> Any:
+    """Return a leaf and its optimizer state after one step, on its owner."""
     for factor in scale:
         gradient = (gradient * factor).astype(gradient.dtype)
     update, state = tx.update(gradient, state, leaf)
@@ -257,21 +261,7 @@ def _raise(error: JdagError, text: str) -> NoReturn:
     raise type(error)(f"{error}\n{text}") from error.__cause__
 
 
-def _check_clip_norm(clip_norm: Any) -> None:
-    if clip_norm is None:
-        return
-    try:
-        usable = (
-            not isinstance(clip_norm, bool | str | bytes | bytearray)
-            and float(clip_norm) > 0
-        )
-    except (TypeError, ValueError, OverflowError):
-        usable = False
-    if not usable:
-        raise JdagError(unusable("clip_norm", clip_norm, "a number above 0, or None"))
-
-
-def _home_of(leaves: Sequence[Ref]) -> Home:
+def _state_of(leaves: Sequence[Ref]) -> ClusterState:
     for ref in leaves:
         if ref.leaf is None or not ref.aval.inexact:
             raise JdagError(
@@ -282,6 +272,6 @@ def _home_of(leaves: Sequence[Ref]) -> Home:
         raise JdagError(
             "a leaf is there twice; an Optimizer steps each of its own once"
         )
-    home = leaves[0].holder.home
-    assert isinstance(home, Home), home
-    return home
+    state = leaves[0].holder.state
+    assert isinstance(state, ClusterState), state
+    return state

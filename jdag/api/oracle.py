@@ -15,32 +15,31 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
-from jdag.api.cotangent_hooks import Hooking, Taps, nothing_of
+from jdag.api.cotangent_hooks import CotangentHooks, Hooking, nothing_of
 from jdag.api.device_placement import refuse_device
-from jdag.api.failures import exception_of, remote_error
 from jdag.api.refs import Ref, fetch
 from jdag.api.roots import check_hook
 from jdag.api.transfers import move
-from jdag.compute.avals import aval_of
+from jdag.compute.avals import aval_of, frozen
 from jdag.compute.callables import called
 from jdag.compute.devices import parsed
 from jdag.compute.pytrees import (
     argument_numbers,
     flatten,
-    frozen,
+    indices_of_arrays,
     no_gradient,
     paths,
-    places_of_arrays,
     split,
     unflatten,
 )
 from jdag.compute.refs import is_ref
 from jdag.compute.tracing import settled
 from jdag.engine.functions import call_site, is_program, name_of
-from jdag.engine.vocabulary import Failure, Key, LeafId, LeafKey, OutputKey, Path
+from jdag.engine.protocol import Failure, Key, LeafId, LeafKey, OutputKey, Path
 from jdag.errors import ContextError, JdagError, RootError, kind_of, no_arrays
 from jdag.parallel import plain
 from jdag.parallel.routes import How
+from jdag.runtime.failures import exception_of, remote_error
 
 HERE = "home"
 
@@ -48,12 +47,12 @@ HERE = "home"
 class Run:
     """One run of a program: the values of its refs, and what it has fetched.
 
-    To refs it is home, reader and holder at once.
+    It holds refs, and is the state that they belong to.
     """
 
-    def __init__(self, recorded: Sequence[Any] | None, taps: Taps) -> None:
+    def __init__(self, recorded: Sequence[Any] | None, hooks: CotangentHooks) -> None:
         self.values: dict[Key, Any] = {}
-        self.taps = taps
+        self.hooks = hooks
         self.fetched: list[Any] = []
         self._recorded = recorded
         self._leaves = 0
@@ -62,13 +61,8 @@ class Run:
         return "a run of the oracle"
 
     @property
-    def home(self) -> "Run":
+    def state(self) -> "Run":
         """Refs belong to the run that made them."""
-        return self
-
-    @property
-    def reader(self) -> "Run":
-        """It reads its own values."""
         return self
 
     def check_readable(self, ref: Ref) -> None:
@@ -107,7 +101,7 @@ class Run:
         self, key: Key, value: Any, place: tuple[str, str | None], tracked: bool
     ) -> Ref:
         """Hold a value and return a ref to it, on a worker and a device of it."""
-        self.values[key] = self.taps.on(key, value)
+        self.values[key] = self.hooks.on(key, value)
         worker, device = place
         return Ref(self, key, worker, aval_of(value).on(device), tracked)
 
@@ -124,6 +118,16 @@ class Run:
             )
         value = self.values[ref.key]
         return value if ref.tracked else jax.lax.stop_gradient(value)
+
+
+def _refusing(what: str) -> Callable[..., NoReturn]:
+    def refuse(self: "OracleContext", *args: object, **options: object) -> NoReturn:
+        raise ContextError(
+            f"ctx.{what} inside of a program that the oracle runs: the program returns "
+            "its loss, and jdag.oracle(program) gives value and gradients"
+        )
+
+    return refuse
 
 
 class OracleContext:
@@ -146,18 +150,9 @@ class OracleContext:
         return self._here
 
     def call(
-        self, worker: str, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+        self, place: str, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         """Call a function or a program; see `jdag.Context.call`."""
-        return self._call(worker, fn, args, kwargs)
-
-    def _call(
-        self,
-        place: str,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
         if not isinstance(place, str):
             raise JdagError(
                 f"the worker comes first, as its name: ctx.call('a', fn, ...), "
@@ -199,12 +194,12 @@ class OracleContext:
             edge = tracked and aval_of(output).inexact
             refs.append(self._run.ref(key, output, (worker, device), edge))
         given = [ref.key for _, ref in parts.refs if ref.tracked]
-        self._run.taps.called(given, [ref.key for ref in refs if ref.tracked])
+        self._run.hooks.called(given, [ref.key for ref in refs if ref.tracked])
         return unflatten(treedef, refs)
 
     def move(self, worker: str, refs: Any) -> Any:
         """Move arrays to a worker; see `jdag.Context.move`."""
-        return move(self._call, worker, refs)
+        return move(self.call, worker, refs)
 
     def replicate(self, workers: Sequence[str], refs: Any, how: How = "owner") -> Any:
         """Copy arrays to several workers; see `jdag.Context.replicate`."""
@@ -227,25 +222,11 @@ class OracleContext:
         self._calls += 1
         path = (*self._path, self._calls)
         hook = Hooking(path, fn, replaces, ref.worker, call_site())
-        self._run.taps.attach(ref.key, hook)
+        self._run.hooks.attach(ref.key, hook)
 
-    def backward(self, *roots: Any, **options: Any) -> NoReturn:
-        """Refused: the oracle differentiates the program that it is given."""
-        raise self._refusal("backward")
-
-    def gradient(self, refs: Any) -> NoReturn:
-        """Refused: the oracle differentiates the program that it is given."""
-        raise self._refusal("gradient")
-
-    def gradients(self) -> NoReturn:
-        """Refused: the oracle differentiates the program that it is given."""
-        raise self._refusal("gradients")
-
-    def _refusal(self, what: str) -> ContextError:
-        return ContextError(
-            f"ctx.{what} inside of a program that the oracle runs: the program returns "
-            "its loss, and jdag.oracle(program) gives value and gradients"
-        )
+    backward = _refusing("backward")
+    gradient = _refusing("gradient")
+    gradients = _refusing("gradients")
 
 
 def _strong(array: Any) -> Any:
@@ -297,10 +278,7 @@ def oracle(
         def roots_of(result: Any) -> tuple[list[Any], Any]:
             return ([result[0]], result[1]) if has_aux else ([result], ())
 
-        arguments = tuple(_Arguments(argument, n) for n, argument in enumerate(args))
-        for number in numbers:
-            arguments[number].check(allow_int)
-        found = _differentiate(program, arguments, numbers, roots_of, None)
+        found = _differentiate(program, args, numbers, roots_of, None, allow_int)
         values, aux, gradients = found
         value = (values[0], aux) if has_aux else values[0]
         return value, gradients[0] if isinstance(argnums, int) else gradients
@@ -325,9 +303,7 @@ def pullback(program: Callable[..., Any]) -> Callable[..., Any]:
         def roots_of(result: Any) -> tuple[list[Any], Any]:
             return list(result), ()
 
-        arguments = tuple(_Arguments(argument, n) for n, argument in enumerate(args))
-        arguments[0].check(allow_int=False)
-        found = _differentiate(program, arguments, (0,), roots_of, cotangents)
+        found = _differentiate(program, args, (0,), roots_of, cotangents)
         values, _, gradients = found
         return values, gradients[0]
 
@@ -336,15 +312,19 @@ def pullback(program: Callable[..., Any]) -> Callable[..., Any]:
 
 def _differentiate(
     program: Callable[..., Any],
-    arguments: "tuple[_Arguments, ...]",
+    args: Sequence[Any],
     argnums: tuple[int, ...],
     roots_of: Callable[[Any], tuple[list[Any], Any]],
     cotangents: Sequence[Any] | None,
+    allow_int: bool = False,
 ) -> tuple[list[Any], Any, tuple[Any, ...]]:
     """Run the program twice; return root values, aux values, and gradients."""
+    arguments = [_Arguments(argument, number) for number, argument in enumerate(args)]
+    for number in argnums:
+        arguments[number].check(allow_int)
 
-    def total(smooth: Sequence[Any], taps: Taps, recorded: Any) -> Any:
-        run = Run(recorded, taps)
+    def total(smooth: Sequence[Any], hooks: CotangentHooks, recorded: Any) -> Any:
+        run = Run(recorded, hooks)
         given = dict(zip(argnums, smooth, strict=True))
         bound = [a.bound(run, given.get(n)) for n, a in enumerate(arguments)]
         roots, aux = roots_of(program(OracleContext(run, (), HERE), *bound))
@@ -355,7 +335,7 @@ def _differentiate(
         ]
         leaves, treedef = flatten(aux, what="what the program returned")
         held = [run.values[leaf.key] if is_ref(leaf) else leaf for leaf in leaves]
-        reached = taps.reached([root.key for root in roots])
+        reached = hooks.reached([root.key for root in roots])
         hooked = {key: run.values[key] for key in reached}
         sums.append(nothing_of(tuple(hooked.values())))
         values_and_aux = values, unflatten(treedef, held)
@@ -364,17 +344,17 @@ def _differentiate(
     smooth = [arguments[number].smooth for number in argnums]
     # Apart from any jvp around it, so that what is fetched is constant there too.
     plain = [jax.lax.stop_gradient(s) for s in smooth]
-    _, (_, hooked, fetched) = total(plain, Taps(), None)
+    _, (_, hooked, fetched) = total(plain, CotangentHooks(), None)
     zeros = {key: jnp.zeros_like(value) for key, value in hooked.items()}
 
     def again(smooth: Sequence[Any], zeros: dict[Key, Any]) -> Any:
-        taps = Taps(zeros)
-        found, (values_and_aux, _, _) = total(smooth, taps, fetched)
-        return found, (values_and_aux, taps)
+        hooks = CotangentHooks(zeros)
+        found, (values_and_aux, _, _) = total(smooth, hooks, fetched)
+        return found, (values_and_aux, hooks)
 
     differentiated = jax.value_and_grad(again, argnums=(0, 1), has_aux=True)
-    (_, ((values, aux), taps)), (gradients, seen) = differentiated(smooth, zeros)
-    taps.show(seen)
+    (_, ((values, aux), hooks)), (gradients, seen) = differentiated(smooth, zeros)
+    hooks.show(seen)
     trees = [
         arguments[number].unflatten(gradient)
         for number, gradient in zip(argnums, gradients, strict=True)
@@ -417,7 +397,7 @@ class _Arguments:
     def check(self, allow_int: bool) -> None:
         """Raise unless this can be differentiated by."""
         what = f"argument {self._number}"
-        self._places = places_of_arrays(what, self._tree, self._leaves)
+        self._places = indices_of_arrays(what, self._tree, self._leaves)
         if not self._places:
             raise no_arrays(what)
         for place in self._places:

@@ -1,20 +1,20 @@
-"""How a pass ended, as users are told: what it reports, what its errors say."""
+"""The report of a finished pass, and the error texts of stuck and expired ones."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from numbers import Real
 
 from jdag.api.refs import Ref
 from jdag.engine.functions import moved, name_of
-from jdag.engine.vocabulary import Owed, PassResult
+from jdag.engine.protocol import Owed, PassResult
 from jdag.errors import JdagError, WorkerLost, repr_of
+from jdag.runtime.tables import positive
 
 TIMEOUT_S_MAX = 1e15
 
 
 @dataclass(frozen=True)
 class PassReport:
-    """What `ctx.backward` tells of a pass that has finished.
+    """The result of `ctx.backward`.
 
     Attributes:
         number: of the pass, in its context: 1, 2, ...
@@ -32,15 +32,14 @@ class PassReport:
 
 
 def nanoseconds(timeout_s: float | None) -> int | None:
-    """Return the time that a pass is given, None for no end of it.
+    """Return the time limit of a pass in nanoseconds, None for no limit.
 
     Raises:
-        JdagError: it is no number above 0, or more than `TIMEOUT_S_MAX`.
+        JdagError: it is not a number above 0 and at most `TIMEOUT_S_MAX`.
     """
     if timeout_s is None:
         return None
-    is_number = isinstance(timeout_s, Real) and not isinstance(timeout_s, bool)
-    if not is_number or not 0 < timeout_s <= TIMEOUT_S_MAX:
+    if not positive(TIMEOUT_S_MAX)(timeout_s):
         raise JdagError(
             f"timeout_s={repr_of(timeout_s)}: allowed is a number of seconds above 0, "
             f"or None, and at most {TIMEOUT_S_MAX:g}"
@@ -49,7 +48,7 @@ def nanoseconds(timeout_s: float | None) -> int | None:
 
 
 def remarked(error: JdagError, remarks: Iterable[Callable[[], str]]) -> JdagError:
-    """Return an error that says more where a worker is lost; the same exception."""
+    """Add remarks to the text of a WorkerLost; return the same exception."""
     if isinstance(error, WorkerLost):
         error.args = ("\n".join([str(error), *[remark() for remark in remarks]]),)
     return error
@@ -64,12 +63,12 @@ def _owed_lines(owed: tuple[Owed, ...]) -> list[str]:
 
 
 def _said(function: str) -> str:
-    """A function as users called it."""
+    """Return the name by which users know a function."""
     return "ctx.move" if function == name_of(moved) else function
 
 
 def expired(result: PassResult, timeout_s: float | None) -> str:
-    """Say what a pass waited for when its time was over."""
+    """Return the error text of a pass that exceeded its time limit."""
     assert result.failure is not None, result
     text = f"pass {result.number} took longer than timeout_s={timeout_s!r}"
     if result.failure.message:
@@ -82,7 +81,7 @@ def expired(result: PassResult, timeout_s: float | None) -> str:
 
 
 def stuck(owed: tuple[Owed, ...]) -> str:
-    """Say which sends keep a FAST pass waiting, and what helps."""
+    """Return the error text of a stuck FAST pass: its owed sends, and the remedy."""
     lines = _owed_lines(owed)
     return (
         "the pass is stuck: no cotangent will ever come for what was sent by\n"

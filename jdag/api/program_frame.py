@@ -1,11 +1,11 @@
-"""An activation: one run of a program in a context, and the calls that it makes.
+"""Program frames: one run of a program in a context, and the calls that it makes.
 
 A program tells its engine what it wants through the `Port` of the driver that runs it,
 and waits there. Its calls are numbered from 1, so that the path of such numbers from
-the top activation down is the place of a call in the program; keys, and the order of
+the top frame down is the place of a call in the program; keys, and the order of
 every sum, are made from paths.
 
-Invariants: a number is used once; an activation that is over tells the engine no more.
+Invariants: a number is used once; a frame that is over sends nothing to the engine.
 """
 
 from collections import deque
@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jdag.api.cluster_state import Home
+from jdag.api.cluster_state import ClusterState
 from jdag.api.device_placement import Left, at_home, refuse_device
-from jdag.api.failures import exception_of, remote_error
 from jdag.api.refs import Hold, Leaf, Ref
 from jdag.api.roots import check_hook
 from jdag.api.transfers import move
@@ -35,7 +34,7 @@ from jdag.compute.pytrees import (
 )
 from jdag.compute.refs import Identity, RefData, Reply, is_ref
 from jdag.engine.functions import call_site, is_program, moved, name_of
-from jdag.engine.vocabulary import (
+from jdag.engine.protocol import (
     Argument,
     Attached,
     ConstantKey,
@@ -52,13 +51,14 @@ from jdag.engine.vocabulary import (
     Worker,
 )
 from jdag.errors import ContextError, JdagError, kind_of
+from jdag.runtime.failures import exception_of, remote_error
 from jdag.runtime.host import Port
 
 Place = tuple[Key, Worker]
 
 
 class Phase(Enum):
-    """What a context is to the program that holds it."""
+    """The state of a context in its program; values are texts for error messages."""
 
     NEW = "not entered yet: write `with cluster.context() as ctx:`"
     OPEN = "open"
@@ -66,38 +66,35 @@ class Phase(Enum):
 
 
 class Ended(NamedTuple):
-    """How a program ended: without a failure there is a reply."""
+    """How a program ended: with a reply or a failure."""
 
     path: Path
     reply: Any
     failure: Failure | None
 
 
-class Activation:
-    """One run of a program: what it holds, may use, and calls."""
+class ProgramFrame:
+    """One run of a program: the values it holds and the calls it makes."""
 
     def __init__(
-        self, home: Home, port: Port, id: ContextId, prefix: Path, program: str
+        self, state: ClusterState, port: Port, id: ContextId, prefix: Path, program: str
     ) -> None:
-        self.home = home
+        self.state = state
         self.port = port
         self.id = id
         self.prefix = prefix
         self.program = program
         self.phase = Phase.OPEN if prefix else Phase.NEW
-        self._waits = ""  # What its program waits for, while it does.
+        self._waits = ""  # The call or pass that its program waits for.
         self._calls = 0
-        self._loose: deque[Place] = deque()  # What refs named that are gone.
-        self._holds: dict[Key, int] = {}  # Of those that have several: how many more.
-        self._noticed = False  # Perhaps the engine has notices that wait for a ride.
+        self._loose: deque[Place] = deque()  # Values whose last ref is gone.
+        self._holds: dict[Key, int] = {}  # Extra holds of a value, by key.
+        self._noticed = False  # The engine may have notices to send.
         self._left: Left = {}
         self._seen: dict[Identity, None] = {}
         self._raised: list[tuple[JdagError, Failure]] = []
 
     def __repr__(self) -> str:
-        return str(self)
-
-    def __str__(self) -> str:
         if self.prefix:
             return f"context {self.id} in {self.program} on {self.port.worker!r}"
         return f"context {self.id}"
@@ -108,7 +105,7 @@ class Activation:
         event_of: Callable[[int], Any],
         values: Sequence[tuple[Key, Any]] = (),
     ) -> Any:
-        """Tell the engine something that it answers; wait for the answer."""
+        """Pass a request to the engine and wait for its answer."""
         waiter = self.port.waiter()
         self._waits = what
         try:
@@ -117,24 +114,19 @@ class Activation:
         finally:
             self._waits = ""
 
-    # ---------------------------------------------------------------- what it holds
-
-    @property
-    def reader(self) -> "Activation":
-        """Reads for this program."""
-        return self
+    # ---------------------------------------------------------------- values held
 
     def read(self, refs: Sequence[Ref]) -> Sequence[Any]:
         """Return for each ref its value, or a `Failure`."""
         self.tell_discarded()
-        return self.home.reader.read(refs)
+        return self.state.read(refs)
 
     def hold(self, key: Key, worker: Worker) -> Hold:
-        """Return what keeps a value that this activation made."""
+        """Return a hold that keeps a value of this frame alive."""
         return Hold(self._loose, key, worker)
 
     def discarded(self) -> tuple[Place, ...]:
-        """Return what the program could name and can no more, in program order."""
+        """Return values whose last ref went since the last call, in program order."""
         loose, more = self._loose, self._holds
         found = []
         while loose:
@@ -166,26 +158,26 @@ class Activation:
         return Reply(result, tuple(self._seen), tuple(kept)), tuple(left)
 
     def _made(self, key: Key) -> bool:
-        """Whether this activation made it, or a program that it called."""
+        """Whether this frame, or a program that it called, made the value."""
         path: Path = key.name if key.kind == "output" else ()
         return key.kind != "newest" and path[: len(self.prefix)] == self.prefix
 
     def tell_discarded(self) -> None:
-        """Before the program waits: what it holds no more may go now."""
+        """Tell the engine, before the program waits, which values may be dropped."""
         if self._loose or self._noticed:
             self.port.tell(Discarded(self.id, self.prefix, self.discarded()))
             self._noticed = False
 
     def reassigned(self) -> None:
-        """The program has assigned to leaves: what was moved of them is older."""
+        """Forget moved copies of leaves, after the program has assigned to leaves."""
         self._left.clear()
 
     def leaves_notices(self) -> None:
-        """What was done may have left notices to the engine: a program, or a pass."""
+        """Note that a program or pass may have left notices for the engine to send."""
         self._noticed = True
 
     def check(self, what: str) -> None:
-        """Raise unless the program may do this here and now."""
+        """Raise unless the context is open and its program is the one that runs."""
         if self._cannot():
             self._refuse(what)
 
@@ -193,13 +185,13 @@ class Activation:
         return (
             self.phase is not Phase.OPEN
             or bool(self._waits)
-            or self.home.is_unusable()
-            or self.home.driver.current is not self.port
+            or self.state.is_unusable()
+            or self.state.driver.current is not self.port
         )
 
     def _refuse(self, what: str) -> None:
-        self.home.check_open(what)
-        _ = self.home.driver.current  # Raises on a thread that runs no program.
+        self.state.check_open(what)
+        _ = self.state.driver.current  # Raises on a thread that runs no program.
         if self._waits:
             raise ContextError(
                 f"{what} on {self!r}, whose program waits for {self._waits}; a program "
@@ -207,44 +199,40 @@ class Activation:
             )
         if self.prefix and self.phase is Phase.LEFT:
             raise ContextError(f"{what} on {self!r}: its program has returned")
-        self.home.check_current(f"{what} on {self!r}", self.port)
+        self.state.check_current(f"{what} on {self!r}", self.port)
         raise ContextError(f"{what} on context {self.id}, which is {self.phase.value}")
 
     def check_readable(self, ref: Ref) -> None:
         """Raise ContextError where a ref cannot be read any more."""
-        if self._cannot():  # To say of what takes longer than to find out.
+        if self._cannot():  # The repr of a ref takes longer than this check.
             self._refuse(f"a fetch of {ref!r}")
 
     def seen(self, failure: Failure) -> JdagError:
-        """Note that the program sees this failure; return it as an exception."""
+        """Record that the program has seen a failure; return it as an exception."""
         self._seen[failure.worker, failure.path] = None
         exception = exception_of(failure)
         self._raised.append((exception, failure))
         return exception
 
     def has_seen(self, failure: Failure) -> bool:
-        """Whether the program, or one that it called, was told of this failure."""
+        """Whether the program, or one that it called, has seen this failure."""
         return (failure.worker, failure.path) in self._seen
 
     def failure_of(self, error: BaseException) -> Failure | None:
-        """The failure that this exception was raised for, if there is one."""
+        """Return the failure for which an exception was raised, or None."""
         for raised, failure in self._raised:
             if raised is error:
                 return failure
         return None
 
     def call(
-        self,
-        place: str,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, place: str, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         """Call a function or a program; see `jdag.Context.call`."""
         self.check("ctx.call")
-        worker, device = self.home.place(place, "ctx.call")
+        worker, device = self.state.place(place, "ctx.call")
         fn, args, own = called(fn, args)
-        parts = split(args, kwargs, self.home.is_named, own)
+        parts = split(args, kwargs, self.state.is_named, own)
         site = str(call_site())
         if is_program(fn):
             refuse_device(fn, place, device)
@@ -264,7 +252,7 @@ class Activation:
     def move(self, place: str, tree: Any) -> Any:
         """Move arrays to a worker; see `jdag.Context.move`."""
         self.check("ctx.move")
-        self.home.place(place, "ctx.move")
+        self.state.place(place, "ctx.move")
         return move(self.call, place, tree)
 
     def _issue(
@@ -298,12 +286,12 @@ class Activation:
             arguments[place] = Argument(key, here, False)
         tracked = tuple([argument.tracked for argument in arguments])
         found = traced(fn, parts, tuple(avals), tracked, worker, site)
-        there = sources[0] if fn is moved else device  # To move is work of its source.
+        there = sources[0] if fn is moved else device  # A move runs at its source.
         made = placed(found, there, sources, [device] * len(found.out_avals))
         self._calls += 1
         stored = []
         for place, value in (*parts.constants, *constants):
-            stored.append((arguments[place].key, self.home.value(value)))
+            stored.append((arguments[place].key, self.state.value(value)))
         issued = Issued(
             self.id,
             path,
@@ -331,7 +319,7 @@ class Activation:
         holder: Any = ref.holder
         if holder is self:
             return
-        self.home.check_own(ref)
+        self.state.check_own(ref)
         if ref.leaf is not None:
             if ref.leaf.dropped:
                 raise ContextError(f"{ref.leaf} was dropped by cluster.drop")
@@ -349,7 +337,7 @@ class Activation:
         self, worker: str, fn: Callable[..., Any], parts: Split, site: str
     ) -> Any:
         calls = f"{self.program} on {self.port.worker!r} calls {name_of(fn)}"
-        self.home.check_nesting(len(self.prefix), f"{calls} on {worker!r}, at {site}")
+        self.state.check_nesting(len(self.prefix), f"{calls} on {worker!r}, at {site}")
         values: list[Any] = [None] * parts.size
         for place, ref in parts.refs:
             if is_ref(ref):
@@ -368,7 +356,7 @@ class Activation:
     def launch(
         self, programs: Sequence[tuple[Worker, Callable[..., Any], Any]], site: str
     ) -> list[Ended]:
-        """Run programs on workers at once; return how each ended, when all have."""
+        """Run programs on workers at the same time; return their ends."""
         self.tell_discarded()
         self._waits = ", ".join(f"{name_of(fn)} on {w!r}" for w, fn, _ in programs)
         begun = []
@@ -387,11 +375,11 @@ class Activation:
             self.leaves_notices()
 
     def returned(self, ended: Ended) -> Any:
-        """Return what a program returned, bound to this one."""
+        """Return the result of a program, with refs that belong to this frame."""
         return self.bound(ended.reply.result, self._holds_of(ended.reply, ended.path))
 
     def _holds_of(self, reply: Reply, path: Path) -> dict[Key, Hold]:
-        """Return holds of what the program of this path returned."""
+        """Return holds of the values in a reply of the program with this path."""
         holds: dict[Key, Hold] = {}
         for leaf in flatten(reply.result)[0]:
             if type(leaf) is not RefData or leaf.key in holds:
@@ -406,7 +394,7 @@ class Activation:
         return holds
 
     def bound(self, tree: Any, holds: Mapping[Key, Hold]) -> Any:
-        """Return the pytree with refs of this program in place of data."""
+        """Return the pytree with refs of this frame in place of their data."""
         leaves, treedef = flatten(tree)
         return unflatten(treedef, [self._bind(leaf, holds) for leaf in leaves])
 
@@ -417,12 +405,12 @@ class Activation:
         if key.kind != "newest":
             hold = holds.get(key)
             return Ref(self, key, worker, aval, tracked, descends=descends, hold=hold)
-        # Perhaps a program of another process made it: it is known here from now on.
-        record = self.home.leaves.setdefault(key.name, Leaf(key.name, aval))
-        return Ref(self.home, None, worker, aval, tracked, leaf=record)
+        # A program of another process may have made the leaf; register it here.
+        record = self.state.leaves.setdefault(key.name, Leaf(key.name, aval))
+        return Ref(self.state, None, worker, aval, tracked, leaf=record)
 
     def unbound(self, tree: Any) -> Any:
-        """Return what a program returns as data.
+        """Return the result of a program as data, without holders.
 
         Raises:
             ContextError: it is, or has in it, what cannot be returned.

@@ -13,7 +13,7 @@ from jdag.compute.avals import Aval
 from jdag.compute.duals import primal_of
 from jdag.compute.pytrees import flatten, flatten_refs, unflatten
 from jdag.compute.refs import RefBase, RefData, is_ref
-from jdag.engine.vocabulary import (
+from jdag.engine.protocol import (
     LEAF_KINDS,
     Failure,
     Key,
@@ -105,23 +105,15 @@ class Hold:
         self._loose = deque()
 
 
-class Reader(Protocol):
-    """How a program reads values: one request for them all."""
-
-    def read(self, refs: Sequence["Ref"]) -> Sequence[Any]:
-        """Return for each ref its value, or a `Failure`."""
-
-
 class Holder(Protocol):
     """The program, or the cluster, that holds refs."""
 
     @property
-    def home(self) -> object:
+    def state(self) -> object:
         """What all holders of one cluster share; refs never leave it."""
 
-    @property
-    def reader(self) -> Reader:
-        """Reads for this program."""
+    def read(self, refs: Sequence["Ref"]) -> Sequence[Any]:
+        """Return for each ref its value, or a `Failure`: one request for them all."""
 
     def check_readable(self, ref: "Ref") -> None:
         """Raise ContextError where the ref cannot be read any more."""
@@ -278,7 +270,7 @@ class Ref(RefBase):
             if isinstance(other, int | float | complex) or hasattr(other, "__array__"):
                 raise self.refusal("==")
             return NotImplemented
-        if self.holder.home is not other.holder.home:
+        if self.holder.state is not other.holder.state:
             return False
         if self.leaf is not None or other.leaf is not None:
             return self.key.kind == other.key.kind and self.key.name == other.key.name
@@ -292,37 +284,6 @@ class Ref(RefBase):
         # A property: JAX only looks whether it is there, and then raises its own error.
         raise self.refusal("JAX")
 
-    __array__ = _refusing("numpy")
-    __float__ = _refusing("float()")
-    __int__ = _refusing("int()")
-    __complex__ = _refusing("complex()")
-    __index__ = _refusing("an index")
-    __bool__ = _refusing("a condition (if, while, and, or, not)")
-    __len__ = _refusing("len()")
-    __iter__ = _refusing("iteration")
-    __contains__ = _refusing("in")
-    __getitem__ = _refusing("indexing")
-    __setitem__ = _refusing("assignment to elements")
-    __neg__ = __pos__ = __abs__ = __invert__ = _refusing("arithmetic")
-    __round__ = __trunc__ = __floor__ = __ceil__ = _refusing("rounding")
-    __add__ = __radd__ = _refusing("+")
-    __sub__ = __rsub__ = _refusing("-")
-    __mul__ = __rmul__ = _refusing("*")
-    __matmul__ = __rmatmul__ = _refusing("@")
-    __truediv__ = __rtruediv__ = _refusing("/")
-    __floordiv__ = __rfloordiv__ = _refusing("//")
-    __mod__ = __rmod__ = __divmod__ = __rdivmod__ = _refusing("%")
-    __pow__ = __rpow__ = _refusing("**")
-    __lshift__ = __rlshift__ = _refusing("<<")
-    __rshift__ = __rrshift__ = _refusing(">>")
-    __and__ = __rand__ = _refusing("&")
-    __or__ = __ror__ = _refusing("|")
-    __xor__ = __rxor__ = _refusing("^")
-    __lt__ = _refusing("<")
-    __le__ = _refusing("<=")
-    __gt__ = _refusing(">")
-    __ge__ = _refusing(">=")
-
     def __format__(self, spec: str) -> str:
         if spec:
             raise self.refusal(f"the format {spec!r}")
@@ -335,6 +296,32 @@ class Ref(RefBase):
             if not name.startswith("_"):
                 message = f"{message}: {self.refusal(f'.{name}')}"
             raise AttributeError(message, name=name, obj=self)
+
+
+# What arrays can do and refs refuse, by the methods of Python.
+_REFUSED = {
+    "numpy": "array",
+    "float()": "float",
+    "int()": "int",
+    "complex()": "complex",
+    "an index": "index",
+    "a condition (if, while, and, or, not)": "bool",
+    "len()": "len",
+    "iteration": "iter",
+    "in": "contains",
+    "indexing": "getitem",
+    "assignment to elements": "setitem",
+    "arithmetic": "neg pos abs invert",
+    "rounding": "round trunc floor ceil",
+    **{"+": "add radd", "-": "sub rsub", "*": "mul rmul", "@": "matmul rmatmul"},
+    **{"/": "truediv rtruediv", "//": "floordiv rfloordiv", "**": "pow rpow"},
+    **{"%": "mod rmod divmod rdivmod", "<<": "lshift rlshift", ">>": "rshift rrshift"},
+    **{"&": "and rand", "|": "or ror", "^": "xor rxor"},
+    **{"<": "lt", "<=": "le", ">": "gt", ">=": "ge"},
+}
+for _what, _names in _REFUSED.items():
+    for _name in _names.split():
+        setattr(Ref, f"__{_name}__", _refusing(_what))
 
 
 def _dotted(path: Any) -> str:
@@ -363,11 +350,11 @@ def read(leaves: Sequence[Any]) -> list[Any]:
     for place, leaf in enumerate(leaves):
         if is_ref(leaf):
             leaf.holder.check_readable(leaf)
-            places.setdefault(id(leaf.holder.reader), []).append(place)
+            places.setdefault(id(leaf.holder), []).append(place)
     values = list(leaves)
     for mine in places.values():
         refs = [leaves[place] for place in mine]
-        for place, value in zip(mine, refs[0].holder.reader.read(refs), strict=True):
+        for place, value in zip(mine, refs[0].holder.read(refs), strict=True):
             values[place] = value
     for leaf, value in zip(leaves, values, strict=True):
         if isinstance(value, Failure):

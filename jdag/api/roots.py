@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from jdag.api.refs import Ref
-from jdag.compute.avals import Aval, aval_of
-from jdag.compute.pytrees import frozen
+from jdag.compute.avals import Aval, aval_of, frozen
 from jdag.compute.refs import is_ref
-from jdag.engine.vocabulary import LEAF_KINDS
+from jdag.engine.protocol import LEAF_KINDS
 from jdag.errors import (
     ContextError,
     GraphError,

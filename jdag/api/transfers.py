@@ -1,4 +1,4 @@
-"""Moving arrays: a tracked identity, called where they are to be."""
+"""Moving arrays: a call of a tracked identity at their destination."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +26,7 @@ def move(call: Callable[..., Any], where: str, tree: Any) -> Any:
         ]
         if places:
             arrays = tuple([leaves[place] for place in places])
-            refs = call(where, moved, arrays, {})
+            refs = call(where, moved, *arrays)
             for place, ref in zip(places, refs, strict=True):
                 there[place] = ref
     return unflatten(treedef, there)

@@ -12,9 +12,9 @@ from jdag.compute.pytrees import (
     argument_numbers,
     flatten,
     flatten_refs,
+    indices_of_arrays,
     no_gradient,
     paths,
-    places_of_arrays,
     unflatten,
 )
 from jdag.compute.refs import is_ref
@@ -77,7 +77,7 @@ def value_and_grad(
                 ]
                 value, aux, gradients = fetch((loss, aux, gradients))
         finally:
-            if put and not cluster.home.closed:
+            if put and not cluster.state.closed:
                 cluster.drop(put)
         trees = tuple(map(filled, gradients, chosen))
         value = (value, aux) if has_aux else value
@@ -109,7 +109,7 @@ def leaves_of(
     leaves, treedef = flatten(args[number], what=f"argument {number}")
     bound = list(leaves)
     what = f"argument {number}"
-    for place in places_of_arrays(what, args[number], leaves):
+    for place in indices_of_arrays(what, args[number], leaves):
         try:
             ref = leaf = leaves[place]
             if not is_ref(leaf):
@@ -158,7 +158,7 @@ def filled(gradients: Sequence[Any], refs: Any) -> Any:
     leaves, form = flatten_refs(refs, is_ref)
     arrays = []
     for gradient, leaf in zip(gradients, leaves, strict=True):
-        abstract = leaf.holder.home.abstract
+        abstract = leaf.holder.state.abstract
         if gradient is not None:
             arrays.append(gradient)
         elif not leaf.aval.inexact:

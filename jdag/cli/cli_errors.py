@@ -1,4 +1,4 @@
-"""How the commands end: exit codes, and one line for each mistake."""
+"""Exit codes, and errors of commands as one line."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,14 +13,14 @@ class Exit(IntEnum):
     """Exit codes."""
 
     MET = 0
-    WRONG = 1  # Something that was expected is not so.
+    WRONG = 1  # An expectation is not met.
     BAD_INPUT = 2
     STUCK = 3  # A pass was stuck, and nothing expected it.
 
 
 @contextmanager
-def said_in_one_line() -> Iterator[None]:
-    """A mistake of the user's is one line and an exit code, never a traceback."""
+def errors_in_one_line() -> Iterator[None]:
+    """Turn an error of the user into one line and an exit code, without traceback."""
     try:
         yield
     except ScenarioError as error:

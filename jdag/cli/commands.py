@@ -34,31 +34,32 @@ from rich.text import Text
 from jdag.api.folders import reading, replacing
 from jdag.api.graph import ContextGraph
 from jdag.cli import hosting
-from jdag.cli.cli_errors import Exit, said_in_one_line
+from jdag.cli.cli_errors import Exit, errors_in_one_line
 from jdag.engine.drawing import Need
-from jdag.errors import ScenarioError, kind_of, reason, spelled, unusable
-from jdag.report import GRAPH, GRAPH_DOT, PAGE, WRITTEN, json_of, read_drawings, render
-from jdag.report.formatting import shown
+from jdag.errors import ScenarioError, reason, spelled, unusable
+from jdag.report import (
+    GRAPH,
+    GRAPH_DOT,
+    PAGE,
+    RESULT,
+    WRITTEN,
+    json_of,
+    read_drawings,
+    read_result,
+    render,
+)
+from jdag.report.formatting import formatted
 from jdag.runtime import signals
 from jdag.runtime.trace import read_trace
 from jdag.scenario import Driver as Driving
 from jdag.scenario import Scenario, driver_of, load, wrong
 from jdag.scenario.driving import BY_WORKER
-from jdag.scenario.run_scenario import Answer, play
+from jdag.scenario.run_scenario import Answer, run_scenario
 
 RUN = "run"  # The kind of folder that `jdag run` writes.
-RESULT = "result.json"
 TRACE = "trace.jsonl"
-# What a report is made of, as JSON has it.
-_NEEDED: Mapping[str, tuple[type, ...]] = {
-    **dict.fromkeys(("name", "question", "answer", "command", "outcome"), (str,)),
-    "seed": (int,),
-    **dict.fromkeys(("figures", "meaning", "exact", "versions"), (dict,)),
-    **dict.fromkeys(("workers", "expect"), (list,)),
-    "digest": (str, type(None)),
-}
 _WRITTEN = (RESULT, TRACE, *WRITTEN)
-_NARROW = 72  # Columns below which a table has no room for what a figure is.
+_NARROW = 72  # Below so many columns a table leaves out descriptions.
 _DIGITS_MAX = 1000  # Python reads no more than 4300.
 _INTERRUPTED = 130  # What a shell makes of Ctrl-C.
 
@@ -94,7 +95,7 @@ Carrier = Annotated[
 
 
 def _programs_are_silent(is_so: bool) -> AbstractContextManager[Any]:
-    """What a user's program prints is not among what the command says."""
+    """Send the output of a user's program to stderr."""
     return redirect_stdout(sys.stderr) if is_so else nullcontext()
 
 
@@ -115,7 +116,7 @@ def run(
     Exit codes: 0 all that it expects is so; 1 something is not; 2 bad input; 3 a pass
     was stuck, and nothing expected it; 130 Ctrl-C; 143 SIGTERM.
     """
-    with said_in_one_line(), _programs_are_silent(as_json):
+    with errors_in_one_line(), _programs_are_silent(as_json):
         scenario = load(file, seed=_seed_of(seed))
         with wrong(scenario.path):
             driving = driver_of(
@@ -150,7 +151,7 @@ def _seed_of(text: str | None) -> int | None:
 
 @contextmanager
 def _staged(folder: Path) -> Iterator[Path]:
-    """A folder to write in, whose content replaces the run in `folder` at the end.
+    """Yield a folder whose content replaces the run in `folder` at the end.
 
     It is made before a long run, so that a folder that cannot be written is known then.
 
@@ -167,7 +168,7 @@ def _staged(folder: Path) -> Iterator[Path]:
 
 
 def _unmarked(folder: Path) -> list[str]:
-    """What `jdag run` wrote in a folder before it left markers there."""
+    """Return the names that `jdag run` wrote before it wrote markers."""
     try:
         result = json_of(folder / RESULT)
     except (OSError, ValueError):
@@ -193,11 +194,11 @@ def _played(scenario: Scenario, console: Console, driving: Driving) -> Answer:
             said = "  ".join(f"{name} {value:.3f}" for name, value in numbers.items())
             bar.update(task, completed=done, total=total, numbers=said)
 
-        return play(scenario, show, driving)
+        return run_scenario(scenario, show, driving)
 
 
 def _result(scenario: Scenario, answer: Answer, driver: str) -> dict[str, Any]:
-    """What `result.json` holds."""
+    """Return the content of `result.json`."""
     figures = {name: _plain(value) for name, value in answer.figures.items()}
     own = {
         "name": scenario.settings.name,
@@ -229,7 +230,7 @@ def _result(scenario: Scenario, answer: Answer, driver: str) -> dict[str, Any]:
             "python": ".".join(map(str, sys.version_info[:3])),
         },
     }
-    # The figures by their names alone, for whoever reads this file by hand.
+    # Figures also stand at the top, for readers of the file.
     return {**figures, **own}
 
 
@@ -239,14 +240,14 @@ def _meanings(scenario: Scenario) -> dict[str, str]:
 
 
 def _digest_of(answer: Answer) -> str | None:
-    """The digest of a run in virtual time; no other has a trace."""
+    """Return the digest of a run in virtual time, None for other runs."""
     if answer.cluster.trace is None:
         return None
     return answer.figures.get("digest") or str(answer.cluster.trace.digest)
 
 
 def _plain(value: Any) -> Any:
-    """A figure as JSON has it: fractions as floats, no number as text."""
+    """Return a figure for JSON: fractions as floats, nan and inf as text."""
     match value:
         case Mapping():
             return {key: _plain(one) for key, one in value.items()}
@@ -261,14 +262,14 @@ def _plain(value: Any) -> Any:
 
 
 def _exact(value: Any) -> Any:
-    """The fractions in a figure as they are: 3/11."""
+    """Return the exact fractions in a figure as text, such as 3/11."""
     if isinstance(value, Mapping):
         return {k: str(one) for k, one in value.items() if isinstance(one, Fraction)}
     return str(value) if isinstance(value, Fraction) else None
 
 
 def _write(made: Path, result: dict[str, Any], answer: Answer) -> None:
-    """Write everything there is to keep."""
+    """Write result, trace and report of a run."""
     text = json.dumps(result, indent=2, allow_nan=False)
     (made / RESULT).write_text(f"{text}\n", encoding="utf-8")
     if answer.cluster.trace is not None:
@@ -277,7 +278,7 @@ def _write(made: Path, result: dict[str, Any], answer: Answer) -> None:
 
 
 def _print(console: Console, result: Mapping[str, Any], page: Path) -> None:
-    """The summary table, what was expected, and where the page is."""
+    """Print the summary table, the expectations, and the path of the page."""
     table = Table(title=result["name"], title_justify="left", title_style="bold")
     table.add_column("figure", no_wrap=True)
     table.add_column("value", overflow="fold")
@@ -287,11 +288,11 @@ def _print(console: Console, result: Mapping[str, Any], page: Path) -> None:
         if value is None or value == [] or name == "digest":
             continue
         meaning = [result["meaning"].get(name, "")] if is_wide else []
-        table.add_row(name, Text(shown(name, value)), *meaning)
+        table.add_row(name, Text(formatted(name, value)), *meaning)
     console.print(table)
     for one in result["expect"]:
         mark = "[green]met[/]" if one["met"] else "[red]not met[/]"
-        # As it was compared: what is shown rounded may look as if it were met.
+        # Unrounded: a rounded value might look as if it were met.
         got = result["exact"].get(one["figure"], one["got"])
         said = f"{one['figure']}: {one['wanted']}"
         said += "" if one["met"] else f" (it is {got})"
@@ -307,7 +308,7 @@ def _print(console: Console, result: Mapping[str, Any], page: Path) -> None:
 
 
 def _print_graph(console: Console, drawings: Any, folder: Path) -> None:
-    """What each worker has of the graph, and where the picture is."""
+    """Print the size of each worker's part of the graph, and the picture's path."""
     if drawings is None:
         console.print("graph: this program shows none")
         return
@@ -344,7 +345,7 @@ def check(file: File, seed: Seed = None) -> None:
 
     Exit codes: 0 the two runs are the same; 1 they differ; 2 bad input.
     """
-    with said_in_one_line(), _programs_are_silent(True):
+    with errors_in_one_line(), _programs_are_silent(True):
         load(file, seed=_seed_of(seed))
     console = Console()
     digests = []
@@ -359,7 +360,7 @@ def check(file: File, seed: Seed = None) -> None:
 
 
 def _digest(file: Path, seed: str | None, hash_seed: str) -> str:
-    """Play in a fresh process; what that says of bad input is said here."""
+    """Run in a fresh process and return the digest; pass on its error output."""
     command = [sys.executable, "-m", "jdag", "run", str(file), "--json"]
     command += [] if seed is None else ["--seed", seed]
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
@@ -384,14 +385,14 @@ def report(
     folder: Annotated[Path, typer.Argument(help="What `jdag run` wrote.")],
 ) -> None:
     """Make the page of a run again, and print its table."""
-    with said_in_one_line():
+    with errors_in_one_line():
         try:
             with reading(folder):
-                _result_in(folder)  # What is no run is left as it is.
+                read_result(folder)  # Raises before anything is replaced.
             keep = (RESULT, TRACE)
             with replacing(folder, RUN, WRITTEN, _unmarked, keep) as made:
-                result = _result_in(folder)
-                is_traced = result.get("digest") is not None
+                result = read_result(folder)
+                is_traced = result["digest"] is not None
                 trace = read_trace(folder / TRACE) if is_traced else None
                 drawings = read_drawings(folder)
                 window = tuple(result["window_ns"])
@@ -404,16 +405,6 @@ def report(
             said = f"a folder that `jdag run` wrote; {type(error).__name__}: {error}"
             raise ScenarioError(unusable("folder", str(folder), said)) from error
     _print(Console(), result, folder / PAGE)
-
-
-def _result_in(folder: Path) -> Any:
-    result = json_of(folder / RESULT)
-    for key, kinds in _NEEDED.items():
-        if not isinstance(result, dict) or key not in result:
-            raise ValueError(f"{RESULT} has no {key}")
-        if not isinstance(result[key], kinds):
-            raise ValueError(f"{key} in {RESULT} is {kind_of(result[key])}")
-    return result
 
 
 app.command()(hosting.worker)
@@ -448,7 +439,7 @@ def main() -> None:
     try:
         code = command.main(prog_name="jdag", standalone_mode=False)
     except Exception as error:
-        # What the command line itself refuses is bad input as well, and one line.
+        # Errors of the command line itself are one line, too.
         said = getattr(error, "format_message", None)
         if said is None:
             raise
@@ -458,5 +449,5 @@ def main() -> None:
         typer.echo(f"jdag: {line}; see {command_path} --help", err=True)
         code = Exit.BAD_INPUT
     if code == _INTERRUPTED:
-        raise KeyboardInterrupt  # As it was before typer took it.
+        raise KeyboardInterrupt  # Typer has turned it into an exit code.
     sys.exit(code)

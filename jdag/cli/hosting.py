@@ -14,13 +14,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jdag.cli.cli_errors import Exit, said_in_one_line
+from jdag.cli.cli_errors import Exit, errors_in_one_line
 from jdag.errors import ScenarioError, unusable
 from jdag.rpc.launch import Launch, is_here
 from jdag.rpc.settings import DEVICES, Settings, is_device, load
 from jdag.rpc.worker import Options, become
 
-# What makes the nodes of worker processes: it is above them, so they are told its name.
+# The import path of the node factory; worker processes look it up by name.
 NODE = "jdag.api.drivers:member"
 
 File = Annotated[Path, typer.Argument(help="The cluster's file, such as cluster.toml.")]
@@ -47,7 +47,7 @@ def worker(file: File, *, name: Name, device: Device = None) -> None:
 
     Exit codes: 0 it was stopped, and had finished; 2 bad input, or it cannot start.
     """
-    with said_in_one_line():
+    with errors_in_one_line():
         settings = load(file)
         settings.make_token()
         options = options_of(settings, name, device)
@@ -66,7 +66,7 @@ def up(
     console = Console()
     deaths: list[str] = []
 
-    with said_in_one_line():
+    with errors_in_one_line():
         settings = load(file)
         settings.make_token()
         options = [
@@ -88,7 +88,7 @@ def up(
 
 
 def chosen(settings: Settings, only: list[str], leaving: list[str]) -> list[str]:
-    """Return the workers to start: those of this host, as far as they are wanted.
+    """Return the workers of this host that are to be started.
 
     Raises:
         ScenarioError: one that is named is not in the file, or none is left.
@@ -107,7 +107,7 @@ def chosen(settings: Settings, only: list[str], leaving: list[str]) -> list[str]
 
 
 def options_of(settings: Settings, name: str, device: str | None) -> Options:
-    """Return what a worker process of a cluster's file is told.
+    """Return the options of a worker process of a cluster's file.
 
     Raises:
         ScenarioError: the file has no such worker, or what it names is not usable; or
@@ -120,7 +120,7 @@ def options_of(settings: Settings, name: str, device: str | None) -> Options:
         worker=name,
         node=NODE,
         control=str(own.address),
-        data=settings.gate(name),
+        data=settings.listener(name),
         token=settings.token,
         carrier=settings.carrier,
         allow=own.allow,

@@ -13,7 +13,7 @@ GPUs), in an order of its own. With gloo on one host four processes had the same
 every run; with NCCL that was not measured. Sums are within a few roundings of those of
 one device: 3e-6 of the largest element in float32, 3e-14 in float64. With `axis_name` a
 function reduces over the replicas of all. Before a collective the processes compare
-what they do: who differs, or has ended, is named on all. A call waits for all
+what they do: one that differs or has ended is named on all. A call waits for all
 processes, and so does the end of a program that has made one, up to `deadline_s`.
 """
 

@@ -8,16 +8,17 @@ compiled call each (`jdag.compute.pairs`), and residuals stay on their devices.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from itertools import islice
+from itertools import compress, islice
+from operator import not_
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import jax
 import jax.tree_util as jtu
 
-from jdag.compute.avals import Aval, all_there, aval_of
-from jdag.compute.callables import called
-from jdag.compute.moves import array_behind, home_of, moved
+from jdag.compute.avals import all_there, aval_of
+from jdag.compute.callables import JITTED, called
+from jdag.compute.moves import array_behind, home_of, transferred
 from jdag.compute.pairs import Pair, pair
 from jdag.compute.pytrees import (
     Static,
@@ -27,13 +28,11 @@ from jdag.compute.pytrees import (
     template_of,
     template_of_arrays,
 )
+from jdag.engine.arrays import HOLE
 from jdag.engine.functions import name_of
 from jdag.errors import JdagError, kind_of
 from jdag.parallel.devices import Device, devices_of
 from jdag.parallel.movement import array_at
-from jdag.wire.trees import HOLE
-
-JITTED: Any = type(jax.jit(abs))
 
 
 def parallel_apply(
@@ -83,13 +82,13 @@ def parallel_apply(
     args, homes = [], []
     for number, (call, target) in enumerate(zip(calls, targets, strict=True)):
         home = target or _home(call.arrays, number)
-        args.append(moved(call.arrays, [home] * len(call.arrays)))
+        args.append(transferred(call.arrays, [home] * len(call.arrays)))
         homes.append(home)
     both = zip(calls, args, strict=True)
     pairs: list[Any] = [_pair_or_error(call, arrays) for call, arrays in both]
     outputs = _applied(pairs, args)
     return [
-        jtu.tree_unflatten(made.out_tree, moved(values, [home] * len(values)))
+        jtu.tree_unflatten(made.out_tree, transferred(values, [home] * len(values)))
         for made, values, home in zip(pairs, outputs, homes, strict=True)
     ]
 
@@ -119,12 +118,12 @@ def call_of(fn: Callable[..., Any], args: tuple[Any, ...], what: str) -> Call:
         if template is not None:
             return Call(fn, template, leaves)
     arrays = []
-    for place, leaf in enumerate(leaves):
+    for index, leaf in enumerate(leaves):
         if is_static(leaf):
-            leaves[place] = leaf.value if isinstance(leaf, Static) else leaf
+            leaves[index] = leaf.value if isinstance(leaf, Static) else leaf
         elif leaf is not HOLE:
-            arrays.append(array_at(args, place, leaf, what))
-            leaves[place] = HOLE
+            arrays.append(array_at(args, index, leaf, what))
+            leaves[index] = HOLE
     return Call(fn, template_of(treedef, leaves, own), arrays)
 
 
@@ -185,15 +184,15 @@ def _home(arrays: Sequence[Any], number: int) -> Any:
     """
     homes = [home_of(array) for array in arrays]
     put = [
-        (place, home)
-        for place, home in enumerate(homes)
-        if home is not None and array_behind(arrays[place]).committed
+        (index, home)
+        for index, home in enumerate(homes)
+        if home is not None and array_behind(arrays[index]).committed
     ]
-    for place, home in put:
+    for index, home in put:
         if _devices(home) != _devices(put[0][1]):
             raise JdagError(
                 f"parallel_apply: array {put[0][0]} of input {number} lives on "
-                f"{put[0][1]} and array {place} on {home}: put them on one device, or "
+                f"{put[0][1]} and array {index} on {home}: put them on one device, or "
                 "say where it runs (devices=)"
             )
     home = put[0][1] if put else next(iter(homes), None)
@@ -222,14 +221,10 @@ def _applied(pairs: Sequence[Any], args: Sequence[Sequence[Any]]) -> Any:
 
 def _pair_or_error(call: Call, arrays: Sequence[Any]) -> Pair | Exception:
     try:
-        return pair_of(call, tuple(map(aval_of, arrays)), tracked_of(arrays))
+        avals = tuple(map(aval_of, arrays))
+        return pair(call.fn, call.template, avals, tracked_of(arrays))
     except Exception as error:  # A user's function may raise whatever it likes.
         return error
-
-
-def pair_of(call: Call, avals: tuple[Aval, ...], tracked: tuple[bool, ...]) -> Pair:
-    """Return the pair of a call for arrays of these kinds."""
-    return pair(call.fn, call.template, avals, tracked)
 
 
 def differentiable(
@@ -249,9 +244,8 @@ def differentiable(
     """
     if True not in tracked:
         return forward(arrays)[0]
-    both = list(zip(arrays, tracked, strict=True))
-    smooth = [array for array, is_tracked in both if is_tracked]
-    rest = [array for array, is_tracked in both if not is_tracked]
+    smooth = [*compress(arrays, tracked)]
+    rest = [*compress(arrays, map(not_, tracked))]
     return _differentiable((forward, vjp, tracked), smooth, rest)
 
 

@@ -12,16 +12,16 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from jdag.compute.avals import aval_of
-from jdag.compute.moves import Target, beside, home_of, moved
+from jdag.compute.moves import Target, beside, home_of, transferred
+from jdag.engine.arrays import HOLE
 from jdag.errors import JdagError, unusable
 from jdag.parallel.apply import call_of, differentiable
 from jdag.parallel.devices import Device
 from jdag.parallel.dispatch import Plan, Task
 from jdag.parallel.movement import whole
 from jdag.parallel.processes import summed
-from jdag.parallel.ready import WHAT, Options, places_of, plan_for
+from jdag.parallel.ready import WHAT, Options, devices_for, plan_for
 from jdag.parallel.waiting import DEADLINE_S
-from jdag.wire.trees import HOLE
 
 HOW = ("pmap", "shard_map", "each")
 
@@ -87,7 +87,7 @@ def data_parallel(  # noqa: PLR0913 - as PyTorch has it, and ours by keyword.
         raise JdagError(unusable("how", how, " or ".join(map(repr, HOW))))
     if not isinstance(has_aux, bool):
         raise JdagError(unusable("has_aux", has_aux, "True or False"))
-    processes, chosen, target = places_of(devices, output_device, deadline_s)
+    processes, chosen, target = devices_for(devices, output_device, deadline_s)
     rows = () if axis_name is None else (HOLE,)
     call = call_of(fn, (params, x, *rows), WHAT)
     which = whole(dim, WHAT)
@@ -149,6 +149,10 @@ def _outputs(task: Task, plan: Plan, arrays: list[Any], target: Target) -> Any:
         if task.processes is not None and shared:
             sums = summed(found[:shared], task.processes, task.terms)
             found = [*sums, *found[shared:]]
-        return beside(found, smooth) if smooth else moved(found, task.of_tracked(homes))
+        return (
+            beside(found, smooth)
+            if smooth
+            else transferred(found, task.of_tracked(homes))
+        )
 
     return differentiable(forward, vjp, task.tracked, arrays)

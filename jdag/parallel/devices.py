@@ -42,8 +42,8 @@ def devices_of(devices: Sequence[Device] | None, what: str) -> tuple[jax.Device,
 
 def distinct(devices: Sequence[jax.Device], what: str) -> tuple[jax.Device, ...]:
     """Return the devices; raise JdagError where one of them is there twice."""
-    for place, device in enumerate(devices):
-        if device in devices[:place]:
+    for index, device in enumerate(devices):
+        if device in devices[:index]:
             raise JdagError(f"{what}: device {name_of(device)} is there twice")
     return tuple(devices)
 

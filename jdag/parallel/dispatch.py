@@ -14,17 +14,19 @@ live, and are added there in the order of the replicas.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.tree_util as jtu
 
 from jdag.compute.avals import Aval, intern_aval
-from jdag.compute.moves import Target, cuttable, home_of, moved
+from jdag.compute.moves import Target, cuttable, home_of, transferred
+from jdag.compute.pairs import pair
 from jdag.compute.pytrees import Template
 from jdag.engine.functions import name_of
 from jdag.errors import JdagError
-from jdag.parallel.apply import Call, forward_all, note_replica, pair_of, vjp_all
+from jdag.parallel.apply import forward_all, note_replica, vjp_all
 from jdag.parallel.movement import added, check_joined, cut, joined
 from jdag.parallel.processes import Processes, Terms
 
@@ -65,15 +67,15 @@ class Task(NamedTuple):
 
     def of_tracked(self, values: Sequence[Any]) -> list[Any]:
         """Return those of the values, one for each array, that are of tracked ones."""
-        return [one for one, is_one in zip(values, self.tracked, strict=True) if is_one]
+        return [*compress(values, self.tracked)]
 
     def chunk(self, rows: int) -> tuple[Aval, ...]:
         """The abstract values that a replica with so many rows is given."""
         avals = list(self.avals)
-        for place in range(self.shared, len(avals)):
-            aval = avals[place]
+        for index in range(self.shared, len(avals)):
+            aval = avals[index]
             shape = (*aval.shape[: self.dim], rows, *aval.shape[self.dim + 1 :])
-            avals[place] = intern_aval(shape, aval.dtype, aval.weak)
+            avals[index] = intern_aval(shape, aval.dtype, aval.weak)
         return tuple(avals)
 
     def outputs_of(self, out_tree: Any) -> Any:
@@ -117,13 +119,13 @@ class Each:
     """One compiled call a device; chunks may have different sizes."""
 
     def __init__(self, task: Task) -> None:
-        call = Call(task.fn, task.template, [])
+        call = task.fn, task.template
         self._task = task
         self._count = len(task.sizes)
         pairs = []
         for number, size in enumerate(task.sizes):
             try:
-                pairs.append(pair_of(call, task.chunk(size), task.tracked))
+                pairs.append(pair(*call, task.chunk(size), task.tracked))
             except Exception as error:  # Of the user's function: whatever it likes.
                 note_replica(error, number, self._count)
                 raise
@@ -138,9 +140,9 @@ class Each:
                     f"{task.name} returned {first} of replica 0 and {tree} of replica "
                     f"{number}: outputs of other structures cannot be joined"
                 )
-        for place in range(self._joined):
-            parts = [made.out_avals[place] for made in self._pairs]
-            check_joined(parts, task.dim, f"output {place} of {task.name}")
+        for index in range(self._joined):
+            parts = [made.out_avals[index] for made in self._pairs]
+            check_joined(parts, task.dim, f"output {index} of {task.name}")
 
     def forward(
         self, arrays: Sequence[Any], homes: Sequence[Target], target: Target
@@ -150,8 +152,8 @@ class Each:
         size, rows = self._joined, self._joined * self._count
         flat = [value for replica in outputs for value in replica[:size]]
         flat += outputs[0][size:]
-        leaves = moved(flat, [target] * len(flat))
-        parts = [leaves[place:rows:size] for place in range(size)]
+        leaves = transferred(flat, [target] * len(flat))
+        parts = [leaves[index:rows:size] for index in range(size)]
         leaves[:rows] = [joined(part, self._task.dim) for part in parts]
         return jtu.tree_unflatten(self._pairs[0].out_tree, leaves), residuals
 
@@ -164,8 +166,10 @@ class Each:
         if found[0] is None:
             return None
         wheres = task.of_tracked(homes)
-        back = moved([ct for replica in found for ct in replica], wheres * len(found))
-        parts = [back[place :: len(wheres)] for place in range(len(wheres))]
+        back = transferred(
+            [ct for replica in found for ct in replica], wheres * len(found)
+        )
+        parts = [back[index :: len(wheres)] for index in range(len(wheres))]
         first = sum(task.tracked[: task.shared])
         return [*added(parts[:first]), *[joined(p, task.dim) for p in parts[first:]]]
 
@@ -173,7 +177,7 @@ class Each:
         """Return what each replica is given, on its device."""
         task, size = self._task, len(arrays)
         if self._count == 1:
-            return [moved(arrays, self._wheres, homes)]
+            return [transferred(arrays, self._wheres, homes)]
         shared, froms = list(arrays[: task.shared]), list(homes[: task.shared])
         whole = cuttable(arrays[task.shared :], homes[task.shared :])
         pieces = [cut(array, task.sizes, task.dim) for array in whole]
@@ -181,23 +185,23 @@ class Each:
         for chunk in zip(*pieces, strict=True):
             flat += [*shared, *chunk]
             sources += [*froms, *map(home_of, chunk)]
-        there = moved(flat, self._wheres, sources)
+        there = transferred(flat, self._wheres, sources)
         return [there[n : n + size] for n in range(0, len(there), size)]
 
     def _spread(self, cotangents: Sequence[Any]) -> list[list[Any]]:
         """Return the cotangents of each replica's outputs, on its device."""
         dim, count = self._task.dim, self._count
         flat: list[Any] = []
-        for place, tracked in enumerate(self._pairs[0].out_tracked[: self._joined]):
+        for index, tracked in enumerate(self._pairs[0].out_tracked[: self._joined]):
             if not tracked:
                 continue
-            shapes = [made.out_avals[place].shape for made in self._pairs]
+            shapes = [made.out_avals[index].shape for made in self._pairs]
             if shapes[0]:
                 sizes = tuple([shape[dim] for shape in shapes])
-                flat += cut(cotangents[place], sizes, dim)
+                flat += cut(cotangents[index], sizes, dim)
             else:
-                flat += _unstacked(cotangents[place])
-        there = moved(flat, self._task.devices * (len(flat) // count))
+                flat += _unstacked(cotangents[index])
+        there = transferred(flat, self._task.devices * (len(flat) // count))
         spread = []
         for number, made in enumerate(self._pairs):
             own = iter(there[number::count])

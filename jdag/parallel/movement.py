@@ -5,9 +5,10 @@ cotangents of the copies have come to where the original lives, and are added th
 the order of the copies, all leaves in one call.
 """
 
+import operator
 from collections.abc import Sequence
 from functools import partial, reduce
-from operator import add, index
+from operator import add
 from typing import Any, SupportsIndex
 
 import jax
@@ -16,13 +17,13 @@ import jax.tree_util as jtu
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jdag.compute.avals import aval_of
+from jdag.compute.avals import aval_of, frozen
 from jdag.compute.devices import named
-from jdag.compute.moves import cuttable, home_of, moved
-from jdag.compute.pytrees import Form, flatten, frozen, is_static, paths
+from jdag.compute.moves import cuttable, home_of, transferred
+from jdag.compute.pytrees import Form, flatten, is_static, paths
+from jdag.engine.arrays import HOLE
 from jdag.errors import JdagError, kind_of
 from jdag.parallel.devices import Device, device_of, devices_of
-from jdag.wire.trees import HOLE
 
 COPIES = Primitive("jdag_copies")
 COPIES.multiple_results = True
@@ -48,11 +49,8 @@ def replicate(params: Any, devices: Sequence[Device] | None = None) -> tuple[Any
     targets = devices_of(devices, "replicate")
     arrays, form = apart(params, "replicate")
     copied = copies(arrays, len(targets))
-    there = moved(copied, [target for target in targets for _ in arrays])
-    size = len(arrays)
-    return tuple(
-        [form.rebuild(there[n * size : (n + 1) * size]) for n in range(len(targets))]
-    )
+    there = transferred(copied, [target for target in targets for _ in arrays])
+    return _rebuilt(form, there, len(targets))
 
 
 def scatter(
@@ -83,11 +81,10 @@ def scatter(
     both = zip(arrays, dims, strict=True)
     pieces = [cut(array, sizes, where) for array, where in both]
     flat = [piece[number] for number in range(len(sizes)) for piece in pieces]
-    there = moved(flat, [target for target in targets[: len(sizes)] for _ in arrays])
-    size = len(arrays)
-    return tuple(
-        [form.rebuild(there[n * size : (n + 1) * size]) for n in range(len(sizes))]
+    there = transferred(
+        flat, [target for target in targets[: len(sizes)] for _ in arrays]
     )
+    return _rebuilt(form, there, len(sizes))
 
 
 def gather(
@@ -111,13 +108,13 @@ def gather(
     target = named(None) if device is None else device_of(device, "gather")
     which = whole(dim, "gather")
     flat, form = _alike(xs, "gather", "chunk")
-    for place, parts in enumerate(zip(*flat, strict=True)):
-        check_joined(parts, which, f"gather: leaf {_path(xs[0], place)}")
-    there = moved(
+    for index, parts in enumerate(zip(*flat, strict=True)):
+        check_joined(parts, which, f"gather: leaf {_path(xs[0], index)}")
+    there = transferred(
         [array for arrays in flat for array in arrays], [target] * sum(map(len, flat))
     )
     size = len(flat[0])
-    return form.rebuild([joined(there[place::size], which) for place in range(size)])
+    return form.rebuild([joined(there[index::size], which) for index in range(size)])
 
 
 def reduce_add(replicas: Sequence[Any], device: Device | None = None) -> Any:
@@ -139,24 +136,24 @@ def reduce_add(replicas: Sequence[Any], device: Device | None = None) -> Any:
     target = None if device is None else device_of(device, "reduce_add")
     flat, form = _alike(replicas, "reduce_add", "replica")
     first = [home_of(array) for array in flat[0]]
-    for place, array in enumerate(flat[0]):
+    for index, array in enumerate(flat[0]):
         if not jnp.issubdtype(array.dtype, jnp.number):
             raise JdagError(
-                f"reduce_add adds numbers, and leaf {_path(replicas[0], place)} is "
+                f"reduce_add adds numbers, and leaf {_path(replicas[0], index)} is "
                 f"{aval_of(array).strong}"
             )
     for number, arrays in enumerate(flat):
-        for place, array in enumerate(arrays):
-            mine, others = aval_of(array).strong, aval_of(flat[0][place]).strong
+        for index, array in enumerate(arrays):
+            mine, others = aval_of(array).strong, aval_of(flat[0][index]).strong
             if mine != others:
                 raise JdagError(
-                    f"reduce_add: leaf {_path(replicas[0], place)} is {others} in "
+                    f"reduce_add: leaf {_path(replicas[0], index)} is {others} in "
                     f"replica 0 and {mine} in replica {number}; all have to be alike"
                 )
     homes = [target or home for home in first] * len(flat)
-    there = moved([array for arrays in flat for array in arrays], homes)
+    there = transferred([array for arrays in flat for array in arrays], homes)
     size = len(first)
-    return form.rebuild(added([there[place::size] for place in range(size)]))
+    return form.rebuild(added([there[index::size] for index in range(size)]))
 
 
 # ------------------------------------------------- arrays of pytrees, and their rows
@@ -171,15 +168,23 @@ def apart(tree: Any, what: str) -> tuple[list[Any], Form]:
     leaves, treedef = flatten(tree, what=f"{what}: this")
     arrays: list[Any] = []
     rest = list(leaves)
-    for place, leaf in enumerate(leaves):
+    for index, leaf in enumerate(leaves):
         if is_static(leaf):
             continue
-        arrays.append(array_at(tree, place, leaf, what))
-        rest[place] = HOLE
+        arrays.append(array_at(tree, index, leaf, what))
+        rest[index] = HOLE
     return arrays, Form(treedef, rest)
 
 
-def array_at(tree: Any, place: int, leaf: Any, what: str) -> Any:
+def _rebuilt(form: Form, arrays: Sequence[Any], count: int) -> tuple[Any, ...]:
+    """Return `count` pytrees of a form, of the arrays of one after another."""
+    size = form.num_leaves
+    return tuple(
+        [form.rebuild(arrays[n * size : (n + 1) * size]) for n in range(count)]
+    )
+
+
+def array_at(tree: Any, index: int, leaf: Any, what: str) -> Any:
     """Return a leaf of a tree as a JAX array; of numpy's a copy, as that may change.
 
     Raises:
@@ -193,7 +198,7 @@ def array_at(tree: Any, place: int, leaf: Any, what: str) -> Any:
             return jnp.asarray(leaf)
         return frozen(leaf)
     except JdagError as error:
-        raise JdagError(f"{what}: leaf {_path(tree, place)}: {error}") from None
+        raise JdagError(f"{what}: leaf {_path(tree, index)}: {error}") from None
 
 
 def rows_of(
@@ -209,19 +214,19 @@ def rows_of(
     if not arrays:
         raise JdagError(f"{what}: there is no array in what is to be cut into chunks")
     dims, counts = [], []
-    for place, array in enumerate(arrays):
+    for index, array in enumerate(arrays):
         if array.ndim == 0:
             raise JdagError(
-                f"{what}: leaf {_array_path(tree, place)} is {aval_of(array)}, a "
+                f"{what}: leaf {_array_path(tree, index)} is {aval_of(array)}, a "
                 "scalar, which has no rows to be cut into chunks"
             )
         dims.append(
-            along(which, array.ndim, f"{what}: leaf {_array_path(tree, place)}")
+            along(which, array.ndim, f"{what}: leaf {_array_path(tree, index)}")
         )
         counts.append(array.shape[dims[-1]])
         if counts[-1] != counts[0]:
             raise JdagError(
-                f"{what}: leaf {_array_path(tree, place)} has {counts[-1]} rows along "
+                f"{what}: leaf {_array_path(tree, index)} has {counts[-1]} rows along "
                 f"dim {dim}, and leaf {_array_path(tree, 0)} has {counts[0]}; all have "
                 "to have as many"
             )
@@ -234,8 +239,9 @@ def whole(dim: SupportsIndex, what: str) -> int:
     Raises:
         JdagError: it is none.
     """
+    number: Any = None if isinstance(dim, bool) else dim
     try:
-        return index(None if isinstance(dim, bool) else dim)  # type: ignore[arg-type]
+        return operator.index(number)
     except TypeError:
         raise JdagError(f"{what}: dim = {dim!r}: allowed is an int") from None
 
@@ -299,14 +305,14 @@ def _alike(trees: Sequence[Any], what: str, noun: str) -> tuple[list[list[Any]],
     return [arrays for arrays, _ in found], form
 
 
-def _path(tree: Any, place: int) -> str:
-    return paths(tree)[place] or "itself"
+def _path(tree: Any, index: int) -> str:
+    return paths(tree)[index] or "itself"
 
 
 def _array_path(tree: Any, number: int) -> str:
     leaves = jtu.tree_leaves(tree)
-    places = [place for place, leaf in enumerate(leaves) if not is_static(leaf)]
-    return _path(tree, places[number])
+    indices = [index for index, leaf in enumerate(leaves) if not is_static(leaf)]
+    return _path(tree, indices[number])
 
 
 # ------------------------------------------ what is computed, each in one compiled call
@@ -333,10 +339,10 @@ def added(sums: Sequence[Any]) -> list[Any]:
     homes = [home_of(jtu.tree_leaves(addends)[0]) for addends in sums]
     found: list[Any] = [None] * len(sums)
     for home in dict.fromkeys(homes):
-        places = [place for place, other in enumerate(homes) if other == home]
-        results = _added([sums[place] for place in places])
-        for place, result in zip(places, results, strict=True):
-            found[place] = result
+        indices = [index for index, other in enumerate(homes) if other == home]
+        results = _added([sums[index] for index in indices])
+        for index, result in zip(indices, results, strict=True):
+            found[index] = result
     return found
 
 
@@ -380,14 +386,14 @@ def _reduce_add(cotangents: Sequence[Any], *given: Any, count: int) -> list[Any]
     """ReduceAdd, the transpose of `copies`."""
     size = len(cotangents) // count
     sums = [
-        [ct for ct in cotangents[place::size] if type(ct) is not ad.Zero]
-        for place in range(size)
+        [ct for ct in cotangents[index::size] if type(ct) is not ad.Zero]
+        for index in range(size)
     ]
-    found = [cotangents[place] for place in range(size)]  # A Zero, where all are.
-    places = [place for place, addends in enumerate(sums) if addends]
-    results = added([sums[place] for place in places])
-    for place, result in zip(places, results, strict=True):
-        found[place] = result
+    found = [cotangents[index] for index in range(size)]  # A Zero, where all are.
+    indices = [index for index, addends in enumerate(sums) if addends]
+    results = added([sums[index] for index in indices])
+    for index, result in zip(indices, results, strict=True):
+        found[index] = result
     return found
 
 

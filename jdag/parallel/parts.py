@@ -75,7 +75,7 @@ def joined(
     rest = []
     for number in range(kinds):
         sizes = [math.prod(shape) for kind, shape in form if kind == number]
-        ends = [sum(sizes[:place]) for place in range(1, len(sizes))]
+        ends = [sum(sizes[:index]) for index in range(1, len(sizes))]
         vector = jnp.concatenate(parts[number::kinds])
         rest.append(iter(jnp.split(vector, ends)))
     return tuple([jnp.reshape(next(rest[kind]), shape) for kind, shape in form])

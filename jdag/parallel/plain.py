@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jdag.compute.pytrees import unflatten
-from jdag.parallel.replicas import checked, equals_of, places_of, refs_of
+from jdag.parallel.replicas import checked, equals_of, refs_of, workers_of
 from jdag.parallel.routes import How
 
 
@@ -23,7 +23,7 @@ def replicate(ctx: Any, workers: Sequence[str], tree: Any, how: How) -> tuple[An
 
 def all_reduce(ctx: Any, trees: Mapping[str, Any], how: How) -> dict[str, Any]:
     """Return the sum of all pytrees for each worker; `how` makes no difference here."""
-    checked("ctx.all_reduce", places_of(trees), how)
+    checked("ctx.all_reduce", workers_of(trees), how)
     lists, forms = equals_of("ctx.all_reduce", trees)
     columns = list(zip(*lists, strict=True))
     found = {}

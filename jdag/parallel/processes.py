@@ -4,8 +4,8 @@ The processes are those of `jax.distributed`; each runs the same program on its 
 devices and rows. A collective that one of them does not enter, or enters with other
 shapes, hangs or ends the process. So before each they exchange a few words: what they
 are about to do, as a hash, and a number. Where the hashes differ they exchange what
-they stand for, and all raise the same error. Who does not come to that is named
-(`jdag.parallel.waiting`).
+they stand for, and all raise the same error. A process that does not take part in time
+is named (`jdag.parallel.waiting`).
 
 Gradients of parameters, which are equal on all processes, are added by a primitive: a
 sum is linear, so that it can be differentiated forwards.
@@ -104,13 +104,13 @@ class Meeting:
         self._waiting = Waiting(platform)
         self._deadline_s = DEADLINE_S  # The last that was given.
         self._is_over = False
-        # Who still waits when this program ends is told so.
+        # Processes that still wait when this program ends are told so.
         atexit.register(self._end)
 
     def agreed(
         self, what: str, terms: Terms, number: int, deadline_s: float
     ) -> tuple[int, ...]:
-        """See `Processes.agreed`; `what` is who asks."""
+        """See `Processes.agreed`; `what` names the caller in errors."""
         self._deadline_s = deadline_s
         hashed = np.asarray([*_hashed(terms), number], np.uint32)
         found = self._gathered(hashed, what)
@@ -184,7 +184,7 @@ class Meeting:
 
     def _end(self) -> None:
         if not self._is_over:
-            # The others hear it; here there is nobody left to be told what they do.
+            # The others raise the error; this process has ended.
             with suppress(JdagError):
                 what = f"the end of the program of process {jax.process_index()}"
                 ended = tuple(ENDED.items())
@@ -275,11 +275,11 @@ def _total(arrays: Sequence[Any]) -> list[Any]:
     """Add up what all processes have: one collective for all leaves of a dtype."""
     found = list(arrays)
     for dtype in dict.fromkeys([array.dtype for array in arrays]):
-        places = [n for n, array in enumerate(arrays) if array.dtype == dtype]
-        flat, unravel = ravel_pytree([arrays[place] for place in places])
+        indices = [n for n, array in enumerate(arrays) if array.dtype == dtype]
+        flat, unravel = ravel_pytree([arrays[index] for index in indices])
         totals = unravel(jax.lax.psum(flat, AXIS))
-        for place, total in zip(places, totals, strict=True):
-            found[place] = total[0]
+        for index, total in zip(indices, totals, strict=True):
+            found[index] = total[0]
     return found
 
 

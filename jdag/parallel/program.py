@@ -27,7 +27,7 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdag.compute.moves import Target, cuttable, home_of, is_free, moved, outside
+from jdag.compute.moves import Target, cuttable, home_of, is_free, outside, transferred
 from jdag.compute.tracing import Function, Traced, as_it_is
 from jdag.errors import JdagError
 from jdag.parallel.dispatch import Task
@@ -63,8 +63,8 @@ class OneProgram:
         traced, replica = self._traced()
         self._traced_by, self._outputs = traced, self._joined(traced)
         self._out_lies: list[Lie] = [
-            task.dim if place < self._outputs and aval.shape else ONE_EACH
-            for place, aval in enumerate(traced.out_avals)
+            task.dim if index < self._outputs and aval.shape else ONE_EACH
+            for index, aval in enumerate(traced.out_avals)
         ]
         self._in_lies: list[Lie] = [SAME] * task.shared
         self._in_lies += [task.dim] * (len(task.avals) - task.shared)
@@ -94,7 +94,7 @@ class OneProgram:
         found = jtu.tree_unflatten(traced.out_tree, leaves)
         if traced.backward is None:
             return found, None
-        kept = [there[place] for place in traced.args_kept if place < len(there)]
+        kept = [there[index] for index in traced.args_kept if index < len(there)]
         return found, [*kept, *[outputs[p] for p in traced.outputs_kept], *rest]
 
     def vjp(
@@ -103,17 +103,17 @@ class OneProgram:
         """See `Plan`."""
         if residuals is None:
             return None
-        task, places = self._task, self._cotangents
-        lies = [self._out_lies[place] for place in places]
-        given = [cotangents[place] for place in places]
+        task, indices = self._task, self._cotangents
+        lies = [self._out_lies[index] for index in indices]
+        given = [cotangents[index] for index in indices]
         if self._lacking:
             given = [
                 array if lie == ONE_EACH else _with_zeros(array, self._padded, task.dim)
                 for array, lie in zip(given, lies, strict=True)
             ]
-        there = moved(given, list(map(self._target, lies)))
+        there = transferred(given, list(map(self._target, lies)))
         found = self._backward(*residuals, *there)
-        back = moved(found, task.of_tracked(homes))
+        back = transferred(found, task.of_tracked(homes))
         first = sum(task.tracked[: task.shared])
         return [*added(back[:first]), *map(self._cut_off, back[first:])]
 
@@ -149,13 +149,13 @@ class OneProgram:
         """
         task = self._task
         count: int = task.outputs_of(traced.out_tree).num_leaves
-        for place, aval in enumerate(traced.out_avals[:count]):
+        for index, aval in enumerate(traced.out_avals[:count]):
             if not aval.shape:
                 continue
-            check_joined((aval,), task.dim, f"output {place} of {task.name}")
+            check_joined((aval,), task.dim, f"output {index} of {task.name}")
             if task.axis_name is not None and aval.shape[task.dim] != self._size:
                 raise JdagError(
-                    f"output {place} of {task.name} is {aval} where it was given "
+                    f"output {index} of {task.name} is {aval} where it was given "
                     f"{self._size} rows; with axis_name outputs have as many rows, or "
                     "are scalars; return what is of all rows as aux (has_aux=True)"
                 )
@@ -169,17 +169,17 @@ class OneProgram:
         It is given what `forward` kept, and a cotangent of each tracked output that is
         joined.
         """
-        task, places = self._task, traced.args_kept
-        has_rows = len(task.avals) in places  # They are computed again.
-        ins = [self._in_lies[place] for place in places[: len(places) - has_rows]]
+        task, indices = self._task, traced.args_kept
+        has_rows = len(task.avals) in indices  # They are computed again.
+        ins = [self._in_lies[index] for index in indices[: len(indices) - has_rows]]
         args = len(ins)
-        ins += [self._out_lies[place] for place in traced.outputs_kept]
+        ins += [self._out_lies[index] for index in traced.outputs_kept]
         outputs = len(ins)
         ins += [ONE_EACH] * rest
         held = len(ins)
         tracked = [n for n, is_tracked in enumerate(traced.out_tracked) if is_tracked]
-        self._cotangents = [place for place in tracked if place < self._outputs]
-        ins += [self._out_lies[place] for place in self._cotangents]
+        self._cotangents = [index for index in tracked if index < self._outputs]
+        ins += [self._out_lies[index] for index in self._cotangents]
         without = [()] * (len(tracked) - len(self._cotangents))
 
         def replica_vjp(*arrays: Any) -> Any:
@@ -283,10 +283,12 @@ class OneProgram:
             wheres = [None if is_free(array) else where for array, where in both]
             if wheres.count(None) == len(wheres):
                 return arrays
-        return moved(arrays, wheres, [*homes, *map(home_of, arrays[len(homes) :])])
+        return transferred(
+            arrays, wheres, [*homes, *map(home_of, arrays[len(homes) :])]
+        )
 
     def _gathered(self, outputs: Sequence[Any], target: Target) -> list[Any]:
-        leaves = moved(outputs, [target] * len(outputs))
+        leaves = transferred(outputs, [target] * len(outputs))
         count = self._outputs
         both = zip(leaves[:count], self._out_lies, strict=False)
         joined = [a if lie == ONE_EACH else self._cut_off(a) for a, lie in both]
@@ -300,8 +302,8 @@ class OneProgram:
 @partial(jax.jit, static_argnums=(1, 2))
 def _filled(array: Any, count: int, dim: int) -> Any:
     """Fill an array up to so many rows; the last one stands in for those that lack."""
-    places = jnp.minimum(jnp.arange(count), array.shape[dim] - 1)
-    return jnp.take(array, places, axis=dim)
+    indices = jnp.minimum(jnp.arange(count), array.shape[dim] - 1)
+    return jnp.take(array, indices, axis=dim)
 
 
 @partial(jax.jit, static_argnums=(1, 2))

@@ -79,7 +79,7 @@ def _made_for(key: tuple[Hashable, ...]) -> dict[str, Any]:
     return {}
 
 
-def places_of(
+def devices_for(
     devices: Any, output_device: Device | None, deadline_s: float
 ) -> tuple[Processes | None, tuple[jax.Device, ...], jax.Device]:
     """Return the processes that work, the devices of this one, and where outputs go.
@@ -90,12 +90,12 @@ def places_of(
     check_deadline(deadline_s)  # Before True is looked up, which equals 1.
     given = tuple(devices) if type(devices) is list else devices
     try:
-        return _known_places(given, output_device, deadline_s)
+        return _known_devices(given, output_device, deadline_s)
     except TypeError:  # It cannot be hashed.
-        return _places(devices, output_device, deadline_s)
+        return _devices(devices, output_device, deadline_s)
 
 
-def _places(
+def _devices(
     devices: Any, output_device: Device | None, deadline_s: float
 ) -> tuple[Processes | None, tuple[jax.Device, ...], jax.Device]:
     processes = processes_of(devices, WHAT, deadline_s)
@@ -104,7 +104,7 @@ def _places(
     return processes, chosen, device_of(output_device, WHAT) if given else chosen[0]
 
 
-_known_places: Callable[..., Any] = lru_cache(maxsize=256)(_places)
+_known_devices: Callable[..., Any] = lru_cache(maxsize=256)(_devices)
 
 
 def _task(call: Call, x: Any, options: Options) -> Task:

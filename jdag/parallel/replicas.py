@@ -55,8 +55,8 @@ def checked(what: str, workers: Any, how: object) -> tuple[str, ...]:
         ) from None
     if not names:
         raise JdagError(f"{what} takes one worker or more, and got {workers!r}")
-    for place, name in enumerate(names):
-        if name in names[:place]:
+    for index, name in enumerate(names):
+        if name in names[:index]:
             raise JdagError(
                 f"{what} takes each worker once, and {name!r} is among {list(names)!r} "
                 "twice; two devices of one worker are two places: 'ps0/cpu:0'"
@@ -64,7 +64,7 @@ def checked(what: str, workers: Any, how: object) -> tuple[str, ...]:
     return names
 
 
-def places_of(trees: Any) -> tuple[Any, ...]:
+def workers_of(trees: Any) -> tuple[Any, ...]:
     """Return the workers that give something to be added.
 
     Raises:
@@ -159,7 +159,7 @@ def all_reduce(
     ctx: Any, trees: Mapping[str, Any], how: How, check: Check
 ) -> dict[str, Any]:
     """Return the sum of all pytrees for each worker; see `jdag.Context.all_reduce`."""
-    workers = checked("ctx.all_reduce", places_of(trees), how)
+    workers = checked("ctx.all_reduce", workers_of(trees), how)
     for worker in workers:
         check(worker, "ctx.all_reduce")
     lists, forms = equals_of("ctx.all_reduce", trees)

@@ -1,4 +1,4 @@
-"""Routes between replicas: who hands on to whom, and which part of the arrays.
+"""Routes between replicas: which replica sends to which, and which part of the arrays.
 
 There are three ways, by the name that `ctx.replicate` and `ctx.all_reduce` take:
 
@@ -37,7 +37,7 @@ class Route(NamedTuple):
     parents: tuple[int | None, ...]
 
     def children(self, replica: int | None) -> tuple[int, ...]:
-        """Whom a replica, or the source, hands on to, in order."""
+        """The replicas that a replica, or the source, sends to, in order."""
         return tuple([one for one in self.order if self.parents[one] == replica])
 
 

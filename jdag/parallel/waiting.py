@@ -1,12 +1,12 @@
-"""Waiting for other processes, with an end: who has not come by then is named.
+"""Waiting for other processes up to a deadline; those that are missing are named.
 
-A collective that one process does not enter keeps all others, inside of JAX, where
-nothing can be said to them. So a thread beside the program enters it, and the program
-waits for that. Who has waited for some time says so in the store of `jax.distributed`;
-who has waited for too long reads there who has not, and gives up.
+A collective that one process does not enter blocks all others inside of JAX. So a
+thread beside the program enters it, and the program waits for the thread. A process
+that has waited for some time notes that in the store of `jax.distributed`; at the
+deadline it reads there which processes have not, and gives up.
 
-Invariants: of a meeting the store has one verdict, MET or GIVEN_UP, whoever writes it
-first; who may have been given up, because the last meeting was long ago, asks for it.
+Invariants: the store has one verdict for each meeting, MET or GIVEN_UP, the first that
+is written; a process that came late enough to have been given up reads it.
 """
 
 import threading
@@ -87,14 +87,14 @@ class Waiting:
         self, found: Future[Any], what: str, deadline_s: float, rest_s: float
     ) -> None:
         """Say that this process waits; give up when there is nothing left to wait."""
-        store, place = _store(), self._place
-        own = f"{place}/waits/{jax.process_index()}"
+        store, prefix = _store(), self._prefix
+        own = f"{prefix}/waits/{jax.process_index()}"
         store.key_value_set(own, "")
         if wait([found], rest_s).done or self._verdict(GIVEN_UP) == MET:
             wait([found])
             store.key_value_delete(own)
             return
-        listed = store.key_value_dir_get(f"{place}/waits/")
+        listed = store.key_value_dir_get(f"{prefix}/waits/")
         there = [int(key.rpartition("/")[2]) for key, _ in listed]
         gone = [n for n in range(jax.process_count()) if n not in there]
         who = f"process{'es' * (len(gone) > 1)} {', '.join(map(str, gone))}"
@@ -104,12 +104,12 @@ class Waiting:
         )
 
     @property
-    def _place(self) -> str:
+    def _prefix(self) -> str:
         return f"jdag/{self._room}/{self._number}"
 
     def _verdict(self, mine: str) -> str:
         """Return what becomes of the meeting: mine, unless another was there first."""
-        key = f"{self._place}/verdict"
+        key = f"{self._prefix}/verdict"
         try:
             _store().key_value_set(key, mine)
         except jax.errors.JaxRuntimeError:  # There is one.

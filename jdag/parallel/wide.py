@@ -3,36 +3,30 @@
 That is what they are about to do, the collectives in it, and how many rows each has.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax.tree_util as jtu
 
 from jdag.compute.configuration import configuration
+from jdag.compute.jaxprs import equations
 from jdag.compute.pytrees import Template
+from jdag.engine.arrays import HOLE
 from jdag.errors import JdagError
 from jdag.parallel.dispatch import Task
 from jdag.parallel.processes import Processes, Terms
-from jdag.wire.trees import HOLE
 
 
 def collectives(part: Any, axis: str) -> list[str]:
     """Return what a jaxpr, and those inside of it, do over an axis, in order."""
-    return list(_collectives(part, axis))
-
-
-def _collectives(part: Any, axis: str) -> Iterator[str]:
-    for equation in getattr(getattr(part, "jaxpr", part), "eqns", ()):
+    found = []
+    for equation in equations(part):
         over = [equation.params.get(name, ()) for name in ("axes", "axis_name")]
         names = [one if isinstance(one, tuple) else (one,) for one in over]
         given = ", ".join([atom.aval.str_short() for atom in equation.invars])
         # To ask for an index is none.
         if given and any([axis in some for some in names]):
-            yield f"{equation.primitive.name}({given})"
-        for param in equation.params.values():
-            parts = param if isinstance(param, tuple | list) else (param,)
-            for inner in parts:
-                yield from _collectives(inner, axis)
+            found.append(f"{equation.primitive.name}({given})")
+    return found
 
 
 def together(task: Task) -> Task:
@@ -68,9 +62,9 @@ def terms_of(task: Task, processes: Processes) -> Terms:
     found = [("fn", task.name)]
     # An array of rows is the last of a template with axis_name, and of no task.
     kinds = zip(_paths(task.template), task.avals, task.tracked, strict=False)
-    for place, (path, aval, tracked) in enumerate(kinds):
+    for index, (path, aval, tracked) in enumerate(kinds):
         sizes = list(map(str, aval.shape))
-        if place >= task.shared:
+        if index >= task.shared:
             sizes[task.dim] = "rows"  # As many as each process has.
         kind = f"{aval.dtype}[{','.join(sizes)}]"
         found.append((path, f"{kind}, differentiated" if tracked else kind))

@@ -9,31 +9,32 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jdag.api.graph import Graph, dot_of, graph_of, graph_of_plain
+from msgspec import convert, to_builtins
+
+from jdag.api.graph import Graph, dot_of, graph_of
 from jdag.engine.drawing import Drawing
-from jdag.errors import JdagError, ScenarioError
+from jdag.errors import JdagError
 from jdag.report.page import write_page
 from jdag.report.perfetto import trace_events
 from jdag.report.picture import draw_graph
-from jdag.report.spans import Span, bubble, spans, spans_of
+from jdag.report.result import RESULT, json_of, read_result
+from jdag.report.spans import bubble, spans_of
 from jdag.report.timeline import draw_timeline
-from jdag.runtime.tables import parsed, text_in
 from jdag.runtime.trace import Trace
 
 __all__ = [
     "GRAPH",
     "GRAPH_DOT",
     "PAGE",
+    "RESULT",
     "WRITTEN",
-    "Span",
     "bubble",
     "json_of",
     "read_drawings",
+    "read_result",
     "render",
-    "spans",
 ]
 
-JSON_BYTES_MAX = 1 << 28  # Of a file of a run, which may be any by now.
 TIMELINE = "timeline.png"
 GRAPH = "graph.png"
 GRAPH_DATA = "graph.json"
@@ -74,26 +75,13 @@ def render(
         pictures.append((folder / TIMELINE, "Timeline", _ON_TIMELINE))
     if drawings is not None:
         graph = drawings if isinstance(drawings, Graph) else graph_of(drawings)
-        _write_json(folder / GRAPH_DATA, graph.plain())
+        _write_json(folder / GRAPH_DATA, to_builtins(graph))
         (folder / GRAPH_DOT).write_text(dot_of(graph, name), encoding="utf-8")
         if graph.vertices:
             title = f"{name}: the graph of one context"
             draw_graph(folder / GRAPH, graph, title)
             pictures.append((folder / GRAPH, "Graph", _ON_GRAPH))
     write_page(folder / PAGE, result, pictures)
-
-
-def json_of(path: Path) -> Any:
-    """Return what a file of JSON holds.
-
-    Raises:
-        ValueError: it cannot be read, has more than `JSON_BYTES_MAX`, is no JSON, or
-            nested too deep.
-    """
-    try:
-        return parsed(json.loads, text_in(path, JSON_BYTES_MAX))
-    except ScenarioError as error:
-        raise ValueError(f"{path.name}: {error}") from error
 
 
 def read_drawings(folder: Path) -> Graph | None:
@@ -107,8 +95,8 @@ def read_drawings(folder: Path) -> Graph | None:
     if not path.exists():
         return None
     try:
-        return graph_of_plain(json_of(path))
-    except (ValueError, KeyError, TypeError) as error:
+        return convert(json_of(path), Graph)
+    except ValueError as error:
         raise JdagError(f"{path} holds no graph: {error!s} is wrong") from error
 
 

@@ -1,4 +1,4 @@
-"""Figures as people read them: units from the end of the name, few digits."""
+"""Figures with units, by the end of their name, and few digits."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,12 +9,12 @@ _SHARES = ("bubble", "accuracy")
 _ITEMS_MAX = 12
 
 
-def shown(name: str, value: Any) -> str:
-    """Write one figure: 1352036 of `..._ns` is 1.352 ms, a bubble of 0.3 is 30.00 %."""
+def formatted(name: str, value: Any) -> str:
+    """Return a figure as text: 1352036 of `..._ns` is 1.352 ms, a share is in %."""
     if isinstance(value, Mapping):
-        return _listed([f"{key}: {shown(name, one)}" for key, one in value.items()])
+        return _listed([f"{key}: {formatted(name, one)}" for key, one in value.items()])
     if isinstance(value, list | tuple):
-        return _listed([shown(name, one) for one in value])
+        return _listed([formatted(name, one) for one in value])
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: "-"}[value]
     if isinstance(value, int | float) and _is_share(name):

@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from jdag.report.formatting import shown
+from jdag.report.formatting import formatted
 
 Picture = tuple[Path, str, str]  # The file, its heading, what there is to see.
 
@@ -40,13 +40,18 @@ def write_page(
     text = environment.get_template("page.html").render(
         result=result,
         figures=[
-            (name, shown(name, value), result["meaning"].get(name, ""))
+            (name, formatted(name, value), result["meaning"].get(name, ""))
             for name, value in given.items()
             if name not in (*_LONG, *_ABOVE, *each)
         ],
         tables=[_table(by, names, given, result) for by, names in tables.items()],
         expected=[
-            (one["figure"], one["wanted"], shown(one["figure"], one["got"]), one["met"])
+            (
+                one["figure"],
+                one["wanted"],
+                formatted(one["figure"], one["got"]),
+                one["met"],
+            )
             for one in result["expect"]
         ],
         long=[(name, str(given[name])) for name in _LONG if name in given],
@@ -82,7 +87,8 @@ def _table(
     keys = _rows(by, given, result["workers"])
     meanings = [result["meaning"].get(name, "") for name in names]
     rows = [
-        (name, [shown(name, given[name].get(key)) for key in keys]) for name in names
+        (name, [formatted(name, given[name].get(key)) for key in keys])
+        for name in names
     ]
     if len(names) >= len(keys):
         return {

@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
+from msgspec.structs import replace
 
 from jdag.api.graph import Edge, Graph, Vertex, labelled
 from jdag.engine.drawing import Need
@@ -172,7 +173,7 @@ def _draw_vertex(axes: Axes, vertex: Vertex, place: tuple[float, float]) -> None
     )  # fmt: skip
     limit = 8 if vertex.kind == "leaf" else _NAME_MAX
     name = vertex.label if len(vertex.label) <= limit else vertex.label[:limit] + "…"
-    label = labelled(vertex._replace(label=name))
+    label = labelled(replace(vertex, label=name))
     if vertex.kind == "leaf":
         label = label.replace(" [", "\n[")
     axes.text(

@@ -141,49 +141,19 @@ def _mark(record: Record) -> Mark:
     return Mark(record.worker, record.kind, peer, record.time_ns)
 
 
-class Span(NamedTuple):
-    """Something that took time on a worker, as it is drawn.
-
-    `kind` is what a job is drawn as, or "transfer": of arrays that this worker sent.
-    `label` is a function, or where a transfer went.
-    """
-
-    start_ns: int
-    end_ns: int
-    kind: str
-    label: str
-    worker: str
-
-
-def spans(records: Iterable[Record]) -> list[Span]:
-    """Return all jobs, then all transfers of arrays, each in the order of starts."""
-    read = spans_of(records)
-    computed = (
-        Span(job.start_ns, job.end_ns, job.drawn_as, job.function, job.worker)
-        for job in read.jobs
-    )
-    transferred = (
-        Span(one.start_ns, one.end_ns, "transfer", one.destination, one.worker)
-        for one in read.transfers
-        if one.payload_bytes
-    )
-    return [*computed, *transferred]
-
-
 def bubble(
-    spans: Iterable[Span | Job], workers: Sequence[str], window: Window
+    jobs: Iterable[Job], workers: Sequence[str], window: Window
 ) -> dict[str, Fraction]:
     """Return for each worker 1 - busy time / length of the window, exactly.
 
-    Busy is a worker that computes; transfers do not count. In a window of no length
-    nobody is idle: 0.
+    Busy is a worker that computes. In a window of no length nobody is idle: 0.
     """
     first_ns, last_ns = window
     busy_ns = dict.fromkeys(workers, 0)
-    for span in spans:
-        if span.kind != "transfer" and span.worker in busy_ns:
-            part_ns = min(span.end_ns, last_ns) - max(span.start_ns, first_ns)
-            busy_ns[span.worker] += max(part_ns, 0)
+    for job in jobs:
+        if job.worker in busy_ns:
+            part_ns = min(job.end_ns, last_ns) - max(job.start_ns, first_ns)
+            busy_ns[job.worker] += max(part_ns, 0)
     length_ns = last_ns - first_ns
     if length_ns <= 0:
         return dict.fromkeys(workers, Fraction(0))

@@ -6,6 +6,7 @@ there are more workers than have room for that, a raster shows the devices alone
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -14,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from jdag.report.formatting import shown
+from jdag.report.formatting import formatted
 from jdag.report.raster import mixed
 from jdag.report.spans import Job, Spans, Transfer, bubble
 
@@ -79,17 +80,17 @@ def draw_timeline(
     axes = figure.add_subplot()
     length_ns = window_ns[1] - window_ns[0]
     unit_ns, unit = _unit(length_ns)
-    span = length_ns / unit_ns
+    view = _View(axes, *window_ns, unit_ns)
     if is_raster:
         colors = {kind: color for kind, (color, _) in _KINDS.items()}
         picture = mixed(inside.jobs, workers, window_ns, colors, _IDLE)
-        extent = (0, span or 1, len(workers) - 0.5, -0.5)
+        extent = (0, view.length or 1, len(workers) - 0.5, -0.5)
         axes.imshow(picture, extent=extent, aspect="auto", interpolation="nearest")
     else:
-        _draw_rows(axes, workers, inside, window_ns, unit_ns)
-    _draw_marks(axes, workers, inside, window_ns, unit_ns)
-    since = shown("start_ns", window_ns[0]) if window_ns[0] else "its beginning"
-    _frame(axes, workers, span, f"virtual time since {since}, in {unit}")
+        _draw_rows(view, workers, inside)
+    _draw_marks(view, workers, inside)
+    since = formatted("start_ns", window_ns[0]) if window_ns[0] else "its beginning"
+    _frame(axes, workers, view.length, f"virtual time since {since}, in {unit}")
     if is_raster:
         axes.grid(visible=False)
     axes.set_title(title, loc="left", fontsize=11, pad=10, parse_math=False)
@@ -101,25 +102,46 @@ def draw_timeline(
     figure.savefig(path, dpi=130, metadata={"Software": None})
 
 
-def _draw_rows(
-    axes: Axes,
-    workers: Sequence[str],
-    spans: Spans,
-    window_ns: tuple[int, int],
-    unit_ns: int,
-) -> None:
-    span = (window_ns[1] - window_ns[0]) / unit_ns
-    idle = bubble(spans.jobs, workers, window_ns)
+@dataclass(frozen=True, slots=True)
+class _View:
+    """The axes, and the window of time that they show, in some unit."""
+
+    axes: Axes
+    first_ns: int
+    last_ns: int
+    unit_ns: int
+
+    @property
+    def length(self) -> float:
+        return (self.last_ns - self.first_ns) / self.unit_ns
+
+    def bar(self, span: Job | Transfer) -> tuple[float, float]:
+        """Start and width, cut at the window."""
+        start_ns = max(span.start_ns, self.first_ns)
+        end_ns = min(span.end_ns, self.last_ns)
+        width = (end_ns - start_ns) / self.unit_ns
+        return (start_ns - self.first_ns) / self.unit_ns, width
+
+
+def _draw_rows(view: _View, workers: Sequence[str], spans: Spans) -> None:
+    axes, length = view.axes, view.length
+    idle = bubble(spans.jobs, workers, (view.first_ns, view.last_ns))
     for place, worker in enumerate(workers):
-        axes.barh(place, span, height=0.86, color=_IDLE, zorder=0)
-        jobs = [job for job in spans.jobs if job.worker == worker]
-        _draw_jobs(axes, place, jobs, window_ns, unit_ns)
+        axes.barh(place, length, height=0.86, color=_IDLE, zorder=0)
+        _draw_jobs(view, place, [job for job in spans.jobs if job.worker == worker])
         sent = [one for one in spans.transfers if one.worker == worker]
-        _draw_transfers(axes, place, sent, window_ns, unit_ns)
-        if span:
+        for color, is_cotangent in ((_PRIMALS, False), (_COTANGENTS, True)):
+            bars = [
+                view.bar(one)
+                for one in sent
+                if one.payload_bytes and (one.message == "Cotangent") is is_cotangent
+            ]
+            where = (place + _STRIP[0], _STRIP[1])
+            axes.broken_barh(bars, where, facecolors=color, alpha=0.75, zorder=2)
+        if length:
             axes.text(
-                span * 1.008, place, f"{float(1 - idle[worker]):.0%} busy", va="center",
-                fontsize=8, color="#555555",
+                length * 1.008, place, f"{float(1 - idle[worker]):.0%} busy",
+                va="center", fontsize=8, color="#555555",
             )  # fmt: skip
 
 
@@ -131,81 +153,35 @@ def _unit(length_ns: int) -> tuple[int, str]:
     return _UNITS[-1]
 
 
-def _draw_jobs(
-    axes: Axes,
-    place: int,
-    jobs: Sequence[Job],
-    window_ns: tuple[int, int],
-    unit_ns: int,
-) -> None:
-    first_ns, last_ns = window_ns
+def _draw_jobs(view: _View, place: int, jobs: Sequence[Job]) -> None:
     for kind, (color, _) in _KINDS.items():
         mine = [j for j in jobs if j.drawn_as == kind and j.end_ns > j.start_ns]
-        bars = [_bar(job, window_ns, unit_ns) for job in mine]
+        bars = [view.bar(job) for job in mine]
         # A thin bar has no edge, which would hide it.
-        thin = _EDGE_SHARE * (last_ns - first_ns) / unit_ns
-        axes.broken_barh(
+        thin = _EDGE_SHARE * (view.last_ns - view.first_ns) / view.unit_ns
+        view.axes.broken_barh(
             bars, (place + _DEVICE[0], _DEVICE[1]), facecolors=color,
             edgecolors="white",
             linewidth=[0.5 if width > thin else 0.0 for _, width in bars] or 0.0,
             zorder=2,
         )  # fmt: skip
+        narrow = _LABEL_SHARE * (view.last_ns - view.first_ns)
         for job, (start, width) in zip(mine, bars, strict=True):
-            narrow = width * unit_ns < _LABEL_SHARE * (last_ns - first_ns)
-            if narrow or not job.context:
+            if width * view.unit_ns < narrow or not job.context:
                 continue
-            axes.text(
+            view.axes.text(
                 start + width / 2, place + _DEVICE[0] + _DEVICE[1] / 2,
                 ".".join(map(str, job.path)), ha="center", va="center", fontsize=7,
                 color="white", zorder=3, clip_on=True,
             )  # fmt: skip
 
 
-def _draw_transfers(
-    axes: Axes,
-    place: int,
-    sent: Sequence[Transfer],
-    window_ns: tuple[int, int],
-    unit_ns: int,
-) -> None:
-    for color, bars in (
-        (_PRIMALS, [_bar(t, window_ns, unit_ns) for t in sent if _is_primal(t)]),
-        (_COTANGENTS, [_bar(t, window_ns, unit_ns) for t in sent if _is_cotangent(t)]),
-    ):
-        axes.broken_barh(
-            bars, (place + _STRIP[0], _STRIP[1]), facecolors=color, alpha=0.75, zorder=2
-        )
-
-
-def _is_cotangent(transfer: Transfer) -> bool:
-    return transfer.payload_bytes > 0 and transfer.message == "Cotangent"
-
-
-def _is_primal(transfer: Transfer) -> bool:
-    return transfer.payload_bytes > 0 and transfer.message != "Cotangent"
-
-
-def _bar(
-    span: Job | Transfer, window_ns: tuple[int, int], unit_ns: int
-) -> tuple[float, float]:
-    """Start and width, cut at the window."""
-    start_ns = max(span.start_ns, window_ns[0])
-    end_ns = min(span.end_ns, window_ns[1])
-    return (start_ns - window_ns[0]) / unit_ns, (end_ns - start_ns) / unit_ns
-
-
-def _draw_marks(
-    axes: Axes,
-    rows: Sequence[str],
-    spans: Spans,
-    window_ns: tuple[int, int],
-    unit_ns: int,
-) -> None:
+def _draw_marks(view: _View, rows: Sequence[str], spans: Spans) -> None:
     for kind, symbol, _ in _MARKS:
         marks = [m for m in spans.marks if m.kind == kind and m.worker in rows]
         if marks:
-            axes.scatter(
-                [(mark.at_ns - window_ns[0]) / unit_ns for mark in marks],
+            view.axes.scatter(
+                [(mark.at_ns - view.first_ns) / view.unit_ns for mark in marks],
                 [rows.index(mark.worker) + _STRIP[0] + 0.06 for mark in marks],
                 marker=symbol, s=16 if kind == "drop" else 80, color=_MARK, zorder=4,
                 linewidths=1.0, clip_on=False,

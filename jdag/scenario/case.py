@@ -31,50 +31,82 @@ from jdag.api.cluster import Cluster
 from jdag.api.oracle import pullback
 from jdag.api.refs import Ref, fetch
 from jdag.compute.pytrees import NUMBERS
-from jdag.errors import JdagError, RootError, UnusedSendError, text_of
+from jdag.errors import (
+    JdagError,
+    RootError,
+    ScenarioError,
+    UnusedSendError,
+    text_of,
+    unusable,
+)
 
 # What a play gives, by name: numbers, fractions, texts, flags, None; lists of these,
 # and mappings from workers to these.
 Figures = dict[str, Any]
 
 
-class Run(Protocol):
-    """What a scenario offers whom it has play."""
+@dataclass(slots=True)
+class Run:
+    """One run of a scenario, as its program sees it.
 
-    @property
-    def workers(self) -> tuple[str, ...]:
-        """The names of the workers."""
+    Attributes:
+        workers: the names of the workers.
+        seeds: the seeds to play with; the first is the one that is reported.
+        abstract: whether values are shapes alone.
+        troubled: whether the scenario has faults or jitter.
+        virtual: whether time is virtual; on processes there is no trace, and seeds
+            change nothing.
+        driver: makes the clusters.
+        show: is called with how far the run is.
+    """
 
-    @property
-    def seeds(self) -> tuple[int, ...]:
-        """The seeds to play with; the first is the one that is reported."""
-
-    @property
-    def abstract(self) -> bool:
-        """Whether values are shapes alone."""
-
-    @property
-    def troubled(self) -> bool:
-        """Whether the scenario has faults or jitter."""
-
-    @property
-    def virtual(self) -> bool:
-        """Whether time is virtual: else there is no trace, and seeds change nothing."""
+    workers: tuple[str, ...]
+    seeds: tuple[int, ...]
+    abstract: bool
+    troubled: bool
+    virtual: bool
+    driver: Any
+    show: Callable[[int, int, Mapping[str, float]], None]
+    kept: Cluster | None = None
+    window: tuple[int, int] = (0, 0)
+    drawings: Any = None
+    last: Cluster | None = None
 
     def cluster(self, seed: int, *, clean: bool = False) -> Cluster:
         """Return the scenario's cluster; `clean` leaves out its faults and jitter.
 
         In virtual time a new one for each seed. Of processes it is the same one again.
         """
+        self.driver.let_go(self.kept)
+        made: Cluster = self.driver.cluster(seed, clean=clean)
+        self.last = made
+        return made
 
     def progress(self, done: int, total: int, **numbers: float) -> None:
-        """Show how far the play is."""
+        """Show how far the run is."""
+        self.show(done, total, numbers)
 
     def keep(self, cluster: Cluster, window: tuple[int, int]) -> None:
         """Report on this cluster; draw its timeline in this window of nanoseconds."""
+        if not isinstance(cluster, Cluster):
+            raise ScenarioError(unusable("run.keep: cluster", cluster, "a cluster"))
+        if not _is_window(window):
+            allowed = "two integers of nanoseconds, 0 <= from_ns <= until_ns"
+            raise ScenarioError(unusable("run.keep: window", window, allowed))
+        self.kept, self.window = cluster, window
 
     def draw(self, drawings: Any) -> None:
         """Report this graph, as `ctx.graph()` gives it."""
+        if not isinstance(drawings, Mapping):
+            allowed = "what ctx.graph() gives"
+            raise ScenarioError(unusable("run.draw: drawings", drawings, allowed))
+        self.drawings = drawings
+
+
+def _is_window(window: Any) -> bool:
+    if not isinstance(window, tuple | list) or len(window) != 2:
+        return False
+    return all(type(ns) is int for ns in window) and 0 <= window[0] <= window[1]
 
 
 class Player(Protocol):
@@ -423,7 +455,7 @@ def left_over(run: Run, cluster: Cluster) -> Figures:
         cluster.driver.settle()
     info = cluster.info()
     living = [one for one in info.values() if not one["lost"]]
-    leaves = sum(not cluster.home.is_lost(leaf) for leaf in cluster.home.leaves)
+    leaves = sum(not cluster.state.is_lost(leaf) for leaf in cluster.state.leaves)
     return {
         "live_contexts": sum(int(worker["live_contexts"]) for worker in living),
         "live_passes": sum(int(worker["live_passes"]) for worker in living),

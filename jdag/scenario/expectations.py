@@ -1,4 +1,4 @@
-"""What a scenario expects of its figures, and whether it is so.
+"""Expectations of a scenario, and whether its figures meet them.
 
 [expect]
 outcome = "finished"                       # equal
@@ -22,12 +22,12 @@ ERRORS = tuple(
     if isinstance(kind, type) and issubclass(kind, JdagError)
 )
 
-# What a figure can be at all, where that is known: anything else would name nothing.
+# The possible values of a figure, where they are known.
 POSSIBLE: Mapping[str, tuple[str, ...]] = {"outcome": OUTCOMES, "error": ERRORS}
 
 
 class Judged(NamedTuple):
-    """One expectation: the figure, what was wanted of it, what it is, whether so."""
+    """One expectation: the figure, the wanted value, its value, whether it is met."""
 
     figure: str
     wanted: str
@@ -35,7 +35,7 @@ class Judged(NamedTuple):
     met: bool
 
 
-# What making a number of a thing may raise: of "x", of inf, of "1/0".
+# Raised by conversion to a number: of "x", of inf, of "1/0".
 _NO_NUMBER = (TypeError, ValueError, OverflowError, ZeroDivisionError)
 
 
@@ -60,7 +60,7 @@ COMPARE: Mapping[str, Callable[[Any, Any], bool]] = {
 
 
 def refuse_unknown(expect: Mapping[str, Any], figures: Mapping[str, str]) -> None:
-    """Refuse expectations that name nothing.
+    """Refuse expectations of unknown figures or by unknown comparisons.
 
     Raises:
         ScenarioError: there are none, or one of no figure, or by no comparison.
@@ -107,7 +107,7 @@ def _refuse_bound(key: str, how: str, bound: Any) -> None:
 
 
 def judge(expect: Mapping[str, Any], figures: Mapping[str, Any]) -> list[Judged]:
-    """Compare figures with what is expected of them; one that is not there is None.
+    """Compare figures with their expectations; a missing figure is None.
 
     Whoever says nothing of the outcome expects it to be "finished".
     """

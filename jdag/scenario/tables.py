@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from jdag.engine.vocabulary import WORKERS_MAX
+from jdag.engine.protocol import WORKERS_MAX
 from jdag.errors import ScenarioError, unusable
+from jdag.runtime.chooser import POLICIES
 from jdag.runtime.tables import (
     COUNT,
     FLAG,
@@ -42,8 +43,7 @@ from jdag.sim import (
     Partition,
     Slow,
 )
-from jdag.sim.chooser import POLICIES
-from jdag.sim.simulation import EVENTS_MAX
+from jdag.sim.settings import EVENTS_MAX
 
 _NAME = "letters, digits, _, - and ., beginning with a letter or a digit"
 _WORKERS = (
