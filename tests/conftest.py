@@ -11,7 +11,7 @@ import pytest
 from hypothesis import settings
 
 from jdag.api.drivers import simulate
-from tests.peer_cases import either, make, sides, tls  # noqa: F401
+from tests.connection_cases import either, make, sides, tls  # noqa: F401
 from tests.spreading import Groups, place_of
 from tests.tiers import FIRST
 

@@ -6,7 +6,7 @@ in between, so that all that is in order across contexts is put to the test.
 
 import random
 
-from jdag.engine.vocabulary import Argument
+from jdag.engine.protocol import Argument
 from tests.engine_cases import assign_newest, finished, newest
 from tests.engine_net import Net, Scope
 from tests.engine_programs import Run, draw

@@ -5,7 +5,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from jdag.engine.vocabulary import Argument, Key, NewestKey, Outcome
+from jdag.engine.protocol import Argument, Key, NewestKey, Outcome
 from tests.engine_net import Net, Scope, names
 from tests.engine_values import Linear
 

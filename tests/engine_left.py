@@ -3,7 +3,7 @@
 from collections.abc import Container, Mapping
 from typing import Any
 
-from jdag.engine.vocabulary import AnyKey, Key, LeafId
+from jdag.engine.protocol import AnyKey, Key, LeafId
 
 
 def leftovers(places: Mapping[str, Any], dropped: Container[LeafId]) -> list[str]:
@@ -23,7 +23,7 @@ def leftovers(places: Mapping[str, Any], dropped: Container[LeafId]) -> list[str
             "effects": state.out,
             "requests": engine._reads._requests,
             "after": state.after,
-            "held": engine._activations._held,
+            "held": engine._frames._held,
             "unacknowledged": engine._leaves.unacknowledged,
             "programs": place.running,
             "values": [

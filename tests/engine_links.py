@@ -5,7 +5,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from jdag.engine.vocabulary import Message
+from jdag.engine.protocol import Message
 from jdag.wire.order import Order
 
 Pair = tuple[str, str]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jdag.engine.vocabulary import (
+from jdag.engine.protocol import (
     Alarm,
     Argument,
     Arrived,
@@ -373,7 +373,7 @@ class Scope:
             else:
                 given.append(argument)
         inputs = tuple(i for i, argument in enumerate(given) if argument.tracked)
-        flags = [True] * len(function.weights) if inexact is None else inexact
+        flags = [True] * len(function.credits) if inexact is None else inexact
         outputs = tuple(bool(inputs) and flag for flag in flags)
         made = tuple(j for j, flag in enumerate(outputs) if flag)
         event = Issued(
@@ -490,7 +490,7 @@ def stopped(value: Argument) -> Argument:
     return Argument(value.key, value.owner, False)
 
 
-def weights(*rows: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+def credits(*rows: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(row) for row in rows)
 
 

@@ -24,7 +24,7 @@ from math import inf
 from operator import and_
 from typing import Any
 
-from jdag.engine.vocabulary import LeafId, Mode, Outcome, Owed
+from jdag.engine.protocol import LeafId, Mode, Outcome, Owed
 from tests.engine_values import Affine, Linear, Number, left_fold
 
 Path = tuple[int, ...]
@@ -133,7 +133,7 @@ class Oracle:
             for a in arguments
         ]
         used = Linear(
-            function.name, function.weights, None, tuple(places), function.outputs
+            function.name, function.credits, None, tuple(places), function.outputs
         )
         node = Vertex("node", worker, path, used, len(made), [*inputs])
         if made:
@@ -257,7 +257,7 @@ class Oracle:
             for place, used in enumerate(tracked):
                 if used is not None:
                     adjoint[used] = adjoint.get(used, 0) + sum(
-                        function.weights[j][place] * adjoint.get(outputs[j], 0)
+                        function.credits[j][place] * adjoint.get(outputs[j], 0)
                         for j in function.outputs
                     )
         for name, variable in self.variables.items():

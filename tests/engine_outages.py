@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from jdag.engine import Engine
-from jdag.engine.vocabulary import Joined, Lost, incarnated, incarnation_of, named
+from jdag.engine.protocol import Joined, Lost, incarnated, incarnation_of, named
 from tests.engine_place import Place
 
 if TYPE_CHECKING:

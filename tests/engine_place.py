@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jdag.engine import Engine
-from jdag.engine.vocabulary import Event, Job, Key, Spawn
+from jdag.engine.protocol import Event, Job, Key, Spawn
 
 Body = Generator[int, Any, Any]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from jdag.engine.vocabulary import (
+from jdag.engine.protocol import (
     Argument,
     Failure,
     LeafId,
@@ -342,7 +342,7 @@ class Run:
                 self._pass(step)
                 self.needs.subtract(_named([step]))
                 continue
-            body = self._stepped(self.scope, step)
+            body = self.stepped(self.scope, step)
             try:
                 waiter = next(body)
                 while True:
@@ -354,11 +354,11 @@ class Run:
         self, scope: Scope, steps: Sequence[Step]
     ) -> Generator[int, Any, list[str]]:
         for step in steps:
-            yield from self._stepped(scope, step)
+            yield from self.stepped(scope, step)
         self._drop(scope)
         return ["returned"]
 
-    def _stepped(self, scope: Scope, step: Step) -> Generator[int, Any, None]:
+    def stepped(self, scope: Scope, step: Step) -> Generator[int, Any, None]:
         """A step, before which the program may drop what no later one names."""
         self._drop(scope)
         yield from self._step(scope, step)
@@ -381,7 +381,7 @@ class Run:
             if ref.owner not in self.net.dead and ref.key in places[ref.owner].values:
                 found.append(f"{ref.owner}: {ref.key}")
         engine: Any = places[self.home].engine
-        top = engine._state.contexts[context].activations[()]
+        top = engine._state.contexts[context].frames[()]
         copies = [key for of in top.moved.values() for key in of.values()]
         for name, place in places.items():
             received = [key for key in place.values if key.kind == "received"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from jdag.engine.vocabulary import Apply, Fill, Forward, Job, Key, Sum, Vjp
+from jdag.engine.protocol import Apply, Fill, Forward, Job, Key, Sum, Vjp
 
 Number = tuple[int, str]
 
@@ -30,13 +30,13 @@ class Fuse:
 
 @dataclass(frozen=True)
 class Linear:
-    """A function of integers: output j is the sum over i of weights[j][i] * input i.
+    """A function of integers: output j is the sum over i of credits[j][i] * input i.
 
     `inputs` and `outputs` are the places of those that are tracked; a call sets them.
     """
 
     name: str
-    weights: tuple[tuple[int, ...], ...]
+    credits: tuple[tuple[int, ...], ...]
     fuse: Fuse | None = None
     inputs: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
@@ -44,13 +44,13 @@ class Linear:
     @property
     def avals(self) -> tuple[str, ...]:
         """What its inputs are, which nobody here looks at."""
-        return ("aval",) * len(self.weights[0])
+        return ("aval",) * len(self.credits[0])
 
     @property
     def reaches(self) -> tuple[tuple[bool, ...], ...]:
         """For each tracked input, which tracked outputs it reaches."""
         return tuple(
-            tuple(self.weights[j][i] != 0 for j in self.outputs) for i in self.inputs
+            tuple(self.credits[j][i] != 0 for j in self.outputs) for i in self.inputs
         )
 
     def forward(self, inputs: Sequence[Number]) -> list[Number]:
@@ -61,7 +61,7 @@ class Linear:
                 sum(w * x for w, (x, _) in zip(row, inputs, strict=True)),
                 f"{self.name}.{j}",
             )
-            for j, row in enumerate(self.weights)
+            for j, row in enumerate(self.credits)
         ]
 
     def vjp(self, cotangents: Sequence[Number]) -> list[Number]:
@@ -72,7 +72,7 @@ class Linear:
         pairs = list(zip(self.outputs, cotangents, strict=True))
         return [
             (
-                sum(self.weights[j][i] * cotangent for j, (cotangent, _) in pairs),
+                sum(self.credits[j][i] * cotangent for j, (cotangent, _) in pairs),
                 short(f"{self.name}/{i}({made})"),
             )
             for i in self.inputs

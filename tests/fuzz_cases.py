@@ -9,7 +9,8 @@ from unittest.mock import patch
 
 from msgspec import Struct
 
-from jdag.rpc.outbox import Outbox, Parcel
+from jdag.rpc.bulk import Parcel
+from jdag.rpc.connection import Connection
 from jdag.wire.frames import FrameKind, pack_header
 from jdag.wire.messages import Codec
 
@@ -27,13 +28,13 @@ class Recorded(NamedTuple):
 def recording() -> Iterator[list[Recorded]]:
     """Keep all frames that nodes of this process send meanwhile."""
     kept: list[Recorded] = []
-    put: Callable[..., None] = Outbox._put
+    put: Callable[..., None] = Connection._put
 
-    def note(self: Outbox, sequence: int, parcel: Parcel) -> None:
+    def note(self: Connection, sequence: int, parcel: Parcel) -> None:
         kept.append(Recorded(parcel.kind, b"".join(map(bytes, parcel.views))))
         put(self, sequence, parcel)
 
-    with patch.object(Outbox, "_put", note):
+    with patch.object(Connection, "_put", note):
         yield kept
 
 

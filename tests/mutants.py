@@ -4,10 +4,10 @@ Run as `python -m tests.mutants`. The list is `tests/mutants.toml`, one table a 
 
     [[mutant]]
     fact = "the promise that the fault breaks"
-    file = "jdag/engine/weight.py"
+    file = "jdag/engine/credit.py"
     before = "text that occurs exactly once in the file"
     after = "its replacement"
-    tests = ["tests/test_weight.py"]  # Arguments of pytest: files or test ids.
+    tests = ["tests/test_credit.py"]  # Arguments of pytest: files or test ids.
     retired = "the reason why this fault is no longer tried"  # Optional.
 
 Faults are applied one at a time to copies of the working tree (all files that git

@@ -191,7 +191,7 @@ def clean(cluster: Cluster, leaves: Sequence[Any]) -> None:
     driver: Any = cluster.driver
     driver.settle()
     for worker, held in cluster.info().items():
-        there, _ = cluster.home.place(worker, "")
+        there, _ = cluster.state.place(worker, "")
         mine = sum(leaf.owner == there for leaf in leaves)
         left = [held[what] for what in ("live_contexts", "live_passes", "values_held")]
         wanted = [0, 0, 0 if held["lost"] else mine]

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from jdag.engine.vocabulary import Owed
+from jdag.engine.protocol import Owed
 from tests.random_functions import INEXACT, Hook
 from tests.random_programs import (
     Branch,

@@ -6,19 +6,17 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from jdag.rpc.control import ControlClient, ControlServer
 from jdag.rpc.device import settings_of
-from jdag.rpc.gate import Admit, Gate, Take, dial
 from jdag.rpc.handshake import ours
-from jdag.rpc.place import MakeNode, Place
-from jdag.rpc.seat import Own, Seat
+from jdag.rpc.listener import CARRIED
 from jdag.rpc.session import Plan
+from jdag.rpc.session_info import MakeNode, SessionInfo
 from jdag.rpc.settings import VALUE_BYTES_MAX, Address
-from jdag.rpc.tunnel import carrying
 from jdag.rpc.worker import Options
+from jdag.rpc.worker_server import WorkerConfig, WorkerServer
 
 TOKEN = "the token of the tests"
 ANY = Address("127.0.0.1", 0)
@@ -33,7 +31,7 @@ class PlainNode:
     looks for what there is to do a hundred times a second.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: SessionInfo) -> None:
         self.place = place
         self.streams: dict[str, Any] = {}
         self.heard: dict[str, bytes] = {}
@@ -191,7 +189,6 @@ def plan_of(controls: dict[str, Address], **changed: Any) -> Plan:
         "workers": ("m", *controls),
         "handshake": ours(),
         "make_node": PlainNode,
-        "dial_gate": dial,
         "token": TOKEN,
     }
     return Plan(controls=controls, **{**common, **changed})
@@ -230,15 +227,15 @@ class Seated:
             "allow": ("models",),
             "handshake": ours(),
             "make_node": self._make,
-            "open_gate": self._by_grpc if grpc else partial(Gate, "unix:@"),
-            "dial_gate": dial,
+            "data": CARRIED if grpc else "unix:@",
         }
-        self.seat = Seat(Own(worker=name, **{**common, **own}))
+        self.seat = WorkerServer(WorkerConfig(worker=name, **{**common, **own}))
         self.server = ControlServer(
+            f"worker {name!r}",
             address,
             self.seat.answers,
             tls=own.get("tls"),
-            carry=carrying(self.seat.enter) if grpc else None,
+            enter=self.seat.enter if grpc else None,
             hosts=own.get("hosts"),
             knows=self.seat.knows,
         )
@@ -248,9 +245,6 @@ class Seated:
         self.ask = self.client.ask
         self.thread = threading.Thread(target=self.seat.serve)
         self.thread.start()
-
-    def _by_grpc(self, *, admit: Admit, take: Take) -> Gate:
-        return Gate(f"grpc:{self.server.address}", admit=admit, take=take)
 
     def _make(self, place: Any) -> PlainNode:
         self.nodes.append(PlainNode(place))

@@ -8,17 +8,17 @@ from itertools import combinations
 from typing import Any
 
 from jdag.api.cluster import Cluster
-from jdag.api.cluster_state import Home
+from jdag.api.cluster_state import ClusterState
 from jdag.api.context import run_program
-from jdag.rpc.functions import Functions
+from jdag.rpc.function_decoder import FunctionDecoder
 from jdag.rpc.node import Node
-from jdag.rpc.place import Place
+from jdag.rpc.session_info import SessionInfo
 from jdag.rpc.streams import SocketStream
 
 
 def place_of(
     worker: str, workers: Sequence[str], allow: Sequence[str], **changed: Any
-) -> Place:
+) -> SessionInfo:
     usual: dict[str, Any] = {
         "main": workers[0],
         "incarnations": dict.fromkeys(workers, 0),
@@ -27,7 +27,7 @@ def place_of(
         "dial": _undialled,
         "gone": lambda peer, why: None,
     }
-    return Place(worker=worker, workers=tuple(workers), **{**usual, **changed})
+    return SessionInfo(worker=worker, workers=tuple(workers), **{**usual, **changed})
 
 
 def _undialled(peer: str, received: int) -> tuple[Any, int]:
@@ -36,13 +36,13 @@ def _undialled(peer: str, received: int) -> tuple[Any, int]:
 
 def made(
     worker: str, workers: Sequence[str], allow: Sequence[str] = (), **changed: Any
-) -> tuple[Home, Node]:
+) -> tuple[ClusterState, Node]:
     """A node, in a place that is changed so, and its home."""
-    home = Home(workers, abstract=False)
+    home = ClusterState(workers, abstract=False)
     node = Node(
         place_of(worker, workers, allow, **changed),
         run_program=partial(run_program, home),
-        functions=Functions(allow),
+        functions=FunctionDecoder(allow),
     )
     home.driver = node
     return home, node

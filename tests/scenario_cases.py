@@ -10,7 +10,7 @@ import numpy as np
 import jdag
 from jdag.api.drivers import simulate
 from jdag.errors import ScenarioError
-from jdag.scenario.case import Case
+from jdag.scenario.case import Case, Run
 from jdag.sim import LinkModel, Network
 
 GOOD = """# Is it so?
@@ -232,8 +232,8 @@ def player(workers, *, end: str = "good"):
 # ------------------------------------------------------------- what runs are made of
 
 
-class Stage:
-    """Plays a case without a scenario: what `jdag.scenario.case.Run` asks for."""
+class Stage(Run):
+    """A run of a case without a scenario."""
 
     def __init__(self, workers, *, seeds=(0,), network=None, faults=(), **settings):
         self.workers, self.seeds = tuple(workers), tuple(seeds)

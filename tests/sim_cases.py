@@ -1,11 +1,16 @@
 """Engines that follow a script, to see what the driver alone does."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 
-from jdag.engine.vocabulary import (
+from jdag.api.cluster import Cluster
+from jdag.api.cluster_state import ClusterState
+from jdag.api.context import run_program
+from jdag.engine.credit import WHOLE
+from jdag.engine.protocol import (
     Answer,
     Arrived,
     ContextId,
@@ -19,8 +24,9 @@ from jdag.engine.vocabulary import (
     ScratchKey,
     Send,
 )
-from jdag.engine.weight import WHOLE
+from jdag.runtime.tables import NESTING_MAX
 from jdag.runtime.trace import Record
+from jdag.sim.settings import SimSettings
 from jdag.sim.simulation import Simulation
 
 CONTEXT = ContextId(0, 1, 0)
@@ -90,10 +96,24 @@ class Played:
         return [(r.time_ns, r.kind, r.worker) for r in self.records(*kinds)]
 
 
+def cluster_of(settings: SimSettings) -> Cluster:
+    """A simulated cluster, of settings that `jdag.simulate` may not hand on."""
+    shared = ClusterState(
+        tuple(settings.workers), settings.values == "abstract", NESTING_MAX
+    )
+    shared.driver = Simulation(settings, partial(run_program, shared))
+    return Cluster(shared, shared.driver.port)
+
+
+def no_program(port: Any, spawn: Any) -> Any:
+    raise AssertionError(spawn)
+
+
 def play(
     monkeypatch: pytest.MonkeyPatch,
     react: React,
     workers: Sequence[str] = WORKERS,
+    run_program: Any = no_program,
     **settings: Any,
 ) -> Played:
     """A simulation of engines that all follow one script; home is the first worker."""
@@ -104,8 +124,8 @@ def play(
         return engines[worker]
 
     monkeypatch.setattr("jdag.sim.host.Engine", engine)
-    settings = {"seed": 0, "home": workers[0], "run_program": None, **settings}
-    made = Simulation(workers, **settings)
+    settings = {"seed": 0, "home": workers[0], **settings}
+    made = Simulation(SimSettings(workers=workers, **settings), run_program)
     for each in engines.values():
         each.simulation = made
     return Played(made, engines)

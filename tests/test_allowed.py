@@ -28,7 +28,7 @@ HERE = Allowed(["tests.names_cases"])
 NOTHING = Allowed([])
 OWN: tuple[Any, ...] = (
     *(Reply, Leafwise, run_here, seeded, moved, added, copies, divided, joined),
-    *(optim._stepped, optim.squared_norm, optim.squared_norms),
+    *(optim.stepped, optim.squared_norm, optim.squared_norms),
 )
 
 

@@ -9,13 +9,9 @@ import pytest
 from msgspec.msgpack import Decoder
 
 from jdag.compute.avals import aval_of
+from jdag.engine.arrays import DTYPES, RANK_MAX, ArrayType
 from jdag.errors import ProtocolError
-from jdag.wire.arrays import (
-    DTYPES,
-    RANK_MAX,
-    ArrayType,
-    type_of,
-)
+from jdag.wire.arrays import type_of
 from jdag.wire.encoding import check_of, decoded, encoded
 from jdag.wire.messages import Codec
 

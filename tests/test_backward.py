@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from jdag.engine.vocabulary import (
+from jdag.engine.credit import WHOLE
+from jdag.engine.protocol import (
     Argument,
     Arrived,
     Cotangent,
@@ -20,7 +21,6 @@ from jdag.engine.vocabulary import (
     Start,
     Vjp,
 )
-from jdag.engine.weight import WHOLE
 from tests.engine_cases import SEEDS, finished, holding, kept, net_of, pausing
 from tests.engine_net import Net, Scope
 from tests.engine_values import (

@@ -9,7 +9,7 @@ import pytest
 
 import jdag
 from jdag.errors import JdagError, WorkerLost
-from jdag.rpc import company
+from jdag.rpc import peers
 from jdag.rpc.streams import SocketStream
 from tests.rpc_breaking import CUT, KILL, Breaking, Killed, breaking
 
@@ -89,7 +89,7 @@ def held(cluster: Any, *but: str) -> dict[str, tuple[int, ...]]:
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is cut off dials again at once."""
-    monkeypatch.setattr(company, "REDIAL_S", 0.002)
+    monkeypatch.setattr(peers, "REDIAL_S", 0.002)
 
 
 @pytest.fixture(scope="module")
@@ -101,11 +101,11 @@ def wanted() -> list[bytes]:
 def counts(nodes: Breaking) -> list[tuple[int, int]]:
     """Messages said and heard, of all nodes: each was heard once."""
     said = [
-        sum(peer.outbox.messages_sent for peer in node.company.peers.values())
+        sum(peer.sent.messages for peer in node.peers.connections.values())
         for node in nodes.nodes.values()
     ]
     heard = [
-        sum(peer.inbox.messages for peer in node.company.peers.values())
+        sum(peer.reader.messages for peer in node.peers.connections.values())
         for node in nodes.nodes.values()
     ]
     return [(sum(said), sum(heard))]

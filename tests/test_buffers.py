@@ -23,8 +23,9 @@ from jdag.compute.duals import Dual
 from jdag.compute.hooks import hooked
 from jdag.compute.pairs import pair
 from jdag.compute.pytrees import split
+from jdag.engine.arrays import DTYPES
 from jdag.engine.functions import unjitted
-from jdag.wire.arrays import DTYPES, type_of
+from jdag.wire.arrays import type_of
 from tests.compute_cases import setting
 
 LARGE = ALIASED_MIN_BYTES

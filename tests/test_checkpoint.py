@@ -13,9 +13,9 @@ import pytest
 from jdag.api.drivers import simulate
 from jdag.api.optimizer import Optimizer
 from jdag.api.refs import fetch
+from jdag.engine.arrays import DTYPES
 from jdag.errors import ContextError, JdagError, RemoteError, WorkerLost
 from jdag.sim import Crash, LinkModel
-from jdag.wire.arrays import DTYPES
 from tests.face_cases import ONES, raises_at_run_time
 
 DATA = jnp.linspace(-1, 1, 12).reshape(4, 3)

@@ -1,13 +1,19 @@
-"""Which of what is ready goes first, and at what cost."""
+"""Which of what is ready goes first; every choice of a run is one object's."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jdag.errors import JdagError, ScenarioError
-from jdag.sim.chooser import ReadyJobs, checked, policy
+from jdag.runtime.chooser import Chooser, ReadyJobs, checked
+from jdag.sim import Delay, DeviceModel, Drop, Duplicate, LinkModel
+from jdag.sim.settings import SimSettings
+from tests.face_cases import total
+from tests.sim_cases import cluster_of
 
 
 @dataclass(frozen=True)
@@ -28,15 +34,30 @@ JOBS = [
 ]
 
 
+class Picking(Chooser):
+    """Picks the first of all jobs, or as told; keeps what it saw."""
+
+    picks_jobs = True
+
+    def __init__(self, policy="path", pick=lambda ready: 0):
+        super().__init__(0, policy)
+        self.pick = pick
+        self.seen = []
+
+    def pick_job(self, worker, ready):
+        self.seen.append((worker, [job.path for job in ready]))
+        return self.pick(ready)
+
+
 def order(chooser, jobs):
     ready = ReadyJobs(chooser, "a")
     for job in jobs:
-        ready.add(job)
-    return [(job.phase, job.path) for job in iter(ready.take, None)]
+        ready.add(job, (job.phase, job.path))
+    return list(iter(ready.take, None))
 
 
 def test_path_order_is_forward_then_passes_each_by_path():
-    assert order(policy("path"), JOBS) == [
+    assert order(Chooser(), JOBS) == [
         (0, (1,)),
         (0, (2,)),
         (0, (2, 1)),
@@ -47,7 +68,7 @@ def test_path_order_is_forward_then_passes_each_by_path():
 
 
 def test_backward_first_is_passes_then_forward_each_by_path():
-    assert order(policy("backward_first"), JOBS) == [
+    assert order(Chooser(0, "backward_first"), JOBS) == [
         (1, (1,)),
         (1, (2,)),
         (2, (1,)),
@@ -57,11 +78,8 @@ def test_backward_first_is_passes_then_forward_each_by_path():
     ]
 
 
-def test_no_policy_picks_where_nobody_asked_it_to():
-    for name in ("path", "backward_first"):
-        chooser = policy(name)
-        assert chooser.name == name
-        assert not chooser.picks_jobs and not chooser.picks_events
+def test_no_chooser_picks_unless_it_says_so():
+    assert not Chooser.picks_jobs and not Chooser.picks_events
 
 
 jobs = st.lists(
@@ -71,55 +89,123 @@ jobs = st.lists(
 
 @given(jobs, st.sampled_from(["path", "backward_first"]))
 def test_picking_the_first_of_all_that_is_ready_is_the_order_of_the_key(jobs, name):
-    chooser = policy(name)
-    assert order(chooser, jobs) == order(replace(chooser, picks_jobs=True), jobs)
+    assert order(Chooser(0, name), jobs) == order(Picking(name), jobs)
 
 
-def test_a_picking_policy_sees_the_worker_and_all_that_is_ready_in_order():
-    seen = []
-
-    def last(worker, ready):
-        seen.append((worker, [job.path for job in ready]))
-        return len(ready) - 1
-
-    chooser = replace(policy("path"), picks_jobs=True, pick_job=last)
+def test_a_picking_chooser_sees_the_worker_and_all_that_is_ready_in_order():
+    chooser = Picking(pick=lambda ready: len(ready) - 1)
     jobs = [Job(0, (2,)), Job(0, (1,)), Job(0, (3,))]
     assert [path for _, path in order(chooser, jobs)] == [(3,), (2,), (1,)]
-    assert seen[0] == ("a", [(1,), (2,), (3,)])
+    assert chooser.seen[0] == ("a", [(1,), (2,), (3,)])
 
 
-def test_a_pick_that_is_not_there_is_refused_by_policy_and_index():
-    chooser = replace(policy("path"), picks_jobs=True, pick_job=lambda *_: 7)
-    ready = ReadyJobs(chooser, "a")
-    ready.add(JOBS[0])
-    with pytest.raises(JdagError, match=r"'path' picked 7; .* from 0 to 0"):
+def test_a_pick_that_is_not_there_is_refused_by_index():
+    ready = ReadyJobs(Picking(pick=lambda ready: 7), "a")
+    ready.add(JOBS[0], None)
+    with pytest.raises(JdagError, match=r"picked 7; .* from 0 to 0"):
         ready.take()
     assert len(ready) == 1
     with pytest.raises(JdagError, match="picked -1"):
-        checked(chooser, -1, 3)
+        checked(-1, 3)
 
 
-def test_clearing_gives_back_what_was_ready_in_order():
-    ready = ReadyJobs(policy("path"), "a")
-    for job in reversed(JOBS):
-        ready.add(job)
-    came = [(job.phase, job.path) for job in ready.clear()]
-    assert came == order(policy("path"), JOBS)
-    assert came != [(job.phase, job.path) for job in JOBS]
+def test_what_is_cleared_is_not_handed_out():
+    ready = ReadyJobs(Chooser(), "a")
+    for job in JOBS:
+        ready.add(job, job)
+    ready.clear()
     assert len(ready) == 0 and ready.take() is None
 
 
-@pytest.mark.parametrize("picks_jobs", [False, True])
-def test_jobs_of_equal_keys_come_in_the_order_of_being_added(picks_jobs):
-    ready = ReadyJobs(replace(policy("path"), picks_jobs=picks_jobs), "a")
+@pytest.mark.parametrize("chooser", [Chooser(), Picking()])
+def test_jobs_of_equal_keys_come_in_the_order_of_being_added(chooser):
+    ready = ReadyJobs(chooser, "a")
     alike = [Job(0, (1,)) for _ in range(3)]
     for job in alike:
-        ready.add(job)
+        ready.add(job, job)
     assert [id(job) for job in iter(ready.take, None)] == [id(job) for job in alike]
 
 
-def test_an_unknown_policy_is_refused_with_those_there_are():
-    with pytest.raises(
-        ScenarioError, match=r"'lifo': allowed is one of path, backward"
-    ):
-        policy("lifo")
+def test_a_policy_that_is_not_there_is_refused_with_those_that_are():
+    with pytest.raises(ScenarioError, match="'fifo': allowed is one of path, b"):
+        Chooser(0, "fifo")
+
+
+# --------------------------------------------------------------- all choices of a run
+
+
+class Free(Chooser):
+    """Takes every choice at random, and keeps each answer."""
+
+    picks_jobs = picks_events = True
+
+    def __init__(self, seed):
+        super().__init__(seed)
+        self.picks = Random(seed)
+        self.taken = []
+
+    def note(self, taken):
+        self.taken.append(taken)
+        return taken
+
+    def chance(self, probability):
+        return self.note(super().chance(probability))
+
+    def amount(self, least, most):
+        return self.note(super().amount(least, most))
+
+    def pick_job(self, worker, ready):
+        return self.note(self.picks.randrange(len(ready)))
+
+    def pick_event(self, tied):
+        return self.note(self.picks.randrange(len(tied)))
+
+
+class Script(Free):
+    """Answers as another chooser did."""
+
+    def __init__(self, taken):
+        super().__init__(0)
+        self.script = iter(taken)
+
+    def note(self, taken):
+        return super().note(next(self.script))
+
+
+def layer(w, x):
+    return w * x + x
+
+
+def run(chooser):
+    """A run with all kinds of choices: its digest, and a gradient's bytes."""
+    settings = SimSettings(
+        workers=("a", "b", "c"),
+        seed=0,
+        home="a",
+        network=LinkModel(latency_ns=1_000, jitter_ns=300),
+        faults=[Drop(0.1), Delay(0.2, 1, 2_000), Duplicate(0.2, 500)],
+        devices=DeviceModel(forward_ns=500, backward_ns=700),
+        chooser=chooser,
+    )
+    with cluster_of(settings) as cluster:
+        w = [cluster.put(worker, np.ones(3, np.float32)) for worker in ("b", "c")]
+        with cluster.context() as ctx:
+            outs = [
+                ctx.call("b", layer, w[0], ctx.call("c", layer, w[1], x))
+                for x in np.arange(12, dtype=np.float32).reshape(4, 3)
+            ]
+            ctx.backward(*[ctx.call("a", total, out) for out in outs])
+            (gradient,) = ctx.gradient([w[1]])
+            found = np.asarray(gradient.fetch()).tobytes()
+        cluster.driver.settle()
+        return cluster.trace.digest, found
+
+
+def test_a_script_of_all_choices_gives_the_same_run_whatever_the_seed():
+    free, other = Free(1), Free(2)
+    digest, gradient = run(free)
+    assert run(other)[0] != digest and run(other)[1] == gradient
+    script = Script(free.taken)
+    assert run(script) == (digest, gradient)
+    assert script.taken == free.taken
+    assert next(script.script, None) is None

@@ -339,7 +339,7 @@ def test_an_interrupted_run_leaves_nothing(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "play", interrupted)
+    monkeypatch.setattr(cli, "run_scenario", interrupted)
     monkeypatch.setattr(sys, "argv", ["jdag", "run", str(written(place.parent))])
     with pytest.raises(KeyboardInterrupt):
         cli.main()

@@ -7,23 +7,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdag.api.cluster_state import Home
+from jdag.api.cluster_state import ClusterState
 from jdag.compute.avals import Aval
 from jdag.errors import ContextError, JdagError
 
 
 def test_values_are_held_as_they_are_or_as_their_shapes_alone():
     value = np.ones(3)
-    assert Home(["a"], abstract=False).value(value) is value
-    abstract = Home(["a"], abstract=True)
+    assert ClusterState(["a"], abstract=False).value(value) is value
+    abstract = ClusterState(["a"], abstract=True)
     assert isinstance(abstract.value(value), Aval)
     assert isinstance(abstract.value(2.0), Aval) and abstract.value(2.0).weak
 
 
 def test_shapes_stand_for_arrays_in_abstract_mode_alone():
     shape = jax.ShapeDtypeStruct((3,), jnp.float32)
-    assert Home(["a"], abstract=True).is_named(shape)
-    assert not Home(["a"], abstract=False).is_named(shape)
+    assert ClusterState(["a"], abstract=True).is_named(shape)
+    assert not ClusterState(["a"], abstract=False).is_named(shape)
 
 
 def test_a_home_made_under_jit_is_refused_outside_of_it_and_the_other_way_round():
@@ -31,7 +31,7 @@ def test_a_home_made_under_jit_is_refused_outside_of_it_and_the_other_way_round(
 
     @jax.jit
     def traced(x):
-        homes.append(Home(["a"], abstract=False))
+        homes.append(ClusterState(["a"], abstract=False))
         homes[0].check_open("a call")
         return x
 
@@ -50,7 +50,7 @@ def test_a_home_made_under_jit_is_refused_outside_of_it_and_the_other_way_round(
     ],
 )
 def test_an_unknown_worker_is_named_with_those_that_there_are(worker, text):
-    home = Home(["tr", "ps1"], abstract=False)
+    home = ClusterState(["tr", "ps1"], abstract=False)
     home.driver = SimpleNamespace(incarnations={"tr": 2})
     assert home.place("ps1", "ctx.call") == ("ps1", None)
     assert home.place("tr", "ctx.call") == ("tr#2", None)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jdag.engine.vocabulary import Apply, Mode, Outcome
+from jdag.engine.protocol import Apply, Mode, Outcome
 from tests.engine_cases import SEEDS, finished, net_of, pausing
 from tests.engine_net import Scope, stopped
 from tests.engine_values import ADD, DOUBLE, SAME, SPLIT, TRIPLE, Affine, Fuse, Linear

@@ -9,7 +9,7 @@ import pytest
 
 from jdag.api.refs import stop_gradient
 from jdag.engine.functions import program
-from jdag.engine.vocabulary import Owed
+from jdag.engine.protocol import Owed
 from jdag.errors import (
     GraphError,
     JdagError,

@@ -1,35 +1,41 @@
 """The control plane: what is asked and refused, over real sockets on loopback."""
 
 import json
+import queue
 import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
 from jdag.errors import JoinError
 from jdag.rpc import control
+from jdag.rpc.addresses import parse
+from jdag.rpc.carrier import open_carried
 from jdag.rpc.control import (
     ANSWERS_MAX,
     BODY_BYTES_MAX,
-    CARRIES_MAX,
     Answers,
     ControlClient,
     ControlServer,
     channel_to,
 )
+from jdag.rpc.handshake import PROTOCOL
 from jdag.rpc.requests import Detach, Drain, Health, Info, Request
 from jdag.rpc.settings import Address
+from jdag.rpc.tickets import proof_of
 from jdag.rpc.tls import load
-from jdag.rpc.tokens import proof_of
 from tests.certificates import Issuer
 from tests.rpc_cases import free_address
-from tests.stream_cases import soon
+from tests.stream_cases import receive, send_all, soon
 
 ANY = Address("127.0.0.1", 0)
+NAME = "worker 'w'"
+VERSION = ((control.VERSION, str(PROTOCOL)),)
 HEALTH = Health()
 
 
@@ -60,7 +66,7 @@ class Asked:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ControlServer]:
-    made = ControlServer(ANY, Asked().answers)
+    made = ControlServer(NAME, ANY, Asked().answers)
     yield made
     made.close()
 
@@ -84,7 +90,9 @@ def refused(
 def raw(client: ControlClient, method: str, body: bytes) -> grpc.RpcError:
     """Send bytes as they are; what comes back has to be a refusal."""
     with pytest.raises(grpc.RpcError) as caught:
-        client.channel.unary_unary(f"/jdag.Control/{method}")(body, timeout=60)
+        client.channel.unary_unary(f"/jdag.Control/{method}")(
+            body, timeout=60, metadata=VERSION
+        )
     return caught.value
 
 
@@ -106,7 +114,7 @@ def test_a_refusal_comes_back_as_it_was_said(client: ControlClient):
 
 def test_a_port_in_use_is_one_clear_line(server: ControlServer):
     with pytest.raises(JoinError) as caught:
-        ControlServer(server.address, Asked().answers)
+        ControlServer(NAME, server.address, Asked().answers)
     said = f"cannot listen at {server.address}: Address already in use"
     assert str(caught.value) == said
 
@@ -114,7 +122,7 @@ def test_a_port_in_use_is_one_clear_line(server: ControlServer):
 def test_an_address_of_another_host_is_one_clear_line(tmp_path: Path):
     tls = load(*Issuer(tmp_path, "ca").issue("a"))
     with pytest.raises(JoinError) as caught:
-        ControlServer(Address("192.0.2.1", 7000), {}, tls=tls)
+        ControlServer(NAME, Address("192.0.2.1", 7000), {}, tls=tls)
     said = "cannot listen at 192.0.2.1:7000: Cannot assign requested address"
     assert str(caught.value) == said
 
@@ -122,7 +130,7 @@ def test_an_address_of_another_host_is_one_clear_line(tmp_path: Path):
 def test_without_tls_only_loopback_is_listened_at_or_asked():
     for address in (Address("0.0.0.0", 0), Address("192.0.2.1", 7000)):
         with pytest.raises(JoinError, match="without TLS only loopback may be"):
-            ControlServer(address, {})
+            ControlServer(NAME, address, {})
         with pytest.raises(JoinError, match="without TLS only loopback may be"):
             ControlClient("w", address)
 
@@ -146,7 +154,7 @@ def test_a_host_without_a_name_is_one_clear_line(tmp_path: Path):
 
 def test_who_does_not_answer_in_time_is_named():
     asked = Asked()
-    server = ControlServer(ANY, asked.answers)
+    server = ControlServer(NAME, ANY, asked.answers)
     client = ControlClient("worker 'w'", server.address)
     client.ask(Health(), timeout_s=60)  # To connect may take longer.
     error = refused(client, Detach(secret="s"), timeout_s=0.2)
@@ -215,7 +223,7 @@ def test_while_all_threads_are_busy_others_are_refused_at_once(
 ):
     monkeypatch.setattr(control, "ANSWERS_MAX", 2)
     asked = Asked()
-    server = ControlServer(ANY, asked.answers)
+    server = ControlServer(NAME, ANY, asked.answers)
     client = ControlClient("worker 'w'", server.address)
     threads = [
         threading.Thread(
@@ -240,7 +248,7 @@ def test_calls_that_bring_no_request_hinder_nobody_and_are_cancelled(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(control, "READ_S", 1.0)
-    server = ControlServer(ANY, Asked().answers)
+    server = ControlServer(NAME, ANY, Asked().answers)
     client = ControlClient("worker 'w'", server.address)
     ends = threading.Event()
 
@@ -249,7 +257,7 @@ def test_calls_that_bring_no_request_hinder_nobody_and_are_cancelled(
         yield from ()
 
     call = client.channel.stream_unary("/jdag.Control/Health")
-    halves = [call.future(nothing()) for _ in range(2 * ANSWERS_MAX)]
+    halves = [call.future(nothing(), metadata=VERSION) for _ in range(2 * ANSWERS_MAX)]
     assert client.ask(Health()) == {"worker": "w"}
     for half in halves:
         assert half.exception(timeout=60).code() == grpc.StatusCode.CANCELLED
@@ -258,43 +266,87 @@ def test_calls_that_bring_no_request_hinder_nobody_and_are_cancelled(
     server.close()
 
 
-@pytest.mark.parametrize("shown", ["", proof_of("stranger"), proof_of("mad")])
-def test_whoever_fills_the_room_with_half_calls_leaves_the_others_theirs(
-    shown: str, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(control, "READ_S", 600.0)  # None is cancelled meanwhile.
-    known = [proof_of(name) for name in ("mad", "other")]
-    server = ControlServer(ANY, Asked().answers, knows=known.__contains__)
-    client = ControlClient("worker 'w'", server.address)
-    ends = threading.Event()
+def half_calls(channel: grpc.Channel, count: int, shown: str, ends: Any) -> list[Any]:
+    """Calls that bring no request before the end."""
 
     def nothing() -> Iterator[bytes]:
         ends.wait(60)
         yield from ()
 
+    call = channel.stream_unary("/jdag.Control/Health")
+    metadata = ((control.PROOF, shown), (control.VERSION, str(PROTOCOL)))
+    return [call.future(nothing(), metadata=metadata) for _ in range(count)]
+
+
+@pytest.mark.parametrize("shown", ["", proof_of("stranger")])
+def test_a_flood_of_strangers_leaves_callers_that_are_known_theirs(
+    shown: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(control, "READ_S", 600.0)  # None is cancelled meanwhile.
+    server = ControlServer(
+        NAME, ANY, Asked().answers, knows=[proof_of("other")].__contains__
+    )
+    client = ControlClient(NAME, server.address)
+    ends, threads = threading.Event(), threading.active_count()
     attackers = [channel_to(server.address, None) for _ in range(4)]
-    calls = [one.stream_unary("/jdag.Control/Health") for one in attackers]
-    halves = [
-        calls[number % 4].future(nothing(), metadata=((control.PROOF, shown),))
-        for number in range(400)
-    ]
-    is_known = shown in known
-    room = control.KNOWN_EACH_MAX if is_known else control.STRANGERS_EACH_MAX
-    soon(lambda: sum(half.done() for half in halves) >= len(halves) - room)
+    halves = [half for one in attackers for half in half_calls(one, 100, shown, ends)]
+    most = control.STRANGERS_MAX
+    soon(lambda: sum(half.done() for half in halves) >= len(halves) - most)
     said = {half.code() for half in halves if half.done()}
     assert said == {grpc.StatusCode.RESOURCE_EXHAUSTED}
-    assert sum(not half.done() for half in halves) == room
+    assert sum(not half.done() for half in halves) == most
     for _ in range(3):
         assert client.ask(Info(token="other"), timeout_s=60) == {"token": "other"}
-    if is_known:
-        assert client.ask(Health(), timeout_s=60) == {"worker": "w"}
-    else:
-        assert "too many calls are under way from there" in str(refused(client))
+    assert "64 calls of strangers are under way; ask again" in str(refused(client))
+    # A call under way at the server has no thread there; here each has one that sends.
+    held = [one.name for one in threading.enumerate() if one.name.startswith("control")]
+    assert len(held) <= ANSWERS_MAX and threads
     ends.set()
     for channel in attackers:
         channel.close()
     client.close()
     server.close()
+
+
+def test_a_flood_of_known_callers_keeps_others_out_no_longer_than_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(control, "READ_S", 1.0)
+    monkeypatch.setattr(control, "CALLS_MAX", 16)
+    known = [proof_of(name) for name in ("mad", "other")]
+    server = ControlServer(NAME, ANY, Asked().answers, knows=known.__contains__)
+    client = ControlClient(NAME, server.address)
+    ends, attacker = threading.Event(), channel_to(server.address, None)
+    halves = half_calls(attacker, 32, known[0], ends)
+    soon(lambda: sum(half.done() for half in halves) >= 16)
+    assert "16 calls are under way; ask again" in str(
+        refused(client, Info(token="other"))
+    )
+    soon(lambda: all(half.done() for half in halves))
+    assert client.ask(Info(token="other")) == {"token": "other"}
+    ends.set()
+    attacker.close()
+    client.close()
+    server.close()
+
+
+@pytest.mark.parametrize("theirs", [PROTOCOL - 1, PROTOCOL + 1])
+def test_a_caller_of_another_protocol_is_refused_with_both_versions(
+    client: ControlClient, theirs: int, monkeypatch: pytest.MonkeyPatch
+):
+    older = "this process" if theirs < PROTOCOL else NAME
+    said = (
+        f"this process speaks version {theirs} of jdag's protocol and {NAME} version "
+        f"{PROTOCOL}; upgrade jdag for {older}"
+    )
+    metadata = ((control.VERSION, str(theirs)),)
+    call = client.channel.unary_unary("/jdag.Control/Health")
+    with pytest.raises(grpc.RpcError) as caught:
+        call(b"not even JSON", timeout=60, metadata=metadata)
+    assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+    assert caught.value.details() == said
+    # As the client of that version says it.
+    assert str(client._refusal("Health", caught.value, 1.0)) == said
 
 
 def test_who_is_known_waits_for_a_turn_and_a_stranger_does_not(
@@ -303,13 +355,13 @@ def test_who_is_known_waits_for_a_turn_and_a_stranger_does_not(
     monkeypatch.setattr(control, "ANSWERS_MAX", 1)
     monkeypatch.setattr(control, "READ_S", 60.0)  # However busy this is.
     asked = Asked()
-    server = ControlServer(ANY, asked.answers, knows=[proof_of("k")].__contains__)
+    server = ControlServer(NAME, ANY, asked.answers, knows=[proof_of("k")].__contains__)
     client = ControlClient("worker 'w'", server.address)
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(client.ask, Detach(secret="k"), timeout_s=60)
         assert asked.began.acquire(timeout=60)
         second = threads.submit(client.ask, Info(token="k"), timeout_s=60)
-        assert "1 requests are being answered; ask again" in str(refused(client))
+        assert "1 answers are under way; ask again" in str(refused(client))
         asked.let.set()
         assert (first.result(), second.result()) == ({}, {"token": "k"})
     client.close()
@@ -317,32 +369,28 @@ def test_who_is_known_waits_for_a_turn_and_a_stranger_does_not(
 
 
 def test_streams_are_carried_and_bounded(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(control, "CARRIES_MAX", 2)
-
-    def carry(came: Iterator[bytes], context: object) -> Iterator[bytes]:
-        for part in came:
-            yield part * 2
-
-    assert CARRIES_MAX > 2
-    server = ControlServer(ANY, Asked().answers, carry=carry)
-    channel = channel_to(server.address, None)
-    ends = threading.Event()
-
-    def said() -> Iterator[bytes]:
-        yield b"ab"
-        ends.wait(60)
-
-    call = channel.stream_stream("/jdag.Control/Carry")
-    first, second = call(said()), call(said())
-    assert (next(first), next(second)) == (b"abab", b"abab")
-    third = call(said())
-    with pytest.raises(grpc.RpcError) as caught:
-        next(third)
-    assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-    ends.set()
-    assert list(first) == list(second) == []
-    assert next(call(iter([b"xy"]))) == b"xyxy"
-    channel.close()
+    monkeypatch.setattr(control, "CARRIED_MAX", 2)
+    came: queue.Queue[Any] = queue.Queue()
+    server = ControlServer(NAME, ANY, Asked().answers, enter=came.put)
+    address = parse(f"grpc:{server.address}")
+    near = [open_carried(address, None, "w") for _ in range(2)]
+    far = [came.get(timeout=60) for _ in near]
+    send_all(near[0], b"ab")
+    send_all(near[1], b"ab")
+    assert [receive(one, 2) for one in far] == [b"ab", b"ab"]
+    third = open_carried(address, None, "w")
+    with pytest.raises(ConnectionError, match="RESOURCE_EXHAUSTED: 2 streams are und"):
+        receive(third, 1)
+    near[0].close()
+    with pytest.raises(ConnectionError):
+        receive(far[0], 1)
+    soon(lambda: server._under_way["streams"] < 2)
+    again = open_carried(address, None, "w")
+    send_all(again, b"xy")
+    far.append(came.get(timeout=60))
+    assert receive(far[-1], 2) == b"xy"
+    for one in (*near, *far, third, again):
+        one.close()
     server.close()
 
 
@@ -357,7 +405,7 @@ def issuer(tmp_path_factory: pytest.TempPathFactory) -> Issuer:
 @pytest.fixture(scope="module")
 def secured(issuer: Issuer) -> Iterator[ControlServer]:
     tls = load(*issuer.issue("server"))
-    made = ControlServer(ANY, Asked().answers, tls=tls)
+    made = ControlServer(NAME, ANY, Asked().answers, tls=tls)
     yield made
     made.close()
 

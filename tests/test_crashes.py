@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from jdag.engine.vocabulary import (
+from jdag.engine.protocol import (
     Arrived,
     Compute,
     Computed,
@@ -89,7 +89,7 @@ def test_what_it_held_is_gone_and_what_it_did_before_still_counts(monkeypatch):
     assert gone["busy_ns"] == 2_000
     host = played.simulation._hosts["b"]
     assert host.device.running is None and not host.device.wanting
-    assert not host.made and host.engine is None
+    assert host.engine is None
 
 
 def test_every_survivor_is_told_at_once_when_the_crash_is_detected(monkeypatch):

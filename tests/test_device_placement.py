@@ -66,7 +66,7 @@ def cluster_of(seed: int = 0, **settings: Any) -> Any:
 
 def where(ref: Any) -> set[int]:
     """The numbers of the devices that a ref's array is on, where it is held."""
-    driver = ref.holder.home.cluster.driver
+    driver = ref.holder.state.cluster.driver
     driver.settle()
     host, key = driver._hosts[ref.worker], ref.key
     if ref.leaf is not None:  # The newest version that is stored.

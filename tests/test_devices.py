@@ -7,7 +7,7 @@ import pytest
 
 import jdag.engine.functions
 from jdag.engine.functions import name_of
-from jdag.engine.vocabulary import (
+from jdag.engine.protocol import (
     ContextId,
     Fill,
     Forward,
@@ -18,7 +18,7 @@ from jdag.engine.vocabulary import (
     Vjp,
 )
 from jdag.errors import ScenarioError
-from jdag.sim.chooser import POLICIES
+from jdag.runtime.chooser import Chooser
 from jdag.sim.devices import FREE, MOVED, Device, DeviceModel, models
 from jdag.sim.faults import Faults, Slow
 
@@ -49,7 +49,7 @@ def vjp(path: tuple[int, ...] = (1,), name: str = "m:layer", phase: int = 1) -> 
 
 
 def device(policy: str = "path", *faults: Slow) -> Device:
-    return Device("a", MODEL, POLICIES[policy], Faults(faults, WORKERS))
+    return Device("a", MODEL, Chooser(0, policy), Faults(faults, WORKERS))
 
 
 @pytest.mark.parametrize(
@@ -126,8 +126,8 @@ def ran(of: Device, jobs: list[Job]) -> list[tuple[int, tuple[int, ...]]]:
         of.add(job, 0, 0)
     order = []
     while (task := of.begin(0)) is not None:
-        order.append((task.phase, task.path))
-        of.end(0)
+        order.append((task.job.phase, task.job.path))
+        of.end()
     return order
 
 
@@ -174,12 +174,12 @@ def test_a_device_runs_one_task_at_a_time_and_adds_up_what_ran():
     assert not of.wanting
     with pytest.raises(AssertionError):
         of.begin(5)
-    of.end(21)
+    of.end()
     assert of.wanting
     second = of.begin(10)
     assert second is not None and second.cost_ns == 20
     assert of.busy_ns == 30
-    of.end(22)
+    of.end()
     assert of.begin(30) is None
 
 
@@ -188,10 +188,12 @@ def test_a_task_knows_the_end_that_it_waited_for_and_none_if_it_did_not_wait():
     of.add(forward((1,)), 0, 0)
     assert (task := of.begin(0)) is not None and task.behind == -1
     of.add(forward((2,)), 0, 4)
-    of.end(21)
+    of.end()
+    of.finish = 21
     of.add(forward((3,)), 0, 10)
     assert (task := of.begin(10)) is not None and task.behind == 21
-    of.end(22)
+    of.end()
+    of.finish = 22
     assert (task := of.begin(10)) is not None and task.behind == -1
 
 
@@ -203,7 +205,7 @@ def test_a_slow_worker_takes_longer_while_it_is_slow():
         task = of.begin(now_ns)
         assert task is not None
         costs.append(task.cost_ns)
-        of.end(0)
+        of.end()
     assert costs == [10, 25, 25, 10]
     assert of.busy_ns == 70
 

@@ -12,12 +12,11 @@ import pytest
 from jdag.errors import JoinError
 from jdag.rpc.control import ControlClient, ControlServer
 from jdag.rpc.dialling import Lookout, Routes
-from jdag.rpc.gate import dial
 from jdag.rpc.requests import Attach, Health
 from jdag.rpc.session import Session
 from jdag.rpc.settings import Address
 from tests.rpc_cases import ANY, free_address, plan_of, seated
-from tests.test_seat import attach
+from tests.test_worker_server import attach
 
 
 class Main:
@@ -25,11 +24,11 @@ class Main:
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self.routes = Routes("w", 0, {}, dial_gate=dial, tls=None, timeout_s=5.0)
+        self.routes = Routes("w", 0, {}, tls=None, timeout_s=5.0)
         self.server = self.open(ANY)
 
     def open(self, address: Address) -> ControlServer:
-        return ControlServer(address, {Health: lambda _: {"pid": self.pid}})
+        return ControlServer("main 'm'", address, {Health: lambda _: {"pid": self.pid}})
 
     def lookout(self, **changed: Any) -> Lookout:
         asked: Attach = attach(**{"control": str(self.server.address), **changed})
@@ -89,7 +88,7 @@ def test_no_worker_is_attached_before_all_answer(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Routes, "reach", counted)
     with ExitStack() as stack:
         workers = [stack.enter_context(seated(name)) for name in "abc"]
-        controls = {one.seat._own.worker: one.server.address for one in workers}
+        controls = {one.seat._config.worker: one.server.address for one in workers}
         plan = plan_of({**controls, "d": missing}, ready_s=60.0)
         pool = stack.enter_context(ThreadPoolExecutor())
         begun = pool.submit(Session, plan)

@@ -87,7 +87,7 @@ def test_the_parameters_live_and_are_stepped_on_their_owners(trained):
     steppers = {
         record.worker: None
         for record in stage.kept[0].trace.of_kind("start")
-        if "_stepped" in record.named["function"]
+        if "stepped" in record.named["function"]
     }
     assert sorted(steppers) == ["ps0", "ps1", "ps2"]
 

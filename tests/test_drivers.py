@@ -28,7 +28,7 @@ from jdag.errors import (
 )
 from jdag.rpc import launch as launch_module
 from jdag.rpc.session import Session
-from jdag.sim.simulation import Simulation
+from jdag.sim.settings import SimSettings
 from tests.rpc_cases import free_address
 from tests.rpc_workers import Workers
 from tests.test_node import W, X, gradient, hidden, loss, simulated, total
@@ -212,7 +212,10 @@ def test_a_launched_worker_that_is_killed_is_lost_with_its_last_lines(
         ({"workers": "trainer"}, "workers = 'trainer': allowed is a list of one name"),
         ({"workers": [1, 2]}, r"workers = \[1, 2\]: allowed is a list"),
         ({"workers": {"a", "b"}}, "workers = {'[ab]', '[ab]'}: allowed is a list"),
-        ({"workers": ["a", "b"], "value_bytes_max": 0}, "value_bytes_max = 0: .*bytes"),
+        (
+            {"workers": ["a", "b"], "value_bytes_max": 0},
+            "max = 0: .*an integer",
+        ),
         ({"workers": ["a", "b"], "value_bytes_max": True}, "max = True: .*an integer"),
         ({"workers": ["a", "ps 0"]}, "'ps 0'\\]: .*each of letters, digits, _, -"),
     ],
@@ -249,8 +252,8 @@ def test_a_setting_that_simulate_has_not_is_refused_with_those_it_has() -> None:
     said = "simulate has no setting faluts: allowed is one of .*do you mean faults"
     with pytest.raises(ScenarioError, match=said):
         jdag.simulate(["a"], seed=0, faluts=[])
-    settings = inspect.signature(Simulation).parameters
-    own = {"workers", "seed", "home", "values", "run_program"}
+    settings = inspect.signature(SimSettings).parameters
+    own = {"workers", "seed", "home", "values", "chooser"}
     assert set(drivers.SIMULATED) == set(settings) - own
 
 

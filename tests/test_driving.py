@@ -18,7 +18,7 @@ from jdag.errors import ScenarioError
 from jdag.scenario import Scenario, configured, load
 from jdag.scenario.driving import BY_WORKER, Real, Virtual, driver_of
 from jdag.scenario.program import player_of
-from jdag.scenario.run_scenario import Answer, play
+from jdag.scenario.run_scenario import Answer, run_scenario
 from tests.test_scenarios import SCENARIOS, SINGLE
 
 WORKERS = ("w0", "w1", "w2", "w3")
@@ -86,7 +86,7 @@ def in_virtual_time(path: Path) -> tuple[Scenario, Mapping[str, Any]]:
     """A scenario made small, and its figures there: the same for either carrier."""
     scenario = small(path)
     with closing(Virtual(scenario.settings)) as driver:
-        return scenario, play(scenario, silent, driver).figures
+        return scenario, run_scenario(scenario, silent, driver).figures
 
 
 def missed(answer: Answer) -> list[str]:
@@ -101,7 +101,7 @@ def test_a_shipped_scenario_has_the_same_gradients_on_processes(
     path: Path, cluster: Cluster
 ):
     scenario, wanted = in_virtual_time(path)
-    answer = play(scenario, silent, Shared(scenario.settings, cluster))
+    answer = run_scenario(scenario, silent, Shared(scenario.settings, cluster))
     got = answer.figures
     for name in ("outcome", "error", "gradient_bits", "gradient_difference", "loss"):
         assert got.get(name) == wanted.get(name), name

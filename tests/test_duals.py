@@ -14,10 +14,11 @@ from jdag.compute.pairs import pair
 from jdag.compute.pytrees import split
 from jdag.compute.sums import add
 from jdag.compute.values import Values
+from jdag.engine.arrays import ArrayType
 from jdag.engine.functions import unjitted
-from jdag.engine.vocabulary import ContextId, Primal
+from jdag.engine.protocol import ContextId, Primal
 from jdag.errors import JdagError
-from jdag.wire.arrays import ArrayType, type_of
+from jdag.wire.arrays import type_of
 from jdag.wire.messages import Codec, size
 
 W = jnp.arange(9.0).reshape(3, 3) / 9 + 0.1
@@ -237,7 +238,7 @@ def test_a_dual_travels_as_two_arrays_under_one_header():
 
 def test_a_fingerprint_is_of_both_arrays():
     prints = [Dual(W, DW), Dual(DW, W), Dual(W, W), Dual(W, DW + 1e-16), W]
-    assert len(set(map(fingerprint, prints))) == len(prints) - 1
+    assert len(set(map(fingerprint, prints))) == len(prints)
     assert fingerprint(Dual(W, DW)) == fingerprint(Dual(W + 0, DW + 0))
 
 

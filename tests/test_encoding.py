@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 from msgspec.msgpack import Decoder
 
+from jdag.engine.arrays import NBYTES_MAX, ArrayType
+from jdag.engine.credit import HALVINGS_MAX, WHOLE, Credit, credit_of
 from jdag.engine.names import NAME_MAX, PATH_MAX, SLOTS_MAX
-from jdag.engine.vocabulary import (
+from jdag.engine.protocol import (
     Acknowledge,
     Answer,
     Assign,
@@ -29,9 +31,7 @@ from jdag.engine.vocabulary import (
     Return,
     Ship,
 )
-from jdag.engine.weight import HALVINGS_MAX, WHOLE, Weight, weight_of
 from jdag.errors import ProtocolError
-from jdag.wire.arrays import NBYTES_MAX, ArrayType
 from jdag.wire.encoding import check_of, decoded, encoded
 from jdag.wire.messages import Codec
 
@@ -125,21 +125,21 @@ def joined(workers: tuple[str, ...]) -> Codec:
 @pytest.mark.parametrize(
     ("weight", "said"),
     [
-        (Weight(3, 1), "a weight of 2 bits, halved 1 times, is more than the whole"),
-        (weight_of((1 << 90) + 1, 90), "a weight of 91 bits, halved 90 times, is more"),
-        (weight_of(1 << 91, 90), "a weight of 92 bits, halved 90 times, is more"),
+        (Credit(3, 1), "a credit of 2 bits, halved 1 times, is more than the whole"),
+        (credit_of((1 << 90) + 1, 90), "a credit of 91 bits, halved 90 times, is more"),
+        (credit_of(1 << 91, 90), "a credit of 92 bits, halved 90 times, is more"),
     ],
 )
-def test_no_part_is_more_than_the_whole(weight: Weight, said: str):
+def test_no_part_is_more_than_the_whole(weight: Credit, said: str):
     data = CODEC.encode(Answer(CONTEXT, 1, weight, 0))
     with pytest.raises(ProtocolError, match=said):
         CODEC.decode(data)
 
 
 def test_a_part_is_of_a_whole_that_was_halved_so_often_and_no_more():
-    least = Answer(CONTEXT, 1, Weight(1, HALVINGS_MAX), 0)
+    least = Answer(CONTEXT, 1, Credit(1, HALVINGS_MAX), 0)
     assert CODEC.decode(CODEC.encode(least)) == least
-    more = CODEC.encode(Answer(CONTEXT, 1, Weight(1, HALVINGS_MAX + 1), 0))
+    more = CODEC.encode(Answer(CONTEXT, 1, Credit(1, HALVINGS_MAX + 1), 0))
     with pytest.raises(ProtocolError, match=f"`int` <= {HALVINGS_MAX}"):
         CODEC.decode(more)
 

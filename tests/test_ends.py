@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from jdag.engine.vocabulary import (
+from jdag.engine.credit import WHOLE
+from jdag.engine.protocol import (
     Acknowledge,
     Argument,
     Arrived,
@@ -37,7 +38,6 @@ from jdag.engine.vocabulary import (
     Start,
     landing,
 )
-from jdag.engine.weight import WHOLE
 from jdag.errors import ContextError, WorkerLost
 from tests.engine_cases import SEEDS, finished, holding, net_of, pausing
 from tests.engine_net import Net, Scope

@@ -7,7 +7,7 @@ from itertools import repeat
 
 import pytest
 
-from jdag.engine.vocabulary import Mode, Outcome
+from jdag.engine.protocol import Mode, Outcome
 from tests.engine_beside import now_and_then
 from tests.engine_faults import FAULTS, happen
 from tests.engine_hooks import with_hooks

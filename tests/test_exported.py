@@ -19,13 +19,14 @@ from jdag.compute import exported as module
 from jdag.compute.avals import aval_of
 from jdag.compute.duals import Dual
 from jdag.compute.exported import Definition, Header, Program, exported
-from jdag.compute.moves import moved
+from jdag.compute.moves import transferred
 from jdag.compute.pairs import Pair, pair
 from jdag.compute.pytrees import split
+from jdag.engine.arrays import DTYPES
 from jdag.engine.functions import unjitted
 from jdag.errors import JdagError
-from jdag.wire.arrays import DTYPES
 from jdag.wire.encoding import encoded
+from jdag.wire.specs import spec_of
 from tests.compute_cases import array
 from tests.export_cases import CASES, layer
 
@@ -108,8 +109,8 @@ def test_an_exported_pair_has_a_spec_that_names_its_digest() -> None:
     here, _ = made(*CASES["layer"])
     definition = exported(here)
     there = Pair(Program(*definition), here.avals, here.tracked)
-    assert definition.digest in there.spec
-    assert len(there.spec) < 300
+    assert definition.digest in spec_of(there)
+    assert len(spec_of(there)) < 300
 
 
 CHILD = """
@@ -198,7 +199,7 @@ def test_what_calls_python_cannot_be_exported() -> None:
     plain = unjitted(lambda x: x)
     with pytest.raises(JdagError, match="is not jitted, as StableHLO would be"):
         exported(made(plain, array(3))[0])
-    moving = made(lambda x: moved([x], jax.devices())[0], array(3))[0]
+    moving = made(lambda x: transferred([x], jax.devices())[0], array(3))[0]
     with pytest.raises(JdagError, match="is not jitted, since it moves arrays, as St"):
         exported(moving)
 

@@ -1,6 +1,5 @@
 """What goes wrong is what the seed and the list say, and nothing else."""
 
-from random import Random
 from typing import Any
 
 import pytest
@@ -8,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jdag.errors import ScenarioError
+from jdag.runtime.chooser import Chooser
 from jdag.sim.faults import (
     DELIVERED,
     Crash,
@@ -26,9 +26,17 @@ WRONG_NS: Any = 1.5
 WRONG_GROUPS: Any = "ab"
 
 
+class Unasked(Chooser):
+    def chance(self, probability):
+        raise AssertionError(probability)
+
+    def amount(self, least, most):
+        raise AssertionError((least, most))
+
+
 def verdicts(faults, count=1, seed=0, now_ns=0, source="a", destination="b"):
-    made, rng = Faults(faults, WORKERS), Random(seed)
-    return [made.verdict(source, destination, now_ns, rng) for _ in range(count)]
+    made, chooser = Faults(faults, WORKERS), Chooser(seed)
+    return [made.verdict(source, destination, now_ns, chooser) for _ in range(count)]
 
 
 def test_without_faults_frames_arrive_once_and_on_time():
@@ -64,19 +72,14 @@ def test_one_seed_gives_one_row_of_verdicts(seed):
     ],
 )
 def test_nothing_is_drawn_where_no_fault_applies(fault, source, destination, now_ns):
-    faults, rng = Faults([fault], WORKERS), Random(0)
-    before = rng.getstate()
-    assert faults.verdict(source, destination, now_ns, rng) is DELIVERED
-    assert rng.getstate() == before
+    faults = Faults([fault], WORKERS)
+    assert faults.verdict(source, destination, now_ns, Unasked()) is DELIVERED
 
 
 def test_what_is_certain_is_not_drawn_either():
-    rng = Random(0)
-    before = rng.getstate()
     faults = Faults([Delay(1, 7, 7), Duplicate(1)], WORKERS)
-    assert faults.verdict("a", "b", 0, rng).copies == (7, 7)
-    assert Faults([Drop(1)], WORKERS).verdict("a", "b", 0, rng).copies == ()
-    assert rng.getstate() == before
+    assert faults.verdict("a", "b", 0, Unasked()).copies == (7, 7)
+    assert Faults([Drop(1)], WORKERS).verdict("a", "b", 0, Unasked()).copies == ()
 
 
 def test_a_delay_reaches_both_its_ends_and_stays_between():
@@ -100,7 +103,7 @@ def test_a_partition_parts_its_groups_and_is_repaired_when_it_says():
     faults = Faults([Partition((("a",), ("b", "c")), from_ns=5, until_ns=9)], WORKERS)
 
     def passes(source, destination, now_ns):
-        return faults.verdict(source, destination, now_ns, Random(0)) is DELIVERED
+        return faults.verdict(source, destination, now_ns, Chooser(0)) is DELIVERED
 
     assert [passes("a", "b", now_ns) for now_ns in (4, 5, 8, 9)] == [
         True,
@@ -114,7 +117,7 @@ def test_a_partition_parts_its_groups_and_is_repaired_when_it_says():
 
 def test_a_partition_that_is_never_repaired_stays():
     faults = Faults([Partition((("a",), ("b",)))], WORKERS)
-    assert faults.verdict("a", "b", 1 << 60, Random(0)).causes == ("partition",)
+    assert faults.verdict("a", "b", 1 << 60, Chooser(0)).causes == ("partition",)
 
 
 def test_crashes_are_found_by_the_index_of_the_trace():

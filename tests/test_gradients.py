@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from jdag.engine.vocabulary import End, Failure, Mode, Outcome
+from jdag.engine.protocol import End, Failure, Mode, Outcome
 from tests.engine_cases import SEEDS, finished, holding, net_of, pausing
 from tests.engine_net import Net, Scope
 from tests.engine_values import ADD, DOUBLE, SAME, TRIPLE, Affine, Fuse, Linear, short

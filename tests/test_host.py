@@ -8,7 +8,18 @@ import pytest
 
 from jdag.compute.avals import aval_of
 from jdag.compute.machine import Machine
-from jdag.engine.vocabulary import ConstantKey, ContextId, Drop, Fetched, Resume, Spawn
+from jdag.engine.protocol import (
+    Arrived,
+    ConstantKey,
+    ContextId,
+    Drop,
+    Fetched,
+    Primal,
+    ReadingKey,
+    ReceivedKey,
+    Resume,
+    Spawn,
+)
 from jdag.errors import JdagError
 from jdag.runtime.host import Host, Port, run_program
 from jdag.runtime.waiters import Waiters
@@ -37,7 +48,7 @@ class Driver:
         )
 
     def tell(self, port: Port, event: Any, values: Any) -> None:
-        self.host.tell(port, event, values, port.cause)
+        self.host.tell(port, event, values)
 
     def wait(self, port: Port, waiter: int) -> tuple[Any, int]:
         return self.waiters.given[waiter]
@@ -47,10 +58,6 @@ class Driver:
         self.host.alive = not self.dies
         if self.raises:
             raise self.raises.pop(0)
-
-    def resumed(self, host: Host, waiter: int, what: str, cause: int) -> int:
-        self.did.append((waiter, what, cause))
-        return cause + 1
 
     def wake(self, host: Host, waiter: int) -> None:
         self.did.append(waiter)
@@ -81,23 +88,103 @@ def test_what_was_asked_before_an_interrupt_is_forgotten_with_what_is_waited_for
     port, other = (Port(driver.host) for _ in range(2))
     for number in (1, 2, 3, 4):
         port.tell(Fetched(number, ()))
-        driver.waiters.give(number, "something", 7)
+        driver.waiters.given[number] = "something", 7
     other.tell(Fetched(5, ()))
     assert port.wait(3) == "something"  # 1 and 2 were interrupted before waiting.
-    asked = {number: driver.waiters.asked(number) for number in range(1, 6)}
-    assert asked == {1: None, 2: None, 3: None, 4: "Fetched", 5: "Fetched"}
+    assert driver.waiters.asked == {4: ("a", "Fetched"), 5: ("a", "Fetched")}
     assert list(driver.waiters.given) == [4]
     assert port.cause == 7
 
 
-def test_a_resume_is_recorded_and_given_only_while_its_program_waits():
-    driver = Driver(Resume(1, ()), Resume(2, ()))
+class Noting:
+    """A recorder that keeps what it is told; each input is record 5."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def input(self, *told: Any) -> int:
+        self.told.append(told)
+        return 5
+
+    def effect(self, *told: Any) -> int:
+        self.told.append(told)
+        return 6
+
+
+def recorded(*effects: Any) -> tuple[Driver, Any]:
+    driver = Driver(*effects)
+    recorder: Any = Noting()
+    driver.host.recorder = recorder
+    return driver, recorder.told
+
+
+def test_a_recorder_is_told_of_each_event_and_then_of_each_effect_before_it():
+    effects = spawns(2)
+    driver, told = recorded(*effects)
+    seen: list[Any] = []
+
+    def handle(event: Any) -> Any:
+        seen.append(("handled", len(told)))
+        return effects
+
+    def spawn(host: Host, spawn: Any, cause: int) -> None:
+        seen.append(("carried out", len(told), cause))
+
+    driver.host.engine.handle = handle
+    driver.spawn = spawn  # type: ignore[method-assign]
+    key = ReceivedKey(CONTEXT, ((0,), "b"), 0)
+    message = Primal(CONTEXT, (0,), "b", (None,))
+    driver.host.arrived("b", message, [X], (3,))
+    first, second = effects
+    assert told == [
+        ("a", Arrived("b", message), (3,), (key,)),
+        ("a", first, 5),
+        ("a", second, 5),
+    ]
+    assert seen == [("handled", 1), ("carried out", 2, 6), ("carried out", 3, 6)]
+    assert driver.host.machine.values.get(key) == X
+
+
+def test_a_recorder_is_told_what_caused_what_a_program_tells():
+    driver, told = recorded()
+    key = ConstantKey(CONTEXT, (0,), 0)
+    event = Fetched(1, ())
+    Port(driver.host, 4).tell(event, [(key, X)])
+    Port(driver.host).tell(event)
+    assert told == [("a", event, (4,), (key,)), ("a", event, (), ())]
+
+
+def test_a_worker_that_dies_as_an_event_is_recorded_handles_it_no_more():
+    driver, told = recorded(*spawns(1))
+
+    def dies(*_: Any) -> int:
+        driver.host.alive = False
+        return 5
+
+    driver.host.recorder.input = dies  # type: ignore[union-attr, method-assign]
+    assert driver.host.handle(EVENT) == 5
+    assert (driver.did, told) == ([], [])
+
+
+def test_a_resume_is_given_with_its_record_only_while_its_program_waits():
+    driver, _ = recorded(Resume(1, ()), Resume(2, ()))
     port = Port(driver.host)
-    driver.waiters.ask(2, "a", "Left")
-    driver.host.handle(EVENT, 5)
-    assert driver.did == [(2, "Left", 5), 2]
+    driver.waiters.asked[2] = "a", "Left"
+    assert driver.host.handle(EVENT) == 5
+    assert driver.did == [2]
     assert driver.waiters.given == {2: ((), 6)}
     assert port.wait(2) == ()
+    assert port.cause == 6
+
+
+def test_what_comes_for_a_fetch_goes_with_it_also_if_it_was_interrupted():
+    keys = ReadingKey(None, 1, 0), ReadingKey(None, 2, 0)
+    driver = Driver(Resume(1, keys[:1]), Resume(2, keys[1:]))
+    driver.waiters.asked[2] = "a", "Fetched"
+    driver.host._read.update(dict.fromkeys(keys, X))
+    driver.host.handle(EVENT)
+    assert driver.waiters.given == {2: ((X,), -1)}
+    assert driver.host._read == {} and not driver.host.machine.values.held
 
 
 def test_values_of_an_event_that_is_refused_are_dropped():
@@ -108,16 +195,16 @@ def test_values_of_an_event_that_is_refused_are_dropped():
         assert key in driver.host.machine.values
         raise JdagError("no")
 
-    driver.host.hold([(kept, X)], 3)
+    driver.host.machine.values.put(kept, X)
     driver.host.engine.handle = refuses
     port = Port(driver.host, 4)
     with pytest.raises(JdagError, match="no"):
         port.tell(EVENT, [(key, X)])
     assert key not in driver.host.machine.values
-    assert driver.host.made == {kept: 3}
+    assert kept in driver.host.machine.values
     driver.host.engine.handle = lambda event: [Drop((kept,))]
     driver.host.handle(EVENT)
-    assert driver.host.made == {} and kept not in driver.host.machine.values
+    assert kept not in driver.host.machine.values
 
 
 def test_what_a_program_lets_pass_is_reported_as_a_failure_and_returned():

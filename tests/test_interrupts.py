@@ -101,7 +101,7 @@ def goes_on(made: Any, leaf: Any) -> None:
     np.testing.assert_allclose(found, 2 * np.sin(W) * np.cos(W))
     made.driver.settle()
     waiters = made.nodes["a"]._waiters
-    assert (waiters._asked, waiters.given, waiters._alarms) == ({}, {}, {})
+    assert (waiters.asked, waiters.given, waiters._alarms) == ({}, {}, {})
     held = made.info().values()
     assert [(one["live_contexts"], one["live_passes"]) for one in held] == [(0, 0)] * 3
 
@@ -133,7 +133,7 @@ def test_a_second_ctrl_c_ends_the_leaving_that_the_first_began(nodes: Any) -> No
     holder = threading.Thread(target=hold, daemon=True)
 
     def waits_for(what: str) -> None:
-        asked = nodes.nodes["a"]._waiters._asked
+        asked = nodes.nodes["a"]._waiters.asked
         soon(lambda: any(what in one for one in tuple(asked.values())))
 
     with pytest.raises(KeyboardInterrupt) as caught, nodes.context() as ctx:

@@ -12,13 +12,13 @@ from jdag.compute.avals import aval_of
 from jdag.compute.machine import Machine
 from jdag.compute.pairs import pair
 from jdag.compute.pytrees import split
-from jdag.engine.vocabulary import (
+from jdag.engine.protocol import (
+    Computed,
     ConstantKey,
     ContextId,
     Failure,
     Fill,
     Forward,
-    Job,
     Key,
     OutputKey,
     ScratchKey,
@@ -50,8 +50,8 @@ class Bench:
     def run(self) -> None:
         self.jobs.run()
 
-    def done(self, job: Job, failure: Failure | None) -> None:
-        self.over.append((job.id, failure))
+    def done(self, event: Computed) -> None:
+        self.over.append((event.job, event.failure))
 
     def put(self, name: Any, value: Any) -> Key:
         key = ConstantKey(CONTEXT, (name,), 0)

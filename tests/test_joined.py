@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jdag.engine.vocabulary import (
+from jdag.engine.protocol import (
     Argument,
     Call,
     ContextId,

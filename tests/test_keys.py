@@ -3,7 +3,7 @@
 import pytest
 
 from jdag.engine.names import PATH_MAX
-from jdag.engine.vocabulary import (
+from jdag.engine.protocol import (
     ConstantKey,
     ContextId,
     CotangentKey,

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jdag.engine.vocabulary import Failure, Outcome, PassResult
+from jdag.engine.protocol import Failure, Outcome, PassResult
 from tests.engine_cases import SEEDS, assign_newest, net_of, newest, pausing
 from tests.engine_values import ADD, DOUBLE, Fuse, Linear
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jdag.engine.vocabulary import (
+from jdag.engine.protocol import (
     Acknowledge,
     Argument,
     Call,
@@ -139,7 +139,7 @@ def test_calls_without_tracking_leave_nothing_in_the_memory_of_an_engine():
         engines: list[Any] = [place.engine for place in net.places.values()]
         parts = [engine._state.contexts[scope.context] for engine in engines]
         sizes.append([(len(p.values), len(p.recvs), len(p.nodes)) for p in parts])
-        moved = parts[0].activations[()].moved
+        moved = parts[0].frames[()].moved
         assert [key for key in moved if key not in (x.key, y.key)] == []
     assert sizes[1:] == sizes[:1] * 5
     assert net.fetch("a", x)[0][0] == 32

@@ -43,7 +43,7 @@ def test_what_was_posted_runs_once_and_in_order_before_the_turn_is_flushed() -> 
     with loop_of(lambda: said.append("flush")) as loop:
         for number in range(4):
             loop.post(partial(said.append, number))
-        loop.post(loop.dirty)
+        loop.post(partial(setattr, loop, "dirty", True))
         loop.drive(lambda: "flush" in said)
     assert said == [0, 1, 2, 3, "flush"]
 
@@ -55,7 +55,7 @@ def test_a_turn_in_which_nothing_was_said_flushes_nothing() -> None:
         loop.drive(lambda: bool(said))
         loop.flush()
         assert said == ["posted"]
-        loop.dirty()
+        loop.dirty = True
         loop.flush()
         loop.flush()
     assert said == ["posted", "flush"]
@@ -70,7 +70,7 @@ def test_what_a_flush_that_raised_has_left_is_flushed_by_the_next() -> None:
             raise MemoryError
 
     with loop_of(flush) as loop:
-        loop.dirty()
+        loop.dirty = True
         with pytest.raises(MemoryError):
             loop.flush()
         loop.flush()
@@ -132,7 +132,7 @@ def test_what_was_told_and_not_waited_for_is_flushed_all_the_same() -> None:
     with loop_of(flushed.set) as loop, in_background(loop):
         loop.acquire()
         flushed.clear()
-        loop.dirty()
+        loop.dirty = True
         loop.release()
         assert flushed.wait(PATIENCE_S)
 
@@ -300,7 +300,7 @@ def test_the_background_looks_at_files_while_others_only_tell_things() -> None:
             os.write(theirs, b"x")
             for _ in range(1_000_000):
                 loop.acquire()
-                loop.dirty()
+                loop.dirty = True
                 loop.release()
                 if came.is_set():
                     break

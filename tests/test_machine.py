@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from jdag.compute.avals import Aval, aval_of
-from jdag.compute.machine import Machine, failure_of, said, user_traceback
+from jdag.compute.machine import Machine
 from jdag.compute.pairs import Pair, pair
 from jdag.compute.pytrees import split
 from jdag.compute.sums import add
 from jdag.engine.functions import unjitted
-from jdag.engine.vocabulary import ContextId, Fill, Forward, Key, ScratchKey, Sum, Vjp
+from jdag.engine.protocol import ContextId, Fill, Forward, Key, ScratchKey, Sum, Vjp
 from jdag.errors import SAID_MAX, JdagError, ScenarioError
+from jdag.runtime.failures import failure_of, said, user_traceback
 from tests.compute_cases import no_new_arrays
 
 CONTEXT = ContextId(0, 1, 0)

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdag.engine.vocabulary import incarnated
-from jdag.rpc.outbox import Outbox
+from jdag.engine.protocol import incarnated
+from jdag.rpc.connection import Connection
 from jdag.rpc.streams import SocketStream
 from jdag.wire.frames import LENGTHS_MAX, FrameKind, pack_header
 from tests.fuzz_cases import Recorded, attack, recording
@@ -84,7 +84,7 @@ class Mad:
                 while theirs.recv(1 << 16):
                     pass
         now = incarnated("c", self.incarnation)
-        self.refused += now in self.node.company.gone
+        self.refused += now in self.node.peers.gone
         self.node.lost("c", "it has said enough")
 
 
@@ -103,7 +103,7 @@ def session(recorded: list[Recorded], seed: int, frames: int) -> Mad:
     with breaking() as nodes:
         cluster = nodes.cluster
         for one in ("a", "b"):
-            numbers = cluster.home.numbers(one)
+            numbers = cluster.state.numbers(one)
             numbers.contexts = numbers.leaves = numbers.assignments = APART
         wanted = small_program(cluster)
         for one in ("a", "b"):  # Nobody dials who is mad.
@@ -155,10 +155,10 @@ def test_100_000_frames_of_mad_peers_neither_hurt_anybody_nor_grow(
     assert max(sizes[25:]) - sizes[10] < 64 << 20, sizes
 
 
-def test_the_outbox_is_as_it_was_after_recording() -> None:
+def test_a_connection_is_as_it_was_after_recording() -> None:
     with recording():
-        assert Outbox._put.__name__ == "note"
-    assert Outbox._put.__name__ == "_put"
+        assert Connection._put.__name__ == "note"
+    assert Connection._put.__name__ == "_put"
 
 
 @pytest.mark.parametrize("kind", [FrameKind.ASIDE, FrameKind.DEFINE, FrameKind.MESSAGE])
@@ -175,13 +175,13 @@ def test_what_a_frame_announces_takes_no_memory_before_it_comes(
             theirs.settimeout(PATIENCE_S)
             mad.node.adopt("c", 1, SocketStream(ours, "c"), 0)
             theirs.sendall(pack_header(1, 0, LENGTHS_MAX[kind], kind) + bytes(100))
-            inbox = mad.node.company.peers["c#1"].inbox
+            reader = mad.node.peers.connections["c#1"].reader
             for _ in range(6_000):
-                if inbox._direct is not None:
+                if reader._direct is not None:
                     break
                 threading.Event().wait(0.01)
-            assert inbox._direct is not None
-            assert len(inbox._direct) == LENGTHS_MAX[kind] - 100
+            assert reader._direct is not None
+            assert len(reader._direct) == LENGTHS_MAX[kind] - 100
             assert rss_bytes() - before < 64 << 20
         mad.node.lost("c", "it has said enough")
-        assert inbox._direct_frame == ()
+        assert reader._direct_frame is None

@@ -13,7 +13,9 @@ from msgspec.structs import astuple
 from jdag.compute.avals import aval_of
 from jdag.compute.pairs import pair
 from jdag.compute.pytrees import split
-from jdag.engine.vocabulary import (
+from jdag.engine.arrays import ArrayType
+from jdag.engine.credit import NOTHING, WHOLE, Credit, credit_of
+from jdag.engine.protocol import (
     Acknowledge,
     Answer,
     Call,
@@ -34,10 +36,10 @@ from jdag.engine.vocabulary import (
     Run,
     ScratchKey,
 )
-from jdag.engine.weight import NOTHING, WHOLE, Weight, weight_of
 from jdag.errors import SHOWN_MAX, ProtocolError
-from jdag.wire.arrays import ArrayType, type_of
+from jdag.wire.arrays import type_of
 from jdag.wire.messages import WHOLE_MAX, Codec, size
+from jdag.wire.specs import spec_of
 from jdag.wire.trees import Named
 from tests.wire_cases import OPAQUE, WORKERS, messages, program
 
@@ -154,7 +156,7 @@ def test_a_compiled_function_travels_as_its_spec() -> None:
     assert size(call, ()) == (0, len(written))
     read = CODEC.decode(written)
     assert isinstance(read, Call)
-    assert read.function == made.spec
+    assert read.function == spec_of(made)
 
 
 def test_a_program_travels_as_its_name() -> None:
@@ -196,7 +198,7 @@ def test_of_many_failures_in_one_message_all_but_the_first_say_less() -> None:
 
 
 def test_a_message_takes_the_bytes_that_are_written_down_here() -> None:
-    weight = Weight(0x203, 10)
+    weight = Credit(0x203, 10)
     answer = Answer(ContextId(1, 2, 3), 4, weight, -1)
     assert CODEC.encode(answer) == bytes.fromhex(
         "0f000000" "92" "95" "0d" "93010203" "04" "92cd02030a" "ff" "90"
@@ -219,7 +221,7 @@ def test_a_message_takes_the_bytes_that_are_written_down_here() -> None:
         (Acknowledge(CONTEXT, (1, 1 << 32)), r"`int` <= 4294967295 - at .*\[1\]"),
         (Acknowledge(CONTEXT, (-1,)), r"`int` >= 0"),
         (Answer(CONTEXT, 1, WHOLE, 1 << 31), r"`int` <= 2147483647"),
-        (Answer(CONTEXT, 1, Weight(1, 1 << 32), 0), r"`int` <= 1048576"),
+        (Answer(CONTEXT, 1, Credit(1, 1 << 32), 0), r"`int` <= 1048576"),
         (Primal(CONTEXT, (1,), "z", ()), r"worker 'z': the cluster has 4 workers"),
         (Read(1, (ScratchKey(CONTEXT, 1, 0),)), r"kind 'scratch' cannot travel"),
         (
@@ -245,7 +247,7 @@ def test_what_is_no_message_is_named() -> None:
 
 @pytest.mark.parametrize("bits", [1, 8, 9, 63, 64, 5_000, 8 * 65_536])
 def test_a_weight_of_any_length_is_charged_for_its_bytes(bits: int) -> None:
-    answer = Answer(CONTEXT, 1, weight_of((1 << bits) - 1, bits + 3), -2)
+    answer = Answer(CONTEXT, 1, credit_of((1 << bits) - 1, bits + 3), -2)
     written = CODEC.encode(answer)
     nothing = CODEC.encode(Answer(CONTEXT, 1, NOTHING, -2))
     assert 0 <= len(written) - len(nothing) - bits // 8 < 10
@@ -254,14 +256,14 @@ def test_a_weight_of_any_length_is_charged_for_its_bytes(bits: int) -> None:
 
 
 def test_a_weight_that_is_longer_than_a_weight_may_be_is_refused() -> None:
-    weight = weight_of(1 << (8 << 16), 8 << 16)
+    weight = credit_of(1 << (8 << 16), 8 << 16)
     with pytest.raises(ProtocolError, match=r"`bytes` of length <= 65536"):
         CODEC.encode(Answer(CONTEXT, 1, weight, 0))
 
 
 def test_a_weight_has_one_form() -> None:
-    weight = Weight(bytes(7) + b"\x01", 60)
-    with pytest.raises(ProtocolError, match="a weight of 57 bits is written as 8 byte"):
+    weight = Credit(bytes(7) + b"\x01", 60)
+    with pytest.raises(ProtocolError, match="a credit of 57 bits is written as 8 byte"):
         CODEC.decode(CODEC.encode(Answer(CONTEXT, 1, weight, 0)))
 
 

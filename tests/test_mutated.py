@@ -13,7 +13,7 @@ import pytest
 
 from jdag.compute.avals import aval_of
 from jdag.compute.refs import RefData
-from jdag.engine.vocabulary import (
+from jdag.engine.protocol import (
     ContextId,
     Ended,
     Failure,
@@ -27,7 +27,7 @@ from jdag.engine.vocabulary import (
     Run,
 )
 from jdag.errors import ProtocolError
-from jdag.sim import simulation
+from jdag.sim import transport
 from jdag.wire import messages
 from jdag.wire.arrays import type_of
 from jdag.wire.messages import Codec
@@ -60,7 +60,7 @@ def real() -> list[bytes]:
         return messages.size(message, values)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(simulation, "size", noted)
+        patched.setattr(transport, "size", noted)
         for number in (1, 4):
             plan = numbered(number)
             for mode in random_runs.MODES:

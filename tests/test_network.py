@@ -1,6 +1,5 @@
 """When what leaves arrives, and what that costs the link."""
 
-from random import Random
 from typing import Any
 
 import pytest
@@ -8,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jdag.errors import ScenarioError
+from jdag.runtime.chooser import Chooser
 from jdag.sim.network import LinkModel, Network, Traffic
 from jdag.sim.timeline import Timeline
 from jdag.wire.link import Frame, Link, LinkSettings
@@ -20,31 +20,44 @@ def traffic(default, links=None):
     return Traffic(Network(default, links or {}), WORKERS)
 
 
+def transmit(way, source, destination, size, now_ns, chooser=None):
+    return way.lane(source, destination).transmit(size, now_ns, chooser or Chooser(0))
+
+
+def drained_ns(way, one, other):
+    return max(way.lane(*pair).drained_ns for pair in ((one, other), (other, one)))
+
+
+class Unasked(Chooser):
+    def amount(self, least, most):
+        raise AssertionError((least, most))
+
+
 def test_a_free_link_delivers_at_once_and_in_any_number():
     way = traffic(LinkModel())
-    assert [way.transmit("a", "b", 1 << 40, 7, Random(0)) for _ in range(3)] == [7] * 3
+    assert [transmit(way, "a", "b", 1 << 40, 7) for _ in range(3)] == [7] * 3
 
 
 def test_frames_leave_one_after_another_and_their_latencies_overlap():
     way = traffic(LinkModel(latency_ns=1000, bandwidth_bytes_per_s=GIGABYTE))
     sizes = [300, 200, 100]
-    arrivals = [way.transmit("a", "b", size, 50, Random(0)) for size in sizes]
+    arrivals = [transmit(way, "a", "b", size, 50) for size in sizes]
     assert arrivals == [1350, 1550, 1650]
     lane = way.lane("a", "b")
     assert (lane.start_ns, lane.busy_until_ns) == (550, 650)
     assert (lane.frames, lane.bytes, lane.busy_ns) == (3, 600, 600)
-    assert way.transmit("a", "b", 10, 5000, Random(0)) == 6010
+    assert transmit(way, "a", "b", 10, 5000) == 6010
     assert (lane.start_ns, lane.busy_ns) == (5000, 610)
 
 
 def test_each_direction_is_a_link_of_its_own():
     slow = LinkModel(latency_ns=9, bandwidth_bytes_per_s=1000)
     way = traffic(LinkModel(latency_ns=5), {("a", "b"): slow})
-    assert way.transmit("a", "b", 1, 0, Random(0)) == 1_000_009
-    assert way.transmit("b", "a", 1, 0, Random(0)) == 5
-    assert way.transmit("a", "c", 1, 0, Random(0)) == 5
-    assert list(way.lanes()) == [("a", "b"), ("a", "c"), ("b", "a")]
-    assert way.busy_until_ns("b", "a") == 1_000_009
+    assert transmit(way, "a", "b", 1, 0) == 1_000_009
+    assert transmit(way, "b", "a", 1, 0) == 5
+    assert transmit(way, "a", "c", 1, 0) == 5
+    assert way.lane("a", "b").drained_ns == 1_000_009
+    assert way.lane("b", "a").drained_ns == 5
 
 
 def test_a_transfer_takes_whole_nanoseconds_rounded_up():
@@ -57,8 +70,8 @@ def test_jitter_is_uniform_up_to_its_bound_and_comes_from_the_seed(jitter_ns, se
     model = LinkModel(latency_ns=10, jitter_ns=jitter_ns)
     runs = []
     for _ in range(2):
-        way, rng = traffic(model), Random(seed)
-        runs.append([way.transmit("a", "b", 1, 0, rng) - 10 for _ in range(50)])
+        way, chooser = traffic(model), Chooser(seed)
+        runs.append([transmit(way, "a", "b", 1, 0, chooser) - 10 for _ in range(50)])
         assert way.lane("a", "b").drained_ns == 10 + jitter_ns
     assert runs[0] == runs[1]
     assert all(0 <= extra_ns <= jitter_ns for extra_ns in runs[0])
@@ -66,23 +79,21 @@ def test_jitter_is_uniform_up_to_its_bound_and_comes_from_the_seed(jitter_ns, se
 
 
 def test_jitter_reaches_both_its_ends():
-    way, rng = traffic(LinkModel(jitter_ns=2)), Random(1)
-    drawn = [way.transmit("a", "b", 1, 0, rng) for _ in range(200)]
+    way, chooser = traffic(LinkModel(jitter_ns=2)), Chooser(1)
+    drawn = [transmit(way, "a", "b", 1, 0, chooser) for _ in range(200)]
     assert sorted(dict.fromkeys(drawn)) == [0, 1, 2]
 
 
 def test_without_jitter_nothing_is_drawn():
-    rng = Random(3)
-    before = rng.getstate()
-    traffic(LinkModel(latency_ns=5)).transmit("a", "b", 100, 0, rng)
-    assert rng.getstate() == before
+    way = traffic(LinkModel(latency_ns=5))
+    assert transmit(way, "a", "b", 100, 0, Unasked()) == 5
 
 
 def test_two_runs_over_one_network_do_not_meet():
     network = Network(LinkModel(bandwidth_bytes_per_s=1))
     for _ in range(2):
         way = Traffic(network, WORKERS)
-        assert way.transmit("a", "b", 1, 0, Random(0)) == GIGABYTE
+        assert transmit(way, "a", "b", 1, 0) == GIGABYTE
 
 
 @pytest.mark.parametrize(
@@ -109,14 +120,14 @@ def with_ports(model, ports_bytes_per_s=GIGABYTE):
 
 def test_all_that_a_worker_sends_passes_its_port():
     way = with_ports(LinkModel(latency_ns=1_000))
-    sent = [way.transmit("a", to, 100, 0, Random(0)) for to in ("b", "c", "b")]
+    sent = [transmit(way, "a", to, 100, 0) for to in ("b", "c", "b")]
     assert sent == [1_100, 1_200, 1_300]
     assert way.lane("a", "c").start_ns == 100
 
 
 def test_all_that_comes_to_a_worker_passes_its_port():
     way = with_ports(LinkModel(latency_ns=1_000))
-    came = [way.transmit(worker, "c", 100, 0, Random(0)) for worker in ("a", "b")]
+    came = [transmit(way, worker, "c", 100, 0) for worker in ("a", "b")]
     assert came == [1_100, 1_200]
     assert way.lane("b", "c").drained_ns == 1_200
     assert way.lane("a", "c").drained_ns == 1_100
@@ -124,16 +135,16 @@ def test_all_that_comes_to_a_worker_passes_its_port():
 
 def test_what_comes_to_a_worker_does_not_pass_where_it_sends():
     way = with_ports(LinkModel())
-    assert way.transmit("a", "b", 100, 0, Random(0)) == 100
-    assert way.transmit("b", "a", 100, 0, Random(0)) == 100
-    assert way.transmit("c", "b", 100, 0, Random(0)) == 200
+    assert transmit(way, "a", "b", 100, 0) == 100
+    assert transmit(way, "b", "a", 100, 0) == 100
+    assert transmit(way, "c", "b", 100, 0) == 200
 
 
 def test_where_a_link_is_slower_than_the_ports_it_alone_tells_the_time():
     way = with_ports(LinkModel(bandwidth_bytes_per_s=GIGABYTE // 10))
-    assert way.transmit("a", "b", 10, 0, Random(0)) == 100
-    assert way.transmit("a", "b", 10, 0, Random(0)) == 200
-    assert way.transmit("a", "c", 10, 0, Random(0)) == 110  # The port was free from 10.
+    assert transmit(way, "a", "b", 10, 0) == 100
+    assert transmit(way, "a", "b", 10, 0) == 200
+    assert transmit(way, "a", "c", 10, 0) == 110  # The port was free from 10.
 
 
 @pytest.mark.parametrize("rate", [0, -1, 1.5, True, "fast"])
@@ -184,7 +195,7 @@ HEADER_BYTES = 64
     st.integers(0, 5000),
 )
 def test_a_slow_but_clean_network_makes_no_link_resend(sends, jitter_ns):
-    latency_ns, rng = 20_000, Random(0)
+    latency_ns, chooser = 20_000, Chooser(0)
     way = traffic(LinkModel(latency_ns, GIGABYTE, jitter_ns))
     timing = LinkSettings(
         # The acknowledgement's delay and its way back, and a nanosecond to be over.
@@ -206,13 +217,13 @@ def test_a_slow_but_clean_network_makes_no_link_resend(sends, jitter_ns):
             got[name].extend(link.receive(what, now_ns))
         elif what == "tick":
             if link.deadline_ns is not None and link.deadline_ns <= now_ns:
-                for frame in link.tick(now_ns, way.busy_until_ns(name, link.peer)):
+                for frame in link.tick(now_ns, drained_ns(way, name, link.peer)):
                     size = HEADER_BYTES + (frame.payload[1] if frame.sequence else 0)
-                    arrival_ns = way.transmit(name, link.peer, size, now_ns, rng)
+                    arrival_ns = transmit(way, name, link.peer, size, now_ns, chooser)
                     timeline.push(arrival_ns, 0, (link.peer, frame))
         else:
             size = HEADER_BYTES + what[1]
-            arrival_ns = way.transmit(name, link.peer, size, now_ns, rng)
+            arrival_ns = transmit(way, name, link.peer, size, now_ns, chooser)
             frame = link.send(what, now_ns, arrival_ns - now_ns)
             timeline.push(arrival_ns, 0, (link.peer, frame))
         if link.deadline_ns is not None:

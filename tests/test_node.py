@@ -16,7 +16,7 @@ import pytest
 import jdag
 from jdag.api.cluster import Cluster
 from jdag.errors import JdagError, RemoteError, WorkerLost
-from jdag.rpc import exports, node
+from jdag.rpc import function_encoder, node
 from jdag.rpc.node import ROUNDS_MAX
 from jdag.rpc.streams import SocketStream
 from jdag.wire.trees import DEPTH_MAX
@@ -151,7 +151,7 @@ def test_one_that_joins_anew_is_no_peer_of_its_own() -> None:
         again.begin()
         with c.context() as ctx:
             assert ctx.call("c", hidden, W, X).fetch().shape == (2, 3)
-        assert list(again.company.peers) == ["a", "b"]
+        assert list(again.peers.connections) == ["a", "b"]
 
 
 def test_a_peer_that_sends_garbage_is_lost_and_hurts_nobody_else() -> None:
@@ -236,7 +236,7 @@ def test_large_arrays_may_be_arguments_of_programs_and_larger_ones_are_refused(
 ) -> None:
     with cluster(("a", "b")) as c, c.context() as ctx:
         assert ctx.call("b", size, np.zeros(10_000_000)) == 10_000_000
-        monkeypatch.setattr("jdag.rpc.exports.DATA_BYTES_MAX", 1_000)
+        monkeypatch.setattr("jdag.rpc.function_encoder.DATA_BYTES_MAX", 1_000)
         with pytest.raises(JdagError, match=r"size is given .* bytes of data; allowed"):
             ctx.call("b", size, np.zeros(1_000))
 
@@ -300,7 +300,7 @@ def test_what_cannot_travel_or_only_not_so_deep_fails_its_call_alone() -> None:
 def test_what_is_found_not_to_travel_only_when_it_is_sent_fails_its_program(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in (node, exports):
+    for module in (node, function_encoder):
         monkeypatch.setattr(module, "check_size", lambda *_: None)
     deep: Any = 0
     for _ in range(DEPTH_MAX):
@@ -314,7 +314,7 @@ def test_what_is_found_not_to_travel_only_when_it_is_sent_fails_its_program(
                 ctx.call("b", nested, w, given, depth)
         with c.context() as ctx:
             assert ctx.call("b", nested, w, 0, 3) == [[[0]]]
-        assert not any(one.company.gone for one in c.nodes.values())
+        assert not any(one.peers.gone for one in c.nodes.values())
 
 
 def test_who_ends_by_an_error_of_its_own_tells_the_others_which() -> None:
@@ -346,7 +346,7 @@ def test_settling_has_an_end_and_says_who_does_not_settle(
         quiet = c.nodes["b"]._quiet
         c.nodes["b"]._quiet = lambda: {**quiet(), "idle": False}
         with monkeypatch.context() as patched:
-            patched.setattr("jdag.rpc.standing.SETTLE_S", 0.2)
+            patched.setattr("jdag.rpc.stats.SETTLE_S", 0.2)
             with pytest.raises(JdagError, match=r"not settled within 0.2 s: .* on b$"):
                 c.driver.settle()
         del c.nodes["b"]._quiet
@@ -355,11 +355,11 @@ def test_settling_has_an_end_and_says_who_does_not_settle(
 
 def test_who_puts_more_than_may_wait_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     most = 16 << 20
-    monkeypatch.setattr("jdag.rpc.company.BULK_BYTES_MAX", most)
+    monkeypatch.setattr("jdag.rpc.peers.BULK_BYTES_MAX", most)
     with cluster(("a", "b")) as c:
         for number in range(12):
             c.put("b", np.full(1 << 20, float(number)))
-            waiting = c.driver.company.peers["b"].outbox.bulk_bytes
+            waiting = c.driver.peers.connections["b"].bulk.nbytes
             assert waiting <= most, number
         c.driver.settle()
         assert c.info()["b"]["values_held"] == 12
@@ -374,14 +374,15 @@ def test_an_acknowledgement_leaves_with_what_the_jobs_that_are_due_make(
         for _ in range(4):  # Compiled, and then known to be short.
             ctx.call("b", jnp.sin, np.ones(3)).fetch()
         b = c.nodes["b"]
-        noting = {"run": b._jobs, "flush": b.company, "arrived": b}
+        noting = {"run": b._jobs, "_flush_connections": b, "_receive": b}
         for name, where in noting.items():
             noted = partial(_noted, did, name, getattr(where, name))
             monkeypatch.setattr(where, name, noted)
         ctx.call("b", jnp.sin, np.ones(3)).fetch()
         # Before the call came, signs of life may have left.
-        since = did[did.index("arrived Call") :]
-        assert [one for one in since if "arrived" not in one][:2] == ["run", "flush"]
+        since = did[did.index("_receive Call") :]
+        left = [one for one in since if "_receive" not in one][:2]
+        assert left == ["run", "_flush_connections"]
 
 
 def test_however_many_jobs_are_due_what_is_said_leaves_between_them() -> None:
@@ -391,12 +392,13 @@ def test_however_many_jobs_are_due_what_is_said_leaves_between_them() -> None:
         b = c.nodes["b"]
         with b._loop:  # Nothing but acknowledgements and signs of life is said.
             patched.setattr(b, "_jobs", SimpleNamespace(due=[...], run=run))
-            patched.setattr(b.company, "flush", flush)
+            patched.setattr(b, "_flush_connections", flush)
             b._flush()
             patched.undo()
     assert did == ["run", *["flush", "run"] * (ROUNDS_MAX - 1)]
 
 
 def _noted(did: list[str], name: str, do: Callable[..., None], *given: Any) -> None:
-    did.append(" ".join([name, *[type(one).__name__ for one in given[1:2]]]))
+    what = [type(getattr(one, "message", one)).__name__ for one in given[1:2]]
+    did.append(" ".join([name, *what]))
     do(*given)

@@ -176,7 +176,7 @@ def test_an_error_names_function_worker_and_the_users_line():
     with pytest.raises(RemoteError) as caught:
         oracle(loss)(W)
     said = str(caught.value)
-    where = r"test_reference:hidden failed on 'b', called at .*in .*loss"
+    where = r"test_oracle:hidden failed on 'b', called at .*in .*loss"
     assert re.search(where, said)
     assert "return jnp.tanh(x @ w)" in said and "site-packages" not in said
     assert isinstance(caught.value.__cause__, TypeError)

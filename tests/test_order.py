@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdag.engine.vocabulary import (
+from jdag.engine.credit import NOTHING
+from jdag.engine.protocol import (
     Acknowledge,
     Assign,
     Call,
@@ -25,7 +26,6 @@ from jdag.engine.vocabulary import (
     Reading,
     Release,
 )
-from jdag.engine.weight import NOTHING
 from jdag.errors import ProtocolError
 from jdag.wire.order import ALL, NONE, RULES, Order
 from tests.wire_cases import messages

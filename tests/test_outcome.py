@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 import jdag
 from jdag.api.outcome import expired, nanoseconds, stuck
-from jdag.engine.vocabulary import Failure, Outcome, Owed, PassResult
+from jdag.engine.protocol import Failure, Outcome, Owed, PassResult
 from jdag.errors import JdagError, WorkerLost
 from jdag.sim.devices import MOVED
 from jdag.sim.faults import Crash

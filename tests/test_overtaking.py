@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from jdag.engine.vocabulary import Run
+from jdag.engine.protocol import Run
 from tests.engine_cases import SEEDS, assign_newest, net_of, newest, pausing
 from tests.engine_net import Net, Scope
 from tests.engine_values import ADD, DOUBLE, TRIPLE, Fuse, Linear

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from jdag.engine.vocabulary import End, Expired, Failure, Mode, Outcome, Owed
+from jdag.engine.protocol import End, Expired, Failure, Mode, Outcome, Owed
 from tests.engine_cases import finished, holding, kept, net_of, pausing
 from tests.engine_values import ADD, DOUBLE, Affine, Fuse, Linear
 

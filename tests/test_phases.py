@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from jdag.engine.phases import NEXT, Ownership, Phase
-from jdag.engine.vocabulary import (
+from jdag.engine.protocol import (
     Attached,
     ContextId,
     Differentiated,

@@ -285,7 +285,7 @@ def test_a_shape_error_shows_function_worker_call_site_and_the_users_lines(clust
             ctx.call("c", mismatched, w, w)
         said = str(caught.value)
         assert re.search(
-            r"test_activation:mismatched failed on 'c', called at \S*\w+.py:\d+ "
+            r"test_program_frame:mismatched failed on 'c', called at \S*\w+.py:\d+ "
             r"in test_a_shape_error\w+: TypeError: dot_general",
             said,
         ), said
@@ -303,7 +303,7 @@ def test_an_error_at_run_time_is_a_value_until_somebody_looks(cluster):
         with pytest.raises(RemoteError) as caught:
             worse.fetch()
         said = str(caught.value)
-        assert re.search(r"fails_forward failed on 'c', called at .*test_act", said)
+        assert re.search(r"fails_forward failed on 'c', called at .*test_pro", said)
         assert "RuntimeError: no way on" in said
         assert isinstance(caught.value.__cause__, Exception)
         with pytest.raises(RemoteError, match=r"no way on[^$]*it came along a <- d"):

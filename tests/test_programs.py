@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from greenlet import GreenletExit, getcurrent
 
-from jdag.engine.vocabulary import Arrived, Fetched, Left, Resume, Returned, Spawn
+from jdag.engine.protocol import Arrived, Fetched, Left, Resume, Returned, Spawn
 from jdag.errors import JdagError
 from jdag.sim.faults import Crash
 from jdag.sim.network import LinkModel

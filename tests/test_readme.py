@@ -13,8 +13,8 @@ import pytest
 
 import jdag
 from jdag.scenario import load
-from jdag.scenario.run_scenario import play
-from jdag.sim.simulation import Simulation
+from jdag.scenario.run_scenario import run_scenario
+from jdag.sim.settings import SimSettings
 from tests.two_hosts import Hosts, two_hosts
 
 README = Path(__file__).parents[1] / "README.md"
@@ -92,7 +92,7 @@ with jdag.simulate(["trainer", "ps0", "ps1"], seed=0) as cluster:
 
 def test_real_workers_print_the_same_as_simulated_ones(tmp_path: Path):
     ten = block("python", "ctx.gradient(w0)).shape)", "jdag.simulate")
-    real = block("python", "jdag.launch(").strip()
+    real = block("python", "jdag.launch(").partition("\n")[0]
     simulated = printed_by(ten, tmp_path)
     assert simulated.endswith(" (8, 16)\n")
     launched = ten.replace(f"with {SIMULATED} as cluster:", real)
@@ -149,7 +149,9 @@ def test_the_scenario_is_met_with_the_program_beside_it(tmp_path: Path):
     (tmp_path / "lossy.toml").write_text(block("toml", "[expect]"))
     shapes = (README.parent / "scenarios" / "shapes.py").read_text()
     (tmp_path / "shapes.py").write_text(shapes)
-    answer = play(load(tmp_path / "lossy.toml"), lambda done, total, numbers: None)
+    answer = run_scenario(
+        load(tmp_path / "lossy.toml"), lambda done, total, numbers: None
+    )
     assert answer.met, answer.judged
     assert answer.figures["resends"], answer.figures
 
@@ -228,7 +230,7 @@ def check_keywords(called: Any, call: ast.Call) -> None:
     taken = dict(inspect.signature(called).parameters)
     if called is jdag.simulate:  # It hands its settings on to the driver.
         del taken["settings"]
-        taken.update(inspect.signature(Simulation).parameters)
+        taken.update(inspect.signature(SimSettings).parameters)
     if any(each.kind is each.VAR_KEYWORD for each in taken.values()):
         return
     for keyword in call.keywords:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jdag.engine.vocabulary import Primal, Read
+from jdag.engine.protocol import Primal, Read
 from tests.engine_cases import holding, net_of, pausing
 from tests.engine_values import DOUBLE, SAME, Linear
 

@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdag.api.failures import exception_of
 from jdag.api.refs import Leaf, Ref, fetch, stop_gradient
 from jdag.compute.avals import aval_of
 from jdag.compute.refs import is_ref
-from jdag.engine.vocabulary import (
+from jdag.engine.protocol import (
     ContextId,
     Failure,
     GradientKey,
@@ -21,6 +20,7 @@ from jdag.engine.vocabulary import (
     OutputKey,
 )
 from jdag.errors import ContextError, JdagError, RemoteError
+from jdag.runtime.failures import exception_of
 
 AVAL = aval_of(jnp.ones((2, 3)))
 
@@ -30,8 +30,7 @@ class Held:
 
     def __init__(self, values=None):
         self.values = values or {}
-        self.home = self
-        self.reader = self
+        self.state = self
         self.requests = []
 
     def check_readable(self, ref):

@@ -195,8 +195,9 @@ def test_records_are_kept_of_no_value_that_is_not_held():
     with simulate(WORKERS, seed=1, **ROUGH) as cluster:
         train(cluster, X)
         cluster.driver.settle()
-        for host in cluster.driver._hosts.values():
-            assert all(key in host.machine.values for key in host.made)
+        made = cluster.driver._recorder._made
+        for worker, host in cluster.driver._hosts.items():
+            assert all(key in host.machine.values for key in made[worker])
 
 
 def test_abstract_runs_make_no_arrays_and_send_the_same_messages():

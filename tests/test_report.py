@@ -12,8 +12,8 @@ import pytest
 from jdag.api.drivers import simulate
 from jdag.api.graph import graph_of
 from jdag.errors import JdagError, UnusedSendError
-from jdag.report import bubble, read_drawings, render, spans
-from jdag.report.formatting import shown
+from jdag.report import bubble, read_drawings, render
+from jdag.report.formatting import formatted
 from jdag.report.perfetto import JOBS_MAX, MESSAGES_MAX, trace_events
 from jdag.report.picture import _laid_out, _left_out, draw_graph
 from jdag.report.raster import COLUMNS, mixed
@@ -139,13 +139,20 @@ def test_a_job_lasts_from_its_start_to_its_finish_and_an_array_till_handed_on():
         start(46, "b", job="apply"),
         finish(48, "b", 10, job="apply"),
     )
-    assert [tuple(span) for span in spans(trace)] == [
+    found = spans_of(trace)
+    jobs = [
+        (one.start_ns, one.end_ns, one.drawn_as, one.function, one.worker)
+        for one in found.jobs
+    ]
+    assert jobs == [
         (10, 15, "forward", "m:f", "a"),
         (40, 45, "backward", "m:f", "b"),
         (45, 46, "sum", "m:f", "b"),
         (46, 48, "hook", "m:f", "b"),
-        (12, 30, "transfer", "b", "a"),
     ]
+    one, two = found.transfers
+    assert (one.start_ns, one.end_ns, one.worker, one.destination) == (12, 30, "a", "b")
+    assert one.payload_bytes and not two.payload_bytes
 
 
 def test_a_job_that_a_crash_cut_off_ends_with_the_crash():
@@ -155,24 +162,24 @@ def test_a_job_that_a_crash_cut_off_ends_with_the_crash():
         (14, "crash", "a", ("planned",), ()),
         (99, "lost", "b", ("a",), ()),
     )
-    assert [(s.worker, s.start_ns, s.end_ns) for s in spans(trace)] == [
+    assert [(s.worker, s.start_ns, s.end_ns) for s in spans_of(trace).jobs] == [
         ("a", 10, 14),
         ("b", 11, 99),
     ]
 
 
 def test_a_message_that_was_never_handed_on_is_no_transfer():
-    assert spans(noted(send(10, "a", "b"))) == []
+    assert spans_of(noted(send(10, "a", "b"))).transfers == ()
 
 
 def test_a_forward_outside_of_contexts_is_an_update():
     trace = noted(start(1, "a", context=""), finish(2, "a", 0))
-    assert [span.kind for span in spans(trace)] == ["update"]
+    assert [job.drawn_as for job in spans_of(trace).jobs] == ["update"]
 
 
 def test_the_bubble_of_a_pipeline_is_exactly_what_theory_says(piped):
     trace, _, window, _ = piped
-    found = bubble(spans(trace), STAGES, window)
+    found = bubble(spans_of(trace).jobs, STAGES, window)
     assert found == dict.fromkeys(STAGES, Fraction(4 - 1, 8 + 4 - 1))
 
 
@@ -183,10 +190,10 @@ def test_a_bubble_counts_what_lies_in_the_window_and_no_transfers():
         send(10, "a", "b"),
         deliver(30, "a", "b", 2),
     )
-    found = bubble(spans(trace), ("a", "b"), (8, 20))
+    found = bubble(spans_of(trace).jobs, ("a", "b"), (8, 20))
     assert found == {"a": Fraction(10, 12), "b": Fraction(1)}
-    assert bubble(spans(trace), ("a",), (20, 30)) == {"a": 1}
-    assert bubble(spans(trace), ("a",), (5, 5)) == {"a": 0}
+    assert bubble(spans_of(trace).jobs, ("a",), (20, 30)) == {"a": 1}
+    assert bubble(spans_of(trace).jobs, ("a",), (5, 5)) == {"a": 0}
 
 
 def test_a_window_keeps_what_overlaps_it(slow):
@@ -348,7 +355,7 @@ def test_the_page_needs_nothing_else_and_shows_what_was_expected(piped, tmp_path
     assert "line &lt;one&gt;\nline two" in page
     assert ">met</td>" in page
     assert ">not met</td>" in page
-    share = shown("bubble", 3 / 11)
+    share = formatted("bubble", 3 / 11)
     for said in ("12,345", "1.352 ms", share, "seed 7", "digest abc123"):
         assert said in page, said
     assert f"stage0: {share}" not in page  # It stands in the table by worker.

@@ -6,7 +6,7 @@ import pytest
 
 from jdag.errors import ScenarioError
 from jdag.scenario import load
-from jdag.scenario.run_scenario import play
+from jdag.scenario.run_scenario import run_scenario
 from tests.scenario_cases import scenario_of, written
 
 
@@ -15,7 +15,7 @@ def silent(done, total, numbers):
 
 
 def played(path: Path):
-    return play(load(path), silent)
+    return run_scenario(load(path), silent)
 
 
 def test_a_good_scenario_is_met_and_is_reported_on(tmp_path: Path):
@@ -30,7 +30,7 @@ def test_a_good_scenario_is_met_and_is_reported_on(tmp_path: Path):
 def test_progress_is_shown_seed_by_seed(tmp_path: Path):
     seen = []
     scenario = load(written(tmp_path, seeds="seeds = 3"))
-    play(scenario, lambda done, total, numbers: seen.append((done, total)))
+    run_scenario(scenario, lambda done, total, numbers: seen.append((done, total)))
     assert seen == [(1, 3), (2, 3), (3, 3)]
 
 
@@ -38,7 +38,8 @@ def test_the_seed_makes_the_run(tmp_path: Path):
     network = "[network]\njitter_ns = 1_000"
     path = written(tmp_path, network)
     digests = [
-        play(load(path, seed=seed), silent).figures["digest"] for seed in (0, 0, 1)
+        run_scenario(load(path, seed=seed), silent).figures["digest"]
+        for seed in (0, 0, 1)
     ]
     assert digests[0] == digests[1] != digests[2]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from jdag.scenario import load
-from jdag.scenario.run_scenario import Answer, play
+from jdag.scenario.run_scenario import Answer, run_scenario
 
 SCENARIOS = Path(__file__).parent.parent / "scenarios"
 SHIPPED = sorted(SCENARIOS.glob("*.toml"))
@@ -20,7 +20,7 @@ OF_TIERS = [
 
 
 def played(path: Path) -> Answer:
-    return play(load(path), lambda done, total, numbers: None)
+    return run_scenario(load(path), lambda done, total, numbers: None)
 
 
 def test_all_nineteen_are_there():

@@ -4,7 +4,7 @@ import gc
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -13,15 +13,16 @@ import numpy as np
 import pytest
 
 from jdag.errors import JdagError, JoinError
+from jdag.rpc import control
 from jdag.rpc import session as module
-from jdag.rpc.control import ControlClient, ControlServer, answering
-from jdag.rpc.gate import Gate, dial
-from jdag.rpc.handshake import ours
-from jdag.rpc.requests import REQUESTS, Attach, Detach, Health, Info, Knock, Mesh
-from jdag.rpc.seat import Seat
+from jdag.rpc.control import ControlClient, ControlServer, Refusal, answering
+from jdag.rpc.handshake import PROTOCOL, ours
+from jdag.rpc.listener import dial
+from jdag.rpc.requests import REQUESTS, Attach, Detach, Health, Info, Mesh, Ticket
 from jdag.rpc.session import Session
 from jdag.rpc.settings import Address
 from jdag.rpc.tls import load
+from jdag.rpc.worker_server import WorkerServer
 from tests.certificates import Issuer
 from tests.rpc_cases import (
     ANY,
@@ -34,6 +35,7 @@ from tests.rpc_cases import (
 )
 
 LONG_S = 60.0
+VERSION = ((control.VERSION, str(PROTOCOL)),)
 REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION)
 ODD = (b"null", b"-1", b"1e999", b'"\\ud800"', b"[[[[", b"{}", b"9" * 40, b"\x00")
 
@@ -81,16 +83,16 @@ def test_all_are_joined_to_all_and_of_two_the_lower_number_dials(three):
 
 
 def test_who_dials_may_have_been_told_of_the_others_first(monkeypatch, request):
-    answer, dialled = Seat.mesh, threading.Event()
+    answer, dialled = WorkerServer._mesh, threading.Event()
 
-    def mesh(seat: Seat, asked: Mesh) -> Mapping[str, Any]:
+    def mesh(seat: WorkerServer, asked: Mesh) -> Mapping[str, Any]:
         if seat is not workers["a"].seat:
             assert dialled.wait(LONG_S)
         answered = answer(seat, asked)
         dialled.set()
         return answered
 
-    monkeypatch.setattr(Seat, "mesh", mesh)
+    monkeypatch.setattr(WorkerServer, "_mesh", mesh)
     workers = request.getfixturevalue("three")
     with Session(plan_of(controls(workers))):
         for name, worker in workers.items():
@@ -103,7 +105,7 @@ def test_who_dials_may_have_been_told_of_the_others_first(monkeypatch, request):
 
 def test_a_broken_stream_is_dialled_again_by_who_dialled_it(three):
     with Session(plan_of(controls(three))) as session:
-        place = session.place
+        place = session.info
         before = plain(session).streams["b"]
         stream, theirs = place.dial("b", 5)
         assert theirs == 7
@@ -124,7 +126,7 @@ def test_what_main_finds_to_be_lost_may_join_again_as_the_next_incarnation(
         with seated("b", address) as again:
             soon(lambda: not session.away() and "b" in plain(session).streams)
             soon(lambda: bool(again.nodes) and len(again.nodes[-1].streams) == 3)
-            number = session.place.incarnations["b"]
+            number = session.info.incarnations["b"]
             assert number >= 1
             assert again.nodes[-1].place.incarnations["b"] == number
             for name in "ac":
@@ -138,13 +140,16 @@ def test_what_main_finds_to_be_lost_may_join_again_as_the_next_incarnation(
 
 def test_a_new_process_at_another_address_may_be_told_to_join(three):
     def secrets(name: str) -> dict[str, str]:
-        held = workers[name].seat._held
+        held = workers[name].seat._lease
         assert held is not None
         return dict(held.secrets)
 
     workers = dict(three)
     with Session(plan_of(controls(three))) as session:
-        with pytest.raises(JoinError, match="worker 'b' is not lost; it cannot join"):
+        with pytest.raises(
+            JoinError,
+            match="worker 'b' is joined; to attach it, it wo",
+        ):
             session.join("b")
         former = secrets("a")
         three["b"].die()
@@ -155,7 +160,7 @@ def test_a_new_process_at_another_address_may_be_told_to_join(three):
             session.join("b", again.server.address)
             assert session.away() == {}
             assert plain(session).ask("b", b"anew") == b"answer anew from b\n"
-            assert session.place.incarnations["b"] == 1
+            assert session.info.incarnations["b"] == 1
             # What the former process has known of the others is of no use any more.
             workers["b"] = again
             assert secrets("a")["b"] == secrets("b")["a"] != former["b"]
@@ -199,7 +204,9 @@ def test_a_worker_that_does_not_answer_keeps_main_from_leaving_for_a_bounded_tim
     for bound in ("_LEAVING_S", "_LEAVING_LAUNCHED_S"):
         monkeypatch.setattr(module, bound, 0.1)
     with seated("a") as worker:
-        server = ControlServer(ANY, {**worker.seat.answers, Detach: frozen})
+        server = ControlServer(
+            "worker 'a'", ANY, {**worker.seat.answers, Detach: frozen}
+        )
         plan = plan_of({"a": server.address}, deadline_s=3600.0, watched=watched)
         with Session(plan):
             pass
@@ -252,13 +259,13 @@ def test_the_name_of_main_is_for_one_process(monkeypatch):
 
 def test_a_worker_cannot_be_taken_for_another_whatever_it_shows(three):
     with Session(plan_of(controls(three))) as session:
-        held = three["a"].seat._held
+        held = three["a"].seat._lease
         assert held is not None
         known = list(held.secrets.values())
         assert len(set(known)) == 3  # With main, b and c: each is another one.
         for name in ("m", "c"):
             for secret in known:
-                asked = Knock(secret=secret, worker=name, incarnation=0)
+                asked = Ticket(secret=secret, worker=name, incarnation=0)
                 with pytest.raises(JoinError, match=f"is not that of '{name}'"):
                     three["b"].ask(asked)
         for secret in known:  # Nor may it speak for main.
@@ -275,17 +282,9 @@ def test_over_tls_all_is_as_without_and_a_stranger_is_refused(tmp_path, monkeypa
     with ExitStack() as stack:
         workers = {}
         for name in "ab":
-            own: dict[str, Any] = {
-                "tls": tls[name],
-                "dial_gate": partial(dial, tls=tls[name]),
-            }
-            gate = partial(Gate, "tcp:127.0.0.1:0", tls=tls[name])
-            workers[name] = stack.enter_context(seated(name, open_gate=gate, **own))
-        settings: dict[str, Any] = {
-            "tls": tls["m"],
-            "dial_gate": partial(dial, tls=tls["m"]),
-        }
-        with Session(plan_of(controls(workers), **settings)) as session:
+            own: dict[str, Any] = {"tls": tls[name], "data": "tcp:127.0.0.1:0"}
+            workers[name] = stack.enter_context(seated(name, **own))
+        with Session(plan_of(controls(workers), tls=tls["m"])) as session:
             assert plain(session).ask("b", b"hi") == b"answer hi from b\n"
             assert workers["a"].nodes[0].ask("b", b"x") == b"answer x from b\n"
         (tmp_path / "other").mkdir()
@@ -300,25 +299,27 @@ def test_a_certificate_is_held_to_the_worker_who_shows_it(grpc: bool, tmp_path):
     tls = {name: load(*issuer.issue(name)) for name in "mab"}
     own: dict[str, Any] = {"tls": tls["b"], "hosts": {"m": "10.1.1.1"}, "grpc": grpc}
     if not grpc:
-        own["open_gate"] = partial(Gate, "tcp:127.0.0.1:0", tls=tls["b"])
+        own["data"] = "tcp:127.0.0.1:0"
     with seated("b", **own) as worker:
-        settings: dict[str, Any] = {"dial_gate": partial(dial, tls=tls["m"])}
-        plan = plan_of({"b": worker.server.address}, tls=tls["m"], **settings)
+        plan = plan_of({"b": worker.server.address}, tls=tls["m"])
         with Session(plan):
             other = ControlClient("b", worker.server.address, tls=tls["a"])
-            held = worker.seat._held
+            held = worker.seat._lease
             assert held is not None
-            knock = Knock(secret=held.secrets["m"], worker="m", incarnation=0)
+            knock = Ticket(secret=held.secrets["m"], worker="m", incarnation=0)
             said = (
-                "who comes as worker 'm' shows a certificate for a, 127.0.0.1; it has "
-                "to be for m or 10.1.1.1"
+                "a process that joins as worker 'm' shows a certificate for a, "
+                "127.0.0.1; it has to be for m or 10.1.1.1"
             )
             with pytest.raises(JoinError, match=said):
                 other.ask(knock)
             mine = ControlClient("b", worker.server.address, tls=tls["m"])
-            token = bytes.fromhex(mine.ask(knock)["token"])
+            token = bytes.fromhex(mine.ask(knock)["ticket"])
             with pytest.raises(JdagError, match="refused this worker, or its certific"):
-                dial(held.gate.address, token, 0, tls=tls["a"], timeout_s=LONG_S)
+                data = held.listener.address
+                if grpc:
+                    data = f"grpc:{worker.server.address}"
+                dial(data, token, 0, tls=tls["a"], timeout_s=LONG_S)
             for client in (other, mine):
                 client.close()
         with pytest.raises(JoinError, match=said):
@@ -351,9 +352,13 @@ def test_over_grpc_streams_come_through_the_control_server():
         (Attach, {"handshake": 3}, "Attached.handshake: Input should be an object"),
         (Attach, {"allow": "mine"}, "Attached.allow: Input should be a valid array"),
         (Attach, {"data": None}, "Attached.data: Input should be a valid string"),
-        (Knock, {}, "Knocked.token: Field required"),
-        (Knock, {"token": "zz" * 32}, "Knocked.token: String should match pattern"),
-        (Knock, {"token": "00"}, "Knocked.token: String should match pattern"),
+        (Ticket, {}, "TicketIssued.ticket: Field required"),
+        (
+            Ticket,
+            {"ticket": "zz" * 32},
+            "TicketIssued.ticket: String should match",
+        ),
+        (Ticket, {"ticket": "00"}, "TicketIssued.ticket: String should match"),
     ],
 )
 def test_a_worker_whose_answer_cannot_be_used_is_named(
@@ -365,29 +370,15 @@ def test_a_worker_whose_answer_cannot_be_used_is_named(
         def odd(asked: Any) -> dict[str, Any]:
             return {**right(asked), **answer} if answer else {}
 
-        server = ControlServer(ANY, {**worker.seat.answers, request_kind: odd})
+        server = ControlServer(
+            "worker 'a'", ANY, {**worker.seat.answers, request_kind: odd}
+        )
         said = f"worker 'a' at {server.address} answered what cannot be used: {words}"
         with pytest.raises(JoinError) as caught:
             Session(plan_of({"a": server.address}))
         assert str(caught.value).startswith(said)
         assert worker.ask(Health())["state"] == "idle"
         server.close()
-
-
-class Refused(Exception):
-    """What a call's context raises at a refusal."""
-
-
-class Call:
-    """A call as the handlers see it, without TLS."""
-
-    def auth_context(self) -> dict[str, Any]:
-        return {}
-
-    def abort(self, code: grpc.StatusCode, said: str) -> None:
-        assert code in REFUSALS, (code, said)
-        assert said and len(said) <= 4096
-        raise Refused(said)
 
 
 def test_a_thousand_mutated_requests_hurt_nobody(three):
@@ -403,7 +394,9 @@ def test_a_thousand_mutated_requests_hurt_nobody(three):
     for number in range(1_000):
         asked = REQUESTS[number % len(REQUESTS)]
         try:
-            method[asked](_mutated(rng, _example(asked)), timeout=LONG_S)
+            method[asked](
+                _mutated(rng, _example(asked)), timeout=LONG_S, metadata=VERSION
+            )
         except grpc.RpcError as error:
             refused += 1
             assert error.code() in REFUSALS, (asked, error)
@@ -429,8 +422,10 @@ def test_mutated_requests_crash_no_handler_and_grow_nothing(three, count: int):
     sizes = []
     for number in range(count):
         asked = REQUESTS[number % len(REQUESTS)]
-        with suppress(Refused):
-            handle[asked](_mutated(rng, _example(asked)), Call())
+        try:
+            handle[asked](_mutated(rng, _example(asked)), None)
+        except Refusal as error:
+            assert error.code in REFUSALS and str(error)
         if number % 5_000 == 4_999:  # The first time all is warm.
             gc.collect()
             sizes.append(len(gc.get_objects()))

@@ -1,12 +1,12 @@
-"""What a pass says and when: who begins, who holds weight, how its end is known."""
+"""What a pass says and when: who begins, who holds credit, how its end is known."""
 
 import random
 from typing import Any
 
 import pytest
 
-from jdag.engine.share import Pass
-from jdag.engine.vocabulary import (
+from jdag.engine.credit import NOTHING, WHOLE, Credit, added
+from jdag.engine.protocol import (
     Acknowledge,
     Answer,
     Call,
@@ -21,7 +21,7 @@ from jdag.engine.vocabulary import (
     Ship,
     Start,
 )
-from jdag.engine.weight import NOTHING, WHOLE, Weight, added
+from jdag.engine.share import Pass
 from tests.engine_cases import SEEDS, holding, net_of, pausing
 from tests.engine_net import Net
 from tests.engine_programs import Run, draw, in_modes
@@ -163,7 +163,7 @@ def test_go_is_said_only_when_no_mark_is_under_way():
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_when_a_pass_ends_nothing_of_it_is_under_way(program: int, mode: Mode):
     plan = in_modes(draw(random.Random(program)), lambda: mode)
-    net = Net(plan.workers, random.Random(f"weights {program}"))
+    net = Net(plan.workers, random.Random(f"credits {program}"))
     seen = 0
 
     def look(net: Net) -> None:
@@ -193,7 +193,7 @@ def _nothing_under_way(net: Net, end: End) -> None:
         part = place.engine._state.contexts.get(end.context)
         live = None if part is None else part.live
         if live is not None and place is not owner:
-            assert live.weight == NOTHING and live.passive, (end, place)
+            assert live.credit == NOTHING and live.passive, (end, place)
 
 
 @MODES
@@ -206,7 +206,7 @@ def test_at_every_moment_of_a_pass_its_parts_sum_to_the_whole(program: int, mode
     def look(net: Net) -> None:
         nonlocal looks
         for context, live in _live(net):
-            if live.is_owner and not live.failed:
+            if live.parent is None and not live.failed:
                 parts = _parts(net, context, live.number)
                 if parts is not None:
                     assert parts == WHOLE, (context, parts)
@@ -226,27 +226,27 @@ def _live(net: Net) -> list[tuple[Any, Pass]]:
     ]
 
 
-def _parts(net: Net, context: Any, number: int) -> Weight | None:
+def _parts(net: Net, context: Any, number: int) -> Credit | None:
     """All parts of a pass, held and under way; None once it has failed somewhere."""
     total = NOTHING
     for other, live in _live(net):
         if (other, live.number) == (context, number):
             if live.failed:
                 return None
-            total = added(total, live.weight)
+            total = added(total, live.credit)
     for queue in net.queues.values():
         for message, _ in queue:
             if type(message) in WEIGHED and (message.context, message.number) == (
                 context,
                 number,
             ):
-                assert message.weight.units > 0, message
-                total = added(total, message.weight)
+                assert message.credit.units > 0, message
+                total = added(total, message.credit)
     return total
 
 
 @MODES
-def test_a_worker_that_computes_keeps_weight(mode: Mode):
+def test_a_worker_that_computes_keeps_credit(mode: Mode):
     net = net_of(2)
     x = net.put("b", 3, "a")
     scope = net.open("a")
@@ -263,7 +263,7 @@ def test_a_worker_that_computes_keeps_weight(mode: Mode):
 
 
 @MODES
-def test_a_worker_whose_node_waits_for_its_forward_keeps_weight(mode: Mode):
+def test_a_worker_whose_node_waits_for_its_forward_keeps_credit(mode: Mode):
     net = net_of(2)
     x = net.put("b", 3, "a")
     scope = net.open("a")
@@ -297,22 +297,22 @@ def test_messages_of_one_moment_share_what_is_held():
     live = Pass(1, Mode.FAST, retain=False, parent="a")
     live.take(WHOLE, 3)
     for to in "bcd":
-        live.say(to, lambda weight, owed: Answer(CONTEXT, 1, weight, owed))
-    sent = live.parcel()
+        live.say(to, lambda credit, owed: Answer(CONTEXT, 1, credit, owed))
+    sent = live.parcel(live.passive)
     assert [outgoing.to for outgoing, _ in sent] == list("bcd")
-    parts = [message.weight for _, message in sent]
+    parts = [message.credit for _, message in sent]
     assert added(added(parts[0], parts[1]), parts[2]) == WHOLE
-    assert live.weight == NOTHING and live.parcel() == []
+    assert live.credit == NOTHING and not live.outbox
 
 
 def test_who_has_more_to_do_keeps_a_part():
     live = Pass(1, Mode.FAST, retain=False, parent="a")
     live.take(WHOLE, 0)
     live.computing = 1
-    live.say("b", lambda weight, owed: Answer(CONTEXT, 1, weight, owed))
-    ((_, message),) = live.parcel()
-    assert live.weight.units and not live.whole
-    assert added(live.weight, message.weight) == WHOLE
+    live.say("b", lambda credit, owed: Answer(CONTEXT, 1, credit, owed))
+    ((_, message),) = live.parcel(live.passive)
+    assert live.credit.units and live.credit != WHOLE
+    assert added(live.credit, message.credit) == WHOLE
 
 
 @pytest.mark.parametrize("what", ["computing", "waiting", "ready"])
@@ -324,9 +324,9 @@ def test_a_pass_is_not_passive_while_anything_is_open(what: str):
 
 
 def test_the_owner_begins_with_the_whole_and_others_with_nothing():
-    assert Pass(1, Mode.SMART, retain=False, parent=None).whole
+    assert Pass(1, Mode.SMART, retain=False, parent=None).credit == WHOLE
     other = Pass(1, Mode.SMART, retain=False, parent="a")
-    assert other.weight == NOTHING and not other.is_owner
+    assert other.credit == NOTHING
 
 
 # -------------------------------------------------------------------------------- owed
@@ -359,11 +359,11 @@ def test_a_pass_gives_each_change_away_once():
     live.take(WHOLE, 3)
     live.unreported -= 1
     for to in "bc":
-        live.say(to, lambda weight, owed: Answer(CONTEXT, 1, weight, owed))
-    assert [message.owed for _, message in live.parcel()] == [2, 0]
+        live.say(to, lambda credit, owed: Answer(CONTEXT, 1, credit, owed))
+    assert [message.owed for _, message in live.parcel(live.passive)] == [2, 0]
     assert live.unreported == 0
-    live.take(Weight(1, 1), -1)
-    assert live.hand_back() == (Weight(1, 1), -1)
+    live.take(Credit(1, 1), -1)
+    assert live.hand_back() == (Credit(1, 1), -1)
     assert live.hand_back() == (NOTHING, 0)
 
 

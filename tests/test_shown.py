@@ -2,7 +2,7 @@
 
 import pytest
 
-from jdag.report.formatting import shown
+from jdag.report.formatting import formatted
 
 
 @pytest.mark.parametrize(
@@ -24,9 +24,9 @@ from jdag.report.formatting import shown
     ],
 )
 def test_a_figure_reads_as_people_write_it(name, value, text):
-    assert shown(name, value) == text
+    assert formatted(name, value) == text
 
 
 def test_a_long_list_says_how_much_more_there_is():
     by_worker = {f"w{number}": 0.25 for number in range(256)}
-    assert shown("bubble", by_worker).endswith("w11: 25.00 %, and 244 more")
+    assert formatted("bubble", by_worker).endswith("w11: 25.00 %, and 244 more")

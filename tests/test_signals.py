@@ -136,7 +136,10 @@ def test_ctrl_c_in_a_terminal_ends_a_check_and_the_run_that_it_has_started(
 
 # ------------------------------------------------------------------ without a command
 
-COMMAND = "import atexit, os, signal, sys\nfrom jdag.runtime import signals\nsignals.handle()\n"
+COMMAND = """import atexit, os, signal, sys
+from jdag.runtime import signals
+signals.handle()
+"""
 
 
 def snippet(place: Path, *lines: str):

@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import pytest
 
-from jdag.rpc import inbox, loop, outbox, peer
+from jdag.rpc import bulk, connection, loop, receiving
 from jdag.rpc.loop import clock_ns
-from tests.peer_cases import Sides
+from tests.connection_cases import Sides
 
 
 class Clock:
@@ -15,7 +15,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ahead_ns = 0
-        for module in (peer, loop, inbox, outbox):
+        for module in (connection, loop, receiving, bulk):
             monkeypatch.setattr(module, "clock_ns", lambda: clock_ns() + self.ahead_ns)
 
 
@@ -28,7 +28,7 @@ def test_a_silent_peer_is_lost_before_its_deadline(
     assert sides.b.socket is not None
     sides.loop.unregister(sides.b.socket.fileno())  # As one that is stopped.
     sides.loop.register(sides.b.socket.fileno(), lambda mask: None)
-    sides.b.peer._alive_timer.cancel()
+    sides.b.connection._timer.cancel()
     for seconds in range(800):
         sides.turn()
         assert not sides.a.ends, seconds
@@ -47,7 +47,7 @@ def test_who_was_away_itself_hears_first_what_has_come_meanwhile(
     sides.connect()
     for _ in range(5):
         clock.ahead_ns += 60_000_000_000
-        sides.a.peer._loop._end_turn()  # Time has made something due before it reads.
+        sides.loop._end_turn()  # Time has made something due before it reads.
         sides.turn()
         sides.turn()
     assert not sides.a.ends and not sides.b.ends

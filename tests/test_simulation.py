@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdag.engine.vocabulary import (
+from jdag.engine.protocol import (
     Arrived,
     Compute,
     Computed,
@@ -18,10 +18,11 @@ from jdag.engine.vocabulary import (
     landing,
 )
 from jdag.errors import JdagError, ScenarioError
-from jdag.sim.chooser import POLICIES, Chooser
+from jdag.runtime.chooser import Chooser
 from jdag.sim.devices import DeviceModel
 from jdag.sim.faults import Crash, Slow
 from jdag.sim.network import LinkModel
+from jdag.sim.settings import SimSettings
 from jdag.sim.simulation import Simulation
 from tests.sim_cases import (
     WORKERS,
@@ -30,6 +31,7 @@ from tests.sim_cases import (
     cotangent,
     job,
     key,
+    no_program,
     play,
     resume,
     send,
@@ -186,8 +188,9 @@ def test_of_jobs_that_become_ready_at_one_time_the_policy_says_which_runs(
     monkeypatch, policy, order
 ):
     # They come by messages of one instant, the first of which finds the device idle.
-    last = Chooser(name="last", job_key=lambda task: (-task.path[0],))
-    monkeypatch.setitem(POLICIES, "last", last)
+    chooser = Chooser()
+    if policy == "last":
+        chooser.job_key = lambda job: (-job.path[0],)
     done = []
 
     def react(engine, event):
@@ -200,7 +203,9 @@ def test_of_jobs_that_become_ready_at_one_time_the_policy_says_which_runs(
             return [send("a", 0)] if len(done) == 4 else None
         return [Resume(1, None)]
 
-    played = play(monkeypatch, react, devices=MODEL, policy=policy, network=SLOW_LINKS)
+    played = play(
+        monkeypatch, react, devices=MODEL, chooser=chooser, network=SLOW_LINKS
+    )
     played.run()
     assert done == [(110 + 10 * n, number) for n, number in enumerate(order)]
 
@@ -341,23 +346,19 @@ def test_each_worker_has_a_device_of_its_own_and_a_slow_one_takes_longer(monkeyp
 )
 def test_an_unusable_setting_is_refused_by_name(workers: Any, settings: Any, said: str):
     with pytest.raises(ScenarioError, match=said):
-        Simulation(workers, **{"seed": 0, "home": "a", "run_program": None, **settings})
+        made = {"workers": workers, "seed": 0, "home": "a", **settings}
+        Simulation(SimSettings(**made), no_program)
 
 
 def test_a_chooser_may_pick_among_what_happens_at_one_time(monkeypatch):
     seen = []
 
-    def pick(tied):
-        seen.append(tied)
-        return len(tied) - 1
+    class Last(Chooser):
+        picks_events = True
 
-    last = Chooser(
-        name="last",
-        job_key=lambda task: task.path,
-        picks_events=True,
-        pick_event=pick,
-    )
-    monkeypatch.setitem(POLICIES, "last", last)
+        def pick_event(self, tied):
+            seen.append(tied)
+            return len(tied) - 1
 
     def react(engine, event):
         if isinstance(event, Left):
@@ -367,7 +368,7 @@ def test_a_chooser_may_pick_among_what_happens_at_one_time(monkeypatch):
     def resume_when_both(engine):
         return Resume(1, None) if len(engine.heard) == 2 else Drop(())
 
-    played = play(monkeypatch, react, policy="last", network=SLOW_LINKS)
+    played = play(monkeypatch, react, chooser=Last(), network=SLOW_LINKS)
     played.run()
     assert seen[0] == (("frame", "b"), ("frame", "c"))
     assert [worker for _, _, worker in played.kinds("deliver")] == ["c", "b", "a", "a"]

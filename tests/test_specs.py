@@ -21,10 +21,10 @@ from jdag.compute.pytrees import Template, split, static, template_of
 from jdag.engine.functions import Applied, unjitted
 from jdag.errors import ProtocolError
 from jdag.rpc.allowed import Allowed
-from jdag.rpc.live import live, structure
+from jdag.rpc.unmarshal import structure, unmarshal
 from jdag.wire import specs
-from jdag.wire.specs import Body, Places, placed_spec, portable, read_spec, spec_of
-from jdag.wire.trees import Node, Opaque
+from jdag.wire.specs import Body, Places, placed_spec, read_spec, spec_of, written
+from jdag.wire.trees import Node, Opaque, portable
 
 Point = namedtuple("Point", "x y")
 HERE = Allowed(["tests"])
@@ -63,7 +63,7 @@ def total(*args: Any, **kwargs: Any) -> Any:
 
 def spec_for(template: Template) -> bytes:
     arguments = specs.structure(template.treedef, template.leaves)
-    return spec_of(Body("m:f", None, arguments, template.own, b"", (), (), (), ()))
+    return written(Body("m:f", None, arguments, template.own, b"", (), (), (), ()))
 
 
 def there(template: Template) -> Template:
@@ -157,8 +157,8 @@ def made(fn: Any, *args: Any) -> Pair:
 def test_a_spec_has_types_and_what_is_tracked_with_weak_types_apart() -> None:
     x = jnp.ones((2, 3))
     weak, strong = made(total, x, 2.0), made(total, x, jnp.float32(2))
-    assert weak.spec != strong.spec
-    places, body = read_spec(weak.spec)
+    assert spec_of(weak) != spec_of(strong)
+    places, body = read_spec(spec_of(weak))
     assert places == Places()
     assert body.tracked == (True, True)
     assert [kind.weak for kind in body.avals] == [False, True]
@@ -168,16 +168,16 @@ def test_a_spec_has_types_and_what_is_tracked_with_weak_types_apart() -> None:
 
 def test_a_spec_is_made_once() -> None:
     found = made(total, jnp.ones(3))
-    assert found.spec is found.spec
+    assert spec_of(found) is spec_of(found)
 
 
 def test_places_go_before_the_spec_of_the_pair() -> None:
     found = made(total, jnp.ones(3), jnp.arange(2))
     there = placed(found, "cpu:1", (None, None), ["cpu:2"])
-    places, body = read_spec(there.spec)
+    places, body = read_spec(spec_of(there))
     assert places == Places("cpu:1", (None,), ("cpu:2",))
-    assert body == read_spec(found.spec)[1]
-    assert there.spec.endswith(found.spec[len(placed_spec(b"", Places())) :])
+    assert body == read_spec(spec_of(found))[1]
+    assert spec_of(there).endswith(spec_of(found)[len(placed_spec(b"", Places())) :])
 
 
 @pytest.mark.parametrize(
@@ -193,11 +193,11 @@ def test_places_go_before_the_spec_of_the_pair() -> None:
 def test_places_that_do_not_fit_are_refused(places: Places) -> None:
     found = made(total, jnp.ones(3), jnp.arange(2))
     with pytest.raises(ProtocolError, match=r"the spec of tests.test_specs:total"):
-        read_spec(placed_spec(found.spec, places))
+        read_spec(placed_spec(spec_of(found), places))
 
 
 def test_bytes_that_are_no_spec_are_refused() -> None:
-    spec = made(total, jnp.ones(3)).spec
+    spec = spec_of(made(total, jnp.ones(3)))
     with pytest.raises(ProtocolError, match=r"trailing characters"):
         read_spec(spec + b"\0")
     for end in range(len(spec)):
@@ -217,7 +217,7 @@ def test_what_cannot_travel_is_opaque_where_it_is_and_has_a_spec() -> None:
     assert node.name == "functools:partial"
     assert node.parts[1] == (Opaque("tests.test_specs:Plain"),)
     found = made(total, jnp.ones(3), static(Plain()))
-    assert found.spec == made(total, jnp.ones(3), static(Plain())).spec
+    assert spec_of(found) == spec_of(made(total, jnp.ones(3), static(Plain())))
 
 
 def test_arrays_in_a_function_are_opaque_unless_asked_for() -> None:
@@ -233,14 +233,14 @@ def test_data_too_deep_to_travel_have_a_spec_all_the_same() -> None:
     deep: Any = jnp.ones(3)
     for _ in range(120):
         deep = (deep,)
-    _, body = read_spec(made(total, deep).spec)
+    _, body = read_spec(spec_of(made(total, deep)))
     assert type(body.arguments) is Opaque
     for _ in range(120):
         deep = (deep,)
     value: Any = 1
     for _ in range(120):
         value = (value,)
-    _, body = read_spec(made(total, jnp.ones(3), static(value)).spec)
+    _, body = read_spec(spec_of(made(total, jnp.ones(3), static(value))))
     assert type(body.arguments) is tuple
 
 
@@ -251,9 +251,9 @@ def test_a_callable_pytree_is_named_by_its_class_and_marks() -> None:
 
     data = portable(Applied(Module()))
     assert type(data) is Node
-    assert live(data, HERE) == Applied(Module())
+    assert unmarshal(data, HERE) == Applied(Module())
 
 
 def test_an_output_that_is_a_key_has_its_type() -> None:
     found = made(lambda x: jax.random.key(0), jnp.ones(3))
-    assert [k.dtype for k in read_spec(found.spec)[1].out_avals] == ["key<fry>"]
+    assert [k.dtype for k in read_spec(spec_of(found))[1].out_avals] == ["key<fry>"]

@@ -28,17 +28,14 @@ COLUMNS_MAX = 88
 LAYERS = (
     ("errors",),
     ("engine",),
-    ("wire",),
-    ("compute",),
-    ("runtime",),
+    ("wire", "compute"),
+    ("runtime", "parallel"),
     ("sim", "rpc"),
-    ("parallel",),
     ("api",),
     ("report",),
     ("scenario",),
     ("programs", "cli"),
-    ("__main__",),
-    ("__init__",),
+    ("__main__", "__init__"),
 )
 RANK = {unit: rank for rank, row in enumerate(LAYERS) for unit in row}
 
@@ -46,7 +43,7 @@ RANK = {unit: rank for rank, row in enumerate(LAYERS) for unit in row}
 HOMES = {
     "typer": ("cli",),
     "rich": ("cli",),
-    "pydantic": ("runtime.tables", "scenario", "rpc"),
+    "pydantic": ("runtime.tables", "scenario", "rpc", "report.result"),
     "tomllib": ("runtime.tables",),
     "matplotlib": ("report",),
     "jinja2": ("report",),
@@ -55,7 +52,7 @@ HOMES = {
     "optax": ("api.leafwise", "api.optimizer"),
     "orbax": ("api.checkpoint", "api.checkpoint_arrays"),
     "greenlet": ("sim",),
-    "random": ("sim",),
+    "random": ("runtime.chooser",),
     "grpc": ("rpc",),
     "socket": ("rpc",),
     "threading": ("rpc", "parallel.waiting", "sim.programs"),
@@ -436,6 +433,12 @@ def test_the_layers_name_each_unit_once_and_these_folders_exist():
     assert all(RANK[unit] <= RANK[upper] for unit, upper in pairwise(units))
     for folder in ("engine", "compute", "wire", "sim", "programs", "report"):
         assert (ROOT / "jdag" / folder / "__init__.py").is_file(), folder
+
+
+def test_the_house_has_at_most_ten_floors_and_three_modules_outside_of_folders():
+    assert len(LAYERS) <= 10
+    flat = sorted(path.stem for path in (ROOT / "jdag").glob("*.py"))
+    assert flat == ["__init__", "__main__", "errors"]
 
 
 BY_NAME = {name_of(law): law for law in LAWS}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jdag.api.drivers import simulate
-from jdag.engine.vocabulary import Owed
+from jdag.engine.protocol import Owed
 from jdag.errors import JdagError, PassTimeout, RemoteError
 from jdag.sim import DeviceModel, LinkModel
 from tests.face_cases import ONES, nothing_is_left, total

@@ -16,8 +16,9 @@ import pytest
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from jdag.errors import JdagError
-from jdag.rpc import gate as gates
-from jdag.rpc.gate import Admission, Gate, dial
+from jdag.rpc import listener as listeners
+from jdag.rpc.handshake import PROTOCOL
+from jdag.rpc.listener import Admission, Listener, dial
 from jdag.rpc.streams import SocketStream, Stream
 from jdag.rpc.tls import Tls, TlsStream, load
 from tests.certificates import Files, Issuer
@@ -48,10 +49,10 @@ def stranger(tmp_path_factory) -> Tls:
 
 
 @pytest.fixture
-def gate(ps0: Tls) -> Iterator[tuple[str, queue.Queue]]:
+def listener(ps0: Tls) -> Iterator[tuple[str, queue.Queue]]:
     came: queue.Queue[tuple[Admission, Stream, int]] = queue.Queue()
     tokens = {TOKEN: Admission("trainer", 0, 6)}
-    made = Gate(
+    made = Listener(
         "tcp:127.0.0.1:0",
         tls=ps0,
         admit=lambda token, shown: tokens.get(token),
@@ -83,8 +84,8 @@ def shake_hands(stream: TlsStream) -> None:
             wait(stream, select.POLLIN)
 
 
-def test_both_ends_talk_through_a_gate_with_certificates(gate, trainer: Tls):
-    address, came = gate
+def test_both_ends_talk_through_a_listener_with_certificates(listener, trainer: Tls):
+    address, came = listener
     stream, received = dial(address, TOKEN, 8, tls=trainer, timeout_s=60)
     admission, far, theirs = came.get(timeout=60)
     assert (received, theirs, admission.worker) == (6, 8, "trainer")
@@ -96,35 +97,37 @@ def test_both_ends_talk_through_a_gate_with_certificates(gate, trainer: Tls):
     far.close()
 
 
-def test_a_worker_may_be_known_by_its_name_in_place_of_its_host(gate, trainer: Tls):
-    address, came = gate
+def test_a_worker_may_be_known_by_its_name_in_place_of_its_host(listener, trainer: Tls):
+    address, came = listener
     dial(address, TOKEN, 0, tls=trainer, name="ps0", timeout_s=60)[0].close()
     came.get(timeout=60)[1].close()
 
 
-def test_a_certificate_for_another_name_is_refused_by_name(gate, trainer: Tls):
+def test_a_certificate_for_another_name_is_refused_by_name(listener, trainer: Tls):
     with pytest.raises(
         JdagError, match=r"TLS with .* failed: Hostname mismatch.*'ps1'"
     ):
-        dial(gate[0], TOKEN, 0, tls=trainer, name="ps1", timeout_s=60)
-    assert gate[1].empty()
+        dial(listener[0], TOKEN, 0, tls=trainer, name="ps1", timeout_s=60)
+    assert listener[1].empty()
 
 
-def test_a_certificate_of_another_cluster_is_refused_by_both(gate, stranger, caplog):
+def test_a_certificate_of_another_cluster_is_refused_by_both(
+    listener, stranger, caplog
+):
     with pytest.raises(JdagError, match=r"TLS with tcp:.* failed: .*certificate"):
-        dial(gate[0], TOKEN, 0, tls=stranger, timeout_s=60)
-    assert gate[1].empty()
+        dial(listener[0], TOKEN, 0, tls=stranger, timeout_s=60)
+    assert listener[1].empty()
 
 
-def test_a_gate_refuses_whom_its_own_issuer_does_not_vouch_for(
-    gate, stranger, trainer, caplog
+def test_a_listener_refuses_whom_its_own_issuer_does_not_vouch_for(
+    listener, stranger, trainer, caplog
 ):
     blind = load_without_checking(stranger)
     with pytest.raises(JdagError, match="does not trust who issued"):
-        dial(gate[0], TOKEN, 0, tls=blind, timeout_s=60)
-    assert gate[1].empty()
+        dial(listener[0], TOKEN, 0, tls=blind, timeout_s=60)
+    assert listener[1].empty()
     soon(lambda: "refused tcp:127.0.0.1:" in caplog.text)
-    dial(gate[0], TOKEN, 0, tls=trainer, timeout_s=60)[0].close()
+    dial(listener[0], TOKEN, 0, tls=trainer, timeout_s=60)[0].close()
 
 
 def load_without_checking(tls: Tls) -> Tls:
@@ -133,9 +136,9 @@ def load_without_checking(tls: Tls) -> Tls:
     return tls
 
 
-def test_who_shows_no_certificate_is_refused(gate, trainer: Tls, issuer, caplog):
+def test_who_shows_no_certificate_is_refused(listener, trainer: Tls, issuer, caplog):
     bare = ssl.create_default_context(cafile=str(issuer.ca))
-    _, host, port = gate[0].split(":")
+    _, host, port = listener[0].split(":")
     with (
         socket.create_connection((host, int(port)), 20) as raw,
         bare.wrap_socket(raw, server_hostname="ps0") as near,
@@ -145,14 +148,14 @@ def test_who_shows_no_certificate_is_refused(gate, trainer: Tls, issuer, caplog)
         while near.recv(100):
             pass
     soon(lambda: "it shows no certificate" in caplog.text)
-    dial(gate[0], TOKEN, 0, tls=trainer, timeout_s=60)[0].close()
+    dial(listener[0], TOKEN, 0, tls=trainer, timeout_s=60)[0].close()
 
 
 def test_who_has_shown_a_certificate_is_not_driven_out_by_those_who_have_not(
-    gate, trainer: Tls, monkeypatch, caplog
+    listener, trainer: Tls, monkeypatch, caplog
 ):
-    monkeypatch.setattr(gates, "HELLO_S", 600.0)
-    _, host, port = gate[0].split(":")
+    monkeypatch.setattr(listeners, "HELLO_S", 600.0)
+    _, host, port = listener[0].split(":")
 
     def come() -> TlsStream:
         near = socket.create_connection((host, int(port)), 20)
@@ -161,17 +164,17 @@ def test_who_has_shown_a_certificate_is_not_driven_out_by_those_who_have_not(
         send_all(made, hello[:20])
         return made
 
-    hello = gates._HELLO.pack(b"jdag", 1, TOKEN, 0)
+    hello = listeners._HELLO.pack(b"jdag", PROTOCOL, TOKEN, 0)
     known = [come()]
     idle = [
         socket.create_connection((host, int(port)), 20)
-        for _ in range(2 * gates.VISITORS_MAX)
+        for _ in range(2 * listeners.VISITORS_MAX)
     ]
-    soon(lambda: caplog.text.count("and others come") > gates.VISITORS_MAX)
+    soon(lambda: caplog.text.count("and others come") > listeners.VISITORS_MAX)
     send_all(known[0], hello[20:])
-    gate[1].get(timeout=60)[1].close()
+    listener[1].get(timeout=60)[1].close()
     # Nor do those who have come before all others.
-    known += [come() for _ in range(gates.EACH_MAX)]
+    known += [come() for _ in range(listeners.VISITORS_MAX)]
     last = socket.create_connection((host, int(port)), 20)
     soon(lambda: "has no room for" in caplog.text)
     for one in known:
@@ -180,43 +183,41 @@ def test_who_has_shown_a_certificate_is_not_driven_out_by_those_who_have_not(
         near.close()
 
 
-def test_a_plain_dialler_is_refused_in_one_line(gate, trainer: Tls, caplog):
+def test_a_plain_dialler_is_refused_in_one_line(listener, trainer: Tls, caplog):
     with pytest.raises(JdagError, match=r"closed the connection|not speak jdag"):
-        dial(gate[0], TOKEN, 0, timeout_s=60)
+        dial(listener[0], TOKEN, 0, timeout_s=60)
     soon(lambda: "it does not speak TLS" in caplog.text)
-    dial(gate[0], TOKEN, 0, tls=trainer, timeout_s=60)[0].close()
+    dial(listener[0], TOKEN, 0, tls=trainer, timeout_s=60)[0].close()
 
 
-def test_dialling_a_plain_gate_with_tls_says_so(trainer: Tls):
-    plain = Gate("tcp:127.0.0.1:0", admit=lambda *_: None, take=lambda *_: None)
+def test_dialling_a_plain_listener_with_tls_says_so(trainer: Tls):
+    plain = Listener("tcp:127.0.0.1:0", admit=lambda *_: None, take=lambda *_: None)
     with pytest.raises(JdagError, match="in the TLS handshake"):
         dial(plain.address, TOKEN, 0, tls=trainer, timeout_s=60)
     plain.close()
 
 
-def test_a_tls_handshake_that_is_not_answered_is_given_up_in_time(
-    trainer: Tls, monkeypatch
-):
-    near, far = sockets("tcp")
+def test_a_tls_handshake_that_is_not_answered_is_given_up_in_time(trainer: Tls):
+    given_up = threading.Event()
 
-    class Unanswered(SocketStream):
-        def recv_into(self, view: memoryview) -> int:
-            try:
-                return super().recv_into(view)
-            except BlockingIOError:
-                far.close()  # A wait that ignores the deadline ends with this.
-                raise
+    def say_nothing() -> None:
+        came, _ = mute.accept()
+        with came:  # A wait that ignores the deadline ends with this.
+            given_up.wait(20)
 
-    monkeypatch.setattr(gates, "connect", lambda where, timeout_s: near)
-    monkeypatch.setattr(gates, "SocketStream", Unanswered)
-    with pytest.raises(JdagError, match=r"no answer within 0 s$"):
-        dial("tcp:127.0.0.1:1", TOKEN, 0, tls=trainer, timeout_s=0)
-    assert far.fileno() == near.fileno() == -1
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        thread = threading.Thread(target=say_nothing)
+        thread.start()
+        address = f"tcp:127.0.0.1:{mute.getsockname()[1]}"
+        with pytest.raises(JdagError, match=r"no answer within 0\.2 s$"):
+            dial(address, TOKEN, 0, tls=trainer, timeout_s=0.2)
+        given_up.set()
+        thread.join()
 
 
 def test_unix_sockets_need_no_certificates(trainer: Tls):
     came: queue.Queue[tuple[Admission, Stream, int]] = queue.Queue()
-    inner = Gate(
+    inner = Listener(
         "unix:@",
         tls=trainer,
         admit=lambda *_: Admission("a", 0, 0),

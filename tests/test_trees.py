@@ -11,9 +11,9 @@ from hypothesis import given, settings
 
 from jdag.compute.avals import aval_of
 from jdag.compute.refs import RefData
-from jdag.engine.vocabulary import ContextId, OutputKey
+from jdag.engine.arrays import ArrayType
+from jdag.engine.protocol import ContextId, OutputKey
 from jdag.errors import ProtocolError
-from jdag.wire.arrays import ArrayType
 from jdag.wire.messages import Codec
 from jdag.wire.trees import (
     DEPTH_MAX,

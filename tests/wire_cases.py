@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from jdag.compute.avals import Aval
 from jdag.compute.refs import RefData
-from jdag.engine.vocabulary import (
+from jdag.engine.credit import NOTHING, WHOLE, credit_of
+from jdag.engine.protocol import (
     Acknowledge,
     Answer,
     AnyKey,
@@ -60,8 +61,7 @@ from jdag.engine.vocabulary import (
     Stale,
     Start,
 )
-from jdag.engine.vocabulary import Mode as PassMode
-from jdag.engine.weight import NOTHING, WHOLE, weight_of
+from jdag.engine.protocol import Mode as PassMode
 
 WORKERS = ("home", "a", "b", "ü")
 
@@ -165,8 +165,8 @@ marked = st.builds(Marked, paths, masks)
 modes = st.sampled_from(PassMode)
 # A long one has thousands of bits: its numbers grow with the fan-outs on its way.
 weights = st.sampled_from(
-    [NOTHING, WHOLE, weight_of((1 << 5_000) - 1, 5_001)]
-) | st.builds(weight_of, _wide(12), st.integers(96, 5_000))
+    [NOTHING, WHOLE, credit_of((1 << 5_000) - 1, 5_001)]
+) | st.builds(credit_of, _wide(12), st.integers(96, 5_000))
 changes = st.integers(-(1 << 31), (1 << 31) - 1)
 refs = st.builds(
     RefData, keys, workers, avals | placed, st.booleans(), st.none() | leaves

@@ -11,7 +11,7 @@ import pytest
 from jdag.errors import ScenarioError
 from jdag.scenario import Scenario, load
 from jdag.scenario.driving import driver_of
-from jdag.scenario.run_scenario import Answer, play
+from jdag.scenario.run_scenario import Answer, run_scenario
 
 PATH = Path(__file__).parents[2] / "scenarios" / "data_parallel_digits.toml"
 
@@ -26,7 +26,7 @@ def short() -> Scenario:
 def played(scenario: Scenario, driver: str) -> Answer:
     made = driver_of(scenario.settings, driver, device=None, carrier=None)
     with closing(made):
-        return play(scenario, lambda done, total, numbers: None, made)
+        return run_scenario(scenario, lambda done, total, numbers: None, made)
 
 
 def test_gradients_of_1_2_and_4_replicas_are_alike_and_the_same_bits_on_processes():

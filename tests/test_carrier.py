@@ -1,5 +1,6 @@
 """A stream through gRPC is a stream: whole, in order, bounded, and gone when closed."""
 
+import asyncio
 import queue
 import random
 import select
@@ -11,11 +12,14 @@ import grpc
 import pytest
 
 from jdag.errors import JdagError
-from jdag.rpc.gate import Admission, Gate, dial
+from jdag.rpc.background import loop
+from jdag.rpc.carrier import CarriedStream
+from jdag.rpc.control import ControlServer
+from jdag.rpc.listener import CARRIED, Admission, Listener, dial
 from jdag.rpc.streams import Stream
 from jdag.rpc.tls import Tls, load
-from jdag.rpc.tunnel import SERVER_OPTIONS, TunnelStream, carrying
 from tests.certificates import Issuer
+from tests.rpc_cases import ANY
 from tests.stream_cases import descriptors, receive, send_all, soon, wait
 
 TOKEN = bytes(range(32))
@@ -27,22 +31,16 @@ class Host:
 
     def __init__(self, tls: Tls | None = None) -> None:
         self.came: queue.Queue[tuple[Admission, Stream, int]] = queue.Queue()
-        self.gate = Gate(
-            "grpc:127.0.0.1:0",
+        self.listener = Listener(
+            CARRIED,
             tls=tls,
             admit=lambda token, shown: {TOKEN: Admission("ps0", 1, 12)}.get(token),
             take=lambda *one: self.came.put(one),
         )
-        self.server = grpc.server(futures.ThreadPoolExecutor(8), options=SERVER_OPTIONS)
-        carry = grpc.stream_stream_rpc_method_handler(carrying(self.gate.enter))
-        methods = grpc.method_handlers_generic_handler("jdag.Control", {"Carry": carry})
-        self.server.add_generic_rpc_handlers((methods,))
-        if tls is None:
-            port = self.server.add_insecure_port("127.0.0.1:0")
-        else:
-            port = self.server.add_secure_port("127.0.0.1:0", tls.server_credentials())
-        self.server.start()
-        self.address = f"grpc:127.0.0.1:{port}"
+        self.server = ControlServer(
+            "worker 'w'", ANY, {}, tls=tls, enter=self.listener.enter
+        )
+        self.address = f"grpc:{self.server.address}"
 
     def dial(self, **settings) -> tuple[Stream, Stream]:
         stream, received = dial(self.address, TOKEN, 8, timeout_s=60, **settings)
@@ -51,8 +49,8 @@ class Host:
         return stream, far
 
     def close(self) -> None:
-        self.server.stop(0).wait()
-        self.gate.close()
+        self.server.close(0)
+        self.listener.close()
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +60,9 @@ def host() -> Iterator[Host]:
     made.close()
 
 
-def test_a_tunnel_comes_in_by_the_gate_and_carries_both_ways(host: Host):
+def test_a_stream_comes_in_by_the_gate_and_carries_both_ways(host: Host):
     stream, far = host.dial()
-    assert isinstance(stream, TunnelStream)
+    assert isinstance(stream, CarriedStream)
     assert not stream.local and not far.local
     for near, other, said in ((stream, far, b"to"), (far, stream, b"fro")):
         send_all(near, said)
@@ -131,26 +129,21 @@ def test_what_was_sent_before_the_end_arrives_and_then_the_end(
     ends[1 - closing].close()
 
 
-def threads() -> list[str]:
+def pumps() -> list[str]:
+    """The streams that the asyncio loop still moves bytes of."""
     return sorted(
-        thread.name
-        for thread in threading.enumerate()
-        if thread.name.startswith("tunnel") or "_consume_request" in thread.name
+        str(task.get_coro())
+        for task in asyncio.all_tasks(loop())
+        if "carrier" in str(task.get_coro())
     )
 
 
-def others() -> set[threading.Thread]:
-    """All threads but those of pools, which begin as they are needed, and stay."""
-    every = threading.enumerate()
-    return {one for one in every if "ThreadPoolExecutor" not in one.name}
-
-
-def test_opening_and_closing_many_leaves_no_thread_and_no_descriptor(host: Host):
+def test_opening_and_closing_many_leaves_no_task_and_no_descriptor(host: Host):
     stream, far = host.dial()
     stream.close()
     far.close()
-    soon(lambda: not threads())
-    before, running = descriptors(), others()
+    soon(lambda: not pumps())
+    before, running = descriptors(), threading.active_count()
     for turn in range(60):
         ends = host.dial()
         send_all(ends[0], b"abc")
@@ -158,15 +151,15 @@ def test_opening_and_closing_many_leaves_no_thread_and_no_descriptor(host: Host)
             assert receive(ends[1], 3) == b"abc"
         for end in ends[:: 1 if turn % 2 else -1]:
             end.close()
-    soon(lambda: not threads())
+    soon(lambda: not pumps())
     soon(lambda: len(descriptors() - before) <= 2)
-    soon(lambda: len(others() - running) <= 1)
+    soon(lambda: threading.active_count() <= running + 1)
 
 
-def test_an_unknown_token_is_refused_through_a_tunnel(host: Host):
-    with pytest.raises(JdagError, match="it refused the token"):
+def test_an_unknown_token_is_refused_through_a_stream(host: Host):
+    with pytest.raises(JdagError, match="it refused the ticket"):
         dial(host.address, bytes(32), 0, timeout_s=60)
-    soon(lambda: not threads())
+    soon(lambda: not pumps())
 
 
 def test_a_server_that_is_not_there_is_named_with_the_reason():
@@ -174,7 +167,7 @@ def test_a_server_that_is_not_there_is_named_with_the_reason():
         JdagError, match=r"^cannot reach grpc:.* UNAVAILABLE: .*refused"
     ):
         dial("grpc:127.0.0.1:1", TOKEN, 0, timeout_s=60)
-    soon(lambda: not threads())
+    soon(lambda: not pumps())
 
 
 def test_a_server_that_carries_no_streams_is_named_with_the_reason():
@@ -186,26 +179,26 @@ def test_a_server_that_carries_no_streams_is_named_with_the_reason():
     server.stop(0).wait()
 
 
-def test_a_server_that_stops_ends_its_tunnels_at_both_ends():
+def test_a_server_that_stops_ends_its_streams_at_both_ends():
     host = Host()
     stream, far = host.dial()
     send_all(stream, b"abc")
     assert receive(far, 3) == b"abc"
-    host.server.stop(0).wait()
+    host.server.close(0)
     for end in (stream, far):
         with pytest.raises(ConnectionError):
             receive(end, 1)
         end.close()
-    soon(lambda: not threads())
+    soon(lambda: not pumps())
     host.close()
 
 
-def test_other_hosts_are_not_dialled_through_a_tunnel_without_tls():
+def test_other_hosts_are_not_dialled_through_a_stream_without_tls():
     with pytest.raises(JdagError, match="without TLS"):
         dial("grpc:192.0.2.1:1", TOKEN, 0, timeout_s=1)
 
 
-def test_a_tunnel_goes_through_tls_and_only_with_a_certificate(tmp_path):
+def test_a_stream_goes_through_tls_and_only_with_a_certificate(tmp_path):
     issuer = Issuer(tmp_path, "ca")
     host = Host(load(*issuer.issue("ps0")))
     trainer = load(*issuer.issue("trainer"))

@@ -12,22 +12,22 @@ from typing import Any
 import pytest
 
 from jdag.errors import JdagError, JoinError
-from jdag.rpc import seat as module
-from jdag.rpc.gate import Gate, dial
+from jdag.rpc import worker_server as module
 from jdag.rpc.handshake import ours
+from jdag.rpc.listener import dial
 from jdag.rpc.requests import (
     Attach,
     Detach,
     Drain,
     Health,
     Info,
-    Knock,
     Mesh,
     Peer,
+    Ticket,
     Whereabouts,
 )
-from jdag.rpc.tokens import proof_of
-from tests.rpc_cases import TOKEN, Seated, seated
+from jdag.rpc.tickets import proof_of
+from tests.rpc_cases import TOKEN, PlainNode, Seated, seated
 
 SECRET = "the secret of m and w"
 WITH_V = "the secret of v and w"
@@ -58,9 +58,9 @@ def attach(**changed: Any) -> Attach:
     return Attach(**{**asked, **changed})
 
 
-def knock(**changed: Any) -> Knock:
+def knock(**changed: Any) -> Ticket:
     secret = WITH_V if changed.get("worker") == "v" else SECRET
-    return Knock(**{"secret": secret, "worker": "m", "incarnation": 0, **changed})
+    return Ticket(**{"secret": secret, "worker": "m", "incarnation": 0, **changed})
 
 
 def peer(whereabouts: Whereabouts, **changed: Any) -> Peer:
@@ -77,7 +77,7 @@ def refused(ask: Callable[[], object]) -> str:
     return str(caught.value)
 
 
-def given_up(worker: Seated, asked: Knock) -> str:
+def given_up(worker: Seated, asked: Ticket) -> str:
     """Why the worker lets somebody in no more, as it says itself."""
     with pytest.raises(JoinError) as caught:
         worker.ask(asked)
@@ -87,7 +87,7 @@ def given_up(worker: Seated, asked: Knock) -> str:
 
 def come_in(worker: Seated, answer: Any) -> Any:
     """Come in as main does."""
-    token = bytes.fromhex(worker.ask(knock())["token"])
+    token = bytes.fromhex(worker.ask(knock())["ticket"])
     return dial(answer["data"], token, 3, timeout_s=60)
 
 
@@ -205,7 +205,8 @@ def test_one_that_comes_in_time_is_not_left(worker):
     stream, _ = come_in(worker, worker.ask(attach()))
     node = worker.nodes[0]
     node.wait(lambda: "m" in node.streams)
-    module._end_unless(worker.seat._held)  # As when its deadline is over.
+    assert worker.seat._lease is not None
+    worker.seat._lease.end_unless_main_came()  # As when its deadline is over.
     assert not node.closed
     stream.close()
 
@@ -257,7 +258,7 @@ def test_a_wrong_secret_is_refused_whatever_is_asked(worker):
 
 def test_who_knocks_as_another_is_refused_by_name(worker):
     worker.ask(attach(incarnations={"m": 0, "w": 0, "v": 0, "u": 0}, **THREE))
-    assert worker.ask(knock(worker="u", secret=WITH_U))["token"]
+    assert worker.ask(knock(worker="u", secret=WITH_U))["ticket"]
     for secret in (WITH_V, SECRET, "", "x" * 64):
         said = refused(partial(worker.ask, knock(worker="u", secret=secret)))
         assert "the secret is not that of 'u' in its session with 'm'" in said
@@ -276,7 +277,7 @@ def test_who_is_in_no_session_lets_nobody_in(worker):
 
 def test_a_token_opens_the_gate_once(worker):
     answer = worker.ask(attach())
-    token = bytes.fromhex(worker.ask(knock())["token"])
+    token = bytes.fromhex(worker.ask(knock())["ticket"])
     dial(answer["data"], token, 0, timeout_s=60)[0].close()
     with pytest.raises(JdagError):
         dial(answer["data"], token, 0, timeout_s=60)
@@ -294,18 +295,18 @@ def test_only_the_incarnation_that_is_known_may_knock(worker):
     assert said == "incarnation 3 of 'v' is not announced yet; 2 is known"
     assert "is none of the others" in refused(lambda: worker.ask(knock(worker="x")))
     assert "is none of the others" in refused(lambda: worker.ask(knock(worker="w")))
-    assert worker.ask(knock(worker="v", incarnation=2))["token"]
+    assert worker.ask(knock(worker="v", incarnation=2))["ticket"]
 
 
 def test_who_is_lost_and_has_not_joined_again_may_not_knock(worker):
     worker.ask(attach())
     said = refused(lambda: worker.ask(knock(worker="v")))
-    assert said == "'v' is lost, and none has joined as it"
+    assert said == "'v' is lost, and no other process has joined as it"
 
 
 def test_who_was_given_up_is_told_so_by_control_server_and_gate(worker):
     answer = worker.ask(attach(incarnations={"m": 0, "w": 0, "v": 0}))
-    token = bytes.fromhex(worker.ask(knock(worker="v"))["token"])
+    token = bytes.fromhex(worker.ask(knock(worker="v"))["ticket"])
     worker.nodes[0].losses["v"] = "it was silent"
     assert given_up(worker, knock(worker="v")) == (
         "worker 'w' has given 'v' up: it was silent"
@@ -322,7 +323,7 @@ def test_who_was_given_up_is_told_so_by_control_server_and_gate(worker):
 
 def test_a_new_incarnation_replaces_the_old_one_and_its_tokens(worker):
     answer = worker.ask(attach(incarnations={"m": 0, "w": 0, "v": 0}))
-    old = bytes.fromhex(worker.ask(knock(worker="v"))["token"])
+    old = bytes.fromhex(worker.ask(knock(worker="v"))["ticket"])
     newer = NOBODY.model_copy(update={"incarnation": 1, "allow": ("theirs",)})
     worker.ask(peer(newer, shared=WITH_U))
     node = worker.nodes[0]
@@ -337,7 +338,7 @@ def test_a_new_incarnation_replaces_the_old_one_and_its_tokens(worker):
     assert "the secret is not that of 'v'" in refused(
         lambda: worker.ask(knock(worker="v", incarnation=1))
     )
-    assert worker.ask(knock(worker="v", incarnation=1, secret=WITH_U))["token"]
+    assert worker.ask(knock(worker="v", incarnation=1, secret=WITH_U))["ticket"]
 
 
 def test_two_workers_are_joined_and_the_one_that_is_told_to_dials():
@@ -399,15 +400,17 @@ def test_a_launched_worker_stops_with_its_first_session():
 
 
 def test_who_attaches_while_the_worker_is_asked_to_stop_is_refused():
-    def open_gate(**handlers: Any) -> Gate:
+    def make_node(info: Any) -> PlainNode:
         asked.seat.stop()  # As SIGTERM does, while the session is being made.
-        return Gate("unix:@", **handlers)
+        made.append(PlainNode(info))
+        return made[-1]
 
-    with seated(open_gate=open_gate) as asked:
+    made: list[PlainNode] = []
+    with seated(make_node=make_node) as asked:
         assert "'w' is stopping" in refused(lambda: asked.ask(attach()))
         asked.thread.join(60)
         assert not asked.thread.is_alive()
-        assert [node.closed for node in asked.nodes] == [True]
+        assert [node.closed for node in made] == [True]
 
 
 def test_who_shows_a_secret_of_the_worker_or_its_session_is_known(worker):

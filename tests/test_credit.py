@@ -7,30 +7,30 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jdag.engine.weight import NOTHING, WHOLE, Weight, added, split, units_of
+from jdag.engine.credit import NOTHING, WHOLE, Credit, added, split, units_of
 
 counts = st.integers(1, 40)
 # Not st.randoms(): Hypothesis would draw and keep each number by itself.
 seeds = st.integers(0, 2**32 - 1).map(Random)
 
 
-def share(weight: Weight, halvings: int) -> int:
+def share(credit: Credit, halvings: int) -> int:
     """A part of the whole in units of the whole halved so often."""
-    assert weight.halvings <= halvings, (weight, halvings)
-    return units_of(weight) << halvings - weight.halvings
+    assert credit.halvings <= halvings, (credit, halvings)
+    return units_of(credit) << halvings - credit.halvings
 
 
-def total(parts: list[Weight]) -> Weight:
+def total(parts: list[Credit]) -> Credit:
     """The parts added one after another."""
     return reduce(added, parts, NOTHING)
 
 
-def taken(rng: Random, parts: list[Weight]) -> Weight:
+def taken(rng: Random, parts: list[Credit]) -> Credit:
     """Any of the parts, which is no longer among them."""
     return parts.pop(rng.randrange(len(parts)))
 
 
-def scatter(rng: Random, splits: list[int]) -> list[Weight]:
+def scatter(rng: Random, splits: list[int]) -> list[Credit]:
     """The whole, some part of it split each time, into so many."""
     parts = [WHOLE]
     for count in splits:
@@ -96,15 +96,15 @@ def test_a_chain_of_fan_outs_grows_by_a_bit_each_and_comes_together():
     for _ in range(3000):
         rest, part = split(rest, 2)
         given_away.append(part)
-    assert rest == Weight(1, 3000)
+    assert rest == Credit(1, 3000)
     assert total([*given_away, rest]) == WHOLE
 
 
 def test_fan_outs_that_join_each_time_do_not_grow():
-    weight = WHOLE
+    credit = WHOLE
     for _ in range(1000):
-        weight = total(split(weight, 7))
-        assert weight == WHOLE
+        credit = total(split(credit, 7))
+        assert credit == WHOLE
 
 
 def test_nothing_adds_nothing():
@@ -113,7 +113,7 @@ def test_nothing_adds_nothing():
     assert added(NOTHING, NOTHING) == NOTHING
 
 
-@pytest.mark.parametrize(("weight", "count"), [(NOTHING, 1), (NOTHING, 3), (WHOLE, 0)])
-def test_nothing_cannot_be_split_and_no_weight_into_no_parts(weight: Weight, count):
+@pytest.mark.parametrize(("credit", "count"), [(NOTHING, 1), (NOTHING, 3), (WHOLE, 0)])
+def test_nothing_cannot_be_split_and_no_weight_into_no_parts(credit: Credit, count):
     with pytest.raises(AssertionError):
-        split(weight, count)
+        split(credit, count)

@@ -1,24 +1,26 @@
-"""A gate lets in who has a token, and nobody else costs it anything."""
+"""A listener lets in peers with a ticket; nobody else costs it anything."""
 
 import logging
 import os
 import queue
 import random
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
 
-from jdag.errors import JdagError
-from jdag.rpc import gate as gates
-from jdag.rpc.gate import Admission, Gate, dial
+from jdag.errors import JdagError, JoinError
+from jdag.rpc import listener as listeners
+from jdag.rpc.handshake import PROTOCOL
+from jdag.rpc.listener import CARRIED, Admission, Listener, dial
 from jdag.rpc.streams import SocketStream, Stream
 from tests.stream_cases import no_new_descriptors, receive, send_all, soon
 
 TOKEN = bytes(range(32))
 PLACES = ("unix:@", "tcp:127.0.0.1:0", "tcp:[::1]:0", "tcp:localhost:0")
-HELLO = gates._HELLO
+HELLO = listeners._HELLO
 
 
 class Host:
@@ -27,15 +29,15 @@ class Host:
     def __init__(self, address: str) -> None:
         self.tokens = {TOKEN: Admission("ps0", 3, 41)}
         self.came: queue.Queue[tuple[Admission, Stream, int]] = queue.Queue()
-        self.gate = Gate(
+        self.listener = Listener(
             address,
             admit=lambda token, shown: self.tokens.get(token),
             take=lambda *arrival: self.came.put(arrival),
         )
-        self.address = self.gate.address
+        self.address = self.listener.address
 
     def close(self) -> None:
-        self.gate.close()
+        self.listener.close()
         while not self.came.empty():
             self.came.get()[1].close()
 
@@ -105,25 +107,54 @@ def test_two_gates_of_one_host_never_have_one_address():
 
 
 def test_an_unknown_token_is_refused_by_name(host: Host, caplog):
-    with pytest.raises(JdagError, match=r"^cannot reach .*: it refused the token: unk"):
+    with pytest.raises(JdagError, match=r"^cannot reach .*: it refused the ticket: "):
         dial(host.address, bytes(32), 0, timeout_s=60)
     good_still_get_in(host)
-    refusals = [record for record in caplog.records if record.name == gates.__name__]
-    assert len(refusals) == 1 and "its token is unknown" in refusals[0].getMessage()
+    refusals = [
+        record for record in caplog.records if record.name == listeners.__name__
+    ]
+    assert len(refusals) == 1 and "its ticket is unknown" in refusals[0].getMessage()
 
 
-def test_another_version_is_refused_naming_both(tcp: Host, monkeypatch):
-    monkeypatch.setattr(gates, "VERSION", 2)
+@pytest.mark.parametrize("theirs", [PROTOCOL - 1, PROTOCOL + 1])
+def test_a_dialler_of_another_protocol_is_refused(tcp: Host, theirs: int, caplog):
     near = raw(tcp)
-    near.sendall(HELLO.pack(b"jdag", 1, TOKEN, 0))
-    assert gates._ANSWER.unpack(near.recv(99)) == (b"jdag", 2, 2, 0)
+    near.sendall(HELLO.pack(b"jdag", theirs, TOKEN, 0))
+    assert listeners._ANSWER.unpack(near.recv(99)) == (b"jdag", PROTOCOL, 2, 0)
     near.close()
+    older = "it" if theirs < PROTOCOL else "this worker"
+    soon(lambda: f"it speaks version {theirs} of jdag's protocol and" in caplog.text)
+    assert f"version {PROTOCOL}; upgrade jdag for {older}\n" in caplog.text
     good_still_get_in(tcp)
+
+
+@pytest.mark.parametrize("mine", [PROTOCOL - 1, PROTOCOL + 1])
+def test_a_listener_of_another_protocol_is_named_with_both(
+    mine: int,
+):
+    def answer() -> None:
+        came, _ = other.accept()
+        with came:
+            came.recv(listeners._HELLO.size)
+            came.sendall(listeners._ANSWER.pack(b"jdag", mine, 2, 0))
+
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        thread = threading.Thread(target=answer)
+        thread.start()
+        address = f"tcp:127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(JoinError) as caught:
+            dial(address, TOKEN, 0, timeout_s=60)
+        thread.join()
+    older = f"the worker at {address}" if mine < PROTOCOL else "this process"
+    assert str(caught.value) == (
+        f"the worker at {address} speaks version {mine} of jdag's protocol and this "
+        f"process version {PROTOCOL}; upgrade jdag for {older}"
+    )
 
 
 def test_bytes_that_follow_the_hello_at_once_are_left_to_the_node(tcp: Host):
     near = raw(tcp)
-    near.sendall(HELLO.pack(b"jdag", 1, TOKEN, 9) + b"first frame")
+    near.sendall(HELLO.pack(b"jdag", PROTOCOL, TOKEN, 9) + b"first frame")
     _, far, _ = tcp.came.get(timeout=60)
     assert receive(far, 11) == b"first frame"
     near.close()
@@ -132,7 +163,7 @@ def test_bytes_that_follow_the_hello_at_once_are_left_to_the_node(tcp: Host):
 
 def test_a_hello_in_single_bytes_is_whole(tcp: Host):
     near = raw(tcp)
-    for byte in HELLO.pack(b"jdag", 1, TOKEN, 9):
+    for byte in HELLO.pack(b"jdag", PROTOCOL, TOKEN, 9):
         near.send(bytes([byte]))
     _, far, received = tcp.came.get(timeout=60)
     assert received == 9
@@ -149,11 +180,11 @@ def mutated(hello: bytes, chance: random.Random) -> bytes:
 
 
 def test_ten_thousand_mutated_hellos_hurt_nobody(caplog, monkeypatch):
-    monkeypatch.setattr(gates, "HELLO_S", 600.0)  # However busy this is.
+    monkeypatch.setattr(listeners, "HELLO_S", 600.0)  # However busy this is.
     host = Host("unix:@")
     caplog.set_level(logging.CRITICAL)
     chance = random.Random(4)
-    good = HELLO.pack(b"jdag", 1, TOKEN, 0)
+    good = HELLO.pack(b"jdag", PROTOCOL, TOKEN, 0)
     host.tokens.clear()  # A mutation may leave the token as it was.
     with no_new_descriptors():
         for _ in range(200):
@@ -186,25 +217,25 @@ def test_what_speaks_another_protocol_is_closed(tcp: Host, said: bytes, caplog):
 def test_half_a_hello_is_closed_in_time_and_nobody_waits_for_it(
     tcp: Host, monkeypatch, caplog
 ):
-    half = HELLO.pack(b"jdag", 1, TOKEN, 0)[:20]
-    monkeypatch.setattr(gates, "HELLO_S", 0.3)
+    half = HELLO.pack(b"jdag", PROTOCOL, TOKEN, 0)[:20]
+    monkeypatch.setattr(listeners, "HELLO_S", 0.3)
     with raw(tcp) as slow:
         slow.sendall(half)
         assert closed(slow)
     soon(lambda: "no whole hello came within 0.3 s" in caplog.text)
-    monkeypatch.setattr(gates, "HELLO_S", 600.0)
+    monkeypatch.setattr(listeners, "HELLO_S", 600.0)
     with raw(tcp) as slow:
         slow.sendall(half)
-        soon(lambda: len(tcp.gate._visitors) == 1)
+        soon(lambda: len(tcp.listener._visitors) == 1)
         good_still_get_in(tcp)
-        assert len(tcp.gate._visitors) == 1
+        assert len(tcp.listener._visitors) == 1
 
 
 def test_those_who_say_nothing_make_room_for_those_who_come(tcp: Host, monkeypatch):
-    monkeypatch.setattr(gates, "HELLO_S", 600.0)
-    idle = [raw(tcp) for _ in range(3 * gates.VISITORS_MAX)]
+    monkeypatch.setattr(listeners, "HELLO_S", 600.0)
+    idle = [raw(tcp) for _ in range(3 * listeners.VISITORS_MAX)]
     good_still_get_in(tcp)
-    for near in idle[: 2 * gates.VISITORS_MAX]:
+    for near in idle[: 2 * listeners.VISITORS_MAX]:
         assert closed(near)
     for near in idle:
         near.close()
@@ -215,25 +246,21 @@ def come_from(host: Host, source: str) -> socket.socket:
     return socket.create_connection((name, int(port)), 20, (source, 0))
 
 
-def test_one_host_takes_no_more_than_its_share_from_the_others(tcp: Host, monkeypatch):
-    monkeypatch.setattr(gates, "HELLO_S", 600.0)
-    hello = HELLO.pack(b"jdag", 1, TOKEN, 0)
+def test_the_host_that_has_most_makes_room_for_the_others(tcp: Host, monkeypatch):
+    monkeypatch.setattr(listeners, "HELLO_S", 600.0)
+    hello = HELLO.pack(b"jdag", PROTOCOL, TOKEN, 0)
     slow = [come_from(tcp, f"127.0.0.{number}") for number in (3, 4)]
     for near in slow:
         near.sendall(hello[:20])
-    idle = [come_from(tcp, "127.0.0.2") for _ in range(3 * gates.VISITORS_MAX)]
-    for near in idle[: -gates.EACH_MAX]:
-        assert closed(near)
-    soon(lambda: len(tcp.gate._visitors) == gates.EACH_MAX + len(slow))
-    more = [come_from(tcp, f"127.0.1.{n}") for n in range(gates.EACH_MAX)]
-    # There is room for all but two more: who has most makes it.
-    for near in idle[-gates.EACH_MAX :][:2]:
+    idle = [come_from(tcp, "127.0.0.2") for _ in range(3 * listeners.VISITORS_MAX)]
+    left = listeners.VISITORS_MAX - len(slow)
+    for near in idle[:-left]:
         assert closed(near)
     for near in slow:
         near.sendall(hello[20:])
         tcp.came.get(timeout=60)[1].close()
-    soon(lambda: len(tcp.gate._visitors) == gates.VISITORS_MAX - len(slow))
-    for near in (*idle, *slow, *more):
+    soon(lambda: len(tcp.listener._visitors) == left)
+    for near in (*idle, *slow):
         near.close()
 
 
@@ -261,13 +288,13 @@ def test_another_user_of_this_host_is_refused(monkeypatch):
 
 
 def test_streams_that_another_listener_accepted_come_in_alike():
-    host = Host("grpc:127.0.0.1:5")
+    host = Host(CARRIED)
     near, far = socket.socketpair()
-    host.gate.enter(SocketStream(far, "through grpc"))
-    near.sendall(HELLO.pack(b"jdag", 1, TOKEN, 5))
+    host.listener.enter(SocketStream(far, "through grpc"))
+    near.sendall(HELLO.pack(b"jdag", PROTOCOL, TOKEN, 5))
     _, inside, received = host.came.get(timeout=60)
     assert received == 5
-    assert host.address == "grpc:127.0.0.1:5"
+    assert host.address == CARRIED
     near.close()
     inside.close()
     host.close()
@@ -276,7 +303,7 @@ def test_streams_that_another_listener_accepted_come_in_alike():
 def test_closing_closes_those_at_the_gate_and_leaves_those_inside(tcp: Host):
     stream, _ = dial(tcp.address, TOKEN, 0, timeout_s=60)
     outside = raw(tcp)
-    tcp.gate.close()
+    tcp.listener.close()
     assert closed(outside)
     outside.close()
     _, far, _ = tcp.came.get(timeout=60)
@@ -286,21 +313,6 @@ def test_closing_closes_those_at_the_gate_and_leaves_those_inside(tcp: Host):
     far.close()
     with pytest.raises(JdagError, match=r"cannot reach tcp:.*: Connection refused"):
         dial(tcp.address, TOKEN, 0, timeout_s=60)
-
-
-def test_a_gate_whose_thread_has_seen_that_it_closes_is_closed_all_the_same(
-    tcp: Host, monkeypatch
-):
-    gate, wake = tcp.gate, tcp.gate._wake
-
-    def late() -> None:
-        wake()
-        gate._thread.join(60)
-        wake()
-
-    monkeypatch.setattr(gate, "_wake", late)
-    gate.close()
-    assert not gate._thread.is_alive()
 
 
 def test_what_is_not_there_is_refused_in_one_line():
@@ -321,7 +333,7 @@ def test_an_address_in_use_is_refused_by_name(tcp: Host):
     with pytest.raises(
         JdagError, match=r"^cannot listen at tcp:127.*: Address already"
     ):
-        Gate(tcp.address, admit=lambda *_: None, take=lambda *_: None)
+        Listener(tcp.address, admit=lambda *_: None, take=lambda *_: None)
 
 
 @pytest.mark.parametrize(
@@ -329,7 +341,7 @@ def test_an_address_in_use_is_refused_by_name(tcp: Host):
 )
 def test_other_hosts_are_neither_listened_to_nor_dialled_without_tls(address: str):
     with pytest.raises(JdagError, match="without TLS, and only loopback may be"):
-        Gate(address, admit=lambda *_: None, take=lambda *_: None)
+        Listener(address, admit=lambda *_: None, take=lambda *_: None)
     with pytest.raises(JdagError, match="without TLS, and only loopback may be"):
         dial(address, TOKEN, 0, timeout_s=1)
 

@@ -14,7 +14,12 @@ import jdag
 from jdag.compute.exported import check_definition
 from jdag.compute.fingerprint import FUNCTIONS_MAX
 from jdag.errors import JdagError, ProtocolError
-from jdag.rpc.codes import Codes, are_codes, codes_of, digest_of
+from jdag.rpc.code_fingerprint import (
+    CodeFingerprints,
+    are_fingerprints,
+    digest_of,
+    fingerprints_of,
+)
 from jdag.wire.trees import Named, Node, Part
 
 ROOT = Path(__file__).parent.parent
@@ -141,7 +146,7 @@ def test_equal_sources_have_one_digest_wherever_they_are_loaded():
     digest = digest_of(made().f)
     assert len(digest) == 32
     assert digest_of(made().f) == digest
-    code = "from tests.test_codes import digest_of, made; print(digest_of(made().f))"
+    code = "import tests.test_code_fingerprint as t; print(t.digest_of(t.made().f))"
     for seed in ("1", "2"):
         done = subprocess.run(
             [sys.executable, "-c", code],
@@ -201,14 +206,14 @@ def told(module: ModuleType) -> bytes:
         return module.f if name == "models:f" else None
 
     data = (Named("models:f"), {"k": [Part(Named("jax:x"))]}, Node("models:g", ()))
-    (definition,) = codes_of(data, find)
+    (definition,) = fingerprints_of(data, find)
     check_definition(*definition)
-    assert are_codes(definition.data) and not are_codes(b"StableHLO")
+    assert are_fingerprints(definition.data) and not are_fingerprints(b"StableHLO")
     return definition.data
 
 
 def test_what_is_found_is_held_to_what_was_told_of_its_name():
-    codes = Codes()
+    codes = CodeFingerprints()
     codes.check("models:f", made(*OTHERS[0]).f)  # Nothing was told yet.
     for _ in range(2):
         assert not codes.tell(told(made()))  # It contradicts nothing.
@@ -221,13 +226,13 @@ def test_what_is_found_is_held_to_what_was_told_of_its_name():
 
 
 def test_of_what_is_not_of_the_users_modules_nothing_is_told():
-    assert codes_of((Named("jax:x"), 3, None), lambda name: None) == ()
+    assert fingerprints_of((Named("jax:x"), 3, None), lambda name: None) == ()
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b'{"f": 3}', b"{", b"\xff"])
 def test_what_is_no_table_of_texts_is_refused(body: bytes):
     with pytest.raises(ProtocolError, match="codes of functions that are no"):
-        Codes().tell(b"codes of functions\n" + body)
+        CodeFingerprints().tell(b"codes of functions\n" + body)
 
 
 def test_a_worker_with_another_version_of_a_module_computes_nothing_by_its_names(

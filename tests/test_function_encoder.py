@@ -15,12 +15,12 @@ import optax
 import pytest
 
 from jdag.api.leafwise import Leafwise
-from jdag.api.optimizer import _stepped, squared_norms
+from jdag.api.optimizer import squared_norms, stepped
 from jdag.compute.pairs import PAIRS_MAX
 from jdag.compute.placed import placed
 from jdag.compute.pytrees import static
 from jdag.engine.functions import moved
-from jdag.engine.vocabulary import (
+from jdag.engine.protocol import (
     Assign,
     Assigned,
     Assignment,
@@ -34,14 +34,14 @@ from jdag.engine.vocabulary import (
     OutputKey,
 )
 from jdag.errors import JdagError
-from jdag.rpc import functions as functions_module
-from jdag.rpc.exports import Exports
-from jdag.rpc.functions import Functions
-from jdag.wire.specs import read_spec
+from jdag.rpc import function_decoder as functions_module
+from jdag.rpc.function_decoder import FunctionDecoder
+from jdag.rpc.function_encoder import FunctionEncoder
+from jdag.wire.specs import read_spec, spec_of
 from tests import names_cases
 from tests.compute_cases import array
 from tests.test_exported import bits, called_back
-from tests.test_rpc_functions import (
+from tests.test_function_decoder import (
     CODEC,
     CONTEXT,
     FUNCTIONS,
@@ -70,8 +70,8 @@ def closing_over(by: Any) -> Any:
 
 def received(pair: Any, allowed: tuple[str, ...] = ()) -> Any:
     """The pair as a worker makes it that allows these modules."""
-    functions = Functions(allowed)
-    spec, definitions = Exports().spec_for(pair, allowed)
+    functions = FunctionDecoder(allowed)
+    spec, definitions = FunctionEncoder().spec_for(pair, allowed)
     for one in definitions:
         functions.define(*one)
     return functions.bound(spec)
@@ -80,7 +80,7 @@ def received(pair: Any, allowed: tuple[str, ...] = ()) -> Any:
 @pytest.mark.parametrize("case", FUNCTIONS)
 def test_what_names_the_same_there_goes_by_name(case: Any) -> None:
     pair = made(*case)
-    assert Exports().spec_for(pair, THERE) == (pair.spec, ())
+    assert FunctionEncoder().spec_for(pair, THERE) == (spec_of(pair), ())
 
 
 JDAGS = {
@@ -92,7 +92,7 @@ JDAGS = {
 @pytest.mark.parametrize("case", JDAGS)
 def test_what_jdag_itself_calls_goes_by_name_everywhere(case: str) -> None:
     pair = made(*JDAGS[case])
-    assert Exports().spec_for(pair, ()) == (pair.spec, ())
+    assert FunctionEncoder().spec_for(pair, ()) == (spec_of(pair), ())
 
 
 EXPORTED: dict[str, tuple[Any, ...]] = {
@@ -136,7 +136,7 @@ def test_a_step_of_an_optimizer_and_its_first_state_travel() -> None:
     found, _ = received(begin).forward([leaf])
     assert list(map(bits, (state, *rest))) == list(map(bits, found))
     states = jax.tree.unflatten(begin.out_tree, [state, *rest])
-    step = made(partial(_stepped, tx), leaf, states, leaf / 3, 0.5, tracked=False)
+    step = made(partial(stepped, tx), leaf, states, leaf / 3, 0.5, tracked=False)
     values = [leaf, state, *rest, leaf / 3, 0.5]
     assert list(map(bits, step.forward(values)[0])) == list(
         map(bits, received(step).forward(values)[0])
@@ -147,14 +147,14 @@ def test_a_name_that_stands_for_something_else_here_is_exported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pair = made(shadowed, X)
-    assert Exports().spec_for(pair, THERE)[1] == ()
+    assert FunctionEncoder().spec_for(pair, THERE)[1] == ()
 
     def other(x: Any) -> Any:
         return x - 1
 
     other.__qualname__ = "shadowed"
     monkeypatch.setitem(globals(), "shadowed", other)
-    spec, (definition,) = Exports().spec_for(pair, THERE)
+    spec, (definition,) = FunctionEncoder().spec_for(pair, THERE)
     assert read_spec(spec)[1].digest == definition.digest
     assert bits(received(pair, THERE).forward([X])[0][0]) == bits(X + 1)
 
@@ -167,14 +167,14 @@ def test_a_static_that_stands_for_something_else_here_is_exported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pair = made(applied, shadowed, X)
-    assert Exports().spec_for(pair, THERE)[1] == ()
+    assert FunctionEncoder().spec_for(pair, THERE)[1] == ()
 
     def other(x: Any) -> Any:
         return x - 1
 
     other.__qualname__ = "shadowed"
     monkeypatch.setitem(globals(), "shadowed", other)
-    assert len(Exports().spec_for(pair, THERE)[1]) == 1
+    assert len(FunctionEncoder().spec_for(pair, THERE)[1]) == 1
 
 
 def test_a_module_that_is_not_imported_here_is_not_imported_to_name_a_function() -> (
@@ -183,7 +183,7 @@ def test_a_module_that_is_not_imported_here_is_not_imported_to_name_a_function()
     code = """
 import sys
 import jax.numpy as jnp
-from jdag.rpc.exports import Exports
+from jdag.rpc.function_encoder import FunctionEncoder
 from jdag.compute.avals import aval_of
 from jdag.compute.pairs import pair
 from jdag.compute.pytrees import split
@@ -191,7 +191,7 @@ def f(x): return x
 f.__module__ = "nowhere_to_be_found"
 x = jnp.ones(3)
 made = pair(f, split((x,), {}, lambda _: False).template, (aval_of(x),), (True,))
-spec, definitions = Exports().spec_for(made, ("nowhere_to_be_found",))
+spec, definitions = FunctionEncoder().spec_for(made, ("nowhere_to_be_found",))
 print(len(definitions), "nowhere_to_be_found" in sys.modules)
 """
     done = subprocess.run(
@@ -205,13 +205,13 @@ print(len(definitions), "nowhere_to_be_found" in sys.modules)
 
 
 def test_it_is_exported_once_and_each_worker_is_told_its_own() -> None:
-    pair, exports = made(names_cases.layer, array(2, 3), X), Exports()
+    pair, exports = made(names_cases.layer, array(2, 3), X), FunctionEncoder()
     spec, (definition,) = exports.spec_for(pair, ())
     again, (same,) = exports.spec_for(pair, ("other",))
     assert spec == again
     assert same is definition
     assert exports.spec_for(pair, ()) == (spec, (definition,))
-    assert exports.spec_for(pair, THERE) == (pair.spec, ())
+    assert exports.spec_for(pair, THERE) == (spec_of(pair), ())
 
 
 def test_places_go_with_what_was_exported() -> None:
@@ -234,19 +234,19 @@ def test_what_can_go_neither_way_says_both_reasons_and_what_to_do() -> None:
         r"called_back cannot be called on another worker. By name: .*allow=\['tests'\]"
     )
     with pytest.raises(JdagError, match=said + r".* As StableHLO: .*calls back into P"):
-        Exports().spec_for(pair, ())
-    assert Exports().spec_for(pair, THERE)[1] == ()
+        FunctionEncoder().spec_for(pair, ())
+    assert FunctionEncoder().spec_for(pair, THERE)[1] == ()
 
 
 def test_a_message_is_sent_with_what_is_to_be_defined_first() -> None:
-    exports = Exports()
+    exports = FunctionEncoder()
     by_name = call_of(made(jnp.tanh, X))
     assert exports.outgoing(by_name, ()) == (by_name, ())
     pair = made(names_cases.layer, array(2, 3), X)
     call = call_of(pair)
     message, (definition,) = exports.outgoing(call, ())
     assert isinstance(message, Call)
-    functions = Functions()
+    functions = FunctionDecoder()
     functions.define(*definition)
     bound: Any = functions.bind(CODEC.decode(CODEC.encode(message)), "a")
     assert bits(bound.function.forward([array(2, 3), X])[0][0]) == bits(
@@ -266,14 +266,14 @@ def test_a_message_is_sent_with_what_is_to_be_defined_first() -> None:
 
 
 def test_a_definition_that_did_not_come_fails_the_call() -> None:
-    spec, _ = Exports().spec_for(made(names_cases.layer, array(2, 3), X), ())
-    bound = Functions().bound(spec)
+    spec, _ = FunctionEncoder().spec_for(made(names_cases.layer, array(2, 3), X), ())
+    bound = FunctionDecoder().bound(spec)
     with pytest.raises(JdagError, match="was exported, and its definition is not here"):
         bound.forward([array(2, 3), X])
 
 
 def test_a_definition_of_another_function_fails_the_call() -> None:
-    exports, functions = Exports(), Functions()
+    exports, functions = FunctionEncoder(), FunctionDecoder()
     one, _ = exports.spec_for(made(names_cases.layer, array(2, 3), X), ())
     _, (other,) = exports.spec_for(made(names_cases.layer, array(4, 3), X), ())
     functions.define(*other)
@@ -284,8 +284,8 @@ def test_a_definition_of_another_function_fails_the_call() -> None:
 
 
 def test_definitions_are_checked_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jdag.rpc.functions.DEFINED_MAX", 2)
-    exports, functions = Exports(), Functions()
+    monkeypatch.setattr("jdag.rpc.function_decoder.DEFINED_MAX", 2)
+    exports, functions = FunctionEncoder(), FunctionDecoder()
     found = [
         exports.spec_for(made(names_cases.layer, array(rows, 3), X), ())
         for rows in (2, 3, 4)
@@ -303,7 +303,7 @@ def test_definitions_are_checked_and_bounded(monkeypatch: pytest.MonkeyPatch) ->
 def test_definitions_are_bounded_by_their_bytes_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    exports, functions = Exports(), Functions()
+    exports, functions = FunctionEncoder(), FunctionDecoder()
     found = [
         exports.spec_for(made(names_cases.layer, array(rows, 3), X), ())[1][0]
         for rows in (2, 3, 4, 5)
@@ -325,7 +325,7 @@ def test_no_more_pairs_are_kept_than_compute_keeps_and_what_goes_is_freed(
 ) -> None:
     assert functions_module.BOUND_MAX <= PAIRS_MAX
     monkeypatch.setattr(functions_module, "BOUND_MAX", 2)
-    exports, functions = Exports(), Functions()
+    exports, functions = FunctionEncoder(), FunctionDecoder()
     pairs = []
     for rows in range(2, 6):
         args = [array(rows, 3), X]
@@ -344,7 +344,7 @@ def hook(g: Any) -> Any:
 
 
 def test_what_a_program_tells_is_prepared_or_refused() -> None:
-    exports, key = Exports(), OutputKey(CONTEXT, (1,), 0)
+    exports, key = FunctionEncoder(), OutputKey(CONTEXT, (1,), 0)
     fine, no = made(names_cases.layer, array(2, 3), X), made(called_back, X)
 
     def issued(pair: Any, worker: str) -> Issued:
@@ -386,10 +386,10 @@ import sys
 from pathlib import Path
 import jax, numpy as np
 jax.config.update("jax_enable_x64", True)
-from jdag.rpc.functions import Functions
+from jdag.rpc.function_decoder import FunctionDecoder
 from jdag.wire.messages import Codec
 folder = Path(sys.argv[1])
-functions, codec = Functions(), Codec(("home", "a"))
+functions, codec = FunctionDecoder(), Codec(("home", "a"))
 for n in range(int(sys.argv[2])):
     digest, data = [(folder / f"{what}{n}").read_bytes() for what in ("digest", "data")]
     functions.define(digest, data)
@@ -407,7 +407,7 @@ print([name for name in sys.modules if name.startswith("tests")])
 def test_a_process_without_the_users_code_runs_the_users_functions(
     tmp_path: Path,
 ) -> None:
-    wanted, exports = [], Exports()
+    wanted, exports = [], FunctionEncoder()
     names = ["a lambda", "a closure over an array", "a method", "another module"]
     for n, name in enumerate(names):
         pair = made(*EXPORTED[name])
@@ -436,9 +436,9 @@ def test_a_process_without_the_users_code_runs_the_users_functions(
 
 def test_bound_pairs_of_equal_names_are_told_apart_by_their_digests() -> None:
     one, two = made(lambda x: x + 1, X), made(lambda x: x + 2, X)
-    assert one.spec == two.spec
+    assert spec_of(one) == spec_of(two)
     first, second = received(one), received(two)
-    assert first.spec != second.spec
+    assert spec_of(first) != spec_of(second)
     assert bits(first.forward([X])[0][0]) == bits(X + 1)
     assert bits(second.forward([X])[0][0]) == bits(X + 2)
     assert bound_of(one) is bound_of(two)  # Hence they never go by name.

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from jdag.errors import JoinError, WorkerLost
-from jdag.rpc.company import LEFT
 from jdag.rpc.node import Node
+from jdag.rpc.peers import LEFT
 from tests.rpc_breaking import Breaking, breaking
 from tests.rpc_nodes import cluster
 from tests.stream_cases import soon
@@ -15,7 +15,7 @@ TOLD = "('b' has given it up|it has lost 'a'): it broke the protocol:"
 
 
 def has_left(node: Node) -> bool:
-    return node.company.stopping.is_set() and node._loop._stopped.is_set()
+    return node.peers.stopping.is_set() and node._loop._stopped.is_set()
 
 
 @pytest.mark.parametrize("by", ["a", "b"])
@@ -39,9 +39,9 @@ def test_what_a_lost_process_printed_last_is_told_to_main_alone(
     why = "it was killed\nthe end of b.log:\n    one\n    two"
     with cluster() as c:
         c.nodes["a"].lost("b", why)
-        soon(lambda: "b" in c.nodes["c"].company.gone)
-        assert c.nodes["c"].company.gone["b"] == "it was killed"
-        assert c.nodes["a"].company.gone["b"] == why
+        soon(lambda: "b" in c.nodes["c"].peers.gone)
+        assert c.nodes["c"].peers.gone["b"] == "it was killed"
+        assert c.nodes["a"].peers.gone["b"] == why
         told = [one for one in caplog.messages if "worker 'b' is lost" in one]
         assert sorted(told) == [
             f"a: worker 'b' is lost: {why}",
@@ -55,8 +55,8 @@ def test_who_loses_main_as_it_leaves_has_left_too(
     with cluster() as c:
         main = c.nodes["a"]
         with main._loop:
-            main.company.peers["b"].lose({"bye": LEFT})  # c is still to hear of it.
-        gone = c.nodes["c"].company.gone
+            main.peers.connections["b"].lose({"bye": LEFT})  # c is still to hear of it.
+        gone = c.nodes["c"].peers.gone
         soon(lambda: "b" in gone)
         assert gone["b"] == LEFT
         assert caplog.messages == []  # Warnings are what a worker's own log shows.
@@ -72,7 +72,7 @@ def cut_and_refused(nodes: Breaking, one: str, other: str) -> None:
 
     dial = nodes._dial
     nodes._dial = refuse  # type: ignore[method-assign]
-    stream = nodes.nodes[one].company.peers[other].stream
+    stream = nodes.nodes[one].peers.connections[other].stream
     stream.end()  # type: ignore[union-attr]
 
 
@@ -80,22 +80,22 @@ def test_who_dials_and_was_given_up_leaves_the_session_at_once() -> None:
     with breaking() as nodes:
         cut_and_refused(nodes, "b", "c")
         soon(lambda: has_left(nodes.nodes["b"]))
-        assert nodes.nodes["b"].company.gone == {}
+        assert nodes.nodes["b"].peers.gone == {}
 
 
 def test_main_that_was_given_up_by_a_worker_loses_that_worker() -> None:
     with breaking() as nodes:
         cut_and_refused(nodes, "a", "c")
         main = nodes.nodes["a"]
-        soon(lambda: "c" in main.company.gone)
-        assert main.company.gone["c"] == ("'c' has given it up: 'c' has given 'a' up")
+        soon(lambda: "c" in main.peers.gone)
+        assert main.peers.gone["c"] == ("'c' has given it up: 'c' has given 'a' up")
         assert not has_left(main)
         assert not nodes.cluster.info()["b"]["lost"]
 
 
 def test_who_sends_more_than_is_taken_is_told_how_much_that_is() -> None:
     with cluster(("a", "b")) as c:
-        c.nodes["b"].company.peers["a"].inbox._value_bytes_max = 1_000
+        c.nodes["b"].peers.connections["a"].reader._assembler._value_bytes_max = 1_000
         leaf = c.put("b", np.zeros(1_000))
         with pytest.raises(
             WorkerLost, match=f"{TOLD} a value of 8000 bytes: at most 1000"
@@ -105,7 +105,7 @@ def test_who_sends_more_than_is_taken_is_told_how_much_that_is() -> None:
 
 def test_a_worker_that_gives_main_up_leaves_alone() -> None:
     with cluster() as c:
-        c.nodes["b"].company.peers["a"].inbox._value_bytes_max = 1_000
+        c.nodes["b"].peers.connections["a"].reader._assembler._value_bytes_max = 1_000
         leaf = c.put("b", np.zeros(1_000))
         with pytest.raises(WorkerLost, match=TOLD):
             leaf.fetch()
@@ -119,8 +119,8 @@ def test_a_worker_without_memory_for_a_value_leaves_alone() -> None:
             raise MemoryError(f"{nbytes} bytes")
 
     with cluster() as c:
-        inbox = c.nodes["b"].company.peers["a"].inbox
-        inbox._buffers = NoneLeft()
+        reader = c.nodes["b"].peers.connections["a"].reader
+        reader._assembler._buffers = NoneLeft()
         leaf = c.put("b", np.zeros(100_000))
         said = "'b'.*it has no memory for what was sent: 800000 bytes"
         with pytest.raises(WorkerLost, match=said):

@@ -15,14 +15,14 @@ import jax
 import numpy as np
 import pytest
 
-from jdag.rpc import segments
-from jdag.rpc.segments import (
+from jdag.rpc import shared_memory
+from jdag.rpc.shared_memory import (
     IDLE_NS_MAX,
     LENT_NS_MAX,
     SEGMENT_BYTES_MIN,
-    Borrowed,
+    BorrowedMemory,
     Segment,
-    Segments,
+    SharedMemoryPool,
 )
 from tests.stream_cases import receive, streams
 
@@ -52,8 +52,8 @@ class Pair:
         self.maps, self.descriptors = maps(), descriptors()
         self.offered = threading.Semaphore(0)
         self.words: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self.writer = Segments("ps0", self.offered.release, **settings)
-        self.reader = Borrowed("trainer", self.words.put)
+        self.writer = SharedMemoryPool("ps0", self.offered.release, **settings)
+        self.reader = BorrowedMemory("trainer", self.words.put)
 
     def deliver(self, now_ns: int = 0) -> None:
         """Pass what the reader said."""
@@ -182,14 +182,14 @@ def test_who_closes_does_not_wait_for_what_is_being_made(
         made.append(Segment(size))
         return made[0]
 
-    monkeypatch.setattr(segments, "Segment", slow)
+    monkeypatch.setattr(shared_memory, "Segment", slow)
     offered = threading.Event()
-    writer = Segments("ps0", offered.set)
+    writer = SharedMemoryPool("ps0", offered.set)
     for _ in range(2):
         assert writer.take(LARGE, 0) is None
     maker = writer._maker
     assert maker is not None
-    monkeypatch.setattr(segments, "Segment", Segment)
+    monkeypatch.setattr(shared_memory, "Segment", Segment)
     writer.close()
     assert maker.is_alive()
     go_on.set()
@@ -291,7 +291,7 @@ def test_a_host_without_room_is_said_once_and_arrays_go_by_the_socket(
 def test_a_reader_without_room_is_said_once_and_nothing_is_lent(
     pair: Pair, monkeypatch, caplog
 ):
-    monkeypatch.setattr(segments, "MAPPINGS_MAX", 0)
+    monkeypatch.setattr(shared_memory, "MAPPINGS_MAX", 0)
     for _ in range(2):
         assert pair.writer.take(LARGE, 0) is None
     pair.pass_offers()
@@ -384,7 +384,7 @@ end.recv(1)
 def test_a_writer_that_is_killed_leaves_the_array_and_then_nothing():
     before, mapped = set(os.listdir("/dev/shm")), maps()
     words: list[int] = []
-    reader = Borrowed("trainer", words.append)
+    reader = BorrowedMemory("trainer", words.append)
     with streams("unix") as (near, far):
         with subprocess.Popen(
             [sys.executable, "-c", CHILD, str(far.fileno())], pass_fds=[far.fileno()]

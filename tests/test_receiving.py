@@ -1,4 +1,4 @@
-"""The inbox of one peer: bytes that do not fit what was announced are refused."""
+"""What a connection receives: bytes that do not fit what was announced are refused."""
 
 from typing import Any
 
@@ -7,9 +7,10 @@ import pytest
 
 from jdag.compute.buffers import Buffers, parts
 from jdag.errors import ProtocolError
-from jdag.rpc.inbox import Inbox
-from jdag.rpc.peer import LINK
-from jdag.rpc.segments import Borrowed
+from jdag.rpc.bulk import Assembler, Delivery
+from jdag.rpc.connection import LINK
+from jdag.rpc.receiving import FrameReader
+from jdag.rpc.shared_memory import BorrowedMemory, SharedMemoryPool
 from jdag.wire.arrays import type_of
 from jdag.wire.frames import (
     CHUNK_HEADER_BYTES,
@@ -20,27 +21,19 @@ from jdag.wire.frames import (
 )
 from jdag.wire.link import Link
 from jdag.wire.messages import Codec
-from tests.peer_cases import assert_same, primal
+from tests.connection_cases import assert_same, primal
 
 CODEC = Codec(("a", "b"))
 VALUE = jnp.arange(65_536 + 1_000, dtype=jnp.float32)  # 4,000 bytes over a chunk.
 
 
-class Heard:
-    """The messages that came; the rest of a sink is not used here."""
-
-    def __init__(self) -> None:
-        self.messages: list[tuple[Any, Any]] = []
-
-    def arrived(self, message: Any, values: Any) -> None:
-        self.messages.append((message, list(values)))
-
-
-def made() -> tuple[Inbox, Heard]:
-    heard: Any = Heard()
-    borrowed = Borrowed("b", lambda number: None)
-    link = Link("b", LINK)
-    return Inbox(link, CODEC, heard, Buffers(), borrowed, 1 << 30), heard
+def made() -> tuple[FrameReader, list[Any]]:
+    """A reader, and where its events go."""
+    borrowed = BorrowedMemory("b", lambda number: None)
+    pool = SharedMemoryPool("b", lambda: None)
+    buffers = Buffers()
+    assembler = Assembler(CODEC, buffers, borrowed, 1 << 30)
+    return FrameReader(Link("b", LINK), assembler, buffers, pool, borrowed), []
 
 
 def chunk(sequence: int, offset: int, elements: bytes) -> bytes:
@@ -77,44 +70,44 @@ class Piece:
         return bool(self.left)
 
 
-def read_in(inbox: Inbox, *pieces: bytes) -> None:
+def read_in(reader: FrameReader, events: list[Any], *pieces: bytes) -> None:
     """Have it read all of each piece before the next one comes."""
     for piece in pieces:
         stream: Any = Piece(piece)
-        while inbox.read(stream):
+        while reader.read(stream, events):
             pass
 
 
 @pytest.mark.parametrize("here", [0, 100, 4_100])
 def test_a_chunk_that_is_longer_than_what_is_missing_is_refused(here: int):
-    inbox, heard = made()
+    reader, events = made()
     before, last = sent(4_100)
     cut = len(last) - 4_100 + here
     said = "chunk of 4100 bytes for value 1, of which 4000 are missing"
     with pytest.raises(ProtocolError, match=said):
-        read_in(inbox, before, last[:cut], last[cut:])
-    assert heard.messages == []
+        read_in(reader, events, before, last[:cut], last[cut:])
+    assert events == []
 
 
 def test_a_chunk_of_just_what_is_missing_completes_its_value():
-    inbox, heard = made()
-    read_in(inbox, *sent(4_000))
-    ((message, values),) = heard.messages
-    assert message == primal(1)
-    assert_same(values, [VALUE])
+    reader, events = made()
+    read_in(reader, events, *sent(4_000))
+    (delivery,) = events
+    assert isinstance(delivery, Delivery) and delivery.message == primal(1)
+    assert_same(delivery.values, [VALUE])
 
 
 @pytest.mark.parametrize("again", [1, 2, 3, 5])
 def test_a_frame_out_of_turn_is_refused_and_no_message_comes_twice(again: int):
-    inbox, heard = made()
+    reader, events = made()
 
     def frame(sequence: int) -> bytes:
         body = CODEC.encode(primal(sequence, slots=0))
         return pack_header(sequence, 0, len(body), FrameKind.MESSAGE) + body
 
-    read_in(inbox, *map(frame, (1, 2, 3)))
+    read_in(reader, events, *map(frame, (1, 2, 3)))
     with pytest.raises(ProtocolError, match=f"frame {again} after 3"):
-        read_in(inbox, frame(again))
-    assert [message for message, _ in heard.messages] == [
+        read_in(reader, events, frame(again))
+    assert [delivery.message for delivery in events] == [
         primal(number, slots=0) for number in (1, 2, 3)
     ]

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jdag.engine.vocabulary import (
+from jdag.engine.protocol import (
     Acknowledge,
     ContextId,
     Discard,
@@ -17,7 +17,7 @@ from jdag.engine.vocabulary import (
     Released,
 )
 from jdag.errors import ProtocolError
-from jdag.rpc.trust import check
+from jdag.rpc.authorization import check
 from tests.rpc_breaking import Breaking, breaking
 from tests.test_mad_peers import small_program
 
@@ -82,14 +82,14 @@ def lost_of(nodes: Breaking, lie: Any) -> str:
     liar, told = nodes.nodes["c"], nodes.nodes["b"]
     values = [np.ones(3)] * getattr(lie, "failures", ()).count(None)
     with liar._loop:
-        liar.company.peers["b"].send(lie, values)
+        liar.peers.connections["b"].send(lie, values)
     for node in (told, nodes.nodes["a"]):
         for _ in range(6_000):
-            if "c" in node.company.gone:
+            if "c" in node.peers.gone:
                 break
             threading.Event().wait(0.01)
-    assert told.company.gone["c"] == nodes.nodes["a"].company.gone["c"]
-    return told.company.gone["c"]
+    assert told.peers.gone["c"] == nodes.nodes["a"].peers.gone["c"]
+    return told.peers.gone["c"]
 
 
 @pytest.mark.parametrize(
@@ -109,4 +109,4 @@ def test_who_speaks_for_another_is_lost_by_name_and_the_others_go_on(
         before = small_program(nodes.cluster)
         assert words in lost_of(nodes, lie)
         assert small_program(nodes.cluster) == before
-        assert "c" not in nodes.nodes["a"].company.incarnations
+        assert "c" not in nodes.nodes["a"].peers.incarnations

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from jdag.engine.vocabulary import Arrived, Compute, Computed, Left, Lost, Resume
-from jdag.sim.carriage import link_settings
+from jdag.engine.protocol import Arrived, Compute, Computed, Left, Lost, Resume
 from jdag.sim.devices import DeviceModel
 from jdag.sim.faults import Delay, Drop, Duplicate, Partition
 from jdag.sim.network import LinkModel, Network
 from jdag.sim.outages import OUT_OF_REACH
+from jdag.sim.transport import link_settings
 from jdag.wire.link import ACK_BYTES, LinkSettings
 from tests.sim_cases import Work, job, play, resume, send, tag_of
 

@@ -3,7 +3,7 @@
 import pytest
 
 from jdag.errors import JoinError
-from jdag.rpc.certified import hold_to, names_in, names_shown
+from jdag.rpc.peer_identity import check_identity, names_in, names_of
 
 HOST = "node7.example.org"
 
@@ -21,7 +21,7 @@ HOST = "node7.example.org"
     ],
 )
 def test_a_certificate_of_the_worker_or_of_its_host_will_do(name: str, host: str):
-    hold_to(("somebody", name), "ps0", host)
+    check_identity(("somebody", name), "ps0", host)
 
 
 @pytest.mark.parametrize(
@@ -40,8 +40,8 @@ def test_a_certificate_of_the_worker_or_of_its_host_will_do(name: str, host: str
 )
 def test_one_of_another_is_refused_and_named(name: str, host: str):
     with pytest.raises(JoinError) as caught:
-        hold_to((name, name), "ps0", host)
-    assert f"as worker 'ps0' shows a certificate for {name}; it has" in str(
+        check_identity((name, name), "ps0", host)
+    assert f"joins as worker 'ps0' shows a certificate for {name}; it has" in str(
         caught.value
     )
     assert str(caught.value).endswith("for ps0" + (f" or {host}" if host else ""))
@@ -49,8 +49,8 @@ def test_one_of_another_is_refused_and_named(name: str, host: str):
 
 def test_without_names_it_is_nobodys_and_without_tls_there_is_none():
     with pytest.raises(JoinError, match="a certificate for nobody"):
-        hold_to((), "ps0", HOST)
-    hold_to(None, "ps0", HOST)
+        check_identity((), "ps0", HOST)
+    check_identity(None, "ps0", HOST)
 
 
 def test_names_are_read_as_python_and_as_grpc_have_them():
@@ -60,20 +60,13 @@ def test_names_are_read_as_python_and_as_grpc_have_them():
     assert list(names_in({"subject": subject, "subjectAltName": others})) == names
     assert list(names_in({})) == list(names_in(None)) == []
 
-    class Call:
-        def __init__(self, **found):
-            self.found = found
-
-        def auth_context(self):
-            return self.found
-
     keys = {
         "x509_common_name": [b"ps0"],
         "x509_subject_alternative_name": [b"ps0.example.org", b"10.0.0.1"],
     }
     tls = {"transport_security_type": [b"ssl"]}
-    assert list(names_shown(Call(**tls, **keys)) or ()) == names
-    assert list(names_shown(Call(**tls)) or ("none",)) == ["none"]
-    assert names_shown(Call(**tls)) == []
-    assert names_shown(Call(transport_security_type=[b"insecure"])) is None
-    assert names_shown(Call()) is None
+    assert list(names_of({**tls, **keys}) or ()) == names
+    assert list(names_of(tls) or ("none",)) == ["none"]
+    assert names_of(tls) == []
+    assert names_of({"transport_security_type": [b"insecure"]}) is None
+    assert names_of({}) is None

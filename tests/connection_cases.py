@@ -1,4 +1,4 @@
-"""Two ends of a pair on one loop, and what their owners were told."""
+"""Two ends of a connection on one loop, and the events that they gave."""
 
 import random
 import socket
@@ -11,14 +11,23 @@ import numpy as np
 import pytest
 
 from jdag.compute.buffers import Buffers
-from jdag.engine.vocabulary import (
+from jdag.engine.protocol import (
     ContextId,
     Message,
     Primal,
     landing,
 )
+from jdag.rpc.bulk import Delivery
+from jdag.rpc.connection import Connection
 from jdag.rpc.loop import Loop, clock_ns
-from jdag.rpc.peer import Peer
+from jdag.rpc.receiving import (
+    Broken,
+    Control,
+    Definition,
+    Event,
+    Exhausted,
+    Failed,
+)
 from jdag.rpc.streams import SocketStream
 from jdag.rpc.tls import Tls, TlsStream, load
 from jdag.wire.messages import Codec
@@ -29,7 +38,7 @@ ONE, TWO = ContextId(0, 1, 0), ContextId(0, 2, 0)
 
 
 class Side:
-    """One end, and what its owner was told."""
+    """One end, and the events that it gave."""
 
     def __init__(self, loop: Loop, name: str, other: str, deadline_s: float) -> None:
         self.loop = loop
@@ -39,41 +48,38 @@ class Side:
         self.breaks: list[str] = []
         self.ends: list[str] = []
         self.socket: socket.socket | None = None
-        self.peer = Peer(
+        self.connection = Connection(
             other,
             0,
             loop=loop,
             codec=Codec(("a", "b")),
-            owner=self,
             buffers=Buffers(),
             deadline_ns=round(deadline_s * 1e9),
             value_bytes_max=1 << 30,
+            handle=self.handle,
         )
         self.name = name
 
-    def arrived(self, peer: Peer, message: Message, values: Sequence[Any]) -> None:
-        assert peer is self.peer
-        assert len(values) == len(landing(message))
-        self.messages.append((message, list(values)))
-
-    def defined(self, peer: Peer, digest: bytes, data: bytes) -> None:
-        self.functions.append((digest, data))
-
-    def told(self, peer: Peer, what: dict[str, Any]) -> None:
-        self.asides.append(what)
-
-    def speaks(self, peer: Peer) -> None:
-        assert peer.flushing
-
-    def broken(self, peer: Peer, why: str) -> None:
-        self.breaks.append(why)
-
-    def silent(self, peer: Peer, why: str) -> None:
-        self.ends.append(why)
-        peer.lose({"bye": "it is over"})
-
-    def exhausted(self, peer: Peer, why: str) -> None:
-        self.silent(peer, why)
+    def handle(self, connection: Connection, events: Sequence[Event]) -> None:
+        assert connection is self.connection
+        for event in events:
+            if connection.lost:
+                return
+            match event:
+                case Delivery():
+                    assert len(event.values) == len(landing(event.message))
+                    self.messages.append((event.message, list(event.values)))
+                case Definition(digest, data):
+                    self.functions.append((digest, data))
+                case Control({"joined": str(name), "incarnation": int(number)}):
+                    connection._codec.joined(name, number)
+                case Control(what):
+                    self.asides.append(what)
+                case Broken(why):
+                    self.breaks.append(why)
+                case Failed(why) | Exhausted(why):
+                    self.ends.append(why)
+                    connection.lose({"bye": "it is over"})
 
 
 class Sides:
@@ -92,19 +98,15 @@ class Sides:
         self.b = Side(self.loop, "b", "a", deadline_s)
 
     def flush(self) -> None:
-        self.a.peer.flush()
-        self.b.peer.flush()
-
-    def flush_speaking(self) -> None:
-        """As a node does it: only those that said that they have something."""
-        for side in (self.a, self.b):
-            if side.peer.flushing:
-                side.peer.flush()
+        unflushed = self.loop.unflushed
+        for _ in range(len(unflushed)):
+            connection = unflushed.popleft()
+            connection._handle(connection, connection.flush())
 
     def connect(self) -> None:
         for side in (self.a, self.b):
-            side.peer.drop_stream()
-        received = self.a.peer.link.received, self.b.peer.link.received
+            side.connection.drop_stream()
+        received = self.a.connection.link.received, self.b.connection.link.received
         ends = socket.socketpair()
         plain = [SocketStream(end, "the other end") for end in ends]
         streams = [self.stream(end) for end in plain]
@@ -114,7 +116,7 @@ class Sides:
             (self.a, self.b), ends, streams, reversed(received), strict=True
         ):
             side.socket = end
-            side.peer.adopt(stream, got)
+            side.connection.adopt(stream, got)
 
     def run(self, done: Any) -> None:
         """Drive until `done()`, for so long at most."""
@@ -130,8 +132,8 @@ class Sides:
 
     def close(self) -> None:
         self.loop.acquire()
-        self.a.peer.lose({"bye": "it is over"})
-        self.b.peer.lose({"bye": "it is over"})
+        self.a.connection.lose({"bye": "it is over"})
+        self.b.connection.lose({"bye": "it is over"})
         self.loop.close()
         self.loop.release()
 

@@ -1,5 +1,6 @@
-"""Two ends of a pair: what is said arrives once and in order, though streams break."""
+"""A connection: what is sent arrives once and in order, though streams break."""
 
+import os
 import random
 import socket
 from collections.abc import Callable
@@ -9,18 +10,22 @@ import jax.numpy as jnp
 import pytest
 
 from jdag.compute.buffers import Buffers
-from jdag.engine.vocabulary import (
+from jdag.engine.protocol import (
     Acknowledge,
+    Primal,
     Read,
     Reading,
     landing,
 )
-from jdag.rpc import outbox
-from jdag.rpc.inbox import PING, Inbox
+from jdag.rpc import bulk, connection
+from jdag.rpc.bulk import Assembler, BulkQueue
+from jdag.rpc.connection import OUT_BYTES
 from jdag.rpc.loop import clock_ns
+from jdag.rpc.receiving import PING
 from jdag.rpc.streams import SocketStream
 from jdag.wire.frames import CHUNK_MAX_BYTES, FrameKind
-from tests.peer_cases import (
+from jdag.wire.link import Frame
+from tests.connection_cases import (
     ONE,
     TWO,
     Hoarder,
@@ -40,7 +45,7 @@ def test_messages_with_values_of_all_sizes_arrive_in_order_with_their_bits(
     for number in range(1, 40):
         slots = rng.randrange(4)
         sent.append((primal(number, slots=slots), random_values(rng, slots)))
-        sides.a.peer.send(*sent[-1])
+        sides.a.connection.send(*sent[-1])
     sides.run(lambda: len(sides.b.messages) == len(sent))
     for (message, values), (came, landed) in zip(sent, sides.b.messages, strict=True):
         assert came == message
@@ -51,20 +56,20 @@ def test_of_a_message_of_many_values_most_follow_it_in_chunks(
     sides: Sides, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lengths: list[int] = []
-    message = Inbox._message
+    message = Assembler.message
 
-    def watched(self: Any, payload: bytes) -> None:
+    def watched(self: Any, payload: bytes) -> Any:
         lengths.append(len(payload))
-        message(self, payload)
+        return message(self, payload)
 
-    monkeypatch.setattr(Inbox, "_message", watched)
+    monkeypatch.setattr(Assembler, "message", watched)
     # The first five are just as many bytes as stay.
     sizes = (50_000, 50_000, 50_000, 50_000, 62_144, 0, 3, 0, 60_000, 60_000)
     values = [jnp.arange(size, dtype=jnp.float32) for size in sizes]
-    sides.a.peer.send(primal(1, slots=len(values)), values)
+    sides.a.connection.send(primal(1, slots=len(values)), values)
     sides.run(lambda: len(sides.b.messages) == 1)
     assert_same(sides.b.messages[0][1], values)
-    assert lengths[0] <= outbox.INLINE_BYTES + 1024 < sum(v.nbytes for v in values)
+    assert lengths[0] <= bulk.INLINE_BYTES + 1024 < sum(v.nbytes for v in values)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +91,7 @@ def test_connections_that_break_anywhere_lose_nothing_and_repeat_nothing(
                 slots = rng.randrange(3)
                 message = (primal(number, slots=slots), random_values(rng, slots))
                 sent[side.name].append(message)
-                side.peer.send(*message)
+                side.connection.send(*message)
         if rng.random() < 0.3:
             side = rng.choice((sides.a, sides.b))
             assert side.socket is not None
@@ -111,10 +116,10 @@ def test_a_small_message_of_another_context_overtakes_a_large_one(
     sides: Sides,
 ) -> None:
     large = jnp.arange(8_000_000.0)
-    sides.a.peer.send(primal(1, ONE), [large])
-    sides.a.peer.send(primal(2, ONE), [jnp.ones(3)])
-    sides.a.peer.send(primal(3, TWO), [jnp.ones(3)])
-    sides.a.peer.send(Reading(7, (None,)), [jnp.ones(3)])
+    sides.a.connection.send(primal(1, ONE), [large])
+    sides.a.connection.send(primal(2, ONE), [jnp.ones(3)])
+    sides.a.connection.send(primal(3, TWO), [jnp.ones(3)])
+    sides.a.connection.send(Reading(7, (None,)), [jnp.ones(3)])
     sides.run(lambda: len(sides.b.messages) == 4)
     order = [message for message, _ in sides.b.messages]
     assert order == [primal(3, TWO), Reading(7, (None,)), primal(1), primal(2)]
@@ -125,19 +130,18 @@ def test_no_more_bulk_is_unacknowledged_than_the_window_and_a_chunk(
     sides: Sides, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     most = 0
-    fill = outbox.Outbox.fill
+    numbered = BulkQueue.numbered
 
-    def watched(self: Any) -> bool:
+    def watched(self: Any, *given: Any) -> None:
         nonlocal most
-        found = fill(self)
+        numbered(self, *given)
         most = max(most, self._chunk_bytes)
-        return found
 
-    monkeypatch.setattr(outbox.Outbox, "fill", watched)
+    monkeypatch.setattr(BulkQueue, "numbered", watched)
     values = [jnp.arange(4_000_000.0) + place for place in range(3)]
-    sides.a.peer.send(primal(1, slots=3), values)
+    sides.a.connection.send(primal(1, slots=3), values)
     sides.run(lambda: len(sides.b.messages) == 1)
-    assert 0 < most <= outbox.WINDOW_BYTES + CHUNK_MAX_BYTES + 16
+    assert 0 < most <= bulk.WINDOW_BYTES + CHUNK_MAX_BYTES + 16
     assert_same(sides.b.messages[0][1], values)
 
 
@@ -147,29 +151,43 @@ def test_what_a_stream_keeps_to_itself_is_asked_of_it(
     sides = make(deadline_s=600.0, stream=Hoarder)
     sides.connect()
     values = [jnp.arange(9_000.0), jnp.arange(20_000.0), jnp.arange(3.0)]
-    sides.a.peer.send(primal(1, slots=3), values)
+    sides.a.connection.send(primal(1, slots=3), values)
     sides.run(lambda: len(sides.b.messages) == 1)
     assert_same(sides.b.messages[0][1], values)
 
 
 def test_functions_and_asides_arrive_between_messages(sides: Sides) -> None:
     digest, data = bytes(range(32)), b"x" * 300_000
-    sides.a.peer.define(digest, data)
-    sides.a.peer.define(digest, data)
-    sides.a.peer.send(Acknowledge(None, (1,)), [])
-    sides.a.peer.aside({"ask": 1, "what": "info"})
+    sides.a.connection.define(digest, data)
+    sides.a.connection.define(digest, data)
+    sides.a.connection.send(Acknowledge(None, (1,)), [])
+    sides.a.connection.control({"ask": 1, "what": "info"})
     sides.run(lambda: bool(sides.b.asides))
     assert sides.b.functions == [(digest, data)]
     assert sides.b.messages == [(Acknowledge(None, (1,)), [])]
     assert sides.b.asides == [{"ask": 1, "what": "info"}]
 
 
+def test_a_message_may_name_a_worker_of_which_a_control_frame_before_it_tells(
+    make: Callable[..., Sides],
+) -> None:
+    """However many frames one read gets."""
+    sides = make()
+    again = Primal(ONE, (1,), "a#1", ())
+    sides.a.connection._codec.joined("a", 1)
+    sides.a.connection.control({"joined": "a", "incarnation": 1})
+    sides.a.connection.send(again, [])
+    sides.connect()
+    sides.run(lambda: bool(sides.b.messages or sides.b.ends))
+    assert sides.b.messages == [(again, [])]
+
+
 def test_what_is_acknowledged_is_let_go_of(sides: Sides) -> None:
     for number in range(1, 20):
-        sides.a.peer.send(primal(number), [jnp.arange(100_000.0)])
+        sides.a.connection.send(primal(number), [jnp.arange(100_000.0)])
     sides.run(lambda: len(sides.b.messages) == 19)
-    sides.run(lambda: sides.a.peer.link.quiet and sides.b.peer.link.quiet)
-    assert sides.a.peer.outbox.empty
+    sides.run(lambda: sides.a.connection.link.quiet and sides.b.connection.link.quiet)
+    assert sides.a.connection.idle
 
 
 def test_what_is_heard_while_nothing_is_acknowledged_puts_off_no_acknowledgement(
@@ -178,13 +196,15 @@ def test_what_is_heard_while_nothing_is_acknowledged_puts_off_no_acknowledgement
     """A resend that is due in a hundred years is nothing to wait for."""
     sides = make(deadline_s=600.0)
     sides.connect()
-    sides.a.peer.send(primal(1), [jnp.ones(3)])
-    sides.b.peer._pure(PING)  # On its way before b has read anything.
+    sides.a.connection.send(primal(1), [jnp.ones(3)])
+    sides.b.connection._pure(PING)  # On its way before b has read anything.
     sides.run(lambda: len(sides.b.messages) == 1)
     for number in (1, 2, 3):
-        sides.b.peer.send(primal(number), [jnp.ones(3)])
+        sides.b.connection.send(primal(number), [jnp.ones(3)])
         sides.run(lambda number=number: len(sides.a.messages) == number)
-        sides.run(lambda: sides.a.peer.link.quiet and sides.b.peer.link.quiet)
+        sides.run(
+            lambda: sides.a.connection.link.quiet and sides.b.connection.link.quiet
+        )
 
 
 def test_a_peer_that_is_asked_gives_a_sign_of_life_and_one_that_does_not_is_lost(
@@ -198,7 +218,7 @@ def test_a_peer_that_is_asked_gives_a_sign_of_life_and_one_that_does_not_is_lost
     assert sides.b.socket is not None
     sides.loop.unregister(sides.b.socket.fileno())  # As one that is stopped.
     sides.loop.register(sides.b.socket.fileno(), lambda mask: None)
-    sides.b.peer._alive_timer.cancel()
+    sides.b.connection._timer.cancel()
     sides.run(lambda: bool(sides.a.ends))
     assert "it gave no sign of life for" in sides.a.ends[0]
 
@@ -210,7 +230,7 @@ def test_bytes_that_are_no_frames_lose_the_peer_and_raise_nothing(
     rng = random.Random(seed)
     sides = make()
     ours, theirs = socket.socketpair()
-    sides.a.peer.adopt(SocketStream(ours, "b"), 0)
+    sides.a.connection.adopt(SocketStream(ours, "b"), 0)
     garbage = rng.randbytes(rng.randrange(24, 4_000))
     theirs.sendall(garbage)
     theirs.close()
@@ -220,9 +240,9 @@ def test_bytes_that_are_no_frames_lose_the_peer_and_raise_nothing(
 
 def test_a_read_does_not_overtake_what_it_may_read(sides: Sides) -> None:
     large = jnp.arange(8_000_000.0)
-    sides.a.peer.send(primal(1, ONE), [large])
+    sides.a.connection.send(primal(1, ONE), [large])
     key = landing(primal(1, ONE))[0]
-    sides.a.peer.send(Read(1, (key,)), [])
+    sides.a.connection.send(Read(1, (key,)), [])
     sides.run(lambda: len(sides.b.messages) == 2)
     assert [message for message, _ in sides.b.messages] == [
         primal(1, ONE),
@@ -232,10 +252,8 @@ def test_a_read_does_not_overtake_what_it_may_read(sides: Sides) -> None:
 
 def test_what_a_peer_says_that_cannot_be_read_loses_it_alone(sides: Sides) -> None:
     nested = b"[" * 200_000
-    sides.a.peer.outbox._urgent.append(
-        outbox.Parcel(FrameKind.ASIDE, (nested,), len(nested))
-    )
-    sides.a.peer.send(primal(1), [jnp.ones(3)])
+    sides.a.connection._add(FrameKind.ASIDE, (nested,), len(nested))
+    sides.a.connection.send(primal(1), [jnp.ones(3)])
     sides.run(lambda: bool(sides.b.ends))
     assert "broke the protocol" in sides.b.ends[0]
 
@@ -247,7 +265,7 @@ def test_a_value_for_which_there_is_no_memory_loses_the_peer_alone(
         raise MemoryError(nbytes)
 
     monkeypatch.setattr(Buffers, "aligned", none_left)
-    sides.a.peer.send(primal(1), [jnp.arange(1_000_000.0)])
+    sides.a.connection.send(primal(1), [jnp.arange(1_000_000.0)])
     sides.run(lambda: bool(sides.b.ends))
     assert sides.b.ends[0].startswith("it has no memory for what was sent: ")
 
@@ -255,8 +273,108 @@ def test_a_value_for_which_there_is_no_memory_loses_the_peer_alone(
 def test_more_frames_than_may_be_unacknowledged_all_arrive(
     sides: Sides, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outbox, "FRAMES_MAX", 8)
-    monkeypatch.setattr(Sides, "flush", Sides.flush_speaking)
+    monkeypatch.setattr(connection, "FRAMES_MAX", 8)
     for number in range(1, 60):
-        sides.a.peer.send(primal(number, slots=0), [])
+        sides.a.connection.send(primal(number, slots=0), [])
     sides.run(lambda: len(sides.b.messages) == 59)
+
+
+class Sink:
+    """A stream that takes all that it is given, and counts it."""
+
+    local, peer = False, "b"
+
+    def __init__(self) -> None:
+        self.descriptor = os.eventfd(0)
+        self.taken = 0
+
+    def fileno(self) -> int:
+        return self.descriptor
+
+    def send(self, views: Any) -> int:
+        count = sum(len(view) for view in views)
+        self.taken += count
+        return count
+
+    def flush(self) -> None:
+        """Nothing waits here."""
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+
+def leave(sides: Sides) -> int:
+    """Have a stream take all there is; how many bytes that were."""
+    stream: Any = sides.a.connection.stream
+    before = stream.taken
+    sides.a.connection.flush()
+    return int(stream.taken - before)
+
+
+def test_frames_without_a_number_still_wait_when_their_stream_breaks(
+    make: Callable[..., Sides],
+) -> None:
+    sides = make()
+    end = sides.a.connection
+    for number in (1, 2, 3):
+        end.send(primal(number), [jnp.arange(1_000.0)])
+    waiting = end.waiting_bytes
+    assert waiting > 3 * 8_000
+    end.drop_stream()
+    assert end.waiting_bytes == waiting
+    sink: Any = Sink()
+    end.adopt(sink, 0)
+    ping = end.waiting_bytes - waiting
+    assert leave(sides) == waiting + ping and end.waiting_bytes == 0
+    assert end.sent.resends == 0
+
+
+def test_after_a_break_bulk_waits_for_what_waits_for_the_stream_as_before(
+    make: Callable[..., Sides],
+) -> None:
+    sides = make()
+    end = sides.a.connection
+    for number in (1, 2, 3, 4, 5):
+        end.send(primal(number), [jnp.arange(25_000.0)])
+    end.send(primal(6), [jnp.arange(500_000.0)])
+    end.drop_stream()
+    end._fill()
+    assert end.waiting_bytes > OUT_BYTES
+    assert end.link.sent == 6  # The messages, and no chunk yet.
+    sink: Any = Sink()
+    end.adopt(sink, 0)
+    leave(sides)
+    assert end.link.sent > 6 and end.waiting_bytes == 0
+    assert end.sent.resends == 6
+
+
+def test_bulk_waits_while_a_window_of_it_is_unacknowledged(
+    make: Callable[..., Sides],
+) -> None:
+    sides = make()
+    end = sides.a.connection
+    sink: Any = Sink()
+    end.adopt(sink, 0)
+    end.send(primal(1), [jnp.zeros(3 * bulk.WINDOW_BYTES, jnp.uint8)])
+    for left in (True, True, False):
+        sent = leave(sides)
+        assert bool(end.bulk.nbytes) == left
+        assert sent <= bulk.WINDOW_BYTES + CHUNK_MAX_BYTES + 1_000  # With headers.
+        end.link.receive(Frame(0, end.link.sent), 0)
+        end._acknowledged()
+    assert end.idle
+
+
+def test_a_frame_leaves_at_once_and_never_ahead_of_one_that_waits(
+    sides: Sides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end = sides.a.connection
+    end.send(primal(1, slots=0), [])
+    assert end.link.sent == 1 and not end._queue
+    monkeypatch.setattr(connection, "FRAMES_MAX", 1)
+    end.define(bytes(32), b"x")
+    monkeypatch.undo()
+    end.send(primal(2, slots=0), [])
+    assert end.link.sent == 1 and len(end._queue) == 2
+    sides.run(lambda: len(sides.b.messages) == 2)
+    assert len(sides.b.functions) == 1

@@ -21,8 +21,10 @@ from jdag.compute.pairs import PAIRS_MAX, pair
 from jdag.compute.placed import Placed, placed
 from jdag.compute.pytrees import split, static
 from jdag.compute.refs import RefData, Reply
+from jdag.engine.arrays import ArrayType
+from jdag.engine.credit import WHOLE
 from jdag.engine.functions import name_of
-from jdag.engine.vocabulary import (
+from jdag.engine.protocol import (
     Assign,
     Assignment,
     Attach,
@@ -39,12 +41,11 @@ from jdag.engine.vocabulary import (
     Run,
     Start,
 )
-from jdag.engine.vocabulary import Mode as PassMode
-from jdag.engine.weight import WHOLE
+from jdag.engine.protocol import Mode as PassMode
 from jdag.errors import JdagError, ProtocolError
-from jdag.rpc.functions import MADE_MAX, Bound, Functions
-from jdag.wire.arrays import ArrayType
+from jdag.rpc.function_decoder import MADE_MAX, Bound, FunctionDecoder
 from jdag.wire.messages import Codec
+from jdag.wire.specs import spec_of
 from jdag.wire.trees import Raw
 from tests import names_cases
 from tests.compute_cases import array
@@ -52,7 +53,7 @@ from tests.compute_cases import array
 CODEC = Codec(("home", "a"))
 CONTEXT = ContextId(0, 1, 0)
 LEAF = LeafId("a", 7)
-ALLOWED = Functions(["tests"])
+ALLOWED = FunctionDecoder(["tests"])
 
 
 def made(fn: Any, *args: Any, tracked: bool = True) -> Any:
@@ -64,7 +65,7 @@ def made(fn: Any, *args: Any, tracked: bool = True) -> Any:
     )
 
 
-def arrived(message: Any, functions: Functions = ALLOWED) -> Any:
+def arrived(message: Any, functions: FunctionDecoder = ALLOWED) -> Any:
     """The message as it is bound on the other side."""
     return functions.bind(CODEC.decode(CODEC.encode(message)), "a")
 
@@ -74,7 +75,7 @@ def call_of(pair: Any) -> Call:
     return Call(CONTEXT, (1,), pair, inputs, pair.tracked, pair.out_tracked, (), "x:1")
 
 
-def bound_of(pair: Any, functions: Functions = ALLOWED) -> Bound:
+def bound_of(pair: Any, functions: FunctionDecoder = ALLOWED) -> Bound:
     bound = arrived(call_of(pair), functions).function
     assert type(bound) is Bound
     return bound
@@ -134,7 +135,7 @@ def test_a_function_that_is_named_becomes_the_very_same_pair(fn: Any) -> None:
     assert (there.name, there.avals) == (here.name, here.avals)
     assert (there.tracked, there.out_tracked) == (here.tracked, here.out_tracked)
     assert there.out_avals == here.out_avals
-    assert there.spec == here.spec
+    assert spec_of(there) == spec_of(here)
     assert (there.device, there.in_devices, there.out_devices) == (None, None, None)
     assert there.pair is here  # In one process there is one of each.
     assert there.out_tree == here.out_tree
@@ -167,7 +168,7 @@ def test_places_are_bound_with_it() -> None:
 
 
 def test_equal_specs_are_bound_once() -> None:
-    functions = Functions(["tests"])
+    functions = FunctionDecoder(["tests"])
     here = made(names_cases.layer, array(2, 3), X)
     assert bound_of(here, functions) is bound_of(here, functions)
     assert bound_of(made(jnp.add, X, X), functions) is not bound_of(here, functions)
@@ -181,8 +182,8 @@ def test_nothing_is_made_before_forward_runs_and_then_once_by_all_threads() -> N
         return x * 2
 
     here = made(names_cases.layer, array(2, 3), X)
-    functions = Functions(["tests"])
-    bound = functions.bound(here.spec)
+    functions = FunctionDecoder(["tests"])
+    bound = functions.bound(spec_of(here))
     entered, second = [0], threading.Event()
 
     def make(_: Any) -> Any:
@@ -209,7 +210,7 @@ def secret(x: Any) -> Any:
 
 
 def test_what_may_not_be_had_raises_at_each_forward_and_not_before() -> None:
-    bound = bound_of(made(secret, X), Functions())
+    bound = bound_of(made(secret, X), FunctionDecoder())
     for _ in range(2):
         with pytest.raises(JdagError, match=r"secret cannot be had here.*allow=\['tes"):
             bound.forward([X])
@@ -292,7 +293,7 @@ def test_shapes_of_roots_and_hooks_are_abstract_values() -> None:
 def test_a_hook_that_cannot_be_had_raises_when_it_is_run() -> None:
     hook = Hook((1,), partial(secret, 3), True, aval_of(X), "x:1")
     key = OutputKey(CONTEXT, (1,), 0)
-    found = arrived(Attach(CONTEXT, key, hook), Functions()).hook.function
+    found = arrived(Attach(CONTEXT, key, hook), FunctionDecoder()).hook.function
     with pytest.raises(JdagError, match=r"secret may not be had by name.*allow=\['te"):
         found(X)
 
@@ -340,8 +341,11 @@ def test_arrays_of_jax_come_as_such(value: Any) -> None:
 def test_a_program_or_argument_that_cannot_be_had_fails_the_program_alone() -> None:
     run = Run(CONTEXT, (1,), names_cases.program, ((secret,), {}), "x:1")
     for functions, said in (
-        (Functions(), "names_cases:program may not be had by name.*allow="),
-        (Functions(["tests.names_cases"]), "an argument of it cannot.*secret may not"),
+        (FunctionDecoder(), "names_cases:program may not be had by name.*allow="),
+        (
+            FunctionDecoder(["tests.names_cases"]),
+            "an argument of it cannot.*secret may not",
+        ),
     ):
         found = arrived(run, functions)
         assert found.arguments == ((), {})
@@ -361,7 +365,7 @@ def test_what_a_program_returns_is_live() -> None:
 
 def test_a_result_that_cannot_be_had_is_a_failure_of_its_program() -> None:
     reply = Reply(secret, (("a", (1, 2)),), ())
-    found = arrived(Return(CONTEXT, (1,), reply, None, ("a",), ()), Functions())
+    found = arrived(Return(CONTEXT, (1,), reply, None, ("a",), ()), FunctionDecoder())
     assert found.result == reply._replace(result=None)
     assert found.failure.error == "JdagError"
     assert found.failure.worker == "a"
@@ -376,8 +380,8 @@ def test_other_messages_are_as_they_were() -> None:
 
 
 def test_the_bound_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jdag.rpc.functions.BOUND_MAX", 3)
-    functions = Functions()
+    monkeypatch.setattr("jdag.rpc.function_decoder.BOUND_MAX", 3)
+    functions = FunctionDecoder()
     shapes = [made(jnp.tanh, jnp.ones(size)) for size in range(1, 6)]
     first = bound_of(shapes[0], functions)
     kept = [bound_of(shape, functions) for shape in shapes]
@@ -390,8 +394,8 @@ def test_few_hold_what_they_were_made_into_and_all_compute(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert 2 * (PAIRS_MAX + MADE_MAX) < 10_900
-    monkeypatch.setattr("jdag.rpc.functions.MADE_MAX", 2)
-    functions = Functions()
+    monkeypatch.setattr("jdag.rpc.function_decoder.MADE_MAX", 2)
+    functions = FunctionDecoder()
     shapes = [made(jnp.tanh, jnp.ones(size)) for size in range(1, 6)]
     bound = [bound_of(shape, functions) for shape in shapes]
     for _ in range(2):
@@ -409,7 +413,7 @@ def test_who_contradicts_what_was_told_of_a_name_has_its_pairs_made_again() -> N
         data = b'codes of functions\n{"models:f": "%s"}' % code.encode()
         return sha256(data).digest(), data
 
-    functions = Functions()
+    functions = FunctionDecoder()
     functions.define(*told("one"))
     shape = made(jnp.tanh, jnp.ones(3))
     bound = bound_of(shape, functions)
@@ -475,7 +479,7 @@ FUZZED: dict[str, Callable[[], Any]] = {
 def test_mutated_messages_raise_nothing_but_protocol_errors(kind: str) -> None:
     rng = random.Random(1)
     written = CODEC.encode(FUZZED[kind]())
-    functions = Functions(["tests"])
+    functions = FunctionDecoder(["tests"])
     outcomes = {"bound": 0, "refused": 0}
     for _ in range(1500):
         data = bytearray(written)

@@ -1,0 +1,104 @@
+"""The states of workers, and what may follow: one table that code and errors read."""
+
+import pytest
+
+from jdag.errors import JoinError
+from jdag.rpc.membership import (
+    ABSENT,
+    HELD,
+    IDLE,
+    LEASE,
+    MEMBER,
+    STOPPING,
+    Membership,
+    Transitions,
+    after,
+)
+
+TABLES = {"member": MEMBER, "lease": LEASE}
+
+
+@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
+def test_an_event_leads_on_as_the_table_says_or_names_the_states(table: Transitions):
+    states = sorted({*[state for state, _ in table], *table.values()})
+    events = sorted({event for _, event in table})
+    for state in states:
+        for event in events:
+            if (state, event) in table:
+                assert after(table, "it", state, event) == table[state, event]
+                continue
+            with pytest.raises(JoinError) as caught:
+                after(table, "it", state, event)
+            allowed = [one for one, known in table if known == event]
+            assert str(caught.value) == (
+                f"it is {state}; to {event} it, it would have to be "
+                f"{' or '.join(allowed)}"
+            )
+
+
+@pytest.mark.parametrize("first", [ABSENT, IDLE])
+def test_every_state_is_reached(first: str):
+    table = MEMBER if first == ABSENT else LEASE
+    reached = [first]
+    for state in reached:
+        following = [to for (one, _), to in table.items() if one == state]
+        reached += [to for to in dict.fromkeys(following) if to not in reached]
+    assert sorted(reached) == sorted({*table.values(), first})
+
+
+def test_a_process_that_stops_is_never_held_again():
+    assert after(LEASE, "it", HELD, "stop") == STOPPING
+    assert {to for (one, _), to in LEASE.items() if one == STOPPING} == {STOPPING}
+
+
+def test_a_lost_worker_comes_back_as_the_next_incarnation():
+    members = Membership("m", ["m", "a", "b"])
+    assert members.next_incarnation("a") == 0
+    for name in "ab":
+        members.attach(name, 0)
+        members.join(name)
+    with pytest.raises(JoinError, match="'a' is joined; to attach it, it would have"):
+        members.next_incarnation("a")
+    members.lose("a", "it was silent")
+    assert (members.lost, members.present) == ({"a": "it was silent"}, ("b",))
+    assert members.next_incarnation("a") == 1
+    members.attach("a", 1)
+    assert (members.lost, members.present) == ({}, ("a", "b"))
+    members.join("a")
+    assert members.incarnations == {"a": 1, "b": 0}
+
+
+def test_a_newer_incarnation_replaces_one_that_nobody_missed():
+    members = Membership("w", ["m", "w", "v"])
+    members.attach("v", 0)
+    members.join("v")
+    members.attach("v", 2)
+    members.attach("v", 2)  # Told twice.
+    assert members.incarnations == {"v": 2} and members.present == ("v",)
+    with pytest.raises(JoinError, match="incarnation 1 of 'v' is gone, and 2 has join"):
+        members.attach("v", 1)
+
+
+def test_only_the_process_that_has_a_name_is_admitted():
+    members = Membership("w", ["m", "w", "v"])
+    with pytest.raises(JoinError, match="'v' is lost, and no other process has joined"):
+        members.admit("v", 0)
+    members.attach("v", 1)
+    members.admit("v", 1)
+    with pytest.raises(JoinError, match="is gone, and 1 has joined") as caught:
+        members.admit("v", 0)
+    assert caught.value.given_up
+    with pytest.raises(JoinError, match="is not announced yet; 1 is known") as caught:
+        members.admit("v", 2)
+    assert not caught.value.given_up
+    for name in "wx":
+        with pytest.raises(JoinError, match="is none of the others of 'w'"):
+            members.admit(name, 0)
+
+
+def test_one_that_is_lost_while_it_joins_stays_lost():
+    members = Membership("m", ["m", "a"])
+    members.attach("a", 0)
+    members.lose("a", "its process has ended")
+    members.join("a")
+    assert members.lost == {"a": "its process has ended"}
