@@ -29,7 +29,7 @@ import jax.numpy as jnp
 
 import jdag
 from jdag.engine import Engine
-from jdag.engine.vocabulary import (
+from jdag.engine.protocol import (
     Argument,
     Arrived,
     Assigned,
