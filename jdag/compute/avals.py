@@ -112,9 +112,6 @@ def aval_of(value: Any) -> Aval:
     `jax.ShapeDtypeStruct`, an `Aval`, which is returned as it is, and a `Dual`, which
     has that of its primal. With x64 off, 64-bit numpy values count as the 32-bit ones
     that JAX makes of them.
-
-    Raises:
-        JdagError: the value is nothing of the kind, or its dtype means nothing to JAX.
     """
     if isinstance(value, Aval):
         return value
@@ -167,12 +164,7 @@ def all_there(values: Sequence[Any]) -> bool:
 
 
 def frozen(value: Any) -> Any:
-    """Return the value, or a read-only copy where it is a numpy array that can change.
-
-    Raises:
-        JdagError: a numpy array whose elements are not numbers or bools; or a JAX array
-            that was deleted.
-    """
+    """Return the value, or a read-only copy of a numpy array that can change."""
     if not isinstance(value, np.ndarray | np.generic):
         if is_deleted(value):
             raise JdagError(

@@ -39,11 +39,8 @@ def parts(value: Any) -> tuple[memoryview, ...]:
     """Return the elements of a value as bytes, row by row; of a dual those of both.
 
     Nothing is copied but what is on another device than the CPU or not in order. The
-    views keep the memory alive, and may not be written.
-
-    Args:
-        value: a JAX or numpy array, a `Dual`, or a Python int, float or complex, which
-            is the weak scalar that JAX makes of it.
+    views keep the memory alive, and may not be written. A Python int, float or complex
+    is the weak scalar that JAX makes of it.
     """
     if value.__class__ is Dual:
         return (*parts(value.primal), *parts(value.tangent))
@@ -62,12 +59,8 @@ def landed(kind: ArrayType, view: memoryview) -> Any:
     """Return the value of a type whose elements lie in a buffer.
 
     From `ALIASED_MIN_BYTES` on, an array on the CPU aliases the buffer, if that is
-    aligned: it may not be written again. Of less, nothing is kept.
-
-    Args:
-        kind: its type.
-        view: its elements row by row, just as many bytes as they take; of a dual, those
-            of the primal and then of the tangent.
+    aligned: it may not be written again. Of less, nothing is kept. Elements lie row by
+    row; of a dual, those of the primal and then of the tangent.
 
     Returns:
         A `Dual`; a JAX array, on the default device; for a small one a read-only numpy

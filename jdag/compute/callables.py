@@ -25,10 +25,6 @@ def called(
 
     A callable pytree, such as a module, is an argument of its own call, so that the
     arrays and refs in it are arguments as any others; a method of one likewise.
-
-    Raises:
-        JdagError: it cannot be called; or it is a method of an object, or a callable
-            object, that is neither a pytree nor hashable by value.
     """
     if type(fn.__wrapped__ if type(fn) is JITTED else fn) is FunctionType:
         return fn, args, 0

@@ -99,11 +99,7 @@ def along(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Return the jvp of a function: it takes and gives pytrees with duals in them.
 
     What is no dual is a constant. Outputs that can have a tangent are duals, the others
-    (integers, bools, keys) arrays.
-
-    Args:
-        fn: takes and returns pytrees of arrays.
-        name: that of the user's function that it came from, for profiles.
+    (integers, bools, keys) arrays. `name` is that of the user's function, for profiles.
     """
 
     def jvp(*args: Any) -> Any:

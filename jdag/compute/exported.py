@@ -27,7 +27,7 @@ from msgspec.msgpack import Decoder, encode
 
 from jdag.compute.avals import Aval, aval_from, aval_of
 from jdag.compute.jaxprs import has_callback
-from jdag.compute.tracing import Returned, Traced, as_jax, vjp_of
+from jdag.compute.tracing import Traced, TracedResult, as_jax, vjp_of
 from jdag.engine.arrays import ArrayType, check_possible
 from jdag.engine.functions import is_unjitted
 from jdag.engine.messages import Several
@@ -56,7 +56,7 @@ class Definition(NamedTuple):
     data: bytes
 
 
-class Header(Record):
+class ExportHeader(Record):
     """What is known of an exported function beside its two programs.
 
     `sources` says of each residual where it is: (0, place in the rest), (1, in
@@ -77,7 +77,7 @@ class Header(Record):
     backward: Bytes
 
 
-_decoder: Decoder[Header] = Decoder(Header)
+_decoder: Decoder[ExportHeader] = Decoder(ExportHeader)
 
 
 def _types(avals: Sequence[Aval]) -> tuple[ArrayType, ...]:
@@ -85,16 +85,11 @@ def _types(avals: Sequence[Aval]) -> tuple[ArrayType, ...]:
 
 
 def exported(pair: Any) -> Definition:
-    """Return a pair as StableHLO.
-
-    Raises:
-        JdagError: it calls back into Python, runs unjitted, or is nothing that JAX can
-            export; says why.
-    """
+    """Return a pair as StableHLO."""
     if pair.source.unjitted:
         why = "" if is_unjitted(pair.source.fn) else ", since it moves arrays"
         raise JdagError(f"{pair.name} is not jitted{why}, as StableHLO would be")
-    found: list[Returned] = []
+    found: list[TracedResult] = []
     body = pair.source.forward(pair.tracked, jax.jit)
 
     def forward(*args: Any) -> tuple[Any, ...]:
@@ -108,7 +103,7 @@ def exported(pair: Any) -> Definition:
     if traced.backward is not None:
         backward = _exported_vjp(pair, traced, rest)
     data = encode(
-        Header(
+        ExportHeader(
             pair.name,
             _types(pair.avals),
             pair.tracked,
@@ -145,7 +140,7 @@ def _exported_vjp(pair: Any, traced: Traced, rest: Sequence[Aval]) -> bytes:
 
 
 def _residuals(
-    kept: "Traced | Header",
+    kept: "Traced | ExportHeader",
     avals: Sequence[Aval],
     out_avals: Sequence[Aval],
     rest: Sequence[Aval],
@@ -192,12 +187,8 @@ def _why(failed: Exception | None) -> str:
 class Program:
     """What a pair is made from: a function that came as StableHLO.
 
-    Args:
-        digest: by which its spec names it.
-        data: its bytes.
-
     Raises:
-        JdagError: the bytes are not what they have to be; says what is wrong.
+        JdagError: the bytes are not those of the digest, or no program.
     """
 
     unjitted = False
@@ -215,6 +206,7 @@ class Program:
         self.avals = tuple(map(aval_from, header.avals))
         self.out_avals = tuple(map(aval_from, header.out_avals))
         self.rest = tuple(map(aval_from, header.rest))
+        self.tracked, self.out_tracked = header.tracked, header.out_tracked
         self._header = header
         self._check()
         tracked = [*compress(self.avals, header.tracked)]
@@ -226,16 +218,6 @@ class Program:
             residuals = _residuals(header, self.avals, self.out_avals, self.rest)
             taken = [*residuals, *compress(self.out_avals, header.out_tracked)]
             self._backward = _program(header.name, header.backward, taken, tracked)
-
-    @property
-    def tracked(self) -> tuple[bool, ...]:
-        """Which arguments cotangents flow back to."""
-        return self._header.tracked
-
-    @property
-    def out_tracked(self) -> tuple[bool, ...]:
-        """Which outputs cotangents come from."""
-        return self._header.out_tracked
 
     def argument(self, position: int) -> str:
         """What errors call an argument."""
@@ -253,15 +235,15 @@ class Program:
 
     def forward(
         self, tracked: tuple[bool, ...], compiled: Callable[..., Any]
-    ) -> Callable[..., Returned]:
+    ) -> Callable[..., TracedResult]:
         """Return forward as a function of flat arguments; `compiled` makes its vjp."""
-        assert tracked == self._header.tracked, (self.name, tracked)
+        assert tracked == self.tracked, (self.name, tracked)
         call, count = self._forward.call, len(self.out_avals)
 
-        def body(*args: Any) -> Returned:
+        def body(*args: Any) -> TracedResult:
             found = call(*map(as_jax, args))
             traced = self._traced(compiled)
-            return Returned(traced, tuple(found[:count]), tuple(found[count:]))
+            return TracedResult(traced, tuple(found[:count]), tuple(found[count:]))
 
         body.__name__ = self.name.rpartition(":")[2]
         body.__qualname__ = body.__name__
@@ -270,14 +252,11 @@ class Program:
     def _traced(self, compiled: Callable[..., Any]) -> Traced:
         header = self._header
         tree = jtu.tree_structure((0,) * len(self.out_avals))
-        traced = Traced(self.name, tree, self.out_avals)
+        traced = Traced(self.name, tree, self.out_avals, self.out_tracked)
         if self._backward is None:
             return traced
-        traced.out_tracked = header.out_tracked
-        traced.args_kept = header.args_kept
-        traced.outputs_kept = header.outputs_kept
-        traced.sources = header.sources
-        traced.reaches = header.reaches
+        traced.args_kept, traced.outputs_kept = header.args_kept, header.outputs_kept
+        traced.sources, traced.reaches = header.sources, header.reaches
         traced.nbytes = sum(aval.nbytes for aval in self.rest)
         call = self._backward.call
 

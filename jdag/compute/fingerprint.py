@@ -96,7 +96,7 @@ class Once:
         return self is other or (isinstance(other, Once) and self.key == other.key)
 
 
-class Reads(Once):
+class GlobalReads(Once):
     """The key of code and of the globals that it reads, shared by all its closures.
 
     It is current while all names give the objects that they gave before. The keys of
@@ -164,7 +164,7 @@ def _is_fixed(value: Any) -> bool:
 
 
 @lru_cache(maxsize=READS_MAX)
-def _slot(code: int, space: int) -> list[Reads]:
+def _slot(code: int, space: int) -> list[GlobalReads]:
     """Return where the reads of code are kept, which keep both ids in use."""
     return []
 
@@ -239,7 +239,7 @@ def _function_key(fn: FunctionType, seen: Seen) -> Hashable:
     closure = fn.__closure__
     slot = _slot(id(fn.__code__), id(fn.__globals__))
     if not slot or not slot[0].is_current():
-        slot[:] = [Reads(fn.__code__, fn.__globals__)]
+        slot[:] = [GlobalReads(fn.__code__, fn.__globals__)]
     reads = slot[0]
     if not (reads.held or closure or fn.__defaults__ or fn.__kwdefaults__):
         return reads

@@ -20,10 +20,6 @@ def hooked(function: Callable[[Any], Any], cotangent: Any) -> Any:
     It is not compiled: what it prints or collects are JAX arrays. An abstract cotangent
     (`Aval`) it is traced with; of a dual it sees the primal, and may not replace it, as
     what it does to the tangent is not known.
-
-    Raises:
-        JdagError: what it gives is not an array of the cotangent's shape and dtype; or
-            it would replace a dual.
     """
     cotangent = delivered(cotangent)
     if is_dual(cotangent):

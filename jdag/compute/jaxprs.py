@@ -41,6 +41,19 @@ def equations(part: Any) -> Iterator[Any]:
                 yield from equations(inner)
 
 
+def collectives(part: Any, axis: str) -> list[str]:
+    """Return what a jaxpr, and those inside of it, do over an axis, in order."""
+    found = []
+    for equation in equations(part):
+        over = [equation.params.get(name, ()) for name in ("axes", "axis_name")]
+        names = [one if isinstance(one, tuple) else (one,) for one in over]
+        given = ", ".join([atom.aval.str_short() for atom in equation.invars])
+        # To ask for an index is none.
+        if given and any([axis in some for some in names]):
+            found.append(f"{equation.primitive.name}({given})")
+    return found
+
+
 def passed_on(closed: Any) -> tuple[int, ...] | None:
     """Return which input each output is; None of a jaxpr that computes something."""
     indices = {variable: index for index, variable in enumerate(closed.jaxpr.invars)}
@@ -81,11 +94,9 @@ def reaches(vjp: Any, inputs: int, outputs: int) -> Reaches:
 
 
 def depends(jaxpr: Any, inputs: Sequence[int]) -> list[int]:
-    """Return for each output of a jaxpr the union of the masks it depends on.
+    """Return for each output of an open jaxpr the union of the masks it depends on.
 
-    Args:
-        jaxpr: an open one; its constants have no bits.
-        inputs: for each input a mask, of whatever bits.
+    There is a mask for each input, of whatever bits; constants have none.
     """
     masks: dict[Any, int] = dict(zip(jaxpr.invars, inputs, strict=True))
     for equation in jaxpr.eqns:

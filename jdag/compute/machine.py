@@ -1,8 +1,8 @@
 """A machine carries out one worker's jobs on the values that it holds.
 
-Told:  `run(job)`; or, where computing must not keep others waiting, `begin(job)`, then
-       `hold(job, work, made)` with what the work made.
-Gives: None, and what the job makes is held; or what was raised, and nothing new is.
+Inputs:  `run(job)`; or, where computing must not keep others waiting, `begin(job)`,
+         then `hold(job, work, made)` with what the work made.
+Outputs: None, and what the job makes is held; or what was raised, and nothing new is.
 
 Real values are arrays and JAX computes them. Abstract ones are shapes (`Aval`): nothing
 is computed and no array is made, not even a zero, so that a thousand workers fit on a
@@ -48,14 +48,9 @@ class Work(NamedTuple):
 
 
 class Machine:
-    """The values of one worker, real or abstract, and what computes on them.
+    """The values of one worker, "real" or "abstract", and what computes on them.
 
-    Args:
-        values: "real" or "abstract".
-        leaving_bytes_max: the largest value that leaves the worker; None: any does.
-
-    Raises:
-        ScenarioError: `values` is neither "real" nor "abstract".
+    `leaving_bytes_max` is the largest value that leaves the worker; None: any does.
     """
 
     __slots__ = ("_leaving_bytes_max", "abstract", "values")
@@ -237,7 +232,7 @@ class Machine:
         devices: Sequence[str | None] | None,
     ) -> None:
         """Hold what a job made; `devices` None: all of it is on the default one."""
-        where = (None,) * len(keys) if devices is None else devices
+        where = devices or (None,) * len(keys)
         for key, array, device in zip(keys, arrays, where, strict=True):
             self.values.put(key, array, device)
 

@@ -30,15 +30,6 @@ from jdag.errors import JdagError
 # A device, a sharding over several, or None where it is not known.
 Target = Any
 
-MOVE = Primitive("jdag_move")
-MOVE.multiple_results = True
-RUN = Primitive("jdag_run")
-RUN.multiple_results = True
-ALONG = Primitive("jdag_along")
-ALONG.multiple_results = True
-BESIDE = Primitive("jdag_beside")
-BESIDE.multiple_results = True
-
 Flat = Callable[..., Sequence[Any]]
 
 
@@ -157,9 +148,6 @@ def outside(program: Callable[..., Any]) -> Callable[..., Any]:
     """Return a program over several devices, to be run outside of any other.
 
     It can be traced, so that its shapes are known, and differentiated, not compiled.
-
-    Args:
-        program: of pytrees of arrays to a pytree of arrays.
     """
 
     def run(*groups: Any) -> Any:
@@ -225,11 +213,24 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
     )
 
 
-MOVE.def_impl(_put)
-MOVE.def_abstract_eval(_typed)
+def primitive(
+    name: str,
+    impl: Callable[..., Any],
+    typed: Callable[..., Any],
+    refuse: Callable[..., NoReturn] = _refuse,
+) -> Primitive:
+    """Return a primitive with several results, refused inside of jit and vmap."""
+    made = Primitive(name)
+    made.multiple_results = True
+    made.def_impl(impl)
+    made.def_abstract_eval(typed)
+    mlir.register_lowering(made, refuse)
+    batching.primitive_batchers[made] = refuse
+    return made
+
+
+MOVE = primitive("jdag_move", _put, _typed)
 ad.deflinear2(MOVE, _transposed)
-mlir.register_lowering(MOVE, _refuse)
-batching.primitive_batchers[MOVE] = _refuse
 
 
 def _run_along(
@@ -316,18 +317,16 @@ def _beside_along(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
     return beside(arrays, others), beside(along, others)
 
 
-RUN.def_impl(lambda *arrays, run, avals: run(*arrays))
-RUN.def_abstract_eval(lambda *_, run, avals: list(avals))
+def _avals(*_: Any, avals: Sequence[Any], **__: Any) -> list[Any]:
+    return list(avals)
+
+
+RUN = primitive("jdag_run", lambda *arrays, run, avals: run(*arrays), _avals)
 ad.primitive_jvps[RUN] = _run_along
-ALONG.def_impl(_along)
-ALONG.def_abstract_eval(lambda *_, run, smooth, avals: list(avals))
+ALONG = primitive("jdag_along", _along, _avals)
 ad.primitive_jvps[ALONG] = _along_twice
 ad.primitive_transposes[ALONG] = _back_along
-BESIDE.def_impl(_beside)
-BESIDE.def_abstract_eval(lambda *both: _halves(both)[0])
+BESIDE = primitive("jdag_beside", _beside, lambda *both: _halves(both)[0])
 ad.primitive_jvps[BESIDE] = _beside_along
 # What flows back is moved on from where it is.
 ad.primitive_transposes[BESIDE] = lambda cts, *both: [*cts, *[None] * len(cts)]
-for _primitive in (RUN, ALONG, BESIDE):
-    mlir.register_lowering(_primitive, _refuse)
-    batching.primitive_batchers[_primitive] = _refuse

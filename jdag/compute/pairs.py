@@ -220,7 +220,14 @@ class PairCache:
         avals: tuple[Aval, ...],
         tracked: tuple[bool, ...],
     ) -> Pair:
-        """Return the pair of `fn` for these arguments; see `pair` below."""
+        """Return the forward/vjp pair of `fn`, a known one or made now.
+
+        Args:
+            fn: a pure function of pytrees of arrays and statics.
+            template: the structure of its arguments, from `pytrees.split`.
+            avals: the abstract value of each position; weak types count.
+            tracked: for each position, whether cotangents flow back to it.
+        """
         key = _Key(
             (key_of(fn), template, avals, tracked, is_unjitted(fn), configuration())
         )
@@ -277,24 +284,4 @@ class PairCache:
 
 
 CACHE = PairCache(PAIRS_MAX)
-
-
-def pair(
-    fn: Callable[..., Any],
-    template: Template,
-    avals: tuple[Aval, ...],
-    tracked: tuple[bool, ...],
-) -> Pair:
-    """Return the forward/vjp pair of `fn`, from the cache of the process or made now.
-
-    Args:
-        fn: a pure function of pytrees of arrays and statics.
-        template: the structure of its arguments, from `pytrees.split`.
-        avals: the abstract value of each position; weak types count.
-        tracked: for each position, whether cotangents flow back to it.
-
-    Raises:
-        JdagError: a tracked position is not inexact; `fn` returns what is no array.
-        Exception: whatever `fn` raises while it is traced, as it is.
-    """
-    return CACHE.pair(fn, template, avals, tracked)
+pair = CACHE.pair  # From the cache of the process.

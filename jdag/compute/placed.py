@@ -22,11 +22,8 @@ Device = str | None
 class Placed(Pair):
     """A pair with places, which shares what was compiled for the pair.
 
-    Attributes:
-        pair: the pair without them.
-        device: where it computes, None on the worker's default device.
-        in_devices: where the cotangents of the tracked inputs go, in order.
-        out_devices: where the outputs go, in order.
+    `device` is where it computes, `in_devices` are where the cotangents of the tracked
+    inputs go, `out_devices` where the outputs go; None is the worker's default device.
     """
 
     def __init__(
@@ -79,11 +76,8 @@ def placed(
 ) -> Any:
     """Return a pair with places; the pair itself where all is on the default device.
 
-    Args:
-        pair: what computes.
-        device: where.
-        sources: where each of the arguments lives.
-        targets: where each output goes; None, all stay on the device.
+    `sources` are where the arguments live, `targets` where the outputs go; None: all
+    stay on the device.
     """
     out = (device,) * len(pair.out_avals) if targets is None else tuple(targets)
     if device is None and not any(sources) and not any(out):

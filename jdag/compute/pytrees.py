@@ -230,11 +230,7 @@ class Split:
         return len(self.refs) + len(self.constants)
 
     def aval(self, position: int, value: Any) -> Aval:
-        """Return the abstract value of a constant.
-
-        Raises:
-            JdagError: it has none; names the argument.
-        """
+        """Return the abstract value of a constant."""
         try:
             return aval_of(value)
         except JdagError as error:
@@ -282,10 +278,6 @@ def split(
     Writable numpy arrays are copied: what the caller writes into one afterwards must
     not reach a computation that runs later. `own` tells how many of the arguments, the
     first ones, are the function itself, which matters to errors alone.
-
-    Raises:
-        ContextError: an argument is a tracer of JAX.
-        JdagError: an argument is nothing that a call takes, deleted, or could change.
     """
     try:
         leaves, treedef = flatten((args, kwargs))
@@ -358,11 +350,7 @@ def _refusal(leaf: Any, where: str) -> JdagError:
 
 
 def argument_numbers(argnums: Any, count: int) -> tuple[int, ...]:
-    """Return which arguments `argnums` means, of `count`; negative ones from the end.
-
-    Raises:
-        JdagError: one is no integer, or there is no such argument.
-    """
+    """Return which of `count` arguments `argnums` means; -1 is the last."""
     numbers = argnums if isinstance(argnums, tuple | list) else (argnums,)
     for number in numbers:
         if type(number) is not int:
@@ -384,9 +372,6 @@ def flatten(
     """Return the leaves of a pytree in JAX's order, and its treedef.
 
     `is_leaf` says what is not looked into; `what` is what an error calls the tree.
-
-    Raises:
-        JdagError: JAX can make no pytree of it.
     """
     try:
         check_depth(tree, what)
@@ -401,9 +386,6 @@ def flatten_refs(tree: Any, is_ref: Callable[[Any], bool]) -> tuple[list[Any], F
     """Return the refs of a pytree in JAX's order, and its form.
 
     Every other leaf has to be a static or a Python number, beside at least one ref.
-
-    Raises:
-        JdagError: a leaf is not a ref; its path and type are named. Or as `flatten`.
     """
     leaves, treedef = flatten(tree, _is_none)
     refs = [leaf for leaf in leaves if is_ref(leaf)]

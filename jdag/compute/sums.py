@@ -29,9 +29,6 @@ def add(addends: Sequence[Any]) -> Any:
     The first 8 are added in one compiled call, then 7 more at a time are added to that
     sum, since each number of addends is a compile of its own. The bits are those of
     the plain left fold, whatever the number.
-
-    Raises:
-        ValueError: there are no addends.
     """
     if not addends:
         raise ValueError(

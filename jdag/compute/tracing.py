@@ -7,6 +7,8 @@ backward.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import compress
 from operator import not_
 from typing import Any
@@ -27,6 +29,7 @@ from jdag.engine.functions import is_unjitted, name_of
 from jdag.errors import JdagError, kind_of
 
 
+@dataclass(eq=False)
 class Traced:
     """What one trace of forward fixed: the outputs, and where the residuals are.
 
@@ -34,20 +37,19 @@ class Traced:
     very trace that served it, also when JAX traced anew.
     """
 
-    def __init__(self, name: str, out_tree: Any, out_avals: tuple[Aval, ...]) -> None:
-        self.name = name
-        self.out_tree = out_tree
-        self.out_avals = out_avals
-        self.out_tracked: tuple[bool, ...] = (False,) * len(out_avals)
-        self.vjp_tree: Any = None
-        self.args_kept: tuple[int, ...] = ()
-        self.outputs_kept: tuple[int, ...] = ()
-        self.sources: tuple[tuple[int, int], ...] = ()
-        self.nbytes = 0
-        self.reaches: Reaches = ()
-        self.may_raise: bool | None = None
-        self.backward: Any = None
-        self.dual_backward: Any = None
+    name: str
+    out_tree: Any
+    out_avals: tuple[Aval, ...]
+    out_tracked: tuple[bool, ...]
+    args_kept: tuple[int, ...] = ()
+    outputs_kept: tuple[int, ...] = ()
+    sources: tuple[tuple[int, int], ...] = ()
+    reaches: Reaches = ()
+    nbytes: int = 0
+    vjp_tree: Any = None
+    may_raise: bool | None = None
+    backward: Any = None
+    dual_backward: Any = None
 
     def compile(self, vjp: Callable[..., Any], compiled: Callable[..., Any]) -> None:
         """Make backward of a vjp, a function of residuals and of cotangents."""
@@ -56,24 +58,24 @@ class Traced:
         self.may_raise = True if compiled is as_it_is else None
 
 
-class Returned:
+@partial(
+    jtu.register_dataclass, data_fields=("outputs", "rest"), meta_fields=("traced",)
+)
+@dataclass(eq=False, slots=True)
+class TracedResult:
     """What forward returns: its outputs, and the residuals found nowhere else."""
 
-    __slots__ = ("outputs", "rest", "traced")
-
-    def __init__(self, traced: Traced, outputs: Any, rest: Any) -> None:
-        self.traced = traced
-        self.outputs = outputs
-        self.rest = rest
+    traced: Traced
+    outputs: Any
+    rest: Any
 
 
-jtu.register_pytree_node(
-    Returned,
-    lambda returned: ((returned.outputs, returned.rest), returned.traced),
-    lambda traced, children: Returned(traced, children[0], children[1]),
+@partial(
+    jtu.register_dataclass,
+    data_fields=("args", "outputs", "rest"),
+    meta_fields=("traced", "dual"),
 )
-
-
+@dataclass(eq=False, repr=False, slots=True)
 class Residuals:
     """What forward keeps for one vjp: the arguments and outputs it needs, and a rest.
 
@@ -81,16 +83,11 @@ class Residuals:
     `dual` tells whether there are duals among them.
     """
 
-    __slots__ = ("args", "dual", "outputs", "rest", "traced")
-
-    def __init__(
-        self, traced: Traced, args: Any, outputs: Any, rest: Any, dual: bool
-    ) -> None:
-        self.traced = traced
-        self.dual = dual
-        self.args = args
-        self.outputs = outputs
-        self.rest = rest
+    traced: Traced
+    args: Any
+    outputs: Any
+    rest: Any
+    dual: bool
 
     @property
     def nbytes(self) -> int:
@@ -105,13 +102,6 @@ class Residuals:
 
     def __repr__(self) -> str:
         return f"Residuals({self.traced.name}, {self.nbytes} bytes of its own)"
-
-
-jtu.register_pytree_node(
-    Residuals,
-    lambda held: ((held.args, held.outputs, held.rest), (held.traced, held.dual)),
-    lambda data, children: Residuals(data[0], *children, dual=data[1]),
-)
 
 
 class Function:
@@ -134,11 +124,11 @@ class Function:
 
     def forward(
         self, tracked: tuple[bool, ...], compiled: Callable[..., Any]
-    ) -> Callable[..., Returned]:
+    ) -> Callable[..., TracedResult]:
         """Return forward as a function of flat arguments; `compiled` makes its vjp."""
         indices = tuple(compress(range(len(tracked)), tracked))
 
-        def body(*args: Any) -> Returned:
+        def body(*args: Any) -> TracedResult:
             args = tuple(map(as_jax, args))
             out_tree: Any = None
             order: tuple[bool, ...] = ()
@@ -166,16 +156,13 @@ class Function:
                 smooth, other = split_outputs()
             found = (iter(other), iter(smooth))
             outputs = tuple(next(found[is_tracked]) for is_tracked in order)
-            traced = Traced(
-                self.name, out_tree, tuple(aval_of(output) for output in outputs)
-            )
+            traced = Traced(self.name, out_tree, tuple(map(aval_of, outputs)), order)
             if not any(order):
-                return Returned(traced, outputs, ())
-            traced.out_tracked = order
+                return TracedResult(traced, outputs, ())
             traced.reaches = reaches(vjp, len(indices), len(smooth))
             rest = _find_residuals(traced, vjp, args, outputs)
             traced.compile(vjp_of(traced), compiled)
-            return Returned(traced, outputs, rest)
+            return TracedResult(traced, outputs, rest)
 
         body.__name__ = self.name.rpartition(":")[2]
         body.__qualname__ = body.__name__

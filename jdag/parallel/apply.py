@@ -93,7 +93,7 @@ def parallel_apply(
     ]
 
 
-class Call(NamedTuple):
+class DeviceCall(NamedTuple):
     """A function with its arguments taken apart: `template` has what is no array."""
 
     fn: Callable[..., Any]
@@ -101,14 +101,10 @@ class Call(NamedTuple):
     arrays: list[Any]
 
 
-def call_of(fn: Callable[..., Any], args: tuple[Any, ...], what: str) -> Call:
+def call_of(fn: Callable[..., Any], args: tuple[Any, ...], what: str) -> DeviceCall:
     """Take a call apart; a callable pytree is an argument of its own call.
 
     An argument may be `HOLE`: an array that comes later.
-
-    Raises:
-        JdagError: it cannot be called, it closes over a tracer, or an argument is
-            nothing that it takes.
     """
     fn, args, own = called(fn, args)
     _refuse_tracers(fn, what)
@@ -116,7 +112,7 @@ def call_of(fn: Callable[..., Any], args: tuple[Any, ...], what: str) -> Call:
     if all_there(leaves):
         template = template_of_arrays(treedef, own)
         if template is not None:
-            return Call(fn, template, leaves)
+            return DeviceCall(fn, template, leaves)
     arrays = []
     for index, leaf in enumerate(leaves):
         if is_static(leaf):
@@ -124,7 +120,7 @@ def call_of(fn: Callable[..., Any], args: tuple[Any, ...], what: str) -> Call:
         elif leaf is not HOLE:
             arrays.append(array_at(args, index, leaf, what))
             leaves[index] = HOLE
-    return Call(fn, template_of(treedef, leaves, own), arrays)
+    return DeviceCall(fn, template_of(treedef, leaves, own), arrays)
 
 
 def _refuse_tracers(fn: Callable[..., Any], what: str) -> None:
@@ -177,11 +173,7 @@ def tracked_of(arrays: Sequence[Any]) -> tuple[bool, ...]:
 
 
 def _home(arrays: Sequence[Any], number: int) -> Any:
-    """Return the device that an input lives on; None if not known, or it has several.
-
-    Raises:
-        JdagError: its arrays were put on different devices.
-    """
+    """Return the device that an input lives on; None if it is not known, or several."""
     homes = [home_of(array) for array in arrays]
     put = [
         (index, home)
@@ -219,7 +211,7 @@ def _applied(pairs: Sequence[Any], args: Sequence[Sequence[Any]]) -> Any:
     return differentiable(forward, vjp, tracked_of(flat), flat)
 
 
-def _pair_or_error(call: Call, arrays: Sequence[Any]) -> Pair | Exception:
+def _pair_or_error(call: DeviceCall, arrays: Sequence[Any]) -> Pair | Exception:
     try:
         avals = tuple(map(aval_of, arrays))
         return pair(call.fn, call.template, avals, tracked_of(arrays))
@@ -270,11 +262,7 @@ _differentiable.defvjp(_forward, _backward)
 def forward_all(
     pairs: Sequence[Any], args: Sequence[Sequence[Any]]
 ) -> tuple[list[Any], list[Any]]:
-    """Run the forward of each pair; return outputs and residuals of each.
-
-    Raises:
-        Exception: what the first one that failed has raised, when all have ended.
-    """
+    """Run the forward of each pair; return outputs and residuals of each."""
 
     def run(number: int) -> Any:
         made = pairs[number]
@@ -293,9 +281,6 @@ def vjp_all(
     """Run the vjp of each pair; return the cotangents of its tracked arguments.
 
     None stands for those of a pair without residuals, and for a cotangent of zero.
-
-    Raises:
-        Exception: what the first one that failed has raised, when all have ended.
     """
 
     def run(number: int) -> Any:

@@ -17,10 +17,10 @@ from jdag.engine.arrays import HOLE
 from jdag.errors import JdagError, unusable
 from jdag.parallel.apply import call_of, differentiable
 from jdag.parallel.devices import Device
-from jdag.parallel.dispatch import Plan, Task
+from jdag.parallel.dispatch import DispatchPlan, DispatchTask
 from jdag.parallel.movement import whole
 from jdag.parallel.processes import summed
-from jdag.parallel.ready import WHAT, Options, devices_for, plan_for
+from jdag.parallel.ready import WHAT, ParallelOptions, devices_for, plan_for
 from jdag.parallel.waiting import DEADLINE_S
 
 HOW = ("pmap", "shard_map", "each")
@@ -91,7 +91,7 @@ def data_parallel(  # noqa: PLR0913 - as PyTorch has it, and ours by keyword.
     rows = () if axis_name is None else (HOLE,)
     call = call_of(fn, (params, x, *rows), WHAT)
     which = whole(dim, WHAT)
-    options = Options(which, chosen, axis_name, has_aux, how, processes)
+    options = ParallelOptions(which, chosen, axis_name, has_aux, how, processes)
     task, plan = plan_for(call, x, options)
     outputs = _outputs(task, plan, call.arrays, target)
     return (outputs[0], jax.lax.stop_gradient(outputs[1])) if has_aux else outputs
@@ -127,7 +127,9 @@ def row_mean(x: Any, rows: Any, axis_name: str) -> Any:
     return (total / count.astype(wide)).astype(x.dtype)
 
 
-def _outputs(task: Task, plan: Plan, arrays: list[Any], target: Target) -> Any:
+def _outputs(
+    task: DispatchTask, plan: DispatchPlan, arrays: list[Any], target: Target
+) -> Any:
     homes = list(map(home_of, arrays))
     shared = sum(task.tracked[: task.shared])
 

@@ -14,15 +14,7 @@ Device: TypeAlias = str | jax.Device
 
 
 def devices_of(devices: Sequence[Device] | None, what: str) -> tuple[jax.Device, ...]:
-    """Return the devices that are meant; None is all that this process has.
-
-    Args:
-        devices: names or devices, each once, in a list or a vector of numpy.
-        what: the function that was given them, for errors.
-
-    Raises:
-        JdagError: there are none; one is there twice, or is no device of this process.
-    """
+    """Return the devices that are meant; None is all that this process has."""
     if devices is None:
         return tuple(jax.local_devices())
     if isinstance(devices, np.ndarray | np.flatiter):  # As meshes have them.
@@ -49,11 +41,7 @@ def distinct(devices: Sequence[jax.Device], what: str) -> tuple[jax.Device, ...]
 
 
 def device_of(device: Device, what: str) -> jax.Device:
-    """Return the device that is meant.
-
-    Raises:
-        JdagError: this process has no such device.
-    """
+    """Return the device that is meant."""
     if isinstance(device, jax.Device):
         if device in jax.local_devices(backend=device.platform):
             return device

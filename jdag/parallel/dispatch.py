@@ -1,11 +1,7 @@
 """How replicas run: one call a device, or one program over all devices.
 
 A plan is made once for a function, its abstract values and devices, and kept. It takes
-the arrays of a call as they came, and carries cotangents back to where these live:
-
-    forward(arrays, homes, target)       -> (outputs on the target, residuals)
-    vjp(residuals, cotangents, homes)    -> a cotangent for each tracked array
-
+the arrays of a call as they came, and carries cotangents back to where these live.
 `Each` calls a compiled pair on every device, whatever the chunks. `OneProgram` is a
 forward and a vjp over all devices, by `jax.shard_map`; chunks have one size then, and
 where rows do not suffice the last row stands in for those that lack.
@@ -31,7 +27,7 @@ from jdag.parallel.movement import added, check_joined, cut, joined
 from jdag.parallel.processes import Processes, Terms
 
 
-class Task(NamedTuple):
+class DispatchTask(NamedTuple):
     """What is to be done: a function, and the arrays that it will be given.
 
     The arrays of parameters come first (`shared` of them), then those with rows, which
@@ -79,11 +75,7 @@ class Task(NamedTuple):
         return tuple(avals)
 
     def outputs_of(self, out_tree: Any) -> Any:
-        """The structure of the outputs that are joined: aux is of the first replica.
-
-        Raises:
-            JdagError: it should return a pair and does not.
-        """
+        """The structure of the outputs that are joined: aux is of the first replica."""
         if not self.has_aux:
             return out_tree
         node, parts = out_tree.node_data(), out_tree.children()
@@ -95,7 +87,7 @@ class Task(NamedTuple):
         return parts[0]
 
 
-class Plan(Protocol):
+class DispatchPlan(Protocol):
     """What runs the replicas of one task."""
 
     def forward(
@@ -103,10 +95,7 @@ class Plan(Protocol):
     ) -> tuple[Any, Any]:
         """Return the joined outputs, a pytree on the target device, and residuals.
 
-        Args:
-            arrays: of the task.
-            homes: where each lives, None where that is not known.
-            target: where outputs go.
+        `homes` say where each of the task's arrays lives, None where it is not known.
         """
 
     def vjp(
@@ -118,7 +107,7 @@ class Plan(Protocol):
 class Each:
     """One compiled call a device; chunks may have different sizes."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: DispatchTask) -> None:
         call = task.fn, task.template
         self._task = task
         self._count = len(task.sizes)
@@ -147,7 +136,7 @@ class Each:
     def forward(
         self, arrays: Sequence[Any], homes: Sequence[Target], target: Target
     ) -> tuple[Any, Any]:
-        """See `Plan`."""
+        """See `DispatchPlan`."""
         outputs, residuals = forward_all(self._pairs, self._cut(arrays, homes))
         size, rows = self._joined, self._joined * self._count
         flat = [value for replica in outputs for value in replica[:size]]
@@ -160,7 +149,7 @@ class Each:
     def vjp(
         self, residuals: Any, cotangents: Sequence[Any], homes: Sequence[Target]
     ) -> list[Any] | None:
-        """See `Plan`."""
+        """See `DispatchPlan`."""
         task = self._task
         found = vjp_all(self._pairs, residuals, self._spread(cotangents))
         if found[0] is None:

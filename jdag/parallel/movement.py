@@ -160,11 +160,7 @@ def reduce_add(replicas: Sequence[Any], device: Device | None = None) -> Any:
 
 
 def apart(tree: Any, what: str) -> tuple[list[Any], Form]:
-    """Return the arrays of a pytree, and its form.
-
-    Raises:
-        JdagError: a leaf is neither an array nor a static; names it.
-    """
+    """Return the arrays of a pytree, and its form."""
     leaves, treedef = flatten(tree, what=f"{what}: this")
     arrays: list[Any] = []
     rest = list(leaves)
@@ -185,11 +181,7 @@ def _rebuilt(form: Form, arrays: Sequence[Any], count: int) -> tuple[Any, ...]:
 
 
 def array_at(tree: Any, index: int, leaf: Any, what: str) -> Any:
-    """Return a leaf of a tree as a JAX array; of numpy's a copy, as that may change.
-
-    Raises:
-        JdagError: it is none, or was deleted; names it.
-    """
+    """Return a leaf of a tree as a JAX array; of numpy's a copy, as that may change."""
     if isinstance(leaf, jax.core.Tracer):
         return leaf
     try:
@@ -204,12 +196,7 @@ def array_at(tree: Any, index: int, leaf: Any, what: str) -> Any:
 def rows_of(
     tree: Any, arrays: Sequence[Any], dim: SupportsIndex, what: str
 ) -> tuple[list[int], int]:
-    """Return the dimension of each array that counts rows, and how many rows these are.
-
-    Raises:
-        JdagError: there are no arrays; one is a scalar, has no such dimension, or has
-            other rows than the first.
-    """
+    """Return the dimension of each array that counts rows, and how many there are."""
     which = whole(dim, what)
     if not arrays:
         raise JdagError(f"{what}: there is no array in what is to be cut into chunks")
@@ -234,11 +221,7 @@ def rows_of(
 
 
 def whole(dim: SupportsIndex, what: str) -> int:
-    """Return a dimension as Python's int; numpy's may be given.
-
-    Raises:
-        JdagError: it is none.
-    """
+    """Return a dimension as Python's int; numpy's may be given."""
     number: Any = None if isinstance(dim, bool) else dim
     try:
         return operator.index(number)
@@ -247,11 +230,7 @@ def whole(dim: SupportsIndex, what: str) -> int:
 
 
 def along(dim: int, ndim: int, what: str) -> int:
-    """Return a dimension counted from the start.
-
-    Raises:
-        JdagError: there is no such dimension.
-    """
+    """Return a dimension counted from the start."""
     if not -ndim <= dim < ndim:
         raise JdagError(
             f"{what} has {ndim} dimensions and no dim {dim}: allowed are {-ndim} to "

@@ -18,17 +18,16 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
-from jax.extend.core import Primitive
 from jax.flatten_util import ravel_pytree
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdag.compute.avals import aval_of
-from jdag.compute.moves import home_of
+from jdag.compute.moves import home_of, primitive
 from jdag.errors import JdagError, WorkerLost
 from jdag.parallel.devices import device_of, distinct
 from jdag.parallel.waiting import DEADLINE_S, Waiting
@@ -47,9 +46,6 @@ INSIDE = (
 
 # The terms of a process that does nothing more.
 ENDED = {"fn": "none: its program has ended"}
-
-SUMMED = Primitive("jdag_summed")
-SUMMED.multiple_results = True
 
 
 class Processes(NamedTuple):
@@ -73,22 +69,15 @@ class Processes(NamedTuple):
     def agreed(self, terms: Terms, number: int = 0) -> tuple[int, ...]:
         """Return the number that each process gives, once all have the same terms.
 
-        It waits for all processes.
-
-        Raises:
-            JdagError: their terms differ; names the first that does, and both values.
-            WorkerLost: a process is gone, or has not come in time.
+        It waits for all processes. Where terms differ it raises a JdagError that names
+        the first that does; where a process is gone, or late, WorkerLost.
         """
         terms = (*terms, ("deadline_s", f"{self.deadline_s:g}"))
         return self.meeting.agreed(self.what, terms, number, self.deadline_s)
 
 
 class Meeting:
-    """One device of each process, the same whatever devices are given elsewhere.
-
-    Args:
-        platform: of the devices.
-    """
+    """One device of each process, the same whatever devices are given elsewhere."""
 
     def __init__(self, platform: str) -> None:
         firsts: dict[int, jax.Device] = {}
@@ -195,17 +184,7 @@ _meeting = lru_cache(maxsize=PLATFORMS_MAX)(Meeting)
 
 
 def processes_of(devices: Any, what: str, deadline_s: float) -> Processes | None:
-    """Return the processes that these devices belong to; None: to this one alone.
-
-    Args:
-        devices: what the function was given.
-        what: the function, for errors.
-        deadline_s: how many seconds the processes wait for each other.
-
-    Raises:
-        JdagError: a process has none, or not as many as the others; a device is there
-            twice, or is none.
-    """
+    """Return the processes that these devices belong to; None: to this one alone."""
     if not isinstance(devices, Sequence) or jax.process_count() == 1:
         return None
     me = jax.process_index()
@@ -229,12 +208,9 @@ def processes_of(devices: Any, what: str, deadline_s: float) -> Processes | None
 
 
 def summed(arrays: Sequence[Any], processes: Processes, terms: Terms) -> list[Any]:
-    """Return the sum of each array over all processes, where the array was.
+    """Return the sum of gradients over all processes, each where the gradient was.
 
-    Args:
-        arrays: gradients, alike on all processes.
-        processes: those.
-        terms: what they belong to, for errors.
+    The gradients are alike on all; `terms` say what they belong to, for errors.
     """
     found: list[Any] = SUMMED.bind(*arrays, processes=processes, terms=terms)
     return found
@@ -299,12 +275,14 @@ def _refuse_twice(*_: Any, **__: Any) -> Any:
     )
 
 
-def _refuse(*_: Any, **__: Any) -> Any:
+def _refuse(*_: Any, **__: Any) -> NoReturn:
     raise JdagError(INSIDE)
 
 
-SUMMED.def_impl(_sum_now)
-SUMMED.def_abstract_eval(lambda *arrays, processes, terms: list(arrays))
-batching.primitive_batchers[SUMMED] = _refuse
+SUMMED = primitive(
+    "jdag_summed",
+    _sum_now,
+    lambda *arrays, processes, terms: list(arrays),
+    _refuse,
+)
 ad.deflinear2(SUMMED, _refuse_twice)
-mlir.register_lowering(SUMMED, _refuse)

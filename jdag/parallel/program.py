@@ -27,13 +27,13 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jdag.compute.jaxprs import collectives
 from jdag.compute.moves import Target, cuttable, home_of, is_free, outside, transferred
 from jdag.compute.tracing import Function, Traced, as_it_is
 from jdag.errors import JdagError
-from jdag.parallel.dispatch import Task
+from jdag.parallel.dispatch import DispatchTask
 from jdag.parallel.movement import added, check_joined
 from jdag.parallel.processes import INSIDE, Processes, Terms, numbered
-from jdag.parallel.wide import collectives
 
 AXIS = "replicas"  # The axis of a function that does not name it.
 
@@ -44,11 +44,10 @@ SAME, ONE_EACH = "same", "one each"
 class OneProgram:
     """Forward and vjp of one task, each one program over all of its devices.
 
-    Args:
-        task: what is done; its chunks have one size, or it has an axis name.
+    The chunks of the task have one size, or it has an axis name.
     """
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: DispatchTask) -> None:
         self._task = task
         self._reals = task.everywhere or task.sizes
         self._size = max(self._reals)
@@ -142,11 +141,7 @@ class OneProgram:
         return [real.astype(jnp.float32)]
 
     def _joined(self, traced: Traced) -> int:
-        """Return how many outputs are joined; what comes after these is aux.
-
-        Raises:
-            JdagError: one lacks the dimension or, where rows may be cut off, the rows.
-        """
+        """Return how many outputs are joined; what comes after these is aux."""
         task = self._task
         count: int = task.outputs_of(traced.out_tree).num_leaves
         for index, aval in enumerate(traced.out_avals[:count]):

@@ -18,23 +18,23 @@ from jdag.compute.configuration import configuration
 from jdag.compute.duals import are_arrays
 from jdag.compute.fingerprint import key_of
 from jdag.compute.pairs import CACHE
-from jdag.compute.pytrees import is_static
+from jdag.compute.pytrees import Template, is_static
+from jdag.engine.arrays import HOLE
 from jdag.engine.functions import is_unjitted
 from jdag.errors import JdagError
-from jdag.parallel.apply import Call, tracked_of
+from jdag.parallel.apply import DeviceCall, tracked_of
 from jdag.parallel.devices import Device, device_of, devices_of
-from jdag.parallel.dispatch import Each, Plan, Task
+from jdag.parallel.dispatch import DispatchPlan, DispatchTask, Each
 from jdag.parallel.movement import chunk_sizes, rows_of
-from jdag.parallel.processes import Processes, processes_of
+from jdag.parallel.processes import Processes, Terms, processes_of
 from jdag.parallel.program import OneProgram
 from jdag.parallel.waiting import check_deadline
-from jdag.parallel.wide import terms_of, together
 
 WHAT = "data_parallel"
 MADE_MAX = 512
 
 
-class Options(NamedTuple):
+class ParallelOptions(NamedTuple):
     """What a call was given beside its function and its arrays."""
 
     dim: int
@@ -45,13 +45,10 @@ class Options(NamedTuple):
     processes: Processes | None
 
 
-def plan_for(call: Call, x: Any, options: Options) -> tuple[Task, Plan]:
-    """Return what a call comes to, and its plan; its last arrays are those of x.
-
-    Raises:
-        JdagError: what is wrong with x, with `how`, or with what the function returns.
-        Exception: what the function raised when it was traced.
-    """
+def plan_for(
+    call: DeviceCall, x: Any, options: ParallelOptions
+) -> tuple[DispatchTask, DispatchPlan]:
+    """Return what a call comes to, and its plan; its last arrays are those of x."""
     function = key_of(call.fn), is_unjitted(call.fn), call.template.key
     key = (*function, *_looks(call.arrays), *options, configuration())
     made = _made_for(key)
@@ -82,11 +79,7 @@ def _made_for(key: tuple[Hashable, ...]) -> dict[str, Any]:
 def devices_for(
     devices: Any, output_device: Device | None, deadline_s: float
 ) -> tuple[Processes | None, tuple[jax.Device, ...], jax.Device]:
-    """Return the processes that work, the devices of this one, and where outputs go.
-
-    Raises:
-        JdagError: what is wrong with the devices, or with the deadline.
-    """
+    """Return the processes that work, the devices of this one, and where outputs go."""
     check_deadline(deadline_s)  # Before True is looked up, which equals 1.
     given = tuple(devices) if type(devices) is list else devices
     try:
@@ -107,7 +100,7 @@ def _devices(
 _known_devices: Callable[..., Any] = lru_cache(maxsize=256)(_devices)
 
 
-def _task(call: Call, x: Any, options: Options) -> Task:
+def _task(call: DeviceCall, x: Any, options: ParallelOptions) -> DispatchTask:
     """What is to be done with the arrays of a call; the last are those of x."""
     arrays, dim = call.arrays, options.dim
     taken = len([leaf for leaf in jtu.tree_leaves(x) if not is_static(leaf)])
@@ -119,7 +112,7 @@ def _task(call: Call, x: Any, options: Options) -> Task:
             "count it from the start"
         )
     sizes = chunk_sizes(rows, len(options.devices))
-    task = Task(
+    task = DispatchTask(
         call.fn,
         call.template,
         tuple(map(aval_of, arrays)),
@@ -136,19 +129,15 @@ def _task(call: Call, x: Any, options: Options) -> Task:
     return task._replace(terms=terms_of(task, together_with)) if together_with else task
 
 
-def _made_plan(task: Task, how: str | None) -> Plan:
+def _made_plan(task: DispatchTask, how: str | None) -> DispatchPlan:
     if _is_each(task, how):  # Its pairs are counted where they are kept.
         return Each(task)
     CACHE.count(task.fn, key_of(task.fn))
     return OneProgram(task)
 
 
-def _is_each(task: Task, how: str | None) -> bool:
-    """Tell whether replicas have a call each, and not one program.
-
-    Raises:
-        JdagError: they cannot go the way that was asked for.
-    """
+def _is_each(task: DispatchTask, how: str | None) -> bool:
+    """Tell whether replicas have a call each, and not one program."""
     equal, unjitted = len(set(task.sizes)) == 1, is_unjitted(task.fn)
     if unjitted and (task.axis_name is not None or how not in ("each", None)):
         asked = f"how = {how!r}" if task.axis_name is None else "an axis_name"
@@ -174,3 +163,62 @@ def _is_each(task: Task, how: str | None) -> bool:
     return how == "each" or (
         how is None and (not equal or len(task.sizes) == 1 or unjitted)
     )
+
+
+# ---------------------------------------------- what several processes agree on
+
+
+def together(task: DispatchTask) -> DispatchTask:
+    """Return the task as one of several processes has it.
+
+    A function that reduces over all replicas needs chunks of one size everywhere: then
+    the processes tell each other how many rows they have.
+    """
+    processes = task.processes
+    if processes is None or task.axis_name is None:
+        return task
+    counts = processes.agreed(task.terms, task.rows)
+    if 0 in counts:
+        raise JdagError(
+            f"{processes.what}: process {counts.index(0)} has no rows; with axis_name "
+            "each process has one or more"
+        )
+    size = max([-(-count // len(processes.own)) for count in counts])
+    left, real = list(counts), []
+    for device in processes.devices:
+        real.append(min(size, left[device.process_index]))
+        left[device.process_index] -= real[-1]
+    both = zip(processes.devices, real, strict=True)
+    own = tuple([rows for device, rows in both if device in processes.own])
+    return task._replace(sizes=own, devices=processes.own, everywhere=tuple(real))
+
+
+def terms_of(task: DispatchTask, processes: Processes) -> Terms:
+    """Return what processes have to have alike to do a task together."""
+    found = [("fn", task.name)]
+    # An array of rows is the last of a template with axis_name, and of no task.
+    kinds = zip(_paths(task.template), task.avals, task.tracked, strict=False)
+    for index, (path, aval, tracked) in enumerate(kinds):
+        sizes = list(map(str, aval.shape))
+        if index >= task.shared:
+            sizes[task.dim] = "rows"  # As many as each process has.
+        kind = f"{aval.dtype}[{','.join(sizes)}]"
+        found.append((path, f"{kind}, differentiated" if tracked else kind))
+    options = ("axis_name", task.axis_name), ("has_aux", task.has_aux)
+    found += [(key, repr(value)) for key, value in options]
+    found += [(key, repr(value)) for key, value in configuration().settings]
+    return (*found, ("devices", ", ".join(map(str, processes.devices))))
+
+
+def _paths(template: Template) -> list[str]:
+    """The names of a call's arrays, such as `params['w']`."""
+    treedef = template.treedef
+    leaves = jtu.tree_leaves_with_path(
+        jtu.tree_unflatten(treedef, range(treedef.num_leaves))
+    )
+    names = [*["fn"][: bool(template.own)], "params", "x", "rows"]
+    return [
+        names[path[1].idx] + jtu.keystr(path[2:])
+        for (path, _), leaf in zip(leaves, template.leaves, strict=True)
+        if leaf is HOLE
+    ]

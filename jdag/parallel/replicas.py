@@ -32,12 +32,14 @@ Ref = Any  # A `jdag.Ref`.
 # ---------------------------------------------------------------- what is asked for
 
 
-def checked(what: str, workers: Any, how: object) -> tuple[str, ...]:
-    """Return the workers of replicas, in order.
+# Raises JdagError where there is no such place; takes what asks, to say so.
+Check = Callable[[object, str], object]
 
-    Raises:
-        JdagError: there are none, or one is there twice; there is no such `how`.
-    """
+
+def checked(
+    what: str, workers: Any, how: object, check: Check = lambda *_: None
+) -> tuple[str, ...]:
+    """Return the workers of replicas, in order."""
     check_how(how)
     if isinstance(workers, str):
         raise JdagError(f"{what} takes several workers: [{workers!r}], not {workers!r}")
@@ -61,15 +63,13 @@ def checked(what: str, workers: Any, how: object) -> tuple[str, ...]:
                 f"{what} takes each worker once, and {name!r} is among {list(names)!r} "
                 "twice; two devices of one worker are two places: 'ps0/cpu:0'"
             )
+    for name in names:
+        check(name, what)
     return names
 
 
 def workers_of(trees: Any) -> tuple[Any, ...]:
-    """Return the workers that give something to be added.
-
-    Raises:
-        JdagError: it is not given by worker.
-    """
+    """Return the workers that give something to be added."""
     if not isinstance(trees, Mapping):
         raise JdagError(
             "ctx.all_reduce takes the pytree of each worker by its name, as in "
@@ -79,11 +79,7 @@ def workers_of(trees: Any) -> tuple[Any, ...]:
 
 
 def refs_of(what: str, tree: Any) -> tuple[list[Ref], Any]:
-    """Return the refs of a pytree, and its form.
-
-    Raises:
-        JdagError: there are none, or a leaf is neither a ref nor a static.
-    """
+    """Return the refs of a pytree, and its form."""
     refs, form = flatten_refs(tree, is_ref)
     if not refs:
         raise JdagError(f"{what} takes a pytree of refs, and there is none in {tree!r}")
@@ -91,12 +87,7 @@ def refs_of(what: str, tree: Any) -> tuple[list[Ref], Any]:
 
 
 def equals_of(what: str, trees: Mapping[str, Any]) -> tuple[list[list[Ref]], list[Any]]:
-    """Return of each worker's pytree the refs, and its form; they are equal.
-
-    Raises:
-        JdagError: two of them are not equal in structure, shape or dtype; what is there
-            cannot be added.
-    """
+    """Return of each worker's pytree the refs, and its form; they are equal."""
     (first, tree), *others = trees.items()
     refs, form = refs_of(what, tree)
     names = paths(tree, is_ref)
@@ -128,17 +119,11 @@ def equals_of(what: str, trees: Mapping[str, Any]) -> tuple[list[list[Ref]], lis
 # ------------------------------------------------------------------- over the routes
 
 
-# Raises JdagError where there is no such place; takes what asks, to say so.
-Check = Callable[[object, str], object]
-
-
 def replicate(
     ctx: Any, workers: Sequence[str], tree: Any, how: How, check: Check
 ) -> tuple[Any, ...]:
     """Return the pytree once for each worker; see `jdag.Context.replicate`."""
-    workers = checked("ctx.replicate", workers, how)
-    for worker in workers:
-        check(worker, "ctx.replicate")
+    workers = checked("ctx.replicate", workers, how, check)
     refs, form = refs_of("ctx.replicate", tree)
     found: list[list[Any]] = [[None] * len(refs) for _ in workers]
     for group in _groups((ref.place, ref.tracked) for ref in refs):
@@ -159,9 +144,7 @@ def all_reduce(
     ctx: Any, trees: Mapping[str, Any], how: How, check: Check
 ) -> dict[str, Any]:
     """Return the sum of all pytrees for each worker; see `jdag.Context.all_reduce`."""
-    workers = checked("ctx.all_reduce", workers_of(trees), how)
-    for worker in workers:
-        check(worker, "ctx.all_reduce")
+    workers = checked("ctx.all_reduce", workers_of(trees), how, check)
     lists, forms = equals_of("ctx.all_reduce", trees)
     ups, downs = routes_up(len(workers), how), routes_among(len(workers), how)
     found: list[list[Any]] = [[None] * len(lists[0]) for _ in workers]

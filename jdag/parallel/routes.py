@@ -50,11 +50,7 @@ def check_how(how: object) -> None:
 def routes_from(source: int | None, count: int, how: How) -> tuple[Route, ...]:
     """Return the routes from one worker to all replicas.
 
-    Args:
-        source: the replica that is where the source is; None if it is elsewhere.
-        count: how many replicas there are.
-        how: "owner": straight to each. "tree": a binary tree whose root is the source.
-            "ring": as many parts as replicas, part c to replica c, and then around.
+    `source` is the replica that is where the source is; None if it is elsewhere.
     """
     if how == "owner":
         return (Route(tuple(range(count)), (None,) * count),)

@@ -38,11 +38,7 @@ def check_deadline(deadline_s: Any) -> None:
 
 
 class Waiting:
-    """How this process waits for all others, time after time.
-
-    Args:
-        room: what tells these meetings from others of the same processes.
-    """
+    """How this process waits for all others; `room` tells its meetings from others."""
 
     def __init__(self, room: str) -> None:
         self._room = room
@@ -57,14 +53,9 @@ class Waiting:
     def met(self, enter: Enter, what: str, deadline_s: float) -> Any:
         """Return what a collective gives, which all processes enter.
 
-        Args:
-            enter: enters it, and blocks.
-            what: what the processes do, for errors.
-            deadline_s: how many seconds the others may take; on all the same.
-
-        Raises:
-            WorkerLost: some have not come by then, or this one came too late.
-            Exception: what `enter` raised.
+        `enter` enters it, and blocks. Where others have not come within `deadline_s`,
+        which is the same on all, or this process has come too late, it raises
+        WorkerLost.
         """
         self._number += 1
         came_s = time.monotonic()

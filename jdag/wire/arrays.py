@@ -19,12 +19,7 @@ SCALARS = (int, float, complex)
 
 
 def type_of(value: Any) -> ArrayType:
-    """The type of an array, an abstract value or a Python number.
-
-    Raises:
-        ProtocolError: it is nothing of the kind, its dtype has no number here, or it
-            has more than `RANK_MAX` axes.
-    """
+    """The type of an array, an abstract value or a Python number."""
     if type(value) is ArrayType:
         return value
     if type(value) in SCALARS:

@@ -2,7 +2,8 @@
 
 Annotations bound every number, text and tuple, and msgspec holds what it reads to them
 before it takes memory. What they cannot say is checked afterwards: that workers and the
-owners of contexts are known, and the table `RELATIONS`.
+owners of contexts are known, and the table `RELATIONS`. What cannot be written or read
+raises a ProtocolError that says where and why.
 """
 
 from collections.abc import Callable, Iterable
@@ -40,9 +41,6 @@ def encoded(value: Any, encode: Callable[[Any], bytes] = _encode) -> bytes:
     """The bytes of a struct.
 
     A text that is not Unicode, as names of files may be, is escaped.
-
-    Raises:
-        ProtocolError: it has in it what cannot travel.
     """
     try:
         return encode(value)
@@ -65,11 +63,7 @@ def _escaped(value: Any) -> Any:
 
 
 def decoded(decoder: "Decoder[Any]", data: bytes | memoryview) -> Any:
-    """What the bytes are.
-
-    Raises:
-        ProtocolError: they are nothing of the decoder's type; says where and why.
-    """
+    """What the bytes are."""
     try:
         return decoder.decode(data)
     except (MsgspecError, ValueError, RecursionError) as error:

@@ -12,7 +12,8 @@ ASIDE    what drivers tell each other beside the engines' messages
 SEGMENT  of memory that both have: a byte for what is said, numbers of 8 bytes each
 
 Invariant: a header that is read names a kind that there is, and a length that this
-kind may have. So memory may be taken for it.
+kind may have. So memory may be taken for it. Of any other a ProtocolError is raised,
+and its connection is of no use any more.
 """
 
 import struct
@@ -87,11 +88,7 @@ def pack_chunk(bulk: int, offset: int) -> bytes:
 
 
 def unpack_chunk(payload: bytes | memoryview) -> Chunk:
-    """Where the bytes that follow in a chunk's payload belong.
-
-    Raises:
-        ProtocolError: the payload is shorter than that.
-    """
+    """Where the bytes that follow in a chunk's payload belong."""
     if len(payload) < CHUNK_HEADER_BYTES:
         raise ProtocolError(
             f"a chunk of {len(payload)} bytes: its header alone takes"
@@ -101,12 +98,7 @@ def unpack_chunk(payload: bytes | memoryview) -> Chunk:
 
 
 def unpack_header(data: bytes | memoryview) -> Header:
-    """Read the header of a frame, all of whose bytes are there.
-
-    Raises:
-        ProtocolError: no peer that keeps the protocol sends this header. The connection
-            is of no use any more.
-    """
+    """Read the header of a frame, all of whose bytes are there."""
     sequence, acknowledged, rest = _HEADER.unpack(data)
     number, length = rest >> _LENGTH_BITS, rest & _LENGTH_MASK
     if number >= len(_KINDS):

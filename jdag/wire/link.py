@@ -3,8 +3,8 @@
 What lies below may drop, duplicate, delay, reorder or reconnect. The link is told and
 asked, and knows no clock: time is an int of nanoseconds, handed over.
 
-Told:  `send(payload)`, `receive(frame)`, `tick()` when `deadline_ns` has come; and
-       `resume(acknowledged)` when a connection was remade.
+Inputs:  `send(payload)`, `receive(frame)`, `tick()` when `deadline_ns` has come; and
+         `resume(acknowledged)` when a connection was remade.
 Asks:  the frames that these return are to be put on the wire; the payloads that
        `receive` returns are to be handed on, in this order, each once.
 

@@ -8,7 +8,7 @@ What reads back as it was: everything but these. The function of a call or assig
 is its spec (`jdag.wire.specs`), that of a run or hook nested data; the shape of a root,
 version or hook is an `ArrayType`; in arguments and results see `jdag.wire.trees`. A
 failure's `exception` stays where it was raised. All of this writes as the same bytes
-again.
+again. What cannot be written or read raises a ProtocolError that says where and why.
 """
 
 from collections.abc import Callable, Sequence
@@ -170,9 +170,6 @@ def size(message: Message, values: Sequence[Any]) -> tuple[int, int]:
     Args:
         message: any of `jdag.engine.messages`.
         values: what rides with it: arrays, abstract values, Python numbers.
-
-    Raises:
-        ProtocolError: it has in it what cannot travel.
     """
     beside = 0
 
@@ -190,11 +187,7 @@ def size(message: Message, values: Sequence[Any]) -> tuple[int, int]:
 
 
 class Codec:
-    """Writes and reads the messages of one cluster.
-
-    Raises:
-        ProtocolError: more workers than the 16 bits of a context's id can tell apart.
-    """
+    """Writes and reads the messages of one cluster."""
 
     __slots__ = ("names", "workers")
 
@@ -208,29 +201,19 @@ class Codec:
         """Know an incarnation of a worker from now on; others are refused."""
         self.workers.add(incarnated(name, incarnation))
 
-    def encode(self, message: Message) -> bytes:
-        """The bytes of a message, without the values that ride with it.
-
-        Raises:
-            ProtocolError: it has in it what cannot travel.
-        """
-        return self.encode_with(message, ())
-
-    def encode_with(self, message: Message, kinds: Sequence[ArrayType]) -> bytes:
-        """The bytes of a message and of the types of the values that ride with it.
-
-        Raises:
-            ProtocolError: as `encode` does.
-        """
+    def encode(self, message: Message, kinds: Sequence[ArrayType] = ()) -> bytes:
+        """The bytes of a message and of the types of the values that ride with it."""
         envelope = _sealed(message, kinds, write_tree)
         return len(envelope).to_bytes(COUNT_BYTES, "little") + envelope
 
-    def decode_with(self, data: bytes) -> tuple[Message, tuple[ArrayType, ...], int]:
-        """A message, the types of its values, and where the elements of these begin.
+    def decode_drawing(self, data: bytes) -> Drawing | None:
+        """The drawing that these bytes are."""
+        found: Drawing | None = decoded(_drawings, data)
+        _check_drawing(found, self)
+        return found
 
-        Raises:
-            ProtocolError: they are none; says where and what would have been right.
-        """
+    def decode_with(self, data: bytes) -> tuple[Message, tuple[ArrayType, ...], int]:
+        """A message, the types of its values, and where the elements of these begin."""
         message, kinds, end = self._read(data)
         wanted = len(landing(message))
         if len(kinds) != wanted:
@@ -240,11 +223,7 @@ class Codec:
         return message, kinds, end
 
     def decode(self, data: bytes) -> Message:
-        """The message that these bytes are, without values; nothing may be left over.
-
-        Raises:
-            ProtocolError: they are none; says where and what would have been right.
-        """
+        """The message that these bytes are, without values and nothing left over."""
         message, _, end = self._read(data)
         if end != len(data):
             raise ProtocolError(
@@ -252,16 +231,6 @@ class Codec:
                 f" {type(message).__name__}"
             )
         return message
-
-    def decode_drawing(self, data: bytes) -> Drawing | None:
-        """The drawing that these bytes are.
-
-        Raises:
-            ProtocolError: they are none.
-        """
-        found: Drawing | None = decoded(_drawings, data)
-        _check_drawing(found, self)
-        return found
 
     def _read(self, data: bytes) -> tuple[Message, tuple[ArrayType, ...], int]:
         end = COUNT_BYTES + int.from_bytes(data[:COUNT_BYTES], "little")

@@ -4,9 +4,9 @@ Large values follow their message in pieces, so that what comes after it on the 
 be whole before it is. That must not wait for it where it need not, and engines have to
 be told no earlier than what they rely on.
 
-Told:  `arrived(item, whole)` for each message, in the order of the link; then, for each
-       that was not whole, `completed(item)` when it is.
-Gives: those that may be handed on now, in an order in which they may be.
+Inputs:  `arrived(item, whole)` for each message, in the order of the link; then, for
+         each that was not whole, `completed(item)` when it is.
+Outputs: those that may be handed on now, in an order in which they may be.
 
 An item is anything with a `message`; it is told from others by what it is, not by what
 it equals. Invariants: each is handed on once, and when it is whole; of two that are in
@@ -15,7 +15,7 @@ order (`RULES`) the earlier one first; at most `held_max` are held at once.
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar, get_args
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, get_args
 
 from jdag.engine.protocol import (
     Acknowledge,
@@ -50,53 +50,36 @@ ALL = Lanes(all=True, contexts=())
 NONE = Lanes(all=False, contexts=())
 
 
-def _own(message: Message) -> Lanes:
-    """In order with what is of the same context, and with that alone.
-
-    Its notices and its release come after all that uses its values; a cotangent after
-    the call whose edge it goes back on; an end after what it ends. Contexts share
-    nothing but leaves, and these are for those that are in order with all.
-    """
-    return Lanes(False, (message.context,))  # type: ignore[union-attr, arg-type]
+def _own(message: Any) -> Lanes:
+    return Lanes(False, (message.context,))
 
 
-def _all(_: Message) -> Lanes:
-    """In order with all.
-
-    What came before it reads older versions of leaves, or leaves that are not dropped
-    yet, and what comes after it newer ones.
-    """
+def _all(_: Any) -> Lanes:
     return ALL
 
 
-def _none(_: Message) -> Lanes:
-    """In order with nothing: it answers a question that only its asker knows of."""
+def _none(_: Any) -> Lanes:
     return NONE
 
 
-def _read(message: Message) -> Lanes:
-    """In order with the contexts of its keys, and with those that are with all.
-
-    It comes neither before what makes the values, nor after what lets them go.
-    """
-    assert type(message) is Read, message
+def _read(message: Read) -> Lanes:
     contexts = [key.context for key in message.keys if key.context is not None]
     return Lanes(False, tuple(dict.fromkeys(contexts)))
 
 
-def _acknowledged(message: Message) -> Lanes:
-    """Of an assignment: its issuer waits for nothing but that it has arrived."""
-    assert type(message) is Acknowledge, message
-    return NONE if message.context is None else _own(message)
-
-
-Rule = Callable[[Message], Lanes]
-
-RULES: Mapping[type, Rule] = {
-    **dict.fromkeys(get_args(Message), _own),  # All but these:
-    Acknowledge: _acknowledged,
+RULES: Mapping[type, Callable[[Any], Lanes]] = {
+    # Notices and the release of a context come after all that uses its values; a
+    # cotangent after the call whose edge it goes back on; an end after what it ends.
+    # Contexts share nothing but leaves.
+    **dict.fromkeys(get_args(Message), _own),
+    # The issuer of an assignment waits for nothing but that it has arrived.
+    Acknowledge: lambda ack: NONE if ack.context is None else _own(ack),
+    # Neither before what makes the values, nor after what lets them go.
     Read: _read,
+    # It answers a question that only its asker knows of.
     Reading: _none,
+    # Earlier messages read older versions of leaves, or leaves that are not dropped
+    # yet, and later ones newer versions.
     Assign: _all,
     Forget: _all,
 }
@@ -134,11 +117,7 @@ class Order(Generic[T]):
         return self._held
 
     def arrived(self, item: T, whole: bool) -> Sequence[T]:
-        """A message came, whole or not; return what may be handed on now.
-
-        Raises:
-            ProtocolError: too many are held already.
-        """
+        """A message came, whole or not; return what may be handed on now."""
         if whole and not self._held:
             return (item,)
         message = item.message

@@ -8,8 +8,9 @@ that specs are keys. A function that cannot be named travels as its export, whic
 sent beside: the spec then has the digest of that.
 
 A structure is nested data (`jdag.wire.trees`): tuples, lists, dicts and None are
-themselves, other nodes a `Node` of their class, of their static data, then of their
+themselves, other nodes a `TreeNode` of their class, of their static data, then of their
 children. What cannot travel at all is `Opaque`: a spec can be written of everything.
+Bytes that are no spec raise a ProtocolError when they are read.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,12 +29,12 @@ from jdag.engine.names import Mask, Name, Record
 from jdag.errors import ProtocolError
 from jdag.wire.arrays import type_of
 from jdag.wire.encoding import bounded, decoded, encoded
-from jdag.wire.trees import Bytes, Item, Node, Opaque, Part, pack, portable, unpack
+from jdag.wire.trees import Bytes, Item, Opaque, Part, TreeNode, pack, portable, unpack
 
 Device = Name | None
 
 
-class Places(Record):
+class DevicePlacement(Record):
     """Where a call computes, where its cotangents go, and where its outputs go.
 
     None is the default device; in place of a tuple, for all.
@@ -88,14 +89,14 @@ def _structure(treedef: Any, leaves: Iterator[Any]) -> Any:
         return children
     if kind is dict and all(type(key) is str for key in data):
         return dict(zip(data, children, strict=True))
-    return Node(name_of(kind), (portable(data), *children))
+    return TreeNode(name_of(kind), (portable(data), *children))
 
 
-_decoder: Decoder[Any] = Decoder(tuple[Places, Body])
+_decoder: Decoder[Any] = Decoder(tuple[DevicePlacement, Body])
 _made: WeakKeyDictionary[Any, bytes] = WeakKeyDictionary()  # Of pairs.
 # A spec is an array of two: places, which may be exchanged, and a body.
 _PAIR = b"\x92"
-_NOWHERE = _PAIR + encoded(Places())  # All is on the default device.
+_NOWHERE = _PAIR + encoded(DevicePlacement())  # All is on the default device.
 
 
 def spec_of(pair: Any) -> bytes:
@@ -110,7 +111,7 @@ def spec_of(pair: Any) -> bytes:
         return known
     bare = pair.pair
     if bare is not pair:
-        places = Places(pair.device, pair.in_devices, pair.out_devices)
+        places = DevicePlacement(pair.device, pair.in_devices, pair.out_devices)
         return placed_spec(spec_of(bare), places)
     _made[pair] = found = exported_spec(pair, pair.source.digest)
     return found
@@ -152,18 +153,14 @@ def written(body: Body) -> bytes:
     return bounded(_decoder, _NOWHERE + encoded(packed))
 
 
-def placed_spec(spec: bytes, places: Places) -> bytes:
+def placed_spec(spec: bytes, places: DevicePlacement) -> bytes:
     """The spec of the same with places."""
     return _PAIR + encoded(places) + spec[len(_NOWHERE) :]
 
 
-def read_spec(spec: bytes) -> tuple[Places, Body]:
-    """What a spec says.
-
-    Raises:
-        ProtocolError: it is none, or its numbers of arguments and outputs disagree.
-    """
-    places: Places
+def read_spec(spec: bytes) -> tuple[DevicePlacement, Body]:
+    """What a spec says."""
+    places: DevicePlacement
     places, body = decoded(_decoder, spec)
     for kind in (*body.avals, *body.out_avals):
         check_possible(kind)

@@ -2,10 +2,10 @@
 
 Refs travel as data. What only code can make again travels by name: functions and
 classes as `Named`, instances (named tuples, dataclasses, enums, partials, dtypes and
-JAX's own pytree nodes) as `Node`, the name of their class and their parts. Reading
-gives `Named`, `Node`, `RefParts` and `Raw` arrays, which write as the same bytes again;
-the reader makes of them what they name, if it allows that. Anything else is refused:
-nothing is pickled.
+JAX's own pytree nodes) as `TreeNode`, the name of their class and their parts. Reading
+gives `Named`, `TreeNode`, `RefParts` and `Raw` arrays, which write as the same bytes
+again; the reader makes of them what they name, if it allows that. Anything else is
+refused by a ProtocolError: nothing is pickled.
 
 On the wire an item is a number, a text or bytes, or one of the structs below. The bytes
 of a tree are 4 that say how many follow for its items, these, and then the elements of
@@ -46,7 +46,7 @@ from jdag.wire.encoding import Known, bounded, check_of, decoded, encoded
 DEPTH_MAX = 100
 APPLIED = "jdag.engine.functions:Applied"
 DTYPE = "numpy:dtype"  # Each has a class of its own.
-COUNT_BYTES = 4
+COUNT_BYTES = 4  # Before nested data, and before an envelope: how many bytes follow.
 _ABSTRACT = ("shape", "dtype", "nbytes")  # Of an abstract value, whatever its class.
 
 Bytes = Annotated[bytes, Meta(max_length=DATA_MAX_BYTES)]
@@ -108,7 +108,7 @@ class Named(Record, tag=8):
     name: Name
 
 
-class Node(Record, tag=9):
+class TreeNode(Record, tag=9):
     """An instance: the name of its class, and its parts."""
 
     name: Name
@@ -132,7 +132,7 @@ if TYPE_CHECKING:
 else:
     Item = (
         None | bool | int | float | str | _Bytes | _Wide | _Complex | _Text | _Tuple
-        | _List | _Dict | RefParts | _Array | Named | Node | Hole | Part | Opaque
+        | _List | _Dict | RefParts | _Array | Named | TreeNode | Hole | Part | Opaque
     )  # fmt: skip
 
 
@@ -184,7 +184,7 @@ _ITEMS: dict[type, Callable[[Any, Each], Any]] = {
     tuple: lambda data, each: _Tuple(each(data)),
     list: lambda data, each: _List(each(data)),
     dict: _dict_item,
-    Node: lambda node, each: Node(node.name, each(node.parts)),
+    TreeNode: lambda node, each: TreeNode(node.name, each(node.parts)),
     Part: lambda part, each: Part(*each((part.value,))),
 }
 
@@ -201,11 +201,7 @@ class _Packer:
         self._depth_max = DEPTH_MAX // 2 if opaque else DEPTH_MAX
 
     def item(self, value: Any, depth: int = 0) -> Any:
-        """Return the item of a value that is so deep in the data.
-
-        Raises:
-            ProtocolError: it cannot travel.
-        """
+        """Return the item of a value that is so deep in the data."""
         try:
             check_depth(depth, self._depth_max)
             make = _ITEMS.get(type(value), self._other)
@@ -230,7 +226,7 @@ class _Packer:
         if callable(value) and has_name(value):
             return Named(name_of(value))
         name, parts = _taken_apart(value)
-        return Node(name, each(parts))
+        return TreeNode(name, each(parts))
 
     def _array(self, value: Any) -> Any:
         if self._arrays is None:
@@ -311,7 +307,7 @@ _DATA: dict[type, Callable[[Any, Each], Any]] = {
     _Tuple: lambda item, each: each(item.items),
     _List: lambda item, each: list(each(item.items)),
     _Dict: _dict,
-    Node: lambda item, each: Node(item.name, each(item.parts)),
+    TreeNode: lambda item, each: TreeNode(item.name, each(item.parts)),
     Part: lambda item, each: Part(*each((item.value,))),
     Hole: lambda item, _: HOLE,
 }
@@ -321,49 +317,34 @@ def _no_arrays(_: Any) -> Any:
     raise ProtocolError("arrays cannot travel here")
 
 
-class _Unpacker:
-    """Makes data of items; `take` gives the array of the next item of one."""
-
-    def __init__(
-        self, known: Known | None = None, take: Callable[[_Array], Any] = _no_arrays
-    ) -> None:
-        self._known, self._take = known, take
-
-    def data(self, item: Any, depth: int = 0) -> Any:
-        """Return the data of an item that is so deep.
-
-        Raises:
-            ProtocolError: it is nested too deep, or means nothing.
-        """
-        check_depth(depth)
-        if type(item) is RefParts:
-            if self._known is None:
-                raise ProtocolError("a ref cannot travel here")
-            _check_ref(item, self._known)
-        if type(item) is _Array:
-            check_possible(item.kind)
-            return self._take(item)
-        return _DATA.get(type(item), _same)(
-            item, lambda items: tuple([self.data(one, depth + 1) for one in items])
-        )
+def _data(
+    item: Any,
+    known: Known | None = None,
+    take: Callable[[_Array], Any] = _no_arrays,
+    depth: int = 0,
+) -> Any:
+    """Return the data of an item; `take` gives the array of the next item of one."""
+    check_depth(depth)
+    if type(item) is RefParts:
+        if known is None:
+            raise ProtocolError("a ref cannot travel here")
+        _check_ref(item, known)
+    if type(item) is _Array:
+        check_possible(item.kind)
+        return take(item)
+    return _DATA.get(type(item), _same)(
+        item, lambda items: tuple([_data(one, known, take, depth + 1) for one in items])
+    )
 
 
 def pack(tree: Any) -> Any:
-    """Return nested data without arrays as a field of a struct, an `Item`.
-
-    Raises:
-        ProtocolError: they cannot travel.
-    """
+    """Return nested data without arrays as a field of a struct, an `Item`."""
     return _Packer(None).item(tree)
 
 
 def unpack(item: Any) -> Any:
-    """Return the nested data of a field of a struct, without arrays and refs.
-
-    Raises:
-        ProtocolError: there are some, they are nested too deep, or no data.
-    """
-    return _Unpacker().data(item)
+    """Return the nested data of a field of a struct, without arrays and refs."""
+    return _data(item)
 
 
 def portable(value: Any, *, arrays: bool = False) -> Any:
@@ -376,7 +357,7 @@ def portable(value: Any, *, arrays: bool = False) -> Any:
     item = _Packer(found if arrays else None, opaque=True).item(value)
     waiting = iter(found)
     try:
-        return _Unpacker(take=lambda _: next(waiting)).data(item)
+        return _data(item, take=lambda _: next(waiting))
     except ProtocolError:  # A dict's key may, as data, not be one.
         return Opaque(name_of(type(value)))
 
@@ -398,11 +379,7 @@ def tree_size(tree: Any, check: Callable[[Any], None] = lambda _: None) -> int:
 
 
 def write_tree(tree: Any) -> bytes:
-    """Return nested data as bytes.
-
-    Raises:
-        ProtocolError: they cannot travel.
-    """
+    """Return nested data as bytes."""
     items, arrays = _sealed(tree)
     count = len(items).to_bytes(COUNT_BYTES, "little")
     return b"".join([count, items, *map(_elements, arrays)])
@@ -428,11 +405,7 @@ def _elements(value: Any) -> Any:
 
 
 def read_tree(data: bytes | memoryview, known: Known) -> Any:
-    """Return the nested data that bytes are; arrays are views of them.
-
-    Raises:
-        ProtocolError: they are none.
-    """
+    """Return the nested data that bytes are; arrays are views of them."""
     view = memoryview(data)
     start = COUNT_BYTES + int.from_bytes(view[:COUNT_BYTES], "little")
     left = view[start:]
@@ -448,7 +421,7 @@ def read_tree(data: bytes | memoryview, known: Known) -> Any:
             )
         return Raw(kind, elements, item.form)
 
-    tree = _Unpacker(known, take).data(decoded(_decoder, view[COUNT_BYTES:start]))
+    tree = _data(decoded(_decoder, view[COUNT_BYTES:start]), known, take)
     if len(left):
         raise ProtocolError(f"{len(left)} of {len(view)} bytes are left")
     return tree
