@@ -7,14 +7,14 @@ this host's network, not of its file system; `unix:@` chooses one at random), an
 
 import ipaddress
 import os
+import re
 import secrets
 import socket
 import struct
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from jdag.errors import JdagError, reason
+from jdag.errors import JdagError, JoinError, reason
 
-KINDS = ("unix", "tcp", "grpc")
 _CREDENTIALS = struct.Struct("3i")
 _NAME_BYTES_MAX = 100
 # Connections that the system keeps until they are accepted; one more would be told
@@ -22,47 +22,70 @@ _NAME_BYTES_MAX = 100
 BACKLOG_MAX = 1024
 
 
-@dataclass(frozen=True)
-class Address:
-    """A kind (`unix`, `tcp`, `grpc`) and what it says: a name, or host and port."""
+class Address(NamedTuple):
+    """A host, by name or number, and a port; 0 lets the system choose.
 
-    kind: str
+    Addresses of data connections also have a kind, `unix` (whose host is a name), `tcp`
+    or `grpc`; those of control servers have none.
+    """
+
     host: str
     port: int = 0
+    kind: str = ""
+
+    @classmethod
+    def read(cls, text: str) -> "Address":
+        """Read what `str` made of an address of a control server."""
+        address = address_of(text)
+        assert address is not None, text
+        return address
 
     def __str__(self) -> str:
         if self.kind == "unix":
             return f"unix:@{self.host}"
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{self.kind}:{host}:{self.port}"
+        return f"{self.kind}:{host}:{self.port}".removeprefix(":")
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this host reaches it."""
+        return self.kind == "unix" or is_loopback(self.host)
+
+
+def address_of(text: str) -> Address | None:
+    """Read `host:port`; None if it is none."""
+    host, _, port = text.rpartition(":")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not re.fullmatch(r"[0-9]{1,5}", port) or int(port) >= 1 << 16:
+        return None
+    if not is_host(bare) or (bare == host and ":" in bare):
+        return None
+    return Address(bare, int(port))
 
 
 def parse(text: str) -> Address:
-    """Read an address; JdagError says what is wrong with it."""
+    """Read the address of data connections; JdagError says what is wrong with it."""
     kind, _, rest = text.partition(":")
     if kind == "unix" and rest.startswith("@"):
         if len(rest.encode()) > _NAME_BYTES_MAX or "\0" in rest:
             raise JdagError(f"address {text!r}: the name has over 100 bytes or a zero")
-        return Address(kind, rest[1:])
-    host, _, port = rest.rpartition(":")
-    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    if kind in ("tcp", "grpc") and is_host(host) and port.isascii() and port.isdigit():
-        if int(port) < 1 << 16:
-            return Address(kind, host, int(port))
-        raise JdagError(f"address {text!r}: port {port} is not below 65536")
-    raise JdagError(
-        f"address {text!r} is none of tcp:HOST:PORT, unix:@NAME and grpc:HOST:PORT"
-    )
+        return Address(rest[1:], kind=kind)
+    found = address_of(rest)
+    if found is None or kind not in ("tcp", "grpc"):
+        raise JdagError(
+            f"address {text!r} is none of tcp:HOST:PORT, unix:@NAME and grpc:HOST:PORT,"
+            " with a port below 65536"
+        )
+    return found._replace(kind=kind)
 
 
 def hold_to_loopback(address: Address, what: str) -> None:
     """Refuse an address that other hosts reach, which needs TLS."""
-    if address.kind == "unix" or is_loopback(address.host):
-        return
-    raise JdagError(
-        f"{address} {what} without TLS, and only loopback may be: set certificates, or"
-        " use 127.0.0.1"
-    )
+    if not address.is_loopback:
+        raise JoinError(
+            f"{address} {what} without TLS, and only loopback may be: name certificates"
+            " in the [tls] of the cluster's file, or use 127.0.0.1"
+        )
 
 
 def is_loopback(host: str) -> bool:
@@ -82,39 +105,39 @@ def is_host(host: str) -> bool:
     return bool(host) and host == host.strip() and host.isprintable()
 
 
+def bound(address: Address) -> socket.socket:
+    """Return a socket that is bound to an address; OSError says why it cannot be."""
+    family: int = socket.AF_UNIX
+    where: Any = f"\0{address.host}"
+    if address.kind != "unix":
+        found = socket.getaddrinfo(*address[:2], type=socket.SOCK_STREAM)[0]
+        family, where = found[0], found[-1]
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(where)
+    except OSError:
+        made.close()
+        raise
+    return made
+
+
 def listen(address: Address) -> tuple[socket.socket, Address]:
     """Listen at an address; return the socket and where it is in fact.
 
-    Raises JdagError: the address is in use, is none of this host's, is not allowed.
+    Raises JoinError: the address is in use, or is none of this host's.
     """
+    if address.kind == "unix" and not address.host:
+        address = address._replace(host=f"jdag-{secrets.token_hex(8)}")
     try:
-        if address.kind == "unix":
-            name = address.host or f"jdag-{secrets.token_hex(8)}"
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            _bind(listener, f"\0{name}")
-            return listener, Address("unix", name)
-        family, *_, where = _resolved(address)
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        _bind(listener, where)
+        listener = bound(address)
     except OSError as error:
-        raise JdagError(f"cannot listen at {address}: {reason(error)}") from error
-    return listener, Address("tcp", address.host, listener.getsockname()[1])
-
-
-def _bind(listener: socket.socket, where: object) -> None:
-    try:
-        listener.bind(where)  # type: ignore[arg-type]
-        listener.listen(BACKLOG_MAX)
-        listener.setblocking(False)
-    except OSError:
-        listener.close()
-        raise
-
-
-def _resolved(address: Address) -> tuple[int, int, int, str, object]:
-    found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-    return found[0]
+        raise JoinError(f"cannot listen at {address}: {reason(error)}") from error
+    listener.listen(BACKLOG_MAX)
+    listener.setblocking(False)
+    if address.kind != "unix":
+        address = address._replace(port=listener.getsockname()[1])
+    return listener, address
 
 
 def connect(address: Address, timeout_s: float) -> socket.socket:
@@ -128,7 +151,7 @@ def connect(address: Address, timeout_s: float) -> socket.socket:
             connected.close()
             raise
         return connected
-    return socket.create_connection((address.host, address.port), timeout_s)
+    return socket.create_connection(address[:2], timeout_s)
 
 
 def hold_to_own_user(connected: socket.socket) -> None:

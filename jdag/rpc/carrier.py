@@ -26,6 +26,7 @@ from jdag.rpc.tls import Tls
 
 METHOD = "/jdag.Control/Carry"
 MESSAGE_BYTES_MAX = 1 << 20
+_TAKEN = ("jdag-carried", "1")  # Initial metadata of a call that becomes a stream.
 _KEEPALIVE_MS = 10_000
 
 CHANNEL_OPTIONS = (
@@ -57,15 +58,10 @@ class CarriedStream(SocketStream):
         super().__init__(inside, peer)
         self.local = False
         self.broken_by = ""
-        self._certificate = certificate
+        self.certificate = certificate
         self.outside.setblocking(False)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             self.outside.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
-
-    @property
-    def certificate(self) -> Names:
-        """See SocketStream."""
-        return self._certificate
 
     def recv_into(self, view: memoryview) -> int:
         """See SocketStream."""
@@ -136,7 +132,7 @@ def open_carried(address: Address, tls: Tls | None, name: str) -> Stream:
 async def _call(
     stream: CarriedStream, address: Address, tls: Tls | None, name: str
 ) -> None:
-    target = str(address).partition(":")[2]
+    target = str(address._replace(kind=""))
     if tls is None:
         channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
     else:
@@ -145,8 +141,14 @@ async def _call(
         channel = grpc.aio.secure_channel(target, credentials, options=options)
     async with channel:
         call = channel.stream_stream(METHOD)()
+        messages = _heard(call, stream)
         try:
-            await stream.pump(_heard(call, stream), call.write, call.done_writing)
+            # A write to a call that was refused would replace the reason by its own.
+            if _TAKEN in tuple(await call.initial_metadata()):
+                await stream.pump(messages, call.write, call.done_writing)
+            else:
+                async for _ in messages:
+                    break
         finally:
             call.cancel()
             stream.outside.close()
@@ -168,6 +170,7 @@ async def serve_carried(
     enter: Callable[[Stream], None],
 ) -> None:
     """Serve a call of METHOD: it becomes a stream that enters a listener."""
+    await context.send_initial_metadata((_TAKEN,))
     stream = CarriedStream(f"grpc:{context.peer()}", names_of(context.auth_context()))
     enter(stream)
     over = asyncio.Event()

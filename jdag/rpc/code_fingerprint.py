@@ -28,7 +28,7 @@ from jdag.compute.fingerprint import (
     MUTABLE,
     PLAIN,
     ById,
-    Reads,
+    GlobalReads,
     is_small,
     items_key,
     key_of,
@@ -37,7 +37,7 @@ from jdag.compute.fingerprint import (
 )
 from jdag.engine.functions import name_of
 from jdag.errors import JdagError, ProtocolError
-from jdag.wire.trees import Named, Node, Part
+from jdag.wire.trees import Named, Part, TreeNode
 
 _HAS_DOC: int = getattr(inspect, "CO_HAS_DOCSTRING", 0)  # Of Python 3.13 and later.
 _HEAD = b"codes of functions\n"
@@ -62,9 +62,9 @@ def digest_of(found: Any) -> str:
 
 def _texts(part: Any, top: str, seen: dict[int, Any]) -> Iterator[str]:
     """Give the texts of a part of a key; objects of the package `top` are described."""
-    if isinstance(part, Reads):
+    if isinstance(part, GlobalReads):
         part = (part, part.module)
-    if type(part) is tuple and part and isinstance(part[0], Reads):
+    if type(part) is tuple and part and isinstance(part[0], GlobalReads):
         reads, module, *held = part
         part = f"{reads.code.co_qualname} of {module}"
         if top_of(module) == top:
@@ -155,7 +155,7 @@ def _named(data: Any) -> list[str]:
     match data:
         case Named():
             return [data.name]
-        case Node():
+        case TreeNode():
             items = data.parts
         case Part():
             items = (data.value,)

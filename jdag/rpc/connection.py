@@ -206,7 +206,7 @@ class Connection:
         if self.lost:
             return
         kinds = list(map(type_of, values))
-        head = self._codec.encode_with(message, kinds)
+        head = self._codec.encode(message, kinds)
         views: list[Any] = [head]
         inline_bytes = 0
         for kind, value in zip(kinds, values, strict=True):

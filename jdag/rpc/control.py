@@ -23,7 +23,7 @@ import ssl
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
@@ -32,13 +32,13 @@ import grpc.aio
 from pydantic import BaseModel, ValidationError
 
 from jdag.errors import JdagError, JoinError, reason
+from jdag.rpc.addresses import Address, bound, hold_to_loopback
 from jdag.rpc.background import loop, wait_for
 from jdag.rpc.carrier import METHOD, serve_carried
 from jdag.rpc.carrier import SERVER_OPTIONS as CARRIER_OPTIONS
 from jdag.rpc.handshake import PROTOCOL, protocols_differ
 from jdag.rpc.peer_identity import Names, check_identity, names_of
-from jdag.rpc.requests import REQUESTS, Answer, Request
-from jdag.rpc.settings import Address
+from jdag.rpc.requests import Request, Response
 from jdag.rpc.streams import Stream
 from jdag.rpc.tickets import proof_of
 from jdag.rpc.tls import Tls
@@ -51,12 +51,13 @@ READ_S = 5.0
 ASK_S = 10.0
 PROOF, VERSION = "jdag-proof", "jdag-protocol"
 _SERVICE, CARRY = METHOD.strip("/").split("/")
-# The first byte of a handshake, and of an alert.
-_TLS_RECORDS = (b"\x16", b"\x15")
+# To find out whether a server uses TLS, whoever it is.
+_TRUSTING = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+_TRUSTING.check_hostname, _TRUSTING.verify_mode = False, ssl.CERT_NONE
 _PROBE_S = 2.0
 _BOTH = "[tls] has to be in the cluster's file on both sides"
 
-Kind = TypeVar("Kind", bound=Answer)
+Kind = TypeVar("Kind", bound=Response)
 Answers = Mapping[type[Request], Callable[[Any], Mapping[str, Any]]]
 Context = Any
 
@@ -119,18 +120,21 @@ class ControlServer:
         hosts: Mapping[str, str] | None = None,
         knows: Callable[[str], bool] = lambda proof: False,
     ) -> None:
-        _refuse_open(address, tls)
-        _refuse_taken(address)
+        if tls is None:
+            hold_to_loopback(address, "is listened at")
+        try:
+            bound(address).close()  # The errors of gRPC are long.
+        except OSError as error:
+            raise JoinError(f"cannot listen at {address}: {reason(error)}") from error
         self._name = name
         self._knows = knows
         self._under_way: Counter[str] = Counter()
         self._threads = ThreadPoolExecutor(ANSWERS_MAX, "control")
         methods = {
             kind.__name__: grpc.stream_unary_rpc_method_handler(
-                partial(self._call, answering(kind, answers[kind], hosts or {}))
+                partial(self._call, answering(kind, answer, hosts or {}))
             )
-            for kind in REQUESTS
-            if kind in answers
+            for kind, answer in answers.items()
         }
         if enter is not None:
             carry = partial(self._carry, enter)
@@ -227,27 +231,6 @@ async def _body(messages: AsyncIterator[bytes]) -> bytes:
     return b""
 
 
-def _refuse_open(address: Address, tls: Tls | None) -> None:
-    if tls is None and not address.is_loopback:
-        raise JoinError(
-            f"without TLS only loopback may be listened at or asked, and {address} is "
-            "not; name certificates in the [tls] of the cluster's file"
-        )
-
-
-def _refuse_taken(address: Address) -> None:
-    """Say in one line why nothing can listen there; gRPC needs many."""
-    try:
-        family, kind, _, _, where = socket.getaddrinfo(
-            address.host, address.port, type=socket.SOCK_STREAM
-        )[0]
-        with socket.socket(family, kind) as tried:
-            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            tried.bind(where)
-    except OSError as error:
-        raise JoinError(f"cannot listen at {address}: {reason(error)}") from error
-
-
 def answering(
     kind: type[Request],
     answer: Callable[[Any], Mapping[str, Any]],
@@ -294,7 +277,8 @@ class ControlClient:
     """
 
     def __init__(self, name: str, address: Address, *, tls: Tls | None = None) -> None:
-        _refuse_open(address, tls)
+        if tls is None:
+            hold_to_loopback(address, "is asked")
         self.name = name
         self.address = address
         self._tls = tls
@@ -304,18 +288,8 @@ class ControlClient:
         return f"{self.name} at {self.address}"
 
     def ask(self, request: Request, *, timeout_s: float = ASK_S) -> dict[str, Any]:
-        """Return the answer.
-
-        Raises:
-            JoinError: it refused, or is not reached in time; see `reached`.
-        """
-        try:
-            answer = json.loads(self._answer(request, timeout_s))
-        except (ValueError, RecursionError) as error:
-            raise JoinError(f"{self} answered what is not JSON") from error
-        if not isinstance(answer, dict):
-            raise JoinError(f"{self} answered what is no table")
-        return answer
+        """Return the answer, whatever is in it; raises as `learn`."""
+        return self.learn(request, Response, timeout_s=timeout_s).model_dump()
 
     def learn(
         self, request: Request, kind: type[Kind], *, timeout_s: float = ASK_S
@@ -323,24 +297,21 @@ class ControlClient:
         """Return the answer as one of its kind.
 
         Raises:
-            JoinError: as `ask`; or the answer is not of that kind.
+            JoinError: it refused, is not reached in time (see `reached`), or answered
+                something of another kind.
         """
-        answer = self._answer(request, timeout_s)
-        try:
-            return kind.model_validate_json(answer)
-        except ValidationError as error:
-            said = f"{self} answered what cannot be used: {_said(kind, error)}"
-            raise JoinError(said) from None
-
-    def _answer(self, request: Request, timeout_s: float) -> bytes:
-        call = self.channel.unary_unary(f"/{_SERVICE}/{type(request).__name__}")
+        asked = type(request).__name__
+        call = self.channel.unary_unary(f"/{_SERVICE}/{asked}")
         body = request.model_dump_json().encode()
         metadata = ((PROOF, proof_of(request.key)), (VERSION, str(PROTOCOL)))
         try:
             answer: bytes = call(body, timeout=timeout_s, metadata=metadata)
+            return kind.model_validate_json(answer)
         except grpc.RpcError as error:
-            raise self._refusal(type(request).__name__, error, timeout_s) from None
-        return answer
+            raise self._refusal(asked, error, timeout_s) from None
+        except ValidationError as error:
+            said = f"{self} answered what cannot be used: {_said(kind, error)}"
+            raise JoinError(said) from None
 
     def close(self) -> None:
         """Close the connection."""
@@ -377,16 +348,16 @@ def channel_to(address: Address, tls: Tls | None) -> grpc.Channel:
 
 def why_not(address: Address, tls: Tls | None) -> str | None:
     """Say why an address cannot be asked, by trying it; None if nothing is found."""
+    context = _TRUSTING if tls is None else tls.dialling
     try:
-        with socket.create_connection(address, _PROBE_S) as tried:
+        with (
+            socket.create_connection(address[:2], _PROBE_S) as tried,
+            context.wrap_socket(tried, server_hostname=address.host) as secured,
+        ):
             if tls is None:
-                if _uses_tls(tried):
-                    return f"it uses TLS and this process does not; {_BOTH}"
-                return "it closes the connection; perhaps it stops"
-            host = address.host
-            with tls.dialling.wrap_socket(tried, server_hostname=host) as secured:
-                # A server that refuses our certificate says so only now.
-                secured.recv(1)
+                return f"it uses TLS and this process does not; {_BOTH}"
+            # A server that refuses our certificate says so only now.
+            secured.recv(1)
             return None
     except ssl.SSLCertVerificationError as error:
         why = error.verify_message.lower()
@@ -395,20 +366,11 @@ def why_not(address: Address, tls: Tls | None) -> str | None:
             "issued by the authority that ca names here"
         )
     except ssl.SSLError as error:
+        if tls is None:
+            return "it closes the connection; perhaps it stops"
         if error.reason == "WRONG_VERSION_NUMBER":
             return f"it does not use TLS and this process does; {_BOTH}"
         why = error.reason or str(error)
         return f"TLS refused: {str(why).lower().replace('_', ' ')}"
     except OSError as error:
         return reason(error)
-
-
-def _uses_tls(connected: socket.socket) -> bool:
-    """Whether the other end of a connection answers a TLS handshake, whoever it is."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    hello = ssl.MemoryBIO()
-    with suppress(ssl.SSLWantReadError):
-        context.wrap_bio(ssl.MemoryBIO(), hello).do_handshake()
-    connected.sendall(hello.read())
-    return connected.recv(1) in _TLS_RECORDS

@@ -5,18 +5,18 @@ import threading
 from collections.abc import Mapping
 
 from jdag.errors import JoinError
+from jdag.rpc.addresses import Address, address_of
 from jdag.rpc.control import ControlClient
 from jdag.rpc.listener import CARRIED, dial
+from jdag.rpc.node import Node
 from jdag.rpc.requests import (
-    Attach,
+    AttachWorker,
     Health,
     Healthy,
     Ticket,
     TicketIssued,
     Whereabouts,
 )
-from jdag.rpc.session_info import Node
-from jdag.rpc.settings import Address, address_of
 from jdag.rpc.streams import Stream
 from jdag.rpc.tls import Tls
 
@@ -26,12 +26,8 @@ _log = logging.getLogger(__name__)
 class Routes:
     """The other processes of a session, and the ways there; thread-safe.
 
-    Args:
-        worker: the name of this process's worker.
-        incarnation: which one of that name it is.
-        secrets: of this process with each other one, by name; they may change.
-        tls: for mutual TLS.
-        timeout_s: how long a request, or a dial, may take.
+    `secrets` are those that this process shares with each other one; they may change.
+    `timeout_s` bounds each request and each dial.
     """
 
     def __init__(
@@ -74,14 +70,6 @@ class Routes:
         with self._lock:
             self._known[peer] = whereabouts
 
-    def incarnation_of(self, peer: str) -> int | None:
-        """Return which incarnation of a worker is known; None if none is."""
-        if peer == self._worker:
-            return self._incarnation
-        with self._lock:
-            found = self._known.get(peer)
-        return None if found is None else found.incarnation
-
     def client(self, peer: str) -> ControlClient:
         """Return what asks a peer; JoinError if nobody said where it is."""
         with self._lock:
@@ -91,14 +79,9 @@ class Routes:
         return found
 
     def dial(self, peer: str, received: int) -> tuple[Stream, int]:
-        """Connect to a peer that is known.
+        """Connect to a known peer, of which so many messages were received.
 
-        Args:
-            peer: whom.
-            received: up to what this side has received from it.
-
-        Returns:
-            The stream, and up to what the peer has received.
+        Return the stream, and how many messages the peer has received.
 
         Raises:
             JdagError: the peer refuses, or is not reached.
@@ -120,9 +103,7 @@ class Routes:
     def connect(self, node: Node, peer: str) -> None:
         """Connect a node to a peer that is known, by a stream that the node adopts."""
         stream, theirs = self.dial(peer, node.received(peer))
-        incarnation = self.incarnation_of(peer)
-        assert incarnation is not None, peer
-        node.adopt(peer, incarnation, stream, theirs)
+        node.adopt(peer, self._known[peer].incarnation, stream, theirs)
 
     def close(self) -> None:
         """Reach nobody any more."""
@@ -134,17 +115,13 @@ class Routes:
 
 
 class Lookout:
-    """Looks whether main is still where it said that it is, if it could be found there.
+    """Looks whether main is still at the address that it gave, if it once was there.
 
-    Main dials its workers, so who has lost the stream could only wait; that main's
-    process has ended, its own address tells at once.
-
-    Args:
-        asked: what main said.
-        routes: of this process.
+    Main dials its workers, so a worker that has lost the stream could only wait; main's
+    own address tells at once that its process has ended.
     """
 
-    def __init__(self, asked: Attach, routes: Routes) -> None:
+    def __init__(self, asked: AttachWorker, routes: Routes) -> None:
         self._asked = asked
         self._routes = routes
         self._has_found = False

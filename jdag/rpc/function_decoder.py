@@ -43,8 +43,8 @@ from jdag.rpc.allowed import Allowed
 from jdag.rpc.code_fingerprint import CodeFingerprints, are_fingerprints
 from jdag.rpc.function_encoder import FunctionEncoder
 from jdag.rpc.unmarshal import structure, unmarshal
-from jdag.wire.specs import Body, Places, read_spec
-from jdag.wire.trees import Named, Node
+from jdag.wire.specs import Body, DevicePlacement, read_spec
+from jdag.wire.trees import Named, TreeNode
 
 # An executable takes memory maps, of which a process has a number: near 10,900 of them
 # it dies. So beyond the pairs that compute keeps, few are held here, of two each.
@@ -66,7 +66,7 @@ class Bound:
     def __init__(
         self,
         spec: bytes,
-        places: Places,
+        places: DevicePlacement,
         body: Body,
         make: Callable[["Bound"], Any],
     ) -> None:
@@ -113,17 +113,14 @@ class Bound:
             raise AttributeError(name)
         return getattr(self.pair, name)
 
-    def forward(self, args: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
+    # To ask for these two is not yet to make the pair.
+    def forward(self, args: Sequence[Any]) -> Any:
         """Run the function; see `Pair.forward`."""
-        found: tuple[tuple[Any, ...], Any] = self.pair.forward(args)
-        return found
+        return self.pair.forward(args)
 
-    def vjp(
-        self, residuals: Any, cotangents: Sequence[Sequence[Any]]
-    ) -> tuple[Any, ...]:
+    def vjp(self, residuals: Any, cotangents: Sequence[Sequence[Any]]) -> Any:
         """Carry cotangents back; see `Pair.vjp`."""
-        found: tuple[Any, ...] = self.pair.vjp(residuals, cotangents)
-        return found
+        return self.pair.vjp(residuals, cotangents)
 
     def __repr__(self) -> str:
         return f"Bound({self.name})"
@@ -205,18 +202,7 @@ class FunctionDecoder:
         """
         match message:
             case Call():
-                # As `dataclasses.replace` does, in a tenth of the steps.
-                return Call(
-                    message.context,
-                    message.path,
-                    self._of_call(message),
-                    message.inputs,
-                    message.tracked,
-                    message.outputs,
-                    message.incoming,
-                    message.call_site,
-                    message.discarded,
-                )
+                return replace(message, function=self._of_call(message))
             case Assign():
                 parts = tuple([self._part(part) for part in message.parts])
                 return replace(message, parts=parts)
@@ -224,13 +210,10 @@ class FunctionDecoder:
                 roots = [replace(r, aval=aval_from(r.aval)) for r in message.roots]
                 return replace(message, roots=tuple(roots))
             case Attach():
-                hook = message.hook
-                bound = replace(
-                    hook,
-                    function=self._callable(hook.function),
-                    aval=aval_from(hook.aval),
-                )
-                return replace(message, hook=bound)
+                function = self._callable(message.hook.function)
+                aval = aval_from(message.hook.aval)
+                hook = replace(message.hook, function=function, aval=aval)
+                return replace(message, hook=hook)
             case Run():
                 return self._run(message)
             case Return():
@@ -365,10 +348,10 @@ class FunctionDecoder:
         data = message.result
         if data is None:
             return message
-        if not isinstance(data, Node) or data.name != REPLY or len(data.parts) != 3:
+        if not isinstance(data, TreeNode) or data.name != REPLY or len(data.parts) != 3:
             raise ProtocolError(f"a program returned {data!r}, which is no reply")
         result, *rest = data.parts
-        reply = unmarshal(Node(REPLY, (None, *rest)), self.allowed)
+        reply = unmarshal(TreeNode(REPLY, (None, *rest)), self.allowed)
         try:
             reply = reply._replace(result=unmarshal(result, self.allowed))
         except JdagError as error:
@@ -393,9 +376,9 @@ def _name_in(data: Any) -> str:
     match data:
         case Named():
             return data.name
-        case Node(parts=(first, *_)) if isinstance(first, Named | Node):
+        case TreeNode(parts=(first, *_)) if isinstance(first, Named | TreeNode):
             return f"partial({_name_in(first)})"
-        case Node(parts=(str(name), *_)):
+        case TreeNode(parts=(str(name), *_)):
             return name
         case _:
             return getattr(data, "name", "builtins:function")

@@ -44,7 +44,13 @@ from jdag.rpc.allowed import Allowed
 from jdag.rpc.code_fingerprint import fingerprints_of
 from jdag.rpc.unmarshal import structure, unmarshal
 from jdag.wire.frames import LENGTHS_MAX, FrameKind
-from jdag.wire.specs import Places, exported_spec, placed_spec, read_spec, spec_of
+from jdag.wire.specs import (
+    DevicePlacement,
+    exported_spec,
+    placed_spec,
+    read_spec,
+    spec_of,
+)
 from jdag.wire.trees import check_there, portable, tree_size
 
 DATA_BYTES_MAX = LENGTHS_MAX[FrameKind.MESSAGE] - (1 << 20)  # The rest of a message.
@@ -92,7 +98,7 @@ class FunctionEncoder:
                 self._found.setdefault(bare, {})[allowed_there] = known
         if bare is pair:
             return known
-        places = Places(pair.device, pair.in_devices, pair.out_devices)
+        places = DevicePlacement(pair.device, pair.in_devices, pair.out_devices)
         return (placed_spec(known[0], places), *known[1:])
 
     def prepare(

@@ -1,7 +1,7 @@
 """Jobs of one node: short ones where its loop runs, long ones on a thread beside it.
 
-Told:  `add(job)`; `run()` at the end of a turn, which does what is short and due.
-Gives: `Computed` for each, when what it makes is ready and held.
+Inputs:  `add(job)`; `run()` at the end of a turn, which does what is short and due.
+Outputs: `Computed` for each, when what it makes is ready and held.
 
 A job is short if the same computation was, the last times. Whoever drives the loop does
 it then and there: to hand it to a thread costs more than most take. What was never run

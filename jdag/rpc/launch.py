@@ -27,8 +27,9 @@ from pathlib import Path
 from types import FrameType
 
 from jdag.errors import JoinError, ScenarioError, reason, unusable
-from jdag.rpc.settings import READY_S, Address
-from jdag.rpc.worker import COMMAND, STOP, Options, environment
+from jdag.rpc.addresses import Address, bound
+from jdag.rpc.settings import READY_S
+from jdag.rpc.worker import COMMAND, STOP, WorkerOptions, environment
 
 LOGS = "the path of a folder that can be written"
 STOP_S = 5.0
@@ -43,14 +44,13 @@ class _Child:
     """One worker process."""
 
     def __init__(
-        self, options: Options, log: Path, env: Mapping[str, str], litter: str
+        self, options: WorkerOptions, log: Path, env: Mapping[str, str], litter: str
     ) -> None:
         self.name = options.worker
         self.log = log
         self.address: Address | None = None
         self.failed = ""  # What it said itself of why it cannot start.
         self.ended: str | None = None
-        self.pidfd = -1
         self._said = b""
         self.socket, theirs = socket.socketpair()
         with theirs, log.open("ab") as output:
@@ -67,8 +67,7 @@ class _Child:
                 # Ctrl-C in a terminal is for the process that is in front.
                 process_group=0,
             )
-        if hasattr(os, "pidfd_open"):
-            self.pidfd = os.pidfd_open(self.process.pid)
+        self.pidfd = os.pidfd_open(self.process.pid)
         self.socket.sendall(options.model_dump_json().encode() + b"\n")
         self.socket.setblocking(False)
 
@@ -101,8 +100,7 @@ class _Child:
             self.process.kill()
             code = self.process.wait()
         self.socket.close()
-        if self.pidfd >= 0:
-            os.close(self.pidfd)
+        os.close(self.pidfd)
         how = f"ended with exit code {code}"
         if code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
@@ -162,7 +160,7 @@ class Launch:
 
     def __init__(
         self,
-        options: Sequence[Options],
+        options: Sequence[WorkerOptions],
         *,
         env: Mapping[str, str] | None = None,
         logs: str | os.PathLike[str] | None = None,
@@ -206,8 +204,8 @@ class Launch:
     @property
     def addresses(self) -> dict[str, Address]:
         """Where the control server of each worker listens."""
-        found = {name: child.address for name, child in self._children.items()}
-        return {name: address for name, address in found.items() if address is not None}
+        children = self._children.values()
+        return {one.name: one.address for one in children if one.address is not None}
 
     @property
     def pids(self) -> dict[str, int]:
@@ -278,7 +276,7 @@ class Launch:
 
     # --------------------------------------------------------------------- keeping
 
-    def _keep(self, options: Sequence[Options], env: Mapping[str, str]) -> None:
+    def _keep(self, options: Sequence[WorkerOptions], env: Mapping[str, str]) -> None:
         with selectors.DefaultSelector() as selector:
             litter = str(self.logs) if self._is_litter else ""
             try:
@@ -287,8 +285,7 @@ class Launch:
                     with self._changed:
                         self._children[child.name] = child
                     for source in (child.socket, child.pidfd):
-                        if source != -1:
-                            selector.register(source, selectors.EVENT_READ, child)
+                        selector.register(source, selectors.EVENT_READ, child)
                     if self._closing:
                         break
             except Exception as error:  # Whatever it is, somebody waits.
@@ -314,8 +311,7 @@ class Launch:
         while source is not child.socket and child.hear():
             pass  # What it said before it ended.
         for one in (child.socket, child.pidfd):
-            if one != -1:
-                selector.unregister(one)
+            selector.unregister(one)
         child.reap()
         with self._changed:
             self._changed.notify_all()
@@ -374,11 +370,7 @@ def _folder(logs: str | os.PathLike[str] | None) -> Path:
 def is_here(host: str) -> bool:
     """Whether a host, by name or number, is this one."""
     try:
-        family, kind, _, _, where = socket.getaddrinfo(
-            host, 0, type=socket.SOCK_STREAM
-        )[0]
-        with socket.socket(family, kind) as tried:
-            tried.bind(where)
+        bound(Address(host)).close()
     except OSError:
         return False
     return True

@@ -203,7 +203,12 @@ class Listener:
             visitor = asyncio.current_task()
             assert visitor is not None
             self._entered[visitor] = self._visitors.pop(visitor)  # It stays open.
-            await self._hand_over(admission, stream, _HELLO.unpack(hello)[-1])
+            received = _HELLO.unpack(hello)[-1]
+            try:
+                await asyncio.to_thread(self._take, admission, stream, received)
+            except Exception:
+                _log.exception("%s could not hand over a stream", self.address)
+                stream.close()
 
     async def _admission(self, hello: bytearray, stream: Stream) -> Admission:
         """Return whom a hello lets in; ConnectionError says why nobody."""
@@ -224,15 +229,6 @@ class Listener:
             raise ConnectionError("its ticket is unknown, used or too old")
         return admission
 
-    async def _hand_over(
-        self, admission: Admission, stream: Stream, received: int
-    ) -> None:
-        try:
-            await asyncio.to_thread(self._take, admission, stream, received)
-        except Exception:
-            _log.exception("%s could not hand over a stream", self.address)
-            stream.close()
-
     def _refused(self, stream: Stream, why: str) -> None:
         _log.warning("%s refused %s: %s", self.address, stream.peer, why)
 
@@ -249,7 +245,7 @@ def _name_of(connected: socket.socket) -> str:
     if connected.family == socket.AF_UNIX:
         return "a process of this host"
     host, port, *_ = connected.getpeername()
-    return str(Address("tcp", host, port))
+    return str(Address(host, port, "tcp"))
 
 
 def dial(

@@ -9,7 +9,6 @@ Invariants: the incarnations of a name are numbered 0, 1, ... by main. A newer o
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 from jdag.errors import JoinError
 
@@ -55,12 +54,6 @@ def after(table: Transitions, subject: str, state: str, event: str) -> str:
     return following
 
 
-@dataclass
-class _Member:
-    state: str = ABSENT
-    why: str = ""  # It is lost.
-
-
 class Membership:
     """The other workers of a session, as one process sees them.
 
@@ -72,16 +65,18 @@ class Membership:
 
     Attributes:
         incarnations: the number of each worker that is known.
+        lost: why each lost worker is.
     """
 
     def __init__(self, here: str, names: Iterable[str]) -> None:
         self._here = here
-        self._members = {name: _Member() for name in names if name != here}
+        self._states = {name: ABSENT for name in names if name != here}
+        self.lost: dict[str, str] = {}
         self.incarnations: dict[str, int] = {}
 
     def check(self, name: str) -> None:
         """Refuse a name that is none of the other workers'."""
-        if name not in self._members:
+        if name not in self._states:
             raise JoinError(f"{name!r} is none of the others of {self._here!r}")
 
     def next_incarnation(self, name: str) -> int:
@@ -90,9 +85,8 @@ class Membership:
         Raises:
             JoinError: that worker may not be attached now.
         """
-        member = self._members[name]
-        after(MEMBER, f"worker {name!r}", member.state, "attach")
-        return self.incarnations[name] + 1 if member.state == LOST else 0
+        after(MEMBER, f"worker {name!r}", self._states[name], "attach")
+        return self.incarnations[name] + 1 if name in self.lost else 0
 
     def attach(self, name: str, incarnation: int) -> None:
         """A process has this name now; the same one may be told again.
@@ -108,6 +102,7 @@ class Membership:
             if known >= 0:
                 self.lose(name, f"incarnation {incarnation} has taken its place")
             self._apply(name, "attach")
+            self.lost.pop(name, None)
             self.incarnations[name] = incarnation
 
     def join(self, name: str) -> None:
@@ -117,18 +112,13 @@ class Membership:
     def lose(self, name: str, why: str) -> None:
         """A worker is lost."""
         self._apply(name, "lose")
-        self._members[name].why = why
-
-    @property
-    def lost(self) -> dict[str, str]:
-        """The workers that are lost, and why."""
-        return {n: one.why for n, one in self._members.items() if one.state == LOST}
+        self.lost[name] = why
 
     @property
     def present(self) -> tuple[str, ...]:
         """The workers that are attached or have joined."""
         there = (ATTACHED, JOINED)
-        return tuple(n for n, one in self._members.items() if one.state in there)
+        return tuple(name for name, now in self._states.items() if now in there)
 
     def admit(self, name: str, incarnation: int) -> None:
         """Refuse a process that is not the one of this name.
@@ -150,8 +140,8 @@ class Membership:
             raise JoinError(_replaced(name, incarnation, known), given_up=True)
 
     def _apply(self, name: str, event: str) -> None:
-        member = self._members[name]
-        member.state = after(MEMBER, f"worker {name!r}", member.state, event)
+        now = self._states[name]
+        self._states[name] = after(MEMBER, f"worker {name!r}", now, event)
 
 
 def _replaced(name: str, incarnation: int, known: int) -> str:

@@ -466,3 +466,6 @@ class Node:
         background = self._background
         if background is not None and background is not threading.current_thread():
             background.join(timeout=5)
+
+
+MakeNode = Callable[[SessionInfo], Node]

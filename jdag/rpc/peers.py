@@ -58,13 +58,13 @@ class PeerTable:
     """The peers of one node.
 
     Args:
-        place: where the node stands in its session.
-        loop: of the node.
-        codec: of its cluster.
-        gone: where it writes why each lost peer is gone.
-        connect: makes the connection with a worker's name and incarnation.
-        tell: has the node's engine handle an event.
-        answer: gives what another node asks for.
+        place: the node's session.
+        loop: the node's loop.
+        codec: the codec of the cluster, which learns of incarnations.
+        gone: filled with why each lost peer is gone.
+        connect: makes the connection with a worker of this name and incarnation.
+        tell: makes the node's engine handle an event.
+        answer: returns what another node asks for.
     """
 
     def __init__(

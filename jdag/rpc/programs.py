@@ -1,8 +1,8 @@
 """How programs run on a node: each on a thread of its own.
 
-Told:  `start` for a program.
-Gives: `current`, the port of the program that the thread that asks runs; `ended_by`,
-       how one ends that cannot be called, or cannot return, as was asked.
+Inputs:  `start` for a program.
+Outputs: `current`, the port of the program that the thread that asks runs; `ended_by`,
+         how one ends that cannot be called, or cannot return, as was asked.
 
 A thread cannot be ended from outside: when its session is over, the next thing that a
 program asks of its node raises `Over`, which is no Exception, so that programs do not
@@ -39,28 +39,20 @@ class Over(BaseException):
     """The session of the program that asked this is over."""
 
 
-class _Local(threading.local):
-    """What one thread runs."""
-
-    port: Port | None = None
-
-
 class Programs:
     """The programs of one node. `main` is that of the user."""
 
     def __init__(self, main: Port | None) -> None:
         self._main = main
         self._main_thread = threading.get_ident()
-        self._local = _Local()
-        self._running: dict[Port, None] = {}
+        self._running: dict[threading.Thread, Port] = {}
 
     @property
     def current(self) -> Port | None:
         """The port of the program that runs on this thread, None where none does."""
-        port = self._local.port
-        if port is None and threading.get_ident() == self._main_thread:
-            return self._main
-        return port
+        is_main = threading.get_ident() == self._main_thread
+        default = self._main if is_main else None
+        return self._running.get(threading.current_thread(), default)
 
     @property
     def alive(self) -> int:
@@ -71,14 +63,14 @@ class Programs:
         """Run `body` as the program of `port`."""
 
         def run() -> None:
-            self._local.port = port
             try:
                 body()
             except Over:
                 return  # Nobody is left who would have to be told.
             finally:
-                del self._running[port]
+                del self._running[thread]
 
-        self._running[port] = None
         name = f"program on {port.worker}"
-        threading.Thread(target=run, name=name, daemon=True).start()
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        self._running[thread] = port
+        thread.start()

@@ -42,7 +42,7 @@ class Definition(NamedTuple):
 class Control(NamedTuple):
     """A control frame: what the peer's node asks or tells beside the engines."""
 
-    what: dict[str, Any]
+    what: Any  # JSON.
 
 
 class Broken(NamedTuple):
@@ -208,7 +208,7 @@ class FrameReader:
             digest, data = payload[:DIGEST_BYTES], payload[DIGEST_BYTES:]
             events.append(Definition(bytes(digest), bytes(data)))
         elif kind is FrameKind.ASIDE:
-            events.append(Control(_object(bytes(payload))))
+            events.append(Control(json.loads(bytes(payload))))
             self.paused = True
         elif kind is FrameKind.SEGMENT:
             self._segment(bytes(payload), events)
@@ -244,13 +244,3 @@ class FrameReader:
             raise ProtocolError(str(error)) from None
         except OSError as error:
             self._borrowed.refused(error)
-
-
-def _object(data: bytes) -> dict[str, Any]:
-    try:
-        what = json.loads(data)
-    except ValueError as error:
-        raise ProtocolError(f"a control frame that is no JSON: {error}") from None
-    if not isinstance(what, dict):
-        raise ProtocolError(f"a control frame that is no object: {what!r}")
-    return what

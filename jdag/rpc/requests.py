@@ -15,7 +15,7 @@ What is answered to those whose answers have something in them is checked too. E
 text, list and number has a bound.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -38,11 +38,12 @@ class Request(BaseModel):
     """A request; nothing unknown is in it, and nothing is converted."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    ASKER: ClassVar[str] = ""  # The field with the worker that asks, if there is one.
 
     @property
     def by(self) -> str | None:
         """The worker that asks, if that is said."""
-        return None
+        return getattr(self, self.ASKER, None)
 
     @property
     def key(self) -> str:
@@ -50,7 +51,7 @@ class Request(BaseModel):
         return str(getattr(self, "token", "") or getattr(self, "secret", ""))
 
 
-class Attach(Request):
+class AttachWorker(Request):
     """Begin a session: `main` takes the asked process for its `worker`.
 
     By `secret` the two know each other from now on; `secrets` has those by which the
@@ -58,6 +59,7 @@ class Attach(Request):
     it does. `watched`, `nesting_max`: see `jdag.rpc.session_info.SessionInfo`.
     """
 
+    ASKER = "main"
     token: Secret
     secret: Annotated[str, Field(min_length=16, max_length=4096, repr=False)]
     secrets: Secrets
@@ -71,11 +73,6 @@ class Attach(Request):
     watched: bool = False
     nesting_max: Annotated[int, Field(ge=1)] = NESTING_MAX
     handshake: Annotated[dict[str, Any], Field(max_length=64)]
-
-    @property
-    def by(self) -> str:
-        """The worker that asks."""
-        return self.main
 
 
 class Whereabouts(Request):
@@ -113,14 +110,10 @@ class Ticket(Request):
     The secret is the one that the two share.
     """
 
+    ASKER = "worker"
     secret: Secret
     worker: Name
     incarnation: Incarnation
-
-    @property
-    def by(self) -> str:
-        """The worker that asks."""
-        return self.worker
 
 
 class Detach(Request):
@@ -145,13 +138,13 @@ class Health(Request):
     """Say that this process lives."""
 
 
-class Answer(BaseModel):
-    """An answer; nothing is converted, and what else is in it is not looked at."""
+class Response(BaseModel):
+    """An answer; nothing is converted, and what else is in it is kept as it is."""
 
-    model_config = ConfigDict(frozen=True, strict=True)
+    model_config = ConfigDict(frozen=True, extra="allow", strict=True)
 
 
-class Attached(Answer):
+class WorkerAttached(Response):
     """To Attach: where the worker is dialled, and what it says of itself."""
 
     data: Text
@@ -159,25 +152,13 @@ class Attached(Answer):
     handshake: Annotated[dict[str, Any], Field(max_length=64)]
 
 
-class Healthy(Answer):
+class Healthy(Response):
     """To Health: which process it is."""
 
     pid: int
 
 
-class TicketIssued(Answer):
+class TicketIssued(Response):
     """To Ticket: the ticket, in hexadecimal."""
 
     ticket: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$", repr=False)]
-
-
-REQUESTS: tuple[type[Request], ...] = (
-    Attach,
-    Mesh,
-    Peer,
-    Ticket,
-    Detach,
-    Drain,
-    Info,
-    Health,
-)

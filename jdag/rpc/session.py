@@ -12,24 +12,24 @@ a new one before it knocks at them; what is attached when something fails is det
 import atexit
 import logging
 import os
-import queue
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from jdag.errors import JdagError, JoinError
+from jdag.rpc.addresses import Address
 from jdag.rpc.control import ControlClient, ControlServer
 from jdag.rpc.dialling import Routes
 from jdag.rpc.handshake import other_cpu, refuse_mismatch
 from jdag.rpc.membership import Membership
+from jdag.rpc.node import MakeNode
 from jdag.rpc.requests import (
-    Attach,
-    Attached,
+    AttachWorker,
     Detach,
     Health,
     Info,
@@ -37,9 +37,9 @@ from jdag.rpc.requests import (
     Peer,
     Request,
     Whereabouts,
+    WorkerAttached,
 )
-from jdag.rpc.session_info import MakeNode, Node, SessionInfo
-from jdag.rpc.settings import Address
+from jdag.rpc.session_info import SessionInfo
 from jdag.rpc.tickets import fresh_secret, secret_between
 from jdag.rpc.tls import Tls
 from jdag.runtime.tables import NESTING_MAX
@@ -56,7 +56,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Plan:
+class SessionPlan:
     """What a session is to be.
 
     `workers` are all names in order, main's among them; `controls` are the addresses of
@@ -92,7 +92,7 @@ class Session:
         JoinError: a worker is not reached, refuses, or differs; all are left again.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: SessionPlan) -> None:
         self._plan = plan
         self._process = os.getpid()
         self._secret = fresh_secret()
@@ -114,10 +114,9 @@ class Session:
         self._no_more = threading.Event()  # Set when no worker is waited for any more.
         self._there: dict[str, Whereabouts] = {}
         self._members = Membership(plan.main, plan.workers)
-        self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._server: ControlServer | None = None
         self._asking = ThreadPoolExecutor(ASKED_AT_ONCE_MAX, "asking")
-        self._keeper = threading.Thread(target=self._keep, name="keeper", daemon=True)
+        self._keeper = ThreadPoolExecutor(1, "keeper")
         self.info = SessionInfo(
             worker=plan.main,
             workers=plan.workers,
@@ -131,11 +130,12 @@ class Session:
             watched=plan.watched,
             nesting_max=plan.nesting_max,
         )
-        self.node: Node = plan.make_node(self.info)
+        self.node = plan.make_node(self.info)
         atexit.register(self._goodbye)
         try:
             self._begin()
-            self._keeper.start()
+            if plan.rejoin:
+                threading.Thread(target=self._poll, daemon=True).start()
         except BaseException:
             self.close()
             raise
@@ -202,13 +202,12 @@ class Session:
     def _attach(self, peer: str, incarnation: int) -> None:
         plan = self._plan
         with self._lock:
-            lost = self._members.lost
             present = {
                 name: number
                 for name, number in self.info.incarnations.items()
-                if name not in lost
+                if name not in self._members.lost
             }
-        asked = Attach(
+        asked = AttachWorker(
             token=plan.token,
             secret=self._secrets[peer],
             secrets={
@@ -231,7 +230,7 @@ class Session:
         client = self._routes.reach(peer, control)
         mine = f"main {plan.main!r}"
         try:
-            answer = client.learn(asked, Attached, timeout_s=plan.deadline_s)
+            answer = client.learn(asked, WorkerAttached, timeout_s=plan.deadline_s)
             refuse_mismatch(plan.handshake, answer.handshake, mine, f"worker {peer!r}")
         except JoinError as error:
             if error.reached:  # It may hold the session for us that we do not want.
@@ -300,12 +299,13 @@ class Session:
             if self.info.incarnations[worker] == incarnation:
                 self.node.lost(worker, why)
 
-        self._todo.put(lose)
+        with suppress(RuntimeError):  # The session is closed.
+            self._keeper.submit(lose)
 
     def away(self) -> dict[str, str]:
         """Return the workers that are lost, and why each is."""
         with self._lock:
-            return self._members.lost
+            return dict(self._members.lost)
 
     def join(self, worker: str, address: Address | None = None) -> None:
         """Have a new process take the name of a lost worker; waits until it has joined.
@@ -318,60 +318,35 @@ class Session:
             JoinError: it is not reached, refuses, or is not lost; or the session is
                 closed.
         """
-        joined: Future[None] = Future()
-
-        def join() -> None:
-            try:
-                self._rejoin(worker, address)
-            except Exception as error:
-                joined.set_exception(error)
-            else:
-                joined.set_result(None)
-
         with self._lock:
-            if self._closing:  # Nobody would do it any more.
-                raise JoinError(f"worker {worker!r} cannot join: the session is closed")
-            self._todo.put(join)
+            self._check_open(worker)
+            joined = self._keeper.submit(self._rejoin, worker, address)
         joined.result()
+
+    def _check_open(self, worker: str) -> None:
+        if self._closing:
+            raise JoinError(f"worker {worker!r} cannot join: the session is closed")
 
     def _gone(self, peer: str, why: str) -> None:
         """Main's node has found a peer to be lost, and said so to the others."""
         with self._lock:
             if not self._closing:
                 self._members.lose(peer, why)
-        self._todo.put(_nothing)
-
-    def _keep(self) -> None:
-        """Do what there is to do, and look for who may join again."""
-        due_ns = time.monotonic_ns()
-        while True:
-            waits_s = max(0.0, (due_ns - time.monotonic_ns()) / _SECOND_NS)
-            polls = self._plan.rejoin and bool(self.away())
-            try:
-                do = self._todo.get(timeout=waits_s if polls else None)
-            except queue.Empty:
-                do = self._poll
-                due_ns = time.monotonic_ns() + round(POLL_S * _SECOND_NS)
-            if do is None:
-                return
-            try:
-                do()
-            except Exception:  # Of one thing; the others are still to be done.
-                _log.exception("main %r: %s failed", self._plan.main, do.__qualname__)
 
     def _poll(self) -> None:
-        for worker in self.away():
-            try:
-                self._rejoin(worker, None)
-            except JdagError as error:
-                _log.debug("%s has not joined again: %s", worker, error)
-            except Exception:  # Of one; the others may join.
-                _log.exception("%s has not joined again", worker)
+        """Look for new processes of lost workers; a thread's whole life."""
+        while not self._no_more.wait(POLL_S):
+            for worker in self.away():
+                try:
+                    self.join(worker)
+                except JdagError as error:
+                    _log.debug("%s has not joined again: %s", worker, error)
+                except Exception:  # The others may still join.
+                    _log.exception("%s has not joined again", worker)
 
     def _rejoin(self, worker: str, address: Address | None) -> None:
         with self._lock:
-            if self._closing:
-                raise JoinError(f"worker {worker!r} cannot join: the session is closed")
+            self._check_open(worker)
             incarnation = self._members.next_incarnation(worker)
             others = self._members.present
         if address is not None:
@@ -417,7 +392,7 @@ class Session:
             self._closing = True
             there = self._members.present
         self._no_more.set()
-        self._todo.put(None)
+        self._keeper.shutdown(wait=False)
         self.node.close()
         atexit.unregister(self._goodbye)
         self._tell(there, self._detach)
@@ -432,7 +407,7 @@ class Session:
             self.node.close()
 
 
-def _hold(plan: Plan, control: Address) -> ControlServer:
+def _hold(plan: SessionPlan, control: Address) -> ControlServer:
     """Hold main's own address, and say who does."""
     health = {"worker": plan.main, "state": "main", "pid": os.getpid()}
     try:
@@ -444,7 +419,7 @@ def _hold(plan: Plan, control: Address) -> ControlServer:
         ) from error
 
 
-def _who(plan: Plan, control: Address) -> str:
+def _who(plan: SessionPlan, control: Address) -> str:
     """Say who answers at main's own address, if a process of a cluster does."""
     rule = "each name of the file is for one process, on the host of its address"
     client = ControlClient("it", control, tls=plan.tls)
@@ -458,7 +433,3 @@ def _who(plan: Plan, control: Address) -> str:
     if found.get("worker") == plan.main and found.get("state") != "main":
         said += f" (jdag up --except {plan.main} leaves it to this one)"
     return said
-
-
-def _nothing() -> None:
-    """It is enough that the keeper does not wait."""

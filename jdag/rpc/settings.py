@@ -28,13 +28,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from jdag.engine.protocol import WORKERS_MAX
 from jdag.errors import JdagError, ScenarioError, meant, reason, spelled, unusable
-from jdag.rpc.addresses import is_host, is_loopback
+from jdag.rpc.addresses import Address, address_of
 from jdag.rpc.tickets import fresh_secret
 from jdag.rpc.tls import load as load_tls
 from jdag.runtime.tables import (
@@ -66,40 +66,6 @@ _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 NAMES = "letters, digits, _, - and ., beginning with a letter or digit, at most 64"
 _ADDRESSES = "host:port, with a port of 1 to 65535, such as 127.0.0.1:7001"
 FILE = "a cluster's TOML file, such as cluster.toml"
-
-
-class Address(NamedTuple):
-    """A host, by name or number, and a port; 0 lets the system choose."""
-
-    host: str
-    port: int
-
-    @classmethod
-    def read(cls, text: str) -> "Address":
-        """Read what `str` made of one."""
-        address = address_of(text)
-        assert address is not None, text
-        return address
-
-    def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port}"
-
-    @property
-    def is_loopback(self) -> bool:
-        """Whether only this host reaches it."""
-        return is_loopback(self.host)
-
-
-def address_of(text: str) -> Address | None:
-    """Read `host:port`; None if it is none."""
-    host, _, port = text.rpartition(":")
-    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    if not re.fullmatch(r"[0-9]{1,5}", port) or int(port) >= 1 << 16:
-        return None
-    if not is_host(bare) or (bare == host and ":" in bare):
-        return None
-    return Address(bare, int(port))
 
 
 def is_name(value: Any) -> bool:
@@ -172,7 +138,7 @@ class TlsTable(Table):
     key: TEXT
 
 
-class Settings(Table):
+class ClusterSettings(Table):
     """What a cluster's file says; `path` is the file."""
 
     workers: Annotated[dict[str, WorkerTable], only(_WORKERS, _are_workers)]
@@ -301,7 +267,7 @@ def _refuse_shared(path: Path) -> None:
         raise ScenarioError(unusable("token", str(path), allowed))
 
 
-def load(path: str | Path) -> Settings:
+def load(path: str | Path) -> ClusterSettings:
     """Read and check a cluster's file.
 
     Raises:
@@ -311,28 +277,29 @@ def load(path: str | Path) -> Settings:
     with said_with_its_file(path):
         _, table = read(path, FILE)
         if "path" in table:
-            keys = ", ".join(key for key in Settings.model_fields if key != "path")
+            fields = ClusterSettings.model_fields
+            keys = ", ".join(key for key in fields if key != "path")
             allowed = f"one of the keys {keys}"
             raise ScenarioError(unusable("path", table["path"], allowed))
         settings = checked({**table, "path": path})
     return settings
 
 
-def checked(table: Mapping[str, Any]) -> Settings:
+def checked(table: Mapping[str, Any]) -> ClusterSettings:
     """Return what a file says, if it is usable; ScenarioError if it is not."""
-    settings = table_of(Settings, table)
+    settings = table_of(ClusterSettings, table)
     _check_names(settings)
     _check_addresses(settings)
     return settings
 
 
-def _check_names(settings: Settings) -> None:
+def _check_names(settings: ClusterSettings) -> None:
     for name in settings.names:
         if not is_name(name):
             raise ScenarioError(unusable("workers", name, NAMES))
 
 
-def _check_addresses(settings: Settings) -> None:
+def _check_addresses(settings: ClusterSettings) -> None:
     """Refuse what other hosts reach without TLS, and addresses given twice."""
     taken: dict[Address, str] = {}
     for name, worker in settings.workers.items():

@@ -12,8 +12,8 @@ So segments are made ahead, on a thread, when an array of some size has found no
 the second time, and what finds none goes by the socket at once. A segment is a memfd
 without a name: it is gone with the last process that maps it, whatever kills that.
 
-Told:  the writer (`SharedMemoryPool`): `take`, `lent`, `freed`, `sweep`;
-       the reader (`BorrowedMemory`): `offered`, `borrow`, `forget`.
+Inputs:  the writer (`SharedMemoryPool`): `take`, `lent`, `freed`, `sweep`; the reader
+         (`BorrowedMemory`): `offered`, `borrow`, `forget`.
 Asks:  the writer: that what `offers` gives is passed to the reader, and that it is told
        to forget the numbers that `sweep` gives, after all that was lent before;
        the reader: that the writer is told the numbers for which `freed` is called.

@@ -28,14 +28,9 @@ def info_of_all(
     own: Callable[[], dict[str, Any]],
     within_s: float | None,
 ) -> dict[str, dict[str, Any]]:
-    """For each worker of a session, its counts.
+    """Return the counts of each worker of a session.
 
-    Args:
-        place: of the node that asks.
-        peers: of that node.
-        own: gives its own counts.
-        within_s: how long the others are waited for; None: until they answer or are
-            lost.
+    Without `within_s`, peers are waited for until they answer or are lost.
     """
     found = peers.ask_all({"what": "info"}, within_s)
     found[place.worker] = own()
@@ -50,15 +45,12 @@ def info_of_all(
 def settle(
     peers: PeerTable, own: Callable[[], dict[str, Any]], check: Callable[[], None]
 ) -> None:
-    """Wait until nothing goes on anywhere: all is sent, heard and computed.
+    """Wait until everything is sent, received and computed on all workers.
 
-    Args:
-        peers: of the node that waits.
-        own: says whether all is quiet on that.
-        check: raises where the node is closed.
+    `own` returns what `quiet` does for this node; `check` raises if it is closed.
 
     Raises:
-        JdagError: something goes on for longer than anybody waits.
+        JdagError: something still goes on after `SETTLE_S`.
     """
     before: object = None
     due_ns = clock_ns() + round(SETTLE_S * 1e9)

@@ -41,7 +41,11 @@ class SocketStream:
     Attributes:
         peer: the other end, as error messages name it.
         local: whether both ends are on one host, so that descriptors can be passed.
+        certificate: the names in the certificate of the other end; None without TLS,
+            and nothing before the handshake is done.
     """
+
+    certificate: Names = None
 
     def __init__(self, connected: socket.socket, peer: str) -> None:
         self.peer = peer
@@ -54,11 +58,6 @@ class SocketStream:
         if not self.local:
             # Small messages are what callers wait for.
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    @property
-    def certificate(self) -> Names:
-        """The names in the certificate of the other end; None without TLS."""
-        return None
 
     def fileno(self) -> int:
         """Return the descriptor that epoll watches; -1 once closed."""

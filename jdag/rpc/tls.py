@@ -146,7 +146,7 @@ class TlsStream(SocketStream):
         self._more = False
 
     @property
-    def certificate(self) -> Names:
+    def certificate(self) -> Names:  # type: ignore[override]
         """See SocketStream; nothing before the handshake is done."""
         try:
             return names_in(self._tls.getpeercert())

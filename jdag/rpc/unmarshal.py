@@ -22,7 +22,7 @@ from jdag.engine.arrays import HOLE
 from jdag.engine.functions import Applied
 from jdag.errors import JdagError, named_text
 from jdag.rpc.allowed import Allowed
-from jdag.wire.trees import APPLIED, DTYPE, Named, Node, Opaque, Part, Raw, RefParts
+from jdag.wire.trees import APPLIED, DTYPE, Named, Opaque, Part, Raw, RefParts, TreeNode
 
 
 def unmarshal(data: Any, allowed: Allowed, *, load: bool = True) -> Any:
@@ -36,7 +36,7 @@ def unmarshal(data: Any, allowed: Allowed, *, load: bool = True) -> Any:
         match item:
             case Named():
                 return allowed.find(item.name, load=load)
-            case Node():
+            case TreeNode():
                 return _instance(item, allowed, load, made)
             case Raw():
                 return array(item)
@@ -95,7 +95,7 @@ def structure(data: Any, allowed: Allowed, *, load: bool = True) -> tuple[Any, A
             return _LEAF
         if item is None:
             return node(type(None), None, ())
-        if isinstance(item, Node):
+        if isinstance(item, TreeNode):
             if not item.parts:
                 raise JdagError(f"{item.name} without its data is no structure")
             aux, *children = item.parts
@@ -126,7 +126,7 @@ def _class(name: str, allowed: Allowed, load: bool) -> Any:
 
 
 def _instance(
-    item: Node, allowed: Allowed, load: bool, made: Callable[[Any], Any]
+    item: TreeNode, allowed: Allowed, load: bool, made: Callable[[Any], Any]
 ) -> Any:
     name, parts = item.name, item.parts
     if name == DTYPE:

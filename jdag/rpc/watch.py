@@ -86,9 +86,7 @@ class Watch:
         seems to live.
         """
         signal.signal(signal.SIGHUP, self._orphaned)
-        libc = ctypes.CDLL(None)
-        if hasattr(libc, "prctl"):
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGHUP)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGHUP)
         if os.getppid() != parent:  # It died before this process could ask for that.
             self._orphaned()
 

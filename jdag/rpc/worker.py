@@ -6,26 +6,24 @@ Signals and the end of its parent are for `jdag.rpc.watch`.
 """
 
 import gc
-import importlib
 import logging
 import os
+import pkgutil
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from jdag.errors import JdagError, JoinError
+from jdag.rpc.addresses import Address
 from jdag.rpc.allowed import missing
 from jdag.rpc.control import ControlServer
 from jdag.rpc.device import configure, use_device
 from jdag.rpc.handshake import ours
 from jdag.rpc.listener import CARRIED
-from jdag.rpc.session_info import MakeNode
-from jdag.rpc.settings import Address
 from jdag.rpc.tls import load as load_tls
 from jdag.rpc.watch import Watch, leave
 from jdag.rpc.worker_server import WorkerConfig, WorkerServer
@@ -39,7 +37,7 @@ _OWN_CONFIG = {"jax_cpu_enable_async_dispatch": False}
 _log = logging.getLogger("jdag")
 
 
-class Options(BaseModel):
+class WorkerOptions(BaseModel):
     """What a worker process is told.
 
     Attributes:
@@ -82,7 +80,7 @@ class Options(BaseModel):
     once: bool = False
 
 
-def become(options: Options) -> NoReturn:
+def become(options: WorkerOptions) -> NoReturn:
     """Be a worker process from now on, in place of what this process was."""
     ours, theirs = socket.socketpair()
     ours.sendall(options.model_dump_json().encode() + b"\n")
@@ -104,7 +102,7 @@ def environment() -> dict[str, str]:
     return {"GRPC_VERBOSITY": "ERROR", **os.environ, "PYTHONPATH": path}
 
 
-def run(options: Options, watch: Watch) -> None:
+def run(options: WorkerOptions, watch: Watch) -> None:
     """Be a worker until told to stop.
 
     Raises:
@@ -125,7 +123,7 @@ def run(options: Options, watch: Watch) -> None:
         token=options.token,
         allow=options.allow,
         handshake=ours(options.value_bytes_max),
-        make_node=found(options.node)(options),
+        make_node=pkgutil.resolve_name(options.node)(options),
         data=CARRIED if is_carried else options.data,
         tls=tls,
         hosts=options.hosts,
@@ -155,17 +153,10 @@ def run(options: Options, watch: Watch) -> None:
         watch.part()
 
 
-def found(reference: str) -> Callable[[Options], MakeNode]:
-    """Return what `module:function` names."""
-    module, _, name = reference.partition(":")
-    made: Callable[[Options], MakeNode] = getattr(importlib.import_module(module), name)
-    return made
-
-
 def main(watch: Watch) -> NoReturn:
     """Be the worker that the options say, which came over the socket of the watch."""
     try:
-        options = Options.model_validate_json(watch.options)
+        options = WorkerOptions.model_validate_json(watch.options)
         if options.path is not None:
             sys.path[:] = options.path
         os.environ.pop("PYTHONPATH", None)

@@ -26,9 +26,10 @@ from jdag.rpc.dialling import Lookout, Routes
 from jdag.rpc.handshake import refuse_mismatch
 from jdag.rpc.listener import Admission, Listener
 from jdag.rpc.membership import HELD, IDLE, LEASE, STOPPING, Membership, after
+from jdag.rpc.node import MakeNode
 from jdag.rpc.peer_identity import Names, check_identity
 from jdag.rpc.requests import (
-    Attach,
+    AttachWorker,
     Detach,
     Drain,
     Health,
@@ -38,7 +39,7 @@ from jdag.rpc.requests import (
     Ticket,
     Whereabouts,
 )
-from jdag.rpc.session_info import MakeNode, Node, SessionInfo
+from jdag.rpc.session_info import SessionInfo
 from jdag.rpc.streams import Stream
 from jdag.rpc.tickets import Tickets, proof_of
 from jdag.rpc.tls import Tls
@@ -52,18 +53,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """What a worker process is, in all of its sessions.
+    """A worker process in all of its sessions; see `jdag.rpc.worker.WorkerOptions`.
 
-    Attributes:
-        worker: its name.
-        token: the secret of the cluster; empty if there is none.
-        allow: modules whose functions others may name.
-        handshake: what it says of itself; see `jdag.rpc.handshake`.
-        make_node: makes the node of a session.
-        data: the address of its listener; see `jdag.rpc.listener`.
-        tls: for mutual TLS.
-        hosts: of all workers, by name; their certificates may be for these.
-        once: whether it stops after its first session.
+    `data` is the address of its listener, and `handshake` what it says of itself.
     """
 
     worker: str
@@ -80,7 +72,7 @@ class WorkerConfig:
 class CallerLease:
     """One session of a worker process, which its caller (`main`) holds meanwhile."""
 
-    def __init__(self, config: WorkerConfig, asked: Attach) -> None:
+    def __init__(self, config: WorkerConfig, asked: AttachWorker) -> None:
         self.asked = asked
         self.main = asked.main
         self.worker = config.worker
@@ -121,7 +113,7 @@ class CallerLease:
             watched=asked.watched,
             nesting_max=asked.nesting_max,
         )
-        self.node: Node = config.make_node(self.info)
+        self.node = config.make_node(self.info)
         self.node.joined(asked.main, asked.incarnations[asked.main])
         try:
             self.listener = Listener(
@@ -233,7 +225,7 @@ class WorkerServer:
         self.asked_to_stop = False
         self._sessions = 0
         self.answers: Answers = {
-            Attach: self._attach,
+            AttachWorker: self._attach,
             Mesh: self._mesh,
             Peer: self._peer,
             Ticket: lambda asked: {"ticket": self._held().issue(asked).hex()},
@@ -245,8 +237,7 @@ class WorkerServer:
 
     def knows(self, proof: str) -> bool:
         """Whether this proves the secret of the cluster, or one of the session."""
-        with self._changed:
-            lease = self._lease
+        lease = self._lease
         secrets = [self._config.token, *(lease.secrets.values() if lease else ())]
         proofs = [proof_of(secret).encode() for secret in secrets if secret]
         shown = proof.encode(errors="replace")
@@ -289,14 +280,13 @@ class WorkerServer:
 
     def enter(self, stream: Stream) -> None:
         """Hand a stream of the control server to the session, if there is one."""
-        with self._changed:
-            lease = self._lease
+        lease = self._lease
         if lease is None:
             stream.close()
         else:
             lease.listener.enter(stream)
 
-    def _attach(self, asked: Attach) -> Mapping[str, Any]:
+    def _attach(self, asked: AttachWorker) -> Mapping[str, Any]:
         config = self._config
         name = f"worker {config.worker!r}"
         self._check_token(asked.token)
@@ -323,7 +313,7 @@ class WorkerServer:
             "handshake": config.handshake,
         }
 
-    def _end_former(self, asked: Attach) -> None:
+    def _end_former(self, asked: AttachWorker) -> None:
         """End a session that this main has left; refuse if another one goes on."""
         with self._changed:
             lease = self._lease
@@ -375,8 +365,7 @@ class WorkerServer:
 
     def _detach(self, asked: Detach) -> Mapping[str, Any]:
         """End the session, if it is still that one."""
-        with self._changed:
-            lease = self._lease
+        lease = self._lease
         if lease is None or not lease.knows(asked.secret, lease.main):
             return {"ended": False}
         self._end(lease)
@@ -415,8 +404,7 @@ class WorkerServer:
             )
 
     def _held(self) -> CallerLease:
-        with self._changed:
-            lease = self._lease
+        lease = self._lease
         if lease is None:
             raise JoinError(f"worker {self._config.worker!r} is in no session")
         return lease
@@ -428,7 +416,7 @@ class WorkerServer:
         return lease
 
 
-def _check_names(asked: Attach) -> None:
+def _check_names(asked: AttachWorker) -> None:
     for name in (asked.main, asked.worker):
         if asked.workers.count(name) != 1 or name not in asked.incarnations:
             raise JoinError(f"{name!r} has to be once among the workers of the session")
@@ -437,7 +425,7 @@ def _check_names(asked: Attach) -> None:
             raise JoinError(f"{name!r} has an incarnation and is no worker")
 
 
-def _is_dead(asked: Attach, own: Mapping[str, Any]) -> bool:
+def _is_dead(asked: AttachWorker, own: Mapping[str, Any]) -> bool:
     """Whether the holding process ran on this host and has ended.
 
     So that a crashed program that is started again need not wait for the deadline.
@@ -448,8 +436,6 @@ def _is_dead(asked: Attach, own: Mapping[str, Any]) -> bool:
         return False
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
+    except OSError as error:
+        return isinstance(error, ProcessLookupError)
     return False
