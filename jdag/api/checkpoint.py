@@ -143,11 +143,10 @@ def load(
         if is_ref(entry.value):
             assignments.leaf(entry.value)
     about, arrays = _read(stored, where)
-    places = _places(where, about, parts, entries)
+    found = _found(where, about, parts, entries)
     values: list[Any] = []
     to_leaves = []
-    for entry, place in zip(entries, places, strict=True):
-        saved = about[entry.part][place]
+    for entry, saved in zip(entries, found, strict=True):
         if isinstance(entry.value, str) and saved.kind != "static":
             assignments.state.place(entry.value, f"cluster.load, {entry}")
         try:
@@ -170,8 +169,8 @@ def load(
     given = {}
     for part, tree in parts.items():
         leaves, treedef = flatten(_tree(tree))
-        found = [next(rest) for _ in leaves]
-        given[part] = tree if _is_stateful(tree) else unflatten(treedef, found)
+        new = [next(rest) for _ in leaves]
+        given[part] = tree if _is_stateful(tree) else unflatten(treedef, new)
     return given
 
 
@@ -345,13 +344,13 @@ def _stored(saved: Saved) -> tuple[tuple[int, ...], np.dtype]:
     return (*shape, *like.shape), np.dtype(like.dtype)
 
 
-def _places(
+def _found(
     where: str,
     about: Mapping[str, Sequence[Saved]],
     parts: Mapping[str, Any],
     entries: Sequence[Entry],
-) -> list[int]:
-    """Return where in its part each entry is; raise where structures differ."""
+) -> list[Saved]:
+    """Return what was saved for each entry; raise where structures differ."""
     for part in parts:
         if part not in about:
             has = ", ".join(map(repr, about))
@@ -368,12 +367,8 @@ def _places(
                 f"the checkpoint {where!r} has {part}{path}, for which there is no "
                 f"place; wanted is {_called(wanted)}"
             )
-    place_of = {
-        (part, saved.path): place
-        for part in parts
-        for place, saved in enumerate(about[part])
-    }
-    return [place_of[entry.part, entry.path] for entry in entries]
+    saved_of = {(part, one.path): one for part in parts for one in about[part]}
+    return [saved_of[entry.part, entry.path] for entry in entries]
 
 
 def _called(paths: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ from jdag.api.checkpoint import Folder, load, save
 from jdag.api.cluster_state import ClusterState
 from jdag.api.context import Context
 from jdag.api.leaves import Assignments, Change
-from jdag.api.program_frame import Ended, ProgramFrame
+from jdag.api.program_frame import FrameEnd, ProgramFrame
 from jdag.compute.pytrees import flatten, flatten_refs, is_constant, unflatten
 from jdag.compute.refs import is_ref
 from jdag.engine.functions import call_site, is_program, name_of, program, remote
@@ -465,7 +465,7 @@ def _unbound(assignments: Assignments, leaf: Any) -> Any:
     return leaf.data
 
 
-def _raise_first(launches: Sequence[Launch], ended: Sequence[Ended]) -> None:
+def _raise_first(launches: Sequence[Launch], ended: Sequence[FrameEnd]) -> None:
     """Raise the first failure, with the others in its notes."""
     failures = []
     for (worker, _, ((fn, *_), _)), one in zip(launches, ended, strict=True):

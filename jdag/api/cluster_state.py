@@ -32,7 +32,7 @@ from jdag.runtime.host import Port
 from jdag.runtime.tables import NESTING_MAX
 
 
-class Driver(Protocol):
+class ClusterDriver(Protocol):
     """The interface of the simulator and of the driver over real processes."""
 
     @property
@@ -103,6 +103,8 @@ class ClusterState:
     under these alone.
     """
 
+    driver: ClusterDriver  # What makes a cluster sets it.
+
     def __init__(
         self, workers: Sequence[str], abstract: bool, nesting_max: int = NESTING_MAX
     ) -> None:
@@ -116,7 +118,6 @@ class ClusterState:
         self.process = os.getpid()
         # Whether an argument is a ref or, in abstract mode, a ShapeDtypeStruct.
         self.is_named: Callable[[object], bool] = _stands if abstract else is_ref
-        self._driver: Driver | None = None
         self._numbers: dict[str, Numbers] = {}
         self._clusters: dict[Port, Any] = {}
 
@@ -129,16 +130,6 @@ class ClusterState:
         if self.workers == other.workers:
             return f"another cluster of the same names{closed}"
         return f"{self}{closed}"
-
-    @property
-    def driver(self) -> Driver:
-        """The driver that runs the cluster."""
-        assert self._driver is not None, self.workers
-        return self._driver
-
-    @driver.setter
-    def driver(self, driver: Driver) -> None:
-        self._driver = driver
 
     def numbers(self, worker: str) -> Numbers:
         """Return the counters of a worker's incarnation."""

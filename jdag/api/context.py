@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from jdag.api.cluster_state import ClusterState
 from jdag.api.graph import ContextGraph
 from jdag.api.outcome import PassReport, expired, nanoseconds, remarked, stuck
-from jdag.api.program_frame import Phase, ProgramFrame
+from jdag.api.program_frame import FramePhase, ProgramFrame
 from jdag.api.refs import Hold, Leaf, Ref
 from jdag.api.roots import checked_roots
 from jdag.compute.pytrees import flatten_refs, no_gradient, unflatten
@@ -104,7 +104,7 @@ class Context:
 
     def __enter__(self) -> "Context":
         frame = self._frame
-        if frame.phase is not Phase.NEW:
+        if frame.phase is not FramePhase.NEW:
             raise ContextError(
                 f"{frame} was entered before; each `with` takes a new cluster.context()"
             )
@@ -113,12 +113,12 @@ class Context:
         if self._opener is not None:
             self._id = frame.id = self._opener.entered(self, self._id)
         self._port.tell(Opened(self._id))
-        frame.phase = Phase.OPEN
+        frame.phase = FramePhase.OPEN
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         frame = self._frame
-        frame.phase = Phase.LEFT
+        frame.phase = FramePhase.LEFT
         if self._opener is not None:
             self._opener.left(self)
         if self._state.closed:
@@ -482,7 +482,7 @@ def run_program(state: ClusterState, port: Port, spawn: Spawn) -> Returned:
             failure_of(error, port.worker, spawn.path, name), call_site=spawn.call_site
         )
     finally:
-        frame.phase = Phase.LEFT
+        frame.phase = FramePhase.LEFT
     args = kwargs = returned = None  # What is still held now is held elsewhere.
     reply, discarded = frame.left(result)
     return Returned(spawn.context, spawn.path, reply, failure, discarded)

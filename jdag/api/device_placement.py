@@ -1,18 +1,45 @@
-"""Device placement: calls on named devices, and values that leave a device."""
+"""Placement of values: moves to a worker or a device, and values that leave a device.
+
+A move is a call of a tracked identity at its destination.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from jdag.api.refs import Ref
-from jdag.compute.pytrees import Split
+from jdag.compute.pytrees import Split, flatten, is_constant, is_static, unflatten
 from jdag.compute.refs import is_ref
-from jdag.engine.functions import name_of
+from jdag.engine.functions import name_of, transferred
 from jdag.engine.protocol import Key, Worker
 from jdag.errors import JdagError
 
 # Copies of values of named devices: by key, tracked or not, and destination.
 Left = dict[tuple[Key, bool, Worker], Ref]
+
+
+def move(call: Callable[..., Any], where: str, tree: Any) -> Any:
+    """Call `transferred` on a worker with the leaves of a pytree.
+
+    What is tracked goes by one call and the rest by another, since outputs of one call
+    are tracked or not together. Statics, and numbers inside the pytree, stay as they
+    are: there is nothing to move.
+    """
+    leaves, treedef = flatten(tree)
+    there = list(leaves)
+    for kind in (True, False):
+        places = [
+            place
+            for place, leaf in enumerate(leaves)
+            if not (is_static(leaf) if leaf is tree else is_constant(leaf))
+            and (is_ref(leaf) and leaf.tracked) is kind
+        ]
+        if places:
+            arrays = tuple([leaves[place] for place in places])
+            refs = call(where, transferred, *arrays)
+            for place, ref in zip(places, refs, strict=True):
+                there[place] = ref
+    return unflatten(treedef, there)
 
 
 def refuse_device(fn: Callable[..., Any], place: str, device: str | None) -> None:

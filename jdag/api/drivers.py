@@ -17,9 +17,9 @@ from jdag.rpc.device import settings_of, share_gpu
 from jdag.rpc.function_decoder import FunctionDecoder
 from jdag.rpc.handshake import ours
 from jdag.rpc.launch import LOGS, Launch, is_here
-from jdag.rpc.node import Node
-from jdag.rpc.session import Plan, Session
-from jdag.rpc.session_info import MakeNode, SessionInfo
+from jdag.rpc.node import MakeNode, Node
+from jdag.rpc.session import Session, SessionPlan
+from jdag.rpc.session_info import SessionInfo
 from jdag.rpc.settings import (
     ALLOW,
     CARRIER,
@@ -35,7 +35,7 @@ from jdag.rpc.settings import (
 )
 from jdag.rpc.tickets import fresh_secret
 from jdag.rpc.tls import load as load_tls
-from jdag.rpc.worker import Options
+from jdag.rpc.worker import WorkerOptions
 from jdag.runtime.tables import (
     COUNT,
     NESTING,
@@ -137,7 +137,7 @@ def _node(
     return node
 
 
-def member(options: Options) -> MakeNode:
+def member(options: WorkerOptions) -> MakeNode:
     """Return the node factory of a worker process with these options."""
     return partial(_node, None, options.allow, options.value_bytes_max)
 
@@ -151,12 +151,12 @@ def worker_options(
     value_bytes_max: int,
     token: str = "",
     once: bool = False,
-) -> Options:
+) -> WorkerOptions:
     """Return options for a worker process of this host, to compute as this one does.
 
     See `launch`. Main shows `token`; with `once` the process serves one cluster.
     """
-    return Options(
+    return WorkerOptions(
         worker=name,
         node=f"{member.__module__}:{member.__name__}",
         control="127.0.0.1:0",
@@ -222,7 +222,7 @@ def launch(  # noqa: PLR0913 - keyword options.
         started = Launch(options, env=env, logs=logs, ready_s=ready_s)
         stack.callback(started.close)
         state = ClusterState(names, False, nesting_max)
-        plan = Plan(
+        plan = SessionPlan(
             main=names[0],
             workers=names,
             controls=started.addresses,
@@ -258,7 +258,7 @@ def connect(path: str | os.PathLike[str], *, name: str) -> Cluster:
     others = {key: one for key, one in settings.workers.items() if key != name}
     for one in others.values():
         share_gpu(one.device if is_here(one.address.host) else "cpu")
-    plan = Plan(
+    plan = SessionPlan(
         main=name,
         workers=settings.names,
         controls={key: one.address for key, one in others.items()},
@@ -284,7 +284,7 @@ def connect(path: str | os.PathLike[str], *, name: str) -> Cluster:
 
 
 def _joined(
-    stack: ExitStack, plan: Plan, state: ClusterState, started: Launch | None
+    stack: ExitStack, plan: SessionPlan, state: ClusterState, started: Launch | None
 ) -> Cluster:
     """Begin a session; unwind the stack when it ends or fails."""
     undo: list[Callable[[], None]] = []

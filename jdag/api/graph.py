@@ -5,15 +5,15 @@ one call made stands at one height, so that the program runs from top to bottom 
 transfers run across.
 """
 
+from ast import literal_eval
 from collections.abc import Iterator, Mapping
 
 from msgspec import Struct
 
-from jdag.engine.drawing import Drawing, DrawnEdge, Need
+from jdag.engine.drawing import Drawing, Need
+from jdag.engine.protocol import Key, Path
 
 WORKERS_MAX = 8
-
-Path = tuple[int, ...]
 
 
 class Vertex(Struct, frozen=True):
@@ -65,24 +65,12 @@ def graph_of(
     return Graph(workers, tuple(vertices), tuple(dict.fromkeys(used)), left_out)
 
 
-class ContextGraph(Mapping[str, Drawing]):
+class ContextGraph(dict[str, Drawing]):
     """What each worker has of a context's graph: `{worker: Drawing}`.
 
     A `Drawing` has `nodes`, `sends`, `recvs`, `leaves` and `edges`, in program order,
     and `last`, the last pass that came by: its number, mode and outcome.
     """
-
-    def __init__(self, drawings: Mapping[str, Drawing]) -> None:
-        self._drawings = dict(drawings)
-
-    def __getitem__(self, worker: str) -> Drawing:
-        return self._drawings[worker]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._drawings)
-
-    def __len__(self) -> int:
-        return len(self._drawings)
 
     def __repr__(self) -> str:
         return f"ContextGraph({self.counts()})"
@@ -92,7 +80,7 @@ class ContextGraph(Mapping[str, Drawing]):
         kinds = ("nodes", "sends", "recvs", "leaves", "edges")
         return {
             worker: {kind: len(getattr(drawing, kind)) for kind in kinds}
-            for worker, drawing in self._drawings.items()
+            for worker, drawing in self.items()
         }
 
     def dot(self, name: str = "context") -> str:
@@ -101,7 +89,7 @@ class ContextGraph(Mapping[str, Drawing]):
         In brackets stands how many cotangents the last pass awaited. Sends that it did
         not need are grey and dotted; those that it is owed for are red.
         """
-        return dot_of(graph_of(self._drawings, None), name)
+        return dot_of(graph_of(self, None), name)
 
 
 def dotted(path: Path) -> str:
@@ -111,65 +99,49 @@ def dotted(path: Path) -> str:
 
 def _vertices(worker: str, drawing: Drawing) -> Iterator[Vertex]:
     for leaf in drawing.leaves:
-        number = leaf.leaf.number
-        id, label = _leaf(worker, number), f"leaf {number}"
+        label = f"leaf {leaf.leaf.number}"
+        id = f"{worker}/{label}"
         yield Vertex(id, worker, "leaf", (), label, awaited=leaf.awaited)
     for node in drawing.nodes:
         name = node.function.rpartition(":")[2].rpartition(".")[2]
-        id = _node(worker, node.path)
+        id = _id(worker, "node", node.path)
         label = f"{dotted(node.path)} {name}"
         yield Vertex(id, worker, "node", node.path, label, node.call_site, node.awaited)
     for send in drawing.sends:
-        id = _send(worker, send.path)
-        yield Vertex(
-            id, worker, "send", send.path, f"send to {send.peer}", "", send.awaited,
-            send.need.value,
-        )  # fmt: skip
+        id, label = _id(worker, "send", send.path), f"send to {send.peer}"
+        of = send.awaited, send.need.value
+        yield Vertex(id, worker, "send", send.path, label, "", *of)
     for recv in drawing.recvs:
-        id = _recv(worker, recv.path, recv.peer)
-        label = f"recv from {recv.peer}"
+        id, label = _recv_id(worker, recv.path, recv.peer), f"recv from {recv.peer}"
         yield Vertex(id, worker, "recv", recv.path, label, awaited=recv.awaited)
 
 
 def _edges(worker: str, drawing: Drawing) -> Iterator[Edge]:
     for edge in drawing.edges:
-        yield Edge(_source(worker, edge), _target(worker, edge))
+        kind, _, path = edge.consumer.partition(" ")
+        target = _id(worker, kind, literal_eval(path))
+        yield Edge(_source(worker, edge.value), target)
     for send in drawing.sends:
-        yield Edge(_send(worker, send.path), _recv(send.peer, send.path, worker))
+        target = _recv_id(send.peer, send.path, worker)
+        yield Edge(_id(worker, "send", send.path), target)
 
 
-def _source(worker: str, edge: DrawnEdge) -> str:
-    key = edge.value
+def _source(worker: str, key: Key) -> str:
     match key.kind:
         case "leaf":
-            return _leaf(worker, key.name.number)
+            return f"{worker}/leaf {key.name.number}"
         case "received":
-            path, source = key.name
-            return _recv(worker, path, source)
+            return _recv_id(worker, *key.name)
         case _:
-            return _node(worker, key.name)
+            return _id(worker, "node", key.name)
 
 
-def _target(worker: str, edge: DrawnEdge) -> str:
-    kind, _, path = edge.consumer.partition(" ")
-    numbers = tuple(int(part) for part in path.strip("()").split(",") if part.strip())
-    return _send(worker, numbers) if kind == "send" else _node(worker, numbers)
+def _id(worker: str, kind: str, path: Path) -> str:
+    return f"{worker}/{kind} {dotted(path)}"
 
 
-def _leaf(worker: str, number: int) -> str:
-    return f"{worker}/leaf {number}"
-
-
-def _node(worker: str, path: Path) -> str:
-    return f"{worker}/node {dotted(path)}"
-
-
-def _send(worker: str, path: Path) -> str:
-    return f"{worker}/send {dotted(path)}"
-
-
-def _recv(worker: str, path: Path, source: str) -> str:
-    return f"{worker}/recv {dotted(path)} from {source}"
+def _recv_id(worker: str, path: Path, source: str) -> str:
+    return f"{_id(worker, 'recv', path)} from {source}"
 
 
 # ------------------------------------------------------------------------------- DOT
@@ -178,11 +150,7 @@ _SHAPES = {"leaf": "ellipse", "node": "box", "send": "cds", "recv": "cds"}
 
 
 def dot_of(graph: Graph, name: str) -> str:
-    """The graph in the language of Graphviz, a cluster a worker.
-
-    In brackets stands how many cotangents the last pass awaited. Sends that it did not
-    need are grey and dotted; those that it is owed for are red.
-    """
+    """Return the graph in the language of Graphviz; see `ContextGraph.dot`."""
     lines = [
         f"digraph {_quoted(name)} {{",
         '  graph [rankdir=TB, fontname="Helvetica"];',

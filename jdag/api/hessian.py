@@ -7,23 +7,18 @@ counts does not know of it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.tree_util as jtu
 
 from jdag.api.cluster import Cluster
-from jdag.api.refs import Ref, read
+from jdag.api.refs import Ref
 from jdag.api.roots import fitting
-from jdag.api.transform import check_program, filled, gradients_of, leaves_of
-from jdag.compute.duals import is_dual, primal_of, seeded
-from jdag.compute.pytrees import (
-    argument_numbers,
-    flatten,
-    flatten_refs,
-    is_constant,
-    unflatten,
-)
+from jdag.api.transform import check_program, filled, leaves_of, run_pass
+from jdag.compute.duals import is_dual, seeded
+from jdag.compute.pytrees import argument_numbers, flatten, is_constant
 from jdag.compute.refs import is_ref
 from jdag.errors import ContextError, JdagError, kind_of
 
@@ -82,17 +77,13 @@ def hvp(
         args = (params, *rest)
         numbers = argument_numbers(argnums, len(args))
         vectors = _vectors(vector, argnums, len(numbers))
-        put: list[Ref] = []
-        try:
-            moved = []
-            for number, (name, part) in zip(numbers, vectors, strict=True):
-                tree = leaves_of(cluster, args, number, put, allow_int)
-                moved.append(_Moved(tree, number, part, name))
+        with leaves_of(cluster, args, numbers, allow_int) as (bound, put):
+            moved = [
+                _Moved(bound[number], number, part, name)
+                for number, (name, part) in zip(numbers, vectors, strict=True)
+            ]
             _make_duals(cluster, moved, put)
             products, aux = _products(program, cluster, args, moved, has_aux)
-        finally:
-            if put and not cluster.state.closed:
-                cluster.drop(put)
         product = products[0] if isinstance(argnums, int) else products
         return (product, aux) if has_aux else product
 
@@ -120,6 +111,16 @@ def _vectors(vector: Any, argnums: Any, count: int) -> list[tuple[str, Any]]:
     return [(f"the vector's [{place}]", part) for place, part in enumerate(vector)]
 
 
+@dataclass
+class _Leaf:
+    """A leaf of an argument, and the vector there; None where nothing moves."""
+
+    name: str
+    given: Any
+    tangent: Any
+    used: Any  # What the program gets: the leaf, or its dual.
+
+
 class _Moved:
     """An argument to differentiate by, leaf by leaf, with the vector's part for it."""
 
@@ -132,35 +133,27 @@ class _Moved:
                 f"{name} has {_first_other(flat, parts)}: it has to have the structure "
                 f"of argument {number}, {self._treedef}, and has {found}"
             )
-        self._names = [f"argument {number}{jtu.keystr(path)}" for path, _ in flat]
-        self.leaves = [leaf for _, leaf in flat]
-        self._originals = tuple(self.leaves)
-        self.tangents = [
-            _tangent(leaf, part, f"{name}{jtu.keystr(path)}", said)
-            for leaf, (path, part), said in zip(
-                self.leaves, parts, self._names, strict=True
-            )
-        ]
+        self.leaves: list[_Leaf] = []
+        for (path, leaf), (_, part) in zip(flat, parts, strict=True):
+            at = jtu.keystr(path)
+            said = f"argument {number}{at}"
+            tangent = _tangent(leaf, part, f"{name}{at}", said)
+            self.leaves.append(_Leaf(said, leaf, tangent, leaf))
 
     @property
     def tree(self) -> Any:
-        """The argument with the leaves as they are now."""
-        return jtu.tree_unflatten(self._treedef, self.leaves)
+        """The argument as the program gets it."""
+        return jtu.tree_unflatten(self._treedef, [leaf.used for leaf in self.leaves])
 
     def refuse_original(self, found: Mapping[Ref, Ref]) -> None:
-        """Raise if a gradient reached what was given, in place of what was made of it.
-
-        Raises:
-            JdagError: so the program has it from elsewhere; names it.
-        """
-        for leaf, name, tangent in zip(
-            self._originals, self._names, self.tangents, strict=True
-        ):
-            if tangent is not None and leaf in found:
+        """Raise JdagError if a gradient reached a leaf itself and not its dual."""
+        for leaf in self.leaves:
+            if leaf.tangent is not None and leaf.given in found:
                 raise JdagError(
-                    f"the loss depends on {leaf!r}, {name}, by another way than through"
-                    " that argument, which is what jdag.hvp moves along the vector; a "
-                    "program has to take what it is differentiated by as its arguments"
+                    f"the loss depends on {leaf.given!r}, {leaf.name}, by another way "
+                    "than through that argument, which is what jdag.hvp moves along "
+                    "the vector; a program has to take what it is differentiated by as "
+                    "its arguments"
                 )
 
 
@@ -219,19 +212,17 @@ def _tangent(leaf: Any, part: Any, name: str, said: str) -> Any:
 
 def _make_duals(cluster: Cluster, moved: Sequence[_Moved], put: list[Ref]) -> None:
     """Have each owner make duals, which take the place of the leaves; note them."""
-    owned: dict[str, list[tuple[_Moved, int]]] = {}
+    owned: dict[str, list[_Leaf]] = {}
     for argument in moved:
-        for place, tangent in enumerate(argument.tangents):
-            if tangent is not None:
-                where = argument.leaves[place].place
-                owned.setdefault(where, []).append((argument, place))
-    for where, places in owned.items():
-        primals = [argument.leaves[place] for argument, place in places]
-        tangents = [argument.tangents[place] for argument, place in places]
-        duals = cluster.make(where, seeded, primals, tangents)
+        for leaf in argument.leaves:
+            if leaf.tangent is not None:
+                owned.setdefault(leaf.given.place, []).append(leaf)
+    for where, leaves in owned.items():
+        primals = [leaf.given for leaf in leaves]
+        duals = cluster.make(where, seeded, primals, [leaf.tangent for leaf in leaves])
         put += duals
-        for (argument, place), dual in zip(places, duals, strict=True):
-            argument.leaves[place] = dual
+        for leaf, dual in zip(leaves, duals, strict=True):
+            leaf.used = dual
 
 
 def _products(
@@ -241,24 +232,13 @@ def _products(
     moved: Sequence[_Moved],
     has_aux: bool,
 ) -> tuple[tuple[Any, ...], Any]:
-    """Run a program with duals; return each argument's product, and aux."""
-    bound = list(args)
-    for argument in moved:
-        bound[argument.number] = argument.tree
-    with cluster.context() as ctx:
-        result = program(ctx, *bound)
-        loss, aux = result if has_aux else (result, ())
-        found = gradients_of(ctx, loss)
+    """Run a program with duals; return the product for each argument, and aux."""
+    duals = [(argument.number, argument.tree) for argument in moved]
+
+    def check(found: Mapping[Ref, Ref]) -> None:
         for argument in moved:
             argument.refuse_original(found)
-        leaves, treedef = flatten(aux, what="what the program returned")
-        chosen = [flatten_refs(argument.tree, is_ref)[0] for argument in moved]
-        gradients = [found.get(ref) for refs in chosen for ref in refs]
-        values = read([*leaves, *gradients])
-    rest = iter([v.tangent if is_dual(v) else None for v in values[len(leaves) :]])
-    products = [
-        filled([next(rest) for _ in refs], argument.tree)
-        for refs, argument in zip(chosen, moved, strict=True)
-    ]
-    values = [primal_of(value) for value in values[: len(leaves)]]
-    return tuple(products), unflatten(treedef, values)
+
+    _, aux, found = run_pass(program, cluster, args, duals, has_aux, check)
+    tangents = [[v.tangent if is_dual(v) else None for v in each] for each in found]
+    return tuple(map(filled, tangents, [tree for _, tree in duals])), aux

@@ -8,7 +8,8 @@ shape share what is compiled.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -58,18 +59,6 @@ class Leafwise:
         leaves[self.place] = leaf
         return self.form.rebuild(leaves)
 
-    def traced(self, aval: Aval) -> tuple[str, tuple[bytes, ...]]:
-        """Return all that it does to such a leaf, to be compared."""
-        leaf = aval.struct()
-        state = jax.eval_shape(self.init, leaf)
-        parts = (
-            jax.make_jaxpr(self.init)(leaf),
-            jax.make_jaxpr(self.update)(leaf, state, leaf),
-        )
-        text = "\n".join(re.sub(r" at 0x[0-9a-f]+", "", str(part)) for part in parts)
-        constants = [value for part in parts for value in part.consts]
-        return text, tuple(np.asarray(value).tobytes() for value in constants)
-
 
 def leafwise(
     tx: optax.GradientTransformation,
@@ -89,9 +78,9 @@ def leafwise(
     found = []
     for place, aval in enumerate(avals):
         if aval not in alone:
-            alone[aval] = _traced_or_none(Leafwise(tx), aval)
+            alone[aval] = _traced(Leafwise(tx), aval)
         placed = Leafwise(tx, form, place)
-        traced = _traced_or_none(placed, aval)
+        traced = _traced(placed, aval)
         if traced is None or traced == alone[aval]:
             found.append(Leafwise(tx))  # Where neither can be traced, a step says why.
         else:
@@ -99,10 +88,14 @@ def leafwise(
     return found
 
 
-def _traced_or_none(tx: Leafwise, aval: Aval) -> Any:
+def _traced(tx: Leafwise, aval: Aval) -> Any:
+    """Return all that it does to such a leaf, to be compared; None if it raises."""
     try:
-        return tx.traced(aval)
-    except Exception:  # Whatever a user's transformation raises: it cannot be.
+        parts = _jaxprs(tx, aval.struct())
+        text = [re.sub(r" at 0x[0-9a-f]+", "", str(part)) for part in parts]
+        constants = [value for part in parts for value in part.consts]
+        return tuple(text), tuple(np.asarray(value).tobytes() for value in constants)
+    except Exception:  # Whatever a user's transformation raises: it cannot be traced.
         return None
 
 
@@ -118,7 +111,7 @@ def _refuse_mixing(
     for two of its kind), and what each output depends on is read off the jaxpr: a bit a
     leaf. What a state carries is followed from step to step until nothing new comes in.
     """
-    begun, stepped = _together(tx, form, avals)
+    begun, stepped = [closed.jaxpr for closed in _together(tx, form, avals)]
     if len(begun.invars) > len(avals):
         names = ["the leaf", "another"]
     bits = [1 << place for place in range(len(begun.invars))]
@@ -143,10 +136,11 @@ def _refuse_mixing(
 
 def _together(
     tx: optax.GradientTransformation, form: Form, avals: Sequence[Aval]
-) -> tuple[Any, Any]:
+) -> Any:
     leaves = [aval.struct() for aval in avals]
-    if len(leaves) == 1 and _is_traced(tx, leaves * 2):
-        return _jaxprs(tx, leaves * 2)
+    if len(leaves) == 1:
+        with suppress(Exception):  # A mask for one leaf, say, does not fit two.
+            return _jaxprs(tx, leaves * 2)
     try:
         return _jaxprs(tx, form.rebuild(leaves))
     except Exception as error:
@@ -157,15 +151,10 @@ def _together(
         ) from error
 
 
-def _is_traced(tx: optax.GradientTransformation, leaves: Any) -> bool:
-    try:
-        _jaxprs(tx, leaves)
-    except Exception:  # A mask for one leaf, say, does not fit two.
-        return False
-    return True
-
-
-def _jaxprs(tx: optax.GradientTransformation, leaves: Any) -> tuple[Any, Any]:
-    begun = jax.make_jaxpr(tx.init)(leaves)
+def _jaxprs(tx: optax.GradientTransformation | Leafwise, leaves: Any) -> Any:
     state = jax.eval_shape(tx.init, leaves)
-    return begun.jaxpr, jax.make_jaxpr(tx.update)(leaves, state, leaves).jaxpr
+    update: Callable[..., Any] = tx.update
+    return (
+        jax.make_jaxpr(tx.init)(leaves),
+        jax.make_jaxpr(update)(leaves, state, leaves),
+    )

@@ -31,7 +31,7 @@ from jdag.compute.pytrees import (
     unflatten,
 )
 from jdag.compute.refs import is_ref
-from jdag.engine.functions import call_site, moved, name_of
+from jdag.engine.functions import call_site, name_of, transferred
 from jdag.engine.protocol import (
     Assigned,
     Assignment,
@@ -61,6 +61,14 @@ class Change(NamedTuple):
 
 # The constants of an assignment: by the object's id, its key and the object.
 Constants = dict[int, tuple[Key, Any]]
+
+
+class _Call(NamedTuple):
+    """A traced call; by argument its key, and its device (None: the default one)."""
+
+    pair: Pair
+    keys: list[Key]
+    sources: list[str | None]
 
 
 class Assignments:
@@ -117,39 +125,24 @@ class Assignments:
             of = (leaf.id.worker, leaf.aval.device, is_new)
             groups.setdefault(of, []).append((leaf, value))
         stored: list[tuple[Key, Any]] = []
-        parts = [
-            self._written(*of, group, number, stored)
-            for number, (of, group) in enumerate(groups.items())
-        ]
-        if parts:
-            self._tell(parts, stored)
+        parts = []
+        for number, ((worker, device, is_new), group) in enumerate(groups.items()):
+            leaves = [leaf for leaf, _ in group]
+            keys = [leaf.first if is_new else leaf.key for leaf in leaves]
+            call = None
+            if is_new and device is None:
+                stored += zip(keys, [value for _, value in group], strict=True)
+            else:
+                # The worker puts them on the device, under version numbers of its own.
+                values = [v.struct() if isinstance(v, Aval) else v for _, v in group]
+                constants: Constants = {}
+                change = Change(transferred, (), tuple(values))
+                call = self._traced(worker, change, {}, number, constants)
+                stored += constants.values()
+            parts.append(self._part(number, keys, leaves, call))
+        self._tell(parts, stored)
         self._state.leaves.update({leaf.id: leaf for leaf in made})
         return [self._state.leaf_ref(leaf) for leaf in kept]
-
-    def _written(
-        self,
-        worker: str,
-        device: str | None,
-        is_new: bool,
-        group: Sequence[tuple[Leaf, Any]],
-        place: int,
-        stored: list[tuple[Key, Any]],
-    ) -> Assignment:
-        """Return the assignment of values to leaves; add the values to `stored`."""
-        leaves = [leaf for leaf, _ in group]
-        if is_new and device is None:
-            keys = [leaf.first for leaf in leaves]
-            stored += zip(keys, [value for _, value in group], strict=True)
-            return self._part(None, (), keys, leaves, place)
-        # The worker puts them on the device, under version numbers of its own.
-        values = [v.struct() if isinstance(v, Aval) else v for _, v in group]
-        constants: Constants = {}
-        change = Change(moved, (), tuple(values))
-        made, arguments, sources = self._traced(worker, change, {}, place, constants)
-        stored += constants.values()
-        keys = [leaf.first if is_new else leaf.key for leaf in leaves]
-        there = placed(made, device, sources)
-        return self._part(there, arguments, keys, leaves, place)
 
     def _array(self, value: Any, tree: Any, place: int) -> Any:
         """Return a value as an array of strong type, in abstract mode its aval."""
@@ -189,15 +182,14 @@ class Assignments:
         """Make leaves by a function on their owner; see `Cluster.make`."""
         constants: Constants = {}
         change = Change(fn, (), args)
-        made, arguments, sources = self._traced(worker, change, kwargs, 0, constants)
-        leaves = self._new(worker, [aval.on(device) for aval in made.out_avals])
+        call = self._traced(worker, change, kwargs, 0, constants)
+        leaves = self._new(worker, [aval.on(device) for aval in call.pair.out_avals])
         if leaves:
-            there = placed(made, device, sources)
-            keys = [leaf.first for leaf in leaves]
-            part = self._part(there, arguments, keys, leaves, 0)
+            part = self._part(0, [leaf.first for leaf in leaves], leaves, call)
             self._tell([part], constants.values())
         self._state.leaves.update({leaf.id: leaf for leaf in leaves})
-        return unflatten(made.out_tree, [self._state.leaf_ref(leaf) for leaf in leaves])
+        refs = [self._state.leaf_ref(leaf) for leaf in leaves]
+        return unflatten(call.pair.out_tree, refs)
 
     def assign(self, changes: Sequence[Change]) -> None:
         """Make all changes, or none if one is refused or an owner is known to be lost.
@@ -214,19 +206,12 @@ class Assignments:
         for place, change in enumerate(changes):
             leaves = [self.leaf(ref) for ref in change.refs]
             worker = leaves[0].id.worker
-            made, arguments, sources = self._traced(
-                worker, change, {}, place, constants
-            )
-            _check_outputs(made, leaves)
+            call = self._traced(worker, change, {}, place, constants)
+            _check_outputs(call.pair, leaves)
             _check_once(leaves, replaced)
-            targets = [leaf.aval.device for leaf in leaves]
-            there = placed(made, targets[0], sources, targets)
             keys = [leaf.key for leaf in leaves]
-            parts.append(
-                self._part(there, arguments, keys, leaves, place, change.purpose)
-            )
-        if parts:
-            self._tell(parts, constants.values())
+            parts.append(self._part(place, keys, leaves, call, change.purpose))
+        self._tell(parts, constants.values())
 
     def drop(self, refs: Any) -> None:
         """Drop leaves; see `Cluster.drop`."""
@@ -277,13 +262,8 @@ class Assignments:
         kwargs: dict[str, Any],
         place: int,
         constants: Constants,
-    ) -> tuple[Pair, list[Key], list[str | None]]:
-        """Return a call's pair, the keys and devices of its arguments.
-
-        Notes its constants.
-
-        One that is there already, the same object, is stored and sent once.
-        """
+    ) -> _Call:
+        """Return the call of a change; add its constants, each object once."""
         fn, args, own = called(change.fn, change.args)
         parts = split(args, kwargs, self._state.is_named, own)
         keys: list[Any] = [None] * parts.size
@@ -302,7 +282,7 @@ class Assignments:
         site = _site(change.purpose)
         untracked = (False,) * parts.size
         made = traced(fn, parts, tuple(avals), untracked, worker, site)
-        return made, keys, sources
+        return _Call(made, keys, sources)
 
     def _check_owner(self, worker: str, fn: Callable[..., Any], ref: Ref) -> None:
         self.admit(ref)
@@ -318,13 +298,18 @@ class Assignments:
 
     def _part(
         self,
-        made: Pair | Placed | None,
-        arguments: Sequence[Key],
+        place: int,
         outputs: Sequence[Key],
         leaves: Sequence[Leaf],
-        place: int,
+        call: _Call | None,
         purpose: str = "",
     ) -> Assignment:
+        """Return one part of an assignment; without a call its values are stored."""
+        arguments: Sequence[Key] = ()
+        made: Pair | Placed | None = None
+        if call is not None:
+            arguments, targets = call.keys, [leaf.aval.device for leaf in leaves]
+            made = placed(call.pair, targets[0], call.sources, targets)
         return Assignment(
             (*self._path, place),
             made,
@@ -338,6 +323,8 @@ class Assignments:
         self, parts: Sequence[Assignment], stored: Iterable[tuple[Key, Any]]
     ) -> None:
         """Send an assignment to the engine; its number is used even if that raises."""
+        if not parts:
+            return
         path = self._path
         self._numbers.assignments += 1
         values = [(key, self._state.value(value)) for key, value in stored]

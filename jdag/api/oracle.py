@@ -16,10 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from jdag.api.cotangent_hooks import CotangentHooks, Hooking, nothing_of
-from jdag.api.device_placement import refuse_device
+from jdag.api.device_placement import move, refuse_device
 from jdag.api.refs import Ref, fetch
 from jdag.api.roots import check_hook
-from jdag.api.transfers import move
 from jdag.compute.avals import aval_of, frozen
 from jdag.compute.callables import called
 from jdag.compute.devices import parsed
@@ -44,7 +43,7 @@ from jdag.runtime.failures import exception_of, remote_error
 HERE = "home"
 
 
-class Run:
+class OracleRun:
     """One run of a program: the values of its refs, and what it has fetched.
 
     It holds refs, and is the state that they belong to.
@@ -61,7 +60,7 @@ class Run:
         return "a run of the oracle"
 
     @property
-    def state(self) -> "Run":
+    def state(self) -> "OracleRun":
         """Refs belong to the run that made them."""
         return self
 
@@ -138,7 +137,7 @@ class OracleContext:
 
     __jdag_context__ = True
 
-    def __init__(self, run: Run, path: Path, here: str) -> None:
+    def __init__(self, run: OracleRun, path: Path, here: str) -> None:
         self._run = run
         self._path = path
         self._here = here
@@ -319,14 +318,15 @@ def _differentiate(
     allow_int: bool = False,
 ) -> tuple[list[Any], Any, tuple[Any, ...]]:
     """Run the program twice; return root values, aux values, and gradients."""
-    arguments = [_Arguments(argument, number) for number, argument in enumerate(args)]
-    for number in argnums:
-        arguments[number].check(allow_int)
+    arguments = [
+        _Argument(argument, number, allow_int if number in argnums else None)
+        for number, argument in enumerate(args)
+    ]
 
     def total(smooth: Sequence[Any], hooks: CotangentHooks, recorded: Any) -> Any:
-        run = Run(recorded, hooks)
+        run = OracleRun(recorded, hooks)
         given = dict(zip(argnums, smooth, strict=True))
-        bound = [a.bound(run, given.get(n)) for n, a in enumerate(arguments)]
+        bound = [a.bound(run, given.get(n, ())) for n, a in enumerate(arguments)]
         roots, aux = roots_of(program(OracleContext(run, (), HERE), *bound))
         values = [_root(run, root, n) for n, root in enumerate(roots)]
         sums = [
@@ -362,7 +362,7 @@ def _differentiate(
     return values, aux, tuple(trees)
 
 
-def _root(run: Run, root: Any, number: int) -> Any:
+def _root(run: OracleRun, root: Any, number: int) -> Any:
     if not is_ref(root):
         raise RootError(
             f"root {number} is {kind_of(root)}; a program returns refs, such as "
@@ -384,59 +384,56 @@ def _inner(value: Any, cotangent: Any) -> Any:
     return jnp.sum(jnp.real(weighted))
 
 
-class _Arguments:
-    """One argument of a program: its pytree, with values in the place of refs."""
+class _Argument:
+    """One argument of a program: its pytree, with values in the place of refs.
 
-    def __init__(self, tree: Any, number: int) -> None:
-        self._tree = tree
-        self._leaves, self._treedef = flatten(tree, what=f"argument {number}")
-        self._number = number
+    `allow_int` is None where it is not differentiated by.
+    """
+
+    def __init__(self, tree: Any, number: int, allow_int: bool | None) -> None:
+        what = f"argument {number}"
+        self._leaves, self._treedef = flatten(tree, what=what)
         self._values = list(flatten(fetch(tree))[0])
-        self._places: list[int] = []  # Of arrays, if it is differentiated by.
-
-    def check(self, allow_int: bool) -> None:
-        """Raise unless this can be differentiated by."""
-        what = f"argument {self._number}"
-        self._places = indices_of_arrays(what, self._tree, self._leaves)
+        leaves = enumerate(self._leaves)
+        self._places = [place for place, leaf in leaves if is_ref(leaf)]
+        self._smooth: list[int] = []  # Where there are values that have gradients.
+        if allow_int is None:
+            return
+        self._places = list(indices_of_arrays(what, tree, self._leaves))
         if not self._places:
             raise no_arrays(what)
         for place in self._places:
             value = self._values[place] = frozen(self._values[place])
-            if not (aval_of(value).inexact or allow_int):
+            if aval_of(value).inexact:
+                self._smooth.append(place)
+            elif not allow_int:
                 raise JdagError(
-                    f"{what}{paths(self._tree)[place]} is "
-                    f"{aval_of(value)}, which has no gradient; differentiate by "
-                    "float and complex arrays, or say allow_int=True"
+                    f"{what}{paths(tree)[place]} is {aval_of(value)}, which has no "
+                    "gradient; differentiate by float and complex arrays, or say "
+                    "allow_int=True"
                 )
 
     @property
     def smooth(self) -> list[Any]:
-        """The values that can have gradients, in order."""
-        values = [self._values[place] for place in self._places]
-        return [value for value in values if aval_of(value).inexact]
+        """The values that have gradients, in order."""
+        return [self._values[place] for place in self._smooth]
 
-    def bound(self, run: Run, smooth: Sequence[Any] | None) -> Any:
-        """Return the argument as the program gets it.
-
-        Refs, and all arrays of an argument that is differentiated (then `smooth` has
-        the values of those that have gradients), are refs of this run.
-        """
-        rest = iter(() if smooth is None else smooth)
+    def bound(self, run: OracleRun, smooth: Sequence[Any]) -> Any:
+        """Return the argument with refs of this run; `smooth` as the values above."""
+        given = dict(zip(self._smooth, smooth, strict=True))
         bound = list(self._leaves)
-        refs = [place for place, leaf in enumerate(bound) if is_ref(leaf)]
-        for place in refs if smooth is None else self._places:
-            leaf, given = self._leaves[place], self._values[place]
-            if smooth is not None and aval_of(given).inexact:
-                given = next(rest)
+        for place in self._places:
+            leaf = bound[place]
             where = (leaf.worker, leaf.device) if is_ref(leaf) else (HERE, None)
-            bound[place] = run.put(given, *where)
+            bound[place] = run.put(given.get(place, self._values[place]), *where)
         return unflatten(self._treedef, bound)
 
     def unflatten(self, gradients: Sequence[Any]) -> Any:
         """Return the gradients in the structure of the argument."""
-        rest = iter(gradients)
         found: list[Any] = [None] * len(self._values)
+        smooth = dict(zip(self._smooth, gradients, strict=True))
         for place in self._places:
             aval = aval_of(self._values[place])
-            found[place] = next(rest) if aval.inexact else no_gradient(aval, False)
+            is_smooth = place in smooth
+            found[place] = smooth[place] if is_smooth else no_gradient(aval, False)
         return unflatten(self._treedef, found)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from jdag.api.refs import Ref
-from jdag.engine.functions import moved, name_of
+from jdag.engine.functions import name_of, transferred
 from jdag.engine.protocol import Owed, PassResult
 from jdag.errors import JdagError, WorkerLost, repr_of
 from jdag.runtime.tables import positive
@@ -64,7 +64,7 @@ def _owed_lines(owed: tuple[Owed, ...]) -> list[str]:
 
 def _said(function: str) -> str:
     """Return the name by which users know a function."""
-    return "ctx.move" if function == name_of(moved) else function
+    return "ctx.move" if function == name_of(transferred) else function
 
 
 def expired(result: PassResult, timeout_s: float | None) -> str:

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 import jax
 
 from jdag.api.cluster_state import ClusterState
-from jdag.api.device_placement import Left, at_home, refuse_device
+from jdag.api.device_placement import Left, at_home, move, refuse_device
 from jdag.api.refs import Hold, Leaf, Ref
 from jdag.api.roots import check_hook
-from jdag.api.transfers import move
 from jdag.compute.avals import Aval, aval_of, is_deleted
 from jdag.compute.callables import called
 from jdag.compute.pairs import Pair, pair
@@ -33,7 +32,7 @@ from jdag.compute.pytrees import (
     unflatten,
 )
 from jdag.compute.refs import Identity, RefData, Reply, is_ref
-from jdag.engine.functions import call_site, is_program, moved, name_of
+from jdag.engine.functions import call_site, is_program, name_of, transferred
 from jdag.engine.protocol import (
     Argument,
     Attached,
@@ -57,7 +56,7 @@ from jdag.runtime.host import Port
 Place = tuple[Key, Worker]
 
 
-class Phase(Enum):
+class FramePhase(Enum):
     """The state of a context in its program; values are texts for error messages."""
 
     NEW = "not entered yet: write `with cluster.context() as ctx:`"
@@ -65,7 +64,7 @@ class Phase(Enum):
     LEFT = "over: its values, graph and gradients are gone"
 
 
-class Ended(NamedTuple):
+class FrameEnd(NamedTuple):
     """How a program ended: with a reply or a failure."""
 
     path: Path
@@ -84,7 +83,7 @@ class ProgramFrame:
         self.id = id
         self.prefix = prefix
         self.program = program
-        self.phase = Phase.OPEN if prefix else Phase.NEW
+        self.phase = FramePhase.OPEN if prefix else FramePhase.NEW
         self._waits = ""  # The call or pass that its program waits for.
         self._calls = 0
         self._loose: deque[Place] = deque()  # Values whose last ref is gone.
@@ -183,7 +182,7 @@ class ProgramFrame:
 
     def _cannot(self) -> bool:
         return (
-            self.phase is not Phase.OPEN
+            self.phase is not FramePhase.OPEN
             or bool(self._waits)
             or self.state.is_unusable()
             or self.state.driver.current is not self.port
@@ -197,7 +196,7 @@ class ProgramFrame:
                 f"{what} on {self!r}, whose program waits for {self._waits}; a program "
                 "that runs on a worker uses the context that it is handed first"
             )
-        if self.prefix and self.phase is Phase.LEFT:
+        if self.prefix and self.phase is FramePhase.LEFT:
             raise ContextError(f"{what} on {self!r}: its program has returned")
         self.state.check_current(f"{what} on {self!r}", self.port)
         raise ContextError(f"{what} on context {self.id}, which is {self.phase.value}")
@@ -286,7 +285,8 @@ class ProgramFrame:
             arguments[place] = Argument(key, here, False)
         tracked = tuple([argument.tracked for argument in arguments])
         found = traced(fn, parts, tuple(avals), tracked, worker, site)
-        there = sources[0] if fn is moved else device  # A move runs at its source.
+        # A move runs at its source.
+        there = sources[0] if fn is transferred else device
         made = placed(found, there, sources, [device] * len(found.out_avals))
         self._calls += 1
         stored = []
@@ -326,7 +326,7 @@ class ProgramFrame:
             return
         context = ref.key.context
         if context != self.id:
-            over = holder.phase is Phase.LEFT
+            over = holder.phase is FramePhase.LEFT
             raise ContextError(
                 f"{ref!r} is of context {context}{', which is over,' * over} and this "
                 f"is context {self.id}: refs do not leave their context; make it "
@@ -355,7 +355,7 @@ class ProgramFrame:
 
     def launch(
         self, programs: Sequence[tuple[Worker, Callable[..., Any], Any]], site: str
-    ) -> list[Ended]:
+    ) -> list[FrameEnd]:
         """Run programs on workers at the same time; return their ends."""
         self.tell_discarded()
         self._waits = ", ".join(f"{name_of(fn)} on {w!r}" for w, fn, _ in programs)
@@ -369,12 +369,12 @@ class ProgramFrame:
                 self.port.tell(
                     Launched(waiter, self.id, path, worker, fn, arguments, site)
                 )
-            return [Ended(path, *self.port.wait(waiter)) for path, waiter in begun]
+            return [FrameEnd(path, *self.port.wait(waiter)) for path, waiter in begun]
         finally:
             self._waits = ""
             self.leaves_notices()
 
-    def returned(self, ended: Ended) -> Any:
+    def returned(self, ended: FrameEnd) -> Any:
         """Return the result of a program, with refs that belong to this frame."""
         return self.bound(ended.reply.result, self._holds_of(ended.reply, ended.path))
 

@@ -133,13 +133,11 @@ class Ref(RefBase):
     """Names an array on a worker; made by a cluster or a context, never by users.
 
     Attributes:
-        worker: where the array is.
-        device: the device of that worker which it is on, as `cpu:1`; None, the default.
-        shape, dtype, size, ndim: those of the array, known before it is computed.
         tracked: whether cotangents flow back through it: it is inexact, descends from a
             leaf, and no `jdag.stop_gradient` cut it off.
 
-    Refs of one leaf are equal and hash alike, whatever their version.
+    Shape and dtype are known before the array is computed. Refs of one leaf are equal
+    and hash alike, whatever their version.
     """
 
     __slots__ = (
@@ -375,15 +373,7 @@ def stop_gradient(refs: Any) -> Any:
     """
     leaves, treedef = flatten_refs(refs, is_ref)
     stopped = [
-        Ref(
-            ref.holder,
-            ref.key,
-            ref.owner,
-            ref.aval,
-            False,
-            leaf=ref.leaf,
-            hold=ref.hold,
-        )
-        for ref in leaves
+        Ref(r.holder, r.key, r.owner, r.aval, False, leaf=r.leaf, hold=r.hold)
+        for r in leaves
     ]
     return unflatten(treedef, stopped)

@@ -1,13 +1,15 @@
 """`value_and_grad` of a program over a cluster, in the manner of JAX's."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax.numpy as jnp
 
 from jdag.api.cluster import Cluster
 from jdag.api.context import Context
-from jdag.api.refs import Ref, fetch
+from jdag.api.refs import Ref, read
+from jdag.compute.duals import primal_of
 from jdag.compute.pytrees import (
     argument_numbers,
     flatten,
@@ -61,25 +63,10 @@ def value_and_grad(
 
     def run(*args: Any) -> Any:
         numbers = argument_numbers(argnums, len(args))
-        bound = list(args)
-        put: list[Ref] = []
-        try:
-            for number in numbers:
-                bound[number] = leaves_of(cluster, args, number, put, allow_int)
-            chosen = [bound[number] for number in numbers]
-            with cluster.context() as ctx:
-                result = program(ctx, *bound)
-                loss, aux = result if has_aux else (result, ())
-                found = gradients_of(ctx, loss)
-                gradients = [
-                    [found.get(ref) for ref in flatten_refs(refs, is_ref)[0]]
-                    for refs in chosen
-                ]
-                value, aux, gradients = fetch((loss, aux, gradients))
-        finally:
-            if put and not cluster.state.closed:
-                cluster.drop(put)
-        trees = tuple(map(filled, gradients, chosen))
+        with leaves_of(cluster, args, numbers, allow_int) as (bound, _):
+            pairs = [(number, bound[number]) for number in numbers]
+            value, aux, gradients = run_pass(program, cluster, args, pairs, has_aux)
+        trees = tuple(map(filled, gradients, [tree for _, tree in pairs]))
         value = (value, aux) if has_aux else value
         return value, trees[0] if isinstance(argnums, int) else trees
 
@@ -94,35 +81,39 @@ def check_program(what: str, program: object, cluster: object) -> None:
         raise JdagError(f"{what} takes a cluster second, not {cluster!r}")
 
 
+@contextmanager
 def leaves_of(
-    cluster: Cluster,
-    args: Sequence[Any],
-    number: int,
-    put: list[Ref],
-    allow_int: bool,
-) -> Any:
-    """Return an argument with a leaf for each array; note in `put` those made here.
+    cluster: Cluster, args: Sequence[Any], numbers: Sequence[int], allow_int: bool
+) -> Iterator[tuple[dict[int, Any], list[Ref]]]:
+    """Yield arguments by number, with a leaf for each array, and the leaves made here.
+
+    These, and what is added to them, are dropped at the end.
 
     Raises:
-        JdagError: something in it cannot be differentiated by; names it.
+        JdagError: something in an argument cannot be differentiated by; names it.
     """
-    leaves, treedef = flatten(args[number], what=f"argument {number}")
-    bound = list(leaves)
-    what = f"argument {number}"
-    for place in indices_of_arrays(what, args[number], leaves):
-        try:
-            ref = leaf = leaves[place]
-            if not is_ref(leaf):
-                ref = cluster.put(cluster.here, leaf)
-                put.append(ref)
-            _check_leaf(ref, allow_int)
-        except JdagError as error:
-            name = paths(args[number])[place]
-            raise type(error)(f"{what}{name}: {error}") from None
-        bound[place] = ref
-    if not any(map(is_ref, bound)):
-        raise no_arrays(what)
-    return unflatten(treedef, bound)
+    put: list[Ref] = []
+    bound: dict[int, Any] = {}
+    try:
+        for number in numbers:
+            what = f"argument {number}"
+            leaves, treedef = flatten(args[number], what=what)
+            for place in indices_of_arrays(what, args[number], leaves):
+                try:
+                    if not is_ref(leaves[place]):
+                        leaves[place] = cluster.put(cluster.here, leaves[place])
+                        put.append(leaves[place])
+                    _check_leaf(leaves[place], allow_int)
+                except JdagError as error:
+                    name = paths(args[number])[place]
+                    raise type(error)(f"{what}{name}: {error}") from None
+            if not any(map(is_ref, leaves)):
+                raise no_arrays(what)
+            bound[number] = unflatten(treedef, leaves)
+        yield bound, put
+    finally:
+        if put and not cluster.state.closed:
+            cluster.drop(put)
 
 
 def _check_leaf(ref: Ref, allow_int: bool) -> None:
@@ -137,13 +128,38 @@ def _check_leaf(ref: Ref, allow_int: bool) -> None:
         )
 
 
-def gradients_of(ctx: Context, loss: Any) -> Mapping[Ref, Ref]:
-    """Run a pass from a loss; return the gradients of the leaves that it reaches.
+def run_pass(
+    program: Callable[..., Any],
+    cluster: Cluster,
+    args: Sequence[Any],
+    bound: Sequence[tuple[int, Any]],
+    has_aux: bool,
+    check: Callable[[Mapping[Ref, Ref]], None] | None = None,
+) -> tuple[Any, Any, list[list[Any]]]:
+    """Run a program, and a pass from its loss; return loss, aux and gradients.
 
-    Raises:
-        RootError: it is no loss that can be differentiated; one that depends on no leaf
-            can be.
+    `bound` has numbers and pytrees of leaves of the arguments to differentiate by: for
+    each the gradients of its leaves, None where the loss does not depend on one.
+    `check` is given gradients by leaf before they are read; then the loss is not.
     """
+    with cluster.context() as ctx:
+        given = dict(enumerate(args)) | dict(bound)
+        result = program(ctx, *given.values())
+        loss, aux = result if has_aux else (result, ())
+        found = _gradients(ctx, loss)
+        if check is not None:
+            check(found)
+            loss = None
+        said, treedef = flatten((loss, aux), what="what the program returned")
+        chosen = [flatten_refs(tree, is_ref)[0] for _, tree in bound]
+        wanted = [found.get(ref) for refs in chosen for ref in refs]
+        values = iter(read([*said, *wanted]))
+    value, aux = unflatten(treedef, [primal_of(next(values)) for _ in said])
+    return value, aux, [[next(values) for _ in refs] for refs in chosen]
+
+
+def _gradients(ctx: Context, loss: Any) -> Mapping[Ref, Ref]:
+    """Run a pass from a loss, if it depends on leaves; return gradients by leaf."""
     independent = is_ref(loss) and not loss.tracked and loss.aval.inexact
     if independent and loss.leaf is None and loss.descends is None:
         if loss.size != 1:

@@ -8,6 +8,7 @@ each message; times are microseconds.
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from jdag.api.graph import dotted
 from jdag.report.spans import Job, Spans, Transfer
 
 JOBS_MAX = 5_000
@@ -57,10 +58,6 @@ def _named(worker: str, pid: int) -> Iterator[dict[str, Any]]:
         yield {**base, "tid": tid, "name": "thread_name", "args": {"name": name}}
 
 
-def _dotted(path: tuple[int, ...]) -> str:
-    return ".".join(map(str, path))
-
-
 def _job(job: Job, pid: int) -> dict[str, Any]:
     return {
         "ph": "X",
@@ -75,7 +72,7 @@ def _job(job: Job, pid: int) -> dict[str, Any]:
             "function": job.function,
             "context": job.context,
             "pass": job.number,
-            "path": _dotted(job.path),
+            "path": dotted(job.path),
         },
     }
 
@@ -94,7 +91,7 @@ def _transfer(
     args = {
         "context": transfer.context,
         "pass": transfer.number,
-        "path": _dotted(transfer.path),
+        "path": dotted(transfer.path),
         "payload_bytes": transfer.payload_bytes,
         "wire_bytes": transfer.wire_bytes,
     }

@@ -102,26 +102,25 @@ def _left_out(graph: Graph, layout: _Layout) -> str:
 def _laid_out(graph: Graph) -> _Layout:
     present = {vertex.worker for vertex in graph.vertices}
     workers = tuple(w for w in graph.workers if w in present)
-    shown = list(graph.vertices)
     places = {
         id: (workers.index(worker) + _MIDDLE, float(height))
-        for id, (worker, height) in _heights(graph, shown).items()
+        for id, (worker, height) in _heights(graph).items()
         if height < HEIGHTS_MAX
     }
-    places.update(_leaf_places(graph, shown, places, workers))
+    places.update(_leaf_places(graph, places, workers))
     heights = [height for _, height in places.values()]
     top, low = min(heights, default=0.0), int(max(heights, default=0.0))
     return _Layout(workers, places, top, low + 1)
 
 
-def _heights(graph: Graph, shown: list[Vertex]) -> dict[str, tuple[str, int]]:
+def _heights(graph: Graph) -> dict[str, tuple[str, int]]:
     """As high as the order of the program and of its edges lets each vertex stand."""
     sources: dict[str, list[str]] = {}
     for edge in graph.edges:
         sources.setdefault(edge.target, []).append(edge.source)
     found: dict[str, tuple[str, int]] = {}
     free: dict[str, int] = {}
-    calls = [vertex for vertex in shown if vertex.kind != "leaf"]
+    calls = [vertex for vertex in graph.vertices if vertex.kind != "leaf"]
     for vertex in sorted(calls, key=lambda one: (one.path, _ORDER[one.kind])):
         above = [found[id][1] for id in sources.get(vertex.id, ()) if id in found]
         height = max([free.get(vertex.worker, 0), *(at + 1 for at in above)])
@@ -132,14 +131,13 @@ def _heights(graph: Graph, shown: list[Vertex]) -> dict[str, tuple[str, int]]:
 
 def _leaf_places(
     graph: Graph,
-    shown: list[Vertex],
     places: Mapping[str, tuple[float, float]],
     workers: tuple[str, ...],
 ) -> dict[str, tuple[float, float]]:
     """Each leaf beside what first uses it, or above it, if there is room."""
     taken: set[tuple[float, float]] = set()
     found: dict[str, tuple[float, float]] = {}
-    for leaf in shown:
+    for leaf in graph.vertices:
         if leaf.kind != "leaf":
             continue
         uses = [places[e.target][1] for e in graph.edges

@@ -57,7 +57,7 @@ class Transfer(NamedTuple):
     end_ns: int
 
 
-class Mark(NamedTuple):
+class SpanMark(NamedTuple):
     """What happened in no time: a drop, a resend, a duplicate, a crash."""
 
     worker: str
@@ -75,7 +75,7 @@ class Spans:
 
     jobs: tuple[Job, ...]
     transfers: tuple[Transfer, ...]
-    marks: tuple[Mark, ...]
+    marks: tuple[SpanMark, ...]
 
     def within(self, window_ns: tuple[int, int]) -> "Spans":
         """What overlaps a window of time, or lies on its edge."""
@@ -97,7 +97,7 @@ def spans_of(records: Iterable[Record]) -> Spans:
     crashed: dict[str, int] = {}
     jobs: list[Job] = []
     transfers: list[Transfer] = []
-    marks: list[Mark] = []
+    marks: list[SpanMark] = []
     last_ns = 0
     for record in records:
         last_ns = record.time_ns
@@ -135,10 +135,10 @@ def _transfer(send: Record, end_ns: int) -> Transfer:
     )
 
 
-def _mark(record: Record) -> Mark:
+def _mark(record: Record) -> SpanMark:
     said = record.named
     peer = said.get("peer", said.get("destination", ""))
-    return Mark(record.worker, record.kind, peer, record.time_ns)
+    return SpanMark(record.worker, record.kind, peer, record.time_ns)
 
 
 def bubble(

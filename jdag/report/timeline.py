@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from jdag.api.graph import dotted
 from jdag.report.formatting import formatted
 from jdag.report.raster import mixed
 from jdag.report.spans import Job, Spans, Transfer, bubble
@@ -158,20 +159,20 @@ def _draw_jobs(view: _View, place: int, jobs: Sequence[Job]) -> None:
         mine = [j for j in jobs if j.drawn_as == kind and j.end_ns > j.start_ns]
         bars = [view.bar(job) for job in mine]
         # A thin bar has no edge, which would hide it.
-        thin = _EDGE_SHARE * (view.last_ns - view.first_ns) / view.unit_ns
+        thin = _EDGE_SHARE * view.length
         view.axes.broken_barh(
             bars, (place + _DEVICE[0], _DEVICE[1]), facecolors=color,
             edgecolors="white",
             linewidth=[0.5 if width > thin else 0.0 for _, width in bars] or 0.0,
             zorder=2,
         )  # fmt: skip
-        narrow = _LABEL_SHARE * (view.last_ns - view.first_ns)
+        narrow = _LABEL_SHARE * view.length
         for job, (start, width) in zip(mine, bars, strict=True):
-            if width * view.unit_ns < narrow or not job.context:
+            if width < narrow or not job.context:
                 continue
             view.axes.text(
                 start + width / 2, place + _DEVICE[0] + _DEVICE[1] / 2,
-                ".".join(map(str, job.path)), ha="center", va="center", fontsize=7,
+                dotted(job.path), ha="center", va="center", fontsize=7,
                 color="white", zorder=3, clip_on=True,
             )  # fmt: skip
 

@@ -206,13 +206,6 @@ class Played:
     busy_ns: Mapping[str, int]
     cluster: Cluster
 
-    @property
-    def outcome(self) -> str:
-        """How the pass ended."""
-        if self.error is None:
-            return "finished"
-        return "stuck" if isinstance(self.error, UnusedSendError) else "failed"
-
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -308,13 +301,11 @@ class Case:
 
     def _outcome(self, played: Played) -> Figures:
         error = played.error
-        owed: tuple[Any, ...] = ()
+        owed: Sequence[Any] = ()
         if isinstance(error, UnusedSendError):
             owed = error.sends
         return {
-            "outcome": played.outcome,
-            "error": None if error is None else type(error).__name__,
-            "error_message": None if error is None else text_of(error),
+            **ended(error),
             "owed_sends": len(owed),
             "owed_functions": [send.function for send in owed],
             "owed_workers": [send.worker for send in owed],
@@ -356,6 +347,17 @@ class Case:
         same = bits(clean.gradients) == bits(played.gradients)
         clean.cluster.close()
         return same
+
+
+def ended(error: JdagError | None) -> Figures:
+    """Return how a pass ended, or a run, and which error ended it."""
+    if error is None:
+        return {"outcome": "finished", "error": None, "error_message": None}
+    return {
+        "outcome": "stuck" if isinstance(error, UnusedSendError) else "failed",
+        "error": type(error).__name__,
+        "error_message": text_of(error),
+    }
 
 
 def difference(gradient: Any, truth: Any) -> float:

@@ -6,16 +6,9 @@ from fractions import Fraction
 from typing import Any
 
 from jdag.api.cluster import Cluster
-from jdag.errors import (
-    JdagError,
-    RootError,
-    ScenarioError,
-    UnusedSendError,
-    text_of,
-    unusable,
-)
+from jdag.errors import JdagError, RootError, ScenarioError, unusable
 from jdag.scenario import Driver, Scenario, configured, raised, wrong
-from jdag.scenario.case import VIRTUAL, Figures, Run
+from jdag.scenario.case import VIRTUAL, Figures, Run, ended
 from jdag.scenario.driving import Virtual
 from jdag.scenario.expectations import Judged, judge
 
@@ -23,7 +16,7 @@ Progress = Callable[[int, int, Mapping[str, float]], None]
 
 
 @dataclass(slots=True)
-class Answer:
+class ScenarioResult:
     """The outcome of a scenario."""
 
     figures: Figures
@@ -55,7 +48,7 @@ def _run_of(scenario: Scenario, show: Progress, driver: Driver) -> Run:
 
 def run_scenario(
     scenario: Scenario, show: Progress, driver: Driver | None = None
-) -> Answer:
+) -> ScenarioResult:
     """Run a scenario and compare its figures with what it expects.
 
     What its program lets pass of jdag's errors is the outcome, as if it had said so.
@@ -77,7 +70,7 @@ def run_scenario(
             allowed = f"one whose roots a pass can start from; {error}"
             raise ScenarioError(unusable("program", program, allowed)) from error
         except JdagError as error:
-            figures = _ended(error)
+            figures = ended(error)
             if run.last is not None and run.kept is None:
                 run.keep(run.last, (0, run.last.now_ns))
         except (Exception, SystemExit) as error:
@@ -95,7 +88,7 @@ def run_scenario(
         expect = dict(scenario.settings.expect)
         unasked = () if driver.virtual else tuple(n for n in expect if n in VIRTUAL)
         judged = judge({n: e for n, e in expect.items() if n not in unasked}, figures)
-    return Answer(figures, judged, run.kept, unasked, run.window, run.drawings)
+    return ScenarioResult(figures, judged, run.kept, unasked, run.window, run.drawings)
 
 
 def _plain(figures: Any) -> Figures:
@@ -126,13 +119,3 @@ def _figure(name: str, value: Any) -> Any:
         case _:
             allowed = "a number, a text, None, or a list or mapping of these"
             raise ScenarioError(unusable(f"figure {name}", value, allowed))
-
-
-def _ended(error: JdagError) -> Figures:
-    """Return the figures of a run that an error ended."""
-    is_stuck = isinstance(error, UnusedSendError)
-    return {
-        "outcome": "stuck" if is_stuck else "failed",
-        "error": type(error).__name__,
-        "error_message": text_of(error),
-    }

@@ -3,10 +3,11 @@
 Whatever is wrong is said in one wording: `key = value: allowed is ...`.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, create_model
 
 from jdag.engine.protocol import WORKERS_MAX
 from jdag.errors import ScenarioError, unusable
@@ -43,7 +44,7 @@ from jdag.sim import (
     Partition,
     Slow,
 )
-from jdag.sim.settings import EVENTS_MAX
+from jdag.sim.settings import DETECT_NS, EVENTS_MAX
 
 _NAME = "letters, digits, _, - and ., beginning with a letter or a digit"
 _WORKERS = (
@@ -158,67 +159,37 @@ class _Devices(_Device):
         return {name: self.workers.get(name, self).model() for name in names}
 
 
-class _Between(Table):
-    source: TEXT | None = None
-    destination: TEXT | None = None
-    from_ns: _NS = 0
-    until_ns: _NS | None = None
+_KINDS = (Drop, Delay, Duplicate, Partition, Crash, Slow)
+_FAULTS: Mapping[str, type[Fault]] = {kind.__name__.lower(): kind for kind in _KINDS}
+_GROUPS = Annotated[list[list[str]], only("a list of lists of workers", _are_groups)]
+_OF_FAULTS = {
+    "probability": _CHANCE,
+    "factor": _FACTOR,
+    "groups": _GROUPS,
+    "worker": TEXT,
+    "source": TEXT,
+    "destination": TEXT,
+}  # All other keys are times.
 
 
-class _Drop(_Between):
-    kind: Literal["drop"]
-    probability: _CHANCE
+def _table_of(kind: str) -> Any:
+    """Return the table of a fault: its fields, as a file gives them."""
+    keys: dict[str, Any] = {"kind": (Literal[kind], ...)}
+    for key in fields(_FAULTS[kind]):
+        of, default = _OF_FAULTS.get(key.name, _NS), key.default
+        if default is MISSING:
+            default = DETECT_NS if key.name == "detect_ns" else ...
+        keys[key.name] = (of if default is not None else of | None, default)
+    return create_model(kind, __base__=Table, **keys)
 
 
-class _Delay(_Between):
-    kind: Literal["delay"]
-    probability: _CHANCE
-    delay_min_ns: _NS
-    delay_max_ns: _NS
-
-
-class _Duplicate(_Between):
-    kind: Literal["duplicate"]
-    probability: _CHANCE
-    delay_max_ns: _NS = 0
-
-
-class _Partition(Table):
-    kind: Literal["partition"]
-    groups: Annotated[list[list[str]], only("a list of lists of workers", _are_groups)]
-    from_ns: _NS = 0
-    until_ns: _NS | None = None
-
-
-class _Crash(Table):
-    kind: Literal["crash"]
-    worker: TEXT
-    at_ns: _NS | None = None
-    at_index: _NS | None = None
-    detect_ns: _NS = 1_000_000
-    restart_ns: _NS | None = None
-
-
-class _Slow(Table):
-    kind: Literal["slow"]
-    worker: TEXT
-    factor: _FACTOR
-    from_ns: _NS = 0
-    until_ns: _NS | None = None
-
-
-_Fault = Annotated[
-    _Drop | _Delay | _Duplicate | _Partition | _Crash | _Slow,
-    Field(discriminator="kind"),
-]
-_FAULTS: Mapping[str, Callable[..., Fault]] = {
-    "drop": Drop,
-    "delay": Delay,
-    "duplicate": Duplicate,
-    "partition": Partition,
-    "crash": Crash,
-    "slow": Slow,
-}
+if TYPE_CHECKING:
+    _Fault = Any
+else:
+    _Fault = Annotated[
+        Union[tuple(map(_table_of, _FAULTS))],  # noqa: UP007 - made of a tuple.
+        Field(discriminator="kind"),
+    ]
 
 
 class _Resends(Table):
