@@ -54,7 +54,7 @@ from jdag.runtime.trace import read_trace
 from jdag.scenario import Driver as Driving
 from jdag.scenario import Scenario, driver_of, load, wrong
 from jdag.scenario.driving import BY_WORKER
-from jdag.scenario.run_scenario import Answer, run_scenario
+from jdag.scenario.run_scenario import ScenarioResult, run_scenario
 
 RUN = "run"  # The kind of folder that `jdag run` writes.
 TRACE = "trace.jsonl"
@@ -178,7 +178,7 @@ def _unmarked(folder: Path) -> list[str]:
     return [name for name in _WRITTEN if os.path.lexists(folder / name)]
 
 
-def _played(scenario: Scenario, console: Console, driving: Driving) -> Answer:
+def _played(scenario: Scenario, console: Console, driving: Driving) -> ScenarioResult:
     """Play, with a progress bar."""
     columns = (
         TextColumn("{task.description}"),
@@ -197,7 +197,7 @@ def _played(scenario: Scenario, console: Console, driving: Driving) -> Answer:
         return run_scenario(scenario, show, driving)
 
 
-def _result(scenario: Scenario, answer: Answer, driver: str) -> dict[str, Any]:
+def _result(scenario: Scenario, answer: ScenarioResult, driver: str) -> dict[str, Any]:
     """Return the content of `result.json`."""
     figures = {name: _plain(value) for name, value in answer.figures.items()}
     own = {
@@ -239,7 +239,7 @@ def _meanings(scenario: Scenario) -> dict[str, str]:
     return {**own, **scenario.player.figures}
 
 
-def _digest_of(answer: Answer) -> str | None:
+def _digest_of(answer: ScenarioResult) -> str | None:
     """Return the digest of a run in virtual time, None for other runs."""
     if answer.cluster.trace is None:
         return None
@@ -268,7 +268,7 @@ def _exact(value: Any) -> Any:
     return str(value) if isinstance(value, Fraction) else None
 
 
-def _write(made: Path, result: dict[str, Any], answer: Answer) -> None:
+def _write(made: Path, result: dict[str, Any], answer: ScenarioResult) -> None:
     """Write result, trace and report of a run."""
     text = json.dumps(result, indent=2, allow_nan=False)
     (made / RESULT).write_text(f"{text}\n", encoding="utf-8")
@@ -330,7 +330,7 @@ def _print_graph(console: Console, drawings: Any, folder: Path) -> None:
             console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def _code(answer: Answer) -> Exit:
+def _code(answer: ScenarioResult) -> Exit:
     if answer.met:
         return Exit.MET
     expected = {one.figure: one.wanted for one in answer.judged}

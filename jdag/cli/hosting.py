@@ -17,8 +17,8 @@ from rich.text import Text
 from jdag.cli.cli_errors import Exit, errors_in_one_line
 from jdag.errors import ScenarioError, unusable
 from jdag.rpc.launch import Launch, is_here
-from jdag.rpc.settings import DEVICES, Settings, is_device, load
-from jdag.rpc.worker import Options, become
+from jdag.rpc.settings import DEVICES, ClusterSettings, is_device, load
+from jdag.rpc.worker import WorkerOptions, become
 
 # The import path of the node factory; worker processes look it up by name.
 NODE = "jdag.api.drivers:member"
@@ -87,7 +87,7 @@ def up(
     raise typer.Exit(Exit.WRONG if deaths else Exit.MET)
 
 
-def chosen(settings: Settings, only: list[str], leaving: list[str]) -> list[str]:
+def chosen(settings: ClusterSettings, only: list[str], leaving: list[str]) -> list[str]:
     """Return the workers of this host that are to be started.
 
     Raises:
@@ -106,7 +106,9 @@ def chosen(settings: Settings, only: list[str], leaving: list[str]) -> list[str]
     return names
 
 
-def options_of(settings: Settings, name: str, device: str | None) -> Options:
+def options_of(
+    settings: ClusterSettings, name: str, device: str | None
+) -> WorkerOptions:
     """Return the options of a worker process of a cluster's file.
 
     Raises:
@@ -116,7 +118,7 @@ def options_of(settings: Settings, name: str, device: str | None) -> Options:
     if device is not None and not is_device(device):
         raise ScenarioError(unusable("--device", device, DEVICES))
     own = settings.worker(name)
-    return Options(
+    return WorkerOptions(
         worker=name,
         node=NODE,
         control=str(own.address),
@@ -134,7 +136,7 @@ def options_of(settings: Settings, name: str, device: str | None) -> Options:
     )
 
 
-def _print(console: Console, settings: Settings, launch: Launch) -> None:
+def _print(console: Console, settings: ClusterSettings, launch: Launch) -> None:
     table = Table(title="workers", title_justify="left", title_style="bold")
     for column in ("worker", "address", "device", "process"):
         table.add_column(column, no_wrap=True)

@@ -182,7 +182,7 @@ def _is_marked(fn: Any, mark: str) -> bool:
 
 
 @remote
-def moved(*arrays: Any) -> Any:
+def transferred(*arrays: Any) -> Any:
     """Return the arguments: `ctx.move` calls this function where they are to be."""
     return arrays
 

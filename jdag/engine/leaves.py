@@ -55,7 +55,7 @@ class Version:
 
 
 @dataclass(slots=True)
-class Leaf:
+class LeafVersions:
     """The versions of one leaf that are still held here."""
 
     aval: Any
@@ -87,7 +87,7 @@ class Leaves:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._leaves: dict[LeafId, Leaf] = {}
+        self._leaves: dict[LeafId, LeafVersions] = {}
         self.unacknowledged: dict[tuple[Path, Worker], None] = {}
 
     def assigned(self, event: Assigned) -> None:
@@ -144,7 +144,7 @@ class Leaves:
         """A new leaf's first version, or the next one of a leaf that is here."""
         leaf = self._leaves.get(key.name)
         if not is_newest(key):
-            leaf = leaf or self._leaves.setdefault(key.name, Leaf(aval))
+            leaf = leaf or self._leaves.setdefault(key.name, LeafVersions(aval))
             number = key.index
         elif leaf is None or leaf.forgotten:
             return Value(_version_key(key.name, _NEVER), None, 0)
@@ -280,7 +280,7 @@ class Leaves:
             self.let_go(value.key.name, before)
         self._free(leaf, version)  # It may have been replaced already.
 
-    def _as_before(self, leaf: Leaf, version: Version, before: Version) -> None:
+    def _as_before(self, leaf: LeafVersions, version: Version, before: Version) -> None:
         version.value.stored = before.value.stored
         self._state.settle(version.value, before.value.failure)
         self._free(leaf, version)
@@ -396,7 +396,7 @@ class Leaves:
                 for version in tuple(leaf.versions.values()):
                     self._free(leaf, version)
 
-    def _free(self, leaf: Leaf, version: Version) -> None:
+    def _free(self, leaf: LeafVersions, version: Version) -> None:
         key = version.value.key
         superseded = leaf.forgotten or key.index != leaf.newest
         if superseded and version.users == 0 and version.value.settled:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
-from jdag.engine.functions import moved, name_of
+from jdag.engine.functions import name_of, transferred
 from jdag.engine.protocol import Apply, Failure, Fill, Forward, Job, Sum, Vjp
 from jdag.errors import ScenarioError, unusable
 from jdag.runtime.chooser import Chooser, ReadyJobs
@@ -23,7 +23,7 @@ from jdag.runtime.tables import NS, is_ns
 from jdag.sim.faults import Faults
 
 # The function that `ctx.move` calls.
-MOVED = name_of(moved)
+MOVED = name_of(transferred)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class DeviceModel:
     zeros or ones and a hook `sum_ns`. `functions` has the exceptions: a function's
     name, with its module as `module:name` or without, and its (forward_ns,
     backward_ns). Moving a value is no work for a device: `ctx.move` takes nothing,
-    unless `functions` names what it calls (`moved`).
+    unless `functions` names what it calls (`transferred`).
 
     Raises:
         ScenarioError: a time that is not an int or below 0; names it.

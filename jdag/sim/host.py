@@ -14,10 +14,10 @@ from jdag.runtime.waiters import Waiters
 from jdag.sim.devices import Device, models
 from jdag.sim.faults import Faults
 from jdag.sim.settings import SimSettings
-from jdag.sim.transport import End
+from jdag.sim.transport import LinkEnd
 
 
-class Host(host.Host):
+class SimHost(host.Host):
     """The state of one worker in one run.
 
     `alive` is False from the moment in which it crashes (then it is `crashed` as well)
@@ -80,12 +80,12 @@ class Host(host.Host):
         """How long its devices have computed."""
         return self.busy_before_ns + sum(device.busy_ns for device in self.devices)
 
-    def again(self, workers: Sequence[str]) -> "Host":
+    def again(self, workers: Sequence[str]) -> "SimHost":
         """The next incarnation of this worker, with its counts."""
         name, incarnation = named(self.worker), incarnation_of(self.worker) + 1
         engine = Engine(name, workers, incarnation)
         worker = incarnated(name, incarnation)
-        again = Host(
+        again = SimHost(
             worker,
             engine,
             self.machine,
@@ -97,7 +97,7 @@ class Host(host.Host):
         again.busy_before_ns = self.busy_ns
         return again
 
-    def info(self, ends: Sequence[End]) -> dict[str, int | bool]:
+    def info(self, ends: Sequence[LinkEnd]) -> dict[str, int | bool]:
         """What it holds now, and what all its incarnations sent and computed so far.
 
         A worker that crashed holds nothing; what it did before still counts.
@@ -123,11 +123,11 @@ def made_hosts(
     driver: host.Driver,
     waiters: Waiters,
     recorder: Recorder,
-) -> dict[str, Host]:
+) -> dict[str, SimHost]:
     """A host for each worker, of the device that it has."""
     workers = tuple(settings.workers)
     return {
-        worker: Host(
+        worker: SimHost(
             worker,
             Engine(worker, workers),
             Machine(settings.values),

@@ -28,7 +28,7 @@ from typing import Any
 from jdag.errors import ScenarioError, unusable
 from jdag.runtime.chooser import Chooser
 from jdag.runtime.tables import NS, is_ns
-from jdag.sim.ports import Port
+from jdag.sim.ports import NetworkPort
 
 _SECOND_NS = 1_000_000_000
 _LINKS = 'LinkModels by source and destination: {("a", "b"): LinkModel()}'
@@ -130,7 +130,10 @@ class Lane:
     )
 
     def __init__(
-        self, model: LinkModel, out: Port | None = None, into: Port | None = None
+        self,
+        model: LinkModel,
+        out: NetworkPort | None = None,
+        into: NetworkPort | None = None,
     ) -> None:
         self.out = out
         self.into = into
@@ -205,7 +208,7 @@ class Traffic:
         self._network = network
         self._workers = frozenset(workers)
         self._lanes: dict[tuple[str, str], Lane] = {}
-        self._ports: dict[tuple[str, str], Port] = {}
+        self._ports: dict[tuple[str, str], NetworkPort] = {}
 
     def lane(self, source: str, destination: str) -> Lane:
         """The directed link from `source` to `destination`."""
@@ -219,8 +222,8 @@ class Traffic:
             self._lanes[source, destination] = lane
         return lane
 
-    def _port(self, worker: str, direction: str) -> Port | None:
+    def _port(self, worker: str, direction: str) -> NetworkPort | None:
         rate = self._network.port_bandwidth_bytes_per_s
         if rate is None:
             return None
-        return self._ports.setdefault((worker, direction), Port(rate))
+        return self._ports.setdefault((worker, direction), NetworkPort(rate))

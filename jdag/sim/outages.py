@@ -23,7 +23,7 @@ from jdag.engine.protocol import (
 )
 from jdag.runtime.recorder import Recorder
 from jdag.sim.faults import Crash, Faults, Partition
-from jdag.sim.host import Host
+from jdag.sim.host import SimHost
 from jdag.sim.programs import Programs
 from jdag.sim.settings import SimSettings
 from jdag.sim.timeline import Timeline
@@ -43,7 +43,7 @@ class Outages:
 
     def __init__(
         self,
-        hosts: dict[Worker, Host],
+        hosts: dict[Worker, SimHost],
         settings: SimSettings,
         *,
         faults: Faults,
@@ -62,7 +62,7 @@ class Outages:
         self._recorder = recorder
         self._crash_index = NEVER
 
-    def newest(self, name: str) -> Host:
+    def newest(self, name: str) -> SimHost:
         """The incarnation of a worker that was started last."""
         return self.hosts[incarnated(name, self.incarnations.get(name, 0))]
 
@@ -128,12 +128,12 @@ class Outages:
             at_ns = timeline.now_ns + crash.restart_ns
             timeline.push(at_ns, CRASH, ("restart", host, record))
 
-    def bury(self, host: Host) -> None:
+    def bury(self, host: SimHost) -> None:
         """Clear away what a crashed worker held."""
         self._programs.kill(host.worker)
         host.clear()
 
-    def restart(self, former: Host, crashed: int) -> None:
+    def restart(self, former: SimHost, crashed: int) -> None:
         """A worker that crashed joins anew."""
         self.bury(former)  # At the same time either may come first.
         names = self._settings.workers
@@ -152,7 +152,7 @@ class Outages:
             if name in parting[1:]:
                 self._part(*parting)
 
-    def _meet(self, host: Host, peer: Host, record: int) -> None:
+    def _meet(self, host: SimHost, peer: SimHost, record: int) -> None:
         """Tell a worker the current incarnation of a peer, and whether it is alive."""
         name, incarnation = named(peer.worker), incarnation_of(peer.worker)
         for former in range(incarnation):
@@ -162,7 +162,7 @@ class Outages:
         if not peer.alive:
             self.lost(host, peer.worker, record, CRASHED)
 
-    def lost(self, host: Host, peer: Worker, record: int, why: str) -> None:
+    def lost(self, host: SimHost, peer: Worker, record: int, why: str) -> None:
         """A worker learns that a peer is lost."""
         if not host.alive or peer in host.lost:
             return

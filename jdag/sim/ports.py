@@ -12,7 +12,7 @@ Invariants: what is reserved does not overlap, and does not move.
 from bisect import bisect_right
 
 
-class Port:
+class NetworkPort:
     """One direction of one worker's port; `record` is the last frame that passed it.
 
     Args:

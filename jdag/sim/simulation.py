@@ -7,8 +7,8 @@ job waits for its device (`jdag.sim.devices`) and is computed when it starts, th
 engine is told only when its time is over; what a program waits for wakes it
 (`jdag.sim.programs`) as an event of its own, so that no user code runs in between.
 
-What is to happen is on the timeline as a tuple: its kind, the `Host` or `End` where it
-happens, and what else it takes. `_happens` names what carries it out.
+What is to happen is on the timeline as a tuple: its kind, the `SimHost` or `LinkEnd`
+where it happens, and what else it takes. `_happens` names what carries it out.
 
 All choices are the chooser's (`jdag.runtime.chooser`); all that happens goes to the
 recorder (`jdag.runtime.recorder`).
@@ -47,12 +47,12 @@ from jdag.runtime.trace import Trace
 from jdag.runtime.waiters import Cancel, Waiters
 from jdag.sim.devices import Device, Task
 from jdag.sim.faults import Faults
-from jdag.sim.host import Host, made_hosts
+from jdag.sim.host import SimHost, made_hosts
 from jdag.sim.outages import OUT_OF_REACH, Outages
 from jdag.sim.programs import Programs
 from jdag.sim.settings import SimSettings
 from jdag.sim.timeline import Timeline
-from jdag.sim.transport import BEGIN, EVENT, End, SimTransport
+from jdag.sim.transport import BEGIN, EVENT, LinkEnd, SimTransport
 
 # A graph is many small tuples that live long. Python looks for cycles whenever 700 more
 # objects are alive, which took half of the time of a long run; there are few cycles.
@@ -141,7 +141,7 @@ class Simulation:
         """For each worker, what it holds and what it has sent and computed so far."""
         if self._counted is not None:
             return self._counted
-        ends: dict[str, list[End]] = {name: [] for name in self.workers}
+        ends: dict[str, list[LinkEnd]] = {name: [] for name in self.workers}
         for worker in self._hosts:
             ends[named(worker)] += self._transport.ends(worker)
         return {
@@ -260,7 +260,7 @@ class Simulation:
         device.add(job, cause, self._timeline.now_ns)
         self._call(here, device)
 
-    def _call(self, host: Host, device: Device) -> None:
+    def _call(self, host: SimHost, device: Device) -> None:
         """Let an idle device choose, once all that happens now has happened."""
         if device.wanting:
             device.called = True
@@ -286,7 +286,7 @@ class Simulation:
 
     # --------------------------------------------------------------------- what happens
 
-    def _timer(self, end: End) -> None:
+    def _timer(self, end: LinkEnd) -> None:
         """The timer of an end of a link is due."""
         host = self._hosts[end.worker]
         if host.alive and self._transport.tick(end):
@@ -296,7 +296,7 @@ class Simulation:
             self._timeline.push(at_ns, EVENT, action)
             self._outages.lost(host, end.peer, end.record, OUT_OF_REACH)
 
-    def _begin(self, host: Host, device: Device) -> None:
+    def _begin(self, host: SimHost, device: Device) -> None:
         """A device may choose its next job, which is computed at once.
 
         The values that it makes are held from now on, but nobody knows until it ends.
@@ -317,7 +317,7 @@ class Simulation:
         else:
             self._finish(host, task)
 
-    def _compute(self, host: Host, task: Task) -> None:
+    def _compute(self, host: SimHost, task: Task) -> None:
         job = task.job
         try:
             error: BaseException | None = host.machine.run(job)
@@ -329,11 +329,11 @@ class Simulation:
         if error is not None:
             task.failure = failure_of(error, host.worker, job.path, job_name(job))
 
-    def _finish_later(self, host: Host, task: Task) -> None:
+    def _finish_later(self, host: SimHost, task: Task) -> None:
         at_ns = self._timeline.now_ns + task.cost_ns
         self._timeline.push(at_ns, EVENT, ("finish", host, task))
 
-    def _finish(self, host: Host, task: Task) -> None:
+    def _finish(self, host: SimHost, task: Task) -> None:
         """A job's time is over."""
         if host.alive:
             device = task.device
@@ -342,17 +342,17 @@ class Simulation:
             if host.alive:
                 self._call(host, device)
 
-    def _alarm(self, host: Host, event: Event, record: int) -> None:
+    def _alarm(self, host: SimHost, event: Event, record: int) -> None:
         """An alarm of an engine is due."""
         if host.alive:
             host.handle(event, (record,))
 
-    def _wake(self, host: Host, waiter: int) -> None:
+    def _wake(self, host: SimHost, waiter: int) -> None:
         """A program goes on with what it waited for."""
         assert host.alive or not self._programs.is_parked(waiter), waiter
         self._programs.wake(waiter)
 
-    def _spawn(self, host: Host, spawn: Spawn, record: int) -> None:
+    def _spawn(self, host: SimHost, spawn: Spawn, record: int) -> None:
         """A program begins."""
         if host.alive:
             port = Port(host, record)

@@ -54,7 +54,7 @@ def gives_up_ns(settings: LinkSettings) -> int:
     return settings.resend_ns * sum(min(w, settings.backoff_max) for w in waits)
 
 
-class End:
+class LinkEnd:
     """One worker's end of its link to a peer; `twin` is the peer's end of it.
 
     Each incarnation of a worker has its own; `route` are the names of the two, `out`
@@ -79,7 +79,7 @@ class End:
         "zero_bytes",
     )
 
-    twin: "End"
+    twin: "LinkEnd"
 
     def __init__(
         self, worker: str, peer: str, link: Link, out: Lane, back: Lane
@@ -130,17 +130,17 @@ class SimTransport:
         self._timeline = timeline
         self._chooser = chooser
         self._recorder = recorder
-        self._ends: dict[str, dict[str, End]] = {worker: {} for worker in hosts}
+        self._ends: dict[str, dict[str, LinkEnd]] = {worker: {} for worker in hosts}
 
     def joined(self, worker: str) -> None:
         """An incarnation of a worker takes part from now on, with links of its own."""
         self._ends[worker] = {}
 
-    def ends(self, worker: str) -> tuple[End, ...]:
+    def ends(self, worker: str) -> tuple[LinkEnd, ...]:
         """The ends of one worker that were ever used."""
         return tuple(self._ends[worker].values())
 
-    def end(self, worker: str, peer: str) -> End:
+    def end(self, worker: str, peer: str) -> LinkEnd:
         """One worker's end of its link to a peer."""
         end = self._ends[worker].get(peer)
         if end is None:
@@ -150,8 +150,8 @@ class SimTransport:
                 model(*route), model(back, there)
             )
             lanes = lane(*route), lane(back, there)
-            end = End(worker, peer, Link(peer, settings), *lanes)
-            end.twin = End(peer, worker, Link(worker, settings), *reversed(lanes))
+            end = LinkEnd(worker, peer, Link(peer, settings), *lanes)
+            end.twin = LinkEnd(peer, worker, Link(worker, settings), *reversed(lanes))
             end.twin.twin = end
             self._ends[worker][peer], self._ends[peer][worker] = end, end.twin
         return end
@@ -209,7 +209,7 @@ class SimTransport:
         ):
             self.watch(end)
 
-    def frame(self, end: End, frame: Frame, sent: int) -> None:
+    def frame(self, end: LinkEnd, frame: Frame, sent: int) -> None:
         """A frame comes out at an end, whose host handles what may be handed on."""
         host, link = self._hosts[end.worker], end.link
         if not host.alive:
@@ -232,7 +232,7 @@ class SimTransport:
         if deadline_ns is not None and (armed_ns is None or deadline_ns < armed_ns):
             self.watch(end)
 
-    def watch(self, end: End) -> None:
+    def watch(self, end: LinkEnd) -> None:
         """Arm the timer of an end, if it is due earlier than one that is armed."""
         deadline_ns = end.link.deadline_ns
         if deadline_ns is None or not end.open:
@@ -242,7 +242,7 @@ class SimTransport:
             end.timer_ns = at_ns = max(deadline_ns, timeline.now_ns)
             timeline.push(at_ns, TIMER, ("timer", end))
 
-    def tick(self, end: End) -> bool:
+    def tick(self, end: LinkEnd) -> bool:
         """A timer of this end is due; return whether the link has given up its peer."""
         now_ns = self._timeline.now_ns
         if not end.open or end.timer_ns != now_ns:
@@ -258,7 +258,7 @@ class SimTransport:
         self.watch(end)
         return False
 
-    def _again(self, end: End, frame: Frame) -> None:
+    def _again(self, end: LinkEnd, frame: Frame) -> None:
         """A frame that carries no new message: a resend or an acknowledgement."""
         now_ns = self._timeline.now_ns
         lane = end.out
@@ -278,7 +278,7 @@ class SimTransport:
         lane.passed(end.record)
         self._deliver(end, frame, arrival_ns)
 
-    def _deliver(self, end: End, frame: Frame, arrival_ns: int) -> None:
+    def _deliver(self, end: LinkEnd, frame: Frame, arrival_ns: int) -> None:
         """Schedule the arrivals of a frame that has left, as faults decide."""
         timeline, note, record = self._timeline, self._recorder.note, end.record
         now_ns = timeline.now_ns
@@ -296,7 +296,7 @@ class SimTransport:
             timeline.push(arrival_ns + extra_ns, EVENT, action)
 
 
-def _before(end: End, now_ns: int) -> list[int]:
+def _before(end: LinkEnd, now_ns: int) -> list[int]:
     """The frames that the last one had to wait for: of its link, or of a port."""
     lane = end.out
     found = []
