@@ -93,7 +93,7 @@ def lie(payload: bytes, codec: Codec, rng: random.Random) -> bytes | None:
     message, kinds, offset = codec.decode_with(payload)
     told = changed(message, rng, rng.choice((0.02, 0.1, 0.4)))
     try:
-        return codec.encode_with(told, kinds) + payload[offset:]
+        return codec.encode(told, kinds) + payload[offset:]
     except Exception:  # What cannot be written cannot be said.
         return None
 

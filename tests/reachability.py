@@ -37,7 +37,7 @@ from tests.random_programs import (
 )
 
 Path = tuple[int, ...]
-MOVED = "jdag.engine.functions:moved"
+MOVED = "jdag.engine.functions:transferred"
 
 
 @dataclass(eq=False)

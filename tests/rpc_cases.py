@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from jdag.rpc.addresses import Address
 from jdag.rpc.control import ControlClient, ControlServer
 from jdag.rpc.device import settings_of
 from jdag.rpc.handshake import ours
 from jdag.rpc.listener import CARRIED
-from jdag.rpc.session import Plan
-from jdag.rpc.session_info import MakeNode, SessionInfo
-from jdag.rpc.settings import VALUE_BYTES_MAX, Address
-from jdag.rpc.worker import Options
+from jdag.rpc.session import SessionPlan
+from jdag.rpc.session_info import SessionInfo
+from jdag.rpc.settings import VALUE_BYTES_MAX
+from jdag.rpc.worker import WorkerOptions
 from jdag.rpc.worker_server import WorkerConfig, WorkerServer
 
 TOKEN = "the token of the tests"
@@ -149,26 +150,26 @@ class PlainNode:
             self.changed.notify_all()
 
 
-def make_plain(options: Options) -> MakeNode:
+def make_plain(options: WorkerOptions) -> Any:
     """What worker processes of tests make their nodes by."""
     return PlainNode
 
 
-def make_broken(options: Options) -> MakeNode:
+def make_broken(options: WorkerOptions) -> Any:
     """What a worker process that dies at its start makes its nodes by."""
     for line in range(100):
         sys.stdout.write(f"line {line}\n")
     os._exit(3)
 
 
-def make_odd(options: Options) -> MakeNode:
+def make_odd(options: WorkerOptions) -> Any:
     """What a worker process that says odd things to its parent makes its nodes by."""
     parent = socket.socket(fileno=os.dup(int(sys.argv[1])))
     parent.sendall(b'{"ready": 5}\n{"ready": "127.0.0.1:7000"}\n')
     return PlainNode
 
 
-def options_of(*workers: str, **changed: Any) -> list[Options]:
+def options_of(*workers: str, **changed: Any) -> list[WorkerOptions]:
     """Options for worker processes of this one, with plain nodes."""
     common: dict[str, Any] = {
         "node": "tests.rpc_cases:make_plain",
@@ -179,10 +180,10 @@ def options_of(*workers: str, **changed: Any) -> list[Options]:
         "once": True,
         "cores": tuple(sorted(os.sched_getaffinity(0))),
     }
-    return [Options(worker=worker, **{**common, **changed}) for worker in workers]
+    return [WorkerOptions(worker=worker, **{**common, **changed}) for worker in workers]
 
 
-def plan_of(controls: dict[str, Address], **changed: Any) -> Plan:
+def plan_of(controls: dict[str, Address], **changed: Any) -> SessionPlan:
     """A session of main `m` with these workers, with plain nodes."""
     common: dict[str, Any] = {
         "main": "m",
@@ -191,7 +192,7 @@ def plan_of(controls: dict[str, Address], **changed: Any) -> Plan:
         "make_node": PlainNode,
         "token": TOKEN,
     }
-    return Plan(controls=controls, **{**common, **changed})
+    return SessionPlan(controls=controls, **{**common, **changed})
 
 
 def free_address() -> Address:

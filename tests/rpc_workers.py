@@ -12,7 +12,7 @@ from typing import Any
 import jdag
 from jdag.api.drivers import worker_options
 from jdag.rpc.launch import Launch
-from jdag.rpc.worker import Options
+from jdag.rpc.worker import WorkerOptions
 from tests.certificates import Files
 from tests.rpc_cases import free_address
 
@@ -83,7 +83,7 @@ class Workers:
             ]
         self.path.write_text("\n".join(lines), encoding="utf-8")
 
-    def options(self, name: str) -> Options:
+    def options(self, name: str) -> WorkerOptions:
         """Return what the process of a worker is told."""
         options = worker_options(
             name,

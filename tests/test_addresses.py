@@ -12,11 +12,11 @@ from jdag.rpc.addresses import Address, hold_to_loopback, listen, parse
 @pytest.mark.parametrize(
     ("text", "address"),
     [
-        ("tcp:127.0.0.1:80", Address("tcp", "127.0.0.1", 80)),
-        ("tcp:[::1]:0", Address("tcp", "::1", 0)),
-        ("grpc:worker.example.org:65535", Address("grpc", "worker.example.org", 65535)),
-        ("unix:@name:with:colons", Address("unix", "name:with:colons")),
-        ("unix:@", Address("unix", "")),
+        ("tcp:127.0.0.1:80", Address("127.0.0.1", 80, "tcp")),
+        ("tcp:[::1]:0", Address("::1", 0, "tcp")),
+        ("grpc:worker.example.org:65535", Address("worker.example.org", 65535, "grpc")),
+        ("unix:@name:with:colons", Address("name:with:colons", 0, "unix")),
+        ("unix:@", Address("", 0, "unix")),
     ],
 )
 def test_an_address_is_read_and_written_alike(text: str, address: Address):
@@ -70,7 +70,7 @@ def test_names_of_unix_sockets_leave_no_file_and_are_taken_once():
 
 def test_the_system_chooses_a_port_that_others_can_reach():
     listener, where = listen(parse("tcp:127.0.0.1:0"))
-    socket.create_connection((where.host, where.port), 20).close()
+    socket.create_connection(where[:2], 20).close()
     listener.close()
 
 

@@ -18,7 +18,7 @@ from jdag.api.cluster import run_here
 from jdag.api.leafwise import Leafwise
 from jdag.compute.duals import seeded
 from jdag.compute.refs import Reply
-from jdag.engine.functions import moved, name_of
+from jdag.engine.functions import name_of, transferred
 from jdag.errors import JdagError
 from jdag.parallel.parts import added, copies, divided, joined
 from jdag.rpc.allowed import Allowed, missing, public
@@ -27,7 +27,7 @@ from tests import names_cases
 HERE = Allowed(["tests.names_cases"])
 NOTHING = Allowed([])
 OWN: tuple[Any, ...] = (
-    *(Reply, Leafwise, run_here, seeded, moved, added, copies, divided, joined),
+    *(Reply, Leafwise, run_here, seeded, transferred, added, copies, divided, joined),
     *(optim.stepped, optim.squared_norm, optim.squared_norms),
 )
 

@@ -20,7 +20,7 @@ from jdag.rpc.code_fingerprint import (
     digest_of,
     fingerprints_of,
 )
-from jdag.wire.trees import Named, Node, Part
+from jdag.wire.trees import Named, Part, TreeNode
 
 ROOT = Path(__file__).parent.parent
 SOURCE = '''
@@ -205,7 +205,7 @@ def told(module: ModuleType) -> bytes:
     def find(name: str) -> Any:
         return module.f if name == "models:f" else None
 
-    data = (Named("models:f"), {"k": [Part(Named("jax:x"))]}, Node("models:g", ()))
+    data = (Named("models:f"), {"k": [Part(Named("jax:x"))]}, TreeNode("models:g", ()))
     (definition,) = fingerprints_of(data, find)
     check_definition(*definition)
     assert are_fingerprints(definition.data) and not are_fingerprints(b"StableHLO")

@@ -78,10 +78,10 @@ def test_sums_and_fills_cost_the_same():
 
 
 def test_moving_a_value_is_no_work_unless_it_is_named():
-    assert name_of(jdag.engine.functions.moved) == MOVED
+    assert name_of(jdag.engine.functions.transferred) == MOVED
     jobs = (forward(name=MOVED), vjp(name=MOVED))
     assert [MODEL.cost_ns(job) for job in jobs] == [0, 0]
-    dear = DeviceModel(forward_ns=10, functions={"moved": (7, 8)})
+    dear = DeviceModel(forward_ns=10, functions={"transferred": (7, 8)})
     assert [dear.cost_ns(job) for job in jobs] == [7, 8]
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from jdag.errors import JoinError
+from jdag.rpc.addresses import Address
 from jdag.rpc.control import ControlClient, ControlServer
 from jdag.rpc.dialling import Lookout, Routes
-from jdag.rpc.requests import Attach, Health
+from jdag.rpc.requests import AttachWorker, Health
 from jdag.rpc.session import Session
-from jdag.rpc.settings import Address
 from tests.rpc_cases import ANY, free_address, plan_of, seated
 from tests.test_worker_server import attach
 
@@ -31,7 +31,7 @@ class Main:
         return ControlServer("main 'm'", address, {Health: lambda _: {"pid": self.pid}})
 
     def lookout(self, **changed: Any) -> Lookout:
-        asked: Attach = attach(**{"control": str(self.server.address), **changed})
+        asked: AttachWorker = attach(**{"control": str(self.server.address), **changed})
         return Lookout(asked, self.routes)
 
 

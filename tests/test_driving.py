@@ -18,7 +18,7 @@ from jdag.errors import ScenarioError
 from jdag.scenario import Scenario, configured, load
 from jdag.scenario.driving import BY_WORKER, Real, Virtual, driver_of
 from jdag.scenario.program import player_of
-from jdag.scenario.run_scenario import Answer, run_scenario
+from jdag.scenario.run_scenario import ScenarioResult, run_scenario
 from tests.test_scenarios import SCENARIOS, SINGLE
 
 WORKERS = ("w0", "w1", "w2", "w3")
@@ -89,7 +89,7 @@ def in_virtual_time(path: Path) -> tuple[Scenario, Mapping[str, Any]]:
         return scenario, run_scenario(scenario, silent, driver).figures
 
 
-def missed(answer: Answer) -> list[str]:
+def missed(answer: ScenarioResult) -> list[str]:
     """What was expected and is not so, but for what `small` has changed."""
     names = [one.figure for one in answer.judged if not one.met]
     changed = ("gradient_checks", "test_accuracy", "owed_workers", "rows")

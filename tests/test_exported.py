@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from jdag.compute import exported as module
 from jdag.compute.avals import aval_of
 from jdag.compute.duals import Dual
-from jdag.compute.exported import Definition, Header, Program, exported
+from jdag.compute.exported import Definition, ExportHeader, Program, exported
 from jdag.compute.moves import transferred
 from jdag.compute.pairs import Pair, pair
 from jdag.compute.pytrees import split
@@ -255,8 +255,8 @@ def changed(definition: Definition, **fields: Any) -> Definition:
     return Definition(sha256(data).digest(), data)
 
 
-def header_of(definition: Definition) -> Header:
-    return msgpack.decode(definition.data, type=Header)
+def header_of(definition: Definition) -> ExportHeader:
+    return msgpack.decode(definition.data, type=ExportHeader)
 
 
 def test_other_bytes_than_those_of_the_digest_are_refused() -> None:

@@ -19,7 +19,7 @@ from jdag.api.optimizer import squared_norms, stepped
 from jdag.compute.pairs import PAIRS_MAX
 from jdag.compute.placed import placed
 from jdag.compute.pytrees import static
-from jdag.engine.functions import moved
+from jdag.engine.functions import transferred
 from jdag.engine.protocol import (
     Assign,
     Assigned,
@@ -84,7 +84,7 @@ def test_what_names_the_same_there_goes_by_name(case: Any) -> None:
 
 
 JDAGS = {
-    "moved": (moved, X, X),
+    "moved": (transferred, X, X),
     "squared_norms": (squared_norms, [X, X]),
 }
 

@@ -18,7 +18,7 @@ from jdag.rpc.control import ControlClient
 from jdag.rpc.launch import is_here
 from jdag.rpc.requests import Drain, Health, Info
 from jdag.rpc.session import Session
-from jdag.rpc.settings import Settings, load
+from jdag.rpc.settings import ClusterSettings, load
 from tests.rpc_cases import TOKEN, PlainNode, free_address, plan_of
 from tests.stream_cases import soon
 
@@ -81,7 +81,7 @@ def until(command: subprocess.Popen[str], words: str) -> str:
     raise AssertionError(printed + command.stderr.read())
 
 
-def join(settings: Settings, *workers: str) -> Session:
+def join(settings: ClusterSettings, *workers: str) -> Session:
     controls = {name: settings.worker(name).address for name in workers}
     return Session(plan_of(controls, control=settings.worker("m").address))
 

@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jdag.compute.jaxprs import depends, has_callback, passed_on, reaches
+from jdag.compute.jaxprs import (
+    depends,
+    has_callback,
+    passed_on,
+    reaches,
+)
 from tests.compute_cases import Call, Leaf, array
 
 X, Y, Z = array(3), array(3, seed=1), array(3, seed=2)

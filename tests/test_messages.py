@@ -131,7 +131,7 @@ def test_values_add_their_headers_and_their_bytes() -> None:
         jnp.ones((), jnp.bfloat16),
     )
     message = Primal(CONTEXT, (1,), "a", (None, None, None))
-    head = CODEC.encode_with(message, [type_of(value) for value in values])
+    head = CODEC.encode(message, [type_of(value) for value in values])
     elements = 48 + 5 + 2
     assert size(message, values) == (elements, len(head) + elements)
     assert len(head) > len(CODEC.encode(message)) + 3 * len("float32")
@@ -205,7 +205,7 @@ def test_a_message_takes_the_bytes_that_are_written_down_here() -> None:
     )  # fmt: skip
     context, slots = ContextId(1, 2, 3), (True, False, True)
     cotangent = Cotangent(context, 4, (5, 6), slots, True, weight, 7)
-    assert CODEC.encode_with(cotangent, [ArrayType((2,), "int8", False)]) == (
+    assert CODEC.encode(cotangent, [ArrayType((2,), "int8", False)]) == (
         bytes.fromhex(
             "22000000" "92" "98" "0c" "93010203" "04" "920506" "93c3c2c3" "c3"
             "92cd02030a" "07" "91" "95" "9102" "a4"

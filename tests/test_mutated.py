@@ -56,7 +56,7 @@ def real() -> list[bytes]:
 
     def noted(message: Message, values: tuple[Any, ...]) -> tuple[int, int]:
         kinds = [type_of(value) for value in values]
-        found[CODEC.encode_with(message, kinds)] = None
+        found[CODEC.encode(message, kinds)] = None
         return messages.size(message, values)
 
     with pytest.MonkeyPatch.context() as patched:
@@ -143,7 +143,7 @@ def read_or_refused(data: bytes, seed: int) -> str:
         raise AssertionError(f"seed {seed}: {data.hex()}") from error
     assert type(message) in KINDS and 0 <= offset <= len(data), seed
     assert all(0 <= kind.nbytes < 1 << 64 for kind in kinds), seed
-    again = CODEC.encode_with(message, kinds)
+    again = CODEC.encode(message, kinds)
     assert CODEC.decode_with(again)[0] == message or "nan" in repr(message), seed
     return "read"
 

@@ -44,7 +44,7 @@ def chunk(sequence: int, offset: int, elements: bytes) -> bytes:
 
 def sent(last: int) -> tuple[bytes, bytes]:
     """A message with its first chunk, and a second chunk of so many bytes."""
-    head = CODEC.encode_with(primal(1), [type_of(VALUE)])
+    head = CODEC.encode(primal(1), [type_of(VALUE)])
     frame = pack_header(1, 0, len(head), FrameKind.MESSAGE) + head
     elements = b"".join(parts(VALUE))
     first = chunk(2, 0, elements[:CHUNK_MAX_BYTES])

@@ -297,7 +297,7 @@ def test_reduce_add_is_one_node_of_the_owner_for_all_leaves():
             for worker in REPLICAS:
                 assert len(graph[worker].recvs) == 1
                 functions = [node.function for node in graph[worker].nodes]
-                assert functions == ["jdag.engine.functions:moved"]
+                assert functions == ["jdag.engine.functions:transferred"]
             assert len(replicas) == 4
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from jdag.scenario import load
-from jdag.scenario.run_scenario import Answer, run_scenario
+from jdag.scenario.run_scenario import ScenarioResult, run_scenario
 
 SCENARIOS = Path(__file__).parent.parent / "scenarios"
 SHIPPED = sorted(SCENARIOS.glob("*.toml"))
@@ -19,7 +19,7 @@ OF_TIERS = [
 ]
 
 
-def played(path: Path) -> Answer:
+def played(path: Path) -> ScenarioResult:
     return run_scenario(load(path), lambda done, total, numbers: None)
 
 

@@ -15,12 +15,21 @@ import pytest
 from jdag.errors import JdagError, JoinError
 from jdag.rpc import control
 from jdag.rpc import session as module
+from jdag.rpc.addresses import Address
 from jdag.rpc.control import ControlClient, ControlServer, Refusal, answering
 from jdag.rpc.handshake import PROTOCOL, ours
 from jdag.rpc.listener import dial
-from jdag.rpc.requests import REQUESTS, Attach, Detach, Health, Info, Mesh, Ticket
+from jdag.rpc.requests import (
+    AttachWorker,
+    Detach,
+    Drain,
+    Health,
+    Info,
+    Mesh,
+    Peer,
+    Ticket,
+)
 from jdag.rpc.session import Session
-from jdag.rpc.settings import Address
 from jdag.rpc.tls import load
 from jdag.rpc.worker_server import WorkerServer
 from tests.certificates import Issuer
@@ -38,6 +47,8 @@ LONG_S = 60.0
 VERSION = ((control.VERSION, str(PROTOCOL)),)
 REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION)
 ODD = (b"null", b"-1", b"1e999", b'"\\ud800"', b"[[[[", b"{}", b"9" * 40, b"\x00")
+
+REQUESTS = (AttachWorker, Mesh, Peer, Ticket, Detach, Drain, Info, Health)
 
 
 def soon(holds: Callable[[], bool]) -> None:
@@ -348,10 +359,14 @@ def test_over_grpc_streams_come_through_the_control_server():
 @pytest.mark.parametrize(
     ("request_kind", "answer", "words"),
     [
-        (Attach, {}, "Attached.data: Field required"),
-        (Attach, {"handshake": 3}, "Attached.handshake: Input should be an object"),
-        (Attach, {"allow": "mine"}, "Attached.allow: Input should be a valid array"),
-        (Attach, {"data": None}, "Attached.data: Input should be a valid string"),
+        (AttachWorker, {}, "WorkerAttached.data: Field required"),
+        (AttachWorker, {"handshake": 3}, "WorkerAttached.handshake: Input should be"),
+        (AttachWorker, {"allow": "mine"}, "WorkerAttached.allow: Input should be"),
+        (
+            AttachWorker,
+            {"data": None},
+            "WorkerAttached.data: Input should be a valid string",
+        ),
         (Ticket, {}, "TicketIssued.ticket: Field required"),
         (
             Ticket,

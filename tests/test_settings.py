@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jdag.errors import ScenarioError
-from jdag.rpc.settings import Address, address_of, load
+from jdag.rpc.addresses import Address, address_of
+from jdag.rpc.settings import load
 from tests.certificates import Issuer
 
 GOOD = """

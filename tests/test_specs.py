@@ -23,8 +23,15 @@ from jdag.errors import ProtocolError
 from jdag.rpc.allowed import Allowed
 from jdag.rpc.unmarshal import structure, unmarshal
 from jdag.wire import specs
-from jdag.wire.specs import Body, Places, placed_spec, read_spec, spec_of, written
-from jdag.wire.trees import Node, Opaque, portable
+from jdag.wire.specs import (
+    Body,
+    DevicePlacement,
+    placed_spec,
+    read_spec,
+    spec_of,
+    written,
+)
+from jdag.wire.trees import Opaque, TreeNode, portable
 
 Point = namedtuple("Point", "x y")
 HERE = Allowed(["tests"])
@@ -159,7 +166,7 @@ def test_a_spec_has_types_and_what_is_tracked_with_weak_types_apart() -> None:
     weak, strong = made(total, x, 2.0), made(total, x, jnp.float32(2))
     assert spec_of(weak) != spec_of(strong)
     places, body = read_spec(spec_of(weak))
-    assert places == Places()
+    assert places == DevicePlacement()
     assert body.tracked == (True, True)
     assert [kind.weak for kind in body.avals] == [False, True]
     assert [kind.shape for kind in body.out_avals] == [()]
@@ -175,22 +182,23 @@ def test_places_go_before_the_spec_of_the_pair() -> None:
     found = made(total, jnp.ones(3), jnp.arange(2))
     there = placed(found, "cpu:1", (None, None), ["cpu:2"])
     places, body = read_spec(spec_of(there))
-    assert places == Places("cpu:1", (None,), ("cpu:2",))
+    assert places == DevicePlacement("cpu:1", (None,), ("cpu:2",))
     assert body == read_spec(spec_of(found))[1]
-    assert spec_of(there).endswith(spec_of(found)[len(placed_spec(b"", Places())) :])
+    head = len(placed_spec(b"", DevicePlacement()))
+    assert spec_of(there).endswith(spec_of(found)[head:])
 
 
 @pytest.mark.parametrize(
     "places",
     [
-        Places("cpu:1", None, None),
-        Places(None, (None,), None),
-        Places(None, None, (None,)),
-        Places(None, (None, None), (None,)),
-        Places(None, (None,), ()),
+        DevicePlacement("cpu:1", None, None),
+        DevicePlacement(None, (None,), None),
+        DevicePlacement(None, None, (None,)),
+        DevicePlacement(None, (None, None), (None,)),
+        DevicePlacement(None, (None,), ()),
     ],
 )
-def test_places_that_do_not_fit_are_refused(places: Places) -> None:
+def test_places_that_do_not_fit_are_refused(places: DevicePlacement) -> None:
     found = made(total, jnp.ones(3), jnp.arange(2))
     with pytest.raises(ProtocolError, match=r"the spec of tests.test_specs:total"):
         read_spec(placed_spec(spec_of(found), places))
@@ -250,7 +258,7 @@ def test_a_callable_pytree_is_named_by_its_class_and_marks() -> None:
         def __call__(self) -> None: ...
 
     data = portable(Applied(Module()))
-    assert type(data) is Node
+    assert type(data) is TreeNode
     assert unmarshal(data, HERE) == Applied(Module())
 
 

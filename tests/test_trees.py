@@ -18,10 +18,10 @@ from jdag.wire.messages import Codec
 from jdag.wire.trees import (
     DEPTH_MAX,
     Named,
-    Node,
     Part,
     Raw,
     RefParts,
+    TreeNode,
     pack,
     read_tree,
     tree_size,
@@ -89,13 +89,14 @@ def test_arrays_travel_with_their_bytes() -> None:
 def test_code_and_instances_travel_by_name() -> None:
     here = "tests.wire_cases:"
     assert there_and_back(program) == Named(f"{here}program")
-    assert there_and_back(Config(3, ("a",))) == Node(f"{here}Config", (3, ("a",)))
-    assert there_and_back(Buffer((3, 4), "f4")) == Node(f"{here}Buffer", ((3, 4), "f4"))
-    assert there_and_back(Mode.FAST) == Node(f"{here}Mode", ("FAST",))
-    assert there_and_back(partial(program, 3, rounds=4)) == Node(
+    assert there_and_back(Config(3, ("a",))) == TreeNode(f"{here}Config", (3, ("a",)))
+    found = there_and_back(Buffer((3, 4), "f4"))
+    assert found == TreeNode(f"{here}Buffer", ((3, 4), "f4"))
+    assert there_and_back(Mode.FAST) == TreeNode(f"{here}Mode", ("FAST",))
+    assert there_and_back(partial(program, 3, rounds=4)) == TreeNode(
         "functools:partial", (Named(f"{here}program"), (3,), {"rounds": 4})
     )
-    assert there_and_back(np.dtype("int8")) == Node("numpy:dtype", ("int8",))
+    assert there_and_back(np.dtype("int8")) == TreeNode("numpy:dtype", ("int8",))
     assert there_and_back(np.float32) == Named("numpy:float32")
     assert there_and_back(frozenset("cab")).parts == ("a", "b", "c")
 
@@ -123,7 +124,8 @@ def test_data_is_nested_only_so_deep() -> None:
         deep = (deep,)
     assert there_and_back(deep) == deep
     pack(deep)
-    more = [(deep,), [deep], {0: deep}, {deep: 0}, Node("m:f", (0, deep)), Part(deep)]
+    node = TreeNode("m:f", (0, deep))
+    more = [(deep,), [deep], {0: deep}, {deep: 0}, node, Part(deep)]
     for deeper in more:
         with pytest.raises(ProtocolError, match="more than 100 deep"):
             write_tree(deeper)

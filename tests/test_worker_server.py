@@ -16,7 +16,7 @@ from jdag.rpc import worker_server as module
 from jdag.rpc.handshake import ours
 from jdag.rpc.listener import dial
 from jdag.rpc.requests import (
-    Attach,
+    AttachWorker,
     Detach,
     Drain,
     Health,
@@ -42,7 +42,7 @@ def worker() -> Iterator[Seated]:
         yield made
 
 
-def attach(**changed: Any) -> Attach:
+def attach(**changed: Any) -> AttachWorker:
     asked = {
         "token": TOKEN,
         "secret": SECRET,
@@ -55,7 +55,7 @@ def attach(**changed: Any) -> Attach:
         "deadline_s": 20.0,
         "handshake": ours(),
     }
-    return Attach(**{**asked, **changed})
+    return AttachWorker(**{**asked, **changed})
 
 
 def knock(**changed: Any) -> Ticket:

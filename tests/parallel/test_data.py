@@ -16,7 +16,7 @@ import jdag
 from jdag.compute import pairs
 from jdag.compute.avals import aval_of
 from jdag.errors import JdagError
-from jdag.parallel import data_parallel, ready
+from jdag.parallel import data_parallel, dispatch, ready
 from tests.parallel.cases import (
     BIG,
     HOW,
@@ -346,7 +346,7 @@ def test_what_makes_another_result_makes_another_plan(how):
 def test_a_function_made_anew_in_a_loop_is_warned_of(how, monkeypatch):
     monkeypatch.setattr(pairs, "ANEW_MAX", 3)
     cache = pairs.PairCache(9)  # It has seen none of them.
-    monkeypatch.setattr(pairs, "CACHE", cache)
+    monkeypatch.setattr(dispatch, "pair", cache.pair)
     monkeypatch.setattr(ready, "CACHE", cache)
     with pytest.warns(UserWarning, match=r"<lambda> .* for 3 different closures"):
         for n in range(3):

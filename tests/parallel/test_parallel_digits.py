@@ -11,7 +11,7 @@ import pytest
 from jdag.errors import ScenarioError
 from jdag.scenario import Scenario, load
 from jdag.scenario.driving import driver_of
-from jdag.scenario.run_scenario import Answer, run_scenario
+from jdag.scenario.run_scenario import ScenarioResult, run_scenario
 
 PATH = Path(__file__).parents[2] / "scenarios" / "data_parallel_digits.toml"
 
@@ -23,7 +23,7 @@ def short() -> Scenario:
     return replace(scenario, player=replace(player, epochs=1, checks=2))
 
 
-def played(scenario: Scenario, driver: str) -> Answer:
+def played(scenario: Scenario, driver: str) -> ScenarioResult:
     made = driver_of(scenario.settings, driver, device=None, carrier=None)
     with closing(made):
         return run_scenario(scenario, lambda done, total, numbers: None, made)

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from jax.sharding import Mesh, PartitionSpec
 
+from jdag.compute.jaxprs import collectives
 from jdag.errors import JdagError
 from jdag.parallel import data_parallel, row_mean
 from tests.parallel.cases import array, close, names, norm_params, normed, normed_alone
@@ -228,3 +230,21 @@ def test_a_mean_of_low_precision_has_a_sum_of_float32():
     x = jnp.full(1001, 100, jnp.float16)  # Their sum is more than a float16 can be.
     _, found = data_parallel(mean, {}, x, names(4), axis_name="all", has_aux=True)
     assert found == 100 and found.dtype == jnp.float16
+
+
+def reduced(x: Any) -> Any:
+    y = x * jax.lax.axis_index("all") + jax.lax.psum(x, "all")
+    y = jax.lax.cond(True, lambda y: jax.lax.psum(y[:, 0], "all"), lambda y: y[:, 1], y)
+    return jax.lax.all_gather(y, "all")
+
+
+def test_collectives_are_those_over_the_axis_in_their_order():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("all",))
+    spec = PartitionSpec("all")
+    program = jax.shard_map(
+        reduced, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+    )
+    jaxpr = jax.make_jaxpr(program)(jnp.ones((4, 3)))
+    found = ["psum(float64[2,3])", "psum(float64[2])", "all_gather(float64[2])"]
+    assert collectives(jaxpr, "all") == found
+    assert collectives(jaxpr, "rows") == []
