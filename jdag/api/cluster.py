@@ -192,7 +192,7 @@ class Cluster:
         and has ended when all that it assigned itself has; contexts that it left open
         are left then. Refs of leaves may be used by all of them, and by closures.
 
-        Programs that update one leaf do so in the order in which its owner hears of it,
+        Programs update one leaf in the order in which their requests reach its owner,
         in virtual time that of the seed: each update starts from the one before it, and
         none is lost. See `context` for what a context reads.
 

@@ -289,7 +289,7 @@ class Context:
     def _stored(
         self, roots: Sequence[Ref], seeds: Sequence[Any]
     ) -> tuple[tuple[tuple[str, Root], ...], list[tuple[Key, Any]]]:
-        """What the engine is told of roots; the cotangents that are given."""
+        """The roots for the engine, and the cotangents that are given."""
         told = []
         stored: list[tuple[Key, Any]] = []
         for place, (root, seed) in enumerate(zip(roots, seeds, strict=True)):

@@ -140,7 +140,7 @@ class ProgramFrame:
         return tuple(sorted(found))
 
     def left(self, result: Any) -> tuple[Reply, tuple[Place, ...]]:
-        """Return what a program with this result returns, and what nobody can name.
+        """Return a program's reply, and the keys that no program can name any more.
 
         All refs that it made itself are gone by now, but those that got elsewhere: into
         a closure, say. Nobody counts these any more: what they name lives on.

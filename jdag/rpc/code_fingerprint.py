@@ -217,4 +217,4 @@ class CodeFingerprints:
                 "has to be started anew. What is random, or is changed by a program, "
                 "is not the same: pass it as an argument"
             )
-        self._checked[name] = told, id(found)  # It is of a module, and lives on.
+        self._checked[name] = told, id(found)  # A module keeps it alive.

@@ -156,7 +156,7 @@ class Connection:
         self._pure(PING)  # That it can be connected to is no sign of life.
 
     def lose(self, last: dict[str, Any]) -> None:
-        """End the connection; the peer is told a last thing, if that leaves at once."""
+        """End the connection; a last frame is sent if it leaves at once."""
         self.control(last)
         self.lost = True
         self.flush()
@@ -354,7 +354,7 @@ class Connection:
                 return []
             events = self.ready(READ)
             if events:
-                self._has_more()  # To hear the rest when these were handled.
+                self._has_more()  # To read the rest when these were handled.
                 return events
         return self._break(error)
 
@@ -412,7 +412,7 @@ class Connection:
                 self.heard_ns = clock_ns()
         except JdagError as error:  # What it sent is no frame, or no message.
             events.append(Failed(f"it broke the protocol: {error}"))
-        except MemoryError as error:  # Not its doing; nobody can go on from here.
+        except MemoryError as error:  # Not the peer's fault, and fatal here.
             events.append(Exhausted(f"it has no memory for what was sent: {error}"))
         except (ConnectionError, OSError) as error:
             events += self._break(error)
@@ -470,7 +470,7 @@ class Connection:
         limit_ns = self._deadline_ns * SILENT // 100
         events: list[Event] = []
         if now_ns - self.heard_ns >= limit_ns:
-            events = self.ready(READ)  # Perhaps something came, and nobody has looked.
+            events = self.ready(READ)  # Perhaps something came that was not read yet.
         silent_ns = now_ns - self.heard_ns
         if silent_ns >= limit_ns:
             seconds = silent_ns / 1e9

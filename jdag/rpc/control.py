@@ -51,7 +51,7 @@ READ_S = 5.0
 ASK_S = 10.0
 PROOF, VERSION = "jdag-proof", "jdag-protocol"
 _SERVICE, CARRY = METHOD.strip("/").split("/")
-# To find out whether a server uses TLS, whoever it is.
+# To find out whether a server uses TLS, without checking its certificate.
 _TRUSTING = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 _TRUSTING.check_hostname, _TRUSTING.verify_mode = False, ssl.CERT_NONE
 _PROBE_S = 2.0

@@ -8,7 +8,7 @@ import jax
 
 from jdag.errors import JoinError
 
-# What says where to compute, and is not handed on to who was told where.
+# Variables that say where to compute; not passed on to a worker with a device.
 PLACING = (
     "jax_platforms",
     "jax_platform_name",
@@ -21,7 +21,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def settings_of(device: str | None) -> dict[str, Any]:
-    """Return JAX's settings in this process, for one that is told its device.
+    """Return JAX's settings in this process, for a worker with a device of its own.
 
     Those of the thread that asks come before those of the process.
     """

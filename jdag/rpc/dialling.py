@@ -71,7 +71,7 @@ class Routes:
             self._known[peer] = whereabouts
 
     def client(self, peer: str) -> ControlClient:
-        """Return what asks a peer; JoinError if nobody said where it is."""
+        """Return the client of a peer; JoinError if its address is not known."""
         with self._lock:
             found = self._clients.get(peer)
         if found is None:
@@ -106,7 +106,7 @@ class Routes:
         node.adopt(peer, self._known[peer].incarnation, stream, theirs)
 
     def close(self) -> None:
-        """Reach nobody any more."""
+        """Close all clients."""
         with self._lock:
             clients = list(self._clients.values())
             self._clients.clear()

@@ -239,7 +239,7 @@ def _check_methods(arguments: Any, worker: Worker) -> None:
 def check_size(program: Any, what: str, data: Any) -> None:
     """Raise JdagError where a program is given, or returns, more than travels.
 
-    Here, where its own program hears of it: who sends it could only lose the peer.
+    Here, where the error is its program's; at the sender it would only lose the peer.
     """
     try:
         nbytes = tree_size(data, check_there)

@@ -149,7 +149,7 @@ class Jobs:
             made = work.compute()
             _await(made)
         except BaseException as raised:
-            # Whatever a user's function raises is a result, be it SystemExit: who waits
+            # Whatever a user's function raises is a result, even SystemExit: what waits
             # for this job would wait for ever.
             error = raised
         finally:

@@ -325,7 +325,7 @@ class Launch:
         try:
             if tell is not None:
                 tell(*news)
-        except Exception:  # Of who was told; the others are to be kept.
+        except Exception:  # Of one receiver; the others are kept.
             _log.exception("worker %s has died, and who was told failed", child.name)
 
     # ---------------------------------------------------------------------- ending

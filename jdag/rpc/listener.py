@@ -211,7 +211,7 @@ class Listener:
                 stream.close()
 
     async def _admission(self, hello: bytearray, stream: Stream) -> Admission:
-        """Return whom a hello lets in; ConnectionError says why nobody."""
+        """Return the admission of a hello; ConnectionError says why there is none."""
         magic, protocol, ticket, _ = _HELLO.unpack(hello)
         if magic != _MAGIC:
             raise ConnectionError("it does not speak jdag's protocol")

@@ -37,7 +37,7 @@ from msgspec import Struct
 
 from jdag.errors import JdagError
 
-GRACE_S = 0.002  # So long nobody may drive before the background does.
+GRACE_S = 0.002  # The background drives after so long without a driver.
 YIELD_S = 0.000_05
 # Longer than what most answers take. Who blocks meanwhile is not only woken late: its
 # caches are cold then, and all that it does takes twice as long.
@@ -120,7 +120,7 @@ class Loop:
         return timer
 
     def post(self, call: Call) -> None:
-        """Have something called by whoever drives; from any thread."""
+        """Have the driving thread call something; from any thread."""
         self._posted.append(call)
         self._wake()
 
@@ -239,7 +239,7 @@ class Loop:
 
     def _give_way(self) -> None:
         """After the lock was released: let a thread that wants it have it."""
-        for _ in range(1000):  # A bound: who wants it takes it within milliseconds.
+        for _ in range(1000):  # A bound: a waiting thread takes it within milliseconds.
             if not self._wanted:
                 break
             time.sleep(YIELD_S)
@@ -248,7 +248,7 @@ class Loop:
             break
 
     def background(self, *, spin: bool) -> None:
-        """Drive whenever nobody else does, until `stop`; a thread's whole life."""
+        """Drive whenever no other thread does, until `stop`."""
         while not self.closed and not self._stopped.is_set():
             seen = self._turns
             self._stopped.wait(GRACE_S)
@@ -273,7 +273,7 @@ class Loop:
         self._wake()
 
     def close(self) -> None:
-        """Let go of the poller; nobody may drive any more."""
+        """Close the poller; no thread may drive any more."""
         assert self.held, "close with the lock held"
         self.closed = True
         self._stopped.set()

@@ -89,7 +89,7 @@ class Membership:
         return self.incarnations[name] + 1 if name in self.lost else 0
 
     def attach(self, name: str, incarnation: int) -> None:
-        """A process has this name now; the same one may be told again.
+        """A process has this name now; the same one may be reported again.
 
         Raises:
             JoinError: a newer one has.

@@ -273,7 +273,7 @@ class Node:
         """Send a message; a program whose Run or Return cannot leave ends by that."""
         peer = self.peers.connections.get(send.to) or self.peers.peer(send.to)
         if peer.lost:
-            return  # It is about to be told that this worker is gone.
+            return  # It will learn that this worker is gone.
         if send.zeros:
             peer.sent.zero_bytes += sum([zero.nbytes for zero in send.zeros])
         try:
@@ -337,7 +337,7 @@ class Node:
         self._loop.dirty = True  # It is not to block.
 
     def _sweep(self) -> None:
-        """Now and then: let go of memory for large values that nobody needs."""
+        """Now and then: free memory for large values that is not used."""
         self._buffers.sweep()
         self._loop.at(clock_ns() + SWEEP_NS, self._sweep)
 
@@ -405,7 +405,7 @@ class Node:
                 raise ProtocolError(f"{asked!r} is no question for a node")
 
     def _apart(self, look: Callable[..., Any], *args: Any) -> Any:
-        """Return what a look gives that nobody else changes meanwhile."""
+        """Return what a look gives, with the loop lock held."""
         with self._loop:
             return look(*args)
 

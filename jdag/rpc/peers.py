@@ -1,4 +1,4 @@
-"""The peers of a node: who is here, who is gone, and their control frames.
+"""The peers of a node: which are here, which are gone, and their control frames.
 
 Inputs:  from the session, on any thread: `joined`, `received` and `adopt` for a stream,
          `lost`. From the node: `redial`, `lose`, `exhausted`, `control`, which are what
@@ -100,7 +100,7 @@ class PeerTable:
 
     @property
     def congested(self) -> bool:
-        """Whether so much waits to leave that who adds to it is to wait."""
+        """Whether so much waits to leave that programs are to wait."""
         waiting = bulk_bytes = 0
         # At once: a program asks without the loop lock, and peers may join meanwhile.
         for peer in tuple(self.connections.values()):
@@ -109,7 +109,7 @@ class PeerTable:
         return waiting > WAITING_BYTES_MAX or bulk_bytes > BULK_BYTES_MAX
 
     def allowed_on(self, worker: Worker) -> tuple[str, ...]:
-        """The modules that a worker was told to allow."""
+        """The modules that a worker allows."""
         peer = self.connections.get(worker)
         return () if peer is None else peer.allowed
 
@@ -135,7 +135,7 @@ class PeerTable:
         now = self.incarnations.get(name, 0)
         if incarnation < now or (name, incarnation) in self._known:
             return
-        if name == self._place.worker:  # Nobody is a peer of its own.
+        if name == self._place.worker:  # A node is no peer of itself.
             return
         self._known[name, incarnation] = None
         if incarnation:
@@ -161,7 +161,7 @@ class PeerTable:
         return peer
 
     def _current(self, name: str) -> Connection:
-        """The peer of a worker's name, as it is now, also before it was told of."""
+        """The current peer of a worker's name, also before it has joined."""
         now = max(self._place.incarnations[name], self.incarnations.get(name, 0))
         return self.peer(incarnated(name, now))
 
@@ -223,7 +223,7 @@ class PeerTable:
     def redial(self, peer: Connection, why: str) -> None:
         """A peer's stream ended: dial again, if this node is the one that dials.
 
-        Nobody else would tell of main's end, so a node that main dials looks after it.
+        No other node reports the end of main, so a node that main dials watches it.
         """
         if peer.lost or self.stopping.is_set():
             return
@@ -263,7 +263,7 @@ class PeerTable:
     def _refuses(self, peer: Connection, error: Exception) -> bool:
         """Whether this says that the process that was there is not in the session.
 
-        How one ended that is watched, main will be told by who watches it.
+        Main learns how a watched process ended from its watcher.
         """
         if not isinstance(error, JoinError):
             return False

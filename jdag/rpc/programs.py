@@ -66,7 +66,7 @@ class Programs:
             try:
                 body()
             except Over:
-                return  # Nobody is left who would have to be told.
+                return  # There is nobody left to tell.
             finally:
                 del self._running[thread]
 

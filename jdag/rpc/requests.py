@@ -47,7 +47,7 @@ class Request(BaseModel):
 
     @property
     def key(self) -> str:
-        """What makes who asks known to who is asked: a token or a secret, if any."""
+        """The token or secret by which the caller is known, if there is one."""
         return str(getattr(self, "token", "") or getattr(self, "secret", ""))
 
 

@@ -272,7 +272,7 @@ class Session:
     def _between(self, peer: str, incarnation: int, other: str) -> str:
         """What an incarnation of a worker and another worker, as it is, are known by.
 
-        So who was lost cannot be taken for who has joined by its name.
+        So a lost incarnation cannot be taken for the one that joined under its name.
         """
         numbers = self.info.incarnations
         return secret_between(
@@ -289,9 +289,9 @@ class Session:
     # --------------------------------------------------------------------- keeping
 
     def lost(self, worker: str, why: str) -> None:
-        """Know that the process of a worker has ended, from who watches it.
+        """Note that the process of a worker has ended, as its watcher reports.
 
-        Main's node is told, and it tells the others. Never blocks.
+        Main's node learns of it and tells the others. Never blocks.
         """
         incarnation = self.info.incarnations[worker]
 
@@ -372,7 +372,7 @@ class Session:
             raise
 
     def _tell(self, peers: Iterable[str], asked: Callable[[str], Request]) -> None:
-        """Tell it to each; who is not reached is found to be lost by the nodes."""
+        """Send it to each; nodes find out themselves which are lost."""
 
         def tell(peer: str) -> None:
             try:
@@ -408,7 +408,7 @@ class Session:
 
 
 def _hold(plan: SessionPlan, control: Address) -> ControlServer:
-    """Hold main's own address, and say who does."""
+    """Bind main's own address; an error says which process has it."""
     health = {"worker": plan.main, "state": "main", "pid": os.getpid()}
     try:
         name = f"main {plan.main!r}"
@@ -420,7 +420,7 @@ def _hold(plan: SessionPlan, control: Address) -> ControlServer:
 
 
 def _who(plan: SessionPlan, control: Address) -> str:
-    """Say who answers at main's own address, if a process of a cluster does."""
+    """Name the process that answers at main's own address, if it is a cluster's."""
     rule = "each name of the file is for one process, on the host of its address"
     client = ControlClient("it", control, tls=plan.tls)
     try:

@@ -131,7 +131,7 @@ class WorkerTable(Table):
 
 
 class TlsTable(Table):
-    """The files of mutual TLS: who is trusted, who this is, and its secret."""
+    """The files of mutual TLS: the trusted authority, this certificate, its key."""
 
     ca: TEXT
     certificate: TEXT
@@ -207,7 +207,7 @@ class ClusterSettings(Table):
     def make_token(self) -> None:
         """Make a secret beside the file, unless there is one, or trust has another way.
 
-        So that nobody else on this host takes a worker that listens on loopback.
+        So that no other user of this host takes a worker that listens on loopback.
 
         Raises:
             ScenarioError: it cannot be written there.

@@ -194,7 +194,7 @@ class SharedMemoryPool:
         self._let_go_of_made()
 
     def _let_go_of_made(self) -> None:
-        """Nobody will offer what was made: its maker lets go of it, or who closes."""
+        """A segment that is not offered is closed by its maker, or at the end."""
         with suppress(IndexError):  # The other one was first.
             made = self._made.popleft()
             if isinstance(made, Segment):
@@ -232,7 +232,7 @@ class SharedMemoryPool:
             self._made.append(Segment(size))
         except OSError as error:
             self._made.append(error)
-        if self._is_closed:  # Nobody waits for the maker.
+        if self._is_closed:  # No thread waits for the maker.
             self._let_go_of_made()
         self._offer()
 

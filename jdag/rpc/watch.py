@@ -113,7 +113,7 @@ class Watch:
                 self._ask(came[-1] if source is self._signals else signal.SIGTERM)
 
     def _ask(self, number: int) -> None:
-        """Drain; who is asked a second time stops at once."""
+        """Drain; a second signal stops at once."""
         self._told.set()
         with self._lock:
             self._asked += 1
@@ -126,7 +126,7 @@ class Watch:
             threading.Thread(target=stop, name="stop", daemon=True).start()
 
     def _orphaned(self, *_: object) -> NoReturn:
-        """The parent is gone: nobody is left to finish anything for."""
+        """The parent is gone: stop without finishing anything."""
         if self._litter:
             shutil.rmtree(self._litter, ignore_errors=True)
         os._exit(1)

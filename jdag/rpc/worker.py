@@ -28,17 +28,17 @@ from jdag.rpc.tls import load as load_tls
 from jdag.rpc.watch import Watch, leave
 from jdag.rpc.worker_server import WorkerConfig, WorkerServer
 
-# What Python is told; the arguments of `jdag.rpc.watch` come after it.
+# Options of Python; the arguments of `jdag.rpc.watch` follow them.
 COMMAND = ("-u", "-P", "-m", "jdag.rpc")
 STOP = b"stop\n"
-# Whoever computes waits for the result: XLA's own thread would have to be woken first.
+# The computing thread waits for its result; XLA's own thread would be woken first.
 _OWN_CONFIG = {"jax_cpu_enable_async_dispatch": False}
 
 _log = logging.getLogger("jdag")
 
 
 class WorkerOptions(BaseModel):
-    """What a worker process is told.
+    """The options of a worker process.
 
     Attributes:
         worker: its name.
@@ -103,7 +103,7 @@ def environment() -> dict[str, str]:
 
 
 def run(options: WorkerOptions, watch: Watch) -> None:
-    """Be a worker until told to stop.
+    """Serve as a worker until the process is to stop.
 
     Raises:
         JdagError: it cannot: no such module or device, a port in use.

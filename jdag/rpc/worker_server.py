@@ -146,7 +146,7 @@ class CallerLease:
             self.routes.close()
 
     def end_unless_main_came(self) -> None:
-        """End a session whose main has never connected: nobody else would notice."""
+        """End a session whose main has never connected."""
         if not self._main_came.is_set():
             _log.warning("main %r attached and never connected", self.main)
             self.node.close()
