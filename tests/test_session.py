@@ -362,17 +362,9 @@ def test_over_grpc_streams_come_through_the_control_server():
         (AttachWorker, {}, "WorkerAttached.data: Field required"),
         (AttachWorker, {"handshake": 3}, "WorkerAttached.handshake: Input should be"),
         (AttachWorker, {"allow": "mine"}, "WorkerAttached.allow: Input should be"),
-        (
-            AttachWorker,
-            {"data": None},
-            "WorkerAttached.data: Input should be a valid string",
-        ),
+        (AttachWorker, {"data": None}, "WorkerAttached.data: Input should be a"),
         (Ticket, {}, "TicketIssued.ticket: Field required"),
-        (
-            Ticket,
-            {"ticket": "zz" * 32},
-            "TicketIssued.ticket: String should match",
-        ),
+        (Ticket, {"ticket": "zz" * 32}, "TicketIssued.ticket: String should match"),
         (Ticket, {"ticket": "00"}, "TicketIssued.ticket: String should match"),
     ],
 )
