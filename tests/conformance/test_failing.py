@@ -59,7 +59,7 @@ UNUSED: dict[Callable[..., Any], list[tuple[str, str, str]]] = {
     functions.dropped_reply: [("a", "b", "sum_of_product")],
     functions.stopped_gradient: [("a", "b", "multiply")],
     functions.integer_reply: [("a", "b", "argmax")],
-    functions.only_logged: [("b", "d", "moved")],
+    functions.only_logged: [("b", "d", "transferred")],
     functions.nested_dropped_reply: [("a", "c", "square_sum")],
 }
 
@@ -112,7 +112,7 @@ def test_what_hangs_the_peer_ends_at_once_under_fast_with_its_culprit(
         said = str(caught.value)
         for send in sends:
             assert f"{send.worker} -> {send.destination}, sent for " in said, said
-            moved = send.function.endswith(":moved")
+            moved = send.function.endswith(":transferred")
             assert f"sent for {'ctx.move' if moved else send.function}" in said, said
             assert send.call_site in said, said
             assert send.call_site.startswith("functions.py:"), said
