@@ -73,7 +73,9 @@ class Shared(Real):
 )
 def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     x64 = configured(load(SCENARIOS / "chain.toml").settings)  # As in `small`.
-    with x64, launch(WORKERS, device="cpu", carrier=request.param) as made:
+    allow = sorted(path.stem for path in SCENARIOS.glob("*.py"))
+    settings = {"device": "cpu", "carrier": request.param, "allow": allow}
+    with x64, launch(WORKERS, **settings) as made:
         yield made
 
 
