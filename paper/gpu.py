@@ -11,6 +11,7 @@ that fails is in the results with what it said; the exit code is 1 then.
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -66,8 +67,9 @@ class Parts:
 
     def digits(self) -> dict[str, Any]:
         """Train the digits on processes of this device."""
-        text = (ROOT / "scenarios" / "digits.toml").read_text(encoding="utf-8")
-        data = ROOT / "scenarios" / "data" / "digits.npz"
+        scenarios = ROOT / "scenarios"
+        text = (scenarios / "digits.toml").read_text(encoding="utf-8")
+        data = scenarios / "data" / "digits.npz"
         text = text.replace('"data/digits.npz"', json.dumps(str(data)))
         if self._tiny:
             text = text.replace("epochs = 12", "epochs = 1")
@@ -75,6 +77,7 @@ class Parts:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "digits.toml"
             file.write_text(text, encoding="utf-8")
+            shutil.copy(scenarios / "digits.py", folder)
             where = ["--driver", "rpc", "--device", self._device]
             out = ["--json", "--out", str(Path(folder) / "run")]
             run = ["-m", "jdag", "run", str(file), *where, *out]
