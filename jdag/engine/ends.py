@@ -304,7 +304,7 @@ class Ends:
 
 
 def _nothing() -> None:
-    """There is nobody left to tell."""
+    """Continue with nothing: no worker waits for an answer."""
 
 
 def _by_path(failure: Failure) -> tuple[Any, ...]:

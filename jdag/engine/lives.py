@@ -9,7 +9,7 @@ it, and one for each call, transfer and assignment that waits for it or runs on 
 graph is no user: vertices and residuals are all that a pass needs. A value of the graph
 is then a name without an array; any other value is forgotten altogether.
 
-Who may discard. A key belongs to the frame that made it until its program returns it,
+Owner of a key. A key belongs to the frame that made it until its program returns it,
 and then to the frame that called that program. Any other program that was given the key
 runs while the key's holder waits. A copy that a transfer made belongs to the frame that
 asked for the transfer, since only that frame can name it: it goes with its original,

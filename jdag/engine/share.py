@@ -34,9 +34,9 @@ SEED = (inf,)  # Sorts after every path: seeds come last.
 
 
 class Outgoing(NamedTuple):
-    """To whom, what is said once it has credit and a change in owed sends, and with it.
+    """A message to be sent once its credit and change in owed sends are known.
 
-    `zeros` are the shapes of those that it does without.
+    `values` are sent with it; `zeros` are the shapes of those that are left out.
     """
 
     to: Worker
