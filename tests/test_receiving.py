@@ -8,8 +8,7 @@ import pytest
 from jdag.compute.buffers import Buffers, parts
 from jdag.errors import ProtocolError
 from jdag.rpc.bulk import Assembler, Delivery
-from jdag.rpc.connection import LINK
-from jdag.rpc.receiving import FrameReader
+from jdag.rpc.receiving import FrameReader, Numbers
 from jdag.rpc.shared_memory import BorrowedMemory, SharedMemoryPool
 from jdag.wire.arrays import type_of
 from jdag.wire.frames import (
@@ -19,7 +18,6 @@ from jdag.wire.frames import (
     pack_chunk,
     pack_header,
 )
-from jdag.wire.link import Link
 from jdag.wire.messages import Codec
 from tests.connection_cases import assert_same, primal
 
@@ -33,7 +31,7 @@ def made() -> tuple[FrameReader, list[Any]]:
     pool = SharedMemoryPool("b", lambda: None)
     buffers = Buffers()
     assembler = Assembler(CODEC, buffers, borrowed, 1 << 30)
-    return FrameReader(Link("b", LINK), assembler, buffers, pool, borrowed), []
+    return FrameReader(Numbers(), assembler, buffers, pool, borrowed), []
 
 
 def chunk(sequence: int, offset: int, elements: bytes) -> bytes:
@@ -54,6 +52,8 @@ def sent(last: int) -> tuple[bytes, bytes]:
 
 class Piece:
     """A stream of which just these bytes have come."""
+
+    buffered = True
 
     def __init__(self, data: bytes) -> None:
         self.left = data

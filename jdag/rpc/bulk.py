@@ -46,7 +46,7 @@ class Parcel(Struct):
     """What a frame carries: its kind and bytes, which live until acknowledged."""
 
     kind: FrameKind
-    views: tuple[Any, ...]
+    views: Sequence[Any]
     nbytes: int
 
 
@@ -230,6 +230,8 @@ class Assembler:
             offset = self._take_values(delivery, kinds, payload, offset)
         if offset != len(payload):
             raise ProtocolError(f"{len(payload) - offset} bytes are left of a message")
+        if not self._incoming:  # Then nothing is held: all before it were whole.
+            return (delivery,)
         return self._order.arrived(delivery, not delivery.missing)
 
     def _take_values(

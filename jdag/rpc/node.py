@@ -155,6 +155,7 @@ class Node:
         self._counted: Mapping[str, Mapping[str, Any]] | None = None
         self._broken: BaseException | None = None
         self._closed = False
+        self._congested = False  # Whether so much waits to leave that programs wait.
         self._hurries = False  # More than acknowledgements wait for the next flush.
         self._flushed_ns = 0
         self._background: threading.Thread | None = None
@@ -167,13 +168,8 @@ class Node:
 
     @property
     def current(self) -> Port:
-        """The port of the program that runs on this thread.
-
-        Raises:
-            JdagError: none does, or this process is forked from that of the node.
-        """
-        self._loop.check_process()
-        port = self._programs.current
+        """The port of the program that runs on this thread; JdagError if none does."""
+        port: Port | None = getattr(self._programs.here, "port", None)
         if port is None:
             self._refuse_thread()
         assert port is not None
@@ -235,7 +231,7 @@ class Node:
             self._host.tell(port, event, values)
             if self._jobs.due or clock_ns() - self._flushed_ns > FLUSH_NS:
                 loop.flush()
-        if self.peers.congested:
+        if self._congested:
             loop.drive(lambda: self._closed or not self.peers.congested)
 
     def wait(self, port: Port, waiter: int) -> tuple[Any, int]:
@@ -254,7 +250,7 @@ class Node:
             said = f"worker {self.worker!r} broke down: {self._broken!r}"
             raise JdagError(said) from self._broken
         if self._closed:
-            if self._programs.current not in (None, self.port):
+            if getattr(self._programs.here, "port", None) not in (None, self.port):
                 raise Over
             raise JdagError("this cluster is closed; make another one")
         if self._jobs.is_computing:
@@ -277,20 +273,18 @@ class Node:
         if send.zeros:
             peer.sent.zero_bytes += sum([zero.nbytes for zero in send.zeros])
         try:
-            self._say(peer, message, values[1])
+            if message.__class__ in _NAMING:
+                encoder = self._functions.encoder
+                message, needed = encoder.outgoing(message, peer.allowed)
+                for definition in needed:
+                    peer.define(definition.digest, definition.data)
+            peer.send(message, values[1])
         except Exception as error:  # Whatever it is, somebody waits for that program.
             ended = ended_by(error, message, self.worker)
             if isinstance(message, Return):
-                self._say(peer, ended, ())
+                peer.send(ended, ())
             else:
                 self._loop.soon(partial(host.handle, Arrived(send.to, ended)))
-
-    def _say(self, peer: Connection, message: Message, values: Sequence[Any]) -> None:
-        if message.__class__ in _NAMING:
-            message, needed = self._functions.encoder.outgoing(message, peer.allowed)
-            for definition in needed:
-                peer.define(definition.digest, definition.data)
-        peer.send(message, values)
         if message.__class__ is not Acknowledge:
             self._hurries = True
 
@@ -326,11 +320,16 @@ class Node:
 
         What need not hurry waits for the first jobs, and leaves with what they make.
         """
-        jobs = self._jobs
+        jobs, unflushed = self._jobs, self._loop.unflushed
         for jobs_were_run in range(ROUNDS_MAX):
             if self._hurries or jobs_were_run or not jobs.due:
                 self._hurries = False
-                self._flush_connections()
+                for _ in range(len(unflushed)):
+                    peer = unflushed.popleft()
+                    peer.flush()
+                    if self._congested or peer.waiting_bytes or peer.bulk.nbytes:
+                        self._congested = self.peers.congested
+                self._flushed_ns = clock_ns()
             if not jobs.due:
                 return
             jobs.run()
@@ -349,7 +348,26 @@ class Node:
             if peer.lost:
                 return
             try:
-                self._receive(peer, event)
+                match event:
+                    case Delivery():
+                        message, worker = event.message, peer.worker
+                        known = self.peers.incarnations
+                        check(message, worker, self.worker, self.workers, known)
+                        if message.__class__ in _BOUND:
+                            message = self._functions.bind(message, worker)
+                        self._host.arrived(worker, message, event.values)
+                    case Definition(digest, data):
+                        self._functions.define(digest, data)
+                    case Control(what):
+                        self.peers.control(peer, what)
+                    case Broken(why):
+                        self.peers.redial(peer, why)
+                    case Failed(why):
+                        self.peers.lose(peer, why)
+                    case Exhausted(why):
+                        self.peers.exhausted(peer, why)
+                    case _:
+                        assert_never(event)
             except JdagError as error:
                 self.peers.lose(peer, f"it broke the protocol: {error}")
             except Exception as error:
@@ -357,38 +375,6 @@ class Node:
                 what = getattr(event, "message", event)
                 said = f"a {type(what).__name__} that makes no sense: {error!r}"
                 self.peers.lose(peer, f"it broke the protocol: {said}")
-
-    def _receive(self, peer: Connection, event: PeerEvent) -> None:
-        match event:
-            case Delivery():
-                message, worker = event.message, peer.worker
-                known = self.peers.incarnations
-                check(message, worker, self.worker, self.workers, known)
-                if message.__class__ in _BOUND:
-                    message = self._functions.bind(message, worker)
-                self._host.arrived(worker, message, event.values)
-            case Definition(digest, data):
-                self._functions.define(digest, data)
-            case Control(what):
-                self.peers.control(peer, what)
-            case Broken(why):
-                self.peers.redial(peer, why)
-            case Failed(why):
-                self.peers.lose(peer, why)
-            case Exhausted(why):
-                self.peers.exhausted(peer, why)
-            case _:
-                assert_never(event)
-
-    def _flush_connections(self) -> None:
-        """Let everything leave that can."""
-        unflushed = self._loop.unflushed
-        for _ in range(len(unflushed)):
-            peer = unflushed.popleft()
-            events = peer.flush()
-            if events:
-                self._received(peer, events)
-        self._flushed_ns = clock_ns()
 
     def _answer(self, asked: Mapping[str, Any]) -> Any:
         """Return what another node asks for."""

@@ -1,7 +1,7 @@
 """How programs run on a node: each on a thread of its own.
 
 Inputs:  `start` for a program.
-Outputs: `current`, the port of the program that the thread that asks runs; `ended_by`,
+Outputs: `here.port`, that of the program which the thread that asks runs; `ended_by`,
          how one ends that cannot be called, or cannot return, as was asked.
 
 A thread cannot be ended from outside: when its session is over, the next thing that a
@@ -43,16 +43,9 @@ class Programs:
     """The programs of one node. `main` is that of the user."""
 
     def __init__(self, main: Port | None) -> None:
-        self._main = main
-        self._main_thread = threading.get_ident()
-        self._running: dict[threading.Thread, Port] = {}
-
-    @property
-    def current(self) -> Port | None:
-        """The port of the program that runs on this thread, None where none does."""
-        is_main = threading.get_ident() == self._main_thread
-        default = self._main if is_main else None
-        return self._running.get(threading.current_thread(), default)
+        self.here = threading.local()  # `port`: of the program that runs on the thread.
+        self.here.port = main
+        self._running: dict[threading.Thread, None] = {}
 
     @property
     def alive(self) -> int:
@@ -63,6 +56,7 @@ class Programs:
         """Run `body` as the program of `port`."""
 
         def run() -> None:
+            self.here.port = port
             try:
                 body()
             except Over:
@@ -72,5 +66,5 @@ class Programs:
 
         name = f"program on {port.worker}"
         thread = threading.Thread(target=run, name=name, daemon=True)
-        self._running[thread] = port
+        self._running[thread] = None
         thread.start()

@@ -3,18 +3,27 @@
 Inputs:  `read`: what the stream has now; `interrupt`: the stream ended.
 Outputs: events, appended to a list in order; `pinged`; what the peer says of shared
          memory is passed to `borrowed` (its own) and `pool` (this node's).
-Invariants: the link sees each numbered frame once and in order; a frame is checked
+Invariants: each numbered frame is taken once and in order; a frame is checked
 before it is used or takes memory; a stream that ended within a frame leaves no trace of
 that frame.
 """
 
 import json
 import struct
+from collections import deque
 from typing import Any, NamedTuple
 
 from jdag.compute.buffers import Buffers
 from jdag.errors import ProtocolError
-from jdag.rpc.bulk import FORGOTTEN, FREED, LENT, OFFERED, Assembler, Delivery
+from jdag.rpc.bulk import (
+    FORGOTTEN,
+    FREED,
+    LENT,
+    OFFERED,
+    Assembler,
+    Delivery,
+    Parcel,
+)
 from jdag.rpc.loop import clock_ns
 from jdag.rpc.shared_memory import BorrowedMemory, SharedMemoryPool
 from jdag.rpc.streams import Stream
@@ -24,7 +33,7 @@ from jdag.wire.frames import (
     Header,
     unpack_header,
 )
-from jdag.wire.link import FRAME_BYTES, Frame, Link
+from jdag.wire.link import FRAME_BYTES
 
 BUFFER_BYTES = 256 * 1024
 READS_MAX = 16  # In one turn, so that other connections get theirs.
@@ -66,29 +75,54 @@ class Exhausted(NamedTuple):
 Event = Delivery | Definition | Control | Broken | Failed | Exhausted
 
 
+class Numbers:
+    """The numbers of a connection's frames, which outlive its streams.
+
+    Frames are numbered from 1. A stream keeps their order and loses none, so only over
+    a new one is anything sent again.
+    """
+
+    __slots__ = ("acknowledged", "received", "sent", "unacknowledged")
+
+    def __init__(self) -> None:
+        self.sent = self.received = self.acknowledged = 0  # The last frame of each.
+        self.unacknowledged: deque[Parcel] = deque()
+
+    def acknowledge(self, last: int) -> None:
+        """The peer has all frames up to that one; ProtocolError if it cannot."""
+        if not self.acknowledged <= last <= self.sent:
+            raise ProtocolError(
+                f"frames up to {last} are acknowledged; {self.sent} was the last that "
+                f"was sent, and {self.acknowledged} acknowledged before"
+            )
+        for _ in range(last - self.acknowledged):
+            self.unacknowledged.popleft()
+        self.acknowledged = last
+
+
 class FrameReader:
-    """Reads the frames of one connection; `link` counts them."""
+    """Reads the frames of one connection; `numbers` counts them."""
 
     def __init__(
         self,
-        link: Link,
+        numbers: Numbers,
         assembler: Assembler,
         buffers: Buffers,
         pool: SharedMemoryPool,
         borrowed: BorrowedMemory,
     ) -> None:
         self.messages = 0
-        self.chunk_bytes = 0  # Of elements that came, ever.
+        self.nbytes = 0  # Of the payloads of numbered frames that came, ever.
         self.pinged = False  # Whether the peer wants a sign of life.
         self.paused = False  # After a control frame, until `read` is called again.
         self.more = False  # Whether there may be more that the poller does not see.
-        self._link = link
+        self._numbers = numbers
         self._assembler = assembler
         self._buffers = buffers
         self._pool = pool
         self._borrowed = borrowed
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
-        self._start = self._end = 0
+        self._end = 0
         # The rest of a frame that is read in place; and its header and payload.
         self._direct: memoryview | None = None
         self._direct_frame: tuple[Header, memoryview] | None = None
@@ -96,7 +130,7 @@ class FrameReader:
     def interrupt(self) -> None:
         """Forget what is here of frames that were not taken."""
         self.paused = False
-        self._start = self._end = 0
+        self._end = 0
         self._direct = self._direct_frame = None
 
     def clear(self) -> None:
@@ -139,24 +173,24 @@ class FrameReader:
                     header, whole = self._direct_frame
                     self._direct = self._direct_frame = None
                     self._take(header, whole, stream, events)
-            if got < len(room) and not stream.pending():
+            if got < len(room) and not (stream.buffered and stream.pending()):
                 self.more = self.paused
                 break
         return heard
 
     def _parse(self, stream: Stream, events: list[Event]) -> None:
         """Take the frames that are whole; read the rest of a large one in place."""
-        buffer, link, end = self._buffer, self._link, self._end
-        while end - self._start >= FRAME_BYTES and not self.paused:
-            body = self._start + FRAME_BYTES
-            header = unpack_header(buffer[self._start : body])
+        buffer, start, end = self._buffer, 0, self._end
+        while end - start >= FRAME_BYTES and not self.paused:
+            header = unpack_header(buffer, start)
             sequence, _, length, kind = header
-            if sequence and sequence != link.received + 1:
-                raise ProtocolError(f"frame {sequence} after {link.received}")
+            if sequence and sequence != self._numbers.received + 1:
+                raise ProtocolError(f"frame {sequence} after {self._numbers.received}")
+            body = start + FRAME_BYTES
             elements = body + CHUNK_HEADER_BYTES
             if end - body >= length:
-                self._start = body + length
-                payload = buffer[body : self._start]
+                start = body + length
+                payload = buffer[body:start]
                 if kind is FrameKind.CHUNK:
                     payload = self._chunk(payload, payload[CHUNK_HEADER_BYTES:], length)
                 self._take(header, payload, stream, events)
@@ -171,9 +205,9 @@ class FrameReader:
                 return
             else:
                 break
-        rest = bytes(buffer[self._start : end])
-        buffer[: len(rest)] = rest
-        self._start, self._end = 0, len(rest)
+        self._end = end - start
+        if start < end:
+            buffer[: self._end] = bytes(buffer[start:end])
 
     def _chunk(
         self, head: memoryview, elements: memoryview | bytes, length: int
@@ -190,19 +224,23 @@ class FrameReader:
         whole[: len(here)] = here
         self._direct = whole[len(here) :]
         self._direct_frame = header, whole
-        self._start = self._end = 0
+        self._end = 0
 
     def _take(
         self, header: Header, payload: memoryview, stream: Stream, events: list[Event]
     ) -> None:
         """A frame is whole; the payload of a chunk are its elements, in place."""
-        sequence, acknowledged, _, kind = header
-        self._link.receive(Frame(sequence, acknowledged), clock_ns())
+        sequence, acknowledged, length, kind = header
+        numbers = self._numbers
+        if acknowledged > numbers.acknowledged:
+            numbers.acknowledge(acknowledged)
+        if sequence:
+            numbers.received = sequence
+            self.nbytes += length
         if kind is FrameKind.MESSAGE:
             self.messages += 1
             events += self._assembler.message(bytes(payload))
         elif kind is FrameKind.CHUNK:
-            self.chunk_bytes += len(payload)
             events += self._assembler.received(len(payload))
         elif kind is FrameKind.DEFINE:
             digest, data = payload[:DIGEST_BYTES], payload[DIGEST_BYTES:]

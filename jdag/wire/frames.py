@@ -97,9 +97,9 @@ def unpack_chunk(payload: bytes | memoryview) -> Chunk:
     return Chunk(*_CHUNK.unpack_from(payload))
 
 
-def unpack_header(data: bytes | memoryview) -> Header:
-    """Read the header of a frame, all of whose bytes are there."""
-    sequence, acknowledged, rest = _HEADER.unpack(data)
+def unpack_header(data: bytes | memoryview, start: int = 0) -> Header:
+    """Read the header of a frame that begins there, all of whose bytes are there."""
+    sequence, acknowledged, rest = _HEADER.unpack_from(data, start)
     number, length = rest >> _LENGTH_BITS, rest & _LENGTH_MASK
     if number >= len(_KINDS):
         raise ProtocolError(
