@@ -358,7 +358,7 @@ def test_bulk_waits_while_a_window_of_it_is_unacknowledged(
         assert bool(end.bulk.nbytes) == left
         assert sent <= bulk.WINDOW_BYTES + CHUNK_MAX_BYTES + 1_000  # With headers.
         end.numbers.acknowledge(end.numbers.sent)
-        end._acknowledged()
+        end.bulk.acknowledged(end.numbers.sent)
     assert end.idle
 
 

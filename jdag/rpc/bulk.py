@@ -141,12 +141,10 @@ class BulkQueue:
             self.chunks.append((sequence, parcel.nbytes))
             self._chunk_bytes += parcel.nbytes
 
-    def acknowledged(self, sequence: int) -> bool:
-        """The peer has all frames up to a number; whether more may leave by that."""
-        chunks, before = self.chunks, len(self.chunks)
-        while chunks and chunks[0][0] <= sequence:
-            self._chunk_bytes -= chunks.popleft()[1]
-        return len(chunks) < before
+    def acknowledged(self, sequence: int) -> None:
+        """The peer has all frames up to a number."""
+        while self.chunks and self.chunks[0][0] <= sequence:
+            self._chunk_bytes -= self.chunks.popleft()[1]
 
     def clear(self) -> None:
         """Let nothing leave any more."""

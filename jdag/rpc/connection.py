@@ -156,7 +156,7 @@ class Connection:
         self.sent.resends += len(numbers.unacknowledged)
         for sequence, parcel in enumerate(numbers.unacknowledged, received + 1):
             self._put(sequence, parcel)
-        self._acknowledged()
+        self.bulk.acknowledged(received)
         self.stream = stream
         self.adopted_ns = clock_ns()
         self._loop.register(stream.fileno(), self.ready)
@@ -255,25 +255,22 @@ class Connection:
     def _add(self, kind: FrameKind, views: Sequence[Any], nbytes: int) -> None:
         """Have a frame leave; queue it where it has to wait."""
         parcel = Parcel(kind, views, nbytes)
-        if self._queue or self.stream is None or self._is_full:
+        if self._queue or self.stream is None or not self._has_room():
             self._queue.append(parcel)
             self.waiting_bytes += FRAME_BYTES + nbytes
         else:
             self._put_next(parcel)
         if not self._flushing:
-            self._has_more()
+            self._flushing = True
+            self._loop.unflushed.append(self)
 
-    @property
-    def _is_full(self) -> bool:
-        """Whether what is queued is to wait for its number."""
-        numbers = self.numbers
-        return (
-            len(self._out) >= VIEWS_MAX
-            or numbers.sent - numbers.acknowledged >= FRAMES_MAX
-        )
+    def _has_room(self) -> bool:
+        """Whether one more frame may be numbered now."""
+        unacknowledged = self.numbers.unacknowledged
+        return len(self._out) < VIEWS_MAX and len(unacknowledged) < FRAMES_MAX
 
     def _put_next(self, parcel: Parcel) -> int:
-        """Give a frame its number, keep it, and put it before the stream."""
+        """Number a frame, keep it, and put it before the stream."""
         numbers = self.numbers
         numbers.sent = sequence = numbers.sent + 1
         numbers.unacknowledged.append(parcel)
@@ -337,20 +334,17 @@ class Connection:
 
     def _fill(self) -> None:
         """Put before the stream what may leave now."""
-        bulk, stream, queue = self.bulk, self.stream, self._queue
-        while queue and not self._is_full:
-            self.waiting_bytes -= FRAME_BYTES + queue[0].nbytes  # Counted anew.
-            self._put_next(queue.popleft())
-        while not queue and self.waiting_bytes < OUT_BYTES:
-            cut = bulk.next(stream is not None and stream.local)
-            if cut is None:
+        bulk, queue = self.bulk, self._queue
+        local = self.stream is not None and self.stream.local
+        while self._has_room():
+            if queue:
+                parcel = queue.popleft()
+                self.waiting_bytes -= FRAME_BYTES + parcel.nbytes  # Counted anew.
+                self._put_next(parcel)
+            elif self.waiting_bytes < OUT_BYTES and (cut := bulk.next(local)):
+                bulk.numbered(self._put_next(cut), cut)
+            else:
                 break
-            bulk.numbered(self._put_next(cut), cut)
-
-    def _acknowledged(self) -> None:
-        """The peer has acknowledged more: there may be room for what waits."""
-        if self.bulk.acknowledged(self.numbers.acknowledged) or self._queue:
-            self._has_more()
 
     def _wait_to_write(self, waits: bool) -> None:
         assert self.stream is not None, self
@@ -440,8 +434,10 @@ class Connection:
         if reader.pinged:
             reader.pinged = False
             self._pure(PONG)
-        if self._queue or self.bulk.chunks:
-            self._acknowledged()
+        if self.bulk.chunks:
+            self.bulk.acknowledged(self.numbers.acknowledged)
+        if self._queue or self.bulk.values:
+            self._has_more()
         large = reader.nbytes - self._told_bytes
         if large >= ACK_BYTES or self.numbers.received - self._told >= ACK_FRAMES:
             self._pure()
