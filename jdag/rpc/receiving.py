@@ -27,12 +27,7 @@ from jdag.rpc.bulk import (
 from jdag.rpc.loop import clock_ns
 from jdag.rpc.shared_memory import BorrowedMemory, SharedMemoryPool
 from jdag.rpc.streams import Stream
-from jdag.wire.frames import (
-    CHUNK_HEADER_BYTES,
-    FrameKind,
-    Header,
-    unpack_header,
-)
+from jdag.wire.frames import FrameKind, Header, unpack_header
 from jdag.wire.link import FRAME_BYTES
 
 BUFFER_BYTES = 256 * 1024
@@ -187,44 +182,29 @@ class FrameReader:
             if sequence and sequence != self._numbers.received + 1:
                 raise ProtocolError(f"frame {sequence} after {self._numbers.received}")
             body = start + FRAME_BYTES
-            elements = body + CHUNK_HEADER_BYTES
+            is_chunk = kind is FrameKind.CHUNK
             if end - body >= length:
                 start = body + length
                 payload = buffer[body:start]
-                if kind is FrameKind.CHUNK:
-                    payload = self._chunk(payload, payload[CHUNK_HEADER_BYTES:], length)
+                if is_chunk:
+                    target = self._assembler.target(length)
+                    target[:] = payload
+                    payload = target
                 self._take(header, payload, stream, events)
-            elif kind is FrameKind.CHUNK and end >= elements:
-                target = self._chunk(buffer[body:elements], b"", length)
-                self._read_in_place(header, target, buffer[elements:end])
-                return
-            elif FRAME_BYTES + length > BUFFER_BYTES:
+            elif is_chunk or FRAME_BYTES + length > BUFFER_BYTES:
                 # What is announced takes memory as it comes.
-                whole = self._buffers.aligned(length)
-                self._read_in_place(header, whole, buffer[body:end])
+                take = self._assembler.target if is_chunk else self._buffers.aligned
+                whole = take(length)
+                whole[: end - body] = buffer[body:end]
+                self._direct = whole[end - body :]
+                self._direct_frame = header, whole
+                self._end = 0
                 return
             else:
                 break
         self._end = end - start
         if start < end:
             buffer[: self._end] = bytes(buffer[start:end])
-
-    def _chunk(
-        self, head: memoryview, elements: memoryview | bytes, length: int
-    ) -> memoryview:
-        """Return where the elements of a chunk belong, with those that are here."""
-        head = head[:CHUNK_HEADER_BYTES]
-        target = self._assembler.chunk_target(head, length - CHUNK_HEADER_BYTES)
-        target[: len(elements)] = elements
-        return target
-
-    def _read_in_place(
-        self, header: Header, whole: memoryview, here: memoryview
-    ) -> None:
-        whole[: len(here)] = here
-        self._direct = whole[len(here) :]
-        self._direct_frame = header, whole
-        self._end = 0
 
     def _take(
         self, header: Header, payload: memoryview, stream: Stream, events: list[Event]
@@ -258,9 +238,8 @@ class FrameReader:
     def _segment(self, payload: bytes, events: list[Event]) -> None:
         """The peer says something of shared memory."""
         what = payload[:1]
-        if what == LENT and len(payload) == 25:
-            number, segment, nbytes = struct.unpack("<QQQ", payload[1:])
-            events += self._assembler.lent(number, segment, nbytes)
+        if what == LENT and len(payload) == 17:
+            events += self._assembler.lent(*struct.unpack("<QQ", payload[1:]))
         elif what in (FREED, FORGOTTEN) and len(payload) == 9:
             (segment,) = struct.unpack("<Q", payload[1:])
             if what == FREED:
