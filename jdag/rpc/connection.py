@@ -155,7 +155,7 @@ class Connection:
         numbers.acknowledge(received)
         self.sent.resends += len(numbers.unacknowledged)
         for sequence, parcel in enumerate(numbers.unacknowledged, received + 1):
-            self._put(sequence, parcel)
+            self._put(parcel, sequence)
         self.bulk.acknowledged(received)
         self.stream = stream
         self.adopted_ns = clock_ns()
@@ -243,7 +243,7 @@ class Connection:
 
     def _pure(self, payload: bytes = b"") -> None:
         """Send a frame that carries no message: it is not numbered."""
-        self._put(0, Parcel(FrameKind.PURE, (payload,), len(payload)))
+        self._put(Parcel(FrameKind.PURE, (payload,), len(payload)), 0)
         self._has_more()
 
     def _has_more(self) -> None:
@@ -255,32 +255,25 @@ class Connection:
     def _add(self, kind: FrameKind, views: Sequence[Any], nbytes: int) -> None:
         """Have a frame leave; queue it where it has to wait."""
         parcel = Parcel(kind, views, nbytes)
-        if self._queue or self.stream is None or not self._has_room():
+        unacknowledged = self.numbers.unacknowledged
+        full = len(self._out) >= VIEWS_MAX or len(unacknowledged) >= FRAMES_MAX
+        if full or self._queue or self.stream is None:
             self._queue.append(parcel)
             self.waiting_bytes += FRAME_BYTES + nbytes
         else:
-            self._put_next(parcel)
+            self._put(parcel)
         if not self._flushing:
             self._flushing = True
             self._loop.unflushed.append(self)
 
-    def _has_room(self) -> bool:
-        """Whether one more frame may be numbered now."""
-        unacknowledged = self.numbers.unacknowledged
-        return len(self._out) < VIEWS_MAX and len(unacknowledged) < FRAMES_MAX
-
-    def _put_next(self, parcel: Parcel) -> int:
-        """Number a frame, keep it, and put it before the stream."""
+    def _put(self, parcel: Parcel, sequence: int = -1) -> int:
+        """Put a frame before the stream; give it the next number, if it has none."""
         numbers = self.numbers
-        numbers.sent = sequence = numbers.sent + 1
-        numbers.unacknowledged.append(parcel)
-        self._put(sequence, parcel)
-        return sequence
-
-    def _put(self, sequence: int, parcel: Parcel) -> None:
-        """Put a frame before the stream."""
+        if sequence < 0:
+            numbers.sent = sequence = numbers.sent + 1
+            numbers.unacknowledged.append(parcel)
         views, nbytes = parcel.views, FRAME_BYTES + parcel.nbytes
-        self._told = received = self.numbers.received
+        self._told = received = numbers.received
         self._told_bytes = self.reader.nbytes
         head = pack_header(sequence, received, parcel.nbytes, parcel.kind)
         self.waiting_bytes += nbytes
@@ -292,6 +285,7 @@ class Connection:
         else:
             self._out.append(head)
             self._out.extend(views)
+        return sequence
 
     def flush(self) -> None:
         """Give the stream all that it takes now."""
@@ -334,15 +328,19 @@ class Connection:
 
     def _fill(self) -> None:
         """Put before the stream what may leave now."""
-        bulk, queue = self.bulk, self._queue
+        bulk, queue, unacknowledged = (
+            self.bulk,
+            self._queue,
+            self.numbers.unacknowledged,
+        )
         local = self.stream is not None and self.stream.local
-        while self._has_room():
+        while len(self._out) < VIEWS_MAX and len(unacknowledged) < FRAMES_MAX:
             if queue:
                 parcel = queue.popleft()
                 self.waiting_bytes -= FRAME_BYTES + parcel.nbytes  # Counted anew.
-                self._put_next(parcel)
+                self._put(parcel)
             elif self.waiting_bytes < OUT_BYTES and (cut := bulk.next(local)):
-                bulk.numbered(self._put_next(cut), cut)
+                bulk.numbered(self._put(cut), cut)
             else:
                 break
 
@@ -424,28 +422,24 @@ class Connection:
             _log.exception("%s: what it sent cannot be read", self)
             events.append(Failed(f"it broke the protocol: {error!r}"))
         else:
-            self._after_reading()
+            if reader.pinged:
+                reader.pinged = False
+                self._pure(PONG)
+            if self.bulk.chunks:
+                self.bulk.acknowledged(self.numbers.acknowledged)
+            if self._queue or self.bulk.values:
+                self._has_more()
+            large = reader.nbytes - self._told_bytes
+            if large >= ACK_BYTES or self.numbers.received - self._told >= ACK_FRAMES:
+                self._pure()
+            elif large >= LARGE_BYTES and not self._tells_soon:
+                self._tells_soon = True
+                self._loop.at(self.heard_ns + ACK_DELAY_NS, self._tell)
+            if reader.more:
+                self._loop.soon(partial(self.ready, READ))
         if events:
             self._handle(self, events)
         return bool(events)
-
-    def _after_reading(self) -> None:
-        reader = self.reader
-        if reader.pinged:
-            reader.pinged = False
-            self._pure(PONG)
-        if self.bulk.chunks:
-            self.bulk.acknowledged(self.numbers.acknowledged)
-        if self._queue or self.bulk.values:
-            self._has_more()
-        large = reader.nbytes - self._told_bytes
-        if large >= ACK_BYTES or self.numbers.received - self._told >= ACK_FRAMES:
-            self._pure()
-        elif large >= LARGE_BYTES and not self._tells_soon:
-            self._tells_soon = True
-            self._loop.at(self.heard_ns + ACK_DELAY_NS, self._tell)
-        if reader.more:
-            self._loop.soon(partial(self.ready, READ))
 
     def _tell(self) -> None:
         """Acknowledge what no other frame has acknowledged."""
