@@ -347,7 +347,7 @@ def test_settling_has_an_end_and_says_who_does_not_settle(
         quiet = c.nodes["b"]._quiet
         c.nodes["b"]._quiet = lambda: {**quiet(), "idle": False}
         with monkeypatch.context() as patched:
-            patched.setattr("jdag.rpc.stats.SETTLE_S", 0.2)
+            patched.setattr("jdag.rpc.node.SETTLE_S", 0.2)
             with pytest.raises(JdagError, match=r"not settled within 0.2 s: .* on b$"):
                 c.driver.settle()
         del c.nodes["b"]._quiet

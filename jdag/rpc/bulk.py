@@ -51,7 +51,7 @@ class Parcel(Struct):
 
 
 def is_bulk(nbytes: int, inline_bytes: int) -> bool:
-    """Whether a value follows in chunks; so many bytes are in its message already."""
+    """Whether a value follows its message, which has so many bytes in it already."""
     return nbytes >= BULK_BYTES or inline_bytes + nbytes > INLINE_BYTES
 
 
@@ -173,13 +173,8 @@ class _Incoming(Struct):
 class Assembler:
     """Puts the messages of one peer together with their values.
 
-    Args:
-        codec: reads messages.
-        buffers: where large values are received.
-        borrowed: the shared memory that the peer lends.
-        value_bytes_max: the largest value that is taken.
-
-    All methods raise ProtocolError where what came does not fit what was announced.
+    No value of more than `value_bytes_max` is taken. All methods raise ProtocolError
+    where what came does not fit what was announced.
     """
 
     def __init__(

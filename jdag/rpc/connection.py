@@ -85,14 +85,10 @@ class Connection:
     """This node's end of its connection with the node of that name and incarnation.
 
     Args:
-        name: of the other worker.
-        incarnation: of the other worker.
-        loop: of this node; it watches the stream.
-        codec: of its cluster.
         buffers: where large values are received.
         deadline_ns: a peer that is silent for so long is given up.
         value_bytes_max: the largest value that is taken.
-        handle: the node's; takes the events of what the loop calls.
+        handle: takes the events.
     """
 
     def __init__(
@@ -130,7 +126,9 @@ class Connection:
         self.bulk = BulkQueue(self._pool)
         self._offering = False  # Whether there may be a segment to offer.
         self._to_offer: deque[Segment] = deque()
-        self._borrowed = BorrowedMemory(name, self._on_returned)
+        self._borrowed = BorrowedMemory(
+            name, lambda number: loop.post(partial(self.about_segment, FREED, number))
+        )
         assembler = Assembler(codec, buffers, self._borrowed, value_bytes_max)
         self.reader = FrameReader(
             self.numbers, assembler, buffers, self._pool, self._borrowed
@@ -170,6 +168,7 @@ class Connection:
         self.drop_stream()
         self._timer.cancel()
         self._queue.clear()
+        self.numbers.unacknowledged.clear()
         self.waiting_bytes = 0
         self.bulk.clear()
         self.reader.clear()
@@ -225,21 +224,19 @@ class Connection:
 
     def define(self, digest: bytes, data: bytes) -> None:
         """Send a function that later messages name by its digest, once."""
-        if not self.lost and digest not in self._defined:
+        if digest not in self._defined:
             self._defined[digest] = None
             self._add(FrameKind.DEFINE, (digest, data), len(digest) + len(data))
 
     def control(self, what: dict[str, Any]) -> None:
         """Tell the peer's node something."""
-        if not self.lost:
-            data = json.dumps(what).encode()
-            self._add(FrameKind.ASIDE, (data,), len(data))
+        data = json.dumps(what).encode()
+        self._add(FrameKind.ASIDE, (data,), len(data))
 
     def about_segment(self, what: bytes, number: int) -> None:
         """Tell the peer something of a segment of shared memory."""
-        if not self.lost:
-            data = struct.pack("<cQ", what, number)
-            self._add(FrameKind.SEGMENT, (data,), len(data))
+        data = struct.pack("<cQ", what, number)
+        self._add(FrameKind.SEGMENT, (data,), len(data))
 
     def _pure(self, payload: bytes = b"") -> None:
         """Send a frame that carries no message: it is not numbered."""
@@ -254,6 +251,8 @@ class Connection:
 
     def _add(self, kind: FrameKind, views: Sequence[Any], nbytes: int) -> None:
         """Have a frame leave; queue it where it has to wait."""
+        if self.lost:
+            return
         parcel = Parcel(kind, views, nbytes)
         unacknowledged = self.numbers.unacknowledged
         full = len(self._out) >= VIEWS_MAX or len(unacknowledged) >= FRAMES_MAX
@@ -392,10 +391,6 @@ class Connection:
                 self._out.append(frame[sent:])
                 self.waiting_bytes += len(frame) - sent
         self._offering = bool(self._to_offer)
-
-    def _on_returned(self, number: int) -> None:
-        """An array in a segment of the peer's is gone; from any thread, any time."""
-        self._loop.post(partial(self.about_segment, FREED, number))
 
     # ------------------------------------------------------------------ what comes
 

@@ -75,11 +75,15 @@ class Loop:
         self._flush = flush
         self._epoll = select.epoll()
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._handlers: dict[int, Handler] = {self._waker: self._woken}
+        self._handlers: dict[int, Handler] = {
+            self._waker: lambda mask: os.eventfd_read(self._waker)
+        }
         self._epoll.register(self._waker, READ)
         self._timers: list[tuple[int, int, Timer]] = []
         self._numbers = count()
         self._posted: deque[Call] = deque()
+        # `post` for a thread with the lock: no thread has to be woken.
+        self.soon = self._posted.append
         self._lock = threading.Lock()
         self._wanted: deque[None] = deque()  # One for each thread that wants the lock.
         self._sleeping: deque[threading.Event] = deque()  # Those that wait in `drive`.
@@ -124,10 +128,6 @@ class Loop:
         self._posted.append(call)
         self._wake()
 
-    def soon(self, call: Call) -> None:
-        """The same, for a thread with the lock: no thread has to be woken."""
-        self._posted.append(call)
-
     def flush(self) -> None:
         """Flush now what is to be flushed; with the lock held."""
         if self.dirty or self.unflushed:
@@ -145,25 +145,19 @@ class Loop:
             except BlockingIOError:  # It was never read: it is as loud as can be.
                 return
 
-    def _woken(self, mask: int) -> None:
-        del mask
-        os.eventfd_read(self._waker)
-
     # ------------------------------------------------------------------ the loop lock
 
-    def check_process(self) -> None:
-        """Raise JdagError in a forked child, which shares sockets with its parent."""
+    def acquire(self) -> None:
+        """Take the lock; a thread that blocks with it is woken.
+
+        Raises JdagError in a forked child, which shares sockets with its parent.
+        """
         if os.getpid() != self._process:
             raise JdagError(
                 f"this cluster belongs to process {self._process}, and process "
                 f"{os.getpid()} was forked from it and cannot use it; start processes "
                 'by multiprocessing.get_context("spawn")'
             )
-
-    def acquire(self) -> None:
-        """Take the lock; a thread that blocks with it is woken."""
-        if os.getpid() != self._process:
-            self.check_process()
         me = threading.get_ident()
         if me == self._main:
             self._thinks = True

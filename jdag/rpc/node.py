@@ -19,7 +19,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, assert_never
+from typing import Any, NoReturn, assert_never
 
 from jdag.compute.buffers import Buffers
 from jdag.compute.machine import Machine
@@ -58,12 +58,11 @@ from jdag.rpc.function_encoder import check_size
 from jdag.rpc.jobs import Jobs
 from jdag.rpc.loop import Loop, clock_ns
 from jdag.rpc.peers import LEFT, PeerTable, broke
-from jdag.rpc.programs import Over, Programs, ended_by
+from jdag.rpc.programs import Over, ended_by
 from jdag.rpc.receiving import Broken, Control, Definition, Exhausted, Failed
 from jdag.rpc.receiving import Event as PeerEvent
 from jdag.rpc.session_info import SessionInfo
 from jdag.rpc.settings import VALUE_BYTES_MAX
-from jdag.rpc.stats import info_of_all, quiet, settle
 from jdag.runtime.host import Host, Port, RunProgram, run_program
 from jdag.runtime.stats import info, total
 from jdag.runtime.waiters import Cancel, Waiters
@@ -71,6 +70,7 @@ from jdag.wire.encoding import encoded
 from jdag.wire.messages import Codec
 
 DRAIN_S, DRAIN_LOOK_S = 30.0, 0.05
+SETTLE_S, SETTLE_LOOK_S = 3600.0, 0.001
 LAST_INFO_S = 1.0  # Who closes does not wait long for what others have counted.
 FLUSH_NS = 50_000  # What a program tells in a row leaves together, so often.
 SWEEP_NS = 10**9  # Memory that is not received into for so long is let go of.
@@ -86,11 +86,8 @@ _log = logging.getLogger(__name__)
 class Node:
     """One worker of a session, in this process.
 
-    Args:
-        place: where it stands in its session.
-        run_program: runs a program that the engine asked for; it says how it ended.
-        functions: turns names into functions, as far as they are allowed.
-        value_bytes_max: the largest value that it sends, and takes from a peer.
+    `run_program` runs a program that the engine asked for, and says how it ended. No
+    value of more than `value_bytes_max` is sent, or taken from a peer.
     """
 
     def __init__(
@@ -151,7 +148,9 @@ class Node:
         self.loss = gone.get
         self._jobs = Jobs(worker, self._host.machine, self._loop, self._host.handle)
         self.port = Port(self._host)
-        self._programs = Programs(self.port if name == place.main else None)
+        self._here = threading.local()  # `port`: of the program that the thread runs.
+        self._here.port = self.port if name == place.main else None
+        self._running: dict[threading.Thread, None] = {}  # Programs but the user's.
         self._counted: Mapping[str, Mapping[str, Any]] | None = None
         self._broken: BaseException | None = None
         self._closed = False
@@ -169,13 +168,12 @@ class Node:
     @property
     def current(self) -> Port:
         """The port of the program that runs on this thread; JdagError if none does."""
-        port: Port | None = getattr(self._programs.here, "port", None)
+        port: Port | None = getattr(self._here, "port", None)
         if port is None:
             self._refuse_thread()
-        assert port is not None
         return port
 
-    def _refuse_thread(self) -> None:
+    def _refuse_thread(self) -> NoReturn:
         if self._jobs.is_computing:
             raise JdagError(
                 "what a worker computes, such as a hook, cannot use the cluster or "
@@ -198,8 +196,15 @@ class Node:
         return self._info(None) if self._counted is None else self._counted
 
     def _info(self, within_s: float | None) -> Mapping[str, Mapping[str, Any]]:
-        own = partial(self._apart, self._own_info)
-        return info_of_all(self._place, self.peers, own, within_s)
+        """The same; without `within_s` peers are waited for until they are lost."""
+        found = self.peers.ask_all({"what": "info"}, within_s)
+        found[self.name] = own = self._apart(self._own_info)
+        nothing = dict.fromkeys(own, 0)
+        living = [peer.name for peer in self.peers.living]
+        return {
+            worker: found.get(worker) or {**nothing, "lost": worker not in living}
+            for worker in self.workers
+        }
 
     def graph(self, context: ContextId) -> dict[str, Drawing]:
         """The graph of a context as it is now: what each worker has of it."""
@@ -213,8 +218,29 @@ class Node:
         return {w: drawn[w] for w in self.workers if drawn.get(w) is not None}
 
     def settle(self) -> None:
-        """Wait until nothing goes on anywhere; see `jdag.rpc.stats`."""
-        settle(self.peers, partial(self._apart, self._quiet), self._check_open)
+        """Wait until everything is sent, received and computed on all workers.
+
+        Raises:
+            JdagError: something still goes on after `SETTLE_S`.
+        """
+        before: object = None
+        due_ns = clock_ns() + round(SETTLE_S * 1e9)
+        now: list[tuple[str, dict[str, Any]]] = []
+        while clock_ns() < due_ns:
+            self._check_open()
+            asked = self.peers.ask_all({"what": "quiet"})
+            now = sorted({**asked, "": self._apart(self._quiet)}.items())
+            under_way = sum(one["sent"] - one["got"] for _, one in now)
+            idle = all(one["idle"] for _, one in now)
+            if idle and now == before and (self.peers.gone or not under_way):
+                return
+            self.peers.stopping.wait(0 if idle else SETTLE_LOOK_S)
+            before = now
+        busy = [name or "the worker that waits" for name, o in now if not o["idle"]]
+        raise JdagError(
+            f"the cluster has not settled within {SETTLE_S:g} s: something goes on, or "
+            f"is under way, on {', '.join(busy) or 'its connections'}"
+        )
 
     # ------------------------------------------------------------------ for programs
 
@@ -250,7 +276,7 @@ class Node:
             said = f"worker {self.worker!r} broke down: {self._broken!r}"
             raise JdagError(said) from self._broken
         if self._closed:
-            if getattr(self._programs.here, "port", None) not in (None, self.port):
+            if getattr(self._here, "port", None) not in (None, self.port):
                 raise Over
             raise JdagError("this cluster is closed; make another one")
         if self._jobs.is_computing:
@@ -295,7 +321,11 @@ class Node:
     def spawn(self, host: Host, spawn: Spawn, cause: int) -> None:
         """Start a program on a thread of its own."""
         port = Port(host)
-        self._programs.start(port, partial(self._program, port, spawn))
+        name = f"program on {self.worker}"
+        run = partial(self._program, port, spawn)
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        self._running[thread] = None
+        thread.start()
 
     def alarm(self, host: Host, alarm: Alarm, cause: int) -> Cancel:
         """Have the engine handle the event of an alarm when it is due."""
@@ -307,8 +337,13 @@ class Node:
         self._loop.wake_waiting()
 
     def _program(self, port: Port, spawn: Spawn) -> None:
-        """What a program's thread runs."""
-        run_program(self._checked, port, spawn, Over)
+        self._here.port = port
+        try:
+            run_program(self._checked, port, spawn, Over)
+        except Over:
+            return  # There is nobody left to tell.
+        finally:
+            del self._running[threading.current_thread()]
 
     def _checked(self, port: Port, spawn: Spawn) -> Returned:
         returned = self._run_program(port, spawn)
@@ -396,7 +431,13 @@ class Node:
             return look(*args)
 
     def _quiet(self) -> dict[str, Any]:
-        return quiet(self._jobs, self.peers)
+        """Whether nothing is under way here, and how many messages left and came."""
+        living = self.peers.living
+        return {
+            "idle": self._jobs.idle and all(peer.idle for peer in living),
+            "sent": sum(peer.sent.messages for peer in living),
+            "got": sum(peer.reader.messages for peer in living),
+        }
 
     def _own_info(self) -> dict[str, Any]:
         sent = total(peer.sent for peer in self.peers.connections.values())
@@ -427,7 +468,7 @@ class Node:
         """Finish what is under way, say goodbye, and let `run` return; any thread."""
         due_ns = clock_ns() + round(DRAIN_S * 1e9)
         while not self._closed and clock_ns() < due_ns:
-            if self._apart(self._quiet)["idle"] and not self._programs.alive:
+            if self._apart(self._quiet)["idle"] and not self._running:
                 break
             self.peers.stopping.wait(DRAIN_LOOK_S)
         self.close("it was told to stop")

@@ -161,8 +161,8 @@ def _sealed(
         raise ProtocolError(f"{message!r} is no message: allowed are {allowed}")
     close = _CLOSED.get(kind)
     closed = message if close is None else close(message, data)
-    data = encoded(Envelope(closed, tuple(kinds)), _encode)
-    return data if len(data) <= CHECKED_BYTES else bounded(_decoder, data)
+    whole = encoded(Envelope(closed, tuple(kinds)), _encode)
+    return whole if len(whole) <= CHECKED_BYTES else bounded(_decoder, whole)
 
 
 def size(message: Message, values: Sequence[Any]) -> tuple[int, int]:
