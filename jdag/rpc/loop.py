@@ -147,17 +147,19 @@ class Loop:
 
     # ------------------------------------------------------------------ the loop lock
 
-    def acquire(self) -> None:
-        """Take the lock; a thread that blocks with it is woken.
-
-        Raises JdagError in a forked child, which shares sockets with its parent.
-        """
+    def check_process(self) -> None:
+        """Raise JdagError in a forked child, which shares sockets with its parent."""
         if os.getpid() != self._process:
             raise JdagError(
                 f"this cluster belongs to process {self._process}, and process "
                 f"{os.getpid()} was forked from it and cannot use it; start processes "
                 'by multiprocessing.get_context("spawn")'
             )
+
+    def acquire(self) -> None:
+        """Take the lock; a thread that blocks with it is woken."""
+        if os.getpid() != self._process:
+            self.check_process()
         me = threading.get_ident()
         if me == self._main:
             self._thinks = True

@@ -3,9 +3,9 @@
 There is one loop (`jdag.rpc.loop`). What a connection receives comes out of it as
 events (`jdag.rpc.connection`), which are handled here one by one: a message is handed
 to the engine, and the effects are carried out. Messages go to peers, jobs are computed
-(`jdag.rpc.jobs`), programs run on threads (`jdag.rpc.programs`). All of it happens with
-the loop lock held, on whichever thread has it: that of a program which tells something
-or waits, or the background's.
+(`jdag.rpc.jobs`), each program runs on a thread. All of it happens with the loop lock
+held, on whichever thread has it: that of a program which tells something or waits, or
+the background's.
 
 Inputs: of programs, through their `Port`; events of connections; of its session, from
        any thread: peers (`jdag.rpc.peers`), `drain`, `close`.
@@ -145,7 +145,7 @@ class Node:
         # What a session tells a node of peers is for its table of peers.
         self.joined, self.lost = peers.joined, peers.lost
         self.received, self.adopt = peers.received, peers.adopt
-        self.loss = gone.get
+        self.loss, self.incarnations = gone.get, peers.incarnations
         self._jobs = Jobs(worker, self._host.machine, self._loop, self._host.handle)
         self.port = Port(self._host)
         self._here = threading.local()  # `port`: of the program that the thread runs.
@@ -167,7 +167,12 @@ class Node:
 
     @property
     def current(self) -> Port:
-        """The port of the program that runs on this thread; JdagError if none does."""
+        """The port of the program that runs on this thread.
+
+        Raises:
+            JdagError: none does, or this process is forked from that of the node.
+        """
+        self._loop.check_process()
         port: Port | None = getattr(self._here, "port", None)
         if port is None:
             self._refuse_thread()
@@ -180,11 +185,6 @@ class Node:
                 "fetch from it; only programs can"
             )
         raise other_thread(threading.current_thread().name)
-
-    @property
-    def incarnations(self) -> Mapping[str, int]:
-        """How often each has joined anew, of the workers that have."""
-        return self.peers.incarnations
 
     @property
     def now_ns(self) -> int:
@@ -386,8 +386,8 @@ class Node:
                 match event:
                     case Delivery():
                         message, worker = event.message, peer.worker
-                        known = self.peers.incarnations
-                        check(message, worker, self.worker, self.workers, known)
+                        names, known = self.workers, self.incarnations
+                        check(message, worker, self.worker, names, known)
                         if message.__class__ in _BOUND:
                             message = self._functions.bind(message, worker)
                         self._host.arrived(worker, message, event.values)
