@@ -57,7 +57,7 @@ from jdag.rpc.receiving import (
     FrameReader,
     Numbers,
 )
-from jdag.rpc.shared_memory import BorrowedMemory, Segment, SharedMemoryPool
+from jdag.rpc.shared_memory import BorrowedMemory, SharedMemoryPool
 from jdag.rpc.streams import Stream
 from jdag.runtime.stats import Sent
 from jdag.wire.arrays import type_of
@@ -122,10 +122,8 @@ class Connection:
         self._defined: dict[bytes, None] = {}  # Functions that the peer was sent.
         self._queue: deque[Parcel] = deque()  # Without a number yet.
         self._out: deque[Any] = deque()  # Bytes for the stream.
-        self._pool = SharedMemoryPool(name, partial(loop.post, self._offer_soon))
+        self._pool = SharedMemoryPool(name, partial(loop.post, self._has_more))
         self.bulk = BulkQueue(self._pool)
-        self._offering = False  # Whether there may be a segment to offer.
-        self._to_offer: deque[Segment] = deque()
         self._borrowed = BorrowedMemory(
             name, lambda number: loop.post(partial(self.about_segment, FREED, number))
         )
@@ -297,7 +295,7 @@ class Connection:
             self._hear_out(stream, self._send_error)
             return
         try:
-            if self._offering:
+            if self._pool.made:
                 self._offer_on(stream)
             while True:  # Bounded by what waits; each round gives bytes away.
                 if self._queue or self.bulk.values:
@@ -313,7 +311,7 @@ class Connection:
                         break
                     taken -= len(view)
                     out.popleft()
-                if self._offering:
+                if self._pool.made:
                     self._offer_on(stream)
             if stream.buffered:
                 stream.flush()
@@ -360,20 +358,11 @@ class Connection:
 
     # ------------------------------------------------------------------ shared memory
 
-    def _offer_soon(self) -> None:
-        """There is a new segment to offer."""
-        if not self.lost:
-            self._offering = True
-            self._has_more()
-
     def _offer_on(self, stream: Stream) -> None:
-        """Offer new segments, if there are any, between two frames."""
-        if self._out or not stream.local:
-            return
-        self._offering = False
-        self._to_offer.extend(self._pool.offers(clock_ns()))
-        while self._to_offer and not self._out:  # Each turn offers one, or raises.
-            segment = self._to_offer[0]
+        """Offer new segments, if that can be, between two frames."""
+        made = self._pool.made
+        while made and stream.local and not self._out:  # Each turn offers one.
+            segment = made[0]
             payload = OFFERED + segment.number.to_bytes(7, "little")
             payload += segment.nbytes.to_bytes(8, "little")
             received = self.numbers.received
@@ -381,16 +370,14 @@ class Connection:
             try:
                 sent = stream.send_segment([memoryview(frame)], segment.descriptor)
             except (ConnectionError, BlockingIOError):
-                self._offering = True
                 raise
             except OSError as error:  # Without it, arrays go by the socket.
                 _log.info("%s: no segment is offered: %s", self, error)
                 sent = len(frame)
-            self._to_offer.popleft()
+            self._pool.offered(clock_ns())
             if sent < len(frame):
                 self._out.append(frame[sent:])
                 self.waiting_bytes += len(frame) - sent
-        self._offering = bool(self._to_offer)
 
     # ------------------------------------------------------------------ what comes
 
