@@ -88,7 +88,6 @@ def test_all_arrives_once_in_order_over_drops_duplicates_and_disorder(sends, fat
     assert pair.got == told
     for link in pair.ends.values():
         assert link.quiet and link.deadline_ns is None
-        assert link.unacknowledged == ()
         assert not link._early
         assert link.sent == len(told[link.peer])
 
@@ -123,14 +122,13 @@ def test_many_lost_frames_cost_one_wait_and_a_round_trip_each():
     assert pair.delivered_ns <= SETTINGS.resend_ns + 10 * round_trip_ns
 
 
-def test_it_gives_up_after_so_many_resends_and_says_what_was_owed():
+def test_it_gives_up_after_so_many_resends():
     pair = Pair(SETTINGS, cut=True)
     start(pair, [(0, "a"), (1, "a"), (2, "b")])
     pair.run()
     link = pair.ends["a"]
     assert link.lost and link.deadline_ns is None
     assert link.resent == SETTINGS.resend_max
-    assert link.unacknowledged == (("payload", 0), ("payload", 1))
     assert pair.now_ns >= 15 * SETTINGS.resend_ns  # 1 + 2 + 4 + 8: waits double.
     with pytest.raises(WorkerLost, match="b: lost after 3 resends"):
         link.send("more", pair.now_ns)

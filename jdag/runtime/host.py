@@ -218,7 +218,8 @@ class Host:
 
     def _resume(self, resume: Resume, cause: int) -> None:
         waiter, result, waiters = resume.waiter, resume.result, self.waiters
-        waiters.silence(waiter)
+        if waiters.alarms:
+            waiters.silence(waiter)
         asked = waiters.asked.get(waiter)
         if asked is None:  # The program was interrupted, and no longer waits.
             came = result if isinstance(result, tuple) else ()

@@ -156,11 +156,6 @@ class Link:
         """Whether nothing is unacknowledged, out of order, or owed to the peer."""
         return not self._unacked and not self._early and self._ack_due_ns is None
 
-    @property
-    def unacknowledged(self) -> tuple[Any, ...]:
-        """The payloads that the peer is not known to have, oldest first."""
-        return tuple(payload for payload, _, _ in self._unacked)
-
     def send(self, payload: Any, now_ns: int, flight_ns: int = 0) -> Frame:
         """The next data frame, to be put on the wire now.
 
