@@ -206,7 +206,7 @@ class Host:
                     self._resume(effect, cause)
                 elif kind is Alarm:
                     alarm = driver.alarm(self, effect, cause)
-                    self.waiters.alarm(effect.waiter, alarm)
+                    self.waiters.alarms[effect.waiter] = alarm
                 else:
                     assert kind is Spawn, effect
                     driver.spawn(self, effect, cause)

@@ -24,10 +24,6 @@ class Waiters:
         self.alarms: dict[int, Cancel] = {}
         self.given: dict[int, tuple[Any, int]] = {}
 
-    def alarm(self, waiter: int, cancel: Cancel) -> None:
-        """Note how to cancel the alarm of a waiter."""
-        self.alarms[waiter] = cancel
-
     def silence(self, waiter: int) -> None:
         """Cancel the alarm of a waiter, if it has one."""
         if (cancel := self.alarms.pop(waiter, None)) is not None:
