@@ -100,13 +100,15 @@ class Sides:
     def flush(self) -> None:
         unflushed = self.loop.unflushed
         for _ in range(len(unflushed)):
-            connection = unflushed.popleft()
-            connection._handle(connection, connection.flush())
+            unflushed.popleft().flush()
 
     def connect(self) -> None:
         for side in (self.a, self.b):
             side.connection.drop_stream()
-        received = self.a.connection.link.received, self.b.connection.link.received
+        received = (
+            self.a.connection.numbers.received,
+            self.b.connection.numbers.received,
+        )
         ends = socket.socketpair()
         plain = [SocketStream(end, "the other end") for end in ends]
         streams = [self.stream(end) for end in plain]
@@ -150,7 +152,7 @@ def secured(tls: Tls, near: SocketStream, far: SocketStream) -> list[TlsStream]:
 class Hoarder:
     """A stream that keeps bytes to itself both ways, as one through TLS may."""
 
-    local = False
+    local, buffered = False, True
 
     def __init__(self, plain: SocketStream) -> None:
         self.plain = plain

@@ -28,11 +28,11 @@ class Recorded(NamedTuple):
 def recording() -> Iterator[list[Recorded]]:
     """Keep all frames that nodes of this process send meanwhile."""
     kept: list[Recorded] = []
-    put: Callable[..., None] = Connection._put
+    put: Callable[..., int] = Connection._put
 
-    def note(self: Connection, sequence: int, parcel: Parcel) -> None:
+    def note(self: Connection, parcel: Parcel, sequence: int = -1) -> int:
         kept.append(Recorded(parcel.kind, b"".join(map(bytes, parcel.views))))
-        put(self, sequence, parcel)
+        return put(self, parcel, sequence)
 
     with patch.object(Connection, "_put", note):
         yield kept

@@ -78,7 +78,7 @@ class Wire:
         self._stream = stream
         self._tap = tap
         self._left, self._header = 0, b""  # Of the frame that is under way.
-        self.local = False
+        self.local = self.buffered = False
         self.peer = stream.peer
         self.fileno, self.close = stream.fileno, stream.close
         self.pending, self.wants_write = stream.pending, stream.wants_write

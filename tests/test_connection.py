@@ -24,7 +24,6 @@ from jdag.rpc.loop import clock_ns
 from jdag.rpc.receiving import PING
 from jdag.rpc.streams import SocketStream
 from jdag.wire.frames import CHUNK_MAX_BYTES, FrameKind
-from jdag.wire.link import Frame
 from tests.connection_cases import (
     ONE,
     TWO,
@@ -186,25 +185,22 @@ def test_what_is_acknowledged_is_let_go_of(sides: Sides) -> None:
     for number in range(1, 20):
         sides.a.connection.send(primal(number), [jnp.arange(100_000.0)])
     sides.run(lambda: len(sides.b.messages) == 19)
-    sides.run(lambda: sides.a.connection.link.quiet and sides.b.connection.link.quiet)
+    sides.run(lambda: not sides.a.connection.numbers.unacknowledged)
     assert sides.a.connection.idle
 
 
 def test_what_is_heard_while_nothing_is_acknowledged_puts_off_no_acknowledgement(
     make: Callable[..., Sides],
 ) -> None:
-    """A resend that is due in a hundred years is nothing to wait for."""
     sides = make(deadline_s=600.0)
     sides.connect()
     sides.a.connection.send(primal(1), [jnp.ones(3)])
     sides.b.connection._pure(PING)  # On its way before b has read anything.
     sides.run(lambda: len(sides.b.messages) == 1)
     for number in (1, 2, 3):
-        sides.b.connection.send(primal(number), [jnp.ones(3)])
+        sides.b.connection.send(primal(number), [jnp.ones(30_000)])
         sides.run(lambda number=number: len(sides.a.messages) == number)
-        sides.run(
-            lambda: sides.a.connection.link.quiet and sides.b.connection.link.quiet
-        )
+        sides.run(lambda: not sides.b.connection.numbers.unacknowledged)
 
 
 def test_a_peer_that_is_asked_gives_a_sign_of_life_and_one_that_does_not_is_lost(
@@ -274,6 +270,7 @@ def test_more_frames_than_may_be_unacknowledged_all_arrive(
     sides: Sides, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "FRAMES_MAX", 8)
+    monkeypatch.setattr(connection, "ACK_FRAMES", 5)
     for number in range(1, 60):
         sides.a.connection.send(primal(number, slots=0), [])
     sides.run(lambda: len(sides.b.messages) == 59)
@@ -282,7 +279,7 @@ def test_more_frames_than_may_be_unacknowledged_all_arrive(
 class Sink:
     """A stream that takes all that it is given, and counts it."""
 
-    local, peer = False, "b"
+    local, buffered, peer = False, False, "b"
 
     def __init__(self) -> None:
         self.descriptor = os.eventfd(0)
@@ -340,11 +337,11 @@ def test_after_a_break_bulk_waits_for_what_waits_for_the_stream_as_before(
     end.drop_stream()
     end._fill()
     assert end.waiting_bytes > OUT_BYTES
-    assert end.link.sent == 6  # The messages, and no chunk yet.
+    assert end.numbers.sent == 6  # The messages, and no chunk yet.
     sink: Any = Sink()
     end.adopt(sink, 0)
     leave(sides)
-    assert end.link.sent > 6 and end.waiting_bytes == 0
+    assert end.numbers.sent > 6 and end.waiting_bytes == 0
     assert end.sent.resends == 6
 
 
@@ -360,8 +357,8 @@ def test_bulk_waits_while_a_window_of_it_is_unacknowledged(
         sent = leave(sides)
         assert bool(end.bulk.nbytes) == left
         assert sent <= bulk.WINDOW_BYTES + CHUNK_MAX_BYTES + 1_000  # With headers.
-        end.link.receive(Frame(0, end.link.sent), 0)
-        end._acknowledged()
+        end.numbers.acknowledge(end.numbers.sent)
+        end.bulk.acknowledged(end.numbers.sent)
     assert end.idle
 
 
@@ -370,11 +367,11 @@ def test_a_frame_leaves_at_once_and_never_ahead_of_one_that_waits(
 ) -> None:
     end = sides.a.connection
     end.send(primal(1, slots=0), [])
-    assert end.link.sent == 1 and not end._queue
+    assert end.numbers.sent == 1 and not end._queue
     monkeypatch.setattr(connection, "FRAMES_MAX", 1)
     end.define(bytes(32), b"x")
     monkeypatch.undo()
     end.send(primal(2, slots=0), [])
-    assert end.link.sent == 1 and len(end._queue) == 2
+    assert end.numbers.sent == 1 and len(end._queue) == 2
     sides.run(lambda: len(sides.b.messages) == 2)
     assert len(sides.b.functions) == 1

@@ -101,7 +101,7 @@ def goes_on(made: Any, leaf: Any) -> None:
     np.testing.assert_allclose(found, 2 * np.sin(W) * np.cos(W))
     made.driver.settle()
     waiters = made.nodes["a"]._waiters
-    assert (waiters.asked, waiters.given, waiters._alarms) == ({}, {}, {})
+    assert (waiters.asked, waiters.given, waiters.alarms) == ({}, {}, {})
     held = made.info().values()
     assert [(one["live_contexts"], one["live_passes"]) for one in held] == [(0, 0)] * 3
 

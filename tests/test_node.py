@@ -3,6 +3,7 @@
 import functools
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -346,7 +347,7 @@ def test_settling_has_an_end_and_says_who_does_not_settle(
         quiet = c.nodes["b"]._quiet
         c.nodes["b"]._quiet = lambda: {**quiet(), "idle": False}
         with monkeypatch.context() as patched:
-            patched.setattr("jdag.rpc.stats.SETTLE_S", 0.2)
+            patched.setattr("jdag.rpc.node.SETTLE_S", 0.2)
             with pytest.raises(JdagError, match=r"not settled within 0.2 s: .* on b$"):
                 c.driver.settle()
         del c.nodes["b"]._quiet
@@ -374,31 +375,39 @@ def test_an_acknowledgement_leaves_with_what_the_jobs_that_are_due_make(
         for _ in range(4):  # Compiled, and then known to be short.
             ctx.call("b", jnp.sin, np.ones(3)).fetch()
         b = c.nodes["b"]
-        noting = {"run": b._jobs, "_flush_connections": b, "_receive": b}
+        peer, functions = b.peers.connections["a"], b._functions
+        noting = {"run": b._jobs, "flush": peer, "bind": functions}
         for name, where in noting.items():
             noted = partial(_noted, did, name, getattr(where, name))
             monkeypatch.setattr(where, name, noted)
         ctx.call("b", jnp.sin, np.ones(3)).fetch()
         # Before the call came, signs of life may have left.
-        since = did[did.index("_receive Call") :]
-        left = [one for one in since if "_receive" not in one][:2]
-        assert left == ["run", "_flush_connections"]
+        assert did[did.index("bind Call") :][1:3] == ["run", "flush"]
 
 
 def test_however_many_jobs_are_due_what_is_said_leaves_between_them() -> None:
     did: list[str] = []
-    run, flush = partial(did.append, "run"), partial(did.append, "flush")
+    run = partial(did.append, "run")
+    unflushed: deque[Any] = deque()
+    bulk = SimpleNamespace(nbytes=0)
+    peer = SimpleNamespace(waiting_bytes=0, bulk=bulk)
+
+    def flush() -> None:
+        did.append("flush")
+        unflushed.append(peer)
+
+    peer.flush = flush
+    unflushed.append(peer)
     with cluster(("a", "b")) as c, pytest.MonkeyPatch.context() as patched:
         b = c.nodes["b"]
         with b._loop:  # Nothing but acknowledgements and signs of life is said.
             patched.setattr(b, "_jobs", SimpleNamespace(due=[...], run=run))
-            patched.setattr(b, "_flush_connections", flush)
+            patched.setattr(b._loop, "unflushed", unflushed)
             b._flush()
             patched.undo()
     assert did == ["run", *["flush", "run"] * (ROUNDS_MAX - 1)]
 
 
-def _noted(did: list[str], name: str, do: Callable[..., None], *given: Any) -> None:
-    what = [type(getattr(one, "message", one)).__name__ for one in given[1:2]]
-    did.append(" ".join([name, *what]))
-    do(*given)
+def _noted(did: list[str], name: str, do: Callable[..., Any], *given: Any) -> Any:
+    did.append(" ".join([name, *[type(one).__name__ for one in given[:1]]]))
+    return do(*given)

@@ -7,19 +7,15 @@ import pytest
 
 from jdag.compute.buffers import Buffers, parts
 from jdag.errors import ProtocolError
-from jdag.rpc.bulk import Assembler, Delivery
-from jdag.rpc.connection import LINK
-from jdag.rpc.receiving import FrameReader
+from jdag.rpc.bulk import Assembler, Delivery, Parcel
+from jdag.rpc.receiving import FrameReader, Numbers
 from jdag.rpc.shared_memory import BorrowedMemory, SharedMemoryPool
 from jdag.wire.arrays import type_of
 from jdag.wire.frames import (
-    CHUNK_HEADER_BYTES,
     CHUNK_MAX_BYTES,
     FrameKind,
-    pack_chunk,
     pack_header,
 )
-from jdag.wire.link import Link
 from jdag.wire.messages import Codec
 from tests.connection_cases import assert_same, primal
 
@@ -33,13 +29,11 @@ def made() -> tuple[FrameReader, list[Any]]:
     pool = SharedMemoryPool("b", lambda: None)
     buffers = Buffers()
     assembler = Assembler(CODEC, buffers, borrowed, 1 << 30)
-    return FrameReader(Link("b", LINK), assembler, buffers, pool, borrowed), []
+    return FrameReader(Numbers(), assembler, buffers, pool, borrowed), []
 
 
-def chunk(sequence: int, offset: int, elements: bytes) -> bytes:
-    length = CHUNK_HEADER_BYTES + len(elements)
-    head = pack_header(sequence, 0, length, FrameKind.CHUNK)
-    return head + pack_chunk(1, offset) + elements
+def chunk(sequence: int, elements: bytes) -> bytes:
+    return pack_header(sequence, 0, len(elements), FrameKind.CHUNK) + elements
 
 
 def sent(last: int) -> tuple[bytes, bytes]:
@@ -47,13 +41,15 @@ def sent(last: int) -> tuple[bytes, bytes]:
     head = CODEC.encode(primal(1), [type_of(VALUE)])
     frame = pack_header(1, 0, len(head), FrameKind.MESSAGE) + head
     elements = b"".join(parts(VALUE))
-    first = chunk(2, 0, elements[:CHUNK_MAX_BYTES])
+    first = chunk(2, elements[:CHUNK_MAX_BYTES])
     rest = elements[CHUNK_MAX_BYTES:]
-    return frame + first, chunk(3, CHUNK_MAX_BYTES, (rest + bytes(last))[:last])
+    return frame + first, chunk(3, (rest + bytes(last))[:last])
 
 
 class Piece:
     """A stream of which just these bytes have come."""
+
+    buffered = True
 
     def __init__(self, data: bytes) -> None:
         self.left = data
@@ -78,12 +74,23 @@ def read_in(reader: FrameReader, events: list[Any], *pieces: bytes) -> None:
             pass
 
 
+@pytest.mark.parametrize("last", [1, 4, -1])
+def test_who_has_less_than_before_or_more_than_was_sent_is_another(last: int):
+    numbers = Numbers()
+    numbers.sent = 3
+    numbers.unacknowledged.extend([Parcel(FrameKind.MESSAGE, (), 0)] * 3)
+    numbers.acknowledge(2)
+    with pytest.raises(ProtocolError, match=f"frames up to {last} are acknowledged"):
+        numbers.acknowledge(last)
+    assert numbers.acknowledged == 2 and len(numbers.unacknowledged) == 1
+
+
 @pytest.mark.parametrize("here", [0, 100, 4_100])
 def test_a_chunk_that_is_longer_than_what_is_missing_is_refused(here: int):
     reader, events = made()
     before, last = sent(4_100)
     cut = len(last) - 4_100 + here
-    said = "chunk of 4100 bytes for value 1, of which 4000 are missing"
+    said = "chunk of 4100 bytes of a value, of which 4000 are missing"
     with pytest.raises(ProtocolError, match=said):
         read_in(reader, events, before, last[:cut], last[cut:])
     assert events == []

@@ -63,9 +63,10 @@ class Pair:
     def pass_offers(self, now_ns: int = 0) -> None:
         """Wait until a segment was made, and pass it."""
         assert self.offered.acquire(timeout=60)
-        for segment in self.writer.offers(now_ns):
-            copy = os.dup(segment.descriptor)
-            self.reader.offered(segment.number, segment.nbytes, copy)
+        (segment,) = self.writer.made
+        self.writer.offered(now_ns)
+        copy = os.dup(segment.descriptor)
+        self.reader.offered(segment.number, segment.nbytes, copy)
 
     def ready(self, nbytes: int = LARGE, now_ns: int = 0) -> Segment:
         """Miss twice, have one made, and take it."""
@@ -84,8 +85,8 @@ class Pair:
 
     def close(self) -> None:
         self.writer.close()
-        if self.writer._maker is not None:  # Who closes does not wait for it.
-            self.writer._maker.join(60)
+        if (maker := self.writer._maker) is not None:  # Who closes does not wait.
+            maker.join(60)
         self.reader.close()
         gc.collect()
         assert maps() <= self.maps  # Those of others may go meanwhile.
@@ -194,7 +195,7 @@ def test_who_closes_does_not_wait_for_what_is_being_made(
     assert maker.is_alive()
     go_on.set()
     maker.join(60)
-    assert writer.offers(0) == ()
+    assert not writer.made
     assert [one.descriptor for one in made] == ([] if fails else [-1])
 
 
@@ -203,7 +204,8 @@ def test_a_segment_that_never_arrived_is_never_used(caplog):
     for _ in range(2):
         assert pair.writer.take(LARGE, 0) is None
     assert pair.offered.acquire(timeout=60)
-    (lost,) = pair.writer.offers(0)
+    (lost,) = pair.writer.made
+    pair.writer.offered(0)
     for now_ns in (1, LENT_NS_MAX):
         assert pair.writer.take(LARGE, now_ns) is None
         assert pair.writer.sweep(now_ns) == ()
@@ -278,9 +280,9 @@ def test_a_host_without_room_is_said_once_and_arrays_go_by_the_socket(
     for now_ns in range(0, 5 * IDLE_NS_MAX, IDLE_NS_MAX // 2):
         for _ in range(3):
             assert pair.writer.take(LARGE, now_ns) is None
-        if pair.writer._maker is not None:
-            assert pair.offered.acquire(timeout=60)
-            assert pair.writer.offers(now_ns) == ()
+        if (maker := pair.writer._maker) is not None:
+            maker.join(60)
+        assert not pair.writer.made
     (line,) = caplog.records
     assert line.getMessage() == (
         "no shared memory can be had: No space left on device; large arrays go to ps0"

@@ -47,7 +47,8 @@ def test_who_was_away_itself_hears_first_what_has_come_meanwhile(
     sides.connect()
     for _ in range(5):
         clock.ahead_ns += 60_000_000_000
-        sides.loop._end_turn()  # Time has made something due before it reads.
+        for side in (sides.a, sides.b):
+            side.connection._look()  # It is due before what came is read.
         sides.turn()
         sides.turn()
     assert not sides.a.ends and not sides.b.ends

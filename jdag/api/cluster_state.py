@@ -181,9 +181,12 @@ class ClusterState:
         """The state to which leaves belong: this one."""
         return self
 
-    def read(self, refs: Sequence[Ref]) -> list[Any]:
-        """Return for each ref its value or a `Failure`; waits for all of them."""
-        port = self.driver.current
+    def read(self, refs: Sequence[Ref], port: Port | None = None) -> list[Any]:
+        """Return for each ref its value or a `Failure`; waits for all of them.
+
+        `port` is that of the program that runs, if it is known.
+        """
+        port = port or self.driver.current
         waiter = port.waiter()
         port.tell(Fetched(waiter, tuple([(ref.key, ref.owner) for ref in refs])))
         found = port.wait(waiter)

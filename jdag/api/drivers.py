@@ -36,6 +36,7 @@ from jdag.rpc.settings import (
 from jdag.rpc.tickets import fresh_secret
 from jdag.rpc.tls import load as load_tls
 from jdag.rpc.worker import WorkerOptions
+from jdag.runtime.host import Port
 from jdag.runtime.tables import (
     COUNT,
     NESTING,
@@ -115,6 +116,11 @@ class Running:
         self.session = session
         self.launch = launch
         self.close = stack.close  # Leaves the session, and stops the processes.
+
+    @property
+    def current(self) -> Port:
+        """The port of the program that runs; asked for so often that it is found."""
+        return self.node.current
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.node, name)

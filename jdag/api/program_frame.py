@@ -117,8 +117,9 @@ class ProgramFrame:
 
     def read(self, refs: Sequence[Ref]) -> Sequence[Any]:
         """Return for each ref its value, or a `Failure`."""
-        self.tell_discarded()
-        return self.state.read(refs)
+        if self._loose or self._noticed:
+            self.tell_discarded()
+        return self.state.read(refs, self.port)
 
     def hold(self, key: Key, worker: Worker) -> Hold:
         """Return a hold that keeps a value of this frame alive."""

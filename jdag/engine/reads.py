@@ -22,6 +22,7 @@ from jdag.engine.protocol import (
     Key,
     Read,
     Reading,
+    ReadingKey,
     Worker,
     landing,
 )
@@ -44,7 +45,7 @@ class Fetch:
 
     waiter: int
     results: list[Answered | None]
-    missing: int
+    missing: int  # Of the workers that answer.
     own: dict[int, Found]  # By place: those of this worker.
 
 
@@ -54,7 +55,7 @@ class Request:
 
     fetch: Fetch
     worker: Worker
-    places: tuple[int, ...]
+    places: Sequence[int]
 
 
 class Reads:
@@ -68,24 +69,24 @@ class Reads:
 
     def fetched(self, event: Fetched) -> None:
         """A program here waits for values."""
-        fetch = Fetch(event.waiter, [None] * len(event.keys), len(event.keys), {})
         parts: dict[Worker, list[int]] = {}
         for place, (_, owner) in enumerate(event.keys):
             parts.setdefault(owner, []).append(place)
+        fetch = Fetch(event.waiter, [None] * len(event.keys), len(parts), {})
         for owner, places in parts.items():
             keys = tuple([event.keys[place][0] for place in places])
             if owner == self._state.worker:
                 found = self._find(keys)
                 fetch.own = dict(zip(places, found, strict=True))
-                give = partial(self._less_missing, fetch, len(places))
+                give = partial(self._give, fetch, (), ())
                 self._state.when_settled([one.value for one in found], give)
             elif owner in self._state.lost:
                 self._give_lost(fetch, places, owner)
             else:
                 self._number += 1
-                self._requests[self._number] = Request(fetch, owner, tuple(places))
+                self._requests[self._number] = Request(fetch, owner, places)
                 self._state.send(owner, Read(self._number, keys))
-        if not event.keys:
+        if not parts:
             self._state.resume(event.waiter, ())
 
     def _give_lost(self, fetch: Fetch, places: Sequence[int], worker: Worker) -> None:
@@ -95,16 +96,16 @@ class Reads:
     def _give(
         self, fetch: Fetch, places: Sequence[int], answers: Sequence[Answered]
     ) -> None:
+        """One worker has answered; resume the program if all have."""
         for place, answer in zip(places, answers, strict=True):
             fetch.results[place] = answer
-        self._less_missing(fetch, len(places))
-
-    def _less_missing(self, fetch: Fetch, count: int) -> None:
-        fetch.missing -= count
-        if fetch.missing == 0:
-            for place, found in fetch.own.items():
-                fetch.results[place] = self._answer(found)
-            self._state.resume(fetch.waiter, tuple(fetch.results))
+        fetch.missing -= 1
+        if fetch.missing:
+            return
+        for place, found in fetch.own.items():
+            fetch.results[place] = self._answer(found)
+        self._state.resume(fetch.waiter, tuple(fetch.results))
+        if fetch.own:
             self._let_go(tuple(fetch.own.values()))
 
     def _find(self, keys: Sequence[Key]) -> list[Found]:
@@ -139,6 +140,15 @@ class Reads:
 
     def read(self, sender: Worker, message: Read) -> None:
         """Another worker asks: answer when all of it is known."""
+        first = message.keys[0] if len(message.keys) == 1 else None
+        if first is not None and first.context is not None:
+            # Most fetches: one value of a context, which is there already.
+            fragment = self._state.contexts.get(first.context)
+            value = None if fragment is None else fragment.values.get(first)
+            if value is not None and value.settled and value.failure is None:
+                reading = Reading(message.request, (None,))
+                self._state.send(sender, reading, (value.stored,))
+                return
         found = self._find(message.keys)
         reply = partial(self._reply, sender, message, found)
         self._state.when_settled([one.value for one in found], reply)
@@ -152,14 +162,13 @@ class Reads:
 
     def reading(self, sender: Worker, message: Reading) -> None:
         """What was asked for is here."""
-        landed = landing(message)
         request = self._requests.pop(message.request, None)
         if request is None:
-            self._state.drop(landed)
+            self._state.drop(landing(message))
             return
-        keys = iter(landed)
         answers = [
-            next(keys) if failure is None else failure for failure in message.failures
+            ReadingKey(None, message.request, slot) if failure is None else failure
+            for slot, failure in enumerate(message.failures)
         ]
         self._give(request.fetch, request.places, answers)
 

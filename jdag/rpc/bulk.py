@@ -29,7 +29,7 @@ from jdag.rpc.shared_memory import (
     Segment,
     SharedMemoryPool,
 )
-from jdag.wire.frames import CHUNK_MAX_BYTES, FrameKind, pack_chunk, unpack_chunk
+from jdag.wire.frames import CHUNK_MAX_BYTES, FrameKind
 from jdag.wire.messages import Codec
 from jdag.wire.order import Order
 
@@ -46,45 +46,39 @@ class Parcel(Struct):
     """What a frame carries: its kind and bytes, which live until acknowledged."""
 
     kind: FrameKind
-    views: tuple[Any, ...]
+    views: Sequence[Any]
     nbytes: int
 
 
 def is_bulk(nbytes: int, inline_bytes: int) -> bool:
-    """Whether a value follows in chunks; so many bytes are in its message already."""
+    """Whether a value follows its message, which has so many bytes in it already."""
     return nbytes >= BULK_BYTES or inline_bytes + nbytes > INLINE_BYTES
 
 
-class _Outgoing:
+class _Outgoing(Struct):
     """Elements of one value that leave in chunks, or in a shared segment."""
 
-    __slots__ = ("nbytes", "number", "segment", "sent", "view", "views")
-
-    def __init__(self, number: int, views: Sequence[memoryview]) -> None:
-        self.number = number
-        self.nbytes = sum([len(view) for view in views])
-        self.segment: Segment | None = None
-        self.views = deque(views)
-        self.view = 0  # Bytes of the first view that have left.
-        self.sent = 0
+    views: deque[memoryview]
+    nbytes: int
+    sent: int = 0
+    cut_bytes: int = 0  # Of the first view, that have left.
+    segment: Segment | None = None
 
     def cut(self) -> Parcel:
         """The next chunk."""
         view = self.views[0]
-        piece = view[self.view : self.view + CHUNK_MAX_BYTES]
-        head = pack_chunk(self.number, self.sent)
-        self.view += len(piece)
+        piece = view[self.cut_bytes : self.cut_bytes + CHUNK_MAX_BYTES]
+        self.cut_bytes += len(piece)
         self.sent += len(piece)
-        if self.view == len(view):
+        if self.cut_bytes == len(view):
             self.views.popleft()
-            self.view = 0
-        return Parcel(FrameKind.CHUNK, (head, piece), len(head) + len(piece))
+            self.cut_bytes = 0
+        return Parcel(FrameKind.CHUNK, (piece,), len(piece))
 
-    def copy(self) -> bool:
-        """Copy the next piece to the segment; whether all is there."""
-        assert self.segment is not None, self.number
+    def copy(self, segment: Segment) -> bool:
+        """Copy the next piece to a segment; whether all is there."""
         piece = self.views[0][self.sent : self.sent + COPY_BYTES]
-        self.segment.write(self.sent, piece)
+        segment.write(self.sent, piece)
         self.sent += len(piece)
         return self.sent == self.nbytes
 
@@ -100,17 +94,15 @@ class BulkQueue:
         self.nbytes = 0  # Of values that have not all left.
         self.copying = False  # Whether there is more to copy, in another turn.
         self._pool = pool
-        self._numbers = 0
         self.values: deque[_Outgoing] = deque()
         self.chunks: deque[tuple[int, int]] = deque()
         self._chunk_bytes = 0
 
     def add(self, views: Sequence[memoryview]) -> None:
         """Have the elements of one more value leave."""
-        self._numbers += 1
-        value = _Outgoing(self._numbers, views)
-        self.values.append(value)
-        self.nbytes += value.nbytes
+        nbytes = sum([len(view) for view in views])
+        self.values.append(_Outgoing(deque(views), nbytes))
+        self.nbytes += nbytes
 
     def next(self, local: bool) -> Parcel | None:
         """The next frame; None if nothing may leave now.
@@ -121,16 +113,20 @@ class BulkQueue:
         if not self.values or self._chunk_bytes >= WINDOW_BYTES:
             return None
         value = self.values[0]
-        if not self._is_shared(value, local):
+        fits = value.nbytes >= SEGMENT_BYTES_MIN and len(value.views) == 1
+        if fits and local and value.segment is None and not value.sent:
+            value.segment = self._pool.take(value.nbytes, clock_ns())
+        segment = value.segment
+        if segment is None:
             parcel = value.cut()
-            is_done = not value.views
-        elif value.copy():
-            parcel = self._lend(value)
-            is_done = True
+        elif value.copy(segment):
+            self._pool.lent(segment, clock_ns())
+            data = struct.pack("<cQQ", LENT, segment.number, value.nbytes)
+            parcel = Parcel(FrameKind.SEGMENT, (data,), len(data))
         else:
             self.copying = True
             return None
-        if is_done:
+        if value.sent == value.nbytes:
             self.nbytes -= value.nbytes
             self.values.popleft()
         return parcel
@@ -141,32 +137,16 @@ class BulkQueue:
             self.chunks.append((sequence, parcel.nbytes))
             self._chunk_bytes += parcel.nbytes
 
-    def acknowledged(self, sequence: int) -> bool:
-        """The peer has all frames up to a number; whether more may leave by that."""
-        chunks, before = self.chunks, len(self.chunks)
-        while chunks and chunks[0][0] <= sequence:
-            self._chunk_bytes -= chunks.popleft()[1]
-        return len(chunks) < before
+    def acknowledged(self, sequence: int) -> None:
+        """The peer has all frames up to a number."""
+        while self.chunks and self.chunks[0][0] <= sequence:
+            self._chunk_bytes -= self.chunks.popleft()[1]
 
     def clear(self) -> None:
         """Let nothing leave any more."""
         self.values.clear()
         self.chunks.clear()
         self.nbytes = 0
-
-    def _is_shared(self, value: _Outgoing, local: bool) -> bool:
-        fits = value.nbytes >= SEGMENT_BYTES_MIN and len(value.views) == 1
-        if fits and local and value.segment is None and not value.sent:
-            value.segment = self._pool.take(value.nbytes, clock_ns())
-        return value.segment is not None
-
-    def _lend(self, value: _Outgoing) -> Parcel:
-        """All elements are in a segment: tell the peer."""
-        assert value.segment is not None, value.number
-        self._pool.lent(value.segment, clock_ns())
-        numbers = value.number, value.segment.number, value.nbytes
-        data = struct.pack("<cQQQ", LENT, *numbers)
-        return Parcel(FrameKind.SEGMENT, (data,), len(data))
 
 
 class Delivery(Struct):
@@ -180,30 +160,21 @@ class Delivery(Struct):
     missing: int = 0
 
 
-class _Incoming:
+class _Incoming(Struct):
     """A large value of which elements are still to come."""
 
-    __slots__ = ("delivery", "got", "kind", "number", "slot", "view")
-
-    def __init__(self, number: int, kind: Any, delivery: Delivery, slot: int) -> None:
-        self.number = number
-        self.kind = kind
-        self.delivery = delivery
-        self.slot = slot
-        self.got = 0
-        self.view: memoryview | None = None
+    kind: Any
+    delivery: Delivery
+    slot: int
+    got: int = 0
+    view: memoryview | None = None
 
 
 class Assembler:
     """Puts the messages of one peer together with their values.
 
-    Args:
-        codec: reads messages.
-        buffers: where large values are received.
-        borrowed: the shared memory that the peer lends.
-        value_bytes_max: the largest value that is taken.
-
-    All methods raise ProtocolError where what came does not fit what was announced.
+    No value of more than `value_bytes_max` is taken. All methods raise ProtocolError
+    where what came does not fit what was announced.
     """
 
     def __init__(
@@ -218,7 +189,6 @@ class Assembler:
         self._borrowed = borrowed
         self._value_bytes_max = value_bytes_max
         self._incoming: deque[_Incoming] = deque()
-        self._numbers = 0
         self._order: Order[Delivery] = Order()
 
     def message(self, payload: bytes) -> Sequence[Delivery]:
@@ -230,6 +200,8 @@ class Assembler:
             offset = self._take_values(delivery, kinds, payload, offset)
         if offset != len(payload):
             raise ProtocolError(f"{len(payload) - offset} bytes are left of a message")
+        if not self._incoming:  # Then nothing is held: all before it were whole.
+            return (delivery,)
         return self._order.arrived(delivery, not delivery.missing)
 
     def _take_values(
@@ -247,8 +219,7 @@ class Assembler:
             if kind.dual:
                 nbytes = kind.nbytes
             if is_bulk(nbytes, offset - first):
-                self._numbers += 1
-                self._incoming.append(_Incoming(self._numbers, kind, delivery, slot))
+                self._incoming.append(_Incoming(kind, delivery, slot))
                 delivery.missing += 1
                 values.append(None)
                 continue
@@ -260,45 +231,28 @@ class Assembler:
             offset += nbytes
         return offset
 
-    def chunk_target(self, head: memoryview, nbytes: int) -> memoryview:
-        """Where the `nbytes` elements of the next chunk belong; `head` is its header.
-
-        Once they are there, `received` is to be called.
-        """
-        number, offset = unpack_chunk(head)
-        incoming = self._expected(number, offset)
-        if not 0 < nbytes <= incoming.kind.nbytes - incoming.got:
+    def target(self, nbytes: int) -> memoryview:
+        """Where the next elements belong; when they are there, call `received`."""
+        incoming = self._incoming[0] if self._incoming else None
+        missing = 0 if incoming is None else incoming.kind.nbytes - incoming.got
+        if incoming is None or not 0 < nbytes <= missing:
             raise ProtocolError(
-                f"chunk of {nbytes} bytes for value {number}, of which"
-                f" {incoming.kind.nbytes - incoming.got} are missing"
+                f"chunk of {nbytes} bytes of a value, of which {missing} are missing"
             )
         if incoming.view is None:
             incoming.view = self._buffers.aligned(incoming.kind.nbytes)
-        return incoming.view[offset : offset + nbytes]
+        return incoming.view[incoming.got : incoming.got + nbytes]
 
-    def lent(self, number: int, segment: int, nbytes: int) -> Sequence[Delivery]:
-        """The elements of a value are in a segment of shared memory."""
-        incoming = self._expected(number, 0)
-        if nbytes != incoming.kind.nbytes:
-            raise ProtocolError(
-                f"{nbytes} bytes in segment {segment} for a value of"
-                f" {incoming.kind.nbytes}"
-            )
+    def lent(self, segment: int, nbytes: int) -> Sequence[Delivery]:
+        """The elements of the next value are in a segment of shared memory."""
+        incoming = self._incoming[0] if self._incoming else None
+        if incoming is None or incoming.got or nbytes != incoming.kind.nbytes:
+            raise ProtocolError(f"{nbytes} bytes in segment {segment} are of no value")
         try:
             incoming.view = self._borrowed.borrow(segment, nbytes)
         except ConnectionError as error:
             raise ProtocolError(str(error)) from None
         return self.received(nbytes)
-
-    def _expected(self, number: int, offset: int) -> _Incoming:
-        """The value whose elements come next, if these are the ones."""
-        incoming = self._incoming[0] if self._incoming else None
-        if incoming is None or (number, offset) != (incoming.number, incoming.got):
-            wanted = "none" if incoming is None else (incoming.number, incoming.got)
-            raise ProtocolError(
-                f"elements of value {number} at byte {offset}: expected is {wanted}"
-            )
-        return incoming
 
     def received(self, nbytes: int) -> Sequence[Delivery]:
         """So many more elements of the value whose turn it is are in place."""
@@ -306,7 +260,7 @@ class Assembler:
         incoming.got += nbytes
         if incoming.got < incoming.kind.nbytes:
             return ()
-        assert incoming.view is not None, incoming.number
+        assert incoming.view is not None, incoming.kind
         self._incoming.popleft()
         delivery = incoming.delivery
         delivery.values[incoming.slot] = landed(incoming.kind, incoming.view)

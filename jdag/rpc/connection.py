@@ -1,15 +1,17 @@
 """One node's end of its connection with another node, over a stream that may be remade.
 
 Inputs:  `send`, `define`, `control`: what the peer is to have; it leaves with `flush`.
-         `adopt`: a stream; `ready`: that it can be read or written; `tick`: that
-         something is due; `lose`: that the peer is given up.
-Outputs: `ready`, `flush` and `tick` return events (`Event`), in order. Those of a lost
-         peer are not to be handled. What the loop calls gives its events to `handle`.
+         `adopt`: a stream; `ready`: that it can be read or written; `lose`: that the
+         peer is given up.
+Outputs: what comes of that, and of time, is given to `handle`: events, in order. Those
+         of a lost peer are not to be handled.
 
 Invariants
  1. What is sent arrives once and in order, however often the stream is remade: frames
-    are numbered by a `wire.link.Link` that lives as long as the connection, in the
-    order of their bytes. A frame is numbered and kept before it is sent.
+    have numbers that live as long as the connection, in the order of their bytes. A
+    frame is numbered and kept before it is sent, until the peer acknowledges it: every
+    frame says what has come; one that says nothing else goes when much has, or it is
+    large, or at the next look whether the peer is alive.
  2. A frame never overtakes one that was queued before it, but for the chunks of large
     values, which are cut only when nothing else waits and there is room for them.
     At most `WINDOW_BYTES` of chunks are unacknowledged.
@@ -53,13 +55,14 @@ from jdag.rpc.receiving import (
     Exhausted,
     Failed,
     FrameReader,
+    Numbers,
 )
-from jdag.rpc.shared_memory import BorrowedMemory, Segment, SharedMemoryPool
+from jdag.rpc.shared_memory import BorrowedMemory, SharedMemoryPool
 from jdag.rpc.streams import Stream
 from jdag.runtime.stats import Sent
 from jdag.wire.arrays import type_of
 from jdag.wire.frames import FrameKind, pack_header
-from jdag.wire.link import FRAME_BYTES, Link, LinkSettings
+from jdag.wire.link import FRAME_BYTES
 from jdag.wire.messages import Codec
 
 LAST_READS_MAX = 64
@@ -67,13 +70,13 @@ OUT_BYTES = 512 * 1024  # No more chunks are cut while so much waits for the soc
 VIEWS_MAX = 64  # Handed over in one system call.
 JOINED_BYTES = 2048  # A smaller frame is copied together, to be one view.
 FRAMES_MAX = 1 << 16  # Unacknowledged at once.
-ACK_BYTES = 1024 * 1024  # So many bytes of chunks are acknowledged at once.
+# When so much has come that was not acknowledged, that is done at once; of less, large
+# values are acknowledged soon, since the peer keeps them until then.
+ACK_BYTES, ACK_FRAMES = 1024 * 1024, 256
+LARGE_BYTES, ACK_DELAY_NS = 64 * 1024, 20_000_000
 SILENT = 90
-# A stream loses nothing: what is not acknowledged is sent again when it is remade.
-LINK = LinkSettings(resend_ns=1 << 62, resend_max=0, ack_delay_ns=20_000_000)
 
 _log = logging.getLogger(__name__)
-
 
 Handle = Callable[["Connection", Sequence[Event]], None]
 
@@ -82,14 +85,10 @@ class Connection:
     """This node's end of its connection with the node of that name and incarnation.
 
     Args:
-        name: of the other worker.
-        incarnation: of the other worker.
-        loop: of this node; it watches the stream.
-        codec: of its cluster.
         buffers: where large values are received.
         deadline_ns: a peer that is silent for so long is given up.
         value_bytes_max: the largest value that is taken.
-        handle: the node's; takes the events of what the loop calls.
+        handle: takes the events.
     """
 
     def __init__(
@@ -109,7 +108,7 @@ class Connection:
         self.worker = incarnated(name, incarnation)
         self.lost = False
         self.stream: Stream | None = None
-        self.link = Link(name, LINK)
+        self.numbers = Numbers()
         self.sent = Sent()
         self.allowed: tuple[str, ...] = ()  # Modules whose functions it may name.
         self.waiting_bytes = 0  # Of all but large values that waits to leave.
@@ -123,20 +122,22 @@ class Connection:
         self._defined: dict[bytes, None] = {}  # Functions that the peer was sent.
         self._queue: deque[Parcel] = deque()  # Without a number yet.
         self._out: deque[Any] = deque()  # Bytes for the stream.
-        self._pool = SharedMemoryPool(name, partial(loop.post, self._offer_soon))
+        self._pool = SharedMemoryPool(name, partial(loop.post, self._has_more))
         self.bulk = BulkQueue(self._pool)
-        self._offering = False  # Whether there may be a segment to offer.
-        self._to_offer: deque[Segment] = deque()
-        self._borrowed = BorrowedMemory(name, self._on_returned)
+        self._borrowed = BorrowedMemory(
+            name, lambda number: loop.post(partial(self.about_segment, FREED, number))
+        )
         assembler = Assembler(codec, buffers, self._borrowed, value_bytes_max)
         self.reader = FrameReader(
-            self.link, assembler, buffers, self._pool, self._borrowed
+            self.numbers, assembler, buffers, self._pool, self._borrowed
         )
-        self._acknowledged_bytes = 0  # Of chunks that came.
+        self._told = 0  # The last frame that the peer knows to have come,
+        self._told_bytes = 0  # and the bytes that had come by then.
+        self._tells_soon = False
         self.heard_ns = self.adopted_ns
         self._deadline_ns = deadline_ns
-        self._look_ns = self._due_ns = self.heard_ns + deadline_ns // 4
-        self._timer = loop.at(self._due_ns, self._on_due)
+        self._look_ns = self.heard_ns + deadline_ns // 4
+        self._timer = loop.at(self._look_ns, self._look)
 
     def __repr__(self) -> str:
         return f"Connection({self.name}, incarnation {self.incarnation})"
@@ -146,13 +147,15 @@ class Connection:
     def adopt(self, stream: Stream, received: int) -> None:
         """Go on over a new stream; the peer has received frames up to that number."""
         self.drop_stream()
-        for frame in self.link.resume(received, clock_ns()):
-            self.sent.resends += 1
-            self._put(frame.sequence, frame.payload)
-        self._acknowledged()
+        numbers = self.numbers
+        numbers.acknowledge(received)
+        self.sent.resends += len(numbers.unacknowledged)
+        for sequence, parcel in enumerate(numbers.unacknowledged, received + 1):
+            self._put(parcel, sequence)
+        self.bulk.acknowledged(received)
         self.stream = stream
         self.adopted_ns = clock_ns()
-        self._loop.register(stream.fileno(), self._on_ready)
+        self._loop.register(stream.fileno(), self.ready)
         self._pure(PING)  # That it can be connected to is no sign of life.
 
     def lose(self, last: dict[str, Any]) -> None:
@@ -163,6 +166,7 @@ class Connection:
         self.drop_stream()
         self._timer.cancel()
         self._queue.clear()
+        self.numbers.unacknowledged.clear()
         self.waiting_bytes = 0
         self.bulk.clear()
         self.reader.clear()
@@ -180,15 +184,10 @@ class Connection:
         self.reader.interrupt()
         self._waits_to_write, self._send_error = False, None
 
-    def _break(self, why: object) -> list[Event]:
+    def _break(self, why: object) -> None:
         self.drop_stream()
-        return [] if self.lost else [Broken(str(why))]
-
-    def _on_ready(self, mask: int) -> None:
-        self._handle(self, self.ready(mask))
-
-    def _on_due(self) -> None:
-        self._handle(self, self.tick())
+        if not self.lost:
+            self._handle(self, [Broken(str(why))])
 
     # ------------------------------------------------------------------ what is sent
 
@@ -205,7 +204,8 @@ class Connection:
         """
         if self.lost:
             return
-        kinds = list(map(type_of, values))
+        sent = self.sent
+        kinds = [type_of(value) for value in values]
         head = self._codec.encode(message, kinds)
         views: list[Any] = [head]
         inline_bytes = 0
@@ -216,31 +216,29 @@ class Connection:
             else:
                 views += [piece for piece in pieces if piece]
                 inline_bytes += nbytes
-            self.sent.payload_bytes += nbytes
-        self.sent.messages += 1
+            sent.payload_bytes += nbytes
+        sent.messages += 1
         self._add(FrameKind.MESSAGE, views, len(head) + inline_bytes)
 
     def define(self, digest: bytes, data: bytes) -> None:
         """Send a function that later messages name by its digest, once."""
-        if not self.lost and digest not in self._defined:
+        if digest not in self._defined:
             self._defined[digest] = None
             self._add(FrameKind.DEFINE, (digest, data), len(digest) + len(data))
 
     def control(self, what: dict[str, Any]) -> None:
         """Tell the peer's node something."""
-        if not self.lost:
-            data = json.dumps(what).encode()
-            self._add(FrameKind.ASIDE, (data,), len(data))
+        data = json.dumps(what).encode()
+        self._add(FrameKind.ASIDE, (data,), len(data))
 
     def about_segment(self, what: bytes, number: int) -> None:
         """Tell the peer something of a segment of shared memory."""
-        if not self.lost:
-            data = struct.pack("<cQ", what, number)
-            self._add(FrameKind.SEGMENT, (data,), len(data))
+        data = struct.pack("<cQ", what, number)
+        self._add(FrameKind.SEGMENT, (data,), len(data))
 
     def _pure(self, payload: bytes = b"") -> None:
         """Send a frame that carries no message: it is not numbered."""
-        self._put(0, Parcel(FrameKind.PURE, (payload,), len(payload)))
+        self._put(Parcel(FrameKind.PURE, (payload,), len(payload)), 0)
         self._has_more()
 
     def _has_more(self) -> None:
@@ -250,29 +248,31 @@ class Connection:
             self._loop.unflushed.append(self)
 
     def _add(self, kind: FrameKind, views: Sequence[Any], nbytes: int) -> None:
-        """Give a frame its number, and have it leave; queue it where it has to wait."""
-        self._queue.append(Parcel(kind, tuple(views), nbytes))
-        self.waiting_bytes += FRAME_BYTES + nbytes
-        if len(self._queue) == 1 and self.stream is not None:
-            self._number()
+        """Have a frame leave; queue it where it has to wait."""
+        if self.lost:
+            return
+        parcel = Parcel(kind, views, nbytes)
+        unacknowledged = self.numbers.unacknowledged
+        full = len(self._out) >= VIEWS_MAX or len(unacknowledged) >= FRAMES_MAX
+        if full or self._queue or self.stream is None:
+            self._queue.append(parcel)
+            self.waiting_bytes += FRAME_BYTES + nbytes
+        else:
+            self._put(parcel)
         if not self._flushing:
-            self._has_more()
+            self._flushing = True
+            self._loop.unflushed.append(self)
 
-    def _number(self) -> None:
-        """Number what is queued, as far as there is room."""
-        queue, link = self._queue, self.link
-        while queue and len(self._out) < VIEWS_MAX:
-            if link.sent - link.acknowledged >= FRAMES_MAX:
-                break
-            parcel = queue.popleft()
-            self.waiting_bytes -= FRAME_BYTES + parcel.nbytes  # Counted anew.
-            # No time: nothing is sent again but over a new stream.
-            self._put(link.send(parcel, 0).sequence, parcel)
-
-    def _put(self, sequence: int, parcel: Parcel) -> None:
-        """Put a frame before the stream."""
+    def _put(self, parcel: Parcel, sequence: int = -1) -> int:
+        """Put a frame before the stream; give it the next number, if it has none."""
+        numbers = self.numbers
+        if sequence < 0:
+            numbers.sent = sequence = numbers.sent + 1
+            numbers.unacknowledged.append(parcel)
         views, nbytes = parcel.views, FRAME_BYTES + parcel.nbytes
-        head = pack_header(sequence, self.link.received, parcel.nbytes, parcel.kind)
+        self._told = received = numbers.received
+        self._told_bytes = self.reader.nbytes
+        head = pack_header(sequence, received, parcel.nbytes, parcel.kind)
         self.waiting_bytes += nbytes
         sent = self.sent
         sent.bytes += nbytes
@@ -282,131 +282,114 @@ class Connection:
         else:
             self._out.append(head)
             self._out.extend(views)
+        return sequence
 
-    def flush(self) -> list[Event]:
+    def flush(self) -> None:
         """Give the stream all that it takes now."""
         self._flushing = False
         stream = self.stream
         if stream is None or self._waits_to_write:
-            return []
+            return
         out = self._out
         if self._send_error is not None:
-            return self._hear_out(stream, self._send_error)
+            self._hear_out(stream, self._send_error)
+            return
         try:
-            if self._offering:
+            if self._pool.made:
                 self._offer_on(stream)
             while True:  # Bounded by what waits; each round gives bytes away.
                 if self._queue or self.bulk.values:
                     self._fill()
                 if not out:
                     break
-                self._taken(stream.send(list(islice(out, VIEWS_MAX))))
-                if self._offering:
+                taken = stream.send(list(islice(out, VIEWS_MAX)))
+                self.waiting_bytes -= taken
+                while taken:  # Bounded by the views that were given.
+                    view = out[0]
+                    if taken < len(view):
+                        out[0] = memoryview(view)[taken:]
+                        break
+                    taken -= len(view)
+                    out.popleft()
+                if self._pool.made:
                     self._offer_on(stream)
-            stream.flush()
+            if stream.buffered:
+                stream.flush()
             if self.bulk.copying:
                 self._has_more()
         except BlockingIOError:
             self._wait_to_write(True)
         except (ConnectionError, OSError) as error:
             self._send_error = error
-            return self._hear_out(stream, error)
-        return []
+            self._hear_out(stream, error)
 
     def _fill(self) -> None:
         """Put before the stream what may leave now."""
-        bulk, stream = self.bulk, self.stream
-        self._number()
-        while not self._queue and self.waiting_bytes < OUT_BYTES:
-            cut = bulk.next(stream is not None and stream.local)
-            if cut is None:
+        bulk, queue, unacknowledged = (
+            self.bulk,
+            self._queue,
+            self.numbers.unacknowledged,
+        )
+        local = self.stream is not None and self.stream.local
+        while len(self._out) < VIEWS_MAX and len(unacknowledged) < FRAMES_MAX:
+            if queue:
+                parcel = queue.popleft()
+                self.waiting_bytes -= FRAME_BYTES + parcel.nbytes  # Counted anew.
+                self._put(parcel)
+            elif self.waiting_bytes < OUT_BYTES and (cut := bulk.next(local)):
+                bulk.numbered(self._put(cut), cut)
+            else:
                 break
-            sequence = self.link.send(cut, 0).sequence
-            bulk.numbered(sequence, cut)
-            self._put(sequence, cut)
-
-    def _taken(self, nbytes: int) -> None:
-        """The stream took so many bytes."""
-        out = self._out
-        self.waiting_bytes -= nbytes
-        while nbytes:  # Bounded by the views that were given.
-            view = out[0]
-            if nbytes < len(view):
-                out[0] = memoryview(view)[nbytes:]
-                break
-            nbytes -= len(view)
-            out.popleft()
-
-    def _acknowledged(self) -> None:
-        """The peer has acknowledged more: there may be room for what waits."""
-        if self.bulk.acknowledged(self.link.acknowledged) or self._queue:
-            self._has_more()
 
     def _wait_to_write(self, waits: bool) -> None:
         assert self.stream is not None, self
         self._waits_to_write = waits
         self._loop.watch(self.stream.fileno(), READ | WRITE if waits else READ)
 
-    def _hear_out(self, stream: Stream, error: OSError) -> list[Event]:
+    def _hear_out(self, stream: Stream, error: OSError) -> None:
         """Read what the peer sent before it hung up: it may be why."""
         for _ in range(LAST_READS_MAX):
             if self.lost or self.stream is not stream:
-                return []
-            events = self.ready(READ)
-            if events:
+                return
+            if self.ready(READ):
                 self._has_more()  # To read the rest when these were handled.
-                return events
-        return self._break(error)
+                return
+        self._break(error)
 
     # ------------------------------------------------------------------ shared memory
 
-    def _offer_soon(self) -> None:
-        """There is a new segment to offer."""
-        if not self.lost:
-            self._offering = True
-            self._has_more()
-
     def _offer_on(self, stream: Stream) -> None:
-        """Offer new segments, if there are any, between two frames."""
-        if self._out or not stream.local:
-            return
-        self._offering = False
-        self._to_offer.extend(self._pool.offers(clock_ns()))
-        while self._to_offer and not self._out:  # Each turn offers one, or raises.
-            segment = self._to_offer[0]
+        """Offer new segments, if that can be, between two frames."""
+        made = self._pool.made
+        while made and stream.local and not self._out:  # Each turn offers one.
+            segment = made[0]
             payload = OFFERED + segment.number.to_bytes(7, "little")
             payload += segment.nbytes.to_bytes(8, "little")
-            received = self.link.received
+            received = self.numbers.received
             frame = pack_header(0, received, len(payload), FrameKind.PURE) + payload
             try:
                 sent = stream.send_segment([memoryview(frame)], segment.descriptor)
             except (ConnectionError, BlockingIOError):
-                self._offering = True
                 raise
             except OSError as error:  # Without it, arrays go by the socket.
                 _log.info("%s: no segment is offered: %s", self, error)
                 sent = len(frame)
-            self._to_offer.popleft()
+            self._pool.offered(clock_ns())
             if sent < len(frame):
                 self._out.append(frame[sent:])
                 self.waiting_bytes += len(frame) - sent
-        self._offering = bool(self._to_offer)
-
-    def _on_returned(self, number: int) -> None:
-        """An array in a segment of the peer's is gone; from any thread, any time."""
-        self._loop.post(partial(self.about_segment, FREED, number))
 
     # ------------------------------------------------------------------ what comes
 
-    def ready(self, mask: int) -> list[Event]:
-        """The stream has something to read, or room to write."""
-        events: list[Event] = []
+    def ready(self, mask: int) -> bool:
+        """The stream has something to read, or room to write; whether events came."""
         if mask & WRITE and self._waits_to_write:
             self._wait_to_write(False)
             self._has_more()
         stream, reader = self.stream, self.reader
         if stream is None or not mask & ~WRITE:
-            return events
+            return False
+        events: list[Event] = []
         try:
             if reader.read(stream, events):
                 self.heard_ns = clock_ns()
@@ -415,66 +398,55 @@ class Connection:
         except MemoryError as error:  # Not the peer's fault, and fatal here.
             events.append(Exhausted(f"it has no memory for what was sent: {error}"))
         except (ConnectionError, OSError) as error:
-            events += self._break(error)
+            self.drop_stream()
+            events.append(Broken(str(error)))
         except Exception as error:
             _log.exception("%s: what it sent cannot be read", self)
             events.append(Failed(f"it broke the protocol: {error!r}"))
         else:
-            self._after_reading()
-        return events
+            if reader.pinged:
+                reader.pinged = False
+                self._pure(PONG)
+            if self.bulk.chunks:
+                self.bulk.acknowledged(self.numbers.acknowledged)
+            if self._queue or self.bulk.values:
+                self._has_more()
+            large = reader.nbytes - self._told_bytes
+            if large >= ACK_BYTES or self.numbers.received - self._told >= ACK_FRAMES:
+                self._pure()
+            elif large >= LARGE_BYTES and not self._tells_soon:
+                self._tells_soon = True
+                self._loop.at(self.heard_ns + ACK_DELAY_NS, self._tell)
+            if reader.more:
+                self._loop.soon(partial(self.ready, READ))
+        if events:
+            self._handle(self, events)
+        return bool(events)
 
-    def _after_reading(self) -> None:
-        reader = self.reader
-        if reader.pinged:
-            reader.pinged = False
-            self._pure(PONG)
-        if self._queue or self.bulk.chunks:
-            self._acknowledged()
-        if reader.chunk_bytes - self._acknowledged_bytes >= ACK_BYTES:
-            self._acknowledged_bytes = reader.chunk_bytes
+    def _tell(self) -> None:
+        """Acknowledge what no other frame has acknowledged."""
+        self._tells_soon = False
+        if self.stream is not None and self._told < self.numbers.received:
             self._pure()
-        due_ns = self.link.deadline_ns
-        if due_ns is not None and due_ns < self._due_ns:
-            self._await(due_ns)
-        if reader.more:
-            self._loop.soon(partial(self._on_ready, READ))
 
     # ------------------------------------------------------------------ signs of life
 
-    def _await(self, due_ns: int) -> None:
-        """Have `tick` called at that time, in place of any other."""
-        self._timer.cancel()
-        self._due_ns = due_ns
-        self._timer = self._loop.at(due_ns, self._on_due)
-
-    def tick(self) -> list[Event]:
-        """Acknowledge what nothing has acknowledged; see whether the peer is alive."""
-        now_ns, link = clock_ns(), self.link
-        due_ns = link.deadline_ns
-        if self.stream is not None and due_ns is not None and due_ns <= now_ns:
-            if link.tick(now_ns):
-                self._pure()
-            due_ns = link.deadline_ns
-        events = self._look(now_ns) if now_ns >= self._look_ns else []
-        if due_ns is None or due_ns <= now_ns:
-            due_ns = self._look_ns
-        self._await(min(due_ns, self._look_ns))
-        return events
-
-    def _look(self, now_ns: int) -> list[Event]:
+    def _look(self) -> None:
         """Ask for a sign of life, or give the peer up for want of one."""
-        quarter_ns = self._deadline_ns // 4
+        now_ns, quarter_ns = clock_ns(), self._deadline_ns // 4
         if now_ns - self._look_ns >= quarter_ns:
             # It was this node that was away: what has come meanwhile is not read yet.
             self.heard_ns = max(self.heard_ns, now_ns - 2 * quarter_ns)
         limit_ns = self._deadline_ns * SILENT // 100
-        events: list[Event] = []
         if now_ns - self.heard_ns >= limit_ns:
-            events = self.ready(READ)  # Perhaps something came that was not read yet.
+            self.ready(READ)  # Perhaps something came that was not read yet.
         silent_ns = now_ns - self.heard_ns
         if silent_ns >= limit_ns:
-            seconds = silent_ns / 1e9
-            return [*events, Failed(f"it gave no sign of life for {seconds:.1f} s")]
+            why = f"it gave no sign of life for {silent_ns / 1e9:.1f} s"
+            self._handle(self, [Failed(why)])
+        if self.lost:
+            return
+        self._tell()
         if silent_ns >= quarter_ns and self.stream is not None:
             self._pure(PING)
         self._borrowed.let_go()
@@ -483,4 +455,4 @@ class Connection:
         self._look_ns = max(
             min(now_ns + quarter_ns, self.heard_ns + limit_ns), now_ns + 1
         )
-        return events
+        self._timer = self._loop.at(self._look_ns, self._look)

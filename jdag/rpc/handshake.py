@@ -27,7 +27,7 @@ from jdag.errors import JoinError
 from jdag.rpc.settings import VALUE_BYTES_MAX
 
 # The version of what processes say to each other: requests, hello, frames, messages.
-PROTOCOL = 2
+PROTOCOL = 3
 
 Handshake = Mapping[str, Any]
 

@@ -65,14 +65,7 @@ class Times:
 
 
 class Jobs:
-    """What one node computes.
-
-    Args:
-        worker: its name.
-        machine: its values, and what computes on them.
-        loop: what its thread reports to.
-        tell: has the engine handle an event, with the loop lock held.
-    """
+    """What one node computes; `tell` is called with the loop lock held."""
 
     def __init__(self, worker: str, machine: Machine, loop: Loop, tell: Tell) -> None:
         self.busy_ns = 0
@@ -169,7 +162,6 @@ class Jobs:
         self._tell(Computed(job.id, failure))
 
     def _work(self) -> None:
-        """The thread's whole life."""
         while True:
             with self._changed:
                 while self._open and not self._long:

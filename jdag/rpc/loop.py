@@ -44,10 +44,10 @@ YIELD_S = 0.000_05
 SPIN_NS = 300_000
 CROWDED_NS = 100_000  # If a core is given back so late, others need it more.
 REST_NS = 20_000_000
-BLOCK_MAX_MS = 1_000
+BLOCK_MAX_NS = 10**9
 
 Call = Callable[[], object]
-Handler = Callable[[int], None]
+Handler = Callable[[int], object]
 READ, WRITE = select.EPOLLIN, select.EPOLLOUT
 
 clock_ns = time.monotonic_ns
@@ -75,11 +75,15 @@ class Loop:
         self._flush = flush
         self._epoll = select.epoll()
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._handlers: dict[int, Handler] = {self._waker: self._woken}
+        self._handlers: dict[int, Handler] = {
+            self._waker: lambda mask: os.eventfd_read(self._waker)
+        }
         self._epoll.register(self._waker, READ)
         self._timers: list[tuple[int, int, Timer]] = []
         self._numbers = count()
         self._posted: deque[Call] = deque()
+        # `post` for a thread with the lock: no thread has to be woken.
+        self.soon = self._posted.append
         self._lock = threading.Lock()
         self._wanted: deque[None] = deque()  # One for each thread that wants the lock.
         self._sleeping: deque[threading.Event] = deque()  # Those that wait in `drive`.
@@ -124,10 +128,6 @@ class Loop:
         self._posted.append(call)
         self._wake()
 
-    def soon(self, call: Call) -> None:
-        """The same, for a thread with the lock: no thread has to be woken."""
-        self._posted.append(call)
-
     def flush(self) -> None:
         """Flush now what is to be flushed; with the lock held."""
         if self.dirty or self.unflushed:
@@ -144,10 +144,6 @@ class Loop:
                 os.eventfd_write(self._waker, 1)
             except BlockingIOError:  # It was never read: it is as loud as can be.
                 return
-
-    def _woken(self, mask: int) -> None:
-        del mask
-        os.eventfd_read(self._waker)
 
     # ------------------------------------------------------------------ the loop lock
 
@@ -223,7 +219,8 @@ class Loop:
                     self._turn(spin=True)
             finally:
                 self.release()
-                self._give_way()
+                if self._wanted or self._sleeping:
+                    self._give_way()
             if self.closed:
                 return
 
@@ -288,78 +285,61 @@ class Loop:
 
     def _turn(self, *, spin: bool, block: bool = True) -> None:
         if self.dirty or self.unflushed:  # Told by a program that did not wait then.
-            self._end_turn()
+            self.flush()
         events = self._poll(spin) if block else self._epoll.poll(0)
-        handlers = self._handlers
         for fd, mask in events:
-            handler = handlers.get(fd)
+            handler = self._handlers.get(fd)
             if handler is not None:  # One before it may have closed this one.
                 handler(mask)
-        self._end_turn()
-        if events:
-            self._active_ns = clock_ns()
-
-    def _end_turn(self) -> None:
         posted = self._posted
         for _ in range(len(posted)):
             posted.popleft()()
-        if self._timers and self._timers[0][0] <= clock_ns():
-            self._run_timers()
+        timers = self._timers
+        if timers and timers[0][0] <= (now_ns := clock_ns()):
+            while timers and timers[0][0] <= now_ns:
+                call = heappop(timers)[2].call
+                if call is not None:
+                    call()
         if self.dirty or self.unflushed:
             self.flush()
-
-    def _run_timers(self) -> None:
-        now_ns, timers = clock_ns(), self._timers
-        while timers and timers[0][0] <= now_ns:
-            call = heappop(timers)[2].call
-            if call is not None:
-                call()
+        if events:
+            self._active_ns = clock_ns()
 
     def _poll(self, spin: bool) -> list[tuple[int, int]]:
+        """Return what sockets have; block until they have something, or more is due.
+
+        Look again for a short while after something has happened: an answer mostly
+        comes sooner than a process that blocks is woken. But where another one waits
+        for this core, who looks again only keeps it from answering.
+        """
         poll = self._epoll.poll
-        if self._posted or self._wanted or self.dirty or self.unflushed:
-            return poll(0)
-        if spin and (events := self._spun()):
+        events = poll(0)
+        if events or self._posted or self._wanted or self.dirty or self.unflushed:
             return events
+        now_ns = clock_ns()
+        if spin and now_ns >= self._rests_until_ns:
+            end_ns = self._active_ns + SPIN_NS
+            while now_ns < end_ns:
+                os.sched_yield()
+                events = poll(0)
+                before_ns, now_ns = now_ns, clock_ns()
+                if events or self._posted or self._wanted:
+                    return events
+                if now_ns - before_ns > CROWDED_NS:
+                    self._rests_until_ns = now_ns + REST_NS
+                    break
+        timers = self._timers
+        while timers and timers[0][2].call is None:
+            heappop(timers)
+        due_ns = timers[0][0] - now_ns if timers else BLOCK_MAX_NS
         self._blocked = True
         try:
             # Who posts looks at `_blocked` after it has posted, so that this sees it.
             if self._posted or self._wanted or self._signal or self._stopped.is_set():
                 return poll(0)
-            return poll(self._block_ms() / 1e3)
+            return poll(min(max(due_ns, 0), BLOCK_MAX_NS) / 1e9)
         finally:
             self._blocked = False
-
-    def _block_ms(self) -> float:
-        timers = self._timers
-        while timers and timers[0][2].call is None:
-            heappop(timers)
-        if not timers:
-            return BLOCK_MAX_MS
-        return min(max((timers[0][0] - clock_ns()) / 1e6, 0.0), BLOCK_MAX_MS)
-
-    def _spun(self) -> list[tuple[int, int]]:
-        """Look again for a short while after something has happened.
-
-        An answer mostly comes sooner than a process that blocks is woken. But where
-        another one waits for this core, who looks again only keeps it from answering.
-        """
-        poll = self._epoll.poll
-        events = poll(0)
-        now_ns = clock_ns()
-        end_ns = self._active_ns + SPIN_NS
-        if events or now_ns < self._rests_until_ns:
-            return events
-        while now_ns < end_ns:
-            os.sched_yield()
-            events = poll(0)
-            before_ns, now_ns = now_ns, clock_ns()
-            if events or self._posted or self._wanted:
-                return events
-            if now_ns - before_ns > CROWDED_NS:
-                self._rests_until_ns = now_ns + REST_NS
-                break
-        return []
 
     # ------------------------------------------------------------------ signals
 

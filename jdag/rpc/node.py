@@ -3,9 +3,9 @@
 There is one loop (`jdag.rpc.loop`). What a connection receives comes out of it as
 events (`jdag.rpc.connection`), which are handled here one by one: a message is handed
 to the engine, and the effects are carried out. Messages go to peers, jobs are computed
-(`jdag.rpc.jobs`), programs run on threads (`jdag.rpc.programs`). All of it happens with
-the loop lock held, on whichever thread has it: that of a program which tells something
-or waits, or the background's.
+(`jdag.rpc.jobs`), each program runs on a thread. All of it happens with the loop lock
+held, on whichever thread has it: that of a program which tells something or waits, or
+the background's.
 
 Inputs: of programs, through their `Port`; events of connections; of its session, from
        any thread: peers (`jdag.rpc.peers`), `drain`, `close`.
@@ -19,7 +19,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, assert_never
+from typing import Any, NoReturn, assert_never
 
 from jdag.compute.buffers import Buffers
 from jdag.compute.machine import Machine
@@ -58,12 +58,11 @@ from jdag.rpc.function_encoder import check_size
 from jdag.rpc.jobs import Jobs
 from jdag.rpc.loop import Loop, clock_ns
 from jdag.rpc.peers import LEFT, PeerTable, broke
-from jdag.rpc.programs import Over, Programs, ended_by
+from jdag.rpc.programs import Over, ended_by
 from jdag.rpc.receiving import Broken, Control, Definition, Exhausted, Failed
 from jdag.rpc.receiving import Event as PeerEvent
 from jdag.rpc.session_info import SessionInfo
 from jdag.rpc.settings import VALUE_BYTES_MAX
-from jdag.rpc.stats import info_of_all, quiet, settle
 from jdag.runtime.host import Host, Port, RunProgram, run_program
 from jdag.runtime.stats import info, total
 from jdag.runtime.waiters import Cancel, Waiters
@@ -71,6 +70,7 @@ from jdag.wire.encoding import encoded
 from jdag.wire.messages import Codec
 
 DRAIN_S, DRAIN_LOOK_S = 30.0, 0.05
+SETTLE_S, SETTLE_LOOK_S = 3600.0, 0.001
 LAST_INFO_S = 1.0  # Who closes does not wait long for what others have counted.
 FLUSH_NS = 50_000  # What a program tells in a row leaves together, so often.
 SWEEP_NS = 10**9  # Memory that is not received into for so long is let go of.
@@ -86,11 +86,8 @@ _log = logging.getLogger(__name__)
 class Node:
     """One worker of a session, in this process.
 
-    Args:
-        place: where it stands in its session.
-        run_program: runs a program that the engine asked for; it says how it ended.
-        functions: turns names into functions, as far as they are allowed.
-        value_bytes_max: the largest value that it sends, and takes from a peer.
+    `run_program` runs a program that the engine asked for, and says how it ended. No
+    value of more than `value_bytes_max` is sent, or taken from a peer.
     """
 
     def __init__(
@@ -148,13 +145,16 @@ class Node:
         # What a session tells a node of peers is for its table of peers.
         self.joined, self.lost = peers.joined, peers.lost
         self.received, self.adopt = peers.received, peers.adopt
-        self.loss = gone.get
+        self.loss, self.incarnations = gone.get, peers.incarnations
         self._jobs = Jobs(worker, self._host.machine, self._loop, self._host.handle)
         self.port = Port(self._host)
-        self._programs = Programs(self.port if name == place.main else None)
+        self._here = threading.local()  # `port`: of the program that the thread runs.
+        self._here.port = self.port if name == place.main else None
+        self._running: dict[threading.Thread, None] = {}  # Programs but the user's.
         self._counted: Mapping[str, Mapping[str, Any]] | None = None
         self._broken: BaseException | None = None
         self._closed = False
+        self._congested = False  # Whether so much waits to leave that programs wait.
         self._hurries = False  # More than acknowledgements wait for the next flush.
         self._flushed_ns = 0
         self._background: threading.Thread | None = None
@@ -173,24 +173,18 @@ class Node:
             JdagError: none does, or this process is forked from that of the node.
         """
         self._loop.check_process()
-        port = self._programs.current
+        port: Port | None = getattr(self._here, "port", None)
         if port is None:
             self._refuse_thread()
-        assert port is not None
         return port
 
-    def _refuse_thread(self) -> None:
+    def _refuse_thread(self) -> NoReturn:
         if self._jobs.is_computing:
             raise JdagError(
                 "what a worker computes, such as a hook, cannot use the cluster or "
                 "fetch from it; only programs can"
             )
         raise other_thread(threading.current_thread().name)
-
-    @property
-    def incarnations(self) -> Mapping[str, int]:
-        """How often each has joined anew, of the workers that have."""
-        return self.peers.incarnations
 
     @property
     def now_ns(self) -> int:
@@ -202,8 +196,15 @@ class Node:
         return self._info(None) if self._counted is None else self._counted
 
     def _info(self, within_s: float | None) -> Mapping[str, Mapping[str, Any]]:
-        own = partial(self._apart, self._own_info)
-        return info_of_all(self._place, self.peers, own, within_s)
+        """The same; without `within_s` peers are waited for until they are lost."""
+        found = self.peers.ask_all({"what": "info"}, within_s)
+        found[self.name] = own = self._apart(self._own_info)
+        nothing = dict.fromkeys(own, 0)
+        living = [peer.name for peer in self.peers.living]
+        return {
+            worker: found.get(worker) or {**nothing, "lost": worker not in living}
+            for worker in self.workers
+        }
 
     def graph(self, context: ContextId) -> dict[str, Drawing]:
         """The graph of a context as it is now: what each worker has of it."""
@@ -217,8 +218,29 @@ class Node:
         return {w: drawn[w] for w in self.workers if drawn.get(w) is not None}
 
     def settle(self) -> None:
-        """Wait until nothing goes on anywhere; see `jdag.rpc.stats`."""
-        settle(self.peers, partial(self._apart, self._quiet), self._check_open)
+        """Wait until everything is sent, received and computed on all workers.
+
+        Raises:
+            JdagError: something still goes on after `SETTLE_S`.
+        """
+        before: object = None
+        due_ns = clock_ns() + round(SETTLE_S * 1e9)
+        now: list[tuple[str, dict[str, Any]]] = []
+        while clock_ns() < due_ns:
+            self._check_open()
+            asked = self.peers.ask_all({"what": "quiet"})
+            now = sorted({**asked, "": self._apart(self._quiet)}.items())
+            under_way = sum(one["sent"] - one["got"] for _, one in now)
+            idle = all(one["idle"] for _, one in now)
+            if idle and now == before and (self.peers.gone or not under_way):
+                return
+            self.peers.stopping.wait(0 if idle else SETTLE_LOOK_S)
+            before = now
+        busy = [name or "the worker that waits" for name, o in now if not o["idle"]]
+        raise JdagError(
+            f"the cluster has not settled within {SETTLE_S:g} s: something goes on, or "
+            f"is under way, on {', '.join(busy) or 'its connections'}"
+        )
 
     # ------------------------------------------------------------------ for programs
 
@@ -235,7 +257,7 @@ class Node:
             self._host.tell(port, event, values)
             if self._jobs.due or clock_ns() - self._flushed_ns > FLUSH_NS:
                 loop.flush()
-        if self.peers.congested:
+        if self._congested:
             loop.drive(lambda: self._closed or not self.peers.congested)
 
     def wait(self, port: Port, waiter: int) -> tuple[Any, int]:
@@ -254,7 +276,7 @@ class Node:
             said = f"worker {self.worker!r} broke down: {self._broken!r}"
             raise JdagError(said) from self._broken
         if self._closed:
-            if self._programs.current not in (None, self.port):
+            if getattr(self._here, "port", None) not in (None, self.port):
                 raise Over
             raise JdagError("this cluster is closed; make another one")
         if self._jobs.is_computing:
@@ -277,20 +299,18 @@ class Node:
         if send.zeros:
             peer.sent.zero_bytes += sum([zero.nbytes for zero in send.zeros])
         try:
-            self._say(peer, message, values[1])
+            if message.__class__ in _NAMING:
+                encoder = self._functions.encoder
+                message, needed = encoder.outgoing(message, peer.allowed)
+                for definition in needed:
+                    peer.define(definition.digest, definition.data)
+            peer.send(message, values[1])
         except Exception as error:  # Whatever it is, somebody waits for that program.
             ended = ended_by(error, message, self.worker)
             if isinstance(message, Return):
-                self._say(peer, ended, ())
+                peer.send(ended, ())
             else:
                 self._loop.soon(partial(host.handle, Arrived(send.to, ended)))
-
-    def _say(self, peer: Connection, message: Message, values: Sequence[Any]) -> None:
-        if message.__class__ in _NAMING:
-            message, needed = self._functions.encoder.outgoing(message, peer.allowed)
-            for definition in needed:
-                peer.define(definition.digest, definition.data)
-        peer.send(message, values)
         if message.__class__ is not Acknowledge:
             self._hurries = True
 
@@ -301,7 +321,11 @@ class Node:
     def spawn(self, host: Host, spawn: Spawn, cause: int) -> None:
         """Start a program on a thread of its own."""
         port = Port(host)
-        self._programs.start(port, partial(self._program, port, spawn))
+        name = f"program on {self.worker}"
+        run = partial(self._program, port, spawn)
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        self._running[thread] = None
+        thread.start()
 
     def alarm(self, host: Host, alarm: Alarm, cause: int) -> Cancel:
         """Have the engine handle the event of an alarm when it is due."""
@@ -313,8 +337,13 @@ class Node:
         self._loop.wake_waiting()
 
     def _program(self, port: Port, spawn: Spawn) -> None:
-        """What a program's thread runs."""
-        run_program(self._checked, port, spawn, Over)
+        self._here.port = port
+        try:
+            run_program(self._checked, port, spawn, Over)
+        except Over:
+            return  # There is nobody left to tell.
+        finally:
+            del self._running[threading.current_thread()]
 
     def _checked(self, port: Port, spawn: Spawn) -> Returned:
         returned = self._run_program(port, spawn)
@@ -326,11 +355,16 @@ class Node:
 
         What need not hurry waits for the first jobs, and leaves with what they make.
         """
-        jobs = self._jobs
+        jobs, unflushed = self._jobs, self._loop.unflushed
         for jobs_were_run in range(ROUNDS_MAX):
             if self._hurries or jobs_were_run or not jobs.due:
                 self._hurries = False
-                self._flush_connections()
+                for _ in range(len(unflushed)):
+                    peer = unflushed.popleft()
+                    peer.flush()
+                    if self._congested or peer.waiting_bytes or peer.bulk.nbytes:
+                        self._congested = self.peers.congested
+                self._flushed_ns = clock_ns()
             if not jobs.due:
                 return
             jobs.run()
@@ -349,7 +383,26 @@ class Node:
             if peer.lost:
                 return
             try:
-                self._receive(peer, event)
+                match event:
+                    case Delivery():
+                        message, worker = event.message, peer.worker
+                        names, known = self.workers, self.incarnations
+                        check(message, worker, self.worker, names, known)
+                        if message.__class__ in _BOUND:
+                            message = self._functions.bind(message, worker)
+                        self._host.arrived(worker, message, event.values)
+                    case Definition(digest, data):
+                        self._functions.define(digest, data)
+                    case Control(what):
+                        self.peers.control(peer, what)
+                    case Broken(why):
+                        self.peers.redial(peer, why)
+                    case Failed(why):
+                        self.peers.lose(peer, why)
+                    case Exhausted(why):
+                        self.peers.exhausted(peer, why)
+                    case _:
+                        assert_never(event)
             except JdagError as error:
                 self.peers.lose(peer, f"it broke the protocol: {error}")
             except Exception as error:
@@ -357,38 +410,6 @@ class Node:
                 what = getattr(event, "message", event)
                 said = f"a {type(what).__name__} that makes no sense: {error!r}"
                 self.peers.lose(peer, f"it broke the protocol: {said}")
-
-    def _receive(self, peer: Connection, event: PeerEvent) -> None:
-        match event:
-            case Delivery():
-                message, worker = event.message, peer.worker
-                known = self.peers.incarnations
-                check(message, worker, self.worker, self.workers, known)
-                if message.__class__ in _BOUND:
-                    message = self._functions.bind(message, worker)
-                self._host.arrived(worker, message, event.values)
-            case Definition(digest, data):
-                self._functions.define(digest, data)
-            case Control(what):
-                self.peers.control(peer, what)
-            case Broken(why):
-                self.peers.redial(peer, why)
-            case Failed(why):
-                self.peers.lose(peer, why)
-            case Exhausted(why):
-                self.peers.exhausted(peer, why)
-            case _:
-                assert_never(event)
-
-    def _flush_connections(self) -> None:
-        """Let everything leave that can."""
-        unflushed = self._loop.unflushed
-        for _ in range(len(unflushed)):
-            peer = unflushed.popleft()
-            events = peer.flush()
-            if events:
-                self._received(peer, events)
-        self._flushed_ns = clock_ns()
 
     def _answer(self, asked: Mapping[str, Any]) -> Any:
         """Return what another node asks for."""
@@ -410,7 +431,13 @@ class Node:
             return look(*args)
 
     def _quiet(self) -> dict[str, Any]:
-        return quiet(self._jobs, self.peers)
+        """Whether nothing is under way here, and how many messages left and came."""
+        living = self.peers.living
+        return {
+            "idle": self._jobs.idle and all(peer.idle for peer in living),
+            "sent": sum(peer.sent.messages for peer in living),
+            "got": sum(peer.reader.messages for peer in living),
+        }
 
     def _own_info(self) -> dict[str, Any]:
         sent = total(peer.sent for peer in self.peers.connections.values())
@@ -441,7 +468,7 @@ class Node:
         """Finish what is under way, say goodbye, and let `run` return; any thread."""
         due_ns = clock_ns() + round(DRAIN_S * 1e9)
         while not self._closed and clock_ns() < due_ns:
-            if self._apart(self._quiet)["idle"] and not self._programs.alive:
+            if self._apart(self._quiet)["idle"] and not self._running:
                 break
             self.peers.stopping.wait(DRAIN_LOOK_S)
         self.close("it was told to stop")

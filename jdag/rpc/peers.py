@@ -173,7 +173,7 @@ class PeerTable:
         with self._loop:
             known = self._current(peer)
             known.drop_stream()
-            return known.link.received
+            return known.numbers.received
 
     def adopt(self, peer: str, incarnation: int, stream: Stream, received: int) -> None:
         """Go on with a peer over a stream whose hello is done; from any thread."""

@@ -1,22 +1,18 @@
-"""How programs run on a node: each on a thread of its own.
-
-Inputs:  `start` for a program.
-Outputs: `current`, the port of the program that the thread that asks runs; `ended_by`,
-         how one ends that cannot be called, or cannot return, as was asked.
+"""How programs end on a node, where each has a thread of its own.
 
 A thread cannot be ended from outside: when its session is over, the next thing that a
 program asks of its node raises `Over`, which is no Exception, so that programs do not
 take it for an error of theirs.
 """
 
-import threading
-from collections.abc import Callable
-
 from msgspec.structs import replace
 
 from jdag.engine.protocol import Message, Return, Run, Worker
 from jdag.runtime.failures import failure_of
-from jdag.runtime.host import Port
+
+
+class Over(BaseException):
+    """The session of the program that asked this is over."""
 
 
 def ended_by(error: Exception, message: Message, worker: Worker) -> Return:
@@ -33,44 +29,3 @@ def ended_by(error: Exception, message: Message, worker: Worker) -> Return:
     if isinstance(message, Return):
         return replace(message, result=None, failure=failure)
     return Return(message.context, message.path, None, failure, (), ())
-
-
-class Over(BaseException):
-    """The session of the program that asked this is over."""
-
-
-class Programs:
-    """The programs of one node. `main` is that of the user."""
-
-    def __init__(self, main: Port | None) -> None:
-        self._main = main
-        self._main_thread = threading.get_ident()
-        self._running: dict[threading.Thread, Port] = {}
-
-    @property
-    def current(self) -> Port | None:
-        """The port of the program that runs on this thread, None where none does."""
-        is_main = threading.get_ident() == self._main_thread
-        default = self._main if is_main else None
-        return self._running.get(threading.current_thread(), default)
-
-    @property
-    def alive(self) -> int:
-        """How many programs run here, the user's not counted."""
-        return len(self._running)
-
-    def start(self, port: Port, body: Callable[[], None]) -> None:
-        """Run `body` as the program of `port`."""
-
-        def run() -> None:
-            try:
-                body()
-            except Over:
-                return  # There is nobody left to tell.
-            finally:
-                del self._running[thread]
-
-        name = f"program on {port.worker}"
-        thread = threading.Thread(target=run, name=name, daemon=True)
-        self._running[thread] = port
-        thread.start()

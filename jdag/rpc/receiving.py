@@ -3,28 +3,32 @@
 Inputs:  `read`: what the stream has now; `interrupt`: the stream ended.
 Outputs: events, appended to a list in order; `pinged`; what the peer says of shared
          memory is passed to `borrowed` (its own) and `pool` (this node's).
-Invariants: the link sees each numbered frame once and in order; a frame is checked
+Invariants: each numbered frame is taken once and in order; a frame is checked
 before it is used or takes memory; a stream that ended within a frame leaves no trace of
 that frame.
 """
 
 import json
 import struct
+from collections import deque
 from typing import Any, NamedTuple
 
 from jdag.compute.buffers import Buffers
 from jdag.errors import ProtocolError
-from jdag.rpc.bulk import FORGOTTEN, FREED, LENT, OFFERED, Assembler, Delivery
+from jdag.rpc.bulk import (
+    FORGOTTEN,
+    FREED,
+    LENT,
+    OFFERED,
+    Assembler,
+    Delivery,
+    Parcel,
+)
 from jdag.rpc.loop import clock_ns
 from jdag.rpc.shared_memory import BorrowedMemory, SharedMemoryPool
 from jdag.rpc.streams import Stream
-from jdag.wire.frames import (
-    CHUNK_HEADER_BYTES,
-    FrameKind,
-    Header,
-    unpack_header,
-)
-from jdag.wire.link import FRAME_BYTES, Frame, Link
+from jdag.wire.frames import FrameKind, Header, unpack_header
+from jdag.wire.link import FRAME_BYTES
 
 BUFFER_BYTES = 256 * 1024
 READS_MAX = 16  # In one turn, so that other connections get theirs.
@@ -66,29 +70,54 @@ class Exhausted(NamedTuple):
 Event = Delivery | Definition | Control | Broken | Failed | Exhausted
 
 
+class Numbers:
+    """The numbers of a connection's frames, which outlive its streams.
+
+    Frames are numbered from 1. A stream keeps their order and loses none, so only over
+    a new one is anything sent again.
+    """
+
+    __slots__ = ("acknowledged", "received", "sent", "unacknowledged")
+
+    def __init__(self) -> None:
+        self.sent = self.received = self.acknowledged = 0  # The last frame of each.
+        self.unacknowledged: deque[Parcel] = deque()
+
+    def acknowledge(self, last: int) -> None:
+        """The peer has all frames up to that one; ProtocolError if it cannot."""
+        if not self.acknowledged <= last <= self.sent:
+            raise ProtocolError(
+                f"frames up to {last} are acknowledged; {self.sent} was the last that "
+                f"was sent, and {self.acknowledged} acknowledged before"
+            )
+        for _ in range(last - self.acknowledged):
+            self.unacknowledged.popleft()
+        self.acknowledged = last
+
+
 class FrameReader:
-    """Reads the frames of one connection; `link` counts them."""
+    """Reads the frames of one connection; `numbers` counts them."""
 
     def __init__(
         self,
-        link: Link,
+        numbers: Numbers,
         assembler: Assembler,
         buffers: Buffers,
         pool: SharedMemoryPool,
         borrowed: BorrowedMemory,
     ) -> None:
         self.messages = 0
-        self.chunk_bytes = 0  # Of elements that came, ever.
+        self.nbytes = 0  # Of the payloads of numbered frames that came, ever.
         self.pinged = False  # Whether the peer wants a sign of life.
         self.paused = False  # After a control frame, until `read` is called again.
         self.more = False  # Whether there may be more that the poller does not see.
-        self._link = link
+        self._numbers = numbers
         self._assembler = assembler
         self._buffers = buffers
         self._pool = pool
         self._borrowed = borrowed
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
-        self._start = self._end = 0
+        self._end = 0
         # The rest of a frame that is read in place; and its header and payload.
         self._direct: memoryview | None = None
         self._direct_frame: tuple[Header, memoryview] | None = None
@@ -96,7 +125,7 @@ class FrameReader:
     def interrupt(self) -> None:
         """Forget what is here of frames that were not taken."""
         self.paused = False
-        self._start = self._end = 0
+        self._end = 0
         self._direct = self._direct_frame = None
 
     def clear(self) -> None:
@@ -139,70 +168,59 @@ class FrameReader:
                     header, whole = self._direct_frame
                     self._direct = self._direct_frame = None
                     self._take(header, whole, stream, events)
-            if got < len(room) and not stream.pending():
+            if got < len(room) and not (stream.buffered and stream.pending()):
                 self.more = self.paused
                 break
         return heard
 
     def _parse(self, stream: Stream, events: list[Event]) -> None:
         """Take the frames that are whole; read the rest of a large one in place."""
-        buffer, link, end = self._buffer, self._link, self._end
-        while end - self._start >= FRAME_BYTES and not self.paused:
-            body = self._start + FRAME_BYTES
-            header = unpack_header(buffer[self._start : body])
+        buffer, start, end = self._buffer, 0, self._end
+        while end - start >= FRAME_BYTES and not self.paused:
+            header = unpack_header(buffer, start)
             sequence, _, length, kind = header
-            if sequence and sequence != link.received + 1:
-                raise ProtocolError(f"frame {sequence} after {link.received}")
-            elements = body + CHUNK_HEADER_BYTES
+            if sequence and sequence != self._numbers.received + 1:
+                raise ProtocolError(f"frame {sequence} after {self._numbers.received}")
+            body = start + FRAME_BYTES
+            is_chunk = kind is FrameKind.CHUNK
             if end - body >= length:
-                self._start = body + length
-                payload = buffer[body : self._start]
-                if kind is FrameKind.CHUNK:
-                    payload = self._chunk(payload, payload[CHUNK_HEADER_BYTES:], length)
+                start = body + length
+                payload = buffer[body:start]
+                if is_chunk:
+                    target = self._assembler.target(length)
+                    target[:] = payload
+                    payload = target
                 self._take(header, payload, stream, events)
-            elif kind is FrameKind.CHUNK and end >= elements:
-                target = self._chunk(buffer[body:elements], b"", length)
-                self._read_in_place(header, target, buffer[elements:end])
-                return
-            elif FRAME_BYTES + length > BUFFER_BYTES:
+            elif is_chunk or FRAME_BYTES + length > BUFFER_BYTES:
                 # What is announced takes memory as it comes.
-                whole = self._buffers.aligned(length)
-                self._read_in_place(header, whole, buffer[body:end])
+                take = self._assembler.target if is_chunk else self._buffers.aligned
+                whole = take(length)
+                whole[: end - body] = buffer[body:end]
+                self._direct = whole[end - body :]
+                self._direct_frame = header, whole
+                self._end = 0
                 return
             else:
                 break
-        rest = bytes(buffer[self._start : end])
-        buffer[: len(rest)] = rest
-        self._start, self._end = 0, len(rest)
-
-    def _chunk(
-        self, head: memoryview, elements: memoryview | bytes, length: int
-    ) -> memoryview:
-        """Return where the elements of a chunk belong, with those that are here."""
-        head = head[:CHUNK_HEADER_BYTES]
-        target = self._assembler.chunk_target(head, length - CHUNK_HEADER_BYTES)
-        target[: len(elements)] = elements
-        return target
-
-    def _read_in_place(
-        self, header: Header, whole: memoryview, here: memoryview
-    ) -> None:
-        whole[: len(here)] = here
-        self._direct = whole[len(here) :]
-        self._direct_frame = header, whole
-        self._start = self._end = 0
+        self._end = end - start
+        if start < end:
+            buffer[: self._end] = bytes(buffer[start:end])
 
     def _take(
         self, header: Header, payload: memoryview, stream: Stream, events: list[Event]
     ) -> None:
         """A frame is whole; the payload of a chunk are its elements, in place."""
-        sequence, acknowledged, _, kind = header
-        self._link.receive(Frame(sequence, acknowledged), clock_ns())
+        sequence, acknowledged, length, kind = header
+        numbers = self._numbers
+        if acknowledged > numbers.acknowledged:
+            numbers.acknowledge(acknowledged)
+        if sequence:
+            numbers.received = sequence
+            self.nbytes += length
         if kind is FrameKind.MESSAGE:
             self.messages += 1
             events += self._assembler.message(bytes(payload))
         elif kind is FrameKind.CHUNK:
-            self.chunk_bytes += len(payload)
             events += self._assembler.received(len(payload))
         elif kind is FrameKind.DEFINE:
             digest, data = payload[:DIGEST_BYTES], payload[DIGEST_BYTES:]
@@ -220,9 +238,8 @@ class FrameReader:
     def _segment(self, payload: bytes, events: list[Event]) -> None:
         """The peer says something of shared memory."""
         what = payload[:1]
-        if what == LENT and len(payload) == 25:
-            number, segment, nbytes = struct.unpack("<QQQ", payload[1:])
-            events += self._assembler.lent(number, segment, nbytes)
+        if what == LENT and len(payload) == 17:
+            events += self._assembler.lent(*struct.unpack("<QQ", payload[1:]))
         elif what in (FREED, FORGOTTEN) and len(payload) == 9:
             (segment,) = struct.unpack("<Q", payload[1:])
             if what == FREED:

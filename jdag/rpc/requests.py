@@ -1,18 +1,8 @@
 """What is asked over the control plane: one class for each rpc, checked before use.
 
-| rpc | asked of a worker by | to |
-| --- | --- | --- |
-| Attach | main | begin a session |
-| Mesh | main | dial these of the others, and know all of them |
-| Peer | main | know that a new process of that name joins |
-| Ticket | a worker or main | issue a single-use ticket for its data address |
-| Detach | main | end the session |
-| Drain | who has the cluster's token | finish and stop |
-| Info | who has the cluster's token | say what it is and does |
-| Health | anybody who is let in | say that it lives, and its name |
-
-What is answered to those whose answers have something in them is checked too. Every
-text, list and number has a bound.
+Answers that have something in them are checked too. Every text, list and number has a
+bound. Main asks Attach, Mesh, Peer and Detach of a worker; workers and main ask Ticket
+of each other; Drain and Info ask for the cluster's token; anybody may ask Health.
 """
 
 from typing import Annotated, Any, ClassVar

@@ -14,8 +14,8 @@ without a name: it is gone with the last process that maps it, whatever kills th
 
 Inputs:  the writer (`SharedMemoryPool`): `take`, `lent`, `freed`, `sweep`; the reader
          (`BorrowedMemory`): `offered`, `borrow`, `forget`.
-Asks:  the writer: that what `offers` gives is passed to the reader, and that it is told
-       to forget the numbers that `sweep` gives, after all that was lent before;
+Asks:  the writer: that what is `made` is passed to the reader, and that it is told to
+       forget the numbers that `sweep` gives, after all that was lent before;
        the reader: that the writer is told the numbers for which `freed` is called.
 
 How it works. A segment that was offered counts as lent, and the reader's word that it
@@ -105,7 +105,7 @@ def _map(descriptor: int, nbytes: int) -> np.ndarray:
 
 
 class SharedMemoryPool:
-    """What one worker lends to another; `offer` is called when `offers` has some.
+    """What one worker lends to another; `offer` is called when one was `made`.
 
     `peer` is for the log. `offer` is called on any thread and does not block; all else
     is called on one. Times are ns of one clock.
@@ -130,7 +130,7 @@ class SharedMemoryPool:
         self._complained = False
         self._is_closed = False
         self._maker: threading.Thread | None = None
-        self._made: deque[Segment | OSError] = deque()
+        self.made: deque[Segment] = deque()  # Those to be offered.
 
     def take(self, nbytes: int, now_ns: int) -> Segment | None:
         """Give a free segment for so many bytes; None: they are to go by the socket."""
@@ -147,19 +147,9 @@ class SharedMemoryPool:
         segment.since_ns = now_ns
         self._lent[segment.number] = segment
 
-    def offers(self, now_ns: int) -> tuple[Segment, ...]:
-        """Give new segments, each to be passed once: number, nbytes, descriptor."""
-        if not self._made:
-            return ()
-        made = self._made.popleft()
-        self._maker = None
-        if isinstance(made, OSError):
-            self._rest(f"no shared memory can be had: {reason(made)}", now_ns)
-            return ()
-        self._counter += 1
-        made.number = self._counter
-        self.lent(made, now_ns)
-        return (made,)
+    def offered(self, now_ns: int) -> None:
+        """The first of `made` was passed to the reader, or cannot be."""
+        self.lent(self.made.popleft(), now_ns)
 
     def freed(self, number: int, now_ns: int) -> None:
         """The reader needs a segment no more; of one that is gone, nothing follows."""
@@ -191,14 +181,11 @@ class SharedMemoryPool:
             segment.shut()
         self._free.clear()
         self._lent.clear()
-        self._let_go_of_made()
+        self._shut_made()
 
-    def _let_go_of_made(self) -> None:
-        """A segment that is not offered is closed by its maker, or at the end."""
-        with suppress(IndexError):  # The other one was first.
-            made = self._made.popleft()
-            if isinstance(made, Segment):
-                made.shut()
+    def _shut_made(self) -> None:
+        with suppress(IndexError):  # The maker, or who closes: the other was first.
+            self.made.popleft().shut()
 
     def _miss(self, size: int, now_ns: int) -> None:
         """Make a segment of a size, if it was missed before and there is room."""
@@ -208,15 +195,16 @@ class SharedMemoryPool:
         if len(self._missed) > _SIZES_MAX:
             del self._missed[next(iter(self._missed))]
         if repeated and not self._busy(now_ns) and self._make_room(size):
-            self._maker = threading.Thread(
-                target=self._make, args=(size,), name="segment", daemon=True
-            )
+            self._counter += 1
+            make = partial(self._make, self._counter, size, now_ns)
+            self._maker = threading.Thread(None, make, "segment", daemon=True)
             self._maker.start()
 
     def _busy(self, now_ns: int) -> bool:
         """Whether one is being made or offered, or that came to nothing lately."""
-        offered = any(segment.descriptor >= 0 for segment in self._lent.values())
-        return offered or self._maker is not None or now_ns < self._rests_until_ns
+        if self._maker is not None or self.made or now_ns < self._rests_until_ns:
+            return True
+        return any(segment.descriptor >= 0 for segment in self._lent.values())
 
     def _make_room(self, size: int) -> bool:
         """Drop what was used longest ago, as far as that helps."""
@@ -227,13 +215,17 @@ class SharedMemoryPool:
             self._drop(self._free.pop(0))
         return True
 
-    def _make(self, size: int) -> None:
+    def _make(self, number: int, size: int, now_ns: int) -> None:
         try:
-            self._made.append(Segment(size))
+            made = Segment(size)
         except OSError as error:
-            self._made.append(error)
+            self._rest(f"no shared memory can be had: {reason(error)}", now_ns)
+        else:
+            made.number = number
+            self.made.append(made)
+        self._maker = None
         if self._is_closed:  # No thread waits for the maker.
-            self._let_go_of_made()
+            self._shut_made()
         self._offer()
 
     def _drop(self, segment: Segment) -> None:

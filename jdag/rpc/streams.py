@@ -32,7 +32,10 @@ DESCRIPTORS_MAX = 64
 _DESCRIPTOR = array.array("i").itemsize
 _NO_MORE_DESCRIPTORS = (errno.ETOOMANYREFS, errno.ENOMEM, errno.ENOBUFS)
 _ANCILLARY_BYTES = socket.CMSG_SPACE(_DESCRIPTOR)
-_TRUNCATED = int(socket.MSG_CTRUNC)  # As an enum, it takes a microsecond to look at.
+# As enums, they take a microsecond to look at.
+_TRUNCATED = int(socket.MSG_CTRUNC)
+_CLOSED_BY_EXEC = int(socket.MSG_CMSG_CLOEXEC)
+_NO_SIGNAL = int(socket.MSG_NOSIGNAL)
 
 
 class SocketStream:
@@ -43,9 +46,12 @@ class SocketStream:
         local: whether both ends are on one host, so that descriptors can be passed.
         certificate: the names in the certificate of the other end; None without TLS,
             and nothing before the handshake is done.
+        buffered: whether bytes may wait inside of it, so that `pending` and `flush`
+            are to be called.
     """
 
     certificate: Names = None
+    buffered = False
 
     def __init__(self, connected: socket.socket, peer: str) -> None:
         self.peer = peer
@@ -71,37 +77,33 @@ class SocketStream:
             ConnectionError: there will be no more.
         """
         try:
-            if self.local:
-                count = self._with_descriptors(view)
-            else:
+            if not self.local:
                 count = self._socket.recv_into(view)
+            else:  # A descriptor whose bytes are read without it would be lost.
+                count, beside, flags, _ = self._socket.recvmsg_into(
+                    (view,), _ANCILLARY_BYTES, _CLOSED_BY_EXEC
+                )
+                if beside or flags & _TRUNCATED:
+                    self._keep_descriptors(beside)
         except BlockingIOError:
             raise
         except OSError as error:
             raise broken(self.peer, error) from error
         if not count:
             raise ended(self.peer)
-        if len(self._descriptors) > DESCRIPTORS_MAX:
-            raise ConnectionError(
-                f"{self.peer} passed over {DESCRIPTORS_MAX} descriptors that no frame"
-                " announced"
-            )
         return count
 
-    def _with_descriptors(self, view: memoryview) -> int:
-        """Receive; a descriptor whose bytes are read without it would be lost."""
-        count, ancillary, flags, _ = self._socket.recvmsg_into(
-            (view,), _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
-        )
-        if not ancillary and not flags & _TRUNCATED:
-            return count
+    def _keep_descriptors(self, ancillary: Sequence[tuple[int, int, bytes]]) -> None:
         came = array.array("i")
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 came.frombytes(data[: len(data) - len(data) % _DESCRIPTOR])
         # Each of ours comes alone: one that is missing found no room in this process.
         self._descriptors.extend(came or (None,))
-        return count
+        if len(self._descriptors) > DESCRIPTORS_MAX:
+            raise ConnectionError(
+                f"over {DESCRIPTORS_MAX} descriptors came that no frame announced"
+            )
 
     def send(self, views: Sequence[memoryview]) -> int:
         """Take bytes from the front of some views, not all empty; return how many.
@@ -111,7 +113,7 @@ class SocketStream:
             ConnectionError: the connection has ended.
         """
         try:
-            count = self._socket.sendmsg(views[:VIEWS_MAX], (), socket.MSG_NOSIGNAL)
+            count = self._socket.sendmsg(views[:VIEWS_MAX], (), _NO_SIGNAL)
         except BlockingIOError:
             raise
         except OSError as error:
@@ -148,7 +150,7 @@ class SocketStream:
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))
         try:
             return self._socket.sendmsg(
-                _filled(views)[:VIEWS_MAX], (rights,), socket.MSG_NOSIGNAL
+                _filled(views)[:VIEWS_MAX], (rights,), _NO_SIGNAL
             )
         except BlockingIOError:
             raise

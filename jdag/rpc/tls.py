@@ -128,6 +128,8 @@ def _shake_hands(end: ssl.SSLObject) -> None:
 class TlsStream(SocketStream):
     """A stream through TLS; `name` is the dialled name, None at the accepting end."""
 
+    buffered = True
+
     def __init__(
         self, plain: SocketStream, context: ssl.SSLContext, name: str | None
     ) -> None:

@@ -90,10 +90,6 @@ class Host:
 
     Args:
         worker: its name, with its incarnation.
-        engine: its engine.
-        machine: its values, and what computes on them.
-        driver: carries out what needs time, devices or other workers.
-        waiters: those of its driver.
         lost: why each peer that it was told is gone is gone; the driver fills it.
         value_bytes_max: the largest value that leaves the worker; None: any does.
         recorder: records all events and effects; None: they are not recorded.
@@ -176,13 +172,8 @@ class Host:
     ) -> int:
         """Handle an event and carry out all its effects; then raise what one raised.
 
-        Args:
-            event: what happened.
-            causes: the records of what brought it about.
-            keys: of the values that came with it, which are held already.
-
-        Returns:
-            The record of the event.
+        `causes` are the records of what brought it about, `keys` those of values that
+        came with it, which are held already. Returns the record of the event.
         """
         recorder = self.recorder
         record = cause = NO_CAUSE
@@ -215,7 +206,7 @@ class Host:
                     self._resume(effect, cause)
                 elif kind is Alarm:
                     alarm = driver.alarm(self, effect, cause)
-                    self.waiters.alarm(effect.waiter, alarm)
+                    self.waiters.alarms[effect.waiter] = alarm
                 else:
                     assert kind is Spawn, effect
                     driver.spawn(self, effect, cause)
@@ -227,7 +218,8 @@ class Host:
 
     def _resume(self, resume: Resume, cause: int) -> None:
         waiter, result, waiters = resume.waiter, resume.result, self.waiters
-        waiters.silence(waiter)
+        if waiters.alarms:
+            waiters.silence(waiter)
         asked = waiters.asked.get(waiter)
         if asked is None:  # The program was interrupted, and no longer waits.
             came = result if isinstance(result, tuple) else ()
@@ -286,11 +278,8 @@ class Port:
     def tell(self, event: Event, values: Sequence[tuple[Key, Any]] = ()) -> None:
         """Have the engine handle an event, and carry out its effects.
 
-        Blocks only while more bytes wait to be sent than may.
-
-        Args:
-            event: what the program asks or reports.
-            values: held on this worker from then on, unless this raises.
+        Blocks only while more bytes wait to be sent than may. The values are held on
+        this worker from then on, unless this raises.
 
         Raises:
             JdagError: the engine refuses the event, the cluster is closed, or a
@@ -325,11 +314,7 @@ def run_program(
 ) -> BaseException | None:
     """Run a program, and report how it ended to the engine.
 
-    Args:
-        run: runs the program; returns how it ended.
-        port: of the program.
-        spawn: what the engine asked for.
-        over: raised in a program whose worker or cluster is gone; not reported.
+    `over` is raised in a program whose worker or cluster is gone, and not reported.
 
     Returns:
         What `run` let pass, such as a KeyboardInterrupt: the caller of the program gets

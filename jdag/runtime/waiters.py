@@ -13,29 +13,25 @@ class Waiters:
     `number` returns a number that no other waiter has. `asked` maps each waiter whose
     program waits to its worker and to the name of the event by which it asked; `given`
     each that was resumed, and whose result was not taken yet, to the result and the
-    record of the trace that says so.
+    record of the trace that says so; `alarms` those that have one to what cancels it.
     """
 
-    __slots__ = ("_alarms", "asked", "given", "number")
+    __slots__ = ("alarms", "asked", "given", "number")
 
     def __init__(self) -> None:
         self.number = count(1).__next__
         self.asked: dict[int, tuple[str, str]] = {}
-        self._alarms: dict[int, Cancel] = {}
+        self.alarms: dict[int, Cancel] = {}
         self.given: dict[int, tuple[Any, int]] = {}
-
-    def alarm(self, waiter: int, cancel: Cancel) -> None:
-        """Note how to cancel the alarm of a waiter."""
-        self._alarms[waiter] = cancel
 
     def silence(self, waiter: int) -> None:
         """Cancel the alarm of a waiter, if it has one."""
-        if self._alarms and (cancel := self._alarms.pop(waiter, None)) is not None:
+        if (cancel := self.alarms.pop(waiter, None)) is not None:
             cancel()
 
     def forget(self, waiter: int) -> None:
         """Forget a waiter whose result was taken, or whose program was interrupted."""
-        if self._alarms:
+        if self.alarms:
             self.silence(waiter)
         self.asked.pop(waiter, None)
         self.given.pop(waiter, None)

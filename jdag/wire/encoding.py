@@ -173,23 +173,19 @@ def _of_parts(
     """The check of a value by its parts, each with its getter, and by the relation."""
     found = [(get, _check_of(kind)) for get, kind in parts]
     checks = [(get, check) for get, check in found if check is not None]
-    if relation is not None:
-        checks.append((_itself, relation))
     if not checks:
-        return None
-    if len(checks) == 1:
+        return relation
+    if len(checks) == 1 and relation is None:
         ((get_it, check_it),) = checks
         return lambda value, known: check_it(get_it(value), known)
 
     def check_parts(value: Any, known: Known) -> None:
         for get, check in checks:
             check(get(value), known)
+        if relation is not None:
+            relation(value, known)
 
     return check_parts
-
-
-def _itself(value: Any) -> Any:
-    return value
 
 
 def _of_union(parts: tuple[Any, ...]) -> Check | None:

@@ -6,7 +6,7 @@ the payload is, the kind says:
 
 PURE     nothing, or the few bytes of a ping; its sequence is 0, which no other has
 MESSAGE  a message, the headers of its values, the elements of those that are small
-CHUNK    a piece of a large value: number of the value and offset there, then bytes
+CHUNK    the next bytes of the first large value of which some are to come
 DEFINE   a function: its digest, then what was exported
 ASIDE    what drivers tell each other beside the engines' messages
 SEGMENT  of memory that both have: a byte for what is said, numbers of 8 bytes each
@@ -45,26 +45,17 @@ class Header(NamedTuple):
     kind: FrameKind
 
 
-class Chunk(NamedTuple):
-    """Where the bytes of a chunk belong: in which large value, from which byte on."""
-
-    bulk: int
-    offset: int
-
-
 _HEADER = struct.Struct("<QQQ")
-_CHUNK = struct.Struct("<QQ")
 assert _HEADER.size == FRAME_BYTES
 
-CHUNK_HEADER_BYTES = _CHUNK.size
 CHUNK_MAX_BYTES = 256 << 10
 LENGTHS_MAX: Mapping[FrameKind, int] = {
     FrameKind.PURE: 16,
     FrameKind.MESSAGE: 1 << 30,  # Arguments of programs travel inside.
-    FrameKind.CHUNK: CHUNK_HEADER_BYTES + CHUNK_MAX_BYTES,
+    FrameKind.CHUNK: CHUNK_MAX_BYTES,
     FrameKind.DEFINE: (256 << 20) + 32,
     FrameKind.ASIDE: 256 << 20,  # A graph may be large.
-    FrameKind.SEGMENT: 25,
+    FrameKind.SEGMENT: 17,
 }
 
 _KINDS = tuple(FrameKind)
@@ -82,24 +73,9 @@ def pack_header(
     return _HEADER.pack(sequence, acknowledged, kind << _LENGTH_BITS | length)
 
 
-def pack_chunk(bulk: int, offset: int) -> bytes:
-    """What a chunk's payload begins with."""
-    return _CHUNK.pack(bulk, offset)
-
-
-def unpack_chunk(payload: bytes | memoryview) -> Chunk:
-    """Where the bytes that follow in a chunk's payload belong."""
-    if len(payload) < CHUNK_HEADER_BYTES:
-        raise ProtocolError(
-            f"a chunk of {len(payload)} bytes: its header alone takes"
-            f" {CHUNK_HEADER_BYTES}"
-        )
-    return Chunk(*_CHUNK.unpack_from(payload))
-
-
-def unpack_header(data: bytes | memoryview) -> Header:
-    """Read the header of a frame, all of whose bytes are there."""
-    sequence, acknowledged, rest = _HEADER.unpack(data)
+def unpack_header(data: bytes | memoryview, start: int = 0) -> Header:
+    """Read the header of a frame that begins there, all of whose bytes are there."""
+    sequence, acknowledged, rest = _HEADER.unpack_from(data, start)
     number, length = rest >> _LENGTH_BITS, rest & _LENGTH_MASK
     if number >= len(_KINDS):
         raise ProtocolError(
@@ -115,9 +91,6 @@ def unpack_header(data: bytes | memoryview) -> Header:
         raise ProtocolError(
             f"a {kind.name} frame of sequence {sequence}: allowed is {allowed}"
         )
-    if kind is FrameKind.CHUNK and length <= CHUNK_HEADER_BYTES:
-        raise ProtocolError(
-            f"a CHUNK frame of {length} bytes: its header takes"
-            f" {CHUNK_HEADER_BYTES}, and it brings at least one byte"
-        )
+    if kind is FrameKind.CHUNK and not length:
+        raise ProtocolError("a CHUNK frame of 0 bytes: it brings at least one")
     return Header(sequence, acknowledged, length, kind)

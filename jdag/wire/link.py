@@ -1,10 +1,9 @@
 """One end of a link to one peer: every payload once and in order, over anything.
 
-What lies below may drop, duplicate, delay, reorder or reconnect. The link is told and
-asked, and knows no clock: time is an int of nanoseconds, handed over.
+What lies below may drop, duplicate, delay or reorder. The link is told and asked, and
+knows no clock: time is an int of nanoseconds, handed over.
 
-Inputs:  `send(payload)`, `receive(frame)`, `tick()` when `deadline_ns` has come; and
-         `resume(acknowledged)` when a connection was remade.
+Inputs:  `send(payload)`, `receive(frame)`, and `tick()` when `deadline_ns` has come.
 Asks:  the frames that these return are to be put on the wire; the payloads that
        `receive` returns are to be handed on, in this order, each once.
 
@@ -25,10 +24,6 @@ would look like a lossy one. So `send` is told how long this very frame will fly
 (`flight_ns`), and `tick` until when the path is known to be carrying (`busy_until_ns`:
 the acknowledgement may stand in line behind a large payload). That puts off each resend
 once and no more, so that steady traffic cannot starve a lost frame.
-
-Reconnecting. Over a connection frames come in order or, from where it breaks, not at
-all. When it is remade each end tells the other its `received`: that much counts as
-acknowledged, and all the rest is sent again at once.
 
 Invariants: at most `window_max` frames are unacknowledged, and as many wait for a gap
 to be filled; once both ends have nothing to say, neither holds a frame; a payload that
@@ -161,11 +156,6 @@ class Link:
         """Whether nothing is unacknowledged, out of order, or owed to the peer."""
         return not self._unacked and not self._early and self._ack_due_ns is None
 
-    @property
-    def unacknowledged(self) -> tuple[Any, ...]:
-        """The payloads that the peer is not known to have, oldest first."""
-        return tuple(payload for payload, _, _ in self._unacked)
-
     def send(self, payload: Any, now_ns: int, flight_ns: int = 0) -> Frame:
         """The next data frame, to be put on the wire now.
 
@@ -241,41 +231,6 @@ class Link:
             self._ack_due_ns = None
             frames.append(Frame(0, self.received))
         return tuple(frames)
-
-    def resume(self, acknowledged: int, now_ns: int) -> tuple[Frame, ...]:
-        """All frames that the peer lacks, in order, when a connection was remade.
-
-        `acknowledged` is the peer's `received`, as it says now. Waits start anew.
-
-        Raises:
-            WorkerLost: the link has given up.
-            ProtocolError: the peer has more than was sent, or less than it had before:
-                it is not the end that this link was with.
-        """
-        if self.lost:
-            raise WorkerLost(f"{self.peer}: lost before its connection was remade")
-        if acknowledged < self.acknowledged:
-            raise ProtocolError(
-                f"link to {self.peer}: it has frames up to {acknowledged}, and had"
-                f" {self.acknowledged} before: what starts anew needs a new link"
-            )
-        self._acknowledge(acknowledged)
-        wait_ns = now_ns + self._settings.resend_ns
-        again = [
-            (payload, flight_ns, wait_ns + flight_ns)
-            for payload, flight_ns, _ in self._unacked
-        ]
-        self._unacked = deque(again)
-        self._resend_due_ns = again[0][2] if again else None
-        if again:
-            self._ack_due_ns = None
-        self.resent += len(again)
-        return tuple(
-            [
-                Frame(sequence, self.received, payload, resend=True)
-                for sequence, (payload, _, _) in enumerate(again, self.acknowledged + 1)
-            ]
-        )
 
     def _acknowledge(self, acknowledged: int) -> None:
         if acknowledged > self._last:

@@ -38,7 +38,7 @@ from jdag.engine.messages import (
 from jdag.engine.names import WORKERS_MAX, Failure, Record, Worker, incarnated
 from jdag.errors import SHOWN_MAX, ProtocolError, cut
 from jdag.wire.arrays import type_of
-from jdag.wire.encoding import Known, bounded, check_of, decoded, encoded
+from jdag.wire.encoding import CHECKED_BYTES, Known, bounded, check_of, decoded, encoded
 from jdag.wire.specs import spec_of
 from jdag.wire.trees import portable, read_tree, tree_size, write_tree
 
@@ -161,7 +161,8 @@ def _sealed(
         raise ProtocolError(f"{message!r} is no message: allowed are {allowed}")
     close = _CLOSED.get(kind)
     closed = message if close is None else close(message, data)
-    return bounded(_decoder, encoded(Envelope(closed, tuple(kinds)), _encode))
+    whole = encoded(Envelope(closed, tuple(kinds)), _encode)
+    return whole if len(whole) <= CHECKED_BYTES else bounded(_decoder, whole)
 
 
 def size(message: Message, values: Sequence[Any]) -> tuple[int, int]:
