@@ -48,9 +48,7 @@ def replicate(params: Any, devices: Sequence[Device] | None = None) -> tuple[Any
     """
     targets = devices_of(devices, "replicate")
     arrays, form = apart(params, "replicate")
-    copied = copies(arrays, len(targets))
-    there = transferred(copied, [target for target in targets for _ in arrays])
-    return _rebuilt(form, there, len(targets))
+    return _placed(form, copies(arrays, len(targets)), targets)
 
 
 def scatter(
@@ -81,10 +79,7 @@ def scatter(
     both = zip(arrays, dims, strict=True)
     pieces = [cut(array, sizes, where) for array, where in both]
     flat = [piece[number] for number in range(len(sizes)) for piece in pieces]
-    there = transferred(
-        flat, [target for target in targets[: len(sizes)] for _ in arrays]
-    )
-    return _rebuilt(form, there, len(sizes))
+    return _placed(form, flat, targets[: len(sizes)])
 
 
 def gather(
@@ -110,11 +105,8 @@ def gather(
     flat, form = _alike(xs, "gather", "chunk")
     for index, parts in enumerate(zip(*flat, strict=True)):
         check_joined(parts, which, f"gather: leaf {_path(xs[0], index)}")
-    there = transferred(
-        [array for arrays in flat for array in arrays], [target] * sum(map(len, flat))
-    )
-    size = len(flat[0])
-    return form.rebuild([joined(there[index::size], which) for index in range(size)])
+    columns = _columns(flat, [target] * len(flat[0]))
+    return form.rebuild([joined(column, which) for column in columns])
 
 
 def reduce_add(replicas: Sequence[Any], device: Device | None = None) -> Any:
@@ -135,25 +127,19 @@ def reduce_add(replicas: Sequence[Any], device: Device | None = None) -> Any:
     """
     target = None if device is None else device_of(device, "reduce_add")
     flat, form = _alike(replicas, "reduce_add", "replica")
-    first = [home_of(array) for array in flat[0]]
-    for index, array in enumerate(flat[0]):
-        if not jnp.issubdtype(array.dtype, jnp.number):
-            raise JdagError(
-                f"reduce_add adds numbers, and leaf {_path(replicas[0], index)} is "
-                f"{aval_of(array).strong}"
-            )
-    for number, arrays in enumerate(flat):
-        for index, array in enumerate(arrays):
-            mine, others = aval_of(array).strong, aval_of(flat[0][index]).strong
-            if mine != others:
+    for index, addends in enumerate(zip(*flat, strict=True)):
+        kinds = [aval_of(array).strong for array in addends]
+        where = f"leaf {_path(replicas[0], index)}"
+        if not jnp.issubdtype(addends[0].dtype, jnp.number):
+            raise JdagError(f"reduce_add adds numbers, and {where} is {kinds[0]}")
+        for number, kind in enumerate(kinds):
+            if kind != kinds[0]:
                 raise JdagError(
-                    f"reduce_add: leaf {_path(replicas[0], index)} is {others} in "
-                    f"replica 0 and {mine} in replica {number}; all have to be alike"
+                    f"reduce_add: {where} is {kinds[0]} in replica 0 and {kind} in "
+                    f"replica {number}; all have to be alike"
                 )
-    homes = [target or home for home in first] * len(flat)
-    there = transferred([array for arrays in flat for array in arrays], homes)
-    size = len(first)
-    return form.rebuild(added([there[index::size] for index in range(size)]))
+    homes = [target or home_of(array) for array in flat[0]]
+    return form.rebuild(added(_columns(flat, homes)))
 
 
 # ------------------------------------------------- arrays of pytrees, and their rows
@@ -172,12 +158,20 @@ def apart(tree: Any, what: str) -> tuple[list[Any], Form]:
     return arrays, Form(treedef, rest)
 
 
-def _rebuilt(form: Form, arrays: Sequence[Any], count: int) -> tuple[Any, ...]:
-    """Return `count` pytrees of a form, of the arrays of one after another."""
+def _placed(
+    form: Form, arrays: Sequence[Any], targets: Sequence[jax.Device]
+) -> tuple[Any, ...]:
+    """Return a pytree on each device, of the arrays of one after another."""
     size = form.num_leaves
-    return tuple(
-        [form.rebuild(arrays[n * size : (n + 1) * size]) for n in range(count)]
-    )
+    there = transferred(arrays, [target for target in targets for _ in range(size)])
+    numbers = range(len(targets))
+    return tuple([form.rebuild(there[n * size : (n + 1) * size]) for n in numbers])
+
+
+def _columns(rows: Sequence[Sequence[Any]], homes: list[Any]) -> list[list[Any]]:
+    """Return for each home what all rows have there, brought to it."""
+    there = transferred([array for row in rows for array in row], homes * len(rows))
+    return [there[index :: len(homes)] for index in range(len(homes))]
 
 
 def array_at(tree: Any, index: int, leaf: Any, what: str) -> Any:
@@ -361,19 +355,16 @@ def _repeated(*arrays: Any, count: int) -> list[Any]:
     return list(arrays) * count
 
 
-def _reduce_add(cotangents: Sequence[Any], *given: Any, count: int) -> list[Any]:
+def _reduce_add(cotangents: Sequence[Any], *_: Any, count: int) -> list[Any]:
     """ReduceAdd, the transpose of `copies`."""
     size = len(cotangents) // count
     sums = [
         [ct for ct in cotangents[index::size] if type(ct) is not ad.Zero]
         for index in range(size)
     ]
-    found = [cotangents[index] for index in range(size)]  # A Zero, where all are.
-    indices = [index for index, addends in enumerate(sums) if addends]
-    results = added([sums[index] for index in indices])
-    for index, result in zip(indices, results, strict=True):
-        found[index] = result
-    return found
+    found = iter(added([addends for addends in sums if addends]))
+    both = zip(sums, cotangents, strict=False)
+    return [next(found) if addends else zero for addends, zero in both]
 
 
 def _batched(arrays: Sequence[Any], dims: Sequence[Any], *, count: int) -> Any:
