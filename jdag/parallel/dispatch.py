@@ -1,17 +1,21 @@
 """How replicas run: one call a device, or one program over all devices.
 
-A plan is made once for a function, its abstract values and devices, and kept. It takes
-the arrays of a call as they came, and carries cotangents back to where these live.
-`Each` calls a compiled pair on every device, whatever the chunks. `OneProgram` is a
-forward and a vjp over all devices, by `jax.shard_map`; chunks have one size then, and
-where rows do not suffice the last row stands in for those that lack.
-Residuals stay on the devices. Gradients of the replicas come to where the parameters
-live, and are added there in the order of the replicas.
+A plan is made once for a `DispatchTask`, and kept: `Each` calls a compiled pair on
+every device, whatever the chunks; `OneProgram` (`jdag.parallel.program`) is a forward
+and a vjp over all devices. Both have
+
+    forward(arrays, homes, target) -> outputs, residuals
+    vjp(residuals, cotangents, homes) -> a cotangent for each tracked array, or None
+
+where `homes` say where each array lives (None where that is not known), outputs are
+joined on the target device, and a cotangent comes to where its array lives. None stands
+for cotangents that are all zero. Residuals stay on the devices. Gradients of the
+replicas are added where the parameters live, in the order of the replicas.
 """
 
 from collections.abc import Callable, Sequence
 from itertools import compress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.tree_util as jtu
@@ -87,23 +91,6 @@ class DispatchTask(NamedTuple):
         return parts[0]
 
 
-class DispatchPlan(Protocol):
-    """What runs the replicas of one task."""
-
-    def forward(
-        self, arrays: Sequence[Any], homes: Sequence[Target], target: Target
-    ) -> tuple[Any, Any]:
-        """Return the joined outputs, a pytree on the target device, and residuals.
-
-        `homes` say where each of the task's arrays lives, None where it is not known.
-        """
-
-    def vjp(
-        self, residuals: Any, cotangents: Sequence[Any], homes: Sequence[Target]
-    ) -> list[Any] | None:
-        """Return a cotangent for each tracked array, where it lives; None: all zero."""
-
-
 class Each:
     """One compiled call a device; chunks may have different sizes."""
 
@@ -136,7 +123,7 @@ class Each:
     def forward(
         self, arrays: Sequence[Any], homes: Sequence[Target], target: Target
     ) -> tuple[Any, Any]:
-        """See `DispatchPlan`."""
+        """Return the joined outputs, a pytree on the target device, and residuals."""
         outputs, residuals = forward_all(self._pairs, self._cut(arrays, homes))
         size, rows = self._joined, self._joined * self._count
         flat = [value for replica in outputs for value in replica[:size]]
@@ -149,7 +136,7 @@ class Each:
     def vjp(
         self, residuals: Any, cotangents: Sequence[Any], homes: Sequence[Target]
     ) -> list[Any] | None:
-        """See `DispatchPlan`."""
+        """Return a cotangent for each tracked array, where it lives; None: all zero."""
         task = self._task
         found = vjp_all(self._pairs, residuals, self._spread(cotangents))
         if found[0] is None:

@@ -80,7 +80,7 @@ class OneProgram:
     def forward(
         self, arrays: Sequence[Any], homes: Sequence[Target], target: Target
     ) -> tuple[Any, Any]:
-        """See `Plan`."""
+        """Return the joined outputs, a pytree on the target device, and residuals."""
         shared, traced = self._task.shared, self._traced_by
         rows = cuttable(arrays[shared:], homes[shared:])
         if self._lacking:
@@ -99,7 +99,7 @@ class OneProgram:
     def vjp(
         self, residuals: Any, cotangents: Sequence[Any], homes: Sequence[Target]
     ) -> list[Any] | None:
-        """See `Plan`."""
+        """Return a cotangent for each tracked array, where it lives; None: all zero."""
         if residuals is None:
             return None
         task, indices = self._task, self._cotangents

@@ -3,7 +3,6 @@
 All errors have one wording: `key = value: allowed is ...`.
 """
 
-import codecs
 import io
 import math
 import os
@@ -212,53 +211,29 @@ def _parts(value: Any) -> Iterable[Any]:
     return value if isinstance(value, list) else ()
 
 
-# Byte order marks of other encodings; that of UTF-32 begins with UTF-16's.
-_MARKS = {
-    codecs.BOM_UTF32_LE: "UTF-32",
-    codecs.BOM_UTF32_BE: "UTF-32",
-    codecs.BOM_UTF16_LE: "UTF-16",
-    codecs.BOM_UTF16_BE: "UTF-16",
-}
-_SAVE = "save it as UTF-8"
-
-
 def text_in(path: Path, bytes_max: int = BYTES_MAX) -> str:
     """Return the text of a regular file, in UTF-8 with or without a byte order mark.
 
     Raises:
-        ScenarioError: it cannot be read, or is in another encoding; says which.
+        ScenarioError: it cannot be read, is too large, or is in another encoding.
     """
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode):  # A pipe would be waited for.
+        if not stat.S_ISREG(path.stat().st_mode):  # A pipe would be waited for.
             raise ScenarioError("this is no regular file")
         with path.open("rb") as file:
             data = file.read(bytes_max + 1)
-        size = max(len(data), found.st_size)
     except (OSError, ValueError) as error:
         raise ScenarioError(reason(error)) from error
-    if size > bytes_max:
-        most = f"and {bytes_max:,} are the most that is read"
-        raise ScenarioError(f"this has at least {size:,} bytes, {most}")
-    for mark, encoding in _MARKS.items():
-        if data.startswith(mark):
-            raise ScenarioError(f"this is text in {encoding}: {_SAVE}")
-    if (zero := data.find(0)) >= 0:
-        where = _line(data, zero)
-        raise ScenarioError(
-            f"there is a zero byte in {where}, as in UTF-16 and in what is no text:"
-            f" {_SAVE}"
-        )
+    if len(data) > bytes_max:
+        raise ScenarioError(f"this has more than {bytes_max:,} bytes, the most allowed")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        byte = f"byte {error.object[error.start]:#04x} in {_line(data, error.start)}"
-        raise ScenarioError(f"this is not UTF-8, by {byte}: {_SAVE}") from error
+        line = 1 + error.object.count(b"\n", 0, error.start)
+        byte = f"byte {error.object[error.start]:#04x} in line {line}"
+        why = f"this is not UTF-8, by {byte}: save it as UTF-8"
+        raise ScenarioError(why) from error
     return io.StringIO(text, newline=None).read()  # Lines as files have them.
-
-
-def _line(data: bytes, place: int) -> str:
-    return f"line {data.count(10, 0, place) + 1}"
 
 
 def said(error: ValidationError, place: list[Any] | None = None) -> str:
