@@ -253,7 +253,7 @@ def forward_all(
         with working(made, args[number]):
             return made.forward(args[number])
 
-    found = _all_ended(run, len(pairs))
+    found = all_ended(run, len(pairs))
     return [outputs for outputs, _ in found], [residuals for _, residuals in found]
 
 
@@ -274,10 +274,11 @@ def vjp_all(
         with working(made, held.keeps):
             return list(made.vjp(held, given))
 
-    return _all_ended(run, len(pairs))
+    return all_ended(run, len(pairs))
 
 
-def _all_ended(run: Callable[[int], Any], count: int) -> list[Any]:
+def all_ended(run: Callable[[int], Any], count: int) -> list[Any]:
+    """Run something for each replica; raise the first error when all have ended."""
     found, failed = [], {}
     for number in range(count):
         try:
@@ -288,14 +289,10 @@ def _all_ended(run: Callable[[int], Any], count: int) -> list[Any]:
         return found
     jax.block_until_ready(found)
     first = min(failed)
-    note_replica(failed[first], first, count)
-    raise failed[first]
-
-
-def note_replica(error: Exception, number: int, count: int) -> None:
-    """Note with an error which replica raised it, where there are several."""
     if count > 1:
-        error.add_note(f"It was raised by replica {number} of 0 to {count - 1}.")
+        noted = f"It was raised by replica {first} of 0 to {count - 1}."
+        failed[first].add_note(noted)
+    raise failed[first]
 
 
 def working(made: Any, arrays: Sequence[Any]) -> AbstractContextManager[Any]:

@@ -22,11 +22,11 @@ import jax.tree_util as jtu
 
 from jdag.compute.avals import Aval, intern_aval
 from jdag.compute.moves import Target, cuttable, home_of, transferred
-from jdag.compute.pairs import pair
+from jdag.compute.pairs import Pair, pair
 from jdag.compute.pytrees import Template
 from jdag.engine.functions import name_of
 from jdag.errors import JdagError
-from jdag.parallel.apply import forward_all, note_replica, vjp_all
+from jdag.parallel.apply import all_ended, forward_all, vjp_all
 from jdag.parallel.movement import added, check_joined, cut, joined
 from jdag.parallel.processes import Processes, Terms
 
@@ -95,29 +95,26 @@ class Each:
     """One compiled call a device; chunks may have different sizes."""
 
     def __init__(self, task: DispatchTask) -> None:
-        call = task.fn, task.template
         self._task = task
         self._count = len(task.sizes)
-        pairs = []
-        for number, size in enumerate(task.sizes):
-            try:
-                pairs.append(pair(*call, task.chunk(size), task.tracked))
-            except Exception as error:  # Of the user's function: whatever it likes.
-                note_replica(error, number, self._count)
-                raise
-        self._pairs = tuple(pairs)
+
+        def made(number: int) -> Pair:
+            avals = task.chunk(task.sizes[number])
+            return pair(task.fn, task.template, avals, task.tracked)
+
+        self._pairs = all_ended(made, self._count)
         self._wheres = [device for device in task.devices for _ in task.avals]
         first = task.outputs_of(self._pairs[0].out_tree)
         self._joined = first.num_leaves
-        for number, made in enumerate(self._pairs):
-            tree = task.outputs_of(made.out_tree)
+        for number, one in enumerate(self._pairs):
+            tree = task.outputs_of(one.out_tree)
             if tree != first:
                 raise JdagError(
                     f"{task.name} returned {first} of replica 0 and {tree} of replica "
                     f"{number}: outputs of other structures cannot be joined"
                 )
         for index in range(self._joined):
-            parts = [made.out_avals[index] for made in self._pairs]
+            parts = [one.out_avals[index] for one in self._pairs]
             check_joined(parts, task.dim, f"output {index} of {task.name}")
 
     def forward(

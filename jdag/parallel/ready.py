@@ -1,9 +1,7 @@
 """What a call of data_parallel comes to, made once for all calls that look alike.
 
-A call looks as what it is given does: its function, by `key_of`; of each array its
-abstract value, and whether it is tracked; devices, options, and the settings of JAX.
-What is made of that depends on nothing that arrays hold, and keeps none of them: how
-rows are cut, which way replicas go, and the plan that runs them.
+Calls look alike by their function (`key_of`), abstract values, which arrays are
+tracked, devices, options and settings of JAX. What is kept holds no array.
 """
 
 from collections.abc import Hashable, Sequence
@@ -59,7 +57,6 @@ def plan_for(
 
 
 def _looks(arrays: Sequence[Any]) -> tuple[Hashable, ...]:
-    """What each array looks like, at once where none is a tracer."""
     if are_arrays(arrays):
         return tuple([array.aval for array in arrays]), ()
     return tuple(map(aval_of, arrays)), tracked_of(arrays)
@@ -129,7 +126,6 @@ def _task(
 
 
 def _is_each(task: DispatchTask, how: str | None) -> bool:
-    """Tell whether replicas have a call each, and not one program."""
     equal, unjitted = len(set(task.sizes)) == 1, is_unjitted(task.fn)
     if unjitted and (task.axis_name is not None or how not in ("each", None)):
         asked = f"how = {how!r}" if task.axis_name is None else "an axis_name"

@@ -139,9 +139,6 @@ class Table(BaseModel):
                 allowed = f"one of the keys {keys}{meant(key, known)}"
                 context = {"key": key, "allowed": allowed}
                 raise PydanticCustomError("unknown", "{allowed}", context)
-        for key, field in cls.model_fields.items():
-            if field.is_required() and key not in table:
-                raise PydanticCustomError("missing_key", "{key}", {"key": key})
         return table
 
 
@@ -247,8 +244,7 @@ def said(error: ValidationError, place: list[Any] | None = None) -> str:
     place = list(first["loc"]) if place is None else list(place)
     context = first.get("ctx", {})
     match first["type"]:
-        case "missing_key":
-            place.append(context["key"])
+        case "missing":
             return f"{dotted(place)} is missing; it has to be there"
         case "unknown":
             value = first["input"][context["key"]]
