@@ -14,12 +14,13 @@ sends and receives nothing; each end has at most one timer that counts.
 
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from jdag.compute.digest import fingerprint
 from jdag.engine.protocol import Key, Message, Send, Worker, incarnated, named
 from jdag.runtime.host import Host
-from jdag.runtime.recorder import said
+from jdag.runtime.recorder import NO_CAUSE, said
 from jdag.runtime.stats import Sent
 from jdag.sim.environment import Environment
 from jdag.sim.network import Lane, LinkModel, Traffic
@@ -51,47 +52,28 @@ def gives_up_ns(settings: LinkSettings) -> int:
     return settings.resend_ns * sum(min(w, settings.backoff_max) for w in waits)
 
 
+@dataclass(slots=True, eq=False)
 class LinkEnd:
     """One worker's end of its link to a peer; `twin` is the peer's end of it.
 
     Each incarnation of a worker has its own; `route` are the names of the two, `out`
     and `back` the lanes from and to here. `record` is the last frame that left here,
-    `heard` the last with a message that came; `payload_bytes`, and `zero_bytes` of what
-    went unsaid, are for the driver to count in.
+    `heard` the last with a message that came.
     """
 
-    __slots__ = (
-        "back",
-        "heard",
-        "link",
-        "open",
-        "out",
-        "payload_bytes",
-        "peer",
-        "record",
-        "route",
-        "timer_ns",
-        "twin",
-        "worker",
-        "zero_bytes",
-    )
-
-    twin: "LinkEnd"
-
-    def __init__(
-        self, worker: str, peer: str, link: Link, out: Lane, back: Lane
-    ) -> None:
-        self.worker = worker
-        self.peer = peer
-        self.route = (named(worker), named(peer))
-        self.link = link
-        self.out = out
-        self.back = back
-        self.open = True
-        self.timer_ns: int | None = None
-        self.record = self.heard = -1
-        self.payload_bytes = 0
-        self.zero_bytes = 0
+    worker: Worker
+    peer: Worker
+    route: tuple[str, str]
+    link: Link
+    out: Lane
+    back: Lane
+    twin: "LinkEnd" = field(init=False)
+    open: bool = True
+    timer_ns: int | None = None
+    record: int = NO_CAUSE
+    heard: int = NO_CAUSE
+    payload_bytes: int = 0
+    zero_bytes: int = 0  # Of zeros that were not sent.
 
 
 class SimTransport:
@@ -132,13 +114,13 @@ class SimTransport:
         if end is None:
             model, lane = self._network.model, self._traffic.lane
             there = named(worker), named(peer)
-            back = there[::-1]
+            back = there[1], there[0]
             settings = self._settings or link_settings(model(*there), model(*back))
-            lanes = lane(*there), lane(*back)
-            end = LinkEnd(worker, peer, Link(peer, settings), *lanes)
-            end.twin = LinkEnd(peer, worker, Link(worker, settings), *lanes[::-1])
-            end.twin.twin = end
-            self._ends[worker][peer], self._ends[peer][worker] = end, end.twin
+            out, into = lane(*there), lane(*back)
+            end = LinkEnd(worker, peer, there, Link(peer, settings), out, into)
+            twin = LinkEnd(peer, worker, back, Link(worker, settings), into, out)
+            end.twin, twin.twin = twin, end
+            self._ends[worker][peer], self._ends[peer][worker] = end, twin
         return end
 
     def close(self, worker: Worker, peer: Worker) -> None:
