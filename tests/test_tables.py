@@ -124,20 +124,6 @@ def test_a_file_without_an_end_or_of_more_than_a_mebibyte_is_not_read(tmp_path: 
     assert read(large, "a file")[1] == {"a": 1}
 
 
-@pytest.mark.parametrize(
-    "deep", [100, 2_000, pytest.param(20_001, marks=pytest.mark.second)]
-)
-def test_the_values_of_a_file_are_nested_at_most_a_hundred_deep(
-    tmp_path: Path, deep: int
-):
-    path = tmp_path / "deep.toml"
-    path.write_text("a" + ".a" * 98 + " = 1")
-    read(path, "a file")
-    path.write_text("a" + ".a" * (deep - 1) + " = 1")
-    with pytest.raises(ScenarioError, match="nested more than 100 deep"):
-        read(path, "a file")
-
-
 def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path):
     path = tmp_path / "some.toml"
     path.write_bytes(b"\xef\xbb\xbf# Is it so?\r\na = 1\r\n")

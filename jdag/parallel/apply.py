@@ -1,7 +1,7 @@
 """Functions applied side by side, each to its own input on its own device.
 
-All are dispatched before any is waited for, and where one raises the others still run
-to their end: then the first error, by replica, is raised. A forward and its vjp are one
+All are dispatched before any is waited for. Where one raises, the others run to their
+end before the first error, by replica, is raised. A forward and its vjp are one
 compiled call each (`jdag.compute.pairs`), and residuals stay on their devices.
 """
 
@@ -56,8 +56,8 @@ def parallel_apply(
         What each function returned: pytrees of arrays.
 
     Raises:
-        JdagError: there are not as many inputs, or devices, as functions; an output is
-            no array; what is wrong with the devices; an input lives on two.
+        JdagError: inputs or devices are not as many as functions; an output is no
+            array; devices are unusable; an input lives on two.
         Exception: what a function raised, with a note of which replica it was.
     """
     what = "parallel_apply"
@@ -94,7 +94,7 @@ def parallel_apply(
 
 
 class DeviceCall(NamedTuple):
-    """A function with its arguments taken apart: `template` has what is no array."""
+    """A function with its arrays; `template` has the rest of its arguments."""
 
     fn: Callable[..., Any]
     template: Template
@@ -296,7 +296,7 @@ def all_ended(run: Callable[[int], Any], count: int) -> list[Any]:
 
 
 def working(made: Any, arrays: Sequence[Any]) -> AbstractContextManager[Any]:
-    """What runs unjitted makes its arrays where its arguments are."""
+    """Let a function that runs unjitted make its arrays where its arguments are."""
     if not made.source.unjitted:
         return nullcontext()
     home = next(map(home_of, arrays), None)

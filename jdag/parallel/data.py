@@ -55,7 +55,7 @@ def data_parallel(  # noqa: PLR0913 - as PyTorch has it, and ours by keyword.
     Args:
         fn: a pure function of parameters and rows; it is jitted, or, marked by
             `jdag.unjitted`, called as it stands on every device.
-        params: a pytree of arrays, replicated; what is no array is part of `fn`.
+        params: a pytree of arrays, replicated; other leaves are part of `fn`.
         x: a pytree of arrays with as many rows each along `dim`.
         devices: names or devices; None is all of this process. Of several processes
             these are as many of each.
@@ -77,8 +77,8 @@ def data_parallel(  # noqa: PLR0913 - as PyTorch has it, and ours by keyword.
         vector with one element for each.
 
     Raises:
-        JdagError: what is wrong with the devices, with x or with `how`; an output is no
-            array or cannot be joined; processes do not do the same.
+        JdagError: unusable devices, x or `how`; an output that is no array or cannot be
+            joined; processes that do not do the same.
         WorkerLost: another process has ended, or not called it in time.
         Exception: what `fn` raised.
     """
@@ -91,16 +91,9 @@ def data_parallel(  # noqa: PLR0913 - as PyTorch has it, and ours by keyword.
     processes, chosen, target = devices_for(devices, output_device, deadline_s)
     rows = () if axis_name is None else (HOLE,)
     call = call_of(fn, (params, x, *rows), WHAT)
-    task, plan = plan_for(
-        call,
-        x,
-        how,
-        dim=whole(dim, WHAT),
-        devices=chosen,
-        axis_name=axis_name,
-        has_aux=has_aux,
-        processes=processes,
-    )
+    options = {"axis_name": axis_name, "has_aux": has_aux, "processes": processes}
+    which = whole(dim, WHAT)
+    task, plan = plan_for(call, x, how, dim=which, devices=chosen, **options)
     outputs = _outputs(task, plan, call.arrays, target)
     return (outputs[0], jax.lax.stop_gradient(outputs[1])) if has_aux else outputs
 

@@ -1,8 +1,7 @@
-"""Copies, chunks and joins of arrays over devices, and sums of what flows back.
+"""Copies, chunks and joins of arrays over devices, and sums of their cotangents.
 
-To replicate is to copy and to move. The transpose of the copying is ReduceAdd: the
-cotangents of the copies have come to where the original lives, and are added there in
-the order of the copies, all leaves in one call.
+Replication copies, then moves. The transpose of the copying is ReduceAdd: cotangents
+are added on the device of the original, in the order of the copies.
 """
 
 import operator
@@ -34,7 +33,7 @@ def replicate(params: Any, devices: Sequence[Device] | None = None) -> tuple[Any
 
     Cotangents of the copies are added on the device of the original, in the order of
     the devices, all leaves in one call. Integers and bools are copied and have no
-    cotangents; what is no array (a string, a function) is in each copy as it is.
+    cotangents; leaves that are not arrays (strings, functions) are shared.
 
     Args:
         params: a pytree of arrays.
@@ -44,7 +43,7 @@ def replicate(params: Any, devices: Sequence[Device] | None = None) -> tuple[Any
         As many pytrees as devices, in their order.
 
     Raises:
-        JdagError: what is wrong with the devices, or that a leaf cannot be copied.
+        JdagError: unusable devices, or a leaf that cannot be copied.
     """
     targets = devices_of(devices, "replicate")
     arrays, form = apart(params, "replicate")
@@ -56,8 +55,8 @@ def scatter(
 ) -> tuple[Any, ...]:
     """Cut arrays into chunks along a dimension, one for each device, on it.
 
-    Chunks have `ceil(n / k)` of n rows for k devices, and the last what is left. Where
-    rows do not suffice for all, there are fewer chunks than devices.
+    Chunks have `ceil(n / k)` of n rows for k devices, and the last one the rest. With
+    too few rows for all there are fewer chunks than devices.
 
     Args:
         x: a pytree of arrays with as many rows each.
@@ -65,11 +64,11 @@ def scatter(
         dim: the dimension along which rows are counted; a negative one from the end.
 
     Returns:
-        The chunks, in order: pytrees like x. What is no array is in each as it is.
+        The chunks, in order: pytrees like x. Leaves that are not arrays are shared.
 
     Raises:
-        JdagError: what is wrong with the devices; a scalar; no such dimension; arrays
-            with different numbers of rows.
+        JdagError: unusable devices; a scalar; no such dimension; arrays with different
+            numbers of rows.
     """
     targets = devices_of(devices, "scatter")
     arrays, form = apart(x, "scatter")
@@ -94,7 +93,7 @@ def gather(
         dim: the dimension; a negative one counts from the end.
 
     Returns:
-        A pytree like each of them. What is no array is that of the first.
+        A pytree like each of them. Leaves that are not arrays come from the first.
 
     Raises:
         JdagError: there are none; their structures, their dtypes or, but for the
@@ -112,14 +111,14 @@ def gather(
 def reduce_add(replicas: Sequence[Any], device: Device | None = None) -> Any:
     """Add pytrees, leaf by leaf, in their order: ((r0 + r1) + r2) + ...
 
-    The sum that gradients of replicas have; all leaves are added in one call.
+    This is the sum of gradients of replicas; all leaves are added in one call.
 
     Args:
         replicas: pytrees of arrays, of one structure, with equal shapes and dtypes.
         device: where; None is where each leaf of the first lives.
 
     Returns:
-        A pytree like each of them. What is no array is that of the first.
+        A pytree like each of them. Leaves that are not arrays come from the first.
 
     Raises:
         JdagError: there are none; structures, shapes or dtypes differ: names both; a

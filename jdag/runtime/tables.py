@@ -25,7 +25,6 @@ from pydantic_core import PydanticCustomError
 
 from jdag.errors import (
     ScenarioError,
-    is_deeper,
     meant,
     reason,
     spelled,
@@ -112,7 +111,6 @@ def is_path(value: object) -> bool:
 
 NESTING_MAX = 200  # Default depth to which programs may call each other.
 NS = "an integer >= 0 and < 2^63"  # 292 years: sums of them are still floats.
-DEPTH_MAX = 100
 BYTES_MAX = 1 << 20  # Of a file.
 
 TEXT = Annotated[str, only("a text", lambda v: isinstance(v, str) and bool(v))]
@@ -193,19 +191,9 @@ def parsed(parse: Callable[[str], Any], text: str) -> Any:
         ValueError: the parser refuses it, or its values are nested too deep.
     """
     try:
-        held = parse(text)
-        is_deep = is_deeper(held, DEPTH_MAX, _parts)
+        return parse(text)
     except RecursionError:
-        is_deep = True
-    if is_deep:
-        raise ValueError(f"its values are nested more than {DEPTH_MAX} deep")
-    return held
-
-
-def _parts(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()
+        raise ValueError("its values are nested too deep") from None
 
 
 def text_in(path: Path, bytes_max: int = BYTES_MAX) -> str:
