@@ -119,11 +119,11 @@ def play(
     """A simulation of engines that all follow one script; home is the first worker."""
     engines: dict[str, Scripted] = {}
 
-    def engine(worker: str, _: Sequence[str]) -> Scripted:
+    def engine(worker: str, *_: Any) -> Scripted:
         engines[worker] = Scripted(worker, react)
         return engines[worker]
 
-    monkeypatch.setattr("jdag.sim.host.Engine", engine)
+    monkeypatch.setattr("jdag.sim.environment.Engine", engine)
     settings = {"seed": 0, "home": workers[0], **settings}
     made = Simulation(SimSettings(workers=workers, **settings), run_program)
     for each in engines.values():

@@ -87,9 +87,9 @@ def test_what_it_held_is_gone_and_what_it_did_before_still_counts(monkeypatch):
     assert gone["messages_sent"] == 1
     # What it had begun counts as begun.
     assert gone["busy_ns"] == 2_000
-    host = played.simulation._hosts["b"]
-    assert host.device.running is None and not host.device.wanting
+    host = played.simulation._env.hosts["b"]
     assert host.engine is None
+    assert [of for of, _ in played.simulation._jobs._devices if of == "b"] == []
 
 
 def test_every_survivor_is_told_at_once_when_the_crash_is_detected(monkeypatch):

@@ -68,7 +68,7 @@ def where(ref: Any) -> set[int]:
     """The numbers of the devices that a ref's array is on, where it is held."""
     driver = ref.holder.state.cluster.driver
     driver.settle()
-    host, key = driver._hosts[ref.worker], ref.key
+    host, key = driver._env.hosts[ref.worker], ref.key
     if ref.leaf is not None:  # The newest version that is stored.
         held = host.machine.values._held
         key = max(k for k in held if k.kind == "leaf" and k.name == ref.leaf.id)

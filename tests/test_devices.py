@@ -1,4 +1,4 @@
-"""Devices: what jobs cost, in which order they run, and what they waited for."""
+"""Devices: what jobs cost, and what those on one device wait for."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -8,19 +8,22 @@ import pytest
 import jdag.engine.functions
 from jdag.engine.functions import name_of
 from jdag.engine.protocol import (
+    Compute,
+    Computed,
     ContextId,
     Fill,
     Forward,
     Job,
     Key,
+    Left,
     ScratchKey,
     Sum,
     Vjp,
 )
 from jdag.errors import ScenarioError
-from jdag.runtime.chooser import Chooser
-from jdag.sim.devices import FREE, MOVED, Device, DeviceModel, models
-from jdag.sim.faults import Faults, Slow
+from jdag.sim.devices import FREE, MOVED, DeviceModel, models
+from jdag.sim.faults import Slow
+from tests.sim_cases import Work, job, play
 
 CONTEXT = ContextId(0, 1, 0)
 WORKERS = ("a", "b", "c")
@@ -40,16 +43,12 @@ def named(name: str) -> Any:
     return SimpleNamespace(name=name)
 
 
-def forward(path: tuple[int, ...] = (1,), name: str = "m:layer") -> Forward:
-    return Forward(1, CONTEXT, path, named(name), (), (), None)
+def forward(name: str = "m:layer") -> Forward:
+    return Forward(1, CONTEXT, (1,), named(name), (), (), None)
 
 
-def vjp(path: tuple[int, ...] = (1,), name: str = "m:layer", phase: int = 1) -> Vjp:
-    return Vjp(1, CONTEXT, phase, path, named(name), key("r"), (), (), True)
-
-
-def device(policy: str = "path", *faults: Slow) -> Device:
-    return Device("a", MODEL, Chooser(0, policy), Faults(faults, WORKERS))
+def vjp(name: str = "m:layer") -> Vjp:
+    return Vjp(1, CONTEXT, 1, (1,), named(name), key("r"), (), (), True)
 
 
 @pytest.mark.parametrize(
@@ -120,101 +119,44 @@ def test_a_device_of_nobody_and_what_is_no_device_are_refused_by_name():
         models(devices, WORKERS)
 
 
-def ran(of: Device, jobs: list[Job]) -> list[tuple[int, tuple[int, ...]]]:
-    """The (phase, path) of jobs that are all ready at once, in the order they run."""
-    for job in jobs:
-        of.add(job, 0, 0)
-    order = []
-    while (task := of.begin(0)) is not None:
-        order.append((task.job.phase, task.job.path))
-        of.end()
-    return order
+def work(number: int) -> Any:
+    return job(number, Work("m:layer"))
 
 
-JOBS: list[Job] = [
-    vjp((2,)),
-    forward((3,)),
-    forward((2, 1)),
-    vjp((1,), phase=2),
-    vjp((1,)),
-    forward((2,)),
-]
+def test_a_device_runs_one_job_at_a_time_and_each_names_the_end_it_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def react(engine: Any, event: Any) -> Any:
+        match event:
+            case Left():
+                return [Compute(work(1)), Compute(work(2))]
+            case Computed(job=1):
+                return [Compute(work(3))]
+            case Computed(job=3):
+                return [Compute(work(4))]
+
+    played = play(monkeypatch, react, devices=MODEL)
+    played.ask()
+    played.simulation.settle()
+    times = [(r.kind, r.time_ns) for r in played.records("start", "finish")]
+    one_by_one = [(("start", 10 * n), ("finish", 10 * n + 10)) for n in range(4)]
+    assert times == [each for pair in one_by_one for each in pair]
+    assert played.simulation.info()["a"]["busy_ns"] == 40
+    (issue,) = [r.index for r in played.records("issue")]
+    ends = [r.index for r in played.records("finish")]
+    causes = [r.causes for r in played.records("start")]
+    # The last two: it was asked for while another ran, or when none did.
+    assert causes == [(issue,), (issue, ends[0]), (ends[0], ends[1]), (ends[2],)]
 
 
-def test_by_path_forward_goes_first_then_by_pass_then_by_path():
-    assert ran(device("path"), JOBS) == [
-        (0, (2,)),
-        (0, (2, 1)),
-        (0, (3,)),
-        (1, (1,)),
-        (1, (2,)),
-        (2, (1,)),
-    ]
+def test_a_slow_worker_takes_longer_while_it_is_slow(monkeypatch: pytest.MonkeyPatch):
+    def react(engine: Any, event: Any) -> Any:
+        number = event.job if isinstance(event, Computed) else 0
+        return [Compute(work(number + 1))] if number < 3 else None
 
-
-def test_backward_first_puts_every_vjp_before_every_forward():
-    assert ran(device("backward_first"), JOBS) == [
-        (1, (1,)),
-        (1, (2,)),
-        (2, (1,)),
-        (0, (2,)),
-        (0, (2, 1)),
-        (0, (3,)),
-    ]
-
-
-def test_a_device_runs_one_task_at_a_time_and_adds_up_what_ran():
-    of = device()
-    assert not of.wanting
-    of.add(forward((1,)), 11, 0)
-    of.add(vjp((1,)), 12, 0)
-    assert of.wanting
-    first = of.begin(0)
-    assert first is not None and (first.cost_ns, first.asked) == (10, 11)
-    assert not of.wanting
-    with pytest.raises(AssertionError):
-        of.begin(5)
-    of.end()
-    assert of.wanting
-    second = of.begin(10)
-    assert second is not None and second.cost_ns == 20
-    assert of.busy_ns == 30
-    of.end()
-    assert of.begin(30) is None
-
-
-def test_a_task_knows_the_end_that_it_waited_for_and_none_if_it_did_not_wait():
-    of = device()
-    of.add(forward((1,)), 0, 0)
-    assert (task := of.begin(0)) is not None and task.behind == -1
-    of.add(forward((2,)), 0, 4)
-    of.end()
-    of.finish = 21
-    of.add(forward((3,)), 0, 10)
-    assert (task := of.begin(10)) is not None and task.behind == 21
-    of.end()
-    of.finish = 22
-    assert (task := of.begin(10)) is not None and task.behind == -1
-
-
-def test_a_slow_worker_takes_longer_while_it_is_slow():
-    of = device("path", Slow("a", 2.5, from_ns=100, until_ns=200), Slow("b", 9))
-    costs = []
-    for now_ns in (99, 100, 199, 200):
-        of.add(forward(), 0, now_ns)
-        task = of.begin(now_ns)
-        assert task is not None
-        costs.append(task.cost_ns)
-        of.end()
-    assert costs == [10, 25, 25, 10]
-    assert of.busy_ns == 70
-
-
-def test_a_device_that_stops_forgets_what_runs_and_what_waits():
-    of = device()
-    for place in range(3):
-        of.add(forward((place,)), 0, 0)
-    assert of.begin(0) is not None
-    of.stop()
-    assert of.running is None and not of.wanting
-    assert of.begin(0) is None
+    slow = [Slow("a", 2.5, from_ns=10, until_ns=35), Slow("b", 9)]
+    played = play(monkeypatch, react, devices=MODEL, faults=slow)
+    played.ask()
+    played.simulation.settle()
+    assert [r.time_ns for r in played.records("start")] == [0, 10, 35]
+    assert played.simulation.info()["a"]["busy_ns"] == 45

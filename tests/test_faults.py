@@ -120,15 +120,6 @@ def test_a_partition_that_is_never_repaired_stays():
     assert faults.verdict("a", "b", 1 << 60, Chooser(0)).causes == ("partition",)
 
 
-def test_crashes_are_found_by_the_index_of_the_trace():
-    first, second = Crash("a", 7, at_index=3), Crash("b", 0, at_index=3)
-    timed = Crash("c", 0, at_ns=3)
-    faults = Faults([first, timed, second], WORKERS)
-    assert faults.crashes == (first, timed, second)
-    assert faults.crash_at_index(3) == (first, second)
-    assert faults.crash_at_index(2) == ()
-
-
 def test_a_slow_worker_takes_longer_within_its_time():
     faults = Faults([Slow("a", 1.5, 10, 20), Slow("a", 2, 15)], WORKERS)
     stretched = [faults.stretched_ns("a", 101, now_ns) for now_ns in (9, 10, 15, 20)]

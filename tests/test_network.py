@@ -207,11 +207,8 @@ def test_a_slow_but_clean_network_makes_no_link_resend(sends, jitter_ns):
     timeline = Timeline(events_max=10_000)
     got: dict[str, list[object]] = {"a": [], "b": []}
     told: dict[str, list[object]] = {"a": [], "b": []}
-    for number, (time_ns, (source, peer), size) in enumerate(sorted(sends)):
-        timeline.push(time_ns, 0, (source, (number, size)))
-        told[peer].append((number, size))
-    while (action := timeline.pop()) is not None:
-        name, what = action
+
+    def happens(_: Any, name: str, what: Any) -> None:
         link, now_ns = ends[name], timeline.now_ns
         if isinstance(what, Frame):
             got[name].extend(link.receive(what, now_ns))
@@ -220,14 +217,21 @@ def test_a_slow_but_clean_network_makes_no_link_resend(sends, jitter_ns):
                 for frame in link.tick(now_ns, drained_ns(way, name, link.peer)):
                     size = HEADER_BYTES + (frame.payload[1] if frame.sequence else 0)
                     arrival_ns = transmit(way, name, link.peer, size, now_ns, chooser)
-                    timeline.push(arrival_ns, 0, (link.peer, frame))
+                    timeline.push(arrival_ns, 0, (happens, None, link.peer, frame))
         else:
             size = HEADER_BYTES + what[1]
             arrival_ns = transmit(way, name, link.peer, size, now_ns, chooser)
             frame = link.send(what, now_ns, arrival_ns - now_ns)
-            timeline.push(arrival_ns, 0, (link.peer, frame))
+            timeline.push(arrival_ns, 0, (happens, None, link.peer, frame))
         if link.deadline_ns is not None:
-            timeline.push(max(now_ns, link.deadline_ns), 1, (name, "tick"))
+            timeline.push(
+                max(now_ns, link.deadline_ns), 1, (happens, None, name, "tick")
+            )
+
+    for number, (time_ns, (source, peer), size) in enumerate(sorted(sends)):
+        timeline.push(time_ns, 0, (happens, None, source, (number, size)))
+        told[peer].append((number, size))
+    timeline.run(chooser, (), 0)
     assert got == told
     for link in ends.values():
         assert (link.resent, link.duplicates, link.quiet) == (0, 0, True)

@@ -273,25 +273,19 @@ def test_a_hook_that_returns_another_shape_or_dtype_says_so_by_name(cluster: Any
 def test_a_hook_cannot_use_the_cluster(cluster: Any):
     w = cluster.put("b", ONES)
     used = [
-        lambda _: w.fetch(),
-        lambda _: cluster.put("b", 1.0),
-        lambda _: cluster.context().__enter__(),
-        lambda _: cluster.close(),
+        lambda ctx: w.fetch(),
+        lambda ctx: cluster.put("b", 1.0),
+        lambda ctx: cluster.context().__enter__(),
+        lambda ctx: cluster.close(),
+        lambda ctx: ctx.call("b", total, w),
     ]
-    said = r"cannot use the cluster|what runs on it cannot end the cluster"
-    for hook in used:
+    for use in used:
         with cluster.context() as ctx:
-            ctx.on_cotangent(w, hook)
+            ctx.on_cotangent(w, lambda _, use=use, ctx=ctx: use(ctx))
             loss = ctx.call("c", total, w)
+            said = "such as a hook, cannot use the cluster"
             with pytest.raises(JdagError, match=said):
                 ctx.backward(loss)
-    with cluster.context() as ctx:
-        ctx.on_cotangent(w, lambda _: ctx.call("b", total, w))
-        loss = ctx.call("c", total, w)
-        with pytest.raises(
-            ContextError, match=r"whose program waits for ctx\.backward"
-        ):
-            ctx.backward(loss)
     nothing_is_left(cluster)
 
 

@@ -97,7 +97,7 @@ def test_programs_nest_and_each_goes_on_where_it_was(monkeypatch):
         *[("spawn", "b"), ("spawn", "c"), ("resume", "b"), ("spawn", "c")],
         *[("resume", "b"), ("resume", "a")],
     ]
-    assert played.simulation._programs.alive == 0
+    assert len(played.simulation._programs.alive) == 0
 
 
 def test_each_record_of_a_program_is_caused_by_what_it_last_waited_for(monkeypatch):
@@ -143,7 +143,7 @@ def test_what_a_program_raises_in_the_driver_reaches_main(monkeypatch):
     _, played = played_by(monkeypatch, {("b", 1): broken})
     with pytest.raises(ZeroDivisionError):
         played.run()
-    assert played.simulation._programs.alive == 0
+    assert len(played.simulation._programs.alive) == 0
 
 
 def test_an_interrupt_in_a_program_reaches_main_and_its_caller_hears_of_it(monkeypatch):
@@ -159,7 +159,7 @@ def test_an_interrupt_in_a_program_reaches_main_and_its_caller_hears_of_it(monke
     assert failure.error == "KeyboardInterrupt"
     assert failure.function == "tests.test_programs:" + interrupted.__qualname__
     played.simulation.settle()  # What main asked for comes, and nobody is there for it.
-    assert played.simulation._waiters.given == {}
+    assert played.simulation._env.waiters.given == {}
 
 
 def dying(log: list[Any]) -> Any:
@@ -187,7 +187,7 @@ def test_a_crash_ends_the_programs_of_its_worker_and_no_other(monkeypatch):
     played.ask()
     played.simulation.settle()
     assert log == ["ends", "may not wait"]
-    assert played.simulation._programs.alive == 1  # b's, which waits on.
+    assert len(played.simulation._programs.alive) == 1  # b's, which waits on.
     assert [r.time_ns for r in played.records("issue") if r.worker == "c"] == [200]
 
 
@@ -196,10 +196,10 @@ def test_closing_ends_all_programs(monkeypatch):
     _, played = played_by(monkeypatch, {("b", 1): dying(log)})
     played.ask()
     played.simulation.settle()
-    assert played.simulation._programs.alive == 1
+    assert len(played.simulation._programs.alive) == 1
     played.simulation.close()
     assert log == ["ends", "may not wait"]
-    assert played.simulation._programs.alive == 0
+    assert len(played.simulation._programs.alive) == 0
 
 
 def test_a_program_cannot_close_the_cluster_that_runs_it(monkeypatch):

@@ -22,7 +22,7 @@ def test_nothing_is_remembered_of_what_is_over(trace: bool):
         cluster.drop([w])
         del w, out, gradient
         cluster.driver.settle()
-        recorder: Any = cluster.driver._recorder
+        recorder: Any = cluster.driver._env.recorder
         assert not recorder._running and not recorder._asked
         assert not any(recorder._made.values())
 

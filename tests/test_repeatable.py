@@ -195,8 +195,8 @@ def test_records_are_kept_of_no_value_that_is_not_held():
     with simulate(WORKERS, seed=1, **ROUGH) as cluster:
         train(cluster, X)
         cluster.driver.settle()
-        made = cluster.driver._recorder._made
-        for worker, host in cluster.driver._hosts.items():
+        made = cluster.driver._env.recorder._made
+        for worker, host in cluster.driver._env.hosts.items():
             assert all(key in host.machine.values for key in made[worker])
 
 

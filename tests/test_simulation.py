@@ -52,7 +52,7 @@ def test_values_lie_under_their_landing_keys_before_the_engine_is_told(monkeypat
         if isinstance(event, Left):
             return [Send("b", message, (key("x"), key("y"), key("x")))]
         if engine.worker == "b":
-            values = engine.simulation._hosts["b"].machine.values
+            values = engine.simulation._env.hosts["b"].machine.values
             seen.extend(values.get(each) for each in landing(message))
             return [send("a", 2)]
         return [Resume(1, None)]
@@ -135,7 +135,7 @@ def test_a_job_is_computed_when_it_starts_and_told_when_its_time_is_over(monkeyp
     seen: list[Any] = []
 
     def react(engine, event):
-        values = engine.simulation._hosts["a"].machine.values
+        values = engine.simulation._env.hosts["a"].machine.values
         now_ns = engine.simulation.now_ns
         if isinstance(event, Left):
             work = Work("slow", lambda: seen.append((now_ns, "computed")))
@@ -487,4 +487,4 @@ def test_what_an_interrupted_wait_asked_for_is_not_kept(monkeypatch):
         played.run()
     assert played.run() == 2  # The device was not left with a job that never ends.
     assert told == [(1, "KeyboardInterrupt"), (2, None)]
-    assert played.simulation._waiters.given == {}
+    assert played.simulation._env.waiters.given == {}

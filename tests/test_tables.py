@@ -83,16 +83,12 @@ def test_a_right_table_is_as_it_was_written():
         ),
         (
             "# One".encode("utf-16"),
-            "this is text in UTF-16: save it as UTF-8; allowed is a cluster's file",
-        ),
-        (
-            "# One".encode("utf-32"),
-            "this is text in UTF-32: save it as UTF-8; allowed is a cluster's file",
+            "this is not UTF-8, by byte 0xff in line 1: save it as UTF-8; allowed is a"
+            " cluster's file",
         ),
         (
             b"# One\n" + "# Two".encode("utf-16-le"),
-            "there is a zero byte in line 2, as in UTF-16 and in what is no text: save"
-            " it as UTF-8; allowed is a cluster's file",
+            "this is not TOML: Found invalid character '\\x00' (at line 2, column 2)",
         ),
         (b"a = ", "this is not TOML: Invalid value (at end of document)"),
     ],
@@ -119,27 +115,13 @@ def test_a_file_without_an_end_or_of_more_than_a_mebibyte_is_not_read(tmp_path: 
     large.write_text("#" * (BYTES_MAX + 5))
     pipe = tmp_path / "pipe.toml"
     os.mkfifo(pipe)
-    size = f"this has at least {BYTES_MAX + 5:,} bytes, and 1,048,576 are the most"
+    size = "this has more than 1,048,576 bytes, the most allowed"
     other = "this is no regular file"
     for path, why in ((large, size), (Path("/dev/zero"), other), (pipe, other)):
         with pytest.raises(ScenarioError, match=f"{path}: {why}"), wrong(path):
             read(path, "a file")
     large.write_text("a = 1".ljust(BYTES_MAX))
     assert read(large, "a file")[1] == {"a": 1}
-
-
-@pytest.mark.parametrize(
-    "deep", [100, 2_000, pytest.param(20_001, marks=pytest.mark.second)]
-)
-def test_the_values_of_a_file_are_nested_at_most_a_hundred_deep(
-    tmp_path: Path, deep: int
-):
-    path = tmp_path / "deep.toml"
-    path.write_text("a" + ".a" * 98 + " = 1")
-    read(path, "a file")
-    path.write_text("a" + ".a" * (deep - 1) + " = 1")
-    with pytest.raises(ScenarioError, match="nested more than 100 deep"):
-        read(path, "a file")
 
 
 def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path):

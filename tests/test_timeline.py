@@ -1,100 +1,129 @@
 """Virtual time goes forward, in one order."""
 
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jdag.errors import JdagError
+from jdag.runtime.chooser import Chooser
 from jdag.sim.timeline import Timeline
 
 entries = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2)), max_size=40)
+HOST = SimpleNamespace(worker="a")
 
 
-def filled(entries):
-    timeline = Timeline(events_max=1000)
-    handles = [
-        timeline.push(time_ns, priority, (time_ns, priority, place))
-        for place, (time_ns, priority) in enumerate(entries)
-    ]
-    return timeline, handles
+class Filled:
+    """A timeline of some entries, each of which notes that it came."""
+
+    def __init__(self, entries):
+        self.timeline = Timeline(events_max=1000)
+        self.came = []
+        self.handles = [
+            self.timeline.push(time_ns, priority, (self.note, HOST, (*entry, place)))
+            for place, entry in enumerate(entries)
+            for time_ns, priority in [entry]
+        ]
+
+    def note(self, host, what):
+        assert self.timeline.now_ns == what[0]
+        self.came.append(what)
+
+    def run(self, chooser=None, until: Any = None):
+        self.timeline.run(chooser or Chooser(), self.came, until)
+        return self.came
 
 
-def drained(timeline):
-    return list(iter(timeline.pop, None))
+class Picking(Chooser):
+    """Picks any of what may come next, and notes how many there were."""
+
+    picks_events = True
+
+    def __init__(self, seed=0, at=None):
+        super().__init__(seed)
+        self.rng = Random(seed)
+        self.at = at
+        self.counts = []
+
+    def pick_event(self, tied):
+        assert set(tied) == {("note", "a")}
+        self.counts.append(len(tied))
+        return self.rng.randrange(len(tied)) if self.at is None else self.at
 
 
 @given(entries)
 def test_actions_come_by_time_then_priority_then_order_of_pushing(entries):
-    timeline, _ = filled(entries)
-    came = drained(timeline)
+    filled = Filled(entries)
+    came = filled.run()
     assert came == sorted(came) and len(came) == len(entries)
-    assert timeline.now_ns == (came[-1][0] if came else 0)
+    assert filled.timeline.now_ns == (came[-1][0] if came else 0)
 
 
 @settings(max_examples=200)
 @given(entries, st.data())
 def test_what_is_cancelled_never_comes_and_all_else_does(entries, data):
-    timeline, handles = filled(entries)
-    gone = [handle[-1] for handle in handles if data.draw(st.booleans())]
-    for handle in handles:
-        if handle[-1] in gone:
-            assert timeline.cancel(handle)
-            assert not timeline.cancel(handle)
-    assert len(timeline) == len(entries) - len(gone)
-    came = drained(timeline)
+    filled, gone = Filled(entries), []
+    for handle in filled.handles:
+        if data.draw(st.booleans()):
+            gone.append(handle[-1][-1])
+            filled.timeline.cancel(handle)
+            filled.timeline.cancel(handle)
+    assert len(filled.timeline) == len(entries) - len(gone)
+    chooser = data.draw(st.sampled_from([Chooser(), Picking()]))
+    came = filled.run(chooser)
     assert sorted(came + gone) == sorted((t, p, n) for n, (t, p) in enumerate(entries))
-    assert len(timeline) == 0 and timeline.next_ns() is None
+    assert len(filled.timeline) == 0
 
 
 def test_cancelling_what_has_happened_does_nothing():
-    timeline, handles = filled([(1, 0), (2, 0), (3, 0)])
-    timeline.pop()
-    assert not timeline.cancel(handles[0])
-    assert len(timeline) == 2
+    filled = Filled([(1, 0), (2, 0), (3, 0)])
+    filled.run(until=(1, 0, 0))
+    filled.timeline.cancel(filled.handles[0])
+    assert len(filled.timeline) == 2
 
 
 @settings(max_examples=200)
 @given(entries, st.integers(0, 99))
-def test_tied_shows_all_that_may_come_next_and_any_of_them_may_be_taken(entries, seed):
-    timeline, handles = filled(entries)
-    rng = Random(seed)
-    waiting = []
-    for handle in handles:
-        if rng.random() < 0.2:
-            timeline.cancel(handle)
-        else:
-            waiting.append(handle[-1])
-    while waiting:
-        first = min(waiting)
-        tied = timeline.tied()
-        expected = sorted(action for action in waiting if action[:2] == first[:2])
-        assert [entry[-1] for entry in tied] == expected
-        action = timeline.take(tied[rng.randrange(len(tied))])
-        assert timeline.now_ns == first[0]
-        waiting.remove(action)
-    assert timeline.tied() == () and timeline.pop() is None
+def test_a_chooser_picks_among_all_that_may_come_next(entries, seed):
+    filled, chooser = Filled(entries), Picking(seed)
+    came = filled.run(chooser)
+    waiting = [(t, p, n) for n, (t, p) in enumerate(entries)]
+    for what, count in zip(came, chooser.counts, strict=True):
+        first = min(waiting)[:2]
+        assert what[:2] == first
+        assert count == len([other for other in waiting if other[:2] == first])
+        waiting.remove(what)
+    assert waiting == []
 
 
-def test_taking_the_first_of_the_tied_is_popping():
+def test_picking_the_first_is_the_order_of_pushing():
     entries = [(2, 1), (2, 0), (1, 0), (2, 0), (1, 0), (1, 1)]
-    by_pop, by_take = filled(entries)[0], filled(entries)[0]
-    while len(by_pop):
-        assert by_pop.pop() == by_take.take(by_take.tied()[0])
+    assert Filled(entries).run() == Filled(entries).run(Picking(at=0))
+
+
+def test_it_stops_when_the_waiter_is_given_something():
+    filled = Filled([(1, 0), (2, 0), (3, 0)])
+    filled.run(until=(2, 0, 1))
+    assert len(filled.came) == 2 and filled.timeline.now_ns == 2
 
 
 def test_a_run_that_does_not_end_is_stopped_by_a_bound_that_is_named():
     timeline = Timeline(events_max=100)
+
+    def again(host):
+        timeline.push(timeline.now_ns + 1, 0, (again, host))
+
+    again(HOST)
     with pytest.raises(JdagError, match=r"events_max = 100 .*reached at 100 ns"):
-        while True:
-            timeline.push(timeline.now_ns + 1, 0, "again")
-            timeline.pop()
+        timeline.run(Chooser(), (), 0)
     assert timeline._pushed == 100
 
 
 def test_nothing_is_queued_in_the_past():
-    timeline, _ = filled([(5, 0)])
-    timeline.pop()
+    filled = Filled([(5, 0)])
+    filled.run()
     with pytest.raises(AssertionError):
-        timeline.push(4, 0, "late")
+        filled.timeline.push(4, 0, (filled.note, HOST, (4, 0, 0)))

@@ -1,7 +1,7 @@
 """Functions applied side by side, each to its own input on its own device.
 
-All are dispatched before any is waited for, and where one raises the others still run
-to their end: then the first error, by replica, is raised. A forward and its vjp are one
+All are dispatched before any is waited for. Where one raises, the others run to their
+end before the first error, by replica, is raised. A forward and its vjp are one
 compiled call each (`jdag.compute.pairs`), and residuals stay on their devices.
 """
 
@@ -56,8 +56,8 @@ def parallel_apply(
         What each function returned: pytrees of arrays.
 
     Raises:
-        JdagError: there are not as many inputs, or devices, as functions; an output is
-            no array; what is wrong with the devices; an input lives on two.
+        JdagError: inputs or devices are not as many as functions; an output is no
+            array; devices are unusable; an input lives on two.
         Exception: what a function raised, with a note of which replica it was.
     """
     what = "parallel_apply"
@@ -80,12 +80,12 @@ def parallel_apply(
         for fn, given in zip(fns, inputs, strict=True)
     ]
     args, homes = [], []
+    pairs: list[Any] = []
     for number, (call, target) in enumerate(zip(calls, targets, strict=True)):
         home = target or _home(call.arrays, number)
         args.append(transferred(call.arrays, [home] * len(call.arrays)))
         homes.append(home)
-    both = zip(calls, args, strict=True)
-    pairs: list[Any] = [_pair_or_error(call, arrays) for call, arrays in both]
+        pairs.append(_pair_or_error(call, args[-1]))
     outputs = _applied(pairs, args)
     return [
         jtu.tree_unflatten(made.out_tree, transferred(values, [home] * len(values)))
@@ -94,7 +94,7 @@ def parallel_apply(
 
 
 class DeviceCall(NamedTuple):
-    """A function with its arguments taken apart: `template` has what is no array."""
+    """A function with its arrays; `template` has the rest of its arguments."""
 
     fn: Callable[..., Any]
     template: Template
@@ -174,25 +174,19 @@ def tracked_of(arrays: Sequence[Any]) -> tuple[bool, ...]:
 
 def _home(arrays: Sequence[Any], number: int) -> Any:
     """Return the device that an input lives on; None if it is not known, or several."""
-    homes = [home_of(array) for array in arrays]
-    put = [
-        (index, home)
-        for index, home in enumerate(homes)
-        if home is not None and array_behind(arrays[index]).committed
-    ]
-    for index, home in put:
-        if _devices(home) != _devices(put[0][1]):
+    behind = list(map(array_behind, arrays))
+    put = [index for index, one in enumerate(behind) if one is not None]
+    put = [index for index in put if behind[index].committed]
+    for index in put:
+        if behind[index].devices() != behind[put[0]].devices():
             raise JdagError(
-                f"parallel_apply: array {put[0][0]} of input {number} lives on "
-                f"{put[0][1]} and array {index} on {home}: put them on one device, or "
-                "say where it runs (devices=)"
+                f"parallel_apply: array {put[0]} of input {number} lives on "
+                f"{home_of(behind[put[0]])} and array {index} on "
+                f"{home_of(behind[index])}: put them on one device, or say where it "
+                "runs (devices=)"
             )
-    home = put[0][1] if put else next(iter(homes), None)
+    home = home_of(arrays[put[0] if put else 0]) if arrays else None
     return home if isinstance(home, jax.Device) else None  # Else JAX knows the way.
-
-
-def _devices(home: Any) -> set[jax.Device]:
-    return {home} if isinstance(home, jax.Device) else home.device_set
 
 
 def _applied(pairs: Sequence[Any], args: Sequence[Sequence[Any]]) -> Any:
@@ -236,27 +230,15 @@ def differentiable(
     """
     if True not in tracked:
         return forward(arrays)[0]
+
+    def ran(smooth: Any, rest: Any) -> Any:
+        found = iter(rest), iter(smooth)
+        return forward([next(found[is_tracked]) for is_tracked in tracked])
+
+    outputs = jax.custom_vjp(lambda *parts: ran(*parts)[0])
+    outputs.defvjp(ran, lambda residuals, cts: (vjp(residuals, cts), None))
     smooth = [*compress(arrays, tracked)]
-    rest = [*compress(arrays, map(not_, tracked))]
-    return _differentiable((forward, vjp, tracked), smooth, rest)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _differentiable(static: Any, smooth: Any, rest: Any) -> Any:
-    return _forward(static, smooth, rest)[0]
-
-
-def _forward(static: Any, smooth: Any, rest: Any) -> Any:
-    forward, _, tracked = static
-    found = (iter(rest), iter(smooth))
-    return forward([next(found[is_tracked]) for is_tracked in tracked])
-
-
-def _backward(static: Any, residuals: Any, cotangents: Any) -> Any:
-    return static[1](residuals, cotangents), None
-
-
-_differentiable.defvjp(_forward, _backward)
+    return outputs(smooth, [*compress(arrays, map(not_, tracked))])
 
 
 def forward_all(
@@ -271,7 +253,7 @@ def forward_all(
         with working(made, args[number]):
             return made.forward(args[number])
 
-    found = _all_ended(run, len(pairs))
+    found = all_ended(run, len(pairs))
     return [outputs for outputs, _ in found], [residuals for _, residuals in found]
 
 
@@ -292,10 +274,11 @@ def vjp_all(
         with working(made, held.keeps):
             return list(made.vjp(held, given))
 
-    return _all_ended(run, len(pairs))
+    return all_ended(run, len(pairs))
 
 
-def _all_ended(run: Callable[[int], Any], count: int) -> list[Any]:
+def all_ended(run: Callable[[int], Any], count: int) -> list[Any]:
+    """Run something for each replica; raise the first error when all have ended."""
     found, failed = [], {}
     for number in range(count):
         try:
@@ -306,18 +289,14 @@ def _all_ended(run: Callable[[int], Any], count: int) -> list[Any]:
         return found
     jax.block_until_ready(found)
     first = min(failed)
-    note_replica(failed[first], first, count)
+    if count > 1:
+        noted = f"It was raised by replica {first} of 0 to {count - 1}."
+        failed[first].add_note(noted)
     raise failed[first]
 
 
-def note_replica(error: Exception, number: int, count: int) -> None:
-    """Note with an error which replica raised it, where there are several."""
-    if count > 1:
-        error.add_note(f"It was raised by replica {number} of 0 to {count - 1}.")
-
-
 def working(made: Any, arrays: Sequence[Any]) -> AbstractContextManager[Any]:
-    """What runs unjitted makes its arrays where its arguments are."""
+    """Let a function that runs unjitted make its arrays where its arguments are."""
     if not made.source.unjitted:
         return nullcontext()
     home = next(map(home_of, arrays), None)

@@ -17,10 +17,11 @@ from jdag.engine.arrays import HOLE
 from jdag.errors import JdagError, unusable
 from jdag.parallel.apply import call_of, differentiable
 from jdag.parallel.devices import Device
-from jdag.parallel.dispatch import DispatchPlan, DispatchTask
+from jdag.parallel.dispatch import DispatchTask, Each
 from jdag.parallel.movement import whole
 from jdag.parallel.processes import summed
-from jdag.parallel.ready import WHAT, ParallelOptions, devices_for, plan_for
+from jdag.parallel.program import OneProgram
+from jdag.parallel.ready import WHAT, devices_for, plan_for
 from jdag.parallel.waiting import DEADLINE_S
 
 HOW = ("pmap", "shard_map", "each")
@@ -54,7 +55,7 @@ def data_parallel(  # noqa: PLR0913 - as PyTorch has it, and ours by keyword.
     Args:
         fn: a pure function of parameters and rows; it is jitted, or, marked by
             `jdag.unjitted`, called as it stands on every device.
-        params: a pytree of arrays, replicated; what is no array is part of `fn`.
+        params: a pytree of arrays, replicated; other leaves are part of `fn`.
         x: a pytree of arrays with as many rows each along `dim`.
         devices: names or devices; None is all of this process. Of several processes
             these are as many of each.
@@ -76,8 +77,8 @@ def data_parallel(  # noqa: PLR0913 - as PyTorch has it, and ours by keyword.
         vector with one element for each.
 
     Raises:
-        JdagError: what is wrong with the devices, with x or with `how`; an output is no
-            array or cannot be joined; processes do not do the same.
+        JdagError: unusable devices, x or `how`; an output that is no array or cannot be
+            joined; processes that do not do the same.
         WorkerLost: another process has ended, or not called it in time.
         Exception: what `fn` raised.
     """
@@ -90,9 +91,9 @@ def data_parallel(  # noqa: PLR0913 - as PyTorch has it, and ours by keyword.
     processes, chosen, target = devices_for(devices, output_device, deadline_s)
     rows = () if axis_name is None else (HOLE,)
     call = call_of(fn, (params, x, *rows), WHAT)
+    options = {"axis_name": axis_name, "has_aux": has_aux, "processes": processes}
     which = whole(dim, WHAT)
-    options = ParallelOptions(which, chosen, axis_name, has_aux, how, processes)
-    task, plan = plan_for(call, x, options)
+    task, plan = plan_for(call, x, how, dim=which, devices=chosen, **options)
     outputs = _outputs(task, plan, call.arrays, target)
     return (outputs[0], jax.lax.stop_gradient(outputs[1])) if has_aux else outputs
 
@@ -128,7 +129,7 @@ def row_mean(x: Any, rows: Any, axis_name: str) -> Any:
 
 
 def _outputs(
-    task: DispatchTask, plan: DispatchPlan, arrays: list[Any], target: Target
+    task: DispatchTask, plan: Each | OneProgram, arrays: list[Any], target: Target
 ) -> Any:
     homes = list(map(home_of, arrays))
     shared = sum(task.tracked[: task.shared])
@@ -136,10 +137,8 @@ def _outputs(
     def forward(given: Sequence[Any]) -> tuple[Any, Any]:
         outputs, residuals = plan.forward(given, homes, target)
         # Where they live is not known inside of jax.checkpoint: they are asked later.
-        return outputs, (
-            residuals,
-            None if None not in homes else task.of_tracked(given),
-        )
+        smooth = task.of_tracked(given) if None in homes else None
+        return outputs, (residuals, smooth)
 
     def vjp(kept: Any, cotangents: Any) -> list[Any] | None:
         residuals, smooth = kept
@@ -151,10 +150,8 @@ def _outputs(
         if task.processes is not None and shared:
             sums = summed(found[:shared], task.processes, task.terms)
             found = [*sums, *found[shared:]]
-        return (
-            beside(found, smooth)
-            if smooth
-            else transferred(found, task.of_tracked(homes))
-        )
+        if smooth:
+            return beside(found, smooth)
+        return transferred(found, task.of_tracked(homes))
 
     return differentiable(forward, vjp, task.tracked, arrays)

@@ -1,28 +1,32 @@
 """How replicas run: one call a device, or one program over all devices.
 
-A plan is made once for a function, its abstract values and devices, and kept. It takes
-the arrays of a call as they came, and carries cotangents back to where these live.
-`Each` calls a compiled pair on every device, whatever the chunks. `OneProgram` is a
-forward and a vjp over all devices, by `jax.shard_map`; chunks have one size then, and
-where rows do not suffice the last row stands in for those that lack.
-Residuals stay on the devices. Gradients of the replicas come to where the parameters
-live, and are added there in the order of the replicas.
+A plan is made once for a `DispatchTask`, and kept: `Each` calls a compiled pair on
+every device, whatever the chunks; `OneProgram` (`jdag.parallel.program`) is a forward
+and a vjp over all devices. Both have
+
+    forward(arrays, homes, target) -> outputs, residuals
+    vjp(residuals, cotangents, homes) -> a cotangent for each tracked array, or None
+
+where `homes` say where each array lives (None where that is not known), outputs are
+joined on the target device, and a cotangent comes to where its array lives. None stands
+for cotangents that are all zero. Residuals stay on the devices. Gradients of the
+replicas are added where the parameters live, in the order of the replicas.
 """
 
 from collections.abc import Callable, Sequence
 from itertools import compress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.tree_util as jtu
 
 from jdag.compute.avals import Aval, intern_aval
 from jdag.compute.moves import Target, cuttable, home_of, transferred
-from jdag.compute.pairs import pair
+from jdag.compute.pairs import Pair, pair
 from jdag.compute.pytrees import Template
 from jdag.engine.functions import name_of
 from jdag.errors import JdagError
-from jdag.parallel.apply import forward_all, note_replica, vjp_all
+from jdag.parallel.apply import all_ended, forward_all, vjp_all
 from jdag.parallel.movement import added, check_joined, cut, joined
 from jdag.parallel.processes import Processes, Terms
 
@@ -87,56 +91,36 @@ class DispatchTask(NamedTuple):
         return parts[0]
 
 
-class DispatchPlan(Protocol):
-    """What runs the replicas of one task."""
-
-    def forward(
-        self, arrays: Sequence[Any], homes: Sequence[Target], target: Target
-    ) -> tuple[Any, Any]:
-        """Return the joined outputs, a pytree on the target device, and residuals.
-
-        `homes` say where each of the task's arrays lives, None where it is not known.
-        """
-
-    def vjp(
-        self, residuals: Any, cotangents: Sequence[Any], homes: Sequence[Target]
-    ) -> list[Any] | None:
-        """Return a cotangent for each tracked array, where it lives; None: all zero."""
-
-
 class Each:
     """One compiled call a device; chunks may have different sizes."""
 
     def __init__(self, task: DispatchTask) -> None:
-        call = task.fn, task.template
         self._task = task
         self._count = len(task.sizes)
-        pairs = []
-        for number, size in enumerate(task.sizes):
-            try:
-                pairs.append(pair(*call, task.chunk(size), task.tracked))
-            except Exception as error:  # Of the user's function: whatever it likes.
-                note_replica(error, number, self._count)
-                raise
-        self._pairs = tuple(pairs)
+
+        def made(number: int) -> Pair:
+            avals = task.chunk(task.sizes[number])
+            return pair(task.fn, task.template, avals, task.tracked)
+
+        self._pairs = all_ended(made, self._count)
         self._wheres = [device for device in task.devices for _ in task.avals]
         first = task.outputs_of(self._pairs[0].out_tree)
         self._joined = first.num_leaves
-        for number, made in enumerate(self._pairs):
-            tree = task.outputs_of(made.out_tree)
+        for number, one in enumerate(self._pairs):
+            tree = task.outputs_of(one.out_tree)
             if tree != first:
                 raise JdagError(
                     f"{task.name} returned {first} of replica 0 and {tree} of replica "
                     f"{number}: outputs of other structures cannot be joined"
                 )
         for index in range(self._joined):
-            parts = [made.out_avals[index] for made in self._pairs]
+            parts = [one.out_avals[index] for one in self._pairs]
             check_joined(parts, task.dim, f"output {index} of {task.name}")
 
     def forward(
         self, arrays: Sequence[Any], homes: Sequence[Target], target: Target
     ) -> tuple[Any, Any]:
-        """See `DispatchPlan`."""
+        """Return the joined outputs, a pytree on the target device, and residuals."""
         outputs, residuals = forward_all(self._pairs, self._cut(arrays, homes))
         size, rows = self._joined, self._joined * self._count
         flat = [value for replica in outputs for value in replica[:size]]
@@ -149,7 +133,7 @@ class Each:
     def vjp(
         self, residuals: Any, cotangents: Sequence[Any], homes: Sequence[Target]
     ) -> list[Any] | None:
-        """See `DispatchPlan`."""
+        """Return a cotangent for each tracked array, where it lives; None: all zero."""
         task = self._task
         found = vjp_all(self._pairs, residuals, self._spread(cotangents))
         if found[0] is None:

@@ -1,8 +1,7 @@
-"""Copies, chunks and joins of arrays over devices, and sums of what flows back.
+"""Copies, chunks and joins of arrays over devices, and sums of their cotangents.
 
-To replicate is to copy and to move. The transpose of the copying is ReduceAdd: the
-cotangents of the copies have come to where the original lives, and are added there in
-the order of the copies, all leaves in one call.
+Replication copies, then moves. The transpose of the copying is ReduceAdd: cotangents
+are added on the device of the original, in the order of the copies.
 """
 
 import operator
@@ -34,7 +33,7 @@ def replicate(params: Any, devices: Sequence[Device] | None = None) -> tuple[Any
 
     Cotangents of the copies are added on the device of the original, in the order of
     the devices, all leaves in one call. Integers and bools are copied and have no
-    cotangents; what is no array (a string, a function) is in each copy as it is.
+    cotangents; leaves that are not arrays (strings, functions) are shared.
 
     Args:
         params: a pytree of arrays.
@@ -44,13 +43,11 @@ def replicate(params: Any, devices: Sequence[Device] | None = None) -> tuple[Any
         As many pytrees as devices, in their order.
 
     Raises:
-        JdagError: what is wrong with the devices, or that a leaf cannot be copied.
+        JdagError: unusable devices, or a leaf that cannot be copied.
     """
     targets = devices_of(devices, "replicate")
     arrays, form = apart(params, "replicate")
-    copied = copies(arrays, len(targets))
-    there = transferred(copied, [target for target in targets for _ in arrays])
-    return _rebuilt(form, there, len(targets))
+    return _placed(form, copies(arrays, len(targets)), targets)
 
 
 def scatter(
@@ -58,8 +55,8 @@ def scatter(
 ) -> tuple[Any, ...]:
     """Cut arrays into chunks along a dimension, one for each device, on it.
 
-    Chunks have `ceil(n / k)` of n rows for k devices, and the last what is left. Where
-    rows do not suffice for all, there are fewer chunks than devices.
+    Chunks have `ceil(n / k)` of n rows for k devices, and the last one the rest. With
+    too few rows for all there are fewer chunks than devices.
 
     Args:
         x: a pytree of arrays with as many rows each.
@@ -67,11 +64,11 @@ def scatter(
         dim: the dimension along which rows are counted; a negative one from the end.
 
     Returns:
-        The chunks, in order: pytrees like x. What is no array is in each as it is.
+        The chunks, in order: pytrees like x. Leaves that are not arrays are shared.
 
     Raises:
-        JdagError: what is wrong with the devices; a scalar; no such dimension; arrays
-            with different numbers of rows.
+        JdagError: unusable devices; a scalar; no such dimension; arrays with different
+            numbers of rows.
     """
     targets = devices_of(devices, "scatter")
     arrays, form = apart(x, "scatter")
@@ -81,10 +78,7 @@ def scatter(
     both = zip(arrays, dims, strict=True)
     pieces = [cut(array, sizes, where) for array, where in both]
     flat = [piece[number] for number in range(len(sizes)) for piece in pieces]
-    there = transferred(
-        flat, [target for target in targets[: len(sizes)] for _ in arrays]
-    )
-    return _rebuilt(form, there, len(sizes))
+    return _placed(form, flat, targets[: len(sizes)])
 
 
 def gather(
@@ -99,7 +93,7 @@ def gather(
         dim: the dimension; a negative one counts from the end.
 
     Returns:
-        A pytree like each of them. What is no array is that of the first.
+        A pytree like each of them. Leaves that are not arrays come from the first.
 
     Raises:
         JdagError: there are none; their structures, their dtypes or, but for the
@@ -110,24 +104,21 @@ def gather(
     flat, form = _alike(xs, "gather", "chunk")
     for index, parts in enumerate(zip(*flat, strict=True)):
         check_joined(parts, which, f"gather: leaf {_path(xs[0], index)}")
-    there = transferred(
-        [array for arrays in flat for array in arrays], [target] * sum(map(len, flat))
-    )
-    size = len(flat[0])
-    return form.rebuild([joined(there[index::size], which) for index in range(size)])
+    columns = _columns(flat, [target] * len(flat[0]))
+    return form.rebuild([joined(column, which) for column in columns])
 
 
 def reduce_add(replicas: Sequence[Any], device: Device | None = None) -> Any:
     """Add pytrees, leaf by leaf, in their order: ((r0 + r1) + r2) + ...
 
-    The sum that gradients of replicas have; all leaves are added in one call.
+    This is the sum of gradients of replicas; all leaves are added in one call.
 
     Args:
         replicas: pytrees of arrays, of one structure, with equal shapes and dtypes.
         device: where; None is where each leaf of the first lives.
 
     Returns:
-        A pytree like each of them. What is no array is that of the first.
+        A pytree like each of them. Leaves that are not arrays come from the first.
 
     Raises:
         JdagError: there are none; structures, shapes or dtypes differ: names both; a
@@ -135,25 +126,19 @@ def reduce_add(replicas: Sequence[Any], device: Device | None = None) -> Any:
     """
     target = None if device is None else device_of(device, "reduce_add")
     flat, form = _alike(replicas, "reduce_add", "replica")
-    first = [home_of(array) for array in flat[0]]
-    for index, array in enumerate(flat[0]):
-        if not jnp.issubdtype(array.dtype, jnp.number):
-            raise JdagError(
-                f"reduce_add adds numbers, and leaf {_path(replicas[0], index)} is "
-                f"{aval_of(array).strong}"
-            )
-    for number, arrays in enumerate(flat):
-        for index, array in enumerate(arrays):
-            mine, others = aval_of(array).strong, aval_of(flat[0][index]).strong
-            if mine != others:
+    for index, addends in enumerate(zip(*flat, strict=True)):
+        kinds = [aval_of(array).strong for array in addends]
+        where = f"leaf {_path(replicas[0], index)}"
+        if not jnp.issubdtype(addends[0].dtype, jnp.number):
+            raise JdagError(f"reduce_add adds numbers, and {where} is {kinds[0]}")
+        for number, kind in enumerate(kinds):
+            if kind != kinds[0]:
                 raise JdagError(
-                    f"reduce_add: leaf {_path(replicas[0], index)} is {others} in "
-                    f"replica 0 and {mine} in replica {number}; all have to be alike"
+                    f"reduce_add: {where} is {kinds[0]} in replica 0 and {kind} in "
+                    f"replica {number}; all have to be alike"
                 )
-    homes = [target or home for home in first] * len(flat)
-    there = transferred([array for arrays in flat for array in arrays], homes)
-    size = len(first)
-    return form.rebuild(added([there[index::size] for index in range(size)]))
+    homes = [target or home_of(array) for array in flat[0]]
+    return form.rebuild(added(_columns(flat, homes)))
 
 
 # ------------------------------------------------- arrays of pytrees, and their rows
@@ -172,12 +157,20 @@ def apart(tree: Any, what: str) -> tuple[list[Any], Form]:
     return arrays, Form(treedef, rest)
 
 
-def _rebuilt(form: Form, arrays: Sequence[Any], count: int) -> tuple[Any, ...]:
-    """Return `count` pytrees of a form, of the arrays of one after another."""
+def _placed(
+    form: Form, arrays: Sequence[Any], targets: Sequence[jax.Device]
+) -> tuple[Any, ...]:
+    """Return a pytree on each device, of the arrays of one after another."""
     size = form.num_leaves
-    return tuple(
-        [form.rebuild(arrays[n * size : (n + 1) * size]) for n in range(count)]
-    )
+    there = transferred(arrays, [target for target in targets for _ in range(size)])
+    numbers = range(len(targets))
+    return tuple([form.rebuild(there[n * size : (n + 1) * size]) for n in numbers])
+
+
+def _columns(rows: Sequence[Sequence[Any]], homes: list[Any]) -> list[list[Any]]:
+    """Return for each home what all rows have there, brought to it."""
+    there = transferred([array for row in rows for array in row], homes * len(rows))
+    return [there[index :: len(homes)] for index in range(len(homes))]
 
 
 def array_at(tree: Any, index: int, leaf: Any, what: str) -> Any:
@@ -361,19 +354,16 @@ def _repeated(*arrays: Any, count: int) -> list[Any]:
     return list(arrays) * count
 
 
-def _reduce_add(cotangents: Sequence[Any], *given: Any, count: int) -> list[Any]:
+def _reduce_add(cotangents: Sequence[Any], *_: Any, count: int) -> list[Any]:
     """ReduceAdd, the transpose of `copies`."""
     size = len(cotangents) // count
     sums = [
         [ct for ct in cotangents[index::size] if type(ct) is not ad.Zero]
         for index in range(size)
     ]
-    found = [cotangents[index] for index in range(size)]  # A Zero, where all are.
-    indices = [index for index, addends in enumerate(sums) if addends]
-    results = added([sums[index] for index in indices])
-    for index, result in zip(indices, results, strict=True):
-        found[index] = result
-    return found
+    found = iter(added([addends for addends in sums if addends]))
+    both = zip(sums, cotangents, strict=False)
+    return [next(found) if addends else zero for addends, zero in both]
 
 
 def _batched(arrays: Sequence[Any], dims: Sequence[Any], *, count: int) -> Any:

@@ -5,40 +5,22 @@ The vjp of `copies` is ReduceAdd, the private transpose of replication in PyTorc
 """
 
 import math
-from functools import partial, reduce
+from functools import reduce
 from operator import add
 
 import jax
 import jax.numpy as jnp
 
 from jdag.engine.functions import remote
+from jdag.parallel import movement
 
 
 @remote
 def copies(count: int, *arrays: jax.Array) -> tuple[tuple[jax.Array, ...], ...]:
     """Return as many copies of some arrays; cotangents of copies add up in order."""
-    each = [_copies(count, array) for array in arrays]
+    # Of each array on its own, so that no cotangent of one waits for another's.
+    each = [movement.copies([array], count) for array in arrays]
     return tuple(zip(*each, strict=True))
-
-
-# Of each array on its own, so that one without any cotangent stays without.
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _copies(count: int, array: jax.Array) -> tuple[jax.Array, ...]:
-    return (array,) * count
-
-
-def _copied(count: int, array: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
-    return (array,) * count, None
-
-
-def _reduce_add(
-    count: int, nothing: None, cotangents: tuple[jax.Array, ...]
-) -> tuple[jax.Array]:
-    del count, nothing
-    return (reduce(add, cotangents),)
-
-
-_copies.defvjp(_copied, _reduce_add)
 
 
 @remote

@@ -1,7 +1,6 @@
-"""Replicas over workers by plain JAX: what the oracle runs in the place of routes.
+"""Replicas over workers by plain JAX, which the oracle runs in place of routes.
 
-Nothing is copied, routed or added by rules of our own: a replica is the value itself,
-a sum is Python's, and gradients are JAX's.
+A replica is the value itself, a sum is Python's, and gradients are JAX's.
 """
 
 from collections.abc import Mapping, Sequence

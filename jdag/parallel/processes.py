@@ -2,13 +2,12 @@
 
 The processes are those of `jax.distributed`; each runs the same program on its own
 devices and rows. A collective that one of them does not enter, or enters with other
-shapes, hangs or ends the process. So before each they exchange a few words: what they
-are about to do, as a hash, and a number. Where the hashes differ they exchange what
-they stand for, and all raise the same error. A process that does not take part in time
-is named (`jdag.parallel.waiting`).
+shapes, hangs or ends the process. So before each they exchange a number and a hash of
+what they are about to do. Where the hashes differ they exchange what was hashed, and
+all raise the same error. A process that is late is named (`jdag.parallel.waiting`).
 
-Gradients of parameters, which are equal on all processes, are added by a primitive: a
-sum is linear, so that it can be differentiated forwards.
+Gradients of parameters are added by a primitive that is linear, so that they can be
+differentiated forwards.
 """
 
 import atexit
@@ -164,11 +163,11 @@ class Meeting:
                 f"{every.index(ENDED)} has ended; all processes call it as often"
             )
         number = next(n for n, other in enumerate(every) if other != every[0])
-        name, *values = _difference(every[0], every[number])
+        name, here, there = _difference(every[0], every[number])
         raise JdagError(
-            f"{what}: {name} = {values[0]} on process 0 and "
-            f"{values[1]} on process {number}; all processes call it with equal "
-            "functions, parameters and devices, as often and in the same order"
+            f"{what}: {name} = {here} on process 0 and {there} on process {number}; "
+            "all processes call it with equal functions, parameters and devices, as "
+            "often and in the same order"
         )
 
     def _end(self) -> None:
@@ -229,21 +228,18 @@ def numbered(name: str, values: Sequence[str]) -> Terms:
 
 def _difference(first: dict[str, str], other: dict[str, str]) -> tuple[str, str, str]:
     """Return the name of what differs first, and both values."""
-    for name in dict.fromkeys([*first, *other]):
-        values = [terms.get(name, "nothing") for terms in (first, other)]
-        if values[0] != values[1]:
-            return name, values[0], values[1]
-    raise AssertionError((first, other))
+    names = dict.fromkeys([*first, *other])
+    both = [(n, first.get(n, "nothing"), other.get(n, "nothing")) for n in names]
+    return next(found for found in both if found[1] != found[2])
 
 
 def _gathered(part: Any) -> Any:
-    """Return what each process gives, in their order."""
     return jax.lax.all_gather(part[0], AXIS)
 
 
 @jax.jit
 def _parts(arrays: Sequence[Any]) -> list[Any]:
-    """Return arrays as the parts that this process has of arrays over all."""
+    # Of arrays over all processes, those of this one.
     return [array[None] for array in arrays]
 
 

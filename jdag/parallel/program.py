@@ -1,19 +1,18 @@
 """One program over all devices: a forward and a vjp, by `jax.shard_map`.
 
-JAX implements `jax.pmap` by it, so that both names ask for the same program. Each
-device has the parameters, its chunk of rows, and what its replica keeps for the vjp.
-Chunks have one size. Where rows do not suffice, the last row stands in for those that
-lack, what the function makes of it is cut off, and nothing flows back to it. A function
-that reduces over the replicas is told which rows are real.
+JAX implements `jax.pmap` by it, so that both names ask for the same program. Chunks
+have one size: missing rows are copies of the last one, whose outputs are cut off and
+which get no cotangents. A function that reduces over the replicas is told which rows
+are real.
 
-The function is traced once, for one replica; so it is known how each array lies on the
-devices: the same on each (SAME), one of each replica (ONE_EACH), or, as an int, cut
+The function is traced once, for one replica. An array lies on the devices in one of
+three ways: the same on each (SAME), one of each replica (ONE_EACH), or, as an int, cut
 along that dimension.
 
-Over several processes the program is one over the devices of all. Arrays lie on the
-devices of this process as they do for a program of its own; on the way in they become
-its part of arrays over all devices, and on the way out that part is taken back. Nothing
-is copied. Before it runs the processes agree on it, and on the collectives in it.
+Over several processes the program is one over the devices of all: on the way in the
+arrays of this process become its shards of global arrays, on the way out these shards
+are taken back; nothing is copied. The processes agree on it, and on its collectives,
+before it runs.
 """
 
 from collections.abc import Callable, Sequence
@@ -80,7 +79,7 @@ class OneProgram:
     def forward(
         self, arrays: Sequence[Any], homes: Sequence[Target], target: Target
     ) -> tuple[Any, Any]:
-        """See `Plan`."""
+        """Return the joined outputs, a pytree on the target device, and residuals."""
         shared, traced = self._task.shared, self._traced_by
         rows = cuttable(arrays[shared:], homes[shared:])
         if self._lacking:
@@ -99,7 +98,7 @@ class OneProgram:
     def vjp(
         self, residuals: Any, cotangents: Sequence[Any], homes: Sequence[Target]
     ) -> list[Any] | None:
-        """See `Plan`."""
+        """Return a cotangent for each tracked array, where it lives; None: all zero."""
         if residuals is None:
             return None
         task, indices = self._task, self._cotangents
@@ -290,7 +289,6 @@ class OneProgram:
         return [*joined, *(_firsts(leaves[count:]) if leaves[count:] else [])]
 
     def _cut_off(self, array: Any) -> Any:
-        """Return the rows that there were."""
         return _real(array, self._task.rows, self._task.dim) if self._lacking else array
 
 

@@ -1,14 +1,12 @@
 """What a call of data_parallel comes to, made once for all calls that look alike.
 
-A call looks as what it is given does: its function, by `key_of`; of each array its
-abstract value, and whether it is tracked; devices, options, and the settings of JAX.
-What is made of that depends on nothing that arrays hold, and keeps none of them: how
-rows are cut, which way replicas go, and the plan that runs them.
+Calls look alike by their function (`key_of`), abstract values, which arrays are
+tracked, devices, options and settings of JAX. What is kept holds no array.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.tree_util as jtu
@@ -24,7 +22,7 @@ from jdag.engine.functions import is_unjitted
 from jdag.errors import JdagError
 from jdag.parallel.apply import DeviceCall, tracked_of
 from jdag.parallel.devices import Device, device_of, devices_of
-from jdag.parallel.dispatch import DispatchPlan, DispatchTask, Each
+from jdag.parallel.dispatch import DispatchTask, Each
 from jdag.parallel.movement import chunk_sizes, rows_of
 from jdag.parallel.processes import Processes, Terms, processes_of
 from jdag.parallel.program import OneProgram
@@ -34,36 +32,31 @@ WHAT = "data_parallel"
 MADE_MAX = 512
 
 
-class ParallelOptions(NamedTuple):
-    """What a call was given beside its function and its arrays."""
-
-    dim: int
-    devices: tuple[jax.Device, ...]
-    axis_name: str | None
-    has_aux: bool
-    how: str | None
-    processes: Processes | None
-
-
 def plan_for(
-    call: DeviceCall, x: Any, options: ParallelOptions
-) -> tuple[DispatchTask, DispatchPlan]:
-    """Return what a call comes to, and its plan; its last arrays are those of x."""
+    call: DeviceCall, x: Any, how: str | None, **options: Any
+) -> tuple[DispatchTask, Each | OneProgram]:
+    """Return what a call comes to, and its plan; its last arrays are those of x.
+
+    `options` are fields of `DispatchTask`, with the dimension and devices as given.
+    """
     function = key_of(call.fn), is_unjitted(call.fn), call.template.key
-    key = (*function, *_looks(call.arrays), *options, configuration())
+    looks = _looks(call.arrays)
+    key = (*function, *looks, how, *options.values(), configuration())
     made = _made_for(key)
     if "task" not in made:
-        made["task"] = _task(call, x, options)
+        made["task"] = _task(call, x, **options)
     task = together(made["task"])
     if task.everywhere:
         made = _made_for((*key, task.everywhere))
     if "plan" not in made:
-        made["plan"] = _made_plan(task, options.how)
+        is_each = _is_each(task, how)
+        if not is_each:  # Pairs are counted where they are kept.
+            CACHE.count(task.fn, key_of(task.fn))
+        made["plan"] = Each(task) if is_each else OneProgram(task)
     return task, made["plan"]
 
 
 def _looks(arrays: Sequence[Any]) -> tuple[Hashable, ...]:
-    """What each array looks like, at once where none is a tracer."""
     if are_arrays(arrays):
         return tuple([array.aval for array in arrays]), ()
     return tuple(map(aval_of, arrays)), tracked_of(arrays)
@@ -82,13 +75,15 @@ def devices_for(
     """Return the processes that work, the devices of this one, and where outputs go."""
     check_deadline(deadline_s)  # Before True is looked up, which equals 1.
     given = tuple(devices) if type(devices) is list else devices
+    known: Any = _known_devices
     try:
-        return _known_devices(given, output_device, deadline_s)
+        return known(given, output_device, deadline_s)
     except TypeError:  # It cannot be hashed.
-        return _devices(devices, output_device, deadline_s)
+        return known.__wrapped__(devices, output_device, deadline_s)
 
 
-def _devices(
+@lru_cache(maxsize=256)
+def _known_devices(
     devices: Any, output_device: Device | None, deadline_s: float
 ) -> tuple[Processes | None, tuple[jax.Device, ...], jax.Device]:
     processes = processes_of(devices, WHAT, deadline_s)
@@ -97,12 +92,15 @@ def _devices(
     return processes, chosen, device_of(output_device, WHAT) if given else chosen[0]
 
 
-_known_devices: Callable[..., Any] = lru_cache(maxsize=256)(_devices)
-
-
-def _task(call: DeviceCall, x: Any, options: ParallelOptions) -> DispatchTask:
-    """What is to be done with the arrays of a call; the last are those of x."""
-    arrays, dim = call.arrays, options.dim
+def _task(
+    call: DeviceCall,
+    x: Any,
+    *,
+    dim: int,
+    devices: tuple[jax.Device, ...],
+    **options: Any,
+) -> DispatchTask:
+    arrays = call.arrays
     taken = len([leaf for leaf in jtu.tree_leaves(x) if not is_static(leaf)])
     shared = len(arrays) - taken
     dims, rows = rows_of(x, arrays[shared:], dim, WHAT)
@@ -111,33 +109,23 @@ def _task(call: DeviceCall, x: Any, options: ParallelOptions) -> DispatchTask:
             f"{WHAT}: dim = {dim} is another dimension of each array of x, {dims}: "
             "count it from the start"
         )
-    sizes = chunk_sizes(rows, len(options.devices))
+    sizes = chunk_sizes(rows, len(devices))
     task = DispatchTask(
         call.fn,
         call.template,
-        tuple(map(aval_of, arrays)),
-        tracked_of(arrays),
-        shared,
-        sizes,
-        dims[0],
-        options.devices[: len(sizes)],
-        options.axis_name,
-        options.has_aux,
-        options.processes,
+        avals=tuple(map(aval_of, arrays)),
+        tracked=tracked_of(arrays),
+        shared=shared,
+        sizes=sizes,
+        dim=dims[0],
+        devices=devices[: len(sizes)],
+        **options,
     )
-    together_with = options.processes
-    return task._replace(terms=terms_of(task, together_with)) if together_with else task
-
-
-def _made_plan(task: DispatchTask, how: str | None) -> DispatchPlan:
-    if _is_each(task, how):  # Its pairs are counted where they are kept.
-        return Each(task)
-    CACHE.count(task.fn, key_of(task.fn))
-    return OneProgram(task)
+    processes = task.processes
+    return task._replace(terms=terms_of(task, processes)) if processes else task
 
 
 def _is_each(task: DispatchTask, how: str | None) -> bool:
-    """Tell whether replicas have a call each, and not one program."""
     equal, unjitted = len(set(task.sizes)) == 1, is_unjitted(task.fn)
     if unjitted and (task.axis_name is not None or how not in ("each", None)):
         asked = f"how = {how!r}" if task.axis_name is None else "an axis_name"
@@ -160,9 +148,8 @@ def _is_each(task: DispatchTask, how: str | None) -> bool:
             "name, so that it is told which rows are real"
         )
     # One replica needs no program over several devices.
-    return how == "each" or (
-        how is None and (not equal or len(task.sizes) == 1 or unjitted)
-    )
+    is_simple = not equal or len(task.sizes) == 1 or unjitted
+    return how == "each" or (how is None and is_simple)
 
 
 # ---------------------------------------------- what several processes agree on

@@ -1,12 +1,9 @@
 """Replicas over workers: copies of refs on many, and one sum of what many have.
 
-A value is handed on along routes (`jdag.parallel.routes`). Where more than one takes it
-a call of `copies` stands in the graph, whose vjp is ReduceAdd: it adds the cotangents
-of all copies, in order. So the bits of a gradient are those of the route that was
-chosen, whatever arrives first. Arrays that go the same way go in one call and one
-transfer.
-
-All is made of `ctx.call` and `ctx.move` of a context that is handed over.
+A value is handed on along routes (`jdag.parallel.routes`), by `ctx.call` and `ctx.move`
+alone. Where several replicas take it, a call of `copies` is in the graph, whose vjp
+adds the cotangents of all copies in order. So the bits of a gradient depend on the
+route, never on arrival. Arrays that go the same way go in one call and one transfer.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -168,7 +165,7 @@ def all_reduce(
 
 
 def _groups(kinds: Iterable[Any]) -> list[list[int]]:
-    """Return the numbers of what is of one kind, kind by kind."""
+    """Return the indices of each kind."""
     found: dict[Any, list[int]] = {}
     for number, kind in enumerate(kinds):
         found.setdefault(kind, []).append(number)
@@ -239,12 +236,9 @@ def _gather(
         refs = parts[0]
         if len(parts) > 1:
             vectors = [vector for part in parts for vector in part]
-            refs = ctx.call(worker, joined, static(_form(some)), *vectors)
+            # Of each array the number of its dtype, and its shape.
+            kinds = list(dict.fromkeys(ref.dtype for ref in some))
+            form = tuple([(kinds.index(ref.dtype), ref.shape) for ref in some])
+            refs = ctx.call(worker, joined, static(form), *vectors)
         for number, ref in zip(group, refs, strict=True):
             found[replica][number] = ref
-
-
-def _form(refs: Sequence[Ref]) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """What `joined` has to know: of each array the number of its dtype, its shape."""
-    kinds = list(dict.fromkeys(ref.dtype for ref in refs))
-    return tuple([(kinds.index(ref.dtype), ref.shape) for ref in refs])

@@ -99,7 +99,7 @@ class Waiting:
         return f"jdag/{self._room}/{self._number}"
 
     def _verdict(self, mine: str) -> str:
-        """Return what becomes of the meeting: mine, unless another was there first."""
+        """Write this verdict unless there is one; return the one that holds."""
         key = f"{self._prefix}/verdict"
         try:
             _store().key_value_set(key, mine)
@@ -110,7 +110,6 @@ class Waiting:
 
 
 def _enter_all(todo: "SimpleQueue[tuple[Enter, Future[Any]]]") -> None:
-    """The thread's whole life."""
     while True:
         enter, found = todo.get()
         try:
@@ -121,5 +120,4 @@ def _enter_all(todo: "SimpleQueue[tuple[Enter, Future[Any]]]") -> None:
 
 
 def _store() -> Any:
-    """Return the store that all processes of `jax.distributed` share."""
     return distributed.global_state.client

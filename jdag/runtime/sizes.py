@@ -5,19 +5,12 @@ refused where it does so, before its engine sees it. What workers send each othe
 is refused by the worker that holds it: see `jdag.compute.machine.Machine.load`.
 """
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jdag.compute.avals import Aval
 from jdag.compute.machine import too_large
-from jdag.engine.protocol import (
-    Assigned,
-    Assignment,
-    Differentiated,
-    Event,
-    Issued,
-    Key,
-    Worker,
-)
+from jdag.engine.protocol import Assigned, Differentiated, Event, Issued, Key, Worker
 from jdag.errors import JdagError
 
 
@@ -32,41 +25,33 @@ def check_values(event: Event, here: Worker, bytes_max: int) -> None:
     Raises:
         JdagError: names the value, its bytes, what is allowed, and what to do.
     """
+    for worker, what, aval in _handed_over(event):
+        if worker != here and aval.nbytes > bytes_max:
+            raise JdagError(too_large(f"for {worker!r}: {what}", aval, bytes_max))
+
+
+def _handed_over(event: Event) -> Iterator[tuple[Worker, str, Aval]]:
+    """Yield (to whom, what, its shape) of the values that go with an event."""
     match event:
-        case Issued() if event.worker != here:
-            keys = tuple([argument.key for argument in event.arguments])
-            _check_constants(event.function, keys, event.worker, bytes_max)
+        case Issued():
+            keys = [argument.key for argument in event.arguments]
+            yield from _constants(event.worker, event.function, keys)
         case Assigned():
             for part in event.parts:
-                if part.worker != here:
-                    _check_part(part, bytes_max)
+                if part.function is not None:
+                    yield from _constants(part.worker, part.function, part.inputs)
+                else:
+                    for key, aval in zip(part.outputs, part.avals, strict=True):
+                        yield part.worker, str(key.name), aval
         case Differentiated():
             for worker, root in event.roots:
-                if root.given and worker != here:
-                    what = f"the cotangent of root {root.number}"
-                    _check(what, root.aval, worker, bytes_max)
-        case _:
-            pass
+                if root.given:
+                    yield worker, f"the cotangent of root {root.number}", root.aval
 
 
-def _check(what: str, aval: Aval, worker: Worker, bytes_max: int) -> None:
-    if aval.nbytes > bytes_max:
-        raise JdagError(too_large(f"for {worker!r}: {what}", aval, bytes_max))
-
-
-def _check_part(part: Assignment, bytes_max: int) -> None:
-    if part.function is not None:
-        _check_constants(part.function, part.inputs, part.worker, bytes_max)
-        return
-    for key, aval in zip(part.outputs, part.avals, strict=True):
-        _check(str(key.name), aval, part.worker, bytes_max)
-
-
-def _check_constants(
-    made: Any, keys: tuple[Key, ...], worker: Worker, bytes_max: int
-) -> None:
-    """Check those of the arguments of a call that go with it."""
+def _constants(
+    worker: Worker, made: Any, keys: Sequence[Key]
+) -> Iterator[tuple[Worker, str, Aval]]:
     for place, (key, aval) in enumerate(zip(keys, made.avals, strict=True)):
         if key.kind == "constant":
-            what = f"{made.source.argument(place)} of {made.name}"
-            _check(what, aval, worker, bytes_max)
+            yield worker, f"{made.source.argument(place)} of {made.name}", aval

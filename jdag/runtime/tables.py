@@ -3,7 +3,6 @@
 All errors have one wording: `key = value: allowed is ...`.
 """
 
-import codecs
 import io
 import math
 import os
@@ -26,7 +25,6 @@ from pydantic_core import PydanticCustomError
 
 from jdag.errors import (
     ScenarioError,
-    is_deeper,
     meant,
     reason,
     spelled,
@@ -113,7 +111,6 @@ def is_path(value: object) -> bool:
 
 NESTING_MAX = 200  # Default depth to which programs may call each other.
 NS = "an integer >= 0 and < 2^63"  # 292 years: sums of them are still floats.
-DEPTH_MAX = 100
 BYTES_MAX = 1 << 20  # Of a file.
 
 TEXT = Annotated[str, only("a text", lambda v: isinstance(v, str) and bool(v))]
@@ -140,9 +137,6 @@ class Table(BaseModel):
                 allowed = f"one of the keys {keys}{meant(key, known)}"
                 context = {"key": key, "allowed": allowed}
                 raise PydanticCustomError("unknown", "{allowed}", context)
-        for key, field in cls.model_fields.items():
-            if field.is_required() and key not in table:
-                raise PydanticCustomError("missing_key", "{key}", {"key": key})
         return table
 
 
@@ -197,68 +191,34 @@ def parsed(parse: Callable[[str], Any], text: str) -> Any:
         ValueError: the parser refuses it, or its values are nested too deep.
     """
     try:
-        held = parse(text)
-        is_deep = is_deeper(held, DEPTH_MAX, _parts)
+        return parse(text)
     except RecursionError:
-        is_deep = True
-    if is_deep:
-        raise ValueError(f"its values are nested more than {DEPTH_MAX} deep")
-    return held
-
-
-def _parts(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()
-
-
-# Byte order marks of other encodings; that of UTF-32 begins with UTF-16's.
-_MARKS = {
-    codecs.BOM_UTF32_LE: "UTF-32",
-    codecs.BOM_UTF32_BE: "UTF-32",
-    codecs.BOM_UTF16_LE: "UTF-16",
-    codecs.BOM_UTF16_BE: "UTF-16",
-}
-_SAVE = "save it as UTF-8"
+        raise ValueError("its values are nested too deep") from None
 
 
 def text_in(path: Path, bytes_max: int = BYTES_MAX) -> str:
     """Return the text of a regular file, in UTF-8 with or without a byte order mark.
 
     Raises:
-        ScenarioError: it cannot be read, or is in another encoding; says which.
+        ScenarioError: it cannot be read, is too large, or is in another encoding.
     """
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode):  # A pipe would be waited for.
+        if not stat.S_ISREG(path.stat().st_mode):  # A pipe would be waited for.
             raise ScenarioError("this is no regular file")
         with path.open("rb") as file:
             data = file.read(bytes_max + 1)
-        size = max(len(data), found.st_size)
     except (OSError, ValueError) as error:
         raise ScenarioError(reason(error)) from error
-    if size > bytes_max:
-        most = f"and {bytes_max:,} are the most that is read"
-        raise ScenarioError(f"this has at least {size:,} bytes, {most}")
-    for mark, encoding in _MARKS.items():
-        if data.startswith(mark):
-            raise ScenarioError(f"this is text in {encoding}: {_SAVE}")
-    if (zero := data.find(0)) >= 0:
-        where = _line(data, zero)
-        raise ScenarioError(
-            f"there is a zero byte in {where}, as in UTF-16 and in what is no text:"
-            f" {_SAVE}"
-        )
+    if len(data) > bytes_max:
+        raise ScenarioError(f"this has more than {bytes_max:,} bytes, the most allowed")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        byte = f"byte {error.object[error.start]:#04x} in {_line(data, error.start)}"
-        raise ScenarioError(f"this is not UTF-8, by {byte}: {_SAVE}") from error
+        line = 1 + error.object.count(b"\n", 0, error.start)
+        byte = f"byte {error.object[error.start]:#04x} in line {line}"
+        why = f"this is not UTF-8, by {byte}: save it as UTF-8"
+        raise ScenarioError(why) from error
     return io.StringIO(text, newline=None).read()  # Lines as files have them.
-
-
-def _line(data: bytes, place: int) -> str:
-    return f"line {data.count(10, 0, place) + 1}"
 
 
 def said(error: ValidationError, place: list[Any] | None = None) -> str:
@@ -272,8 +232,7 @@ def said(error: ValidationError, place: list[Any] | None = None) -> str:
     place = list(first["loc"]) if place is None else list(place)
     context = first.get("ctx", {})
     match first["type"]:
-        case "missing_key":
-            place.append(context["key"])
+        case "missing":
             return f"{dotted(place)} is missing; it has to be there"
         case "unknown":
             value = first["input"][context["key"]]

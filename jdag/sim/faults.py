@@ -2,8 +2,7 @@
 
 Inputs:  `verdict(source, destination, now_ns, chooser)`, for each frame as it leaves.
 Outputs: how often and how much late it arrives, and which faults made it so; how much
-         slower a worker computes (`stretched_ns`); which crash is due at a place of the
-         trace (`crash_at_index`), and all of them (`crashes`).
+         slower a worker computes (`stretched_ns`); all `crashes`.
 
 A fault on frames applies to those that leave in `from_ns <= now < until_ns` (None: for
 ever), from `source` to `destination` (None: any). Partitions come first, then the
@@ -21,7 +20,7 @@ from typing import assert_never
 
 from jdag.errors import ScenarioError, unusable
 from jdag.runtime.chooser import Chooser
-from jdag.runtime.tables import NS, is_ns
+from jdag.runtime.tables import NS, is_ns, number
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +126,7 @@ class Faults:
             there, with what is allowed, all in one line.
     """
 
-    __slots__ = ("_at_index", "_frame_faults", "_partitions", "_slow", "crashes")
+    __slots__ = ("_frame_faults", "_partitions", "crashes", "slow")
 
     def __init__(self, faults: Sequence[Fault], workers: Sequence[str]) -> None:
         wrong = [
@@ -149,12 +148,7 @@ class Faults:
             if isinstance(f, Partition)
         )
         self._frame_faults = tuple(f for f in faults if isinstance(f, FrameFault))
-        self._slow = tuple(f for f in faults if isinstance(f, Slow))
-        self._at_index: dict[int, tuple[Crash, ...]] = {}
-        for crash in self.crashes:
-            if crash.at_index is not None:
-                before = self._at_index.get(crash.at_index, ())
-                self._at_index[crash.at_index] = (*before, crash)
+        self.slow = tuple(f for f in faults if isinstance(f, Slow))
 
     @property
     def on_frames(self) -> bool:
@@ -194,19 +188,10 @@ class Faults:
 
     def stretched_ns(self, worker: str, duration_ns: int, now_ns: int) -> int:
         """How long `worker` takes for what it starts now, unslowed `duration_ns`."""
-        for slow in self._slow:
+        for slow in self.slow:
             if slow.worker == worker and _during(now_ns, slow.from_ns, slow.until_ns):
                 duration_ns = round(duration_ns * slow.factor)
         return duration_ns
-
-    def crash_at_index(self, index: int) -> tuple[Crash, ...]:
-        """The crashes due when the trace has `index` events."""
-        return self._at_index.get(index, ())
-
-    def next_index(self, least: int, never: int) -> int:
-        """The first index, from `least` on, at which a crash is due; or `never`."""
-        due = [index for index in self._at_index if index >= least]
-        return min(due) if due else never
 
 
 def _during(now_ns: int, from_ns: int, until_ns: int | None) -> bool:
@@ -259,9 +244,9 @@ def _rule(name: str, value: object, workers: tuple[str, ...]) -> tuple[bool, str
             allowed = "two groups or more, none shared, of " + ", ".join(workers)
             return _are_groups(value, workers), allowed
         case "probability":
-            return _is_number(value, 0, 1), "a number from 0 to 1"
+            return number(0, 1)(value), "a number from 0 to 1"
         case "factor":
-            return _is_number(value, 1, 1e9), "a number from 1 to 1e9"
+            return number(1, 1e9)(value), "a number from 1 to 1e9"
         case _:
             return is_ns(value), NS
 
@@ -280,12 +265,6 @@ def _contradictions(key: str, fault: Fault) -> list[str]:
         allowed = f"an integer >= delay_min_ns = {fault.delay_min_ns}"
         wrong.append(unusable(f"{key}.delay_max_ns", fault.delay_max_ns, allowed))
     return wrong
-
-
-def _is_number(value: object, least: float, most: float) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return least <= value <= most
 
 
 def _are_groups(value: object, workers: tuple[str, ...]) -> bool:

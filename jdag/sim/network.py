@@ -106,6 +106,7 @@ class Network:
         return self.links.get((source, destination), self.default)
 
 
+@dataclass(slots=True, eq=False)
 class Lane:
     """One directed link of one run: its model, and what it carries and has carried.
 
@@ -113,46 +114,26 @@ class Lane:
     tells whether the last frame had to wait for the latter.
     """
 
-    __slots__ = (
-        "_arrived_ns",
-        "_is_instant",
-        "_jitter_ns",
-        "_latency_ns",
-        "_model",
-        "busy_ns",
-        "busy_until_ns",
-        "bytes",
-        "frames",
-        "held",
-        "into",
-        "out",
-        "start_ns",
-    )
-
-    def __init__(
-        self,
-        model: LinkModel,
-        out: NetworkPort | None = None,
-        into: NetworkPort | None = None,
-    ) -> None:
-        self.out = out
-        self.into = into
-        self.held = False
-        self._arrived_ns = 0
-        self._model = model
-        self._is_instant = model.bandwidth_bytes_per_s is None
-        self._latency_ns = model.latency_ns
-        self._jitter_ns = model.jitter_ns
-        self.bytes = self.frames = 0
-        self.busy_ns = self.busy_until_ns = self.start_ns = 0
+    model: LinkModel
+    out: NetworkPort | None
+    into: NetworkPort | None
+    held: bool = False
+    bytes: int = 0
+    frames: int = 0
+    busy_ns: int = 0
+    start_ns: int = 0
+    busy_until_ns: int = 0
+    arrived_ns: int = 0
 
     def transmit(self, size_bytes: int, now_ns: int, chooser: Chooser) -> int:
         """When a frame of `size_bytes` that is ready to leave now arrives.
 
         It starts to leave at `start_ns` and has left at `busy_until_ns`.
         """
+        model = self.model
         start_ns = max(self.busy_until_ns, now_ns)
-        transfer_ns = 0 if self._is_instant else self._model.transfer_ns(size_bytes)
+        is_instant = model.bandwidth_bytes_per_s is None
+        transfer_ns = 0 if is_instant else model.transfer_ns(size_bytes)
         if self.out is not None:
             passing_ns = self.out.passing_ns(size_bytes)
             start_ns = self.out.reserve(start_ns, passing_ns, now_ns)
@@ -162,15 +143,15 @@ class Lane:
         self.busy_ns += transfer_ns
         self.bytes += size_bytes
         self.frames += 1
-        arrival_ns = left_ns + self._latency_ns
-        if self._jitter_ns:
-            arrival_ns += chooser.amount(0, self._jitter_ns)
+        arrival_ns = left_ns + model.latency_ns
+        if model.jitter_ns:
+            arrival_ns += chooser.amount(0, model.jitter_ns)
         if self.into is not None:  # It passes while it arrives.
             passing_ns = self.into.passing_ns(size_bytes)
             begun_ns = self.into.reserve(arrival_ns - passing_ns, passing_ns, now_ns)
             self.held = begun_ns + passing_ns > arrival_ns
             arrival_ns = begun_ns + passing_ns
-            self._arrived_ns = max(self._arrived_ns, arrival_ns)
+            self.arrived_ns = max(self.arrived_ns, arrival_ns)
         return arrival_ns
 
     def passed(self, record: int) -> None:
@@ -181,8 +162,9 @@ class Lane:
     @property
     def drained_ns(self) -> int:
         """When all that was transmitted so far has arrived, jitter at its worst."""
-        latest_ns = self.busy_until_ns + self._latency_ns + self._jitter_ns
-        return max(latest_ns, self._arrived_ns)
+        model = self.model
+        latest_ns = self.busy_until_ns + model.latency_ns + model.jitter_ns
+        return max(latest_ns, self.arrived_ns)
 
 
 class Traffic:

@@ -1,9 +1,9 @@
 """Workers that stop, come back or are out of reach, and when others learn of it.
 
 Inputs:  `plan()` when the run begins; `look(records)` with each record of the trace, if
-         a crash waits for one; the actions "crash", "bury", "restart" and "lost" when
-         they are due.
-Outputs: those actions to the timeline; Lost and Joined to engines.
+         a crash waits for one; `gave_up(end)` of links.
+Outputs: the actions `crash`, `bury`, `restart` and `lost` to the timeline; Lost and
+         Joined to engines.
 
 Invariants: a worker learns of each loss once. A crashed worker is cleared away by the
 next event, since one of its own programs may be running when it crashes. A worker that
@@ -21,67 +21,44 @@ from jdag.engine.protocol import (
     incarnation_of,
     named,
 )
-from jdag.runtime.recorder import Recorder
-from jdag.sim.faults import Crash, Faults, Partition
-from jdag.sim.host import SimHost
+from jdag.runtime.host import Host
+from jdag.runtime.recorder import NO_CAUSE
+from jdag.sim.environment import Environment
+from jdag.sim.faults import Crash, Partition
+from jdag.sim.jobs import Jobs
 from jdag.sim.programs import Programs
-from jdag.sim.settings import SimSettings
-from jdag.sim.timeline import Timeline
-from jdag.sim.transport import CRASH, EVENT, SimTransport, gives_up_ns, link_settings
+from jdag.sim.timeline import CRASH, EVENT
+from jdag.sim.transport import LinkEnd, SimTransport, gives_up_ns, link_settings
 
-NEVER = -2  # No record has this index; -1 is "none".
 CRASHED, OUT_OF_REACH = "it crashed", "it is out of reach"
 
 
 class Outages:
-    """All losses of one run; `hosts` are of all incarnations."""
+    """All losses of one run; `crashed` are the incarnations that have crashed."""
 
-    __slots__ = (
-        *("_crash_index", "_faults", "_programs", "_recorder", "_settings"),
-        *("_timeline", "_transport", "hosts", "incarnations"),
-    )
-
-    def __init__(
-        self,
-        hosts: dict[Worker, SimHost],
-        settings: SimSettings,
-        *,
-        faults: Faults,
-        timeline: Timeline,
-        transport: SimTransport,
-        programs: Programs,
-        recorder: Recorder,
-    ) -> None:
-        self.hosts = hosts
-        self.incarnations: dict[str, int] = {}
-        self._settings = settings
-        self._faults = faults
-        self._timeline = timeline
-        self._transport = transport
+    def __init__(self, env: Environment, jobs: Jobs, programs: Programs) -> None:
+        self._env = env
+        self._jobs = jobs
         self._programs = programs
-        self._recorder = recorder
-        self._crash_index = NEVER
-
-    def newest(self, name: str) -> SimHost:
-        """The incarnation of a worker that was started last."""
-        return self.hosts[incarnated(name, self.incarnations.get(name, 0))]
+        self.transport = SimTransport(env, self.gave_up)
+        self.crashed: list[Worker] = []
 
     def plan(self) -> None:
         """Schedule what is to happen."""
+        env = self._env
         for parting in self._partings(0):
             self._part(*parting)
-        for crash in self._faults.crashes:
+        for crash in env.faults.crashes:
             if crash.at_ns is not None:
-                self._timeline.push(crash.at_ns, CRASH, ("crash", crash))
-        self._crash_index = self._faults.next_index(0, NEVER)
-        if self._crash_index != NEVER:
-            self._recorder.watch(self.look)
-        self.look(0)
+                env.timeline.push(crash.at_ns, CRASH, (self.crash, crash))
+        if any([crash.at_index is not None for crash in env.faults.crashes]):
+            env.recorder.watch(self.look)
+            self.look(0)
 
     def _part(self, at_ns: int, worker: str, peer: str) -> None:
-        lost = self.newest(peer).worker
-        action = ("lost", self.newest(worker), lost, -1, OUT_OF_REACH)
-        self._timeline.push(at_ns, EVENT, action)
+        host, lost = self._env.newest(worker), self._env.newest(peer).worker
+        action = (self.lost, host, lost, NO_CAUSE, OUT_OF_REACH)
+        self._env.timeline.push(at_ns, EVENT, action)
 
     def _partings(self, since_ns: int) -> Iterator[tuple[int, str, str]]:
         """Yield (time, worker, peer): the worker will notice a peer out of reach.
@@ -90,69 +67,66 @@ class Outages:
         tries parts each pair across it, as keepalives would: two that have nothing to
         say might else wait for ever, each for what the other waits for from a third.
         """
-        network = self._settings.all_links
-        for fault in self._settings.faults:
+        settings = self._env.settings
+        network = settings.all_links
+        for fault in settings.faults:
             if not isinstance(fault, Partition):
                 continue
             for here, there in permutations(fault.groups, 2):
                 for worker, peer in product(here, there):
                     models = network.model(worker, peer), network.model(peer, worker)
-                    settings = self._settings.link or link_settings(*models)
-                    from_ns = max(fault.from_ns, since_ns)
-                    at_ns = from_ns + 2 * gives_up_ns(settings)
+                    link = settings.link or link_settings(*models)
+                    at_ns = max(fault.from_ns, since_ns) + 2 * gives_up_ns(link)
                     if fault.until_ns is None or at_ns < fault.until_ns:
                         yield at_ns, worker, peer
 
     def look(self, records: int) -> None:
-        """Begin a crash that waits for the trace to have so many records."""
-        if records == self._crash_index:
-            self._crash_index = self._faults.next_index(records + 1, NEVER)
-            for crash in self._faults.crash_at_index(records):
+        """Begin the crashes that wait for the trace to have so many records."""
+        for crash in self._env.faults.crashes:
+            if crash.at_index == records:
                 self.crash(crash)
 
     def crash(self, crash: Crash) -> None:
         """A crash is due: its worker is dead from here on, if it was not already."""
-        host, timeline = self.newest(crash.worker), self._timeline
+        env = self._env
+        host, now_ns = env.newest(crash.worker), env.timeline.now_ns
         if not host.alive:
             return
         host.alive = False
-        host.crashed = True
+        self.crashed.append(host.worker)
         why = "at_ns" if crash.at_index is None else "at_index"
-        record = self._recorder.note("crash", host.worker, (why,), ())
-        timeline.push(timeline.now_ns, CRASH, ("bury", host))
-        for other in self.hosts.values():
+        record = env.recorder.note("crash", host.worker, (why,), ())
+        env.timeline.push(now_ns, CRASH, (self.bury, host))
+        for other in env.hosts.values():
             if other.alive:
-                action = ("lost", other, host.worker, record, CRASHED)
-                timeline.push(timeline.now_ns + crash.detect_ns, EVENT, action)
+                action = (self.lost, other, host.worker, record, CRASHED)
+                env.timeline.push(now_ns + crash.detect_ns, EVENT, action)
         if crash.restart_ns is not None:
-            at_ns = timeline.now_ns + crash.restart_ns
-            timeline.push(at_ns, CRASH, ("restart", host, record))
+            at_ns = now_ns + crash.restart_ns
+            env.timeline.push(at_ns, CRASH, (self.restart, host, record))
 
-    def bury(self, host: SimHost) -> None:
+    def bury(self, host: Host) -> None:
         """Clear away what a crashed worker held."""
         self._programs.kill(host.worker)
         host.clear()
+        self._jobs.forget(host.worker)
 
-    def restart(self, former: SimHost, crashed: int) -> None:
+    def restart(self, former: Host, crashed: int) -> None:
         """A worker that crashed joins anew."""
         self.bury(former)  # At the same time either may come first.
-        names = self._settings.workers
-        host = former.again(names)
-        name = named(host.worker)
-        self.incarnations[name] = incarnation = incarnation_of(host.worker)
-        self.hosts[host.worker] = host
-        self._transport.joined(host.worker)
-        detail, causes = (incarnation,), (crashed,)
-        record = self._recorder.note("restart", host.worker, detail, causes)
-        for other in names:
+        env, name = self._env, named(former.worker)
+        host = env.restart(name)
+        detail, causes = (env.incarnations[name],), (crashed,)
+        record = env.recorder.note("restart", host.worker, detail, causes)
+        for other in env.workers:
             if other != name:
-                self._meet(host, self.newest(other), record)
-                self._meet(self.newest(other), host, record)
-        for parting in self._partings(self._timeline.now_ns):
+                self._meet(host, env.newest(other), record)
+                self._meet(env.newest(other), host, record)
+        for parting in self._partings(env.timeline.now_ns):
             if name in parting[1:]:
                 self._part(*parting)
 
-    def _meet(self, host: SimHost, peer: SimHost, record: int) -> None:
+    def _meet(self, host: Host, peer: Host, record: int) -> None:
         """Tell a worker the current incarnation of a peer, and whether it is alive."""
         name, incarnation = named(peer.worker), incarnation_of(peer.worker)
         for former in range(incarnation):
@@ -162,10 +136,19 @@ class Outages:
         if not peer.alive:
             self.lost(host, peer.worker, record, CRASHED)
 
-    def lost(self, host: SimHost, peer: Worker, record: int, why: str) -> None:
+    def gave_up(self, end: LinkEnd) -> None:
+        """A worker has given up a peer, which hears of that later."""
+        env = self._env
+        at_ns = env.timeline.now_ns + env.settings.detect_ns
+        peer = env.hosts[end.peer]
+        action = (self.lost, peer, end.worker, end.record, OUT_OF_REACH)
+        env.timeline.push(at_ns, EVENT, action)
+        self.lost(env.hosts[end.worker], end.peer, end.record, OUT_OF_REACH)
+
+    def lost(self, host: Host, peer: Worker, record: int, why: str) -> None:
         """A worker learns that a peer is lost."""
         if not host.alive or peer in host.lost:
             return
-        host.lost[peer] = why
-        self._transport.close(host.worker, peer)
+        self._env.lost[host.worker][peer] = why
+        self.transport.close(host.worker, peer)
         host.handle(Lost(peer, why), () if record < 0 else (record,))

@@ -1,29 +1,34 @@
 """Virtual time: one queue of what is to happen, in order of (time, priority, sequence).
 
-Inputs:  `push(time_ns, priority, action)`, `cancel(entry)`.
-Outputs: `pop()`, the next action, with `now_ns` moved to its time; or, for a chooser
-         that picks among events, `tied()`, all those that could come next, and
-         `take(entry)`.
+Inputs:  `push(time_ns, priority, action)`, `cancel(entry)`; a chooser that may pick
+         among the actions of one time and priority.
+Outputs: `run(...)` carries the actions out, each with `now_ns` at its time.
 
-Time is an int of nanoseconds and never goes back. What has the same time and priority
-comes in the order of pushing, so a run depends on nothing but what was pushed. Actions
-are opaque here, and never None.
+An action is a tuple: a function, and the arguments that it is called with, the first
+of which has a `worker`. Time is an int of nanoseconds. What has the same time and
+priority comes in the order of pushing, so a run depends on nothing but what was pushed.
 
-Invariants: `now_ns` never decreases; each action that was pushed is handed out once, or
-cancelled; at most `events_max` are ever pushed, so every run ends.
+Invariants: `now_ns` never decreases; each action that was pushed is carried out once,
+or cancelled; at most `events_max` are ever pushed, so every run ends.
 """
 
 from collections import deque
+from collections.abc import Container
 from heapq import heappop, heappush
 from typing import Any
 
 from jdag.engine.functions import name_of
 from jdag.errors import JdagError
+from jdag.runtime.chooser import Chooser, checked
 
 # [time_ns, priority, sequence, action]: a list, so that the heap compares it without a
 # call to Python and its action can be taken out in place. No two have one sequence.
 Entry = list[Any]
 _TIME, _PRIORITY, _SEQUENCE, _ACTION = range(4)
+
+# At one time: crashes first, then what happens, then devices choose among all that is
+# ready by then, and timers last, so that acknowledgements can still ride on answers.
+CRASH, EVENT, BEGIN, TIMER = range(4)
 
 
 class Timeline:
@@ -33,7 +38,7 @@ class Timeline:
     the last two that were started, which an error names.
     """
 
-    __slots__ = ("_heap", "_pushed", "_taken_out", "events_max", "now_ns", "programs")
+    __slots__ = ("_heap", "_pushed", "events_max", "now_ns", "programs")
 
     def __init__(self, events_max: int) -> None:
         self.now_ns = 0
@@ -41,20 +46,18 @@ class Timeline:
         self.programs: deque[Any] = deque(maxlen=2)
         self._heap: list[Entry] = []
         self._pushed = 0
-        self._taken_out = 0  # Entries still in the heap whose action is gone.
 
     def __len__(self) -> int:
         """How many actions wait."""
-        return len(self._heap) - self._taken_out
+        return sum([entry[_ACTION] is not None for entry in self._heap])
 
-    def push(self, time_ns: int, priority: int, action: Any) -> Entry:
+    def push(self, time_ns: int, priority: int, action: tuple[Any, ...]) -> Entry:
         """Queue `action` at `time_ns`, which is not past; lower priorities come first.
 
         Raises:
             JdagError: this is one event more than `events_max`.
         """
         assert time_ns >= self.now_ns, (time_ns, self.now_ns)
-        assert action is not None, "None marks what is gone"
         if self._pushed >= self.events_max:
             names = " and ".join(map(name_of, self.programs)) or "none but main's"
             raise JdagError(
@@ -67,65 +70,40 @@ class Timeline:
         heappush(self._heap, entry)
         return entry
 
-    def pop(self) -> Any:
-        """The next action, None when none waits; `now_ns` is then its time."""
+    def cancel(self, entry: Entry) -> None:
+        """Have `entry` not happen, if it has not; it stays queued, empty."""
+        entry[_ACTION] = None
+
+    def run(self, chooser: Chooser, given: Container[int], waiter: int) -> None:
+        """Carry out actions until `waiter` is given something, or none is left."""
         heap = self._heap
-        while heap:  # Bounded: each turn takes one out.
-            entry = heappop(heap)
+        while heap and waiter not in given:  # Bounded by events_max.
+            entry = self._picked(chooser) if chooser.picks_events else heappop(heap)
             action = entry[_ACTION]
             if action is not None:
                 entry[_ACTION] = None  # So that a late cancel finds nothing to do.
                 self.now_ns = entry[_TIME]
-                return action
-            self._taken_out -= 1
-        return None
+                action[0](*action[1:])
 
-    def cancel(self, entry: Entry) -> bool:
-        """Whether `entry` still waited; it will not happen any more.
-
-        Constant time: the entry stays in the heap, empty, until its turn comes.
-        """
-        if entry[_ACTION] is None:
-            return False
-        entry[_ACTION] = None
-        self._taken_out += 1
-        return True
-
-    def next_ns(self) -> int | None:
-        """The time of the next action, None when none waits."""
+    def _picked(self, chooser: Chooser) -> Entry:
+        """Take out the entry that the chooser wants, of those that could be next."""
         heap = self._heap
-        while heap and heap[0][_ACTION] is None:
-            heappop(heap)
-            self._taken_out -= 1
-        return heap[0][_TIME] if heap else None
-
-    def tied(self) -> tuple[Entry, ...]:
-        """All entries that share the next time and priority, in the order of pushing.
-
-        `entry[-1]` is an entry's action. Costs what is tied, not what waits: in a heap
-        those that equal the first hang together below it.
-        """
-        heap = self._heap
-        if self.next_ns() is None:
-            return ()
-        time_ns, priority = heap[0][_TIME], heap[0][_PRIORITY]
-        tied, places = [], [0]
-        for place in places:  # Grows while it is walked; each place comes once.
-            entry = heap[place]
-            if entry[_TIME] != time_ns or entry[_PRIORITY] != priority:
-                continue
+        first = heap[0]
+        tied = []
+        while heap and heap[0][:_SEQUENCE] == first[:_SEQUENCE]:
+            entry = heappop(heap)
             if entry[_ACTION] is not None:
                 tied.append(entry)
-            below = 2 * place + 1
-            places.extend(range(below, min(below + 2, len(heap))))
-        tied.sort()  # By sequence, as that is all in which they differ.
-        return tuple(tied)
+        if not tied:
+            return first
+        actions = [entry[_ACTION] for entry in tied]
+        seen = tuple([(a[0].__name__.lstrip("_"), a[1].worker) for a in actions])
+        index = checked(chooser.pick_event(seen), len(tied))
+        picked = tied.pop(index)
+        for entry in tied:
+            heappush(heap, entry)
+        return picked
 
-    def take(self, entry: Entry) -> Any:
-        """The action of one of the `tied()` entries, in place of `pop()`'s."""
-        action = entry[_ACTION]
-        assert action is not None, entry
-        assert entry[_TIME] == self.next_ns(), (entry, self.next_ns())
-        self.cancel(entry)
-        self.now_ns = entry[_TIME]
-        return action
+    def clear(self) -> None:
+        """Drop all that is to happen."""
+        self._heap.clear()

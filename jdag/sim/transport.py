@@ -4,31 +4,29 @@ Each pair of workers has two ends of one exactly-once link (`jdag.wire.link`). W
 end puts on the wire occupies its lane (`jdag.sim.network`), meets its verdict
 (`jdag.sim.faults`) and comes out at the twin, as an action on the timeline.
 
-Inputs:  `send(...)` of each message; the actions "frame" and "timer" when they are due.
+Inputs:  `send(...)` of each message; the actions `frame` and `timer` when they are due.
 Outputs: from a frame, the messages that may be handed on now, in order, to the host;
-         from a timer, whether the link has given up.
+         from a timer, the end of a link that has given up its peer, to `gave_up`.
 
 Invariants: a parcel is handed on once and in order, or its link is closed; a closed end
 sends and receives nothing; each end has at most one timer that counts.
 """
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from jdag.compute.digest import fingerprint
-from jdag.engine.protocol import Key, Message, Send, named
-from jdag.runtime.chooser import Chooser
+from jdag.engine.protocol import Key, Message, Send, Worker, incarnated, named
 from jdag.runtime.host import Host
-from jdag.runtime.recorder import Recorder, said
-from jdag.sim.faults import Faults
-from jdag.sim.network import Lane, LinkModel, Network, Traffic
-from jdag.sim.timeline import Timeline
+from jdag.runtime.recorder import NO_CAUSE, said
+from jdag.runtime.stats import Sent
+from jdag.sim.environment import Environment
+from jdag.sim.network import Lane, LinkModel, Traffic
+from jdag.sim.timeline import EVENT, TIMER
 from jdag.wire.link import ACK_BYTES, FRAME_BYTES, Frame, Link, LinkSettings
 from jdag.wire.messages import size
-
-# At one time: crashes first, then what happens, then devices choose among all that is
-# ready by then, and timers last, so that acknowledgements can still ride on answers.
-CRASH, EVENT, BEGIN, TIMER = range(4)
 
 ACK_DELAY_NS = 1_000_000
 RESEND_MAX = 10
@@ -54,116 +52,84 @@ def gives_up_ns(settings: LinkSettings) -> int:
     return settings.resend_ns * sum(min(w, settings.backoff_max) for w in waits)
 
 
+@dataclass(slots=True, eq=False)
 class LinkEnd:
     """One worker's end of its link to a peer; `twin` is the peer's end of it.
 
     Each incarnation of a worker has its own; `route` are the names of the two, `out`
     and `back` the lanes from and to here. `record` is the last frame that left here,
-    `heard` the last with a message that came; `payload_bytes`, and `zero_bytes` of what
-    went unsaid, are for the driver to count in.
+    `heard` the last with a message that came.
     """
 
-    __slots__ = (
-        "back",
-        "heard",
-        "link",
-        "open",
-        "out",
-        "payload_bytes",
-        "peer",
-        "record",
-        "route",
-        "timer_ns",
-        "twin",
-        "worker",
-        "zero_bytes",
-    )
-
-    twin: "LinkEnd"
-
-    def __init__(
-        self, worker: str, peer: str, link: Link, out: Lane, back: Lane
-    ) -> None:
-        self.worker = worker
-        self.peer = peer
-        self.route = (named(worker), named(peer))
-        self.link = link
-        self.out = out
-        self.back = back
-        self.open = True
-        self.timer_ns: int | None = None
-        self.record = self.heard = -1
-        self.payload_bytes = 0
-        self.zero_bytes = 0
+    worker: Worker
+    peer: Worker
+    route: tuple[str, str]
+    link: Link
+    out: Lane
+    back: Lane
+    twin: "LinkEnd" = field(init=False)
+    open: bool = True
+    timer_ns: int | None = None
+    record: int = NO_CAUSE
+    heard: int = NO_CAUSE
+    payload_bytes: int = 0
+    zero_bytes: int = 0  # Of zeros that were not sent.
 
 
 class SimTransport:
-    """All links of one run.
+    """All links of one run; `gave_up` is called with an end that gives up its peer."""
 
-    Args:
-        hosts: by worker; a worker that joins anew is added, under its new name.
-        network: what joins them.
-        settings: of all links; None: each pair has its own `link_settings`.
-        faults: what befalls frames.
-        timeline: of the run, as are the chooser and the recorder.
-        chooser: picks jitter and the outcomes of faults.
-        recorder: is told what becomes of messages.
-    """
+    def __init__(self, env: Environment, gave_up: Callable[[LinkEnd], None]) -> None:
+        self._gave_up = gave_up
+        self._hosts = env.hosts
+        self._incarnations = env.incarnations
+        self._network = env.settings.all_links
+        self._traffic = Traffic(self._network, env.workers)
+        self._faults = env.faults
+        self._has_frame_faults = env.faults.on_frames
+        self._settings = env.settings.link
+        self._timeline = env.timeline
+        self._chooser = env.chooser
+        self._recorder = env.recorder
+        self._ends: dict[Worker, dict[Worker, LinkEnd]] = defaultdict(dict)
 
-    def __init__(
-        self,
-        hosts: Mapping[str, Host],
-        network: Network,
-        settings: LinkSettings | None,
-        *,
-        faults: Faults,
-        timeline: Timeline,
-        chooser: Chooser,
-        recorder: Recorder,
-    ) -> None:
-        self._hosts = hosts
-        self._network = network
-        self._traffic = Traffic(network, tuple(hosts))
-        self._faults = faults
-        self._has_frame_faults = faults.on_frames
-        self._settings = settings
-        self._timeline = timeline
-        self._chooser = chooser
-        self._recorder = recorder
-        self._ends: dict[str, dict[str, LinkEnd]] = {worker: {} for worker in hosts}
+    def sent(self, name: str) -> Sent:
+        """What left all incarnations of a worker."""
+        numbers = range(self._incarnations.get(name, 0) + 1)
+        ends = [e for n in numbers for e in self._ends[incarnated(name, n)].values()]
+        lanes = {end.route: end.out for end in ends}.values()
+        return Sent(
+            messages=sum([end.link.sent for end in ends]),
+            payload_bytes=sum([end.payload_bytes for end in ends]),
+            zero_bytes=sum([end.zero_bytes for end in ends]),
+            bytes=sum([lane.bytes for lane in lanes]),
+            frames=sum([lane.frames for lane in lanes]),
+            resends=sum([end.link.resent for end in ends]),
+            duplicates=sum([end.link.duplicates for end in ends]),
+        )
 
-    def joined(self, worker: str) -> None:
-        """An incarnation of a worker takes part from now on, with links of its own."""
-        self._ends[worker] = {}
-
-    def ends(self, worker: str) -> tuple[LinkEnd, ...]:
-        """The ends of one worker that were ever used."""
-        return tuple(self._ends[worker].values())
-
-    def end(self, worker: str, peer: str) -> LinkEnd:
+    def _end(self, worker: Worker, peer: Worker) -> LinkEnd:
         """One worker's end of its link to a peer."""
         end = self._ends[worker].get(peer)
         if end is None:
             model, lane = self._network.model, self._traffic.lane
-            route = there, back = named(worker), named(peer)
-            settings = self._settings or link_settings(
-                model(*route), model(back, there)
-            )
-            lanes = lane(*route), lane(back, there)
-            end = LinkEnd(worker, peer, Link(peer, settings), *lanes)
-            end.twin = LinkEnd(peer, worker, Link(worker, settings), *reversed(lanes))
-            end.twin.twin = end
-            self._ends[worker][peer], self._ends[peer][worker] = end, end.twin
+            there = named(worker), named(peer)
+            back = there[1], there[0]
+            settings = self._settings or link_settings(model(*there), model(*back))
+            out, into = lane(*there), lane(*back)
+            end = LinkEnd(worker, peer, there, Link(peer, settings), out, into)
+            twin = LinkEnd(peer, worker, back, Link(worker, settings), into, out)
+            end.twin, twin.twin = twin, end
+            self._ends[worker][peer], self._ends[peer][worker] = end, twin
         return end
 
-    def close(self, worker: str, peer: str) -> None:
+    def close(self, worker: Worker, peer: Worker) -> None:
         """Close the link to a peer: nothing is sent or received any more."""
-        self.end(worker, peer).open = False
+        self._end(worker, peer).open = False
 
-    def clear(self, timeline: Timeline) -> None:
-        """Drop all that is on its way."""
-        self._timeline = timeline
-        self._ends = {worker: {} for worker in self._ends}
+    def clear(self) -> None:
+        """Drop all links, with what is on its way."""
+        self._ends.clear()
 
     def send(
         self,
@@ -176,7 +142,7 @@ class SimTransport:
         """Send a message of a worker with values; see `jdag.runtime.host.Driver`."""
         recorder, now_ns, worker = self._recorder, self._timeline.now_ns, host.worker
         keys, arrays = values
-        end = self._ends[worker].get(send.to) or self.end(worker, send.to)
+        end = self._ends[worker].get(send.to) or self._end(worker, send.to)
         causes = recorder.causes(worker, cause, keys) if keys else (cause,)
         payload_bytes, wire_bytes = size(message, arrays)
         wire_bytes += FRAME_BYTES
@@ -201,13 +167,12 @@ class SimTransport:
         if self._has_frame_faults:
             self._deliver(end, frame, arrival_ns)
         else:
-            action = ("frame", end.twin, frame, record)
+            action = (self.frame, end.twin, frame, record)
             self._timeline.push(arrival_ns, EVENT, action)
         deadline_ns = link.deadline_ns
-        if end.timer_ns is None or (
-            deadline_ns is not None and deadline_ns < end.timer_ns
-        ):
-            self.watch(end)
+        armed_ns = end.timer_ns
+        if deadline_ns is not None and (armed_ns is None or deadline_ns < armed_ns):
+            self._arm(end, deadline_ns)
 
     def frame(self, end: LinkEnd, frame: Frame, sent: int) -> None:
         """A frame comes out at an end, whose host handles what may be handed on."""
@@ -230,33 +195,28 @@ class SimTransport:
         # After the answers, as an acknowledgement rides on them.
         deadline_ns, armed_ns = link.deadline_ns, end.timer_ns
         if deadline_ns is not None and (armed_ns is None or deadline_ns < armed_ns):
-            self.watch(end)
+            self._arm(end, deadline_ns)
 
-    def watch(self, end: LinkEnd) -> None:
-        """Arm the timer of an end, if it is due earlier than one that is armed."""
-        deadline_ns = end.link.deadline_ns
-        if deadline_ns is None or not end.open:
-            return
-        if end.timer_ns is None or deadline_ns < end.timer_ns:
-            timeline = self._timeline
-            end.timer_ns = at_ns = max(deadline_ns, timeline.now_ns)
-            timeline.push(at_ns, TIMER, ("timer", end))
+    def _arm(self, end: LinkEnd, deadline_ns: int) -> None:
+        if end.open:
+            end.timer_ns = at_ns = max(deadline_ns, self._timeline.now_ns)
+            self._timeline.push(at_ns, TIMER, (self.timer, end))
 
-    def tick(self, end: LinkEnd) -> bool:
-        """A timer of this end is due; return whether the link has given up its peer."""
-        now_ns = self._timeline.now_ns
-        if not end.open or end.timer_ns != now_ns:
-            return False  # Closed since, or armed anew for an earlier time.
+    def timer(self, end: LinkEnd) -> None:
+        """A timer of this end is due."""
+        now_ns, link = self._timeline.now_ns, end.link
+        if not self._hosts[end.worker].alive or not end.open or end.timer_ns != now_ns:
+            return  # Closed since, or armed anew for an earlier time.
         end.timer_ns = None
-        link = end.link
         if link.deadline_ns is not None and link.deadline_ns <= now_ns:
             busy_until_ns = max(end.out.drained_ns, end.back.drained_ns)
             for frame in link.tick(now_ns, busy_until_ns):
                 self._again(end, frame)
             if link.lost:
-                return True
-        self.watch(end)
-        return False
+                self._gave_up(end)
+                return
+        if link.deadline_ns is not None:
+            self._arm(end, link.deadline_ns)
 
     def _again(self, end: LinkEnd, frame: Frame) -> None:
         """A frame that carries no new message: a resend or an acknowledgement."""
@@ -292,7 +252,7 @@ class SimTransport:
         for _ in copies[1:]:
             note("duplicate", end.worker, (end.peer, "fault"), (record,))
         for extra_ns in copies:
-            action = ("frame", end.twin, frame, record)
+            action = (self.frame, end.twin, frame, record)
             timeline.push(arrival_ns + extra_ns, EVENT, action)
 
 

@@ -1,0 +1,65 @@
+"""What the parts of one simulated run share: workers, time, choices and the record."""
+
+from jdag.compute.machine import Machine
+from jdag.engine import Engine
+from jdag.engine.protocol import Worker, incarnated
+from jdag.runtime.chooser import Chooser
+from jdag.runtime.host import Driver, Host
+from jdag.runtime.recorder import Recorder
+from jdag.runtime.trace import Trace
+from jdag.runtime.waiters import Waiters
+from jdag.sim.faults import Faults
+from jdag.sim.settings import SimSettings
+from jdag.sim.timeline import Timeline
+
+
+class Environment:
+    """The state of one run that several of its parts use.
+
+    Attributes:
+        hosts: of each incarnation of each worker.
+        lost: for each of these, why the peers are gone that it was told are gone.
+        incarnations: of the workers that have joined anew, how often they have.
+
+    Raises:
+        ScenarioError: names a setting that is unusable, its value and what is allowed.
+    """
+
+    def __init__(self, settings: SimSettings, driver: Driver) -> None:
+        self.settings = settings
+        self.workers = tuple(settings.workers)
+        self.chooser = settings.chooser or Chooser(settings.seed, settings.policy)
+        self.timeline = Timeline(settings.events_max)
+        self.recorder = Recorder(Trace() if settings.trace else None, self.timeline)
+        self.waiters = Waiters()
+        self.faults = Faults(settings.faults, self.workers)
+        self.hosts: dict[Worker, Host] = {}
+        self.lost: dict[Worker, dict[Worker, str]] = {}
+        self.incarnations: dict[str, int] = {}
+        self._driver = driver
+        for name in self.workers:
+            self._start(name, 0, Machine(settings.values))
+
+    def _start(self, name: str, incarnation: int, machine: Machine) -> None:
+        worker = incarnated(name, incarnation)
+        self.lost[worker] = {}
+        self.hosts[worker] = Host(
+            worker,
+            Engine(name, self.workers, incarnation),
+            machine,
+            driver=self._driver,
+            waiters=self.waiters,
+            lost=self.lost[worker],
+            recorder=self.recorder,
+        )
+
+    def restart(self, name: str) -> Host:
+        """Start another incarnation of a worker; what its machine counted stays."""
+        machine = self.newest(name).machine
+        self.incarnations[name] = incarnation = self.incarnations.get(name, 0) + 1
+        self._start(name, incarnation, machine)
+        return self.newest(name)
+
+    def newest(self, name: str) -> Host:
+        """The incarnation of a worker that was started last."""
+        return self.hosts[incarnated(name, self.incarnations.get(name, 0))]
