@@ -50,10 +50,11 @@ from jdag.report import (
 )
 from jdag.report.formatting import formatted
 from jdag.runtime import signals
+from jdag.runtime.tables import wrong
 from jdag.runtime.trace import read_trace
-from jdag.scenario import Driver as Driving
-from jdag.scenario import Scenario, driver_of, load, wrong
-from jdag.scenario.driving import BY_WORKER
+from jdag.scenario import Scenario, load
+from jdag.scenario.driving import BY_WORKER, driver_of
+from jdag.scenario.driving import Driver as Driving
 from jdag.scenario.run_scenario import ScenarioResult, run_scenario
 
 RUN = "run"  # The kind of folder that `jdag run` writes.
@@ -206,7 +207,7 @@ def _result(scenario: Scenario, answer: ScenarioResult, driver: str) -> dict[str
         "answer": "met" if answer.met else "not met",
         "outcome": answer.figures.get("outcome"),
         "seed": scenario.settings.seed,
-        "workers": list(scenario.workers),
+        "workers": list(scenario.settings.names),
         "expect": [{**one._asdict(), "got": _plain(one.got)} for one in answer.judged],
         "figures": figures,
         # Figures that are fractions, exactly.

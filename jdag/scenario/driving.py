@@ -13,7 +13,13 @@ from jdag.api.drivers import launch, simulate
 from jdag.errors import JdagError, ScenarioError, unusable
 from jdag.rpc.settings import CARRIERS, DEVICES, is_device
 from jdag.scenario.case import Figures
-from jdag.scenario.tables import Settings
+from jdag.scenario.tables import (
+    Settings,
+    devices_of,
+    faults_of,
+    link_of,
+    network_of,
+)
 
 DRIVERS = ("sim", "rpc")
 
@@ -37,17 +43,17 @@ class Virtual:
 
     def cluster(self, seed: int, *, clean: bool) -> Cluster:
         """Make the cluster that the file describes; a clean one has no faults."""
-        settings, names = self._settings, self._settings.names
+        settings = self._settings
         cluster = simulate(
-            names,
+            settings.names,
             seed=seed,
             home=settings.home,
             values=settings.values,
-            network=settings.network.network(clean=clean),
-            devices=settings.devices.models(names),
-            faults=[] if clean else settings.made_faults(),
+            network=network_of(settings, clean=clean),
+            devices=devices_of(settings),
+            faults=[] if clean else faults_of(settings),
             policy=settings.policy,
-            link=settings.made_link(),
+            link=link_of(settings),
             events_max=settings.events_max,
             nesting_max=settings.nesting_max,
         )
@@ -137,7 +143,7 @@ def refuse_virtual(settings: Settings) -> None:
     if settings.values != "real":
         _refuse("values", settings.values, '"real"')
     for number, fault in enumerate(settings.faults):
-        _refuse(f"faults[{number}].kind", fault.kind, "no faults")
+        _refuse(f"faults[{number}].kind", fault["kind"], "no faults")
     if settings.home not in (None, first):
         _refuse("home", settings.home, f"the first worker, {first}")
 

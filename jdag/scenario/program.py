@@ -180,6 +180,7 @@ def _placed(settings: Settings, player: Any) -> Player:
             said = f"one of the parameters {', '.join(player.params)}"
             said += meant(name, player.params)
             raise ScenarioError(unusable(f"placement.{name}", worker, said))
+        settings.check_worker(f"placement.{name}", worker)
     placement = {**player.placement, **settings.placement}
     for name in player.params:
         place = placement.get(name)

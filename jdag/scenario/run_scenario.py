@@ -7,10 +7,13 @@ from typing import Any
 
 from jdag.api.cluster import Cluster
 from jdag.errors import JdagError, RootError, ScenarioError, unusable
-from jdag.scenario import Driver, Scenario, configured, raised, wrong
+from jdag.runtime.tables import wrong
+from jdag.scenario import Scenario, configured
 from jdag.scenario.case import VIRTUAL, Figures, Run, ended
-from jdag.scenario.driving import Virtual
+from jdag.scenario.driving import Driver, Virtual
 from jdag.scenario.expectations import Judged, judge
+from jdag.scenario.program import raised
+from jdag.scenario.tables import network_of
 
 Progress = Callable[[int, int, Mapping[str, float]], None]
 
@@ -33,10 +36,11 @@ class ScenarioResult:
 
 
 def _run_of(scenario: Scenario, show: Progress, driver: Driver) -> Run:
-    settings, network = scenario.settings, scenario.settings.network
-    jitters = [network.jitter_ns, *(link.jitter_ns for link in network.links)]
+    settings = scenario.settings
+    network = network_of(settings, clean=False)
+    jitters = [one.jitter_ns for one in (network.default, *network.links.values())]
     return Run(
-        workers=scenario.workers,
+        workers=settings.names,
         seeds=tuple(range(settings.seed, settings.seed + settings.seeds)),
         abstract=settings.values == "abstract",
         troubled=bool(settings.faults) or any(jitters),
