@@ -437,7 +437,7 @@ def test_the_tables_say_what_the_cluster_is_made_of(tmp_path: Path):
     assert link_of(settings) == LinkSettings(8, 9, 1)
     assert faults_of(settings) == [
         Drop(0.5, source="b"),
-        Partition([["a"], ["b"]], 0, 2),
+        Partition([["a"], ["b"]], 0, 2),  # type: ignore[arg-type]
         Crash("b", detect_ns=1_000_000, at_ns=1),
     ]
 

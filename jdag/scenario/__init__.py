@@ -78,24 +78,18 @@ def configured(settings: Settings) -> Iterator[None]:
     Raises:
         ScenarioError: this process has begun with fewer devices.
     """
-    _use_host_devices(settings.host_devices)
-    before = jax.config.read("jax_enable_x64")
-    jax.config.update("jax_enable_x64", settings.x64)
+    count = settings.host_devices
+    config: Any = jax.config
+    if count is not None:
+        if config.jax_num_cpu_devices < count:
+            with suppress(RuntimeError):  # Too late for that; perhaps XLA_FLAGS did it.
+                config.update("jax_num_cpu_devices", count)
+        if (found := len(jax.devices("cpu"))) < count:
+            said = f"at most {found}, with which JAX has begun in this process"
+            raise ScenarioError(unusable("host_devices", count, said))
+    before = config.read("jax_enable_x64")
+    config.update("jax_enable_x64", settings.x64)
     try:
         yield
     finally:
-        jax.config.update("jax_enable_x64", before)
-
-
-def _use_host_devices(count: int | None) -> None:
-    """Have JAX make so many devices of the CPU, if it has not begun yet."""
-    if count is None:
-        return
-    config: Any = jax.config
-    if config.jax_num_cpu_devices < count:
-        with suppress(RuntimeError):  # Too late for that; perhaps XLA_FLAGS did it.
-            config.update("jax_num_cpu_devices", count)
-    found = len(jax.devices("cpu"))
-    if found < count:
-        said = f"at most {found}, with which JAX has begun in this process"
-        raise ScenarioError(unusable("host_devices", count, said))
+        config.update("jax_enable_x64", before)

@@ -39,6 +39,7 @@ from jdag.errors import (
     text_of,
     unusable,
 )
+from jdag.runtime.tables import is_ns
 
 # What a play gives, by name: numbers, fractions, texts, flags, None; lists of these,
 # and mappings from workers to these.
@@ -104,9 +105,8 @@ class Run:
 
 
 def _is_window(window: Any) -> bool:
-    if not isinstance(window, tuple | list) or len(window) != 2:
-        return False
-    return all(type(ns) is int for ns in window) and 0 <= window[0] <= window[1]
+    is_pair = isinstance(window, tuple | list) and len(window) == 2
+    return is_pair and all(map(is_ns, window)) and window[0] <= window[1]
 
 
 class Player(Protocol):
@@ -120,14 +120,18 @@ class Player(Protocol):
         """Run, and return the figures."""
 
 
-# What `sent` and `left_over` give.
-SENT: Mapping[str, str] = {
-    "messages": "protocol messages",
-    "payload_bytes": "bytes of arrays in them",
-    "wire_bytes": "all bytes: headers, acknowledgements and resends too",
-    "resends": "frames that were sent again",
-    "duplicates": "frames that were thrown away, having come before",
+# By figure what `cluster.info()` calls it, and what it is.
+_SENT = {
+    "messages": ("messages_sent", "protocol messages"),
+    "payload_bytes": ("payload_bytes_sent", "bytes of arrays in them"),
+    "wire_bytes": (
+        "bytes_sent",
+        "all bytes, with headers, acknowledgements, resends",
+    ),
+    "resends": ("resends", "frames that were sent again"),
+    "duplicates": ("duplicates", "frames that were thrown away, having come before"),
 }
+SENT: Mapping[str, str] = {figure: text for figure, (_, text) in _SENT.items()}
 LEFT_OVER: Mapping[str, str] = {
     "live_contexts": "contexts that some worker holds afterwards",
     "live_passes": "passes that some worker holds afterwards",
@@ -203,7 +207,6 @@ class Played:
     gradients: tuple[Any, ...] | None
     loss: float | None
     window: tuple[int, int]
-    busy_ns: Mapping[str, int]
     cluster: Cluster
 
 
@@ -270,7 +273,6 @@ class Case:
         }
         error: JdagError | None = None
         gradients = loss = None
-        before = _busy(cluster)
         opened_ns = ended_ns = cluster.now_ns
         try:
             with cluster.context() as ctx:
@@ -295,15 +297,11 @@ class Case:
             raise
         except JdagError as raised:
             error = raised
-        busy = {name: ns - before[name] for name, ns in _busy(cluster).items()}
-        window = (opened_ns, ended_ns)
-        return Played(error, gradients, loss, window, busy, cluster)
+        return Played(error, gradients, loss, (opened_ns, ended_ns), cluster)
 
     def _outcome(self, played: Played) -> Figures:
         error = played.error
-        owed: Sequence[Any] = ()
-        if isinstance(error, UnusedSendError):
-            owed = error.sends
+        owed: Any = error.sends if isinstance(error, UnusedSendError) else ()
         return {
             **ended(error),
             "owed_sends": len(owed),
@@ -317,7 +315,15 @@ class Case:
         """How far the gradients are from the oracle's."""
         if played.gradients is None:
             return {"gradient_difference": None, "gradient_bits": None}
-        truth = jax.tree.leaves(self._oracle())
+
+        def roots(ctx: Any, params: Any) -> list[Any]:
+            return _roots(self.program(ctx, params))
+
+        params = {  # A number is put by itself, and is a leaf; in a dict it is none.
+            name: jnp.asarray(value) if type(value) in NUMBERS else value
+            for name, value in self.params.items()
+        }
+        truth = jax.tree.leaves(pullback(roots)(params)[1])
         apart = [
             difference(gradient, np.asarray(expected) * self.passes)
             for gradient, expected in zip(played.gradients, truth, strict=True)
@@ -326,18 +332,6 @@ class Case:
             "gradient_difference": worst(apart),
             "gradient_bits": bits(played.gradients),
         }
-
-    def _oracle(self) -> Mapping[str, Any]:
-        def roots(ctx: Any, params: Any) -> list[Any]:
-            return _roots(self.program(ctx, params))
-
-        params = {  # A number is put by itself, and is a leaf; in a dict it is none.
-            name: jnp.asarray(value) if type(value) in NUMBERS else value
-            for name, value in self.params.items()
-        }
-        _, gradients = pullback(roots)(params)
-        truth: Mapping[str, Any] = gradients
-        return truth
 
     def _same_as_clean(self, run: Run, played: Played) -> bool | None:
         if played.gradients is None or not (run.troubled and run.virtual):
@@ -411,10 +405,6 @@ def arrivals(cluster: Cluster) -> str:
     return taken.hexdigest()
 
 
-def _busy(cluster: Cluster) -> dict[str, int]:
-    return {name: worker["busy_ns"] for name, worker in cluster.info().items()}
-
-
 def total(cluster: Cluster, name: str) -> int:
     """One of the numbers of `cluster.info()`, over all workers."""
     return sum(int(worker[name]) for worker in cluster.info().values())
@@ -422,33 +412,23 @@ def total(cluster: Cluster, name: str) -> int:
 
 def _counts(run: Run, played: Played) -> Figures:
     """What went over the wire, how long it took, and how idle the workers were."""
-    cluster = played.cluster
     start_ns, end_ns = played.window
     taken_ns = end_ns - start_ns
-    counted = {**sent(cluster), **time_of(run, taken_ns)}
-    if not run.virtual:
-        return counted
-    bubbles = {
-        name: Fraction(taken_ns - busy_ns, taken_ns) if taken_ns else Fraction(0)
-        for name, busy_ns in played.busy_ns.items()
-    }
-    return {
-        **counted,
-        "bubble": bubbles,
-        "bubble_min": min(bubbles.values()),
-        "bubble_max": max(bubbles.values()),
-    }
+    counted = {**sent(played.cluster), **time_of(run, taken_ns)}
+    if run.virtual:
+        bubbles = {  # Nothing was computed before the context was opened.
+            name: Fraction(taken_ns - int(worker["busy_ns"]), taken_ns or 1)
+            for name, worker in played.cluster.info().items()
+        }
+        counted["bubble"] = bubbles
+        counted["bubble_min"] = min(bubbles.values())
+        counted["bubble_max"] = max(bubbles.values())
+    return counted
 
 
 def sent(cluster: Cluster) -> Figures:
     """What went over the wire so far."""
-    return {
-        "messages": total(cluster, "messages_sent"),
-        "payload_bytes": total(cluster, "payload_bytes_sent"),
-        "wire_bytes": total(cluster, "bytes_sent"),
-        "resends": total(cluster, "resends"),
-        "duplicates": total(cluster, "duplicates"),
-    }
+    return {figure: total(cluster, name) for figure, (name, _) in _SENT.items()}
 
 
 def left_over(run: Run, cluster: Cluster) -> Figures:

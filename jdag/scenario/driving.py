@@ -1,8 +1,8 @@
-"""What plays a scenario: virtual time, in which all of it holds, or real processes.
+"""What plays a scenario: virtual time, or real processes.
 
-On processes time, network and devices are those that there are, and the tables that
-describe others say nothing. What cannot be so there, or would change the question, is
-refused by its key: faults, values that are shapes, a home that is not the first.
+On processes the tables of network and devices are ignored: these are those of the host.
+What is impossible there, or would change the question, is refused by its key: faults,
+values that are shapes, a home that is not the first worker.
 """
 
 from contextlib import ExitStack
@@ -76,12 +76,7 @@ class Virtual:
 
 
 class Real:
-    """Plays on processes of this host: one cluster, for all seeds.
-
-    Raises:
-        ScenarioError: the scenario asks for what is there in virtual time alone: file,
-            key, value, and what is allowed.
-    """
+    """Plays on processes of this host: one cluster, for all seeds."""
 
     virtual = False
 
@@ -134,11 +129,7 @@ Driver = Virtual | Real
 
 
 def refuse_virtual(settings: Settings) -> None:
-    """Refuse what a scenario asks for that is there in virtual time alone.
-
-    Raises:
-        ScenarioError: key, value and what is allowed with `--driver rpc`.
-    """
+    """Raise ScenarioError for what is there in virtual time alone."""
     first = settings.names[0]
     if settings.values != "real":
         _refuse("values", settings.values, '"real"')
@@ -167,21 +158,19 @@ def driver_of(
         ScenarioError: names what is unusable, its value and what is allowed.
     """
     if driver not in DRIVERS:
-        raise ScenarioError(
-            unusable("--driver", driver, "one of " + ", ".join(DRIVERS))
-        )
+        allowed = "one of " + ", ".join(DRIVERS)
+        raise ScenarioError(unusable("--driver", driver, allowed))
     if driver == "sim":
         if device not in (None, "cpu"):
-            said = "cpu; with --driver rpc also gpu, gpu:1"
-            raise ScenarioError(unusable("--device", device, said))
+            allowed = "cpu; with --driver rpc also gpu, gpu:1"
+            raise ScenarioError(unusable("--device", device, allowed))
         if carrier is not None:
-            raise ScenarioError(
-                unusable("--carrier", carrier, "only with --driver rpc")
-            )
+            allowed = "only with --driver rpc"
+            raise ScenarioError(unusable("--carrier", carrier, allowed))
         return Virtual(settings)
     if device is not None and not is_device(device):
         raise ScenarioError(unusable("--device", device, DEVICES))
-    if carrier is not None and carrier not in CARRIERS:
-        said = "one of " + ", ".join(CARRIERS)
-        raise ScenarioError(unusable("--carrier", carrier, said))
+    if carrier not in (None, *CARRIERS):
+        allowed = "one of " + ", ".join(CARRIERS)
+        raise ScenarioError(unusable("--carrier", carrier, allowed))
     return Real(settings, device=device, carrier=carrier or CARRIERS[0])

@@ -64,7 +64,7 @@ def run_scenario(
     """
     driver = Virtual(scenario.settings) if driver is None else driver
     run = _run_of(scenario, show, driver)
-    program = scenario.settings.program
+    refused = scenario.settings.refused
     with wrong(scenario.path), configured(scenario.settings):
         try:
             figures = _plain(scenario.player.play(run))
@@ -72,20 +72,19 @@ def run_scenario(
             raise
         except RootError as error:
             allowed = f"one whose roots a pass can start from; {error}"
-            raise ScenarioError(unusable("program", program, allowed)) from error
+            raise refused(allowed) from error
         except JdagError as error:
             figures = ended(error)
             if run.last is not None and run.kept is None:
                 run.keep(run.last, (0, run.last.now_ns))
         except (Exception, SystemExit) as error:
             allowed = f"one that does not raise; it raised {raised(error)}"
-            raise ScenarioError(unusable("program", program, allowed)) from error
+            raise refused(allowed) from error
         if run.kept is None:
-            allowed = (
+            raise refused(
                 "one that keeps a cluster to report on, by "
                 "run.keep(cluster, (from_ns, until_ns))"
             )
-            raise ScenarioError(unusable("program", program, allowed))
         named = [name for name in scenario.player.figures if name in figures]
         figures = {name: figures[name] for name in dict.fromkeys((*named, *figures))}
         figures |= driver.figures()

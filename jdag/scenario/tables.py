@@ -129,6 +129,10 @@ class Settings(Table):
             allowed = f"one of the workers {workers}{meant(name, self.names)}"
             raise ScenarioError(unusable(key, name, allowed))
 
+    def refused(self, allowed: str) -> ScenarioError:
+        """Return the error of a program that is not as it has to be."""
+        return ScenarioError(unusable("program", self.program, allowed))
+
 
 Made = TypeVar("Made")
 
@@ -159,7 +163,7 @@ def _made(
 def network_of(settings: Settings, *, clean: bool) -> Network:
     """Return the network; a clean one has no jitter."""
     port = "port_bandwidth_bytes_per_s"
-    own = {"links": (_LIST, []), port: (COUNT | None, None)}
+    own: dict[str, Any] = {"links": (_LIST, []), port: (COUNT | None, None)}
     default, table = _made(LinkModel, "network", settings.network, **own)
     ends = {"source": (TEXT, ...), "destination": (TEXT, ...)}
     links: dict[tuple[str, str], LinkModel] = {}
@@ -184,15 +188,16 @@ def network_of(settings: Settings, *, clean: bool) -> Network:
 
 def devices_of(settings: Settings) -> dict[str, DeviceModel]:
     """Return the device of each worker: its own, or that of all."""
-    functions = (Annotated[dict[str, _COSTS], _NAMED], {})
-    workers = (Annotated[dict[str, TABLE], _NAMED], {})
-    own = {"functions": functions, "workers": workers}
-    default, table = _made(DeviceModel, "devices", settings.devices, **own)
+    own: dict[str, Any] = {"functions": (Annotated[dict[str, _COSTS], _NAMED], {})}
+    workers: Any = (Annotated[dict[str, TABLE], _NAMED], Field(default={}))
+    default, table = _made(
+        DeviceModel, "devices", settings.devices, **own, workers=workers
+    )
     found = dict.fromkeys(settings.names, default)
     for name, one in table.workers.items():
         key = f"devices.workers.{name}"
         settings.check_worker(key, name)
-        found[name], _ = _made(DeviceModel, key, one, functions=functions)
+        found[name], _ = _made(DeviceModel, key, one, **own)
     return found
 
 
@@ -215,7 +220,7 @@ def _fault(key: str, table: Mapping[str, Any]) -> Fault:
     kind = table["kind"]
     if not isinstance(kind, str) or kind not in _FAULTS:
         raise ScenarioError(unusable(f"{key}.kind", kind, kinds))
-    own = {"kind": (str, ...)}
+    own: dict[str, Any] = {"kind": (str, ...)}
     if kind == "crash":
         own["detect_ns"] = (Any, DETECT_NS)
     return _made(_FAULTS[kind], key, table, **own)[0]
