@@ -160,7 +160,7 @@ def _staged(folder: Path) -> Iterator[Path]:
         ScenarioError: the folder cannot be written, or holds something that is no run.
     """
     try:
-        with replacing(folder, RUN, _WRITTEN, _unmarked, undo=signals.undo) as made:
+        with replacing(folder, RUN, _WRITTEN, _unmarked) as made:
             yield made
     except OSError as error:
         said = "a folder that can be written: a new one, an empty one or that of a run"
