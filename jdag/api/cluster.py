@@ -42,7 +42,7 @@ class Cluster:
         self._numbers = state.numbers(port.worker)
         self._assignments = Assignments(state, port)
         self._open: dict[int, Context] = {}
-        state.began(port, self)
+        state.clusters[port] = self
 
     def __repr__(self) -> str:
         on = "" if self._is_main else f", on {self.here!r}"
@@ -220,16 +220,19 @@ class Cluster:
                 "only the main program runs programs at once; in a context, ctx.call "
                 "runs what jdag.program marks"
             )
-        launches = [self._launch(*item) for item in _items(programs)]
+        if not isinstance(programs, Mapping) or not programs:
+            raise JdagError(
+                "cluster.run takes a mapping from names of workers to programs, such "
+                f"as {{'trainer0': train}}, with at least one; this is {programs!r}"
+            )
+        launches = [self._launch(*item) for item in programs.items()]
         site = str(call_site())
-        activation = self._frame()
-        with Context(activation, self):
-            ended = activation.launch(launches, site)
+        frame = self._frame()
+        with Context(frame, self):
+            ended = frame.launch(launches, site)
             _raise_first(launches, ended)
-            return {
-                worker: activation.returned(one)
-                for worker, one in zip(programs, ended, strict=True)
-            }
+            returned = [frame.returned(one) for one in ended]
+            return dict(zip(programs, returned, strict=True))
 
     def _launch(self, worker: str, program: Any) -> Launch:
         """Return where to launch what, and with which arguments; or refuse it."""
@@ -239,9 +242,7 @@ class Cluster:
         if (why := self._port.lost(there)) is not None:
             said = f"no program can run on {there!r}: it is lost"
             raise WorkerLost(f"{said}: {why}" if why else said)
-        fn: Any = program
-        args: tuple[Any, ...] = ()
-        kwargs: dict[str, Any] = {}
+        fn, args, kwargs = program, (), {}
         if isinstance(program, partial):
             fn, args, kwargs = program.func, program.args, program.keywords
         if not callable(fn) or not hasattr(fn, "__qualname__"):
@@ -262,7 +263,9 @@ class Cluster:
         for leaf in leaves if there != self._port.worker else ():
             if why := getattr(type(leaf), "__jdag_stays__", ""):
                 raise JdagError(f"cluster.run, {name_of(fn)} on {worker!r}: {why}")
-        data = [_unbound(self._assignments, leaf) for leaf in leaves]
+        for leaf in filter(is_ref, leaves):
+            self._assignments.admit(leaf)
+        data = [leaf.data if is_ref(leaf) else leaf for leaf in leaves]
         (called, given), keywords = unflatten(treedef, data)
         return there, run_here, ((called, *given), keywords)
 
@@ -444,25 +447,9 @@ def run_here(ctx: Context, fn: Callable[..., Any], *args: Any, **kwargs: Any) ->
     port = state.driver.current
     cluster = Cluster(state, port)
     with ExitStack() as stack:
-        stack.callback(state.ended, port)
+        stack.callback(state.clusters.pop, port)
         stack.push(cluster.leave_all)
         return fn(*args, cluster, **kwargs)
-
-
-def _items(programs: Any) -> Sequence[tuple[Any, Any]]:
-    if not isinstance(programs, Mapping) or not programs:
-        raise JdagError(
-            f"cluster.run takes a mapping from names of workers to programs, such as "
-            f"{{'trainer0': train}}, with at least one; this is {programs!r}"
-        )
-    return list(programs.items())
-
-
-def _unbound(assignments: Assignments, leaf: Any) -> Any:
-    if not is_ref(leaf):
-        return leaf
-    assignments.admit(leaf)
-    return leaf.data
 
 
 def _raise_first(launches: Sequence[Launch], ended: Sequence[FrameEnd]) -> None:

@@ -75,14 +75,9 @@ class Assignments:
     """Makes, replaces and drops leaves for one program."""
 
     def __init__(self, state: ClusterState, port: Port) -> None:
-        self._state = state
+        self.state = state
         self._port = port
         self._numbers = state.numbers(port.worker)
-
-    @property
-    def state(self) -> ClusterState:
-        """The state that all programs of the cluster share."""
-        return self._state
 
     def put(self, place: str, tree: Any) -> Any:
         """Make leaves from values; see `Cluster.put`."""
@@ -113,16 +108,15 @@ class Assignments:
         replaced: dict[Leaf, None] = {}
         groups: dict[tuple[str, str | None, bool], list[tuple[Leaf, Any]]] = {}
         for place, value in zip(places, values, strict=True):
-            is_new = isinstance(place, str)
             if isinstance(place, str):
-                worker, device = self._state.place(place, "cluster.put")
-                kept += (new := self._new(worker, [aval_of(value).strong.on(device)]))
-                made += new
+                worker, device = self.state.place(place, "cluster.put")
+                leaf = self._new(worker, aval_of(value).strong.on(device))
+                made.append(leaf)
             else:
-                kept.append(self.leaf(place))
-                _check_once(kept[-1:], replaced)
-            leaf = kept[-1]
-            of = (leaf.id.worker, leaf.aval.device, is_new)
+                leaf = self.leaf(place)
+                _check_once([leaf], replaced)
+            kept.append(leaf)
+            of = (leaf.id.worker, leaf.aval.device, isinstance(place, str))
             groups.setdefault(of, []).append((leaf, value))
         stored: list[tuple[Key, Any]] = []
         parts = []
@@ -140,9 +134,8 @@ class Assignments:
                 call = self._traced(worker, change, {}, number, constants)
                 stored += constants.values()
             parts.append(self._part(number, keys, leaves, call))
-        self._tell(parts, stored)
-        self._state.leaves.update({leaf.id: leaf for leaf in made})
-        return [self._state.leaf_ref(leaf) for leaf in kept]
+        self._tell(parts, stored, made)
+        return [self.state.leaf_ref(leaf) for leaf in kept]
 
     def _array(self, value: Any, tree: Any, place: int) -> Any:
         """Return a value as an array of strong type, in abstract mode its aval."""
@@ -155,7 +148,7 @@ class Assignments:
                 )
             if isinstance(value, jax.core.Tracer):
                 raise ContextError("a tracer is no array: jdag runs outside of jit")
-            if isinstance(value, jax.ShapeDtypeStruct) and not self._state.abstract:
+            if isinstance(value, jax.ShapeDtypeStruct) and not self.state.abstract:
                 raise JdagError(
                     "a ShapeDtypeStruct stands for an array only where "
                     "values='abstract'"
@@ -166,7 +159,7 @@ class Assignments:
             path = paths(tree)[place]
             where = f"cluster.put, at {path}" if path else "cluster.put"
             raise type(error)(f"{where}: {error}") from None
-        if self._state.abstract:
+        if self.state.abstract:
             return aval
         is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
         return value if is_key else jnp.asarray(value, aval.dtype)
@@ -183,12 +176,11 @@ class Assignments:
         constants: Constants = {}
         change = Change(fn, (), args)
         call = self._traced(worker, change, kwargs, 0, constants)
-        leaves = self._new(worker, [aval.on(device) for aval in call.pair.out_avals])
+        leaves = [self._new(worker, aval.on(device)) for aval in call.pair.out_avals]
         if leaves:
             part = self._part(0, [leaf.first for leaf in leaves], leaves, call)
-            self._tell([part], constants.values())
-        self._state.leaves.update({leaf.id: leaf for leaf in leaves})
-        refs = [self._state.leaf_ref(leaf) for leaf in leaves]
+            self._tell([part], constants.values(), leaves)
+        refs = [self.state.leaf_ref(leaf) for leaf in leaves]
         return unflatten(call.pair.out_tree, refs)
 
     def assign(self, changes: Sequence[Change]) -> None:
@@ -219,11 +211,11 @@ class Assignments:
         self._port.tell(Dropped(tuple(leaf.id for leaf in leaves)))
         for leaf in leaves:
             leaf.dropped = True
-            del self._state.leaves[leaf.id]
+            del self.state.leaves[leaf.id]
 
     def admit(self, ref: Ref) -> None:
         """Raise ContextError unless the ref is of this cluster and can be read."""
-        self._state.check_own(ref)
+        self.state.check_own(ref)
         if ref.leaf is None:
             ref.holder.check_readable(ref)
         elif ref.leaf.dropped:
@@ -238,15 +230,11 @@ class Assignments:
             )
         return ref.leaf
 
-    def _new(self, worker: str, avals: Sequence[Aval]) -> list[Leaf]:
+    def _new(self, worker: str, aval: Aval) -> Leaf:
         numbers = self._numbers
-        first = numbers.leaves
-        numbers.leaves += len(avals)
-        who = (numbers.index, numbers.incarnation)
-        return [
-            Leaf(LeafId.made_by(*who, first + place, worker), aval)
-            for place, aval in enumerate(avals)
-        ]
+        id = LeafId.made_by(numbers.index, numbers.incarnation, numbers.leaves, worker)
+        numbers.leaves += 1
+        return Leaf(id, aval)
 
     # ----------------------------------------------------------------- one assignment
 
@@ -265,7 +253,7 @@ class Assignments:
     ) -> _Call:
         """Return the call of a change; add its constants, each object once."""
         fn, args, own = called(change.fn, change.args)
-        parts = split(args, kwargs, self._state.is_named, own)
+        parts = split(args, kwargs, self.state.is_named, own)
         keys: list[Any] = [None] * parts.size
         avals: list[Any] = [None] * parts.size
         sources: list[str | None] = [None] * parts.size
@@ -320,15 +308,19 @@ class Assignments:
         )
 
     def _tell(
-        self, parts: Sequence[Assignment], stored: Iterable[tuple[Key, Any]]
+        self,
+        parts: Sequence[Assignment],
+        stored: Iterable[tuple[Key, Any]],
+        made: Sequence[Leaf] = (),
     ) -> None:
         """Send an assignment to the engine; its number is used even if that raises."""
         if not parts:
             return
         path = self._path
         self._numbers.assignments += 1
-        values = [(key, self._state.value(value)) for key, value in stored]
+        values = [(key, self.state.value(value)) for key, value in stored]
         self._port.tell(Assigned(path, tuple(parts)), values)
+        self.state.leaves.update({leaf.id: leaf for leaf in made})
 
 
 def _site(purpose: str) -> str:
