@@ -295,26 +295,22 @@ def _described(path: Path) -> dict[str, list[Saved]]:
         if not is_old and about["digest"] != _digest(about["parts"]):
             raise ValueError("its digest is another")
         parts = convert(about["parts"], dict[str, list[Saved]])
-        return {
-            part: [
-                _checked(saved, f"{part}.{place}" if is_old else "")
-                for place, saved in enumerate(those)
-            ]
-            for part, those in parts.items()
-        }
+        if is_old:
+            parts = {part: _named(part, those) for part, those in parts.items()}
+        return parts
     except Exception as error:
         said = f"its description, {path.name}, is not as jdag wrote it: {error}"
         raise ValueError(said) from error
 
 
-def _checked(saved: Saved, old_name: str) -> Saved:
-    """Return what is said of a leaf, if it makes sense, and name its array."""
-    if saved.kind in NUMBERS:
-        _number(saved)
-    elif saved.kind != "static":
-        _stored(saved)
-        saved = replace(saved, name=saved.name or old_name)
-    return saved
+def _named(part: str, those: Sequence[Saved]) -> list[Saved]:
+    """Return descriptions of format 1 with the names of their arrays."""
+    return [
+        saved
+        if saved.kind in ("static", *NUMBERS)
+        else replace(saved, name=f"{part}.{place}")
+        for place, saved in enumerate(those)
+    ]
 
 
 def _stored(saved: Saved) -> tuple[tuple[int, ...], np.dtype]:

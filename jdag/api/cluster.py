@@ -1,7 +1,4 @@
-"""A cluster: its workers, the leaves that they keep, and contexts over them.
-
-A driver runs it all (`jdag.api.drivers`).
-"""
+"""A cluster: its workers, the leaves that they keep, and contexts over them."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -32,8 +29,8 @@ Launch = tuple[str, Callable[..., Any], Any]  # Where, what, and its arguments.
 class Cluster:
     """Workers that keep leaves and compute; a context manager that closes it.
 
-    Made by `jdag.simulate`, for the main program. The programs that `run` runs on
-    workers are handed one of their own, over the same workers and leaves.
+    `jdag.simulate`, `launch` and `connect` make it for the main program. Each program
+    that `run` runs is handed one of its own, over the same workers and leaves.
     """
 
     def __init__(self, state: ClusterState, port: Port) -> None:
@@ -91,9 +88,8 @@ class Cluster:
         return self._state
 
     def info(self) -> Mapping[str, Mapping[str, Any]]:
-        """Return for each worker what it holds and what it has sent so far.
+        """Return for each worker what it holds and has sent so far, without waiting.
 
-        It waits for nothing: what is on its way to a worker is not held there yet.
         Among others `live_contexts`, `live_passes`, `values_held`, `bytes_held`,
         `bytes_peak`, `messages_sent`, `bytes_sent` (with headers and resends).
         """
@@ -133,14 +129,14 @@ class Cluster:
     def context(self) -> Context:
         """Return a new context, to be entered by `with`; several may be open at once.
 
-        Of each leaf a context reads one version: the newest when it first reads it,
-        whatever other programs make of it meanwhile. After an update by this program
-        it reads that, or what others have made of it since.
+        A context reads one version of each leaf: the newest when it first reads it,
+        whatever other programs assign meanwhile. After an update by this program it
+        reads that version or a newer one.
 
         Raises:
             ContextError: the cluster is closed, or another program's, or this is inside
                 of jit or its kin; or the programs of this worker have made 2^48 - 1
-                contexts, which is all the numbers that there are.
+                contexts, the largest number.
         """
         self._check("a context")
         return Context(self._frame(), self)
@@ -160,10 +156,9 @@ class Cluster:
         return ContextId(numbers.index, numbers.contexts, numbers.incarnation)
 
     def entered(self, context: Context, id: ContextId) -> ContextId:
-        """Return the id of a context that is entered: another if some were made since.
+        """Return the id of an entered context: a new one if others were made since.
 
-        Numbers are given out in the order of entering: a release says of all lower ones
-        that are not open that they are over.
+        Ids increase in the order of entering: a release ends all lower ones not open.
         """
         if id.counter != self._numbers.contexts:
             id = self._next_id()
@@ -187,18 +182,15 @@ class Cluster:
         """Run a program on each of several workers, all at the same time.
 
         Each is called with a `Cluster` of its own, whose `here` is its worker: it opens
-        contexts, makes leaves and updates them from there, as the main program does
-        from home. It begins when all that the main program assigned before has arrived,
-        and has ended when all that it assigned itself has; contexts that it left open
-        are left then. Refs of leaves may be used by all of them, and by closures.
-
-        Programs update one leaf in the order in which their requests reach its owner,
-        in virtual time that of the seed: each update starts from the one before it, and
-        none is lost. See `context` for what a context reads.
+        contexts, makes leaves and updates them from there. It begins when all that the
+        main program assigned before has arrived, and has ended when its own assignments
+        have; contexts that it left open are left then. Refs of leaves may be used by
+        all of them, and by closures. Updates of one leaf are made in the order in which
+        requests reach its owner, in virtual time that of the seed; none is lost.
 
         Args:
-            programs: for each worker, home included, a function or method, or a
-                `functools.partial` of one, that takes a Cluster.
+            programs: for each worker, the main program's included, a function or
+                method, or a `functools.partial` of one, that takes a Cluster.
 
         Returns:
             What each program returned, by worker, in the order of `programs`: a pytree
@@ -211,7 +203,7 @@ class Cluster:
             ContextError: this is not the main program's cluster.
             RemoteError: a program raised: which, on which worker, with its traceback;
                 an error of jdag keeps its class. Of several the first in the order of
-                `programs`, when all others have ended; the rest are in its notes.
+                `programs`, when all have ended; the rest are in its notes.
         """
         self._check("cluster.run")
         if not self._is_main:
@@ -275,11 +267,11 @@ class Cluster:
         """Put values on a worker as leaves, in which gradients accumulate.
 
         Args:
-            worker: who keeps them, or on which device of whom: `ps0/cpu:1`.
+            worker: where they are kept: a worker, or a device of one, `ps0/cpu:1`.
             tree: a Python number, or a pytree of arrays; in abstract mode of arrays or
                 `jax.ShapeDtypeStruct`s. Python numbers inside a pytree are constants:
-                these and statics (str, bool, functions, what `jdag.static` wraps) stay
-                as they are, as in a module, and the first number warns.
+                they and statics (str, bool, functions, what `jdag.static` wraps) stay
+                as they are, and the first number warns.
 
         Returns:
             The same pytree of refs. Floats and complex numbers are tracked.
@@ -298,7 +290,7 @@ class Cluster:
         """Make leaves on a worker by calling a function there.
 
         Args:
-            worker: who runs it and keeps what it returns, or on which device.
+            worker: where it runs and its results are kept: a worker or a device.
             fn: a pure function that returns a pytree of arrays.
             *args: as for `ctx.call`, but refs have to be on that worker.
             **kwargs: the same, by keyword.
@@ -318,8 +310,8 @@ class Cluster:
         """Replace leaves by new versions, each computed by its owner.
 
         Leaf by leaf as `jax.tree.map(fn, refs, *args)`, by one message to each owner.
-        The refs stay as they are and name the new versions from now on; a context that
-        read the old ones keeps them.
+        The refs name the new versions from now on; a context that read the old ones
+        keeps them.
 
         Args:
             fn: a pure function of a leaf, then one value of each of `args`; returns the
@@ -392,9 +384,8 @@ class Cluster:
     def save(self, folder: Folder, /, **parts: Any) -> None:
         """Write a checkpoint, with the newest versions of leaves, read by one request.
 
-        It replaces the former one in that folder, as a whole: whatever happens on the
-        way, one of the two is there. Another save or load of it is waited for, up to
-        30 s. By Orbax: `pip install 'jdag[checkpoint]'`.
+        It replaces the former one in that folder, whole or not at all, and waits up to
+        30 s for another save or load of it. By Orbax: `pip install 'jdag[checkpoint]'`.
 
         Args:
             folder: its own: new, empty, or that of a former checkpoint. Files of others
@@ -405,8 +396,8 @@ class Cluster:
         Raises:
             JdagError: the folder holds something else, is in use or cannot be written;
                 or something cannot be saved; or the cluster is abstract.
-            RemoteError: a leaf's version could not be computed; it is named.
-            WorkerLost: the owner of a leaf is gone; they are named.
+            RemoteError: a leaf's version could not be computed; names the leaf.
+            WorkerLost: the owner of a leaf is gone; names both.
         """
         self._check("cluster.save")
         save(self._assignments, folder, parts)
@@ -420,9 +411,9 @@ class Cluster:
         Args:
             folder: as for `save`.
             **parts: by the names that they were saved under, each in the structure that
-                was saved: a leaf that is to get the value; or the name of a worker,
-                where a new leaf is made of it; or an array or number like it, in the
-                place of which it is returned. Or an `Optimizer` of the same leaves.
+                was saved, with leaves that are to get the values, names of workers
+                where new leaves are made of them, or arrays and numbers like them, to
+                be returned. Or an `Optimizer` of the same leaves.
 
         Returns:
             `{name: part}`: what was given, with new refs for the names of workers, and

@@ -35,8 +35,7 @@ def move(call: Callable[..., Any], where: str, tree: Any) -> Any:
             and (is_ref(leaf) and leaf.tracked) is kind
         ]
         if places:
-            arrays = tuple([leaves[place] for place in places])
-            refs = call(where, transferred, *arrays)
+            refs = call(where, transferred, *[leaves[place] for place in places])
             for place, ref in zip(places, refs, strict=True):
                 there[place] = ref
     return unflatten(treedef, there)

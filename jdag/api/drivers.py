@@ -12,7 +12,7 @@ from jdag.api.cluster import Cluster
 from jdag.api.cluster_state import ClusterState
 from jdag.api.context import run_program
 from jdag.engine.protocol import WORKERS_MAX
-from jdag.errors import JoinError, ScenarioError, meant
+from jdag.errors import JoinError, ScenarioError, meant, unusable
 from jdag.rpc.device import settings_of, share_gpu
 from jdag.rpc.function_decoder import FunctionDecoder
 from jdag.rpc.handshake import ours
@@ -84,15 +84,15 @@ def simulate(
         ScenarioError: names a setting that is unusable, its value and what is allowed.
     """
     workers = _kept(workers)
-    names = tuple(workers) if is_listed(workers) else ("",)
     for key in settings:
         if key not in SIMULATED:
             allowed = f"one of {', '.join(SIMULATED)}{meant(key, SIMULATED)}"
             raise ScenarioError(f"simulate has no setting {key}: allowed is {allowed}")
     checked(_Simulated, {"nesting_max": nesting_max})
-    shared = ClusterState(names, values == "abstract", nesting_max)
-    home = next(iter(names), "") if home is None else home
+    if home is None:
+        home = next(iter(workers), "") if is_listed(workers) else ""
     made = SimSettings(workers=workers, seed=seed, home=home, values=values, **settings)
+    shared = ClusterState(made.workers, values == "abstract", nesting_max)
     shared.driver = Simulation(made, partial(run_program, shared))
     return Cluster(shared, shared.driver.port)
 
@@ -250,7 +250,8 @@ def connect(path: str | os.PathLike[str], *, name: str) -> Cluster:
         JdagError: the file is unusable, or has no such worker; a worker is not reached,
             refuses, or differs in versions or configuration: both are named.
     """
-    checked(_Connect, {"path": path})
+    if not is_path(path):
+        raise ScenarioError(unusable("path", path, f"the path of {FILE}"))
     settings = load(Path(path))
     mine = settings.worker(name)
     tls = None if settings.tls_files is None else load_tls(*settings.tls_files)
@@ -299,7 +300,7 @@ def _joined(
 
 
 def _kept(workers: Any) -> Any:
-    """Return names unchanged, or a list if they come from an iterator."""
+    """Return the names, as a list if they come from an iterator."""
     return list(workers) if isinstance(workers, Iterator) else workers
 
 
@@ -326,8 +327,6 @@ class _Simulated(Table):
 
 
 class _Launch(Table):
-    """The arguments of `launch`."""
-
     workers: Annotated[Any, only(_NAMES, _are_names)]
     device: DEVICE | None
     carrier: CARRIER
@@ -338,7 +337,3 @@ class _Launch(Table):
     deadline_s: WAIT_S
     value_bytes_max: COUNT
     nesting_max: NESTING
-
-
-class _Connect(Table):
-    path: Annotated[Any, only(f"the path of {FILE}", is_path)]
