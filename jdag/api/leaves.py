@@ -7,7 +7,8 @@ Invariants: a number is used once; of an assignment that is refused nothing is m
 nothing that it stored is left.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -59,16 +60,23 @@ class Change(NamedTuple):
     purpose: str = ""
 
 
-# The constants of an assignment: by the object's id, its key and the object.
-Constants = dict[int, tuple[Key, Any]]
-
-
 class _Call(NamedTuple):
     """A traced call; by argument its key, and its device (None: the default one)."""
 
     pair: Pair
     keys: list[Key]
     sources: list[str | None]
+
+
+@dataclass(slots=True)
+class _Draft:
+    """An assignment under construction."""
+
+    path: tuple[int, ...]
+    parts: list[Assignment] = field(default_factory=list)
+    stored: list[tuple[Key, Any]] = field(default_factory=list)
+    constants: dict[int, tuple[Key, Any]] = field(default_factory=dict)  # By id.
+    made: list[Leaf] = field(default_factory=list)
 
 
 class Assignments:
@@ -103,38 +111,33 @@ class Assignments:
             JdagError: a ref is no leaf, or is there twice.
             WorkerLost: an owner is gone.
         """
+        draft = self._draft()
         kept: list[Leaf] = []
-        made: list[Leaf] = []
         replaced: dict[Leaf, None] = {}
         groups: dict[tuple[str, str | None, bool], list[tuple[Leaf, Any]]] = {}
         for place, value in zip(places, values, strict=True):
             if isinstance(place, str):
                 worker, device = self.state.place(place, "cluster.put")
                 leaf = self._new(worker, aval_of(value).strong.on(device))
-                made.append(leaf)
+                draft.made.append(leaf)
             else:
                 leaf = self.leaf(place)
                 _check_once([leaf], replaced)
             kept.append(leaf)
             of = (leaf.id.worker, leaf.aval.device, isinstance(place, str))
             groups.setdefault(of, []).append((leaf, value))
-        stored: list[tuple[Key, Any]] = []
-        parts = []
-        for number, ((worker, device, is_new), group) in enumerate(groups.items()):
+        for (worker, device, is_new), group in groups.items():
             leaves = [leaf for leaf, _ in group]
             keys = [leaf.first if is_new else leaf.key for leaf in leaves]
             call = None
             if is_new and device is None:
-                stored += zip(keys, [value for _, value in group], strict=True)
+                draft.stored += zip(keys, [value for _, value in group], strict=True)
             else:
                 # The worker puts them on the device, under version numbers of its own.
-                values = [v.struct() if isinstance(v, Aval) else v for _, v in group]
-                constants: Constants = {}
-                change = Change(transferred, (), tuple(values))
-                call = self._traced(worker, change, {}, number, constants)
-                stored += constants.values()
-            parts.append(self._part(number, keys, leaves, call))
-        self._tell(parts, stored, made)
+                args = [v.struct() if isinstance(v, Aval) else v for _, v in group]
+                call = self._traced(draft, worker, Change(transferred, (), tuple(args)))
+            _add(draft, keys, leaves, call)
+        self._tell(draft)
         return [self.state.leaf_ref(leaf) for leaf in kept]
 
     def _array(self, value: Any, tree: Any, place: int) -> Any:
@@ -173,13 +176,13 @@ class Assignments:
         kwargs: dict[str, Any],
     ) -> Any:
         """Make leaves by a function on their owner; see `Cluster.make`."""
-        constants: Constants = {}
-        change = Change(fn, (), args)
-        call = self._traced(worker, change, kwargs, 0, constants)
+        draft = self._draft()
+        call = self._traced(draft, worker, Change(fn, (), args), kwargs)
         leaves = [self._new(worker, aval.on(device)) for aval in call.pair.out_avals]
         if leaves:
-            part = self._part(0, [leaf.first for leaf in leaves], leaves, call)
-            self._tell([part], constants.values(), leaves)
+            _add(draft, [leaf.first for leaf in leaves], leaves, call)
+        draft.made = leaves
+        self._tell(draft)
         refs = [self.state.leaf_ref(leaf) for leaf in leaves]
         return unflatten(call.pair.out_tree, refs)
 
@@ -192,18 +195,15 @@ class Assignments:
             RemoteError: a function cannot be traced with its arguments.
             WorkerLost: an owner is gone.
         """
-        constants: Constants = {}
-        parts = []
+        draft = self._draft()
         replaced: dict[Leaf, None] = {}
-        for place, change in enumerate(changes):
+        for change in changes:
             leaves = [self.leaf(ref) for ref in change.refs]
-            worker = leaves[0].id.worker
-            call = self._traced(worker, change, {}, place, constants)
+            call = self._traced(draft, leaves[0].id.worker, change)
             _check_outputs(call.pair, leaves)
             _check_once(leaves, replaced)
-            keys = [leaf.key for leaf in leaves]
-            parts.append(self._part(place, keys, leaves, call, change.purpose))
-        self._tell(parts, constants.values())
+            _add(draft, [leaf.key for leaf in leaves], leaves, call, change.purpose)
+        self._tell(draft)
 
     def drop(self, refs: Any) -> None:
         """Drop leaves; see `Cluster.drop`."""
@@ -238,22 +238,15 @@ class Assignments:
 
     # ----------------------------------------------------------------- one assignment
 
-    @property
-    def _path(self) -> tuple[int, ...]:
-        """The path of the assignment under construction."""
-        return (self._numbers.maker, self._numbers.assignments + 1)
+    def _draft(self) -> _Draft:
+        return _Draft((self._numbers.maker, self._numbers.assignments + 1))
 
     def _traced(
-        self,
-        worker: str,
-        change: Change,
-        kwargs: dict[str, Any],
-        place: int,
-        constants: Constants,
+        self, draft: _Draft, worker: str, change: Change, kwargs: Any = None
     ) -> _Call:
         """Return the call of a change; add its constants, each object once."""
         fn, args, own = called(change.fn, change.args)
-        parts = split(args, kwargs, self.state.is_named, own)
+        parts = split(args, kwargs or {}, self.state.is_named, own)
         keys: list[Any] = [None] * parts.size
         avals: list[Any] = [None] * parts.size
         sources: list[str | None] = [None] * parts.size
@@ -265,8 +258,9 @@ class Assignments:
                 keys[position] = value.key
             else:
                 avals[position] = parts.aval(position, value)
-                key = ConstantKey(None, (*self._path, place), position)
-                keys[position] = constants.setdefault(id(value), (key, value))[0]
+                key = ConstantKey(None, (*draft.path, len(draft.parts)), position)
+                known = draft.constants.setdefault(id(value), (key, value))
+                keys[position] = known[0]
         site = _site(change.purpose)
         untracked = (False,) * parts.size
         made = traced(fn, parts, tuple(avals), untracked, worker, site)
@@ -284,43 +278,39 @@ class Assignments:
                 f"ctx.move({named(worker)!r}, ref) first"
             )
 
-    def _part(
-        self,
-        place: int,
-        outputs: Sequence[Key],
-        leaves: Sequence[Leaf],
-        call: _Call | None,
-        purpose: str = "",
-    ) -> Assignment:
-        """Return one part of an assignment; without a call its values are stored."""
-        arguments: Sequence[Key] = ()
-        made: Pair | Placed | None = None
-        if call is not None:
-            arguments, targets = call.keys, [leaf.aval.device for leaf in leaves]
-            made = placed(call.pair, targets[0], call.sources, targets)
-        return Assignment(
-            (*self._path, place),
-            made,
-            tuple(arguments),
-            tuple(outputs),
-            tuple(leaf.aval for leaf in leaves),
-            _site(purpose),
-        )
-
-    def _tell(
-        self,
-        parts: Sequence[Assignment],
-        stored: Iterable[tuple[Key, Any]],
-        made: Sequence[Leaf] = (),
-    ) -> None:
+    def _tell(self, draft: _Draft) -> None:
         """Send an assignment to the engine; its number is used even if that raises."""
-        if not parts:
+        if not draft.parts:
             return
-        path = self._path
         self._numbers.assignments += 1
+        stored = (*draft.stored, *draft.constants.values())
         values = [(key, self.state.value(value)) for key, value in stored]
-        self._port.tell(Assigned(path, tuple(parts)), values)
-        self.state.leaves.update({leaf.id: leaf for leaf in made})
+        self._port.tell(Assigned(draft.path, tuple(draft.parts)), values)
+        self.state.leaves.update({leaf.id: leaf for leaf in draft.made})
+
+
+def _add(
+    draft: _Draft,
+    outputs: Sequence[Key],
+    leaves: Sequence[Leaf],
+    call: _Call | None,
+    purpose: str = "",
+) -> None:
+    """Add a part to an assignment; without a call its values are stored."""
+    arguments: Sequence[Key] = ()
+    made: Pair | Placed | None = None
+    if call is not None:
+        arguments, targets = call.keys, [leaf.aval.device for leaf in leaves]
+        made = placed(call.pair, targets[0], call.sources, targets)
+    part = Assignment(
+        (*draft.path, len(draft.parts)),
+        made,
+        tuple(arguments),
+        tuple(outputs),
+        tuple(leaf.aval for leaf in leaves),
+        _site(purpose),
+    )
+    draft.parts.append(part)
 
 
 def _site(purpose: str) -> str:
