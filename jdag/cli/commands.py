@@ -37,18 +37,9 @@ from jdag.cli import hosting
 from jdag.cli.cli_errors import Exit, errors_in_one_line
 from jdag.engine.drawing import Need
 from jdag.errors import ScenarioError, reason, spelled, unusable
-from jdag.report import (
-    GRAPH,
-    GRAPH_DOT,
-    PAGE,
-    RESULT,
-    WRITTEN,
-    json_of,
-    read_drawings,
-    read_result,
-    render,
-)
+from jdag.report import GRAPH, GRAPH_DOT, PAGE, WRITTEN, read_drawings, render
 from jdag.report.formatting import formatted
+from jdag.report.result import RESULT, json_of, read_result
 from jdag.runtime import signals
 from jdag.runtime.tables import wrong
 from jdag.runtime.trace import read_trace

@@ -32,7 +32,9 @@ def write_page(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["breakable"] = _breakable
+    # A name may be broken after each underscore.
+    breaking = Markup("_<wbr>")
+    environment.filters["breakable"] = lambda name: escape(name).replace("_", breaking)
     figures, workers = result["figures"], result["workers"]
     given = {name: one for name, one in figures.items() if one not in (None, [], {})}
     tables = _tables(given, workers)
@@ -46,13 +48,9 @@ def write_page(
         ],
         tables=[_table(by, names, given, result) for by, names in tables.items()],
         expected=[
-            (
-                one["figure"],
-                one["wanted"],
-                formatted(one["figure"], one["got"]),
-                one["met"],
-            )
+            (name, one["wanted"], formatted(name, one["got"]), one["met"])
             for one in result["expect"]
+            for name in [one["figure"]]
         ],
         long=[(name, str(given[name])) for name in _LONG if name in given],
         pictures=[(_inside(file), heading, said) for file, heading, said in pictures],
@@ -61,13 +59,8 @@ def write_page(
     path.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
-def _breakable(name: str) -> Markup:
-    """A name that may be broken after each underscore."""
-    return escape(name).replace("_", Markup("_<wbr>"))
-
-
 def _tables(given: Mapping[str, Any], workers: Sequence[str]) -> dict[str, list[str]]:
-    """The figures with a value for each worker, or for each element of another."""
+    """Return the figures with a value for each worker, or each element of another."""
     found: dict[str, list[str]] = {}
     lists = [n for n, one in given.items() if isinstance(one, list) and n != WORKER]
     for name, one in given.items():

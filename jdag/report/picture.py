@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 from msgspec.structs import replace
 
 from jdag.api.graph import Edge, Graph, Vertex, labelled
 from jdag.engine.drawing import Need
+from jdag.report.formatting import shortened
 
 HEIGHTS_MAX = 40
 ABOVE_MAX = 16  # Leaves that have room above the first call.
@@ -46,12 +46,7 @@ class _Layout:
 
 
 def draw_graph(path: Path, graph: Graph, title: str) -> None:
-    """Write the picture, a PNG; of a large graph its beginning, and says so.
-
-    Args:
-        path: the file to write.
-        graph: the graph of a context; it has a vertex.
-        title: what it is.
+    """Write the picture, a PNG, of a graph with a vertex; of a large one its beginning.
 
     Raises:
         OSError: the file cannot be written.
@@ -63,7 +58,6 @@ def draw_graph(path: Path, graph: Graph, title: str) -> None:
         _HEIGHT_INCHES * (layout.height - layout.top + 1.4) + 0.7,
     )
     figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.set_xlim(-0.5, columns - 0.5)
     axes.set_ylim(layout.height - 0.3, layout.top - 1.6)
@@ -71,9 +65,8 @@ def draw_graph(path: Path, graph: Graph, title: str) -> None:
     for place, worker in enumerate(layout.workers):
         low, high = layout.height - 0.35, layout.top - 1.5
         axes.add_patch(Rectangle((place - 0.47, high), 0.94, low - high, color=_COLUMN))
-        name = worker if len(worker) <= _NAME_MAX else f"{worker[:_NAME_MAX]}…"
         axes.text(
-            place, layout.top - 1.0, name,
+            place, layout.top - 1.0, shortened(worker, _NAME_MAX),
             ha="center", va="center", weight="bold", parse_math=False,
         )  # fmt: skip
     vertices = {vertex.id: vertex for vertex in graph.vertices}
@@ -88,7 +81,7 @@ def draw_graph(path: Path, graph: Graph, title: str) -> None:
 
 
 def _left_out(graph: Graph, layout: _Layout) -> str:
-    """What of the graph has no place in the picture, for its title."""
+    """Return what the picture leaves out, for its title."""
     drawn, total = len(layout.places), len(graph.vertices)
     said = []
     if drawn < total:
@@ -169,8 +162,7 @@ def _draw_vertex(axes: Axes, vertex: Vertex, place: tuple[float, float]) -> None
             linestyle=":" if is_unneeded else "-",
         )
     )  # fmt: skip
-    limit = 8 if vertex.kind == "leaf" else _NAME_MAX
-    name = vertex.label if len(vertex.label) <= limit else vertex.label[:limit] + "…"
+    name = shortened(vertex.label, 9 if vertex.kind == "leaf" else _NAME_MAX)
     label = labelled(replace(vertex, label=name))
     if vertex.kind == "leaf":
         label = label.replace(" [", "\n[")
