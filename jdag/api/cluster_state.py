@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 import jax
@@ -24,7 +23,7 @@ from jdag.engine.protocol import (
     incarnation_of,
     named,
 )
-from jdag.errors import ContextError, JdagError
+from jdag.errors import ContextError, JdagError, meant
 from jdag.runtime.failures import exception_of
 from jdag.runtime.host import Port
 from jdag.runtime.tables import NESTING_MAX
@@ -228,27 +227,21 @@ class ClusterState:
         Raises:
             JdagError: there is no such worker, or it has no such device.
         """
-        if not isinstance(place, str):
-            raise JdagError(
-                f"{what} takes the name of a worker first, not {place!r}; the workers "
-                f"are {', '.join(map(repr, self.workers))}"
-            )
-        if place in self.workers:
+        if isinstance(place, str) and place in self.workers:
             return self._now(place), None
+        there = f"the workers are {', '.join(map(repr, self.workers))}"
+        if not isinstance(place, str):
+            said = f"{what} takes the name of a worker first, not {place!r}"
+            raise JdagError(f"{said}; {there}")
         worker, device = parsed(place)
         if worker in self.workers and device is not None:
             if not self.abstract:
                 check(device, worker, what)
             return self._now(worker), device
-        close = get_close_matches(worker, self.workers, n=1)
-        hint = f", did you mean {close[0]!r}?" if close else ";"
-        owner = place.partition("/")[0]
+        hint, owner = meant(worker, self.workers), place.partition("/")[0]
         if owner in self.workers:
-            hint = f"; a device of {owner!r} is named as in '{owner}/cpu:1';"
-        raise JdagError(
-            f"{what}: there is no worker {place!r}{hint} the workers are "
-            f"{', '.join(map(repr, self.workers))}"
-        )
+            hint = f"; a device of {owner!r} is named as in '{owner}/cpu:1'"
+        raise JdagError(f"{what}: there is no worker {place!r}{hint}; {there}")
 
     def _now(self, worker: str) -> Worker:
         return incarnated(worker, self.driver.incarnations.get(worker, 0))

@@ -142,34 +142,21 @@ def member(options: WorkerOptions) -> MakeNode:
     return partial(_node, None, options.allow, options.value_bytes_max)
 
 
-def worker_options(
-    name: str,
-    *,
-    carrier: str,
-    device: str | None,
-    allow: Sequence[str],
-    value_bytes_max: int,
-    token: str = "",
-    once: bool = False,
-) -> WorkerOptions:
+def worker_options(name: str, device: str | None, **settings: Any) -> WorkerOptions:
     """Return options for a worker process of this host, to compute as this one does.
 
-    See `launch`. Main shows `token`; with `once` the process serves one cluster.
+    `settings` are the other fields of `WorkerOptions`.
     """
     return WorkerOptions(
         worker=name,
         node=f"{member.__module__}:{member.__name__}",
         control="127.0.0.1:0",
-        token=token,
-        carrier=carrier,
-        allow=tuple(allow),
         device=device,
         config=settings_of(device),
         path=tuple(sys.path),
         pythonpath=os.environ.get("PYTHONPATH"),
         cores=tuple(sorted(os.sched_getaffinity(0))),
-        value_bytes_max=value_bytes_max,
-        once=once,
+        **settings,
     )
 
 
@@ -215,10 +202,10 @@ def launch(  # noqa: PLR0913 - keyword options.
     names = tuple(workers)
     share_gpu(device)
     with ExitStack() as stack:
-        token = fresh_secret()
-        told = partial(worker_options, carrier=carrier, device=device, allow=allow)
-        told = partial(told, value_bytes_max=value_bytes_max, token=token, once=True)
-        options = [told(name) for name in names[1:]]
+        token, allow = fresh_secret(), tuple(allow)
+        made = partial(worker_options, carrier=carrier, allow=allow, token=token)
+        made = partial(made, value_bytes_max=value_bytes_max, once=True)
+        options = [made(name, device) for name in names[1:]]
         started = Launch(options, env=env, logs=logs, ready_s=ready_s)
         stack.callback(started.close)
         state = ClusterState(names, False, nesting_max)
@@ -229,7 +216,7 @@ def launch(  # noqa: PLR0913 - keyword options.
             handshake=ours(value_bytes_max),
             make_node=partial(_node, state, allow, value_bytes_max),
             token=token,
-            allow=tuple(allow),
+            allow=allow,
             deadline_s=deadline_s,
             nesting_max=nesting_max,
             watched=True,
@@ -326,7 +313,7 @@ class _Simulated(Table):
     nesting_max: NESTING
 
 
-class _Launch(Table):
+class _Launch(_Simulated):
     workers: Annotated[Any, only(_NAMES, _are_names)]
     device: DEVICE | None
     carrier: CARRIER
@@ -336,4 +323,3 @@ class _Launch(Table):
     allow: ALLOW
     deadline_s: WAIT_S
     value_bytes_max: COUNT
-    nesting_max: NESTING

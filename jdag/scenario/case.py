@@ -120,7 +120,7 @@ class Player(Protocol):
         """Run, and return the figures."""
 
 
-# By figure what `cluster.info()` calls it, and what it is.
+# By figure its name in `cluster.info()`, and its meaning.
 _SENT = {
     "messages": ("messages_sent", "protocol messages"),
     "payload_bytes": ("payload_bytes_sent", "bytes of arrays in them"),
@@ -132,6 +132,7 @@ _SENT = {
     "duplicates": ("duplicates", "frames that were thrown away, having come before"),
 }
 SENT: Mapping[str, str] = {figure: text for figure, (_, text) in _SENT.items()}
+_HELD = ("live_contexts", "live_passes", "values_held")
 LEFT_OVER: Mapping[str, str] = {
     "live_contexts": "contexts that some worker holds afterwards",
     "live_passes": "passes that some worker holds afterwards",
@@ -435,11 +436,8 @@ def left_over(run: Run, cluster: Cluster) -> Figures:
     """What the workers that are left still hold, but for leaves."""
     if not run.virtual:
         cluster.driver.settle()
-    info = cluster.info()
-    living = [one for one in info.values() if not one["lost"]]
+    living = [one for one in cluster.info().values() if not one["lost"]]
+    held = {name: sum(int(one[name]) for one in living) for name in _HELD}
     leaves = sum(not cluster.state.is_lost(leaf) for leaf in cluster.state.leaves)
-    return {
-        "live_contexts": sum(int(worker["live_contexts"]) for worker in living),
-        "live_passes": sum(int(worker["live_passes"]) for worker in living),
-        "values_left": sum(int(worker["values_held"]) for worker in living) - leaves,
-    }
+    held["values_left"] = held.pop("values_held") - leaves
+    return held

@@ -5,7 +5,6 @@ What is impossible there, or would change the question, is refused by its key: f
 values that are shapes, a home that is not the first worker.
 """
 
-from contextlib import ExitStack
 from typing import Any
 
 from jdag.api.cluster import Cluster
@@ -23,8 +22,8 @@ from jdag.scenario.tables import (
 
 DRIVERS = ("sim", "rpc")
 
-# What each worker held and sent, of a run that has no trace to read it off: by name
-# what `cluster.info()` calls it, and what it is.
+# Figures of each worker in a run without a trace: the name in `cluster.info()`, the
+# meaning.
 BY_WORKER = {
     "peak_bytes": ("bytes_peak", "the most that each worker held at one time"),
     "sent_messages": ("messages_sent", "protocol messages that each worker sent"),
@@ -86,26 +85,23 @@ class Real:
         self._device = device
         self._carrier = carrier
         self._cluster: Cluster | None = None
-        self._stack = ExitStack()
 
     def cluster(self, seed: int, *, clean: bool) -> Cluster:
         """Return the cluster; its processes start when it is first asked for."""
         del seed, clean
+        settings = self._settings
         if self._cluster is None:
-            self._cluster = self._stack.enter_context(self._launched())
+            try:
+                self._cluster = launch(
+                    settings.names,
+                    device=self._device,
+                    carrier=self._carrier,
+                    allow=[settings.program.partition(":")[0]],
+                    nesting_max=settings.nesting_max,
+                )
+            except JdagError as error:
+                raise ScenarioError(f"--driver rpc: {error}") from error
         return self._cluster
-
-    def _launched(self) -> Cluster:
-        try:
-            return launch(
-                self._settings.names,
-                device=self._device,
-                carrier=self._carrier,
-                allow=[self._settings.program.partition(":")[0]],
-                nesting_max=self._settings.nesting_max,
-            )
-        except JdagError as error:
-            raise ScenarioError(f"--driver rpc: {error}") from error
 
     def let_go(self, kept: Cluster | None) -> None:
         """Nothing: there is one cluster."""
@@ -122,7 +118,8 @@ class Real:
 
     def close(self) -> None:
         """End all processes."""
-        self._stack.close()
+        if self._cluster is not None:
+            self._cluster.close()
 
 
 Driver = Virtual | Real
