@@ -155,9 +155,6 @@ def load(
     return given
 
 
-# ------------------------------------------------------------------- what is asked for
-
-
 def _ready(
     assignments: Assignments, what: str, folder: object, parts: Mapping[str, Any]
 ) -> tuple[str, Any]:
@@ -240,9 +237,6 @@ def _taken_apart(entry: Entry, value: Any, beside: bool) -> tuple[Saved, np.ndar
     return Saved(entry.path, kind, dtype, shape), array
 
 
-# ----------------------------------------------------------------------- what is there
-
-
 def _numbered(folder: Path) -> list[str]:
     """The checkpoints of format 1 in a folder, by their own descriptions."""
     found = []
@@ -314,7 +308,6 @@ def _named(part: str, those: Sequence[Saved]) -> list[Saved]:
 
 
 def _stored(saved: Saved) -> tuple[tuple[int, ...], np.dtype]:
-    """Return shape and dtype of the array that holds a leaf's elements."""
     shape = tuple(saved.shape)
     if saved.kind == "array":
         dtype = "uint8" if saved.dtype in AS_BYTES else saved.dtype

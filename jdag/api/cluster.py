@@ -55,8 +55,6 @@ class Cluster:
         self._state.check_open(what)
         self._state.check_current(f"{what} on {self!r}", self._port)
 
-    # ---------------------------------------------------------------- what it is
-
     @property
     def workers(self) -> tuple[str, ...]:
         """The names of all workers."""
@@ -94,8 +92,6 @@ class Cluster:
         `bytes_peak`, `messages_sent`, `bytes_sent` (with headers and resends).
         """
         return self._state.driver.info()
-
-    # ---------------------------------------------------------------- its life
 
     def __enter__(self) -> "Cluster":
         return self
@@ -176,8 +172,6 @@ class Cluster:
             leaving.push(context)
         leaving.__exit__(*error)
 
-    # ---------------------------------------------------------------- programs at once
-
     def run(self, programs: Mapping[str, Callable[["Cluster"], Any]]) -> dict[str, Any]:
         """Run a program on each of several workers, all at the same time.
 
@@ -227,7 +221,6 @@ class Cluster:
             return dict(zip(programs, returned, strict=True))
 
     def _launch(self, worker: str, program: Any) -> Launch:
-        """Return where to launch what, and with which arguments; or refuse it."""
         there, device = self._state.place(worker, "cluster.run")
         if device is not None:
             raise JdagError(f"cluster.run: programs run on workers, not on {worker!r}")
@@ -260,8 +253,6 @@ class Cluster:
         data = [leaf.data if is_ref(leaf) else leaf for leaf in leaves]
         (called, given), keywords = unflatten(treedef, data)
         return there, run_here, ((called, *given), keywords)
-
-    # ---------------------------------------------------------------- leaves
 
     def put(self, worker: str, tree: Any) -> Any:
         """Put values on a worker as leaves, in which gradients accumulate.
@@ -379,8 +370,6 @@ class Cluster:
         self._check("cluster.drop")
         self._assignments.drop(refs)
 
-    # ---------------------------------------------------------------- checkpoints
-
     def save(self, folder: Folder, /, **parts: Any) -> None:
         """Write a checkpoint, with the newest versions of leaves, read by one request.
 
@@ -444,7 +433,6 @@ def run_here(ctx: Context, fn: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
 
 def _raise_first(launches: Sequence[Launch], ended: Sequence[FrameEnd]) -> None:
-    """Raise the first failure, with the others in its notes."""
     failures = []
     for (worker, _, ((fn, *_), _)), one in zip(launches, ended, strict=True):
         if one.failure is not None:

@@ -236,8 +236,6 @@ class Assignments:
         numbers.leaves += 1
         return Leaf(id, aval)
 
-    # ----------------------------------------------------------------- one assignment
-
     def _draft(self) -> _Draft:
         return _Draft((self._numbers.maker, self._numbers.assignments + 1))
 

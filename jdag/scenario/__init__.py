@@ -62,7 +62,6 @@ def load(path: Path, *, seed: int | None = None) -> Scenario:
 
 
 def _question(text: str) -> str:
-    """The first comment, if the file begins with one."""
     lines = []
     for line in text.lstrip().splitlines():
         if not line.startswith("#"):

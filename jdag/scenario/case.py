@@ -266,7 +266,6 @@ class Case:
         }
 
     def _once(self, run: Run, seed: int, *, clean: bool) -> Played:
-        """Play with one seed."""
         cluster = run.cluster(seed, clean=clean)
         refs = {
             name: cluster.put(self.placement[name], value)
@@ -313,7 +312,6 @@ class Case:
         }
 
     def _truth(self, run: Run, played: Played) -> Figures:
-        """How far the gradients are from the oracle's."""
         if played.gradients is None:
             return {"gradient_difference": None, "gradient_bits": None}
 
@@ -412,7 +410,6 @@ def total(cluster: Cluster, name: str) -> int:
 
 
 def _counts(run: Run, played: Played) -> Figures:
-    """What went over the wire, how long it took, and how idle the workers were."""
     start_ns, end_ns = played.window
     taken_ns = end_ns - start_ns
     counted = {**sent(played.cluster), **time_of(run, taken_ns)}

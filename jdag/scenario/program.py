@@ -66,7 +66,6 @@ def raised(error: BaseException) -> str:
 
 
 def _is_users(file: str) -> bool:
-    """Whether a file is neither jdag's nor of what it calls for the user."""
     return not file.startswith((_HERE, *_LIBRARIES, "<frozen"))
 
 
@@ -147,7 +146,6 @@ def _typed(name: str, value: Any, type_: Any) -> Any:
 
 
 def _placed(settings: Settings, player: Any) -> Player:
-    """Put parameters where the file wants them."""
     if not isinstance(player, Case):
         checked: Player = player
         if settings.placement:
