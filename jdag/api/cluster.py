@@ -30,11 +30,12 @@ class Cluster:
     """Workers that keep leaves and compute; a context manager that closes it.
 
     `jdag.simulate`, `launch` and `connect` make it for the main program. Each program
-    that `run` runs is handed one of its own, over the same workers and leaves.
+    that `run` runs is handed one of its own, over the same workers and leaves, with the
+    same `state`.
     """
 
     def __init__(self, state: ClusterState, port: Port) -> None:
-        self._state = state
+        self.state = state
         self._port = port
         self._numbers = state.numbers(port.worker)
         self._assignments = Assignments(state, port)
@@ -43,22 +44,22 @@ class Cluster:
 
     def __repr__(self) -> str:
         on = "" if self._is_main else f", on {self.here!r}"
-        closed = ", closed" if self._state.closed else ""
+        closed = ", closed" if self.state.closed else ""
         return f"Cluster({', '.join(map(repr, self.workers))}{on}{closed})"
 
     @property
     def _is_main(self) -> bool:
-        return self._port is self._state.driver.port
+        return self._port is self.state.driver.port
 
     def _check(self, what: str) -> None:
         """Raise ContextError unless this program may do that here and now."""
-        self._state.check_open(what)
-        self._state.check_current(f"{what} on {self!r}", self._port)
+        self.state.check_open(what)
+        self.state.check_current(f"{what} on {self!r}", self._port)
 
     @property
     def workers(self) -> tuple[str, ...]:
         """The names of all workers."""
-        return self._state.workers
+        return self.state.workers
 
     @property
     def here(self) -> str:
@@ -68,22 +69,17 @@ class Cluster:
     @property
     def now_ns(self) -> int:
         """The time since the cluster was made, in nanoseconds: here virtual."""
-        return self._state.driver.now_ns
+        return self.state.driver.now_ns
 
     @property
     def trace(self) -> Any:
         """The record of the run in order, with its `digest`: `jdag.runtime.trace`."""
-        return self._state.driver.trace
+        return self.state.driver.trace
 
     @property
     def driver(self) -> Any:
         """What runs it, with its own settings and counts."""
-        return self._state.driver
-
-    @property
-    def state(self) -> ClusterState:
-        """What all programs of the cluster share in this process."""
-        return self._state
+        return self.state.driver
 
     def info(self) -> Mapping[str, Mapping[str, Any]]:
         """Return for each worker what it holds and has sent so far, without waiting.
@@ -91,7 +87,7 @@ class Cluster:
         Among others `live_contexts`, `live_passes`, `values_held`, `bytes_held`,
         `bytes_peak`, `messages_sent`, `bytes_sent` (with headers and resends).
         """
-        return self._state.driver.info()
+        return self.state.driver.info()
 
     def __enter__(self) -> "Cluster":
         return self
@@ -111,16 +107,16 @@ class Cluster:
         Raises:
             ContextError: this is not the main program's.
         """
-        if self._state.process != os.getpid():
+        if self.state.process != os.getpid():
             return
-        self._state.check_current(f"closing {self!r}", self._port)
+        self.state.check_current(f"closing {self!r}", self._port)
         if not self._is_main:
             raise ContextError(
                 f"{self!r} cannot be closed by a program that cluster.run runs; the "
                 "main program closes it"
             )
-        self._state.driver.close()
-        self._state.closed = True
+        self.state.driver.close()
+        self.state.closed = True
 
     def context(self) -> Context:
         """Return a new context, to be entered by `with`; several may be open at once.
@@ -139,7 +135,7 @@ class Cluster:
 
     def _frame(self) -> ProgramFrame:
         who = "the main program" if self._is_main else f"a program on {self.here!r}"
-        return ProgramFrame(self._state, self._port, self._next_id(), (), who)
+        return ProgramFrame(self.state, self._port, self._next_id(), (), who)
 
     def _next_id(self) -> ContextId:
         numbers = self._numbers
@@ -221,7 +217,7 @@ class Cluster:
             return dict(zip(programs, returned, strict=True))
 
     def _launch(self, worker: str, program: Any) -> Launch:
-        there, device = self._state.place(worker, "cluster.run")
+        there, device = self.state.place(worker, "cluster.run")
         if device is not None:
             raise JdagError(f"cluster.run: programs run on workers, not on {worker!r}")
         if (why := self._port.lost(there)) is not None:
@@ -272,7 +268,7 @@ class Cluster:
             WorkerLost: the worker is gone.
         """
         self._check("cluster.put")
-        self._state.place(worker, "cluster.put")
+        self.state.place(worker, "cluster.put")
         return self._assignments.put(worker, tree)
 
     def make(
@@ -294,7 +290,7 @@ class Cluster:
             JdagError: there is no such worker, or a ref is on another one.
         """
         self._check("cluster.make")
-        where = self._state.place(worker, "cluster.make")
+        where = self.state.place(worker, "cluster.make")
         return self._assignments.make(*where, fn, args, kwargs)
 
     def update(self, fn: Callable[..., Any], refs: Any, /, *args: Any) -> Any:

@@ -124,10 +124,7 @@ class Player(Protocol):
 _SENT = {
     "messages": ("messages_sent", "protocol messages"),
     "payload_bytes": ("payload_bytes_sent", "bytes of arrays in them"),
-    "wire_bytes": (
-        "bytes_sent",
-        "all bytes, with headers, acknowledgements, resends",
-    ),
+    "wire_bytes": ("bytes_sent", "all bytes: headers, acknowledgements, resends too"),
     "resends": ("resends", "frames that were sent again"),
     "duplicates": ("duplicates", "frames that were thrown away, having come before"),
 }

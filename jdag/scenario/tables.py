@@ -7,7 +7,7 @@ which checks their values. All errors have one wording: `key = value: allowed is
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, replace
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import Field, create_model
 
@@ -30,19 +30,7 @@ from jdag.runtime.tables import (
     only,
     up_to,
 )
-from jdag.sim import (
-    Crash,
-    Delay,
-    DeviceModel,
-    Drop,
-    Duplicate,
-    Fault,
-    LinkModel,
-    LinkSettings,
-    Network,
-    Partition,
-    Slow,
-)
+from jdag.sim import DeviceModel, Fault, LinkModel, LinkSettings, Network
 from jdag.sim.settings import DETECT_NS, EVENTS_MAX
 
 _NAME = "letters, digits, _, - and ., beginning with a letter or a digit"
@@ -50,8 +38,9 @@ _WORKERS = (
     "names, none empty and none twice; or how many, and they are w0, w1, ...; "
     f"at most {WORKERS_MAX:,}"
 )
-_KINDS = (Drop, Delay, Duplicate, Partition, Crash, Slow)
-_FAULTS: Mapping[str, type[Fault]] = {kind.__name__.lower(): kind for kind in _KINDS}
+_FAULTS: Mapping[str, type[Fault]] = {
+    kind.__name__.lower(): kind for kind in get_args(Fault)
+}
 
 
 def _matches(pattern: str) -> Callable[[Any], bool]:
