@@ -213,7 +213,7 @@ def _values(assignments: Assignments, entries: Sequence[Entry]) -> list[Any]:
 
 
 def _taken_apart(entry: Entry, value: Any, beside: bool) -> tuple[Saved, np.ndarray]:
-    """Return what a checkpoint says of a value, and its elements.
+    """Return the description of a value in a checkpoint, and its elements.
 
     A static is a mistake where there is nothing else `beside` it.
     """
@@ -258,7 +258,7 @@ def _unmarked(folder: Path) -> list[str]:
 
 
 def _read(stored: Any, where: str) -> tuple[dict[str, list[Saved]], Mapping[str, Any]]:
-    """Return what the newest checkpoint in a folder says, and its arrays."""
+    """Return the description of the newest checkpoint in a folder, and its arrays."""
     folder = Path(where)
     if not folder.is_dir():
         there = "that is a file" if folder.exists() else "there is no such folder"
@@ -280,7 +280,7 @@ def _read(stored: Any, where: str) -> tuple[dict[str, list[Saved]], Mapping[str,
 
 
 def _described(path: Path) -> dict[str, list[Saved]]:
-    """Return what a description says; raise ValueError if jdag did not write it so."""
+    """Read a description; raise ValueError if it is not as jdag wrote it."""
     try:
         about = json.loads(path.read_text(encoding="utf-8"))
         is_old = about["jdag"] == 1
@@ -383,7 +383,7 @@ def _array(saved: Saved, array: Any) -> Any:
 
 
 def _wanted(value: Any, saved: Saved) -> str:
-    """What has to be saved for this place, in the words of `Saved`."""
+    """Return what has to be saved for this place, in the words of `Saved`."""
     kind = type(value).__name__
     if NUMBERS.get(kind) is type(value):
         # Numbers inside pytrees were leaves once, and so saved as arrays.

@@ -1,4 +1,4 @@
-"""An optax transformation as it acts on one leaf, if it acts on each by itself.
+"""An optax transformation as a function of one leaf, if it treats each by itself.
 
 Leaves are on workers of their own, so what makes one depend on another is refused: the
 jaxpr of the transformation tells. What acts on a leaf by its place among all (by a tree
@@ -38,7 +38,7 @@ class Leafwise:
 
     @cached_property
     def __jdag_key__(self) -> Once:
-        """What it is, for caches; found once, since each step asks for it."""
+        """Its identity for caches; found once, since each step asks for it."""
         return Once((Leafwise, key_of((self.tx, self.form, self.place))))
 
     def init(self, leaf: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Leaves as programs make, replace and drop them, on their owners.
+"""Leaves: how programs make, replace and drop them on their owners.
 
 Assignments, and the leaves that they make, are numbered as calls are, by each worker
 whose programs ask for them. What one asks for goes out at once, by one message to each

@@ -103,7 +103,7 @@ def run(
     device: Device = None,
     carrier: Carrier = None,
 ) -> None:
-    """Play a scenario, hold it against what it expects, report.
+    """Run a scenario, compare it with what it expects, and report.
 
     Exit codes: 0 all that it expects is so; 1 something is not; 2 bad input; 3 a pass
     was stuck, and nothing expected it; 130 Ctrl-C; 143 SIGTERM.
@@ -171,7 +171,7 @@ def _unmarked(folder: Path) -> list[str]:
 
 
 def _played(scenario: Scenario, console: Console, driving: Driving) -> ScenarioResult:
-    """Play, with a progress bar."""
+    """Run, with a progress bar."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=20),
@@ -333,7 +333,7 @@ def _code(answer: ScenarioResult) -> Exit:
 
 @app.command()
 def check(file: File, seed: Seed = None) -> None:
-    """Play a scenario twice in fresh processes, compare digests.
+    """Run a scenario twice in fresh processes and compare the digests.
 
     Exit codes: 0 the two runs are the same; 1 they differ; 2 bad input.
     """
@@ -419,7 +419,7 @@ Version = Annotated[
 
 @app.callback(invoke_without_command=True)
 def _main(context: typer.Context, is_asked: Version = False) -> None:
-    """Distributed autograd for JAX: play scenarios in virtual time, start workers."""
+    """Distributed autograd for JAX: run scenarios in virtual time, start workers."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
         raise typer.Exit(Exit.BAD_INPUT)

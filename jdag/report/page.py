@@ -76,7 +76,7 @@ def _tables(given: Mapping[str, Any], workers: Sequence[str]) -> dict[str, list[
 def _table(
     by: str, names: Sequence[str], given: Mapping[str, Any], result: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A table: a row for each figure or, where these are the fewer, a column."""
+    """Return a table: a row for each figure, or a column if figures are fewer."""
     keys = _rows(by, given, result["workers"])
     meanings = [result["meaning"].get(name, "") for name in names]
     rows = [
@@ -106,5 +106,5 @@ def _rows(by: str, given: Mapping[str, Any], workers: Sequence[str]) -> Sequence
 
 
 def _inside(picture: Path) -> str:
-    """A picture as a URL that holds it whole."""
+    """Return a picture as a data URL."""
     return f"data:image/png;base64,{b64encode(picture.read_bytes()).decode()}"

@@ -37,7 +37,7 @@ _COLUMN, _INSIDE, _ACROSS, _FROM_LEAF = "#f6f7f8", "#55606b", "#7d5a91", "#cdb67
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where the vertices that are drawn stand, and how high it all is."""
+    """The places of the vertices that are drawn, and the height of the picture."""
 
     workers: tuple[str, ...]
     places: Mapping[str, tuple[float, float]]
@@ -107,7 +107,7 @@ def _laid_out(graph: Graph) -> _Layout:
 
 
 def _heights(graph: Graph) -> dict[str, tuple[str, int]]:
-    """As high as the order of the program and of its edges lets each vertex stand."""
+    """Return each vertex's height: below its sources and its worker's former calls."""
     sources: dict[str, list[str]] = {}
     for edge in graph.edges:
         sources.setdefault(edge.target, []).append(edge.source)
@@ -127,7 +127,7 @@ def _leaf_places(
     places: Mapping[str, tuple[float, float]],
     workers: tuple[str, ...],
 ) -> dict[str, tuple[float, float]]:
-    """Each leaf beside what first uses it, or above it, if there is room."""
+    """Put each leaf beside its first use, or above that if there is room."""
     taken: set[tuple[float, float]] = set()
     found: dict[str, tuple[float, float]] = {}
     for leaf in graph.vertices:

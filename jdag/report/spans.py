@@ -56,7 +56,7 @@ class Transfer(NamedTuple):
 
 
 class SpanMark(NamedTuple):
-    """What happened in no time: a drop, a resend, a duplicate, a crash."""
+    """An event without duration: a drop, a resend, a duplicate, a crash, a loss."""
 
     worker: str
     kind: str
@@ -76,7 +76,7 @@ class Spans:
     marks: tuple[SpanMark, ...]
 
     def within(self, window_ns: Window) -> "Spans":
-        """What overlaps a window of time, or lies on its edge."""
+        """Return what overlaps a window of time, or lies on its edge."""
         first_ns, last_ns = window_ns
 
         def overlaps(span: Job | Transfer) -> bool:

@@ -108,7 +108,7 @@ class _View:
         return (self.last_ns - self.first_ns) / self.unit_ns
 
     def bar(self, span: Job | Transfer) -> tuple[float, float]:
-        """Start and width, cut at the window."""
+        """Return start and width, cut at the window."""
         start_ns = max(span.start_ns, self.first_ns)
         end_ns = min(span.end_ns, self.last_ns)
         width = (end_ns - start_ns) / self.unit_ns
@@ -138,7 +138,7 @@ def _draw_rows(view: _View, workers: Sequence[str], spans: Spans) -> None:
 
 
 def _unit(length_ns: int) -> tuple[int, str]:
-    """The largest unit of which the length is at least two."""
+    """Return the largest unit of which the length is at least two."""
     for size_ns, name in _UNITS:
         if length_ns >= 2 * size_ns:
             return size_ns, name

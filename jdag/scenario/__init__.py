@@ -72,7 +72,7 @@ def _question(text: str) -> str:
 
 @contextmanager
 def configured(settings: Settings) -> Iterator[None]:
-    """JAX as the scenario wants it; the number of its CPU's devices stays.
+    """Configure JAX for a scenario; the number of CPU devices stays afterwards.
 
     Raises:
         ScenarioError: this process has begun with fewer devices.

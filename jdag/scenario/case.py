@@ -1,4 +1,4 @@
-"""What a scenario's program returns; a `Case` is one context with one pass.
+"""The results of a scenario's program; a `Case` is one context with one pass.
 
 A scenario names `module:function`. jdag calls that function with the workers and the
 scenario's `[settings]` by keyword:
@@ -58,7 +58,7 @@ class Run:
         virtual: whether time is virtual; on processes there is no trace, and seeds
             change nothing.
         driver: makes the clusters.
-        show: is called with how far the run is.
+        show: called with the progress of the run.
     """
 
     workers: tuple[str, ...]
@@ -84,7 +84,7 @@ class Run:
         return made
 
     def progress(self, done: int, total: int, **numbers: float) -> None:
-        """Show how far the run is."""
+        """Show the progress of the run."""
         self.show(done, total, numbers)
 
     def keep(self, cluster: Cluster, window: tuple[int, int]) -> None:
@@ -114,7 +114,7 @@ class Player(Protocol):
 
     @property
     def figures(self) -> Mapping[str, str]:
-        """The figures that it gives, and what each is."""
+        """The meaning of each of its figures."""
 
     def play(self, run: Run) -> Figures:
         """Run, and return the figures."""
@@ -172,20 +172,20 @@ VIRTUAL = (
 
 @dataclass(slots=True)
 class Traces:
-    """What is kept of the traces of several seeds, where there are any."""
+    """Digests and orders of arrival of the runs of several seeds that have traces."""
 
     digests: list[str] = field(default_factory=list)
     orders: dict[str, None] = field(default_factory=dict)
 
     def add(self, cluster: Cluster) -> None:
-        """Note how a run went."""
+        """Add the trace of a run."""
         if cluster.trace is not None:
             self.orders[arrivals(cluster)] = None
             self.digests.append(cluster.trace.digest)
 
     @property
     def figures(self) -> Figures:
-        """How many orders there were, and the digest of all."""
+        """The number of orders of arrival, and the digest of all runs."""
         if not self.digests:
             return {}
         digest = digest_of(self.digests)
@@ -193,7 +193,7 @@ class Traces:
 
 
 def time_of(run: Run, ns: int) -> Figures:
-    """How long a run took, by the clock that it has."""
+    """Return the time of a run as a figure, virtual or of the host's clock."""
     return {"virtual_time_ns" if run.virtual else "wall_time_ns": ns}
 
 
@@ -219,7 +219,7 @@ class Case:
         placement: the worker of each parameter, by name.
         passes: how often the pass is repeated; the graph is retained till the last.
         mode: of the passes, "smart" or "fast".
-        more: what else there is to say of the cluster of the first seed.
+        more: further figures, of the cluster of the first seed.
     """
 
     program: Callable[[Any, Any], Any]
@@ -364,7 +364,7 @@ def difference(gradient: Any, truth: Any) -> float:
 
 
 def worst(differences: Sequence[float]) -> float:
-    """The largest of them; nan if one is, which no bound will pass."""
+    """Return the largest; nan, which meets no bound, if one is nan."""
     return float(np.max(differences)) if len(differences) else 0.0
 
 
@@ -392,7 +392,7 @@ def bits(gradients: Sequence[Any]) -> str:
 
 
 def arrivals(cluster: Cluster) -> str:
-    """The order in which cotangents arrived, everywhere."""
+    """Return a hash of the order in which cotangents arrived on all workers."""
     taken = hashlib.sha256()
     for record in cluster.trace.of_kind("deliver"):
         said = record.named
@@ -402,7 +402,7 @@ def arrivals(cluster: Cluster) -> str:
 
 
 def total(cluster: Cluster, name: str) -> int:
-    """One of the numbers of `cluster.info()`, over all workers."""
+    """Return the sum of one number of `cluster.info()` over all workers."""
     return sum(int(worker[name]) for worker in cluster.info().values())
 
 
@@ -422,12 +422,12 @@ def _counts(run: Run, played: Played) -> Figures:
 
 
 def sent(cluster: Cluster) -> Figures:
-    """What went over the wire so far."""
+    """Return the figures of what was sent so far."""
     return {figure: total(cluster, name) for figure, (name, _) in _SENT.items()}
 
 
 def left_over(run: Run, cluster: Cluster) -> Figures:
-    """What the workers that are left still hold, but for leaves."""
+    """Return what the workers that are alive still hold, without leaves."""
     if not run.virtual:
         cluster.driver.settle()
     living = [one for one in cluster.info().values() if not one["lost"]]

@@ -1,4 +1,4 @@
-"""What plays a scenario: virtual time, or real processes.
+"""Drivers of a scenario: virtual time, or real processes.
 
 On processes the tables of network and devices are ignored: these are those of the host.
 What is impossible there, or would change the question, is refused by its key: faults,
@@ -66,7 +66,7 @@ class Virtual:
                 cluster.close()
 
     def figures(self) -> Figures:
-        """What there is to say of the run that its program does not say."""
+        """Return further figures of the run: none."""
         return {}
 
     def close(self) -> None:
@@ -104,10 +104,10 @@ class Real:
         return self._cluster
 
     def let_go(self, kept: Cluster | None) -> None:
-        """Nothing: there is one cluster."""
+        """Do nothing: there is one cluster."""
 
     def figures(self) -> Figures:
-        """What each worker held and sent."""
+        """Return what each worker held and sent."""
         if self._cluster is None:
             return {}
         info = self._cluster.info()
@@ -126,7 +126,7 @@ Driver = Virtual | Real
 
 
 def refuse_virtual(settings: Settings) -> None:
-    """Raise ScenarioError for what is there in virtual time alone."""
+    """Raise ScenarioError for settings that only virtual time has."""
     first = settings.names[0]
     if settings.values != "real":
         _refuse("values", settings.values, '"real"')
@@ -143,7 +143,7 @@ def _refuse(key: str, value: Any, allowed: str) -> None:
 def driver_of(
     settings: Settings, driver: str, *, device: str | None, carrier: str | None
 ) -> Driver:
-    """Return what plays a scenario.
+    """Return the driver of a scenario.
 
     Args:
         settings: what the file says.

@@ -99,7 +99,7 @@ def _imported(settings: Settings, folder: Path) -> Any:
 
 
 def _given(settings: Settings, function: Any, folder: Path) -> dict[str, Any]:
-    """The settings that the program takes, of the types that it says."""
+    """Return the program's settings, of the types in its annotations."""
     try:
         signature = inspect.signature(function)
         signature.bind_partial(())
@@ -134,7 +134,7 @@ def _given(settings: Settings, function: Any, folder: Path) -> dict[str, Any]:
 
 
 def _typed(name: str, value: Any, type_: Any) -> Any:
-    """The value as what the program says that it takes: a list may be a tuple."""
+    """Return a value as the annotated type: a list may become a tuple."""
     try:
         # By way of JSON, where a strict reader still takes lists as tuples.
         return TypeAdapter(type_).validate_json(json.dumps(value), strict=True)

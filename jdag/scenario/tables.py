@@ -82,7 +82,7 @@ _NAMED = only("a table", is_table)
 
 
 class Settings(Table):
-    """What a scenario's file may say."""
+    """The keys of a scenario's file."""
 
     name: _FILE_NAME
     program: _REFERENCE
@@ -191,7 +191,7 @@ def devices_of(settings: Settings) -> dict[str, DeviceModel]:
 
 
 def link_of(settings: Settings) -> LinkSettings | None:
-    """Return when links wait and resend; None: as suits the latencies."""
+    """Return the settings of links; None: chosen by the latencies."""
     if settings.link is None:
         return None
     return _made(LinkSettings, "link", settings.link)[0]
