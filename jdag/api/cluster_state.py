@@ -39,11 +39,6 @@ class Numbers:
     leaves: int = 0
     assignments: int = 0
 
-    @property
-    def maker(self) -> int:
-        """A 32-bit number of the worker and its incarnation."""
-        return self.incarnation << 16 | self.index
-
 
 def _stands(value: object) -> bool:
     return is_ref(value) or isinstance(value, jax.ShapeDtypeStruct)

@@ -298,11 +298,8 @@ def _are_names(names: Any) -> bool:
 
 
 def _are_variables(env: Any) -> bool:
-    return isinstance(env, Mapping) and all(
-        isinstance(part, str) and "\0" not in part
-        for pair in env.items()
-        for part in pair
-    )
+    parts = (*env, *env.values()) if isinstance(env, Mapping) else (None,)
+    return all(isinstance(part, str) and "\0" not in part for part in parts)
 
 
 _NAMES = f"a list of one name or more, none twice; each of {NAMES}"

@@ -66,6 +66,7 @@ class _Call(NamedTuple):
     pair: Pair
     keys: list[Key]
     sources: list[str | None]
+    site: str
 
 
 @dataclass(slots=True)
@@ -202,7 +203,7 @@ class Assignments:
             call = self._traced(draft, leaves[0].id.worker, change)
             _check_outputs(call.pair, leaves)
             _check_once(leaves, replaced)
-            _add(draft, [leaf.key for leaf in leaves], leaves, call, change.purpose)
+            _add(draft, [leaf.key for leaf in leaves], leaves, call)
         self._tell(draft)
 
     def drop(self, refs: Any) -> None:
@@ -237,7 +238,9 @@ class Assignments:
         return Leaf(id, aval)
 
     def _draft(self) -> _Draft:
-        return _Draft((self._numbers.maker, self._numbers.assignments + 1))
+        numbers = self._numbers
+        maker = numbers.incarnation << 16 | numbers.index  # 32 bits.
+        return _Draft((maker, numbers.assignments + 1))
 
     def _traced(
         self, draft: _Draft, worker: str, change: Change, kwargs: Any = None
@@ -259,10 +262,10 @@ class Assignments:
                 key = ConstantKey(None, (*draft.path, len(draft.parts)), position)
                 known = draft.constants.setdefault(id(value), (key, value))
                 keys[position] = known[0]
-        site = _site(change.purpose)
+        site = f"{call_site()}{change.purpose and f', {change.purpose}'}"
         untracked = (False,) * parts.size
         made = traced(fn, parts, tuple(avals), untracked, worker, site)
-        return _Call(made, keys, sources)
+        return _Call(made, keys, sources, site)
 
     def _check_owner(self, worker: str, fn: Callable[..., Any], ref: Ref) -> None:
         self.admit(ref)
@@ -292,7 +295,6 @@ def _add(
     outputs: Sequence[Key],
     leaves: Sequence[Leaf],
     call: _Call | None,
-    purpose: str = "",
 ) -> None:
     """Add a part to an assignment; without a call its values are stored."""
     arguments: Sequence[Key] = ()
@@ -306,13 +308,9 @@ def _add(
         tuple(arguments),
         tuple(outputs),
         tuple(leaf.aval for leaf in leaves),
-        _site(purpose),
+        str(call_site()) if call is None else call.site,
     )
     draft.parts.append(part)
-
-
-def _site(purpose: str) -> str:
-    return f"{call_site()}{purpose and f', {purpose}'}"
 
 
 def _check_once(leaves: Sequence[Leaf], replaced: dict[Leaf, None]) -> None:
