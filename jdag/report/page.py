@@ -53,7 +53,10 @@ def write_page(
             for name in [one["figure"]]
         ],
         long=[(name, str(given[name])) for name in _LONG if name in given],
-        pictures=[(_inside(file), heading, said) for file, heading, said in pictures],
+        pictures=[
+            (b64encode(file.read_bytes()).decode(), heading, said)
+            for file, heading, said in pictures
+        ],
     )
     # Names of files, and what programs say, may have signs that UTF-8 has not.
     path.write_text(text, encoding="utf-8", errors="backslashreplace")
@@ -103,8 +106,3 @@ def _table(
 
 def _rows(by: str, given: Mapping[str, Any], workers: Sequence[str]) -> Sequence[str]:
     return workers if by == WORKER else list(dict.fromkeys(map(str, given[by])))
-
-
-def _inside(picture: Path) -> str:
-    """Return a picture as a data URL."""
-    return f"data:image/png;base64,{b64encode(picture.read_bytes()).decode()}"

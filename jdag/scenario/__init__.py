@@ -8,6 +8,7 @@ allowed.
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +63,8 @@ def load(path: Path, *, seed: int | None = None) -> Scenario:
 
 
 def _question(text: str) -> str:
-    lines = []
-    for line in text.lstrip().splitlines():
-        if not line.startswith("#"):
-            break
-        lines.append(line.lstrip("# ").rstrip())
-    return " ".join(lines)
+    lines = takewhile(lambda line: line.startswith("#"), text.lstrip().splitlines())
+    return " ".join([line.lstrip("# ").rstrip() for line in lines])
 
 
 @contextmanager

@@ -59,14 +59,11 @@ def raised(error: BaseException) -> str:
     """Say what a user's code raised, and in which of its lines."""
     text = named_text(error)
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if _is_users(frame.filename):
+        # A user's file is neither jdag's nor that of what it calls for the user.
+        if not frame.filename.startswith((_HERE, *_LIBRARIES, "<frozen")):
             name = os.path.basename(frame.filename)
             return f"{text} ({name}:{frame.lineno} in {frame.name})"
     return text
-
-
-def _is_users(file: str) -> bool:
-    return not file.startswith((_HERE, *_LIBRARIES, "<frozen"))
 
 
 def _imported(settings: Settings, folder: Path) -> Any:
