@@ -89,7 +89,7 @@ class Workers:
             name,
             carrier=self._carrier,
             device=os.environ.get("JDAG_DEVICE"),
-            allow=self._allow,
+            allow=tuple(self._allow),
             value_bytes_max=1 << 34,
         )
         # Where another one can take the place of one that was killed.

@@ -43,20 +43,20 @@ def small(path: Path) -> Scenario:
     scenario = load(path)
     settings = scenario.settings.model_copy(
         update={
-            "workers": list(WORKERS[: max(2, min(4, len(scenario.workers)))]),
+            "workers": list(WORKERS[: max(2, min(4, len(scenario.settings.names)))]),
             "seeds": 1,
             "home": None,
             "placement": {},
             "x64": True,
             "faults": [],
-            "network": type(scenario.settings.network)(),
-            "devices": type(scenario.settings.devices)(),
+            "network": {},
+            "devices": {},
             "settings": {**scenario.settings.settings, **SHORT.get(path.stem, {})},
         }
     )
     with configured(settings):
         player = player_of(settings, path.parent)
-    return replace(scenario, settings=settings, player=player, workers=settings.names)
+    return replace(scenario, settings=settings, player=player)
 
 
 class Shared(Real):

@@ -434,7 +434,7 @@ def test_a_context_is_used_between_entering_and_leaving(cluster):
 def test_an_unknown_worker_is_named_with_the_closest(cluster):
     swapped: Any = (total, "ps0", ONES)
     with simulate(["trainer", "ps0", "ps1"], seed=0) as made:
-        with pytest.raises(JdagError, match=r"no worker 'ps_1', did you mean 'ps1'\?"):
+        with pytest.raises(JdagError, match=r"no worker 'ps_1' \(do you mean ps1\?\)"):
             made.put("ps_1", ONES)
         with made.context() as ctx:
             with pytest.raises(JdagError, match="the workers are 'trainer', 'ps0'"):

@@ -12,12 +12,12 @@ import pytest
 from jdag.api.drivers import simulate
 from jdag.api.graph import graph_of
 from jdag.errors import JdagError, UnusedSendError
-from jdag.report import bubble, read_drawings, render
+from jdag.report import read_drawings, render
 from jdag.report.formatting import formatted
 from jdag.report.perfetto import JOBS_MAX, MESSAGES_MAX, trace_events
 from jdag.report.picture import _laid_out, _left_out, draw_graph
 from jdag.report.raster import COLUMNS, mixed
-from jdag.report.spans import Job, Spans, Transfer, spans_of
+from jdag.report.spans import Job, Spans, Transfer, bubble, spans_of
 from jdag.runtime.trace import Trace
 from jdag.sim.devices import DeviceModel
 from jdag.sim.network import LinkModel

@@ -9,6 +9,7 @@ import pytest
 from jdag.errors import JdagError, ScenarioError
 from jdag.scenario import load
 from jdag.scenario.driving import Virtual
+from jdag.scenario.tables import devices_of, faults_of, link_of, network_of
 from jdag.sim import Crash, DeviceModel, Drop, LinkModel, LinkSettings, Partition
 from tests.scenario_cases import scenario_of, written
 from tests.test_scenarios import SINGLE
@@ -117,7 +118,7 @@ BAD = {
     "groups of what is no name": (
         (f'{FAULT}"partition"', "groups = [[1], [2]]"),
         {},
-        "faults[0].groups = [[1], [2]]: allowed is a list of lists of workers",
+        "faults[0].groups = [[1], [2]]: allowed is two groups or more, none shared",
     ),
     "an acknowledgement that waits too long": (
         ("[link]", "resend_ns = 5", "resend_max = 3", "ack_delay_ns = 7"),
@@ -370,7 +371,7 @@ def test_a_module_beside_the_file_is_found_from_any_folder(
     monkeypatch.chdir(elsewhere)
     for module in ("beside_the_file", "where_i_am"):
         path = written(home, program=f'program = "{module}:mine"')
-        assert load(Path("../home") / path.name).workers == ("a", "b")
+        assert load(Path("../home") / path.name).settings.names == ("a", "b")
 
 
 def test_settings_are_what_the_program_says_that_it_takes(tmp_path: Path):
@@ -390,7 +391,11 @@ def test_a_placement_moves_a_parameter(tmp_path: Path):
 
 
 def test_a_number_of_workers_names_them(tmp_path: Path):
-    assert load(written(tmp_path, workers="workers = 3")).workers == ("w0", "w1", "w2")
+    assert load(written(tmp_path, workers="workers = 3")).settings.names == (
+        "w0",
+        "w1",
+        "w2",
+    )
 
 
 def test_another_seed_may_be_given(tmp_path: Path):
@@ -419,20 +424,20 @@ def test_the_tables_say_what_the_cluster_is_made_of(tmp_path: Path):
             f'{FAULT}"crash"\nworker = "b"\nat_ns = 1',
         )
     ).settings
-    network = settings.network.network(clean=False)
+    network = network_of(settings, clean=False)
     assert network.model("b", "a") == LinkModel(1, None, 2)
     assert network.model("a", "b") == LinkModel(3)
-    clean = settings.network.network(clean=True)
+    clean = network_of(settings, clean=True)
     assert clean.model("b", "a") == LinkModel(1)
     assert clean.port_bandwidth_bytes_per_s == network.port_bandwidth_bytes_per_s == 3
-    assert settings.devices.models(("a", "b")) == {
+    assert devices_of(settings) == {
         "a": DeviceModel(forward_ns=4, functions={"scale": (5, 6)}),
         "b": DeviceModel(sum_ns=7),
     }
-    assert settings.made_link() == LinkSettings(8, 9, 1)
-    assert settings.made_faults() == [
+    assert link_of(settings) == LinkSettings(8, 9, 1)
+    assert faults_of(settings) == [
         Drop(0.5, source="b"),
-        Partition((("a",), ("b",)), 0, 2),
+        Partition([["a"], ["b"]], 0, 2),  # type: ignore[arg-type]
         Crash("b", detect_ns=1_000_000, at_ns=1),
     ]
 

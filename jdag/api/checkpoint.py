@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,15 +43,6 @@ OLD_NAMES = ("_CHECKPOINT_METADATA", "commit_success.txt", "about", ARRAYS)
 OLD_ABOUT = "about/metadata"
 
 Folder = str | os.PathLike[str]
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """An object that keeps leaves of its own, such as an `Optimizer`."""
-
-    @property
-    def states(self) -> Any:
-        """A pytree of refs to them."""
 
 
 class Entry(NamedTuple):
@@ -92,9 +83,8 @@ class Saved(Struct, frozen=True, forbid_unknown_fields=True):
 
 def save(assignments: Assignments, folder: Folder, parts: Mapping[str, Any]) -> None:
     """Write a checkpoint; see `Cluster.save`."""
-    where = _path(folder, "cluster.save")
-    stored = _ready(assignments, "cluster.save", parts)
-    entries = [entry for part in parts for entry in _entries(part, parts[part])]
+    where, stored = _ready(assignments, "cluster.save", folder, parts)
+    entries = _entries(assignments, parts)
     about: dict[str, list[Saved]] = {part: [] for part in parts}
     beside = {entry.part: True for entry in entries if not is_static(entry.value)}
     arrays: dict[str, np.ndarray] = {}
@@ -126,22 +116,12 @@ def _digest(said: Any) -> int:
     return zlib.crc32(json.dumps(said).encode())
 
 
-def _path(folder: object, what: str) -> str:
-    if not isinstance(folder, str | os.PathLike):
-        raise JdagError(f"{what} takes a folder first, a path, not {folder!r}")
-    return str(os.path.abspath(folder))
-
-
 def load(
     assignments: Assignments, folder: Folder, parts: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Restore from a checkpoint; see `Cluster.load`."""
-    where = _path(folder, "cluster.load")
-    stored = _ready(assignments, "cluster.load", parts)
-    entries = [entry for part in parts for entry in _entries(part, parts[part])]
-    for entry in entries:
-        if is_ref(entry.value):
-            assignments.leaf(entry.value)
+    where, stored = _ready(assignments, "cluster.load", folder, parts)
+    entries = _entries(assignments, parts)
     about, arrays = _read(stored, where)
     found = _found(where, about, parts, entries)
     values: list[Any] = []
@@ -167,19 +147,20 @@ def load(
         values[place] = ref
     rest = iter(values)
     given = {}
-    for part, tree in parts.items():
-        leaves, treedef = flatten(_tree(tree))
-        new = [next(rest) for _ in leaves]
-        given[part] = tree if _is_stateful(tree) else unflatten(treedef, new)
+    for part, held in parts.items():
+        tree = _tree(held)
+        leaves, treedef = flatten(tree)
+        new = unflatten(treedef, [next(rest) for _ in leaves])
+        given[part] = new if tree is held else held
     return given
 
 
-# ------------------------------------------------------------------- what is asked for
-
-
-def _ready(assignments: Assignments, what: str, parts: Mapping[str, Any]) -> Any:
-    """Return the module of arrays, if there is something to do and it can be done."""
-    assignments.state.check_open(what)
+def _ready(
+    assignments: Assignments, what: str, folder: object, parts: Mapping[str, Any]
+) -> tuple[str, Any]:
+    """Return the path and the module of arrays, if what is asked for can be done."""
+    if not isinstance(folder, str | os.PathLike):
+        raise JdagError(f"{what} takes a folder first, a path, not {folder!r}")
     if assignments.state.abstract:
         raise JdagError(
             f"{what} on {assignments.state}, whose values are abstract: it has shapes "
@@ -195,32 +176,31 @@ def _ready(assignments: Assignments, what: str, parts: Mapping[str, Any]) -> Any
         raise JdagError(
             f"{what} needs Orbax, which is not here: pip install 'jdag[checkpoint]'"
         ) from error
-    return stored
-
-
-def _is_stateful(part: Any) -> bool:
-    """Whether this is no pytree, but keeps one: a module may have `states` too."""
-    leaves, _ = flatten(part, what="a part of a checkpoint")
-    return len(leaves) == 1 and leaves[0] is part and isinstance(part, Stateful)
+    return str(os.path.abspath(folder)), stored
 
 
 def _tree(part: Any) -> Any:
-    return part.states if _is_stateful(part) else part
+    """Return the pytree of a part: of an `Optimizer`, its states."""
+    leaves, _ = flatten(part, what="a part of a checkpoint")
+    is_tree = len(leaves) != 1 or leaves[0] is not part  # A module may have `states`.
+    return part if is_tree or not hasattr(part, "states") else part.states
 
 
-def _entries(part: str, given: Any) -> list[Entry]:
-    tree = _tree(given)
-    leaves, _ = flatten(tree)
-    return [
-        Entry(part, path, leaf) for path, leaf in zip(paths(tree), leaves, strict=True)
-    ]
+def _entries(assignments: Assignments, parts: Mapping[str, Any]) -> list[Entry]:
+    """Return the leaves of all parts; raise JdagError for a ref that is no leaf."""
+    entries = []
+    for part, held in parts.items():
+        tree = _tree(held)
+        for path, leaf in zip(paths(tree), flatten(tree)[0], strict=True):
+            if is_ref(leaf):
+                assignments.leaf(leaf)
+            entries.append(Entry(part, path, leaf))
+    return entries
 
 
 def _values(assignments: Assignments, entries: Sequence[Entry]) -> list[Any]:
     """Return each entry's value: all leaves are read by one request."""
     refs: list[Ref] = [entry.value for entry in entries if is_ref(entry.value)]
-    for ref in refs:
-        assignments.leaf(ref)
     read = iter(assignments.state.read(refs))
     values = []
     for entry in entries:
@@ -233,7 +213,7 @@ def _values(assignments: Assignments, entries: Sequence[Entry]) -> list[Any]:
 
 
 def _taken_apart(entry: Entry, value: Any, beside: bool) -> tuple[Saved, np.ndarray]:
-    """Return what a checkpoint says of a value, and its elements.
+    """Return the description of a value in a checkpoint, and its elements.
 
     A static is a mistake where there is nothing else `beside` it.
     """
@@ -257,9 +237,6 @@ def _taken_apart(entry: Entry, value: Any, beside: bool) -> tuple[Saved, np.ndar
     return Saved(entry.path, kind, dtype, shape), array
 
 
-# ----------------------------------------------------------------------- what is there
-
-
 def _numbered(folder: Path) -> list[str]:
     """The checkpoints of format 1 in a folder, by their own descriptions."""
     found = []
@@ -281,7 +258,7 @@ def _unmarked(folder: Path) -> list[str]:
 
 
 def _read(stored: Any, where: str) -> tuple[dict[str, list[Saved]], Mapping[str, Any]]:
-    """Return what the newest checkpoint in a folder says, and its arrays."""
+    """Return the description of the newest checkpoint in a folder, and its arrays."""
     folder = Path(where)
     if not folder.is_dir():
         there = "that is a file" if folder.exists() else "there is no such folder"
@@ -303,7 +280,7 @@ def _read(stored: Any, where: str) -> tuple[dict[str, list[Saved]], Mapping[str,
 
 
 def _described(path: Path) -> dict[str, list[Saved]]:
-    """Return what a description says; raise ValueError if jdag did not write it so."""
+    """Read a description; raise ValueError if it is not as jdag wrote it."""
     try:
         about = json.loads(path.read_text(encoding="utf-8"))
         is_old = about["jdag"] == 1
@@ -312,30 +289,25 @@ def _described(path: Path) -> dict[str, list[Saved]]:
         if not is_old and about["digest"] != _digest(about["parts"]):
             raise ValueError("its digest is another")
         parts = convert(about["parts"], dict[str, list[Saved]])
-        return {
-            part: [
-                _checked(saved, f"{part}.{place}" if is_old else "")
-                for place, saved in enumerate(those)
-            ]
-            for part, those in parts.items()
-        }
+        if is_old:
+            parts = {part: _named(part, those) for part, those in parts.items()}
+        return parts
     except Exception as error:
         said = f"its description, {path.name}, is not as jdag wrote it: {error}"
         raise ValueError(said) from error
 
 
-def _checked(saved: Saved, old_name: str) -> Saved:
-    """Return what is said of a leaf, if it makes sense, and name its array."""
-    if saved.kind in NUMBERS:
-        _number(saved)
-    elif saved.kind != "static":
-        _stored(saved)
-        saved = replace(saved, name=saved.name or old_name)
-    return saved
+def _named(part: str, those: Sequence[Saved]) -> list[Saved]:
+    """Return descriptions of format 1 with the names of their arrays."""
+    return [
+        saved
+        if saved.kind in ("static", *NUMBERS)
+        else replace(saved, name=f"{part}.{place}")
+        for place, saved in enumerate(those)
+    ]
 
 
 def _stored(saved: Saved) -> tuple[tuple[int, ...], np.dtype]:
-    """Return shape and dtype of the array that holds a leaf's elements."""
     shape = tuple(saved.shape)
     if saved.kind == "array":
         dtype = "uint8" if saved.dtype in AS_BYTES else saved.dtype
@@ -411,7 +383,7 @@ def _array(saved: Saved, array: Any) -> Any:
 
 
 def _wanted(value: Any, saved: Saved) -> str:
-    """What has to be saved for this place, in the words of `Saved`."""
+    """Return what has to be saved for this place, in the words of `Saved`."""
     kind = type(value).__name__
     if NUMBERS.get(kind) is type(value):
         # Numbers inside pytrees were leaves once, and so saved as arrays.

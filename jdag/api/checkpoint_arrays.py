@@ -50,7 +50,7 @@ def write(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def read(folder: Path) -> Mapping[str, np.ndarray | BaseException]:
-    """Return the arrays of a folder, in the place of one that cannot be read its error.
+    """Return the arrays of a folder, with errors in place of unreadable ones.
 
     Raises:
         OSError, ValueError: none can be read.

@@ -1,7 +1,4 @@
-"""A cluster: its workers, the leaves that they keep, and contexts over them.
-
-A driver runs it all (`jdag.api.drivers`).
-"""
+"""A cluster: its workers, the leaves that they keep, and contexts over them."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -32,38 +29,37 @@ Launch = tuple[str, Callable[..., Any], Any]  # Where, what, and its arguments.
 class Cluster:
     """Workers that keep leaves and compute; a context manager that closes it.
 
-    Made by `jdag.simulate`, for the main program. The programs that `run` runs on
-    workers are handed one of their own, over the same workers and leaves.
+    `jdag.simulate`, `launch` and `connect` make it for the main program. Each program
+    that `run` runs is handed one of its own, over the same workers and leaves, with the
+    same `state`.
     """
 
     def __init__(self, state: ClusterState, port: Port) -> None:
-        self._state = state
+        self.state = state
         self._port = port
         self._numbers = state.numbers(port.worker)
         self._assignments = Assignments(state, port)
         self._open: dict[int, Context] = {}
-        state.began(port, self)
+        state.clusters[port] = self
 
     def __repr__(self) -> str:
         on = "" if self._is_main else f", on {self.here!r}"
-        closed = ", closed" if self._state.closed else ""
+        closed = ", closed" if self.state.closed else ""
         return f"Cluster({', '.join(map(repr, self.workers))}{on}{closed})"
 
     @property
     def _is_main(self) -> bool:
-        return self._port is self._state.driver.port
+        return self._port is self.state.driver.port
 
     def _check(self, what: str) -> None:
         """Raise ContextError unless this program may do that here and now."""
-        self._state.check_open(what)
-        self._state.check_current(f"{what} on {self!r}", self._port)
-
-    # ---------------------------------------------------------------- what it is
+        self.state.check_open(what)
+        self.state.check_current(f"{what} on {self!r}", self._port)
 
     @property
     def workers(self) -> tuple[str, ...]:
         """The names of all workers."""
-        return self._state.workers
+        return self.state.workers
 
     @property
     def here(self) -> str:
@@ -73,33 +69,25 @@ class Cluster:
     @property
     def now_ns(self) -> int:
         """The time since the cluster was made, in nanoseconds: here virtual."""
-        return self._state.driver.now_ns
+        return self.state.driver.now_ns
 
     @property
     def trace(self) -> Any:
         """The record of the run in order, with its `digest`: `jdag.runtime.trace`."""
-        return self._state.driver.trace
+        return self.state.driver.trace
 
     @property
     def driver(self) -> Any:
         """What runs it, with its own settings and counts."""
-        return self._state.driver
-
-    @property
-    def state(self) -> ClusterState:
-        """What all programs of the cluster share in this process."""
-        return self._state
+        return self.state.driver
 
     def info(self) -> Mapping[str, Mapping[str, Any]]:
-        """Return for each worker what it holds and what it has sent so far.
+        """Return for each worker what it holds and has sent so far, without waiting.
 
-        It waits for nothing: what is on its way to a worker is not held there yet.
         Among others `live_contexts`, `live_passes`, `values_held`, `bytes_held`,
         `bytes_peak`, `messages_sent`, `bytes_sent` (with headers and resends).
         """
-        return self._state.driver.info()
-
-    # ---------------------------------------------------------------- its life
+        return self.state.driver.info()
 
     def __enter__(self) -> "Cluster":
         return self
@@ -119,35 +107,35 @@ class Cluster:
         Raises:
             ContextError: this is not the main program's.
         """
-        if self._state.process != os.getpid():
+        if self.state.process != os.getpid():
             return
-        self._state.check_current(f"closing {self!r}", self._port)
+        self.state.check_current(f"closing {self!r}", self._port)
         if not self._is_main:
             raise ContextError(
                 f"{self!r} cannot be closed by a program that cluster.run runs; the "
                 "main program closes it"
             )
-        self._state.driver.close()
-        self._state.closed = True
+        self.state.driver.close()
+        self.state.closed = True
 
     def context(self) -> Context:
         """Return a new context, to be entered by `with`; several may be open at once.
 
-        Of each leaf a context reads one version: the newest when it first reads it,
-        whatever other programs make of it meanwhile. After an update by this program
-        it reads that, or what others have made of it since.
+        A context reads one version of each leaf: the newest when it first reads it,
+        whatever other programs assign meanwhile. After an update by this program it
+        reads that version or a newer one.
 
         Raises:
             ContextError: the cluster is closed, or another program's, or this is inside
                 of jit or its kin; or the programs of this worker have made 2^48 - 1
-                contexts, which is all the numbers that there are.
+                contexts, the largest number.
         """
         self._check("a context")
         return Context(self._frame(), self)
 
     def _frame(self) -> ProgramFrame:
         who = "the main program" if self._is_main else f"a program on {self.here!r}"
-        return ProgramFrame(self._state, self._port, self._next_id(), (), who)
+        return ProgramFrame(self.state, self._port, self._next_id(), (), who)
 
     def _next_id(self) -> ContextId:
         numbers = self._numbers
@@ -160,10 +148,9 @@ class Cluster:
         return ContextId(numbers.index, numbers.contexts, numbers.incarnation)
 
     def entered(self, context: Context, id: ContextId) -> ContextId:
-        """Return the id of a context that is entered: another if some were made since.
+        """Return the id of an entered context: a new one if others were made since.
 
-        Numbers are given out in the order of entering: a release says of all lower ones
-        that are not open that they are over.
+        Ids increase in the order of entering: a release ends all lower ones not open.
         """
         if id.counter != self._numbers.contexts:
             id = self._next_id()
@@ -181,24 +168,19 @@ class Cluster:
             leaving.push(context)
         leaving.__exit__(*error)
 
-    # ---------------------------------------------------------------- programs at once
-
     def run(self, programs: Mapping[str, Callable[["Cluster"], Any]]) -> dict[str, Any]:
         """Run a program on each of several workers, all at the same time.
 
         Each is called with a `Cluster` of its own, whose `here` is its worker: it opens
-        contexts, makes leaves and updates them from there, as the main program does
-        from home. It begins when all that the main program assigned before has arrived,
-        and has ended when all that it assigned itself has; contexts that it left open
-        are left then. Refs of leaves may be used by all of them, and by closures.
-
-        Programs update one leaf in the order in which their requests reach its owner,
-        in virtual time that of the seed: each update starts from the one before it, and
-        none is lost. See `context` for what a context reads.
+        contexts, makes leaves and updates them from there. It begins when all that the
+        main program assigned before has arrived, and has ended when its own assignments
+        have; contexts that it left open are left then. Refs of leaves may be used by
+        all of them, and by closures. Updates of one leaf are made in the order in which
+        requests reach its owner, in virtual time that of the seed; none is lost.
 
         Args:
-            programs: for each worker, home included, a function or method, or a
-                `functools.partial` of one, that takes a Cluster.
+            programs: for each worker, the main program's included, a function or
+                method, or a `functools.partial` of one, that takes a Cluster.
 
         Returns:
             What each program returned, by worker, in the order of `programs`: a pytree
@@ -211,7 +193,7 @@ class Cluster:
             ContextError: this is not the main program's cluster.
             RemoteError: a program raised: which, on which worker, with its traceback;
                 an error of jdag keeps its class. Of several the first in the order of
-                `programs`, when all others have ended; the rest are in its notes.
+                `programs`, when all have ended; the rest are in its notes.
         """
         self._check("cluster.run")
         if not self._is_main:
@@ -220,28 +202,28 @@ class Cluster:
                 "only the main program runs programs at once; in a context, ctx.call "
                 "runs what jdag.program marks"
             )
-        launches = [self._launch(*item) for item in _items(programs)]
+        if not isinstance(programs, Mapping) or not programs:
+            raise JdagError(
+                "cluster.run takes a mapping from names of workers to programs, such "
+                f"as {{'trainer0': train}}, with at least one; this is {programs!r}"
+            )
+        launches = [self._launch(*item) for item in programs.items()]
         site = str(call_site())
-        activation = self._frame()
-        with Context(activation, self):
-            ended = activation.launch(launches, site)
+        frame = self._frame()
+        with Context(frame, self):
+            ended = frame.launch(launches, site)
             _raise_first(launches, ended)
-            return {
-                worker: activation.returned(one)
-                for worker, one in zip(programs, ended, strict=True)
-            }
+            returned = [frame.returned(one) for one in ended]
+            return dict(zip(programs, returned, strict=True))
 
     def _launch(self, worker: str, program: Any) -> Launch:
-        """Return where to launch what, and with which arguments; or refuse it."""
-        there, device = self._state.place(worker, "cluster.run")
+        there, device = self.state.place(worker, "cluster.run")
         if device is not None:
             raise JdagError(f"cluster.run: programs run on workers, not on {worker!r}")
         if (why := self._port.lost(there)) is not None:
             said = f"no program can run on {there!r}: it is lost"
             raise WorkerLost(f"{said}: {why}" if why else said)
-        fn: Any = program
-        args: tuple[Any, ...] = ()
-        kwargs: dict[str, Any] = {}
+        fn, args, kwargs = program, (), {}
         if isinstance(program, partial):
             fn, args, kwargs = program.func, program.args, program.keywords
         if not callable(fn) or not hasattr(fn, "__qualname__"):
@@ -262,21 +244,21 @@ class Cluster:
         for leaf in leaves if there != self._port.worker else ():
             if why := getattr(type(leaf), "__jdag_stays__", ""):
                 raise JdagError(f"cluster.run, {name_of(fn)} on {worker!r}: {why}")
-        data = [_unbound(self._assignments, leaf) for leaf in leaves]
+        for leaf in filter(is_ref, leaves):
+            self._assignments.admit(leaf)
+        data = [leaf.data if is_ref(leaf) else leaf for leaf in leaves]
         (called, given), keywords = unflatten(treedef, data)
         return there, run_here, ((called, *given), keywords)
-
-    # ---------------------------------------------------------------- leaves
 
     def put(self, worker: str, tree: Any) -> Any:
         """Put values on a worker as leaves, in which gradients accumulate.
 
         Args:
-            worker: who keeps them, or on which device of whom: `ps0/cpu:1`.
+            worker: where they are kept: a worker, or a device of one, `ps0/cpu:1`.
             tree: a Python number, or a pytree of arrays; in abstract mode of arrays or
                 `jax.ShapeDtypeStruct`s. Python numbers inside a pytree are constants:
-                these and statics (str, bool, functions, what `jdag.static` wraps) stay
-                as they are, as in a module, and the first number warns.
+                they and statics (str, bool, functions, what `jdag.static` wraps) stay
+                as they are, and the first number warns.
 
         Returns:
             The same pytree of refs. Floats and complex numbers are tracked.
@@ -286,7 +268,7 @@ class Cluster:
             WorkerLost: the worker is gone.
         """
         self._check("cluster.put")
-        self._state.place(worker, "cluster.put")
+        self.state.place(worker, "cluster.put")
         return self._assignments.put(worker, tree)
 
     def make(
@@ -295,7 +277,7 @@ class Cluster:
         """Make leaves on a worker by calling a function there.
 
         Args:
-            worker: who runs it and keeps what it returns, or on which device.
+            worker: where it runs and its results are kept: a worker or a device.
             fn: a pure function that returns a pytree of arrays.
             *args: as for `ctx.call`, but refs have to be on that worker.
             **kwargs: the same, by keyword.
@@ -308,15 +290,15 @@ class Cluster:
             JdagError: there is no such worker, or a ref is on another one.
         """
         self._check("cluster.make")
-        where = self._state.place(worker, "cluster.make")
+        where = self.state.place(worker, "cluster.make")
         return self._assignments.make(*where, fn, args, kwargs)
 
     def update(self, fn: Callable[..., Any], refs: Any, /, *args: Any) -> Any:
         """Replace leaves by new versions, each computed by its owner.
 
         Leaf by leaf as `jax.tree.map(fn, refs, *args)`, by one message to each owner.
-        The refs stay as they are and name the new versions from now on; a context that
-        read the old ones keeps them.
+        The refs name the new versions from now on; a context that read the old ones
+        keeps them.
 
         Args:
             fn: a pure function of a leaf, then one value of each of `args`; returns the
@@ -384,14 +366,11 @@ class Cluster:
         self._check("cluster.drop")
         self._assignments.drop(refs)
 
-    # ---------------------------------------------------------------- checkpoints
-
     def save(self, folder: Folder, /, **parts: Any) -> None:
         """Write a checkpoint, with the newest versions of leaves, read by one request.
 
-        It replaces the former one in that folder, as a whole: whatever happens on the
-        way, one of the two is there. Another save or load of it is waited for, up to
-        30 s. By Orbax: `pip install 'jdag[checkpoint]'`.
+        It replaces the former one in that folder, whole or not at all, and waits up to
+        30 s for another save or load of it. By Orbax: `pip install 'jdag[checkpoint]'`.
 
         Args:
             folder: its own: new, empty, or that of a former checkpoint. Files of others
@@ -402,8 +381,8 @@ class Cluster:
         Raises:
             JdagError: the folder holds something else, is in use or cannot be written;
                 or something cannot be saved; or the cluster is abstract.
-            RemoteError: a leaf's version could not be computed; it is named.
-            WorkerLost: the owner of a leaf is gone; they are named.
+            RemoteError: a leaf's version could not be computed; names the leaf.
+            WorkerLost: the owner of a leaf is gone; names both.
         """
         self._check("cluster.save")
         save(self._assignments, folder, parts)
@@ -417,9 +396,9 @@ class Cluster:
         Args:
             folder: as for `save`.
             **parts: by the names that they were saved under, each in the structure that
-                was saved: a leaf that is to get the value; or the name of a worker,
-                where a new leaf is made of it; or an array or number like it, in the
-                place of which it is returned. Or an `Optimizer` of the same leaves.
+                was saved, with leaves that are to get the values, names of workers
+                where new leaves are made of them, or arrays and numbers like them, to
+                be returned. Or an `Optimizer` of the same leaves.
 
         Returns:
             `{name: part}`: what was given, with new refs for the names of workers, and
@@ -444,29 +423,12 @@ def run_here(ctx: Context, fn: Callable[..., Any], *args: Any, **kwargs: Any) ->
     port = state.driver.current
     cluster = Cluster(state, port)
     with ExitStack() as stack:
-        stack.callback(state.ended, port)
+        stack.callback(state.clusters.pop, port)
         stack.push(cluster.leave_all)
         return fn(*args, cluster, **kwargs)
 
 
-def _items(programs: Any) -> Sequence[tuple[Any, Any]]:
-    if not isinstance(programs, Mapping) or not programs:
-        raise JdagError(
-            f"cluster.run takes a mapping from names of workers to programs, such as "
-            f"{{'trainer0': train}}, with at least one; this is {programs!r}"
-        )
-    return list(programs.items())
-
-
-def _unbound(assignments: Assignments, leaf: Any) -> Any:
-    if not is_ref(leaf):
-        return leaf
-    assignments.admit(leaf)
-    return leaf.data
-
-
 def _raise_first(launches: Sequence[Launch], ended: Sequence[FrameEnd]) -> None:
-    """Raise the first failure, with the others in its notes."""
     failures = []
     for (worker, _, ((fn, *_), _)), one in zip(launches, ended, strict=True):
         if one.failure is not None:

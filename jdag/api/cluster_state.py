@@ -1,10 +1,9 @@
 """The state that the programs of a cluster share in one process."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 from jax.extend.core import get_opaque_trace_state
@@ -15,9 +14,7 @@ from jdag.compute.buffers import delivered
 from jdag.compute.configuration import configuration
 from jdag.compute.devices import check, on_default, parsed
 from jdag.compute.refs import is_ref
-from jdag.engine.drawing import Drawing
 from jdag.engine.protocol import (
-    ContextId,
     Failure,
     Fetched,
     LeafId,
@@ -26,63 +23,21 @@ from jdag.engine.protocol import (
     incarnation_of,
     named,
 )
-from jdag.errors import ContextError, JdagError
+from jdag.errors import ContextError, JdagError, meant
 from jdag.runtime.failures import exception_of
 from jdag.runtime.host import Port
 from jdag.runtime.tables import NESTING_MAX
 
 
-class ClusterDriver(Protocol):
-    """The interface of the simulator and of the driver over real processes."""
-
-    @property
-    def port(self) -> Port:
-        """The port of the main program."""
-
-    @property
-    def current(self) -> Port:
-        """The port of the program that runs now."""
-
-    @property
-    def now_ns(self) -> int:
-        """Nanoseconds since the cluster was made."""
-
-    @property
-    def incarnations(self) -> Mapping[str, int]:
-        """How often each worker has rejoined, for those that have."""
-
-    @property
-    def trace(self) -> Any:
-        """The trace of the run, None if there is none."""
-
-    def info(self) -> Mapping[str, Mapping[str, Any]]:
-        """Counts of what each worker holds and has sent."""
-
-    def graph(self, context: ContextId) -> Mapping[str, Drawing]:
-        """The graph of a context, by worker."""
-
-    def close(self) -> None:
-        """End all runs and free all values."""
-
-
 @dataclass(slots=True)
 class Numbers:
-    """Counters that number what the programs of one worker make.
-
-    So that whatever programs of several workers make at once has numbers of its own,
-    none of which depends on what the others do.
-    """
+    """Counters of what the programs of one worker make, each with its own numbers."""
 
     index: int  # Of the worker.
     incarnation: int
     contexts: int = 0
     leaves: int = 0
     assignments: int = 0
-
-    @property
-    def maker(self) -> int:
-        """A 32-bit number of the worker and its incarnation."""
-        return self.incarnation << 16 | self.index
 
 
 def _stands(value: object) -> bool:
@@ -97,13 +52,13 @@ def trace_state() -> Any:
 class ClusterState:
     """The workers of a cluster, its leaves, and how its values are: real or abstract.
 
-    Refs belong to the home whose programs made them, and it holds those of leaves,
-    which every program may use. It remembers under which nesting of JAX's
-    transformations, and under which configuration, it was made: jdag's programs run
-    under these alone.
+    It holds the refs of leaves, which every program may use. Programs run under the
+    nesting of JAX's transformations and the configuration under which it was made.
     """
 
-    driver: ClusterDriver  # What makes a cluster sets it.
+    # A `Simulation`, or a `Running` node: the `port` of the main program, the `current`
+    # one, `now_ns`, `trace`, `incarnations`; `info()`, `graph(context)` and `close()`.
+    driver: Any
 
     def __init__(
         self, workers: Sequence[str], abstract: bool, nesting_max: int = NESTING_MAX
@@ -119,7 +74,7 @@ class ClusterState:
         # Whether an argument is a ref or, in abstract mode, a ShapeDtypeStruct.
         self.is_named: Callable[[object], bool] = _stands if abstract else is_ref
         self._numbers: dict[str, Numbers] = {}
-        self._clusters: dict[Port, Any] = {}
+        self.clusters: dict[Port, Any] = {}  # Of the programs that run, by port.
 
     def __str__(self) -> str:
         return f"the cluster of {', '.join(map(repr, self.workers))}"
@@ -137,8 +92,6 @@ class ClusterState:
         made = Numbers(index, incarnation_of(worker))
         return self._numbers.setdefault(worker, made)
 
-    # ------------------------------------------------------- programs with a cluster
-
     @property
     def cluster(self) -> Any:
         """The `Cluster` of the program that runs now.
@@ -147,34 +100,24 @@ class ClusterState:
             ContextError: it runs in a context, and has none.
         """
         port = self.driver.current
-        if port not in self._clusters:
+        if port not in self.clusters:
             raise ContextError(
                 f"a program on {port.worker!r} that runs in a context of another has "
                 "no cluster: leaves are made and replaced by the main program, and by "
                 "those that cluster.run runs"
             )
-        return self._clusters[port]
-
-    def began(self, port: Port, cluster: Any) -> None:
-        """Register the cluster of a program."""
-        self._clusters[port] = cluster
-
-    def ended(self, port: Port) -> None:
-        """Forget the cluster of a program that is over."""
-        del self._clusters[port]
+        return self.clusters[port]
 
     def check_current(self, what: str, port: Port) -> None:
         """Raise ContextError unless the program of this port is the one that runs."""
         current = self.driver.current
         if current is not port:
-            over = "" if port in self._clusters else ", which is over"
+            over = "" if port in self.clusters else ", which is over"
             raise ContextError(
                 f"{what}, in a program on {current.worker!r}: it is of a program on "
                 f"{port.worker!r}{over}. A program uses the cluster, or the context, "
                 "that it is handed; leaves are for all"
             )
-
-    # ------------------------------------------------------- as the holder of leaves
 
     @property
     def state(self) -> "ClusterState":
@@ -216,8 +159,6 @@ class ClusterState:
         """Return a ref to a leaf."""
         return Ref(self, None, leaf.id.worker, leaf.aval, leaf.aval.inexact, leaf=leaf)
 
-    # ---------------------------------------------------------------- values, checks
-
     def check_own(self, ref: Ref) -> None:
         """Raise ContextError unless the ref is of this cluster."""
         of: Any = ref.holder.state
@@ -249,26 +190,23 @@ class ClusterState:
         """
         if self.closed:
             raise ContextError(f"{what} on {self}, which is closed")
-        if configuration() != self.configuration:
-            self._refuse_configuration(what)
+        if (now := configuration()) != self.configuration:
+            then = dict(self.configuration.settings)
+            changed = [
+                f"{name} is {value!r} and was {then[name]!r} when it was made"
+                for name, value in now.settings
+                if value != then[name]
+            ]
+            raise JdagError(
+                f"{what} on {self}: {', '.join(changed)}; the configuration of JAX is "
+                "fixed per cluster: set it first, then make the cluster"
+            )
         if trace_state() != self.trace:
             raise ContextError(
                 f"{what} inside of jax.jit, vmap, grad or another function that JAX "
                 "traces: jdag runs outside of these. Put them inside of the functions "
                 "that are called; ctx.backward and jdag.value_and_grad differentiate"
             )
-
-    def _refuse_configuration(self, what: str) -> None:
-        then = dict(self.configuration.settings)
-        changed = [
-            f"{name} is {now!r} and was {then[name]!r} when it was made"
-            for name, now in configuration().settings
-            if now != then[name]
-        ]
-        raise JdagError(
-            f"{what} on {self}: {', '.join(changed)}; the configuration of JAX is "
-            "fixed per cluster: set it first, then make the cluster"
-        )
 
     def check_nesting(self, depth: int, calls: str) -> None:
         """Raise JdagError if programs are nested too deep; `calls` names two."""
@@ -287,27 +225,21 @@ class ClusterState:
         Raises:
             JdagError: there is no such worker, or it has no such device.
         """
-        if not isinstance(place, str):
-            raise JdagError(
-                f"{what} takes the name of a worker first, not {place!r}; the workers "
-                f"are {', '.join(map(repr, self.workers))}"
-            )
-        if place in self.workers:
+        if isinstance(place, str) and place in self.workers:
             return self._now(place), None
+        there = f"the workers are {', '.join(map(repr, self.workers))}"
+        if not isinstance(place, str):
+            said = f"{what} takes the name of a worker first, not {place!r}"
+            raise JdagError(f"{said}; {there}")
         worker, device = parsed(place)
         if worker in self.workers and device is not None:
             if not self.abstract:
                 check(device, worker, what)
             return self._now(worker), device
-        close = get_close_matches(worker, self.workers, n=1)
-        hint = f", did you mean {close[0]!r}?" if close else ";"
-        owner = place.partition("/")[0]
+        hint, owner = meant(worker, self.workers), place.partition("/")[0]
         if owner in self.workers:
-            hint = f"; a device of {owner!r} is named as in '{owner}/cpu:1';"
-        raise JdagError(
-            f"{what}: there is no worker {place!r}{hint} the workers are "
-            f"{', '.join(map(repr, self.workers))}"
-        )
+            hint = f"; a device of {owner!r} is named as in '{owner}/cpu:1'"
+        raise JdagError(f"{what}: there is no worker {place!r}{hint}; {there}")
 
     def _now(self, worker: str) -> Worker:
         return incarnated(worker, self.driver.incarnations.get(worker, 0))

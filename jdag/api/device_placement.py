@@ -35,8 +35,7 @@ def move(call: Callable[..., Any], where: str, tree: Any) -> Any:
             and (is_ref(leaf) and leaf.tracked) is kind
         ]
         if places:
-            arrays = tuple([leaves[place] for place in places])
-            refs = call(where, transferred, *arrays)
+            refs = call(where, transferred, *[leaves[place] for place in places])
             for place, ref in zip(places, refs, strict=True):
                 there[place] = ref
     return unflatten(treedef, there)
@@ -65,7 +64,11 @@ def at_home(
     and destination, as there is one transfer. It lives as long as what it is made from
     can be named: with the hold of that, or in `left`.
     """
-    far = [(place, ref) for place, ref in parts.refs if _is_far(ref, worker)]
+    far = [
+        (place, ref)
+        for place, ref in parts.refs
+        if is_ref(ref) and ref.device is not None and ref.owner != worker
+    ]
     if not far:
         return parts
     sources: dict[str, dict[tuple[Key, bool], Ref]] = {}
@@ -81,10 +84,6 @@ def at_home(
     for place, ref in far:
         found[place] = _kept(ref, left)[ref.key, ref.tracked, worker]
     return replace(parts, refs=tuple(found.items()))
-
-
-def _is_far(ref: Any, worker: Worker) -> bool:
-    return is_ref(ref) and ref.device is not None and ref.owner != worker
 
 
 def _kept(ref: Ref, left: Left) -> Left:

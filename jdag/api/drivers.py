@@ -12,7 +12,7 @@ from jdag.api.cluster import Cluster
 from jdag.api.cluster_state import ClusterState
 from jdag.api.context import run_program
 from jdag.engine.protocol import WORKERS_MAX
-from jdag.errors import JoinError, ScenarioError, meant
+from jdag.errors import JoinError, ScenarioError, meant, unusable
 from jdag.rpc.device import settings_of, share_gpu
 from jdag.rpc.function_decoder import FunctionDecoder
 from jdag.rpc.handshake import ours
@@ -85,15 +85,15 @@ def simulate(
         ScenarioError: names a setting that is unusable, its value and what is allowed.
     """
     workers = _kept(workers)
-    names = tuple(workers) if is_listed(workers) else ("",)
     for key in settings:
         if key not in SIMULATED:
             allowed = f"one of {', '.join(SIMULATED)}{meant(key, SIMULATED)}"
             raise ScenarioError(f"simulate has no setting {key}: allowed is {allowed}")
     checked(_Simulated, {"nesting_max": nesting_max})
-    shared = ClusterState(names, values == "abstract", nesting_max)
-    home = next(iter(names), "") if home is None else home
+    if home is None:
+        home = next(iter(workers), "") if is_listed(workers) else ""
     made = SimSettings(workers=workers, seed=seed, home=home, values=values, **settings)
+    shared = ClusterState(made.workers, values == "abstract", nesting_max)
     shared.driver = Simulation(made, partial(run_program, shared))
     return Cluster(shared, shared.driver.port)
 
@@ -148,34 +148,21 @@ def member(options: WorkerOptions) -> MakeNode:
     return partial(_node, None, options.allow, options.value_bytes_max)
 
 
-def worker_options(
-    name: str,
-    *,
-    carrier: str,
-    device: str | None,
-    allow: Sequence[str],
-    value_bytes_max: int,
-    token: str = "",
-    once: bool = False,
-) -> WorkerOptions:
+def worker_options(name: str, device: str | None, **settings: Any) -> WorkerOptions:
     """Return options for a worker process of this host, to compute as this one does.
 
-    See `launch`. Main shows `token`; with `once` the process serves one cluster.
+    `settings` are the other fields of `WorkerOptions`.
     """
     return WorkerOptions(
         worker=name,
         node=f"{member.__module__}:{member.__name__}",
         control="127.0.0.1:0",
-        token=token,
-        carrier=carrier,
-        allow=tuple(allow),
         device=device,
         config=settings_of(device),
         path=tuple(sys.path),
         pythonpath=os.environ.get("PYTHONPATH"),
         cores=tuple(sorted(os.sched_getaffinity(0))),
-        value_bytes_max=value_bytes_max,
-        once=once,
+        **settings,
     )
 
 
@@ -221,10 +208,10 @@ def launch(  # noqa: PLR0913 - keyword options.
     names = tuple(workers)
     share_gpu(device)
     with ExitStack() as stack:
-        token = fresh_secret()
-        told = partial(worker_options, carrier=carrier, device=device, allow=allow)
-        told = partial(told, value_bytes_max=value_bytes_max, token=token, once=True)
-        options = [told(name) for name in names[1:]]
+        token, allow = fresh_secret(), tuple(allow)
+        made = partial(worker_options, carrier=carrier, allow=allow, token=token)
+        made = partial(made, value_bytes_max=value_bytes_max, once=True)
+        options = [made(name, device) for name in names[1:]]
         started = Launch(options, env=env, logs=logs, ready_s=ready_s)
         stack.callback(started.close)
         state = ClusterState(names, False, nesting_max)
@@ -235,7 +222,7 @@ def launch(  # noqa: PLR0913 - keyword options.
             handshake=ours(value_bytes_max),
             make_node=partial(_node, state, allow, value_bytes_max),
             token=token,
-            allow=tuple(allow),
+            allow=allow,
             deadline_s=deadline_s,
             nesting_max=nesting_max,
             watched=True,
@@ -256,7 +243,8 @@ def connect(path: str | os.PathLike[str], *, name: str) -> Cluster:
         JdagError: the file is unusable, or has no such worker; a worker is not reached,
             refuses, or differs in versions or configuration: both are named.
     """
-    checked(_Connect, {"path": path})
+    if not is_path(path):
+        raise ScenarioError(unusable("path", path, f"the path of {FILE}"))
     settings = load(Path(path))
     mine = settings.worker(name)
     tls = None if settings.tls_files is None else load_tls(*settings.tls_files)
@@ -305,7 +293,7 @@ def _joined(
 
 
 def _kept(workers: Any) -> Any:
-    """Return names unchanged, or a list if they come from an iterator."""
+    """Return the names, as a list if they come from an iterator."""
     return list(workers) if isinstance(workers, Iterator) else workers
 
 
@@ -316,11 +304,8 @@ def _are_names(names: Any) -> bool:
 
 
 def _are_variables(env: Any) -> bool:
-    return isinstance(env, Mapping) and all(
-        isinstance(part, str) and "\0" not in part
-        for pair in env.items()
-        for part in pair
-    )
+    parts = (*env, *env.values()) if isinstance(env, Mapping) else (None,)
+    return all(isinstance(part, str) and "\0" not in part for part in parts)
 
 
 _NAMES = f"a list of one name or more, none twice; each of {NAMES}"
@@ -331,9 +316,7 @@ class _Simulated(Table):
     nesting_max: NESTING
 
 
-class _Launch(Table):
-    """The arguments of `launch`."""
-
+class _Launch(_Simulated):
     workers: Annotated[Any, only(_NAMES, _are_names)]
     device: DEVICE | None
     carrier: CARRIER
@@ -343,8 +326,3 @@ class _Launch(Table):
     allow: ALLOW
     deadline_s: WAIT_S
     value_bytes_max: COUNT
-    nesting_max: NESTING
-
-
-class _Connect(Table):
-    path: Annotated[Any, only(f"the path of {FILE}", is_path)]

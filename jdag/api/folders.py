@@ -9,7 +9,6 @@ are replaced or removed, never followed.
 """
 
 import fcntl
-import json
 import os
 import shutil
 import time
@@ -17,9 +16,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+
+import msgspec
 
 from jdag.errors import reason
+from jdag.runtime import signals
 
 WAIT_S = 30.0
 _POLL_S = 0.02
@@ -31,10 +32,10 @@ class FolderError(OSError):
     """Why a folder cannot be used; the caller adds its name."""
 
 
-class Marker(NamedTuple):
+class Marker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What jdag wrote in a folder, and what it had written there before that.
 
-    `files` are those in folders among the names; None where they were not noted yet.
+    `files` are those in folders among the names; older markers do not have them.
     """
 
     kind: str
@@ -50,7 +51,6 @@ def replacing(
     names: Sequence[str],
     unmarked: Callable[[Path], list[str]],
     keep: Sequence[str] = (),
-    undo: list[Callable[[], object]] | None = None,
 ) -> Iterator[Path]:
     """An empty folder, whose content replaces at the end what jdag wrote in `folder`.
 
@@ -60,8 +60,6 @@ def replacing(
         names: all that may be written; files of others with such names are refused.
         unmarked: gives what jdag wrote there before it left markers.
         keep: those names that stay as they are, if jdag wrote them.
-        undo: gets a function that removes the new content, for a process that ends
-            without what Python does last.
 
     Raises:
         FolderError: it has something else in it, or is in use for more than `WAIT_S`.
@@ -78,6 +76,7 @@ def replacing(
         inside = os.listdir(own)
     if own.is_symlink() or (inside and _LOCK not in inside):
         raise FolderError(f"it has {_OWN!r} in it, which jdag did not write")
+    undo = partial(_abandon, folder, absent)
     with _locked(own, fcntl.LOCK_EX):
         try:
             _settle(folder)
@@ -86,18 +85,18 @@ def replacing(
             then, made = own / _NEXT, own / _NEXT / "new"
             made.mkdir(parents=True)
             (then / "old").mkdir()
-            if undo is not None:
-                undo.append(partial(_abandon, folder, absent))
+            signals.undo.append(undo)
             yield made
             written = sorted(os.listdir(made))
             _refuse_others(folder, marker, kind, written)
             kept = [name for name in marker.names if name in keep]
             files = [*_files(made, written), *_files(folder, kept)]
             next_one = Marker(kind, [*written, *kept], marker.names, files)
-            text = json.dumps(next_one._asdict())
-            (then / "marker").write_text(text, encoding="utf-8")
+            (then / "marker").write_bytes(msgspec.json.encode(next_one))
             os.rename(then / "marker", then / _MARKER)
         finally:
+            with suppress(ValueError):  # A command that finishes forgets it.
+                signals.undo.remove(undo)
             _settle(folder)
             _remove_unused(own, absent)
 
@@ -181,15 +180,14 @@ def _try_lock(own: Path, how: int) -> int | None:
 def _marker(path: Path) -> Marker | None:
     """Return a marker, None if there is none; raise if it is not as jdag writes it."""
     try:
-        marker = Marker(**json.loads(path.read_text(encoding="utf-8")))
+        marker = msgspec.json.decode(path.read_bytes(), type=Marker)
         names = [*marker.names, *marker.former]
-        frozenset(marker.files or ())  # TypeError if it is no list of texts.
         if all(name == Path(name).name not in ("", "..", _OWN) for name in names):
             return marker
         raise ValueError("it names other folders")
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise FolderError(f"{path} is not as jdag wrote it: {error}") from error
 
 

@@ -1,4 +1,4 @@
-"""An optax transformation as it acts on one leaf, if it acts on each by itself.
+"""An optax transformation as a function of one leaf, if it treats each by itself.
 
 Leaves are on workers of their own, so what makes one depend on another is refused: the
 jaxpr of the transformation tells. What acts on a leaf by its place among all (by a tree
@@ -38,7 +38,7 @@ class Leafwise:
 
     @cached_property
     def __jdag_key__(self) -> Once:
-        """What it is, for caches; found once, since each step asks for it."""
+        """Its identity for caches; found once, since each step asks for it."""
         return Once((Leafwise, key_of((self.tx, self.form, self.place))))
 
     def init(self, leaf: Any) -> Any:
@@ -73,18 +73,15 @@ def leafwise(
     """
     refuse_mutable(partial(tx.update, tx.init))
     _refuse_mixing(tx, form, avals, names)
-    alone: dict[Aval, Any] = {}
-    known: dict[Any, Leafwise] = {}
+    alone = Leafwise(tx)
+    known = {(aval, _traced(alone, aval)): alone for aval in dict.fromkeys(avals)}
     found = []
     for place, aval in enumerate(avals):
-        if aval not in alone:
-            alone[aval] = _traced(Leafwise(tx), aval)
         placed = Leafwise(tx, form, place)
         traced = _traced(placed, aval)
-        if traced is None or traced == alone[aval]:
-            found.append(Leafwise(tx))  # Where neither can be traced, a step says why.
-        else:
-            found.append(known.setdefault((aval, traced), placed))
+        if traced is None:  # Where neither can be traced, a step says why.
+            placed = alone
+        found.append(known.setdefault((aval, traced), placed))
     return found
 
 
@@ -107,9 +104,9 @@ def _refuse_mixing(
 ) -> None:
     """Raise if the update of one leaf depends on another leaf or its gradient.
 
-    The transformation is traced for all leaves together (of one alone, if it can be,
-    for two of its kind), and what each output depends on is read off the jaxpr: a bit a
-    leaf. What a state carries is followed from step to step until nothing new comes in.
+    The transformation is traced for all leaves together (a single leaf twice, if
+    possible), and what each output depends on is read off the jaxpr: a bit a leaf. What
+    a state carries is followed from step to step until nothing new comes in.
     """
     begun, stepped = [closed.jaxpr for closed in _together(tx, form, avals)]
     if len(begun.invars) > len(avals):
@@ -152,9 +149,6 @@ def _together(
 
 
 def _jaxprs(tx: optax.GradientTransformation | Leafwise, leaves: Any) -> Any:
-    state = jax.eval_shape(tx.init, leaves)
     update: Callable[..., Any] = tx.update
-    return (
-        jax.make_jaxpr(tx.init)(leaves),
-        jax.make_jaxpr(update)(leaves, state, leaves),
-    )
+    begun, state = jax.make_jaxpr(tx.init, return_shape=True)(leaves)
+    return begun, jax.make_jaxpr(update)(leaves, state, leaves)

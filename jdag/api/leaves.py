@@ -1,4 +1,4 @@
-"""Leaves as programs make, replace and drop them, on their owners.
+"""Leaves: how programs make, replace and drop them on their owners.
 
 Assignments, and the leaves that they make, are numbered as calls are, by each worker
 whose programs ask for them. What one asks for goes out at once, by one message to each
@@ -7,7 +7,8 @@ Invariants: a number is used once; of an assignment that is refused nothing is m
 nothing that it stored is left.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -59,30 +60,33 @@ class Change(NamedTuple):
     purpose: str = ""
 
 
-# The constants of an assignment: by the object's id, its key and the object.
-Constants = dict[int, tuple[Key, Any]]
-
-
 class _Call(NamedTuple):
     """A traced call; by argument its key, and its device (None: the default one)."""
 
     pair: Pair
     keys: list[Key]
     sources: list[str | None]
+    site: str
+
+
+@dataclass(slots=True)
+class _Draft:
+    """An assignment under construction."""
+
+    path: tuple[int, ...]
+    parts: list[Assignment] = field(default_factory=list)
+    stored: list[tuple[Key, Any]] = field(default_factory=list)
+    constants: dict[int, tuple[Key, Any]] = field(default_factory=dict)  # By id.
+    made: list[Leaf] = field(default_factory=list)
 
 
 class Assignments:
     """Makes, replaces and drops leaves for one program."""
 
     def __init__(self, state: ClusterState, port: Port) -> None:
-        self._state = state
+        self.state = state
         self._port = port
         self._numbers = state.numbers(port.worker)
-
-    @property
-    def state(self) -> ClusterState:
-        """The state that all programs of the cluster share."""
-        return self._state
 
     def put(self, place: str, tree: Any) -> Any:
         """Make leaves from values; see `Cluster.put`."""
@@ -108,41 +112,34 @@ class Assignments:
             JdagError: a ref is no leaf, or is there twice.
             WorkerLost: an owner is gone.
         """
+        draft = self._draft()
         kept: list[Leaf] = []
-        made: list[Leaf] = []
         replaced: dict[Leaf, None] = {}
         groups: dict[tuple[str, str | None, bool], list[tuple[Leaf, Any]]] = {}
         for place, value in zip(places, values, strict=True):
-            is_new = isinstance(place, str)
             if isinstance(place, str):
-                worker, device = self._state.place(place, "cluster.put")
-                kept += (new := self._new(worker, [aval_of(value).strong.on(device)]))
-                made += new
+                worker, device = self.state.place(place, "cluster.put")
+                leaf = self._new(worker, aval_of(value).strong.on(device))
+                draft.made.append(leaf)
             else:
-                kept.append(self.leaf(place))
-                _check_once(kept[-1:], replaced)
-            leaf = kept[-1]
-            of = (leaf.id.worker, leaf.aval.device, is_new)
+                leaf = self.leaf(place)
+                _check_once([leaf], replaced)
+            kept.append(leaf)
+            of = (leaf.id.worker, leaf.aval.device, isinstance(place, str))
             groups.setdefault(of, []).append((leaf, value))
-        stored: list[tuple[Key, Any]] = []
-        parts = []
-        for number, ((worker, device, is_new), group) in enumerate(groups.items()):
+        for (worker, device, is_new), group in groups.items():
             leaves = [leaf for leaf, _ in group]
             keys = [leaf.first if is_new else leaf.key for leaf in leaves]
             call = None
             if is_new and device is None:
-                stored += zip(keys, [value for _, value in group], strict=True)
+                draft.stored += zip(keys, [value for _, value in group], strict=True)
             else:
                 # The worker puts them on the device, under version numbers of its own.
-                values = [v.struct() if isinstance(v, Aval) else v for _, v in group]
-                constants: Constants = {}
-                change = Change(transferred, (), tuple(values))
-                call = self._traced(worker, change, {}, number, constants)
-                stored += constants.values()
-            parts.append(self._part(number, keys, leaves, call))
-        self._tell(parts, stored)
-        self._state.leaves.update({leaf.id: leaf for leaf in made})
-        return [self._state.leaf_ref(leaf) for leaf in kept]
+                args = [v.struct() if isinstance(v, Aval) else v for _, v in group]
+                call = self._traced(draft, worker, Change(transferred, (), tuple(args)))
+            _add(draft, keys, leaves, call)
+        self._tell(draft)
+        return [self.state.leaf_ref(leaf) for leaf in kept]
 
     def _array(self, value: Any, tree: Any, place: int) -> Any:
         """Return a value as an array of strong type, in abstract mode its aval."""
@@ -155,7 +152,7 @@ class Assignments:
                 )
             if isinstance(value, jax.core.Tracer):
                 raise ContextError("a tracer is no array: jdag runs outside of jit")
-            if isinstance(value, jax.ShapeDtypeStruct) and not self._state.abstract:
+            if isinstance(value, jax.ShapeDtypeStruct) and not self.state.abstract:
                 raise JdagError(
                     "a ShapeDtypeStruct stands for an array only where "
                     "values='abstract'"
@@ -166,7 +163,7 @@ class Assignments:
             path = paths(tree)[place]
             where = f"cluster.put, at {path}" if path else "cluster.put"
             raise type(error)(f"{where}: {error}") from None
-        if self._state.abstract:
+        if self.state.abstract:
             return aval
         is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
         return value if is_key else jnp.asarray(value, aval.dtype)
@@ -180,15 +177,14 @@ class Assignments:
         kwargs: dict[str, Any],
     ) -> Any:
         """Make leaves by a function on their owner; see `Cluster.make`."""
-        constants: Constants = {}
-        change = Change(fn, (), args)
-        call = self._traced(worker, change, kwargs, 0, constants)
-        leaves = self._new(worker, [aval.on(device) for aval in call.pair.out_avals])
+        draft = self._draft()
+        call = self._traced(draft, worker, Change(fn, (), args), kwargs)
+        leaves = [self._new(worker, aval.on(device)) for aval in call.pair.out_avals]
         if leaves:
-            part = self._part(0, [leaf.first for leaf in leaves], leaves, call)
-            self._tell([part], constants.values())
-        self._state.leaves.update({leaf.id: leaf for leaf in leaves})
-        refs = [self._state.leaf_ref(leaf) for leaf in leaves]
+            _add(draft, [leaf.first for leaf in leaves], leaves, call)
+        draft.made = leaves
+        self._tell(draft)
+        refs = [self.state.leaf_ref(leaf) for leaf in leaves]
         return unflatten(call.pair.out_tree, refs)
 
     def assign(self, changes: Sequence[Change]) -> None:
@@ -200,18 +196,15 @@ class Assignments:
             RemoteError: a function cannot be traced with its arguments.
             WorkerLost: an owner is gone.
         """
-        constants: Constants = {}
-        parts = []
+        draft = self._draft()
         replaced: dict[Leaf, None] = {}
-        for place, change in enumerate(changes):
+        for change in changes:
             leaves = [self.leaf(ref) for ref in change.refs]
-            worker = leaves[0].id.worker
-            call = self._traced(worker, change, {}, place, constants)
+            call = self._traced(draft, leaves[0].id.worker, change)
             _check_outputs(call.pair, leaves)
             _check_once(leaves, replaced)
-            keys = [leaf.key for leaf in leaves]
-            parts.append(self._part(place, keys, leaves, call, change.purpose))
-        self._tell(parts, constants.values())
+            _add(draft, [leaf.key for leaf in leaves], leaves, call)
+        self._tell(draft)
 
     def drop(self, refs: Any) -> None:
         """Drop leaves; see `Cluster.drop`."""
@@ -219,11 +212,11 @@ class Assignments:
         self._port.tell(Dropped(tuple(leaf.id for leaf in leaves)))
         for leaf in leaves:
             leaf.dropped = True
-            del self._state.leaves[leaf.id]
+            del self.state.leaves[leaf.id]
 
     def admit(self, ref: Ref) -> None:
         """Raise ContextError unless the ref is of this cluster and can be read."""
-        self._state.check_own(ref)
+        self.state.check_own(ref)
         if ref.leaf is None:
             ref.holder.check_readable(ref)
         elif ref.leaf.dropped:
@@ -238,34 +231,23 @@ class Assignments:
             )
         return ref.leaf
 
-    def _new(self, worker: str, avals: Sequence[Aval]) -> list[Leaf]:
+    def _new(self, worker: str, aval: Aval) -> Leaf:
         numbers = self._numbers
-        first = numbers.leaves
-        numbers.leaves += len(avals)
-        who = (numbers.index, numbers.incarnation)
-        return [
-            Leaf(LeafId.made_by(*who, first + place, worker), aval)
-            for place, aval in enumerate(avals)
-        ]
+        id = LeafId.made_by(numbers.index, numbers.incarnation, numbers.leaves, worker)
+        numbers.leaves += 1
+        return Leaf(id, aval)
 
-    # ----------------------------------------------------------------- one assignment
-
-    @property
-    def _path(self) -> tuple[int, ...]:
-        """The path of the assignment under construction."""
-        return (self._numbers.maker, self._numbers.assignments + 1)
+    def _draft(self) -> _Draft:
+        numbers = self._numbers
+        maker = numbers.incarnation << 16 | numbers.index  # 32 bits.
+        return _Draft((maker, numbers.assignments + 1))
 
     def _traced(
-        self,
-        worker: str,
-        change: Change,
-        kwargs: dict[str, Any],
-        place: int,
-        constants: Constants,
+        self, draft: _Draft, worker: str, change: Change, kwargs: Any = None
     ) -> _Call:
         """Return the call of a change; add its constants, each object once."""
         fn, args, own = called(change.fn, change.args)
-        parts = split(args, kwargs, self._state.is_named, own)
+        parts = split(args, kwargs or {}, self.state.is_named, own)
         keys: list[Any] = [None] * parts.size
         avals: list[Any] = [None] * parts.size
         sources: list[str | None] = [None] * parts.size
@@ -277,12 +259,13 @@ class Assignments:
                 keys[position] = value.key
             else:
                 avals[position] = parts.aval(position, value)
-                key = ConstantKey(None, (*self._path, place), position)
-                keys[position] = constants.setdefault(id(value), (key, value))[0]
-        site = _site(change.purpose)
+                key = ConstantKey(None, (*draft.path, len(draft.parts)), position)
+                known = draft.constants.setdefault(id(value), (key, value))
+                keys[position] = known[0]
+        site = f"{call_site()}{change.purpose and f', {change.purpose}'}"
         untracked = (False,) * parts.size
         made = traced(fn, parts, tuple(avals), untracked, worker, site)
-        return _Call(made, keys, sources)
+        return _Call(made, keys, sources, site)
 
     def _check_owner(self, worker: str, fn: Callable[..., Any], ref: Ref) -> None:
         self.admit(ref)
@@ -296,43 +279,38 @@ class Assignments:
                 f"ctx.move({named(worker)!r}, ref) first"
             )
 
-    def _part(
-        self,
-        place: int,
-        outputs: Sequence[Key],
-        leaves: Sequence[Leaf],
-        call: _Call | None,
-        purpose: str = "",
-    ) -> Assignment:
-        """Return one part of an assignment; without a call its values are stored."""
-        arguments: Sequence[Key] = ()
-        made: Pair | Placed | None = None
-        if call is not None:
-            arguments, targets = call.keys, [leaf.aval.device for leaf in leaves]
-            made = placed(call.pair, targets[0], call.sources, targets)
-        return Assignment(
-            (*self._path, place),
-            made,
-            tuple(arguments),
-            tuple(outputs),
-            tuple(leaf.aval for leaf in leaves),
-            _site(purpose),
-        )
-
-    def _tell(
-        self, parts: Sequence[Assignment], stored: Iterable[tuple[Key, Any]]
-    ) -> None:
+    def _tell(self, draft: _Draft) -> None:
         """Send an assignment to the engine; its number is used even if that raises."""
-        if not parts:
+        if not draft.parts:
             return
-        path = self._path
         self._numbers.assignments += 1
-        values = [(key, self._state.value(value)) for key, value in stored]
-        self._port.tell(Assigned(path, tuple(parts)), values)
+        stored = (*draft.stored, *draft.constants.values())
+        values = [(key, self.state.value(value)) for key, value in stored]
+        self._port.tell(Assigned(draft.path, tuple(draft.parts)), values)
+        self.state.leaves.update({leaf.id: leaf for leaf in draft.made})
 
 
-def _site(purpose: str) -> str:
-    return f"{call_site()}{purpose and f', {purpose}'}"
+def _add(
+    draft: _Draft,
+    outputs: Sequence[Key],
+    leaves: Sequence[Leaf],
+    call: _Call | None,
+) -> None:
+    """Add a part to an assignment; without a call its values are stored."""
+    arguments: Sequence[Key] = ()
+    made: Pair | Placed | None = None
+    if call is not None:
+        arguments, targets = call.keys, [leaf.aval.device for leaf in leaves]
+        made = placed(call.pair, targets[0], call.sources, targets)
+    part = Assignment(
+        (*draft.path, len(draft.parts)),
+        made,
+        tuple(arguments),
+        tuple(outputs),
+        tuple(leaf.aval for leaf in leaves),
+        str(call_site()) if call is None else call.site,
+    )
+    draft.parts.append(part)
 
 
 def _check_once(leaves: Sequence[Leaf], replaced: dict[Leaf, None]) -> None:

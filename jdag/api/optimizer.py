@@ -1,7 +1,7 @@
 """An optimizer over refs: an optax transformation, leaf by leaf, stepped on each owner.
 
-Every leaf has a state of its own, kept beside it, so that leaves that a step does not
-touch stand still whole.
+Every leaf has a state of its own beside it. A leaf without a gradient is not stepped,
+nor is its state.
 """
 
 import math
@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 import jax.numpy as jnp
 import optax
 
-from jdag.api.cluster import Cluster
 from jdag.api.cluster_state import ClusterState
 from jdag.api.context import Context
 from jdag.api.leafwise import Leafwise, leafwise
@@ -75,18 +74,12 @@ class Optimizer:
         self._made: Callable[[], str] | None = None  # What to say of the last step.
         try:
             for ref, tx_of in self._tx.items():
-                state = self._cluster.make(ref.place, tx_of.init, ref)
-                self._states[ref] = state
+                make = self._state.cluster.make
+                self._states[ref] = make(ref.place, tx_of.init, ref)
         except JdagError as error:
             failed = list(self._names)[len(self._states)]
             self.drop()
             _raise(error, f"{self._called(failed)} has no state")
-
-    @property
-    def _cluster(self) -> Cluster:
-        """The cluster of the program that uses this: any may."""
-        cluster: Cluster = self._state.cluster
-        return cluster
 
     def __repr__(self) -> str:
         owners = ", ".join(repr(worker) for worker in _by_owner(self._states))
@@ -138,7 +131,7 @@ class Optimizer:
         present = self._present(ctx, gradients)
         try:
             scale = self._scale(ctx, present)
-            self._cluster.assign(
+            self._state.cluster.assign(
                 [
                     Change(
                         partial(stepped, self._tx[ref]),
@@ -159,7 +152,6 @@ class Optimizer:
         ctx.remarks.append(self._made)
 
     def _said_of_step(self, number: int, refs: Sequence[Ref]) -> str:
-        """Say on which owners a step was made, and which are lost."""
         lost = self._state.driver.current.lost
         owners = {ref.worker: lost(ref.owner) is not None for ref in refs}
         made, gone = (
@@ -170,7 +162,6 @@ class Optimizer:
         return f"{text}; the leaves on {gone} are lost" if gone else text
 
     def _present(self, ctx: Context, given: Any) -> dict[Ref, Ref]:
-        """The gradients of the leaves that have one."""
         found = ctx.gradients()
         if given is None:
             return {ref: found[ref] for ref in self._states if ref in found}
@@ -190,31 +181,26 @@ class Optimizer:
         return present
 
     def _scale(self, ctx: Context, gradients: Mapping[Ref, Ref]) -> tuple[float, ...]:
-        """The factor of all gradients where they are to be clipped, else nothing."""
+        """Return the factor that clips all gradients, () if there is none."""
         if self._clip_norm is None or not gradients:
             return ()
-        owners = _by_owner(gradients)
-        squares = {
-            owner: ctx.call(owner, squared_norms, [gradients[ref] for ref in refs])
-            for owner, refs in owners.items()
-        }
-        fetched = fetch(squares)
+        refs: list[Ref] = []
+        squares: list[Any] = []
+        for owner, own in _by_owner(gradients).items():
+            refs += own
+            squares += ctx.call(owner, squared_norms, [gradients[ref] for ref in own])
+        of = dict(zip(refs, fetch(squares), strict=True))
         if ctx.state.abstract:  # Shapes have no norm; a scale travels all the same.
             return (1.0,)
-        of = {
-            ref: float(square)
-            for owner, values in fetched.items()
-            for ref, square in zip(owners[owner], values, strict=True)
-        }
         total = 0.0
         for ref in gradients:  # In the order of the leaves, wherever they are.
-            total += of[ref]
+            total += float(of[ref])
         norm = math.sqrt(total)
         return (1.0 if norm <= self._clip_norm else self._clip_norm / norm,)
 
     def drop(self) -> None:
         """Drop the states from their owners; the leaves stay. Twice is once."""
-        self._cluster.drop(list(self._states.values()))
+        self._state.cluster.drop(list(self._states.values()))
         self._states.clear()
 
     def _check_held(self) -> None:
@@ -222,7 +208,6 @@ class Optimizer:
             raise ContextError("an Optimizer whose states were dropped; make another")
 
     def _called(self, ref: Ref) -> str:
-        """How users know a leaf: its place among the leaves, and which it is."""
         name = self._names[ref]
         return f"{name} ({ref.leaf})" if name else str(ref.leaf)
 
@@ -257,7 +242,6 @@ def _by_owner(refs: Iterable[Ref]) -> dict[str, list[Ref]]:
 
 
 def _raise(error: JdagError, text: str) -> NoReturn:
-    """Raise the same error, saying more."""
     raise type(error)(f"{error}\n{text}") from error.__cause__
 
 

@@ -20,10 +20,9 @@ class PassReport:
         number: of the pass, in its context: 1, 2, ...
         mode: "smart" or "fast".
         stale: the leaves that were updated since forward read them, in the order in
-            which they were made, and for each how many versions newer its newest one is
-            than the oldest one that this pass differentiated, as its owner knows it
-            when the pass ends. The gradient is that of the versions that were read, all
-            together; of a leaf that is not in here it is that of the newest.
+            which they were made, and by how many versions the newest at the pass's end
+            is newer than the oldest that it differentiated. The gradient is the sum for
+            the versions that were read; a leaf that is not here was read as its newest.
     """
 
     number: int
@@ -55,16 +54,13 @@ def remarked(error: JdagError, remarks: Iterable[Callable[[], str]]) -> JdagErro
 
 
 def _owed_lines(owed: tuple[Owed, ...]) -> list[str]:
+    users = {name_of(transferred): "ctx.move"}  # The names that users know.
     return [
         f"  call {'.'.join(map(str, send.path))}: {send.worker} -> {send.destination}, "
-        f"sent for {_said(send.function)}, called at {send.call_site}"
+        f"sent for {users.get(send.function, send.function)}, called at "
+        f"{send.call_site}"
         for send in owed
     ]
-
-
-def _said(function: str) -> str:
-    """Return the name by which users know a function."""
-    return "ctx.move" if function == name_of(transferred) else function
 
 
 def expired(result: PassResult, timeout_s: float | None) -> str:
@@ -76,16 +72,15 @@ def expired(result: PassResult, timeout_s: float | None) -> str:
     if not result.owed:
         why = "something is being computed, or is on its way"
         return f"{text}; nothing that it has come by is owed a cotangent: {why}"
-    lines = _owed_lines(result.owed)
-    return "\n".join([f"{text}; no cotangent has come for what was sent by", *lines])
+    text = f"{text}; no cotangent has come for what was sent by"
+    return "\n".join([text, *_owed_lines(result.owed)])
 
 
 def stuck(owed: tuple[Owed, ...]) -> str:
     """Return the error text of a stuck FAST pass: its owed sends, and the remedy."""
-    lines = _owed_lines(owed)
     return (
         "the pass is stuck: no cotangent will ever come for what was sent by\n"
-        + "\n".join(lines)
+        + "\n".join(_owed_lines(owed))
         + "\nIn FAST mode every tracked value that is sent has to be part of what the "
         "roots are computed from; jdag.stop_gradient(ref) sends one that is not, and "
         "mode='smart' waits for no such send"

@@ -37,23 +37,15 @@ from jdag.cli import hosting
 from jdag.cli.cli_errors import Exit, errors_in_one_line
 from jdag.engine.drawing import Need
 from jdag.errors import ScenarioError, reason, spelled, unusable
-from jdag.report import (
-    GRAPH,
-    GRAPH_DOT,
-    PAGE,
-    RESULT,
-    WRITTEN,
-    json_of,
-    read_drawings,
-    read_result,
-    render,
-)
+from jdag.report import GRAPH, GRAPH_DOT, PAGE, WRITTEN, read_drawings, render
 from jdag.report.formatting import formatted
+from jdag.report.result import RESULT, json_of, read_result
 from jdag.runtime import signals
+from jdag.runtime.tables import wrong
 from jdag.runtime.trace import read_trace
-from jdag.scenario import Driver as Driving
-from jdag.scenario import Scenario, driver_of, load, wrong
-from jdag.scenario.driving import BY_WORKER
+from jdag.scenario import Scenario, load
+from jdag.scenario.driving import BY_WORKER, driver_of
+from jdag.scenario.driving import Driver as Driving
 from jdag.scenario.run_scenario import ScenarioResult, run_scenario
 
 RUN = "run"  # The kind of folder that `jdag run` writes.
@@ -111,7 +103,7 @@ def run(
     device: Device = None,
     carrier: Carrier = None,
 ) -> None:
-    """Play a scenario, hold it against what it expects, report.
+    """Run a scenario, compare it with what it expects, and report.
 
     Exit codes: 0 all that it expects is so; 1 something is not; 2 bad input; 3 a pass
     was stuck, and nothing expected it; 130 Ctrl-C; 143 SIGTERM.
@@ -159,7 +151,7 @@ def _staged(folder: Path) -> Iterator[Path]:
         ScenarioError: the folder cannot be written, or holds something that is no run.
     """
     try:
-        with replacing(folder, RUN, _WRITTEN, _unmarked, undo=signals.undo) as made:
+        with replacing(folder, RUN, _WRITTEN, _unmarked) as made:
             yield made
     except OSError as error:
         said = "a folder that can be written: a new one, an empty one or that of a run"
@@ -179,7 +171,7 @@ def _unmarked(folder: Path) -> list[str]:
 
 
 def _played(scenario: Scenario, console: Console, driving: Driving) -> ScenarioResult:
-    """Play, with a progress bar."""
+    """Run, with a progress bar."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=20),
@@ -206,7 +198,7 @@ def _result(scenario: Scenario, answer: ScenarioResult, driver: str) -> dict[str
         "answer": "met" if answer.met else "not met",
         "outcome": answer.figures.get("outcome"),
         "seed": scenario.settings.seed,
-        "workers": list(scenario.workers),
+        "workers": list(scenario.settings.names),
         "expect": [{**one._asdict(), "got": _plain(one.got)} for one in answer.judged],
         "figures": figures,
         # Figures that are fractions, exactly.
@@ -341,7 +333,7 @@ def _code(answer: ScenarioResult) -> Exit:
 
 @app.command()
 def check(file: File, seed: Seed = None) -> None:
-    """Play a scenario twice in fresh processes, compare digests.
+    """Run a scenario twice in fresh processes and compare the digests.
 
     Exit codes: 0 the two runs are the same; 1 they differ; 2 bad input.
     """
@@ -427,7 +419,7 @@ Version = Annotated[
 
 @app.callback(invoke_without_command=True)
 def _main(context: typer.Context, is_asked: Version = False) -> None:
-    """Distributed autograd for JAX: play scenarios in virtual time, start workers."""
+    """Distributed autograd for JAX: run scenarios in virtual time, start workers."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
         raise typer.Exit(Exit.BAD_INPUT)

@@ -1,7 +1,7 @@
-"""What a run leaves behind for people: pictures, a page, and traces for other tools.
+"""The report of a run: pictures, a page, and traces for other tools.
 
-`render` makes all of it from what the run itself left: its result, its trace, its
-graph. So a report can be made again, later and elsewhere, with `read_drawings`.
+`render` makes it from the result, the trace and the graph that the run left in its
+folder; with `read_drawings` it can be made again later.
 """
 
 import json
@@ -17,23 +17,10 @@ from jdag.errors import JdagError
 from jdag.report.page import write_page
 from jdag.report.perfetto import trace_events
 from jdag.report.picture import draw_graph
-from jdag.report.result import RESULT, json_of, read_result
-from jdag.report.spans import bubble, spans_of
+from jdag.report.result import json_of
+from jdag.report.spans import spans_of
 from jdag.report.timeline import draw_timeline
 from jdag.runtime.trace import Trace
-
-__all__ = [
-    "GRAPH",
-    "GRAPH_DOT",
-    "PAGE",
-    "RESULT",
-    "WRITTEN",
-    "bubble",
-    "json_of",
-    "read_drawings",
-    "read_result",
-    "render",
-]
 
 TIMELINE = "timeline.png"
 GRAPH = "graph.png"

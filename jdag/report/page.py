@@ -32,7 +32,9 @@ def write_page(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["breakable"] = _breakable
+    # A name may be broken after each underscore.
+    breaking = Markup("_<wbr>")
+    environment.filters["breakable"] = lambda name: escape(name).replace("_", breaking)
     figures, workers = result["figures"], result["workers"]
     given = {name: one for name, one in figures.items() if one not in (None, [], {})}
     tables = _tables(given, workers)
@@ -46,28 +48,22 @@ def write_page(
         ],
         tables=[_table(by, names, given, result) for by, names in tables.items()],
         expected=[
-            (
-                one["figure"],
-                one["wanted"],
-                formatted(one["figure"], one["got"]),
-                one["met"],
-            )
+            (name, one["wanted"], formatted(name, one["got"]), one["met"])
             for one in result["expect"]
+            for name in [one["figure"]]
         ],
         long=[(name, str(given[name])) for name in _LONG if name in given],
-        pictures=[(_inside(file), heading, said) for file, heading, said in pictures],
+        pictures=[
+            (b64encode(file.read_bytes()).decode(), heading, said)
+            for file, heading, said in pictures
+        ],
     )
     # Names of files, and what programs say, may have signs that UTF-8 has not.
     path.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
-def _breakable(name: str) -> Markup:
-    """A name that may be broken after each underscore."""
-    return escape(name).replace("_", Markup("_<wbr>"))
-
-
 def _tables(given: Mapping[str, Any], workers: Sequence[str]) -> dict[str, list[str]]:
-    """The figures with a value for each worker, or for each element of another."""
+    """Return the figures with a value for each worker, or each element of another."""
     found: dict[str, list[str]] = {}
     lists = [n for n, one in given.items() if isinstance(one, list) and n != WORKER]
     for name, one in given.items():
@@ -83,7 +79,7 @@ def _tables(given: Mapping[str, Any], workers: Sequence[str]) -> dict[str, list[
 def _table(
     by: str, names: Sequence[str], given: Mapping[str, Any], result: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A table: a row for each figure or, where these are the fewer, a column."""
+    """Return a table: a row for each figure, or a column if figures are fewer."""
     keys = _rows(by, given, result["workers"])
     meanings = [result["meaning"].get(name, "") for name in names]
     rows = [
@@ -110,8 +106,3 @@ def _table(
 
 def _rows(by: str, given: Mapping[str, Any], workers: Sequence[str]) -> Sequence[str]:
     return workers if by == WORKER else list(dict.fromkeys(map(str, given[by])))
-
-
-def _inside(picture: Path) -> str:
-    """A picture as a URL that holds it whole."""
-    return f"data:image/png;base64,{b64encode(picture.read_bytes()).decode()}"

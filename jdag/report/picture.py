@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 from msgspec.structs import replace
 
 from jdag.api.graph import Edge, Graph, Vertex, labelled
 from jdag.engine.drawing import Need
+from jdag.report.formatting import shortened
 
 HEIGHTS_MAX = 40
 ABOVE_MAX = 16  # Leaves that have room above the first call.
@@ -37,7 +37,7 @@ _COLUMN, _INSIDE, _ACROSS, _FROM_LEAF = "#f6f7f8", "#55606b", "#7d5a91", "#cdb67
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where the vertices that are drawn stand, and how high it all is."""
+    """The places of the vertices that are drawn, and the height of the picture."""
 
     workers: tuple[str, ...]
     places: Mapping[str, tuple[float, float]]
@@ -46,12 +46,7 @@ class _Layout:
 
 
 def draw_graph(path: Path, graph: Graph, title: str) -> None:
-    """Write the picture, a PNG; of a large graph its beginning, and says so.
-
-    Args:
-        path: the file to write.
-        graph: the graph of a context; it has a vertex.
-        title: what it is.
+    """Write the picture, a PNG, of a graph with a vertex; of a large one its beginning.
 
     Raises:
         OSError: the file cannot be written.
@@ -63,7 +58,6 @@ def draw_graph(path: Path, graph: Graph, title: str) -> None:
         _HEIGHT_INCHES * (layout.height - layout.top + 1.4) + 0.7,
     )
     figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.set_xlim(-0.5, columns - 0.5)
     axes.set_ylim(layout.height - 0.3, layout.top - 1.6)
@@ -71,9 +65,8 @@ def draw_graph(path: Path, graph: Graph, title: str) -> None:
     for place, worker in enumerate(layout.workers):
         low, high = layout.height - 0.35, layout.top - 1.5
         axes.add_patch(Rectangle((place - 0.47, high), 0.94, low - high, color=_COLUMN))
-        name = worker if len(worker) <= _NAME_MAX else f"{worker[:_NAME_MAX]}…"
         axes.text(
-            place, layout.top - 1.0, name,
+            place, layout.top - 1.0, shortened(worker, _NAME_MAX),
             ha="center", va="center", weight="bold", parse_math=False,
         )  # fmt: skip
     vertices = {vertex.id: vertex for vertex in graph.vertices}
@@ -88,7 +81,7 @@ def draw_graph(path: Path, graph: Graph, title: str) -> None:
 
 
 def _left_out(graph: Graph, layout: _Layout) -> str:
-    """What of the graph has no place in the picture, for its title."""
+    """Return what the picture leaves out, for its title."""
     drawn, total = len(layout.places), len(graph.vertices)
     said = []
     if drawn < total:
@@ -114,7 +107,7 @@ def _laid_out(graph: Graph) -> _Layout:
 
 
 def _heights(graph: Graph) -> dict[str, tuple[str, int]]:
-    """As high as the order of the program and of its edges lets each vertex stand."""
+    """Return each vertex's height: below its sources and its worker's former calls."""
     sources: dict[str, list[str]] = {}
     for edge in graph.edges:
         sources.setdefault(edge.target, []).append(edge.source)
@@ -134,7 +127,7 @@ def _leaf_places(
     places: Mapping[str, tuple[float, float]],
     workers: tuple[str, ...],
 ) -> dict[str, tuple[float, float]]:
-    """Each leaf beside what first uses it, or above it, if there is room."""
+    """Put each leaf beside its first use, or above that if there is room."""
     taken: set[tuple[float, float]] = set()
     found: dict[str, tuple[float, float]] = {}
     for leaf in graph.vertices:
@@ -169,8 +162,7 @@ def _draw_vertex(axes: Axes, vertex: Vertex, place: tuple[float, float]) -> None
             linestyle=":" if is_unneeded else "-",
         )
     )  # fmt: skip
-    limit = 8 if vertex.kind == "leaf" else _NAME_MAX
-    name = vertex.label if len(vertex.label) <= limit else vertex.label[:limit] + "…"
+    name = shortened(vertex.label, 9 if vertex.kind == "leaf" else _NAME_MAX)
     label = labelled(replace(vertex, label=name))
     if vertex.kind == "leaf":
         label = label.replace(" [", "\n[")

@@ -24,12 +24,8 @@ def mixed(
 ) -> NDArray[np.float64]:
     """Return the picture, (workers, COLUMNS, 3), each number from 0 to 1.
 
-    Args:
-        jobs: what was computed; of other workers it is left out.
-        workers: the rows, from the top.
-        window: from when to when, in nanoseconds.
-        colors: by what a job is drawn as.
-        idle: the colour of a worker that does nothing.
+    The rows are the workers, from the top; the window is in nanoseconds, and `colors`
+    are by what a job is drawn as.
     """
     ground = np.array(to_rgb(idle))
     picture = np.tile(ground, (len(workers), COLUMNS, 1))

@@ -5,20 +5,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from msgspec import Struct, ValidationError, convert, to_builtins
 
-from jdag.errors import ScenarioError, kind_of
+from jdag.errors import ScenarioError
 from jdag.runtime.tables import parsed, text_in
 
 RESULT = "result.json"
 JSON_BYTES_MAX = 1 << 28  # Of a file of a run, which may be any by now.
 
 
-class _Table(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
-
-
-class Expectation(_Table):
+class Expectation(Struct):
     """One expectation of a figure: what was wanted, what it is, whether it is met."""
 
     figure: str
@@ -27,7 +23,7 @@ class Expectation(_Table):
     met: bool
 
 
-class Result(_Table):
+class Result(Struct, kw_only=True):
     """What a report is made of; the figures stand beside it by their own names too."""
 
     name: str
@@ -67,10 +63,8 @@ def read_result(folder: Path) -> Mapping[str, Any]:
         ValueError: there is none, or something in it is missing or of another type.
     """
     try:
-        return Result.model_validate(json_of(folder / RESULT)).model_dump()
+        result = convert(json_of(folder / RESULT), Result)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = ".".join(map(str, first["loc"]))
-        if first["type"] == "missing" or not key:
-            raise ValueError(f"{RESULT} has no {key or 'table'}") from None
-        raise ValueError(f"{key} in {RESULT} is {kind_of(first['input'])}") from None
+        raise ValueError(f"{RESULT}: {error}") from error
+    found: Mapping[str, Any] = to_builtins(result)
+    return found

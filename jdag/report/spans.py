@@ -1,8 +1,8 @@
-"""What a trace says of time: which job ran when, and what was on its way when.
+"""Time in a trace: when each job ran, and when each message was on its way.
 
-Reads the records of `jdag.runtime.trace` and nothing else. Jobs and transfers keep the
-order of their starts. A job that did not end in the trace ends where its worker
-crashed, or with the last record; a message that was never handed on is left out.
+Jobs and transfers are in the order of their starts. A job that did not end in the trace
+ends where its worker crashed, or with the last record; a message that was never handed
+on is left out.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,8 +13,6 @@ from typing import NamedTuple
 from jdag.runtime.trace import Record
 
 Window = tuple[int, int]  # From when to when, nanoseconds.
-
-
 _DRAWN_AS = {"vjp": "backward", "apply": "hook"}  # What is neither is for a sum.
 
 
@@ -58,7 +56,7 @@ class Transfer(NamedTuple):
 
 
 class SpanMark(NamedTuple):
-    """What happened in no time: a drop, a resend, a duplicate, a crash."""
+    """An event without duration: a drop, a resend, a duplicate, a crash, a loss."""
 
     worker: str
     kind: str
@@ -77,8 +75,8 @@ class Spans:
     transfers: tuple[Transfer, ...]
     marks: tuple[SpanMark, ...]
 
-    def within(self, window_ns: tuple[int, int]) -> "Spans":
-        """What overlaps a window of time, or lies on its edge."""
+    def within(self, window_ns: Window) -> "Spans":
+        """Return what overlaps a window of time, or lies on its edge."""
         first_ns, last_ns = window_ns
 
         def overlaps(span: Job | Transfer) -> bool:
@@ -110,7 +108,9 @@ def spans_of(records: Iterable[Record]) -> Spans:
                 sent = began.pop(record.causes[0])
                 transfers.append(_transfer(sent, record.time_ns))
             case kind if kind in MARKS:
-                marks.append(_mark(record))
+                said = record.named
+                peer = said.get("peer", said.get("destination", ""))
+                marks.append(SpanMark(record.worker, kind, peer, record.time_ns))
                 if kind == "crash":
                     crashed[record.worker] = record.time_ns
     for record in began.values():
@@ -130,15 +130,7 @@ def _job(start: Record, end_ns: int) -> Job:
 
 def _transfer(send: Record, end_ns: int) -> Transfer:
     # The same: DETAIL["send"], which has the fields of a Transfer in their order.
-    return Transfer._make(
-        (send.worker, *send.detail[:7], send.time_ns, end_ns),
-    )
-
-
-def _mark(record: Record) -> SpanMark:
-    said = record.named
-    peer = said.get("peer", said.get("destination", ""))
-    return SpanMark(record.worker, record.kind, peer, record.time_ns)
+    return Transfer._make((send.worker, *send.detail[:7], send.time_ns, end_ns))
 
 
 def bubble(

@@ -1,8 +1,8 @@
 """The timeline of a run as a picture: a row a worker, what it did and what it sent.
 
 The upper part of a row is the worker's device (forward, backward, sums, idle), with the
-paths of its calls; the thin one below holds the arrays that it has on their way. Where
-there are more workers than have room for that, a raster shows the devices alone.
+paths of its calls; the thin strip below shows the arrays that it is sending. Of more
+than `ROWS_MAX` workers a raster shows the devices alone.
 """
 
 from collections.abc import Sequence
@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from jdag.api.graph import dotted
-from jdag.report.formatting import formatted
+from jdag.report.formatting import formatted, shortened
 from jdag.report.raster import mixed
 from jdag.report.spans import Job, Spans, Transfer, bubble
 
@@ -60,13 +59,6 @@ def draw_timeline(
 ) -> None:
     """Write the picture, a PNG, of what happened in a window of time.
 
-    Args:
-        path: the file to write.
-        spans: what took time in the run.
-        workers: all workers, in their order.
-        window_ns: from when to when.
-        title: what it is.
-
     Raises:
         OSError: the file cannot be written.
     """
@@ -77,7 +69,6 @@ def draw_timeline(
         rows_inches = min(_RASTER_ROW_INCHES * len(workers), _ROWS_INCHES / 2)
     size = (_WIDTH_INCHES, _FRAME_INCHES + min(rows_inches, _ROWS_INCHES))
     figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     length_ns = window_ns[1] - window_ns[0]
     unit_ns, unit = _unit(length_ns)
@@ -117,7 +108,7 @@ class _View:
         return (self.last_ns - self.first_ns) / self.unit_ns
 
     def bar(self, span: Job | Transfer) -> tuple[float, float]:
-        """Start and width, cut at the window."""
+        """Return start and width, cut at the window."""
         start_ns = max(span.start_ns, self.first_ns)
         end_ns = min(span.end_ns, self.last_ns)
         width = (end_ns - start_ns) / self.unit_ns
@@ -147,7 +138,7 @@ def _draw_rows(view: _View, workers: Sequence[str], spans: Spans) -> None:
 
 
 def _unit(length_ns: int) -> tuple[int, str]:
-    """The largest unit of which the length is at least two."""
+    """Return the largest unit of which the length is at least two."""
     for size_ns, name in _UNITS:
         if length_ns >= 2 * size_ns:
             return size_ns, name
@@ -189,16 +180,12 @@ def _draw_marks(view: _View, rows: Sequence[str], spans: Spans) -> None:
             )  # fmt: skip
 
 
-def _shortened(name: str) -> str:
-    return name if len(name) <= _NAME_MAX else name[: _NAME_MAX - 1] + "…"
-
-
 def _frame(axes: Axes, rows: Sequence[str], span: float, label: str) -> None:
     axes.set_xlim(0, span or 1)
     axes.set_ylim(len(rows) - 0.45, -0.55)
     every = -(-len(rows) // _NAMES_MAX)
     named = range(0, len(rows), every)
-    names = [_shortened(rows[place]) for place in named]
+    names = [shortened(rows[place], _NAME_MAX) for place in named]
     axes.set_yticks(named, names, fontsize=7 if len(rows) > ROWS_MAX else 10)
     for name in axes.get_yticklabels():
         name.set_parse_math(False)

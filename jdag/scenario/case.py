@@ -1,4 +1,4 @@
-"""What a scenario's program returns; a `Case` is one context with one pass.
+"""The results of a scenario's program; a `Case` is one context with one pass.
 
 A scenario names `module:function`. jdag calls that function with the workers and the
 scenario's `[settings]` by keyword:
@@ -39,6 +39,7 @@ from jdag.errors import (
     text_of,
     unusable,
 )
+from jdag.runtime.tables import is_ns
 
 # What a play gives, by name: numbers, fractions, texts, flags, None; lists of these,
 # and mappings from workers to these.
@@ -57,7 +58,7 @@ class Run:
         virtual: whether time is virtual; on processes there is no trace, and seeds
             change nothing.
         driver: makes the clusters.
-        show: is called with how far the run is.
+        show: called with the progress of the run.
     """
 
     workers: tuple[str, ...]
@@ -83,7 +84,7 @@ class Run:
         return made
 
     def progress(self, done: int, total: int, **numbers: float) -> None:
-        """Show how far the run is."""
+        """Show the progress of the run."""
         self.show(done, total, numbers)
 
     def keep(self, cluster: Cluster, window: tuple[int, int]) -> None:
@@ -104,9 +105,8 @@ class Run:
 
 
 def _is_window(window: Any) -> bool:
-    if not isinstance(window, tuple | list) or len(window) != 2:
-        return False
-    return all(type(ns) is int for ns in window) and 0 <= window[0] <= window[1]
+    is_pair = isinstance(window, tuple | list) and len(window) == 2
+    return is_pair and all(map(is_ns, window)) and window[0] <= window[1]
 
 
 class Player(Protocol):
@@ -114,20 +114,22 @@ class Player(Protocol):
 
     @property
     def figures(self) -> Mapping[str, str]:
-        """The figures that it gives, and what each is."""
+        """The meaning of each of its figures."""
 
     def play(self, run: Run) -> Figures:
         """Run, and return the figures."""
 
 
-# What `sent` and `left_over` give.
-SENT: Mapping[str, str] = {
-    "messages": "protocol messages",
-    "payload_bytes": "bytes of arrays in them",
-    "wire_bytes": "all bytes: headers, acknowledgements and resends too",
-    "resends": "frames that were sent again",
-    "duplicates": "frames that were thrown away, having come before",
+# By figure its name in `cluster.info()`, and its meaning.
+_SENT = {
+    "messages": ("messages_sent", "protocol messages"),
+    "payload_bytes": ("payload_bytes_sent", "bytes of arrays in them"),
+    "wire_bytes": ("bytes_sent", "all bytes: headers, acknowledgements, resends too"),
+    "resends": ("resends", "frames that were sent again"),
+    "duplicates": ("duplicates", "frames that were thrown away, having come before"),
 }
+SENT: Mapping[str, str] = {figure: text for figure, (_, text) in _SENT.items()}
+_HELD = ("live_contexts", "live_passes", "values_held")
 LEFT_OVER: Mapping[str, str] = {
     "live_contexts": "contexts that some worker holds afterwards",
     "live_passes": "passes that some worker holds afterwards",
@@ -170,20 +172,20 @@ VIRTUAL = (
 
 @dataclass(slots=True)
 class Traces:
-    """What is kept of the traces of several seeds, where there are any."""
+    """Digests and orders of arrival of the runs of several seeds that have traces."""
 
     digests: list[str] = field(default_factory=list)
     orders: dict[str, None] = field(default_factory=dict)
 
     def add(self, cluster: Cluster) -> None:
-        """Note how a run went."""
+        """Add the trace of a run."""
         if cluster.trace is not None:
             self.orders[arrivals(cluster)] = None
             self.digests.append(cluster.trace.digest)
 
     @property
     def figures(self) -> Figures:
-        """How many orders there were, and the digest of all."""
+        """The number of orders of arrival, and the digest of all runs."""
         if not self.digests:
             return {}
         digest = digest_of(self.digests)
@@ -191,7 +193,7 @@ class Traces:
 
 
 def time_of(run: Run, ns: int) -> Figures:
-    """How long a run took, by the clock that it has."""
+    """Return the time of a run as a figure, virtual or of the host's clock."""
     return {"virtual_time_ns" if run.virtual else "wall_time_ns": ns}
 
 
@@ -203,7 +205,6 @@ class Played:
     gradients: tuple[Any, ...] | None
     loss: float | None
     window: tuple[int, int]
-    busy_ns: Mapping[str, int]
     cluster: Cluster
 
 
@@ -218,7 +219,7 @@ class Case:
         placement: the worker of each parameter, by name.
         passes: how often the pass is repeated; the graph is retained till the last.
         mode: of the passes, "smart" or "fast".
-        more: what else there is to say of the cluster of the first seed.
+        more: further figures, of the cluster of the first seed.
     """
 
     program: Callable[[Any, Any], Any]
@@ -262,7 +263,6 @@ class Case:
         }
 
     def _once(self, run: Run, seed: int, *, clean: bool) -> Played:
-        """Play with one seed."""
         cluster = run.cluster(seed, clean=clean)
         refs = {
             name: cluster.put(self.placement[name], value)
@@ -270,7 +270,6 @@ class Case:
         }
         error: JdagError | None = None
         gradients = loss = None
-        before = _busy(cluster)
         opened_ns = ended_ns = cluster.now_ns
         try:
             with cluster.context() as ctx:
@@ -295,15 +294,11 @@ class Case:
             raise
         except JdagError as raised:
             error = raised
-        busy = {name: ns - before[name] for name, ns in _busy(cluster).items()}
-        window = (opened_ns, ended_ns)
-        return Played(error, gradients, loss, window, busy, cluster)
+        return Played(error, gradients, loss, (opened_ns, ended_ns), cluster)
 
     def _outcome(self, played: Played) -> Figures:
         error = played.error
-        owed: Sequence[Any] = ()
-        if isinstance(error, UnusedSendError):
-            owed = error.sends
+        owed: Any = error.sends if isinstance(error, UnusedSendError) else ()
         return {
             **ended(error),
             "owed_sends": len(owed),
@@ -314,10 +309,17 @@ class Case:
         }
 
     def _truth(self, run: Run, played: Played) -> Figures:
-        """How far the gradients are from the oracle's."""
         if played.gradients is None:
             return {"gradient_difference": None, "gradient_bits": None}
-        truth = jax.tree.leaves(self._oracle())
+
+        def roots(ctx: Any, params: Any) -> list[Any]:
+            return _roots(self.program(ctx, params))
+
+        params = {  # A number is put by itself, and is a leaf; in a dict it is none.
+            name: jnp.asarray(value) if type(value) in NUMBERS else value
+            for name, value in self.params.items()
+        }
+        truth = jax.tree.leaves(pullback(roots)(params)[1])
         apart = [
             difference(gradient, np.asarray(expected) * self.passes)
             for gradient, expected in zip(played.gradients, truth, strict=True)
@@ -326,18 +328,6 @@ class Case:
             "gradient_difference": worst(apart),
             "gradient_bits": bits(played.gradients),
         }
-
-    def _oracle(self) -> Mapping[str, Any]:
-        def roots(ctx: Any, params: Any) -> list[Any]:
-            return _roots(self.program(ctx, params))
-
-        params = {  # A number is put by itself, and is a leaf; in a dict it is none.
-            name: jnp.asarray(value) if type(value) in NUMBERS else value
-            for name, value in self.params.items()
-        }
-        _, gradients = pullback(roots)(params)
-        truth: Mapping[str, Any] = gradients
-        return truth
 
     def _same_as_clean(self, run: Run, played: Played) -> bool | None:
         if played.gradients is None or not (run.troubled and run.virtual):
@@ -374,7 +364,7 @@ def difference(gradient: Any, truth: Any) -> float:
 
 
 def worst(differences: Sequence[float]) -> float:
-    """The largest of them; nan if one is, which no bound will pass."""
+    """Return the largest; nan, which meets no bound, if one is nan."""
     return float(np.max(differences)) if len(differences) else 0.0
 
 
@@ -402,7 +392,7 @@ def bits(gradients: Sequence[Any]) -> str:
 
 
 def arrivals(cluster: Cluster) -> str:
-    """The order in which cotangents arrived, everywhere."""
+    """Return a hash of the order in which cotangents arrived on all workers."""
     taken = hashlib.sha256()
     for record in cluster.trace.of_kind("deliver"):
         said = record.named
@@ -411,55 +401,37 @@ def arrivals(cluster: Cluster) -> str:
     return taken.hexdigest()
 
 
-def _busy(cluster: Cluster) -> dict[str, int]:
-    return {name: worker["busy_ns"] for name, worker in cluster.info().items()}
-
-
 def total(cluster: Cluster, name: str) -> int:
-    """One of the numbers of `cluster.info()`, over all workers."""
+    """Return the sum of one number of `cluster.info()` over all workers."""
     return sum(int(worker[name]) for worker in cluster.info().values())
 
 
 def _counts(run: Run, played: Played) -> Figures:
-    """What went over the wire, how long it took, and how idle the workers were."""
-    cluster = played.cluster
     start_ns, end_ns = played.window
     taken_ns = end_ns - start_ns
-    counted = {**sent(cluster), **time_of(run, taken_ns)}
-    if not run.virtual:
-        return counted
-    bubbles = {
-        name: Fraction(taken_ns - busy_ns, taken_ns) if taken_ns else Fraction(0)
-        for name, busy_ns in played.busy_ns.items()
-    }
-    return {
-        **counted,
-        "bubble": bubbles,
-        "bubble_min": min(bubbles.values()),
-        "bubble_max": max(bubbles.values()),
-    }
+    counted = {**sent(played.cluster), **time_of(run, taken_ns)}
+    if run.virtual:
+        bubbles = {  # Nothing was computed before the context was opened.
+            name: Fraction(taken_ns - int(worker["busy_ns"]), taken_ns or 1)
+            for name, worker in played.cluster.info().items()
+        }
+        counted["bubble"] = bubbles
+        counted["bubble_min"] = min(bubbles.values())
+        counted["bubble_max"] = max(bubbles.values())
+    return counted
 
 
 def sent(cluster: Cluster) -> Figures:
-    """What went over the wire so far."""
-    return {
-        "messages": total(cluster, "messages_sent"),
-        "payload_bytes": total(cluster, "payload_bytes_sent"),
-        "wire_bytes": total(cluster, "bytes_sent"),
-        "resends": total(cluster, "resends"),
-        "duplicates": total(cluster, "duplicates"),
-    }
+    """Return the figures of what was sent so far."""
+    return {figure: total(cluster, name) for figure, (name, _) in _SENT.items()}
 
 
 def left_over(run: Run, cluster: Cluster) -> Figures:
-    """What the workers that are left still hold, but for leaves."""
+    """Return what the workers that are alive still hold, without leaves."""
     if not run.virtual:
         cluster.driver.settle()
-    info = cluster.info()
-    living = [one for one in info.values() if not one["lost"]]
+    living = [one for one in cluster.info().values() if not one["lost"]]
+    held = {name: sum(int(one[name]) for one in living) for name in _HELD}
     leaves = sum(not cluster.state.is_lost(leaf) for leaf in cluster.state.leaves)
-    return {
-        "live_contexts": sum(int(worker["live_contexts"]) for worker in living),
-        "live_passes": sum(int(worker["live_passes"]) for worker in living),
-        "values_left": sum(int(worker["values_held"]) for worker in living) - leaves,
-    }
+    held["values_left"] = held.pop("values_held") - leaves
+    return held

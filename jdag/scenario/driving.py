@@ -1,11 +1,10 @@
-"""What plays a scenario: virtual time, in which all of it holds, or real processes.
+"""Drivers of a scenario: virtual time, or real processes.
 
-On processes time, network and devices are those that there are, and the tables that
-describe others say nothing. What cannot be so there, or would change the question, is
-refused by its key: faults, values that are shapes, a home that is not the first.
+On processes the tables of network and devices are ignored: these are those of the host.
+What is impossible there, or would change the question, is refused by its key: faults,
+values that are shapes, a home that is not the first worker.
 """
 
-from contextlib import ExitStack
 from typing import Any
 
 from jdag.api.cluster import Cluster
@@ -13,12 +12,18 @@ from jdag.api.drivers import launch, simulate
 from jdag.errors import JdagError, ScenarioError, unusable
 from jdag.rpc.settings import CARRIERS, DEVICES, is_device
 from jdag.scenario.case import Figures
-from jdag.scenario.tables import Settings
+from jdag.scenario.tables import (
+    Settings,
+    devices_of,
+    faults_of,
+    link_of,
+    network_of,
+)
 
 DRIVERS = ("sim", "rpc")
 
-# What each worker held and sent, of a run that has no trace to read it off: by name
-# what `cluster.info()` calls it, and what it is.
+# Figures of each worker in a run without a trace: the name in `cluster.info()`, the
+# meaning.
 BY_WORKER = {
     "peak_bytes": ("bytes_peak", "the most that each worker held at one time"),
     "sent_messages": ("messages_sent", "protocol messages that each worker sent"),
@@ -37,17 +42,17 @@ class Virtual:
 
     def cluster(self, seed: int, *, clean: bool) -> Cluster:
         """Make the cluster that the file describes; a clean one has no faults."""
-        settings, names = self._settings, self._settings.names
+        settings = self._settings
         cluster = simulate(
-            names,
+            settings.names,
             seed=seed,
             home=settings.home,
             values=settings.values,
-            network=settings.network.network(clean=clean),
-            devices=settings.devices.models(names),
-            faults=[] if clean else settings.made_faults(),
+            network=network_of(settings, clean=clean),
+            devices=devices_of(settings),
+            faults=[] if clean else faults_of(settings),
             policy=settings.policy,
-            link=settings.made_link(),
+            link=link_of(settings),
             events_max=settings.events_max,
             nesting_max=settings.nesting_max,
         )
@@ -61,7 +66,7 @@ class Virtual:
                 cluster.close()
 
     def figures(self) -> Figures:
-        """What there is to say of the run that its program does not say."""
+        """Return further figures of the run: none."""
         return {}
 
     def close(self) -> None:
@@ -70,12 +75,7 @@ class Virtual:
 
 
 class Real:
-    """Plays on processes of this host: one cluster, for all seeds.
-
-    Raises:
-        ScenarioError: the scenario asks for what is there in virtual time alone: file,
-            key, value, and what is allowed.
-    """
+    """Plays on processes of this host: one cluster, for all seeds."""
 
     virtual = False
 
@@ -85,32 +85,29 @@ class Real:
         self._device = device
         self._carrier = carrier
         self._cluster: Cluster | None = None
-        self._stack = ExitStack()
 
     def cluster(self, seed: int, *, clean: bool) -> Cluster:
         """Return the cluster; its processes start when it is first asked for."""
         del seed, clean
+        settings = self._settings
         if self._cluster is None:
-            self._cluster = self._stack.enter_context(self._launched())
+            try:
+                self._cluster = launch(
+                    settings.names,
+                    device=self._device,
+                    carrier=self._carrier,
+                    allow=[settings.program.partition(":")[0]],
+                    nesting_max=settings.nesting_max,
+                )
+            except JdagError as error:
+                raise ScenarioError(f"--driver rpc: {error}") from error
         return self._cluster
 
-    def _launched(self) -> Cluster:
-        try:
-            return launch(
-                self._settings.names,
-                device=self._device,
-                carrier=self._carrier,
-                allow=[self._settings.program.partition(":")[0]],
-                nesting_max=self._settings.nesting_max,
-            )
-        except JdagError as error:
-            raise ScenarioError(f"--driver rpc: {error}") from error
-
     def let_go(self, kept: Cluster | None) -> None:
-        """Nothing: there is one cluster."""
+        """Do nothing: there is one cluster."""
 
     def figures(self) -> Figures:
-        """What each worker held and sent."""
+        """Return what each worker held and sent."""
         if self._cluster is None:
             return {}
         info = self._cluster.info()
@@ -121,23 +118,20 @@ class Real:
 
     def close(self) -> None:
         """End all processes."""
-        self._stack.close()
+        if self._cluster is not None:
+            self._cluster.close()
 
 
 Driver = Virtual | Real
 
 
 def refuse_virtual(settings: Settings) -> None:
-    """Refuse what a scenario asks for that is there in virtual time alone.
-
-    Raises:
-        ScenarioError: key, value and what is allowed with `--driver rpc`.
-    """
+    """Raise ScenarioError for settings that only virtual time has."""
     first = settings.names[0]
     if settings.values != "real":
         _refuse("values", settings.values, '"real"')
     for number, fault in enumerate(settings.faults):
-        _refuse(f"faults[{number}].kind", fault.kind, "no faults")
+        _refuse(f"faults[{number}].kind", fault["kind"], "no faults")
     if settings.home not in (None, first):
         _refuse("home", settings.home, f"the first worker, {first}")
 
@@ -149,7 +143,7 @@ def _refuse(key: str, value: Any, allowed: str) -> None:
 def driver_of(
     settings: Settings, driver: str, *, device: str | None, carrier: str | None
 ) -> Driver:
-    """Return what plays a scenario.
+    """Return the driver of a scenario.
 
     Args:
         settings: what the file says.
@@ -161,21 +155,19 @@ def driver_of(
         ScenarioError: names what is unusable, its value and what is allowed.
     """
     if driver not in DRIVERS:
-        raise ScenarioError(
-            unusable("--driver", driver, "one of " + ", ".join(DRIVERS))
-        )
+        allowed = "one of " + ", ".join(DRIVERS)
+        raise ScenarioError(unusable("--driver", driver, allowed))
     if driver == "sim":
         if device not in (None, "cpu"):
-            said = "cpu; with --driver rpc also gpu, gpu:1"
-            raise ScenarioError(unusable("--device", device, said))
+            allowed = "cpu; with --driver rpc also gpu, gpu:1"
+            raise ScenarioError(unusable("--device", device, allowed))
         if carrier is not None:
-            raise ScenarioError(
-                unusable("--carrier", carrier, "only with --driver rpc")
-            )
+            allowed = "only with --driver rpc"
+            raise ScenarioError(unusable("--carrier", carrier, allowed))
         return Virtual(settings)
     if device is not None and not is_device(device):
         raise ScenarioError(unusable("--device", device, DEVICES))
-    if carrier is not None and carrier not in CARRIERS:
-        said = "one of " + ", ".join(CARRIERS)
-        raise ScenarioError(unusable("--carrier", carrier, said))
+    if carrier not in (None, *CARRIERS):
+        allowed = "one of " + ", ".join(CARRIERS)
+        raise ScenarioError(unusable("--carrier", carrier, allowed))
     return Real(settings, device=device, carrier=carrier or CARRIERS[0])

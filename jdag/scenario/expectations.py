@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from jdag import errors
-from jdag.errors import JdagError, ScenarioError, meant
+from jdag.errors import JdagError, ScenarioError, meant, unusable
 
 OUTCOMES = ("finished", "failed", "stuck")
 ERRORS = tuple(
@@ -76,10 +76,8 @@ def refuse_unknown(expect: Mapping[str, Any], figures: Mapping[str, str]) -> Non
                 f"{meant(name, figures)}: allowed is one of {', '.join(figures)}"
             )
         if name in POSSIBLE and wanted not in POSSIBLE[name]:
-            raise ScenarioError(
-                f"expect.{name} = {wanted!r}: allowed is one of "
-                f"{', '.join(POSSIBLE[name])}"
-            )
+            allowed = f"one of {', '.join(POSSIBLE[name])}"
+            raise ScenarioError(unusable(f"expect.{name}", wanted, allowed))
         if isinstance(wanted, Mapping):
             for how, bound in wanted.items():
                 _refuse_bound(f"expect.{name}.{how}", how, bound)
@@ -101,9 +99,8 @@ def _refuse_bound(key: str, how: str, bound: Any) -> None:
     try:
         _number(bound)
     except _NO_NUMBER as error:
-        raise ScenarioError(
-            f"{key} = {bound!r}: allowed is a number, or a fraction such as '3/11'"
-        ) from error
+        allowed = "a number, or a fraction such as '3/11'"
+        raise ScenarioError(unusable(key, bound, allowed)) from error
 
 
 def judge(expect: Mapping[str, Any], figures: Mapping[str, Any]) -> list[Judged]:

@@ -37,23 +37,21 @@ def player_of(settings: Settings, folder: Path) -> Player:
         ScenarioError: it cannot be imported, takes no such settings, raised, or
             returned what cannot be played; or there is no such parameter to place.
     """
-    function = _imported(settings.program, folder)
+    function = _imported(settings, folder)
     given = _given(settings, function, folder)
     try:
         player = function(settings.names, **given)
     except ScenarioError:
         raise
     except (Exception, SystemExit) as error:
-        said = f"one that takes these settings, {settings.settings}"
-        said += f"; it raised {raised(error)}"
-        raise ScenarioError(unusable("program", settings.program, said)) from error
+        allowed = f"one that takes these settings, {settings.settings}"
+        raise settings.refused(f"{allowed}; it raised {raised(error)}") from error
     has_figures = isinstance(getattr(player, "figures", None), Mapping)
     if not (has_figures and callable(getattr(player, "play", None))):
-        allowed = (
+        raise settings.refused(
             "a function that returns a jdag.scenario.Case, or an object with figures "
             f"(what each is, by name) and play(run); it returned {repr_of(player)}"
         )
-        raise ScenarioError(unusable("program", settings.program, allowed))
     return _placed(settings, player)
 
 
@@ -61,19 +59,15 @@ def raised(error: BaseException) -> str:
     """Say what a user's code raised, and in which of its lines."""
     text = named_text(error)
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if _is_users(frame.filename):
+        # A user's file is neither jdag's nor that of what it calls for the user.
+        if not frame.filename.startswith((_HERE, *_LIBRARIES, "<frozen")):
             name = os.path.basename(frame.filename)
             return f"{text} ({name}:{frame.lineno} in {frame.name})"
     return text
 
 
-def _is_users(file: str) -> bool:
-    """Whether a file is neither jdag's nor of what it calls for the user."""
-    return not file.startswith((_HERE, *_LIBRARIES, "<frozen"))
-
-
-def _imported(program: str, folder: Path) -> Any:
-    module_name, _, name = program.partition(":")
+def _imported(settings: Settings, folder: Path) -> Any:
+    module_name, _, name = settings.program.partition(":")
     for place in (str(Path.cwd()), str(folder)):  # The last is looked into first.
         if place in sys.path:
             sys.path.remove(place)
@@ -81,45 +75,50 @@ def _imported(program: str, folder: Path) -> Any:
     where = f"module:function, of a module in {folder}, in {Path.cwd()} or installed"
     moved = module_name.removeprefix(_FORMER)
     if moved != module_name:
-        said = f'"{moved}:{name}": that module is now the file scenarios/{moved}.py, '
-        said += "beside the scenarios that name it"
-        raise ScenarioError(unusable("program", program, said))
+        raise settings.refused(
+            f'"{moved}:{name}": that module is now the file scenarios/{moved}.py, '
+            "beside the scenarios that name it"
+        )
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        said = f"{where}; {text_of(error)}"
-        raise ScenarioError(unusable("program", program, said)) from error
+        raise settings.refused(f"{where}; {text_of(error)}") from error
     except (Exception, SystemExit) as error:
-        said = f"{where}; importing this one raised {raised(error)}"
-        raise ScenarioError(unusable("program", program, said)) from error
+        why = f"importing this one raised {raised(error)}"
+        raise settings.refused(f"{where}; {why}") from error
     if not hasattr(module, name):
-        file = getattr(module, "__file__", None)
-        said = f"{where}; {file} has no attribute {name!r}{meant(name, dir(module))}"
-        raise ScenarioError(unusable("program", program, said))
+        why = f"{getattr(module, '__file__', None)} has no attribute {name!r}"
+        raise settings.refused(f"{where}; {why}{meant(name, dir(module))}")
     function = getattr(module, name)
     if not callable(function):
-        said = f"{where}; this is {repr_of(function)}"
-        raise ScenarioError(unusable("program", program, said))
+        raise settings.refused(f"{where}; this is {repr_of(function)}")
     return function
 
 
 def _given(settings: Settings, function: Any, folder: Path) -> dict[str, Any]:
-    """The settings that the program takes, of the types that it says."""
-    parameters = _parameters(settings.program, function)
+    """Return the program's settings, of the types in its annotations."""
+    try:
+        signature = inspect.signature(function)
+        signature.bind_partial(())
+        types = get_type_hints(function, include_extras=True)
+    except (NameError, TypeError, ValueError) as error:
+        allowed = "a function that takes the workers, then its settings, all with "
+        allowed += f"annotations that can be read; {error}"
+        raise settings.refused(allowed) from error
+    parameters = dict(list(signature.parameters.items())[1:])
     is_open = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     named = {
         name: parameter
         for name, parameter in parameters.items()
         if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
     }
-    types = _types(settings.program, function)
-    allowed = ", ".join(name for name in named if name != _FOLDER) or "none"
     given: dict[str, Any] = {}
     for name, value in settings.settings.items():
         if (name not in named and not is_open) or name == _FOLDER:
-            said = f"one of the settings of {settings.program}: {allowed}"
-            said += meant(name, named)
-            raise ScenarioError(unusable(f"settings.{name}", value, said))
+            names = ", ".join(name for name in named if name != _FOLDER) or "none"
+            allowed = f"one of the settings of {settings.program}: {names}"
+            allowed += meant(name, named)
+            raise ScenarioError(unusable(f"settings.{name}", value, allowed))
         given[name] = _typed(name, value, types.get(name, Any))
     if _FOLDER in named:
         given[_FOLDER] = folder
@@ -131,27 +130,8 @@ def _given(settings: Settings, function: Any, folder: Path) -> dict[str, Any]:
     return given
 
 
-def _parameters(program: str, function: Any) -> Mapping[str, inspect.Parameter]:
-    """What a program takes, by name, after the workers."""
-    try:
-        signature = inspect.signature(function)
-        signature.bind_partial(())
-    except (TypeError, ValueError) as error:
-        said = f"a function that takes the workers, then its settings; {error}"
-        raise ScenarioError(unusable("program", program, said)) from error
-    return dict(list(signature.parameters.items())[1:])
-
-
-def _types(program: str, function: Any) -> Mapping[str, Any]:
-    try:
-        return get_type_hints(function, include_extras=True)
-    except (NameError, TypeError) as error:
-        said = f"a function whose annotations can be read; {error}"
-        raise ScenarioError(unusable("program", program, said)) from error
-
-
 def _typed(name: str, value: Any, type_: Any) -> Any:
-    """The value as what the program says that it takes: a list may be a tuple."""
+    """Return a value as the annotated type: a list may become a tuple."""
     try:
         # By way of JSON, where a strict reader still takes lists as tuples.
         return TypeAdapter(type_).validate_json(json.dumps(value), strict=True)
@@ -163,25 +143,24 @@ def _typed(name: str, value: Any, type_: Any) -> Any:
 
 
 def _placed(settings: Settings, player: Any) -> Player:
-    """Put parameters where the file wants them."""
     if not isinstance(player, Case):
         checked: Player = player
         if settings.placement:
             said = f"nothing, as {settings.program} places its parameters itself"
             raise ScenarioError(unusable("placement", settings.placement, said))
         return checked
-    if not (
-        isinstance(player.params, Mapping) and isinstance(player.placement, Mapping)
-    ):
-        said = "one whose Case has params and their placement, both by name"
-        raise ScenarioError(unusable("program", settings.program, said))
+    params, own = player.params, player.placement
+    if not (isinstance(params, Mapping) and isinstance(own, Mapping)):
+        raise settings.refused(
+            "one whose Case has params and their placement, both by name"
+        )
     for name, worker in settings.placement.items():
-        if name not in player.params:
-            said = f"one of the parameters {', '.join(player.params)}"
-            said += meant(name, player.params)
+        if name not in params:
+            said = f"one of the parameters {', '.join(params)}{meant(name, params)}"
             raise ScenarioError(unusable(f"placement.{name}", worker, said))
-    placement = {**player.placement, **settings.placement}
-    for name in player.params:
+        settings.check_worker(f"placement.{name}", worker)
+    placement = {**own, **settings.placement}
+    for name in params:
         place = placement.get(name)
         if place not in settings.names:
             why = "leaves it out" if place is None else "has it there"

@@ -7,10 +7,13 @@ from typing import Any
 
 from jdag.api.cluster import Cluster
 from jdag.errors import JdagError, RootError, ScenarioError, unusable
-from jdag.scenario import Driver, Scenario, configured, raised, wrong
+from jdag.runtime.tables import wrong
+from jdag.scenario import Scenario, configured
 from jdag.scenario.case import VIRTUAL, Figures, Run, ended
-from jdag.scenario.driving import Virtual
+from jdag.scenario.driving import Driver, Virtual
 from jdag.scenario.expectations import Judged, judge
+from jdag.scenario.program import raised
+from jdag.scenario.tables import network_of
 
 Progress = Callable[[int, int, Mapping[str, float]], None]
 
@@ -33,10 +36,11 @@ class ScenarioResult:
 
 
 def _run_of(scenario: Scenario, show: Progress, driver: Driver) -> Run:
-    settings, network = scenario.settings, scenario.settings.network
-    jitters = [network.jitter_ns, *(link.jitter_ns for link in network.links)]
+    settings = scenario.settings
+    network = network_of(settings, clean=False)
+    jitters = [one.jitter_ns for one in (network.default, *network.links.values())]
     return Run(
-        workers=scenario.workers,
+        workers=settings.names,
         seeds=tuple(range(settings.seed, settings.seed + settings.seeds)),
         abstract=settings.values == "abstract",
         troubled=bool(settings.faults) or any(jitters),
@@ -60,7 +64,7 @@ def run_scenario(
     """
     driver = Virtual(scenario.settings) if driver is None else driver
     run = _run_of(scenario, show, driver)
-    program = scenario.settings.program
+    refused = scenario.settings.refused
     with wrong(scenario.path), configured(scenario.settings):
         try:
             figures = _plain(scenario.player.play(run))
@@ -68,20 +72,19 @@ def run_scenario(
             raise
         except RootError as error:
             allowed = f"one whose roots a pass can start from; {error}"
-            raise ScenarioError(unusable("program", program, allowed)) from error
+            raise refused(allowed) from error
         except JdagError as error:
             figures = ended(error)
             if run.last is not None and run.kept is None:
                 run.keep(run.last, (0, run.last.now_ns))
         except (Exception, SystemExit) as error:
             allowed = f"one that does not raise; it raised {raised(error)}"
-            raise ScenarioError(unusable("program", program, allowed)) from error
+            raise refused(allowed) from error
         if run.kept is None:
-            allowed = (
+            raise refused(
                 "one that keeps a cluster to report on, by "
                 "run.keep(cluster, (from_ns, until_ns))"
             )
-            raise ScenarioError(unusable("program", program, allowed))
         named = [name for name in scenario.player.figures if name in figures]
         figures = {name: figures[name] for name in dict.fromkeys((*named, *figures))}
         figures |= driver.figures()

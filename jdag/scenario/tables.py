@@ -1,49 +1,36 @@
-"""The tables of a scenario's file: what may be in each, and what is said if it is not.
+"""The tables of a scenario's file, and what they describe in `jdag.sim`.
 
-Whatever is wrong is said in one wording: `key = value: allowed is ...`.
+The keys of a table that describes a class of `jdag.sim` are the fields of that class,
+which checks their values. All errors have one wording: `key = value: allowed is ...`.
 """
 
-from collections.abc import Mapping
-from dataclasses import MISSING, fields
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields, replace
+from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import Field, ValidationError, create_model
+from pydantic import Field, create_model
 
 from jdag.engine.protocol import WORKERS_MAX
-from jdag.errors import ScenarioError, unusable
+from jdag.errors import ScenarioError, meant, unusable
 from jdag.runtime.chooser import POLICIES
 from jdag.runtime.tables import (
     COUNT,
     FLAG,
     NESTING,
     NESTING_MAX,
-    NS,
     TABLE,
     TEXT,
     Table,
     at_least,
-    dotted,
+    checked,
     is_ns,
     is_table,
-    number,
     one_of,
     only,
-    said,
     up_to,
 )
-from jdag.sim import (
-    Crash,
-    Delay,
-    DeviceModel,
-    Drop,
-    Duplicate,
-    Fault,
-    LinkModel,
-    LinkSettings,
-    Network,
-    Partition,
-    Slow,
-)
+from jdag.sim import DeviceModel, Fault, LinkModel, LinkSettings, Network
 from jdag.sim.settings import DETECT_NS, EVENTS_MAX
 
 _NAME = "letters, digits, _, - and ., beginning with a letter or a digit"
@@ -51,155 +38,51 @@ _WORKERS = (
     "names, none empty and none twice; or how many, and they are w0, w1, ...; "
     f"at most {WORKERS_MAX:,}"
 )
+_FAULTS: Mapping[str, type[Fault]] = {
+    kind.__name__.lower(): kind for kind in get_args(Fault)
+}
 
 
-def _is_name(value: Any) -> bool:
-    if not isinstance(value, str) or not value[:1].isalnum() or not value.isascii():
-        return False
-    return all(sign.isalnum() or sign in "_-." for sign in value)
-
-
-def _is_reference(value: Any) -> bool:
-    module, _, name = value.partition(":") if isinstance(value, str) else ("", "", "")
-    return name.isidentifier() and all(p.isidentifier() for p in module.split("."))
+def _matches(pattern: str) -> Callable[[Any], bool]:
+    made = re.compile(pattern)
+    return lambda value: isinstance(value, str) and made.fullmatch(value) is not None
 
 
 def _are_workers(value: Any) -> bool:
     if not isinstance(value, list):
-        return at_least(1)(value) and value <= WORKERS_MAX
+        return up_to(WORKERS_MAX)(value)
     named = all(isinstance(name, str) and name for name in value)
-    once = named and len(dict.fromkeys(value)) == len(value)
-    return once and 1 <= len(value) <= WORKERS_MAX
-
-
-def _are_groups(value: Any) -> bool:
-    groups = value if isinstance(value, list) else [None]
-    return all(
-        isinstance(group, list) and all(isinstance(name, str) for name in group)
-        for group in groups
-    )
+    return named and 1 <= len(value) <= WORKERS_MAX and len(set(value)) == len(value)
 
 
 def _are_costs(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(map(is_ns, value))
 
 
-_FILE_NAME = Annotated[str, only(_NAME, _is_name)]
+_FILE_NAME = Annotated[str, only(_NAME, _matches(r"[A-Za-z0-9][A-Za-z0-9_.-]*"))]
 _REFERENCE = Annotated[
-    str, only("module:function, such as mine:program", _is_reference)
+    str,
+    only(
+        "module:function, such as mine:program",
+        _matches(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*"),
+    ),
 ]
 _SEED = Annotated[int, only("an integer >= 0", at_least(0))]
 _SEEDS = Annotated[int, only("an integer from 1 to 1,000,000", up_to(10**6))]
 _DEVICES = Annotated[int, only("an integer from 1 to 1,024", up_to(1024))]
-_NS = Annotated[int, only(NS, is_ns)]
-_CHANCE = Annotated[float, only("a number from 0 to 1", number(0, 1))]
-_FACTOR = Annotated[float, only("a number from 1 to 1e9", number(1, 1e9))]
 _COSTS = Annotated[
-    list[int],
+    tuple[int, int],
     only("two integers >= 0, [forward_ns, backward_ns]", _are_costs),
 ]
-_LIST = only(
-    "a list of tables",
-    lambda value: isinstance(value, list) and all(map(is_table, value)),
-)
-
-
-class _Link(Table):
-    latency_ns: _NS = 0
-    bandwidth_bytes_per_s: COUNT | None = None
-    jitter_ns: _NS = 0
-
-    def model(self, *, clean: bool) -> LinkModel:
-        jitter_ns = 0 if clean else self.jitter_ns
-        return LinkModel(self.latency_ns, self.bandwidth_bytes_per_s, jitter_ns)
-
-
-class _OneLink(_Link):
-    source: TEXT
-    destination: TEXT
-
-
-class _Network(_Link):
-    links: Annotated[list[_OneLink], _LIST] = Field(default=[])
-    port_bandwidth_bytes_per_s: COUNT | None = None
-
-    def network(self, *, clean: bool) -> Network:
-        """The network; a clean one has no jitter."""
-        links = {
-            (one.source, one.destination): one.model(clean=clean) for one in self.links
-        }
-        return Network(self.model(clean=clean), links, self.port_bandwidth_bytes_per_s)
-
-
-class _Device(Table):
-    forward_ns: _NS = 0
-    backward_ns: _NS = 0
-    sum_ns: _NS = 0
-    functions: Annotated[dict[str, _COSTS], only("a table", is_table)] = Field(
-        default={}
-    )
-
-    def model(self) -> DeviceModel:
-        costs = {name: (cost[0], cost[1]) for name, cost in self.functions.items()}
-        return DeviceModel(
-            forward_ns=self.forward_ns,
-            backward_ns=self.backward_ns,
-            sum_ns=self.sum_ns,
-            functions=costs,
-        )
-
-
-class _Devices(_Device):
-    workers: Annotated[dict[str, _Device], only("a table", is_table)] = Field(
-        default={}
-    )
-
-    def models(self, names: tuple[str, ...]) -> dict[str, DeviceModel]:
-        """The device of each worker: its own, or that of all."""
-        return {name: self.workers.get(name, self).model() for name in names}
-
-
-_KINDS = (Drop, Delay, Duplicate, Partition, Crash, Slow)
-_FAULTS: Mapping[str, type[Fault]] = {kind.__name__.lower(): kind for kind in _KINDS}
-_GROUPS = Annotated[list[list[str]], only("a list of lists of workers", _are_groups)]
-_OF_FAULTS = {
-    "probability": _CHANCE,
-    "factor": _FACTOR,
-    "groups": _GROUPS,
-    "worker": TEXT,
-    "source": TEXT,
-    "destination": TEXT,
-}  # All other keys are times.
-
-
-def _table_of(kind: str) -> Any:
-    """Return the table of a fault: its fields, as a file gives them."""
-    keys: dict[str, Any] = {"kind": (Literal[kind], ...)}
-    for key in fields(_FAULTS[kind]):
-        of, default = _OF_FAULTS.get(key.name, _NS), key.default
-        if default is MISSING:
-            default = DETECT_NS if key.name == "detect_ns" else ...
-        keys[key.name] = (of if default is not None else of | None, default)
-    return create_model(kind, __base__=Table, **keys)
-
-
-if TYPE_CHECKING:
-    _Fault = Any
-else:
-    _Fault = Annotated[
-        Union[tuple(map(_table_of, _FAULTS))],  # noqa: UP007 - made of a tuple.
-        Field(discriminator="kind"),
-    ]
-
-
-class _Resends(Table):
-    resend_ns: COUNT
-    resend_max: _NS
-    ack_delay_ns: _NS
+_LIST = Annotated[
+    list[dict[str, Any]],
+    only("a list of tables", lambda v: isinstance(v, list) and all(map(is_table, v))),
+]
+_NAMED = only("a table", is_table)
 
 
 class Settings(Table):
-    """What a scenario's file may say."""
+    """The keys of a scenario's file."""
 
     name: _FILE_NAME
     program: _REFERENCE
@@ -215,11 +98,11 @@ class Settings(Table):
     events_max: COUNT = EVENTS_MAX
     nesting_max: NESTING = NESTING_MAX
     settings: TABLE = Field(default={})
-    placement: Annotated[dict[str, TEXT], only("a table", is_table)] = Field(default={})
-    network: _Network = _Network()
-    link: _Resends | None = None
-    devices: _Devices = _Devices()
-    faults: Annotated[list[_Fault], _LIST] = Field(default=[])
+    placement: Annotated[dict[str, TEXT], _NAMED] = Field(default={})
+    network: TABLE = Field(default={})
+    link: TABLE | None = None
+    devices: TABLE = Field(default={})
+    faults: _LIST = Field(default=[])
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -228,49 +111,105 @@ class Settings(Table):
             return tuple(f"w{number}" for number in range(self.workers))
         return tuple(self.workers)
 
-    def made_faults(self) -> list[Fault]:
-        """What goes wrong."""
-        return [_fault(table) for table in self.faults]
+    def check_worker(self, key: str, name: str) -> None:
+        """Raise ScenarioError if the value of this key names no worker."""
+        if name not in self.names:
+            workers = ", ".join(self.names)
+            allowed = f"one of the workers {workers}{meant(name, self.names)}"
+            raise ScenarioError(unusable(key, name, allowed))
 
-    def made_link(self) -> LinkSettings | None:
-        """When links wait and resend; None: as suits the latencies."""
-        if self.link is None:
-            return None
-        try:
-            return LinkSettings(**self.link.model_dump())
-        except ScenarioError as error:
-            raise ScenarioError(f"link.{error}") from error
+    def refused(self, allowed: str) -> ScenarioError:
+        """Return the error of a program that is not as it has to be."""
+        return ScenarioError(unusable("program", self.program, allowed))
 
 
-def _fault(table: Any) -> Fault:
-    values = table.model_dump(exclude={"kind"})
-    if table.kind == "partition":
-        values["groups"] = tuple(tuple(group) for group in table.groups)
-    return _FAULTS[table.kind](**values)
+Made = TypeVar("Made")
 
 
-def checked(table: Mapping[str, Any]) -> Settings:
-    """Return what a file says, if it is usable.
+def _made(
+    kind: type[Made], key: str, table: Mapping[str, Any], /, **own: Any
+) -> tuple[Made, Any]:
+    """Return what a table describes, and the table.
 
-    Raises:
-        ScenarioError: key, value and what is allowed, of the first thing that is not.
+    Args:
+        kind: a class of `jdag.sim`.
+        key: the key of the table in the file.
+        table: the content of the file.
+        own: keys that are not fields of the class, or with checks of their own.
     """
+    keys = {
+        field.name: (Any, ... if field.default is MISSING else field.default)
+        for field in fields(kind)  # type: ignore[arg-type]
+    }
+    model = create_model(kind.__name__, __base__=Table, **{**keys, **own})
     try:
-        return Settings.model_validate(table)
-    except ValidationError as error:
-        raise ScenarioError(_said(error)) from None
+        found = checked(model, table)
+        return kind(**{name: getattr(found, name) for name in keys}), found
+    except ScenarioError as error:
+        raise ScenarioError(f"{key}.{error}") from error
 
 
-def _said(error: ValidationError) -> str:
-    first = error.errors(include_url=False)[0]
-    place = list(first["loc"])
-    if place[:1] == ["faults"] and len(place) > 2:
-        del place[2]  # The kind of the fault, which is no key.
+def network_of(settings: Settings, *, clean: bool) -> Network:
+    """Return the network; a clean one has no jitter."""
+    port = "port_bandwidth_bytes_per_s"
+    own: dict[str, Any] = {"links": (_LIST, []), port: (COUNT | None, None)}
+    default, table = _made(LinkModel, "network", settings.network, **own)
+    ends = {"source": (TEXT, ...), "destination": (TEXT, ...)}
+    links: dict[tuple[str, str], LinkModel] = {}
+    for number, one in enumerate(table.links):
+        key = f"network.links[{number}]"
+        model, given = _made(LinkModel, key, one, **ends)
+        source, destination = given.source, given.destination
+        settings.check_worker(f"{key}.source", source)
+        settings.check_worker(f"{key}.destination", destination)
+        if source == destination:
+            allowed = f"a worker other than the source, {source}"
+            raise ScenarioError(unusable(f"{key}.destination", destination, allowed))
+        if (source, destination) in links:
+            allowed = f"one link from {source} to {destination}, and this is the second"
+            raise ScenarioError(unusable(f"{key}.destination", destination, allowed))
+        links[source, destination] = model
+    if clean:
+        default = replace(default, jitter_ns=0)
+        links = {pair: replace(model, jitter_ns=0) for pair, model in links.items()}
+    return Network(default, links, getattr(table, port))
+
+
+def devices_of(settings: Settings) -> dict[str, DeviceModel]:
+    """Return the device of each worker: its own, or that of all."""
+    own: dict[str, Any] = {"functions": (Annotated[dict[str, _COSTS], _NAMED], {})}
+    workers: Any = (Annotated[dict[str, TABLE], _NAMED], Field(default={}))
+    default, table = _made(
+        DeviceModel, "devices", settings.devices, **own, workers=workers
+    )
+    found = dict.fromkeys(settings.names, default)
+    for name, one in table.workers.items():
+        key = f"devices.workers.{name}"
+        settings.check_worker(key, name)
+        found[name], _ = _made(DeviceModel, key, one, **own)
+    return found
+
+
+def link_of(settings: Settings) -> LinkSettings | None:
+    """Return the settings of links; None: chosen by the latencies."""
+    if settings.link is None:
+        return None
+    return _made(LinkSettings, "link", settings.link)[0]
+
+
+def faults_of(settings: Settings) -> list[Fault]:
+    """Return the faults; their values are checked where the cluster is made."""
+    return [_fault(f"faults[{n}]", one) for n, one in enumerate(settings.faults)]
+
+
+def _fault(key: str, table: Mapping[str, Any]) -> Fault:
     kinds = f"one of {', '.join(_FAULTS)}"
-    match first["type"]:
-        case "union_tag_not_found":
-            return f"{dotted([*place, 'kind'])} is missing: allowed is {kinds}"
-        case "union_tag_invalid":
-            return unusable(dotted([*place, "kind"]), first["input"]["kind"], kinds)
-        case _:
-            return said(error, place)
+    if "kind" not in table:
+        raise ScenarioError(f"{key}.kind is missing: allowed is {kinds}")
+    kind = table["kind"]
+    if not isinstance(kind, str) or kind not in _FAULTS:
+        raise ScenarioError(unusable(f"{key}.kind", kind, kinds))
+    own: dict[str, Any] = {"kind": (str, ...)}
+    if kind == "crash":
+        own["detect_ns"] = (Any, DETECT_NS)
+    return _made(_FAULTS[kind], key, table, **own)[0]
