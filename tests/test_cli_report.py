@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from pathlib import Path
 
 import pytest
@@ -61,17 +60,15 @@ def test_a_report_of_what_somebody_changed_is_one_line_and_2(place: Path):
     for key in ("name", "figures", "meaning", "exact", "versions", "expect"):
         path.write_text(json.dumps({**result, key: 3}))
         said = refused(place, "report", "run")
-        assert re.search(
-            rf"result\.json: Expected .*, got `int` - at `\$\.{key}`$", said
-        )
+        assert said.endswith(f"ValueError: {key} in result.json is an int\n")
     for key in ("seed", "outcome"):
         path.write_text(json.dumps({k: v for k, v in result.items() if k != key}))
         said = refused(place, "report", "run")
-        assert said.endswith(f"result.json: Object missing required field `{key}`\n")
+        assert said.endswith(f"ValueError: result.json has no {key}\n")
     expected = [{**one, "figure": 3, "got": 1} for one in result["expect"]]
     path.write_text(json.dumps({**result, "expect": expected}))
     said = refused(place, "report", "run")
-    assert said.endswith("got `int` - at `$.expect[0].figure`\n")
+    assert said.endswith("ValueError: expect.0.figure in result.json is an int\n")
     path.write_text(json.dumps({**result, "question": "\udcff?"}))
     assert jdag("report", "run")[0] == 0
     assert "\\udcff?" in (place / "run" / "index.html").read_text()

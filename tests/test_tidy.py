@@ -43,7 +43,7 @@ RANK = {unit: rank for rank, row in enumerate(LAYERS) for unit in row}
 HOMES = {
     "typer": ("cli",),
     "rich": ("cli",),
-    "pydantic": ("runtime.tables", "scenario", "rpc"),
+    "pydantic": ("runtime.tables", "scenario", "rpc", "report.result"),
     "tomllib": ("runtime.tables",),
     "matplotlib": ("report",),
     "jinja2": ("report",),

@@ -5,16 +5,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct, ValidationError, convert, to_builtins
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-from jdag.errors import ScenarioError
+from jdag.errors import ScenarioError, kind_of
 from jdag.runtime.tables import parsed, text_in
 
 RESULT = "result.json"
 JSON_BYTES_MAX = 1 << 28  # Of a file of a run, which may be any by now.
 
 
-class Expectation(Struct):
+class _Table(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class Expectation(_Table):
     """One expectation of a figure: what was wanted, what it is, whether it is met."""
 
     figure: str
@@ -23,7 +27,7 @@ class Expectation(Struct):
     met: bool
 
 
-class Result(Struct, kw_only=True):
+class Result(_Table):
     """What a report is made of; the figures stand beside it by their own names too."""
 
     name: str
@@ -63,8 +67,10 @@ def read_result(folder: Path) -> Mapping[str, Any]:
         ValueError: there is none, or something in it is missing or of another type.
     """
     try:
-        result = convert(json_of(folder / RESULT), Result)
+        return Result.model_validate(json_of(folder / RESULT)).model_dump()
     except ValidationError as error:
-        raise ValueError(f"{RESULT}: {error}") from error
-    found: Mapping[str, Any] = to_builtins(result)
-    return found
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"]))
+        if first["type"] == "missing" or not key:
+            raise ValueError(f"{RESULT} has no {key or 'table'}") from None
+        raise ValueError(f"{key} in {RESULT} is {kind_of(first['input'])}") from None
