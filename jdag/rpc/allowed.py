@@ -40,7 +40,7 @@ class Allowed:
 
     Args:
         modules: dotted names; what is in one, and in modules below it, is allowed.
-        check: holds what is found in these by a name to what is known of it, or raises.
+        check: called with the name of each that is found in these, and with it.
 
     Raises:
         JdagError: one is no dotted name, or `__main__`, which each process has its own.
@@ -61,10 +61,6 @@ class Allowed:
     def __repr__(self) -> str:
         return f"Allowed({', '.join(self.modules)})"
 
-    def has(self, module: str) -> bool:
-        """Tell whether the functions of a module are allowed."""
-        return any(within(module, one) for one in (*self.modules, *MODULES))
-
     def find(self, name: str, *, load: bool = True) -> Any:
         """Return the function or class of this name.
 
@@ -80,38 +76,18 @@ class Allowed:
         if known is not None:
             return known
         module = name.partition(":")[0]
-        if self.has(module):
-            return self._found(name, load)
+        is_own = any(within(module, one) for one in self.modules)
+        if is_own or any(within(module, one) for one in MODULES):
+            found = _found(name, load)
+            if is_own and self._check is not None:
+                self._check(name, found)
+            return found
         if within(module, "jdag") and "__" not in module:
             with suppress(JdagError):
-                found = self._found(name, load)
+                found = _found(name, load)
                 if is_remote(found):
                     return found
         raise JdagError(self._refusal(name, module))
-
-    def _found(self, name: str, load: bool) -> Any:
-        module, _, qualname = name.partition(":")
-        parts = qualname.split(".")
-        if not all(part.isidentifier() and part[:2] != "__" for part in parts):
-            raise JdagError(
-                f"{name} has no name that another process could find it by: it has to "
-                "be a function or class at the top of its module, or in such a class"
-            )
-        space: Any = _module(module, load)
-        for place, part in enumerate(parts):
-            space = _member(space, part, f"{module}:{'.'.join(parts[: place + 1])}")
-            if space is None:
-                raise JdagError(f"module {module!r} has no function or class {name}")
-        if self._check is not None:
-            self._check(name, space)
-        return space
-
-    def find_own(self, name: str) -> Any:
-        """Return what `find` does of these modules alone; None if it is not of them."""
-        if not any(within(name.partition(":")[0], one) for one in self.modules):
-            return None
-        found = self.find(name, load=False)
-        return None if is_remote(found) else found
 
     def _refusal(self, name: str, module: str) -> str:
         if module == "__main__" or not _is_dotted(module):
@@ -126,6 +102,22 @@ class Allowed:
             f"{name} may not be had by name: allowed are functions of {allowed}; "
             f"start the worker with allow=[{top!r}] where it has that module"
         )
+
+
+def _found(name: str, load: bool) -> Any:
+    module, _, qualname = name.partition(":")
+    parts = qualname.split(".")
+    if not all(part.isidentifier() and part[:2] != "__" for part in parts):
+        raise JdagError(
+            f"{name} has no name that another process could find it by: it has to "
+            "be a function or class at the top of its module, or in such a class"
+        )
+    space: Any = _module(module, load)
+    for place, part in enumerate(parts):
+        space = _member(space, part, f"{module}:{'.'.join(parts[: place + 1])}")
+        if space is None:
+            raise JdagError(f"module {module!r} has no function or class {name}")
+    return space
 
 
 def _check_module(module: object) -> None:
