@@ -41,6 +41,8 @@ class Allowed:
     Args:
         modules: dotted names; what is in one, and in modules below it, is allowed.
         check: called with the name of each that is found in these, and with it.
+        load: whether to import a module that is allowed; without, what is not imported
+            yet is not there.
 
     Raises:
         JdagError: one is no dotted name, or `__main__`, which each process has its own.
@@ -49,25 +51,27 @@ class Allowed:
     def __init__(
         self,
         modules: Sequence[str],
-        check: Callable[[str, Any], None] | None = None,
+        check: Callable[[str, Any], None] = lambda *_: None,
+        *,
+        load: bool = True,
     ) -> None:
         if isinstance(modules, str):
             raise JdagError(f"allow={modules!r}: it takes several names: [{modules!r}]")
         for module in modules:
-            _check_module(module)
+            if not isinstance(module, str) or not _is_dotted(module):
+                raise JdagError(
+                    f"allow has {module!r}: it takes names of modules, as 'a.b'"
+                )
+            if module.partition(".")[0] in ("__main__", "builtins"):
+                raise JdagError(f"allow has {module!r}: name modules of your own")
         self.modules = tuple(dict.fromkeys(modules))
-        self._check = check
+        self._check, self._load = check, load
 
     def __repr__(self) -> str:
         return f"Allowed({', '.join(self.modules)})"
 
-    def find(self, name: str, *, load: bool = True) -> Any:
-        """Return the function or class of this name.
-
-        Args:
-            name: `module:qualname`.
-            load: whether to import its module if that is allowed; without, what is
-                not imported yet is not there.
+    def find(self, name: str) -> Any:
+        """Return the function or class of this name, `module:qualname`.
 
         Raises:
             JdagError: it is not allowed, or not there; says what to do.
@@ -78,13 +82,13 @@ class Allowed:
         module = name.partition(":")[0]
         is_own = any(within(module, one) for one in self.modules)
         if is_own or any(within(module, one) for one in MODULES):
-            found = _found(name, load)
-            if is_own and self._check is not None:
+            found = _found(name, self._load)
+            if is_own:
                 self._check(name, found)
             return found
         if within(module, "jdag") and "__" not in module:
             with suppress(JdagError):
-                found = _found(name, load)
+                found = _found(name, self._load)
                 if is_remote(found):
                     return found
         raise JdagError(self._refusal(name, module))
@@ -120,25 +124,18 @@ def _found(name: str, load: bool) -> Any:
     return space
 
 
-def _check_module(module: object) -> None:
-    if not isinstance(module, str) or not _is_dotted(module):
-        raise JdagError(f"allow has {module!r}: it takes names of modules, as 'a.b'")
-    if module.partition(".")[0] in ("__main__", "builtins"):
-        raise JdagError(f"allow has {module!r}: name modules of your own")
-
-
 def missing(modules: Sequence[str]) -> list[str]:
     """Return those of these modules that cannot be here, without importing any.
 
     That is so where the top one is not found, or is no package and has none below it.
     """
-    return [name for name in modules if name not in sys.modules and _is_missing(name)]
 
+    def is_missing(name: str) -> bool:
+        top, _, below = name.partition(".")
+        found = find_spec(top)
+        return found is None or bool(below and found.submodule_search_locations is None)
 
-def _is_missing(name: str) -> bool:
-    top, _, below = name.partition(".")
-    found = find_spec(top)
-    return found is None or bool(below and found.submodule_search_locations is None)
+    return [name for name in modules if name not in sys.modules and is_missing(name)]
 
 
 def within(name: str, prefix: str) -> bool:
@@ -183,8 +180,8 @@ def public() -> dict[str, Any]:
     for name in PUBLIC:
         _add(found, importlib.import_module(name), name, {})
     kinds = [getattr(builtins, name) for name in _TYPES]
-    numbers = [kind for kind in vars(np).values() if _is_number(kind)]
-    for kind in (*kinds, *numbers, jtu.Partial):
+    kinds += [kind for kind in vars(np).values() if _is_number(kind)]
+    for kind in (*kinds, jtu.Partial):
         found[name_of(kind)] = kind
     return found
 

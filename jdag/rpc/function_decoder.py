@@ -42,7 +42,7 @@ from jdag.rpc.allowed import Allowed
 from jdag.rpc.code_fingerprint import CodeFingerprints, are_fingerprints
 from jdag.rpc.function_encoder import FunctionEncoder
 from jdag.rpc.unmarshal import structure, unmarshal
-from jdag.wire.specs import Body, DevicePlacement, read_spec
+from jdag.wire.specs import read_spec
 from jdag.wire.trees import Named, TreeNode
 
 # An executable takes memory maps, of which a process has a number: near 10,900 of them
@@ -63,16 +63,9 @@ class Bound:
     known before; every other attribute makes the pair, and may raise.
     """
 
-    def __init__(
-        self,
-        spec: bytes,
-        places: DevicePlacement,
-        body: Body,
-        make: Callable[["Bound"], Any],
-    ) -> None:
-        self.spec = spec
-        self.body = body
-        self.name = body.name
+    def __init__(self, spec: bytes, make: Callable[["Bound"], Any]) -> None:
+        places, body = read_spec(spec)
+        self.spec, self.body, self.name = spec, body, body.name
         self.avals = tuple(map(aval_from, body.avals))
         self.tracked = body.tracked
         self.out_avals = tuple(map(aval_from, body.out_avals))
@@ -112,20 +105,6 @@ class Bound:
 
     def __repr__(self) -> str:
         return f"Bound({self.name})"
-
-
-class Refused:
-    """Stands for a program or hook that is not available; raises why when called."""
-
-    def __init__(self, name: str, error: JdagError) -> None:
-        module, _, qualname = name.partition(":")
-        self.__module__ = module
-        self.__qualname__ = qualname
-        self._error = error
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise the error."""
-        raise type(self._error)(str(self._error))
 
 
 class FunctionDecoder:
@@ -197,10 +176,12 @@ class FunctionDecoder:
             case Start():
                 roots = [replace(r, aval=aval_from(r.aval)) for r in message.roots]
                 return replace(message, roots=tuple(roots))
-            case Attach():
-                function = self._callable(message.hook.function)
-                aval = aval_from(message.hook.aval)
-                hook = replace(message.hook, function=function, aval=aval)
+            case Attach(hook=hook):
+                try:
+                    function = self._callable(hook.function)
+                except JdagError as error:
+                    function = _refused(hook.function, str(error))
+                hook = replace(hook, function=function, aval=aval_from(hook.aval))
                 return replace(message, hook=hook)
             case Run():
                 return self._run(message)
@@ -225,14 +206,12 @@ class FunctionDecoder:
         return replace(part, function=bound, avals=avals)
 
     def _bind(self, spec: bytes) -> Bound:
-        return Bound(spec, *read_spec(spec), self._pair)
+        return Bound(spec, self._pair)
 
     def _make(self, bound: Bound) -> Any:
         """Make the pair of what came; whatever is in the way is raised."""
-        if bound.body.digest:
-            made = self._from_definition(bound)
-        else:
-            made = self._from_names(bound)
+        by_name = not bound.body.digest
+        made = self._from_names(bound) if by_name else self._from_definition(bound)
         bound.may_raise = made.may_raise
         if bound.device is None and bound.out_devices is None:
             return made
@@ -273,25 +252,20 @@ class FunctionDecoder:
         return Pair(source, bound.avals, bound.tracked)
 
     def _callable(self, data: Any) -> Any:
-        """Return a program or hook; where it cannot be had, what raises that."""
-        try:
-            found = unmarshal(data, self.allowed)
-            if not callable(found):
-                raise JdagError(f"{found!r} is no function")
-        except JdagError as error:
-            return Refused(_name_in(data), error)
+        found = unmarshal(data, self.allowed)
+        if not callable(found):
+            raise JdagError(f"{found!r} is no function")
         return found
 
     def _run(self, run: Run) -> Run:
-        function = self._callable(run.function)
-        if not isinstance(function, Refused):
-            try:
-                arguments = unmarshal(run.arguments, self.allowed)
-                return replace(run, function=function, arguments=arguments)
-            except JdagError as error:
-                said = JdagError(f"an argument of it cannot be had here: {error}")
-                function = Refused(_name_in(run.function), said)
-        return replace(run, function=function, arguments=((), {}))
+        what = ""
+        try:
+            function = self._callable(run.function)
+            what = "an argument of it cannot be had here: "
+            arguments = unmarshal(run.arguments, self.allowed)
+        except JdagError as error:
+            function, arguments = _refused(run.function, f"{what}{error}"), ((), {})
+        return replace(run, function=function, arguments=arguments)
 
     def _return(self, message: Return, sender: Worker) -> Return:
         data = message.result
@@ -319,6 +293,16 @@ def _check_call(bound: Bound, said: tuple[Any, ...], wanted: tuple[Any, ...]) ->
 
 def _listed(avals: Sequence[Aval]) -> str:
     return ", ".join(map(str, avals)) or "nothing"
+
+
+def _refused(data: Any, why: str) -> Callable[..., Any]:
+    """Stand in for a program or hook that is not available: raise why when called."""
+
+    def refused(*_: Any, **__: Any) -> Any:
+        raise JdagError(why)
+
+    refused.__module__, _, refused.__qualname__ = _name_in(data).partition(":")
+    return refused
 
 
 def _name_in(data: Any) -> str:

@@ -161,7 +161,7 @@ class FunctionEncoder:
         spec = spec_of(pair)
         found: dict[str, Any] = {}
         try:
-            _check_named(pair, spec, Allowed(modules, found.__setitem__))
+            _check_named(pair, spec, _allowed(modules, found))
             return spec, fingerprints_of(found)
         except JdagError as error:
             why = error
@@ -180,7 +180,7 @@ def _check_named(pair: Any, spec: bytes, allowed: Allowed) -> None:
     """Raise JdagError unless a spec is read there as this very pair."""
     body = read_spec(spec)[1]
     _check_same(pair.source.fn, body.function, allowed)
-    template = template_of(*structure(body.arguments, allowed, load=False), body.own)
+    template = template_of(*structure(body.arguments, allowed), body.own)
     if template != pair.source.template:
         raise JdagError(
             f"the static arguments of {pair.name} are others when they are read"
@@ -191,11 +191,16 @@ def _check_named(pair: Any, spec: bytes, allowed: Allowed) -> None:
 
 def _check_same(fn: Any, data: Any, allowed: Allowed) -> None:
     """Raise JdagError unless nested data are read there as this very function."""
-    if key_of(unmarshal(data, allowed, load=False)) != key_of(fn):
+    if key_of(unmarshal(data, allowed)) != key_of(fn):
         raise JdagError(
             f"{name_of(fn)} is the name of another function, or of one that holds "
             "other values"
         )
+
+
+def _allowed(modules: Modules, found: dict[str, Any]) -> Allowed:
+    """What is allowed there, as far as it is here; `found` gets what is looked up."""
+    return Allowed(modules, found.__setitem__, load=False)
 
 
 class _Named(Once):
@@ -211,18 +216,14 @@ def _told(named: _Named) -> Definitions:
     """Return the fingerprints of programs and hooks."""
     found: dict[str, Any] = {}
     with suppress(JdagError):  # It is refused there, by what it is.
-        data, allowed = (
-            portable(named.functions),
-            Allowed(named.modules, found.__setitem__),
-        )
-        unmarshal(data, allowed, load=False)
+        unmarshal(portable(named.functions), _allowed(named.modules, found))
     return fingerprints_of(found)
 
 
 def _check_program(fn: Any, worker: Worker, modules: Modules) -> None:
     """Raise JdagError where a program or hook is not the same by name there."""
     try:
-        _check_same(fn, portable(fn, arrays=True), Allowed(modules))
+        _check_same(fn, portable(fn, arrays=True), _allowed(modules, {}))
     except JdagError as error:
         raise JdagError(
             f"{name_of(fn)} cannot run on {worker!r}, where programs and hooks are the "
