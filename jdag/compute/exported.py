@@ -217,25 +217,28 @@ class Program:
             traced = self._traced(compiled)
             return TracedResult(traced, tuple(found[:count]), tuple(found[count:]))
 
-        body.__name__ = self.name.rpartition(":")[2]
-        body.__qualname__ = body.__name__
+        body.__name__ = body.__qualname__ = self.name.rpartition(":")[2]
         return body
 
     def _traced(self, compiled: Callable[..., Any]) -> Traced:
         header, out_avals = self._header, self._spec.out_avals
-        tree = jtu.tree_structure((0,) * len(out_avals))
-        traced = Traced(self.name, tree, out_avals, self._spec.out_tracked)
-        if self._backward is None:
-            return traced
-        traced.args_kept, traced.outputs_kept = header.args_kept, header.outputs_kept
-        traced.sources, traced.reaches = header.sources, header.reaches
-        traced.nbytes = sum(aval.nbytes for aval in self._rest)
-        call = self._backward.call
+        traced = Traced(
+            self.name,
+            jtu.tree_structure((0,) * len(out_avals)),
+            out_avals,
+            self._spec.out_tracked,
+            header.args_kept,
+            header.outputs_kept,
+            header.sources,
+            header.reaches,
+            sum(aval.nbytes for aval in self._rest),
+        )
 
         def vjp(residuals: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:
-            return tuple(call(*map(as_jax, residuals), *cotangents))
+            return tuple(self._backward.call(*map(as_jax, residuals), *cotangents))
 
-        traced.compile(vjp, compiled)
+        if self._backward is not None:
+            traced.compile(vjp, compiled)
         return traced
 
 

@@ -138,10 +138,8 @@ class Function:
                 values = list(args)
                 for index, value in zip(indices, inexact, strict=True):
                     values[index] = value
-                call_args, call_kwargs = self.template.rebuild(values)
-                outputs, out_tree = _outputs(
-                    self.name, self.fn(*call_args, **call_kwargs)
-                )
+                given, by_name = self.template.rebuild(values)
+                outputs, out_tree = _outputs(self.name, self.fn(*given, **by_name))
                 if compiled is as_it_is:
                     outputs = settled(outputs)
                 order = tuple(bool(indices) and aval_of(o).inexact for o in outputs)
@@ -164,8 +162,7 @@ class Function:
             traced.compile(vjp_of(traced), compiled)
             return TracedResult(traced, outputs, rest)
 
-        body.__name__ = self.name.rpartition(":")[2]
-        body.__qualname__ = body.__name__
+        body.__name__ = body.__qualname__ = self.name.rpartition(":")[2]
         return body
 
 
@@ -202,15 +199,9 @@ def _outputs(name: str, tree: Any) -> tuple[list[Any], Any]:
 
 def settled(outputs: Sequence[Any]) -> list[Any]:
     """Move what an unjitted function left on another device to the one it works on."""
-    here, found = named(None), list(outputs)
-    homes = enumerate(map(home_of, outputs))
-    far = [p for p, home in homes if isinstance(home, jax.Device) and home != here]
-    back = (
-        transferred([found[index] for index in far], [here] * len(far)) if far else []
-    )
-    for index, output in zip(far, back, strict=True):
-        found[index] = output
-    return found
+    here, homes = named(None), list(map(home_of, outputs))
+    targets = [here if isinstance(home, jax.Device) else None for home in homes]
+    return transferred(outputs, targets, homes)
 
 
 def strong(array: Any) -> Any:
@@ -270,6 +261,6 @@ def _backward_of(traced: Traced, vjp: Callable[..., Any]) -> Callable[..., Any]:
         found: tuple[Any, ...] = vjp(residuals, cotangents)
         return found
 
-    backward.__name__ = f"vjp_{traced.name.rpartition(':')[2]}"
-    backward.__qualname__ = backward.__name__
+    name = f"vjp_{traced.name.rpartition(':')[2]}"
+    backward.__name__ = backward.__qualname__ = name
     return backward

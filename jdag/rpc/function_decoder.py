@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from jdag.compute.avals import Aval, aval_from
 from jdag.compute.exported import Definition, Program, check_definition
 from jdag.compute.pairs import PAIRS_MAX, Pair, pair
-from jdag.compute.placed import placed
+from jdag.compute.placed import Placed
 from jdag.compute.pytrees import template_of
 from jdag.compute.refs import Reply
 from jdag.engine.functions import name_of
@@ -130,11 +130,10 @@ class FunctionDecoder:
         self._lock = Lock()
 
     def define(self, digest: bytes, data: bytes) -> None:
-        """Take an exported function, which specs name by its digest.
+        """Take an exported function, or fingerprints of functions that go by name.
 
-        Or fingerprints of functions that go by name: cached functions with a different
-        fingerprint are rebuilt. Beyond the bounds the least recently used definition
-        is dropped, never the newest.
+        Cached functions with a different fingerprint are rebuilt. Beyond the bounds the
+        least recently used export is dropped, never the newest.
 
         Raises:
             ProtocolError: the bytes are not those of the digest, or too many.
@@ -209,15 +208,12 @@ class FunctionDecoder:
         return Bound(spec, self._pair)
 
     def _make(self, bound: Bound) -> Any:
-        """Make the pair of what came; whatever is in the way is raised."""
         by_name = not bound.body.digest
         made = self._from_names(bound) if by_name else self._from_definition(bound)
         bound.may_raise = made.may_raise
-        if bound.device is None and bound.out_devices is None:
+        if bound.in_devices is None or bound.out_devices is None:
             return made
-        sources = iter(bound.in_devices or ())
-        where = [next(sources) if tracked else None for tracked in bound.tracked]
-        return placed(made, bound.device, where, bound.out_devices)
+        return Placed(made, bound.device, bound.in_devices, bound.out_devices)
 
     def _from_names(self, bound: Bound) -> Pair:
         body = bound.body
@@ -237,7 +233,6 @@ class FunctionDecoder:
         return made
 
     def _from_definition(self, bound: Bound) -> Pair:
-        """Make the pair of an exported function."""
         digest = bound.body.digest
         with self._lock:
             data = self._definitions.get(digest)
@@ -268,13 +263,13 @@ class FunctionDecoder:
         return replace(run, function=function, arguments=arguments)
 
     def _return(self, message: Return, sender: Worker) -> Return:
-        data = message.result
-        if data is None:
-            return message
-        if not isinstance(data, TreeNode) or data.name != REPLY or len(data.parts) != 3:
-            raise ProtocolError(f"a program returned {data!r}, which is no reply")
-        result, *rest = data.parts
-        reply = unmarshal(TreeNode(REPLY, (None, *rest)), self.allowed)
+        match message.result:
+            case None:
+                return message
+            case TreeNode(name=name, parts=(result, seen, kept)) if name == REPLY:
+                reply = unmarshal(TreeNode(REPLY, (None, seen, kept)), self.allowed)
+            case data:
+                raise ProtocolError(f"a program returned {data!r}, which is no reply")
         try:
             reply = reply._replace(result=unmarshal(result, self.allowed))
         except JdagError as error:

@@ -72,10 +72,6 @@ class FunctionEncoder:
     def spec_for(self, pair: Any, allowed_there: Modules) -> Known:
         """Return the spec of a pair for a worker, and what is to be defined there.
 
-        Args:
-            pair: a `Pair` or `Placed` of this process.
-            allowed_there: the modules that the worker was told to allow.
-
         Raises:
             JdagError: it can go neither by name nor as StableHLO; says what to do.
         """
@@ -92,12 +88,7 @@ class FunctionEncoder:
     def prepare(
         self, event: Event, here: Worker, allowed_on: Callable[[Worker], Modules]
     ) -> None:
-        """Have all that an event will send be ready, or refuse it.
-
-        Args:
-            event: what a program is about to tell its engine.
-            here: the worker on which it runs.
-            allowed_on: the modules that a worker was told to allow.
+        """Make ready what an event of a program on the worker `here` will send.
 
         Raises:
             JdagError: a function, program or hook in it cannot travel to its worker.
@@ -125,10 +116,9 @@ class FunctionEncoder:
     def outgoing(
         self, message: Message, allowed_there: Modules
     ) -> tuple[Message, Definitions]:
-        """Return a message as it is to be written for a worker, and what is to precede.
+        """Return a message as it is written for a worker, and what is to precede it.
 
-        What cannot travel goes by name all the same, and fails there: `prepare` refuses
-        it before.
+        What cannot travel, which `prepare` refuses, goes by name and fails there.
         """
         match message:
             case Call():
@@ -213,7 +203,6 @@ class _Named(Once):
 
 @lru_cache(maxsize=TOLD_MAX)
 def _told(named: _Named) -> Definitions:
-    """Return the fingerprints of programs and hooks."""
     found: dict[str, Any] = {}
     with suppress(JdagError):  # It is refused there, by what it is.
         unmarshal(portable(named.functions), _allowed(named.modules, found))
