@@ -80,6 +80,7 @@ table = Table()
 settings = Settings(0.5, list(range(100)))
 LONG = list(range(100))
 LARGE = np.arange(20_000)
+BOXES = np.array([1.5, "a"], object)
 PICKED = frozenset({noted, counted, helper})
 act = jnp.sin
 scaled = functools.partial(helper)
@@ -90,7 +91,7 @@ def f(x, k=1.0, *, n=3):
         return y ** n
     counted(x)
     x = act(scaled(odd(x))) + k + cached() + table.half + settings.rate
-    x = x + LONG[0] + LARGE[0] + len(PICKED)
+    x = x + LONG[0] + LARGE[0] + len(PICKED) + BOXES[0]
     return Table.of(inner(helper(x))) if x in {"a", "b"} else x
 '''
 # What another version may have in the place of some text; and what changes nothing.

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 from itertools import compress
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import jax
 import jax.tree_util as jtu
@@ -196,15 +196,14 @@ class Program:
         """What errors call an argument."""
         return f"array {position} of the arguments"
 
-    def check(self, *, dual: bool) -> None:
-        """Raise JdagError where it would have to be differentiated twice."""
-        if dual:
-            module = self.name.partition(":")[0].rpartition("(")[2]
-            raise JdagError(
-                f"{self.name} has come to this worker as StableHLO, which jdag.hvp "
-                "cannot differentiate again; a function that goes by name it can: "
-                f"start the worker with allow=[{module!r}] where it has that module"
-            )
+    def refuse_dual(self) -> NoReturn:
+        """Raise JdagError: it would have to be differentiated twice."""
+        module = self.name.partition(":")[0].rpartition("(")[2]
+        raise JdagError(
+            f"{self.name} has come to this worker as StableHLO, which jdag.hvp cannot "
+            "differentiate again; a function that goes by name it can: start the "
+            f"worker with allow=[{module!r}] where it has that module"
+        )
 
     def forward(
         self, tracked: tuple[bool, ...], compiled: Callable[..., Any]

@@ -50,6 +50,7 @@ _STORES = ("STORE_SUBSCR", "STORE_SLICE", "DELETE_SUBSCR")
 _LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 KEYED = "__jdag_key__"  # The attribute of objects that supply their own key.
 ITEMS_MAX, BYTES_MAX = 64, 1 << 16  # Larger values count by identity.
+_TOLD_MAX = (10_000, 1 << 24)  # Of larger values a digest tells the size.
 FUNCTIONS_MAX, READS_MAX = 100, 4096  # Followed, and functions whose reads are kept.
 # Packages whose functions are not followed: users do not change them.
 _FIXED = ("jax", "jaxlib", "numpy", "optax", "jdag")
@@ -202,7 +203,7 @@ def key_of(value: Any, seen: Seen | None = None, changes: Changes = ()) -> Hasha
     """
     kind: Any = type(value)
     if kind is FunctionType:
-        return _function_key(value, {} if seen is None else seen)
+        return _function_key(value, seen)
     rule = _rule_of(kind)
     if rule is repr:
         return (kind, repr(value))
@@ -215,7 +216,7 @@ def key_of(value: Any, seen: Seen | None = None, changes: Changes = ()) -> Hasha
         keyed: Hashable = getattr(value, KEYED)
         return keyed
     if kind in MUTABLE:
-        if kind not in changes and _is_small(value):
+        if kind not in changes and _is_small(value, ITEMS_MAX, BYTES_MAX):
             return (kind, *[key_of(one, seen, changes) for one in _ITEMS[kind](value)])
         return ById(value, is_told=kind not in changes)
     try:
@@ -230,36 +231,37 @@ def key_of(value: Any, seen: Seen | None = None, changes: Changes = ()) -> Hasha
     return (kind, value, *held)
 
 
-def _function_key(fn: FunctionType, seen: Seen) -> Hashable:
-    closure = fn.__closure__
+def _function_key(fn: FunctionType, seen: Seen | None) -> Hashable:
     slot = _slot(id(fn.__code__), id(fn.__globals__))
     if not slot or not slot[0].is_current():
         slot[:] = [GlobalReads(fn.__code__, fn.__globals__)]
     reads = slot[0]
-    if not (reads.held or closure or fn.__defaults__ or fn.__kwdefaults__):
+    if not (reads.held or fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__):
         return reads
+    seen = {} if seen is None else seen
     if id(fn) in seen:
         return ("again", seen[id(fn)])
     if len(seen) >= FUNCTIONS_MAX:
         return ById(fn)
     seen[id(fn)] = len(seen)
-    own = [*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).items()]
-    own.extend([c if c == _UNFILLED else c.cell_contents for c in closure or ()])
-    held = [*reads.held, *[(one, reads.changes) for one in own]]
-    return (reads, fn.__module__, *[key_of(one, seen, by) for one, by in held])
+    own = [c if c == _UNFILLED else c.cell_contents for c in fn.__closure__ or ()]
+    own += [*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).items()]
+    keys = [key_of(one, seen, by) for one, by in reads.held]
+    keys += [key_of(one, seen, reads.changes) for one in own]
+    return (reads, fn.__module__, *keys)
 
 
-def _is_small(value: Any) -> bool:
+def _is_small(value: Any, items_max: int, bytes_max: int) -> bool:
     """Tell whether containers and arrays, with those inside, hold no more than that."""
     waiting, items, nbytes = [value], 0, 0
     for one in waiting:  # It grows; each item counts, also again and again.
         if isinstance(one, np.ndarray):
-            nbytes += BYTES_MAX + 1 if one.dtype.hasobject else one.nbytes
+            nbytes += bytes_max + 1 if one.dtype.hasobject else one.nbytes
         elif isinstance(one, list | tuple | dict | set | frozenset):
             items += len(one)
-            if items <= ITEMS_MAX:
+            if items <= items_max:
                 waiting.extend([*one, *one.values()] if isinstance(one, dict) else one)
-    return items <= ITEMS_MAX and nbytes <= BYTES_MAX
+    return items <= items_max and nbytes <= bytes_max
 
 
 def _module_of(value: Any) -> str:
@@ -319,7 +321,10 @@ def _described(value: Any, top: str, seen: dict[int, Any]) -> Any:
         is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
         value = np.asarray(jax.random.key_data(value) if is_key else value)
     if type(value) in MUTABLE:
-        return tuple([key_of(item) for item in _ITEMS[type(value)](value)])
+        if _is_small(value, *_TOLD_MAX):
+            return tuple([key_of(item) for item in _ITEMS[type(value)](value)])
+        is_array = isinstance(value, np.ndarray)
+        return (str(value.dtype), *value.shape) if is_array else len(value)
     if _top_of(_module_of(value)) != top or id(value) in seen:
         return ()
     seen[id(value)] = value

@@ -111,7 +111,8 @@ class Pair:
             indices = zip(args, self.tracked, strict=True)
             args = [arg if tracked else primal_of(arg) for arg, tracked in indices]
             dual = any_dual(args)
-        self.source.check(dual=dual)
+        if dual and self.source.digest:
+            self.source.refuse_dual()
         if self._passes is not None and not dual and all(map(_stays, args, self.avals)):
             outputs = tuple([args[index] for index in self._passes])  # jit would copy.
             has_vjp = self._traced.backward is not None
@@ -156,7 +157,8 @@ class Pair:
         assert max(map(len, sums)) <= ADDENDS_MAX, (self.name, list(map(len, sums)))
         held = (residuals.rest, residuals.args, residuals.outputs)
         dual = residuals.dual or any(map(any_dual, sums))
-        self.source.check(dual=dual)
+        if dual and self.source.digest:
+            self.source.refuse_dual()
         if traced.may_raise is None and not dual:
             traced.may_raise = has_callback(traced.backward.trace(*held, sums).jaxpr)
         try:

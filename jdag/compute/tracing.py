@@ -119,9 +119,6 @@ class Function:
         """What errors call an argument."""
         return self.template.name(position)
 
-    def check(self, *, dual: bool) -> None:
-        """It can be differentiated twice, as far as its own rules can."""
-
     def forward(
         self, tracked: tuple[bool, ...], compiled: Callable[..., Any]
     ) -> Callable[..., TracedResult]:
