@@ -162,7 +162,7 @@ def _why(failed: Exception | None) -> str:
 
 
 class Program:
-    """What a pair is made from: a function that came as StableHLO.
+    """The source of a pair: a function that came as StableHLO.
 
     Args:
         definition: the exported function, its digest checked.
@@ -193,7 +193,7 @@ class Program:
             self._backward = _program(self.name, header.backward, taken, given)
 
     def argument(self, position: int) -> str:
-        """What errors call an argument."""
+        """Return the name of an argument in errors."""
         return f"array {position} of the arguments"
 
     def refuse_dual(self) -> NoReturn:

@@ -105,7 +105,7 @@ class Residuals:
 
 
 class Function:
-    """What a pair is made from: a Python function, and how its arguments lie."""
+    """The source of a pair: a Python function, and the structure of its arguments."""
 
     digest = b""  # It was not exported.
 
@@ -116,7 +116,7 @@ class Function:
         self.unjitted = is_unjitted(fn)
 
     def argument(self, position: int) -> str:
-        """What errors call an argument."""
+        """Return the name of an argument in errors."""
         return self.template.name(position)
 
     def forward(
@@ -164,7 +164,7 @@ class Function:
 
 
 def as_it_is(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """In the place of jit, for what is to run unjitted."""
+    """Return `fn`: the identity in place of jit, for what runs unjitted."""
     return fn
 
 

@@ -1,10 +1,9 @@
-"""Which functions and classes may be had by name; nothing else is ever imported.
+"""The functions and classes that messages may name; nothing else is ever imported.
 
-A name `module:qualname` is looked up in modules that were told, and only what goes by
-that very name counts: `mymodel:os.system` is not one of mymodel's functions. Of jdag it
-is what `jdag.engine.functions.remote` marks. Of JAX it
-is what its public modules have, wherever it is written; what reads or writes files, or
-changes settings, is left out.
+A name `module:qualname` is looked up in the modules that the user allowed, and only
+what goes by that very name counts: `mymodel:os.system` is not one of mymodel's
+functions. Also allowed are optax, what `jdag.engine.functions.remote` marks, and what
+the public modules of JAX have, without what reads or writes files or changes settings.
 """
 
 import builtins
@@ -36,13 +35,12 @@ _TYPES = ("bool", "int", "float", "complex", "list", "tuple", "dict", "frozenset
 
 
 class Allowed:
-    """What may be had by name here.
+    """The functions and classes that may be looked up by name.
 
     Args:
         modules: dotted names; what is in one, and in modules below it, is allowed.
-        check: called with the name of each that is found in these, and with it.
-        load: whether to import a module that is allowed; without, what is not imported
-            yet is not there.
+        check: called with name and value of each that is found in these modules.
+        load: whether to import modules; if not, one not yet imported has nothing.
 
     Raises:
         JdagError: one is no dotted name, or `__main__`, which each process has its own.
@@ -66,9 +64,6 @@ class Allowed:
                 raise JdagError(f"allow has {module!r}: name modules of your own")
         self.modules = tuple(dict.fromkeys(modules))
         self._check, self._load = check, load
-
-    def __repr__(self) -> str:
-        return f"Allowed({', '.join(self.modules)})"
 
     def find(self, name: str) -> Any:
         """Return the function or class of this name, `module:qualname`.
@@ -164,7 +159,7 @@ def _module(name: str, load: bool) -> ModuleType:
 
 
 def _member(space: Any, part: str, name: str) -> Any:
-    """What a module or class has of its own under this very name, or None."""
+    """Return what a module or class has of its own under this very name, or None."""
     found = vars(space).get(part) if isinstance(space, ModuleType | type) else None
     if isinstance(found, staticmethod):
         found = found.__func__
@@ -175,7 +170,7 @@ def _member(space: Any, part: str, name: str) -> Any:
 
 @cache
 def public() -> dict[str, Any]:
-    """What JAX's public modules have, and the types of numbers and containers."""
+    """Return what public modules of JAX have, and types of numbers and containers."""
     found: dict[str, Any] = {}
     for name in PUBLIC:
         _add(found, importlib.import_module(name), name, {})

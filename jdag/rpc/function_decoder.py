@@ -111,8 +111,8 @@ class FunctionDecoder:
     """Decodes the functions that arrive at a worker; used by several threads.
 
     Args:
-        allow: modules whose functions may be had by name, beside those of JAX, optax
-            and jdag's ready programs; modules below one are allowed with it.
+        allow: modules whose functions may be named, beside those of JAX, optax and
+            jdag's ready programs; modules below one are allowed with it.
 
     Raises:
         JdagError: one is not the name of a module, or there is none of this name.
@@ -301,7 +301,7 @@ def _refused(data: Any, why: str) -> Callable[..., Any]:
 
 
 def _name_in(data: Any) -> str:
-    """What a function is called that is there as nested data only."""
+    """Return the name of a function from its nested data."""
     match data:
         case TreeNode(parts=(Named() | TreeNode() as first, *_)):
             return f"partial({_name_in(first)})"

@@ -1,7 +1,7 @@
-"""What has travelled as names and parts, made of what these name here.
+"""Nested data that travelled as names and parts become Python objects again.
 
-Classes are only those whose instances are data: their parts are put in place, and no
-code of theirs runs but what JAX's own registry has of pytree nodes.
+Only instances that are data are made: their parts are put in place, and no code of
+their classes runs but what JAX's registry has of pytree nodes.
 """
 
 import functools
@@ -163,7 +163,7 @@ def _treedef(kind: Any, aux: Any, children: list[Any]) -> Any:
 
 
 def array(raw: Raw) -> Any:
-    """Return the array that has travelled: JAX's or numpy's, as it was."""
+    """Return the array that travelled, JAX's or numpy's as it was."""
     kind = raw.kind
     if raw.form == "array":
         return delivered(landed(kind, memoryview(raw.data)))
