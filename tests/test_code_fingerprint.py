@@ -12,15 +12,13 @@ import pytest
 
 import jdag
 from jdag.compute.exported import check_definition
-from jdag.compute.fingerprint import FUNCTIONS_MAX
+from jdag.compute.fingerprint import FUNCTIONS_MAX, digest_of
 from jdag.errors import JdagError, ProtocolError
 from jdag.rpc.code_fingerprint import (
     CodeFingerprints,
     are_fingerprints,
-    digest_of,
     fingerprints_of,
 )
-from jdag.wire.trees import Named, Part, TreeNode
 
 ROOT = Path(__file__).parent.parent
 SOURCE = '''
@@ -82,6 +80,7 @@ table = Table()
 settings = Settings(0.5, list(range(100)))
 LONG = list(range(100))
 LARGE = np.arange(20_000)
+BOXES = np.array([1.5, "a"], object)
 PICKED = frozenset({noted, counted, helper})
 act = jnp.sin
 scaled = functools.partial(helper)
@@ -92,7 +91,7 @@ def f(x, k=1.0, *, n=3):
         return y ** n
     counted(x)
     x = act(scaled(odd(x))) + k + cached() + table.half + settings.rate
-    x = x + LONG[0] + LARGE[0] + len(PICKED)
+    x = x + LONG[0] + LARGE[0] + len(PICKED) + BOXES[0]
     return Table.of(inner(helper(x))) if x in {"a", "b"} else x
 '''
 # What another version may have in the place of some text; and what changes nothing.
@@ -202,11 +201,7 @@ def test_objects_that_hold_each_other_are_gone_through_once():
 
 
 def told(module: ModuleType) -> bytes:
-    def find(name: str) -> Any:
-        return module.f if name == "models:f" else None
-
-    data = (Named("models:f"), {"k": [Part(Named("jax:x"))]}, TreeNode("models:g", ()))
-    (definition,) = fingerprints_of(data, find)
+    (definition,) = fingerprints_of({"models:f": module.f, "models:made": made})
     check_definition(*definition)
     assert are_fingerprints(definition.data) and not are_fingerprints(b"StableHLO")
     return definition.data
@@ -225,8 +220,8 @@ def test_what_is_found_is_held_to_what_was_told_of_its_name():
     codes.check("models:f", made(*OTHERS[0]).f)
 
 
-def test_of_what_is_not_of_the_users_modules_nothing_is_told():
-    assert fingerprints_of((Named("jax:x"), 3, None), lambda name: None) == ()
+def test_of_what_has_no_digest_nothing_is_told():
+    assert fingerprints_of({}) == fingerprints_of({"models:made": made}) == ()
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b'{"f": 3}', b"{", b"\xff"])
@@ -240,7 +235,7 @@ def test_a_worker_with_another_version_of_a_module_computes_nothing_by_its_names
 ) -> None:
     file = tmp_path / "two_versions.py"
     source = """
-import jax.numpy as jnp, jdag
+import dataclasses, jax, jax.numpy as jnp, jdag
 
 RATE = 2.0
 TABLE = {"rate": [2.0]}
@@ -253,6 +248,16 @@ def scaled(x):
 
 def same(x):
     return x + 1.0
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Layer:
+    w: float
+
+    def __call__(self, x):
+        return RATE * self.w * x
+
+layer = Layer(jnp.ones(()))
 
 def seen(cotangent):
     return cotangent * RATE
@@ -270,9 +275,10 @@ def runs(ctx, x):
     other = "two_versions:{}, or what it uses of its package, is other code here than"
     with jdag.launch(["a", "b"], allow=["two_versions"]) as cluster:
         leaf = cluster.put("b", x)
-        for name in ("scaled", "tabled", "runs"):
+        for name in ("scaled", "tabled", "runs", "layer"):
+            named = other.format("Layer" if name == "layer" else name)
             with (
-                pytest.raises(JdagError, match=other.format(name)),
+                pytest.raises(JdagError, match=named),
                 cluster.context() as ctx,
             ):
                 ctx.call("b", getattr(old, name), leaf).fetch()

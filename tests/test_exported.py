@@ -18,7 +18,13 @@ from msgspec.structs import replace
 from jdag.compute import exported as module
 from jdag.compute.avals import aval_of
 from jdag.compute.duals import Dual
-from jdag.compute.exported import Definition, ExportHeader, Program, exported
+from jdag.compute.exported import (
+    Definition,
+    ExportHeader,
+    Program,
+    check_definition,
+    exported,
+)
 from jdag.compute.moves import transferred
 from jdag.compute.pairs import Pair, pair
 from jdag.compute.pytrees import split
@@ -26,7 +32,7 @@ from jdag.engine.arrays import DTYPES
 from jdag.engine.functions import unjitted
 from jdag.errors import JdagError
 from jdag.wire.encoding import encoded
-from jdag.wire.specs import spec_of
+from jdag.wire.specs import exported_spec, spec_of
 from tests.compute_cases import array
 from tests.export_cases import CASES, layer
 
@@ -41,7 +47,7 @@ def made(fn: Any, *args: Any) -> tuple[Pair, list[Any]]:
 
 
 def travelled(here: Pair) -> Pair:
-    return Pair(Program(*exported(here)), here.avals, here.tracked)
+    return Pair(Program(exported(here), here), here.avals, here.tracked)
 
 
 def bits(value: Any) -> bytes:
@@ -108,7 +114,7 @@ def test_python_numbers_are_taken_where_weak_ones_were_exported() -> None:
 def test_an_exported_pair_has_a_spec_that_names_its_digest() -> None:
     here, _ = made(*CASES["layer"])
     definition = exported(here)
-    there = Pair(Program(*definition), here.avals, here.tracked)
+    there = Pair(Program(definition, here), here.avals, here.tracked)
     assert definition.digest in spec_of(there)
     assert len(spec_of(there)) < 300
 
@@ -118,13 +124,12 @@ import sys
 from pathlib import Path
 import jax, numpy as np
 jax.config.update("jax_enable_x64", {x64})
-from jdag.compute.exported import Program
-from jdag.compute.pairs import Pair
+from jdag.rpc.function_decoder import FunctionDecoder
 folder = Path(sys.argv[1])
-data = (folder / "data").read_bytes()
-source = Program((folder / "digest").read_bytes(), data)
-there = Pair(source, source.avals, source.tracked)
-values = [np.load(folder / f"arg{{n}}.npy") for n in range(len(source.avals))]
+functions = FunctionDecoder()
+functions.define((folder / "digest").read_bytes(), (folder / "data").read_bytes())
+there = functions.bound((folder / "spec").read_bytes())
+values = [np.load(folder / f"arg{{n}}.npy") for n in range(len(there.avals))]
 outputs, residuals = there.forward(values)
 ones = [[np.load(folder / f"cot{{n}}.npy")] * 3 for n in range(len(outputs))]
 for n, value in enumerate([*outputs, *there.vjp(residuals, ones)]):
@@ -142,6 +147,7 @@ def test_a_process_without_the_module_computes_the_same_bits(
     definition = exported(here)
     (tmp_path / "data").write_bytes(definition.data)
     (tmp_path / "digest").write_bytes(definition.digest)
+    (tmp_path / "spec").write_bytes(exported_spec(here, definition.digest))
     outputs, residuals = here.forward(values)
     cotangents = [array(*output.shape) / 3 for output in outputs]
     for n, value in enumerate(values):
@@ -246,7 +252,7 @@ def test_what_holds_too_much_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(JdagError, match="at most 100 travel; pass the arrays that it"):
         exported(made(*CASES["closure"])[0])
     with pytest.raises(JdagError, match="of 101 bytes: at most 100 are taken"):
-        Program(bytes(32), bytes(101))
+        check_definition(bytes(32), bytes(101))
 
 
 def changed(definition: Definition, **fields: Any) -> Definition:
@@ -260,88 +266,70 @@ def header_of(definition: Definition) -> ExportHeader:
 
 
 def test_other_bytes_than_those_of_the_digest_are_refused() -> None:
-    digest, data = exported(made(*CASES["layer"])[0])
+    here = made(*CASES["layer"])[0]
+    digest, data = exported(here)
+    check_definition(digest, data)
     with pytest.raises(JdagError, match="not those of its digest"):
-        Program(digest, data[:-1])
+        check_definition(digest, data[:-1])
     with pytest.raises(JdagError, match="not those of its digest"):
-        Program(bytes(32), data)
+        check_definition(bytes(32), data)
     with pytest.raises(JdagError, match="cannot be read"):
-        Program(sha256(b"x").digest(), b"x")
+        Program(Definition(digest, b"x"), here)
     with pytest.raises(JdagError, match=r"cannot be read: .* trailing characters"):
-        Program(sha256(data + b"x").digest(), data + b"x")
+        Program(Definition(digest, data + b"x"), here)
 
 
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"tracked": (True,)}, "each argument is tracked or not"),
-        ({"out_tracked": ()}, "each output is"),
-        ({"args_kept": (7,)}, "arguments kept are there"),
-        ({"outputs_kept": (1,)}, "outputs kept are there"),
-        ({"sources": ((3, 0),)}, "residuals are there"),
-        ({"sources": ((0, 99),)}, "residuals are there"),
-        ({"reaches": ((True,),)}, "what reaches what is known"),
-        ({"reaches": ((True, True),) * 3}, "what reaches what is known"),
+        ({"args_kept": (7,)}, "cannot be read"),
+        ({"outputs_kept": (1,)}, "cannot be read"),
+        ({"sources": ((3, 0),)}, "cannot be read"),
+        ({"sources": ((0, 99),)}, "cannot be read"),
         ({"forward": b""}, "cannot be read"),
         ({"forward": b"\0" * 64}, "cannot be read"),
         ({"backward": b"noise"}, "cannot be read"),
-        ({"rest": ()}, "residuals are there|is of"),
-        ({"avals": ()}, "each argument is tracked"),
+        ({"rest": ()}, "cannot be read|is of"),
     ],
     ids=str,
 )
 def test_a_header_that_contradicts_itself_is_refused(
     fields: dict[str, Any], said: str
 ) -> None:
-    definition = exported(made(*CASES["layer"])[0])
+    here = made(*CASES["layer"])[0]
     with pytest.raises(JdagError, match=said):
-        Program(*changed(definition, **fields))
+        Program(changed(exported(here), **fields), here)
 
 
 def test_a_program_of_other_shapes_is_refused() -> None:
-    one = exported(made(*CASES["layer"])[0])
+    here = made(*CASES["layer"])[0]
+    one = exported(here)
     other = header_of(exported(made(layer, array(5, 3), array(5), array(3))[0]))
     with pytest.raises(JdagError, match=r"is of .* and not of"):
-        Program(*changed(one, forward=other.forward))
+        Program(changed(one, forward=other.forward), here)
     with pytest.raises(JdagError, match=r"is of .* and not of"):
-        Program(*changed(one, backward=other.backward))
-    with pytest.raises(JdagError, match="tracked arguments are inexact"):
-        ints = exported(made(*CASES["ints and bools"])[0])
-        Program(*changed(ints, tracked=(True, True)))
+        Program(changed(one, backward=other.backward), here)
 
 
-def with_forward(definition: Definition, fn: Any, **options: Any) -> Definition:
-    structs = [
-        jax.ShapeDtypeStruct(kind.shape, kind.dtype)
-        for kind in header_of(definition).avals
-    ]
-    made = export.export(jax.jit(fn), **options)(*structs)
-    return changed(definition, forward=bytes(made.serialize()))
+def with_forward(fn: Any, **options: Any) -> tuple[Definition, Pair]:
+    """The export of an identity, with another program in its place."""
+    here = made(CASES["identity"][0], array(3))[0]
+    structs = [aval.struct() for aval in here.avals]
+    program = export.export(jax.jit(fn), **options)(*structs)
+    return changed(exported(here), forward=bytes(program.serialize())), here
 
 
-def test_a_program_that_calls_what_is_not_harmless_is_refused() -> None:
-    plain = exported(made(CASES["identity"][0], array(3))[0])
-    call = jax.ffi.ffi_call(
-        "xla_ffi_python_cpu_callback", jax.ShapeDtypeStruct((3,), "f8")
-    )
-    unchecked = export.DisabledSafetyCheck.custom_call("xla_ffi_python_cpu_callback")
-    harmful = with_forward(plain, lambda x: (call(x),), disabled_checks=[unchecked])
-    with pytest.raises(JdagError, match=r"without checks|xla_ffi_python_cpu_callback"):
+@pytest.mark.parametrize("target", ["xla_ffi_python_cpu_callback", "evil"])
+def test_a_program_that_calls_what_is_not_harmless_is_refused(target: str) -> None:
+    call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((3,), "f8"))
+    unchecked = export.DisabledSafetyCheck.custom_call(target)
+    harmful = with_forward(lambda x: (call(x),), disabled_checks=[unchecked])
+    with pytest.raises(JdagError, match=f"calls .*{target}.*: only routines for lin"):
         Program(*harmful)
 
 
-def test_the_calls_of_a_program_are_read_off_the_program_itself() -> None:
-    call = jax.ffi.ffi_call("evil", jax.ShapeDtypeStruct((3,), "f8"))
-    unchecked = export.DisabledSafetyCheck.custom_call("evil")
-    structs = jax.ShapeDtypeStruct((3,), "f8")
-    made = export.export(jax.jit(call), disabled_checks=[unchecked])(structs)
-    with pytest.raises(JdagError, match="calls evil: only routines for linear algebra"):
-        module._check_calls("f", made.mlir_module_serialized)
-
-
 def test_a_program_for_another_platform_says_which_and_what_to_do() -> None:
-    plain = exported(made(CASES["identity"][0], array(3))[0])
-    other = with_forward(plain, lambda x: (x,), platforms=["cuda"])
+    other = with_forward(lambda x: (x,), platforms=["cuda"])
     if jax.default_backend() == "cpu":
         with pytest.raises(
             JdagError, match=r"exported for cuda, and this worker .* cpu"

@@ -174,26 +174,26 @@ def test_equal_specs_are_bound_once() -> None:
     assert bound_of(made(jnp.add, X, X), functions) is not bound_of(here, functions)
 
 
-def test_nothing_is_made_before_forward_runs_and_then_once_by_all_threads() -> None:
+def test_nothing_is_made_before_forward_runs_and_then_once_by_all_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     traced = []
 
     def counted(x: Any) -> Any:
         traced.append(threading.get_ident())
         return x * 2
 
-    here = made(names_cases.layer, array(2, 3), X)
-    functions = FunctionDecoder(["tests"])
-    bound = functions.bound(spec_of(here))
-    entered, second = [0], threading.Event()
-
-    def make(_: Any) -> Any:
+    def make(*_: Any) -> Any:
         entered[0] += 1
         if entered[0] > 1:
             second.set()
         second.wait(0.3)  # Time for the others to come in, if they may.
         return made(counted, X)
 
-    bound._make = make
+    here = made(jnp.tanh, X)
+    entered, second = [0], threading.Event()
+    monkeypatch.setattr("jdag.rpc.function_decoder.pair", make)
+    bound = FunctionDecoder(["tests"]).bound(spec_of(here))
     assert not traced
     threads = [threading.Thread(target=bound.forward, args=([X],)) for _ in range(8)]
     for thread in threads:
@@ -252,11 +252,11 @@ def test_what_a_trace_raises_is_raised_by_forward(
 
 def test_a_call_that_its_spec_contradicts_is_refused() -> None:
     call = call_of(made(names_cases.layer, array(2, 3), X))
-    with pytest.raises(ProtocolError, match="has 1 inputs, not 2"):
+    with pytest.raises(ProtocolError, match=r"layer says .* and its spec"):
         arrived(replace(call, inputs=call.inputs[:1], tracked=(True,)))
-    with pytest.raises(ProtocolError, match="are tracked, and its spec"):
+    with pytest.raises(ProtocolError, match=r"says .* and its spec"):
         arrived(replace(call, tracked=(True, False)))
-    with pytest.raises(ProtocolError, match="are tracked, and its spec"):
+    with pytest.raises(ProtocolError, match=r"says .* and its spec"):
         arrived(replace(call, outputs=(True, True)))
     with pytest.raises(ProtocolError):
         arrived(replace(call, function=b"\7"))
@@ -274,7 +274,7 @@ def test_assignments_are_bound_with_their_types() -> None:
     assert plain.function is None
     assert type(plain.avals[0]) is Aval
     assert plain.avals[0].device == "cpu:1"
-    with pytest.raises(ProtocolError, match="has 0 outputs, not 1"):
+    with pytest.raises(ProtocolError, match=r"says .* and its spec"):
         arrived(Assign((1,), (replace(part, outputs=(), avals=()),)))
 
 
@@ -385,7 +385,7 @@ def test_the_bound_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = [made(jnp.tanh, jnp.ones(size)) for size in range(1, 6)]
     first = bound_of(shapes[0], functions)
     kept = [bound_of(shape, functions) for shape in shapes]
-    assert len(functions._bound) == 3
+    assert functions.bound.cache_info().currsize == 3
     assert bound_of(shapes[4], functions) is kept[4]
     assert bound_of(shapes[0], functions) is not first
 
@@ -405,7 +405,7 @@ def test_few_hold_what_they_were_made_into_and_all_compute(
             (back,) = one.vjp(residuals, [[jnp.ones(size)]])
             assert found.tolist() == [float(jnp.tanh(0.5))] * size
             np.testing.assert_allclose(back, 1.0 - found * found)
-            assert sum(one._pair is not None for one in bound) <= 2
+            assert functions._pair.cache_info().currsize == 2
 
 
 def test_who_contradicts_what_was_told_of_a_name_has_its_pairs_made_again() -> None:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from msgspec.structs import replace
 
 from jdag.api.leafwise import Leafwise
 from jdag.api.optimizer import squared_norms, stepped
@@ -35,6 +36,7 @@ from jdag.engine.protocol import (
 )
 from jdag.errors import JdagError
 from jdag.rpc import function_decoder as functions_module
+from jdag.rpc.code_fingerprint import are_fingerprints
 from jdag.rpc.function_decoder import FunctionDecoder
 from jdag.rpc.function_encoder import FunctionEncoder
 from jdag.wire.specs import read_spec, spec_of
@@ -80,7 +82,9 @@ def received(pair: Any, allowed: tuple[str, ...] = ()) -> Any:
 @pytest.mark.parametrize("case", FUNCTIONS)
 def test_what_names_the_same_there_goes_by_name(case: Any) -> None:
     pair = made(*case)
-    assert FunctionEncoder().spec_for(pair, THERE) == (spec_of(pair), ())
+    spec, needed = FunctionEncoder().spec_for(pair, THERE)
+    assert spec == spec_of(pair)
+    assert all(are_fingerprints(one.data) for one in needed)
 
 
 JDAGS = {
@@ -147,7 +151,7 @@ def test_a_name_that_stands_for_something_else_here_is_exported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pair = made(shadowed, X)
-    assert FunctionEncoder().spec_for(pair, THERE)[1] == ()
+    assert FunctionEncoder().spec_for(pair, THERE)[0] == spec_of(pair)
 
     def other(x: Any) -> Any:
         return x - 1
@@ -167,14 +171,14 @@ def test_a_static_that_stands_for_something_else_here_is_exported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pair = made(applied, shadowed, X)
-    assert FunctionEncoder().spec_for(pair, THERE)[1] == ()
+    assert FunctionEncoder().spec_for(pair, THERE)[0] == spec_of(pair)
 
     def other(x: Any) -> Any:
         return x - 1
 
     other.__qualname__ = "shadowed"
     monkeypatch.setitem(globals(), "shadowed", other)
-    assert len(FunctionEncoder().spec_for(pair, THERE)[1]) == 1
+    assert FunctionEncoder().spec_for(pair, THERE)[0] != spec_of(pair)
 
 
 def test_a_module_that_is_not_imported_here_is_not_imported_to_name_a_function() -> (
@@ -211,7 +215,7 @@ def test_it_is_exported_once_and_each_worker_is_told_its_own() -> None:
     assert spec == again
     assert same is definition
     assert exports.spec_for(pair, ()) == (spec, (definition,))
-    assert exports.spec_for(pair, THERE) == (spec_of(pair), ())
+    assert exports.spec_for(pair, THERE)[0] == spec_of(pair)
 
 
 def test_places_go_with_what_was_exported() -> None:
@@ -235,13 +239,14 @@ def test_what_can_go_neither_way_says_both_reasons_and_what_to_do() -> None:
     )
     with pytest.raises(JdagError, match=said + r".* As StableHLO: .*calls back into P"):
         FunctionEncoder().spec_for(pair, ())
-    assert FunctionEncoder().spec_for(pair, THERE)[1] == ()
+    assert FunctionEncoder().spec_for(pair, THERE)[0] == spec_of(pair)
 
 
 def test_a_message_is_sent_with_what_is_to_be_defined_first() -> None:
     exports = FunctionEncoder()
     by_name = call_of(made(jnp.tanh, X))
-    assert exports.outgoing(by_name, ()) == (by_name, ())
+    named = replace(by_name, function=spec_of(by_name.function))
+    assert exports.outgoing(by_name, ()) == (named, ())
     pair = made(names_cases.layer, array(2, 3), X)
     call = call_of(pair)
     message, (definition,) = exports.outgoing(call, ())
@@ -279,7 +284,7 @@ def test_a_definition_of_another_function_fails_the_call() -> None:
     functions.define(*other)
     digest = read_spec(one)[1].digest
     bound = functions.bound(one.replace(digest, other.digest))
-    with pytest.raises(JdagError, match=r"was called as .* and exported as"):
+    with pytest.raises(JdagError, match=r"is of .* and not of"):
         bound.forward([array(2, 3), X])
 
 
@@ -323,8 +328,8 @@ def test_definitions_are_bounded_by_their_bytes_too(
 def test_no_more_pairs_are_kept_than_compute_keeps_and_what_goes_is_freed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert functions_module.BOUND_MAX <= PAIRS_MAX
-    monkeypatch.setattr(functions_module, "BOUND_MAX", 2)
+    assert functions_module.MADE_MAX <= functions_module.BOUND_MAX <= PAIRS_MAX
+    monkeypatch.setattr(functions_module, "MADE_MAX", 2)
     exports, functions = FunctionEncoder(), FunctionDecoder()
     pairs = []
     for rows in range(2, 6):
@@ -334,7 +339,6 @@ def test_no_more_pairs_are_kept_than_compute_keeps_and_what_goes_is_freed(
         bound = functions.bound(spec)
         bound.vjp(bound.forward(args)[1], [[array(rows)]])
         pairs.append(weakref.ref(bound.pair))
-    del bound
     gc.collect()
     assert [pair() is None for pair in pairs] == [True, True, False, False]
 

@@ -77,9 +77,6 @@ class Configuration(Once):
         super().__init__(settings)
         self.settings = settings
 
-    def __repr__(self) -> str:
-        return f"Configuration({dict(self.settings)})"
-
 
 @lru_cache(maxsize=1)
 def compared() -> tuple[str, ...]:

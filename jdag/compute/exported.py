@@ -5,16 +5,16 @@ CUDA. Residuals are outputs of forward and inputs of the vjp, so that nothing is
 computed twice; those that are arguments or outputs are neither returned nor sent again
 (`jdag.compute.tracing`). What XLA compiles on the other side is the same program.
 
-What arrives is checked before it is used: its digest, what its header says against the
-shapes of the programs, their effects and devices, and that they call nothing outside of
-StableHLO but the routines for linear algebra, Fourier transforms and random numbers.
+What arrives is checked before it is used: its digest, the types of its programs, and
+that they call nothing outside of StableHLO but the routines for linear algebra, Fourier
+transforms and random numbers.
 """
 
 import re
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 from itertools import compress
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import jax
 import jax.tree_util as jtu
@@ -31,7 +31,7 @@ from jdag.compute.tracing import Traced, TracedResult, as_jax, vjp_of
 from jdag.engine.arrays import ArrayType, check_possible
 from jdag.engine.functions import is_unjitted
 from jdag.engine.messages import Several
-from jdag.engine.names import DATA_MAX_BYTES, U32, Mask, Name, Record
+from jdag.engine.names import DATA_MAX_BYTES, U32, Mask, Record
 from jdag.errors import JdagError, ProtocolError, named_text
 
 Bytes = Annotated[bytes, Meta(max_length=DATA_MAX_BYTES)]
@@ -57,17 +57,12 @@ class Definition(NamedTuple):
 
 
 class ExportHeader(Record):
-    """What is known of an exported function beside its two programs.
+    """What is known of an exported function beside its spec, and its two programs.
 
     `sources` says of each residual where it is: (0, place in the rest), (1, in
     `args_kept`), (2, in `outputs_kept`); `rest` are the types of the rest.
     """
 
-    name: Name
-    avals: Several[ArrayType]
-    tracked: Mask
-    out_avals: Several[ArrayType]
-    out_tracked: Mask
     args_kept: Several[U32]
     outputs_kept: Several[U32]
     sources: Several[tuple[U32, U32]]
@@ -78,10 +73,6 @@ class ExportHeader(Record):
 
 
 _decoder: Decoder[ExportHeader] = Decoder(ExportHeader)
-
-
-def _types(avals: Sequence[Aval]) -> tuple[ArrayType, ...]:
-    return tuple([ArrayType(a.shape, str(a.dtype), a.weak) for a in avals])
 
 
 def exported(pair: Any) -> Definition:
@@ -96,26 +87,17 @@ def exported(pair: Any) -> Definition:
         found.append(body(*args))
         return (*found[-1].outputs, *found[-1].rest)
 
-    structs = [aval.struct() for aval in pair.avals]
-    program = _exported(pair.name, forward, structs)
+    program = _exported(pair.name, forward, [aval.struct() for aval in pair.avals])
     traced, rest = found[-1].traced, [aval_of(one) for one in found[-1].rest]
-    backward = b""
-    if traced.backward is not None:
-        backward = _exported_vjp(pair, traced, rest)
     data = encode(
         ExportHeader(
-            pair.name,
-            _types(pair.avals),
-            pair.tracked,
-            _types(traced.out_avals),
-            traced.out_tracked,
             traced.args_kept,
             traced.outputs_kept,
             traced.sources,
-            _types(rest),
+            tuple([ArrayType(a.shape, str(a.dtype), a.weak) for a in rest]),
             traced.reaches,
             program,
-            backward,
+            b"" if traced.backward is None else _exported_vjp(pair, traced, rest),
         )
     )
     if len(data) > EXPORT_MAX_BYTES:
@@ -127,31 +109,26 @@ def exported(pair: Any) -> Definition:
 
 
 def _exported_vjp(pair: Any, traced: Traced, rest: Sequence[Aval]) -> bytes:
-    found = _residuals(traced, pair.avals, traced.out_avals, rest)
-    residuals = [aval.struct() for aval in found]
-    tracked = compress(traced.out_avals, traced.out_tracked)
-    cotangents = [aval.struct() for aval in tracked]
-    vjp = vjp_of(traced)
+    taken = _taken(traced, pair, rest)
+    count, vjp = len(traced.sources), vjp_of(traced)
 
     def backward(*arrays: Any) -> Any:
-        return vjp(list(arrays[: len(residuals)]), list(arrays[len(residuals) :]))
+        return vjp(list(arrays[:count]), list(arrays[count:]))
 
-    return _exported(pair.name, backward, [*residuals, *cotangents])
+    return _exported(pair.name, backward, [aval.struct() for aval in taken])
 
 
-def _residuals(
-    kept: "Traced | ExportHeader",
-    avals: Sequence[Aval],
-    out_avals: Sequence[Aval],
-    rest: Sequence[Aval],
+def _taken(
+    kept: "Traced | ExportHeader", pair: Any, rest: Sequence[Aval]
 ) -> list[Aval]:
-    """Return the abstract values of residuals, in the order of the vjp."""
+    """Return the types that a vjp takes: residuals in its order, then cotangents."""
     homes: tuple[Sequence[Aval], ...] = (
         rest,
-        [avals[index] for index in kept.args_kept],
-        [out_avals[index] for index in kept.outputs_kept],
+        [pair.avals[index] for index in kept.args_kept],
+        [pair.out_avals[index] for index in kept.outputs_kept],
     )
-    return [homes[home][index] for home, index in kept.sources]
+    residuals = [homes[home][index] for home, index in kept.sources]
+    return [*residuals, *compress(pair.out_avals, pair.out_tracked)]
 
 
 def _exported(name: str, fn: Callable[..., Any], structs: Sequence[Any]) -> bytes:
@@ -185,113 +162,83 @@ def _why(failed: Exception | None) -> str:
 
 
 class Program:
-    """What a pair is made from: a function that came as StableHLO.
+    """The source of a pair: a function that came as StableHLO.
+
+    Args:
+        definition: the exported function, its digest checked.
+        spec: has what its spec says: name, avals, tracked, out_avals and out_tracked.
 
     Raises:
-        JdagError: the bytes are not those of the digest, or no program.
+        JdagError: it is no such function.
     """
 
     unjitted = False
 
-    def __init__(self, digest: bytes, data: bytes) -> None:
-        check_definition(digest, data)
+    def __init__(self, definition: Definition, spec: Any) -> None:
+        self.digest, data = definition
+        self.name, self._spec = spec.name, spec
         try:
-            header = _decoder.decode(data)
-            for kind in (*header.avals, *header.out_avals, *header.rest):
+            self._header = header = _decoder.decode(data)
+            for kind in header.rest:
                 check_possible(kind)
-        except (MsgspecError, ValueError, RecursionError, ProtocolError) as error:
+            self._rest = list(map(aval_from, header.rest))
+            taken = _taken(header, spec, self._rest)
+        except (MsgspecError, ValueError, LookupError, ProtocolError) as error:
             raise JdagError(f"an exported function cannot be read: {error}") from error
-        self.name = header.name
-        self.digest = digest
-        self.avals = tuple(map(aval_from, header.avals))
-        self.out_avals = tuple(map(aval_from, header.out_avals))
-        self.rest = tuple(map(aval_from, header.rest))
-        self.tracked, self.out_tracked = header.tracked, header.out_tracked
-        self._header = header
-        self._check()
-        tracked = [*compress(self.avals, header.tracked)]
-        self._forward = _program(
-            header.name, header.forward, self.avals, (*self.out_avals, *self.rest)
-        )
+        given = [*spec.out_avals, *self._rest]
+        self._forward = _program(self.name, header.forward, spec.avals, given)
         self._backward: Any = None
-        if any(header.out_tracked):
-            residuals = _residuals(header, self.avals, self.out_avals, self.rest)
-            taken = [*residuals, *compress(self.out_avals, header.out_tracked)]
-            self._backward = _program(header.name, header.backward, taken, tracked)
+        if any(spec.out_tracked):
+            given = [*compress(spec.avals, spec.tracked)]
+            self._backward = _program(self.name, header.backward, taken, given)
 
     def argument(self, position: int) -> str:
-        """What errors call an argument."""
+        """Return the name of an argument in errors."""
         return f"array {position} of the arguments"
 
-    def check(self, *, dual: bool) -> None:
-        """Raise JdagError where it would have to be differentiated twice."""
-        if dual:
-            module = self.name.partition(":")[0].rpartition("(")[2]
-            raise JdagError(
-                f"{self.name} has come to this worker as StableHLO, which jdag.hvp "
-                "cannot differentiate again; a function that goes by name it can: "
-                f"start the worker with allow=[{module!r}] where it has that module"
-            )
+    def refuse_dual(self) -> NoReturn:
+        """Raise JdagError: it would have to be differentiated twice."""
+        module = self.name.partition(":")[0].rpartition("(")[2]
+        raise JdagError(
+            f"{self.name} has come to this worker as StableHLO, which jdag.hvp cannot "
+            "differentiate again; a function that goes by name it can: start the "
+            f"worker with allow=[{module!r}] where it has that module"
+        )
 
     def forward(
         self, tracked: tuple[bool, ...], compiled: Callable[..., Any]
     ) -> Callable[..., TracedResult]:
         """Return forward as a function of flat arguments; `compiled` makes its vjp."""
-        assert tracked == self.tracked, (self.name, tracked)
-        call, count = self._forward.call, len(self.out_avals)
+        call, count = self._forward.call, len(self._spec.out_avals)
 
         def body(*args: Any) -> TracedResult:
             found = call(*map(as_jax, args))
             traced = self._traced(compiled)
             return TracedResult(traced, tuple(found[:count]), tuple(found[count:]))
 
-        body.__name__ = self.name.rpartition(":")[2]
-        body.__qualname__ = body.__name__
+        body.__name__ = body.__qualname__ = self.name.rpartition(":")[2]
         return body
 
     def _traced(self, compiled: Callable[..., Any]) -> Traced:
-        header = self._header
-        tree = jtu.tree_structure((0,) * len(self.out_avals))
-        traced = Traced(self.name, tree, self.out_avals, self.out_tracked)
-        if self._backward is None:
-            return traced
-        traced.args_kept, traced.outputs_kept = header.args_kept, header.outputs_kept
-        traced.sources, traced.reaches = header.sources, header.reaches
-        traced.nbytes = sum(aval.nbytes for aval in self.rest)
-        call = self._backward.call
+        header, out_avals = self._header, self._spec.out_avals
+        traced = Traced(
+            self.name,
+            jtu.tree_structure((0,) * len(out_avals)),
+            out_avals,
+            self._spec.out_tracked,
+            header.args_kept,
+            header.outputs_kept,
+            header.sources,
+            header.reaches,
+            sum(aval.nbytes for aval in self._rest),
+        )
 
         def vjp(residuals: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:
-            return tuple(call(*map(as_jax, residuals), *cotangents))
+            return tuple(self._backward.call(*map(as_jax, residuals), *cotangents))
 
-        traced.compile(vjp, compiled)
+        if self._backward is not None:
+            traced.compile(vjp, compiled)
         return traced
-
-    def _check(self) -> None:
-        """Raise JdagError where the parts of the header contradict each other."""
-        header = self._header
-        sizes = (len(header.rest), len(header.args_kept), len(header.outputs_kept))
-        inputs, outputs = sum(header.tracked), sum(header.out_tracked)
-        facts = {
-            "each argument is tracked or not": len(header.tracked) == len(self.avals),
-            "each output is": len(header.out_tracked) == len(self.out_avals),
-            "tracked arguments are inexact": all(
-                aval.inexact for aval in compress(self.avals, header.tracked)
-            ),
-            "arguments kept are there": all(
-                index < len(self.avals) for index in header.args_kept
-            ),
-            "outputs kept are there": all(
-                index < len(self.out_avals) for index in header.outputs_kept
-            ),
-            "residuals are there": all(
-                home < 3 and index < sizes[home] for home, index in header.sources
-            ),
-            "what reaches what is known": not outputs
-            or [len(row) for row in header.reaches] == [outputs] * inputs,
-        }
-        for fact, holds in facts.items():
-            if not holds:
-                raise JdagError(f"{self.name}, as it was exported, breaks: {fact}")
 
 
 def check_definition(digest: bytes, data: bytes) -> None:
@@ -312,6 +259,11 @@ def _program(
     try:
         program = export.deserialize(bytearray(data))
         found = [(a.shape, a.dtype) for a in (*program.in_avals, *program.out_avals)]
+        with mlir.make_ir_context() as context:
+            module = stablehlo.deserialize_portable_artifact(
+                context, program.mlir_module_serialized
+            )
+            text: Any = module.operation.get_asm(large_elements_limit=8)
     except Exception as error:  # Whatever its reader makes of bytes that are none.
         raise JdagError(
             f"the program of {name} cannot be read: {named_text(error)}"
@@ -326,29 +278,7 @@ def _program(
             f"{name} was exported for {', '.join(program.platforms)}, and this worker "
             f"computes on {here}; allow its module here, so that it goes by name"
         )
-    effects = (*program.ordered_effects, *program.unordered_effects)
-    if program.nr_devices != 1 or effects or program.disabled_safety_checks:
-        raise JdagError(
-            f"the program of {name} is for {program.nr_devices} devices, with effects "
-            f"{effects} and without checks {program.disabled_safety_checks}: it has to "
-            "be for one, without effects, with all checks"
-        )
-    _check_calls(name, program.mlir_module_serialized)
-    return program
-
-
-def _check_calls(name: str, module: bytes) -> None:
-    """Raise JdagError where a module calls what is not known to be harmless."""
-    text: Any
-    try:
-        context = mlir.make_ir_context()
-        with context:
-            found = stablehlo.deserialize_portable_artifact(context, module)
-            text = found.operation.get_asm(large_elements_limit=8)
-    except Exception as error:  # Whatever its reader makes of bytes that are none.
-        raise JdagError(
-            f"the program of {name} cannot be read: {named_text(error)}"
-        ) from error
+    # What calls nothing has no effects: those of JAX are calls.
     targets = _CALL.findall(text)
     others = [target for target in targets if not _TARGETS.fullmatch(target)]
     if others or len(targets) != text.count("custom_call"):
@@ -357,3 +287,4 @@ def _check_calls(name: str, module: bytes) -> None:
             "only routines for linear algebra, Fourier transforms and random numbers "
             "may be called"
         )
+    return program

@@ -4,23 +4,28 @@ A function reads its defaults, its closure and the globals that it names; functi
 its own package among these are followed. Numbers, texts, tuples, small containers and
 numpy arrays count by value, other objects by identity.
 
-Output: a hashable key for caches, of which `jdag.rpc.code_fingerprint` makes a digest
-    for other processes.
+Outputs: `key_of`, a hashable key for caches; `digest_of`, which processes compare. In a
+    digest an object that counts by identity is described: an array by its bytes, one of
+    the same package by what it is made of, any other by its name.
 Invariants: equal keys compute the same unless an object that counts by identity has
     changed. True, 1 and 1.0 are different, as are 0.0 and -0.0. What the code itself
     changes does not count by value. Keys keep their objects alive.
 """
 
 import dis
-from collections.abc import Callable, Hashable
+import inspect
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import fields, is_dataclass
 from functools import lru_cache, partial
 from hashlib import blake2b
+from marshal import dumps
 from numbers import Number
 from operator import attrgetter
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 # The types that count by value although they may change, with the methods that do so.
@@ -30,14 +35,27 @@ MUTABLE: dict[Any, tuple[str, ...]] = {
     set: ("add", "update", "discard", "remove", "pop", "clear"),
     np.ndarray: ("fill", "put", "sort", "partition", "resize"),
 }
+_PLAIN = (str, bytes, Number, type(None))
+_sorted = partial(sorted, key=lambda one: getattr(one, "__qualname__", repr(one)))
+# What values consist of, by type.
+_ITEMS: dict[Any, Callable[[Any], Any]] = {
+    **dict.fromkeys((tuple, list), iter),
+    **dict.fromkeys((set, frozenset), _sorted),
+    dict: dict.items,
+    np.ndarray: lambda a: (str(a.dtype), a.shape, blake2b(a.tobytes()).digest()),
+    MethodType: attrgetter("__func__", "__self__"),
+    partial: lambda one: (one.func, one.args, *one.keywords.items()),
+}
 _STORES = ("STORE_SUBSCR", "STORE_SLICE", "DELETE_SUBSCR")
 _LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 KEYED = "__jdag_key__"  # The attribute of objects that supply their own key.
 ITEMS_MAX, BYTES_MAX = 64, 1 << 16  # Larger values count by identity.
+_TOLD_MAX = (10_000, 1 << 24)  # Of larger values a digest tells the size.
 FUNCTIONS_MAX, READS_MAX = 100, 4096  # Followed, and functions whose reads are kept.
 # Packages whose functions are not followed: users do not change them.
 _FIXED = ("jax", "jaxlib", "numpy", "optax", "jdag")
-PLAIN = (str, bytes, bool, type(None))
+_WRAPPED = ("__wrapped__", "fwd", "bwd", "jvp")  # Held by what JAX makes of functions.
+_HAS_DOC: int = getattr(inspect, "CO_HAS_DOCSTRING", 0)  # Of Python 3.13 and later.
 _CODE = attrgetter("__code__")
 _UNFILLED = CellType()
 
@@ -50,12 +68,11 @@ class Facts(NamedTuple):
 
     reads: tuple[str, ...]  # Globals, without those that it assigns.
     names: tuple[str, ...]  # Globals and attributes.
-    changes: tuple[Any, ...]  # The types of MUTABLE that it may change in place.
+    changes: Changes  # The types of MUTABLE that it may change in place.
 
 
 @lru_cache(maxsize=4096)
-def facts_of(code: CodeType) -> Facts:
-    """Return what code reads and changes."""
+def _facts_of(code: CodeType) -> Facts:
     codes = [code]
     for one in codes:  # The list grows.
         codes.extend(const for const in one.co_consts if isinstance(const, CodeType))
@@ -107,16 +124,10 @@ class GlobalReads(Once):
         self.code, self.space, self.module = code, space, str(space.get("__name__"))
         self.watched: list[tuple[Callable[[Any], Any], Any, Any]] = []
         self.held: list[tuple[Any, Changes]] = []
-        self.changes = facts_of(code).changes  # By the code itself.
-        self._spaces = [(space, facts_of(code).reads, facts_of(code))]
-        self._known: dict[Hashable, int] = {}
-        parts: list[Hashable] = [code]
-        for values, names, reader in self._spaces:  # The list grows.
-            for name in names:
-                value = values.get(name)
-                self.watched.append((values.get, name, value))
-                parts.append((name, self._part(value, reader)))
-        super().__init__(tuple(parts))
+        self._known: dict[tuple[Hashable, int], int] = {}
+        facts = _facts_of(code)
+        self.changes = facts.changes  # By the code itself.
+        super().__init__((code, *self._read(space, facts.reads, facts)))
 
     def is_current(self) -> bool:
         """Tell whether all names give the objects that they gave before."""
@@ -125,40 +136,46 @@ class GlobalReads(Once):
                 return False
         return True
 
+    def _read(
+        self, values: dict[str, Any], names: tuple[str, ...], reader: Facts
+    ) -> Iterator[Hashable]:
+        for name in names:
+            value = values.get(name)
+            self.watched.append((values.get, name, value))
+            yield (name, self._part(value, reader))
+
     def _part(self, value: Any, reader: Facts) -> Hashable:
-        top = top_of(self.module)
-        is_followed = top not in _FIXED and top_of(module_of(value)) == top
-        if isinstance(value, ModuleType):
-            if is_followed:
-                place = (id(value), id(reader))  # Each reads attributes of its own.
-                self._follow(place, vars(value), reader.names, reader)
-            return ById(value)
-        if type(value) is FunctionType:
-            if not is_followed or len(self._known) >= FUNCTIONS_MAX:
-                return ById(value)
+        top, is_function = _top_of(self.module), type(value) is FunctionType
+        is_followed = top not in _FIXED and _top_of(_module_of(value)) == top
+        if is_function and is_followed and len(self._known) < FUNCTIONS_MAX:
             if not (value.__closure__ or value.__defaults__ or value.__kwdefaults__):
                 code = value.__code__
                 self.watched.append((_CODE, value, code))
-                facts, space = facts_of(code), value.__globals__
-                return (code, self._follow(id(value), space, facts.reads, facts))
-        elif _is_fixed(value):
-            return key_of(value)
+                facts = _facts_of(code)
+                place = (code, id(value.__globals__))
+                return self._followed(place, value.__globals__, facts.reads, facts)
+        elif isinstance(value, ModuleType) and is_followed:
+            place = (ById(value), id(reader))  # Each reads attributes of its own.
+            return self._followed(place, vars(value), reader.names, reader)
+        elif is_function or _is_fixed(value):
+            return ById(value) if is_function else key_of(value)
         self.held.append((value, reader.changes))
         return None
 
-    def _follow(self, place: Hashable, *space: Any) -> int:
-        """Add a space of names, that of a function or module; return its number."""
-        if place not in self._known:
-            self._known[place] = len(self._known)
-            self._spaces.append(space)
-        return self._known[place]
+    def _followed(self, place: tuple[Hashable, int], *space: Any) -> Hashable:
+        """Return the key of a function or module; of one met before, its number."""
+        if place in self._known:
+            return self._known[place]
+        self._known[place] = len(self._known)
+        return (place[0], *self._read(*space))
 
 
 def _is_fixed(value: Any) -> bool:
     """Tell whether the key of an object is always the same."""
     kind: Any = type(value)
-    if sort_of(kind) is not None or isinstance(value, type):
-        return sort_of(kind) in (None, PLAIN, Number)
+    rule = _rule_of(kind)
+    if rule is not None or isinstance(value, type):
+        return rule in (None, repr)
     by_id = kind.__hash__ is object.__hash__
     return by_id and not is_dataclass(kind) and not hasattr(kind, KEYED)
 
@@ -169,6 +186,15 @@ def _slot(code: int, space: int) -> list[GlobalReads]:
     return []
 
 
+@lru_cache(maxsize=4096)
+def _rule_of(kind: Any) -> Any:
+    """Return what makes keys of values of a type; None for objects."""
+    if issubclass(kind, _PLAIN):
+        return repr
+    sorts = (tuple, frozenset, MethodType, partial)
+    return next((_ITEMS[sort] for sort in sorts if issubclass(kind, sort)), None)
+
+
 def key_of(value: Any, seen: Seen | None = None, changes: Changes = ()) -> Hashable:
     """Return the key of a function, a static argument or anything that these hold.
 
@@ -177,29 +203,22 @@ def key_of(value: Any, seen: Seen | None = None, changes: Changes = ()) -> Hasha
     """
     kind: Any = type(value)
     if kind is FunctionType:
-        return _function_key(value, {} if seen is None else seen)
-    sort = sort_of(kind)
-    if sort is PLAIN or sort is Number:
-        return (kind, value if sort is PLAIN else repr(value))
+        return _function_key(value, seen)
+    rule = _rule_of(kind)
+    if rule is repr:
+        return (kind, repr(value))
     seen = {} if seen is None else seen
-    if sort is not None:
-        return items_key(value, sort, seen, changes)
-    return _object_key(value, seen, changes)
-
-
-def _object_key(value: Any, seen: Seen, changes: Changes) -> Hashable:
-    kind: Any = type(value)
+    if rule is not None:
+        return (kind, *[key_of(item, seen, changes) for item in rule(value)])
     if isinstance(value, type):
         return value
     if hasattr(kind, KEYED):
         keyed: Hashable = getattr(value, KEYED)
         return keyed
     if kind in MUTABLE:
-        if kind in changes:
-            return ById(value, is_told=False)
-        if is_small(value, ITEMS_MAX, BYTES_MAX):
-            return items_key(value, kind, seen, changes)
-        return ById(value)
+        if kind not in changes and _is_small(value, ITEMS_MAX, BYTES_MAX):
+            return (kind, *[key_of(one, seen, changes) for one in _ITEMS[kind](value)])
+        return ById(value, is_told=kind not in changes)
     try:
         hash(value)
     except TypeError:
@@ -212,49 +231,27 @@ def _object_key(value: Any, seen: Seen, changes: Changes) -> Hashable:
     return (kind, value, *held)
 
 
-@lru_cache(maxsize=4096)
-def sort_of(kind: Any) -> Any:
-    """Return which rule values of a type have for their keys; None for objects."""
-    sorts: Any = (PLAIN, Number, FunctionType, tuple, frozenset, MethodType, partial)
-    return next((sort for sort in sorts if issubclass(kind, sort)), None)
-
-
-def items_key(value: Any, sort: Any, seen: Seen, changes: Changes = ()) -> Hashable:
-    """Return the key of a value that consists of items, by its sort or type."""
-    items: Any = value
-    if sort is dict:
-        items = value.items()
-    elif sort is partial:
-        items = (value.func, value.args, *value.keywords.items())
-    elif sort is np.ndarray:
-        items = (str(value.dtype), value.shape, blake2b(value.tobytes()).digest())
-    elif sort is MethodType:
-        items = (value.__func__, value.__self__)
-    elif sort is set or sort is frozenset:
-        items = sorted(value, key=lambda one: getattr(one, "__qualname__", repr(one)))
-    return (type(value), *[key_of(item, seen, changes) for item in items])
-
-
-def _function_key(fn: FunctionType, seen: Seen) -> Hashable:
-    closure = fn.__closure__
+def _function_key(fn: FunctionType, seen: Seen | None) -> Hashable:
     slot = _slot(id(fn.__code__), id(fn.__globals__))
     if not slot or not slot[0].is_current():
         slot[:] = [GlobalReads(fn.__code__, fn.__globals__)]
     reads = slot[0]
-    if not (reads.held or closure or fn.__defaults__ or fn.__kwdefaults__):
+    if not (reads.held or fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__):
         return reads
+    seen = {} if seen is None else seen
     if id(fn) in seen:
         return ("again", seen[id(fn)])
     if len(seen) >= FUNCTIONS_MAX:
         return ById(fn)
     seen[id(fn)] = len(seen)
-    own = [*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).items()]
-    own.extend([c if c == _UNFILLED else c.cell_contents for c in closure or ()])
-    held = [*reads.held, *[(one, reads.changes) for one in own]]
-    return (reads, fn.__module__, *[key_of(one, seen, by) for one, by in held])
+    own = [c if c == _UNFILLED else c.cell_contents for c in fn.__closure__ or ()]
+    own += [*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).items()]
+    keys = [key_of(one, seen, by) for one, by in reads.held]
+    keys += [key_of(one, seen, reads.changes) for one in own]
+    return (reads, fn.__module__, *keys)
 
 
-def is_small(value: Any, items_max: int, bytes_max: int) -> bool:
+def _is_small(value: Any, items_max: int, bytes_max: int) -> bool:
     """Tell whether containers and arrays, with those inside, hold no more than that."""
     waiting, items, nbytes = [value], 0, 0
     for one in waiting:  # It grows; each item counts, also again and again.
@@ -267,12 +264,92 @@ def is_small(value: Any, items_max: int, bytes_max: int) -> bool:
     return items <= items_max and nbytes <= bytes_max
 
 
-def module_of(value: Any) -> str:
+def _module_of(value: Any) -> str:
     """Return the module of a function, class or object, or the name of a module."""
     module = getattr(value, "__module__", None) or getattr(value, "__name__", None)
     return module if isinstance(module, str) else ""
 
 
-def top_of(module: Any) -> str:
-    """Return the name of the package of a module."""
+def _top_of(module: Any) -> str:
     return str(module).partition(".")[0]
+
+
+class _RewrittenError(Exception):
+    """Code with assertions that pytest has rewritten, which differs elsewhere."""
+
+
+def digest_of(found: Any) -> str:
+    """Return the digest of a function or class; empty if it is not to be compared.
+
+    That is so if pytest rewrote its code, or if its functions call each other too deep.
+    """
+    try:
+        texts = list(_texts(key_of(found), _top_of(_module_of(found)), {}))
+    except (RecursionError, _RewrittenError):
+        return ""
+    return blake2b(repr(texts).encode(), digest_size=16).hexdigest()
+
+
+def _texts(part: Any, top: str, seen: dict[int, Any]) -> Iterator[str]:
+    """Give the texts of a part of a key; objects of the package `top` are described."""
+    if isinstance(part, GlobalReads):
+        part = (part, part.module)
+    if type(part) is tuple and part and isinstance(part[0], GlobalReads):
+        reads, module, *held = part
+        part = f"{reads.code.co_qualname} of {module}"
+        if _top_of(module) == top:
+            part = (reads.key if _top_of(reads.module) == top else reads.code, *held)
+    if type(part) is tuple:
+        yield f"tuple {len(part)}"
+        for item in part:
+            yield from _texts(item, top, seen)
+    elif isinstance(part, CodeType):
+        yield dumps(_bare(part), 2).hex()  # Of version 2, without references.
+    elif isinstance(part, _PLAIN):
+        yield f"{type(part).__name__} {part!r}"
+    else:
+        value = part.held if isinstance(part, ById) else part
+        name = getattr(value, "__qualname__", "")
+        yield f"{type(value).__name__} {name} of {_module_of(value)}"
+        if not isinstance(part, ById) or part.is_told:
+            yield from _texts(_described(value, top, seen), top, seen)
+
+
+def _described(value: Any, top: str, seen: dict[int, Any]) -> Any:
+    """Return what an object that counts by identity is made of, as a key."""
+    if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
+        is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+        value = np.asarray(jax.random.key_data(value) if is_key else value)
+    if type(value) in MUTABLE:
+        if _is_small(value, *_TOLD_MAX):
+            return tuple([key_of(item) for item in _ITEMS[type(value)](value)])
+        is_array = isinstance(value, np.ndarray)
+        return (str(value.dtype), *value.shape) if is_array else len(value)
+    if _top_of(_module_of(value)) != top or id(value) in seen:
+        return ()
+    seen[id(value)] = value
+    if isinstance(value, FunctionType):  # One of more than a key follows.
+        return key_of(value)
+    if not isinstance(value, type):
+        names = (*_WRAPPED, *getattr(value, "__dataclass_fields__", ()))
+        return key_of((type(value), *[getattr(value, name, None) for name in names]))
+    held: list[Any] = [value.__bases__]
+    for name, member in sorted(vars(value).items()):
+        bare = getattr(member, "fget", getattr(member, "__func__", member))
+        if name[:2] != "__" or isinstance(bare, FunctionType):
+            held.append((name, bare))
+    return key_of(tuple(held))
+
+
+@lru_cache(maxsize=4096)
+def _bare(code: CodeType) -> CodeType:
+    """Return code without its place and docstring."""
+    if any(name.startswith("@py") for name in code.co_names):
+        raise _RewrittenError
+    consts = [_bare(c) if isinstance(c, CodeType) else c for c in code.co_consts]
+    is_def = code.co_name[0] != "<" and code.co_flags & _HAS_DOC == _HAS_DOC
+    if consts and is_def and isinstance(consts[0], str):
+        consts[0] = None
+    return code.replace(
+        co_consts=tuple(consts), co_filename="", co_firstlineno=1, co_linetable=b""
+    )

@@ -1,4 +1,4 @@
-"""What jaxprs tell: what depends on what, and whether Python is called back.
+"""Facts about jaxprs: which outputs depend on which inputs, callbacks and moves.
 
 Dependence is never missed; where the inside of an equation is not understood, all of
 its outputs depend on all of its inputs.

@@ -168,8 +168,7 @@ def outside(program: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _put(*arrays: Any, targets: tuple[Target, ...], sources: Any) -> list[Any]:
-    del sources
+def _put(*arrays: Any, targets: tuple[Target, ...], **_: Any) -> list[Any]:
     # By its device alone an array would keep the mesh that it comes from in its type,
     # and what has been compiled for one without would be compiled again.
     there = [
@@ -180,8 +179,7 @@ def _put(*arrays: Any, targets: tuple[Target, ...], sources: Any) -> list[Any]:
     return put
 
 
-def _typed(*avals: Any, targets: tuple[Target, ...], sources: Any) -> list[Any]:
-    del sources
+def _typed(*avals: Any, targets: tuple[Target, ...], **_: Any) -> list[Any]:
     return [
         aval
         if is_explicit(target)
@@ -195,12 +193,11 @@ def _transposed(
 ) -> list[Any]:
     found = list(cotangents)
     indices = [p for p, ct in enumerate(cotangents) if type(ct) is not ad.Zero]
-    if indices:
-        # Where the source was not known, as inside of jax.checkpoint, the default one.
-        homes = [named(None) if sources[p] is None else sources[p] for p in indices]
-        back = transferred([found[p] for p in indices], homes)
-        for index, cotangent in zip(indices, back, strict=True):
-            found[index] = cotangent
+    # Where the source was not known, as inside of jax.checkpoint, the default one.
+    homes = [named(None) if sources[p] is None else sources[p] for p in indices]
+    back = transferred([found[p] for p in indices], homes)
+    for index, cotangent in zip(indices, back, strict=True):
+        found[index] = cotangent
     return found
 
 
@@ -274,8 +271,7 @@ def _there(arrays: Sequence[Any], others: Sequence[Any]) -> list[Any]:
     return transferred(arrays, list(map(home_of, others)))
 
 
-def _along(*arrays: Any, run: Flat, smooth: tuple[bool, ...], avals: Any) -> Any:
-    del avals
+def _along(*arrays: Any, run: Flat, smooth: tuple[bool, ...], **_: Any) -> Any:
     primals, tangents = arrays[: len(smooth)], arrays[len(smooth) :]
     program, given = _of_smooth(run, smooth, primals)
     return jax.jvp(program, given, tuple(_there(tangents, given)))[1]
@@ -286,9 +282,8 @@ def _back_along(
     *arrays: Any,
     run: Flat,
     smooth: tuple[bool, ...],
-    avals: Any,
+    **_: Any,
 ) -> list[Any]:
-    del avals
     primals, tangents = arrays[: len(smooth)], arrays[len(smooth) :]
 
     def back(*given: Any) -> Sequence[Any]:

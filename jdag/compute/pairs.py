@@ -10,10 +10,11 @@ cotangents. Each is compiled when the first dual comes.
 """
 
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
+from types import CodeType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 import numpy as np
@@ -110,9 +111,14 @@ class Pair:
             indices = zip(args, self.tracked, strict=True)
             args = [arg if tracked else primal_of(arg) for arg, tracked in indices]
             dual = any_dual(args)
-        self.source.check(dual=dual)
+        if dual and self.source.digest:
+            self.source.refuse_dual()
         if self._passes is not None and not dual and all(map(_stays, args, self.avals)):
-            return self._passed_on(args)
+            outputs = tuple([args[index] for index in self._passes])  # jit would copy.
+            has_vjp = self._traced.backward is not None
+            return outputs, Residuals(
+                self._traced, (), (), (), False
+            ) if has_vjp else None
         try:
             returned = self._dual_forward(*args) if dual else self._forward(*args)
             if self.may_raise or dual:  # Rules of their own may have callbacks in them.
@@ -129,14 +135,6 @@ class Pair:
         outputs_kept = tuple([outputs[index] for index in traced.outputs_kept])
         held = (args_kept, outputs_kept, returned.rest)
         return outputs, Residuals(traced, *held, dual and any(map(any_dual, held)))
-
-    def _passed_on(self, args: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
-        """What `forward` returns where nothing is computed: jit would copy."""
-        assert self._passes is not None, self
-        outputs = tuple([args[index] for index in self._passes])
-        if self._traced.backward is None:
-            return outputs, None
-        return outputs, Residuals(self._traced, (), (), (), False)
 
     def vjp(
         self, residuals: Residuals, cotangents: Sequence[Sequence[Any]]
@@ -159,7 +157,8 @@ class Pair:
         assert max(map(len, sums)) <= ADDENDS_MAX, (self.name, list(map(len, sums)))
         held = (residuals.rest, residuals.args, residuals.outputs)
         dual = residuals.dual or any(map(any_dual, sums))
-        self.source.check(dual=dual)
+        if dual and self.source.digest:
+            self.source.refuse_dual()
         if traced.may_raise is None and not dual:
             traced.may_raise = has_callback(traced.backward.trace(*held, sums).jaxpr)
         try:
@@ -198,20 +197,18 @@ def _refuse_deleted(
             ) from error
 
 
-class _Key(tuple[Hashable, ...]):
-    """The key of a pair; what the pair is made from rides along, uncompared."""
+class _Key(tuple[Any, ...]):
+    """The key of a pair; its function rides along, uncompared."""
 
     fn: Callable[..., Any]
-    template: Template
 
 
 class PairCache:
     """The pairs made so far, the least recently used dropped first."""
 
     def __init__(self, pairs_max: int) -> None:
-        self.pairs_max = pairs_max
         self._pair = lru_cache(maxsize=pairs_max)(self._make)
-        self._keys: OrderedDict[Hashable, dict[int, None]] = OrderedDict()
+        self._keys: WeakKeyDictionary[CodeType, dict[int, None]] = WeakKeyDictionary()
 
     def pair(
         self,
@@ -232,20 +229,13 @@ class PairCache:
             (key_of(fn), template, avals, tracked, is_unjitted(fn), configuration())
         )
         key.fn = fn
-        key.template = template
         return self._pair(key)
 
     def __len__(self) -> int:
         return self._pair.cache_info().currsize
 
-    def clear(self) -> None:
-        """Forget all pairs."""
-        self._pair.cache_clear()
-        self._keys.clear()
-
     def _make(self, key: _Key) -> Pair:
-        avals: Any = key[2]
-        tracked: Any = key[3]
+        fn_key, template, avals, tracked, *_ = key
         assert len(avals) == len(tracked), (avals, tracked)
         for position, aval in enumerate(avals):
             if tracked[position] and not aval.inexact:
@@ -253,8 +243,8 @@ class PairCache:
                     f"argument {position} of {name_of(key.fn)} is tracked but {aval}; "
                     "only float and complex arrays carry cotangents"
                 )
-        self.count(key.fn, key[0])
-        return Pair(Function(key.fn, key.template), avals, tracked)
+        self.count(key.fn, fn_key)
+        return Pair(Function(key.fn, template), avals, tracked)
 
     def count(self, fn: Callable[..., Any], key: Hashable) -> None:
         """Note that a function, of this `key_of`, is compiled.
@@ -266,9 +256,6 @@ class PairCache:
         if code is None or is_ours(code.co_filename):
             return
         seen = self._keys.setdefault(code, {})
-        self._keys.move_to_end(code)
-        if len(self._keys) > self.pairs_max:
-            self._keys.popitem(last=False)
         if len(seen) >= ANEW_MAX:
             return
         seen[hash(key)] = None  # Hashes, since keys would keep closures alive.

@@ -34,10 +34,8 @@ class Placed(Pair):
         out_devices: tuple[Device, ...],
     ) -> None:
         vars(self).update(vars(pair))
-        self._pair = pair
-        self.device = device
-        self.in_devices = self._ins = in_devices
-        self.out_devices = self._outs = out_devices
+        self._pair, self.device = pair, device
+        self.in_devices, self.out_devices = in_devices, out_devices
 
     @property
     def pair(self) -> Pair:
@@ -48,7 +46,7 @@ class Placed(Pair):
         """Run the function on its device; see `Pair.forward`."""
         with working_on(self.device):
             outputs, residuals = self.pair.forward(put(args, self.device))
-        return _spread(outputs, self._outs), residuals
+        return _spread(outputs, self.out_devices), residuals
 
     def vjp(
         self, residuals: Residuals, cotangents: Sequence[Sequence[Any]]
@@ -57,15 +55,15 @@ class Placed(Pair):
         with working_on(self.device):
             here = [put(addends, self.device) for addends in cotangents]
             gradients = self.pair.vjp(residuals, here)
-        return _spread(gradients, self._ins)
+        return _spread(gradients, self.in_devices)
 
     def __repr__(self) -> str:
         return f"{self.pair} on {self.device or 'the default device'}"
 
 
-def _spread(values: Sequence[Any], devices: Sequence[Device]) -> tuple[Any, ...]:
-    pairs = zip(values, devices, strict=True)
-    return tuple([put((value,), device)[0] for value, device in pairs])
+def _spread(values: Sequence[Any], devices: Any) -> tuple[Any, ...]:
+    both = zip(values, devices, strict=True)
+    return tuple([put((value,), device)[0] for value, device in both])
 
 
 def placed(

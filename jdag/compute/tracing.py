@@ -105,7 +105,7 @@ class Residuals:
 
 
 class Function:
-    """What a pair is made from: a Python function, and how its arguments lie."""
+    """The source of a pair: a Python function, and the structure of its arguments."""
 
     digest = b""  # It was not exported.
 
@@ -116,11 +116,8 @@ class Function:
         self.unjitted = is_unjitted(fn)
 
     def argument(self, position: int) -> str:
-        """What errors call an argument."""
+        """Return the name of an argument in errors."""
         return self.template.name(position)
-
-    def check(self, *, dual: bool) -> None:
-        """It can be differentiated twice, as far as its own rules can."""
 
     def forward(
         self, tracked: tuple[bool, ...], compiled: Callable[..., Any]
@@ -138,10 +135,8 @@ class Function:
                 values = list(args)
                 for index, value in zip(indices, inexact, strict=True):
                     values[index] = value
-                call_args, call_kwargs = self.template.rebuild(values)
-                outputs, out_tree = _outputs(
-                    self.name, self.fn(*call_args, **call_kwargs)
-                )
+                given, by_name = self.template.rebuild(values)
+                outputs, out_tree = _outputs(self.name, self.fn(*given, **by_name))
                 if compiled is as_it_is:
                     outputs = settled(outputs)
                 order = tuple(bool(indices) and aval_of(o).inexact for o in outputs)
@@ -164,13 +159,12 @@ class Function:
             traced.compile(vjp_of(traced), compiled)
             return TracedResult(traced, outputs, rest)
 
-        body.__name__ = self.name.rpartition(":")[2]
-        body.__qualname__ = body.__name__
+        body.__name__ = body.__qualname__ = self.name.rpartition(":")[2]
         return body
 
 
 def as_it_is(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """In the place of jit, for what is to run unjitted."""
+    """Return `fn`: the identity in place of jit, for what runs unjitted."""
     return fn
 
 
@@ -202,15 +196,9 @@ def _outputs(name: str, tree: Any) -> tuple[list[Any], Any]:
 
 def settled(outputs: Sequence[Any]) -> list[Any]:
     """Move what an unjitted function left on another device to the one it works on."""
-    here, found = named(None), list(outputs)
-    homes = enumerate(map(home_of, outputs))
-    far = [p for p, home in homes if isinstance(home, jax.Device) and home != here]
-    back = (
-        transferred([found[index] for index in far], [here] * len(far)) if far else []
-    )
-    for index, output in zip(far, back, strict=True):
-        found[index] = output
-    return found
+    here, homes = named(None), list(map(home_of, outputs))
+    targets = [here if isinstance(home, jax.Device) else None for home in homes]
+    return transferred(outputs, targets, homes)
 
 
 def strong(array: Any) -> Any:
@@ -270,6 +258,6 @@ def _backward_of(traced: Traced, vjp: Callable[..., Any]) -> Callable[..., Any]:
         found: tuple[Any, ...] = vjp(residuals, cotangents)
         return found
 
-    backward.__name__ = f"vjp_{traced.name.rpartition(':')[2]}"
-    backward.__qualname__ = backward.__name__
+    name = f"vjp_{traced.name.rpartition(':')[2]}"
+    backward.__name__ = backward.__qualname__ = name
     return backward

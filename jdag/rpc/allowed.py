@@ -1,10 +1,9 @@
-"""Which functions and classes may be had by name; nothing else is ever imported.
+"""The functions and classes that messages may name; nothing else is ever imported.
 
-A name `module:qualname` is looked up in modules that were told, and only what goes by
-that very name counts: `mymodel:os.system` is not one of mymodel's functions. Of jdag it
-is what `jdag.engine.functions.remote` marks. Of JAX it
-is what its public modules have, wherever it is written; what reads or writes files, or
-changes settings, is left out.
+A name `module:qualname` is looked up in the modules that the user allowed, and only
+what goes by that very name counts: `mymodel:os.system` is not one of mymodel's
+functions. Also allowed are optax, what `jdag.engine.functions.remote` marks, and what
+the public modules of JAX have, without what reads or writes files or changes settings.
 """
 
 import builtins
@@ -36,11 +35,12 @@ _TYPES = ("bool", "int", "float", "complex", "list", "tuple", "dict", "frozenset
 
 
 class Allowed:
-    """What may be had by name here.
+    """The functions and classes that may be looked up by name.
 
     Args:
         modules: dotted names; what is in one, and in modules below it, is allowed.
-        check: holds what is found in these by a name to what is known of it, or raises.
+        check: called with name and value of each that is found in these modules.
+        load: whether to import modules; if not, one not yet imported has nothing.
 
     Raises:
         JdagError: one is no dotted name, or `__main__`, which each process has its own.
@@ -49,29 +49,24 @@ class Allowed:
     def __init__(
         self,
         modules: Sequence[str],
-        check: Callable[[str, Any], None] | None = None,
+        check: Callable[[str, Any], None] = lambda *_: None,
+        *,
+        load: bool = True,
     ) -> None:
         if isinstance(modules, str):
             raise JdagError(f"allow={modules!r}: it takes several names: [{modules!r}]")
         for module in modules:
-            _check_module(module)
+            if not isinstance(module, str) or not _is_dotted(module):
+                raise JdagError(
+                    f"allow has {module!r}: it takes names of modules, as 'a.b'"
+                )
+            if module.partition(".")[0] in ("__main__", "builtins"):
+                raise JdagError(f"allow has {module!r}: name modules of your own")
         self.modules = tuple(dict.fromkeys(modules))
-        self._check = check
+        self._check, self._load = check, load
 
-    def __repr__(self) -> str:
-        return f"Allowed({', '.join(self.modules)})"
-
-    def has(self, module: str) -> bool:
-        """Tell whether the functions of a module are allowed."""
-        return any(within(module, one) for one in (*self.modules, *MODULES))
-
-    def find(self, name: str, *, load: bool = True) -> Any:
-        """Return the function or class of this name.
-
-        Args:
-            name: `module:qualname`.
-            load: whether to import its module if that is allowed; without, what is
-                not imported yet is not there.
+    def find(self, name: str) -> Any:
+        """Return the function or class of this name, `module:qualname`.
 
         Raises:
             JdagError: it is not allowed, or not there; says what to do.
@@ -80,38 +75,18 @@ class Allowed:
         if known is not None:
             return known
         module = name.partition(":")[0]
-        if self.has(module):
-            return self._found(name, load)
+        is_own = any(within(module, one) for one in self.modules)
+        if is_own or any(within(module, one) for one in MODULES):
+            found = _found(name, self._load)
+            if is_own:
+                self._check(name, found)
+            return found
         if within(module, "jdag") and "__" not in module:
             with suppress(JdagError):
-                found = self._found(name, load)
+                found = _found(name, self._load)
                 if is_remote(found):
                     return found
         raise JdagError(self._refusal(name, module))
-
-    def _found(self, name: str, load: bool) -> Any:
-        module, _, qualname = name.partition(":")
-        parts = qualname.split(".")
-        if not all(part.isidentifier() and part[:2] != "__" for part in parts):
-            raise JdagError(
-                f"{name} has no name that another process could find it by: it has to "
-                "be a function or class at the top of its module, or in such a class"
-            )
-        space: Any = _module(module, load)
-        for place, part in enumerate(parts):
-            space = _member(space, part, f"{module}:{'.'.join(parts[: place + 1])}")
-            if space is None:
-                raise JdagError(f"module {module!r} has no function or class {name}")
-        if self._check is not None:
-            self._check(name, space)
-        return space
-
-    def find_own(self, name: str) -> Any:
-        """Return what `find` does of these modules alone; None if it is not of them."""
-        if not any(within(name.partition(":")[0], one) for one in self.modules):
-            return None
-        found = self.find(name, load=False)
-        return None if is_remote(found) else found
 
     def _refusal(self, name: str, module: str) -> str:
         if module == "__main__" or not _is_dotted(module):
@@ -128,11 +103,20 @@ class Allowed:
         )
 
 
-def _check_module(module: object) -> None:
-    if not isinstance(module, str) or not _is_dotted(module):
-        raise JdagError(f"allow has {module!r}: it takes names of modules, as 'a.b'")
-    if module.partition(".")[0] in ("__main__", "builtins"):
-        raise JdagError(f"allow has {module!r}: name modules of your own")
+def _found(name: str, load: bool) -> Any:
+    module, _, qualname = name.partition(":")
+    parts = qualname.split(".")
+    if not all(part.isidentifier() and part[:2] != "__" for part in parts):
+        raise JdagError(
+            f"{name} has no name that another process could find it by: it has to "
+            "be a function or class at the top of its module, or in such a class"
+        )
+    space: Any = _module(module, load)
+    for place, part in enumerate(parts):
+        space = _member(space, part, f"{module}:{'.'.join(parts[: place + 1])}")
+        if space is None:
+            raise JdagError(f"module {module!r} has no function or class {name}")
+    return space
 
 
 def missing(modules: Sequence[str]) -> list[str]:
@@ -140,13 +124,13 @@ def missing(modules: Sequence[str]) -> list[str]:
 
     That is so where the top one is not found, or is no package and has none below it.
     """
-    return [name for name in modules if name not in sys.modules and _is_missing(name)]
 
+    def is_missing(name: str) -> bool:
+        top, _, below = name.partition(".")
+        found = find_spec(top)
+        return found is None or bool(below and found.submodule_search_locations is None)
 
-def _is_missing(name: str) -> bool:
-    top, _, below = name.partition(".")
-    found = find_spec(top)
-    return found is None or bool(below and found.submodule_search_locations is None)
+    return [name for name in modules if name not in sys.modules and is_missing(name)]
 
 
 def within(name: str, prefix: str) -> bool:
@@ -175,7 +159,7 @@ def _module(name: str, load: bool) -> ModuleType:
 
 
 def _member(space: Any, part: str, name: str) -> Any:
-    """What a module or class has of its own under this very name, or None."""
+    """Return what a module or class has of its own under this very name, or None."""
     found = vars(space).get(part) if isinstance(space, ModuleType | type) else None
     if isinstance(found, staticmethod):
         found = found.__func__
@@ -186,13 +170,13 @@ def _member(space: Any, part: str, name: str) -> Any:
 
 @cache
 def public() -> dict[str, Any]:
-    """What JAX's public modules have, and the types of numbers and containers."""
+    """Return what public modules of JAX have, and types of numbers and containers."""
     found: dict[str, Any] = {}
     for name in PUBLIC:
         _add(found, importlib.import_module(name), name, {})
     kinds = [getattr(builtins, name) for name in _TYPES]
-    numbers = [kind for kind in vars(np).values() if _is_number(kind)]
-    for kind in (*kinds, *numbers, jtu.Partial):
+    kinds += [kind for kind in vars(np).values() if _is_number(kind)]
+    for kind in (*kinds, jtu.Partial):
         found[name_of(kind)] = kind
     return found
 

@@ -10,21 +10,20 @@ Invariants: a function that is not available fails only the call, program or hoo
 How functions are encoded is in `jdag.rpc.function_encoder`.
 """
 
-import weakref
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from threading import Lock
 from typing import Any
 
 from msgspec.structs import replace
 
 from jdag.compute.avals import Aval, aval_from
-from jdag.compute.exported import Program, check_definition
+from jdag.compute.exported import Definition, Program, check_definition
 from jdag.compute.pairs import PAIRS_MAX, Pair, pair
-from jdag.compute.placed import placed
+from jdag.compute.placed import Placed
 from jdag.compute.pytrees import template_of
 from jdag.compute.refs import Reply
-from jdag.engine.arrays import HOLE
 from jdag.engine.functions import name_of
 from jdag.engine.protocol import (
     Assign,
@@ -43,11 +42,12 @@ from jdag.rpc.allowed import Allowed
 from jdag.rpc.code_fingerprint import CodeFingerprints, are_fingerprints
 from jdag.rpc.function_encoder import FunctionEncoder
 from jdag.rpc.unmarshal import structure, unmarshal
-from jdag.wire.specs import Body, DevicePlacement, read_spec
+from jdag.wire.specs import read_spec
 from jdag.wire.trees import Named, TreeNode
 
 # An executable takes memory maps, of which a process has a number: near 10,900 of them
-# it dies. So beyond the pairs that compute keeps, few are held here, of two each.
+# it dies. So beyond the pairs that compute keeps, few are held here, of two each; those
+# of others are made again when they are needed.
 BOUND_MAX = PAIRS_MAX
 MADE_MAX = 512
 DEFINED_MAX, DEFINED_BYTES_MAX = 4096, 1 << 30
@@ -63,16 +63,9 @@ class Bound:
     known before; every other attribute makes the pair, and may raise.
     """
 
-    def __init__(
-        self,
-        spec: bytes,
-        places: DevicePlacement,
-        body: Body,
-        make: Callable[["Bound"], Any],
-    ) -> None:
-        self.spec = spec
-        self.body = body
-        self.name = body.name
+    def __init__(self, spec: bytes, make: Callable[["Bound"], Any]) -> None:
+        places, body = read_spec(spec)
+        self.spec, self.body, self.name = spec, body, body.name
         self.avals = tuple(map(aval_from, body.avals))
         self.tracked = body.tracked
         self.out_avals = tuple(map(aval_from, body.out_avals))
@@ -80,32 +73,20 @@ class Bound:
         self.device = places.device
         self.in_devices = places.in_devices
         self.out_devices = places.out_devices
+        self.may_raise = True  # So it is assumed before the pair is made.
         self._make = make
-        self._pair: Any = None
         self._lock = Lock()
 
     @property
     def pair(self) -> Any:
-        """The pair itself.
+        """The pair itself, made by one thread.
 
         Raises:
             JdagError: its function may not be had here, or is another one here.
             Exception: whatever the function raises while it is traced.
         """
         with self._lock:
-            made = self._pair
-            if made is None:
-                made = self._pair = self._make(self)
-            return made
-
-    def let_go(self) -> None:
-        """Drop the pair; it is made again when it is needed."""
-        self._pair = None
-
-    @property
-    def may_raise(self) -> bool:
-        """Whether forward waits for callbacks; assumed before the pair is made."""
-        return True if self._pair is None else bool(self._pair.may_raise)
+            return self._make(self)
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the pair, which is made for it."""
@@ -126,26 +107,12 @@ class Bound:
         return f"Bound({self.name})"
 
 
-class Refused:
-    """Stands for a program or hook that is not available; raises why when called."""
-
-    def __init__(self, name: str, error: JdagError) -> None:
-        module, _, qualname = name.partition(":")
-        self.__module__ = module
-        self.__qualname__ = qualname
-        self._error = error
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise the error."""
-        raise type(self._error)(str(self._error))
-
-
 class FunctionDecoder:
     """Decodes the functions that arrive at a worker; used by several threads.
 
     Args:
-        allow: modules whose functions may be had by name, beside those of JAX, optax
-            and jdag's ready programs; modules below one are allowed with it.
+        allow: modules whose functions may be named, beside those of JAX, optax and
+            jdag's ready programs; modules below one are allowed with it.
 
     Raises:
         JdagError: one is not the name of a module, or there is none of this name.
@@ -155,18 +122,18 @@ class FunctionDecoder:
         self._codes = CodeFingerprints()
         self.allowed = Allowed(allow, self._codes.check)
         self.encoder = FunctionEncoder()
-        self._bound: OrderedDict[bytes, Bound] = OrderedDict()
-        self._made: deque[weakref.ref[Bound]] = deque()  # Those that hold their pairs.
+        # The pair of a spec; ProtocolError where the bytes are no spec.
+        self.bound = lru_cache(maxsize=BOUND_MAX)(self._bind)
+        self._pair = lru_cache(maxsize=MADE_MAX)(self._make)
         self._definitions: OrderedDict[bytes, bytes] = OrderedDict()
         self._defined_bytes = 0
         self._lock = Lock()
 
     def define(self, digest: bytes, data: bytes) -> None:
-        """Take an exported function, which specs name by its digest.
+        """Take an exported function, or fingerprints of functions that go by name.
 
-        Or fingerprints of functions that go by name: cached functions with a different
-        fingerprint are rebuilt. Beyond the bounds the least recently used definition
-        is dropped, never the newest.
+        Cached functions with a different fingerprint are rebuilt. Beyond the bounds the
+        least recently used export is dropped, never the newest.
 
         Raises:
             ProtocolError: the bytes are not those of the digest, or too many.
@@ -177,8 +144,7 @@ class FunctionDecoder:
             raise ProtocolError(str(error)) from None
         if are_fingerprints(data):
             if self._codes.tell(data):
-                with self._lock:
-                    self._bound.clear()
+                self.bound.cache_clear()
             return
         with self._lock:
             self._defined_bytes -= len(self._definitions.pop(digest, b""))
@@ -209,10 +175,12 @@ class FunctionDecoder:
             case Start():
                 roots = [replace(r, aval=aval_from(r.aval)) for r in message.roots]
                 return replace(message, roots=tuple(roots))
-            case Attach():
-                function = self._callable(message.hook.function)
-                aval = aval_from(message.hook.aval)
-                hook = replace(message.hook, function=function, aval=aval)
+            case Attach(hook=hook):
+                try:
+                    function = self._callable(hook.function)
+                except JdagError as error:
+                    function = _refused(hook.function, str(error))
+                hook = replace(hook, function=function, aval=aval_from(hook.aval))
                 return replace(message, hook=hook)
             case Run():
                 return self._run(message)
@@ -223,67 +191,37 @@ class FunctionDecoder:
 
     def _of_call(self, call: Call) -> Bound:
         bound = self.bound(call.function)
-        _check_counts(bound, "inputs", len(call.inputs), len(bound.avals))
-        if call.tracked != bound.tracked or call.outputs != bound.out_tracked:
-            raise ProtocolError(
-                f"a call of {bound.name} says that {call.tracked} and {call.outputs} "
-                f"are tracked, and its spec {bound.tracked} and {bound.out_tracked}"
-            )
+        said = (len(call.inputs), call.tracked, call.outputs)
+        _check_call(bound, said, (len(bound.avals), bound.tracked, bound.out_tracked))
         return bound
 
     def _part(self, part: Assignment) -> Assignment:
-        avals: tuple[Aval, ...] = tuple(map(aval_from, part.avals))
+        avals = tuple(map(aval_from, part.avals))
         if part.function is None:
             return replace(part, avals=avals)
         bound = self.bound(part.function)
-        _check_counts(bound, "inputs", len(part.inputs), len(bound.avals))
-        _check_counts(bound, "outputs", len(part.outputs), len(bound.out_avals))
+        said = (len(part.inputs), len(part.outputs))
+        _check_call(bound, said, (len(bound.avals), len(bound.out_avals)))
         return replace(part, function=bound, avals=avals)
 
-    def bound(self, spec: bytes) -> Bound:
-        """Return the pair of a spec, the same one for the same bytes.
+    def _bind(self, spec: bytes) -> Bound:
+        return Bound(spec, self._pair)
 
-        Raises:
-            ProtocolError: the bytes are no spec.
-        """
-        with self._lock:
-            known = self._bound.get(spec)
-            if known is not None:
-                self._bound.move_to_end(spec)
-                return known
-        made = Bound(spec, *read_spec(spec), self._held_pair)
-        with self._lock:
-            made = self._bound.setdefault(spec, made)
-            if len(self._bound) > BOUND_MAX:
-                self._bound.popitem(last=False)
-        return made
+    def _make(self, bound: Bound) -> Any:
+        by_name = not bound.body.digest
+        made = self._from_names(bound) if by_name else self._from_definition(bound)
+        bound.may_raise = made.may_raise
+        if bound.in_devices is None or bound.out_devices is None:
+            return made
+        return Placed(made, bound.device, bound.in_devices, bound.out_devices)
 
-    def _held_pair(self, bound: Bound) -> Any:
-        """Make the pair of what came, and have another one let go of its own."""
-        made = self._pair(bound)
-        with self._lock:
-            self._made.append(weakref.ref(bound))
-            oldest = self._made.popleft()() if len(self._made) > MADE_MAX else None
-        if oldest is not None:
-            oldest.let_go()
-        return made
-
-    def _pair(self, bound: Bound) -> Any:
-        """Make the pair of what came; whatever is in the way is raised."""
+    def _from_names(self, bound: Bound) -> Pair:
         body = bound.body
-        if body.digest:
-            return self._placed(bound, self._from_definition(bound))
         try:
             function = unmarshal(body.function, self.allowed)
             treedef, leaves = structure(body.arguments, self.allowed)
         except JdagError as error:
             raise type(error)(f"{body.name} cannot be had here: {error}") from None
-        arrays = sum(leaf is HOLE for leaf in leaves)
-        if arrays != len(bound.avals):
-            raise JdagError(
-                f"{body.name} has {arrays} arrays among its arguments, and the types "
-                f"of {len(bound.avals)}"
-            )
         template = template_of(treedef, leaves, body.own)
         made = pair(function, template, bound.avals, bound.tracked)
         if (made.out_avals, made.out_tracked) != (bound.out_avals, bound.out_tracked):
@@ -292,10 +230,9 @@ class FunctionDecoder:
                 f"{_listed(bound.out_avals)} where it was called: the module has to be "
                 "the same on both sides"
             )
-        return self._placed(bound, made)
+        return made
 
     def _from_definition(self, bound: Bound) -> Pair:
-        """Make the pair of an exported function."""
         digest = bound.body.digest
         with self._lock:
             data = self._definitions.get(digest)
@@ -306,52 +243,33 @@ class FunctionDecoder:
                     "allow its module, so that it goes by name"
                 )
             self._definitions.move_to_end(digest)
-        source = Program(digest, data)
-        said = (source.avals, source.tracked, source.out_avals, source.out_tracked)
-        wanted = (bound.avals, bound.tracked, bound.out_avals, bound.out_tracked)
-        if said != wanted:
-            raise JdagError(
-                f"{bound.name} was called as {wanted} and exported as {said}"
-            )
+        source = Program(Definition(digest, data), bound)
         return Pair(source, bound.avals, bound.tracked)
 
-    def _placed(self, bound: Bound, made: Pair) -> Any:
-        if bound.device is None and bound.out_devices is None:
-            return made
-        sources = iter(bound.in_devices or ())
-        where = [next(sources) if tracked else None for tracked in bound.tracked]
-        return placed(made, bound.device, where, bound.out_devices)
-
     def _callable(self, data: Any) -> Any:
-        """Return a program or hook; where it cannot be had, what raises that."""
-        try:
-            found = unmarshal(data, self.allowed)
-        except JdagError as error:
-            return Refused(_name_in(data), error)
+        found = unmarshal(data, self.allowed)
         if not callable(found):
-            said = JdagError(f"{found!r} is no function")
-            return Refused(_name_in(data), said)
+            raise JdagError(f"{found!r} is no function")
         return found
 
     def _run(self, run: Run) -> Run:
-        function = self._callable(run.function)
-        if not isinstance(function, Refused):
-            try:
-                arguments = unmarshal(run.arguments, self.allowed)
-                return replace(run, function=function, arguments=arguments)
-            except JdagError as error:
-                said = JdagError(f"an argument of it cannot be had here: {error}")
-                function = Refused(_name_in(run.function), said)
-        return replace(run, function=function, arguments=((), {}))
+        what = ""
+        try:
+            function = self._callable(run.function)
+            what = "an argument of it cannot be had here: "
+            arguments = unmarshal(run.arguments, self.allowed)
+        except JdagError as error:
+            function, arguments = _refused(run.function, f"{what}{error}"), ((), {})
+        return replace(run, function=function, arguments=arguments)
 
     def _return(self, message: Return, sender: Worker) -> Return:
-        data = message.result
-        if data is None:
-            return message
-        if not isinstance(data, TreeNode) or data.name != REPLY or len(data.parts) != 3:
-            raise ProtocolError(f"a program returned {data!r}, which is no reply")
-        result, *rest = data.parts
-        reply = unmarshal(TreeNode(REPLY, (None, *rest)), self.allowed)
+        match message.result:
+            case None:
+                return message
+            case TreeNode(name=name, parts=(result, seen, kept)) if name == REPLY:
+                reply = unmarshal(TreeNode(REPLY, (None, seen, kept)), self.allowed)
+            case data:
+                raise ProtocolError(f"a program returned {data!r}, which is no reply")
         try:
             reply = reply._replace(result=unmarshal(result, self.allowed))
         except JdagError as error:
@@ -362,21 +280,30 @@ class FunctionDecoder:
         return replace(message, result=reply)
 
 
-def _check_counts(bound: Bound, what: str, given: int, wanted: int) -> None:
-    if given != wanted:
-        raise ProtocolError(f"a call of {bound.name} has {given} {what}, not {wanted}")
+def _check_call(bound: Bound, said: tuple[Any, ...], wanted: tuple[Any, ...]) -> None:
+    if said != wanted:
+        name = bound.name
+        raise ProtocolError(f"a call of {name} says {said}, and its spec {wanted}")
 
 
 def _listed(avals: Sequence[Aval]) -> str:
     return ", ".join(map(str, avals)) or "nothing"
 
 
+def _refused(data: Any, why: str) -> Callable[..., Any]:
+    """Stand in for a program or hook that is not available: raise why when called."""
+
+    def refused(*_: Any, **__: Any) -> Any:
+        raise JdagError(why)
+
+    refused.__module__, _, refused.__qualname__ = _name_in(data).partition(":")
+    return refused
+
+
 def _name_in(data: Any) -> str:
-    """What a function is called that is there as nested data only."""
+    """Return the name of a function from its nested data."""
     match data:
-        case Named():
-            return data.name
-        case TreeNode(parts=(first, *_)) if isinstance(first, Named | TreeNode):
+        case TreeNode(parts=(Named() | TreeNode() as first, *_)):
             return f"partial({_name_in(first)})"
         case TreeNode(parts=(str(name), *_)):
             return name

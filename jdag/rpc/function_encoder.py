@@ -11,18 +11,17 @@ Inputs: `prepare(event, ...)`, by the program that tells its engine the event: e
 Outputs: messages with specs in place of functions, and definitions to send before.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
-from threading import Lock
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from msgspec.structs import replace
 
 from jdag.compute.exported import Definition, exported
-from jdag.compute.fingerprint import key_of
+from jdag.compute.fingerprint import Once, key_of
 from jdag.compute.pytrees import flatten, template_of
 from jdag.engine.functions import name_of
 from jdag.engine.protocol import (
@@ -59,57 +58,37 @@ NAMED_MAX_BYTES = 1 << 16  # Longer specs would travel with each call.
 
 Definitions = tuple[Definition, ...]
 Modules = tuple[str, ...]
-Known = tuple[bytes, Definitions, Definitions]
-
-_allowed_of = lru_cache(maxsize=256)(Allowed)  # Of the modules that a worker allows.
+Known = tuple[bytes, Definitions]  # A spec, and what is to be defined before.
+Written = TypeVar("Written", Call, Assignment)
 
 
 class FunctionEncoder:
     """Encodes the functions of one process; used by several threads."""
 
     def __init__(self) -> None:
-        self._found: WeakKeyDictionary[Any, dict[Modules, Known]]
-        self._found = WeakKeyDictionary()
+        self._specs: WeakKeyDictionary[Any, dict[Modules, Known]] = WeakKeyDictionary()
         self._exported: WeakKeyDictionary[Any, Definition] = WeakKeyDictionary()
-        self._told: OrderedDict[Any, Definitions] = OrderedDict()
-        self._lock = Lock()
 
-    def spec_for(self, pair: Any, allowed_there: Modules) -> tuple[bytes, Definitions]:
+    def spec_for(self, pair: Any, allowed_there: Modules) -> Known:
         """Return the spec of a pair for a worker, and what is to be defined there.
-
-        Args:
-            pair: a `Pair` or `Placed` of this process.
-            allowed_there: the modules that the worker was told to allow.
 
         Raises:
             JdagError: it can go neither by name nor as StableHLO; says what to do.
         """
-        spec, definitions, _ = self._known(pair, allowed_there)
-        return spec, definitions
-
-    def _known(self, pair: Any, allowed_there: Modules) -> Known:
-        """What `spec_for` returns, and the fingerprints of functions by name."""
         bare = pair.pair
-        found = self._found.get(bare)
-        known = None if found is None else found.get(allowed_there)
+        specs = self._specs.setdefault(bare, {})
+        known = specs.get(allowed_there)
         if known is None:
-            known = self._spec(bare, _allowed_of(allowed_there))
-            with self._lock:
-                self._found.setdefault(bare, {})[allowed_there] = known
+            known = specs[allowed_there] = self._spec(bare, allowed_there)
         if bare is pair:
             return known
         places = DevicePlacement(pair.device, pair.in_devices, pair.out_devices)
-        return (placed_spec(known[0], places), *known[1:])
+        return placed_spec(known[0], places), known[1]
 
     def prepare(
         self, event: Event, here: Worker, allowed_on: Callable[[Worker], Modules]
     ) -> None:
-        """Have all that an event will send be ready, or refuse it.
-
-        Args:
-            event: what a program is about to tell its engine.
-            here: the worker on which it runs.
-            allowed_on: the modules that a worker was told to allow.
+        """Make ready what an event of a program on the worker `here` will send.
 
         Raises:
             JdagError: a function, program or hook in it cannot travel to its worker.
@@ -119,110 +98,126 @@ class FunctionEncoder:
                 self.spec_for(event.function, allowed_on(event.worker))
             case Assigned():
                 for part in event.parts:
-                    if part.function is not None and (to := _owner(part)) != here:
+                    key: Any = part.outputs[0]
+                    to: Worker = key.name.worker
+                    if part.function is not None and to != here:
                         self.spec_for(part.function, allowed_on(to))
             case Launched() if event.worker != here:
-                self._check(event.function, event.worker, allowed_on(event.worker))
+                _check_program(event.function, event.worker, allowed_on(event.worker))
                 _check_methods(event.arguments, event.worker)
                 check_size(event.function, "is given", event.arguments)
             case Attached() if event.worker != here:
-                self._check(event.hook.function, event.worker, allowed_on(event.worker))
+                _check_program(
+                    event.hook.function, event.worker, allowed_on(event.worker)
+                )
             case _:
                 pass
 
     def outgoing(
         self, message: Message, allowed_there: Modules
     ) -> tuple[Message, Definitions]:
-        """Return a message as it is to be written for a worker, and what is to precede.
+        """Return a message as it is written for a worker, and what is to precede it.
 
-        What cannot travel goes by name all the same, and fails there: `prepare` refuses
-        it before.
+        What cannot travel, which `prepare` refuses, goes by name and fails there.
         """
         match message:
             case Call():
-                function, needed = self._data(message.function, allowed_there)
-                if function is message.function:
-                    return message, needed
-                return replace(message, function=function), needed
+                return self._written(message, allowed_there)
             case Assign():
-                parts: list[Assignment] = []
-                definitions: dict[bytes, Definition] = {}
-                for part in message.parts:
-                    if part.function is None:
-                        parts.append(part)
-                        continue
-                    function, needed = self._data(part.function, allowed_there)
-                    parts.append(replace(part, function=function))
-                    definitions.update({one.digest: one for one in needed})
-                return replace(message, parts=tuple(parts)), tuple(definitions.values())
+                written = [self._written(part, allowed_there) for part in message.parts]
+                parts = tuple([part for part, _ in written])
+                needed = dict.fromkeys(one for _, needed in written for one in needed)
+                return replace(message, parts=parts), tuple(needed)
             case Run():
                 given = [one for one in flatten(message.arguments)[0] if callable(one)]
-                return message, self._codes((message.function, *given), allowed_there)
+                return message, _told(_Named((message.function, *given), allowed_there))
             case Attach():
-                return message, self._codes((message.hook.function,), allowed_there)
+                return message, _told(_Named((message.hook.function,), allowed_there))
             case _:
                 return message, ()
 
-    def _data(self, pair: Any, allowed_there: Modules) -> tuple[Any, Definitions]:
+    def _written(
+        self, one: Written, allowed_there: Modules
+    ) -> tuple[Written, Definitions]:
+        if one.function is None:
+            return one, ()
         try:
-            spec, definitions, codes = self._known(pair, allowed_there)
+            spec, needed = self.spec_for(one.function, allowed_there)
         except JdagError:
-            return pair, ()
-        return (spec, definitions) if definitions else (pair, codes)
+            return one, ()
+        return replace(one, function=spec), needed
 
-    def _codes(self, functions: Any, allowed_there: Modules) -> Definitions:
-        """Return the fingerprints of programs and hooks, which run the Python there."""
-        key = (tuple([key_of(one) for one in functions]), allowed_there)
-        with self._lock:
-            known = self._told.get(key)
-        if known is None:
-            try:
-                find = _allowed_of(allowed_there).find_own
-                known = fingerprints_of(portable(functions), find)
-            except JdagError:
-                known = ()  # It is refused there, by what it is.
-            with self._lock:
-                self._told[key] = known
-                if len(self._told) > TOLD_MAX:
-                    self._told.popitem(last=False)
-        return known
-
-    def _spec(self, pair: Any, allowed: Allowed) -> Known:
+    def _spec(self, pair: Any, modules: Modules) -> Known:
         spec = spec_of(pair)
-        why = _why_not_named(pair, spec, allowed)
-        if not why and len(spec) <= NAMED_MAX_BYTES:
-            body = read_spec(spec)[1]
-            named = (body.function, body.arguments)
-            return spec, (), fingerprints_of(named, allowed.find_own)
+        found: dict[str, Any] = {}
         try:
-            with self._lock:
-                definition = self._exported.get(pair)
-            if definition is None:
-                definition = exported(pair)
-                with self._lock:
-                    self._exported[pair] = definition
+            _check_named(pair, spec, _allowed(modules, found))
+            return spec, fingerprints_of(found)
+        except JdagError as error:
+            why = error
+        try:
+            definition = self._exported.get(pair) or exported(pair)
         except JdagError as error:
             raise JdagError(
-                f"{pair.name} cannot be called on another worker. By name: "
-                f"{why or f'its spec has {len(spec)} bytes'}. As StableHLO: {error}"
+                f"{pair.name} cannot be called on another worker. By name: {why}. As "
+                f"StableHLO: {error}"
             ) from error
-        return exported_spec(pair, definition.digest), (definition,), ()
+        self._exported[pair] = definition
+        return exported_spec(pair, definition.digest), (definition,)
 
-    def _check(self, fn: Any, worker: Worker, modules: Modules) -> None:
-        """Raise JdagError where a program or hook is not the same by name there."""
-        name = name_of(fn)
-        try:
-            found = unmarshal(
-                portable(fn, arrays=True), _allowed_of(modules), load=False
-            )
-            why = "" if key_of(found) == key_of(fn) else _other(name)
-        except JdagError as error:
-            why = str(error)
-        if why:
-            raise JdagError(
-                f"{name} cannot run on {worker!r}, where programs and hooks are the "
-                f"Python that they are here: {why}"
-            )
+
+def _check_named(pair: Any, spec: bytes, allowed: Allowed) -> None:
+    """Raise JdagError unless a spec is read there as this very pair."""
+    body = read_spec(spec)[1]
+    _check_same(pair.source.fn, body.function, allowed)
+    template = template_of(*structure(body.arguments, allowed), body.own)
+    if template != pair.source.template:
+        raise JdagError(
+            f"the static arguments of {pair.name} are others when they are read"
+        )
+    if len(spec) > NAMED_MAX_BYTES:
+        raise JdagError(f"its spec has {len(spec)} bytes")
+
+
+def _check_same(fn: Any, data: Any, allowed: Allowed) -> None:
+    """Raise JdagError unless nested data are read there as this very function."""
+    if key_of(unmarshal(data, allowed)) != key_of(fn):
+        raise JdagError(
+            f"{name_of(fn)} is the name of another function, or of one that holds "
+            "other values"
+        )
+
+
+def _allowed(modules: Modules, found: dict[str, Any]) -> Allowed:
+    """What is allowed there, as far as it is here; `found` gets what is looked up."""
+    return Allowed(modules, found.__setitem__, load=False)
+
+
+class _Named(Once):
+    """Programs or hooks, which run the Python there, and the modules allowed there."""
+
+    def __init__(self, functions: tuple[Any, ...], modules: Modules) -> None:
+        super().__init__((key_of(functions), modules))
+        self.functions, self.modules = functions, modules
+
+
+@lru_cache(maxsize=TOLD_MAX)
+def _told(named: _Named) -> Definitions:
+    found: dict[str, Any] = {}
+    with suppress(JdagError):  # It is refused there, by what it is.
+        unmarshal(portable(named.functions), _allowed(named.modules, found))
+    return fingerprints_of(found)
+
+
+def _check_program(fn: Any, worker: Worker, modules: Modules) -> None:
+    """Raise JdagError where a program or hook is not the same by name there."""
+    try:
+        _check_same(fn, portable(fn, arrays=True), _allowed(modules, {}))
+    except JdagError as error:
+        raise JdagError(
+            f"{name_of(fn)} cannot run on {worker!r}, where programs and hooks are the "
+            f"Python that they are here: {error}"
+        ) from None
 
 
 def _check_methods(arguments: Any, worker: Worker) -> None:
@@ -250,31 +245,3 @@ def check_size(program: Any, what: str, data: Any) -> None:
             f"{name_of(program)} {what} {nbytes} bytes of data; allowed are "
             f"{DATA_BYTES_MAX}: larger arrays go by ref (cluster.put, ctx.call)"
         )
-
-
-def _owner(part: Assignment) -> Worker:
-    key: Any = part.outputs[0]
-    worker: Worker = key.name.worker
-    return worker
-
-
-def _other(name: str) -> str:
-    return f"{name} is the name of another function, or of one that holds other values"
-
-
-def _why_not_named(pair: Any, spec: bytes, allowed: Allowed) -> str:
-    """Say why a spec would not be read there as this very pair; nothing if it would."""
-    source = pair.source
-    try:
-        body = read_spec(spec)[1]
-        function = unmarshal(body.function, allowed, load=False)
-        template = template_of(
-            *structure(body.arguments, allowed, load=False), body.own
-        )
-    except JdagError as error:
-        return str(error)
-    if key_of(function) != key_of(source.fn):
-        return _other(pair.name)
-    if template != source.template:
-        return f"the static arguments of {pair.name} are others when they are read"
-    return ""

@@ -1,7 +1,7 @@
-"""What has travelled as names and parts, made of what these name here.
+"""Nested data that travelled as names and parts become Python objects again.
 
-Classes are only those whose instances are data: their parts are put in place, and no
-code of theirs runs but what JAX's own registry has of pytree nodes.
+Only instances that are data are made: their parts are put in place, and no code of
+their classes runs but what JAX's registry has of pytree nodes.
 """
 
 import functools
@@ -18,14 +18,14 @@ import numpy as np
 from jdag.compute.avals import aval_from, dtype_of
 from jdag.compute.buffers import delivered, landed
 from jdag.compute.refs import RefData
-from jdag.engine.arrays import HOLE
+from jdag.engine.arrays import Hole
 from jdag.engine.functions import Applied
 from jdag.errors import JdagError, named_text
 from jdag.rpc.allowed import Allowed
 from jdag.wire.trees import APPLIED, DTYPE, Named, Opaque, Part, Raw, RefParts, TreeNode
 
 
-def unmarshal(data: Any, allowed: Allowed, *, load: bool = True) -> Any:
+def unmarshal(data: Any, allowed: Allowed) -> Any:
     """Return nested data with all that they name.
 
     Raises:
@@ -35,9 +35,9 @@ def unmarshal(data: Any, allowed: Allowed, *, load: bool = True) -> Any:
     def made(item: Any) -> Any:
         match item:
             case Named():
-                return allowed.find(item.name, load=load)
+                return allowed.find(item.name)
             case TreeNode():
-                return _instance(item, allowed, load, made)
+                return _instance(item, allowed, made)
             case Raw():
                 return array(item)
             case RefParts():
@@ -56,21 +56,18 @@ def unmarshal(data: Any, allowed: Allowed, *, load: bool = True) -> Any:
             case list():
                 return [made(one) for one in item]
             case dict():
-                return _dict([(made(key), made(one)) for key, one in item.items()])
+                items = [(made(key), made(one)) for key, one in item.items()]
+                try:
+                    return dict(items)
+                except TypeError as error:
+                    raise JdagError(f"a dict whose keys cannot be: {error}") from error
             case _:
                 return item
 
     return made(data)
 
 
-def _dict(items: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    try:
-        return dict(items)
-    except TypeError as error:
-        raise JdagError(f"a dict whose keys cannot be: {error}") from error
-
-
-def structure(data: Any, allowed: Allowed, *, load: bool = True) -> tuple[Any, Any]:
+def structure(data: Any, allowed: Allowed) -> tuple[Any, Any]:
     """Return the treedef of a structure, and its leaves: `HOLE`, or statics.
 
     Raises:
@@ -80,32 +77,29 @@ def structure(data: Any, allowed: Allowed, *, load: bool = True) -> tuple[Any, A
 
     def node(kind: Any, aux: Any, children: Any) -> Any:
         try:
-            return jtu.PyTreeDef.from_node_data_and_children(
-                jtu.default_registry, (kind, aux), [made(child) for child in children]
-            )
+            return _treedef(kind, aux, [made(child) for child in children])
         except (ValueError, TypeError) as error:
             raise JdagError(f"{kind} is no pytree node here: {error}") from error
 
     def made(item: Any) -> Any:
-        if isinstance(item, Part):
-            leaves.append(unmarshal(item.value, allowed, load=load))
-            return _LEAF
-        if item is HOLE:
-            leaves.append(item)
-            return _LEAF
-        if item is None:
-            return node(type(None), None, ())
-        if isinstance(item, TreeNode):
-            if not item.parts:
-                raise JdagError(f"{item.name} without its data is no structure")
-            aux, *children = item.parts
-            kind = _class(item.name, allowed, load)
-            return node(kind, unmarshal(aux, allowed, load=load), children)
-        if type(item) in (tuple, list):
-            return node(type(item), None, item)
-        if isinstance(item, dict):
-            return node(dict, list(item), item.values())
-        raise JdagError(f"{item!r} is no structure of arguments")
+        match item:
+            case Part():
+                leaves.append(unmarshal(item.value, allowed))
+                return _LEAF
+            case Hole():
+                leaves.append(item)
+                return _LEAF
+            case TreeNode(parts=(aux, *children)):
+                kind = _class(item.name, allowed)
+                return node(kind, unmarshal(aux, allowed), children)
+            case None:
+                return node(type(None), None, ())
+            case tuple() | list():
+                return node(type(item), None, item)
+            case dict():
+                return node(dict, list(item), item.values())
+            case _:
+                raise JdagError(f"{item!r} is no structure of arguments")
 
     return made(data), leaves
 
@@ -115,38 +109,36 @@ _BUILT_IN: dict[str, Any] = {
     "collections:OrderedDict": OrderedDict,
     "collections:defaultdict": defaultdict,
     "functools:partial": functools.partial,
+    APPLIED: Applied,
+    DTYPE: np.dtype,
 }
 
 
-def _class(name: str, allowed: Allowed, load: bool) -> Any:
-    kind = _BUILT_IN.get(name) or allowed.find(name, load=load)
+def _class(name: str, allowed: Allowed) -> Any:
+    kind = _BUILT_IN.get(name) or allowed.find(name)
     if not isinstance(kind, type):
         raise JdagError(f"{name} is no class")
     return kind
 
 
-def _instance(
-    item: TreeNode, allowed: Allowed, load: bool, made: Callable[[Any], Any]
-) -> Any:
-    name, parts = item.name, item.parts
-    if name == DTYPE:
-        return _dtype(parts)
-    if name == APPLIED:
-        return _applied(parts)
-    kind = _class(name, allowed, load)
-    values = [made(part) for part in parts]
+def _instance(item: TreeNode, allowed: Allowed, made: Callable[[Any], Any]) -> Any:
+    kind = _class(item.name, allowed)
+    values = [made(part) for part in item.parts]
     try:
         return _put_together(kind, values)
     except Exception as error:  # Whatever a pytree node's own code raises.
         raise JdagError(
-            f"{name} cannot be made of {len(values)} parts: {named_text(error)}"
+            f"{item.name} cannot be made of {len(values)} parts: {named_text(error)}"
         ) from error
 
 
 def _put_together(kind: Any, values: list[Any]) -> Any:
-    if issubclass(kind, Enum):
+    if kind is Applied:
+        name, unjitted, program = values
+        return Applied.named(name, unjitted=unjitted, program=program)
+    if issubclass(kind, Enum | np.dtype):
         (name,) = values
-        return kind[name]
+        return jnp.dtype(name) if kind is np.dtype else kind[name]
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
         if len(values) != len(kind._fields):
             raise ValueError(f"it has {len(kind._fields)}")
@@ -162,30 +154,16 @@ def _put_together(kind: Any, values: list[Any]) -> Any:
     if kind is frozenset:
         return frozenset(values)
     aux, *children = values
-    treedef = jtu.PyTreeDef.from_node_data_and_children(
-        jtu.default_registry, (kind, aux), [_LEAF] * len(children)
-    )
-    return jtu.tree_unflatten(treedef, children)
+    return jtu.tree_unflatten(_treedef(kind, aux, [_LEAF] * len(children)), children)
 
 
-def _dtype(parts: tuple[Any, ...]) -> Any:
-    try:
-        (name,) = parts
-        return jnp.dtype(name)
-    except (TypeError, ValueError) as error:
-        raise JdagError(f"{parts!r} names no dtype") from error
-
-
-def _applied(parts: tuple[Any, ...]) -> Applied:
-    match parts:
-        case (str(name), bool(unjitted), bool(program)):
-            return Applied.named(name, unjitted=unjitted, program=program)
-        case _:
-            raise JdagError(f"{parts!r} describes no callable pytree")
+def _treedef(kind: Any, aux: Any, children: list[Any]) -> Any:
+    registry = jtu.default_registry
+    return jtu.PyTreeDef.from_node_data_and_children(registry, (kind, aux), children)
 
 
 def array(raw: Raw) -> Any:
-    """Return the array that has travelled: JAX's or numpy's, as it was."""
+    """Return the array that travelled, JAX's or numpy's as it was."""
     kind = raw.kind
     if raw.form == "array":
         return delivered(landed(kind, memoryview(raw.data)))
