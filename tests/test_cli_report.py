@@ -88,7 +88,7 @@ def test_a_report_of_files_without_end_and_of_endless_times_is_one_line(place: P
     graph.symlink_to("/dev/zero")
     assert "graph.json: this is no regular" in refused(place, "report", "run")
     os.truncate(result, 1 << 33)
-    assert "result.json: this has at least 8,589,934" in refused(place, "report", "run")
+    assert "result.json: this has more than 268,435" in refused(place, "report", "run")
 
 
 @pytest.mark.parametrize("name", ["result.json", "graph.json", "trace.jsonl"])
