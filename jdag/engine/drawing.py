@@ -4,9 +4,10 @@ What the last pass awaited is worked out anew from its roots and from the slots 
 that it counted here: edges are counted as it counted them.
 """
 
+from collections.abc import Iterable
 from enum import Enum
 
-from jdag.engine.graph import Fragment, Node, Value, Vertex
+from jdag.engine.graph import Fragment, LeafEnd, Node, RecvEnd, Value, Vertex
 from jdag.engine.messages import Several
 from jdag.engine.names import (
     U64,
@@ -92,19 +93,15 @@ def draw(fragment: Fragment) -> Drawing:
     """Read a fragment off, in program order."""
     used: dict[Key, None] = {}
     edges: list[DrawnEdge] = []
-    made: dict[Key, str] = {}
-    for node in fragment.nodes.values():
-        made.update((value.key, f"node {node.path}") for value in node.outputs)
-    for recv in fragment.recvs.values():
-        made.update((value.key, f"recv {recv.path}") for value in recv.outputs)
-    for leaf in fragment.leaves.values():
-        made.update((value.key, str(leaf.leaf)) for value in leaf.outputs)
 
-    def use(values: tuple[Value, ...], consumer: str) -> tuple[Key, ...]:
+    def use(values: Iterable[Value | None], consumer: str) -> tuple[Key, ...]:
+        keys = []
         for value in values:
-            used[value.key] = None
-            edges.append(DrawnEdge(value.key, made.get(value.key, "nothing"), consumer))
-        return tuple(value.key for value in values)
+            if value is not None:
+                used[value.key] = None
+                edges.append(DrawnEdge(value.key, _name(value.producer), consumer))
+                keys.append(value.key)
+        return tuple(keys)
 
     awaited = _awaited(fragment)
     past = fragment.past
@@ -124,7 +121,7 @@ def draw(fragment: Fragment) -> Drawing:
         DrawnEnd(
             send.path,
             send.destination,
-            use(tuple(v for v in send.inputs if v is not None), f"send {send.path}"),
+            use(send.inputs, f"send {send.path}"),
             int(past is not None and send.path in past.counted),
             _need(fragment, send.path),
         )
@@ -150,6 +147,18 @@ def draw(fragment: Fragment) -> Drawing:
     )
     last = None if past is None else DrawnPass(past.number, past.mode, past.outcome)
     return Drawing(nodes, sends, recvs, leaves, tuple(edges), last)
+
+
+def _name(vertex: Vertex | None) -> str:
+    match vertex:
+        case Node(path=path):
+            return f"node {path}"
+        case RecvEnd(path=path):
+            return f"recv {path}"
+        case LeafEnd(leaf=leaf):
+            return str(leaf)
+        case _:
+            return "nothing"
 
 
 def _need(fragment: Fragment, path: Path) -> Need:

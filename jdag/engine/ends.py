@@ -188,7 +188,7 @@ class Ends:
                     state.settle(value, failure)
         jobs = [
             number
-            for number, (_, part, _, _) in state.jobs.items()
+            for number, (_, part, _) in state.jobs.items()
             if part is fragment or (type(part) is Held and fragment in part.fragments)
         ]
         state.when_computed(jobs, partial(self._drop, fragment))
@@ -205,7 +205,9 @@ class Ends:
         for recv in fragment.recvs.values():
             keys.extend(value.stored for value in recv.outputs if value.users)
         keys.extend(
-            end.gradient for end in fragment.leaves.values() if end.gradient is not None
+            end.gradient.stored
+            for end in fragment.leaves.values()
+            if end.gradient is not None
         )
         keys.extend(
             node.residuals

@@ -1,6 +1,7 @@
 """One worker's engine: it takes an event and returns the effects to be carried out."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from jdag.engine.backward import Backward
@@ -168,11 +169,11 @@ class Engine:
             Assign: self._leaves.arrived,
             Forget: self._leaves.forget,
             Discard: self._lives.discard_arrived,
-            Start: backward.start,
-            Mark: backward.mark,
-            Go: backward.go,
-            Cotangent: backward.cotangent,
-            Answer: backward.answer,
+            Start: partial(backward.credited, backward.start),
+            Mark: partial(backward.credited, backward.mark),
+            Go: partial(backward.credited, backward.go),
+            Cotangent: partial(backward.credited, backward.cotangent),
+            Answer: partial(backward.credited, backward.answer),
             Fail: backward.fail_arrived,
             End: self._passes.end,
             Ended: self._passes.ended,
@@ -189,8 +190,8 @@ class Engine:
 
     def _computed(self, event: Computed) -> None:
         state = self._state
-        done, fragment, owner, job = state.jobs.pop(event.job)
-        done(event.failure, fragment, owner, job)
+        done, _, job = state.jobs.pop(event.job)
+        done(event.failure, job)
         if event.job in state.after:
             state.computed(event.job)
 

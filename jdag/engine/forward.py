@@ -26,11 +26,11 @@ from jdag.engine.protocol import (
     ContextId,
     Failure,
     Forward,
-    Job,
     Key,
     OutputKey,
     Path,
     Primal,
+    ReceivedKey,
     ResidualsKey,
     Ship,
     Worker,
@@ -77,7 +77,7 @@ class Forwarding:
         results = []
         for index, recording in enumerate(message.outputs):
             key = OutputKey(message.context, message.path, index)
-            value = Value(key, node if recording else None, 0)
+            value = Value(key, node if recording else None)
             fragment.values[key] = value
             results.append(value)
         node.results = tuple(results)
@@ -114,7 +114,7 @@ class Forwarding:
             recv = fragment.recvs.get((path, source))
             known = None if recv is None else recv.outputs[key.index]
         elif key.kind == "constant":
-            value = fragment.values[key] = Value(key, None, 0)
+            value = fragment.values[key] = Value(key)
             value.settled = True
             value.users = 0  # No program can name it: its call is all it is for.
             return value
@@ -145,12 +145,11 @@ class Forwarding:
             tuple([value.key for value in node.results]),
             node.residuals,
         )
-        state.compute(job, self._forwarded, fragment, node)
+        state.compute(job, partial(self._forwarded, fragment, node), fragment)
 
     def _forwarded(
-        self, failure: Failure | None, fragment: Fragment, node: Node, job: Job
+        self, fragment: Fragment, node: Node, failure: Failure | None, job: Any
     ) -> None:
-        assert isinstance(job, Forward), job
         if fragment.gone:
             kept = () if job.residuals is None else (job.residuals,)
             self._state.drop((*job.outputs, *kept))
@@ -181,8 +180,11 @@ class Forwarding:
         """The recv of a transfer: made by whichever comes first, call or data."""
         recv = fragment.recvs.get((path, source))
         if recv is None:
-            recv = RecvEnd(fragment.context, path, source, slots)
-            fragment.recvs[path, source] = recv
+            recv = RecvEnd(path, source, [None] * slots)
+            name = path, source
+            keys = [ReceivedKey(fragment.context, name, slot) for slot in range(slots)]
+            recv.outputs = tuple([Value(key, recv, key.index) for key in keys])
+            fragment.recvs[name] = recv
             if source in self._state.lost:
                 self._fail_recv(recv, source)
         return recv
@@ -229,6 +231,7 @@ class Forwarding:
                 inputs,
                 message.function,
                 message.call_site,
+                [not tracked for tracked in message.tracked],
             )
         fragment.pending += 1
         self._state.when_settled(

@@ -147,11 +147,11 @@ class Leaves:
             leaf = leaf or self._leaves.setdefault(key.name, LeafVersions(aval))
             number = key.index
         elif leaf is None or leaf.forgotten:
-            return Value(_version_key(key.name, _NEVER), None, 0)
+            return Value(_version_key(key.name, _NEVER))
         else:
             number = leaf.newest + 1
         previous = leaf.versions.get(leaf.newest)
-        value = Value(_version_key(key.name, number), None, 0)
+        value = Value(_version_key(key.name, number))
         leaf.versions[number] = Version(value)
         leaf.newest = number
         if previous is not None:
@@ -177,7 +177,7 @@ class Leaves:
                     versions.append((key.name, version))
                     value = version.value
             elif key.kind == "constant":
-                value = Value(key, None, 0)
+                value = Value(key)
                 state.settle(value, None)
             else:
                 fragment = (
@@ -219,16 +219,16 @@ class Leaves:
             tuple(value.key for value in outputs),
             None,
         )
-        state.compute(job, self._computed, held, (part, outputs))
+        state.compute(job, partial(self._computed, part, outputs, held), held)
 
     def _computed(
         self,
-        failure: Failure | None,
+        part: Assignment,
+        outputs: tuple[Value, ...],
         held: Held,
-        owner: tuple[Assignment, tuple[Value, ...]],
+        failure: Failure | None,
         job: Job,
     ) -> None:
-        part, outputs = owner
         if failure is not None:
             failure = replace(
                 failure,
@@ -317,7 +317,7 @@ class Leaves:
             why = f"{key.name} is not held here: it was dropped, or is not made yet"
         else:
             why = f"{key.kind} {key.name} of context {key.context} is not held here"
-        value = Value(key, None, 0)
+        value = Value(key)
         value.settled = True
         value.failure = self._state.failure("ContextError", why)
         return value

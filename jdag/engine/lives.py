@@ -32,14 +32,13 @@ that it is reported even if no program holds the failed value.
 
 from collections.abc import Iterable
 
-from jdag.engine.graph import Copies, Fragment, LeafEnd, ProgramFrame, Value
+from jdag.engine.graph import Copies, Fragment, ProgramFrame, Value
 from jdag.engine.protocol import (
     LEAF_KINDS,
     Argument,
     Assigned,
     Discard,
     Discarded,
-    GradientKey,
     Key,
     Notice,
     Worker,
@@ -155,22 +154,6 @@ class Lives:
             if key.kind == "gradient":
                 del fragment.values[key]  # It may have had another name before.
             self._state.release((value,))
-
-    def commit(
-        self, fragment: Fragment, end: LeafEnd, staged: Key | None, number: int
-    ) -> None:
-        """A pass leaves a gradient: a new one, or, None, the one that there was."""
-        key = GradientKey(fragment.context, end.leaf, number)
-        if staged is not None:
-            before = end.current
-            value = end.current = Value(key, None, 0)
-            value.stored = end.gradient = staged
-            value.settled = True
-            if before is not None:
-                self._state.release((before,))
-        assert end.current is not None, end.leaf
-        end.current.users += 1
-        fragment.values[key] = end.current
 
 
 def _find(fragment: Fragment, key: Key) -> Value | None:

@@ -16,10 +16,14 @@ Invariants
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
+from msgspec.structs import replace
+
 from jdag.engine.backward import Backward
-from jdag.engine.graph import Fragment, Node, Past
+from jdag.engine.credit import WHOLE
+from jdag.engine.graph import Fragment, Node
 from jdag.engine.leaves import Leaves
 from jdag.engine.lives import Lives
 from jdag.engine.phases import NEXT, Ownership, Phase
@@ -33,7 +37,6 @@ from jdag.engine.protocol import (
     Failure,
     Go,
     Key,
-    LeafId,
     Mark,
     Mode,
     Outcome,
@@ -41,12 +44,11 @@ from jdag.engine.protocol import (
     PassResult,
     Root,
     SeedKey,
-    Stale,
     Start,
     Worker,
 )
 from jdag.engine.protocol import Lost as LostEvent
-from jdag.engine.share import Pass
+from jdag.engine.share import Outgoing, Pass
 from jdag.engine.state import State
 
 
@@ -83,16 +85,16 @@ class Passes:
         own.passes += 1
         own.waiter = event.waiter
         own.roots = event.roots
-        own.mode = event.mode
         own.retain = event.retain
-        own.owed, own.leaves, own.stale, own.seen = [], {}, [], None
+        own.answers = []
         top = fragment.frames[()]
         if event.timeout_ns is not None:
             expired = Expired(event.context, own.passes)
             self._state.out.append(Alarm(event.waiter, expired, event.timeout_ns))
         if not event.retain:
             self._lives.note_leaves(top)
-        self._frames.when_acknowledged(top, partial(self._begin, fragment, own))
+        begin = partial(self._begin, fragment, own, event.mode)
+        self._frames.when_acknowledged(top, begin)
 
     def never_began(self, fragment: Fragment, own: Ownership) -> None:
         """A pass that ends while it gathers has its cotangents here, unused."""
@@ -100,61 +102,54 @@ class Passes:
             roots = [root for _, root in own.roots]
             self._state.drop(_seeds(fragment, own.passes, roots))
 
-    def _begin(self, fragment: Fragment, own: Ownership) -> None:
+    def _begin(self, fragment: Fragment, own: Ownership, mode: Mode) -> None:
         """All calls have arrived: announce the roots, or start where they all are."""
         if own.phase is not Phase.GATHERING:
             return  # A worker was lost meanwhile.
-        state = self._state
-        live = Pass(own.passes, own.mode, own.retain, None)
+        context, number, retain = fragment.context, own.passes, own.retain
+        live = Pass(fragment, number, mode, retain, parent=None, credit=WHOLE)
         fragment.live = live
         by_worker: dict[Worker, list[Root]] = {}
         for worker, root in own.roots:
             by_worker.setdefault(worker, []).append(root)
-        alone = len(by_worker) == 1 and own.mode is Mode.FAST
-        if own.mode is Mode.SMART:
-            own.advance(fragment.context, Mark)
-        else:
-            own.advance(fragment.context, Go if alone else Start)
-        for worker, roots in by_worker.items():
-            if worker == state.worker:
-                live.roots = tuple(roots)
-                continue
-            start = partial(
-                Start,
-                fragment.context,
-                own.passes,
-                tuple(roots),
-                own.mode,
-                own.retain,
-                alone,
-            )
-            live.say(worker, start, _seeds(fragment, own.passes, roots))
-        if live.roots and self._backward.sight(fragment, live) and alone:
-            self._backward.seed(fragment, live)
-        self._backward.settle(fragment, live)
+        alone = len(by_worker) == 1 and mode is Mode.FAST
+        announced = Go if alone else Start
+        own.advance(context, Mark if mode is Mode.SMART else announced)
+        for worker, given in by_worker.items():
+            roots = tuple(given)
+            if worker == self._state.worker:
+                live.roots = roots
+            else:
+                start = partial(Start, context, number, roots, mode, retain, alone)
+                seeds = _seeds(fragment, number, roots)
+                live.outbox.append(Outgoing(worker, start, seeds))
+        if live.roots and self._backward.sight(live) and alone:
+            self._backward.seed(live)
+        self._backward.settle(live)
 
-    def owner_passive(self, fragment: Fragment, live: Pass) -> None:
+    def owner_passive(self, live: Pass) -> None:
         """Nothing goes on anywhere: the wave before the pass, or the pass, is over."""
+        fragment = live.fragment
         own = fragment.ownership
         assert own is not None, fragment.context
         if own.phase is Phase.RUNNING:
             stuck = live.unreported > 0
-            self.finish(
-                fragment, own, Outcome.STUCK if stuck else Outcome.FINISHED, None
-            )
+            outcome = Outcome.STUCK if stuck else Outcome.FINISHED
+            self.finish(fragment, own, outcome, None)
             return
         own.advance(fragment.context, Go)
+        go = partial(Go, fragment.context, live.number, own.retain)
         for worker in dict.fromkeys(worker for worker, _ in own.roots):
             if worker != self._state.worker:
-                go = partial(Go, fragment.context, live.number, own.retain)
-                live.say(worker, go)
-        self._backward.seed(fragment, live)
-        self._backward.settle(fragment, live)
+                live.outbox.append(Outgoing(worker, go))
+        self._backward.seed(live)
+        self._backward.settle(live)
 
-    def owner_failed(self, fragment: Fragment, failure: Failure) -> None:
+    def owner_failed(self, live: Pass, failure: Failure) -> None:
         """A failure reached the owner."""
-        assert fragment.ownership is not None, fragment.context
-        self.finish(fragment, fragment.ownership, Outcome.FAILED, failure)
+        own = live.fragment.ownership
+        assert own is not None, live.fragment.context
+        self.finish(live.fragment, own, Outcome.FAILED, failure)
 
     def expired(self, event: Expired) -> None:
         """The time of a pass is over; what is owed is collected as it ends."""
@@ -216,32 +211,25 @@ class Passes:
         fragment, own = owned
         if sender in own.awaited and message.number == own.passes:
             del own.awaited[sender]
-            self._note_end(own, message)
+            own.answers.append(message)
             if not own.awaited:
                 self.conclude(fragment, own)
-
-    def _note_end(self, own: Ownership, message: Ended) -> None:
-        own.owed.extend(message.owed)
-        for leaf in message.leaves:
-            own.leaves[leaf] = None
-        own.stale.extend(message.stale)
-        seen = message.failure
-        if seen is not None and (own.seen is None or seen.path < own.seen.path):
-            own.seen = seen
 
     def conclude(self, fragment: Fragment, own: Ownership) -> None:
         """All have answered: resume the program."""
         own.advance(fragment.context, Ended if own.lost is None else LostEvent)
         if own.lost is not None:
             own.outcome, own.failure = Outcome.FAILED, own.lost
+        answers = own.answers
+        raised = [each.failure for each in answers if each.failure is not None]
         waits = own.outcome in (Outcome.STUCK, Outcome.EXPIRED)
         result = PassResult(
             own.passes,
             own.outcome,
-            own.failure or own.seen,
-            tuple(sorted(own.owed)) if waits else (),
-            tuple(sorted(own.leaves)),
-            tuple(sorted(own.stale)),
+            own.failure or min(raised, key=attrgetter("path"), default=None),
+            tuple(sorted(owed for each in answers if waits for owed in each.owed)),
+            tuple(sorted(leaf for each in answers for leaf in each.leaves)),
+            tuple(sorted(stale for each in answers for stale in each.stale)),
         )
         self._state.resume(own.waiter, result)
 
@@ -256,14 +244,6 @@ class Passes:
         else:
             self._close_pass(fragment, message, partial(self._state.send, sender))
 
-    def _jobs(self, fragment: Fragment, number: int) -> tuple[int, ...]:
-        """The jobs of a pass that are under way here."""
-        return tuple(
-            id
-            for id, (_, part, _, job) in self._state.jobs.items()
-            if part is fragment and job.phase == number
-        )
-
     def _close_pass(
         self, fragment: Fragment, message: End, tell: Callable[[Ended], None]
     ) -> None:
@@ -273,67 +253,67 @@ class Passes:
         """
         fragment.ended = message.number
         live: Pass | None = fragment.live
-        owed: tuple[Owed, ...] = ()
-        leaves: tuple[LeafId, ...] = ()
-        stale: tuple[Stale, ...] = ()
-        if live is not None:
-            fragment.live = None
-            fragment.past = Past(
-                message.number,
-                live.mode,
-                message.outcome,
-                live.roots,
-                live.counted,
-                tuple(live.owed),
-            )
-            owed = tuple(
-                Owed(
-                    send.path,
-                    self._state.worker,
-                    send.destination,
-                    send.function,
-                    send.call_site,
-                )
-                for send in live.owed.values()
-            )
-            if message.outcome is Outcome.FINISHED:
-                leaves = tuple(live.staged)
-                stale = self._leaves.stale(live.oldest)
-                for leaf, staged in live.staged.items():
-                    end = fragment.leaves[leaf]
-                    self._lives.commit(fragment, end, staged, live.number)
-            self._clear(fragment, live, message.outcome)
-        if message.outcome is not Outcome.FINISHED and not message.retain:
+        fragment.live = None
+        finished = message.outcome is Outcome.FINISHED
+        if not finished and not message.retain:
             self._spend(fragment)
-
-        def reply(failure: Failure | None) -> None:
-            tell(Ended(message.context, message.number, owed, leaves, stale, failure))
-
-        if live is not None and live.observed:
-            self._gradients.show(fragment, live, reply)
+        answer = Ended(message.context, message.number, (), (), (), None)
+        if live is not None:
+            fragment.past = live
+            live.outcome = message.outcome
+            answer = self._ended(live, answer)
+            if not finished:
+                self._clear(live)
+            live.dues, live.needed = {}, {}
+        if finished and live is not None and live.observed:
+            self._gradients.show(live, lambda why: tell(replace(answer, failure=why)))
+        elif message.outcome is Outcome.FAILED:  # There may be jobs left.
+            jobs = self._jobs(fragment, message.number)
+            self._state.when_computed(jobs, partial(tell, answer))
         else:
-            # A failed pass may have jobs left; one that ran out of time does not wait.
-            expired = message.outcome is Outcome.EXPIRED
-            jobs = () if expired else self._jobs(fragment, message.number)
-            self._state.when_computed(jobs, partial(reply, None))
+            tell(answer)
 
-    def _clear(self, fragment: Fragment, live: Pass, outcome: Outcome) -> None:
-        """Drop what was on its way in a pass."""
-        left = [
-            key
-            for due in live.dues.values()
-            for slot in due.addends
-            for _, _, key in slot
+    def _jobs(self, fragment: Fragment, number: int) -> list[int]:
+        """The jobs of a pass that are under way here."""
+        jobs = self._state.jobs.items()
+        return [
+            id
+            for id, (_, part, job) in jobs
+            if part is fragment and job.phase == number
         ]
-        if outcome is not Outcome.FINISHED:
-            left.extend(key for key in live.staged.values() if key is not None)
-            if not live.seeded:
-                left.extend(_seeds(fragment, live.number, live.roots))
-            # A sum that is under way may still read these.
-            observed, live.observed = tuple(live.observed.values()), {}
-            jobs = self._jobs(fragment, live.number) if observed else ()
-            self._state.when_computed(jobs, partial(self._state.drop, observed))
-        self._state.drop(left)
+
+    def _ended(self, live: Pass, answer: Ended) -> Ended:
+        """What the owner is told of a pass that had a part here; commit gradients."""
+        if live.outcome is Outcome.FINISHED:
+            for leaf, staged in live.staged.items():
+                self._gradients.commit(live, leaf, staged)
+            stale = self._leaves.stale(live.oldest) if live.oldest else ()
+            return replace(answer, leaves=tuple(live.staged), stale=stale)
+        owed = tuple(
+            Owed(
+                send.path,
+                self._state.worker,
+                send.destination,
+                send.function,
+                send.call_site,
+            )
+            for send in live.owed.values()
+        )
+        return replace(answer, owed=owed)
+
+    def _clear(self, live: Pass) -> None:
+        """Drop what was on its way in a pass that did not finish."""
+        state, fragment = self._state, live.fragment
+        dues = live.dues.values()
+        left = [key for due in dues for slot in due.addends for _, _, key in slot]
+        left.extend(key for key in live.staged.values() if key is not None)
+        if not live.seeded:
+            left.extend(_seeds(fragment, live.number, live.roots))
+        state.drop(left)
+        # A sum that is under way may still read these.
+        observed, live.observed = tuple(live.observed.values()), {}
+        jobs = self._jobs(fragment, live.number) if observed else ()
+        state.when_computed(jobs, partial(state.drop, observed))
         for vertex in live.dues:
             if isinstance(vertex, Node):
                 vertex.waited = False
@@ -358,7 +338,7 @@ class Passes:
         peers = [send.destination for send in fragment.sends.values()]
         peers += [recv.source for recv in fragment.recvs.values()]
         if worker in peers:
-            self._backward.fail_lost(fragment, live, worker)
+            self._backward.fail_lost(live, worker)
 
     def abandon(self, fragment: Fragment) -> None:
         """End a pass here without a message: an abort ends it elsewhere."""

@@ -1,8 +1,9 @@
 """The phases of a context at its owner, a table that code and errors read."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import Enum
+
+from msgspec import Struct
 
 from jdag.engine.protocol import (
     Attached,
@@ -14,16 +15,12 @@ from jdag.engine.protocol import (
     Go,
     Issued,
     Launched,
-    LeafId,
     Left,
     Lost,
     Mark,
-    Mode,
     Outcome,
-    Owed,
     Released,
     Root,
-    Stale,
     Start,
     Worker,
 )
@@ -71,25 +68,20 @@ NEXT: Mapping[Phase, Mapping[type, Phase]] = {
 }
 
 
-@dataclass(slots=True)
-class Ownership:
+class Ownership(Struct, eq=False):
     """What only the owner of a context keeps of it."""
 
     phase: Phase = Phase.OPEN
     lost: Failure | None = None  # The first loss of a worker that took part.
-    passes: int = 0
     waiter: int = 0
-    roots: tuple[tuple[Worker, Root], ...] = ()
-    mode: Mode = Mode.SMART
+    passes: int = 0
+    roots: tuple[tuple[Worker, Root], ...] = ()  # These two of the last pass.
     retain: bool = False
     outcome: Outcome = Outcome.FINISHED
     failure: Failure | None = None
-    seen: Failure | None = None  # A hook raised that saw a gradient.
-    awaited: dict[Worker, None] = field(default_factory=dict)
-    owed: list[Owed] = field(default_factory=list)
-    leaves: dict[LeafId, None] = field(default_factory=dict)
-    stale: list[Stale] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)
+    awaited: dict[Worker, None] = {}
+    answers: list[Ended] = []
+    failures: list[Failure] = []
 
     def advance(self, context: ContextId, cause: type) -> None:
         """Take a step of the table, or say what the phase allows."""

@@ -9,6 +9,7 @@ chain of any length needs no recursion.
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 
 from jdag.engine.graph import Fragment, Pending, RecvEnd, Value
@@ -53,7 +54,7 @@ class Horizon(NamedTuple):
         return Horizon(max(self.counter, other.counter), tuple(live))
 
 
-Done = Callable[[Failure | None, Any, Any, Job], None]
+Done = Callable[[Failure | None, Job], None]
 
 
 class State:
@@ -72,12 +73,12 @@ class State:
         self.opened = 0  # The counter of the newest context that programs here opened.
         self.horizons: dict[tuple[int, int], Horizon] = {}
         self.lost: dict[Worker, str] = {}  # Why each is.
-        self.jobs: dict[int, tuple[Done, Any, Any, Job]] = {}
+        self.jobs: dict[int, tuple[Done, Any, Job]] = {}
         self.after: dict[int, list[Pending]] = {}  # What waits for a job.
         self.soon: deque[Callable[[], None]] = deque()
         self.out: list[Effect] = []
         self.on_quiet: Callable[[Fragment], None] = _nobody
-        self._job = 0
+        self.number_job = count(1).__next__  # A job's number only identifies it.
 
     # ------------------------------------------------------------------- contexts
 
@@ -131,14 +132,9 @@ class State:
         if keys:
             self.out.append(Drop(keys))
 
-    def number_job(self) -> int:
-        """A number for the next job: it only identifies."""
-        self._job += 1
-        return self._job
-
-    def compute(self, job: Job, done: Done, fragment: Any, owner: Any) -> None:
-        """Ask for a job; `done(failure, fragment, owner, job)` runs afterwards."""
-        self.jobs[job.id] = (done, fragment, owner, job)
+    def compute(self, job: Job, done: Done, fragment: Any) -> None:
+        """Ask for a job; `done(failure, job)` runs afterwards."""
+        self.jobs[job.id] = (done, fragment, job)
         self.out.append(Compute(job))
 
     # -------------------------------------------------------------------- waiting
