@@ -30,7 +30,7 @@ from msgspec.structs import replace
 
 from jdag.engine.forward import Forwarding
 from jdag.engine.graph import Fragment, ProgramFrame
-from jdag.engine.leaves import Held, Leaves
+from jdag.engine.leaves import Leaves, Update
 from jdag.engine.passes import Passes
 from jdag.engine.phases import NEXT, Ownership, Phase
 from jdag.engine.program_frames import ProgramFrames, takes_part
@@ -119,8 +119,8 @@ class Ends:
 
     def _live(self) -> list[int]:
         """The contexts of this owner that some worker still holds."""
-        contexts = self._state.contexts.items()
-        return [of.counter for of, part in contexts if part.ownership is not None]
+        parts = self._state.contexts.values()
+        return [part.context.counter for part in parts if part.ownership is not None]
 
     def release(self, sender: Worker, message: Release) -> None:
         """The owner releases a context."""
@@ -189,7 +189,7 @@ class Ends:
         jobs = [
             number
             for number, (_, part, _) in state.jobs.items()
-            if part is fragment or (type(part) is Held and fragment in part.fragments)
+            if part is fragment or (type(part) is Update and fragment in part.fragments)
         ]
         state.when_computed(jobs, partial(self._drop, fragment))
         state.when_computed(jobs, then)

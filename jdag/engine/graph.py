@@ -52,6 +52,32 @@ class Value:
         self.users = 1  # Who needs it, the program among them: see `lives`.
 
 
+class Version(Value):
+    """A version of a leaf; being the newest of a leaf that is kept is one use of it.
+
+    While it is being made it uses the version before, whose array it has if it is not
+    made after all.
+    """
+
+    __slots__ = ("before", "leaf")
+
+    def __init__(
+        self, key: Key, leaf: "LeafVersions", before: "Version | None"
+    ) -> None:
+        super().__init__(key)
+        self.leaf = leaf
+        self.before = before
+
+
+class LeafVersions(Struct, eq=False):
+    """The versions of one leaf that are still held here."""
+
+    aval: Any
+    newest: int = -1
+    forgotten: bool = False
+    versions: dict[int, Version] = {}
+
+
 class Pending(Struct, eq=False):
     """Something that runs once, when every value it waits for has settled."""
 

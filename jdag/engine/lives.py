@@ -42,7 +42,6 @@ from jdag.engine.protocol import (
     Key,
     Notice,
     Worker,
-    is_newest,
 )
 from jdag.engine.state import State
 
@@ -95,7 +94,7 @@ class Lives:
 
     def assigned(self, event: Assigned) -> None:
         """Contexts of programs here read new versions of these leaves from now on."""
-        keys = [k for part in event.parts for k in part.outputs if is_newest(k)]
+        keys = [k for part in event.parts for k in part.outputs if k.kind == "newest"]
         for fragment in self._state.contexts.values() if keys else ():
             if fragment.owner == self._state.worker:
                 for frame in fragment.frames.values():
@@ -147,7 +146,7 @@ class Lives:
     def discard(self, keys: Iterable[Key]) -> None:
         """Discard keys that no program can name any more."""
         for key in keys:
-            fragment = self._state.contexts.get(key.context)  # type: ignore[arg-type]
+            fragment = self._state.contexts.get(key.context)
             value = None if fragment is None else _find(fragment, key)
             if fragment is None or value is None:
                 continue  # It was released.

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from jdag.engine.graph import Value
-from jdag.engine.leaves import Leaves, Version
+from jdag.engine.graph import Value, Version
+from jdag.engine.leaves import Leaves
 from jdag.engine.protocol import (
     LEAF_KINDS,
     AnyKey,
@@ -31,11 +31,10 @@ Answered = Key | Failure
 
 
 class Found(NamedTuple):
-    """A value that is asked for here; of a leaf, which version, held for this."""
+    """A value that is asked for here; a version of a leaf is held for this."""
 
     key: Key
     value: Value
-    version: Version | None
 
 
 @dataclass(slots=True)
@@ -111,15 +110,12 @@ class Reads:
         found = []
         for key in keys:
             version = self._leaves.hold(key) if key.kind in LEAF_KINDS else None
-            value = self._value(key) if version is None else version.value
-            found.append(Found(key, value, version))
+            found.append(Found(key, version or self._value(key)))
         return found
 
     def _value(self, key: Key) -> Value:
         """A value of a context; or that there is none."""
-        fragment = (
-            None if key.context is None else self._state.contexts.get(key.context)
-        )
+        fragment = self._state.contexts.get(key.context)
         value = None if fragment is None else fragment.values.get(key)
         return self._leaves.missing(key) if value is None else value
 
@@ -128,14 +124,12 @@ class Reads:
 
         Found anew, if it is not held: while others were awaited it may have gone.
         """
-        key, value, version = found
-        again = self._value(key) if version is None else value
+        key, value = found
+        again = value if type(value) is Version else self._value(key)
         return value.failure or again.failure or again.stored
 
     def _let_go(self, found: Sequence[Found]) -> None:
-        for key, _, version in found:
-            if version is not None:
-                self._leaves.let_go(key.name, version)
+        self._state.release(one.value for one in found if type(one.value) is Version)
 
     def read(self, sender: Worker, message: Read) -> None:
         """Another worker asks: answer when all of it is known."""

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
-from jdag.engine.graph import Fragment, Pending, RecvEnd, Value
+from jdag.engine.graph import Fragment, LeafVersions, Pending, RecvEnd, Value, Version
 from jdag.engine.phases import Ownership
 from jdag.engine.protocol import (
     Compute,
@@ -22,6 +22,7 @@ from jdag.engine.protocol import (
     Failure,
     Job,
     Key,
+    LeafId,
     Message,
     Path,
     Resume,
@@ -69,7 +70,8 @@ class State:
         self.worker = incarnated(worker, incarnation)
         self.workers = list(self.names)  # Of each the incarnation that is known.
         self.workers[self.number] = self.worker
-        self.contexts: dict[ContextId, Fragment] = {}
+        self.contexts: dict[ContextId | None, Fragment] = {}  # None is no key of it.
+        self.leaves: dict[LeafId, LeafVersions] = {}
         self.opened = 0  # The counter of the newest context that programs here opened.
         self.horizons: dict[tuple[int, int], Horizon] = {}
         self.lost: dict[Worker, str] = {}  # Why each is.
@@ -194,10 +196,13 @@ class State:
 
     def _free(self, value: Value) -> None:
         """Drop what is stored of a value; what is in no graph is forgotten."""
+        if type(value) is Version:
+            self._free_version(value)
+            return
         if value.failure is None:
             self.drop((value.stored,))
-        context, producer = value.key.context, value.producer
-        fragment = None if context is None else self.contexts.get(context)
+        producer = value.producer
+        fragment = self.contexts.get(value.key.context)
         if fragment is None:
             return
         if producer is None:
@@ -206,6 +211,16 @@ class State:
             True in producer.tracked or any([slot.users for slot in producer.outputs])
         ):
             fragment.recvs.pop((producer.path, producer.source), None)
+
+    def _free_version(self, version: Version) -> None:
+        leaf, key = version.leaf, version.key
+        del leaf.versions[key.index]
+        if not leaf.versions:
+            del self.leaves[key.name]
+        if version.before is not None:  # It has the array of that one.
+            self.release((version.before,))
+        elif version.failure is None:
+            self.drop((version.stored,))
 
     def less_pending(self, fragment: Fragment) -> None:
         """One thing less to wait for before the fragment can be released."""
