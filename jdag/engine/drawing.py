@@ -21,6 +21,7 @@ from jdag.engine.names import (
     Record,
     Worker,
 )
+from jdag.engine.share import Due, walk
 
 
 class Need(Enum):
@@ -174,20 +175,11 @@ def _need(fragment: Fragment, path: Path) -> Need:
 
 def _awaited(fragment: Fragment) -> dict[Vertex, int]:
     """Of each vertex, how many edges the last pass counted to it."""
-    past = fragment.past
-    found: dict[Vertex, int] = {}
-    if past is None:
-        return found
-    values: list[Value | None] = [fragment.values[root.key] for root in past.roots]
-    for path, slots in past.counted.items():
-        inputs = fragment.sends[path].inputs
-        values.extend(v for v, on in zip(inputs, slots, strict=True) if on)
-    while values:  # Bounded: by the edges, each vertex being entered once.
-        value = values.pop()
-        vertex = None if value is None else value.producer
-        if vertex is None:
-            continue
-        if vertex not in found and type(vertex) is Node:
-            values.extend(vertex.inputs)
-        found[vertex] = found.get(vertex, 0) + 1
-    return found
+    past, dues = fragment.past, dict[Vertex, Due]()
+    if past is not None:
+        values = [fragment.values[root.key] for root in past.roots]
+        for path, slots in past.counted.items():
+            inputs = fragment.sends[path].inputs
+            values.extend(v for v, on in zip(inputs, slots, strict=True) if on and v)
+        walk(values, dues)
+    return {vertex: due.remaining for vertex, due in dues.items()}

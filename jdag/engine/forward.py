@@ -46,16 +46,14 @@ class Forwarding:
         self._state = state
         self._leaves = leaves
         self._lives = lives
-        self._woken = (
-            woken  # Told of a node whose forward ran while a pass waited for it.
-        )
+        self._woken = woken  # Told when a node that a pass waits for has run.
 
     def call(self, sender: Worker, message: Call) -> None:
         """A call from another worker."""
         self._lives.discard(message.discarded)
         fragment = self._state.fragment(message.context)
         if fragment is None:
-            self._state.drop(key for key in message.inputs if key.kind == "constant")
+            self._state.drop(landing(message))
         else:
             self.make_call(fragment, message)
         self._state.send(sender, Acknowledge(message.context, message.path))
@@ -73,7 +71,6 @@ class Forwarding:
         node.arguments = tuple([self.value(fragment, key) for key in message.inputs])
         for argument in node.arguments:
             argument.users += 1
-        recorded = True in message.outputs
         results = []
         for index, recording in enumerate(message.outputs):
             key = OutputKey(message.context, message.path, index)
@@ -81,7 +78,7 @@ class Forwarding:
             fragment.values[key] = value
             results.append(value)
         node.results = tuple(results)
-        if recorded:
+        if True in message.outputs:
             self._record(fragment, node, message)
         fragment.pending += 1
         state.when_settled(node.arguments, partial(self._start, fragment, node))
@@ -109,17 +106,12 @@ class Forwarding:
         """What an input of a call means here."""
         if key.kind in LEAF_KINDS:
             return self._leaves.use(fragment, key)
-        if key.kind == "received":
-            path, source = key.name
-            recv = fragment.recvs.get((path, source))
-            known = None if recv is None else recv.outputs[key.index]
-        elif key.kind == "constant":
+        if key.kind == "constant":
             value = fragment.values[key] = Value(key)
             value.settled = True
             value.users = 0  # No program can name it: its call is all it is for.
             return value
-        else:
-            known = fragment.values.get(key)
+        known = fragment.values.get(key)
         if known is None:
             return self._leaves.missing(key)
         assert known.users, key  # It was discarded, and is gone.
@@ -184,6 +176,7 @@ class Forwarding:
             name = path, source
             keys = [ReceivedKey(fragment.context, name, slot) for slot in range(slots)]
             recv.outputs = tuple([Value(key, recv, key.index) for key in keys])
+            fragment.values.update(zip(keys, recv.outputs, strict=True))
             fragment.recvs[name] = recv
             if source in self._state.lost:
                 self._fail_recv(recv, source)

@@ -19,7 +19,6 @@ from typing import Any
 
 from msgspec import Struct
 
-from jdag.engine.phases import Ownership
 from jdag.engine.protocol import (
     ContextId,
     Failure,
@@ -154,7 +153,7 @@ class ProgramFrame(Struct, eq=False):
     moved: dict[Key, Copies] = {}
     versions: dict[LeafId, Key] = {}  # That were moved last.
     notices: dict[Worker, list[Key]] = {}  # See `lives`.
-    workers: dict[Worker, None] = {}
+    workers: dict[Worker, None] = {}  # That have, or may have, a part in it.
     lost: Failure | None = None  # The first loss of a worker of these.
 
 
@@ -178,7 +177,6 @@ class Fragment(Struct, eq=False):
     ended: int = 0  # The number of the last pass that ended.
     gone: bool = False  # It was released; jobs of it may still run.
     release: tuple[Worker, Release] | None = None  # Waits for `pending` == 0.
-    ownership: Ownership | None = None  # On the context's owner alone.
 
 
 def path_of(vertex: Vertex | SendEnd) -> Path:

@@ -32,7 +32,7 @@ that it is reported even if no program holds the failed value.
 
 from collections.abc import Iterable
 
-from jdag.engine.graph import Copies, Fragment, ProgramFrame, Value
+from jdag.engine.graph import ProgramFrame
 from jdag.engine.protocol import (
     LEAF_KINDS,
     Argument,
@@ -67,12 +67,10 @@ class Lives:
 
     def note(self, frame: ProgramFrame, places: Iterable[tuple[Key, Worker]]) -> None:
         """A program frame discards keys, and with each the copies that it had made."""
-        moved = frame.moved
         for key, owner in places:
             self._note(frame, owner, key)
-            copies = moved.pop(key, None) if moved else None
-            if copies:
-                self._note_copies(frame, copies)
+            if key in frame.moved:
+                self._note_copies(frame, key)
 
     def note_leaves(self, frame: ProgramFrame) -> None:
         """A pass spends transfers: a leaf is moved anew when it is used again."""
@@ -85,12 +83,10 @@ class Lives:
         self, frame: ProgramFrame, key: Key, arguments: Iterable[Argument]
     ) -> None:
         """A version of a leaf is moved: the one before it is not named any more."""
-        older = frame.versions.get(key.name)
+        older = frame.versions.get(key.name, key)
         frame.versions[key.name] = key
-        if older is None or older == key:
-            return
-        if older not in [argument.key for argument in arguments]:
-            self._note_copies(frame, frame.moved.pop(older, {}))
+        if older not in [key, *(argument.key for argument in arguments)]:
+            self._note_copies(frame, older)
 
     def assigned(self, event: Assigned) -> None:
         """Contexts of programs here read new versions of these leaves from now on."""
@@ -99,64 +95,36 @@ class Lives:
             if fragment.owner == self._state.worker:
                 for frame in fragment.frames.values():
                     for key in keys:
-                        self._note_copies(frame, frame.moved.pop(key, {}))
+                        self._note_copies(frame, key)
 
-    def _note_copies(self, frame: ProgramFrame, copies: Copies) -> None:
-        for (worker, _), copy in copies.items():
+    def _note_copies(self, frame: ProgramFrame, key: Key) -> None:
+        for (worker, _), copy in frame.moved.pop(key, {}).items():
             self._note(frame, worker, copy)
 
-    def note_notices(self, frame: ProgramFrame, notices: Iterable[Notice]) -> None:
-        """A program that was called from here leaves these to its caller."""
-        for notice in notices:
-            for key in notice.keys:
-                self._note(frame, notice.worker, key)
-
     def _note(self, frame: ProgramFrame, worker: Worker, key: Key) -> None:
-        notices = frame.notices
         if worker == self._state.worker:
             self.discard((key,))
-        elif worker in notices:
-            notices[worker].append(key)
         else:
-            notices[worker] = [key]
-
-    # ---------------------------------------------------------------- what is told
-
-    def riding(self, frame: ProgramFrame, worker: Worker) -> tuple[Key, ...]:
-        """The notices that go with a message to a worker."""
-        if not frame.notices:
-            return ()
-        return tuple(frame.notices.pop(worker, ()))
+            frame.notices.setdefault(worker, []).append(key)
 
     def returning(self, frame: ProgramFrame) -> tuple[Notice, ...]:
         """The notices that a returning program leaves to its caller."""
-        for copies in frame.moved.values():
-            self._note_copies(frame, copies)
-        frame.moved = {}
+        for key in tuple(frame.moved):
+            self._note_copies(frame, key)
         return tuple(
             Notice(worker, tuple(keys)) for worker, keys in frame.notices.items()
         )
 
     # --------------------------------------------------------------------- what goes
 
-    def discard_arrived(self, sender: Worker, message: Discard) -> None:
-        """Programs on another worker have discarded these keys."""
-        self.discard(message.keys)
-
     def discard(self, keys: Iterable[Key]) -> None:
         """Discard keys that no program can name any more."""
         for key in keys:
             fragment = self._state.contexts.get(key.context)
-            value = None if fragment is None else _find(fragment, key)
-            if fragment is None or value is None:
+            if fragment is None:
                 continue  # It was released.
-            if key.kind == "gradient":
-                del fragment.values[key]  # It may have had another name before.
-            self._state.release((value,))
-
-
-def _find(fragment: Fragment, key: Key) -> Value | None:
-    if key.kind != "received":
-        return fragment.values.get(key)
-    recv = fragment.recvs.get(key.name)
-    return None if recv is None else recv.outputs[key.index]
+            value = fragment.values.get(key)
+            if key.kind == "gradient":  # It may have had another name before.
+                fragment.values.pop(key, None)
+            if value is not None:
+                self._state.release((value,))

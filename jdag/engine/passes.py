@@ -17,7 +17,6 @@ Invariants
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import Any
 
 from msgspec.structs import replace
 
@@ -26,10 +25,11 @@ from jdag.engine.credit import WHOLE
 from jdag.engine.graph import Fragment, Node
 from jdag.engine.leaves import Leaves
 from jdag.engine.lives import Lives
-from jdag.engine.phases import NEXT, Ownership, Phase
+from jdag.engine.phases import NEXT, OwnedFragment, Phase
 from jdag.engine.program_frames import ProgramFrames
 from jdag.engine.protocol import (
     Alarm,
+    ContextId,
     Differentiated,
     End,
     Ended,
@@ -72,56 +72,56 @@ class Passes:
 
     # -------------------------------------------------------------- the owner's pass
 
-    def owned(self, context: Any) -> tuple[Fragment, Ownership]:
+    def owned(self, context: ContextId) -> OwnedFragment:
         """A context that this engine owns."""
-        fragment, _ = self._frames.frame(context, (0,))
-        assert fragment.ownership is not None, context
-        return fragment, fragment.ownership
+        own, _ = self._frames.frame(context, (0,))
+        assert isinstance(own, OwnedFragment), context
+        return own
 
     def differentiated(self, event: Differentiated) -> None:
         """The top frame asks for a pass."""
-        fragment, own = self.owned(event.context)
-        own.advance(event.context, Differentiated)
+        own = self.owned(event.context)
+        own.advance(Differentiated)
         own.passes += 1
         own.waiter = event.waiter
         own.roots = event.roots
         own.retain = event.retain
         own.answers = []
-        top = fragment.frames[()]
+        top = own.frames[()]
         if event.timeout_ns is not None:
             expired = Expired(event.context, own.passes)
             self._state.out.append(Alarm(event.waiter, expired, event.timeout_ns))
         if not event.retain:
             self._lives.note_leaves(top)
-        begin = partial(self._begin, fragment, own, event.mode)
+        begin = partial(self._begin, own, event.mode)
         self._frames.when_acknowledged(top, begin)
 
-    def never_began(self, fragment: Fragment, own: Ownership) -> None:
+    def never_began(self, own: OwnedFragment) -> None:
         """A pass that ends while it gathers has its cotangents here, unused."""
         if own.phase is Phase.GATHERING:
             roots = [root for _, root in own.roots]
-            self._state.drop(_seeds(fragment, own.passes, roots))
+            self._state.drop(_seeds(own, own.passes, roots))
 
-    def _begin(self, fragment: Fragment, own: Ownership, mode: Mode) -> None:
+    def _begin(self, own: OwnedFragment, mode: Mode) -> None:
         """All calls have arrived: announce the roots, or start where they all are."""
         if own.phase is not Phase.GATHERING:
             return  # A worker was lost meanwhile.
-        context, number, retain = fragment.context, own.passes, own.retain
-        live = Pass(fragment, number, mode, retain, parent=None, credit=WHOLE)
-        fragment.live = live
+        context, number, retain = own.context, own.passes, own.retain
+        live = Pass(own, number, mode, retain, parent=None, credit=WHOLE)
+        own.live = live
         by_worker: dict[Worker, list[Root]] = {}
         for worker, root in own.roots:
             by_worker.setdefault(worker, []).append(root)
         alone = len(by_worker) == 1 and mode is Mode.FAST
         announced = Go if alone else Start
-        own.advance(context, Mark if mode is Mode.SMART else announced)
+        own.advance(Mark if mode is Mode.SMART else announced)
         for worker, given in by_worker.items():
             roots = tuple(given)
             if worker == self._state.worker:
                 live.roots = roots
             else:
                 start = partial(Start, context, number, roots, mode, retain, alone)
-                seeds = _seeds(fragment, number, roots)
+                seeds = _seeds(own, number, roots)
                 live.outbox.append(Outgoing(worker, start, seeds))
         if live.roots and self._backward.sight(live) and alone:
             self._backward.seed(live)
@@ -129,16 +129,15 @@ class Passes:
 
     def owner_passive(self, live: Pass) -> None:
         """Nothing goes on anywhere: the wave before the pass, or the pass, is over."""
-        fragment = live.fragment
-        own = fragment.ownership
-        assert own is not None, fragment.context
+        own = live.fragment
+        assert isinstance(own, OwnedFragment), own
         if own.phase is Phase.RUNNING:
             stuck = live.unreported > 0
             outcome = Outcome.STUCK if stuck else Outcome.FINISHED
-            self.finish(fragment, own, outcome, None)
+            self.finish(own, outcome, None)
             return
-        own.advance(fragment.context, Go)
-        go = partial(Go, fragment.context, live.number, own.retain)
+        own.advance(Go)
+        go = partial(Go, own.context, live.number, own.retain)
         for worker in dict.fromkeys(worker for worker, _ in own.roots):
             if worker != self._state.worker:
                 live.outbox.append(Outgoing(worker, go))
@@ -147,77 +146,68 @@ class Passes:
 
     def owner_failed(self, live: Pass, failure: Failure) -> None:
         """A failure reached the owner."""
-        own = live.fragment.ownership
-        assert own is not None, live.fragment.context
-        self.finish(live.fragment, own, Outcome.FAILED, failure)
+        own = live.fragment
+        assert isinstance(own, OwnedFragment), own
+        self.finish(own, Outcome.FAILED, failure)
 
     def expired(self, event: Expired) -> None:
         """The time of a pass is over; what is owed is collected as it ends."""
-        owned = self._state.owned(event.context)
-        if owned is None or owned[1].passes != event.number:
+        own = self._state.owned(event.context)
+        if own is None or own.passes != event.number:
             return
-        fragment, own = owned
         if own.phase is Phase.ENDING and own.outcome is Outcome.FAILED:
             # Who waits for the jobs of what has failed waits for them no longer.
-            self._tell_all(fragment, own, Outcome.EXPIRED)
+            self._tell_all(own, Outcome.EXPIRED)
         if End not in NEXT[own.phase]:
             return  # It is ending already.
-        top = fragment.frames[()]
+        top = own.frames[()]
         waits = self._frames.unacknowledged(top)
         why = f"acknowledgements of {', '.join(waits)}" if waits else ""
         self._frames.never_mind(top)
         failure = self._state.failure("PassTimeout", why)
-        self.finish(fragment, own, Outcome.EXPIRED, failure)
+        self.finish(own, Outcome.EXPIRED, failure)
 
     def finish(
         self,
-        fragment: Fragment,
-        own: Ownership,
+        own: OwnedFragment,
         outcome: Outcome,
         failure: Failure | None,
     ) -> None:
         """Send the end of the pass to every worker that took part."""
-        self.never_began(fragment, own)
-        own.advance(fragment.context, End)
+        self.never_began(own)
+        own.advance(End)
         own.outcome, own.failure = outcome, failure
-        top = fragment.frames[()]
         # A pass that did not begin ends for those as well that have acknowledged
         # nothing: what they are about to hear of is spent there too.
-        told = (*top.workers, *(worker for _, worker in top.unacknowledged))
-        own.awaited = {
-            worker: None
-            for worker in told
-            if worker != self._state.worker and worker not in self._state.lost
-        }
-        own.awaited[self._state.worker] = None
-        self._tell_all(fragment, own, outcome)
+        others = self._state.others(own.frames[()].workers)
+        own.awaited = dict.fromkeys((*others, self._state.worker))
+        self._tell_all(own, outcome)
 
-    def _tell_all(self, fragment: Fragment, own: Ownership, outcome: Outcome) -> None:
+    def _tell_all(self, own: OwnedFragment, outcome: Outcome) -> None:
         """Send the end to all that have not answered; this worker is last."""
         here = self._state.worker
-        message = End(fragment.context, own.passes, outcome, own.retain)
+        message = End(own.context, own.passes, outcome, own.retain)
         awaited = tuple(own.awaited)
         for worker in awaited:
             if worker != here:
                 self._state.send(worker, message)
         if here in awaited:
-            self._close_pass(fragment, message, partial(self.ended, here))
+            self._close_pass(own, message, partial(self.ended, here))
 
     def ended(self, sender: Worker, message: Ended) -> None:
         """A participant knows that the pass is over."""
-        owned = self._state.owned(message.context)
-        if owned is None or owned[1].phase is not Phase.ENDING:
+        own = self._state.owned(message.context)
+        if own is None or own.phase is not Phase.ENDING:
             return
-        fragment, own = owned
         if sender in own.awaited and message.number == own.passes:
             del own.awaited[sender]
             own.answers.append(message)
             if not own.awaited:
-                self.conclude(fragment, own)
+                self.conclude(own)
 
-    def conclude(self, fragment: Fragment, own: Ownership) -> None:
+    def conclude(self, own: OwnedFragment) -> None:
         """All have answered: resume the program."""
-        own.advance(fragment.context, Ended if own.lost is None else LostEvent)
+        own.advance(Ended if own.lost is None else LostEvent)
         if own.lost is not None:
             own.outcome, own.failure = Outcome.FAILED, own.lost
         answers = own.answers

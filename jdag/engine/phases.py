@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from enum import Enum
 
-from msgspec import Struct
+from msgspec import field
 
+from jdag.engine.graph import Fragment
 from jdag.engine.protocol import (
     Attached,
-    ContextId,
     Differentiated,
     End,
     Ended,
@@ -68,8 +68,8 @@ NEXT: Mapping[Phase, Mapping[type, Phase]] = {
 }
 
 
-class Ownership(Struct, eq=False):
-    """What only the owner of a context keeps of it."""
+class OwnedFragment(Fragment, eq=False):
+    """The part of a context on the worker that opened it."""
 
     phase: Phase = Phase.OPEN
     lost: Failure | None = None  # The first loss of a worker that took part.
@@ -79,19 +79,21 @@ class Ownership(Struct, eq=False):
     retain: bool = False
     outcome: Outcome = Outcome.FINISHED
     failure: Failure | None = None
-    awaited: dict[Worker, None] = {}
-    answers: list[Ended] = []
-    failures: list[Failure] = []
+    awaited: dict[Worker, None] = field(default_factory=dict)
+    answers: list[Ended] = field(default_factory=list)
+    # Failures that workers found, collected as the context is released.
+    gathered: list[Failure] = field(default_factory=list)
 
-    def advance(self, context: ContextId, cause: type) -> None:
+    def advance(self, cause: type) -> None:
         """Take a step of the table, or say what the phase allows."""
         following = NEXT[self.phase].get(cause)
         if following is None:
             if self.lost is not None:
-                raise WorkerLost(f"context {context} has failed: {self.lost.message}")
+                said = f"context {self.context} has failed"
+                raise WorkerLost(f"{said}: {self.lost.message}")
             allowed = ", ".join(kind.__name__ for kind in NEXT[self.phase]) or "nothing"
             raise ContextError(
-                f"context {context} is {self.phase.value} and cannot take "
+                f"context {self.context} is {self.phase.value} and cannot take "
                 f"{cause.__name__}; it takes {allowed}"
             )
         self.phase = following

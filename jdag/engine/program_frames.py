@@ -22,6 +22,7 @@ from jdag.engine.forward import Forwarding
 from jdag.engine.graph import Fragment, ProgramFrame
 from jdag.engine.leaves import Leaves
 from jdag.engine.lives import Lives
+from jdag.engine.phases import OwnedFragment
 from jdag.engine.protocol import (
     LEAF_KINDS,
     Acknowledge,
@@ -75,8 +76,8 @@ class ProgramFrames:
                 f"context {context} is not open on {self._state.worker!r}: it was "
                 "released, or the program that issues this call has ended"
             )
-        if cause is not None and fragment.ownership is not None:
-            fragment.ownership.advance(context, cause)
+        if cause is not None and isinstance(fragment, OwnedFragment):
+            fragment.advance(cause)
         return fragment, frame
 
     def _issuer(self, context: ContextId, path: Path) -> ProgramFrame | None:
@@ -85,53 +86,54 @@ class ProgramFrames:
 
     def issued(self, event: Issued) -> None:
         """Turn a call into messages: to the callee and to each owner of arguments."""
-        state = self._state
-        fragment, frame = self.frame(event.context, event.path, Issued)
+        state, lives = self._state, self._lives
+        context, path, worker = event.context, event.path, event.worker
+        fragment, frame = self.frame(context, path, Issued)
         if state.lost:
             self._refuse_lost(event)
-        lives = self._lives
-        lives.note(frame, event.discarded)
+        if event.discarded:
+            lives.note(frame, event.discarded)
         inputs, ships = self._transfers(event, frame)
-        call = Call(
-            event.context,
-            event.path,
-            event.function,
-            tuple(inputs),
-            tuple([argument.tracked for argument in event.arguments]),
-            event.outputs,
-            tuple(
-                [
-                    Incoming(owner, tuple([tracked for _, tracked in slots]))
-                    for owner, slots in ships.items()
-                ]
-            ),
-            event.call_site,
-            lives.riding(frame, event.worker),
-        )
+        incoming = []
         for owner, slots in ships.items():
+            tracked = tuple([tracked for _, tracked in slots])
+            incoming.append(Incoming(owner, tracked))
             ship = Ship(
-                event.context,
-                event.path,
-                event.worker,
+                context,
+                path,
+                worker,
                 tuple([key for key, _ in slots]),
-                tuple([tracked for _, tracked in slots]),
+                tracked,
                 event.name,
                 event.call_site,
-                lives.riding(frame, owner),
+                tuple(frame.notices.pop(owner, ())),
             )
             if owner == state.worker:
                 self._forwarding.make_send(fragment, ship)
             else:
-                waits = (event.worker, len(slots))
-                frame.unacknowledged[event.path, owner] = waits
+                frame.unacknowledged[path, owner] = (worker, len(slots))
+                frame.workers[owner] = None
                 state.send(owner, ship)
-        if event.worker == state.worker:
+        call = Call(
+            context,
+            path,
+            event.function,
+            tuple(inputs),
+            tuple([argument.tracked for argument in event.arguments]),
+            event.outputs,
+            tuple(incoming),
+            event.call_site,
+            tuple(frame.notices.pop(worker, ())),
+        )
+        if worker == state.worker:
             self._forwarding.make_call(fragment, call)
             return
-        frame.unacknowledged[event.path, event.worker] = None
+        frame.unacknowledged[path, worker] = None
+        frame.workers[worker] = None
         constants = tuple([key for key in inputs if key.kind == "constant"])
-        state.send(event.worker, call, constants)
-        state.drop(constants)
+        state.send(worker, call, constants)
+        if constants:
+            state.drop(constants)
 
     def _refuse_lost(self, event: Issued) -> None:
         said = f"{event.name} cannot be called on {event.worker!r}"
@@ -174,6 +176,7 @@ class ProgramFrames:
         said = f"no program can run on {event.worker!r}"
         self._state.check_there(event.worker, said)
         frame.launched[event.path] = (event.waiter, event.worker)
+        frame.workers[event.worker] = None
         self.when_acknowledged(frame, partial(self._launch, fragment, event))
 
     def awaited(self, event: Awaited) -> None:
@@ -217,8 +220,8 @@ class ProgramFrames:
             if frame is None:
                 return
             frame.unacknowledged.pop((message.path, sender), None)
-            frame.workers[sender] = None
-        self.let_go()
+        if self._held:
+            self.let_go()
 
     def let_go(self) -> None:
         """Run what was held back and need not be any more."""
@@ -238,6 +241,7 @@ class ProgramFrames:
             _attach(fragment, event.key, event.hook)
             return
         frame.unacknowledged[path, event.worker] = None
+        frame.workers[event.worker] = None
         state.send(event.worker, Attach(event.context, event.key, event.hook))
 
     def attach(self, sender: Worker, message: Attach) -> None:
@@ -306,7 +310,9 @@ class ProgramFrames:
             frame.workers[worker] = None
         if message.failure is not None and message.failure.error == "WorkerLost":
             frame.lost = frame.lost or message.failure
-        self._lives.note_notices(frame, message.notices)
+        self._lives.note(
+            frame, [(key, of.worker) for of in message.notices for key in of.keys]
+        )
         launched = frame.launched.pop(message.path, None)
         if launched is not None:
             self._state.resume(launched[0], (message.result, message.failure))
@@ -324,11 +330,10 @@ class ProgramFrames:
     def _lost(self, fragment: Fragment, frame: ProgramFrame, worker: Worker) -> None:
         state = self._state
         failure = state.lost_failure(worker)
-        if takes_part(frame, worker):
+        if worker in frame.workers:
             frame.lost = frame.lost or failure
         for pending in [key for key in frame.unacknowledged if key[1] == worker]:
             waits = frame.unacknowledged.pop(pending)
-            frame.workers[worker] = None
             if waits is not None and waits[0] != state.worker:
                 # It may never have heard that it was to send: who waits is told so.
                 failures = (failure,) * waits[1]
@@ -337,7 +342,6 @@ class ProgramFrames:
         for path, (waiter, where) in tuple(frame.launched.items()):
             if where == worker:
                 del frame.launched[path]
-                frame.workers[worker] = None
                 state.resume(waiter, (None, failure))
 
     def abort(self, fragment: Fragment, failure: Failure) -> None:
@@ -361,12 +365,3 @@ def _attach(fragment: Fragment, key: Key, hook: Hook) -> None:
     place = key.name if key.kind in LEAF_KINDS else key
     attached = (*fragment.hooks.get(place, ()), hook)
     fragment.hooks[place] = tuple(sorted(attached, key=attrgetter("path")))
-
-
-def takes_part(frame: ProgramFrame, worker: Worker) -> bool:
-    """Whether a worker has, or may have, a part in what a program frame did."""
-    return (
-        worker in frame.workers
-        or any(where == worker for _, where in frame.unacknowledged)
-        or any(where == worker for _, where in frame.launched.values())
-    )

@@ -8,9 +8,9 @@ then, whatever is assigned meanwhile.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+
+from msgspec import Struct
 
 from jdag.engine.graph import Value, Version
 from jdag.engine.leaves import Leaves
@@ -30,25 +30,20 @@ from jdag.engine.state import State
 Answered = Key | Failure
 
 
-class Found(NamedTuple):
-    """A value that is asked for here; a version of a leaf is held for this."""
-
-    key: Key
-    value: Value
+# A key that is asked for here, and its value; a version of a leaf is held for this.
+Found = tuple[Key, Value]
 
 
-@dataclass(slots=True)
-class Fetch:
+class Fetch(Struct, eq=False):
     """One program's wait for values, from one or several workers."""
 
     waiter: int
     results: list[Answered | None]
     missing: int
-    own: dict[int, Found]  # By place: those of this worker.
+    own: dict[int, Found] = {}  # By place: those of this worker.
 
 
-@dataclass(slots=True)
-class Request:
+class Request(Struct, eq=False):
     """The part of a fetch that one other worker answers."""
 
     fetch: Fetch
@@ -67,7 +62,7 @@ class Reads:
 
     def fetched(self, event: Fetched) -> None:
         """A program here waits for values."""
-        fetch = Fetch(event.waiter, [None] * len(event.keys), len(event.keys), {})
+        fetch = Fetch(event.waiter, [None] * len(event.keys), len(event.keys))
         parts: dict[Worker, list[int]] = {}
         for place, (_, owner) in enumerate(event.keys):
             parts.setdefault(owner, []).append(place)
@@ -77,7 +72,7 @@ class Reads:
                 found = self._find(keys)
                 fetch.own = dict(zip(places, found, strict=True))
                 give = partial(self._less_missing, fetch, len(places))
-                self._state.when_settled([one.value for one in found], give)
+                self._state.when_settled([value for _, value in found], give)
             elif owner in self._state.lost:
                 self._give_lost(fetch, places, owner)
             else:
@@ -110,7 +105,7 @@ class Reads:
         found = []
         for key in keys:
             version = self._leaves.hold(key) if key.kind in LEAF_KINDS else None
-            found.append(Found(key, version or self._value(key)))
+            found.append((key, version or self._value(key)))
         return found
 
     def _value(self, key: Key) -> Value:
@@ -129,13 +124,13 @@ class Reads:
         return value.failure or again.failure or again.stored
 
     def _let_go(self, found: Sequence[Found]) -> None:
-        self._state.release(one.value for one in found if type(one.value) is Version)
+        self._state.release(value for _, value in found if type(value) is Version)
 
     def read(self, sender: Worker, message: Read) -> None:
         """Another worker asks: answer when all of it is known."""
         found = self._find(message.keys)
         reply = partial(self._reply, sender, message, found)
-        self._state.when_settled([one.value for one in found], reply)
+        self._state.when_settled([value for _, value in found], reply)
 
     def _reply(self, sender: Worker, message: Read, found: Sequence[Found]) -> None:
         answers = [self._answer(one) for one in found]

@@ -159,10 +159,30 @@ def _walk(live: Pass, values: Iterable[Value]) -> Node | None:
     Returns:
         None, or a node that was reached although an earlier pass had spent it.
     """
-    spends = not live.retain
-    smart = live.mode is Mode.SMART
+    nodes, received = walk(values, live.dues)
+    if live.mode is Mode.SMART:
+        for value in received:
+            if value not in live.needed:
+                live.needed[value] = None
+                live.untold.append(value)
+    for node in nodes:
+        if node.spent:
+            return node
+        node.spent = not live.retain
+    return None
+
+
+def walk(
+    values: Iterable[Value], dues: dict[Vertex, Due]
+) -> tuple[list[Node], list[Value]]:
+    """Count in `dues` the edges to these values and all behind them.
+
+    Returns:
+        The nodes that had no due before, and the values of recvs that were reached.
+    """
+    reached: list[Node] = []
+    received: list[Value] = []
     stack: list[Node] = []
-    dues = live.dues
     while True:
         for value in values:
             vertex = value.producer
@@ -172,14 +192,11 @@ def _walk(live: Pass, values: Iterable[Value]) -> Node | None:
             if due is None:
                 due = dues[vertex] = Due([[] for _ in vertex.outputs])
                 if type(vertex) is Node:
-                    if vertex.spent:
-                        return vertex
-                    vertex.spent = spends
+                    reached.append(vertex)
                     stack.append(vertex)
             due.remaining += 1
-            if smart and type(vertex) is RecvEnd and value not in live.needed:
-                live.needed[value] = None
-                live.untold.append(value)
+            if type(vertex) is RecvEnd:
+                received.append(value)
         if not stack:
-            return None
+            return reached, received
         values = stack.pop().inputs

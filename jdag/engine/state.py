@@ -13,7 +13,7 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from jdag.engine.graph import Fragment, LeafVersions, Pending, RecvEnd, Value, Version
-from jdag.engine.phases import Ownership
+from jdag.engine.phases import OwnedFragment
 from jdag.engine.protocol import (
     Compute,
     ContextId,
@@ -92,12 +92,10 @@ class State:
             self.contexts[context] = fragment
         return fragment
 
-    def owned(self, context: ContextId) -> tuple[Fragment, Ownership] | None:
+    def owned(self, context: ContextId) -> OwnedFragment | None:
         """A context of this worker that has not been released; None if it is not."""
         fragment = self.contexts.get(context)
-        if fragment is None or fragment.ownership is None:
-            return None
-        return fragment, fragment.ownership
+        return fragment if isinstance(fragment, OwnedFragment) else None
 
     def owner(self, context: ContextId) -> Worker:
         """The worker that opened a context."""
@@ -127,6 +125,10 @@ class State:
         assert to != self.worker, message
         if to not in self.lost:
             self.out.append(Send(to, message, values, zeros))
+
+    def others(self, workers: Iterable[Worker]) -> list[Worker]:
+        """Those of these workers that are neither this one nor lost."""
+        return [name for name in workers if name not in (self.worker, *self.lost)]
 
     def drop(self, keys: Iterable[Key]) -> None:
         """Ask for values to be dropped."""
@@ -211,6 +213,8 @@ class State:
             True in producer.tracked or any([slot.users for slot in producer.outputs])
         ):
             fragment.recvs.pop((producer.path, producer.source), None)
+            for slot in producer.outputs:
+                fragment.values.pop(slot.key, None)
 
     def _free_version(self, version: Version) -> None:
         leaf, key = version.leaf, version.key
