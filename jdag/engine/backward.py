@@ -82,7 +82,8 @@ class Backward:
 
         SMART passes are first heard of by a Start or a Mark.
         """
-        fragment = self._state.fragment(message.context)
+        contexts, context = self._state.contexts, message.context
+        fragment = contexts.get(context) or self._state.fragment(context)
         if fragment is None or message.number <= fragment.ended:
             self._state.drop(landing(message))
             return

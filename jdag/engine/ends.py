@@ -26,6 +26,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from jdag.engine.forward import Forwarding
@@ -53,24 +54,15 @@ from jdag.engine.reads import Reads
 from jdag.engine.state import Horizon, State
 
 
-class Ends:
+class Ends(Struct, eq=False):
     """The ends of contexts and of workers, on one engine."""
 
-    def __init__(
-        self,
-        state: State,
-        leaves: Leaves,
-        forwarding: Forwarding,
-        frames: ProgramFrames,
-        passes: Passes,
-        reads: Reads,
-    ) -> None:
-        self._state = state
-        self._leaves = leaves
-        self._forwarding = forwarding
-        self._frames = frames
-        self._passes = passes
-        self._reads = reads
+    _state: State
+    _leaves: Leaves
+    _forwarding: Forwarding
+    _frames: ProgramFrames
+    _passes: Passes
+    _reads: Reads
 
     def opened(self, event: Opened) -> None:
         """A program here opened a context."""

@@ -40,9 +40,7 @@ class Engine:
         self._backward = Backward(state)
         woken = self._backward.woken
         self._forwarding = Forwarding(state, self._leaves, self._lives, woken)
-        self._frames = frames = ProgramFrames(
-            state, self._leaves, self._lives, self._forwarding
-        )
+        self._frames = frames = ProgramFrames(state, self._lives, self._forwarding)
         self._reads = Reads(state, self._leaves)
         self._passes = Passes(state, self._leaves, self._lives, frames, self._backward)
         self._ends = Ends(
@@ -76,7 +74,12 @@ class Engine:
         take. WorkerLost: a program asked something of a worker that is lost.
         """
         state = self._state
-        if not isinstance(event, protocol.Arrived):
+        if isinstance(event, protocol.Computed):
+            done, _, job = state.jobs.pop(event.job)
+            done(event.failure, job)
+            if event.job in state.after:
+                state.computed(event.job)
+        elif not isinstance(event, protocol.Arrived):
             self._events[event.__class__](event)
         elif event.sender in state.lost:
             state.drop(landing(event.message))
@@ -91,7 +94,6 @@ class Engine:
     def _on_events(self) -> Mapping[type, Callable[[Any], None]]:
         frames, ends = self._frames, self._ends
         return {
-            protocol.Computed: self._computed,
             protocol.Issued: frames.issued,
             protocol.Discarded: self._lives.discarded,
             protocol.Fetched: self._reads.fetched,
@@ -135,13 +137,6 @@ class Engine:
             protocol.Release: self._ends.release,
             protocol.Released: self._ends.released,
         }
-
-    def _computed(self, event: protocol.Computed) -> None:
-        state = self._state
-        done, _, job = state.jobs.pop(event.job)
-        done(event.failure, job)
-        if event.job in state.after:
-            state.computed(event.job)
 
     def _assigned(self, event: protocol.Assigned) -> None:
         self._leaves.assigned(event)

@@ -11,9 +11,11 @@ Invariants
   know, and waits.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from jdag.engine.graph import Fragment, Node, RecvEnd, SendEnd, Value
@@ -39,14 +41,14 @@ from jdag.engine.protocol import (
 from jdag.engine.state import State, first_failure
 
 
-class Forwarding:
+class Forwarding(Struct, eq=False):
     """The forward half of one engine."""
 
-    def __init__(self, state: State, leaves: Leaves, lives: Lives, woken: Any) -> None:
-        self._state = state
-        self._leaves = leaves
-        self._lives = lives
-        self._woken = woken  # Told when a node that a pass waits for has run.
+    _state: State
+    _leaves: Leaves
+    _lives: Lives
+    # Told when a node that a pass waits for has run.
+    _woken: Callable[[Fragment, Node], None]
 
     def call(self, sender: Worker, message: Call) -> None:
         """A call from another worker."""
@@ -60,47 +62,37 @@ class Forwarding:
 
     def make_call(self, fragment: Fragment, message: Call) -> None:
         """Record a call that runs here, issued by any worker."""
-        state = self._state
+        context, path = message.context, message.path
         for incoming in message.incoming:
-            source, slots = incoming.source, len(incoming.tracked)
-            recv = self._recv(fragment, message.path, source, slots)
+            slots = len(incoming.tracked)
+            recv = self._recv(fragment, path, incoming.source, slots)
             recv.tracked = incoming.tracked
-        if message.incoming:
-            self._note_avals(fragment, message)
-        node = Node(message.path, message.function, message.call_site)
+        if message.incoming:  # Zeros of what they receive are never sent.
+            for key, aval in zip(message.inputs, message.function.avals, strict=True):
+                if key.kind == "received" and key.name[0] == path:
+                    fragment.recvs[key.name].avals[key.index] = aval
+        node = Node(path, message.function, message.call_site)
         node.arguments = tuple([self.value(fragment, key) for key in message.inputs])
         for argument in node.arguments:
             argument.users += 1
         results = []
         for index, recording in enumerate(message.outputs):
-            key = OutputKey(message.context, message.path, index)
+            key = OutputKey(context, path, index)
             value = Value(key, node if recording else None)
             fragment.values[key] = value
             results.append(value)
         node.results = tuple(results)
-        if True in message.outputs:
-            self._record(fragment, node, message)
+        if True in message.outputs:  # It is entered into the graph.
+            tracked = zip(node.arguments, message.tracked, strict=True)
+            node.inputs = tuple([value for value, on in tracked if on])
+            node.outputs = tuple([value for value in results if value.producer])
+            for index, value in enumerate(node.outputs):
+                value.index = index
+            node.residuals = ResidualsKey(context, path, 0)
+            fragment.nodes[path] = node
         fragment.pending += 1
-        state.when_settled(node.arguments, partial(self._start, fragment, node))
-
-    def _note_avals(self, fragment: Fragment, message: Call) -> None:
-        """Note for new recvs what they receive: zeros of it are never sent."""
-        for key, aval in zip(message.inputs, message.function.avals, strict=True):
-            if key.kind == "received" and key.name[0] == message.path:
-                fragment.recvs[key.name].avals[key.index] = aval
-
-    def _record(self, fragment: Fragment, node: Node, message: Call) -> None:
-        """Enter a call into the graph."""
-        node.inputs = tuple(
-            value
-            for value, tracked in zip(node.arguments, message.tracked, strict=True)
-            if tracked
-        )
-        node.outputs = tuple(value for value in node.results if value.producer is node)
-        for index, value in enumerate(node.outputs):
-            value.index = index
-        node.residuals = ResidualsKey(message.context, message.path, 0)
-        fragment.nodes[message.path] = node
+        start = partial(self._start, fragment, node)
+        self._state.when_settled(node.arguments, start)
 
     def value(self, fragment: Fragment, key: Key) -> Value:
         """What an input of a call means here."""

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from jdag.engine.graph import LeafEnd, Value
@@ -41,17 +42,11 @@ Then = Callable[[Key], None]
 Told = Callable[[Failure | None], None]
 
 
-class Gradients:
-    """Sums of cotangents, and the gradients of leaves, on one worker.
+class Gradients(Struct, eq=False):
+    """Sums of cotangents, and the gradients of leaves, on one worker."""
 
-    Args:
-        state: of the engine.
-        compute: asks for a job of a pass and names what is done then.
-    """
-
-    def __init__(self, state: State, compute: Callable[..., None]) -> None:
-        self._state = state
-        self._compute = compute
+    _state: State
+    _compute: Callable[..., None]  # Asks for a job of a pass, and says what follows.
 
     def total(
         self,

@@ -35,7 +35,6 @@ from jdag.engine.protocol import (
     Key,
     LeafId,
     LeafKey,
-    Path,
     Stale,
     Worker,
     landing,
@@ -54,12 +53,10 @@ class Update(Struct, eq=False):
     fragments: list[Fragment] = []  # Of the inputs.
 
 
-class Leaves:
+class Leaves(Struct, eq=False):
     """The leaves of one worker, and the assignments that it issued."""
 
-    def __init__(self, state: State) -> None:
-        self._state = state
-        self.unacknowledged: dict[tuple[Path, Worker], None] = {}
+    _state: State
 
     def assigned(self, event: Assigned) -> None:
         """A program here makes versions of leaves: one message to each who keeps some.
@@ -78,7 +75,7 @@ class Leaves:
         for worker, theirs in parts.items():
             message = Assign(event.path, tuple(theirs))
             carried = landing(message)
-            self.unacknowledged[event.path, worker] = None
+            state.assignments[event.path, worker] = None
             state.send(worker, message, carried)
             sent.update(dict.fromkeys(carried))
         kept = landing(own)
@@ -298,11 +295,6 @@ class Leaves:
             if leaf is not None and not leaf.forgotten:
                 leaf.forgotten = True
                 self._state.release((leaf.versions[leaf.newest],))
-
-    def lost(self, worker: Worker) -> None:
-        """A worker is lost: it acknowledges nothing more."""
-        for pending in [key for key in self.unacknowledged if key[1] == worker]:
-            del self.unacknowledged[pending]
 
 
 _NEVER = -1  # The number of a version that nobody can ask for.

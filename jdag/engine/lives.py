@@ -32,6 +32,8 @@ that it is reported even if no program holds the failed value.
 
 from collections.abc import Iterable
 
+from msgspec import Struct
+
 from jdag.engine.graph import ProgramFrame
 from jdag.engine.protocol import (
     LEAF_KINDS,
@@ -46,11 +48,10 @@ from jdag.engine.protocol import (
 from jdag.engine.state import State
 
 
-class Lives:
+class Lives(Struct, eq=False):
     """The notices of one engine: those of its frames, and those it is given."""
 
-    def __init__(self, state: State) -> None:
-        self._state = state
+    _state: State
 
     # ---------------------------------------------------------------- what is noted
 

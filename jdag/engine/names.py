@@ -95,7 +95,8 @@ class ContextId(Record, order=True, gc=False, cache_hash=True):
         return self.number << 48 | self.counter
 
     def __str__(self) -> str:
-        return f"{incarnated(str(self.number), self.incarnation)}.{self.counter}"
+        again = f"{_AGAIN}{self.incarnation}" if self.incarnation else ""
+        return f"{self.number}{again}.{self.counter}"
 
 
 class LeafId(Record, order=True, gc=False, cache_hash=True):

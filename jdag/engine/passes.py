@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from jdag.engine.backward import Backward
@@ -52,23 +53,14 @@ from jdag.engine.share import Outgoing, Pass
 from jdag.engine.state import State
 
 
-class Passes:
+class Passes(Struct, eq=False):
     """The owner's passes, and the end of a pass on any worker."""
 
-    def __init__(
-        self,
-        state: State,
-        leaves: Leaves,
-        lives: Lives,
-        frames: ProgramFrames,
-        backward: Backward,
-    ) -> None:
-        self._state = state
-        self._leaves = leaves
-        self._lives = lives
-        self._frames = frames
-        self._backward = backward
-        self._gradients = backward.gradients
+    _state: State
+    _leaves: Leaves
+    _lives: Lives
+    _frames: ProgramFrames
+    _backward: Backward
 
     # -------------------------------------------------------------- the owner's pass
 
@@ -256,7 +248,9 @@ class Passes:
                 self._clear(live)
             live.dues, live.needed = {}, {}
         if finished and live is not None and live.observed:
-            self._gradients.show(live, lambda why: tell(replace(answer, failure=why)))
+            self._backward.gradients.show(
+                live, lambda why: tell(replace(answer, failure=why))
+            )
         elif message.outcome is Outcome.FAILED:  # There may be jobs left.
             jobs = self._jobs(fragment, message.number)
             self._state.when_computed(jobs, partial(tell, answer))
@@ -276,7 +270,7 @@ class Passes:
         """What the owner is told of a pass that had a part here; commit gradients."""
         if live.outcome is Outcome.FINISHED:
             for leaf, staged in live.staged.items():
-                self._gradients.commit(live, leaf, staged)
+                self._backward.gradients.commit(live, leaf, staged)
             stale = self._leaves.stale(live.oldest) if live.oldest else ()
             return replace(answer, leaves=tuple(live.staged), stale=stale)
         owed = tuple(

@@ -14,13 +14,14 @@ Invariants
 - A program that lost a worker which took part returns that failure.
 """
 
+from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
-from typing import Any
+
+from msgspec import Struct
 
 from jdag.engine.forward import Forwarding
 from jdag.engine.graph import Fragment, ProgramFrame
-from jdag.engine.leaves import Leaves
 from jdag.engine.lives import Lives
 from jdag.engine.phases import OwnedFragment
 from jdag.engine.protocol import (
@@ -51,17 +52,13 @@ from jdag.engine.state import State
 from jdag.errors import ContextError, WorkerLost
 
 
-class ProgramFrames:
+class ProgramFrames(Struct, eq=False):
     """The program frames of one worker."""
 
-    def __init__(
-        self, state: State, leaves: Leaves, lives: Lives, forwarding: Forwarding
-    ) -> None:
-        self._state = state
-        self._leaves = leaves
-        self._lives = lives
-        self._forwarding = forwarding
-        self._held: list[tuple[ProgramFrame, Any]] = []
+    _state: State
+    _lives: Lives
+    _forwarding: Forwarding
+    _held: list[tuple[ProgramFrame, Callable[[], None]]] = []
 
     # -------------------------------------------------------------------- issuing
 
@@ -194,9 +191,9 @@ class ProgramFrames:
         else:
             self._state.send(event.worker, run)
 
-    def when_acknowledged(self, frame: ProgramFrame, then: Any) -> None:
+    def when_acknowledged(self, frame: ProgramFrame, then: Callable[[], None]) -> None:
         """Run `then` when nothing that was issued so far is unacknowledged."""
-        if frame.unacknowledged or self._leaves.unacknowledged:
+        if frame.unacknowledged or self._state.assignments:
             self._held.append((frame, then))
         else:
             then()
@@ -204,7 +201,7 @@ class ProgramFrames:
     def unacknowledged(self, frame: ProgramFrame) -> list[str]:
         """Name what `when_acknowledged` waits for."""
         named = [f"call {path} on {to!r}" for path, to in frame.unacknowledged]
-        leaves = self._leaves.unacknowledged
+        leaves = self._state.assignments
         return [*named, *(f"assignment {path} on {to!r}" for path, to in leaves)]
 
     def never_mind(self, frame: ProgramFrame) -> None:
@@ -214,7 +211,7 @@ class ProgramFrames:
     def acknowledged(self, sender: Worker, message: Acknowledge) -> None:
         """A call, ship or assignment has arrived."""
         if message.context is None:
-            self._leaves.unacknowledged.pop((message.path, sender), None)
+            self._state.assignments.pop((message.path, sender), None)
         else:
             frame = self._issuer(message.context, message.path)
             if frame is None:
@@ -324,7 +321,9 @@ class ProgramFrames:
         for fragment in self._state.contexts.values():
             for frame in tuple(fragment.frames.values()):
                 self._lost(fragment, frame, worker)
-        self._leaves.lost(worker)
+        assignments = self._state.assignments
+        for pending in [key for key in assignments if key[1] == worker]:
+            del assignments[pending]
         self.let_go()
 
     def _lost(self, fragment: Fragment, frame: ProgramFrame, worker: Worker) -> None:

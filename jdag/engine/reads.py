@@ -28,8 +28,6 @@ from jdag.engine.protocol import (
 from jdag.engine.state import State
 
 Answered = Key | Failure
-
-
 # A key that is asked for here, and its value; a version of a leaf is held for this.
 Found = tuple[Key, Value]
 
@@ -43,22 +41,14 @@ class Fetch(Struct, eq=False):
     own: dict[int, Found] = {}  # By place: those of this worker.
 
 
-class Request(Struct, eq=False):
-    """The part of a fetch that one other worker answers."""
-
-    fetch: Fetch
-    worker: Worker
-    places: tuple[int, ...]
-
-
-class Reads:
+class Reads(Struct, eq=False):
     """Reads asked by this worker's programs and asked of it."""
 
-    def __init__(self, state: State, leaves: Leaves) -> None:
-        self._state = state
-        self._leaves = leaves
-        self._number = 0
-        self._requests: dict[int, Request] = {}
+    _state: State
+    _leaves: Leaves
+    _number: int = 0
+    # The part of a fetch that another worker answers: which worker, which places.
+    _requests: dict[int, tuple[Fetch, Worker, list[int]]] = {}
 
     def fetched(self, event: Fetched) -> None:
         """A program here waits for values."""
@@ -77,7 +67,7 @@ class Reads:
                 self._give_lost(fetch, places, owner)
             else:
                 self._number += 1
-                self._requests[self._number] = Request(fetch, owner, tuple(places))
+                self._requests[self._number] = fetch, owner, places
                 self._state.send(owner, Read(self._number, keys))
         if not event.keys:
             self._state.resume(event.waiter, ())
@@ -150,11 +140,12 @@ class Reads:
         answers = [
             next(keys) if failure is None else failure for failure in message.failures
         ]
-        self._give(request.fetch, request.places, answers)
+        fetch, _, places = request
+        self._give(fetch, places, answers)
 
     def lost(self, worker: Worker) -> None:
         """A worker is lost: it answers no more."""
-        for number, request in tuple(self._requests.items()):
-            if request.worker == worker:
+        for number, (fetch, asked, places) in tuple(self._requests.items()):
+            if asked == worker:
                 del self._requests[number]
-                self._give_lost(request.fetch, request.places, worker)
+                self._give_lost(fetch, places, worker)

@@ -72,6 +72,7 @@ class State:
         self.workers[self.number] = self.worker
         self.contexts: dict[ContextId | None, Fragment] = {}  # None is no key of it.
         self.leaves: dict[LeafId, LeafVersions] = {}
+        self.assignments: dict[tuple[Path, Worker], None] = {}  # Not acknowledged.
         self.opened = 0  # The counter of the newest context that programs here opened.
         self.horizons: dict[tuple[int, int], Horizon] = {}
         self.lost: dict[Worker, str] = {}  # Why each is.
