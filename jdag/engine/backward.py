@@ -299,7 +299,6 @@ class Backward:
             live.ready.append(vertex)
 
     def _work(self, live: Pass) -> None:
-        """Go on with every vertex that is ready."""
         ready = live.ready
         while ready and not live.failed:
             vertex = ready.pop()
@@ -399,7 +398,6 @@ class Backward:
             self._deliver(live, node.inputs[position], node.path, position, key)
 
     def _recv(self, live: Pass, recv: RecvEnd) -> None:
-        """All cotangents of a transfer are here: sum each slot, then send them."""
         due = live.dues[recv]
         wide = {slot: () for slot, came in enumerate(due.addends) if len(came) > 1}
         if wide:

@@ -231,7 +231,6 @@ class Ends(Struct, eq=False):
             state.send(worker, Release(context, below, abort=True))
 
     def _lost(self, own: OwnedFragment, worker: Worker) -> None:
-        """A context here loses a worker: does that concern it, and how far was it?"""
         if not _takes_part(own, worker):
             if worker in own.awaited:  # An abort goes to all.
                 self.released(worker, Released(own.context, ()))

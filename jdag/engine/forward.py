@@ -119,17 +119,12 @@ class Forwarding(Struct, eq=False):
                 fragment.failures.append(failure)
             self._settle(fragment, node, failure)
             return
-        state = self._state
-        job = Forward(
-            state.number_job(),
-            fragment.context,
-            node.path,
-            node.function,
-            tuple([value.stored for value in node.arguments]),
-            tuple([value.key for value in node.results]),
-            node.residuals,
-        )
-        state.compute(job, partial(self._forwarded, fragment, node), fragment)
+        context, path, function = fragment.context, node.path, node.function
+        inputs = tuple([value.stored for value in node.arguments])
+        outputs = tuple([value.key for value in node.results])
+        id, residuals = self._state.number_job(), node.residuals
+        job = Forward(id, context, path, function, inputs, outputs, residuals)
+        self._state.compute(job, partial(self._forwarded, fragment, node), fragment)
 
     def _forwarded(
         self, fragment: Fragment, node: Node, failure: Failure | None, job: Any

@@ -85,8 +85,6 @@ class Gradients(Struct, eq=False):
         go_on = partial(self._hook, live, rest, then, output)
         self._compute(live, job, go_on, hook.call_site)
 
-    # --------------------------------------------------------------------- leaves
-
     def reached(self, live: Pass, end: LeafEnd) -> None:
         """All cotangents of a leaf are here: together they are this pass's gradient."""
         due = live.dues[end]
@@ -119,8 +117,6 @@ class Gradients(Struct, eq=False):
             return
         stage = partial(live.staged.__setitem__, end.leaf)
         self.total(live, (), (key,), stage, base=end.gradient.stored)
-
-    # ---------------------------------------------------------- the end of a pass
 
     def commit(self, live: Pass, leaf: LeafId, staged: Key | None) -> None:
         """A pass leaves a gradient: a new one, or, None, the one that there was."""

@@ -105,7 +105,6 @@ class Leaves(Struct, eq=False):
                 self._state.when_settled(update.inputs, run)
 
     def _take(self, update: Update, constants: Mapping[Key, Value]) -> None:
-        """Find what an update reads, and hold it."""
         contexts = self._state.contexts
         for key in update.part.inputs:
             value = constants.get(key)
@@ -179,7 +178,6 @@ class Leaves(Struct, eq=False):
         return began or issuer in self._state.lost
 
     def _made(self, value: Value, failure: Failure | None, withdrawn: bool) -> None:
-        """A version is here, or is not and never will be."""
         if not isinstance(value, Version) or value.before is None:
             self._state.settle(value, failure)
             return
@@ -195,8 +193,6 @@ class Leaves(Struct, eq=False):
     def _as_before(self, version: Value, before: Value) -> None:
         version.stored = before.stored
         self._state.settle(version, before.failure)
-
-    # ------------------------------------------------------------- use and freedom
 
     def _version(self, key: Key) -> Version | None:
         leaf = self._state.leaves.get(key.name)

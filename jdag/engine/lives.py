@@ -6,19 +6,16 @@ Outputs: Drop and Discard.
 
 A value is stored while it has users (`Value.users`): one for the programs that can name
 it, and one for each call, transfer and assignment that waits for it or runs on it. The
-graph is no user: vertices and residuals are all that a pass needs. A value of the graph
-is then a name without an array; any other value is forgotten altogether.
+graph is no user, but of the current gradient, to which the next pass adds.
 
 Owner of a key. A key belongs to the frame that made it until its program returns it,
 and then to the frame that called that program. Any other program that was given the key
 runs while the key's holder waits. A copy that a transfer made belongs to the frame that
-asked for the transfer, since only that frame can name it: it goes with its original,
-with the frame, or when the next transfer of a leaf replaces it. The current gradient
-has the graph as another user, since the next pass adds to it.
+asked for the transfer: it goes with its original, with the frame, or when the next
+transfer of a leaf replaces it.
 
 How a discard travels. It goes with the next Call or Ship that the frame sends to the
-same worker, with the Return of its program, or as a message of its own before its
-program waits for anything else.
+same worker, with the Return of its program, or by itself before its program waits.
 
 Why a discarded value is never used. Each use of a key is a message from the frame's
 worker to the worker of the value, and the discard follows it on the same link, which
@@ -52,8 +49,6 @@ class Lives(Struct, eq=False):
     """The notices of one engine: those of its frames, and those it is given."""
 
     _state: State
-
-    # ---------------------------------------------------------------- what is noted
 
     def discarded(self, event: Discarded) -> None:
         """A program here discards these keys and waits: send all its notices."""
@@ -115,8 +110,6 @@ class Lives(Struct, eq=False):
         return tuple(
             Notice(worker, tuple(keys)) for worker, keys in frame.notices.items()
         )
-
-    # --------------------------------------------------------------------- what goes
 
     def discard(self, keys: Iterable[Key]) -> None:
         """Discard keys that no program can name any more."""

@@ -258,7 +258,6 @@ class Passes(Struct, eq=False):
             tell(answer)
 
     def _jobs(self, fragment: Fragment, number: int) -> list[int]:
-        """The jobs of a pass that are under way here."""
         jobs = self._state.jobs.items()
         return [
             id
@@ -273,14 +272,9 @@ class Passes(Struct, eq=False):
                 self._backward.gradients.commit(live, leaf, staged)
             stale = self._leaves.stale(live.oldest) if live.oldest else ()
             return replace(answer, leaves=tuple(live.staged), stale=stale)
+        here = self._state.worker
         owed = tuple(
-            Owed(
-                send.path,
-                self._state.worker,
-                send.destination,
-                send.function,
-                send.call_site,
-            )
+            Owed(send.path, here, send.destination, send.function, send.call_site)
             for send in live.owed.values()
         )
         return replace(answer, owed=owed)

@@ -19,6 +19,7 @@ from functools import partial
 from operator import attrgetter
 
 from msgspec import Struct
+from msgspec.structs import astuple
 
 from jdag.engine.forward import Forwarding
 from jdag.engine.graph import Fragment, ProgramFrame
@@ -261,18 +262,10 @@ class ProgramFrames(Struct, eq=False):
         self._state.send(sender, reply)
 
     def _run(self, fragment: Fragment, message: Run, issuer: Worker) -> None:
-        frame = ProgramFrame(message.path, issuer)
-        frame.workers[self._state.worker] = None
+        workers = {self._state.worker: None}
+        frame = ProgramFrame(message.path, issuer, workers=workers)
         fragment.frames[message.path] = frame
-        self._state.out.append(
-            Spawn(
-                message.context,
-                message.path,
-                message.function,
-                message.arguments,
-                message.call_site,
-            )
-        )
+        self._state.out.append(Spawn(*astuple(message)))  # They have the same fields.
 
     def returned(self, event: Returned) -> None:
         """A program that ran here ended; it returns when its calls are acknowledged."""

@@ -10,23 +10,10 @@ from typing import Any, ClassVar
 
 from msgspec import Struct
 
-from jdag.engine.messages import *  # noqa: F403
-from jdag.engine.messages import Assignment, Message
-from jdag.engine.names import *  # noqa: F403
-from jdag.engine.names import (
-    ContextId,
-    Failure,
-    Hook,
-    Key,
-    LeafId,
-    Mode,
-    Outcome,
-    Owed,
-    Path,
-    Root,
-    Stale,
-    Worker,
-)
+from jdag.engine.messages import *
+from jdag.engine.names import *
+
+# ruff: noqa: F403, F405
 
 
 class Forward(Struct, frozen=True):

@@ -99,7 +99,6 @@ class Reads(Struct, eq=False):
         return found
 
     def _value(self, key: Key) -> Value:
-        """A value of a context; or that there is none."""
         fragment = self._state.contexts.get(key.context)
         value = None if fragment is None else fragment.values.get(key)
         return self._leaves.missing(key) if value is None else value

@@ -61,6 +61,9 @@ Done = Callable[[Failure | None, Job], None]
 class State:
     """One engine's memory, and the few ways in which its parts write to it."""
 
+    # Told of a fragment that is released and has nothing under way; the engine sets it.
+    on_quiet: Callable[[Fragment], None]
+
     def __init__(
         self, worker: Worker, workers: Sequence[Worker], incarnation: int
     ) -> None:
@@ -80,10 +83,7 @@ class State:
         self.after: dict[int, list[Pending]] = {}  # What waits for a job.
         self.soon: deque[Callable[[], None]] = deque()
         self.out: list[Effect] = []
-        self.on_quiet: Callable[[Fragment], None] = _nobody
         self.number_job = count(1).__next__  # A job's number only identifies it.
-
-    # ------------------------------------------------------------------- contexts
 
     def fragment(self, context: ContextId) -> Fragment | None:
         """The part of a context here, made on first sight; None once released."""
@@ -108,8 +108,6 @@ class State:
             return True
         horizon = self.horizons.get((context.number, context.incarnation))
         return horizon is not None and horizon.passed(context.counter)
-
-    # -------------------------------------------------------------------- effects
 
     def resume(self, waiter: int, result: Any) -> None:
         """Resume a program with what it waited for."""
@@ -141,8 +139,6 @@ class State:
         """Ask for a job; `done(failure, job)` runs afterwards."""
         self.jobs[job.id] = (done, fragment, job)
         self.out.append(Compute(job))
-
-    # -------------------------------------------------------------------- waiting
 
     def when_settled(self, values: Sequence[Value], then: Callable[[], None]) -> None:
         """Run `then` once all values have settled: now, if they have."""
@@ -186,8 +182,6 @@ class State:
         if pending.missing == 0:
             self.soon.append(pending.then)
 
-    # ----------------------------------------------------------------------- lives
-
     def release(self, values: Iterable[Value]) -> None:
         """Each of these has one user less; values without users are dropped."""
         for value in values:
@@ -200,8 +194,12 @@ class State:
     def _free(self, value: Value) -> None:
         """Drop what is stored of a value; what is in no graph is forgotten."""
         if type(value) is Version:
-            self._free_version(value)
-            return
+            del value.leaf.versions[value.key.index]
+            if not value.leaf.versions:
+                del self.leaves[value.key.name]
+            if value.before is not None:  # It has the array of that one.
+                self.release((value.before,))
+                return
         if value.failure is None:
             self.drop((value.stored,))
         producer = value.producer
@@ -217,16 +215,6 @@ class State:
             for slot in producer.outputs:
                 fragment.values.pop(slot.key, None)
 
-    def _free_version(self, version: Version) -> None:
-        leaf, key = version.leaf, version.key
-        del leaf.versions[key.index]
-        if not leaf.versions:
-            del self.leaves[key.name]
-        if version.before is not None:  # It has the array of that one.
-            self.release((version.before,))
-        elif version.failure is None:
-            self.drop((version.stored,))
-
     def less_pending(self, fragment: Fragment) -> None:
         """One thing less to wait for before the fragment can be released."""
         fragment.pending -= 1
@@ -237,8 +225,6 @@ class State:
     def failure(self, error: str, message: str, path: Path = ()) -> Failure:
         """An error of our own that begins here."""
         return Failure(error, message, self.worker, path, route=(self.worker,))
-
-    # ----------------------------------------------------------------------- losses
 
     def loss(self, worker: Worker, noticed: str = "") -> str:
         """Say that a worker is gone, and why; if it is back, that what it held is not.
@@ -263,13 +249,6 @@ class State:
         return Failure("WorkerLost", text, worker)
 
 
-def _nobody(fragment: Fragment) -> None:
-    raise AssertionError(fragment.context)  # The engine puts `Ends.quiet` here.
-
-
-def first_failure(values: Sequence[Value]) -> Failure | None:
+def first_failure(values: Iterable[Value]) -> Failure | None:
     """The failure that a computation on these values holds: the first by position."""
-    for value in values:
-        if value.failure is not None:
-            return value.failure
-    return None
+    return next((value.failure for value in values if value.failure), None)

@@ -179,7 +179,7 @@ def _dtype(parts: tuple[Any, ...]) -> Any:
 def _applied(parts: tuple[Any, ...]) -> Applied:
     match parts:
         case (str(name), bool(unjitted), bool(program)):
-            return Applied.named(name, unjitted=unjitted, program=program)
+            return Applied(name, unjitted, program)
         case _:
             raise JdagError(f"{parts!r} describes no callable pytree")
 
