@@ -57,7 +57,7 @@ from jdag.engine.protocol import (
     Worker,
     landing,
 )
-from jdag.engine.share import SEED, Due, Outgoing, Pass, count, mark, ordered
+from jdag.engine.share import SEED, Due, Outgoing, Pass, first, marked, ordered, walk
 from jdag.engine.state import State
 
 
@@ -112,7 +112,7 @@ class Backward:
 
     def mark(self, live: Pass, message: Mark) -> None:
         """SMART: the roots need these slots of sends here, and all behind them."""
-        self._counted(live, mark(live, message.transfers))
+        self._count(live, marked(live, message.transfers))
 
     def go(self, live: Pass, message: Go) -> None:
         """The announced pass begins."""
@@ -198,28 +198,34 @@ class Backward:
     def sight(self, live: Pass) -> bool:
         """Count the dependencies that are known at first sight of a pass."""
         live.sighted = True
-        return self._counted(live, count(live))
+        return self._count(live, first(live))
 
-    def _counted(self, live: Pass, spent: Node | None) -> bool:
-        """After counting: fail on a spent node, or send marks for what is needed."""
-        if spent is not None:
-            self._fail_spent(live, spent)
-            return False
-        masks: dict[RecvEnd, list[bool]] = {}
-        for value in live.untold:
-            recv = value.producer
-            assert isinstance(recv, RecvEnd), value.key
-            masks.setdefault(recv, [False] * len(recv.outputs))[value.index] = True
-        live.untold = []
-        by_source: dict[Worker, list[Marked]] = {}
-        for recv, mask in masks.items():
-            by_source.setdefault(recv.source, []).append(Marked(recv.path, tuple(mask)))
-        for source, transfers in by_source.items():
+    def _count(self, live: Pass, values: list[Value]) -> bool:
+        """Count all behind these values, and mark what they need of other workers.
+
+        If the graph is not retained, what is counted is spent by that. If it had been,
+        or a worker that is needed is lost, the pass fails: then return False.
+        """
+        nodes, received = walk(values, live.dues)
+        for node in nodes:
+            if node.spent:
+                self._fail_spent(live, node)
+                return False
+            node.spent = not live.retain
+        by_source: dict[Worker, dict[RecvEnd, list[bool]]] = {}
+        for recv, slot in received if live.mode is Mode.SMART else ():
+            value = recv.outputs[slot]
+            if value not in live.needed:
+                live.needed[value] = None
+                masks = by_source.setdefault(recv.source, {})
+                masks.setdefault(recv, [False] * len(recv.outputs))[slot] = True
+        for source, masks in by_source.items():
             if source in self._state.lost:
                 self.fail_lost(live, source)
                 return False
+            transfers = tuple([Marked(to.path, tuple(of)) for to, of in masks.items()])
             context, number = live.fragment.context, live.number
-            marks = partial(Mark, context, number, tuple(transfers), live.retain)
+            marks = partial(Mark, context, number, transfers, live.retain)
             live.outbox.append(Outgoing(source, marks))
         return True
 

@@ -308,25 +308,6 @@ def landing(message: Message) -> tuple[Key, ...]:
     return () if keys is None else tuple(keys(message))
 
 
-def _of_cotangent(message: Cotangent) -> list[Key]:
-    context, name = message.context, (message.number, message.path)
-    slots = enumerate(message.present)
-    return [CotangentKey(context, name, slot) for slot, here in slots if here]
-
-
-def _of_primal(message: Primal) -> list[Key]:
-    context, name = message.context, (message.path, message.source)
-    slots = enumerate(message.failures)
-    return [ReceivedKey(context, name, slot) for slot, why in slots if why is None]
-
-
-def _of_call(message: Call) -> list[Key]:
-    path = message.path
-    return [
-        key for key in message.inputs if type(key) is ConstantKey and key.name == path
-    ]
-
-
 def _of_assign(message: Assign) -> list[Key]:
     keys: dict[Key, None] = {}
     for part in message.parts:
@@ -337,21 +318,31 @@ def _of_assign(message: Assign) -> list[Key]:
     return list(keys)
 
 
-def _of_start(message: Start) -> list[Key]:
-    context, number = message.context, message.number
-    return [SeedKey(context, number, one.number) for one in message.roots if one.given]
-
-
-def _of_reading(message: Reading) -> list[Key]:
-    request, slots = message.request, enumerate(message.failures)
-    return [ReadingKey(None, request, slot) for slot, why in slots if why is None]
-
-
 _LANDING: dict[type, Callable[[Any], list[Key]]] = {
-    Cotangent: _of_cotangent,
-    Primal: _of_primal,
-    Call: _of_call,
+    Cotangent: lambda message: [
+        CotangentKey(message.context, (message.number, message.path), slot)
+        for slot, here in enumerate(message.present)
+        if here
+    ],
+    Primal: lambda message: [
+        ReceivedKey(message.context, (message.path, message.source), slot)
+        for slot, why in enumerate(message.failures)
+        if why is None
+    ],
+    Call: lambda message: [
+        key
+        for key in message.inputs
+        if type(key) is ConstantKey and key.name == message.path
+    ],
     Assign: _of_assign,
-    Start: _of_start,
-    Reading: _of_reading,
+    Start: lambda message: [
+        SeedKey(message.context, message.number, root.number)
+        for root in message.roots
+        if root.given
+    ],
+    Reading: lambda message: [
+        ReadingKey(None, message.request, slot)
+        for slot, why in enumerate(message.failures)
+        if why is None
+    ],
 }

@@ -170,12 +170,12 @@ class ProgramFrames(Struct, eq=False):
 
     def launched(self, event: Launched) -> None:
         """Call a program, once all that was issued before it has arrived."""
-        fragment, frame = self.frame(event.context, event.path, Launched)
+        _, frame = self.frame(event.context, event.path, Launched)
         said = f"no program can run on {event.worker!r}"
         self._state.check_there(event.worker, said)
         frame.launched[event.path] = (event.waiter, event.worker)
         frame.workers[event.worker] = None
-        self.when_acknowledged(frame, partial(self._launch, fragment, event))
+        self.when_acknowledged(frame, partial(self._launch, event))
 
     def awaited(self, event: Awaited) -> None:
         """The top frame waits until all that it has issued is acknowledged."""
@@ -183,12 +183,11 @@ class ProgramFrames(Struct, eq=False):
         resume = partial(self._state.resume, event.waiter, None)
         self.when_acknowledged(frame, resume)
 
-    def _launch(self, fragment: Fragment, event: Launched) -> None:
-        run = Run(
-            event.context, event.path, event.function, event.arguments, event.call_site
-        )
+    def _launch(self, event: Launched) -> None:
+        context, path, function = event.context, event.path, event.function
+        run = Run(context, path, function, event.arguments, event.call_site)
         if event.worker == self._state.worker:
-            self._run(fragment, run, self._state.worker)
+            self.run(self._state.worker, run)
         else:
             self._state.send(event.worker, run)
 
@@ -253,19 +252,16 @@ class ProgramFrames(Struct, eq=False):
 
     def run(self, sender: Worker, message: Run) -> None:
         """A program is to run here."""
-        fragment = self._state.fragment(message.context)
-        if fragment is not None:
-            self._run(fragment, message, sender)
+        state = self._state
+        fragment = state.fragment(message.context)
+        if fragment is None:
+            failure = self._forwarding.gone(message.context)
+            reply = Return(message.context, message.path, None, failure, (), ())
+            state.send(sender, reply)
             return
-        failure = self._forwarding.gone(message.context)
-        reply = Return(message.context, message.path, None, failure, (), ())
-        self._state.send(sender, reply)
-
-    def _run(self, fragment: Fragment, message: Run, issuer: Worker) -> None:
-        workers = {self._state.worker: None}
-        frame = ProgramFrame(message.path, issuer, workers=workers)
+        frame = ProgramFrame(message.path, sender, workers={state.worker: None})
         fragment.frames[message.path] = frame
-        self._state.out.append(Spawn(*astuple(message)))  # They have the same fields.
+        state.out.append(Spawn(*astuple(message)))  # They have the same fields.
 
     def returned(self, event: Returned) -> None:
         """A program that ran here ended; it returns when its calls are acknowledged."""
@@ -314,9 +310,8 @@ class ProgramFrames(Struct, eq=False):
         for fragment in self._state.contexts.values():
             for frame in tuple(fragment.frames.values()):
                 self._lost(fragment, frame, worker)
-        assignments = self._state.assignments
-        for pending in [key for key in assignments if key[1] == worker]:
-            del assignments[pending]
+        for pending in [key for key in self._state.assignments if key[1] == worker]:
+            del self._state.assignments[pending]
         self.let_go()
 
     def _lost(self, fragment: Fragment, frame: ProgramFrame, worker: Worker) -> None:

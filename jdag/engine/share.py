@@ -84,9 +84,7 @@ class Pass(Struct, eq=False):
     busy: int = 0
     owed: dict[Path, SendEnd] = {}
     counted: dict[Path, list[bool]] = {}  # Of each send, the slots that are.
-    # SMART: slots of recvs that roots need; those that their sends are not yet told.
-    needed: dict[Value, None] = {}
-    untold: list[Value] = []
+    needed: dict[Value, None] = {}  # SMART: slots of recvs that roots need.
     dues: dict[Vertex, Due] = {}
     ready: list[Any] = []  # Vertices with all their contributions.
     staged: dict[LeafId, Key | None] = {}
@@ -114,24 +112,24 @@ class Pass(Struct, eq=False):
         return sent
 
 
-def count(live: Pass) -> Node | None:
-    """Count every edge behind the roots here and, in FAST, behind all unspent sends."""
+def first(live: Pass) -> list[Value]:
+    """What to count from first: roots here and, in FAST, all unspent slots of sends."""
     values = [live.fragment.values[root.key] for root in live.roots]
     if live.mode is Mode.FAST:
         for send in live.fragment.sends.values():
             slots = [slot for slot, spent in enumerate(send.spent) if not spent]
             if slots:
                 values.extend(_owe(live, send, slots))
-    return _walk(live, values)
+    return values
 
 
-def mark(live: Pass, transfers: Iterable[Marked]) -> Node | None:
-    """Count every edge behind these slots of sends here."""
+def marked(live: Pass, transfers: Iterable[Marked]) -> list[Value]:
+    """What to count from as these slots of sends are needed."""
     values: list[Value] = []
-    for marked in transfers:
-        slots = [slot for slot, here in enumerate(marked.slots) if here]
-        values.extend(_owe(live, live.fragment.sends[marked.path], slots))
-    return _walk(live, values)
+    for transfer in transfers:
+        slots = [slot for slot, here in enumerate(transfer.slots) if here]
+        values.extend(_owe(live, live.fragment.sends[transfer.path], slots))
+    return values
 
 
 def _owe(live: Pass, send: SendEnd, slots: list[int]) -> list[Value]:
@@ -151,37 +149,16 @@ def _owe(live: Pass, send: SendEnd, slots: list[int]) -> list[Value]:
     return values
 
 
-def _walk(live: Pass, values: Iterable[Value]) -> Node | None:
-    """Count the edges to these values and all behind them.
-
-    If the graph is not retained, what is counted is spent by that.
-
-    Returns:
-        None, or a node that was reached although an earlier pass had spent it.
-    """
-    nodes, received = walk(values, live.dues)
-    if live.mode is Mode.SMART:
-        for value in received:
-            if value not in live.needed:
-                live.needed[value] = None
-                live.untold.append(value)
-    for node in nodes:
-        if node.spent:
-            return node
-        node.spent = not live.retain
-    return None
-
-
 def walk(
     values: Iterable[Value], dues: dict[Vertex, Due]
-) -> tuple[list[Node], list[Value]]:
+) -> tuple[list[Node], list[tuple[RecvEnd, int]]]:
     """Count in `dues` the edges to these values and all behind them.
 
     Returns:
-        The nodes that had no due before, and the values of recvs that were reached.
+        The nodes that had no due before, and the slots of recvs that were reached.
     """
     reached: list[Node] = []
-    received: list[Value] = []
+    received: list[tuple[RecvEnd, int]] = []
     stack: list[Node] = []
     while True:
         for value in values:
@@ -196,7 +173,7 @@ def walk(
                     stack.append(vertex)
             due.remaining += 1
             if type(vertex) is RecvEnd:
-                received.append(value)
+                received.append((vertex, value.index))
         if not stack:
             return reached, received
         values = stack.pop().inputs
