@@ -109,7 +109,7 @@ class Leaves(Struct, eq=False):
         for key in update.part.inputs:
             value = constants.get(key)
             if key.kind in LEAF_KINDS:
-                value = self._version(key)
+                value = self.version(key)
             elif value is None and key.context in contexts:
                 fragment = contexts[key.context]
                 value = fragment.values.get(key)
@@ -194,26 +194,18 @@ class Leaves(Struct, eq=False):
         version.stored = before.stored
         self._state.settle(version, before.failure)
 
-    def _version(self, key: Key) -> Version | None:
+    def version(self, key: Key) -> Version | None:
+        """The version that a key means; None if it is not here."""
         leaf = self._state.leaves.get(key.name)
         if leaf is None or leaf.forgotten:
             return None
         return leaf.versions.get(leaf.newest if key.kind == "newest" else key.index)
 
-    def hold(self, key: Key) -> Version | None:
-        """A version, kept until it is released; None if it is not here."""
-        version = self._version(key)
-        if version is not None:
-            version.users += 1
-        return version
-
     def missing(self, key: Key) -> Value:
         """A value that holds why it is not here."""
         if key.kind == "leaf":
             leaf = self._state.leaves.get(key.name)
-            newest = (
-                "it was dropped" if leaf is None else f"the newest is {leaf.newest}"
-            )
+            newest = f"the newest is {leaf.newest}" if leaf else "it was dropped"
             why = f"version {key.index} of {key.name} is not held any more ({newest})"
         elif key.kind == "newest":
             why = f"{key.name} is not held here: it was dropped, or is not made yet"
@@ -226,12 +218,9 @@ class Leaves(Struct, eq=False):
 
     def stale(self, oldest: Mapping[LeafId, int]) -> tuple[Stale, ...]:
         """Which leaves have newer versions than these."""
-        found = []
-        for name, version in oldest.items():
-            leaf = self._state.leaves.get(name)
-            if leaf is not None and leaf.newest > version:
-                found.append(Stale(name, leaf.newest - version))
-        return tuple(found)
+        leaves = self._state.leaves
+        newer = {name: leaves[name].newest - oldest[name] for name in oldest}
+        return tuple(Stale(name, by) for name, by in newer.items() if by)
 
     def use(self, fragment: Fragment, key: Key) -> Value:
         """A version as a value of a context, with the end of its gradient."""
@@ -239,7 +228,7 @@ class Leaves(Struct, eq=False):
         is_newest = key.kind == "newest"
         if is_newest and end is not None and end.read is not None:
             return end.read
-        version = self._version(key)
+        version = self.version(key)
         exact = key if version is None else version.key
         value = fragment.values.get(exact)
         if value is None:

@@ -94,7 +94,9 @@ class Reads(Struct, eq=False):
     def _find(self, keys: Sequence[Key]) -> list[Found]:
         found = []
         for key in keys:
-            version = self._leaves.hold(key) if key.kind in LEAF_KINDS else None
+            version = self._leaves.version(key) if key.kind in LEAF_KINDS else None
+            if version is not None:
+                version.users += 1
             found.append((key, version or self._value(key)))
         return found
 
