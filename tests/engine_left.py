@@ -24,7 +24,7 @@ def leftovers(places: Mapping[str, Any], dropped: Container[LeafId]) -> list[str
             "requests": engine._reads._requests,
             "after": state.after,
             "held": engine._frames._held,
-            "unacknowledged": engine._leaves.unacknowledged,
+            "unacknowledged": state.assignments,
             "programs": place.running,
             "values": [
                 key for key in place.values if key.kind != "leaf" or key.name in dropped

@@ -73,7 +73,8 @@ def where(ref: Any) -> set[int]:
         held = host.machine.values._held
         key = max(k for k in held if k.kind == "leaf" and k.name == ref.leaf.id)
     if key.kind == "gradient":
-        key = host.engine._state.contexts[key.context].leaves[key.name].gradient
+        fragment = host.engine._state.contexts[key.context]
+        key = fragment.leaves[key.name].gradient.stored
     return {device.id for device in host.machine.values.get(key).devices()}
 
 

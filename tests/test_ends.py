@@ -427,7 +427,7 @@ def test_a_worker_that_only_a_program_knew_is_missed_when_the_program_returns():
     net.drain()
     net.crash("d")
     net.drain()
-    assert state_of(net, "a").contexts[scope.context].ownership.lost is None
+    assert state_of(net, "a").contexts[scope.context].lost is None
     net.let_go()
     _, failure = net.until("a", waiter)
     assert failure is None

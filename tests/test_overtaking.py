@@ -47,7 +47,8 @@ def test_a_release_overtakes_that_of_a_context_before_it_and_ends_its_own(seed: 
     net.drain()
     assert two.leave() == ()
     net.drain()
-    assert [c.counter for c in net.places["b"].engine._state.contexts] == [1]
+    parts = net.places["b"].engine._state.contexts.values()
+    assert [part.context.counter for part in parts] == [1]
     three = net.open("a")
     three.call("b", Linear("small", ()))
     three.launch("b", for_ever)

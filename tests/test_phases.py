@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from jdag.engine.phases import NEXT, Ownership, Phase
+from jdag.engine.phases import NEXT, OwnedFragment, Phase
 from jdag.engine.protocol import (
     Attached,
     ContextId,
@@ -64,8 +64,8 @@ def test_every_phase_can_be_reached_and_every_one_leads_to_released():
 def test_what_the_table_allows_leads_to_the_phase_that_it_names(
     phase: Phase, cause: type
 ):
-    own = Ownership(phase)
-    own.advance(CONTEXT, cause)
+    own = OwnedFragment(CONTEXT, "a", phase=phase)
+    own.advance(cause)
     assert own.phase is NEXT[phase][cause]
 
 
@@ -73,9 +73,9 @@ def test_what_the_table_allows_leads_to_the_phase_that_it_names(
 def test_what_the_table_does_not_allow_names_phase_event_and_what_is_allowed(
     phase: Phase, cause: type
 ):
-    own = Ownership(phase)
+    own = OwnedFragment(CONTEXT, "a", phase=phase)
     with pytest.raises(ContextError) as caught:
-        own.advance(CONTEXT, cause)
+        own.advance(cause)
     allowed = ", ".join(kind.__name__ for kind in NEXT[phase]) or "nothing"
     assert str(caught.value) == (
         f"context 0.7 is {phase.value} and cannot take {cause.__name__}; "
@@ -86,11 +86,11 @@ def test_what_the_table_does_not_allow_names_phase_event_and_what_is_allowed(
 
 def test_a_context_that_lost_a_worker_says_so_in_place_of_its_phase():
     lost = Failure("WorkerLost", "worker 'b' is lost", "b")
-    own = Ownership(Phase.FAILED, lost=lost)
+    own = OwnedFragment(CONTEXT, "a", phase=Phase.FAILED, lost=lost)
     with pytest.raises(
         WorkerLost, match=r"context 0\.7 has failed: worker 'b' is lost"
     ):
-        own.advance(CONTEXT, Issued)
+        own.advance(Issued)
 
 
 # --------------------------------------------------------- the same, asked of an engine
@@ -129,7 +129,7 @@ def in_phase(phase: Phase) -> tuple[Net, Scope]:
     if phase is not Phase.GATHERING:
         net.drain()
     engine: Any = net.places["a"].engine
-    assert engine._state.contexts[scope.context].ownership.phase is phase
+    assert engine._state.contexts[scope.context].phase is phase
     return net, scope
 
 

@@ -1,6 +1,7 @@
 """What a pass says and when: who begins, who holds credit, how its end is known."""
 
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from jdag.engine.protocol import (
     Ship,
     Start,
 )
-from jdag.engine.share import Pass
+from jdag.engine.share import Outgoing, Pass
 from tests.engine_cases import SEEDS, holding, net_of, pausing
 from tests.engine_net import Net
 from tests.engine_programs import Run, draw, in_modes
@@ -193,7 +194,7 @@ def _nothing_under_way(net: Net, end: End) -> None:
         part = place.engine._state.contexts.get(end.context)
         live = None if part is None else part.live
         if live is not None and place is not owner:
-            assert live.credit == NOTHING and live.passive, (end, place)
+            assert live.credit == NOTHING and not live.busy, (end, place)
 
 
 @MODES
@@ -293,12 +294,18 @@ def test_a_chain_of_any_length_is_answered_once_a_wave(count: int):
         assert scope.gradients(x) == [2 ** (count - 1)]
 
 
+def _held(credit: Credit, owed: int = 0, busy: int = 0, *, to: str) -> Any:
+    """A pass that holds this, with an answer to each of these workers to be sent."""
+    fragment: Any = None
+    live = Pass(fragment, 1, Mode.FAST, retain=False, parent="a")
+    live.credit, live.unreported, live.busy = credit, owed, busy
+    live.outbox = [Outgoing(each, partial(Answer, CONTEXT, 1)) for each in to]
+    return live
+
+
 def test_messages_of_one_moment_share_what_is_held():
-    live = Pass(1, Mode.FAST, retain=False, parent="a")
-    live.take(WHOLE, 3)
-    for to in "bcd":
-        live.say(to, lambda credit, owed: Answer(CONTEXT, 1, credit, owed))
-    sent = live.parcel(live.passive)
+    live = _held(WHOLE, to="bcd")
+    sent = live.parcel()
     assert [outgoing.to for outgoing, _ in sent] == list("bcd")
     parts = [message.credit for _, message in sent]
     assert added(added(parts[0], parts[1]), parts[2]) == WHOLE
@@ -306,27 +313,10 @@ def test_messages_of_one_moment_share_what_is_held():
 
 
 def test_who_has_more_to_do_keeps_a_part():
-    live = Pass(1, Mode.FAST, retain=False, parent="a")
-    live.take(WHOLE, 0)
-    live.computing = 1
-    live.say("b", lambda credit, owed: Answer(CONTEXT, 1, credit, owed))
-    ((_, message),) = live.parcel(live.passive)
+    live = _held(WHOLE, busy=1, to="b")
+    ((_, message),) = live.parcel()
     assert live.credit.units and live.credit != WHOLE
     assert added(live.credit, message.credit) == WHOLE
-
-
-@pytest.mark.parametrize("what", ["computing", "waiting", "ready"])
-def test_a_pass_is_not_passive_while_anything_is_open(what: str):
-    live = Pass(1, Mode.FAST, retain=False, parent="a")
-    assert live.passive
-    setattr(live, what, ["a vertex"] if what == "ready" else 1)
-    assert not live.passive
-
-
-def test_the_owner_begins_with_the_whole_and_others_with_nothing():
-    assert Pass(1, Mode.SMART, retain=False, parent=None).credit == WHOLE
-    other = Pass(1, Mode.SMART, retain=False, parent="a")
-    assert other.credit == NOTHING
 
 
 # -------------------------------------------------------------------------------- owed
@@ -355,16 +345,9 @@ def test_the_changes_that_reach_the_owner_add_up_to_what_is_owed(seed: int, mode
 
 
 def test_a_pass_gives_each_change_away_once():
-    live = Pass(1, Mode.FAST, retain=False, parent="a")
-    live.take(WHOLE, 3)
-    live.unreported -= 1
-    for to in "bc":
-        live.say(to, lambda credit, owed: Answer(CONTEXT, 1, credit, owed))
-    assert [message.owed for _, message in live.parcel(live.passive)] == [2, 0]
+    live = _held(WHOLE, 2, to="bc")
+    assert [message.owed for _, message in live.parcel()] == [2, 0]
     assert live.unreported == 0
-    live.take(Credit(1, 1), -1)
-    assert live.hand_back() == (Credit(1, 1), -1)
-    assert live.hand_back() == (NOTHING, 0)
 
 
 def test_a_stuck_fast_pass_is_known_without_any_timer():

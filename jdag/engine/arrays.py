@@ -18,39 +18,18 @@ Axis = Annotated[int, Meta(ge=0, le=NBYTES_MAX)]
 
 Text = Annotated[str, Meta(max_length=1 << 16)]
 
+_BY_NBYTES = {
+    1: "bool int8 uint8 int2 int4 uint2 uint4 float4_e2m1fn float8_e3m4 float8_e4m3"
+    " float8_e4m3b11fnuz float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz"
+    " float8_e8m0fnu",
+    2: "int16 uint16 float16 bfloat16",
+    4: "int32 uint32 float32",
+    8: "int64 uint64 float64 complex64 key<fry>",
+    16: "complex128 key<rbg> key<urbg>",
+}
 # Bytes of an element.
 DTYPES = {
-    "bool": 1,
-    "int8": 1,
-    "int16": 2,
-    "int32": 4,
-    "int64": 8,
-    "uint8": 1,
-    "uint16": 2,
-    "uint32": 4,
-    "uint64": 8,
-    "float16": 2,
-    "bfloat16": 2,
-    "float32": 4,
-    "float64": 8,
-    "complex64": 8,
-    "complex128": 16,
-    "int2": 1,
-    "int4": 1,
-    "uint2": 1,
-    "uint4": 1,
-    "float4_e2m1fn": 1,
-    "float8_e3m4": 1,
-    "float8_e4m3": 1,
-    "float8_e4m3b11fnuz": 1,
-    "float8_e4m3fn": 1,
-    "float8_e4m3fnuz": 1,
-    "float8_e5m2": 1,
-    "float8_e5m2fnuz": 1,
-    "float8_e8m0fnu": 1,
-    "key<fry>": 8,
-    "key<rbg>": 16,
-    "key<urbg>": 16,
+    dtype: nbytes for nbytes, dtypes in _BY_NBYTES.items() for dtype in dtypes.split()
 }
 
 

@@ -4,9 +4,10 @@ What the last pass awaited is worked out anew from its roots and from the slots 
 that it counted here: edges are counted as it counted them.
 """
 
+from collections.abc import Iterable
 from enum import Enum
 
-from jdag.engine.graph import Fragment, Node, Value, Vertex
+from jdag.engine.graph import Fragment, LeafEnd, Node, RecvEnd, Value, Vertex
 from jdag.engine.messages import Several
 from jdag.engine.names import (
     U64,
@@ -20,6 +21,7 @@ from jdag.engine.names import (
     Record,
     Worker,
 )
+from jdag.engine.share import Due, walk
 
 
 class Need(Enum):
@@ -92,19 +94,15 @@ def draw(fragment: Fragment) -> Drawing:
     """Read a fragment off, in program order."""
     used: dict[Key, None] = {}
     edges: list[DrawnEdge] = []
-    made: dict[Key, str] = {}
-    for node in fragment.nodes.values():
-        made.update((value.key, f"node {node.path}") for value in node.outputs)
-    for recv in fragment.recvs.values():
-        made.update((value.key, f"recv {recv.path}") for value in recv.outputs)
-    for leaf in fragment.leaves.values():
-        made.update((value.key, str(leaf.leaf)) for value in leaf.outputs)
 
-    def use(values: tuple[Value, ...], consumer: str) -> tuple[Key, ...]:
+    def use(values: Iterable[Value | None], consumer: str) -> tuple[Key, ...]:
+        keys = []
         for value in values:
-            used[value.key] = None
-            edges.append(DrawnEdge(value.key, made.get(value.key, "nothing"), consumer))
-        return tuple(value.key for value in values)
+            if value is not None:
+                used[value.key] = None
+                edges.append(DrawnEdge(value.key, _name(value.producer), consumer))
+                keys.append(value.key)
+        return tuple(keys)
 
     awaited = _awaited(fragment)
     past = fragment.past
@@ -124,7 +122,7 @@ def draw(fragment: Fragment) -> Drawing:
         DrawnEnd(
             send.path,
             send.destination,
-            use(tuple(v for v in send.inputs if v is not None), f"send {send.path}"),
+            use(send.inputs, f"send {send.path}"),
             int(past is not None and send.path in past.counted),
             _need(fragment, send.path),
         )
@@ -152,6 +150,18 @@ def draw(fragment: Fragment) -> Drawing:
     return Drawing(nodes, sends, recvs, leaves, tuple(edges), last)
 
 
+def _name(vertex: Vertex | None) -> str:
+    match vertex:
+        case Node(path=path):
+            return f"node {path}"
+        case RecvEnd(path=path):
+            return f"recv {path}"
+        case LeafEnd(leaf=leaf):
+            return str(leaf)
+        case _:
+            return "nothing"
+
+
 def _need(fragment: Fragment, path: Path) -> Need:
     past = fragment.past
     if past is None:
@@ -165,20 +175,11 @@ def _need(fragment: Fragment, path: Path) -> Need:
 
 def _awaited(fragment: Fragment) -> dict[Vertex, int]:
     """Of each vertex, how many edges the last pass counted to it."""
-    past = fragment.past
-    found: dict[Vertex, int] = {}
-    if past is None:
-        return found
-    values: list[Value | None] = [fragment.values[root.key] for root in past.roots]
-    for path, slots in past.counted.items():
-        inputs = fragment.sends[path].inputs
-        values.extend(v for v, on in zip(inputs, slots, strict=True) if on)
-    while values:  # Bounded: by the edges, each vertex being entered once.
-        value = values.pop()
-        vertex = None if value is None else value.producer
-        if vertex is None:
-            continue
-        if vertex not in found and type(vertex) is Node:
-            values.extend(vertex.inputs)
-        found[vertex] = found.get(vertex, 0) + 1
-    return found
+    past, dues = fragment.past, dict[Vertex, Due]()
+    if past is not None:
+        values = [fragment.values[root.key] for root in past.roots]
+        for path, slots in past.counted.items():
+            inputs = fragment.sends[path].inputs
+            values.extend(v for v, on in zip(inputs, slots, strict=True) if on and v)
+        walk(values, dues)
+    return {vertex: due.remaining for vertex, due in dues.items()}

@@ -26,14 +26,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from jdag.engine.forward import Forwarding
 from jdag.engine.graph import Fragment, ProgramFrame
-from jdag.engine.leaves import Held, Leaves
+from jdag.engine.leaves import Leaves, Update
 from jdag.engine.passes import Passes
-from jdag.engine.phases import NEXT, Ownership, Phase
-from jdag.engine.program_frames import ProgramFrames, takes_part
+from jdag.engine.phases import NEXT, OwnedFragment, Phase
+from jdag.engine.program_frames import ProgramFrames
 from jdag.engine.protocol import (
     ContextId,
     End,
@@ -53,74 +54,62 @@ from jdag.engine.reads import Reads
 from jdag.engine.state import Horizon, State
 
 
-class Ends:
+class Ends(Struct, eq=False):
     """The ends of contexts and of workers, on one engine."""
 
-    def __init__(
-        self,
-        state: State,
-        leaves: Leaves,
-        forwarding: Forwarding,
-        frames: ProgramFrames,
-        passes: Passes,
-        reads: Reads,
-    ) -> None:
-        self._state = state
-        self._leaves = leaves
-        self._forwarding = forwarding
-        self._frames = frames
-        self._passes = passes
-        self._reads = reads
+    _state: State
+    _leaves: Leaves
+    _forwarding: Forwarding
+    _frames: ProgramFrames
+    _passes: Passes
+    _reads: Reads
 
     def opened(self, event: Opened) -> None:
         """A program here opened a context."""
-        fragment = self._state.fragment(event.context)
-        assert fragment is not None and fragment.ownership is None, event.context
-        assert event.context.incarnation == self._state.incarnation, event.context
-        self._state.opened = event.context.counter
-        fragment.ownership = Ownership()
-        top = ProgramFrame((), None)
-        top.workers[self._state.worker] = None
-        fragment.frames[()] = top
+        state, context = self._state, event.context
+        assert context not in state.contexts and not state.gone(context), context
+        assert context.incarnation == state.incarnation, context
+        state.opened = context.counter
+        own = state.contexts[context] = OwnedFragment(context, state.worker)
+        own.frames[()] = ProgramFrame((), None, workers={state.worker: None})
 
     # ---------------------------------------------------------- the end of a context
 
     def left(self, event: Left) -> None:
         """The top frame leaves the context."""
-        fragment, own = self._passes.owned(event.context)
-        top = fragment.frames[()]
+        own = self._passes.owned(event.context)
+        top = own.frames[()]
         abort = own.phase is not Phase.OPEN or bool(top.launched)
-        self._passes.never_began(fragment, own)
-        own.advance(event.context, Left)
+        self._passes.never_began(own)
+        own.advance(Left)
         own.waiter = event.waiter
-        go = partial(self._leave, fragment, own, abort)
+        go = partial(self._leave, own, abort)
         if abort:
             self._frames.never_mind(top)
-            self._passes.abandon(fragment)
+            self._passes.abandon(own)
             go()
         else:
             self._frames.when_acknowledged(top, go)
 
-    def _leave(self, fragment: Fragment, own: Ownership, abort: bool) -> None:
+    def _leave(self, own: OwnedFragment, abort: bool) -> None:
         state = self._state
         abort = abort or own.lost is not None
-        told = dict.fromkeys(fragment.frames[()].workers)
+        told = dict.fromkeys(own.frames[()].workers)
         if abort:
             told |= dict.fromkeys(state.workers)
-        others = [
-            name for name in told if name != state.worker and name not in state.lost
-        ]
-        live = tuple(each for each in self._live() if each != fragment.context.counter)
-        message = Release(fragment.context, live, abort)
+        others = state.others(told)
+        live = tuple(each for each in self._live() if each != own.context.counter)
+        message = Release(own.context, live, abort)
         own.awaited = dict.fromkeys((*others, state.worker))
         for worker in others:
             state.send(worker, message)
-        self._release(state.worker, fragment, message)
+        self._release(state.worker, own, message)
 
     def _live(self) -> list[int]:
         """The contexts of this owner that some worker still holds."""
-        contexts = self._state.contexts.items()
-        return [of.counter for of, part in contexts if part.ownership is not None]
+        parts = self._state.contexts.values()
+        owned = [part for part in parts if isinstance(part, OwnedFragment)]
+        return [own.context.counter for own in owned]
 
     def release(self, sender: Worker, message: Release) -> None:
         """The owner releases a context."""
@@ -157,24 +146,23 @@ class Ends:
         for fragment in tuple(state.contexts.values()) if message.abort else ():
             stray = fragment.release is None and fragment.context != context
             if stray and state.gone(fragment.context):
-                self._forget(fragment, _nothing)
+                self._forget(fragment)
 
     def released(self, sender: Worker, message: Released) -> None:
         """A participant has forgotten the context."""
-        owned = self._state.owned(message.context)
-        if owned is None or sender not in owned[1].awaited:
+        own = self._state.owned(message.context)
+        if own is None or sender not in own.awaited:
             return
-        fragment, own = owned
         del own.awaited[sender]
         # Whoever answered a release answers the abort that it turned into as well.
-        own.failures.extend(f for f in message.failures if f not in own.failures)
+        own.gathered.extend(f for f in message.failures if f not in own.gathered)
         if own.awaited:
             return
-        own.advance(fragment.context, Released)
-        failures = tuple(sorted(own.failures, key=_by_path))
-        self._forget(fragment, partial(self._state.resume, own.waiter, failures))
+        own.advance(Released)
+        failures = tuple(sorted(own.gathered, key=_by_path))
+        self._forget(own, partial(self._state.resume, own.waiter, failures))
 
-    def _forget(self, fragment: Fragment, then: Callable[[], None]) -> None:
+    def _forget(self, fragment: Fragment, *then: Callable[[], None]) -> None:
         """Drop what is held of a context here, when no job reads it; then `then`."""
         state = self._state
         fragment.gone = True
@@ -188,30 +176,20 @@ class Ends:
                     state.settle(value, failure)
         jobs = [
             number
-            for number, (_, part, _, _) in state.jobs.items()
-            if part is fragment or (type(part) is Held and fragment in part.fragments)
+            for number, (_, part, _) in state.jobs.items()
+            if part is fragment or (type(part) is Update and fragment in part.fragments)
         ]
         state.when_computed(jobs, partial(self._drop, fragment))
-        state.when_computed(jobs, then)
+        for each in then:
+            state.when_computed(jobs, each)
 
     def _drop(self, fragment: Fragment) -> None:
-        """Drop everything of a context that is held here."""
         self._leaves.release(fragment)
-        keys = [
-            value.stored
-            for value in fragment.values.values()
-            if value.users and value.key.kind != "leaf"
-        ]
-        for recv in fragment.recvs.values():
-            keys.extend(value.stored for value in recv.outputs if value.users)
-        keys.extend(
-            end.gradient for end in fragment.leaves.values() if end.gradient is not None
-        )
-        keys.extend(
-            node.residuals
-            for node in fragment.nodes.values()
-            if node.residuals is not None
-        )
+        values, nodes = fragment.values.values(), fragment.nodes.values()
+        keys = [of.stored for of in values if of.users and of.key.kind != "leaf"]
+        gradients = [end.gradient for end in fragment.leaves.values()]
+        keys += [gradient.stored for gradient in gradients if gradient is not None]
+        keys += [node.residuals for node in nodes if node.residuals is not None]
         self._state.drop(keys)
 
     # ----------------------------------------------------------- the end of a worker
@@ -224,11 +202,11 @@ class Ends:
         state.lost[worker] = event.why
         for fragment in tuple(state.contexts.values()):
             if fragment.owner == worker:
-                self._forget(fragment, _nothing)
+                self._forget(fragment)
         self._reads.lost(worker)
         for fragment in tuple(state.contexts.values()):
-            if fragment.ownership is not None:
-                self._lost(fragment, fragment.ownership, worker)
+            if isinstance(fragment, OwnedFragment):
+                self._lost(fragment, worker)
         self._forwarding.lost(worker)
         self._frames.lost(worker)
         for fragment in tuple(state.contexts.values()):
@@ -252,60 +230,50 @@ class Ends:
             below = tuple(counter for counter in live if counter < over)
             state.send(worker, Release(context, below, abort=True))
 
-    def _lost(self, fragment: Fragment, own: Ownership, worker: Worker) -> None:
-        """A context here loses a worker: does that concern it, and how far was it?"""
-        context = fragment.context
-        if not self.takes_part(fragment, worker):
+    def _lost(self, own: OwnedFragment, worker: Worker) -> None:
+        if not _takes_part(own, worker):
             if worker in own.awaited:  # An abort goes to all.
-                self.released(worker, Released(context, ()))
+                self.released(worker, Released(own.context, ()))
             return
         own.lost = own.lost or replace(
             self._state.lost_failure(worker), route=(self._state.worker, worker)
         )
         match own.phase:
             case Phase.OPEN:
-                own.advance(context, LostEvent)
+                own.advance(LostEvent)
             case phase if End in NEXT[phase]:  # A pass is in progress.
-                if fragment.live is not None:
-                    fragment.live.failed = True
-                self._passes.finish(fragment, own, Outcome.FAILED, own.lost)
+                if own.live is not None:
+                    own.live.failed = True
+                self._passes.finish(own, Outcome.FAILED, own.lost)
             case Phase.ENDING:
                 if own.awaited.pop(worker, worker) is None and not own.awaited:
-                    self._passes.conclude(fragment, own)
+                    self._passes.conclude(own)
             case Phase.LEAVING:
-                self._lost_leaving(own, fragment, worker)
+                if own.lost not in own.gathered:
+                    own.gathered.append(own.lost)
+                if own.awaited:  # Else it has not left yet, and aborts when it does.
+                    self._leave(own, abort=True)
             case _:
                 assert own.phase in (Phase.FAILED, Phase.RELEASED), own.phase
 
-    def _lost_leaving(self, own: Ownership, fragment: Fragment, worker: Worker) -> None:
-        assert own.lost is not None, worker
-        if own.lost not in own.failures:
-            own.failures.append(own.lost)
-        if own.awaited:  # Else it has not left yet, and will abort when it does.
-            self._leave(fragment, own, abort=True)
-
-    def takes_part(self, fragment: Fragment, worker: Worker) -> bool:
-        """Whether a worker has, or may have, a part of a context."""
-        return any(takes_part(frame, worker) for frame in fragment.frames.values())
-
     def program_returned(self, context: ContextId, failure: Failure | None) -> None:
         """A program may have lost a worker, and the names of those that it knew."""
-        owned = self._state.owned(context)
-        if owned is None:
+        own = self._state.owned(context)
+        if own is None:
             return
-        fragment, own = owned
         lost = failure is not None and failure.error == "WorkerLost"
         if lost and own.lost is None and own.phase is Phase.OPEN:
             own.lost = failure
-            own.advance(fragment.context, LostEvent)
+            own.advance(LostEvent)
         for worker in self._state.lost:
-            if own.lost is None and self.takes_part(fragment, worker):
-                self._lost(fragment, own, worker)
-
-
-def _nothing() -> None:
-    """Continue with nothing: no worker waits for an answer."""
+            if own.lost is None and _takes_part(own, worker):
+                self._lost(own, worker)
 
 
 def _by_path(failure: Failure) -> tuple[Any, ...]:
     return (failure.path, failure.worker)
+
+
+def _takes_part(fragment: Fragment, worker: Worker) -> bool:
+    """Whether a worker has, or may have, a part of a context."""
+    return any(worker in frame.workers for frame in fragment.frames.values())

@@ -1,8 +1,10 @@
 """One worker's engine: it takes an event and returns the effects to be carried out."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from jdag.engine import protocol
 from jdag.engine.backward import Backward
 from jdag.engine.drawing import Drawing, draw
 from jdag.engine.ends import Ends
@@ -11,52 +13,7 @@ from jdag.engine.leaves import Leaves
 from jdag.engine.lives import Lives
 from jdag.engine.passes import Passes
 from jdag.engine.program_frames import ProgramFrames
-from jdag.engine.protocol import (
-    Acknowledge,
-    Answer,
-    Arrived,
-    Assign,
-    Assigned,
-    Attach,
-    Attached,
-    Awaited,
-    Call,
-    Computed,
-    ContextId,
-    Cotangent,
-    Differentiated,
-    Discard,
-    Discarded,
-    Dropped,
-    Effect,
-    End,
-    Ended,
-    Event,
-    Expired,
-    Fail,
-    Fetched,
-    Forget,
-    Go,
-    Issued,
-    Joined,
-    Launched,
-    Left,
-    Lost,
-    Mark,
-    Opened,
-    Primal,
-    Read,
-    Reading,
-    Release,
-    Released,
-    Return,
-    Returned,
-    Run,
-    Ship,
-    Start,
-    Worker,
-    landing,
-)
+from jdag.engine.protocol import Worker, landing
 from jdag.engine.reads import Reads
 from jdag.engine.state import State
 
@@ -72,27 +29,22 @@ class Engine:
     """
 
     def __init__(
-        self, worker: Worker, workers: Sequence[Worker], incarnation: int = 0
+        self,
+        worker: Worker,
+        workers: Sequence[Worker],
+        incarnation: int = 0,
     ) -> None:
         self._state = state = State(worker, workers, incarnation)
         self._leaves = Leaves(state)
         self._lives = Lives(state)
         self._backward = Backward(state)
-        self._forwarding = Forwarding(
-            state, self._leaves, self._lives, self._backward.woken
-        )
-        self._frames = ProgramFrames(state, self._leaves, self._lives, self._forwarding)
+        woken = self._backward.woken
+        self._forwarding = Forwarding(state, self._leaves, self._lives, woken)
+        self._frames = frames = ProgramFrames(state, self._lives, self._forwarding)
         self._reads = Reads(state, self._leaves)
-        self._passes = Passes(
-            state, self._leaves, self._lives, self._frames, self._backward
-        )
+        self._passes = Passes(state, self._leaves, self._lives, frames, self._backward)
         self._ends = Ends(
-            state,
-            self._leaves,
-            self._forwarding,
-            self._frames,
-            self._passes,
-            self._reads,
+            state, self._leaves, self._forwarding, frames, self._passes, self._reads
         )
         state.on_quiet = self._ends.quiet
         self._backward.owner_passive = self._passes.owner_passive
@@ -110,19 +62,29 @@ class Engine:
         """How many passes are in progress here."""
         return sum(part.live is not None for part in self._state.contexts.values())
 
-    def graph(self, context: ContextId) -> Drawing | None:
+    def graph(self, context: protocol.ContextId) -> Drawing | None:
         """The part of a context's graph that is here; None if there is none."""
         fragment = self._state.contexts.get(context)
         return None if fragment is None else draw(fragment)
 
-    def handle(self, event: Event) -> list[Effect]:
+    def handle(self, event: protocol.Event) -> list[protocol.Effect]:
         """Take one event; return the effects that it asks for, in order.
 
         Raises: ContextError: a program told something that its context's phase does not
         take. WorkerLost: a program asked something of a worker that is lost.
         """
         state = self._state
-        self._events[event.__class__](event)
+        if isinstance(event, protocol.Computed):
+            done, _, job = state.jobs.pop(event.job)
+            done(event.failure, job)
+            if event.job in state.after:
+                state.computed(event.job)
+        elif not isinstance(event, protocol.Arrived):
+            self._events[event.__class__](event)
+        elif event.sender in state.lost:
+            state.drop(landing(event.message))
+        else:
+            self._messages[event.message.__class__](event.sender, event.message)
         soon = state.soon
         while soon:
             soon.popleft()()
@@ -130,78 +92,60 @@ class Engine:
         return out
 
     def _on_events(self) -> Mapping[type, Callable[[Any], None]]:
-        """What is done about each kind of event."""
         frames, ends = self._frames, self._ends
         return {
-            Arrived: self._arrived,
-            Computed: self._computed,
-            Issued: frames.issued,
-            Discarded: self._lives.discarded,
-            Fetched: self._reads.fetched,
-            Launched: frames.launched,
-            Awaited: frames.awaited,
-            Attached: frames.attached,
-            Returned: self._returned,
-            Opened: ends.opened,
-            Left: ends.left,
-            Lost: ends.lost,
-            Joined: ends.joined,
-            Differentiated: self._passes.differentiated,
-            Expired: self._passes.expired,
-            Assigned: self._assigned,
-            Dropped: self._leaves.dropped,
+            protocol.Issued: frames.issued,
+            protocol.Discarded: self._lives.discarded,
+            protocol.Fetched: self._reads.fetched,
+            protocol.Launched: frames.launched,
+            protocol.Awaited: frames.awaited,
+            protocol.Attached: frames.attached,
+            protocol.Returned: self._returned,
+            protocol.Opened: ends.opened,
+            protocol.Left: ends.left,
+            protocol.Lost: ends.lost,
+            protocol.Joined: ends.joined,
+            protocol.Differentiated: self._passes.differentiated,
+            protocol.Expired: self._passes.expired,
+            protocol.Assigned: self._assigned,
+            protocol.Dropped: self._leaves.dropped,
         }
 
     def _on_messages(self) -> Mapping[type, Callable[[Worker, Any], None]]:
-        """What is done about each kind of message, by its sender."""
         frames, forward, backward = self._frames, self._forwarding, self._backward
         return {
-            Call: forward.call,
-            Ship: forward.ship,
-            Primal: forward.primal,
-            Acknowledge: frames.acknowledged,
-            Run: frames.run,
-            Return: self._program_ended,
-            Attach: frames.attach,
-            Read: self._reads.read,
-            Reading: self._reads.reading,
-            Assign: self._leaves.arrived,
-            Forget: self._leaves.forget,
-            Discard: self._lives.discard_arrived,
-            Start: backward.start,
-            Mark: backward.mark,
-            Go: backward.go,
-            Cotangent: backward.cotangent,
-            Answer: backward.answer,
-            Fail: backward.fail_arrived,
-            End: self._passes.end,
-            Ended: self._passes.ended,
-            Release: self._ends.release,
-            Released: self._ends.released,
+            protocol.Call: forward.call,
+            protocol.Ship: forward.ship,
+            protocol.Primal: forward.primal,
+            protocol.Acknowledge: frames.acknowledged,
+            protocol.Run: frames.run,
+            protocol.Return: self._program_ended,
+            protocol.Attach: frames.attach,
+            protocol.Read: self._reads.read,
+            protocol.Reading: self._reads.reading,
+            protocol.Assign: self._leaves.arrived,
+            protocol.Forget: self._leaves.forget,
+            protocol.Discard: lambda _, message: self._lives.discard(message.keys),
+            protocol.Start: partial(backward.credited, backward.start),
+            protocol.Mark: partial(backward.credited, backward.mark),
+            protocol.Go: partial(backward.credited, backward.go),
+            protocol.Cotangent: partial(backward.credited, backward.cotangent),
+            protocol.Answer: partial(backward.credited, backward.answer),
+            protocol.Fail: backward.fail_arrived,
+            protocol.End: self._passes.end,
+            protocol.Ended: self._passes.ended,
+            protocol.Release: self._ends.release,
+            protocol.Released: self._ends.released,
         }
 
-    def _arrived(self, event: Arrived) -> None:
-        sender, message = event.sender, event.message
-        if sender not in self._state.lost:
-            self._messages[message.__class__](sender, message)
-        else:
-            self._state.drop(landing(message))
-
-    def _computed(self, event: Computed) -> None:
-        state = self._state
-        done, fragment, owner, job = state.jobs.pop(event.job)
-        done(event.failure, fragment, owner, job)
-        if event.job in state.after:
-            state.computed(event.job)
-
-    def _assigned(self, event: Assigned) -> None:
+    def _assigned(self, event: protocol.Assigned) -> None:
         self._leaves.assigned(event)
         self._lives.assigned(event)
 
-    def _returned(self, event: Returned) -> None:
+    def _returned(self, event: protocol.Returned) -> None:
         self._frames.returned(event)
         self._ends.program_returned(event.context, event.failure)
 
-    def _program_ended(self, sender: Worker, message: Return) -> None:
+    def _program_ended(self, sender: Worker, message: protocol.Return) -> None:
         self._frames.program_ended(message)
         self._ends.program_returned(message.context, message.failure)

@@ -11,9 +11,11 @@ Invariants
   know, and waits.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from jdag.engine.graph import Fragment, Node, RecvEnd, SendEnd, Value
@@ -26,11 +28,11 @@ from jdag.engine.protocol import (
     ContextId,
     Failure,
     Forward,
-    Job,
     Key,
     OutputKey,
     Path,
     Primal,
+    ReceivedKey,
     ResidualsKey,
     Ship,
     Worker,
@@ -39,87 +41,69 @@ from jdag.engine.protocol import (
 from jdag.engine.state import State, first_failure
 
 
-class Forwarding:
+class Forwarding(Struct, eq=False):
     """The forward half of one engine."""
 
-    def __init__(self, state: State, leaves: Leaves, lives: Lives, woken: Any) -> None:
-        self._state = state
-        self._leaves = leaves
-        self._lives = lives
-        self._woken = (
-            woken  # Told of a node whose forward ran while a pass waited for it.
-        )
+    _state: State
+    _leaves: Leaves
+    _lives: Lives
+    # Told when a node that a pass waits for has run.
+    _woken: Callable[[Fragment, Node], None]
 
     def call(self, sender: Worker, message: Call) -> None:
         """A call from another worker."""
         self._lives.discard(message.discarded)
         fragment = self._state.fragment(message.context)
         if fragment is None:
-            self._state.drop(key for key in message.inputs if key.kind == "constant")
+            self._state.drop(landing(message))
         else:
             self.make_call(fragment, message)
         self._state.send(sender, Acknowledge(message.context, message.path))
 
     def make_call(self, fragment: Fragment, message: Call) -> None:
         """Record a call that runs here, issued by any worker."""
-        state = self._state
+        context, path = message.context, message.path
         for incoming in message.incoming:
-            source, slots = incoming.source, len(incoming.tracked)
-            recv = self._recv(fragment, message.path, source, slots)
+            slots = len(incoming.tracked)
+            recv = self._recv(fragment, path, incoming.source, slots)
             recv.tracked = incoming.tracked
-        if message.incoming:
-            self._note_avals(fragment, message)
-        node = Node(message.path, message.function, message.call_site)
+        if message.incoming:  # Zeros of what they receive are never sent.
+            for key, aval in zip(message.inputs, message.function.avals, strict=True):
+                if key.kind == "received" and key.name[0] == path:
+                    fragment.recvs[key.name].avals[key.index] = aval
+        node = Node(path, message.function, message.call_site)
         node.arguments = tuple([self.value(fragment, key) for key in message.inputs])
         for argument in node.arguments:
             argument.users += 1
-        recorded = True in message.outputs
         results = []
         for index, recording in enumerate(message.outputs):
-            key = OutputKey(message.context, message.path, index)
-            value = Value(key, node if recording else None, 0)
+            key = OutputKey(context, path, index)
+            value = Value(key, node if recording else None)
             fragment.values[key] = value
             results.append(value)
         node.results = tuple(results)
-        if recorded:
-            self._record(fragment, node, message)
+        if True in message.outputs:  # It is entered into the graph.
+            tracked = zip(node.arguments, message.tracked, strict=True)
+            node.inputs = tuple([value for value, on in tracked if on])
+            node.outputs = tuple([value for value in results if value.producer])
+            for index, value in enumerate(node.outputs):
+                value.index = index
+            node.residuals = ResidualsKey(context, path, 0)
+            fragment.nodes[path] = node
         fragment.pending += 1
-        state.when_settled(node.arguments, partial(self._start, fragment, node))
-
-    def _note_avals(self, fragment: Fragment, message: Call) -> None:
-        """Note for new recvs what they receive: zeros of it are never sent."""
-        for key, aval in zip(message.inputs, message.function.avals, strict=True):
-            if key.kind == "received" and key.name[0] == message.path:
-                fragment.recvs[key.name].avals[key.index] = aval
-
-    def _record(self, fragment: Fragment, node: Node, message: Call) -> None:
-        """Enter a call into the graph."""
-        node.inputs = tuple(
-            value
-            for value, tracked in zip(node.arguments, message.tracked, strict=True)
-            if tracked
-        )
-        node.outputs = tuple(value for value in node.results if value.producer is node)
-        for index, value in enumerate(node.outputs):
-            value.index = index
-        node.residuals = ResidualsKey(message.context, message.path, 0)
-        fragment.nodes[message.path] = node
+        start = partial(self._start, fragment, node)
+        self._state.when_settled(node.arguments, start)
 
     def value(self, fragment: Fragment, key: Key) -> Value:
         """What an input of a call means here."""
         if key.kind in LEAF_KINDS:
             return self._leaves.use(fragment, key)
-        if key.kind == "received":
-            path, source = key.name
-            recv = fragment.recvs.get((path, source))
-            known = None if recv is None else recv.outputs[key.index]
-        elif key.kind == "constant":
-            value = fragment.values[key] = Value(key, None, 0)
+        if key.kind == "constant":
+            value = fragment.values[key] = Value(key)
             value.settled = True
             value.users = 0  # No program can name it: its call is all it is for.
             return value
-        else:
-            known = fragment.values.get(key)
+        known = fragment.values.get(key)
         if known is None:
             return self._leaves.missing(key)
         assert known.users, key  # It was discarded, and is gone.
@@ -135,22 +119,16 @@ class Forwarding:
                 fragment.failures.append(failure)
             self._settle(fragment, node, failure)
             return
-        state = self._state
-        job = Forward(
-            state.number_job(),
-            fragment.context,
-            node.path,
-            node.function,
-            tuple([value.stored for value in node.arguments]),
-            tuple([value.key for value in node.results]),
-            node.residuals,
-        )
-        state.compute(job, self._forwarded, fragment, node)
+        context, path, function = fragment.context, node.path, node.function
+        inputs = tuple([value.stored for value in node.arguments])
+        outputs = tuple([value.key for value in node.results])
+        id, residuals = self._state.number_job(), node.residuals
+        job = Forward(id, context, path, function, inputs, outputs, residuals)
+        self._state.compute(job, partial(self._forwarded, fragment, node), fragment)
 
     def _forwarded(
-        self, failure: Failure | None, fragment: Fragment, node: Node, job: Job
+        self, fragment: Fragment, node: Node, failure: Failure | None, job: Any
     ) -> None:
-        assert isinstance(job, Forward), job
         if fragment.gone:
             kept = () if job.residuals is None else (job.residuals,)
             self._state.drop((*job.outputs, *kept))
@@ -181,8 +159,12 @@ class Forwarding:
         """The recv of a transfer: made by whichever comes first, call or data."""
         recv = fragment.recvs.get((path, source))
         if recv is None:
-            recv = RecvEnd(fragment.context, path, source, slots)
-            fragment.recvs[path, source] = recv
+            recv = RecvEnd(path, source, [None] * slots)
+            name = path, source
+            keys = [ReceivedKey(fragment.context, name, slot) for slot in range(slots)]
+            recv.outputs = tuple([Value(key, recv, key.index) for key in keys])
+            fragment.values.update(zip(keys, recv.outputs, strict=True))
+            fragment.recvs[name] = recv
             if source in self._state.lost:
                 self._fail_recv(recv, source)
         return recv
@@ -229,6 +211,7 @@ class Forwarding:
                 inputs,
                 message.function,
                 message.call_site,
+                [not tracked for tracked in message.tracked],
             )
         fragment.pending += 1
         self._state.when_settled(

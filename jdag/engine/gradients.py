@@ -1,38 +1,91 @@
-"""The gradients of leaves: staged in a pass, committed by its end, seen by hooks.
+"""Complete cotangents: summed, given to hooks, and made the gradients of leaves.
 
-Inputs:  leaves whose cotangents of a pass are complete; the end of a pass.
-Outputs: sums, and after a finished pass one Apply for each hook on a gradient.
+Inputs:  the addends of one place, in order; leaves that a pass has reached; its end.
+Outputs: a Sum where there are several addends, a Fill where a zero is needed; then one
+         Apply for each hook, in the order in which the program attached them, each on
+         what the one before returned. A value that needs none of these has no effect.
 
 Invariants
+- A hook is applied once in each pass that reaches its value, when every addend has
+  come, and never to a part of the sum.
 - What a pass adds to a gradient is summed first, then handed to its hooks, then added:
   its bits do not depend on earlier passes.
-- Only `End(finished)` commits (`jdag.engine.passes`). Hooks see what has been
-  committed, each once per pass, one after another in program order.
+- Gradients are staged in a pass, and only `End(finished)` commits them. Hooks that only
+  see one are given it then, each once per pass, one after another in program order.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from msgspec import Struct
 from msgspec.structs import replace
 
-from jdag.engine.complete import Completion
-from jdag.engine.graph import Fragment, LeafEnd
-from jdag.engine.protocol import Apply, Failure, Hook, Job, Key
+from jdag.engine.graph import LeafEnd, Value
+from jdag.engine.protocol import (
+    Apply,
+    Failure,
+    Fill,
+    GradientKey,
+    Hook,
+    Job,
+    Key,
+    LeafId,
+    Path,
+    ScratchKey,
+    Sum,
+)
 from jdag.engine.share import Pass, ordered
 from jdag.engine.state import State
 
+Then = Callable[[Key], None]
 Told = Callable[[Failure | None], None]
 
 
-class Gradients:
-    """The gradients of leaves on one worker."""
+class Gradients(Struct, eq=False):
+    """Sums of cotangents, and the gradients of leaves, on one worker."""
 
-    def __init__(self, state: State, complete: Completion) -> None:
-        self._state = state
-        self._complete = complete
+    _state: State
+    _compute: Callable[..., None]  # Asks for a job of a pass, and says what follows.
 
-    def reached(self, fragment: Fragment, live: Pass, end: LeafEnd) -> None:
+    def total(
+        self,
+        live: Pass,
+        path: Path,
+        addends: tuple[Key, ...],
+        then: Then,
+        hooks: Sequence[Hook] = (),
+        *,
+        base: Key | None = None,
+        aval: Any = None,
+    ) -> None:
+        """Call `then` with the sum of base, which stays, and addends, after its hooks.
+
+        Without any of these it is a zero of `aval`.
+        """
+        if len(addends) == 1 and base is None:
+            self._hook(live, hooks, then, addends[0])
+            return
+        context, phase = live.fragment.context, live.number
+        number = self._state.number_job()
+        output = ScratchKey(context, number, 0)
+        job: Job = Sum(number, context, phase, path, addends, base, output)
+        if not addends and base is None:
+            job = Fill(number, context, phase, path, aval, 0, output)
+        self._compute(live, job, partial(self._hook, live, hooks, then, output))
+
+    def _hook(self, live: Pass, hooks: Sequence[Hook], then: Then, key: Key) -> None:
+        if not hooks:
+            then(key)
+            return
+        hook, *rest = hooks
+        context, number = live.fragment.context, self._state.number_job()
+        output = ScratchKey(context, number, 0)
+        job = Apply(number, context, live.number, hook.path, hook.function, key, output)
+        go_on = partial(self._hook, live, rest, then, output)
+        self._compute(live, job, go_on, hook.call_site)
+
+    def reached(self, live: Pass, end: LeafEnd) -> None:
         """All cotangents of a leaf are here: together they are this pass's gradient."""
         due = live.dues[end]
         versions = zip(end.outputs, due.addends, strict=True)
@@ -41,69 +94,77 @@ class Gradients:
             live.oldest[end.leaf] = min(read)
         addends = ordered([addend for version in due.addends for addend in version])
         due.addends = []
-        attached = fragment.hooks.get(end.leaf, ())
+        attached = live.fragment.hooks.get(end.leaf, ())
         hooks = [hook for hook in attached if hook.replaces]
         seen = len(hooks) < len(attached)
-        then = partial(self._observe if seen else self._add, fragment, live, end)
+        then = partial(self._observe if seen else self._add, live, end)
         if not addends and not hooks and end.gradient is not None:
             live.staged[end.leaf] = None  # By zeros alone: what was there stays.
             if not seen:
                 return
             then = partial(live.observed.__setitem__, end.leaf)
-        self._complete.total(
-            fragment, live, (), addends, then, aval=end.aval, hooks=hooks
-        )
+        self.total(live, (), addends, then, hooks, aval=end.aval)
 
-    def _observe(self, fragment: Fragment, live: Pass, end: LeafEnd, key: Key) -> None:
+    def _observe(self, live: Pass, end: LeafEnd, key: Key) -> None:
         """Keep this pass's gradient by itself, for hooks to see in the end."""
         live.observed[end.leaf] = key
-        then = partial(self._add, fragment, live, end)
-        self._complete.sum(fragment, live, (), (), then, base=key)
+        self.total(live, (), (), partial(self._add, live, end), base=key)
 
-    def _add(self, fragment: Fragment, live: Pass, end: LeafEnd, key: Key) -> None:
+    def _add(self, live: Pass, end: LeafEnd, key: Key) -> None:
         """Add this pass's gradient to that of the passes before; stage it."""
-        stage = partial(live.staged.__setitem__, end.leaf)
         if end.gradient is None:
-            stage(key)
-        else:
-            self._complete.sum(fragment, live, (), (key,), stage, base=end.gradient)
+            live.staged[end.leaf] = key
+            return
+        stage = partial(live.staged.__setitem__, end.leaf)
+        self.total(live, (), (key,), stage, base=end.gradient.stored)
 
-    def show(self, fragment: Fragment, live: Pass, then: Told) -> None:
+    def commit(self, live: Pass, leaf: LeafId, staged: Key | None) -> None:
+        """A pass leaves a gradient: a new one, or, None, the one that there was."""
+        end = live.fragment.leaves[leaf]
+        key = GradientKey(live.fragment.context, leaf, live.number)
+        if staged is not None:
+            before, value = end.gradient, Value(key)
+            value.stored, value.settled = staged, True
+            end.gradient = value
+            if before is not None:
+                self._state.release((before,))
+        assert end.gradient is not None, leaf
+        end.gradient.users += 1
+        live.fragment.values[key] = end.gradient
+
+    def show(self, live: Pass, then: Told) -> None:
         """Let hooks see what a finished pass has added; then call `then`."""
         left = [
             (hook, key)
             for leaf, key in live.observed.items()
-            for hook in fragment.hooks[leaf]
+            for hook in live.fragment.hooks[leaf]
             if not hook.replaces
         ]
         left.sort(key=lambda pair: pair[0].path, reverse=True)
-        self._next(fragment, live, left, None, then)
+        self._show(live, left, None, then)
 
-    def _next(
+    def _show(
         self,
-        fragment: Fragment,
         live: Pass,
         left: list[tuple[Hook, Key]],
         first: Failure | None,
         then: Told,
     ) -> None:
         """Let the next of the hooks that are left see; `first` is the first failure."""
+        fragment = live.fragment
         if not left or fragment.gone:
             self._state.drop(live.observed.values())
             then(first)
             return
         hook, key = left.pop()
+
+        def seen(failure: Failure | None, _: Job) -> None:
+            raised = first
+            if failure is not None and first is None:
+                route = (self._state.worker,)
+                raised = replace(failure, call_site=hook.call_site, route=route)
+            self._show(live, left, raised, then)
+
         number, context = self._state.number_job(), fragment.context
         job = Apply(number, context, live.number, hook.path, hook.function, key, None)
-        owner = (live, left, first, hook, then)
-        self._state.compute(job, self._seen, fragment, owner)
-
-    def _seen(
-        self, failure: Failure | None, fragment: Fragment, owner: Any, job: Job
-    ) -> None:
-        del job
-        live, left, first, hook, then = owner
-        if failure is not None and first is None:
-            route = (self._state.worker,)
-            first = replace(failure, call_site=hook.call_site, route=route)
-        self._next(fragment, live, left, first, then)
+        self._state.compute(job, seen, fragment)

@@ -6,19 +6,16 @@ Outputs: Drop and Discard.
 
 A value is stored while it has users (`Value.users`): one for the programs that can name
 it, and one for each call, transfer and assignment that waits for it or runs on it. The
-graph is no user: vertices and residuals are all that a pass needs. A value of the graph
-is then a name without an array; any other value is forgotten altogether.
+graph is no user, but of the current gradient, to which the next pass adds.
 
 Owner of a key. A key belongs to the frame that made it until its program returns it,
 and then to the frame that called that program. Any other program that was given the key
 runs while the key's holder waits. A copy that a transfer made belongs to the frame that
-asked for the transfer, since only that frame can name it: it goes with its original,
-with the frame, or when the next transfer of a leaf replaces it. The current gradient
-has the graph as another user, since the next pass adds to it.
+asked for the transfer: it goes with its original, with the frame, or when the next
+transfer of a leaf replaces it.
 
 How a discard travels. It goes with the next Call or Ship that the frame sends to the
-same worker, with the Return of its program, or as a message of its own before its
-program waits for anything else.
+same worker, with the Return of its program, or by itself before its program waits.
 
 Why a discarded value is never used. Each use of a key is a message from the frame's
 worker to the worker of the value, and the discard follows it on the same link, which
@@ -32,29 +29,26 @@ that it is reported even if no program holds the failed value.
 
 from collections.abc import Iterable
 
-from jdag.engine.graph import Copies, Fragment, LeafEnd, ProgramFrame, Value
+from msgspec import Struct
+
+from jdag.engine.graph import ProgramFrame
 from jdag.engine.protocol import (
     LEAF_KINDS,
     Argument,
     Assigned,
     Discard,
     Discarded,
-    GradientKey,
     Key,
     Notice,
     Worker,
-    is_newest,
 )
 from jdag.engine.state import State
 
 
-class Lives:
+class Lives(Struct, eq=False):
     """The notices of one engine: those of its frames, and those it is given."""
 
-    def __init__(self, state: State) -> None:
-        self._state = state
-
-    # ---------------------------------------------------------------- what is noted
+    _state: State
 
     def discarded(self, event: Discarded) -> None:
         """A program here discards these keys and waits: send all its notices."""
@@ -69,12 +63,10 @@ class Lives:
 
     def note(self, frame: ProgramFrame, places: Iterable[tuple[Key, Worker]]) -> None:
         """A program frame discards keys, and with each the copies that it had made."""
-        moved = frame.moved
         for key, owner in places:
             self._note(frame, owner, key)
-            copies = moved.pop(key, None) if moved else None
-            if copies:
-                self._note_copies(frame, copies)
+            if key in frame.moved:
+                self._note_copies(frame, key)
 
     def note_leaves(self, frame: ProgramFrame) -> None:
         """A pass spends transfers: a leaf is moved anew when it is used again."""
@@ -87,94 +79,46 @@ class Lives:
         self, frame: ProgramFrame, key: Key, arguments: Iterable[Argument]
     ) -> None:
         """A version of a leaf is moved: the one before it is not named any more."""
-        older = frame.versions.get(key.name)
+        older = frame.versions.get(key.name, key)
         frame.versions[key.name] = key
-        if older is None or older == key:
-            return
-        if older not in [argument.key for argument in arguments]:
-            self._note_copies(frame, frame.moved.pop(older, {}))
+        if older not in [key, *(argument.key for argument in arguments)]:
+            self._note_copies(frame, older)
 
     def assigned(self, event: Assigned) -> None:
         """Contexts of programs here read new versions of these leaves from now on."""
-        keys = [k for part in event.parts for k in part.outputs if is_newest(k)]
+        keys = [k for part in event.parts for k in part.outputs if k.kind == "newest"]
         for fragment in self._state.contexts.values() if keys else ():
             if fragment.owner == self._state.worker:
                 for frame in fragment.frames.values():
                     for key in keys:
-                        self._note_copies(frame, frame.moved.pop(key, {}))
+                        self._note_copies(frame, key)
 
-    def _note_copies(self, frame: ProgramFrame, copies: Copies) -> None:
-        for (worker, _), copy in copies.items():
+    def _note_copies(self, frame: ProgramFrame, key: Key) -> None:
+        for (worker, _), copy in frame.moved.pop(key, {}).items():
             self._note(frame, worker, copy)
 
-    def note_notices(self, frame: ProgramFrame, notices: Iterable[Notice]) -> None:
-        """A program that was called from here leaves these to its caller."""
-        for notice in notices:
-            for key in notice.keys:
-                self._note(frame, notice.worker, key)
-
     def _note(self, frame: ProgramFrame, worker: Worker, key: Key) -> None:
-        notices = frame.notices
         if worker == self._state.worker:
             self.discard((key,))
-        elif worker in notices:
-            notices[worker].append(key)
         else:
-            notices[worker] = [key]
-
-    # ---------------------------------------------------------------- what is told
-
-    def riding(self, frame: ProgramFrame, worker: Worker) -> tuple[Key, ...]:
-        """The notices that go with a message to a worker."""
-        if not frame.notices:
-            return ()
-        return tuple(frame.notices.pop(worker, ()))
+            frame.notices.setdefault(worker, []).append(key)
 
     def returning(self, frame: ProgramFrame) -> tuple[Notice, ...]:
         """The notices that a returning program leaves to its caller."""
-        for copies in frame.moved.values():
-            self._note_copies(frame, copies)
-        frame.moved = {}
+        for key in tuple(frame.moved):
+            self._note_copies(frame, key)
         return tuple(
             Notice(worker, tuple(keys)) for worker, keys in frame.notices.items()
         )
 
-    # --------------------------------------------------------------------- what goes
-
-    def discard_arrived(self, sender: Worker, message: Discard) -> None:
-        """Programs on another worker have discarded these keys."""
-        self.discard(message.keys)
-
     def discard(self, keys: Iterable[Key]) -> None:
         """Discard keys that no program can name any more."""
         for key in keys:
-            fragment = self._state.contexts.get(key.context)  # type: ignore[arg-type]
-            value = None if fragment is None else _find(fragment, key)
-            if fragment is None or value is None:
+            fragment = self._state.contexts.get(key.context)
+            if fragment is None:
                 continue  # It was released.
-            if key.kind == "gradient":
-                del fragment.values[key]  # It may have had another name before.
-            self._state.release((value,))
-
-    def commit(
-        self, fragment: Fragment, end: LeafEnd, staged: Key | None, number: int
-    ) -> None:
-        """A pass leaves a gradient: a new one, or, None, the one that there was."""
-        key = GradientKey(fragment.context, end.leaf, number)
-        if staged is not None:
-            before = end.current
-            value = end.current = Value(key, None, 0)
-            value.stored = end.gradient = staged
-            value.settled = True
-            if before is not None:
-                self._state.release((before,))
-        assert end.current is not None, end.leaf
-        end.current.users += 1
-        fragment.values[key] = end.current
-
-
-def _find(fragment: Fragment, key: Key) -> Value | None:
-    if key.kind != "received":
-        return fragment.values.get(key)
-    recv = fragment.recvs.get(key.name)
-    return None if recv is None else recv.outputs[key.index]
+            value = fragment.values.get(key)
+            if key.kind == "gradient":  # It may have had another name before.
+                fragment.values.pop(key, None)
+            if value is not None:
+                self._state.release((value,))

@@ -62,11 +62,23 @@ class Notice(Record, gc=False):
     keys: Keys
 
 
-class Call(Record, tag=0):
-    """Issuer to callee: run `function` on these inputs. Carries the constants."""
+class OfCall(Record):
+    """What is said of a call, ship or program, which its path names."""
 
     context: ContextId
     path: Path
+
+
+class OfPass(Record):
+    """What is said of a pass, by its number in its context."""
+
+    context: ContextId
+    number: U32
+
+
+class Call(OfCall, tag=0):
+    """Issuer to callee: run `function` on these inputs. Carries the constants."""
+
     function: Function
     inputs: Keys
     tracked: Mask  # Which inputs are edges.
@@ -76,11 +88,9 @@ class Call(Record, tag=0):
     discarded: Keys = ()  # These are not named any more.
 
 
-class Ship(Record, tag=1):
+class Ship(OfCall, tag=1):
     """Issuer to an owner of arguments: send these to where this path's call runs."""
 
-    context: ContextId
-    path: Path
     destination: Worker
     keys: Keys
     tracked: Mask
@@ -96,30 +106,24 @@ class Acknowledge(Record, tag=2):
     path: Path
 
 
-class Primal(Record, tag=3):
+class Primal(OfCall, tag=3):
     """Send to recv: the values of a transfer, or for a slot why there is none."""
 
-    context: ContextId
-    path: Path
     source: Worker
     failures: Several[Failure | None]
 
 
-class Run(Record, tag=4):
+class Run(OfCall, tag=4):
     """Issuer to worker: run a program there. `arguments` are data: refs and statics."""
 
-    context: ContextId
-    path: Path
     function: Data
     arguments: Data
     call_site: Name
 
 
-class Return(Record, tag=5):
+class Return(OfCall, tag=5):
     """The program of this path ended; it touched these workers."""
 
-    context: ContextId
-    path: Path
     result: Data
     failure: Failure | None
     workers: Workers
@@ -189,11 +193,9 @@ class Attach(Record, tag=20):
     hook: Hook
 
 
-class Start(Record, tag=10):
+class Start(OfPass, tag=10):
     """Owner to a worker with roots: count, and if `go` begin. Carries cotangents."""
 
-    context: ContextId
-    number: U32  # Of the pass.
     roots: Several[Root]
     mode: Mode
     retain: bool
@@ -209,32 +211,26 @@ class Marked(Record, gc=False):
     slots: Mask
 
 
-class Mark(Record, tag=19):
+class Mark(OfPass, tag=19):
     """Recv to send, in SMART mode: what the roots need of these transfers."""
 
-    context: ContextId
-    number: U32
     transfers: Several[Marked]
     retain: bool
     credit: Credit
     owed: Change
 
 
-class Go(Record, tag=11):
+class Go(OfPass, tag=11):
     """Owner to a worker whose roots it announced: begin."""
 
-    context: ContextId
-    number: U32
     retain: bool
     credit: Credit
     owed: Change
 
 
-class Cotangent(Record, tag=12):
+class Cotangent(OfPass, tag=12):
     """Recv to send: cotangents of a transfer's slots; absent = symbolic zero."""
 
-    context: ContextId
-    number: U32
     path: Path
     present: Mask
     retain: bool
@@ -242,43 +238,35 @@ class Cotangent(Record, tag=12):
     owed: Change
 
 
-class Answer(Record, tag=13):
+class Answer(OfPass, tag=13):
     """To the owner: nothing of the pass goes on here; credit and change in owed sends.
 
     All messages of a pass carry these two (`jdag.engine.credit`).
     """
 
-    context: ContextId
-    number: U32
     credit: Credit
     owed: Change
 
 
-class Fail(Record, tag=14):
+class Fail(OfPass, tag=14):
     """To whom one first heard of the pass from: it cannot finish."""
 
-    context: ContextId
-    number: U32
     failure: Failure
 
 
-class End(Record, tag=15):
+class End(OfPass, tag=15):
     """Owner to every participant: the pass is over."""
 
-    context: ContextId
-    number: U32
     outcome: Outcome
     retain: bool
 
 
-class Ended(Record, tag=16):
+class Ended(OfPass, tag=16):
     """Answers End: sends still owed, leaves that now have a gradient.
 
     `failure`: a hook that saw one raised.
     """
 
-    context: ContextId
-    number: U32
     owed: Several[Owed]
     leaves: Leaves
     stale: Several[Stale]  # Of these leaves.
@@ -320,25 +308,6 @@ def landing(message: Message) -> tuple[Key, ...]:
     return () if keys is None else tuple(keys(message))
 
 
-def _of_cotangent(message: Cotangent) -> list[Key]:
-    context, name = message.context, (message.number, message.path)
-    slots = enumerate(message.present)
-    return [CotangentKey(context, name, slot) for slot, here in slots if here]
-
-
-def _of_primal(message: Primal) -> list[Key]:
-    context, name = message.context, (message.path, message.source)
-    slots = enumerate(message.failures)
-    return [ReceivedKey(context, name, slot) for slot, why in slots if why is None]
-
-
-def _of_call(message: Call) -> list[Key]:
-    path = message.path
-    return [
-        key for key in message.inputs if type(key) is ConstantKey and key.name == path
-    ]
-
-
 def _of_assign(message: Assign) -> list[Key]:
     keys: dict[Key, None] = {}
     for part in message.parts:
@@ -349,21 +318,31 @@ def _of_assign(message: Assign) -> list[Key]:
     return list(keys)
 
 
-def _of_start(message: Start) -> list[Key]:
-    context, number = message.context, message.number
-    return [SeedKey(context, number, one.number) for one in message.roots if one.given]
-
-
-def _of_reading(message: Reading) -> list[Key]:
-    request, slots = message.request, enumerate(message.failures)
-    return [ReadingKey(None, request, slot) for slot, why in slots if why is None]
-
-
 _LANDING: dict[type, Callable[[Any], list[Key]]] = {
-    Cotangent: _of_cotangent,
-    Primal: _of_primal,
-    Call: _of_call,
+    Cotangent: lambda message: [
+        CotangentKey(message.context, (message.number, message.path), slot)
+        for slot, here in enumerate(message.present)
+        if here
+    ],
+    Primal: lambda message: [
+        ReceivedKey(message.context, (message.path, message.source), slot)
+        for slot, why in enumerate(message.failures)
+        if why is None
+    ],
+    Call: lambda message: [
+        key
+        for key in message.inputs
+        if type(key) is ConstantKey and key.name == message.path
+    ],
     Assign: _of_assign,
-    Start: _of_start,
-    Reading: _of_reading,
+    Start: lambda message: [
+        SeedKey(message.context, message.number, root.number)
+        for root in message.roots
+        if root.given
+    ],
+    Reading: lambda message: [
+        ReadingKey(None, message.request, slot)
+        for slot, why in enumerate(message.failures)
+        if why is None
+    ],
 }

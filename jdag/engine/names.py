@@ -95,7 +95,8 @@ class ContextId(Record, order=True, gc=False, cache_hash=True):
         return self.number << 48 | self.counter
 
     def __str__(self) -> str:
-        return f"{incarnated(str(self.number), self.incarnation)}.{self.counter}"
+        again = f"{_AGAIN}{self.incarnation}" if self.incarnation else ""
+        return f"{self.number}{again}.{self.counter}"
 
 
 class LeafId(Record, order=True, gc=False, cache_hash=True):
@@ -141,9 +142,12 @@ class AnyKey(Record, gc=False, cache_hash=True):
 
     kind: ClassVar[str]
     context: ContextId | None
-    if TYPE_CHECKING:
-        name: Any
-        index: int
+    name: Any  # Each kind has a type of its own.
+    index: U32
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.kind = cls.__name__.removesuffix("Key").lower()
 
     def __lt__(self, other: "AnyKey") -> bool:
         """By kind, context, name and index: in program order, where that counts."""
@@ -156,89 +160,67 @@ class AnyKey(Record, gc=False, cache_hash=True):
 class OutputKey(AnyKey, tag=0):
     """An output of a call."""
 
-    kind: ClassVar[str] = "output"
     name: Path
-    index: U32
 
 
 class ReceivedKey(AnyKey, tag=1):
     """A slot of a transfer that arrived."""
 
-    kind: ClassVar[str] = "received"
     name: tuple[Path, Worker]
-    index: U32
 
 
 class ConstantKey(AnyKey, tag=2):
     """An argument that goes with its call."""
 
-    kind: ClassVar[str] = "constant"
     name: Path
-    index: U32
 
 
 class LeafKey(AnyKey, tag=3):
     """A version of a leaf."""
 
-    kind: ClassVar[str] = "leaf"
     name: LeafId
-    index: U32
 
 
 class GradientKey(AnyKey, tag=4):
     """The gradient of a leaf in a pass."""
 
-    kind: ClassVar[str] = "gradient"
     name: LeafId
-    index: U32
 
 
 class SeedKey(AnyKey, tag=5):
     """A cotangent that a pass was given."""
 
-    kind: ClassVar[str] = "seed"
     name: U32
-    index: U32
 
 
 class CotangentKey(AnyKey, tag=6):
     """A cotangent that arrived."""
 
-    kind: ClassVar[str] = "cotangent"
     name: tuple[U32, Path]
-    index: U32
 
 
 class ReadingKey(AnyKey, tag=7):
     """A value that was read."""
 
-    kind: ClassVar[str] = "reading"
     name: U64
-    index: U32
 
 
 class NewestKey(AnyKey, tag=8):
     """Whichever version of a leaf is the newest."""
 
-    kind: ClassVar[str] = "newest"
     name: LeafId
-    index: U32
 
 
 class ResidualsKey(AnyKey, tag=9):
     """The residuals of a call; never leaves its worker."""
 
-    kind: ClassVar[str] = "residuals"
     name: Path
-    index: U32
 
 
 class ScratchKey(AnyKey, tag=10):
     """What a job makes for others of its worker; never leaves that."""
 
-    kind: ClassVar[str] = "scratch"
     name: U64
-    index: U32
 
 
 if TYPE_CHECKING:
@@ -252,11 +234,6 @@ Keys = Annotated[tuple[Key, ...], Meta(max_length=ITEMS_MAX)]
 
 
 LEAF_KINDS = ("leaf", "newest")  # Of keys that name a version of a leaf.
-
-
-def is_newest(key: Key) -> bool:
-    """Whether a key means whichever version of a leaf is the newest."""
-    return key.kind == "newest"
 
 
 class Failure(Record):

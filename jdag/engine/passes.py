@@ -16,16 +16,21 @@ Invariants
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from operator import attrgetter
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from jdag.engine.backward import Backward
-from jdag.engine.graph import Fragment, Node, Past
+from jdag.engine.credit import WHOLE
+from jdag.engine.graph import Fragment, Node
 from jdag.engine.leaves import Leaves
 from jdag.engine.lives import Lives
-from jdag.engine.phases import NEXT, Ownership, Phase
+from jdag.engine.phases import NEXT, OwnedFragment, Phase
 from jdag.engine.program_frames import ProgramFrames
 from jdag.engine.protocol import (
     Alarm,
+    ContextId,
     Differentiated,
     End,
     Ended,
@@ -33,7 +38,6 @@ from jdag.engine.protocol import (
     Failure,
     Go,
     Key,
-    LeafId,
     Mark,
     Mode,
     Outcome,
@@ -41,207 +45,173 @@ from jdag.engine.protocol import (
     PassResult,
     Root,
     SeedKey,
-    Stale,
     Start,
     Worker,
 )
 from jdag.engine.protocol import Lost as LostEvent
-from jdag.engine.share import Pass
+from jdag.engine.share import Outgoing, Pass
 from jdag.engine.state import State
 
 
-class Passes:
+class Passes(Struct, eq=False):
     """The owner's passes, and the end of a pass on any worker."""
 
-    def __init__(
-        self,
-        state: State,
-        leaves: Leaves,
-        lives: Lives,
-        frames: ProgramFrames,
-        backward: Backward,
-    ) -> None:
-        self._state = state
-        self._leaves = leaves
-        self._lives = lives
-        self._frames = frames
-        self._backward = backward
-        self._gradients = backward.gradients
+    _state: State
+    _leaves: Leaves
+    _lives: Lives
+    _frames: ProgramFrames
+    _backward: Backward
 
     # -------------------------------------------------------------- the owner's pass
 
-    def owned(self, context: Any) -> tuple[Fragment, Ownership]:
+    def owned(self, context: ContextId) -> OwnedFragment:
         """A context that this engine owns."""
-        fragment, _ = self._frames.frame(context, (0,))
-        assert fragment.ownership is not None, context
-        return fragment, fragment.ownership
+        own, _ = self._frames.frame(context, (0,))
+        assert isinstance(own, OwnedFragment), context
+        return own
 
     def differentiated(self, event: Differentiated) -> None:
         """The top frame asks for a pass."""
-        fragment, own = self.owned(event.context)
-        own.advance(event.context, Differentiated)
+        own = self.owned(event.context)
+        own.advance(Differentiated)
         own.passes += 1
         own.waiter = event.waiter
         own.roots = event.roots
-        own.mode = event.mode
         own.retain = event.retain
-        own.owed, own.leaves, own.stale, own.seen = [], {}, [], None
-        top = fragment.frames[()]
+        own.answers = []
+        top = own.frames[()]
         if event.timeout_ns is not None:
             expired = Expired(event.context, own.passes)
             self._state.out.append(Alarm(event.waiter, expired, event.timeout_ns))
         if not event.retain:
             self._lives.note_leaves(top)
-        self._frames.when_acknowledged(top, partial(self._begin, fragment, own))
+        begin = partial(self._begin, own, event.mode)
+        self._frames.when_acknowledged(top, begin)
 
-    def never_began(self, fragment: Fragment, own: Ownership) -> None:
+    def never_began(self, own: OwnedFragment) -> None:
         """A pass that ends while it gathers has its cotangents here, unused."""
         if own.phase is Phase.GATHERING:
             roots = [root for _, root in own.roots]
-            self._state.drop(_seeds(fragment, own.passes, roots))
+            self._state.drop(_seeds(own, own.passes, roots))
 
-    def _begin(self, fragment: Fragment, own: Ownership) -> None:
+    def _begin(self, own: OwnedFragment, mode: Mode) -> None:
         """All calls have arrived: announce the roots, or start where they all are."""
         if own.phase is not Phase.GATHERING:
             return  # A worker was lost meanwhile.
-        state = self._state
-        live = Pass(own.passes, own.mode, own.retain, None)
-        fragment.live = live
+        context, number, retain = own.context, own.passes, own.retain
+        live = Pass(own, number, mode, retain, parent=None, credit=WHOLE)
+        own.live = live
         by_worker: dict[Worker, list[Root]] = {}
         for worker, root in own.roots:
             by_worker.setdefault(worker, []).append(root)
-        alone = len(by_worker) == 1 and own.mode is Mode.FAST
-        if own.mode is Mode.SMART:
-            own.advance(fragment.context, Mark)
-        else:
-            own.advance(fragment.context, Go if alone else Start)
-        for worker, roots in by_worker.items():
-            if worker == state.worker:
-                live.roots = tuple(roots)
-                continue
-            start = partial(
-                Start,
-                fragment.context,
-                own.passes,
-                tuple(roots),
-                own.mode,
-                own.retain,
-                alone,
-            )
-            live.say(worker, start, _seeds(fragment, own.passes, roots))
-        if live.roots and self._backward.sight(fragment, live) and alone:
-            self._backward.seed(fragment, live)
-        self._backward.settle(fragment, live)
+        alone = len(by_worker) == 1 and mode is Mode.FAST
+        announced = Go if alone else Start
+        own.advance(Mark if mode is Mode.SMART else announced)
+        for worker, given in by_worker.items():
+            roots = tuple(given)
+            if worker == self._state.worker:
+                live.roots = roots
+            else:
+                start = partial(Start, context, number, roots, mode, retain, alone)
+                seeds = _seeds(own, number, roots)
+                live.outbox.append(Outgoing(worker, start, seeds))
+        if live.roots and self._backward.sight(live) and alone:
+            self._backward.seed(live)
+        self._backward.settle(live)
 
-    def owner_passive(self, fragment: Fragment, live: Pass) -> None:
+    def owner_passive(self, live: Pass) -> None:
         """Nothing goes on anywhere: the wave before the pass, or the pass, is over."""
-        own = fragment.ownership
-        assert own is not None, fragment.context
+        own = live.fragment
+        assert isinstance(own, OwnedFragment), own
         if own.phase is Phase.RUNNING:
             stuck = live.unreported > 0
-            self.finish(
-                fragment, own, Outcome.STUCK if stuck else Outcome.FINISHED, None
-            )
+            outcome = Outcome.STUCK if stuck else Outcome.FINISHED
+            self.finish(own, outcome, None)
             return
-        own.advance(fragment.context, Go)
+        own.advance(Go)
+        go = partial(Go, own.context, live.number, own.retain)
         for worker in dict.fromkeys(worker for worker, _ in own.roots):
             if worker != self._state.worker:
-                go = partial(Go, fragment.context, live.number, own.retain)
-                live.say(worker, go)
-        self._backward.seed(fragment, live)
-        self._backward.settle(fragment, live)
+                live.outbox.append(Outgoing(worker, go))
+        self._backward.seed(live)
+        self._backward.settle(live)
 
-    def owner_failed(self, fragment: Fragment, failure: Failure) -> None:
+    def owner_failed(self, live: Pass, failure: Failure) -> None:
         """A failure reached the owner."""
-        assert fragment.ownership is not None, fragment.context
-        self.finish(fragment, fragment.ownership, Outcome.FAILED, failure)
+        own = live.fragment
+        assert isinstance(own, OwnedFragment), own
+        self.finish(own, Outcome.FAILED, failure)
 
     def expired(self, event: Expired) -> None:
         """The time of a pass is over; what is owed is collected as it ends."""
-        owned = self._state.owned(event.context)
-        if owned is None or owned[1].passes != event.number:
+        own = self._state.owned(event.context)
+        if own is None or own.passes != event.number:
             return
-        fragment, own = owned
         if own.phase is Phase.ENDING and own.outcome is Outcome.FAILED:
             # Who waits for the jobs of what has failed waits for them no longer.
-            self._tell_all(fragment, own, Outcome.EXPIRED)
+            self._tell_all(own, Outcome.EXPIRED)
         if End not in NEXT[own.phase]:
             return  # It is ending already.
-        top = fragment.frames[()]
+        top = own.frames[()]
         waits = self._frames.unacknowledged(top)
         why = f"acknowledgements of {', '.join(waits)}" if waits else ""
         self._frames.never_mind(top)
         failure = self._state.failure("PassTimeout", why)
-        self.finish(fragment, own, Outcome.EXPIRED, failure)
+        self.finish(own, Outcome.EXPIRED, failure)
 
     def finish(
         self,
-        fragment: Fragment,
-        own: Ownership,
+        own: OwnedFragment,
         outcome: Outcome,
         failure: Failure | None,
     ) -> None:
         """Send the end of the pass to every worker that took part."""
-        self.never_began(fragment, own)
-        own.advance(fragment.context, End)
+        self.never_began(own)
+        own.advance(End)
         own.outcome, own.failure = outcome, failure
-        top = fragment.frames[()]
         # A pass that did not begin ends for those as well that have acknowledged
         # nothing: what they are about to hear of is spent there too.
-        told = (*top.workers, *(worker for _, worker in top.unacknowledged))
-        own.awaited = {
-            worker: None
-            for worker in told
-            if worker != self._state.worker and worker not in self._state.lost
-        }
-        own.awaited[self._state.worker] = None
-        self._tell_all(fragment, own, outcome)
+        others = self._state.others(own.frames[()].workers)
+        own.awaited = dict.fromkeys((*others, self._state.worker))
+        self._tell_all(own, outcome)
 
-    def _tell_all(self, fragment: Fragment, own: Ownership, outcome: Outcome) -> None:
+    def _tell_all(self, own: OwnedFragment, outcome: Outcome) -> None:
         """Send the end to all that have not answered; this worker is last."""
         here = self._state.worker
-        message = End(fragment.context, own.passes, outcome, own.retain)
+        message = End(own.context, own.passes, outcome, own.retain)
         awaited = tuple(own.awaited)
         for worker in awaited:
             if worker != here:
                 self._state.send(worker, message)
         if here in awaited:
-            self._close_pass(fragment, message, partial(self.ended, here))
+            self._close_pass(own, message, partial(self.ended, here))
 
     def ended(self, sender: Worker, message: Ended) -> None:
         """A participant knows that the pass is over."""
-        owned = self._state.owned(message.context)
-        if owned is None or owned[1].phase is not Phase.ENDING:
+        own = self._state.owned(message.context)
+        if own is None or own.phase is not Phase.ENDING:
             return
-        fragment, own = owned
         if sender in own.awaited and message.number == own.passes:
             del own.awaited[sender]
-            self._note_end(own, message)
+            own.answers.append(message)
             if not own.awaited:
-                self.conclude(fragment, own)
+                self.conclude(own)
 
-    def _note_end(self, own: Ownership, message: Ended) -> None:
-        own.owed.extend(message.owed)
-        for leaf in message.leaves:
-            own.leaves[leaf] = None
-        own.stale.extend(message.stale)
-        seen = message.failure
-        if seen is not None and (own.seen is None or seen.path < own.seen.path):
-            own.seen = seen
-
-    def conclude(self, fragment: Fragment, own: Ownership) -> None:
+    def conclude(self, own: OwnedFragment) -> None:
         """All have answered: resume the program."""
-        own.advance(fragment.context, Ended if own.lost is None else LostEvent)
+        own.advance(Ended if own.lost is None else LostEvent)
         if own.lost is not None:
             own.outcome, own.failure = Outcome.FAILED, own.lost
+        answers = own.answers
+        raised = [each.failure for each in answers if each.failure is not None]
         waits = own.outcome in (Outcome.STUCK, Outcome.EXPIRED)
         result = PassResult(
             own.passes,
             own.outcome,
-            own.failure or own.seen,
-            tuple(sorted(own.owed)) if waits else (),
-            tuple(sorted(own.leaves)),
-            tuple(sorted(own.stale)),
+            own.failure or min(raised, key=attrgetter("path"), default=None),
+            tuple(sorted(owed for each in answers if waits for owed in each.owed)),
+            tuple(sorted(leaf for each in answers for leaf in each.leaves)),
+            tuple(sorted(stale for each in answers for stale in each.stale)),
         )
         self._state.resume(own.waiter, result)
 
@@ -256,14 +226,6 @@ class Passes:
         else:
             self._close_pass(fragment, message, partial(self._state.send, sender))
 
-    def _jobs(self, fragment: Fragment, number: int) -> tuple[int, ...]:
-        """The jobs of a pass that are under way here."""
-        return tuple(
-            id
-            for id, (_, part, _, job) in self._state.jobs.items()
-            if part is fragment and job.phase == number
-        )
-
     def _close_pass(
         self, fragment: Fragment, message: End, tell: Callable[[Ended], None]
     ) -> None:
@@ -273,67 +235,63 @@ class Passes:
         """
         fragment.ended = message.number
         live: Pass | None = fragment.live
-        owed: tuple[Owed, ...] = ()
-        leaves: tuple[LeafId, ...] = ()
-        stale: tuple[Stale, ...] = ()
-        if live is not None:
-            fragment.live = None
-            fragment.past = Past(
-                message.number,
-                live.mode,
-                message.outcome,
-                live.roots,
-                live.counted,
-                tuple(live.owed),
-            )
-            owed = tuple(
-                Owed(
-                    send.path,
-                    self._state.worker,
-                    send.destination,
-                    send.function,
-                    send.call_site,
-                )
-                for send in live.owed.values()
-            )
-            if message.outcome is Outcome.FINISHED:
-                leaves = tuple(live.staged)
-                stale = self._leaves.stale(live.oldest)
-                for leaf, staged in live.staged.items():
-                    end = fragment.leaves[leaf]
-                    self._lives.commit(fragment, end, staged, live.number)
-            self._clear(fragment, live, message.outcome)
-        if message.outcome is not Outcome.FINISHED and not message.retain:
+        fragment.live = None
+        finished = message.outcome is Outcome.FINISHED
+        if not finished and not message.retain:
             self._spend(fragment)
-
-        def reply(failure: Failure | None) -> None:
-            tell(Ended(message.context, message.number, owed, leaves, stale, failure))
-
-        if live is not None and live.observed:
-            self._gradients.show(fragment, live, reply)
+        answer = Ended(message.context, message.number, (), (), (), None)
+        if live is not None:
+            fragment.past = live
+            live.outcome = message.outcome
+            answer = self._ended(live, answer)
+            if not finished:
+                self._clear(live)
+            live.dues, live.needed = {}, {}
+        if finished and live is not None and live.observed:
+            self._backward.gradients.show(
+                live, lambda why: tell(replace(answer, failure=why))
+            )
+        elif message.outcome is Outcome.FAILED:  # There may be jobs left.
+            jobs = self._jobs(fragment, message.number)
+            self._state.when_computed(jobs, partial(tell, answer))
         else:
-            # A failed pass may have jobs left; one that ran out of time does not wait.
-            expired = message.outcome is Outcome.EXPIRED
-            jobs = () if expired else self._jobs(fragment, message.number)
-            self._state.when_computed(jobs, partial(reply, None))
+            tell(answer)
 
-    def _clear(self, fragment: Fragment, live: Pass, outcome: Outcome) -> None:
-        """Drop what was on its way in a pass."""
-        left = [
-            key
-            for due in live.dues.values()
-            for slot in due.addends
-            for _, _, key in slot
+    def _jobs(self, fragment: Fragment, number: int) -> list[int]:
+        jobs = self._state.jobs.items()
+        return [
+            id
+            for id, (_, part, job) in jobs
+            if part is fragment and job.phase == number
         ]
-        if outcome is not Outcome.FINISHED:
-            left.extend(key for key in live.staged.values() if key is not None)
-            if not live.seeded:
-                left.extend(_seeds(fragment, live.number, live.roots))
-            # A sum that is under way may still read these.
-            observed, live.observed = tuple(live.observed.values()), {}
-            jobs = self._jobs(fragment, live.number) if observed else ()
-            self._state.when_computed(jobs, partial(self._state.drop, observed))
-        self._state.drop(left)
+
+    def _ended(self, live: Pass, answer: Ended) -> Ended:
+        """What the owner is told of a pass that had a part here; commit gradients."""
+        if live.outcome is Outcome.FINISHED:
+            for leaf, staged in live.staged.items():
+                self._backward.gradients.commit(live, leaf, staged)
+            stale = self._leaves.stale(live.oldest) if live.oldest else ()
+            return replace(answer, leaves=tuple(live.staged), stale=stale)
+        here = self._state.worker
+        owed = tuple(
+            Owed(send.path, here, send.destination, send.function, send.call_site)
+            for send in live.owed.values()
+        )
+        return replace(answer, owed=owed)
+
+    def _clear(self, live: Pass) -> None:
+        """Drop what was on its way in a pass that did not finish."""
+        state, fragment = self._state, live.fragment
+        dues = live.dues.values()
+        left = [key for due in dues for slot in due.addends for _, _, key in slot]
+        left.extend(key for key in live.staged.values() if key is not None)
+        if not live.seeded:
+            left.extend(_seeds(fragment, live.number, live.roots))
+        state.drop(left)
+        # A sum that is under way may still read these.
+        observed, live.observed = tuple(live.observed.values()), {}
+        jobs = self._jobs(fragment, live.number) if observed else ()
+        state.when_computed(jobs, partial(state.drop, observed))
         for vertex in live.dues:
             if isinstance(vertex, Node):
                 vertex.waited = False
@@ -358,7 +316,7 @@ class Passes:
         peers = [send.destination for send in fragment.sends.values()]
         peers += [recv.source for recv in fragment.recvs.values()]
         if worker in peers:
-            self._backward.fail_lost(fragment, live, worker)
+            self._backward.fail_lost(live, worker)
 
     def abandon(self, fragment: Fragment) -> None:
         """End a pass here without a message: an abort ends it elsewhere."""

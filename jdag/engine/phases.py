@@ -1,12 +1,13 @@
 """The phases of a context at its owner, a table that code and errors read."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import Enum
 
+from msgspec import field
+
+from jdag.engine.graph import Fragment
 from jdag.engine.protocol import (
     Attached,
-    ContextId,
     Differentiated,
     End,
     Ended,
@@ -14,16 +15,12 @@ from jdag.engine.protocol import (
     Go,
     Issued,
     Launched,
-    LeafId,
     Left,
     Lost,
     Mark,
-    Mode,
     Outcome,
-    Owed,
     Released,
     Root,
-    Stale,
     Start,
     Worker,
 )
@@ -71,35 +68,32 @@ NEXT: Mapping[Phase, Mapping[type, Phase]] = {
 }
 
 
-@dataclass(slots=True)
-class Ownership:
-    """What only the owner of a context keeps of it."""
+class OwnedFragment(Fragment, eq=False):
+    """The part of a context on the worker that opened it."""
 
     phase: Phase = Phase.OPEN
     lost: Failure | None = None  # The first loss of a worker that took part.
-    passes: int = 0
     waiter: int = 0
-    roots: tuple[tuple[Worker, Root], ...] = ()
-    mode: Mode = Mode.SMART
+    passes: int = 0
+    roots: tuple[tuple[Worker, Root], ...] = ()  # These two of the last pass.
     retain: bool = False
     outcome: Outcome = Outcome.FINISHED
     failure: Failure | None = None
-    seen: Failure | None = None  # A hook raised that saw a gradient.
     awaited: dict[Worker, None] = field(default_factory=dict)
-    owed: list[Owed] = field(default_factory=list)
-    leaves: dict[LeafId, None] = field(default_factory=dict)
-    stale: list[Stale] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)
+    answers: list[Ended] = field(default_factory=list)
+    # Failures that workers found, collected as the context is released.
+    gathered: list[Failure] = field(default_factory=list)
 
-    def advance(self, context: ContextId, cause: type) -> None:
+    def advance(self, cause: type) -> None:
         """Take a step of the table, or say what the phase allows."""
         following = NEXT[self.phase].get(cause)
         if following is None:
             if self.lost is not None:
-                raise WorkerLost(f"context {context} has failed: {self.lost.message}")
+                said = f"context {self.context} has failed"
+                raise WorkerLost(f"{said}: {self.lost.message}")
             allowed = ", ".join(kind.__name__ for kind in NEXT[self.phase]) or "nothing"
             raise ContextError(
-                f"context {context} is {self.phase.value} and cannot take "
+                f"context {self.context} is {self.phase.value} and cannot take "
                 f"{cause.__name__}; it takes {allowed}"
             )
         self.phase = following

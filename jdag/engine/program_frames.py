@@ -14,14 +14,17 @@ Invariants
 - A program that lost a worker which took part returns that failure.
 """
 
+from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
-from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import astuple
 
 from jdag.engine.forward import Forwarding
 from jdag.engine.graph import Fragment, ProgramFrame
-from jdag.engine.leaves import Leaves
 from jdag.engine.lives import Lives
+from jdag.engine.phases import OwnedFragment
 from jdag.engine.protocol import (
     LEAF_KINDS,
     Acknowledge,
@@ -50,17 +53,13 @@ from jdag.engine.state import State
 from jdag.errors import ContextError, WorkerLost
 
 
-class ProgramFrames:
+class ProgramFrames(Struct, eq=False):
     """The program frames of one worker."""
 
-    def __init__(
-        self, state: State, leaves: Leaves, lives: Lives, forwarding: Forwarding
-    ) -> None:
-        self._state = state
-        self._leaves = leaves
-        self._lives = lives
-        self._forwarding = forwarding
-        self._held: list[tuple[ProgramFrame, Any]] = []
+    _state: State
+    _lives: Lives
+    _forwarding: Forwarding
+    _held: list[tuple[ProgramFrame, Callable[[], None]]] = []
 
     # -------------------------------------------------------------------- issuing
 
@@ -75,8 +74,8 @@ class ProgramFrames:
                 f"context {context} is not open on {self._state.worker!r}: it was "
                 "released, or the program that issues this call has ended"
             )
-        if cause is not None and fragment.ownership is not None:
-            fragment.ownership.advance(context, cause)
+        if cause is not None and isinstance(fragment, OwnedFragment):
+            fragment.advance(cause)
         return fragment, frame
 
     def _issuer(self, context: ContextId, path: Path) -> ProgramFrame | None:
@@ -85,53 +84,54 @@ class ProgramFrames:
 
     def issued(self, event: Issued) -> None:
         """Turn a call into messages: to the callee and to each owner of arguments."""
-        state = self._state
-        fragment, frame = self.frame(event.context, event.path, Issued)
+        state, lives = self._state, self._lives
+        context, path, worker = event.context, event.path, event.worker
+        fragment, frame = self.frame(context, path, Issued)
         if state.lost:
             self._refuse_lost(event)
-        lives = self._lives
-        lives.note(frame, event.discarded)
+        if event.discarded:
+            lives.note(frame, event.discarded)
         inputs, ships = self._transfers(event, frame)
-        call = Call(
-            event.context,
-            event.path,
-            event.function,
-            tuple(inputs),
-            tuple([argument.tracked for argument in event.arguments]),
-            event.outputs,
-            tuple(
-                [
-                    Incoming(owner, tuple([tracked for _, tracked in slots]))
-                    for owner, slots in ships.items()
-                ]
-            ),
-            event.call_site,
-            lives.riding(frame, event.worker),
-        )
+        incoming = []
         for owner, slots in ships.items():
+            tracked = tuple([tracked for _, tracked in slots])
+            incoming.append(Incoming(owner, tracked))
             ship = Ship(
-                event.context,
-                event.path,
-                event.worker,
+                context,
+                path,
+                worker,
                 tuple([key for key, _ in slots]),
-                tuple([tracked for _, tracked in slots]),
+                tracked,
                 event.name,
                 event.call_site,
-                lives.riding(frame, owner),
+                tuple(frame.notices.pop(owner, ())),
             )
             if owner == state.worker:
                 self._forwarding.make_send(fragment, ship)
             else:
-                waits = (event.worker, len(slots))
-                frame.unacknowledged[event.path, owner] = waits
+                frame.unacknowledged[path, owner] = (worker, len(slots))
+                frame.workers[owner] = None
                 state.send(owner, ship)
-        if event.worker == state.worker:
+        call = Call(
+            context,
+            path,
+            event.function,
+            tuple(inputs),
+            tuple([argument.tracked for argument in event.arguments]),
+            event.outputs,
+            tuple(incoming),
+            event.call_site,
+            tuple(frame.notices.pop(worker, ())),
+        )
+        if worker == state.worker:
             self._forwarding.make_call(fragment, call)
             return
-        frame.unacknowledged[event.path, event.worker] = None
+        frame.unacknowledged[path, worker] = None
+        frame.workers[worker] = None
         constants = tuple([key for key in inputs if key.kind == "constant"])
-        state.send(event.worker, call, constants)
-        state.drop(constants)
+        state.send(worker, call, constants)
+        if constants:
+            state.drop(constants)
 
     def _refuse_lost(self, event: Issued) -> None:
         said = f"{event.name} cannot be called on {event.worker!r}"
@@ -170,11 +170,12 @@ class ProgramFrames:
 
     def launched(self, event: Launched) -> None:
         """Call a program, once all that was issued before it has arrived."""
-        fragment, frame = self.frame(event.context, event.path, Launched)
+        _, frame = self.frame(event.context, event.path, Launched)
         said = f"no program can run on {event.worker!r}"
         self._state.check_there(event.worker, said)
         frame.launched[event.path] = (event.waiter, event.worker)
-        self.when_acknowledged(frame, partial(self._launch, fragment, event))
+        frame.workers[event.worker] = None
+        self.when_acknowledged(frame, partial(self._launch, event))
 
     def awaited(self, event: Awaited) -> None:
         """The top frame waits until all that it has issued is acknowledged."""
@@ -182,18 +183,17 @@ class ProgramFrames:
         resume = partial(self._state.resume, event.waiter, None)
         self.when_acknowledged(frame, resume)
 
-    def _launch(self, fragment: Fragment, event: Launched) -> None:
-        run = Run(
-            event.context, event.path, event.function, event.arguments, event.call_site
-        )
+    def _launch(self, event: Launched) -> None:
+        context, path, function = event.context, event.path, event.function
+        run = Run(context, path, function, event.arguments, event.call_site)
         if event.worker == self._state.worker:
-            self._run(fragment, run, self._state.worker)
+            self.run(self._state.worker, run)
         else:
             self._state.send(event.worker, run)
 
-    def when_acknowledged(self, frame: ProgramFrame, then: Any) -> None:
+    def when_acknowledged(self, frame: ProgramFrame, then: Callable[[], None]) -> None:
         """Run `then` when nothing that was issued so far is unacknowledged."""
-        if frame.unacknowledged or self._leaves.unacknowledged:
+        if frame.unacknowledged or self._state.assignments:
             self._held.append((frame, then))
         else:
             then()
@@ -201,7 +201,7 @@ class ProgramFrames:
     def unacknowledged(self, frame: ProgramFrame) -> list[str]:
         """Name what `when_acknowledged` waits for."""
         named = [f"call {path} on {to!r}" for path, to in frame.unacknowledged]
-        leaves = self._leaves.unacknowledged
+        leaves = self._state.assignments
         return [*named, *(f"assignment {path} on {to!r}" for path, to in leaves)]
 
     def never_mind(self, frame: ProgramFrame) -> None:
@@ -211,14 +211,14 @@ class ProgramFrames:
     def acknowledged(self, sender: Worker, message: Acknowledge) -> None:
         """A call, ship or assignment has arrived."""
         if message.context is None:
-            self._leaves.unacknowledged.pop((message.path, sender), None)
+            self._state.assignments.pop((message.path, sender), None)
         else:
             frame = self._issuer(message.context, message.path)
             if frame is None:
                 return
             frame.unacknowledged.pop((message.path, sender), None)
-            frame.workers[sender] = None
-        self.let_go()
+        if self._held:
+            self.let_go()
 
     def let_go(self) -> None:
         """Run what was held back and need not be any more."""
@@ -238,6 +238,7 @@ class ProgramFrames:
             _attach(fragment, event.key, event.hook)
             return
         frame.unacknowledged[path, event.worker] = None
+        frame.workers[event.worker] = None
         state.send(event.worker, Attach(event.context, event.key, event.hook))
 
     def attach(self, sender: Worker, message: Attach) -> None:
@@ -251,27 +252,16 @@ class ProgramFrames:
 
     def run(self, sender: Worker, message: Run) -> None:
         """A program is to run here."""
-        fragment = self._state.fragment(message.context)
-        if fragment is not None:
-            self._run(fragment, message, sender)
+        state = self._state
+        fragment = state.fragment(message.context)
+        if fragment is None:
+            failure = self._forwarding.gone(message.context)
+            reply = Return(message.context, message.path, None, failure, (), ())
+            state.send(sender, reply)
             return
-        failure = self._forwarding.gone(message.context)
-        reply = Return(message.context, message.path, None, failure, (), ())
-        self._state.send(sender, reply)
-
-    def _run(self, fragment: Fragment, message: Run, issuer: Worker) -> None:
-        frame = ProgramFrame(message.path, issuer)
-        frame.workers[self._state.worker] = None
+        frame = ProgramFrame(message.path, sender, workers={state.worker: None})
         fragment.frames[message.path] = frame
-        self._state.out.append(
-            Spawn(
-                message.context,
-                message.path,
-                message.function,
-                message.arguments,
-                message.call_site,
-            )
-        )
+        state.out.append(Spawn(*astuple(message)))  # They have the same fields.
 
     def returned(self, event: Returned) -> None:
         """A program that ran here ended; it returns when its calls are acknowledged."""
@@ -306,7 +296,9 @@ class ProgramFrames:
             frame.workers[worker] = None
         if message.failure is not None and message.failure.error == "WorkerLost":
             frame.lost = frame.lost or message.failure
-        self._lives.note_notices(frame, message.notices)
+        self._lives.note(
+            frame, [(key, of.worker) for of in message.notices for key in of.keys]
+        )
         launched = frame.launched.pop(message.path, None)
         if launched is not None:
             self._state.resume(launched[0], (message.result, message.failure))
@@ -318,17 +310,17 @@ class ProgramFrames:
         for fragment in self._state.contexts.values():
             for frame in tuple(fragment.frames.values()):
                 self._lost(fragment, frame, worker)
-        self._leaves.lost(worker)
+        for pending in [key for key in self._state.assignments if key[1] == worker]:
+            del self._state.assignments[pending]
         self.let_go()
 
     def _lost(self, fragment: Fragment, frame: ProgramFrame, worker: Worker) -> None:
         state = self._state
         failure = state.lost_failure(worker)
-        if takes_part(frame, worker):
+        if worker in frame.workers:
             frame.lost = frame.lost or failure
         for pending in [key for key in frame.unacknowledged if key[1] == worker]:
             waits = frame.unacknowledged.pop(pending)
-            frame.workers[worker] = None
             if waits is not None and waits[0] != state.worker:
                 # It may never have heard that it was to send: who waits is told so.
                 failures = (failure,) * waits[1]
@@ -337,7 +329,6 @@ class ProgramFrames:
         for path, (waiter, where) in tuple(frame.launched.items()):
             if where == worker:
                 del frame.launched[path]
-                frame.workers[worker] = None
                 state.resume(waiter, (None, failure))
 
     def abort(self, fragment: Fragment, failure: Failure) -> None:
@@ -361,12 +352,3 @@ def _attach(fragment: Fragment, key: Key, hook: Hook) -> None:
     place = key.name if key.kind in LEAF_KINDS else key
     attached = (*fragment.hooks.get(place, ()), hook)
     fragment.hooks[place] = tuple(sorted(attached, key=attrgetter("path")))
-
-
-def takes_part(frame: ProgramFrame, worker: Worker) -> bool:
-    """Whether a worker has, or may have, a part in what a program frame did."""
-    return (
-        worker in frame.workers
-        or any(where == worker for _, where in frame.unacknowledged)
-        or any(where == worker for _, where in frame.launched.values())
-    )

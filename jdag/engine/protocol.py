@@ -10,23 +10,10 @@ from typing import Any, ClassVar
 
 from msgspec import Struct
 
-from jdag.engine.messages import *  # noqa: F403
-from jdag.engine.messages import Assignment, Message
-from jdag.engine.names import *  # noqa: F403
-from jdag.engine.names import (
-    ContextId,
-    Failure,
-    Hook,
-    Key,
-    LeafId,
-    Mode,
-    Outcome,
-    Owed,
-    Path,
-    Root,
-    Stale,
-    Worker,
-)
+from jdag.engine.messages import *
+from jdag.engine.names import *
+
+# ruff: noqa: F403, F405
 
 
 class Forward(Struct, frozen=True):
@@ -42,16 +29,21 @@ class Forward(Struct, frozen=True):
     phase: ClassVar[int] = 0
 
 
-class Vjp(Struct, frozen=True):
-    """Run a recorded vjp: one tuple of addends an output, one output a tracked input.
-
-    The addends are dropped afterwards; the residuals too when this use is the last.
-    """
+class PassJob(Struct, frozen=True):
+    """A job of a pass; its path is that of the call, transfer, root or hook."""
 
     id: int
     context: ContextId
     phase: int  # The number of the pass.
     path: Path
+
+
+class Vjp(PassJob, frozen=True):
+    """Run a recorded vjp: one tuple of addends an output, one output a tracked input.
+
+    The addends are dropped afterwards; the residuals too when this use is the last.
+    """
+
     function: Any
     residuals: Key
     cotangents: tuple[tuple[Key, ...], ...]
@@ -59,40 +51,28 @@ class Vjp(Struct, frozen=True):
     last: bool
 
 
-class Sum(Struct, frozen=True):
+class Sum(PassJob, frozen=True):
     """Add cotangents left to right: `base` first where there is one (it is kept)."""
 
-    id: int
-    context: ContextId
-    phase: int
-    path: Path
     addends: tuple[Key, ...]
     base: Key | None
     output: Key
 
 
-class Fill(Struct, frozen=True):
+class Fill(PassJob, frozen=True):
     """Make an array of zeros or ones of the given shape and dtype."""
 
-    id: int
-    context: ContextId
-    phase: int
-    path: Path
     aval: Any
     value: int
     output: Key
 
 
-class Apply(Struct, frozen=True):
+class Apply(PassJob, frozen=True):
     """Hand a cotangent to a hook: `output` is what it gives in its place.
 
     Without an output the hook only sees it. The input is dropped, unless it is kept.
     """
 
-    id: int
-    context: ContextId
-    phase: int
-    path: Path  # Of the hook.
     function: Any
     input: Key
     output: Key | None

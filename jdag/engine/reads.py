@@ -8,12 +8,12 @@ then, whatever is assigned meanwhile.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
-from jdag.engine.graph import Value
-from jdag.engine.leaves import Leaves, Version
+from msgspec import Struct
+
+from jdag.engine.graph import Value, Version
+from jdag.engine.leaves import Leaves
 from jdag.engine.protocol import (
     LEAF_KINDS,
     AnyKey,
@@ -29,18 +29,11 @@ from jdag.engine.protocol import (
 from jdag.engine.state import State
 
 Answered = Key | Failure
+# A key that is asked for here, and its value; a version of a leaf is held for this.
+Found = tuple[Key, Value]
 
 
-class Found(NamedTuple):
-    """A value that is asked for here; of a leaf, which version, held for this."""
-
-    key: Key
-    value: Value
-    version: Version | None
-
-
-@dataclass(slots=True)
-class Fetch:
+class Fetch(Struct, eq=False):
     """One program's wait for values, from one or several workers."""
 
     waiter: int
@@ -49,23 +42,14 @@ class Fetch:
     own: dict[int, Found]  # By place: those of this worker.
 
 
-@dataclass(slots=True)
-class Request:
-    """The part of a fetch that one other worker answers."""
-
-    fetch: Fetch
-    worker: Worker
-    places: Sequence[int]
-
-
-class Reads:
+class Reads(Struct, eq=False):
     """Reads asked by this worker's programs and asked of it."""
 
-    def __init__(self, state: State, leaves: Leaves) -> None:
-        self._state = state
-        self._leaves = leaves
-        self._number = 0
-        self._requests: dict[int, Request] = {}
+    _state: State
+    _leaves: Leaves
+    _number: int = 0
+    # The part of a fetch that another worker answers: which worker, which places.
+    _requests: dict[int, tuple[Fetch, Worker, list[int]]] = {}
 
     def fetched(self, event: Fetched) -> None:
         """A program here waits for values."""
@@ -79,12 +63,12 @@ class Reads:
                 found = self._find(keys)
                 fetch.own = dict(zip(places, found, strict=True))
                 give = partial(self._give, fetch, (), ())
-                self._state.when_settled([one.value for one in found], give)
+                self._state.when_settled([value for _, value in found], give)
             elif owner in self._state.lost:
                 self._give_lost(fetch, places, owner)
             else:
                 self._number += 1
-                self._requests[self._number] = Request(fetch, owner, places)
+                self._requests[self._number] = fetch, owner, places
                 self._state.send(owner, Read(self._number, keys))
         if not parts:
             self._state.resume(event.waiter, ())
@@ -111,16 +95,14 @@ class Reads:
     def _find(self, keys: Sequence[Key]) -> list[Found]:
         found = []
         for key in keys:
-            version = self._leaves.hold(key) if key.kind in LEAF_KINDS else None
-            value = self._value(key) if version is None else version.value
-            found.append(Found(key, value, version))
+            version = self._leaves.version(key) if key.kind in LEAF_KINDS else None
+            if version is not None:
+                version.users += 1
+            found.append((key, version or self._value(key)))
         return found
 
     def _value(self, key: Key) -> Value:
-        """A value of a context; or that there is none."""
-        fragment = (
-            None if key.context is None else self._state.contexts.get(key.context)
-        )
+        fragment = self._state.contexts.get(key.context)
         value = None if fragment is None else fragment.values.get(key)
         return self._leaves.missing(key) if value is None else value
 
@@ -129,14 +111,12 @@ class Reads:
 
         Found anew, if it is not held: while others were awaited it may have gone.
         """
-        key, value, version = found
-        again = self._value(key) if version is None else value
+        key, value = found
+        again = value if type(value) is Version else self._value(key)
         return value.failure or again.failure or again.stored
 
     def _let_go(self, found: Sequence[Found]) -> None:
-        for key, _, version in found:
-            if version is not None:
-                self._leaves.let_go(key.name, version)
+        self._state.release(value for _, value in found if type(value) is Version)
 
     def read(self, sender: Worker, message: Read) -> None:
         """Another worker asks: answer when all of it is known."""
@@ -151,7 +131,7 @@ class Reads:
                 return
         found = self._find(message.keys)
         reply = partial(self._reply, sender, message, found)
-        self._state.when_settled([one.value for one in found], reply)
+        self._state.when_settled([value for _, value in found], reply)
 
     def _reply(self, sender: Worker, message: Read, found: Sequence[Found]) -> None:
         answers = [self._answer(one) for one in found]
@@ -170,11 +150,12 @@ class Reads:
             ReadingKey(None, message.request, slot) if failure is None else failure
             for slot, failure in enumerate(message.failures)
         ]
-        self._give(request.fetch, request.places, answers)
+        fetch, _, places = request
+        self._give(fetch, places, answers)
 
     def lost(self, worker: Worker) -> None:
         """A worker is lost: it answers no more."""
-        for number, request in tuple(self._requests.items()):
-            if request.worker == worker:
+        for number, (fetch, asked, places) in tuple(self._requests.items()):
+            if asked == worker:
                 del self._requests[number]
-                self._give_lost(request.fetch, request.places, worker)
+                self._give_lost(fetch, places, worker)

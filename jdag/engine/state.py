@@ -9,10 +9,11 @@ chain of any length needs no recursion.
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 
-from jdag.engine.graph import Fragment, Pending, RecvEnd, Value
-from jdag.engine.phases import Ownership
+from jdag.engine.graph import Fragment, LeafVersions, Pending, RecvEnd, Value, Version
+from jdag.engine.phases import OwnedFragment
 from jdag.engine.protocol import (
     Compute,
     ContextId,
@@ -21,6 +22,7 @@ from jdag.engine.protocol import (
     Failure,
     Job,
     Key,
+    LeafId,
     Message,
     Path,
     Resume,
@@ -53,11 +55,14 @@ class Horizon(NamedTuple):
         return Horizon(max(self.counter, other.counter), tuple(live))
 
 
-Done = Callable[[Failure | None, Any, Any, Job], None]
+Done = Callable[[Failure | None, Job], None]
 
 
 class State:
     """One engine's memory, and the few ways in which its parts write to it."""
+
+    # Told of a fragment that is released and has nothing under way; the engine sets it.
+    on_quiet: Callable[[Fragment], None]
 
     def __init__(
         self, worker: Worker, workers: Sequence[Worker], incarnation: int
@@ -68,18 +73,17 @@ class State:
         self.worker = incarnated(worker, incarnation)
         self.workers = list(self.names)  # Of each the incarnation that is known.
         self.workers[self.number] = self.worker
-        self.contexts: dict[ContextId, Fragment] = {}
+        self.contexts: dict[ContextId | None, Fragment] = {}  # None is no key of it.
+        self.leaves: dict[LeafId, LeafVersions] = {}
+        self.assignments: dict[tuple[Path, Worker], None] = {}  # Not acknowledged.
         self.opened = 0  # The counter of the newest context that programs here opened.
         self.horizons: dict[tuple[int, int], Horizon] = {}
         self.lost: dict[Worker, str] = {}  # Why each is.
-        self.jobs: dict[int, tuple[Done, Any, Any, Job]] = {}
+        self.jobs: dict[int, tuple[Done, Any, Job]] = {}
         self.after: dict[int, list[Pending]] = {}  # What waits for a job.
         self.soon: deque[Callable[[], None]] = deque()
         self.out: list[Effect] = []
-        self.on_quiet: Callable[[Fragment], None] = _nobody
-        self._job = 0
-
-    # ------------------------------------------------------------------- contexts
+        self.number_job = count(1).__next__  # A job's number only identifies it.
 
     def fragment(self, context: ContextId) -> Fragment | None:
         """The part of a context here, made on first sight; None once released."""
@@ -89,12 +93,10 @@ class State:
             self.contexts[context] = fragment
         return fragment
 
-    def owned(self, context: ContextId) -> tuple[Fragment, Ownership] | None:
+    def owned(self, context: ContextId) -> OwnedFragment | None:
         """A context of this worker that has not been released; None if it is not."""
         fragment = self.contexts.get(context)
-        if fragment is None or fragment.ownership is None:
-            return None
-        return fragment, fragment.ownership
+        return fragment if isinstance(fragment, OwnedFragment) else None
 
     def owner(self, context: ContextId) -> Worker:
         """The worker that opened a context."""
@@ -106,8 +108,6 @@ class State:
             return True
         horizon = self.horizons.get((context.number, context.incarnation))
         return horizon is not None and horizon.passed(context.counter)
-
-    # -------------------------------------------------------------------- effects
 
     def resume(self, waiter: int, result: Any) -> None:
         """Resume a program with what it waited for."""
@@ -125,23 +125,20 @@ class State:
         if to not in self.lost:
             self.out.append(Send(to, message, values, zeros))
 
+    def others(self, workers: Iterable[Worker]) -> list[Worker]:
+        """Those of these workers that are neither this one nor lost."""
+        return [name for name in workers if name not in (self.worker, *self.lost)]
+
     def drop(self, keys: Iterable[Key]) -> None:
         """Ask for values to be dropped."""
         keys = tuple(keys)
         if keys:
             self.out.append(Drop(keys))
 
-    def number_job(self) -> int:
-        """A number for the next job: it only identifies."""
-        self._job += 1
-        return self._job
-
-    def compute(self, job: Job, done: Done, fragment: Any, owner: Any) -> None:
-        """Ask for a job; `done(failure, fragment, owner, job)` runs afterwards."""
-        self.jobs[job.id] = (done, fragment, owner, job)
+    def compute(self, job: Job, done: Done, fragment: Any) -> None:
+        """Ask for a job; `done(failure, job)` runs afterwards."""
+        self.jobs[job.id] = (done, fragment, job)
         self.out.append(Compute(job))
-
-    # -------------------------------------------------------------------- waiting
 
     def when_settled(self, values: Sequence[Value], then: Callable[[], None]) -> None:
         """Run `then` once all values have settled: now, if they have."""
@@ -185,8 +182,6 @@ class State:
         if pending.missing == 0:
             self.soon.append(pending.then)
 
-    # ----------------------------------------------------------------------- lives
-
     def release(self, values: Iterable[Value]) -> None:
         """Each of these has one user less; values without users are dropped."""
         for value in values:
@@ -198,10 +193,17 @@ class State:
 
     def _free(self, value: Value) -> None:
         """Drop what is stored of a value; what is in no graph is forgotten."""
+        if type(value) is Version:
+            del value.leaf.versions[value.key.index]
+            if not value.leaf.versions:
+                del self.leaves[value.key.name]
+            if value.before is not None:  # It has the array of that one.
+                self.release((value.before,))
+                return
         if value.failure is None:
             self.drop((value.stored,))
-        context, producer = value.key.context, value.producer
-        fragment = None if context is None else self.contexts.get(context)
+        producer = value.producer
+        fragment = self.contexts.get(value.key.context)
         if fragment is None:
             return
         if producer is None:
@@ -210,6 +212,8 @@ class State:
             True in producer.tracked or any([slot.users for slot in producer.outputs])
         ):
             fragment.recvs.pop((producer.path, producer.source), None)
+            for slot in producer.outputs:
+                fragment.values.pop(slot.key, None)
 
     def less_pending(self, fragment: Fragment) -> None:
         """One thing less to wait for before the fragment can be released."""
@@ -221,8 +225,6 @@ class State:
     def failure(self, error: str, message: str, path: Path = ()) -> Failure:
         """An error of our own that begins here."""
         return Failure(error, message, self.worker, path, route=(self.worker,))
-
-    # ----------------------------------------------------------------------- losses
 
     def loss(self, worker: Worker, noticed: str = "") -> str:
         """Say that a worker is gone, and why; if it is back, that what it held is not.
@@ -247,13 +249,6 @@ class State:
         return Failure("WorkerLost", text, worker)
 
 
-def _nobody(fragment: Fragment) -> None:
-    raise AssertionError(fragment.context)  # The engine puts `Ends.quiet` here.
-
-
-def first_failure(values: Sequence[Value]) -> Failure | None:
+def first_failure(values: Iterable[Value]) -> Failure | None:
     """The failure that a computation on these values holds: the first by position."""
-    for value in values:
-        if value.failure is not None:
-            return value.failure
-    return None
+    return next((value.failure for value in values if value.failure), None)

@@ -196,7 +196,7 @@ def _label(context: ContextId | None) -> str:
 
 # Of each class of messages, events and effects: whether it has context, pass and path.
 _HAS: Mapping[type, tuple[bool, ...]] = {
-    cls: tuple([name in cls.__annotations__ for name in ("context", "number", "path")])
+    cls: tuple([hasattr(cls, name) for name in ("context", "number", "path")])
     for union in (Message, Event, Effect)
     for cls in get_args(union)
 }
