@@ -6,15 +6,12 @@ import pytest
 
 from jdag.errors import ProtocolError
 from jdag.wire.frames import (
-    CHUNK_HEADER_BYTES,
+    CHUNK,
     CHUNK_MAX_BYTES,
     LENGTHS_MAX,
-    Chunk,
     FrameKind,
     Header,
-    pack_chunk,
     pack_header,
-    unpack_chunk,
     unpack_header,
 )
 from jdag.wire.link import FRAME_BYTES, Frame, Link, LinkSettings
@@ -25,8 +22,8 @@ HEADERS = [
     Header(0, WIDE, 16, FrameKind.PURE),
     Header(1, 0, 0, FrameKind.MESSAGE),
     Header(WIDE, WIDE, 64 << 20, FrameKind.MESSAGE),
-    Header(7, 3, CHUNK_HEADER_BYTES + 1, FrameKind.CHUNK),
-    Header(7, 3, CHUNK_HEADER_BYTES + CHUNK_MAX_BYTES, FrameKind.CHUNK),
+    Header(7, 3, CHUNK.size + 1, FrameKind.CHUNK),
+    Header(7, 3, CHUNK.size + CHUNK_MAX_BYTES, FrameKind.CHUNK),
     Header(8, 3, 256 << 20, FrameKind.DEFINE),
     Header(9, 3, 1 << 20, FrameKind.ASIDE),
 ]
@@ -76,18 +73,10 @@ def test_sequence_0_is_that_of_a_pure_frame_alone(kind: FrameKind):
         unpack_header(raw(int(pure), 16, kind))
 
 
-@pytest.mark.parametrize("length", [0, 1, CHUNK_HEADER_BYTES])
+@pytest.mark.parametrize("length", [0, 1, CHUNK.size])
 def test_a_chunk_brings_at_least_a_byte(length: int):
     with pytest.raises(ProtocolError, match=f"a CHUNK frame of {length} bytes"):
         unpack_header(raw(1, length, FrameKind.CHUNK))
-
-
-def test_a_chunk_says_where_it_belongs():
-    payload = pack_chunk(3, 1 << 40) + b"xyz"
-    assert unpack_chunk(payload) == unpack_chunk(memoryview(payload))
-    assert unpack_chunk(payload) == Chunk(3, 1 << 40)
-    with pytest.raises(ProtocolError, match="a chunk of 15 bytes"):
-        unpack_chunk(payload[:15])
 
 
 def test_random_bytes_are_headers_or_refused():
@@ -120,7 +109,7 @@ class Side:
         self.out = bytearray()
 
     def put(self, frames) -> None:
-        for sequence, acknowledged, payload, _ in frames:
+        for sequence, acknowledged, payload in frames:
             kind = FrameKind.MESSAGE if sequence else FrameKind.PURE
             data = payload or b""
             self.out += pack_header(sequence, acknowledged, len(data), kind) + data
@@ -184,6 +173,6 @@ def test_connections_that_are_cut_anywhere_lose_nothing_and_bring_nothing_twice(
                 side.put(side.link.tick(0))
         for side, other in zip(sides, reversed(sides), strict=True):
             assert side.got == other.told, seed
-            assert side.link.quiet and side.link.duplicates == 0, seed
+            assert side.link.deadline_ns is None and side.link.duplicates == 0, seed
             resent += side.link.resent
     assert cuts > 200 and resent > 1000, (cuts, resent)

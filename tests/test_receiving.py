@@ -13,10 +13,9 @@ from jdag.rpc.receiving import FrameReader
 from jdag.rpc.shared_memory import BorrowedMemory, SharedMemoryPool
 from jdag.wire.arrays import type_of
 from jdag.wire.frames import (
-    CHUNK_HEADER_BYTES,
+    CHUNK,
     CHUNK_MAX_BYTES,
     FrameKind,
-    pack_chunk,
     pack_header,
 )
 from jdag.wire.link import Link
@@ -37,9 +36,9 @@ def made() -> tuple[FrameReader, list[Any]]:
 
 
 def chunk(sequence: int, offset: int, elements: bytes) -> bytes:
-    length = CHUNK_HEADER_BYTES + len(elements)
+    length = CHUNK.size + len(elements)
     head = pack_header(sequence, 0, length, FrameKind.CHUNK)
-    return head + pack_chunk(1, offset) + elements
+    return head + CHUNK.pack(1, offset) + elements
 
 
 def sent(last: int) -> tuple[bytes, bytes]:

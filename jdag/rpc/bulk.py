@@ -29,7 +29,7 @@ from jdag.rpc.shared_memory import (
     Segment,
     SharedMemoryPool,
 )
-from jdag.wire.frames import CHUNK_MAX_BYTES, FrameKind, pack_chunk, unpack_chunk
+from jdag.wire.frames import CHUNK, CHUNK_MAX_BYTES, FrameKind
 from jdag.wire.messages import Codec
 from jdag.wire.order import Order
 
@@ -72,7 +72,7 @@ class _Outgoing:
         """The next chunk."""
         view = self.views[0]
         piece = view[self.view : self.view + CHUNK_MAX_BYTES]
-        head = pack_chunk(self.number, self.sent)
+        head = CHUNK.pack(self.number, self.sent)
         self.view += len(piece)
         self.sent += len(piece)
         if self.view == len(view):
@@ -265,7 +265,7 @@ class Assembler:
 
         Once they are there, `received` is to be called.
         """
-        number, offset = unpack_chunk(head)
+        number, offset = CHUNK.unpack(head)
         incoming = self._expected(number, offset)
         if not 0 < nbytes <= incoming.kind.nbytes - incoming.got:
             raise ProtocolError(

@@ -18,12 +18,7 @@ from jdag.rpc.bulk import FORGOTTEN, FREED, LENT, OFFERED, Assembler, Delivery
 from jdag.rpc.loop import clock_ns
 from jdag.rpc.shared_memory import BorrowedMemory, SharedMemoryPool
 from jdag.rpc.streams import Stream
-from jdag.wire.frames import (
-    CHUNK_HEADER_BYTES,
-    FrameKind,
-    Header,
-    unpack_header,
-)
+from jdag.wire.frames import CHUNK, FrameKind, Header, unpack_header
 from jdag.wire.link import FRAME_BYTES, Frame, Link
 
 BUFFER_BYTES = 256 * 1024
@@ -153,12 +148,12 @@ class FrameReader:
             sequence, _, length, kind = header
             if sequence and sequence != link.received + 1:
                 raise ProtocolError(f"frame {sequence} after {link.received}")
-            elements = body + CHUNK_HEADER_BYTES
+            elements = body + CHUNK.size
             if end - body >= length:
                 self._start = body + length
                 payload = buffer[body : self._start]
                 if kind is FrameKind.CHUNK:
-                    payload = self._chunk(payload, payload[CHUNK_HEADER_BYTES:], length)
+                    payload = self._chunk(payload, payload[CHUNK.size :], length)
                 self._take(header, payload, stream, events)
             elif kind is FrameKind.CHUNK and end >= elements:
                 target = self._chunk(buffer[body:elements], b"", length)
@@ -179,8 +174,8 @@ class FrameReader:
         self, head: memoryview, elements: memoryview | bytes, length: int
     ) -> memoryview:
         """Return where the elements of a chunk belong, with those that are here."""
-        head = head[:CHUNK_HEADER_BYTES]
-        target = self._assembler.chunk_target(head, length - CHUNK_HEADER_BYTES)
+        head = head[: CHUNK.size]
+        target = self._assembler.chunk_target(head, length - CHUNK.size)
         target[: len(elements)] = elements
         return target
 

@@ -23,7 +23,7 @@ from jdag.runtime.recorder import Recorder, said
 from jdag.sim.faults import Faults
 from jdag.sim.network import Lane, LinkModel, Network, Traffic
 from jdag.sim.timeline import Timeline
-from jdag.wire.link import ACK_BYTES, FRAME_BYTES, Frame, Link, LinkSettings
+from jdag.wire.link import FRAME_BYTES, Frame, Link, LinkSettings
 from jdag.wire.messages import size
 
 # At one time: crashes first, then what happens, then devices choose among all that is
@@ -267,7 +267,7 @@ class SimTransport:
             kind, causes = "resend", [sent]
             detail: tuple[Any, ...] = (end.peer, *said(message), wire_bytes)
         else:
-            wire_bytes = ACK_BYTES
+            wire_bytes = FRAME_BYTES
             kind, causes = "ack", [end.heard]
             detail = (end.peer, wire_bytes)
         arrival_ns = lane.transmit(wire_bytes, now_ns, self._chooser)

@@ -1,19 +1,19 @@
 """Frames of a data connection: a header of 24 bytes each, checked before it is used.
 
 A header is the frame's sequence and what it acknowledges (`jdag.wire.link`), 8 bytes
-each, the length of its payload, 7 bytes, and its kind, a byte; all little-endian. What
-the payload is, the kind says:
+each, the length of its payload, 7 bytes, and its kind, a byte; all little-endian. The
+kind tells what the payload is:
 
 PURE     nothing, or the few bytes of a ping; its sequence is 0, which no other has
 MESSAGE  a message, the headers of its values, the elements of those that are small
 CHUNK    a piece of a large value: number of the value and offset there, then bytes
 DEFINE   a function: its digest, then what was exported
-ASIDE    what drivers tell each other beside the engines' messages
-SEGMENT  of memory that both have: a byte for what is said, numbers of 8 bytes each
+ASIDE    control data of the drivers, beside the engines' messages
+SEGMENT  of memory that both have: a byte for the action, numbers of 8 bytes each
 
-Invariant: a header that is read names a kind that there is, and a length that this
-kind may have. So memory may be taken for it. Of any other a ProtocolError is raised,
-and its connection is of no use any more.
+Invariant: a header that was read names a kind that exists and a length that this kind
+may have, so memory may be taken for it. Any other header raises a ProtocolError, after
+which its connection is of no use.
 """
 
 import struct
@@ -26,7 +26,7 @@ from jdag.wire.link import FRAME_BYTES
 
 
 class FrameKind(IntEnum):
-    """What a frame carries; see the module."""
+    """What a frame carries."""
 
     PURE = 0
     MESSAGE = 1
@@ -37,7 +37,7 @@ class FrameKind(IntEnum):
 
 
 class Header(NamedTuple):
-    """What a frame says of itself; `length` are the bytes of its payload."""
+    """The header of a frame; `length` is that of its payload."""
 
     sequence: int
     acknowledged: int
@@ -45,30 +45,20 @@ class Header(NamedTuple):
     kind: FrameKind
 
 
-class Chunk(NamedTuple):
-    """Where the bytes of a chunk belong: in which large value, from which byte on."""
-
-    bulk: int
-    offset: int
-
-
-_HEADER = struct.Struct("<QQQ")
-_CHUNK = struct.Struct("<QQ")
-assert _HEADER.size == FRAME_BYTES
-
-CHUNK_HEADER_BYTES = _CHUNK.size
+CHUNK = struct.Struct("<QQ")  # The number of its value, and where in that it belongs.
 CHUNK_MAX_BYTES = 256 << 10
-LENGTHS_MAX: Mapping[FrameKind, int] = {
+LENGTHS_MAX: Mapping[int, int] = {
     FrameKind.PURE: 16,
     FrameKind.MESSAGE: 1 << 30,  # Arguments of programs travel inside.
-    FrameKind.CHUNK: CHUNK_HEADER_BYTES + CHUNK_MAX_BYTES,
+    FrameKind.CHUNK: CHUNK.size + CHUNK_MAX_BYTES,
     FrameKind.DEFINE: (256 << 20) + 32,
     FrameKind.ASIDE: 256 << 20,  # A graph may be large.
     FrameKind.SEGMENT: 25,
 }
 
+_HEADER = struct.Struct("<QQQ")
+assert _HEADER.size == FRAME_BYTES
 _KINDS = tuple(FrameKind)
-_LENGTHS_MAX = tuple([LENGTHS_MAX[kind] for kind in _KINDS])
 _LENGTH_BITS = 56
 _LENGTH_MASK = (1 << _LENGTH_BITS) - 1
 
@@ -82,21 +72,6 @@ def pack_header(
     return _HEADER.pack(sequence, acknowledged, kind << _LENGTH_BITS | length)
 
 
-def pack_chunk(bulk: int, offset: int) -> bytes:
-    """What a chunk's payload begins with."""
-    return _CHUNK.pack(bulk, offset)
-
-
-def unpack_chunk(payload: bytes | memoryview) -> Chunk:
-    """Where the bytes that follow in a chunk's payload belong."""
-    if len(payload) < CHUNK_HEADER_BYTES:
-        raise ProtocolError(
-            f"a chunk of {len(payload)} bytes: its header alone takes"
-            f" {CHUNK_HEADER_BYTES}"
-        )
-    return Chunk(*_CHUNK.unpack_from(payload))
-
-
 def unpack_header(data: bytes | memoryview) -> Header:
     """Read the header of a frame, all of whose bytes are there."""
     sequence, acknowledged, rest = _HEADER.unpack(data)
@@ -106,18 +81,18 @@ def unpack_header(data: bytes | memoryview) -> Header:
             f"kind {number} of a frame: allowed is 0 to {len(_KINDS) - 1}"
         )
     kind = _KINDS[number]
-    if length > _LENGTHS_MAX[number]:
+    if length > LENGTHS_MAX[number]:
         raise ProtocolError(
-            f"a {kind.name} frame of {length} bytes: allowed are {_LENGTHS_MAX[number]}"
+            f"a {kind.name} frame of {length} bytes: allowed are {LENGTHS_MAX[number]}"
         )
     if bool(sequence) != bool(number):
         allowed = "at least 1" if number else "0"
         raise ProtocolError(
             f"a {kind.name} frame of sequence {sequence}: allowed is {allowed}"
         )
-    if kind is FrameKind.CHUNK and length <= CHUNK_HEADER_BYTES:
+    if kind is FrameKind.CHUNK and length <= CHUNK.size:
         raise ProtocolError(
-            f"a CHUNK frame of {length} bytes: its header takes"
-            f" {CHUNK_HEADER_BYTES}, and it brings at least one byte"
+            f"a CHUNK frame of {length} bytes: its header takes {CHUNK.size}, and it"
+            " brings at least one byte"
         )
     return Header(sequence, acknowledged, length, kind)
