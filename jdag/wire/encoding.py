@@ -6,7 +6,7 @@ owners of contexts are known, and the table `RELATIONS`. What cannot be written 
 raises a ProtocolError that says where and why.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from operator import attrgetter, itemgetter
 from types import UnionType
@@ -141,42 +141,36 @@ RELATIONS: dict[type[Struct], Check] = {
 }
 
 
+@cache
 def check_of(kind: Any) -> Check:
     """What raises ProtocolError where a value of a type that was read may not be."""
-    return _check_of(kind) or (lambda value, known: None)
-
-
-@cache
-def _check_of(kind: Any) -> Check | None:
-    """The same; None if there is nothing to check."""
     if kind == Worker:
         return _worker
-    if isinstance(kind, type) and issubclass(kind, Struct):
-        hints = get_type_hints(kind, include_extras=True)
-        fields = [(attrgetter(name), hints[name]) for name in kind.__struct_fields__]
-        return _of_parts(fields, RELATIONS.get(kind))
     origin, parts = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        return _check_of(parts[0])
+        return check_of(parts[0])
     if origin in (Union, UnionType):
-        return _of_union(parts)
-    if origin is tuple and parts[-1:] == (...,):
-        return _of_each(_check_of(parts[0]))
+        return _of_union({get_origin(part) or part: check_of(part) for part in parts})
+    if origin is tuple and parts[1:] == (...,):
+        return _of_each(check_of(parts[0]))
+    found: list[tuple[Callable[[Any], Any], Check]] = []
     if origin is tuple:
-        return _of_parts([(itemgetter(at), part) for at, part in enumerate(parts)])
-    return None
+        found = [(itemgetter(at), check_of(part)) for at, part in enumerate(parts)]
+    elif isinstance(kind, type) and issubclass(kind, Struct):
+        hints = get_type_hints(kind, include_extras=True)
+        names = kind.__struct_fields__
+        found = [(attrgetter(name), check_of(hints[name])) for name in names]
+        found.append((lambda value: value, RELATIONS.get(kind, _nothing)))
+    return _of_parts([(get, check) for get, check in found if check is not _nothing])
 
 
-def _of_parts(
-    parts: Iterable[tuple[Callable[[Any], Any], Any]], relation: Check | None = None
-) -> Check | None:
-    """The check of a value by its parts, each with its getter, and by the relation."""
-    found = [(get, _check_of(kind)) for get, kind in parts]
-    checks = [(get, check) for get, check in found if check is not None]
-    if relation is not None:
-        checks.append((_itself, relation))
+def _nothing(value: Any, known: Known) -> None:
+    """Check what may be anything of its type."""
+
+
+def _of_parts(checks: list[tuple[Callable[[Any], Any], Check]]) -> Check:
     if not checks:
-        return None
+        return _nothing
     if len(checks) == 1:
         ((get_it, check_it),) = checks
         return lambda value, known: check_it(get_it(value), known)
@@ -188,33 +182,15 @@ def _of_parts(
     return check_parts
 
 
-def _itself(value: Any) -> Any:
-    return value
+def _of_union(checks: dict[Any, Check]) -> Check:
+    if all(check is _nothing for check in checks.values()):
+        return _nothing
+    return lambda value, known: checks.get(type(value), _nothing)(value, known)
 
 
-def _of_union(parts: tuple[Any, ...]) -> Check | None:
-    found = [(part, _check_of(part)) for part in parts]
-    checks = {get_origin(part) or part: check for part, check in found if check}
-    if not checks:
-        return None
-    if len(checks) == 1 and len(parts) == 2 and type(None) in parts:
-        (check_it,) = checks.values()
-        return lambda value, known: None if value is None else check_it(value, known)
-
-    def check_one(value: Any, known: Known) -> None:
-        check = checks.get(type(value))
-        if check is not None:
-            check(value, known)
-
-    return check_one
-
-
-def _of_each(check: Check | None) -> Check | None:
-    if check is None:
-        return None
-
+def _of_each(check: Check) -> Check:
     def check_each(values: tuple[Any, ...], known: Known) -> None:
         for value in values:
             check(value, known)
 
-    return check_each
+    return _nothing if check is _nothing else check_each
