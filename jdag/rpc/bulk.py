@@ -220,7 +220,7 @@ class Assembler:
         self._value_bytes_max = value_bytes_max
         self._incoming: deque[_Incoming] = deque()
         self._numbers = 0
-        self._order: Order[Delivery] = Order()
+        self._order: Order = Order()
 
     def message(self, payload: bytes) -> Sequence[Delivery]:
         """A message came, with its small values."""

@@ -15,7 +15,7 @@ order (`RULES`) the earlier one first; at most `held_max` are held at once.
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar, get_args
+from typing import Any, get_args
 
 from jdag.engine.protocol import (
     Acknowledge,
@@ -29,14 +29,6 @@ from jdag.engine.protocol import (
 from jdag.errors import ProtocolError
 
 HELD_MAX = 1 << 20
-
-
-class Item(Protocol):
-    """A message on its way, with whatever belongs to it."""
-
-    @property
-    def message(self) -> Message:
-        """What arrives."""
 
 
 # Messages that share one of these are in order; so is one of ALL with any that has one.
@@ -78,23 +70,21 @@ RULES: Mapping[type, Callable[[Any], Lanes]] = {
     Forget: _all,
 }
 
-T = TypeVar("T", bound=Item)
 
-
-class _Held(Generic[T]):
+class _Held:
     """An item that waits for its values, or for `ahead` others."""
 
     __slots__ = ("ahead", "followers", "item", "lanes", "whole")
 
-    def __init__(self, item: T, lanes: Lanes, whole: bool) -> None:
+    def __init__(self, item: Any, lanes: Lanes, whole: bool) -> None:
         self.item = item
         self.lanes = lanes
         self.whole = whole
         self.ahead = 0
-        self.followers: list[_Held[T]] = []
+        self.followers: list[_Held] = []
 
 
-class Order(Generic[T]):
+class Order:
     """The order of what comes from one peer."""
 
     __slots__ = ("_held", "_held_max", "_last", "_partial")
@@ -102,25 +92,23 @@ class Order(Generic[T]):
     def __init__(self, held_max: int = HELD_MAX) -> None:
         self._held_max = held_max
         self._held = 0
-        self._partial: dict[int, _Held[T]] = {}  # By the identity of their items.
+        self._partial: dict[int, _Held] = {}  # By the identity of their items.
         # The last one held in each lane. One in order with all waits for these, and is
         # then the last in every lane.
-        self._last: dict[ContextId | str, _Held[T]] = {}
+        self._last: dict[ContextId | str, _Held] = {}
 
     def __len__(self) -> int:
         """How many are held."""
         return self._held
 
-    def arrived(self, item: T, whole: bool) -> Sequence[T]:
+    def arrived(self, item: Any, whole: bool) -> Sequence[Any]:
         """A message came, whole or not; return what may be handed on now."""
         if whole and not self._held:
             return (item,)
         message, last = item.message, self._last
         lanes = RULES[message.__class__](message)
-        if lanes is ALL:
-            before = [*last.values()]
-        else:
-            before = [last.get(lane) or last.get("all") for lane in lanes]
+        found = [last.get(lane) or last.get("all") for lane in lanes]
+        before = last.values() if lanes is ALL else found
         ahead = {id(one): one for one in before if one is not None}
         if whole and not ahead:
             return (item,)
@@ -141,11 +129,11 @@ class Order(Generic[T]):
             self._partial[id(item)] = held
         return ()
 
-    def completed(self, item: T) -> Sequence[T]:
+    def completed(self, item: Any) -> Sequence[Any]:
         """A message that was not whole is; return what may be handed on now."""
         held = self._partial.pop(id(item))
         held.whole = True
-        ready: list[T] = []
+        ready: list[Any] = []
         free = deque([] if held.ahead else [held])
         while free:  # Bounded: each that is held is freed once.
             one = free.popleft()

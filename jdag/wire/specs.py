@@ -13,7 +13,7 @@ children. What cannot travel at all is `Opaque`: a spec can be written of everyt
 Bytes that are no spec raise a ProtocolError when they are read.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import compress
 from typing import Annotated, Any
 from weakref import WeakKeyDictionary
@@ -69,18 +69,14 @@ class Body(Record):
     out_tracked: Mask
 
 
-def structure(treedef: Any, leaves: Sequence[Any]) -> Any:
+def structure(treedef: Any, leaves: Iterator[Any]) -> Any:
     """Return a structure of JAX as nested data; `leaves` are `HOLE` or statics."""
-    return _structure(treedef, iter(leaves))
-
-
-def _structure(treedef: Any, leaves: Iterator[Any]) -> Any:
     node = treedef.node_data()
     if node is None:
         leaf = next(leaves)
         return HOLE if leaf is HOLE else Part(portable(leaf))
     kind, data = node
-    children = [_structure(child, leaves) for child in treedef.children()]
+    children = [structure(child, leaves) for child in treedef.children()]
     if kind is type(None):
         return None
     if kind is tuple:
@@ -104,9 +100,7 @@ def spec_of(pair: Any) -> bytes:
 
     A pair that came by its spec has that in its attribute `spec`.
     """
-    known: bytes | None = getattr(pair, "spec", None)
-    if known is None:
-        known = _made.get(pair)
+    known: bytes | None = getattr(pair, "spec", None) or _made.get(pair)
     if known is not None:
         return known
     bare = pair.pair
@@ -124,7 +118,7 @@ def exported_spec(pair: Any, digest: bytes) -> bytes:
     if not digest:
         template = pair.source.template
         function, own = portable(pair.source.fn), template.own
-        arguments = structure(template.treedef, template.leaves)
+        arguments = structure(template.treedef, iter(template.leaves))
     return written(
         Body(
             pair.name,
