@@ -12,18 +12,15 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
-from jdag.compute.machine import job_name
+from jdag.compute.machine import job_name, kept, outputs, used_up
 from jdag.engine.functions import name_of
 from jdag.engine.protocol import (
-    Apply,
     Arrived,
     Computed,
     ContextId,
     Drop,
     Effect,
     Event,
-    Fill,
-    Forward,
     Job,
     Joined,
     Key,
@@ -33,8 +30,6 @@ from jdag.engine.protocol import (
     ReadingKey,
     Resume,
     Spawn,
-    Sum,
-    Vjp,
     incarnated,
 )
 from jdag.runtime.trace import Clock, Trace
@@ -43,14 +38,10 @@ NO_CAUSE = -1
 
 
 class Recorder:
-    """Writes what happens to a trace, if there is one.
-
-    `look` is called with the number of records after each; for what waits for a record.
-    """
+    """Writes what happens to a trace, if there is one."""
 
     def __init__(self, trace: Trace | None, clock: Clock) -> None:
         self.trace = trace
-        self.look: Callable[[int], None] | None = None
         self.note = _note_nothing if trace is None else trace.at(clock)
         # By worker: the record that made each value; the jobs that run, with the record
         # and the detail of their start.
@@ -105,7 +96,7 @@ class Recorder:
         detail = (*detail, "" if failure is None else failure.error)
         record = self.note("finish", worker, detail, (start,))
         if failure is None:
-            self._made[worker].update(dict.fromkeys(_outputs(job), record))
+            self._made[worker].update(dict.fromkeys(outputs(job), record))
         return record
 
     def effect(self, worker: str, effect: Any, cause: int) -> int:
@@ -151,13 +142,13 @@ class Recorder:
             asked: the record of what made the engine ask for it.
             behind: that of the job that it waited for; -1 if for none.
         """
-        made, used_up = self._made[worker], _used_up(job)
+        made, gone = self._made[worker], used_up(job)
         causes = {asked: None}
-        for key in (*_kept(job), *used_up):
+        for key in (*kept(job), *gone):
             causes[made.get(key, asked)] = None
         if behind >= 0:
             causes[behind] = None
-        for key in used_up:
+        for key in gone:
             made.pop(key, None)
         kind = job.__class__.__name__.lower()
         place = (_label(job.context), job.phase, job.path)
@@ -200,45 +191,3 @@ _HAS: Mapping[type, tuple[bool, ...]] = {
     for union in (Message, Event, Effect)
     for cls in get_args(union)
 }
-
-
-def _used_up(job: Job) -> tuple[Key, ...]:
-    """The values that a job reads and that are gone afterwards."""
-    match job:
-        case Vjp():
-            addends = tuple([key for keys in job.cotangents for key in keys])
-            return (*addends, job.residuals) if job.last else addends
-        case Sum():
-            return job.addends
-        case Apply():
-            return () if job.output is None else (job.input,)
-        case _:
-            return ()
-
-
-def _kept(job: Job) -> tuple[Key, ...]:
-    """The values that a job reads and that stay."""
-    match job:
-        case Forward():
-            return job.inputs
-        case Vjp():
-            return () if job.last else (job.residuals,)
-        case Sum():
-            return () if job.base is None else (job.base,)
-        case Fill():
-            return ()
-        case Apply():
-            return (job.input,) if job.output is None else ()
-
-
-def _outputs(job: Job) -> tuple[Key, ...]:
-    """The values that a job makes."""
-    match job:
-        case Forward() if job.residuals is not None:
-            return (*job.outputs, job.residuals)
-        case Forward() | Vjp():
-            return job.outputs
-        case Sum() | Fill():
-            return (job.output,)
-        case Apply():
-            return () if job.output is None else (job.output,)
