@@ -126,26 +126,26 @@ class RootError(JdagError):
     """A root of a backward pass, or its cotangent, is not one that can be used."""
 
 
-class UnusedSendError(JdagError):
+class _PassError(JdagError):
+    """A pass that did not end, with an entry for each send that it waits for."""
+
+    def __init__(self, message: str, sends: tuple[object, ...] = ()) -> None:
+        super().__init__(message)
+        self.sends = sends
+
+
+class UnusedSendError(_PassError):
     """A pass is stuck: sends wait for cotangents that nobody will ever send.
 
     `sends` holds one entry for each owed send, those owed first in program order first.
     """
 
-    def __init__(self, message: str, sends: tuple[object, ...] = ()) -> None:
-        super().__init__(message)
-        self.sends = sends
 
-
-class PassTimeout(JdagError):
+class PassTimeout(_PassError):
     """A pass took longer than it was given.
 
     `sends` holds one entry for each send that still waited for its cotangent.
     """
-
-    def __init__(self, message: str, sends: tuple[object, ...] = ()) -> None:
-        super().__init__(message)
-        self.sends = sends
 
 
 class RemoteError(JdagError):

@@ -13,7 +13,7 @@ left; a buffer that was handed to `landed` is not written again.
 
 import math
 import weakref
-from collections.abc import Iterator
+from collections import defaultdict
 from typing import Any
 
 import jax
@@ -150,18 +150,16 @@ class Buffers:
 
     def __init__(self, kept_max: int = KEPT_MAX_BYTES) -> None:
         self._kept_max = kept_max
-        self._free: dict[int, list[Any]] = {
-            size: [] for size in _capacities() if size <= kept_max
-        }
+        self._free: defaultdict[int, list[Any]] = defaultdict(list)  # By size.
         # Sizes that were not asked for of late are the first to give way.
-        self._asked = dict.fromkeys(self._free, 0)
+        self._asked: dict[int, int] = {}
         self._turn = 0
         self._late = (0, 0)  # The turns of the last two sweeps.
 
     @property
     def kept(self) -> int:
         """Bytes that are kept for later."""
-        return sum([size * len(blocks) for size, blocks in self._free.items()])
+        return sum([size * len(blocks) for size, blocks in [*self._free.items()]])
 
     def aligned(self, nbytes: int) -> memoryview:
         """Return a writable buffer of so many bytes, at an address for `landed`.
@@ -170,7 +168,7 @@ class Buffers:
         an array over it is left.
         """
         size = _capacity(nbytes)
-        if nbytes < POOLED_MIN_BYTES or size not in self._free:
+        if nbytes < POOLED_MIN_BYTES or size > self._kept_max:
             return memoryview(_block(nbytes))
         self._turn += 1
         self._asked[size] = self._turn
@@ -202,13 +200,13 @@ class Buffers:
             return
         while self.kept + size > self._kept_max:  # Each turn lets go of a block.
             oldest = min(
-                [other for other, blocks in self._free.items() if blocks],
+                [other for other, blocks in [*self._free.items()] if blocks],
                 key=self._asked.__getitem__,
                 default=size,
             )
             if oldest == size:
                 return
-            _pop(self._free[oldest])
+            del self._free[oldest][-1:]  # Another thread may have been first.
         self._free[size].append(block)
 
 
@@ -216,11 +214,6 @@ def _give_back(pool: "weakref.ref[Buffers]", block: Any) -> None:
     buffers = pool()
     if buffers is not None:
         buffers._keep(block)
-
-
-def _pop(blocks: list[Any]) -> None:
-    if blocks:  # Another thread may have been first.
-        blocks.pop()
 
 
 def _block(nbytes: int) -> Any:
@@ -233,10 +226,3 @@ def _capacity(nbytes: int) -> int:
     """The next size that is a power of two, or by quarters of one above it."""
     step = 1 << max((nbytes - 1).bit_length() - 3, 0)
     return -(-nbytes // step) * step
-
-
-def _capacities() -> Iterator[int]:
-    size = POOLED_MIN_BYTES
-    while size <= 1 << 40:
-        yield size
-        size = _capacity(size + 1)

@@ -59,9 +59,12 @@ def _parts(node: Any) -> Iterable[Any]:
 
 
 class Static:
-    """A value that is part of the function that is called: an axis, a shape.
+    """A hashable value that is part of the function, not traced: an axis, a shape.
 
     Equal statics have equal values of equal types: True is not 1, 0.0 is not -0.0.
+
+    Raises:
+        JdagError: the value cannot be hashed, or is a callable that could change.
     """
 
     __slots__ = ("key", "value")
@@ -88,13 +91,7 @@ class Static:
         return f"static({self.value!r})"
 
 
-def static(value: Hashable) -> Static:
-    """Wrap a hashable value so that it is part of the function, not traced.
-
-    Raises:
-        JdagError: the value cannot be hashed, or is a callable that could change.
-    """
-    return Static(value)
+static = Static
 
 
 class Form:

@@ -27,17 +27,9 @@ from jdag.errors import JdagError, ScenarioError, unusable
 JobKey = Callable[[Any], tuple[Any, ...]]
 
 
-def _path_key(job: Any) -> tuple[Any, ...]:
-    return (job.phase, job.path)
-
-
-def _backward_first_key(job: Any) -> tuple[Any, ...]:
-    return (job.phase == 0, job.phase, job.path)
-
-
 POLICIES: Mapping[str, JobKey] = {
-    "path": _path_key,
-    "backward_first": _backward_first_key,
+    "path": lambda job: (job.phase, job.path),
+    "backward_first": lambda job: (job.phase == 0, job.phase, job.path),
 }
 
 
@@ -107,11 +99,7 @@ class ReadyJobs:
             heappush(self._jobs, entry)
 
     def take(self) -> Any:
-        """Remove the job to run now and return its item; None when none is ready.
-
-        Raises:
-            JdagError: the chooser picked one that is not there.
-        """
+        """Remove the job to run now and return its item; None when none is ready."""
         if not self._jobs:
             return None
         if not self._chooser.picks_jobs:
@@ -126,11 +114,7 @@ class ReadyJobs:
 
 
 def checked(index: int, count: int) -> int:
-    """Return the index that a chooser picked.
-
-    Raises:
-        JdagError: it is out of range; names the index and the range.
-    """
+    """Return the index that a chooser picked; JdagError if it is out of range."""
     if not 0 <= index < count:
         raise JdagError(
             f"the chooser picked {index!r}; it takes an index from 0 to {count - 1}"

@@ -32,7 +32,7 @@ from jdag.engine.protocol import (
     Spawn,
     incarnated,
 )
-from jdag.runtime.trace import Clock, Trace
+from jdag.runtime.trace import Trace
 
 NO_CAUSE = -1
 
@@ -40,9 +40,9 @@ NO_CAUSE = -1
 class Recorder:
     """Writes what happens to a trace, if there is one."""
 
-    def __init__(self, trace: Trace | None, clock: Clock) -> None:
+    def __init__(self, trace: Trace | None, clock: Any) -> None:
         self.trace = trace
-        self.note = _note_nothing if trace is None else trace.at(clock)
+        self.note = trace.at(clock) if trace is not None else lambda *_: NO_CAUSE
         # By worker: the record that made each value; the jobs that run, with the record
         # and the detail of their start.
         self._made: dict[str, dict[Key, int]] = defaultdict(dict)
@@ -172,13 +172,6 @@ def said(thing: Message | Event | Effect) -> tuple[str, str, int, Path]:
         label = f"{context.number}.{context.counter}"
     number = given.number if has_number else 0
     return (kind.__name__, label, number, given.path if has_path else ())
-
-
-def _note_nothing(
-    kind: str, worker: str, detail: tuple[Any, ...], causes: tuple[int, ...]
-) -> int:
-    del kind, worker, detail, causes
-    return NO_CAUSE
 
 
 def _label(context: ContextId | None) -> str:
