@@ -140,21 +140,20 @@ class Buffers:
 
     Fresh memory costs a page fault every 4 KiB, which is more than the copy into it.
     What is let go of is kept for the next of about its size, up to `kept_max` bytes,
-    where such sizes were asked for of late: weights that were received once, and gave
-    way to others long after, leave nothing here. It may be let go of in any thread and
-    at any moment: what is kept is only ever changed by operations of lists that nothing
-    interrupts.
+    where such sizes were asked for since the last sweep but one: weights that were
+    received once, and gave way to others long after, leave nothing here. It may be let
+    go of in any thread and at any moment, so what is kept is only ever changed by
+    operations of lists that nothing interrupts.
     """
 
-    __slots__ = ("__weakref__", "_asked", "_free", "_kept_max", "_late", "_turn")
+    __slots__ = ("__weakref__", "_before", "_free", "_kept_max", "_since")
 
     def __init__(self, kept_max: int = KEPT_MAX_BYTES) -> None:
         self._kept_max = kept_max
         self._free: defaultdict[int, list[Any]] = defaultdict(list)  # By size.
-        # Sizes that were not asked for of late are the first to give way.
-        self._asked: dict[int, int] = {}
-        self._turn = 0
-        self._late = (0, 0)  # The turns of the last two sweeps.
+        # The sizes that were asked for since the last sweep, and before it.
+        self._since: set[int] = set()
+        self._before: set[int] = set()
 
     @property
     def kept(self) -> int:
@@ -170,8 +169,7 @@ class Buffers:
         size = _capacity(nbytes)
         if nbytes < POOLED_MIN_BYTES or size > self._kept_max:
             return memoryview(_block(nbytes))
-        self._turn += 1
-        self._asked[size] = self._turn
+        self._since.add(size)
         try:
             block = self._free[size].pop()
         except IndexError:
@@ -183,11 +181,10 @@ class Buffers:
 
     def sweep(self) -> None:
         """Let go of what is kept of sizes not asked for since the sweep before."""
-        _, last = self._late
         for size, blocks in self._free.items():
-            if self._asked[size] <= last:
+            if size not in self._since:
                 blocks.clear()
-        self._late = last, self._turn
+        self._before, self._since = self._since, set()
 
     def clear(self) -> None:
         """Let go of what is kept."""
@@ -196,18 +193,9 @@ class Buffers:
 
     def _keep(self, block: Any) -> None:
         size = block.nbytes
-        if self._asked[size] <= self._late[0]:
-            return
-        while self.kept + size > self._kept_max:  # Each turn lets go of a block.
-            oldest = min(
-                [other for other, blocks in [*self._free.items()] if blocks],
-                key=self._asked.__getitem__,
-                default=size,
-            )
-            if oldest == size:
-                return
-            del self._free[oldest][-1:]  # Another thread may have been first.
-        self._free[size].append(block)
+        is_wanted = size in self._since or size in self._before
+        if is_wanted and self.kept + size <= self._kept_max:
+            self._free[size].append(block)
 
 
 def _give_back(pool: "weakref.ref[Buffers]", block: Any) -> None:

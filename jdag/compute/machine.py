@@ -173,16 +173,14 @@ class Machine:
         ]
         if not any(staying) or not isinstance(message, Primal | Reading):
             return message, keys, values
-        failures, indices = list(message.failures), iter(range(len(values)))
         path = message.path if isinstance(message, Primal) else ()
-        for slot, failure in enumerate(failures):
-            if failure is None and (why := staying[next(indices)]) is not None:
-                failures[slot] = replace(why, path=path)
-        kept = [index for index, why in enumerate(staying) if why is None]
+        whys = iter([why and replace(why, path=path) for why in staying])
+        failures = [known or next(whys) for known in message.failures]
+        leaves = [why is None for why in staying]
         return (
             replace(message, failures=tuple(failures)),
-            tuple([keys[index] for index in kept]),
-            tuple([values[index] for index in kept]),
+            tuple(compress(keys, leaves)),
+            tuple(compress(values, leaves)),
         )
 
     def _why_not(self, value: Any, key: Key, worker: str) -> Failure | None:

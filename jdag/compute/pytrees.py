@@ -155,7 +155,8 @@ class Template(Form):
     def __init__(
         self, treedef: Any, leaves: Sequence[Any], key: Hashable, own: int
     ) -> None:
-        super().__init__(treedef, leaves, (treedef, _exact(treedef), key))
+        numbers = _numbers(treedef) if _has_data(treedef) else None
+        super().__init__(treedef, leaves, (treedef, numbers, key))
         self.own = own
 
     def name(self, position: int) -> str:
@@ -163,14 +164,6 @@ class Template(Form):
         holes = [index for index, leaf in enumerate(self.leaves) if leaf is HOLE]
         args, kwargs = jtu.tree_unflatten(self.treedef, range(len(self.leaves)))
         return _argument_name(args, kwargs, holes[position], self.own)
-
-
-def _exact(treedef: Any) -> Hashable:
-    """What a treedef's own `==` does not tell apart: True and 1 in the data of a node.
-
-    Nodes of users have such data, static fields above all; dicts have keys.
-    """
-    return _numbers(treedef) if _has_data(treedef) else None
 
 
 @lru_cache(maxsize=4096)
@@ -186,6 +179,10 @@ def _has_data(treedef: Any) -> bool:
 
 
 def _numbers(treedef: Any) -> Hashable:
+    """The numbers in the data of nodes: a treedef's own `==` takes True and 1 for one.
+
+    Nodes of users have such data, static fields above all; dicts have keys.
+    """
     node = treedef.node_data()
     if node is None:
         return None
@@ -287,19 +284,19 @@ def split(
     statics: list[tuple[int, Hashable]] = []
     position = 0
     for index, leaf in enumerate(leaves):
+        kind = _kind(type(leaf))
         if is_ref(leaf):
             refs.append((position, leaf))
+        elif kind is _Kind.STATIC:
+            statics.append((index, key_of(refuse_mutable(leaf))))
+            continue
+        elif kind is _Kind.WRAPPED:
+            statics.append((index, leaf.key))
+            leaves[index] = leaf.value
+            continue
+        elif kind is _Kind.TRACER or kind is _Kind.REFUSED:
+            raise _refusal(leaf, _argument_name(args, kwargs, index, own))
         else:
-            kind = _kind(type(leaf))
-            if kind is _Kind.STATIC or kind is _Kind.WRAPPED:
-                wrapped = kind is _Kind.WRAPPED
-                key = leaf.key if wrapped else key_of(refuse_mutable(leaf))
-                statics.append((index, key))
-                if wrapped:
-                    leaves[index] = leaf.value
-                continue
-            if kind is _Kind.TRACER or kind is _Kind.REFUSED:
-                raise _refusal(leaf, _argument_name(args, kwargs, index, own))
             try:
                 constants.append((position, frozen(leaf)))
             except JdagError as error:
