@@ -2,10 +2,10 @@
 
 A value leaves as views of its elements (`parts`), without a copy where they are on the
 CPU and in order. What comes is written into a buffer from `Buffers.aligned` and becomes
-a value where it lies (`landed`): JAX takes aligned memory as it is. Values of less than
-4 MiB become read-only numpy arrays and weak scalars Python numbers: compiled functions
-take these as soon as JAX arrays, which take longer to make (in a worker that has waited
-0.3 ms of 512 KiB). `delivered` makes of them what users are to see.
+a value in place (`landed`): JAX takes aligned memory without a copy. Values below 4 MiB
+become read-only numpy arrays and weak scalars Python numbers: compiled functions take
+these as fast as JAX arrays, which take longer to make (0.3 ms for 512 KiB, in a worker
+that was idle). `delivered` makes of them what users see.
 
 Invariants: a buffer is handed out again only when no view of it and no array over it is
 left; a buffer that was handed to `landed` is not written again.

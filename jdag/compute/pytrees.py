@@ -32,7 +32,7 @@ NO_LEAF = (
 _warned: list[str] = []  # The warning of a number inside a pytree, once given.
 
 
-# JAX takes pytrees apart recursively, and where the stack is too small for that it does
+# JAX flattens pytrees recursively, and where the stack is too small for that it does
 # not give back what it has taken of it: all that runs afterwards has less.
 DEPTH_MAX = 150
 _one_level: Any = jtu.default_registry.flatten_one_level
@@ -95,14 +95,11 @@ static = Static
 
 
 class Form:
-    """What a pytree is without its arrays, or refs: its tree, and what else is in it.
+    """A pytree without its arrays, or refs: its `treedef`, and its other `leaves`.
 
-    Equal forms have holes at the same places; what is beside them is not compared, so
-    that a gradient, with None there, has the form of what it is the gradient of.
-
-    Attributes:
-        treedef: the structure.
-        leaves: at each of its leaves `HOLE`, the place of an array, or what is there.
+    `HOLE` is in the place of each array. Equal forms have holes at the same places; the
+    other leaves are not compared, so that a gradient, which has None there, has the
+    form of the pytree that it is the gradient of.
     """
 
     __slots__ = ("_hash", "key", "leaves", "treedef")
@@ -123,7 +120,7 @@ class Form:
 
     @property
     def bare(self) -> "Form":
-        """The same with None in the place of all that is beside the holes."""
+        """The same with None in the place of all leaves but holes."""
         leaves = [HOLE if leaf is HOLE else None for leaf in self.leaves]
         return Form(self.treedef, leaves)
 

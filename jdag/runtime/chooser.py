@@ -7,8 +7,8 @@
                  frame arrives, a job begins or ends, a program begins or goes on
 
 `Chooser` draws amounts and chances from a seed, and orders ready jobs by a policy. A
-strategy, or a script of the choices of an earlier run, overrides these methods. It is
-asked for picks only where it sets `picks_jobs` or `picks_events`.
+strategy, or a script of the choices of an earlier run, overrides these methods. Picks
+are asked for only where it sets `picks_jobs` or `picks_events`.
 
 Invariants: nothing is asked where the answer is certain: a probability of 0 or 1, an
 amount with equal bounds. A choice changes when things happen, and never gradient bits.

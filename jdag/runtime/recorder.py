@@ -70,22 +70,20 @@ class Recorder:
         """Record an event of an engine, and values held with it; return the index."""
         kind = event.__class__
         detail: tuple[Any, ...]
-        if kind is Arrived:
-            detail = (event.sender, *said(event.message))
-            record = self.note("deliver", worker, detail, causes)
-        elif kind is Computed:
+        if kind is Computed:
             return self._computed(worker, event)
+        if kind is Arrived:
+            what, detail = "deliver", (event.sender, *said(event.message))
         elif kind is Lost:
-            record = self.note("lost", worker, (event.worker,), causes)
+            what, detail = "lost", (event.worker,)
         elif kind is Joined:
-            name = incarnated(event.name, event.incarnation)
-            record = self.note("joined", worker, (name,), causes)
+            what, detail = "joined", (incarnated(event.name, event.incarnation),)
         else:
             waiter = getattr(event, "waiter", None)
             if waiter is not None:
                 self._asked[waiter] = kind.__name__
-            detail = said(event)
-            record = self.note("issue", worker, detail, causes)
+            what, detail = "issue", said(event)
+        record = self.note(what, worker, detail, causes)
         if keys:
             self._made[worker].update(dict.fromkeys(keys, record))
         return record
@@ -135,12 +133,8 @@ class Recorder:
     ) -> None:
         """Record that a job runs from now on; what it reads for the last time is gone.
 
-        Args:
-            worker: where it runs.
-            job: what runs.
-            cost_ns: how long it takes.
-            asked: the record of what made the engine ask for it.
-            behind: that of the job that it waited for; -1 if for none.
+        `cost_ns` is how long it takes, `asked` the record of what made the engine ask
+        for it, `behind` that of the job that it waited for; -1 if for none.
         """
         made, gone = self._made[worker], used_up(job)
         causes = {asked: None}

@@ -1,9 +1,9 @@
 """Structs as bytes: msgspec with errors of ours, and checks beyond its types.
 
-Annotations bound every number, text and tuple, and msgspec holds what it reads to them
-before it takes memory. What they cannot say is checked afterwards: that workers and the
-owners of contexts are known, and the table `RELATIONS`. What cannot be written or read
-raises a ProtocolError that says where and why.
+Annotations bound every number, text and tuple, and msgspec checks what it reads against
+them before it takes memory. The rest is checked afterwards: that workers and the owners
+of contexts are known, and the table `RELATIONS`. What cannot be written or read raises
+a ProtocolError that says where and why.
 """
 
 from collections.abc import Callable
@@ -63,7 +63,7 @@ def _escaped(value: Any) -> Any:
 
 
 def decoded(decoder: "Decoder[Any]", data: bytes | memoryview) -> Any:
-    """What the bytes are."""
+    """Return the value of the bytes."""
     try:
         return decoder.decode(data)
     except (MsgspecError, ValueError, RecursionError) as error:

@@ -1,14 +1,14 @@
 """Messages as bytes: an envelope, and behind it the elements of small values.
 
 An envelope is a message and the types of the values that ride along, in the order of
-`landing(message)`; 4 bytes before it say how many it takes. What is opaque to engines
-is made bytes before (`_CLOSED`) and data after (`_OPENED`).
+`landing(message)`; 4 bytes before it have its length. What is opaque to engines is
+turned into bytes before (`_CLOSED`) and into data after (`_OPENED`).
 
-What reads back as it was: everything but these. The function of a call or assignment
-is its spec (`jdag.wire.specs`), that of a run or hook nested data; the shape of a root,
-version or hook is an `ArrayType`; in arguments and results see `jdag.wire.trees`. A
-failure's `exception` stays where it was raised. All of this writes as the same bytes
-again. What cannot be written or read raises a ProtocolError that says where and why.
+All fields are read as they were written, but for these: the function of a call or
+assignment is its spec (`jdag.wire.specs`), that of a run or hook nested data; the shape
+of a root, version or hook is an `ArrayType`; for arguments and results see
+`jdag.wire.trees`. The `exception` of a failure stays where it was raised. What is read
+writes as the same bytes again. What cannot be written or read raises a ProtocolError.
 """
 
 from collections.abc import Callable, Sequence
@@ -61,7 +61,7 @@ _check_drawing = check_of(Drawing | None)
 
 
 def _sendable(value: Any) -> Any:
-    """A function travels as its spec; nothing else is made data of here."""
+    """Return the spec of a function."""
     if hasattr(value, "spec") or hasattr(value, "pair"):
         return spec_of(value)
     raise TypeError(f"{value!r} of type {type(value).__name__} is no data")

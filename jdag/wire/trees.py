@@ -1,15 +1,13 @@
 """Arguments and results of programs as bytes: nested data, refs, arrays, names.
 
-Refs travel as data. What only code can make again travels by name: functions and
-classes as `Named`, instances (named tuples, dataclasses, enums, partials, dtypes and
-JAX's own pytree nodes) as `TreeNode`, the name of their class and their parts. Reading
-gives `Named`, `TreeNode`, `RefParts` and `Raw` arrays, which write as the same bytes
-again; the reader makes of them what they name, if it allows that. Anything else is
-refused by a ProtocolError: nothing is pickled.
+Refs travel as data, functions and classes by name (`Named`). Instances of named tuples,
+dataclasses, enums, partials, dtypes and JAX's own pytree nodes are a `TreeNode`, the
+name of their class and their parts. Reading gives `Named`, `TreeNode`, `RefParts` and
+`Raw` arrays, which write as the same bytes again; the reader makes of them what they
+name, if it allows that. All else is refused by a ProtocolError: nothing is pickled.
 
-On the wire an item is a number, a text or bytes, or one of the structs below. The bytes
-of a tree are 4 that say how many follow for its items, these, and then the elements of
-its arrays, one after the other.
+On the wire an item is a number, a text or one of the structs below. The bytes of a tree
+are 4 with the length of its items, then the items, then the elements of its arrays.
 
 Structures of arguments (`jdag.wire.specs`) also have `HOLE` in the place of each array,
 `Part` around each static, and `Opaque` for what cannot travel.
@@ -118,13 +116,13 @@ class TreeNode(Record, tag=9):
 
 
 class Part(Record, tag=11):
-    """A static in a structure: what is at its place."""
+    """A static in a structure."""
 
     value: "Item"
 
 
 class Opaque(Record, tag=12):
-    """What cannot travel, in its place: the name of its class."""
+    """The class of what cannot travel."""
 
     name: Name
 
