@@ -12,6 +12,7 @@ laptop. What is held, read and dropped is the same in both.
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import compress
+from operator import itemgetter
 from typing import Any, NamedTuple, assert_never
 
 from msgspec.structs import replace
@@ -78,35 +79,33 @@ class Machine:
 
         What it reads for the last time (`used_up`) is let go of.
         """
-        work = Work(self._computation(job), self.device_of(job))
-        for key in used_up(job):
-            self.values.drop(key)
-        return work
-
-    def _computation(self, job: Job) -> Callable[[], Any]:
         get, abstract = self.values.get, self.abstract
+        compute: Callable[[], Any]
         match job:
+            case Forward() if abstract:
+                compute = partial(_output_avals, job.function)
             case Forward():
-                if abstract:
-                    avals = job.function.out_avals
-                    return lambda: (avals, None)
-                return partial(job.function.forward, [get(key) for key in job.inputs])
+                compute = partial(job.function.forward, [get(k) for k in job.inputs])
+            case Vjp() if abstract:
+                compute = partial(_input_avals, job.function)
             case Vjp():
-                if abstract:
-                    return partial(_input_avals, job.function)
                 cotangents = [[get(key) for key in keys] for keys in job.cotangents]
-                return partial(_vjp, job.function, get(job.residuals), cotangents)
+                compute = partial(_vjp, job.function, get(job.residuals), cotangents)
             case Sum():
                 keys = job.addends if job.base is None else (job.base, *job.addends)
                 addends = [get(key) for key in keys]
-                return (lambda: addends[0]) if abstract else partial(add, addends)
+                compute = partial(itemgetter(0) if abstract else add, addends)
             case Fill():
-                return partial(_filled, job, abstract)
+                compute = partial(_filled, job, abstract)
             case Apply():
                 run = seen if job.output is None else hooked
-                return partial(run, job.function, get(job.input))
+                compute = partial(run, job.function, get(job.input))
             case _:
                 assert_never(job)
+        work = Work(compute, self.device_of(job))
+        for key in used_up(job):
+            self.values.drop(key)
+        return work
 
     def hold(self, job: Job, work: Work, made: Any) -> None:
         """Hold what the work of a job has made."""
@@ -232,6 +231,10 @@ class _AbstractResiduals:
             *[values.buffer(job.inputs[index]) for index in pair.args_kept],
             *[values.buffer(job.outputs[index]) for index in pair.outputs_kept],
         )
+
+
+def _output_avals(pair: Any) -> tuple[tuple[Aval, ...], None]:
+    return pair.out_avals, None
 
 
 def _input_avals(pair: Any) -> tuple[Aval, ...]:

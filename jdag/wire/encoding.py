@@ -183,9 +183,14 @@ def _of_parts(checks: list[tuple[Callable[[Any], Any], Check]]) -> Check:
 
 
 def _of_union(checks: dict[Any, Check]) -> Check:
-    if all(check is _nothing for check in checks.values()):
-        return _nothing
-    return lambda value, known: checks.get(type(value), _nothing)(value, known)
+    checks = {part: check for part, check in checks.items() if check is not _nothing}
+
+    def check_one(value: Any, known: Known) -> None:
+        check = checks.get(type(value))
+        if check is not None:
+            check(value, known)
+
+    return check_one if checks else _nothing
 
 
 def _of_each(check: Check) -> Check:

@@ -98,7 +98,9 @@ def spec_of(pair: Any) -> bytes:
 
     A pair that came by its spec has that in its attribute `spec`.
     """
-    known: bytes | None = getattr(pair, "spec", None) or _made.get(pair)
+    known: bytes | None = getattr(pair, "spec", None)
+    if known is None:
+        known = _made.get(pair)
     if known is not None:
         return known
     bare = pair.pair
