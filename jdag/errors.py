@@ -1,4 +1,4 @@
-"""The few ways in which jdag says no."""
+"""The exceptions of jdag, and how values are shown in them."""
 
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
@@ -15,7 +15,7 @@ SAID_MAX = 1 << 16  # Characters of what an exception says, and of its frames.
 
 
 def cut(text: str, most: int) -> str:
-    """So many characters of a text, and between them how many are left out."""
+    """Return the two ends of a text, and between them how much is left out."""
     half = most // 2
     if len(text) <= most:
         return text
@@ -24,7 +24,7 @@ def cut(text: str, most: int) -> str:
 
 
 def kind_of(value: object) -> str:
-    """Say what a value is, as messages do: `an int`, `a JAX array`."""
+    """Name the kind of a value: `an int`, `a JAX array`."""
     name = _NAMES.get(type(value).__name__, type(value).__name__)
     return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
 
@@ -88,7 +88,7 @@ def spelled(path: object) -> str:
 
 
 def reason(error: OSError | ValueError) -> str:
-    """Say what the system says, or Python of a path, without a number."""
+    """Return the system's text, or Python's of a path, without a number."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
     return f"no file can have this name: {error}"  # It has a zero byte, or no bytes.
@@ -126,26 +126,26 @@ class RootError(JdagError):
     """A root of a backward pass, or its cotangent, is not one that can be used."""
 
 
-class UnusedSendError(JdagError):
+class _PassError(JdagError):
+    """A pass that did not end, with an entry for each send that it waits for."""
+
+    def __init__(self, message: str, sends: tuple[object, ...] = ()) -> None:
+        super().__init__(message)
+        self.sends = sends
+
+
+class UnusedSendError(_PassError):
     """A pass is stuck: sends wait for cotangents that nobody will ever send.
 
     `sends` holds one entry for each owed send, those owed first in program order first.
     """
 
-    def __init__(self, message: str, sends: tuple[object, ...] = ()) -> None:
-        super().__init__(message)
-        self.sends = sends
 
-
-class PassTimeout(JdagError):
+class PassTimeout(_PassError):
     """A pass took longer than it was given.
 
     `sends` holds one entry for each send that still waited for its cotangent.
     """
-
-    def __init__(self, message: str, sends: tuple[object, ...] = ()) -> None:
-        super().__init__(message)
-        self.sends = sends
 
 
 class RemoteError(JdagError):

@@ -29,7 +29,7 @@ class Links:
         self.queues: dict[Pair, deque[tuple[Any, list[Any]]]] = {}
         self.partial: dict[Pair, list[Parcel]] = {}
         self.stalls = False  # What is to come of values does not.
-        self._orders: dict[Pair, Order[Parcel]] = {}
+        self._orders: dict[Pair, Order] = {}
         self._rng = rng
         self.large = large
 

@@ -90,7 +90,7 @@ def tampered(payload: bytes, others: Sequence[Recorded], rng: random.Random) -> 
 
 def lie(payload: bytes, codec: Codec, rng: random.Random) -> bytes | None:
     """A message that can be read, with other ids, slots, contexts and numbers."""
-    message, kinds, offset = codec.decode_with(payload)
+    message, kinds, offset = codec.decode(payload)
     told = changed(message, rng, rng.choice((0.02, 0.1, 0.4)))
     try:
         return codec.encode(told, kinds) + payload[offset:]

@@ -276,33 +276,28 @@ def test_buffers_of_any_size_are_aligned_and_writable():
         view[:] = bytes(nbytes)
 
 
-def test_what_is_kept_is_bounded_and_old_sizes_give_way():
+def test_what_is_kept_is_bounded():
     buffers = Buffers(kept_max=8 * LARGE)
     small = [buffers.aligned(LARGE) for _ in range(12)]
     small.clear()
     assert buffers.kept == 8 * LARGE
+    small.append(buffers.aligned(LARGE))
     large = buffers.aligned(4 * LARGE)
+    del large
+    assert buffers.kept == 7 * LARGE  # There is no room for it.
+    buffers.sweep()
+    large = buffers.aligned(4 * LARGE)
+    buffers.sweep()  # Of the others none was asked for in between.
     there = address(large)
     del large
-    assert buffers.kept == 8 * LARGE
+    assert buffers.kept == 4 * LARGE
     large = buffers.aligned(4 * LARGE)
     assert address(large) == there
-    assert buffers.kept == 4 * LARGE
     too_large = buffers.aligned(9 * LARGE)
     del too_large
-    assert buffers.kept == 4 * LARGE
+    assert buffers.kept == 0
     del buffers
     large[:] = bytes(4 * LARGE)  # Who keeps them may go before those who use them.
-
-
-def test_the_size_that_was_asked_for_longest_ago_gives_way_first():
-    buffers = Buffers(kept_max=6 * LARGE)
-    held = [buffers.aligned(LARGE), buffers.aligned(2 * LARGE)]
-    held.clear()
-    assert buffers.kept == 3 * LARGE
-    held.append(buffers.aligned(4 * LARGE))
-    held.clear()
-    assert buffers.kept == 6 * LARGE  # Not 5: of the two the smaller one went.
 
 
 def test_a_sweep_lets_go_of_sizes_that_were_not_asked_for_since_the_one_before():

@@ -231,7 +231,7 @@ def test_a_dual_travels_as_two_arrays_under_one_header():
     message = Primal(ContextId(0, 1, 0), (1,), "a", (None, None))
     codec = Codec(("a",))
     head = codec.encode(message, [kind, type_of(X)])
-    assert codec.decode_with(head) == (message, (kind, type_of(X)), len(head))
+    assert codec.decode(head) == (message, (kind, type_of(X)), len(head))
     elements = 2 * W.nbytes + X.nbytes
     assert size(message, [dual, X]) == (elements, len(head) + elements)
 

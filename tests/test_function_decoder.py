@@ -49,6 +49,7 @@ from jdag.wire.specs import spec_of
 from jdag.wire.trees import Raw
 from tests import names_cases
 from tests.compute_cases import array
+from tests.wire_cases import read_message
 
 CODEC = Codec(("home", "a"))
 CONTEXT = ContextId(0, 1, 0)
@@ -67,7 +68,7 @@ def made(fn: Any, *args: Any, tracked: bool = True) -> Any:
 
 def arrived(message: Any, functions: FunctionDecoder = ALLOWED) -> Any:
     """The message as it is bound on the other side."""
-    return functions.bind(CODEC.decode(CODEC.encode(message)), "a")
+    return functions.bind(read_message(CODEC, CODEC.encode(message)), "a")
 
 
 def call_of(pair: Any) -> Call:
@@ -486,7 +487,7 @@ def test_mutated_messages_raise_nothing_but_protocol_errors(kind: str) -> None:
         for _ in range(rng.randint(1, 3)):
             data[rng.randrange(len(data))] = rng.randrange(256)
         try:
-            message: Any = functions.bind(CODEC.decode(bytes(data)), "a")
+            message: Any = functions.bind(read_message(CODEC, bytes(data)), "a")
         except ProtocolError:
             outcomes["refused"] += 1
             continue

@@ -54,6 +54,7 @@ from tests.test_function_decoder import (
     call_of,
     made,
 )
+from tests.wire_cases import read_message
 
 X = array(3)
 THERE = ("tests",)
@@ -253,7 +254,7 @@ def test_a_message_is_sent_with_what_is_to_be_defined_first() -> None:
     assert isinstance(message, Call)
     functions = FunctionDecoder()
     functions.define(*definition)
-    bound: Any = functions.bind(CODEC.decode(CODEC.encode(message)), "a")
+    bound: Any = functions.bind(read_message(CODEC, CODEC.encode(message)), "a")
     assert bits(bound.function.forward([array(2, 3), X])[0][0]) == bits(
         pair.forward([array(2, 3), X])[0][0]
     )
@@ -397,7 +398,7 @@ functions, codec = FunctionDecoder(), Codec(("home", "a"))
 for n in range(int(sys.argv[2])):
     digest, data = [(folder / f"{what}{n}").read_bytes() for what in ("digest", "data")]
     functions.define(digest, data)
-    call = functions.bind(codec.decode((folder / f"call{n}").read_bytes()), "home")
+    call = functions.bind(codec.decode((folder / f"call{n}").read_bytes())[0], "home")
     pair = call.function
     values = [np.load(folder / f"arg{n}_{m}.npy") for m in range(len(pair.avals))]
     outputs, residuals = pair.forward(values)

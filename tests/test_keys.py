@@ -15,6 +15,7 @@ from jdag.engine.protocol import (
 )
 from jdag.errors import ProtocolError
 from jdag.wire.messages import Codec
+from tests.wire_cases import read_message
 
 CODEC = Codec(("a", "b", "c"))
 CONTEXT = ContextId(2, 7, 0)
@@ -31,10 +32,10 @@ KEYS = (
 @pytest.mark.parametrize("key", KEYS, ids=str)
 def test_a_key_reads_back_and_cut_anywhere_is_refused(key: Key) -> None:
     data = CODEC.encode(Read(9, (key, KEYS[0])))
-    assert CODEC.decode(data) == Read(9, (key, KEYS[0]))
+    assert read_message(CODEC, data) == Read(9, (key, KEYS[0]))
     for cut in range(len(data)):
         with pytest.raises(ProtocolError):
-            CODEC.decode(data[:cut])
+            read_message(CODEC, data[:cut])
 
 
 def test_keys_of_several_kinds_differ_and_have_hashes_of_their_own() -> None:
@@ -47,7 +48,7 @@ def test_keys_of_several_kinds_differ_and_have_hashes_of_their_own() -> None:
 def test_a_key_of_a_context_of_no_worker_is_refused() -> None:
     data = CODEC.encode(Read(9, (OutputKey(ContextId(3, 7, 0), (1,), 0),)))
     with pytest.raises(ProtocolError, match="context's worker 3: the cluster has 3 wo"):
-        CODEC.decode(data)
+        read_message(CODEC, data)
 
 
 @pytest.mark.parametrize(
@@ -65,4 +66,4 @@ def test_a_key_of_a_context_of_no_worker_is_refused() -> None:
 )
 def test_what_no_key_has_is_refused(key: Key, said: str) -> None:
     with pytest.raises(ProtocolError, match=said):
-        CODEC.decode(CODEC.encode(Read(9, (key,))))
+        read_message(CODEC, CODEC.encode(Read(9, (key,))))

@@ -16,6 +16,11 @@ LATENCY_NS = 200  # With the acknowledgement's delay and the way back well below
 EVENTS_MAX = 20_000
 
 
+def unacknowledged(link: Link) -> list[object]:
+    """The payloads that the peer is not known to have, oldest first."""
+    return [payload for payload, _, _ in link._unacked]
+
+
 @dataclass
 class Pair:
     """Two ends and what lies between: each frame meets the next fate, then none."""
@@ -87,7 +92,8 @@ def test_all_arrives_once_in_order_over_drops_duplicates_and_disorder(sends, fat
     pair.run()
     assert pair.got == told
     for link in pair.ends.values():
-        assert link.quiet and link.deadline_ns is None
+        assert link.deadline_ns is None
+        assert unacknowledged(link) == []
         assert not link._early
         assert link.sent == len(told[link.peer])
 
@@ -129,6 +135,7 @@ def test_it_gives_up_after_so_many_resends():
     link = pair.ends["a"]
     assert link.lost and link.deadline_ns is None
     assert link.resent == SETTINGS.resend_max
+    assert unacknowledged(link) == [("payload", 0), ("payload", 1)]
     assert pair.now_ns >= 15 * SETTINGS.resend_ns  # 1 + 2 + 4 + 8: waits double.
     with pytest.raises(WorkerLost, match="b: lost after 3 resends"):
         link.send("more", pair.now_ns)
@@ -155,7 +162,7 @@ def test_progress_starts_waits_and_tries_anew():
     for _ in range(SETTINGS.resend_max):
         assert link.tick(link.deadline_ns or 0)
     link.receive(Frame(0, 1), 20_000)
-    assert link.tick(20_000) == (Frame(2, 0, "y", resend=True),)
+    assert link.tick(20_000) == (Frame(2, 0, "y"),)
     assert link.deadline_ns == 20_000 + 2 * SETTINGS.resend_ns
     assert not link.lost
 
@@ -168,7 +175,7 @@ def test_an_acknowledgement_rides_on_data_and_goes_alone_only_after_its_delay():
     assert link.deadline_ns == 160
     assert link.tick(159) == ()
     assert link.tick(160) == (Frame(0, 2),)
-    assert link.quiet and link.deadline_ns is None
+    assert link.deadline_ns is None
 
 
 def test_a_frame_that_comes_again_is_acknowledged_again():
@@ -191,7 +198,7 @@ def test_a_busy_path_puts_each_resend_off_once_and_not_for_ever():
     link.send("x", 0)
     assert link.tick(1000, busy_until_ns=9000) == ()
     assert link.deadline_ns == 9000 + SETTINGS.resend_ns
-    assert link.tick(10_000, busy_until_ns=99_000) == (Frame(1, 0, "x", resend=True),)
+    assert link.tick(10_000, busy_until_ns=99_000) == (Frame(1, 0, "x"),)
     assert link.deadline_ns == 10_000 + 2 * SETTINGS.resend_ns
     assert link.tick(12_000, busy_until_ns=13_000) == ()
     assert link.deadline_ns == 13_000 + SETTINGS.resend_ns

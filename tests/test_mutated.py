@@ -34,7 +34,7 @@ from jdag.wire.messages import Codec
 from tests import random_runs
 from tests.random_hooks import numbered
 from tests.random_source import source_of
-from tests.wire_cases import Point, program
+from tests.wire_cases import Point, program, read_message
 
 FEW = 4_000
 MANY = 100_000
@@ -135,7 +135,7 @@ def changed(real: list[bytes], rng: Random) -> bytes:
 def read_or_refused(data: bytes, seed: int) -> str:
     """What the bytes are; any error but a refusal names the seed."""
     try:
-        message, kinds, offset = CODEC.decode_with(data)
+        message, kinds, offset = CODEC.decode(data)
     except ProtocolError as error:
         assert len(str(error)) < 4_000, seed
         return "refused"
@@ -144,12 +144,12 @@ def read_or_refused(data: bytes, seed: int) -> str:
     assert type(message) in KINDS and 0 <= offset <= len(data), seed
     assert all(0 <= kind.nbytes < 1 << 64 for kind in kinds), seed
     again = CODEC.encode(message, kinds)
-    assert CODEC.decode_with(again)[0] == message or "nan" in repr(message), seed
+    assert CODEC.decode(again)[0] == message or "nan" in repr(message), seed
     return "read"
 
 
 def test_mutated_messages_are_refused_or_read(real: list[bytes]):
-    kinds = {type(CODEC.decode_with(data)[0]) for data in real}
+    kinds = {type(CODEC.decode(data)[0]) for data in real}
     missing = [kind.__name__ for kind in KINDS if kind not in kinds]
     assert missing == [], missing
     found: Counter[str] = Counter()
@@ -180,7 +180,7 @@ def taken(data: bytes) -> tuple[int, str]:
     try:
         before = tracemalloc.get_traced_memory()[0]
         try:
-            CODEC.decode(data)
+            read_message(CODEC, data)
             said = ""
         except ProtocolError as error:
             said = str(error)

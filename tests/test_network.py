@@ -234,4 +234,4 @@ def test_a_slow_but_clean_network_makes_no_link_resend(sends, jitter_ns):
     timeline.run(chooser, (), 0)
     assert got == told
     for link in ends.values():
-        assert (link.resent, link.duplicates, link.quiet) == (0, 0, True)
+        assert (link.resent, link.duplicates, link.deadline_ns) == (0, 0, None)

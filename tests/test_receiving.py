@@ -118,3 +118,12 @@ def test_a_frame_out_of_turn_is_refused_and_no_message_comes_twice(again: int):
     assert [delivery.message for delivery in events] == [
         primal(number, slots=0) for number in (1, 2, 3)
     ]
+
+
+def test_a_message_brings_as_many_values_as_land():
+    reader, events = made()
+    body = CODEC.encode(primal(1))
+    frame = pack_header(1, 0, len(body), FrameKind.MESSAGE) + body
+    with pytest.raises(ProtocolError, match="a Primal with 0 values, not 1"):
+        read_in(reader, events, frame)
+    assert events == []

@@ -69,7 +69,7 @@ def total(*args: Any, **kwargs: Any) -> Any:
 
 
 def spec_for(template: Template) -> bytes:
-    arguments = specs.structure(template.treedef, template.leaves)
+    arguments = specs.structure(template.treedef, iter(template.leaves))
     return written(Body("m:f", None, arguments, template.own, b"", (), (), (), ()))
 
 

@@ -10,7 +10,7 @@ from jdag.sim.faults import Delay, Drop, Duplicate, Partition
 from jdag.sim.network import LinkModel, Network
 from jdag.sim.outages import OUT_OF_REACH
 from jdag.sim.transport import link_settings
-from jdag.wire.link import ACK_BYTES, LinkSettings
+from jdag.wire.link import FRAME_BYTES, LinkSettings
 from tests.sim_cases import Work, job, play, resume, send, tag_of
 
 LATENCY_NS = 100
@@ -294,7 +294,7 @@ def test_acknowledgements_ride_on_answers_and_cost_their_own_bytes_alone(monkeyp
     played.run()
     played.simulation.settle()
     (ack,) = played.records("ack")
-    assert ack.worker == "a" and ack.named["wire_bytes"] == ACK_BYTES
+    assert ack.worker == "a" and ack.named["wire_bytes"] == FRAME_BYTES
     assert ack.causes == (played.records("send")[1].index,)
 
 

@@ -62,6 +62,8 @@ from jdag.engine.protocol import (
     Start,
 )
 from jdag.engine.protocol import Mode as PassMode
+from jdag.errors import ProtocolError
+from jdag.wire.messages import Codec
 
 WORKERS = ("home", "a", "b", "ü")
 
@@ -96,6 +98,14 @@ class Function:
 
 def program(context: Any, rounds: int = 1) -> None:
     """A program, for its name."""
+
+
+def read_message(codec: Codec, data: bytes) -> Any:
+    """The message that these bytes are, of which nothing may be left over."""
+    message, _, end = codec.decode(data)
+    if end != len(data):
+        raise ProtocolError(f"{len(data) - end} of {len(data)} bytes are left")
+    return message
 
 
 def _several(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:

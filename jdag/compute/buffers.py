@@ -2,10 +2,10 @@
 
 A value leaves as views of its elements (`parts`), without a copy where they are on the
 CPU and in order. What comes is written into a buffer from `Buffers.aligned` and becomes
-a value where it lies (`landed`): JAX takes aligned memory as it is. Values of less than
-4 MiB become read-only numpy arrays and weak scalars Python numbers: compiled functions
-take these as soon as JAX arrays, which take longer to make (in a worker that has waited
-0.3 ms of 512 KiB). `delivered` makes of them what users are to see.
+a value in place (`landed`): JAX takes aligned memory without a copy. Values below 4 MiB
+become read-only numpy arrays and weak scalars Python numbers: compiled functions take
+these as fast as JAX arrays, which take longer to make (0.3 ms for 512 KiB, in a worker
+that was idle). `delivered` makes of them what users see.
 
 Invariants: a buffer is handed out again only when no view of it and no array over it is
 left; a buffer that was handed to `landed` is not written again.
@@ -13,7 +13,7 @@ left; a buffer that was handed to `landed` is not written again.
 
 import math
 import weakref
-from collections.abc import Iterator
+from collections import defaultdict
 from typing import Any
 
 import jax
@@ -140,28 +140,25 @@ class Buffers:
 
     Fresh memory costs a page fault every 4 KiB, which is more than the copy into it.
     What is let go of is kept for the next of about its size, up to `kept_max` bytes,
-    where such sizes were asked for of late: weights that were received once, and gave
-    way to others long after, leave nothing here. It may be let go of in any thread and
-    at any moment: what is kept is only ever changed by operations of lists that nothing
-    interrupts.
+    where such sizes were asked for since the last sweep but one: weights that were
+    received once, and gave way to others long after, leave nothing here. It may be let
+    go of in any thread and at any moment, so what is kept is only ever changed by
+    operations of lists that nothing interrupts.
     """
 
-    __slots__ = ("__weakref__", "_asked", "_free", "_kept_max", "_late", "_turn")
+    __slots__ = ("__weakref__", "_before", "_free", "_kept_max", "_since")
 
     def __init__(self, kept_max: int = KEPT_MAX_BYTES) -> None:
         self._kept_max = kept_max
-        self._free: dict[int, list[Any]] = {
-            size: [] for size in _capacities() if size <= kept_max
-        }
-        # Sizes that were not asked for of late are the first to give way.
-        self._asked = dict.fromkeys(self._free, 0)
-        self._turn = 0
-        self._late = (0, 0)  # The turns of the last two sweeps.
+        self._free: defaultdict[int, list[Any]] = defaultdict(list)  # By size.
+        # The sizes that were asked for since the last sweep, and before it.
+        self._since: set[int] = set()
+        self._before: set[int] = set()
 
     @property
     def kept(self) -> int:
         """Bytes that are kept for later."""
-        return sum([size * len(blocks) for size, blocks in self._free.items()])
+        return sum([size * len(blocks) for size, blocks in [*self._free.items()]])
 
     def aligned(self, nbytes: int) -> memoryview:
         """Return a writable buffer of so many bytes, at an address for `landed`.
@@ -170,10 +167,9 @@ class Buffers:
         an array over it is left.
         """
         size = _capacity(nbytes)
-        if nbytes < POOLED_MIN_BYTES or size not in self._free:
+        if nbytes < POOLED_MIN_BYTES or size > self._kept_max:
             return memoryview(_block(nbytes))
-        self._turn += 1
-        self._asked[size] = self._turn
+        self._since.add(size)
         try:
             block = self._free[size].pop()
         except IndexError:
@@ -185,11 +181,10 @@ class Buffers:
 
     def sweep(self) -> None:
         """Let go of what is kept of sizes not asked for since the sweep before."""
-        _, last = self._late
         for size, blocks in self._free.items():
-            if self._asked[size] <= last:
+            if size not in self._since:
                 blocks.clear()
-        self._late = last, self._turn
+        self._before, self._since = self._since, set()
 
     def clear(self) -> None:
         """Let go of what is kept."""
@@ -198,29 +193,15 @@ class Buffers:
 
     def _keep(self, block: Any) -> None:
         size = block.nbytes
-        if self._asked[size] <= self._late[0]:
-            return
-        while self.kept + size > self._kept_max:  # Each turn lets go of a block.
-            oldest = min(
-                [other for other, blocks in self._free.items() if blocks],
-                key=self._asked.__getitem__,
-                default=size,
-            )
-            if oldest == size:
-                return
-            _pop(self._free[oldest])
-        self._free[size].append(block)
+        is_wanted = size in self._since or size in self._before
+        if is_wanted and self.kept + size <= self._kept_max:
+            self._free[size].append(block)
 
 
 def _give_back(pool: "weakref.ref[Buffers]", block: Any) -> None:
     buffers = pool()
     if buffers is not None:
         buffers._keep(block)
-
-
-def _pop(blocks: list[Any]) -> None:
-    if blocks:  # Another thread may have been first.
-        blocks.pop()
 
 
 def _block(nbytes: int) -> Any:
@@ -233,10 +214,3 @@ def _capacity(nbytes: int) -> int:
     """The next size that is a power of two, or by quarters of one above it."""
     step = 1 << max((nbytes - 1).bit_length() - 3, 0)
     return -(-nbytes // step) * step
-
-
-def _capacities() -> Iterator[int]:
-    size = POOLED_MIN_BYTES
-    while size <= 1 << 40:
-        yield size
-        size = _capacity(size + 1)

@@ -12,6 +12,7 @@ laptop. What is held, read and dropped is the same in both.
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import compress
+from operator import itemgetter
 from typing import Any, NamedTuple, assert_never
 
 from msgspec.structs import replace
@@ -76,39 +77,35 @@ class Machine:
     def begin(self, job: Job) -> Work:
         """Take what a job reads; return the work, which any thread may do.
 
-        A vjp's and a sum's addends are let go of, the residuals if the vjp is the last
-        to use them; the base of a sum stays.
+        What it reads for the last time (`used_up`) is let go of.
         """
-        values = self.values
-        device = self.device_of(job)
+        get, abstract = self.values.get, self.abstract
+        compute: Callable[[], Any]
         match job:
+            case Forward() if abstract:
+                compute = partial(_output_avals, job.function)
             case Forward():
-                args = [values.get(key) for key in job.inputs]
-                if self.abstract:
-                    outputs = job.function.out_avals
-                    return Work(lambda: (outputs, None), device)
-                return Work(partial(job.function.forward, args), device)
+                compute = partial(job.function.forward, [get(k) for k in job.inputs])
+            case Vjp() if abstract:
+                compute = partial(_input_avals, job.function)
             case Vjp():
-                return Work(self._begun_vjp(job), device)
+                cotangents = [[get(key) for key in keys] for keys in job.cotangents]
+                compute = partial(_vjp, job.function, get(job.residuals), cotangents)
             case Sum():
                 keys = job.addends if job.base is None else (job.base, *job.addends)
-                addends = [values.get(key) for key in keys]
-                self._drop(job.addends)
-                if self.abstract:
-                    return Work(lambda: addends[0], device)
-                return Work(partial(add, addends), device)
+                addends = [get(key) for key in keys]
+                compute = partial(itemgetter(0) if abstract else add, addends)
             case Fill():
-                if self.abstract:
-                    return Work(lambda: job.aval.on(None), device)
-                return Work(partial(_filled, job), device)
+                compute = partial(_filled, job, abstract)
             case Apply():
-                value = values.get(job.input)
-                if job.output is None:
-                    return Work(partial(seen, job.function, value), device)
-                values.drop(job.input)
-                return Work(partial(hooked, job.function, value), device)
+                run = seen if job.output is None else hooked
+                compute = partial(run, job.function, get(job.input))
             case _:
                 assert_never(job)
+        work = Work(compute, self.device_of(job))
+        for key in used_up(job):
+            self.values.drop(key)
+        return work
 
     def hold(self, job: Job, work: Work, made: Any) -> None:
         """Hold what the work of a job has made."""
@@ -144,8 +141,7 @@ class Machine:
                 device: str | None = job.function.device
                 return device
             case Sum():
-                keys = (job.base, *job.addends)
-                return self.values.device(keys[-1])
+                return self.values.device((job.base, *job.addends)[-1])
             case Apply():
                 return self.values.device(job.input)
             case Fill():
@@ -176,16 +172,14 @@ class Machine:
         ]
         if not any(staying) or not isinstance(message, Primal | Reading):
             return message, keys, values
-        failures, indices = list(message.failures), iter(range(len(values)))
         path = message.path if isinstance(message, Primal) else ()
-        for slot, failure in enumerate(failures):
-            if failure is None and (why := staying[next(indices)]) is not None:
-                failures[slot] = replace(why, path=path)
-        kept = [index for index, why in enumerate(staying) if why is None]
+        whys = iter([why and replace(why, path=path) for why in staying])
+        failures = [known or next(whys) for known in message.failures]
+        leaves = [why is None for why in staying]
         return (
             replace(message, failures=tuple(failures)),
-            tuple([keys[index] for index in kept]),
-            tuple([values[index] for index in kept]),
+            tuple(compress(keys, leaves)),
+            tuple(compress(values, leaves)),
         )
 
     def _why_not(self, value: Any, key: Key, worker: str) -> Failure | None:
@@ -211,34 +205,15 @@ class Machine:
             ]
         )
 
-    def _begun_vjp(self, job: Vjp) -> Callable[[], Any]:
-        values = self.values
-        residuals = values.get(job.residuals)
-        cotangents: list[Sequence[Any]] = [
-            [values.get(key) for key in keys] for keys in job.cotangents
-        ]
-        for keys in job.cotangents:
-            self._drop(keys)
-        if job.last:
-            values.drop(job.residuals)
-        if self.abstract:
-            return partial(_input_avals, job.function)
-        return partial(_vjp, job.function, residuals, cotangents)
-
     def _put(
         self,
         keys: Sequence[Key],
         arrays: Sequence[Any],
         devices: Sequence[str | None] | None,
     ) -> None:
-        """Hold what a job made; `devices` None: all of it is on the default one."""
         where = devices or (None,) * len(keys)
         for key, array, device in zip(keys, arrays, where, strict=True):
             self.values.put(key, array, device)
-
-    def _drop(self, keys: Sequence[Key]) -> None:
-        for key in keys:
-            self.values.drop(key)
 
 
 class _AbstractResiduals:
@@ -258,12 +233,16 @@ class _AbstractResiduals:
         )
 
 
+def _output_avals(pair: Any) -> tuple[tuple[Aval, ...], None]:
+    return pair.out_avals, None
+
+
 def _input_avals(pair: Any) -> tuple[Aval, ...]:
     """What a vjp of `pair` returns: cotangents are shaped as the tracked inputs."""
     return tuple([aval.strong for aval in compress(pair.avals, pair.tracked)])
 
 
-def _vjp(pair: Any, residuals: Any, cotangents: list[Sequence[Any]]) -> Any:
+def _vjp(pair: Any, residuals: Any, cotangents: Sequence[Sequence[Any]]) -> Any:
     if pair.device is not None:
         cotangents = [put(addends, pair.device) for addends in cotangents]
     # The vjp adds 8 by itself; more are a sum before it, of the same bits.
@@ -271,10 +250,54 @@ def _vjp(pair: Any, residuals: Any, cotangents: list[Sequence[Any]]) -> Any:
     return pair.vjp(residuals, few)
 
 
-def _filled(job: Fill) -> Any:
+def _filled(job: Fill, abstract: bool) -> Any:
     assert job.value in (0, 1), job
+    if abstract:
+        return job.aval.on(None)
     made = ones(job.aval) if job.value else zeros(job.aval)
     return made if job.aval.device is None else put((made,), job.aval.device)[0]
+
+
+def used_up(job: Job) -> tuple[Key, ...]:
+    """The values that a job reads and that are gone afterwards."""
+    match job:
+        case Vjp():
+            addends = tuple([key for keys in job.cotangents for key in keys])
+            return (*addends, job.residuals) if job.last else addends
+        case Sum():
+            return job.addends
+        case Apply():
+            return () if job.output is None else (job.input,)
+        case _:
+            return ()
+
+
+def kept(job: Job) -> tuple[Key, ...]:
+    """The values that a job reads and that stay."""
+    match job:
+        case Forward():
+            return job.inputs
+        case Vjp():
+            return () if job.last else (job.residuals,)
+        case Sum():
+            return () if job.base is None else (job.base,)
+        case Fill():
+            return ()
+        case Apply():
+            return (job.input,) if job.output is None else ()
+
+
+def outputs(job: Job) -> tuple[Key, ...]:
+    """The values that a job makes."""
+    match job:
+        case Forward() if job.residuals is not None:
+            return (*job.outputs, job.residuals)
+        case Forward() | Vjp():
+            return job.outputs
+        case Sum() | Fill():
+            return (job.output,)
+        case Apply():
+            return () if job.output is None else (job.output,)
 
 
 def job_name(job: Job) -> str:

@@ -32,7 +32,7 @@ NO_LEAF = (
 _warned: list[str] = []  # The warning of a number inside a pytree, once given.
 
 
-# JAX takes pytrees apart recursively, and where the stack is too small for that it does
+# JAX flattens pytrees recursively, and where the stack is too small for that it does
 # not give back what it has taken of it: all that runs afterwards has less.
 DEPTH_MAX = 150
 _one_level: Any = jtu.default_registry.flatten_one_level
@@ -59,9 +59,12 @@ def _parts(node: Any) -> Iterable[Any]:
 
 
 class Static:
-    """A value that is part of the function that is called: an axis, a shape.
+    """A hashable value that is part of the function, not traced: an axis, a shape.
 
     Equal statics have equal values of equal types: True is not 1, 0.0 is not -0.0.
+
+    Raises:
+        JdagError: the value cannot be hashed, or is a callable that could change.
     """
 
     __slots__ = ("key", "value")
@@ -88,24 +91,15 @@ class Static:
         return f"static({self.value!r})"
 
 
-def static(value: Hashable) -> Static:
-    """Wrap a hashable value so that it is part of the function, not traced.
-
-    Raises:
-        JdagError: the value cannot be hashed, or is a callable that could change.
-    """
-    return Static(value)
+static = Static
 
 
 class Form:
-    """What a pytree is without its arrays, or refs: its tree, and what else is in it.
+    """A pytree without its arrays, or refs: its `treedef`, and its other `leaves`.
 
-    Equal forms have holes at the same places; what is beside them is not compared, so
-    that a gradient, with None there, has the form of what it is the gradient of.
-
-    Attributes:
-        treedef: the structure.
-        leaves: at each of its leaves `HOLE`, the place of an array, or what is there.
+    `HOLE` is in the place of each array. Equal forms have holes at the same places; the
+    other leaves are not compared, so that a gradient, which has None there, has the
+    form of the pytree that it is the gradient of.
     """
 
     __slots__ = ("_hash", "key", "leaves", "treedef")
@@ -126,7 +120,7 @@ class Form:
 
     @property
     def bare(self) -> "Form":
-        """The same with None in the place of all that is beside the holes."""
+        """The same with None in the place of all leaves but holes."""
         leaves = [HOLE if leaf is HOLE else None for leaf in self.leaves]
         return Form(self.treedef, leaves)
 
@@ -158,7 +152,8 @@ class Template(Form):
     def __init__(
         self, treedef: Any, leaves: Sequence[Any], key: Hashable, own: int
     ) -> None:
-        super().__init__(treedef, leaves, (treedef, _exact(treedef), key))
+        numbers = _numbers(treedef) if _has_data(treedef) else None
+        super().__init__(treedef, leaves, (treedef, numbers, key))
         self.own = own
 
     def name(self, position: int) -> str:
@@ -166,14 +161,6 @@ class Template(Form):
         holes = [index for index, leaf in enumerate(self.leaves) if leaf is HOLE]
         args, kwargs = jtu.tree_unflatten(self.treedef, range(len(self.leaves)))
         return _argument_name(args, kwargs, holes[position], self.own)
-
-
-def _exact(treedef: Any) -> Hashable:
-    """What a treedef's own `==` does not tell apart: True and 1 in the data of a node.
-
-    Nodes of users have such data, static fields above all; dicts have keys.
-    """
-    return _numbers(treedef) if _has_data(treedef) else None
 
 
 @lru_cache(maxsize=4096)
@@ -189,6 +176,10 @@ def _has_data(treedef: Any) -> bool:
 
 
 def _numbers(treedef: Any) -> Hashable:
+    """The numbers in the data of nodes: a treedef's own `==` takes True and 1 for one.
+
+    Nodes of users have such data, static fields above all; dicts have keys.
+    """
     node = treedef.node_data()
     if node is None:
         return None
@@ -290,19 +281,19 @@ def split(
     statics: list[tuple[int, Hashable]] = []
     position = 0
     for index, leaf in enumerate(leaves):
+        kind = _kind(type(leaf))
         if is_ref(leaf):
             refs.append((position, leaf))
+        elif kind is _Kind.STATIC:
+            statics.append((index, key_of(refuse_mutable(leaf))))
+            continue
+        elif kind is _Kind.WRAPPED:
+            statics.append((index, leaf.key))
+            leaves[index] = leaf.value
+            continue
+        elif kind is _Kind.TRACER or kind is _Kind.REFUSED:
+            raise _refusal(leaf, _argument_name(args, kwargs, index, own))
         else:
-            kind = _kind(type(leaf))
-            if kind is _Kind.STATIC or kind is _Kind.WRAPPED:
-                wrapped = kind is _Kind.WRAPPED
-                key = leaf.key if wrapped else key_of(refuse_mutable(leaf))
-                statics.append((index, key))
-                if wrapped:
-                    leaves[index] = leaf.value
-                continue
-            if kind is _Kind.TRACER or kind is _Kind.REFUSED:
-                raise _refusal(leaf, _argument_name(args, kwargs, index, own))
             try:
                 constants.append((position, frozen(leaf)))
             except JdagError as error:

@@ -20,11 +20,6 @@ class RefData:
     tracked: bool
     descends: LeafId | None
 
-    @property
-    def parts(self) -> tuple[Key, Worker, Aval, bool, LeafId | None]:
-        """All fields, in order."""
-        return (self.key, self.owner, self.aval, self.tracked, self.descends)
-
 
 @remote
 class Reply(NamedTuple):

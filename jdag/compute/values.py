@@ -11,9 +11,9 @@ from jdag.compute.duals import is_array
 
 
 class Buffer:
-    """Stands for the array that an abstract value would be; only its bytes are known.
+    """The array that an abstract value would be, of which only the size is known.
 
-    Abstract values are alike: what tells one array from another is its buffer.
+    Equal abstract values are one object; their arrays are told apart by their buffers.
     """
 
     __slots__ = ("nbytes",)

@@ -21,6 +21,7 @@ from typing import Any
 from msgspec import Struct
 
 from jdag.compute.buffers import Buffers, landed
+from jdag.engine.protocol import landing
 from jdag.errors import ProtocolError
 from jdag.rpc.loop import clock_ns
 from jdag.rpc.shared_memory import (
@@ -193,7 +194,12 @@ class Assembler:
 
     def message(self, payload: bytes) -> Sequence[Delivery]:
         """A message came, with its small values."""
-        message, kinds, offset = self._codec.decode_with(payload)
+        message, kinds, offset = self._codec.decode(payload)
+        if len(kinds) != len(landing(message)):
+            raise ProtocolError(
+                f"a {type(message).__name__} with {len(kinds)} values, not"
+                f" {len(landing(message))}"
+            )
         values: list[Any] = []
         delivery = Delivery(message, values)
         if kinds:

@@ -7,8 +7,8 @@
                  frame arrives, a job begins or ends, a program begins or goes on
 
 `Chooser` draws amounts and chances from a seed, and orders ready jobs by a policy. A
-strategy, or a script of the choices of an earlier run, overrides these methods. It is
-asked for picks only where it sets `picks_jobs` or `picks_events`.
+strategy, or a script of the choices of an earlier run, overrides these methods. Picks
+are asked for only where it sets `picks_jobs` or `picks_events`.
 
 Invariants: nothing is asked where the answer is certain: a probability of 0 or 1, an
 amount with equal bounds. A choice changes when things happen, and never gradient bits.
@@ -27,17 +27,9 @@ from jdag.errors import JdagError, ScenarioError, unusable
 JobKey = Callable[[Any], tuple[Any, ...]]
 
 
-def _path_key(job: Any) -> tuple[Any, ...]:
-    return (job.phase, job.path)
-
-
-def _backward_first_key(job: Any) -> tuple[Any, ...]:
-    return (job.phase == 0, job.phase, job.path)
-
-
 POLICIES: Mapping[str, JobKey] = {
-    "path": _path_key,
-    "backward_first": _backward_first_key,
+    "path": lambda job: (job.phase, job.path),
+    "backward_first": lambda job: (job.phase == 0, job.phase, job.path),
 }
 
 
@@ -107,11 +99,7 @@ class ReadyJobs:
             heappush(self._jobs, entry)
 
     def take(self) -> Any:
-        """Remove the job to run now and return its item; None when none is ready.
-
-        Raises:
-            JdagError: the chooser picked one that is not there.
-        """
+        """Remove the job to run now and return its item; None when none is ready."""
         if not self._jobs:
             return None
         if not self._chooser.picks_jobs:
@@ -126,11 +114,7 @@ class ReadyJobs:
 
 
 def checked(index: int, count: int) -> int:
-    """Return the index that a chooser picked.
-
-    Raises:
-        JdagError: it is out of range; names the index and the range.
-    """
+    """Return the index that a chooser picked; JdagError if it is out of range."""
     if not 0 <= index < count:
         raise JdagError(
             f"the chooser picked {index!r}; it takes an index from 0 to {count - 1}"

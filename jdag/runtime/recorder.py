@@ -12,18 +12,15 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
-from jdag.compute.machine import job_name
+from jdag.compute.machine import job_name, kept, outputs, used_up
 from jdag.engine.functions import name_of
 from jdag.engine.protocol import (
-    Apply,
     Arrived,
     Computed,
     ContextId,
     Drop,
     Effect,
     Event,
-    Fill,
-    Forward,
     Job,
     Joined,
     Key,
@@ -33,25 +30,19 @@ from jdag.engine.protocol import (
     ReadingKey,
     Resume,
     Spawn,
-    Sum,
-    Vjp,
     incarnated,
 )
-from jdag.runtime.trace import Clock, Trace
+from jdag.runtime.trace import Trace
 
 NO_CAUSE = -1
 
 
 class Recorder:
-    """Writes what happens to a trace, if there is one.
+    """Writes what happens to a trace, if there is one."""
 
-    `look` is called with the number of records after each; for what waits for a record.
-    """
-
-    def __init__(self, trace: Trace | None, clock: Clock) -> None:
+    def __init__(self, trace: Trace | None, clock: Any) -> None:
         self.trace = trace
-        self.look: Callable[[int], None] | None = None
-        self.note = _note_nothing if trace is None else trace.at(clock)
+        self.note = trace.at(clock) if trace is not None else lambda *_: NO_CAUSE
         # By worker: the record that made each value; the jobs that run, with the record
         # and the detail of their start.
         self._made: dict[str, dict[Key, int]] = defaultdict(dict)
@@ -79,22 +70,20 @@ class Recorder:
         """Record an event of an engine, and values held with it; return the index."""
         kind = event.__class__
         detail: tuple[Any, ...]
-        if kind is Arrived:
-            detail = (event.sender, *said(event.message))
-            record = self.note("deliver", worker, detail, causes)
-        elif kind is Computed:
+        if kind is Computed:
             return self._computed(worker, event)
+        if kind is Arrived:
+            what, detail = "deliver", (event.sender, *said(event.message))
         elif kind is Lost:
-            record = self.note("lost", worker, (event.worker,), causes)
+            what, detail = "lost", (event.worker,)
         elif kind is Joined:
-            name = incarnated(event.name, event.incarnation)
-            record = self.note("joined", worker, (name,), causes)
+            what, detail = "joined", (incarnated(event.name, event.incarnation),)
         else:
             waiter = getattr(event, "waiter", None)
             if waiter is not None:
                 self._asked[waiter] = kind.__name__
-            detail = said(event)
-            record = self.note("issue", worker, detail, causes)
+            what, detail = "issue", said(event)
+        record = self.note(what, worker, detail, causes)
         if keys:
             self._made[worker].update(dict.fromkeys(keys, record))
         return record
@@ -105,7 +94,7 @@ class Recorder:
         detail = (*detail, "" if failure is None else failure.error)
         record = self.note("finish", worker, detail, (start,))
         if failure is None:
-            self._made[worker].update(dict.fromkeys(_outputs(job), record))
+            self._made[worker].update(dict.fromkeys(outputs(job), record))
         return record
 
     def effect(self, worker: str, effect: Any, cause: int) -> int:
@@ -144,20 +133,16 @@ class Recorder:
     ) -> None:
         """Record that a job runs from now on; what it reads for the last time is gone.
 
-        Args:
-            worker: where it runs.
-            job: what runs.
-            cost_ns: how long it takes.
-            asked: the record of what made the engine ask for it.
-            behind: that of the job that it waited for; -1 if for none.
+        `cost_ns` is how long it takes, `asked` the record of what made the engine ask
+        for it, `behind` that of the job that it waited for; -1 if for none.
         """
-        made, used_up = self._made[worker], _used_up(job)
+        made, gone = self._made[worker], used_up(job)
         causes = {asked: None}
-        for key in (*_kept(job), *used_up):
+        for key in (*kept(job), *gone):
             causes[made.get(key, asked)] = None
         if behind >= 0:
             causes[behind] = None
-        for key in used_up:
+        for key in gone:
             made.pop(key, None)
         kind = job.__class__.__name__.lower()
         place = (_label(job.context), job.phase, job.path)
@@ -183,13 +168,6 @@ def said(thing: Message | Event | Effect) -> tuple[str, str, int, Path]:
     return (kind.__name__, label, number, given.path if has_path else ())
 
 
-def _note_nothing(
-    kind: str, worker: str, detail: tuple[Any, ...], causes: tuple[int, ...]
-) -> int:
-    del kind, worker, detail, causes
-    return NO_CAUSE
-
-
 def _label(context: ContextId | None) -> str:
     return "" if context is None else str(context)
 
@@ -200,45 +178,3 @@ _HAS: Mapping[type, tuple[bool, ...]] = {
     for union in (Message, Event, Effect)
     for cls in get_args(union)
 }
-
-
-def _used_up(job: Job) -> tuple[Key, ...]:
-    """The values that a job reads and that are gone afterwards."""
-    match job:
-        case Vjp():
-            addends = tuple([key for keys in job.cotangents for key in keys])
-            return (*addends, job.residuals) if job.last else addends
-        case Sum():
-            return job.addends
-        case Apply():
-            return () if job.output is None else (job.input,)
-        case _:
-            return ()
-
-
-def _kept(job: Job) -> tuple[Key, ...]:
-    """The values that a job reads and that stay."""
-    match job:
-        case Forward():
-            return job.inputs
-        case Vjp():
-            return () if job.last else (job.residuals,)
-        case Sum():
-            return () if job.base is None else (job.base,)
-        case Fill():
-            return ()
-        case Apply():
-            return (job.input,) if job.output is None else ()
-
-
-def _outputs(job: Job) -> tuple[Key, ...]:
-    """The values that a job makes."""
-    match job:
-        case Forward() if job.residuals is not None:
-            return (*job.outputs, job.residuals)
-        case Forward() | Vjp():
-            return job.outputs
-        case Sum() | Fill():
-            return (job.output,)
-        case Apply():
-            return () if job.output is None else (job.output,)

@@ -1,10 +1,10 @@
 """The ordered record of a run: what happened when and where, and what it waited for.
 
-A driver tells `add(...)`; it returns the index by which later events name this one as
-their cause. Events are made of int, str, bool, None and tuples of these, so that a file
-gives back what was written, and the digest stands for every bit: equal digests, equal
-runs. Each is kept as bytes, which costs the garbage collector nothing; as tuples they
-took a third of the time of a long run.
+A driver calls `add(...)`, which returns the index by which later events name this one
+as their cause. Events are made of int, str, bool, None and tuples of these, so that a
+file gives back what was written, and the digest stands for every bit: equal digests,
+equal runs. Each is kept as bytes, which costs the garbage collector nothing; as tuples
+they took a third of the time of a long run.
 
 Invariants: indices count from 0 without a gap; causes point backwards.
 
@@ -14,7 +14,7 @@ Invariants: indices count from 0 without a gap; causes point backwards.
   `owner.counter`;
 - `fingerprints` has one number a value that travels, `payload_bytes` their bytes,
   `wire_bytes` those with all headers;
-- `by` says who made a duplicate: a "fault" sent it, or the "link" threw it away.
+- `by` is the origin of a duplicate: a "fault" sent it, or the "link" dropped it.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from marshal import dumps, loads
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from jdag.errors import JdagError
 
@@ -37,7 +37,7 @@ _PLACE = ("context", "number", "path")
 _JOB = ("job", *_PLACE, "function", "cost_ns")
 
 DETAIL: Mapping[str, tuple[str, ...]] = {
-    # A program told its engine something.
+    # A program told its engine of something.
     "issue": ("event", *_PLACE),
     # A message left; it was handed on, once and in order, where it went.
     "send": (
@@ -88,12 +88,6 @@ class Record:
         return dict(zip(DETAIL[self.kind], self.detail, strict=True))
 
 
-class Clock(Protocol):
-    """What knows the time of a run."""
-
-    now_ns: int
-
-
 # note(kind, worker, detail, causes) -> the record's index.
 Note = Callable[[str, str, tuple[Any, ...], tuple[int, ...]], int]
 
@@ -127,8 +121,8 @@ class Trace:
         rows.append(dumps((time_ns, kind, worker, detail, causes), _MARSHAL))
         return len(rows) - 1
 
-    def at(self, clock: Clock) -> Note:
-        """`add` for a driver, which takes the time from its clock."""
+    def at(self, clock: Any) -> Note:
+        """Return `add` for a driver, at the time `now_ns` of its clock."""
         rows = self._rows
         append = rows.append
 
@@ -159,8 +153,7 @@ class Trace:
     def digest(self) -> str:
         """A hash (SHA-256, in hexadecimal) over all records so far.
 
-        Taken in when it is asked for, so that it costs a run nothing; what was taken in
-        before is not read again.
+        Updated when it is asked for, so that it costs a run nothing.
         """
         rows = self._rows
         for start in range(self._hashed, len(rows), _CHUNK):
@@ -215,5 +208,4 @@ def _row(line: str, index: int) -> _Row:
 
 
 def _tupled(value: Any) -> Any:
-    """What JSON made of nested tuples, as such again."""
     return tuple(map(_tupled, value)) if isinstance(value, list) else value

@@ -25,7 +25,7 @@ from jdag.runtime.stats import Sent
 from jdag.sim.environment import Environment
 from jdag.sim.network import Lane, LinkModel, Traffic
 from jdag.sim.timeline import EVENT, TIMER
-from jdag.wire.link import ACK_BYTES, FRAME_BYTES, Frame, Link, LinkSettings
+from jdag.wire.link import FRAME_BYTES, Frame, Link, LinkSettings
 from jdag.wire.messages import size
 
 ACK_DELAY_NS = 1_000_000
@@ -227,7 +227,7 @@ class SimTransport:
             kind, causes = "resend", [sent]
             detail: tuple[Any, ...] = (end.peer, *said(message), wire_bytes)
         else:
-            wire_bytes = ACK_BYTES
+            wire_bytes = FRAME_BYTES
             kind, causes = "ack", [end.heard]
             detail = (end.peer, wire_bytes)
         arrival_ns = lane.transmit(wire_bytes, now_ns, self._chooser)

@@ -1,4 +1,4 @@
-"""What a value takes on the wire: its type as a header, then its bytes.
+"""Values on the wire: the type as a header, then the elements.
 
 The header is an `ArrayType`. The elements go row by row and little-endian; of PRNG keys
 their key data; of a dual, which has a `primal` and a `tangent` of one type, those of

@@ -1,12 +1,12 @@
 """Structs as bytes: msgspec with errors of ours, and checks beyond its types.
 
-Annotations bound every number, text and tuple, and msgspec holds what it reads to them
-before it takes memory. What they cannot say is checked afterwards: that workers and the
-owners of contexts are known, and the table `RELATIONS`. What cannot be written or read
-raises a ProtocolError that says where and why.
+Annotations bound every number, text and tuple, and msgspec checks what it reads against
+them before it takes memory. The rest is checked afterwards: that workers and the owners
+of contexts are known, and the table `RELATIONS`. What cannot be written or read raises
+a ProtocolError that says where and why.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from operator import attrgetter, itemgetter
 from types import UnionType
@@ -63,7 +63,7 @@ def _escaped(value: Any) -> Any:
 
 
 def decoded(decoder: "Decoder[Any]", data: bytes | memoryview) -> Any:
-    """What the bytes are."""
+    """Return the value of the bytes."""
     try:
         return decoder.decode(data)
     except (MsgspecError, ValueError, RecursionError) as error:
@@ -141,40 +141,39 @@ RELATIONS: dict[type[Struct], Check] = {
 }
 
 
+@cache
 def check_of(kind: Any) -> Check:
     """What raises ProtocolError where a value of a type that was read may not be."""
-    return _check_of(kind) or (lambda value, known: None)
-
-
-@cache
-def _check_of(kind: Any) -> Check | None:
-    """The same; None if there is nothing to check."""
     if kind == Worker:
         return _worker
-    if isinstance(kind, type) and issubclass(kind, Struct):
-        hints = get_type_hints(kind, include_extras=True)
-        fields = [(attrgetter(name), hints[name]) for name in kind.__struct_fields__]
-        return _of_parts(fields, RELATIONS.get(kind))
     origin, parts = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        return _check_of(parts[0])
+        return check_of(parts[0])
     if origin in (Union, UnionType):
-        return _of_union(parts)
-    if origin is tuple and parts[-1:] == (...,):
-        return _of_each(_check_of(parts[0]))
+        return _of_union({get_origin(part) or part: check_of(part) for part in parts})
+    if origin is tuple and parts[1:] == (...,):
+        return _of_each(check_of(parts[0]))
+    found: list[tuple[Callable[[Any], Any], Check]] = []
     if origin is tuple:
-        return _of_parts([(itemgetter(at), part) for at, part in enumerate(parts)])
-    return None
+        found = [(itemgetter(at), check_of(part)) for at, part in enumerate(parts)]
+    elif isinstance(kind, type) and issubclass(kind, Struct):
+        hints = get_type_hints(kind, include_extras=True)
+        names = kind.__struct_fields__
+        found = [(attrgetter(name), check_of(hints[name])) for name in names]
+    checks = [(get, check) for get, check in found if check is not _nothing]
+    return _of_parts(checks, RELATIONS.get(kind))
+
+
+def _nothing(value: Any, known: Known) -> None:
+    """Check what may be anything of its type."""
 
 
 def _of_parts(
-    parts: Iterable[tuple[Callable[[Any], Any], Any]], relation: Check | None = None
-) -> Check | None:
+    checks: list[tuple[Callable[[Any], Any], Check]], relation: Check | None
+) -> Check:
     """The check of a value by its parts, each with its getter, and by the relation."""
-    found = [(get, _check_of(kind)) for get, kind in parts]
-    checks = [(get, check) for get, check in found if check is not None]
     if not checks:
-        return relation
+        return relation or _nothing
     if len(checks) == 1 and relation is None:
         ((get_it, check_it),) = checks
         return lambda value, known: check_it(get_it(value), known)
@@ -188,12 +187,12 @@ def _of_parts(
     return check_parts
 
 
-def _of_union(parts: tuple[Any, ...]) -> Check | None:
-    found = [(part, _check_of(part)) for part in parts]
-    checks = {get_origin(part) or part: check for part, check in found if check}
+def _of_union(checks: dict[Any, Check]) -> Check:
+    is_optional = len(checks) == 2 and type(None) in checks
+    checks = {part: check for part, check in checks.items() if check is not _nothing}
     if not checks:
-        return None
-    if len(checks) == 1 and len(parts) == 2 and type(None) in parts:
+        return _nothing
+    if is_optional:
         (check_it,) = checks.values()
         return lambda value, known: None if value is None else check_it(value, known)
 
@@ -202,15 +201,12 @@ def _of_union(parts: tuple[Any, ...]) -> Check | None:
         if check is not None:
             check(value, known)
 
-    return check_one
+    return check_one if checks else _nothing
 
 
-def _of_each(check: Check | None) -> Check | None:
-    if check is None:
-        return None
-
+def _of_each(check: Check) -> Check:
     def check_each(values: tuple[Any, ...], known: Known) -> None:
         for value in values:
             check(value, known)
 
-    return check_each
+    return _nothing if check is _nothing else check_each

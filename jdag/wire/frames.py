@@ -1,19 +1,19 @@
 """Frames of a data connection: a header of 24 bytes each, checked before it is used.
 
 A header is the frame's sequence and what it acknowledges (`jdag.wire.link`), 8 bytes
-each, the length of its payload, 7 bytes, and its kind, a byte; all little-endian. What
-the payload is, the kind says:
+each, the length of its payload, 7 bytes, and its kind, a byte; all little-endian. The
+kind tells what the payload is:
 
 PURE     nothing, or the few bytes of a ping; its sequence is 0, which no other has
 MESSAGE  a message, the headers of its values, the elements of those that are small
 CHUNK    the next bytes of the first large value of which some are to come
 DEFINE   a function: its digest, then what was exported
-ASIDE    what drivers tell each other beside the engines' messages
-SEGMENT  of memory that both have: a byte for what is said, numbers of 8 bytes each
+ASIDE    control data of the drivers, beside the engines' messages
+SEGMENT  of memory that both have: a byte for the action, numbers of 8 bytes each
 
-Invariant: a header that is read names a kind that there is, and a length that this
-kind may have. So memory may be taken for it. Of any other a ProtocolError is raised,
-and its connection is of no use any more.
+Invariant: a header that was read names a kind that exists and a length that this kind
+may have, so memory may be taken for it. Any other header raises a ProtocolError, after
+which its connection is of no use.
 """
 
 import struct
@@ -26,7 +26,7 @@ from jdag.wire.link import FRAME_BYTES
 
 
 class FrameKind(IntEnum):
-    """What a frame carries; see the module."""
+    """What a frame carries."""
 
     PURE = 0
     MESSAGE = 1
@@ -37,7 +37,7 @@ class FrameKind(IntEnum):
 
 
 class Header(NamedTuple):
-    """What a frame says of itself; `length` are the bytes of its payload."""
+    """The header of a frame; `length` is that of its payload."""
 
     sequence: int
     acknowledged: int
@@ -45,11 +45,8 @@ class Header(NamedTuple):
     kind: FrameKind
 
 
-_HEADER = struct.Struct("<QQQ")
-assert _HEADER.size == FRAME_BYTES
-
 CHUNK_MAX_BYTES = 256 << 10
-LENGTHS_MAX: Mapping[FrameKind, int] = {
+LENGTHS_MAX: Mapping[int, int] = {
     FrameKind.PURE: 16,
     FrameKind.MESSAGE: 1 << 30,  # Arguments of programs travel inside.
     FrameKind.CHUNK: CHUNK_MAX_BYTES,
@@ -58,8 +55,9 @@ LENGTHS_MAX: Mapping[FrameKind, int] = {
     FrameKind.SEGMENT: 17,
 }
 
+_HEADER = struct.Struct("<QQQ")
+assert _HEADER.size == FRAME_BYTES
 _KINDS = tuple(FrameKind)
-_LENGTHS_MAX = tuple([LENGTHS_MAX[kind] for kind in _KINDS])
 _LENGTH_BITS = 56
 _LENGTH_MASK = (1 << _LENGTH_BITS) - 1
 
@@ -82,9 +80,9 @@ def unpack_header(data: bytes | memoryview, start: int = 0) -> Header:
             f"kind {number} of a frame: allowed is 0 to {len(_KINDS) - 1}"
         )
     kind = _KINDS[number]
-    if length > _LENGTHS_MAX[number]:
+    if length > LENGTHS_MAX[number]:
         raise ProtocolError(
-            f"a {kind.name} frame of {length} bytes: allowed are {_LENGTHS_MAX[number]}"
+            f"a {kind.name} frame of {length} bytes: allowed are {LENGTHS_MAX[number]}"
         )
     if bool(sequence) != bool(number):
         allowed = "at least 1" if number else "0"

@@ -39,20 +39,18 @@ from jdag.errors import ProtocolError, ScenarioError, WorkerLost
 # A frame on the wire begins with its sequence, what it acknowledges, and the length of
 # its payload, 8 bytes each. A pure acknowledgement is nothing more.
 FRAME_BYTES = 3 * 8
-ACK_BYTES = FRAME_BYTES
 
 
 class Frame(NamedTuple):
     """What travels; a tuple, as two are made for nearly every message.
 
     `sequence` is 0 for a pure acknowledgement; `acknowledged` is the highest number up
-    to which its sender has received everything; `resend` is for the trace alone.
+    to which its sender has received everything.
     """
 
     sequence: int
     acknowledged: int
     payload: Any = None
-    resend: bool = False
 
 
 _LEAST = {
@@ -106,13 +104,13 @@ class Link:
     in the past, which means now. It changes with every call, so a driver arms one timer
     at the earliest deadline it saw and, when that comes, looks again.
 
-    Counters: `sent` data frames, `resent` ones, those that came again (`duplicates`).
+    Counters: `sent` data frames, which is the number of the last one; `resent` ones;
+    those that came again (`duplicates`).
     """
 
     __slots__ = (
         "_ack_due_ns",
         "_early",
-        "_last",
         "_put_off",
         "_resend_due_ns",
         "_settings",
@@ -132,7 +130,6 @@ class Link:
         self.lost = False
         self.sent = self.resent = self.duplicates = 0
         self._settings = settings
-        self._last = 0  # The highest sequence that was sent.
         self.acknowledged = 0  # Up to which the peer is known to have everything.
         self.received = 0  # Up to which everything has come in.
         self._early: dict[int, Any] = {}
@@ -150,11 +147,6 @@ class Link:
         if resend_ns is None or (ack_ns is not None and ack_ns < resend_ns):
             return ack_ns
         return resend_ns
-
-    @property
-    def quiet(self) -> bool:
-        """Whether nothing is unacknowledged, out of order, or owed to the peer."""
-        return not self._unacked and not self._early and self._ack_due_ns is None
 
     def send(self, payload: Any, now_ns: int, flight_ns: int = 0) -> Frame:
         """The next data frame, to be put on the wire now.
@@ -181,9 +173,8 @@ class Link:
             self._resend_due_ns = due_ns
         unacked.append((payload, flight_ns, due_ns))
         self.sent += 1
-        self._last = sequence = self._last + 1
         self._ack_due_ns = None
-        return Frame(sequence, self.received, payload)
+        return Frame(self.sent, self.received, payload)
 
     def receive(self, frame: Frame, now_ns: int) -> tuple[Any, ...]:
         """The payloads that this frame makes deliverable, in order; often one or none.
@@ -193,7 +184,7 @@ class Link:
         """
         if self.lost:
             return ()  # Lost is final: what the peer still says has no listener.
-        sequence, acknowledged, payload, _ = frame
+        sequence, acknowledged, payload = frame
         if acknowledged > self.acknowledged:
             self._acknowledge(acknowledged)
         ready: tuple[Any, ...] = ()
@@ -233,10 +224,10 @@ class Link:
         return tuple(frames)
 
     def _acknowledge(self, acknowledged: int) -> None:
-        if acknowledged > self._last:
+        if acknowledged > self.sent:
             raise ProtocolError(
                 f"link to {self.peer}: frame {acknowledged} is acknowledged;"
-                f" {self._last} is the last that was sent"
+                f" {self.sent} is the last that was sent"
             )
         unacked = self._unacked
         for _ in range(acknowledged - self.acknowledged):
@@ -276,4 +267,4 @@ class Link:
         waits = min(1 << self._tries, settings.backoff_max)
         self._resend_due_ns = now_ns + flight_ns + settings.resend_ns * waits
         self._ack_due_ns = None
-        return Frame(self.acknowledged + 1, self.received, payload, resend=True)
+        return Frame(self.acknowledged + 1, self.received, payload)

@@ -1,17 +1,18 @@
 """Messages as bytes: an envelope, and behind it the elements of small values.
 
 An envelope is a message and the types of the values that ride along, in the order of
-`landing(message)`; 4 bytes before it say how many it takes. What is opaque to engines
-is made bytes before (`_CLOSED`) and data after (`_OPENED`).
+`landing(message)`; 4 bytes before it have its length. What is opaque to engines is
+turned into bytes before (`_CLOSED`) and into data after (`_OPENED`).
 
-What reads back as it was: everything but these. The function of a call or assignment
-is its spec (`jdag.wire.specs`), that of a run or hook nested data; the shape of a root,
-version or hook is an `ArrayType`; in arguments and results see `jdag.wire.trees`. A
-failure's `exception` stays where it was raised. All of this writes as the same bytes
-again. What cannot be written or read raises a ProtocolError that says where and why.
+All fields are read as they were written, but for these: the function of a call or
+assignment is its spec (`jdag.wire.specs`), that of a run or hook nested data; the shape
+of a root, version or hook is an `ArrayType`; for arguments and results see
+`jdag.wire.trees`. The `exception` of a failure stays where it was raised. What is read
+writes as the same bytes again. What cannot be written or read raises a ProtocolError.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any, get_args
 
 from msgspec.msgpack import Decoder, Encoder
@@ -33,19 +34,16 @@ from jdag.engine.messages import (
     Run,
     Several,
     Start,
-    landing,
 )
 from jdag.engine.names import WORKERS_MAX, Failure, Record, Worker, incarnated
 from jdag.errors import SHOWN_MAX, ProtocolError, cut
 from jdag.wire.arrays import type_of
 from jdag.wire.encoding import CHECKED_BYTES, Known, bounded, check_of, decoded, encoded
 from jdag.wire.specs import spec_of
-from jdag.wire.trees import portable, read_tree, tree_size, write_tree
+from jdag.wire.trees import COUNT_BYTES, portable, read_tree, tree_size, write_tree
 
 WHOLE_MAX = 256  # Failures of one message with all that there is to say of them.
-COUNT_BYTES = 4
 COPIED_BYTES = 1 << 16  # A copy of less takes less time than a view.
-_KINDS = dict.fromkeys(get_args(Message))
 
 Close = Callable[[Any, Callable[[Any], bytes]], Any]
 
@@ -63,7 +61,7 @@ _check_drawing = check_of(Drawing | None)
 
 
 def _sendable(value: Any) -> Any:
-    """A function travels as its spec; nothing else is made data of here."""
+    """Return the spec of a function."""
     if hasattr(value, "spec") or hasattr(value, "pair"):
         return spec_of(value)
     raise TypeError(f"{value!r} of type {type(value).__name__} is no data")
@@ -72,27 +70,21 @@ def _sendable(value: Any) -> Any:
 _encode = Encoder(enc_hook=_sendable).encode
 
 
-def _bare(failure: Failure | None) -> Failure | None:
-    if failure is None or failure.exception is None:
+def _bare(failure: Failure | None, whole: bool = True) -> Failure | None:
+    """A failure as it travels: its exception stays, and its texts unless `whole`."""
+    if failure is None or (whole and failure.exception is None):
         return failure
-    return replace(failure, exception=None)
-
-
-def _shorter(failure: Failure | None) -> Failure | None:
-    if failure is None:
-        return None
+    if whole:
+        return replace(failure, exception=None)
     text = cut(failure.message, SHOWN_MAX)
     return replace(failure, message=text, traceback="", exception=None)
 
 
 def _with_failures(message: Any, _: Any) -> Any:
-    """Failures as they travel in one message: all but the first say less."""
-    failures = message.failures
-    if not any(failures):
+    if not any(message.failures):
         return message
-    there = [index for index, one in enumerate(failures) if one is not None]
-    last = there[WHOLE_MAX - 1] if len(there) > WHOLE_MAX else len(failures)
-    found = [*map(_bare, failures[: last + 1]), *map(_shorter, failures[last + 1 :])]
+    before = count()  # Of those before this one.
+    found = [one and _bare(one, next(before) < WHOLE_MAX) for one in message.failures]
     return replace(message, failures=tuple(found))
 
 
@@ -148,18 +140,13 @@ _OPENED: dict[type[Any], Callable[[Any, Known], Any]] = {
     ),
 }
 
-
-_READ = {kind: (check_of(kind), _OPENED.get(kind)) for kind in _KINDS}
+_READ = {kind: (check_of(kind), _OPENED.get(kind)) for kind in get_args(Message)}
 
 
 def _sealed(
     message: Message, kinds: Sequence[ArrayType], data: Callable[[Any], bytes]
 ) -> bytes:
-    kind = message.__class__
-    if kind not in _KINDS:
-        allowed = ", ".join(kind.__name__ for kind in _KINDS)
-        raise ProtocolError(f"{message!r} is no message: allowed are {allowed}")
-    close = _CLOSED.get(kind)
+    close = _CLOSED.get(message.__class__)
     closed = message if close is None else close(message, data)
     whole = encoded(Envelope(closed, tuple(kinds)), _encode)
     return whole if len(whole) <= CHECKED_BYTES else bounded(_decoder, whole)
@@ -213,27 +200,8 @@ class Codec:
         _check_drawing(found, self)
         return found
 
-    def decode_with(self, data: bytes) -> tuple[Message, tuple[ArrayType, ...], int]:
+    def decode(self, data: bytes) -> tuple[Message, tuple[ArrayType, ...], int]:
         """A message, the types of its values, and where the elements of these begin."""
-        message, kinds, end = self._read(data)
-        wanted = len(landing(message))
-        if len(kinds) != wanted:
-            raise ProtocolError(
-                f"a {type(message).__name__} with {len(kinds)} values, not {wanted}"
-            )
-        return message, kinds, end
-
-    def decode(self, data: bytes) -> Message:
-        """The message that these bytes are, without values and nothing left over."""
-        message, _, end = self._read(data)
-        if end != len(data):
-            raise ProtocolError(
-                f"{len(data) - end} of {len(data)} bytes are left after a"
-                f" {type(message).__name__}"
-            )
-        return message
-
-    def _read(self, data: bytes) -> tuple[Message, tuple[ArrayType, ...], int]:
         end = COUNT_BYTES + int.from_bytes(data[:COUNT_BYTES], "little")
         if end > len(data):
             raise ProtocolError(f"a message of {end} bytes; {len(data)} are there")

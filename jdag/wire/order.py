@@ -15,7 +15,7 @@ order (`RULES`) the earlier one first; at most `held_max` are held at once.
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, get_args
+from typing import Any, get_args
 
 from jdag.engine.protocol import (
     Acknowledge,
@@ -31,27 +31,13 @@ from jdag.errors import ProtocolError
 HELD_MAX = 1 << 20
 
 
-class Item(Protocol):
-    """A message on its way, with whatever belongs to it."""
-
-    @property
-    def message(self) -> Message:
-        """What arrives."""
-
-
-class Lanes(NamedTuple):
-    """Where a message is in order: with all, or in the lanes of some contexts."""
-
-    all: bool
-    contexts: tuple[ContextId, ...]
-
-
-ALL = Lanes(all=True, contexts=())
-NONE = Lanes(all=False, contexts=())
+# Messages that share one of these are in order; so is one of ALL with any that has one.
+Lanes = tuple[ContextId | str, ...]
+ALL: Lanes = ("all",)
 
 
 def _own(message: Any) -> Lanes:
-    return Lanes(False, (message.context,))
+    return (message.context,)
 
 
 def _all(_: Any) -> Lanes:
@@ -59,12 +45,12 @@ def _all(_: Any) -> Lanes:
 
 
 def _none(_: Any) -> Lanes:
-    return NONE
+    return ()
 
 
 def _read(message: Read) -> Lanes:
     contexts = [key.context for key in message.keys if key.context is not None]
-    return Lanes(False, tuple(dict.fromkeys(contexts)))
+    return tuple(dict.fromkeys(contexts)) or ("leaves",)
 
 
 RULES: Mapping[type, Callable[[Any], Lanes]] = {
@@ -73,7 +59,7 @@ RULES: Mapping[type, Callable[[Any], Lanes]] = {
     # Contexts share nothing but leaves.
     **dict.fromkeys(get_args(Message), _own),
     # The issuer of an assignment waits for nothing but that it has arrived.
-    Acknowledge: lambda ack: NONE if ack.context is None else _own(ack),
+    Acknowledge: lambda ack: () if ack.context is None else (ack.context,),
     # Neither before what makes the values, nor after what lets them go.
     Read: _read,
     # It answers a question that only its asker knows of.
@@ -84,45 +70,47 @@ RULES: Mapping[type, Callable[[Any], Lanes]] = {
     Forget: _all,
 }
 
-T = TypeVar("T", bound=Item)
 
+class _Held:
+    """An item that waits for its values, or for `ahead` others."""
 
-class _Held(Generic[T]):
-    """An item that waits; `ahead`: in how many of its lanes it is not the first."""
+    __slots__ = ("ahead", "followers", "item", "lanes", "whole")
 
-    __slots__ = ("ahead", "item", "lanes", "whole")
-
-    def __init__(self, item: T, lanes: Lanes, whole: bool) -> None:
+    def __init__(self, item: Any, lanes: Lanes, whole: bool) -> None:
         self.item = item
         self.lanes = lanes
         self.whole = whole
         self.ahead = 0
+        self.followers: list[_Held] = []
 
 
-class Order(Generic[T]):
+class Order:
     """The order of what comes from one peer."""
 
-    __slots__ = ("_held", "_held_max", "_lanes", "_later", "_partial", "_queued")
+    __slots__ = ("_held", "_held_max", "_last", "_partial")
 
     def __init__(self, held_max: int = HELD_MAX) -> None:
         self._held_max = held_max
         self._held = 0
-        self._partial: dict[int, _Held[T]] = {}  # By the identity of their items.
-        self._lanes: dict[ContextId, deque[_Held[T]]] = {}
-        self._queued = 0  # How many are in lanes.
-        self._later: deque[_Held[T]] = deque()  # The first is in order with all.
+        self._partial: dict[int, _Held] = {}  # By the identity of their items.
+        # The last one held in each lane. One in order with all waits for these, and is
+        # then the last in every lane.
+        self._last: dict[ContextId | str, _Held] = {}
 
     def __len__(self) -> int:
         """How many are held."""
         return self._held
 
-    def arrived(self, item: T, whole: bool) -> Sequence[T]:
+    def arrived(self, item: Any, whole: bool) -> Sequence[Any]:
         """A message came, whole or not; return what may be handed on now."""
         if whole and not self._held:
             return (item,)
-        message = item.message
+        message, last = item.message, self._last
         lanes = RULES[message.__class__](message)
-        if whole and lanes is NONE:
+        found = [last.get(lane) or last.get("all") for lane in lanes]
+        before = last.values() if lanes is ALL else found
+        ahead = {id(one): one for one in before if one is not None}
+        if whole and not ahead:
             return (item,)
         if self._held >= self._held_max:
             raise ProtocolError(
@@ -131,70 +119,31 @@ class Order(Generic[T]):
             )
         self._held += 1
         held = _Held(item, lanes, whole)
+        held.ahead = len(ahead)
+        for one in ahead.values():
+            one.followers.append(held)
+        if lanes is ALL:
+            last.clear()
+        last.update(dict.fromkeys(lanes, held))
         if not whole:
             self._partial[id(item)] = held
-        if lanes is NONE:
-            return ()
-        self._later.append(held)
-        return self._turn([]) if len(self._later) == 1 else ()
+        return ()
 
-    def completed(self, item: T) -> Sequence[T]:
+    def completed(self, item: Any) -> Sequence[Any]:
         """A message that was not whole is; return what may be handed on now."""
         held = self._partial.pop(id(item))
         held.whole = True
-        ready: list[T] = []
-        if held.lanes is NONE:
-            self._hand_on(held, ready)
-        elif not held.ahead and self._is_queued(held):
-            self._free(held, ready)
-        return self._turn(ready)
-
-    def _hand_on(self, held: _Held[T], ready: list[T]) -> None:
-        self._held -= 1
-        ready.append(held.item)
-
-    def _is_queued(self, held: _Held[T]) -> bool:
-        lanes = [self._lanes.get(context) for context in held.lanes.contexts]
-        return any(lane is not None and lane[0] is held for lane in lanes)
-
-    def _turn(self, ready: list[T]) -> list[T]:
-        """Admit items up to the first that has to wait for all before it."""
-        later = self._later
-        while later:
-            held = later[0]
-            if held.lanes is not ALL:
-                self._enqueue(held, ready)
-            elif held.whole and not self._queued:
-                self._hand_on(held, ready)
-            else:
-                break
-            later.popleft()
-        return ready
-
-    def _enqueue(self, held: _Held[T], ready: list[T]) -> None:
-        """Put one into its lanes, unless it may go on at once."""
-        contexts = held.lanes.contexts
-        held.ahead = sum(context in self._lanes for context in contexts)
-        if held.whole and not held.ahead:
-            self._hand_on(held, ready)
-            return
-        self._queued += 1
-        for context in contexts:
-            self._lanes.setdefault(context, deque()).append(held)
-
-    def _free(self, held: _Held[T], ready: list[T]) -> None:
-        """Take one out of its lanes, and all items that waited for it alone."""
-        free = deque((held,))
-        while free:  # Bounded: each was placed, and is taken out.
+        ready: list[Any] = []
+        free = deque([] if held.ahead else [held])
+        while free:  # Bounded: each that is held is freed once.
             one = free.popleft()
-            self._queued -= 1
-            self._hand_on(one, ready)
-            for context in one.lanes.contexts:
-                lane = self._lanes[context]
-                lane.popleft()
-                if not lane:
-                    del self._lanes[context]
-                    continue
-                lane[0].ahead -= 1
-                if lane[0].whole and not lane[0].ahead:
-                    free.append(lane[0])
+            self._held -= 1
+            ready.append(one.item)
+            for lane in one.lanes:
+                if self._last.get(lane) is one:
+                    del self._last[lane]
+            for follower in one.followers:
+                follower.ahead -= 1
+                if follower.whole and not follower.ahead:
+                    free.append(follower)
+        return ready

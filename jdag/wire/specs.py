@@ -1,19 +1,19 @@
-"""What a function for certain arguments is, as bytes: its spec.
+"""Specs: functions for certain arguments, as bytes.
 
-It has all that another process needs to make the same forward/vjp pair, if it may make
-what is named: the function, by name; the structure of its arguments with the statics
-among them; the types of arrays that it takes and returns, weak types included; which of
-these are tracked; and devices. Equal functions have equal specs, True and 1 apart, so
-that specs are keys. A function that cannot be named travels as its export, which is
-sent beside: the spec then has the digest of that.
+A spec has all that another process needs to make the same forward/vjp pair, if it may
+make what is named: the function by name, the structure of its arguments with the
+statics among them, the types of the arrays that it takes and returns, weak types
+included, which of these are tracked, and devices. Equal functions have equal specs, and
+True and 1 different ones, so that specs are keys. A function that cannot be named
+travels as its export, which is sent beside; its spec has the digest of that.
 
 A structure is nested data (`jdag.wire.trees`): tuples, lists, dicts and None are
-themselves, other nodes a `TreeNode` of their class, of their static data, then of their
-children. What cannot travel at all is `Opaque`: a spec can be written of everything.
-Bytes that are no spec raise a ProtocolError when they are read.
+themselves, other nodes a `TreeNode` of their class, their static data and their
+children. What cannot travel is `Opaque`, so that every function has a spec. Bytes that
+are no spec raise a ProtocolError when they are read.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import compress
 from typing import Annotated, Any
 from weakref import WeakKeyDictionary
@@ -49,13 +49,11 @@ class Body(Record):
     """A function for certain arguments as data.
 
     Attributes:
-        name: what it is called.
-        function: the function as nested data.
-        arguments: the structure of its arguments.
+        function, arguments: nested data; the structure of the arguments.
         own: how many arguments, the first ones, are the function itself.
-        digest: of its export, in place of function and arguments; empty, by name.
-        avals, tracked: of its arguments.
-        out_avals, out_tracked: of its outputs.
+        digest: of the export, in place of function and arguments; empty: by name.
+        avals, tracked: of the arguments.
+        out_avals, out_tracked: of the outputs.
     """
 
     name: Name
@@ -69,18 +67,14 @@ class Body(Record):
     out_tracked: Mask
 
 
-def structure(treedef: Any, leaves: Sequence[Any]) -> Any:
+def structure(treedef: Any, leaves: Iterator[Any]) -> Any:
     """Return a structure of JAX as nested data; `leaves` are `HOLE` or statics."""
-    return _structure(treedef, iter(leaves))
-
-
-def _structure(treedef: Any, leaves: Iterator[Any]) -> Any:
     node = treedef.node_data()
     if node is None:
         leaf = next(leaves)
         return HOLE if leaf is HOLE else Part(portable(leaf))
     kind, data = node
-    children = [_structure(child, leaves) for child in treedef.children()]
+    children = [structure(child, leaves) for child in treedef.children()]
     if kind is type(None):
         return None
     if kind is tuple:
@@ -124,7 +118,7 @@ def exported_spec(pair: Any, digest: bytes) -> bytes:
     if not digest:
         template = pair.source.template
         function, own = portable(pair.source.fn), template.own
-        arguments = structure(template.treedef, template.leaves)
+        arguments = structure(template.treedef, iter(template.leaves))
     return written(
         Body(
             pair.name,
@@ -141,10 +135,7 @@ def exported_spec(pair: Any, digest: bytes) -> bytes:
 
 
 def written(body: Body) -> bytes:
-    """The spec of what computes on the default device.
-
-    Where the data are nested too deep they are opaque.
-    """
+    """The spec of a function on the default device; data nested too deep are opaque."""
     try:
         data = (pack(body.function), pack(body.arguments))
     except ProtocolError:
@@ -154,12 +145,12 @@ def written(body: Body) -> bytes:
 
 
 def placed_spec(spec: bytes, places: DevicePlacement) -> bytes:
-    """The spec of the same with places."""
+    """Return the spec with other places."""
     return _PAIR + encoded(places) + spec[len(_NOWHERE) :]
 
 
 def read_spec(spec: bytes) -> tuple[DevicePlacement, Body]:
-    """What a spec says."""
+    """Return the places and the body of a spec."""
     places: DevicePlacement
     places, body = decoded(_decoder, spec)
     for kind in (*body.avals, *body.out_avals):
@@ -167,10 +158,8 @@ def read_spec(spec: bytes) -> tuple[DevicePlacement, Body]:
     body = replace(
         body, function=unpack(body.function), arguments=unpack(body.arguments)
     )
-    nowhere = (places.in_devices is None, places.out_devices is None)
-    if nowhere not in ((True, True), (False, False)) or (
-        nowhere[0] and places.device is not None
-    ):
+    bare = places.in_devices is None
+    if bare != (places.out_devices is None) or (bare and places.device is not None):
         raise ProtocolError(f"the spec of {body.name} has a part of {places}")
     arguments = body.avals, body.tracked
     counts = (

@@ -1,25 +1,23 @@
 """Arguments and results of programs as bytes: nested data, refs, arrays, names.
 
-Refs travel as data. What only code can make again travels by name: functions and
-classes as `Named`, instances (named tuples, dataclasses, enums, partials, dtypes and
-JAX's own pytree nodes) as `TreeNode`, the name of their class and their parts. Reading
-gives `Named`, `TreeNode`, `RefParts` and `Raw` arrays, which write as the same bytes
-again; the reader makes of them what they name, if it allows that. Anything else is
-refused by a ProtocolError: nothing is pickled.
+Refs travel as data, functions and classes by name (`Named`). Instances of named tuples,
+dataclasses, enums, partials, dtypes and JAX's own pytree nodes are a `TreeNode`, the
+name of their class and their parts. Reading gives `Named`, `TreeNode`, `RefParts` and
+`Raw` arrays, which write as the same bytes again; the reader makes of them what they
+name, if it allows that. All else is refused by a ProtocolError: nothing is pickled.
 
-On the wire an item is a number, a text or bytes, or one of the structs below. The bytes
-of a tree are 4 that say how many follow for its items, these, and then the elements of
-its arrays, one after the other.
+On the wire an item is a number, a text or one of the structs below. The bytes of a tree
+are 4 with the length of its items, then the items, then the elements of its arrays.
 
 Structures of arguments (`jdag.wire.specs`) also have `HOLE` in the place of each array,
 `Part` around each static, and `Opaque` for what cannot travel.
 """
 
-import functools
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -70,6 +68,8 @@ class _Text(Record, tag=2):
 
 
 class _Bytes(Record, tag=13):
+    """Bytes, of which a union that has texts in it can hold none."""
+
     data: Bytes
 
 
@@ -116,13 +116,13 @@ class TreeNode(Record, tag=9):
 
 
 class Part(Record, tag=11):
-    """A static in a structure: what is at its place."""
+    """A static in a structure."""
 
     value: "Item"
 
 
 class Opaque(Record, tag=12):
-    """What cannot travel, in its place: the name of its class."""
+    """The class of what cannot travel."""
 
     name: Name
 
@@ -189,68 +189,64 @@ _ITEMS: dict[type, Callable[[Any, Each], Any]] = {
 }
 
 
-class _Packer:
-    """Makes items of data, and notes the arrays among them.
+def pack(tree: Any, arrays: list[Any] | None = None, *, opaque: bool = False) -> Any:
+    """Return nested data as an item; its arrays, if they may be, are put in `arrays`.
 
-    What cannot travel is refused or, if `opaque`, an `Opaque` in its place; so are
-    refs then, and arrays unless they are noted (`arrays` is a list).
+    What cannot travel is refused or, if `opaque`, an `Opaque` in its place, as refs are
+    then.
     """
+    most = DEPTH_MAX // 2 if opaque else DEPTH_MAX
+    other: Callable[[Any, Each], Any] = partial(_other_item, arrays, opaque)
 
-    def __init__(self, arrays: list[Any] | None, *, opaque: bool = False) -> None:
-        self._arrays, self._opaque = arrays, opaque
-        self._depth_max = DEPTH_MAX // 2 if opaque else DEPTH_MAX
-
-    def item(self, value: Any, depth: int = 0) -> Any:
-        """Return the item of a value that is so deep in the data."""
+    def item(value: Any, depth: int) -> Any:
         try:
-            check_depth(depth, self._depth_max)
-            make = _ITEMS.get(type(value), self._other)
-            return make(
-                value, lambda data: tuple([self.item(o, depth + 1) for o in data])
+            _check_depth(depth, most)
+            return _ITEMS.get(type(value), other)(
+                value, lambda data: tuple([item(one, depth + 1) for one in data])
             )
         except ProtocolError:
-            if not self._opaque:
+            if not opaque:
                 raise
             return Opaque(name_of(type(value)))
 
-    def _other(self, value: Any, each: Each) -> Any:
-        if isinstance(value, type):
-            return Named(name_of(value))
-        if isinstance(value, _ARRAYS) or all(hasattr(value, n) for n in _ABSTRACT):
-            return self._array(value)
-        if all(hasattr(value, name) for name in RefParts.__struct_fields__):
-            if self._opaque:
-                raise ProtocolError("a ref cannot travel here")
-            kind = type_of(value.aval)
-            return RefParts(value.key, value.owner, kind, value.tracked, value.descends)
-        if callable(value) and has_name(value):
-            return Named(name_of(value))
-        name, parts = _taken_apart(value)
-        return TreeNode(name, each(parts))
+    return item(tree, 0)
 
-    def _array(self, value: Any) -> Any:
-        if self._arrays is None:
+
+def _other_item(arrays: list[Any] | None, opaque: bool, value: Any, each: Each) -> Any:
+    if isinstance(value, type):
+        return Named(name_of(value))
+    if isinstance(value, _ARRAYS) or all(hasattr(value, n) for n in _ABSTRACT):
+        if arrays is None:
             raise ProtocolError("arrays cannot travel here")
-        self._arrays.append(value)
-        if isinstance(value, Raw):
-            return _Array(value.kind, value.form)  # type: ignore[arg-type]
-        if isinstance(value, np.generic):
-            return _Array(type_of(value), "scalar")
-        is_numpy = isinstance(value, np.ndarray)
-        return _Array(type_of(value), "numpy" if is_numpy else "array")
+        kind = value.kind if type(value) is Raw else type_of(value)
+        arrays.append((kind, value))
+        return _Array(kind, _form_of(value))
+    if all(hasattr(value, name) for name in RefParts.__struct_fields__):
+        if opaque:
+            raise ProtocolError("a ref cannot travel here")
+        kind = type_of(value.aval)
+        return RefParts(value.key, value.owner, kind, value.tracked, value.descends)
+    if callable(value) and (
+        hasattr(value, "__qualname__") or hasattr(value, "__name__")
+    ):
+        return Named(name_of(value))
+    name, parts = _taken_apart(value)
+    return TreeNode(name, each(parts))
 
 
-def check_depth(depth: int, most: int = DEPTH_MAX) -> None:
-    """Raise ProtocolError where data are nested deeper than travels."""
+def _form_of(array: Any) -> Any:
+    if type(array) is Raw:
+        return array.form
+    if isinstance(array, np.generic):
+        return "scalar"
+    return "numpy" if isinstance(array, np.ndarray) else "array"
+
+
+def _check_depth(depth: int, most: int = DEPTH_MAX) -> None:
     if depth >= most:
         raise ProtocolError(
             f"data nested more than {most} deep cannot travel: allowed is {most}"
         )
-
-
-def has_name(value: Any) -> bool:
-    """Tell whether a callable has a name of its own, not only its class."""
-    return hasattr(value, "__qualname__") or hasattr(value, "__name__")
 
 
 def _taken_apart(value: Any) -> tuple[str, tuple[Any, ...]]:
@@ -264,7 +260,7 @@ def _taken_apart(value: Any) -> tuple[str, tuple[Any, ...]]:
         return name, tuple(value)
     if is_dataclass(value):
         return name, tuple([getattr(value, field.name) for field in fields(value)])
-    if isinstance(value, functools.partial):
+    if isinstance(value, partial):
         return name, (value.func, value.args, value.keywords)
     if isinstance(value, np.dtype):
         return DTYPE, (str(value),)
@@ -317,14 +313,17 @@ def _no_arrays(_: Any) -> Any:
     raise ProtocolError("arrays cannot travel here")
 
 
-def _data(
+def unpack(
     item: Any,
     known: Known | None = None,
     take: Callable[[_Array], Any] = _no_arrays,
     depth: int = 0,
 ) -> Any:
-    """Return the data of an item; `take` gives the array of the next item of one."""
-    check_depth(depth)
+    """Return the data of an item; refs may be in it if workers are known.
+
+    `take` gives the array of the next item of one.
+    """
+    _check_depth(depth)
     if type(item) is RefParts:
         if known is None:
             raise ProtocolError("a ref cannot travel here")
@@ -333,18 +332,8 @@ def _data(
         check_possible(item.kind)
         return take(item)
     return _DATA.get(type(item), _same)(
-        item, lambda items: tuple([_data(one, known, take, depth + 1) for one in items])
+        item, lambda items: tuple([unpack(o, known, take, depth + 1) for o in items])
     )
-
-
-def pack(tree: Any) -> Any:
-    """Return nested data without arrays as a field of a struct, an `Item`."""
-    return _Packer(None).item(tree)
-
-
-def unpack(item: Any) -> Any:
-    """Return the nested data of a field of a struct, without arrays and refs."""
-    return _data(item)
 
 
 def portable(value: Any, *, arrays: bool = False) -> Any:
@@ -354,35 +343,33 @@ def portable(value: Any, *, arrays: bool = False) -> Any:
     its export.
     """
     found: list[Any] = []
-    item = _Packer(found if arrays else None, opaque=True).item(value)
+    item = pack(value, found if arrays else None, opaque=True)
     waiting = iter(found)
     try:
-        return _data(item, take=lambda _: next(waiting))
+        return unpack(item, take=lambda _: next(waiting)[1])
     except ProtocolError:  # A dict's key may, as data, not be one.
         return Opaque(name_of(type(value)))
 
 
-def _sealed(tree: Any) -> tuple[bytes, list[Any]]:
-    """Return the items of nested data as bytes, and the arrays among them."""
-    arrays: list[Any] = []
-    return bounded(_decoder, encoded(_Packer(arrays).item(tree))), arrays
+def _sealed(tree: Any) -> tuple[bytes, list[tuple[ArrayType, Any]]]:
+    """Return the items of nested data as bytes, and its arrays with their types."""
+    arrays: list[tuple[ArrayType, Any]] = []
+    return bounded(_decoder, encoded(pack(tree, arrays))), arrays
 
 
 def tree_size(tree: Any, check: Callable[[Any], None] = lambda _: None) -> int:
     """How many bytes nested data take; `check` sees each array among them."""
     items, arrays = _sealed(tree)
-    nbytes = 0
-    for array in arrays:
+    for _, array in arrays:
         check(array)
-        nbytes += (array.kind if type(array) is Raw else type_of(array)).nbytes
-    return COUNT_BYTES + len(items) + nbytes
+    return COUNT_BYTES + len(items) + sum([kind.nbytes for kind, _ in arrays])
 
 
 def write_tree(tree: Any) -> bytes:
     """Return nested data as bytes."""
     items, arrays = _sealed(tree)
     count = len(items).to_bytes(COUNT_BYTES, "little")
-    return b"".join([count, items, *map(_elements, arrays)])
+    return b"".join([count, items, *[_elements(array) for _, array in arrays]])
 
 
 def check_there(value: Any) -> None:
@@ -421,7 +408,7 @@ def read_tree(data: bytes | memoryview, known: Known) -> Any:
             )
         return Raw(kind, elements, item.form)
 
-    tree = _data(decoded(_decoder, view[COUNT_BYTES:start]), known, take)
+    tree = unpack(decoded(_decoder, view[COUNT_BYTES:start]), known, take)
     if len(left):
         raise ProtocolError(f"{len(left)} of {len(view)} bytes are left")
     return tree
