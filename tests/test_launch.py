@@ -1,5 +1,6 @@
 """Worker processes: started, joined, watched, stopped, and nothing left behind."""
 
+import asyncio
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from jdag.errors import JoinError, ScenarioError
+from jdag.rpc import background
 from jdag.rpc import launch as launch_module
 from jdag.rpc.control import ControlClient
 from jdag.rpc.launch import Launch
@@ -234,42 +236,28 @@ def test_one_that_is_not_ready_in_time_is_named_and_stopped(place: Path):
     assert not litter(place)
 
 
-def test_one_that_is_not_even_started_in_time_is_named(place: Path, monkeypatch):
-    gave_up = threading.Event()
-    close = Launch.close
-
-    class Slow(launch_module._Child):
-        def __init__(self, *arguments: Any) -> None:
-            assert gave_up.wait(LONG_S)
-            super().__init__(*arguments)
-
-    def closing(self: Launch) -> None:
-        gave_up.set()
-        close(self)
-
-    monkeypatch.setattr(launch_module, "_Child", Slow)
-    monkeypatch.setattr(Launch, "close", closing)
-    said = r"worker 'a' is not ready within ready_s=0\.05; it is not started yet"
-    with pytest.raises(JoinError, match=said):
-        Launch(options_of("a"), ready_s=0.05)
-    assert not litter(place)
-
-
 def test_those_that_are_starting_when_the_caller_is_interrupted_are_killed(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    made: list[Any] = []
+    launches: list[Launch] = []
+    begin = Launch._begin
 
-    def interrupt(self: Launch, *_: object) -> None:
-        made.append(self)
-        soon(lambda: len(self.alive) == 2)
+    async def begun(self: Launch, *arguments: Any) -> None:
+        launches.append(self)
+        await begin(self, *arguments)
+
+    def interrupted(coroutine: Any) -> Any:
+        monkeypatch.setattr(launch_module, "wait_for", background.wait_for)
+        running = asyncio.run_coroutine_threadsafe(coroutine, background.loop())
+        soon(lambda: bool(launches) and len(launches[0].pids) == 2)
+        running.cancel()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Launch, "_wait_until_ready", interrupt)
-    monkeypatch.setattr(launch_module, "_ENDINGS", ())  # Of those that are ready.
+    monkeypatch.setattr(Launch, "_begin", begun)
+    monkeypatch.setattr(launch_module, "wait_for", interrupted)
     with pytest.raises(KeyboardInterrupt):
         Launch(options_of("a", "b"))
-    (launch,) = made
+    (launch,) = launches
     ends = [child.process.returncode for child in launch._children.values()]
     assert (ends, launch.alive) == ([-signal.SIGKILL] * 2, ())
     assert not litter(place)
