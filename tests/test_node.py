@@ -20,7 +20,7 @@ from jdag.rpc import function_encoder, node
 from jdag.rpc.node import ROUNDS_MAX
 from jdag.rpc.streams import SocketStream
 from jdag.wire.trees import DEPTH_MAX
-from tests.rpc_nodes import cluster, connect, made
+from tests.rpc_nodes import cluster, connect, made, whereabouts
 
 W = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
 X = jnp.linspace(0.0, 2.0, 8).reshape(2, 4)
@@ -144,7 +144,7 @@ def test_one_that_joins_anew_is_no_peer_of_its_own() -> None:
         _, again = made("c", tuple(now), ("tests",), incarnations=dict(now))
         c.nodes["c"] = again
         for node in others:
-            node._place.incarnations.update(now)
+            node._place.members.attach("c", 1, whereabouts(1, ("tests",)))
             again.joined(node.name, 0)
             connect(node, again)
             node.joined("c", 1)

@@ -109,7 +109,7 @@ def test_a_worker_is_idle_then_held_then_idle_and_each_session_has_its_own_node(
             session,
         )
         node = worker.nodes[-1]
-        assert node.place.allowed == {"m": ("mine",), "w": ("models",)}
+        assert node.place.members["m"].allowed == ("mine",)
         assert node.incarnations == {"m": 0}
         stream, theirs = come_in(worker, answer)
         assert theirs == 7  # What the node says that it has received.
@@ -307,7 +307,7 @@ def test_who_is_lost_and_has_not_joined_again_may_not_knock(worker):
 def test_who_was_given_up_is_told_so_by_control_server_and_gate(worker):
     answer = worker.ask(attach(incarnations={"m": 0, "w": 0, "v": 0}))
     token = bytes.fromhex(worker.ask(knock(worker="v"))["ticket"])
-    worker.nodes[0].losses["v"] = "it was silent"
+    worker.nodes[0].place.members.lose("v", 0, "it was silent")
     assert given_up(worker, knock(worker="v")) == (
         "worker 'w' has given 'v' up: it was silent"
     )
@@ -327,8 +327,9 @@ def test_a_new_incarnation_replaces_the_old_one_and_its_tokens(worker):
     newer = NOBODY.model_copy(update={"incarnation": 1, "allow": ("theirs",)})
     worker.ask(peer(newer, shared=WITH_U))
     node = worker.nodes[0]
-    assert node.incarnations["v"] == node.place.incarnations["v"] == 1
-    assert node.place.allowed["v"] == ("theirs",)
+    known = node.place.members["v"]
+    assert node.incarnations["v"] == known.incarnation == 1
+    assert known.allowed == ("theirs",)
     with pytest.raises(JoinError) as caught:
         dial(answer["data"], old, 0, timeout_s=60)
     assert caught.value.given_up
@@ -359,8 +360,8 @@ def test_two_workers_are_joined_and_the_one_that_is_told_to_dials():
         one.ask(Mesh(secret=SECRET, peers={"v": there["v"]}, dial=("v",)))
         two.nodes[0].wait(lambda: "w" in two.nodes[0].streams)
         assert one.nodes[0].ask("v", b"hello") == b"answer hello from v\n"
-        assert one.nodes[0].place.dials == {"v": True}
-        assert two.nodes[0].place.dials == {}
+        assert one.nodes[0].place.members["v"].is_dialled
+        assert not two.nodes[0].place.members["w"].is_dialled
         # Main has not come to them: they are told to leave.
         for seat in (one, two):
             assert seat.ask(Detach(secret=SECRET)) == {"ended": True}

@@ -30,12 +30,12 @@ from jdag.rpc.settings import (
     READY_S,
     VALUE_BYTES_MAX,
     WAIT_S,
+    WorkerOptions,
     is_name,
     load,
 )
 from jdag.rpc.tickets import fresh_secret
 from jdag.rpc.tls import load as load_tls
-from jdag.rpc.worker import WorkerOptions
 from jdag.runtime.tables import (
     COUNT,
     NESTING,

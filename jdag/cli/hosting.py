@@ -17,8 +17,14 @@ from rich.text import Text
 from jdag.cli.cli_errors import Exit, errors_in_one_line
 from jdag.errors import ScenarioError, unusable
 from jdag.rpc.launch import Launch, is_here
-from jdag.rpc.settings import DEVICES, ClusterSettings, is_device, load
-from jdag.rpc.worker import WorkerOptions, become
+from jdag.rpc.settings import (
+    DEVICES,
+    ClusterSettings,
+    WorkerOptions,
+    is_device,
+    load,
+)
+from jdag.rpc.worker import become
 
 # The import path of the node factory; worker processes look it up by name.
 NODE = "jdag.api.drivers:member"

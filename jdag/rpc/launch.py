@@ -28,8 +28,8 @@ from pathlib import Path
 from jdag.errors import JoinError, ScenarioError, reason, unusable
 from jdag.rpc.addresses import Address, bound
 from jdag.rpc.background import loop, wait_for
-from jdag.rpc.settings import READY_S
-from jdag.rpc.worker import COMMAND, STOP, WorkerOptions, environment
+from jdag.rpc.settings import READY_S, WorkerOptions
+from jdag.rpc.worker import COMMAND, STOP, environment
 
 LOGS = "the path of a folder that can be written"
 STOP_S = 5.0

@@ -103,7 +103,7 @@ class Node:
     ) -> None:
         self.name = name = place.worker
         self.workers = place.workers
-        self.incarnation = incarnation = place.incarnations[name]
+        self.incarnation = incarnation = place.members.incarnation
         self.worker = worker = incarnated(name, incarnation)
         self.trace = None
         self._place = place
@@ -148,7 +148,6 @@ class Node:
         # What a session tells a node of peers is for its table of peers.
         self.joined, self.lost = peers.joined, peers.lost
         self.received, self.adopt = peers.received, peers.adopt
-        self.loss = gone.get
         self._jobs = Jobs(worker, self._host.machine, self._loop, self._host.handle)
         self.port = Port(self._host)
         self._programs = Programs(self.port if name == place.main else None)

@@ -30,7 +30,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from jdag.engine.protocol import WORKERS_MAX
 from jdag.errors import JdagError, ScenarioError, meant, reason, spelled, unusable
@@ -265,6 +265,49 @@ def _refuse_shared(path: Path) -> None:
             "token_file may name another one"
         )
         raise ScenarioError(unusable("token", str(path), allowed))
+
+
+class WorkerOptions(BaseModel):
+    """The options of a worker process.
+
+    Attributes:
+        worker: its name.
+        node: import path of what makes its node maker from these options:
+            `module:function`.
+        control: the address of its control server.
+        data: the address of its listener, unless the carrier is `grpc`.
+        token: the secret of the cluster; empty if there is none.
+        carrier: `socket` or `grpc`.
+        allow: modules whose functions others may name.
+        device: where it computes; None: as JAX chooses.
+        config: settings of JAX, by name.
+        path: Python's module search path.
+        pythonpath: that variable, for processes started from there.
+        cores: the CPUs to compute on.
+        tls: the files of ca, certificate and key.
+        hosts: of all workers, by name; their certificates may be for these.
+        value_bytes_max: the largest value that it sends and takes.
+        once: whether it stops after its first session.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    worker: str
+    node: str
+    control: str
+    data: str = "unix:@"
+    token: str = Field(default="", repr=False)
+    carrier: str = "socket"
+    allow: tuple[str, ...] = ()
+    device: str | None = None
+    config: dict[str, Any] = Field(default={})
+    path: tuple[str, ...] | None = None
+    pythonpath: str | None = None
+    cores: tuple[int, ...] = ()
+    tls: tuple[Path, Path, Path] | None = None
+    hosts: dict[str, str] = Field(default={})
+    value_bytes_max: int
+    once: bool = False
 
 
 def load(path: str | Path) -> ClusterSettings:

@@ -23,7 +23,7 @@ def quiet(jobs: Jobs, peers: PeerTable) -> dict[str, Any]:
 
 
 def info_of_all(
-    place: SessionInfo,
+    session: SessionInfo,
     peers: PeerTable,
     own: Callable[[], dict[str, Any]],
     within_s: float | None,
@@ -33,12 +33,12 @@ def info_of_all(
     Without `within_s`, peers are waited for until they answer or are lost.
     """
     found = peers.ask_all({"what": "info"}, within_s)
-    found[place.worker] = own()
-    nothing = dict.fromkeys(found[place.worker], 0)
+    found[session.worker] = own()
+    nothing = dict.fromkeys(found[session.worker], 0)
     living = [peer.name for peer in peers.living]
     return {
         worker: found.get(worker) or {**nothing, "lost": worker not in living}
-        for worker in place.workers
+        for worker in session.workers
     }
 
 
