@@ -154,6 +154,13 @@ def test_one_that_joins_anew_is_no_peer_of_its_own() -> None:
         assert list(again.peers.connections) == ["a", "b"]
 
 
+def test_a_worker_to_which_main_never_connects_leaves_within_the_deadline() -> None:
+    _, node = made("b", ("a", "b"), deadline_s=0.2)
+    node.joined("a", 0)
+    node.run(spin=False)
+    assert "gave no sign of life" in node.peers.gone["a"]
+
+
 def test_a_peer_that_sends_garbage_is_lost_and_hurts_nobody_else() -> None:
     with cluster() as c:
         ours, theirs = socket.socketpair()

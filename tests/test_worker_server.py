@@ -196,21 +196,6 @@ def test_main_takes_a_worker_anew_that_it_has_lost(worker):
     assert worker.ask(Info(token=TOKEN))["incarnation"] == 1
 
 
-def test_a_main_that_never_comes_does_not_hold_a_worker_for_ever(worker):
-    worker.ask(attach(deadline_s=0.1))
-    worker.nodes[0].wait(lambda: worker.nodes[0].closed)
-
-
-def test_one_that_comes_in_time_is_not_left(worker):
-    stream, _ = come_in(worker, worker.ask(attach()))
-    node = worker.nodes[0]
-    node.wait(lambda: "m" in node.streams)
-    assert worker.seat._lease is not None
-    worker.seat._lease.end_unless_main_came()  # As when its deadline is over.
-    assert not node.closed
-    stream.close()
-
-
 def test_a_session_ends_when_its_main_is_lost(worker):
     stream, _ = come_in(worker, worker.ask(attach()))
     node = worker.nodes[0]

