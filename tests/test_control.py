@@ -25,7 +25,7 @@ from jdag.rpc.control import (
     channel_to,
 )
 from jdag.rpc.handshake import PROTOCOL
-from jdag.rpc.requests import Detach, Drain, Health, Info, Request
+from jdag.rpc.requests import Detach, Health, Info, Mesh, Request
 from jdag.rpc.tickets import proof_of
 from jdag.rpc.tls import load
 from tests.certificates import Issuer
@@ -47,15 +47,15 @@ class Asked:
         self.answers: Answers = {
             Health: lambda asked: {"worker": "w"},
             Info: self.info,
-            Drain: self.drain,
+            Mesh: self.mesh,
             Detach: self.detach,
         }
 
     def info(self, asked: Info) -> dict[str, object]:
         return {"token": asked.token}
 
-    def drain(self, asked: Drain) -> dict[str, object]:
-        raise JoinError("worker 'w' refused: the token is wrong")
+    def mesh(self, asked: Mesh) -> dict[str, object]:
+        raise JoinError("worker 'w' is in no session")
 
     def detach(self, asked: Detach) -> dict[str, object]:
         self.began.release()
@@ -106,8 +106,8 @@ def test_the_system_chooses_the_port_and_the_server_says_which(server: ControlSe
 
 
 def test_a_refusal_comes_back_as_it_was_said(client: ControlClient):
-    error = refused(client, Drain(token=""))
-    assert str(error) == "worker 'w' refused: the token is wrong"
+    error = refused(client, Mesh(secret="s", peers={}, dial=()))
+    assert str(error) == "worker 'w' is in no session"
     assert error.reached
 
 

@@ -16,7 +16,7 @@ from jdag.cli.hosting import chosen, options_of
 from jdag.errors import JoinError, ScenarioError
 from jdag.rpc.control import ControlClient
 from jdag.rpc.launch import is_here
-from jdag.rpc.requests import Drain, Health, Info
+from jdag.rpc.requests import Health, Info
 from jdag.rpc.session import Session
 from jdag.rpc.settings import ClusterSettings, load
 from tests.rpc_cases import TOKEN, PlainNode, free_address, plan_of
@@ -129,7 +129,7 @@ def test_a_worker_started_by_hand_says_where_it_is_and_drains_at_sigterm(file: P
                 assert second.returncode == 2
             command.send_signal(signal.SIGTERM)
             assert command.wait(LONG_S) == 0
-            soon(lambda: "a" in session.away())
+            soon(lambda: "a" in session.members.lost)
 
 
 def test_who_cannot_read_the_token_beside_the_file_can_take_no_worker(file: Path):
@@ -138,9 +138,8 @@ def test_who_cannot_read_the_token_beside_the_file_can_take_no_worker(file: Path
         until(command, "worker a: at ")
         settings = load(file)
         client = ControlClient("worker 'a'", settings.worker("a").address)
-        for asked in (Info(token=""), Drain(token="")):
-            with pytest.raises(JoinError, match="it wants a token, and none came"):
-                client.ask(asked)
+        with pytest.raises(JoinError, match="it wants a token, and none came"):
+            client.ask(Info(token=""))
         assert client.ask(Info(token=settings.token))["worker"] == "a"
         client.close()
         controls = {"a": settings.worker("a").address}

@@ -21,7 +21,7 @@ from jdag.rpc import background
 from jdag.rpc import launch as launch_module
 from jdag.rpc.control import ControlClient
 from jdag.rpc.launch import Launch
-from jdag.rpc.requests import Drain, Health, Info
+from jdag.rpc.requests import Health, Info
 from jdag.rpc.session import Session
 from jdag.rpc.watch import heard
 from tests import failing_cases
@@ -113,7 +113,7 @@ def test_workers_are_joined_to_main_and_to_each_other(idle: Launch):
             for words in (f"joined {other} 0", f"adopted {other} 0 7"):
                 soon(partial(says, idle.log_of(worker), words))
     with Session(plan_of(idle.addresses)) as session:
-        assert session.away() == {}
+        assert session.members.lost == {}
     assert set(idle.alive) == {"a", "b"}
 
 
@@ -178,7 +178,7 @@ def test_a_worker_that_dies_is_known_at_once_with_its_last_lines(tmp_path: Path)
         launch.on_death(deaths._told)
     log = tmp_path / "logs" / "a.log"
     assert "adopted m 0 7" in log.read_text()
-    assert session.away().keys() <= {"a"}
+    assert session.members.lost.keys() <= {"a"}
 
 
 def test_what_another_process_printed_there_before_is_none_of_its_lines(tmp_path: Path):
@@ -474,14 +474,3 @@ def test_a_forked_child_cannot_use_the_cluster_and_harms_its_parent_in_no_way():
     # It starts a process that imports JAX, and then ends by itself.
     said = subprocess.check_output(command, text=True, timeout=4 * LONG_S, cwd=ROOT)
     assert said == f"{'1 ' * 11}2 2 2 7\n[-1.  0.  1.]\n"
-
-
-def test_a_worker_is_drained_by_who_has_the_token(idle: Launch):
-    deaths = Deaths(idle)
-    client = ControlClient("worker 'b'", idle.addresses["b"])
-    with pytest.raises(JoinError, match="the token is wrong"):
-        client.ask(Drain(token="x"))
-    client.ask(Drain(token=TOKEN))
-    client.close()
-    assert "ended with exit code 0" in deaths.wait("b")
-    assert idle.alive == ("a",)

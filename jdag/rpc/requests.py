@@ -7,7 +7,6 @@
 | Peer | main | know that a new process of that name joins |
 | Ticket | a worker or main | issue a single-use ticket for its data address |
 | Detach | main | end the session |
-| Drain | who has the cluster's token | finish and stop |
 | Info | who has the cluster's token | say what it is and does |
 | Health | anybody who is let in | say that it lives, and its name |
 
@@ -120,12 +119,6 @@ class Detach(Request):
     """End the session."""
 
     secret: Secret
-
-
-class Drain(Request):
-    """Finish what is under way, say goodbye, stop."""
-
-    token: Secret
 
 
 class Info(Request):

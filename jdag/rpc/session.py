@@ -268,10 +268,6 @@ class Session:
         arguments = (worker, why)
         threading.Thread(target=self.node.lost, args=arguments, daemon=True).start()
 
-    def away(self) -> dict[str, str]:
-        """Return the workers that are lost, and why each is."""
-        return self.members.lost
-
     def join(self, worker: str) -> None:
         """Have a new process take the name of a lost worker; waits until it has joined.
 
@@ -307,7 +303,7 @@ class Session:
     def _poll(self) -> None:
         """Look for new processes of lost workers; a thread's whole life."""
         while not self._no_more.wait(POLL_S):
-            for worker in self.away():
+            for worker in self.members.lost:
                 try:
                     self.join(worker)
                 except JdagError as error:

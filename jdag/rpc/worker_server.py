@@ -29,7 +29,6 @@ from jdag.rpc.peer_identity import Names, check_identity
 from jdag.rpc.requests import (
     AttachWorker,
     Detach,
-    Drain,
     Health,
     Info,
     Mesh,
@@ -212,14 +211,12 @@ class WorkerServer:
         self._state = IDLE
         self._lease: CallerLease | None = None
         self.asked_to_stop = False
-        self._sessions = 0
         self.answers: Answers = {
             AttachWorker: self._attach,
             Mesh: lambda asked: self._held_by(asked.secret).mesh(asked),
             Peer: lambda asked: self._held_by(asked.secret).peer(asked),
             Ticket: lambda asked: self._held().issue(asked),
             Detach: self._detach,
-            Drain: self._drain,
             Info: self._info,
             Health: self._health,
         }
@@ -240,7 +237,6 @@ class WorkerServer:
             finally:
                 with self._changed:
                     self._lease = None
-                    self._sessions += 1
                     self._apply("end")
                     if self._options.once:
                         self._apply("stop")
@@ -336,22 +332,13 @@ class WorkerServer:
         self._end(lease)
         return {"ended": True}
 
-    def _drain(self, asked: Drain) -> Mapping[str, Any]:
-        self._check_token(asked.token)
-        threading.Thread(target=self.stop, name="drain", daemon=True).start()
-        return {}
-
     def _info(self, asked: Info) -> Mapping[str, Any]:
         self._check_token(asked.token)
-        with self._changed:
-            lease, sessions = self._lease, self._sessions
+        lease = self._lease
         return {
             **self._health(Health()),
             "main": lease and lease.main,
             "incarnation": lease and lease.members.incarnation,
-            "workers": list(lease.asked.workers) if lease else [],
-            "sessions": sessions,
-            "allow": self._options.allow,
             "handshake": self._handshake,
         }
 
