@@ -104,7 +104,7 @@ def chosen(settings: ClusterSettings, only: list[str], leaving: list[str]) -> li
     names = [
         name
         for name, one in settings.workers.items()
-        if (name in only if only else is_here(one.address.host)) and name not in leaving
+        if (name in only if only else is_here(one.control.host)) and name not in leaving
     ]
     if not names:
         allowed = "a file with a worker whose address is this host's, and not excepted"
@@ -127,7 +127,7 @@ def options_of(
     return WorkerOptions(
         worker=name,
         node=NODE,
-        control=str(own.address),
+        control=str(own.control),
         data=settings.listener(name),
         token=settings.token,
         carrier=settings.carrier,
@@ -137,7 +137,7 @@ def options_of(
         path=(str(settings.path.resolve().parent), *sys.path),
         pythonpath=os.environ.get("PYTHONPATH"),
         tls=settings.tls_files,
-        hosts={one: settings.worker(one).address.host for one in settings.names},
+        hosts={key: one.control.host for key, one in settings.workers.items()},
         value_bytes_max=settings.value_bytes_max,
     )
 

@@ -133,9 +133,9 @@ class Table(BaseModel):
     def _check_keys(cls, table: Any) -> Any:
         if not isinstance(table, dict):
             raise PydanticCustomError("unusable", "{allowed}", {"allowed": "a table"})
-        known = [key for key, one in cls.model_fields.items() if not one.exclude]
+        known = list(cls.model_fields)
         for key in table:
-            if key not in cls.model_fields:
+            if key not in known:
                 keys = ", ".join(known)
                 allowed = f"one of the keys {keys}{meant(key, known)}"
                 context = {"key": key, "allowed": allowed}
