@@ -37,11 +37,6 @@ class Tickets:
         # In the order in which they expire.
         self._issued: list[tuple[int, bytes, tuple[str, int]]] = []
 
-    def __len__(self) -> int:
-        with self._lock:
-            self._forget_expired()
-            return len(self._issued)
-
     def issue(self, worker: str, incarnation: int) -> bytes:
         """Return a new ticket for one incarnation of a worker.
 
