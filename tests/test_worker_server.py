@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from jdag.errors import JdagError, JoinError
 from jdag.rpc import worker_server as module
@@ -304,7 +305,7 @@ def test_who_was_given_up_is_told_so_by_control_server_and_gate(worker):
 def test_a_new_incarnation_replaces_the_old_one_and_its_tokens(worker):
     answer = worker.ask(attach(incarnations={"m": 0, "w": 0, "v": 0}))
     old = bytes.fromhex(worker.ask(knock(worker="v"))["ticket"])
-    newer = NOBODY.model_copy(update={"incarnation": 1, "allow": ("theirs",)})
+    newer = replace(NOBODY, incarnation=1, allow=("theirs",))
     worker.ask(peer(newer, shared=WITH_U))
     node = worker.nodes[0]
     known = node.place.members["v"]
@@ -329,7 +330,7 @@ def test_two_workers_are_joined_and_the_one_that_is_told_to_dials():
         there = {}
         for name, other, seat in (("w", "v", one), ("v", "w", two)):
             of_it = {"worker": name, "secrets": {other: WITH_V}}
-            answer = seat.ask(asked.model_copy(update=of_it))
+            answer = seat.ask(replace(asked, **of_it))
             there[name] = Whereabouts(
                 incarnation=0,
                 control=str(seat.server.address),

@@ -135,7 +135,7 @@ class Table(BaseModel):
             raise PydanticCustomError("unusable", "{allowed}", {"allowed": "a table"})
         known = list(cls.model_fields)
         for key in table:
-            if key not in known:
+            if key not in cls.model_fields:
                 keys = ", ".join(known)
                 allowed = f"one of the keys {keys}{meant(key, known)}"
                 context = {"key": key, "allowed": allowed}
