@@ -148,15 +148,11 @@ class _Child:
         return "\n    ".join([f"\nthe end {where}:", *lines])
 
 
-def _kill(child: _Child) -> None:
-    child.process.kill()
-
-
 # How workers are stopped, and how long each way is given.
-_ENDINGS = (
+_ENDINGS: tuple[tuple[Callable[[_Child], None], float], ...] = (
     (_Child.ask_to_stop, STOP_S),
     (_Child.ask_to_stop, 1.0),
-    (_kill, STOP_S),
+    (lambda child: child.process.kill(), STOP_S),
 )
 
 

@@ -127,7 +127,7 @@ class PeerTable:
     # ------------------------------------------------------------------ the session's
 
     def joined(self, peer: str, incarnation: int) -> None:
-        """Take a worker for a peer; from any thread. One that was lost joins anew."""
+        """Take a worker for a peer, a lost one for a new process; from any thread."""
         with self._loop:
             self._joined(peer, incarnation)
 
@@ -272,10 +272,7 @@ class PeerTable:
         return error.reached or (error.absent and not is_watched)
 
     def _given_up(self, peer: Connection, why: str) -> None:
-        """A peer has given this node up: so will all, and it is not let in again.
-
-        Main is the session: what it loses is the peer.
-        """
+        """A peer has given this node up, as all will; main loses the peer instead."""
         said = f"{peer.name!r} has given it up: {why}"[:WHY_MAX]
         if self._session.worker == self._session.main:
             self.lose(peer, said)
@@ -284,10 +281,7 @@ class PeerTable:
             self.end()
 
     def exhausted(self, peer: Connection, why: str) -> None:
-        """This node has no memory for what a peer sends: it leaves, alone.
-
-        Main, which is the session, loses the peer instead.
-        """
+        """This node has no memory for what a peer sends; main loses it instead."""
         if self._session.worker == self._session.main:
             self.lose(peer, f"there is no place for what it sent: {why}")
         elif not self.stopping.is_set():

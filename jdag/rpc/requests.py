@@ -7,8 +7,8 @@
 | Peer | main | know that a new process of that name joins |
 | Ticket | a worker or main | issue a single-use ticket for its data address |
 | Detach | main | end the session |
-| Info | who has the cluster's token | say what it is and does |
-| Health | anybody who is let in | say that it lives, and its name |
+| Info | a process with the cluster's token | say what it is and does |
+| Health | any process | say that it lives, and its name |
 
 Answers with content are checked too. Every text, list and number has a bound.
 """

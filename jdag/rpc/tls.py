@@ -252,8 +252,8 @@ _SAID = {
     "WRONG_VERSION_NUMBER": "it does not speak TLS",
     "PEER_DID_NOT_RETURN_A_CERTIFICATE": "it shows no certificate",
     "TLSV13_ALERT_CERTIFICATE_REQUIRED": "it asks for a certificate",
-    "TLSV1_ALERT_DECRYPT_ERROR": "it does not trust who issued our certificate",
-    "TLSV1_ALERT_UNKNOWN_CA": "it does not trust who issued our certificate",
+    "TLSV1_ALERT_DECRYPT_ERROR": "it does not trust the issuer of our certificate",
+    "TLSV1_ALERT_UNKNOWN_CA": "it does not trust the issuer of our certificate",
 }
 
 

@@ -47,10 +47,10 @@ def become(options: WorkerOptions) -> NoReturn:
 
 
 def environment() -> dict[str, str]:
-    """Return this environment, in which a worker finds the modules that we find.
+    """Return this environment, in which a worker finds the modules of this process.
 
-    gRPC prints its errors alone there, if nothing else is set: else each certificate
-    that is refused, which is told to whoever shows it, is several lines of its own.
+    Unless set otherwise, gRPC prints errors only: it would print several lines for each
+    refused certificate, and the other process is told of that anyway.
     """
     path = os.pathsep.join([one or os.getcwd() for one in sys.path])
     return {"GRPC_VERBOSITY": "ERROR", **os.environ, "PYTHONPATH": path}
