@@ -1,16 +1,8 @@
 """What is asked over the control plane: one class for each rpc, checked before use.
 
-| rpc | asked of a worker by | to |
-| --- | --- | --- |
-| Attach | main | begin a session |
-| Mesh | main | dial these of the others, and know all of them |
-| Peer | main | know that a new process of that name joins |
-| Ticket | a worker or main | issue a single-use ticket for its data address |
-| Detach | main | end the session |
-| Info | a process with the cluster's token | say what it is and does |
-| Health | any process | say that it lives, and its name |
-
-Answers with content are checked too. Every text, list and number has a bound.
+Answers that have something in them are checked too. Every text, list and number has a
+bound. Main asks Attach, Mesh, Peer and Detach of a worker; workers and main ask Ticket
+of each other; Info asks for the cluster's token; any process may ask Health.
 """
 
 from typing import Annotated, Any, ClassVar
