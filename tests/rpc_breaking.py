@@ -19,7 +19,7 @@ from jdag.rpc.programs import Over
 from jdag.rpc.streams import SocketStream
 from jdag.wire.frames import unpack_header
 from jdag.wire.link import FRAME_BYTES
-from tests.rpc_nodes import joined_by, made
+from tests.rpc_nodes import joined_by, made, whereabouts
 
 CUT, KILL = "cut", "kill"
 
@@ -162,7 +162,7 @@ class Breaking:
                     node.joined(other.name, other.incarnation)
         for here, there in combinations(workers, 2):
             self.connect(here, there)
-            self.nodes[here]._place.dials[there] = True
+            self.nodes[here]._place.members[there].is_dialled = True
         for worker in workers:
             self._begin(worker)
 
@@ -237,11 +237,13 @@ class Breaking:
         for other in self.workers:
             if other != worker:
                 node.joined(other, self.incarnations[other])
-                self.nodes[other]._place.incarnations[worker] = node.incarnation
+                members = self.nodes[other]._place.members
+                place = whereabouts(node.incarnation, self.allow)
+                # Main dials all, whoever joins others.
+                is_main = other == self.workers[0]
+                members.attach(worker, node.incarnation, place, is_dialled=is_main)
                 self.nodes[other].joined(worker, node.incarnation)
-                if other != self.workers[0]:  # Main dials all, whoever joins others.
-                    self.nodes[other]._place.dials.pop(worker, None)
-                    node._place.dials[other] = True
+                node._place.members[other].is_dialled = not is_main
         for other in self.workers:
             if other != worker:
                 self.connect(worker, other)

@@ -12,12 +12,10 @@ from jdag.rpc.addresses import Address
 from jdag.rpc.control import ControlClient, ControlServer
 from jdag.rpc.device import settings_of
 from jdag.rpc.handshake import ours
-from jdag.rpc.listener import CARRIED
 from jdag.rpc.session import SessionPlan
 from jdag.rpc.session_info import SessionInfo
-from jdag.rpc.settings import VALUE_BYTES_MAX
-from jdag.rpc.worker import WorkerOptions
-from jdag.rpc.worker_server import WorkerConfig, WorkerServer
+from jdag.rpc.settings import VALUE_BYTES_MAX, WorkerOptions
+from jdag.rpc.worker_server import WorkerServer
 
 TOKEN = "the token of the tests"
 ANY = Address("127.0.0.1", 0)
@@ -40,7 +38,7 @@ class PlainNode:
         self.changed = threading.Condition()
         self.closed = False
         self.ended = False
-        self.losses: dict[str, str] = {}
+        self._adopted: dict[str, int] = {}
         self._left: list[Any] = []
         self._said: list[tuple[str, bytes]] = []
 
@@ -58,7 +56,7 @@ class PlainNode:
             # Who dials may have heard of this one before this one has of it.
             assert self.incarnations.get(peer, incarnation) == incarnation
             self._leave(peer)
-            self.streams[peer] = stream
+            self.streams[peer], self._adopted[peer] = stream, incarnation
             if self.ended:  # Its gate closes only after it.
                 stream.close()
             self.changed.notify_all()
@@ -77,10 +75,10 @@ class PlainNode:
             was_there = self._leave(peer)
             self.changed.notify_all()
         if was_there:
-            self.place.gone(peer, why)
+            self._lose(peer, why)
 
-    def loss(self, worker: str) -> str | None:
-        return self.losses.get(worker)
+    def _lose(self, peer: str, why: str) -> None:
+        self.place.members.lose(peer, self._adopted[peer], why)
 
     def begin(self) -> None:
         threading.Thread(target=self.run, daemon=True).start()
@@ -119,7 +117,7 @@ class PlainNode:
                 self.closed |= is_end and peer == self.place.main
                 self.changed.notify_all()
             if is_end:
-                self.place.gone(peer, str(error))
+                self._lose(peer, str(error))
             return
         with self.changed:
             self.heard[peer] = self.heard.get(peer, b"") + came
@@ -223,31 +221,27 @@ class Seated:
         self, name: str, address: Address = ANY, *, grpc: bool = False, **own: Any
     ) -> None:
         self.nodes: list[PlainNode] = []
-        common: dict[str, Any] = {
-            "token": TOKEN,
-            "allow": ("models",),
-            "handshake": ours(),
-            "make_node": self._make,
-            "data": CARRIED if grpc else "unix:@",
-        }
-        self.seat = WorkerServer(WorkerConfig(worker=name, **{**common, **own}))
+        handshake, tls = own.pop("handshake", ours()), own.pop("tls", None)
+        make_node = own.pop("make_node", self._make)
+        carrier = "grpc" if grpc else "socket"
+        own = {"allow": ("models",), "once": False, "carrier": carrier, **own}
+        (options,) = options_of(name, **own)
+        self.seat = WorkerServer(options, handshake, make_node, tls)
         self.server = ControlServer(
             f"worker {name!r}",
             address,
             self.seat.answers,
-            tls=own.get("tls"),
+            tls=tls,
             enter=self.seat.enter if grpc else None,
-            hosts=own.get("hosts"),
+            hosts=options.hosts,
             knows=self.seat.knows,
         )
-        self.client = ControlClient(
-            f"worker {name!r}", self.server.address, tls=own.get("tls")
-        )
+        self.client = ControlClient(f"worker {name!r}", self.server.address, tls=tls)
         self.ask = self.client.ask
         self.thread = threading.Thread(target=self.seat.serve)
         self.thread.start()
 
-    def _make(self, place: Any) -> PlainNode:
+    def _make(self, place: Any) -> Any:
         self.nodes.append(PlainNode(place))
         return self.nodes[-1]
 

@@ -1,7 +1,7 @@
 """Nodes in one process, joined by socket pairs: the real driver without processes."""
 
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import combinations
@@ -11,23 +11,36 @@ from jdag.api.cluster import Cluster
 from jdag.api.cluster_state import ClusterState
 from jdag.api.context import run_program
 from jdag.rpc.function_decoder import FunctionDecoder
+from jdag.rpc.membership import Membership
 from jdag.rpc.node import Node
+from jdag.rpc.requests import Whereabouts
 from jdag.rpc.session_info import SessionInfo
 from jdag.rpc.streams import SocketStream
 
 
 def place_of(
-    worker: str, workers: Sequence[str], allow: Sequence[str], **changed: Any
+    worker: str,
+    workers: Sequence[str],
+    allow: Sequence[str],
+    incarnations: Mapping[str, int] | None = None,
+    **changed: Any,
 ) -> SessionInfo:
+    numbers = incarnations or dict.fromkeys(workers, 0)
+    members = Membership(worker, workers, numbers[worker])
+    for name in workers:
+        if name != worker:
+            members.attach(name, numbers[name], whereabouts(numbers[name], allow))
     usual: dict[str, Any] = {
         "main": workers[0],
-        "incarnations": dict.fromkeys(workers, 0),
-        "allowed": dict.fromkeys(workers, tuple(allow)),
+        "members": members,
         "deadline_s": 10.0,
         "dial": _undialled,
-        "gone": lambda peer, why: None,
     }
     return SessionInfo(worker=worker, workers=tuple(workers), **{**usual, **changed})
+
+
+def whereabouts(incarnation: int, allow: Sequence[str]) -> Whereabouts:
+    return Whereabouts(incarnation=incarnation, control="", data="", allow=tuple(allow))
 
 
 def _undialled(peer: str, received: int) -> tuple[Any, int]:

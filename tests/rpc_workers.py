@@ -12,7 +12,7 @@ from typing import Any
 import jdag
 from jdag.api.drivers import worker_options
 from jdag.rpc.launch import Launch
-from jdag.rpc.worker import WorkerOptions
+from jdag.rpc.settings import WorkerOptions
 from tests.certificates import Files
 from tests.rpc_cases import free_address
 

@@ -13,10 +13,10 @@ from jdag.errors import JoinError
 from jdag.rpc.addresses import Address
 from jdag.rpc.control import ControlClient, ControlServer
 from jdag.rpc.dialling import Lookout, Routes
-from jdag.rpc.requests import AttachWorker, Health
+from jdag.rpc.membership import Membership
+from jdag.rpc.requests import Health, Whereabouts
 from jdag.rpc.session import Session
 from tests.rpc_cases import ANY, free_address, plan_of, seated
-from tests.test_worker_server import attach
 
 
 class Main:
@@ -24,15 +24,18 @@ class Main:
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self.routes = Routes("w", 0, {}, tls=None, timeout_s=5.0)
+        self.members = Membership("w", ("m", "w", "v"))
+        self.routes = Routes(self.members, {}, tls=None, timeout_s=5.0)
         self.server = self.open(ANY)
 
     def open(self, address: Address) -> ControlServer:
         return ControlServer("main 'm'", address, {Health: lambda _: {"pid": self.pid}})
 
-    def lookout(self, **changed: Any) -> Lookout:
-        asked: AttachWorker = attach(**{"control": str(self.server.address), **changed})
-        return Lookout(asked, self.routes)
+    def lookout(self, control: str | None = None, pid: int = os.getpid()) -> Lookout:
+        at = str(self.server.address) if control is None else control
+        where = Whereabouts(incarnation=0, control=at, data="", allow=())
+        self.members.attach("m", 0, where)
+        return Lookout(self.routes, "m", pid)
 
 
 @pytest.fixture
@@ -71,7 +74,7 @@ def test_who_was_never_found_is_not_missed(main: Main, control: str):
 
 
 def test_one_found_by_another_number_was_never_main(main: Main):
-    lookout = main.lookout(handshake={"pid": 1})
+    lookout = main.lookout(pid=1)
     lookout.find()
     lookout.look("m")
 
@@ -88,7 +91,7 @@ def test_no_worker_is_attached_before_all_answer(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Routes, "reach", counted)
     with ExitStack() as stack:
         workers = [stack.enter_context(seated(name)) for name in "abc"]
-        controls = {one.seat._config.worker: one.server.address for one in workers}
+        controls = {one.seat._options.worker: one.server.address for one in workers}
         plan = plan_of({**controls, "d": missing}, ready_s=60.0)
         pool = stack.enter_context(ThreadPoolExecutor())
         begun = pool.submit(Session, plan)

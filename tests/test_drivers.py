@@ -1,11 +1,11 @@
 """Clusters of real processes, by the public face."""
 
+import asyncio
 import gc
 import inspect
 import os
 import re
 import signal
-import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -161,13 +161,13 @@ def test_launched_workers_hold_the_bound_of_programs_that_call_each_other() -> N
 def test_a_launched_worker_that_is_killed_is_lost_with_its_last_lines(
     late_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def reap(child: launch_module._Child) -> None:
-        threading.Event().wait(late_s)
-        reaped(child)
+    async def wait(child: launch_module._Child) -> None:
+        await ended(child)
+        await asyncio.sleep(late_s)
 
     # Its sockets are closed before its process has ended, and that may take a while.
-    reaped = launch_module._Child.reap
-    monkeypatch.setattr(launch_module._Child, "reap", reap)
+    ended = launch_module._Child.wait
+    monkeypatch.setattr(launch_module._Child, "wait", wait)
     with jdag.launch(["a", "b", "c"], allow=("tests",)) as cluster:
         w = cluster.put("b", W)
         with cluster.context() as ctx:

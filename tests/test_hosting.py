@@ -16,7 +16,7 @@ from jdag.cli.hosting import chosen, options_of
 from jdag.errors import JoinError, ScenarioError
 from jdag.rpc.control import ControlClient
 from jdag.rpc.launch import is_here
-from jdag.rpc.requests import Drain, Health, Info
+from jdag.rpc.requests import Health, Info
 from jdag.rpc.session import Session
 from jdag.rpc.settings import ClusterSettings, load
 from tests.rpc_cases import TOKEN, PlainNode, free_address, plan_of
@@ -82,8 +82,8 @@ def until(command: subprocess.Popen[str], words: str) -> str:
 
 
 def join(settings: ClusterSettings, *workers: str) -> Session:
-    controls = {name: settings.worker(name).address for name in workers}
-    return Session(plan_of(controls, control=settings.worker("m").address))
+    controls = {name: settings.worker(name).control for name in workers}
+    return Session(plan_of(controls, control=settings.worker("m").control))
 
 
 def test_up_starts_the_workers_of_this_host_and_stops_them_at_ctrl_c(file: Path):
@@ -92,7 +92,7 @@ def test_up_starts_the_workers_of_this_host_and_stops_them_at_ctrl_c(file: Path)
     with running("up", file, "--except", "m", "--logs", logs) as command:
         printed = until(command, "Ctrl-C stops them")
         for name in "ab":
-            assert str(settings.worker(name).address) in printed
+            assert str(settings.worker(name).control) in printed
             assert str(logs / f"{name}.log") in printed
         for _ in range(2):  # Sessions come and go.
             with join(settings, "a", "b") as session:
@@ -103,7 +103,7 @@ def test_up_starts_the_workers_of_this_host_and_stops_them_at_ctrl_c(file: Path)
         assert "stopping" in command.stdout.read()
         assert command.wait(LONG_S) == 0
     for name in "ab":
-        client = ControlClient(name, settings.worker(name).address)
+        client = ControlClient(name, settings.worker(name).control)
         with pytest.raises(Exception, match="Connection refused"):
             client.ask(Health())
         client.close()
@@ -112,9 +112,9 @@ def test_up_starts_the_workers_of_this_host_and_stops_them_at_ctrl_c(file: Path)
 def test_a_worker_started_by_hand_says_where_it_is_and_drains_at_sigterm(file: Path):
     settings = load(file)
     with running("worker", file, "--name", "a") as command:
-        until(command, f"worker a: at {settings.worker('a').address}, process ")
+        until(command, f"worker a: at {settings.worker('a').control}, process ")
         # In place of the command: what was started is what listens.
-        client = ControlClient("worker 'a'", settings.worker("a").address)
+        client = ControlClient("worker 'a'", settings.worker("a").control)
         assert client.ask(Health())["pid"] == command.pid
         client.close()
         with join(settings, "a") as session:
@@ -122,14 +122,14 @@ def test_a_worker_started_by_hand_says_where_it_is_and_drains_at_sigterm(file: P
             assert session.node.ask("a", b"hi") == b"answer hi from a\n"
             with running("worker", file, "--name", "a") as second:
                 _, said = second.communicate(timeout=LONG_S)
-                taken = settings.worker("a").address
+                taken = settings.worker("a").control
                 assert (
                     said == f"jdag: cannot listen at {taken}: Address already in use\n"
                 )
                 assert second.returncode == 2
             command.send_signal(signal.SIGTERM)
             assert command.wait(LONG_S) == 0
-            soon(lambda: "a" in session.away())
+            soon(lambda: "a" in session.members.lost)
 
 
 def test_who_cannot_read_the_token_beside_the_file_can_take_no_worker(file: Path):
@@ -137,13 +137,12 @@ def test_who_cannot_read_the_token_beside_the_file_can_take_no_worker(file: Path
     with running("worker", file, "--name", "a") as command:
         until(command, "worker a: at ")
         settings = load(file)
-        client = ControlClient("worker 'a'", settings.worker("a").address)
-        for asked in (Info(token=""), Drain(token="")):
-            with pytest.raises(JoinError, match="it wants a token, and none came"):
-                client.ask(asked)
+        client = ControlClient("worker 'a'", settings.worker("a").control)
+        with pytest.raises(JoinError, match="it wants a token, and none came"):
+            client.ask(Info(token=""))
         assert client.ask(Info(token=settings.token))["worker"] == "a"
         client.close()
-        controls = {"a": settings.worker("a").address}
+        controls = {"a": settings.worker("a").control}
         with pytest.raises(JoinError, match="it wants a token, and none came"):
             Session(plan_of(controls, token=""))
         with Session(plan_of(controls, token=settings.token)) as session:
@@ -209,7 +208,7 @@ def test_a_worker_is_told_what_the_file_says(file: Path, monkeypatch):
     file.write_text('carrier = "grpc"\n' + text)
     settings = load(file)
     options = options_of(settings, "b", "cpu")
-    assert options.control == str(settings.worker("b").address)
+    assert options.control == str(settings.worker("b").control)
     assert (options.token, options.carrier, options.device) == (TOKEN, "grpc", "cpu")
     assert options.allow == ("mine",)
     assert not options.once

@@ -1,5 +1,6 @@
 """Worker processes: started, joined, watched, stopped, and nothing left behind."""
 
+import asyncio
 import json
 import os
 import signal
@@ -16,10 +17,11 @@ from typing import Any
 import pytest
 
 from jdag.errors import JoinError, ScenarioError
+from jdag.rpc import background
 from jdag.rpc import launch as launch_module
 from jdag.rpc.control import ControlClient
 from jdag.rpc.launch import Launch
-from jdag.rpc.requests import Drain, Health, Info
+from jdag.rpc.requests import Health, Info
 from jdag.rpc.session import Session
 from jdag.rpc.watch import heard
 from tests import failing_cases
@@ -111,7 +113,7 @@ def test_workers_are_joined_to_main_and_to_each_other(idle: Launch):
             for words in (f"joined {other} 0", f"adopted {other} 0 7"):
                 soon(partial(says, idle.log_of(worker), words))
     with Session(plan_of(idle.addresses)) as session:
-        assert session.away() == {}
+        assert session.members.lost == {}
     assert set(idle.alive) == {"a", "b"}
 
 
@@ -176,7 +178,7 @@ def test_a_worker_that_dies_is_known_at_once_with_its_last_lines(tmp_path: Path)
         launch.on_death(deaths._told)
     log = tmp_path / "logs" / "a.log"
     assert "adopted m 0 7" in log.read_text()
-    assert session.away().keys() <= {"a"}
+    assert session.members.lost.keys() <= {"a"}
 
 
 def test_what_another_process_printed_there_before_is_none_of_its_lines(tmp_path: Path):
@@ -234,42 +236,28 @@ def test_one_that_is_not_ready_in_time_is_named_and_stopped(place: Path):
     assert not litter(place)
 
 
-def test_one_that_is_not_even_started_in_time_is_named(place: Path, monkeypatch):
-    gave_up = threading.Event()
-    close = Launch.close
-
-    class Slow(launch_module._Child):
-        def __init__(self, *arguments: Any) -> None:
-            assert gave_up.wait(LONG_S)
-            super().__init__(*arguments)
-
-    def closing(self: Launch) -> None:
-        gave_up.set()
-        close(self)
-
-    monkeypatch.setattr(launch_module, "_Child", Slow)
-    monkeypatch.setattr(Launch, "close", closing)
-    said = r"worker 'a' is not ready within ready_s=0\.05; it is not started yet"
-    with pytest.raises(JoinError, match=said):
-        Launch(options_of("a"), ready_s=0.05)
-    assert not litter(place)
-
-
 def test_those_that_are_starting_when_the_caller_is_interrupted_are_killed(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    made: list[Any] = []
+    launches: list[Launch] = []
+    begin = Launch._begin
 
-    def interrupt(self: Launch, *_: object) -> None:
-        made.append(self)
-        soon(lambda: len(self.alive) == 2)
+    async def begun(self: Launch, *arguments: Any) -> None:
+        launches.append(self)
+        await begin(self, *arguments)
+
+    def interrupted(coroutine: Any) -> Any:
+        monkeypatch.setattr(launch_module, "wait_for", background.wait_for)
+        running = asyncio.run_coroutine_threadsafe(coroutine, background.loop())
+        soon(lambda: bool(launches) and len(launches[0].pids) == 2)
+        running.cancel()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Launch, "_wait_until_ready", interrupt)
-    monkeypatch.setattr(launch_module, "_ENDINGS", ())  # Of those that are ready.
+    monkeypatch.setattr(Launch, "_begin", begun)
+    monkeypatch.setattr(launch_module, "wait_for", interrupted)
     with pytest.raises(KeyboardInterrupt):
         Launch(options_of("a", "b"))
-    (launch,) = made
+    (launch,) = launches
     ends = [child.process.returncode for child in launch._children.values()]
     assert (ends, launch.alive) == ([-signal.SIGKILL] * 2, ())
     assert not litter(place)
@@ -486,14 +474,3 @@ def test_a_forked_child_cannot_use_the_cluster_and_harms_its_parent_in_no_way():
     # It starts a process that imports JAX, and then ends by itself.
     said = subprocess.check_output(command, text=True, timeout=4 * LONG_S, cwd=ROOT)
     assert said == f"{'1 ' * 11}2 2 2 7\n[-1.  0.  1.]\n"
-
-
-def test_a_worker_is_drained_by_who_has_the_token(idle: Launch):
-    deaths = Deaths(idle)
-    client = ControlClient("worker 'b'", idle.addresses["b"])
-    with pytest.raises(JoinError, match="the token is wrong"):
-        client.ask(Drain(token="x"))
-    client.ask(Drain(token=TOKEN))
-    client.close()
-    assert "ended with exit code 0" in deaths.wait("b")
-    assert idle.alive == ("a",)

@@ -14,7 +14,9 @@ from jdag.rpc.membership import (
     Transitions,
     after,
 )
+from jdag.rpc.requests import Whereabouts
 
+NOBODY = Whereabouts(incarnation=0, control="", data="", allow=())
 TABLES = {"member": MEMBER, "lease": LEASE}
 
 
@@ -56,27 +58,34 @@ def test_a_lost_worker_comes_back_as_the_next_incarnation():
     assert members.next_incarnation("a") == 0
     for name in "ab":
         members.attach(name, 0)
-        members.join(name)
     with pytest.raises(JoinError, match="'a' is joined; to attach it, it would have"):
         members.next_incarnation("a")
-    members.lose("a", "it was silent")
-    assert (members.lost, members.present) == ({"a": "it was silent"}, ("b",))
+    members.lose("a", 0, "it was silent")
+    assert (members.lost, members.joined) == ({"a": "it was silent"}, ("b",))
     assert members.next_incarnation("a") == 1
     members.attach("a", 1)
-    assert (members.lost, members.present) == ({}, ("a", "b"))
-    members.join("a")
-    assert members.incarnations == {"a": 1, "b": 0}
+    assert (members.lost, members.joined) == ({}, ("a", "b"))
+    members.lose("a", 0, "that was the former one")
+    assert members.incarnations == {"m": 0, "a": 1, "b": 0}
 
 
 def test_a_newer_incarnation_replaces_one_that_nobody_missed():
     members = Membership("w", ["m", "w", "v"])
-    members.attach("v", 0)
-    members.join("v")
+    members.attach("v", 0, NOBODY)
     members.attach("v", 2)
     members.attach("v", 2)  # Told twice.
-    assert members.incarnations == {"v": 2} and members.present == ("v",)
+    assert members["v"].incarnation == 2 and members.joined == ("v",)
+    assert members.announced == {}  # Its address is not that of the former one.
     with pytest.raises(JoinError, match="incarnation 1 of 'v' is gone, and 2 has join"):
         members.attach("v", 1)
+
+
+def test_more_may_become_known_of_a_worker_that_has_joined():
+    members = Membership("w", ["m", "w", "v"])
+    members.attach("v", 0)
+    members.attach("v", 0, NOBODY, is_dialled=True)
+    members.attach("v", 0)
+    assert members.announced == {"v": NOBODY} and members["v"].is_dialled
 
 
 def test_only_the_process_that_has_a_name_is_admitted():
@@ -94,11 +103,7 @@ def test_only_the_process_that_has_a_name_is_admitted():
     for name in "wx":
         with pytest.raises(JoinError, match="is none of the others of 'w'"):
             members.admit(name, 0)
-
-
-def test_one_that_is_lost_while_it_joins_stays_lost():
-    members = Membership("m", ["m", "a"])
-    members.attach("a", 0)
-    members.lose("a", "its process has ended")
-    members.join("a")
-    assert members.lost == {"a": "its process has ended"}
+    members.lose("v", 1, "it was silent")
+    with pytest.raises(JoinError, match="'w' has given 'v' up: it was sil") as caught:
+        members.admit("v", 1)
+    assert caught.value.given_up

@@ -21,7 +21,7 @@ from jdag.rpc import function_encoder, node
 from jdag.rpc.node import ROUNDS_MAX
 from jdag.rpc.streams import SocketStream
 from jdag.wire.trees import DEPTH_MAX
-from tests.rpc_nodes import cluster, connect, made
+from tests.rpc_nodes import cluster, connect, made, whereabouts
 
 W = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
 X = jnp.linspace(0.0, 2.0, 8).reshape(2, 4)
@@ -145,7 +145,7 @@ def test_one_that_joins_anew_is_no_peer_of_its_own() -> None:
         _, again = made("c", tuple(now), ("tests",), incarnations=dict(now))
         c.nodes["c"] = again
         for node in others:
-            node._place.incarnations.update(now)
+            node._place.members.attach("c", 1, whereabouts(1, ("tests",)))
             again.joined(node.name, 0)
             connect(node, again)
             node.joined("c", 1)
@@ -153,6 +153,13 @@ def test_one_that_joins_anew_is_no_peer_of_its_own() -> None:
         with c.context() as ctx:
             assert ctx.call("c", hidden, W, X).fetch().shape == (2, 3)
         assert list(again.peers.connections) == ["a", "b"]
+
+
+def test_a_worker_to_which_main_never_connects_leaves_within_the_deadline() -> None:
+    _, node = made("b", ("a", "b"), deadline_s=0.2)
+    node.joined("a", 0)
+    node.run(spin=False)
+    assert "gave no sign of life" in node.peers.gone["a"]
 
 
 def test_a_peer_that_sends_garbage_is_lost_and_hurts_nobody_else() -> None:

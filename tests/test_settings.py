@@ -39,13 +39,12 @@ def test_a_file_says_where_workers_are_and_what_they_allow(tmp_path: Path):
     settings = load(written(tmp_path, GOOD))
     assert settings.names == ("trainer", "ps0")
     ps0 = settings.worker("ps0")
-    assert ps0.address == Address("::1", 7001)
-    assert str(ps0.address) == "[::1]:7001"
-    assert ps0.data_address == Address("localhost", 7002)
+    assert ps0.control == Address("::1", 7001)
+    assert str(ps0.control) == "[::1]:7001"
+    assert settings.listener("ps0") == "tcp:localhost:7002"
     assert ps0.allow == ("mymodels", "other.models")
     assert (ps0.device, settings.carrier, settings.deadline_s) == ("gpu:1", "grpc", 2.5)
-    # Without an address for data the system chooses a port on the same host.
-    assert settings.worker("trainer").data_address == Address("127.0.0.1", 0)
+    assert settings.listener("trainer") == "unix:@"
     assert settings.token == "0123456789abcdef"
     assert settings.tls_files is None
 
@@ -78,7 +77,7 @@ def test_with_another_way_to_trust_no_token_is_made(tmp_path: Path):
 
 def test_where_no_token_can_be_made_it_is_said(tmp_path: Path):
     settings = load(written(tmp_path, WORKER))
-    object.__setattr__(settings, "path", tmp_path / "gone" / "cluster.toml")
+    settings._path = tmp_path / "gone" / "cluster.toml"
     with pytest.raises(ScenarioError, match=r"token_file = None: .* cannot be made"):
         settings.make_token()
 
@@ -203,6 +202,8 @@ def test_certificates_that_are_none_are_refused(tmp_path: Path):
     )
     issued = Issuer(tmp_path, "ca").issue("a")
     assert load(path).tls_files == tuple(issued)
+    # Without an address for data the system chooses a port on the same host.
+    assert load(path).listener("a") == "tcp:10.1.2.3:0"
 
 
 @pytest.mark.parametrize(

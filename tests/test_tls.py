@@ -123,7 +123,7 @@ def test_a_listener_refuses_whom_its_own_issuer_does_not_vouch_for(
     listener, stranger, trainer, caplog
 ):
     blind = load_without_checking(stranger)
-    with pytest.raises(JdagError, match="does not trust who issued"):
+    with pytest.raises(JdagError, match="does not trust the issuer"):
         dial(listener[0], TOKEN, 0, tls=blind, timeout_s=60)
     assert listener[1].empty()
     soon(lambda: "refused tcp:127.0.0.1:" in caplog.text)

@@ -30,12 +30,12 @@ from jdag.rpc.settings import (
     READY_S,
     VALUE_BYTES_MAX,
     WAIT_S,
+    WorkerOptions,
     is_name,
     load,
 )
 from jdag.rpc.tickets import fresh_secret
 from jdag.rpc.tls import load as load_tls
-from jdag.rpc.worker import WorkerOptions
 from jdag.runtime.host import Port
 from jdag.runtime.tables import (
     COUNT,
@@ -251,11 +251,11 @@ def connect(path: str | os.PathLike[str], *, name: str) -> Cluster:
     state = ClusterState(settings.names, False, settings.nesting_max)
     others = {key: one for key, one in settings.workers.items() if key != name}
     for one in others.values():
-        share_gpu(one.device if is_here(one.address.host) else "cpu")
+        share_gpu(one.device if is_here(one.control.host) else "cpu")
     plan = SessionPlan(
         main=name,
         workers=settings.names,
-        controls={key: one.address for key, one in others.items()},
+        controls={key: one.control for key, one in others.items()},
         handshake=ours(settings.value_bytes_max),
         make_node=partial(_node, state, mine.allow, settings.value_bytes_max),
         token=settings.token,
@@ -263,7 +263,7 @@ def connect(path: str | os.PathLike[str], *, name: str) -> Cluster:
         deadline_s=settings.deadline_s,
         ready_s=settings.ready_s,
         nesting_max=settings.nesting_max,
-        control=mine.address,
+        control=mine.control,
         rejoin=True,
         tls=tls,
     )

@@ -17,8 +17,14 @@ from rich.text import Text
 from jdag.cli.cli_errors import Exit, errors_in_one_line
 from jdag.errors import ScenarioError, unusable
 from jdag.rpc.launch import Launch, is_here
-from jdag.rpc.settings import DEVICES, ClusterSettings, is_device, load
-from jdag.rpc.worker import WorkerOptions, become
+from jdag.rpc.settings import (
+    DEVICES,
+    ClusterSettings,
+    WorkerOptions,
+    is_device,
+    load,
+)
+from jdag.rpc.worker import become
 
 # The import path of the node factory; worker processes look it up by name.
 NODE = "jdag.api.drivers:member"
@@ -98,7 +104,7 @@ def chosen(settings: ClusterSettings, only: list[str], leaving: list[str]) -> li
     names = [
         name
         for name, one in settings.workers.items()
-        if (name in only if only else is_here(one.address.host)) and name not in leaving
+        if (name in only if only else is_here(one.control.host)) and name not in leaving
     ]
     if not names:
         allowed = "a file with a worker whose address is this host's, and not excepted"
@@ -121,7 +127,7 @@ def options_of(
     return WorkerOptions(
         worker=name,
         node=NODE,
-        control=str(own.address),
+        control=str(own.control),
         data=settings.listener(name),
         token=settings.token,
         carrier=settings.carrier,
@@ -131,7 +137,7 @@ def options_of(
         path=(str(settings.path.resolve().parent), *sys.path),
         pythonpath=os.environ.get("PYTHONPATH"),
         tls=settings.tls_files,
-        hosts={one: settings.worker(one).address.host for one in settings.names},
+        hosts={key: one.control.host for key, one in settings.workers.items()},
         value_bytes_max=settings.value_bytes_max,
     )
 

@@ -49,7 +49,10 @@ class Address(NamedTuple):
     @property
     def is_loopback(self) -> bool:
         """Whether only this host reaches it."""
-        return self.kind == "unix" or is_loopback(self.host)
+        try:
+            return self.kind == "unix" or ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
 
 
 def address_of(text: str) -> Address | None:
@@ -58,9 +61,13 @@ def address_of(text: str) -> Address | None:
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if not re.fullmatch(r"[0-9]{1,5}", port) or int(port) >= 1 << 16:
         return None
-    if not is_host(bare) or (bare == host and ":" in bare):
+    try:
+        bare.encode("idna")
+    except UnicodeError:  # A part of it is empty, or has over 63 bytes.
         return None
-    return Address(bare, int(port))
+    if not bare or bare != bare.strip() or not bare.isprintable():
+        return None
+    return None if bare == host and ":" in bare else Address(bare, int(port))
 
 
 def parse(text: str) -> Address:
@@ -86,23 +93,6 @@ def hold_to_loopback(address: Address, what: str) -> None:
             f"{address} {what} without TLS, and only loopback may be: name certificates"
             " in the [tls] of the cluster's file, or use 127.0.0.1"
         )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this host reaches a host, by name or number."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def is_host(host: str) -> bool:
-    """Whether a text could be a host, so that the system may be asked for it."""
-    try:
-        host.encode("idna")
-    except UnicodeError:  # A part of it is empty, or has over 63 bytes.
-        return False
-    return bool(host) and host == host.strip() and host.isprintable()
 
 
 def bound(address: Address) -> socket.socket:

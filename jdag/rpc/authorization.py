@@ -41,7 +41,7 @@ def check(
         sender: the worker that sent it.
         here: the worker that received it.
         names: of all workers.
-        incarnations: the known number of each worker that has joined anew.
+        incarnations: the known number of each worker that has joined again.
 
     Raises:
         ProtocolError: names the message, the context and the worker.

@@ -1,16 +1,16 @@
 """The control plane: a gRPC server in each worker process, and its client.
 
-Inputs: calls whose metadata hold the caller's protocol version and a proof of a secret;
-    their one message is a request of `jdag.rpc.requests` in JSON, and the rpc has its
+Inputs: calls whose metadata hold the caller's protocol version and a proof of a secret.
+    Their one message is a request of `jdag.rpc.requests` in JSON, and the rpc has its
     name. Streams of the carrier `grpc`.
 Outputs: answers in JSON, or a refusal, which the client raises as a `JoinError` in one
-    line; so it does for a host that is not there or a certificate that is not trusted.
+    line, as it does for a host that is not there or a certificate that is not trusted.
 Invariants: the server listens on loopback unless it has certificates; with them both
     sides show theirs. A call waits on an asyncio loop and holds no thread until its
     request is here, at most READ_S. ANSWERS_MAX threads answer. Callers that prove a
     secret of this process have CALLS_MAX calls and wait for a thread. All others share
-    STRANGERS_MAX calls, and threads that are free: however many they are, they cost the
-    others nothing but the time of reading their metadata.
+    STRANGERS_MAX calls and only the threads that are free, so a flood of them costs
+    known callers nothing but the time to read its metadata.
 """
 
 import asyncio
@@ -21,15 +21,15 @@ import os
 import socket
 import ssl
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
-from pydantic import BaseModel, ValidationError
+import msgspec
 
 from jdag.errors import JdagError, JoinError, reason
 from jdag.rpc.addresses import Address, bound, hold_to_loopback
@@ -38,7 +38,7 @@ from jdag.rpc.carrier import METHOD, serve_carried
 from jdag.rpc.carrier import SERVER_OPTIONS as CARRIER_OPTIONS
 from jdag.rpc.handshake import PROTOCOL, protocols_differ
 from jdag.rpc.peer_identity import Names, check_identity, names_of
-from jdag.rpc.requests import Request, Response
+from jdag.rpc.requests import Request
 from jdag.rpc.streams import Stream
 from jdag.rpc.tickets import proof_of
 from jdag.rpc.tls import Tls
@@ -57,7 +57,10 @@ _TRUSTING.check_hostname, _TRUSTING.verify_mode = False, ssl.CERT_NONE
 _PROBE_S = 2.0
 _BOTH = "[tls] has to be in the cluster's file on both sides"
 
-Kind = TypeVar("Kind", bound=Response)
+# What decoding raises; its texts contain no values, which may be secrets.
+_MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+Kind = TypeVar("Kind")
 Answers = Mapping[type[Request], Callable[[Any], Mapping[str, Any]]]
 Context = Any
 
@@ -117,7 +120,7 @@ class ControlServer:
         *,
         tls: Tls | None = None,
         enter: Callable[[Stream], None] | None = None,
-        hosts: Mapping[str, str] | None = None,
+        hosts: Mapping[str, str] = {},
         knows: Callable[[str], bool] = lambda proof: False,
     ) -> None:
         if tls is None:
@@ -132,12 +135,12 @@ class ControlServer:
         self._threads = ThreadPoolExecutor(ANSWERS_MAX, "control")
         methods = {
             kind.__name__: grpc.stream_unary_rpc_method_handler(
-                partial(self._call, answering(kind, answer, hosts or {}))
+                partial(_guarded, partial(self._call, answering(kind, answer, hosts)))
             )
             for kind, answer in answers.items()
         }
         if enter is not None:
-            carry = partial(self._carry, enter)
+            carry = partial(_guarded, partial(self._carry, enter))
             methods[CARRY] = grpc.stream_stream_rpc_method_handler(carry)
         handler = grpc.method_handlers_generic_handler(_SERVICE, methods)
         self.address = Address(
@@ -145,17 +148,16 @@ class ControlServer:
         )
 
     async def _start(self, address: Address, tls: Tls | None, handler: Any) -> int:
-        self._server = grpc.aio.server(options=_SERVER_OPTIONS)
-        self._server.add_generic_rpc_handlers((handler,))
+        self._server = server = grpc.aio.server(options=_SERVER_OPTIONS)
+        server.add_generic_rpc_handlers((handler,))
         try:
             if tls is None:
-                port = self._server.add_insecure_port(str(address))
+                port = server.add_insecure_port(str(address))
             else:
-                credentials = tls.server_credentials()
-                port = self._server.add_secure_port(str(address), credentials)
+                port = server.add_secure_port(str(address), tls.server_credentials())
         except (OSError, RuntimeError) as error:
             raise JoinError(f"cannot listen at {address}: {error}") from error
-        await self._server.start()
+        await server.start()
         return int(port)
 
     def close(self, grace_s: float = 1.0) -> None:
@@ -181,26 +183,23 @@ class ControlServer:
         messages: AsyncIterator[bytes],
         context: Context,
     ) -> bytes:
-        try:
-            metadata: dict[str, Any] = dict(context.invocation_metadata() or ())
-            theirs = str(metadata.get(VERSION, ""))
-            if theirs != str(PROTOCOL):
-                said = protocols_differ(theirs, "this process", self._name)
-                raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, said)
-            is_known = self._knows(str(metadata.get(PROOF, "")))
-            whose, most = "calls of strangers", STRANGERS_MAX
-            if is_known:
-                whose, most = "calls", CALLS_MAX
-            with self._counted(whose, most):
-                body = await _body(messages)
-                # Callers that are known wait for a thread, strangers do not.
-                free = CALLS_MAX + STRANGERS_MAX if is_known else ANSWERS_MAX
-                with self._counted("answers", free):
-                    names = names_of(context.auth_context())
-                    run = loop().run_in_executor
-                    return await run(self._threads, answer, body, names)
-        except Refusal as error:
-            await _abort(context, error)
+        metadata: dict[str, Any] = dict(context.invocation_metadata() or ())
+        theirs = str(metadata.get(VERSION, ""))
+        if theirs != str(PROTOCOL):
+            said = protocols_differ(theirs, "this process", self._name)
+            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, said)
+        is_known = self._knows(str(metadata.get(PROOF, "")))
+        whose, most = "calls of strangers", STRANGERS_MAX
+        if is_known:
+            whose, most = "calls", CALLS_MAX
+        with self._counted(whose, most):
+            body = await _body(messages)
+            # Callers that are known wait for a thread, strangers do not.
+            free = CALLS_MAX + STRANGERS_MAX if is_known else ANSWERS_MAX
+            with self._counted("answers", free):
+                names = names_of(context.auth_context())
+                run = loop().run_in_executor
+                return await run(self._threads, answer, body, names)
 
     async def _carry(
         self,
@@ -208,16 +207,19 @@ class ControlServer:
         messages: AsyncIterator[bytes],
         context: Context,
     ) -> None:
-        try:
-            with self._counted("streams", CARRIED_MAX):  # Their hello has a version.
-                await serve_carried(messages, context, enter)
-        except Refusal as error:
-            await _abort(context, error)
+        with self._counted("streams", CARRIED_MAX):  # Their hello has a version.
+            await serve_carried(messages, context, enter)
 
 
-async def _abort(context: Context, error: Refusal) -> NoReturn:
-    await context.abort(error.code, str(error)[:4096])
-    raise AssertionError(error)  # abort raises.
+async def _guarded(
+    serve: Callable[[AsyncIterator[bytes], Context], Awaitable[Any]],
+    messages: AsyncIterator[bytes],
+    context: Context,
+) -> Any:
+    try:
+        return await serve(messages, context)
+    except Refusal as error:
+        await context.abort(error.code, str(error)[:4096])
 
 
 async def _body(messages: AsyncIterator[bytes]) -> bytes:
@@ -240,14 +242,13 @@ def answering(
 
     def handle(body: bytes, names: Names) -> bytes:
         try:
-            request = kind.model_validate_json(body)
-        except ValidationError as error:
-            said = _said(kind, error)
-            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, said) from None
-        try:
+            request = msgspec.json.decode(body, type=kind)
             if request.by is not None:
                 check_identity(names, request.by, hosts.get(request.by))
             return json.dumps(answer(request)).encode()
+        except _MALFORMED as error:
+            said = f"{kind.__name__}: {error}"
+            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, said) from None
         except JdagError as error:
             code = grpc.StatusCode.FAILED_PRECONDITION
             if isinstance(error, JoinError) and error.given_up:
@@ -255,13 +256,6 @@ def answering(
             raise Refusal(code, str(error)) from None
 
     return handle
-
-
-def _said(kind: type[BaseModel], error: ValidationError) -> str:
-    """Return what is wrong, without the values: they may be secrets."""
-    first = error.errors(include_url=False, include_input=False)[0]
-    place = ".".join(str(part)[:64] for part in first["loc"][:4])
-    return f"{kind.__name__}.{place}: {first['msg'][:200]}".replace(".:", ":")
 
 
 class ControlClient:
@@ -289,7 +283,7 @@ class ControlClient:
 
     def ask(self, request: Request, *, timeout_s: float = ASK_S) -> dict[str, Any]:
         """Return the answer, whatever is in it; raises as `learn`."""
-        return self.learn(request, Response, timeout_s=timeout_s).model_dump()
+        return self.learn(request, dict[str, Any], timeout_s=timeout_s)
 
     def learn(
         self, request: Request, kind: type[Kind], *, timeout_s: float = ASK_S
@@ -302,15 +296,15 @@ class ControlClient:
         """
         asked = type(request).__name__
         call = self.channel.unary_unary(f"/{_SERVICE}/{asked}")
-        body = request.model_dump_json().encode()
+        body = msgspec.json.encode(request)
         metadata = ((PROOF, proof_of(request.key)), (VERSION, str(PROTOCOL)))
         try:
             answer: bytes = call(body, timeout=timeout_s, metadata=metadata)
-            return kind.model_validate_json(answer)
+            return msgspec.json.decode(answer, type=kind)
         except grpc.RpcError as error:
             raise self._refusal(asked, error, timeout_s) from None
-        except ValidationError as error:
-            said = f"{self} answered what cannot be used: {_said(kind, error)}"
+        except _MALFORMED as error:
+            said = f"{self} answered what cannot be used: {kind.__name__}: {error}"
             raise JoinError(said) from None
 
     def close(self) -> None:
@@ -320,10 +314,9 @@ class ControlClient:
     def _refusal(self, asked: str, error: Any, timeout_s: float) -> JoinError:
         code, details = error.code(), " ".join((error.details() or "").split())
         match code:
-            case grpc.StatusCode.FAILED_PRECONDITION:
-                return JoinError(details)
-            case grpc.StatusCode.ABORTED:
-                return JoinError(details, given_up=True)
+            case grpc.StatusCode.FAILED_PRECONDITION | grpc.StatusCode.ABORTED:
+                given_up = code is grpc.StatusCode.ABORTED
+                return JoinError(details, given_up=given_up)
             case grpc.StatusCode.UNAVAILABLE:
                 why = why_not(self.address, self._tls) or details
                 absent = why == os.strerror(errno.ECONNREFUSED)
@@ -332,10 +325,9 @@ class ControlClient:
             case grpc.StatusCode.DEADLINE_EXCEEDED:
                 said = f"{self} did not answer {asked} within {timeout_s:g} s"
                 return JoinError(said, reached=False)
-            case _:
-                said = f"{self} refused {asked}: {code.name}: {details}"
-                busy = code is grpc.StatusCode.RESOURCE_EXHAUSTED
-                return JoinError(said, reached=not busy)
+        busy = code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        said = f"{self} refused {asked}: {code.name}: {details}"
+        return JoinError(said, reached=not busy)
 
 
 def channel_to(address: Address, tls: Tls | None) -> grpc.Channel:

@@ -69,8 +69,13 @@ def use_device(device: str | None, worker: str) -> None:
     share_gpu(device)
     if number:
         visible = os.environ.get(_VISIBLE)
-        named = number if visible is None else _nth(visible, int(number), worker)
-        os.environ[_VISIBLE] = named
+        if visible is not None:
+            names = [name.strip() for name in visible.split(",") if name.strip()]
+            if int(number) >= len(names):
+                said = f"worker {worker!r} has no device {device!r}: "
+                raise JoinError(f"{said}{_VISIBLE} is {visible!r}")
+            number = names[int(number)]
+        os.environ[_VISIBLE] = number
     if kind == "gpu":
         backend = jax.default_backend()
         if backend != "gpu":
@@ -78,12 +83,3 @@ def use_device(device: str | None, worker: str) -> None:
                 f"worker {worker!r} has no device {device!r}: JAX finds a {backend} "
                 "here; install JAX for the GPU, or take cpu"
             )
-
-
-def _nth(visible: str, number: int, worker: str) -> str:
-    names = [name.strip() for name in visible.split(",") if name.strip()]
-    if number >= len(names):
-        raise JoinError(
-            f"worker {worker!r} has no device 'gpu:{number}': {_VISIBLE} is {visible!r}"
-        )
-    return names[number]

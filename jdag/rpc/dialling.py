@@ -8,15 +8,9 @@ from jdag.errors import JoinError
 from jdag.rpc.addresses import Address, address_of
 from jdag.rpc.control import ControlClient
 from jdag.rpc.listener import CARRIED, dial
+from jdag.rpc.membership import Membership
 from jdag.rpc.node import Node
-from jdag.rpc.requests import (
-    AttachWorker,
-    Health,
-    Healthy,
-    Ticket,
-    TicketIssued,
-    Whereabouts,
-)
+from jdag.rpc.requests import Health, Healthy, Ticket, TicketIssued
 from jdag.rpc.streams import Stream
 from jdag.rpc.tls import Tls
 
@@ -24,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 class Routes:
-    """The other processes of a session, and the ways there; thread-safe.
+    """The ways to the other processes of a session; thread-safe.
 
     `secrets` are those that this process shares with each other one; they may change.
     `timeout_s` bounds each request and each dial.
@@ -32,21 +26,18 @@ class Routes:
 
     def __init__(
         self,
-        worker: str,
-        incarnation: int,
+        members: Membership,
         secrets: Mapping[str, str],
         *,
         tls: Tls | None,
         timeout_s: float,
     ) -> None:
-        self._worker = worker
-        self._incarnation = incarnation
+        self._members = members
         self._secrets = secrets
         self._tls = tls
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._clients: dict[str, ControlClient] = {}
-        self._known: dict[str, Whereabouts] = {}
 
     def reach(self, peer: str, control: Address) -> ControlClient:
         """Return what asks a peer, which is at this address from now on."""
@@ -58,25 +49,17 @@ class Routes:
             former.close()
         return client
 
-    def know(self, peer: str, whereabouts: Whereabouts) -> None:
-        """Know a peer, and where it is reached."""
-        control = address_of(whereabouts.control)
+    def client(self, peer: str) -> ControlClient:
+        """Return the client of a peer; JoinError if its address is not known."""
+        known = self._members[peer].whereabouts
+        control = None if known is None else address_of(known.control)
         if control is None:
-            raise JoinError(f"{whereabouts.control!r} is no address of {peer!r}")
+            raise JoinError(f"the address of worker {peer!r} is not known here")
         with self._lock:
             client = self._clients.get(peer)
         if client is None or client.address != control:
-            self.reach(peer, control)
-        with self._lock:
-            self._known[peer] = whereabouts
-
-    def client(self, peer: str) -> ControlClient:
-        """Return the client of a peer; JoinError if its address is not known."""
-        with self._lock:
-            found = self._clients.get(peer)
-        if found is None:
-            raise JoinError(f"worker {peer!r} is not known here")
-        return found
+            client = self.reach(peer, control)
+        return client
 
     def dial(self, peer: str, received: int) -> tuple[Stream, int]:
         """Connect to a known peer, of which so many messages were received.
@@ -87,14 +70,13 @@ class Routes:
             JdagError: the peer refuses, or is not reached.
         """
         client = self.client(peer)
-        with self._lock:
-            data = self._known[peer].data
-        if data == CARRIED:
-            data = f"grpc:{client.address}"
+        known = self._members[peer].whereabouts
+        assert known is not None, peer
+        data = f"grpc:{client.address}" if known.data == CARRIED else known.data
         asked = Ticket(
             secret=self._secrets[peer],
-            worker=self._worker,
-            incarnation=self._incarnation,
+            worker=self._members.here,
+            incarnation=self._members.incarnation,
         )
         answer = client.learn(asked, TicketIssued, timeout_s=self._timeout_s)
         ticket = bytes.fromhex(answer.ticket)
@@ -103,7 +85,7 @@ class Routes:
     def connect(self, node: Node, peer: str) -> None:
         """Connect a node to a peer that is known, by a stream that the node adopts."""
         stream, theirs = self.dial(peer, node.received(peer))
-        node.adopt(peer, self._known[peer].incarnation, stream, theirs)
+        node.adopt(peer, self._members[peer].incarnation, stream, theirs)
 
     def close(self) -> None:
         """Close all clients."""
@@ -118,24 +100,21 @@ class Lookout:
     """Looks whether main is still at the address that it gave, if it once was there.
 
     Main dials its workers, so a worker that has lost the stream could only wait; main's
-    own address tells at once that its process has ended.
+    own address tells at once that its process `pid` has ended.
     """
 
-    def __init__(self, asked: AttachWorker, routes: Routes) -> None:
-        self._asked = asked
+    def __init__(self, routes: Routes, main: str, pid: object) -> None:
         self._routes = routes
+        self._main = main
+        self._pid = pid
         self._has_found = False
 
     def find(self) -> None:
         """Find out whether main can be looked for; before its end is suspected."""
-        control = address_of(self._asked.control)
-        if control is None:
-            return
-        self._routes.reach(self._asked.main, control)
         try:
             self._look()
         except JoinError as error:
-            _log.info("main %r cannot be looked for: %s", self._asked.main, error)
+            _log.info("main %r cannot be looked for: %s", self._main, error)
         else:
             self._has_found = True
 
@@ -145,11 +124,10 @@ class Lookout:
         Raises:
             JoinError: it is not, or is not reached.
         """
-        if peer == self._asked.main and self._has_found:
+        if peer == self._main and self._has_found:
             self._look()
 
     def _look(self) -> None:
-        main = self._asked.main
-        found = self._routes.client(main).learn(Health(), Healthy)
-        if found.pid != self._asked.handshake.get("pid"):
-            raise JoinError(f"process {found.pid} is where main {main!r} was")
+        found = self._routes.client(self._main).learn(Health(), Healthy)
+        if found.pid != self._pid:
+            raise JoinError(f"process {found.pid} is where main {self._main!r} was")

@@ -1,14 +1,13 @@
 """The handshake: what has to be the same in all processes of a cluster.
 
 Versions, byte order, and what the bits of results depend on: JAX's configuration, the
-flags of XLA, and how many cores there are to compute with. Python's own version is of
-them because functions that go by name are compared by their code; how large a value may
-be that travels, because who sends one refuses it for both.
+flags of XLA, and the number of cores. Python's own version counts because functions
+that go by name are compared by their code. So does the size of the largest value that
+travels, because the sender refuses it for both.
 
-On which kind of device a worker computes may differ, and is told. So may CPUs, for
-whose instructions XLA compiles: on which host a worker is belongs to its place, as its
-device does, and a cluster of two kinds of hosts is none to refuse. But the bits are
-then of these places alone, which is warned of.
+Kinds of devices may differ, and are told. So may CPUs, for whose instructions XLA
+compiles: the host of a worker is part of its placement, as its device is. But bits then
+repeat only while each worker stays on its kind of host, which is said in a warning.
 """
 
 import json
@@ -47,19 +46,12 @@ AGREE: Mapping[str, str] = {
     "value_bytes_max": "set it alike in the cluster's file of both",
 }
 _NONE = "0+unknown"
-_IF_THERE = ("optax",)  # Who has none runs nothing of it.
+_PACKAGES = ("jdag", "jax", "jaxlib", "numpy", "optax")
+_IF_THERE = ("optax",)  # A process without it runs nothing of it.
 # Of the instructions of a CPU, those that XLA compiles for where they are there.
 _INSTRUCTIONS = (
-    "sse",
-    "avx",
-    "fma",
-    "f16c",
-    "bmi",
-    "amx",
-    "asimd",
-    "sve",
-    "sme",
-    "bf16",
+    *("sse", "avx", "fma", "f16c", "bmi", "amx"),
+    *("asimd", "sve", "sme", "bf16"),
 )
 _SHOWN_MAX = 200
 
@@ -72,12 +64,8 @@ def ours(value_bytes_max: int = VALUE_BYTES_MAX) -> dict[str, Any]:
     """
     config = dict(configuration().settings)
     return {
-        "jdag": _version("jdag"),
+        **{package: _version(package) for package in _PACKAGES},
         "python": ".".join(map(str, sys.version_info[:2])),
-        "jax": _version("jax"),
-        "jaxlib": _version("jaxlib"),
-        "numpy": _version("numpy"),
-        "optax": _version("optax"),
         "byteorder": sys.byteorder,
         "configuration": {key: _plain(value) for key, value in config.items()},
         "xla_flags": " ".join(os.environ.get("XLA_FLAGS", "").split()),
@@ -119,7 +107,7 @@ def protocols_differ(theirs: int | str, them: str, me: str) -> str:
     """Say that a process speaks another protocol, and where to upgrade.
 
     Args:
-        theirs: the version of its protocol; of one that tells none, nothing.
+        theirs: the version of its protocol; empty if it sends none.
         them: the name of the other process.
         me: the name of this one.
     """
@@ -164,17 +152,17 @@ def _plain(value: Any) -> bool | int | float | str | None:
 
 
 def refuse_mismatch(mine: Handshake, theirs: Handshake, me: str, them: str) -> None:
-    """See that two processes may work together.
+    """Check that two processes may work together.
 
     Args:
         mine: what this process says of itself.
-        theirs: what another one says; of another version, it may say other things.
-        me: how this process is called where something differs.
-        them: how the other one is.
+        theirs: what the other one says, whose version may say other things.
+        me: the name of this process in errors.
+        them: the name of the other one.
 
     Raises:
-        JoinError: names the first thing that differs, what both sides have of it, and
-            what to do.
+        JoinError: the first thing that differs, its value on both sides, and what to
+            do.
     """
     for field, to_do in AGREE.items():
         here, there = mine.get(field), theirs.get(field)

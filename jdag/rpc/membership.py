@@ -1,32 +1,31 @@
-"""Membership: which workers are in a session, as a state machine without I/O.
+"""Membership: the workers of a session as one process knows them; no I/O.
 
-Inputs: events, as main or a worker learns of them: a worker is attached, has joined, or
-    is lost; and of a worker process: it is attached, its session ends, it is to stop.
+Inputs: events, as main or a worker learns of them: a process is attached under a name,
+    or is lost. Of a worker process: it is attached, its session ends, it is to stop.
 Outputs: the states, and a JoinError for an event that may not happen in a state. The
     tables below are the diagram, the rule and the text of the error.
-Invariants: the incarnations of a name are numbered 0, 1, ... by main. A newer one means
+Invariants: main alone numbers the incarnations of a name: 0, 1, ... A newer one means
     that all former ones are lost. A lost incarnation never comes back.
 """
 
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from jdag.errors import JoinError
+from jdag.rpc.requests import Whereabouts
 
-ABSENT, ATTACHED, JOINED, LOST = "absent", "attached", "joined", "lost"
+ABSENT, JOINED, LOST = "absent", "joined", "lost"
 IDLE, HELD, STOPPING = "idle", "held", "stopping"
 
 Transitions = Mapping[tuple[str, str], str]
 
 # A worker, as main and the other workers see it: (state, event) to the next state.
 MEMBER: Transitions = {
-    (ABSENT, "attach"): ATTACHED,
-    (ATTACHED, "join"): JOINED,
-    (ATTACHED, "lose"): LOST,
-    (JOINED, "join"): JOINED,  # Its connection was made again.
+    (ABSENT, "attach"): JOINED,
     (JOINED, "lose"): LOST,
     (LOST, "lose"): LOST,
-    (LOST, "join"): LOST,  # It was lost while it joined.
-    (LOST, "attach"): ATTACHED,  # As the next incarnation.
+    (LOST, "attach"): JOINED,  # As the next incarnation.
 }
 # A worker process, as it sees itself: one caller at a time holds it.
 LEASE: Transitions = {
@@ -54,82 +53,132 @@ def after(table: Transitions, subject: str, state: str, event: str) -> str:
     return following
 
 
-class Membership:
-    """The other workers of a session, as one process sees them.
+@dataclass
+class Member:
+    """Another worker of a session, and the process that has its name now.
 
-    Not thread-safe: its owner has a lock.
+    `is_dialled`: this process dials it, and not the other way round. `whereabouts` is
+    None until main has announced them.
+    """
+
+    state: str = ABSENT
+    incarnation: int = 0
+    why: str = ""  # It is lost.
+    whereabouts: Whereabouts | None = None
+    is_dialled: bool = False
+
+    @property
+    def allowed(self) -> tuple[str, ...]:
+        """The modules whose functions may be named there."""
+        return () if self.whereabouts is None else self.whereabouts.allow
+
+
+class Membership:
+    """The workers of a session, as one process sees them; thread-safe.
 
     Args:
         here: the worker of this process.
-        names: of all workers.
-
-    Attributes:
-        incarnations: the number of each worker that is known.
-        lost: why each lost worker is.
+        workers: the names of all workers, in order.
+        incarnation: the number of this process.
     """
 
-    def __init__(self, here: str, names: Iterable[str]) -> None:
-        self._here = here
-        self._states = {name: ABSENT for name in names if name != here}
-        self.lost: dict[str, str] = {}
-        self.incarnations: dict[str, int] = {}
+    def __init__(self, here: str, workers: Sequence[str], incarnation: int = 0) -> None:
+        self.here = here
+        self.incarnation = incarnation
+        self._members = {name: Member() for name in workers if name != here}
+        self._lock = threading.Lock()
 
-    def check(self, name: str) -> None:
-        """Refuse a name that is none of the other workers'."""
-        if name not in self._states:
-            raise JoinError(f"{name!r} is none of the others of {self._here!r}")
+    def __getitem__(self, name: str) -> Member:
+        """Another worker; JoinError if the name is none of the others'."""
+        if name not in self._members:
+            raise JoinError(f"{name!r} is none of the others of {self.here!r}")
+        return self._members[name]
+
+    @property
+    def incarnations(self) -> dict[str, int]:
+        """The number of each worker that is not lost, this one and absent ones too."""
+        others = {
+            name: one.incarnation
+            for name, one in self._members.items()
+            if one.state != LOST
+        }
+        return {self.here: self.incarnation, **others}
+
+    @property
+    def joined(self) -> tuple[str, ...]:
+        """The other workers that are neither absent nor lost."""
+        return tuple(n for n, one in self._members.items() if one.state == JOINED)
+
+    @property
+    def announced(self) -> dict[str, Whereabouts]:
+        """Where the other workers are that have joined, as far as that is known."""
+        return {
+            name: one.whereabouts
+            for name, one in self._members.items()
+            if one.state == JOINED and one.whereabouts is not None
+        }
+
+    @property
+    def lost(self) -> dict[str, str]:
+        """Why each lost worker is lost."""
+        return {n: one.why for n, one in self._members.items() if one.state == LOST}
 
     def next_incarnation(self, name: str) -> int:
         """Return the number that the next process of this name gets.
 
         Raises:
-            JoinError: that worker may not be attached now.
+            JoinError: no process may take the name now.
         """
-        after(MEMBER, f"worker {name!r}", self._states[name], "attach")
-        return self.incarnations[name] + 1 if name in self.lost else 0
+        member = self[name]
+        after(MEMBER, f"worker {name!r}", member.state, "attach")
+        return member.incarnation + (member.state == LOST)
 
-    def attach(self, name: str, incarnation: int) -> None:
-        """A process has this name now; the same one may be reported again.
+    def attach(
+        self,
+        name: str,
+        incarnation: int,
+        whereabouts: Whereabouts | None = None,
+        *,
+        is_dialled: bool | None = None,
+    ) -> None:
+        """A process has this name now; more may become known of the same one.
 
         Raises:
-            JoinError: a newer one has.
+            JoinError: a newer one has it.
         """
-        self.check(name)
-        known = self.incarnations.get(name, -1)
-        if incarnation < known:
-            raise JoinError(_replaced(name, incarnation, known))
-        if incarnation > known:
-            if known >= 0:
-                self.lose(name, f"incarnation {incarnation} has taken its place")
-            self._apply(name, "attach")
-            self.lost.pop(name, None)
-            self.incarnations[name] = incarnation
+        with self._lock:
+            member = self[name]
+            if incarnation < member.incarnation:
+                raise JoinError(_replaced(name, incarnation, member.incarnation))
+            if incarnation > member.incarnation or member.state == ABSENT:
+                if member.state == JOINED:  # Nobody has noticed its loss.
+                    self._apply(name, "lose")
+                self._apply(name, "attach")
+                member.incarnation = incarnation
+                member.whereabouts = None
+            if whereabouts is not None:
+                member.whereabouts = whereabouts
+            if is_dialled is not None:
+                member.is_dialled = is_dialled
 
-    def join(self, name: str) -> None:
-        """A worker that was attached is connected to all others."""
-        self._apply(name, "join")
-
-    def lose(self, name: str, why: str) -> None:
-        """A worker is lost."""
-        self._apply(name, "lose")
-        self.lost[name] = why
-
-    @property
-    def present(self) -> tuple[str, ...]:
-        """The workers that are attached or have joined."""
-        there = (ATTACHED, JOINED)
-        return tuple(name for name, now in self._states.items() if now in there)
+    def lose(self, name: str, incarnation: int, why: str) -> None:
+        """An incarnation is lost; of a former one that is known already."""
+        with self._lock:
+            member = self[name]
+            if member.state != ABSENT and incarnation == member.incarnation:
+                member.why = why
+                self._apply(name, "lose")
 
     def admit(self, name: str, incarnation: int) -> None:
         """Refuse a process that is not the one of this name.
 
         Raises:
-            JoinError: the name is unknown; the process was replaced (`given_up`), or is
-                not announced yet.
+            JoinError: the name is unknown; the process is lost or was replaced
+                (`given_up`), or is not announced yet.
         """
-        self.check(name)
-        known = self.incarnations.get(name)
-        if known is None:
+        member = self[name]
+        known = member.incarnation
+        if member.state == ABSENT:
             raise JoinError(f"{name!r} is lost, and no other process has joined as it")
         if incarnation > known:
             raise JoinError(
@@ -138,10 +187,13 @@ class Membership:
             )
         if incarnation < known:
             raise JoinError(_replaced(name, incarnation, known), given_up=True)
+        if member.state == LOST:
+            said = f"worker {self.here!r} has given {name!r} up: {member.why}"
+            raise JoinError(said, given_up=True)
 
     def _apply(self, name: str, event: str) -> None:
-        now = self._states[name]
-        self._states[name] = after(MEMBER, f"worker {name!r}", now, event)
+        member = self._members[name]
+        member.state = after(MEMBER, f"worker {name!r}", member.state, event)
 
 
 def _replaced(name: str, incarnation: int, known: int) -> str:

@@ -92,18 +92,18 @@ class Node:
 
     def __init__(
         self,
-        place: SessionInfo,
+        session: SessionInfo,
         *,
         run_program: RunProgram,
         functions: FunctionDecoder,
         value_bytes_max: int = VALUE_BYTES_MAX,
     ) -> None:
-        self.name = name = place.worker
-        self.workers = place.workers
-        self.incarnation = incarnation = place.incarnations[name]
+        self.name = name = session.worker
+        self.workers = session.workers
+        self.incarnation = incarnation = session.members.incarnation
         self.worker = worker = incarnated(name, incarnation)
         self.trace = None
-        self._place = place
+        self._session = place
         self._began_ns = clock_ns()
         self._run_program = run_program
         self._functions = functions
@@ -126,12 +126,12 @@ class Node:
             loop=self._loop,
             codec=self._codec,
             buffers=self._buffers,
-            deadline_ns=round(place.deadline_s * 1e9),
+            deadline_ns=round(session.deadline_s * 1e9),
             value_bytes_max=value_bytes_max,
             handle=self._received,
         )
         self.peers = peers = PeerTable(
-            place,
+            session,
             loop=self._loop,
             codec=self._codec,
             gone=gone,
@@ -145,11 +145,11 @@ class Node:
         # What a session tells a node of peers is for its table of peers.
         self.joined, self.lost = peers.joined, peers.lost
         self.received, self.adopt = peers.received, peers.adopt
-        self.loss, self.incarnations = gone.get, peers.incarnations
+        self.incarnations = peers.incarnations
         self._jobs = Jobs(worker, self._host.machine, self._loop, self._host.handle)
         self.port = Port(self._host)
         self._here = threading.local()  # `port`: of the program that the thread runs.
-        self._here.port = self.port if name == place.main else None
+        self._here.port = self.port if name == session.main else None
         self._running: dict[threading.Thread, None] = {}  # Programs but the user's.
         self._counted: Mapping[str, Mapping[str, Any]] | None = None
         self._broken: BaseException | None = None
@@ -477,7 +477,7 @@ class Node:
         """Leave: say so to all peers, and let go of everything; twice is once."""
         if self._closed:
             return
-        if self.name == self._place.main and self._broken is None:
+        if self.name == self._session.main and self._broken is None:
             self._counted = self._info(LAST_INFO_S)
         self.peers.end()
         with self._loop:

@@ -3,8 +3,8 @@
 Inputs:  from the session, on any thread: `joined`, `received` and `adopt` for a stream,
          `lost`. From the node: `redial`, `lose`, `exhausted`, `control`, which are what
          it does with events of connections; `ask_all`; `close`.
-Outputs: the events `Joined` and `Lost`, for the engine, to `tell`. Asks its
-         `SessionInfo` to dial, and tells it who is gone.
+Outputs: the events `Joined` and `Lost`, for the engine, to `tell`; losses, to the
+         `Membership` of the session. Asks its `SessionInfo` to dial.
 
 A peer whose stream ended is dialled again by whichever of the two dials, until its
 deadline, or until nobody is at its address any more, or the process there is not part
@@ -58,7 +58,7 @@ class PeerTable:
     """The peers of one node.
 
     Args:
-        place: the node's session.
+        session: of the node.
         loop: the node's loop.
         codec: the codec of the cluster, which learns of incarnations.
         gone: filled with why each lost peer is gone.
@@ -69,7 +69,7 @@ class PeerTable:
 
     def __init__(
         self,
-        place: SessionInfo,
+        session: SessionInfo,
         *,
         loop: Loop,
         codec: Codec,
@@ -79,17 +79,17 @@ class PeerTable:
         answer: Callable[[Mapping[str, Any]], Any],
     ) -> None:
         self.connections: dict[Worker, Connection] = {}  # With all incarnations.
-        self.incarnations: dict[str, int] = {}  # Of those that have joined anew.
+        # Of workers that joined again, as far as the engine has been told.
+        self.incarnations: dict[str, int] = {}
         self.gone = gone
         self.stopping = threading.Event()
-        self._place = place
-        self._worker = incarnated(place.worker, place.incarnations[place.worker])
+        self._session = session
+        self._worker = incarnated(session.worker, session.members.incarnation)
         self._loop = loop
         self._codec = codec
         self._connect = connect
         self._tell = tell
         self._answer = answer
-        self._known: dict[tuple[str, int], None] = {}  # Who has joined.
         self._asks = 0
         self._answers: dict[int, Any] = {}
 
@@ -127,18 +127,19 @@ class PeerTable:
     # ------------------------------------------------------------------ the session's
 
     def joined(self, peer: str, incarnation: int) -> None:
-        """Take a worker for a peer; from any thread. One that was lost joins anew."""
+        """Take a worker for a peer, a lost one for a new process; from any thread."""
         with self._loop:
             self._joined(peer, incarnation)
 
     def _joined(self, name: str, incarnation: int) -> None:
+        if name == self._session.worker:  # A node is no peer of itself.
+            return
+        member = self._session.members[name]
+        if incarnation < member.incarnation:
+            return
+        self._session.members.attach(name, incarnation)
         now = self.incarnations.get(name, 0)
-        if incarnation < now or (name, incarnation) in self._known:
-            return
-        if name == self._place.worker:  # A node is no peer of itself.
-            return
-        self._known[name, incarnation] = None
-        if incarnation:
+        if incarnation > now:
             former = self.connections.get(incarnated(name, now))
             if former is not None:
                 self.lose(former, f"incarnation {incarnation} has taken its place")
@@ -150,7 +151,7 @@ class PeerTable:
                 if other.name != name:
                     other.control({"joined": name, "incarnation": incarnation})
         peer = self.peer(incarnated(name, incarnation))
-        peer.allowed = self._place.allowed.get(name, ())
+        peer.allowed = member.allowed
 
     def peer(self, worker: Worker) -> Connection:
         """Return the peer of an incarnation; what one says to it waits for a stream."""
@@ -162,8 +163,7 @@ class PeerTable:
 
     def _current(self, name: str) -> Connection:
         """The current peer of a worker's name, also before it has joined."""
-        now = max(self._place.incarnations[name], self.incarnations.get(name, 0))
-        return self.peer(incarnated(name, now))
+        return self.peer(incarnated(name, self._session.members[name].incarnation))
 
     def received(self, peer: str) -> int:
         """How much this node's link to a peer has received, before a stream is remade.
@@ -212,7 +212,7 @@ class PeerTable:
                 elif gone in self.connections:
                     self.lose(self.connections[gone], why)
             case {"joined": str(name), "incarnation": int(incarnation)}:
-                if name not in self._place.workers or incarnation < 1:
+                if name not in self._session.workers or incarnation < 1:
                     raise ProtocolError(f"{what!r}: no worker can join by that")
                 self._joined(name, incarnation)
             case {"bye": str(why)}:
@@ -227,8 +227,9 @@ class PeerTable:
         """
         if peer.lost or self.stopping.is_set():
             return
-        _log.info("%s: the stream to %s ended: %s", self._place.worker, peer.name, why)
-        if peer.name in self._place.dials or peer.name == self._place.main:
+        session = self._session
+        _log.info("%s: the stream to %s ended: %s", session.worker, peer.name, why)
+        if session.members[peer.name].is_dialled or peer.name == session.main:
             name = f"dialling {peer.name}"
             run = partial(self._redial, peer)
             threading.Thread(target=run, name=name, daemon=True).start()
@@ -240,13 +241,13 @@ class PeerTable:
             self.stopping.wait(REDIAL_S)
         while not (self.stopping.is_set() or peer.lost or peer.stream is not None):
             try:
-                if peer.name not in self._place.dials:
-                    self._place.look(peer.name)
+                if not self._session.members[peer.name].is_dialled:
+                    self._session.look(peer.name)
                     self.stopping.wait(REDIAL_S)
                     continue
-                got = self._place.dial(peer.name, self.received(peer.name))
+                got = self._session.dial(peer.name, self.received(peer.name))
             except (JdagError, OSError) as error:
-                _log.info("%s: dialling %s: %s", self._place.worker, peer.name, error)
+                _log.info("%s: dialling %s: %s", self._session.worker, peer.name, error)
                 if isinstance(error, JoinError) and error.given_up:
                     with self._loop:
                         self._given_up(peer, str(error))
@@ -267,27 +268,21 @@ class PeerTable:
         """
         if not isinstance(error, JoinError):
             return False
-        is_watched = self._place.watched and not peer.incarnation
+        is_watched = self._session.watched and not peer.incarnation
         return error.reached or (error.absent and not is_watched)
 
     def _given_up(self, peer: Connection, why: str) -> None:
-        """A peer has given this node up: so will all, and it is not let in again.
-
-        Main is the session: what it loses is the peer.
-        """
+        """A peer has given this node up, as all will; main loses the peer instead."""
         said = f"{peer.name!r} has given it up: {why}"[:WHY_MAX]
-        if self._place.worker == self._place.main:
+        if self._session.worker == self._session.main:
             self.lose(peer, said)
         elif not self.stopping.is_set():
             _log.warning("worker %r leaves the session: %s", self._worker, said)
             self.end()
 
     def exhausted(self, peer: Connection, why: str) -> None:
-        """This node has no memory for what a peer sends: it leaves, alone.
-
-        Main, which is the session, loses the peer instead.
-        """
-        if self._place.worker == self._place.main:
+        """This node has no memory for what a peer sends; main loses it instead."""
+        if self._session.worker == self._session.main:
             self.lose(peer, f"there is no place for what it sent: {why}")
         elif not self.stopping.is_set():
             _log.warning("worker %r leaves the session: %s", self._worker, why)
@@ -298,7 +293,7 @@ class PeerTable:
         """Give a peer up, and tell the others."""
         if peer.lost or self.stopping.is_set():
             return
-        why, here = why[:WHY_MAX], self._place.worker
+        why, here = why[:WHY_MAX], self._session.worker
         level = logging.INFO if why == LEFT else logging.WARNING
         _log.log(level, "%s: worker %r is lost: %s", here, peer.worker, why)
         # The rest is what its process printed last: other workers would print it too.
@@ -306,17 +301,17 @@ class PeerTable:
         gone = {"gone": peer.name, "incarnation": peer.incarnation, "why": brief}
         peer.lose(gone)
         self.gone[peer.worker] = why
-        if peer.name == self._place.main:
+        self._session.members.lose(peer.name, peer.incarnation, why)
+        if peer.name == self._session.main:
             # A node that loses main leaves; the others detect main's loss themselves.
             lost = f"it has lost {peer.name!r}: {brief}"[:WHY_MAX]
             gone = {"bye": why if why == LEFT else lost}
         for other in tuple(self.connections.values()):
             other.control(gone)
         self._tell(Lost(peer.worker, why))
-        if peer.name == self._place.main:
+        if peer.name == self._session.main:
             self.end()
         self._loop.wake_waiting()
-        self._place.gone(peer.name, why)
 
     # ------------------------------------------------------------------ asking aside
 

@@ -2,33 +2,31 @@
 
 Answers that have something in them are checked too. Every text, list and number has a
 bound. Main asks Attach, Mesh, Peer and Detach of a worker; workers and main ask Ticket
-of each other; Drain and Info ask for the cluster's token; anybody may ask Health.
+of each other; Info asks for the cluster's token; any process may ask Health.
 """
 
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from msgspec import Meta, Struct
 
 from jdag.engine.protocol import WORKERS_MAX
 from jdag.rpc.settings import NAME
 from jdag.runtime.tables import NESTING_MAX
 
-INCARNATION_MAX = (1 << 32) - 1
-
-Name = Annotated[str, Field(pattern=f"^{NAME}$")]
-Secret = Annotated[str, Field(max_length=4096, repr=False)]
-Text = Annotated[str, Field(max_length=4096)]
-Secrets = Annotated[dict[Name, Text], Field(max_length=WORKERS_MAX, repr=False)]
-Incarnation = Annotated[int, Field(ge=0, le=INCARNATION_MAX)]
-Modules = Annotated[tuple[Text, ...], Field(max_length=4096)]
-Seconds = Annotated[float, Field(gt=0, le=3600)]
+Name = Annotated[str, Meta(pattern=rf"\A{NAME}\Z")]
+Text = Annotated[str, Meta(max_length=4096)]
+Incarnation = Annotated[int, Meta(ge=0, lt=1 << 32)]
+Modules = Annotated[tuple[Text, ...], Meta(max_length=4096)]
+Handshake = Annotated[dict[str, Any], Meta(max_length=64)]
 
 
-class Request(BaseModel):
-    """A request; nothing unknown is in it, and nothing is converted."""
+class Request(Struct, frozen=True, forbid_unknown_fields=True):
+    """A request: unknown fields are refused, and nothing is converted."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
     ASKER: ClassVar[str] = ""  # The field with the worker that asks, if there is one.
+
+    def __repr__(self) -> str:  # Without its secrets.
+        return f"{type(self).__name__}(...)"
 
     @property
     def by(self) -> str | None:
@@ -41,7 +39,7 @@ class Request(BaseModel):
         return str(getattr(self, "token", "") or getattr(self, "secret", ""))
 
 
-class AttachWorker(Request):
+class AttachWorker(Request, frozen=True):
     """Begin a session: `main` takes the asked process for its `worker`.
 
     By `secret` the two know each other from now on; `secrets` has those by which the
@@ -50,22 +48,22 @@ class AttachWorker(Request):
     """
 
     ASKER = "main"
-    token: Secret
-    secret: Annotated[str, Field(min_length=16, max_length=4096, repr=False)]
-    secrets: Secrets
+    token: Text
+    secret: Annotated[str, Meta(min_length=16, max_length=4096)]
+    secrets: Annotated[dict[Name, Text], Meta(max_length=WORKERS_MAX)]
     main: Name
     worker: Name
-    workers: Annotated[tuple[Name, ...], Field(max_length=WORKERS_MAX)]
-    incarnations: Annotated[dict[Name, Incarnation], Field(max_length=WORKERS_MAX)]
+    workers: Annotated[tuple[Name, ...], Meta(max_length=WORKERS_MAX)]
+    incarnations: Annotated[dict[Name, Incarnation], Meta(max_length=WORKERS_MAX)]
     allow: Modules
-    deadline_s: Seconds
+    deadline_s: Annotated[float, Meta(gt=0, le=3600)]
+    handshake: Handshake
     control: Text = ""
     watched: bool = False
-    nesting_max: Annotated[int, Field(ge=1)] = NESTING_MAX
-    handshake: Annotated[dict[str, Any], Field(max_length=64)]
+    nesting_max: Annotated[int, Meta(ge=1)] = NESTING_MAX
 
 
-class Whereabouts(Request):
+class Whereabouts(Struct, frozen=True, forbid_unknown_fields=True):
     """Which process a name stands for, where it is reached, and what it allows."""
 
     incarnation: Incarnation
@@ -74,81 +72,69 @@ class Whereabouts(Request):
     allow: Modules
 
 
-class Mesh(Request):
+class Mesh(Request, frozen=True):
     """Know these peers, and dial some of them; the answer comes when all are."""
 
-    secret: Secret
-    peers: Annotated[dict[Name, Whereabouts], Field(max_length=WORKERS_MAX)]
-    dial: Annotated[tuple[Name, ...], Field(max_length=WORKERS_MAX)]
+    secret: Text
+    peers: Annotated[dict[Name, Whereabouts], Meta(max_length=WORKERS_MAX)]
+    dial: Annotated[tuple[Name, ...], Meta(max_length=WORKERS_MAX)]
 
 
-class Peer(Request):
+class Peer(Request, frozen=True):
     """Know that a new incarnation of a worker joins, and will dial.
 
     By `shared` the two know each other.
     """
 
-    secret: Secret
-    shared: Secret
+    secret: Text
+    shared: Text
     worker: Name
     whereabouts: Whereabouts
 
 
-class Ticket(Request):
+class Ticket(Request, frozen=True):
     """Issue a single-use, short-lived ticket for a data connection of this worker.
 
     The secret is the one that the two share.
     """
 
     ASKER = "worker"
-    secret: Secret
+    secret: Text
     worker: Name
     incarnation: Incarnation
 
 
-class Detach(Request):
+class Detach(Request, frozen=True):
     """End the session."""
 
-    secret: Secret
+    secret: Text
 
 
-class Drain(Request):
-    """Finish what is under way, say goodbye, stop."""
-
-    token: Secret
-
-
-class Info(Request):
+class Info(Request, frozen=True):
     """Say what this process is, and what it does."""
 
-    token: Secret
+    token: Text
 
 
-class Health(Request):
+class Health(Request, frozen=True):
     """Say that this process lives."""
 
 
-class Response(BaseModel):
-    """An answer; nothing is converted, and what else is in it is kept as it is."""
-
-    model_config = ConfigDict(frozen=True, extra="allow", strict=True)
-
-
-class WorkerAttached(Response):
-    """To Attach: where the worker is dialled, and what it says of itself."""
+class WorkerAttached(Struct, frozen=True):
+    """Answer to AttachWorker: where the worker is dialled, what it says of itself."""
 
     data: Text
     allow: Modules
-    handshake: Annotated[dict[str, Any], Field(max_length=64)]
+    handshake: Handshake
 
 
-class Healthy(Response):
-    """To Health: which process it is."""
+class Healthy(Struct, frozen=True):
+    """Answer to Health: which process it is."""
 
     pid: int
 
 
-class TicketIssued(Response):
-    """To Ticket: the ticket, in hexadecimal."""
+class TicketIssued(Struct, frozen=True):
+    """Answer to Ticket: the ticket, in hexadecimal."""
 
-    ticket: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$", repr=False)]
+    ticket: Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]

@@ -2,11 +2,11 @@
 
 Main attaches every worker, dials all, and has the others dial each other; then its
 program runs. A worker that is lost is made known to the others; where a new process may
-take its name, its address is tried again and again, and a new incarnation joins. All of
-that is done by one thread, the keeper, in the order in which it became known.
+take its name, its address is tried again and again, and a new incarnation joins.
 
-Invariants: incarnations of a name are numbered 0, 1, ... by main alone; the others know
-a new one before it knocks at them; what is attached when something fails is detached.
+Invariants: main alone numbers the incarnations of a name: 0, 1, ... The others know a
+new one before it asks them for a ticket. What is attached when something fails is
+detached.
 """
 
 import atexit
@@ -85,8 +85,8 @@ class SessionPlan:
 class Session:
     """A session, from when all workers are joined; a context manager that closes it.
 
-    `node` is main's. Who watches the processes of workers calls `lost`. A program that
-    ends without closing it says goodbye all the same.
+    `node` is main's. The parent of the processes of workers calls `lost`. A program
+    that ends without closing it says goodbye all the same.
 
     Raises:
         JoinError: a worker is not reached, refuses, or differs; all are left again.
@@ -101,36 +101,27 @@ class Session:
             peer: secret_between(self._secret, plan.main, peer)
             for peer in plan.controls
         }
+        self.members = Membership(plan.main, plan.workers)
         self._routes = Routes(
-            plan.main,
-            0,
-            self._secrets,
-            tls=plan.tls,
-            timeout_s=plan.deadline_s,
+            self.members, self._secrets, tls=plan.tls, timeout_s=plan.deadline_s
         )
-        self._controls = dict(plan.controls)
         self._lock = threading.Lock()
+        self._joining = threading.Lock()  # One worker joins again at a time.
         self._closing = False
         self._no_more = threading.Event()  # Set when no worker is waited for any more.
-        self._there: dict[str, Whereabouts] = {}
-        self._members = Membership(plan.main, plan.workers)
         self._server: ControlServer | None = None
         self._asking = ThreadPoolExecutor(ASKED_AT_ONCE_MAX, "asking")
-        self._keeper = ThreadPoolExecutor(1, "keeper")
-        self.info = SessionInfo(
+        info = SessionInfo(
             worker=plan.main,
             workers=plan.workers,
             main=plan.main,
-            incarnations=dict.fromkeys(plan.workers, 0),
-            allowed={plan.main: plan.allow},
+            members=self.members,
             deadline_s=plan.deadline_s,
             dial=self._routes.dial,
-            gone=self._gone,
-            dials=dict.fromkeys(plan.controls, True),
             watched=plan.watched,
             nesting_max=plan.nesting_max,
         )
-        self.node = plan.make_node(self.info)
+        self.node = plan.make_node(info)
         atexit.register(self._goodbye)
         try:
             self._begin()
@@ -151,10 +142,10 @@ class Session:
     def _begin(self) -> None:
         if self._plan.control is not None:
             self._server = _hold(self._plan, self._plan.control)
-        others = tuple(self._controls)
+        others = tuple(self._plan.controls)
         self.node.begin()
         due_ns = time.monotonic_ns() + round(self._plan.ready_s * _SECOND_NS)
-        # Who is attached and not connected within `deadline_s` leaves.
+        # A worker that is attached and not connected within `deadline_s` leaves.
         self._each(others, lambda peer: self._wait_for(peer, due_ns))
         self._each(others, lambda peer: self._attach(peer, 0))
         self._each(others, lambda peer: self._routes.connect(self.node, peer))
@@ -167,7 +158,7 @@ class Session:
             ),
         )
 
-    def _each(self, peers: Iterable[str], do: Callable[[str], None]) -> None:
+    def _each(self, peers: Iterable[str], do: Callable[[str], object]) -> None:
         """Do it for all at once; then raise an error, that of an answer first."""
         futures = [self._asking.submit(do, peer) for peer in peers]
         errors = [future.exception() for future in futures]
@@ -180,7 +171,7 @@ class Session:
         ready_s, is_told = self._plan.ready_s, False
         while True:
             try:
-                self._find(peer)
+                return self._find(peer)
             except JoinError as error:
                 if not error.absent or self._no_more.is_set():
                     self._no_more.set()  # The others need not be waited for.
@@ -192,21 +183,14 @@ class Session:
                     is_told = True
                     _log.warning("waiting for at most %g s: %s", ready_s, error)
                 self._no_more.wait(_AGAIN_S)
-            else:
-                return
 
     def _find(self, peer: str) -> None:
-        client = self._routes.reach(peer, self._controls[peer])
+        client = self._routes.reach(peer, self._plan.controls[peer])
         client.ask(Info(token=self._plan.token), timeout_s=self._plan.deadline_s)
 
-    def _attach(self, peer: str, incarnation: int) -> None:
+    def _attach(self, peer: str, incarnation: int) -> Whereabouts:
         plan = self._plan
-        with self._lock:
-            present = {
-                name: number
-                for name, number in self.info.incarnations.items()
-                if name not in self._members.lost
-            }
+        present = self.members.incarnations
         asked = AttachWorker(
             token=plan.token,
             secret=self._secrets[peer],
@@ -226,117 +210,100 @@ class Session:
             nesting_max=plan.nesting_max,
             handshake=dict(plan.handshake),
         )
-        control = self._controls[peer]
+        control = plan.controls[peer]
         client = self._routes.reach(peer, control)
-        mine = f"main {plan.main!r}"
+        mine, its = f"main {plan.main!r}", f"worker {peer!r}"
         try:
             answer = client.learn(asked, WorkerAttached, timeout_s=plan.deadline_s)
-            refuse_mismatch(plan.handshake, answer.handshake, mine, f"worker {peer!r}")
+            refuse_mismatch(plan.handshake, answer.handshake, mine, its)
         except JoinError as error:
             if error.reached:  # It may hold the session for us that we do not want.
                 with suppress(JoinError):
-                    self._ask(peer, self._detach(peer))
+                    client.ask(self._detach(peer), timeout_s=self._leaving_s)
             raise
+        other = other_cpu(plan.handshake, answer.handshake, mine, its)
+        if other is not None:
+            warnings.warn(other, stacklevel=2)
         there = Whereabouts(
             incarnation=incarnation,
             control=str(control),
             data=answer.data,
             allow=answer.allow,
         )
-        other = other_cpu(plan.handshake, answer.handshake, mine, f"worker {peer!r}")
-        if other is not None:
-            warnings.warn(other, stacklevel=2)
-        with self._lock:
-            self._members.attach(peer, incarnation)
-            self._there[peer] = there
-            self.info.incarnations[peer] = incarnation
-            self.info.allowed[peer] = there.allow
-        self._routes.know(peer, there)
+        self.members.attach(peer, incarnation, there, is_dialled=True)
         self.node.joined(peer, incarnation)
+        return there
 
     def _mesh(self, peer: str, dial: Sequence[str]) -> None:
-        with self._lock:
-            peers = {
-                name: self._there[name]
-                for name in self._members.present
-                if name != peer
-            }
-        secret = self._secrets[peer]
-        self._ask(peer, Mesh(secret=secret, peers=peers, dial=tuple(dial)))
-        with self._lock:
-            self._members.join(peer)
+        peers = self.members.announced
+        peers.pop(peer, None)
+        asked = Mesh(secret=self._secrets[peer], peers=peers, dial=tuple(dial))
+        self._routes.client(peer).ask(asked, timeout_s=self._plan.deadline_s)
 
     def _detach(self, peer: str) -> Detach:
         return Detach(secret=self._secrets[peer])
+
+    @property
+    def _leaving_s(self) -> float:
+        most_s = _LEAVING_LAUNCHED_S if self._plan.watched else _LEAVING_S
+        return min(self._plan.deadline_s, most_s)
 
     def _between(self, peer: str, incarnation: int, other: str) -> str:
         """What an incarnation of a worker and another worker, as it is, are known by.
 
         So a lost incarnation cannot be taken for the one that joined under its name.
         """
-        numbers = self.info.incarnations
+        number = self.members[other].incarnation
         return secret_between(
-            self._secret, f"{peer}#{incarnation}", f"{other}#{numbers[other]}"
+            self._secret, f"{peer}#{incarnation}", f"{other}#{number}"
         )
-
-    def _ask(self, peer: str, asked: Request) -> None:
-        within_s = self._plan.deadline_s
-        if isinstance(asked, Detach):
-            most_s = _LEAVING_LAUNCHED_S if self._plan.watched else _LEAVING_S
-            within_s = min(within_s, most_s)
-        self._routes.client(peer).ask(asked, timeout_s=within_s)
 
     # --------------------------------------------------------------------- keeping
 
     def lost(self, worker: str, why: str) -> None:
-        """Note that the process of a worker has ended, as its watcher reports.
+        """Note that the process of a worker has ended, as its parent reports.
 
         Main's node learns of it and tells the others. Never blocks.
         """
-        incarnation = self.info.incarnations[worker]
+        arguments = (worker, why)
+        threading.Thread(target=self.node.lost, args=arguments, daemon=True).start()
 
-        def lose() -> None:
-            if self.info.incarnations[worker] == incarnation:
-                self.node.lost(worker, why)
-
-        with suppress(RuntimeError):  # The session is closed.
-            self._keeper.submit(lose)
-
-    def away(self) -> dict[str, str]:
-        """Return the workers that are lost, and why each is."""
-        with self._lock:
-            return dict(self._members.lost)
-
-    def join(self, worker: str, address: Address | None = None) -> None:
+    def join(self, worker: str) -> None:
         """Have a new process take the name of a lost worker; waits until it has joined.
-
-        Args:
-            worker: its name.
-            address: where its control server listens, if not where the former's did.
 
         Raises:
             JoinError: it is not reached, refuses, or is not lost; or the session is
                 closed.
         """
-        with self._lock:
-            self._check_open(worker)
-            joined = self._keeper.submit(self._rejoin, worker, address)
-        joined.result()
+        with self._joining:
+            if self._closing:
+                said = f"worker {worker!r} cannot join: the session is closed"
+                raise JoinError(said)
+            incarnation = self.members.next_incarnation(worker)
+            others = self.members.joined
+            there = self._attach(worker, incarnation)
+            try:
 
-    def _check_open(self, worker: str) -> None:
-        if self._closing:
-            raise JoinError(f"worker {worker!r} cannot join: the session is closed")
+                def asked(other: str) -> Peer:
+                    return Peer(
+                        secret=self._secrets[other],
+                        shared=self._between(worker, incarnation, other),
+                        worker=worker,
+                        whereabouts=there,
+                    )
 
-    def _gone(self, peer: str, why: str) -> None:
-        """Main's node has found a peer to be lost, and said so to the others."""
-        with self._lock:
-            if not self._closing:
-                self._members.lose(peer, why)
+                self._tell(others, asked, self._plan.deadline_s)
+                self._routes.connect(self.node, worker)
+                self._mesh(worker, others)
+            except Exception as error:
+                said = f"incarnation {incarnation} did not join: {error}"
+                self.node.lost(worker, said)
+                raise
 
     def _poll(self) -> None:
         """Look for new processes of lost workers; a thread's whole life."""
         while not self._no_more.wait(POLL_S):
-            for worker in self.away():
+            for worker in self.members.lost:
                 try:
                     self.join(worker)
                 except JdagError as error:
@@ -344,39 +311,14 @@ class Session:
                 except Exception:  # The others may still join.
                     _log.exception("%s has not joined again", worker)
 
-    def _rejoin(self, worker: str, address: Address | None) -> None:
-        with self._lock:
-            self._check_open(worker)
-            incarnation = self._members.next_incarnation(worker)
-            others = self._members.present
-        if address is not None:
-            self._controls[worker] = address
-        self._attach(worker, incarnation)
-        try:
-            there = self._there[worker]
-
-            def asked(other: str) -> Peer:
-                return Peer(
-                    secret=self._secrets[other],
-                    shared=self._between(worker, incarnation, other),
-                    worker=worker,
-                    whereabouts=there,
-                )
-
-            self._tell(others, asked)
-            self._routes.connect(self.node, worker)
-            self._mesh(worker, others)
-        except Exception as error:
-            said = f"incarnation {incarnation} did not join: {error}"
-            self.node.lost(worker, said)
-            raise
-
-    def _tell(self, peers: Iterable[str], asked: Callable[[str], Request]) -> None:
+    def _tell(
+        self, peers: Iterable[str], asked: Callable[[str], Request], within_s: float
+    ) -> None:
         """Send it to each; nodes find out themselves which are lost."""
 
         def tell(peer: str) -> None:
             try:
-                self._ask(peer, asked(peer))
+                self._routes.client(peer).ask(asked(peer), timeout_s=within_s)
             except JoinError as error:
                 _log.info("%s was not told: %s", peer, error)
 
@@ -390,12 +332,11 @@ class Session:
             if self._closing:
                 return
             self._closing = True
-            there = self._members.present
+            there = self.members.joined
         self._no_more.set()
-        self._keeper.shutdown(wait=False)
         self.node.close()
         atexit.unregister(self._goodbye)
-        self._tell(there, self._detach)
+        self._tell(there, self._detach, self._leaving_s)
         self._asking.shutdown(wait=False)
         self._routes.close()
         if self._server is not None:

@@ -1,4 +1,4 @@
-"""A cluster's file: which workers there are, where they listen, how they trust.
+"""A cluster's file: its workers, where they listen, how they trust each other.
 
     carrier = "socket"              # or "grpc", where only gRPC passes
     token_file = "token"            # a secret that all of them have
@@ -15,22 +15,21 @@
     certificate = "ps0.pem"
     key = "ps0.key"
 
-Without `token_file` and `[tls]` the secret is in `cluster.toml.token`, which who starts
-a worker makes, and which its user alone can read. Paths are relative to the file. What
-is wrong is said with file, key, value, and what is allowed.
+Without `token_file` and `[tls]` the secret is in `cluster.toml.token`, which the first
+worker to start makes, and which its user alone can read. Paths are relative to the
+file. An error names the file, the key, its value, and what is allowed.
 """
 
 import os
 import re
 import stat
 import tempfile
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
 from jdag.engine.protocol import WORKERS_MAX
 from jdag.errors import JdagError, ScenarioError, meant, reason, spelled, unusable
@@ -43,6 +42,7 @@ from jdag.runtime.tables import (
     NESTING_MAX,
     TEXT,
     Table,
+    checked,
     is_table,
     number,
     one_of,
@@ -50,7 +50,6 @@ from jdag.runtime.tables import (
     read,
     text_in,
 )
-from jdag.runtime.tables import checked as table_of
 from jdag.runtime.tables import wrong as said_with_its_file
 
 CARRIERS = ("socket", "grpc")
@@ -78,16 +77,14 @@ def is_device(value: Any) -> bool:
     return isinstance(value, str) and _DEVICE.fullmatch(value) is not None
 
 
-def is_module(value: Any) -> bool:
-    """Whether a value may be the name of a module that other processes have as well."""
-    if not isinstance(value, str) or value.partition(".")[0] == "__main__":
-        return False
-    return _MODULE.fullmatch(value) is not None
-
-
-def are_modules(value: Any) -> bool:
-    """Whether a value is a list of names of modules."""
-    return isinstance(value, list | tuple) and all(map(is_module, value))
+def _are_modules(value: Any) -> bool:
+    """Whether these may be names of modules that other processes have as well."""
+    return isinstance(value, list | tuple) and all(
+        isinstance(name, str)
+        and name.partition(".")[0] != "__main__"
+        and _MODULE.fullmatch(name)
+        for name in value
+    )
 
 
 def _is_address(value: Any) -> bool:
@@ -101,14 +98,16 @@ def _are_workers(value: Any) -> bool:
 
 _WORKERS = f"1 to {WORKERS_MAX:,} tables, such as [workers.ps0]"
 DEVICES = "cpu, gpu, or gpu:N with the number of the GPU"
-MODULES = 'a list of modules, such as ["mymodels"]'
-SECONDS = "a number of seconds from 0.1 to 3600"
-is_seconds = number(0.1, 3600)
-ALLOW = Annotated[tuple[str, ...], only(MODULES, are_modules)]
+_MODULES = 'a list of modules, such as ["mymodels"]'
+_SECONDS = "a number of seconds from 0.1 to 3600"
+ALLOW = Annotated[tuple[str, ...], only(_MODULES, _are_modules)]
 CARRIER = Annotated[str, one_of(*CARRIERS)]
 DEVICE = Annotated[str, only(DEVICES, is_device)]
-WAIT_S = Annotated[float, only(SECONDS, is_seconds)]
-_ADDRESS = Annotated[str, only(_ADDRESSES, _is_address)]
+WAIT_S = Annotated[float, only(_SECONDS, number(0.1, 3600))]
+# The last of the validators is the first to run.
+_ADDRESS = Annotated[
+    Address, BeforeValidator(Address.read), only(_ADDRESSES, _is_address)
+]
 
 
 class WorkerTable(Table):
@@ -118,16 +117,6 @@ class WorkerTable(Table):
     data: _ADDRESS | None = None
     device: DEVICE | None = None
     allow: ALLOW = ()
-
-    @property
-    def address(self) -> Address:
-        """Where its control server listens."""
-        return Address.read(self.control)
-
-    @property
-    def data_address(self) -> Address:
-        """Where its data come in."""
-        return Address.read(self.data) if self.data else Address(self.address.host, 0)
 
 
 class TlsTable(Table):
@@ -151,7 +140,12 @@ class ClusterSettings(Table):
     # Of one value: none that is larger leaves a worker, or has memory taken for it.
     value_bytes_max: COUNT = VALUE_BYTES_MAX
     nesting_max: NESTING = NESTING_MAX
-    path: Annotated[Path, Field(exclude=True)] = Path()
+    _path: Path = PrivateAttr()
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self._path
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -174,7 +168,8 @@ class ClusterSettings(Table):
         worker = self.worker(name)
         if worker.data is None and self.tls is None:
             return "unix:@"
-        return f"tcp:{worker.data_address}"
+        # Port 0 lets the system choose.
+        return f"tcp:{worker.data or Address(worker.control.host)}"
 
     @cached_property
     def token(self) -> str:
@@ -183,15 +178,19 @@ class ClusterSettings(Table):
         Raises:
             ScenarioError: the token's file cannot be read, or is no usable secret.
         """
-        name = self.token_file
-        if name is None:
-            name = self._own_token_file.name
-            if self.tls is not None or not self._own_token_file.exists():
-                return ""
+        name, own = self.token_file, self._own_token_file
+        if name is None and (self.tls is not None or not own.exists()):
+            return ""
         with said_with_its_file(self.path):
-            if self.token_file is None:
-                _refuse_shared(self._own_token_file)
-            text = self._text("token_file", name).strip()
+            if name is None:
+                _refuse_shared(own)
+                name = own.name
+            path = self.path.parent / name
+            try:
+                text = text_in(path).strip()
+            except ScenarioError as error:
+                allowed = f"a file that can be read; {spelled(path)}: {error}"
+                raise ScenarioError(unusable("token_file", name, allowed)) from error
             if not TOKEN_CHARACTERS_MIN <= len(text) <= TOKEN_CHARACTERS_MAX:
                 allowed = (
                     f"a file with {TOKEN_CHARACTERS_MIN} to {TOKEN_CHARACTERS_MAX} "
@@ -205,7 +204,7 @@ class ClusterSettings(Table):
         return self.path.with_name(f"{self.path.name}.token")
 
     def make_token(self) -> None:
-        """Make a secret beside the file, unless there is one, or trust has another way.
+        """Make a secret beside the file, unless there is one or another is configured.
 
         So that no other user of this host takes a worker that listens on loopback.
 
@@ -216,7 +215,7 @@ class ClusterSettings(Table):
         if self.tls is not None or self.token_file is not None or path.exists():
             return
         try:
-            # Whole or not there, since others may make it at this moment.
+            # Complete or not there, since another process may make it now.
             with tempfile.NamedTemporaryFile("w", dir=path.parent) as made:
                 made.write(f"{fresh_secret()}\n")
                 made.flush()
@@ -236,24 +235,13 @@ class ClusterSettings(Table):
         """
         if self.tls is None:
             return None
-        files = self.file(self.tls.ca), self.file(self.tls.certificate)
-        found = (*files, self.file(self.tls.key))
+        folder, tls = self.path.parent, self.tls
+        found = (folder / tls.ca, folder / tls.certificate, folder / tls.key)
         try:
             load_tls(*found)
         except JdagError as error:
             raise ScenarioError(f"{self.path}: {error}") from error
         return found
-
-    def file(self, name: str) -> Path:
-        """Return where a file lies that the settings name."""
-        return self.path.parent / name
-
-    def _text(self, key: str, name: str) -> str:
-        try:
-            return text_in(self.file(name))
-        except ScenarioError as error:
-            allowed = f"a file that can be read; {spelled(self.file(name))}: {error}"
-            raise ScenarioError(unusable(key, name, allowed)) from error
 
 
 def _refuse_shared(path: Path) -> None:
@@ -267,6 +255,49 @@ def _refuse_shared(path: Path) -> None:
         raise ScenarioError(unusable("token", str(path), allowed))
 
 
+class WorkerOptions(BaseModel):
+    """The options of a worker process.
+
+    Attributes:
+        worker: its name.
+        node: import path of what makes its node maker from these options:
+            `module:function`.
+        control: the address of its control server.
+        data: the address of its listener, unless the carrier is `grpc`.
+        token: the secret of the cluster; empty if there is none.
+        carrier: `socket` or `grpc`.
+        allow: modules whose functions others may name.
+        device: where it computes; None: as JAX chooses.
+        config: settings of JAX, by name.
+        path: Python's module search path.
+        pythonpath: that variable, for processes started from there.
+        cores: the CPUs to compute on.
+        tls: the files of ca, certificate and key.
+        hosts: of all workers, by name; their certificates may be for these.
+        value_bytes_max: the largest value that it sends and takes.
+        once: whether it stops after its first session.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    worker: str
+    node: str
+    control: str
+    data: str = "unix:@"
+    token: str = Field(default="", repr=False)
+    carrier: str = "socket"
+    allow: tuple[str, ...] = ()
+    device: str | None = None
+    config: dict[str, Any] = Field(default={})
+    path: tuple[str, ...] | None = None
+    pythonpath: str | None = None
+    cores: tuple[int, ...] = ()
+    tls: tuple[Path, Path, Path] | None = None
+    hosts: dict[str, str] = Field(default={})
+    value_bytes_max: int
+    once: bool = False
+
+
 def load(path: str | Path) -> ClusterSettings:
     """Read and check a cluster's file.
 
@@ -275,46 +306,30 @@ def load(path: str | Path) -> ClusterSettings:
     """
     path = Path(path)
     with said_with_its_file(path):
-        _, table = read(path, FILE)
-        if "path" in table:
-            fields = ClusterSettings.model_fields
-            keys = ", ".join(key for key in fields if key != "path")
-            allowed = f"one of the keys {keys}"
-            raise ScenarioError(unusable("path", table["path"], allowed))
-        settings = checked({**table, "path": path})
+        settings = checked(ClusterSettings, read(path, FILE)[1])
+        settings._path = path
+        for name in settings.names:
+            if not is_name(name):
+                raise ScenarioError(unusable("workers", name, NAMES))
+        _check_addresses(settings)
     return settings
-
-
-def checked(table: Mapping[str, Any]) -> ClusterSettings:
-    """Return what a file says, if it is usable; ScenarioError if it is not."""
-    settings = table_of(ClusterSettings, table)
-    _check_names(settings)
-    _check_addresses(settings)
-    return settings
-
-
-def _check_names(settings: ClusterSettings) -> None:
-    for name in settings.names:
-        if not is_name(name):
-            raise ScenarioError(unusable("workers", name, NAMES))
 
 
 def _check_addresses(settings: ClusterSettings) -> None:
     """Refuse what other hosts reach without TLS, and addresses given twice."""
     taken: dict[Address, str] = {}
     for name, worker in settings.workers.items():
-        listening = {"control": worker.address}
-        if worker.data is not None:
-            listening["data"] = worker.data_address
-        for key, address in listening.items():
-            place = f"workers.{name}.{key}"
+        for kind, address in (("control", worker.control), ("data", worker.data)):
+            if address is None:
+                continue
+            key = f"workers.{name}.{kind}"
             if settings.tls is None and not address.is_loopback:
                 allowed = (
                     "an address of loopback (127.0.0.1), or any once [tls] names ca, "
                     "certificate and key"
                 )
-                raise ScenarioError(unusable(place, str(address), allowed))
+                raise ScenarioError(unusable(key, str(address), allowed))
             if address in taken:
                 allowed = f"an address of its own; {taken[address]} has this one"
-                raise ScenarioError(unusable(place, str(address), allowed))
-            taken[address] = place
+                raise ScenarioError(unusable(key, str(address), allowed))
+            taken[address] = key

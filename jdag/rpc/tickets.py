@@ -1,46 +1,30 @@
 """Single-use, short-lived connection tickets, and the secrets behind them.
 
-Each two processes of a session share a secret that main derives from its own and from
-both their names. A process that proves to know it gets a ticket from the other's
-control server, and shows the ticket in the hello of its data connection.
+Any two processes of a session share a secret that main derives from its own and from
+both their names. A process that knows it gets a ticket from the other's control server,
+and shows the ticket in the hello of its data connection.
 """
 
 import hmac
 import secrets
 import threading
 import time
-from collections.abc import Callable
 
 from jdag.errors import JoinError
 
 TICKET_BYTES = 32
 SECRET_BYTES = 32
-LIFE_S = 10.0
+LIFE_NS = 10 * 10**9
 TICKETS_MAX = 1024
-_SECOND_NS = 1_000_000_000
 
 
 class Tickets:
-    """The tickets that were issued and neither used nor expired; thread-safe.
+    """The tickets that were issued and neither used nor expired; thread-safe."""
 
-    Args:
-        life_s: how long a ticket is valid.
-        clock_ns: the clock.
-    """
-
-    def __init__(
-        self, life_s: float = LIFE_S, clock_ns: Callable[[], int] = time.monotonic_ns
-    ) -> None:
-        self._life_ns = round(life_s * _SECOND_NS)
-        self._clock_ns = clock_ns
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         # In the order in which they expire.
         self._issued: list[tuple[int, bytes, tuple[str, int]]] = []
-
-    def __len__(self) -> int:
-        with self._lock:
-            self._forget_expired()
-            return len(self._issued)
 
     def issue(self, worker: str, incarnation: int) -> bytes:
         """Return a new ticket for one incarnation of a worker.
@@ -56,7 +40,7 @@ class Tickets:
                     f"{TICKETS_MAX} tickets are issued and not used yet; try again when"
                     " some have expired"
                 )
-            due_ns = self._clock_ns() + self._life_ns
+            due_ns = time.monotonic_ns() + LIFE_NS
             self._issued.append((due_ns, ticket, (worker, incarnation)))
         return ticket
 
@@ -69,7 +53,7 @@ class Tickets:
             return self._issued.pop(found.index(True))[2] if any(found) else None
 
     def _forget_expired(self) -> None:
-        now_ns = self._clock_ns()
+        now_ns = time.monotonic_ns()
         self._issued = [one for one in self._issued if one[0] > now_ns]
 
 

@@ -66,7 +66,13 @@ def load(ca: Path, certificate: Path, key: Path) -> Tls:
     serving = _context(ssl.PROTOCOL_TLS_SERVER, ca, certificate, key)
     serving.num_tickets = 0  # No session is ever resumed.
     dialling = _context(ssl.PROTOCOL_TLS_CLIENT, ca, certificate, key)
-    _try_on_itself(ca, certificate, key)
+    try:
+        _try_on_itself(serving, dialling)
+    except ssl.SSLCertVerificationError as error:
+        raise JdagError(
+            f"TLS certificate {certificate} is not one that others with ca {ca} would"
+            f" take: {error.verify_message}"
+        ) from error
     return Tls(*files, serving, dialling)
 
 
@@ -100,29 +106,16 @@ def _context(side: int, ca: Path, certificate: Path, key: Path) -> ssl.SSLContex
     return context
 
 
-def _try_on_itself(ca: Path, certificate: Path, key: Path) -> None:
+def _try_on_itself(serving: ssl.SSLContext, dialling: ssl.SSLContext) -> None:
     """Do a handshake of a node with itself, in memory."""
-    dialling = _context(ssl.PROTOCOL_TLS_CLIENT, ca, certificate, key)
-    dialling.check_hostname = False
-    serving = _context(ssl.PROTOCOL_TLS_SERVER, ca, certificate, key)
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
-    client = dialling.wrap_bio(back, there)
     server = serving.wrap_bio(there, back, server_side=True)
-    try:
-        for end in (client, server, client, server):
-            _shake_hands(end)
-    except ssl.SSLCertVerificationError as error:
-        raise JdagError(
-            f"TLS certificate {certificate} is not one that others with ca {ca} would"
-            f" take: {error.verify_message}"
-        ) from error
-
-
-def _shake_hands(end: ssl.SSLObject) -> None:
-    try:
-        end.do_handshake()
-    except ssl.SSLWantReadError:
-        return  # The other end goes on.
+    dialling.check_hostname = False
+    client = dialling.wrap_bio(back, there)
+    dialling.check_hostname = True
+    for end in (client, server, client, server):
+        with suppress(ssl.SSLWantReadError):  # The other end goes on.
+            end.do_handshake()
 
 
 class TlsStream(SocketStream):
@@ -261,8 +254,8 @@ _SAID = {
     "WRONG_VERSION_NUMBER": "it does not speak TLS",
     "PEER_DID_NOT_RETURN_A_CERTIFICATE": "it shows no certificate",
     "TLSV13_ALERT_CERTIFICATE_REQUIRED": "it asks for a certificate",
-    "TLSV1_ALERT_DECRYPT_ERROR": "it does not trust who issued our certificate",
-    "TLSV1_ALERT_UNKNOWN_CA": "it does not trust who issued our certificate",
+    "TLSV1_ALERT_DECRYPT_ERROR": "it does not trust the issuer of our certificate",
+    "TLSV1_ALERT_UNKNOWN_CA": "it does not trust the issuer of our certificate",
 }
 
 

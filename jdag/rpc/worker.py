@@ -12,10 +12,7 @@ import pkgutil
 import signal
 import socket
 import sys
-from pathlib import Path
-from typing import Any, NoReturn
-
-from pydantic import BaseModel, ConfigDict, Field
+from typing import NoReturn
 
 from jdag.errors import JdagError, JoinError
 from jdag.rpc.addresses import Address
@@ -23,10 +20,10 @@ from jdag.rpc.allowed import missing
 from jdag.rpc.control import ControlServer
 from jdag.rpc.device import configure, use_device
 from jdag.rpc.handshake import ours
-from jdag.rpc.listener import CARRIED
+from jdag.rpc.settings import WorkerOptions
 from jdag.rpc.tls import load as load_tls
 from jdag.rpc.watch import Watch, leave
-from jdag.rpc.worker_server import WorkerConfig, WorkerServer
+from jdag.rpc.worker_server import WorkerServer
 
 # Options of Python; the arguments of `jdag.rpc.watch` follow them.
 COMMAND = ("-u", "-P", "-m", "jdag.rpc")
@@ -35,49 +32,6 @@ STOP = b"stop\n"
 _OWN_CONFIG = {"jax_cpu_enable_async_dispatch": False}
 
 _log = logging.getLogger("jdag")
-
-
-class WorkerOptions(BaseModel):
-    """The options of a worker process.
-
-    Attributes:
-        worker: its name.
-        node: import path of what makes its node maker from these options:
-            `module:function`.
-        control: the address of its control server.
-        data: the address of its listener, unless the carrier is `grpc`.
-        token: the secret of the cluster; empty if there is none.
-        carrier: `socket` or `grpc`.
-        allow: modules whose functions others may name.
-        device: where it computes; None: as JAX chooses.
-        config: settings of JAX, by name.
-        path: Python's module search path.
-        pythonpath: that variable, for processes started from there.
-        cores: the CPUs to compute on.
-        tls: the files of ca, certificate and key.
-        hosts: of all workers, by name; their certificates may be for these.
-        value_bytes_max: the largest value that it sends and takes.
-        once: whether it stops after its first session.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    worker: str
-    node: str
-    control: str
-    data: str = "unix:@"
-    token: str = Field(default="", repr=False)
-    carrier: str = "socket"
-    allow: tuple[str, ...] = ()
-    device: str | None = None
-    config: dict[str, Any] = Field(default={})
-    path: tuple[str, ...] | None = None
-    pythonpath: str | None = None
-    cores: tuple[int, ...] = ()
-    tls: tuple[Path, Path, Path] | None = None
-    hosts: dict[str, str] = Field(default={})
-    value_bytes_max: int
-    once: bool = False
 
 
 def become(options: WorkerOptions) -> NoReturn:
@@ -93,10 +47,10 @@ def become(options: WorkerOptions) -> NoReturn:
 
 
 def environment() -> dict[str, str]:
-    """Return this environment, in which a worker finds the modules that we find.
+    """Return this environment, in which a worker finds the modules of this process.
 
-    gRPC prints its errors alone there, if nothing else is set: else each certificate
-    that is refused, which is told to whoever shows it, is several lines of its own.
+    Unless set otherwise, gRPC prints errors only: it would print several lines for each
+    refused certificate, and the other process is told of that anyway.
     """
     path = os.pathsep.join([one or os.getcwd() for one in sys.path])
     return {"GRPC_VERBOSITY": "ERROR", **os.environ, "PYTHONPATH": path}
@@ -117,25 +71,15 @@ def run(options: WorkerOptions, watch: Watch) -> None:
     gc.freeze()  # What imports have made is not for the collector to walk again.
     _log.info("worker %s: process %d", options.worker, os.getpid())
     tls = None if options.tls is None else load_tls(*options.tls)
-    is_carried = options.carrier == "grpc"
-    config = WorkerConfig(
-        worker=options.worker,
-        token=options.token,
-        allow=options.allow,
-        handshake=ours(options.value_bytes_max),
-        make_node=pkgutil.resolve_name(options.node)(options),
-        data=CARRIED if is_carried else options.data,
-        tls=tls,
-        hosts=options.hosts,
-        once=options.once,
-    )
-    worker = WorkerServer(config)
+    make_node = pkgutil.resolve_name(options.node)(options)
+    handshake = ours(options.value_bytes_max)
+    worker = WorkerServer(options, handshake, make_node, tls)
     server = ControlServer(
         f"worker {options.worker!r}",
         Address.read(options.control),
         worker.answers,
         tls=tls,
-        enter=worker.enter if is_carried else None,
+        enter=worker.enter if options.carrier == "grpc" else None,
         hosts=options.hosts,
         knows=worker.knows,
     )

@@ -130,7 +130,7 @@ class Table(BaseModel):
     def _check_keys(cls, table: Any) -> Any:
         if not isinstance(table, dict):
             raise PydanticCustomError("unusable", "{allowed}", {"allowed": "a table"})
-        known = [key for key, one in cls.model_fields.items() if not one.exclude]
+        known = list(cls.model_fields)
         for key in table:
             if key not in cls.model_fields:
                 keys = ", ".join(known)
