@@ -162,7 +162,7 @@ class Breaking:
                     node.joined(other.name, other.incarnation)
         for here, there in combinations(workers, 2):
             self.connect(here, there)
-            self.nodes[here]._place.members[there].is_dialled = True
+            self.nodes[here]._session.members[there].is_dialled = True
         for worker in workers:
             self._begin(worker)
 
@@ -237,13 +237,13 @@ class Breaking:
         for other in self.workers:
             if other != worker:
                 node.joined(other, self.incarnations[other])
-                members = self.nodes[other]._place.members
+                members = self.nodes[other]._session.members
                 place = whereabouts(node.incarnation, self.allow)
                 # Main dials all, whoever joins others.
                 is_main = other == self.workers[0]
                 members.attach(worker, node.incarnation, place, is_dialled=is_main)
                 self.nodes[other].joined(worker, node.incarnation)
-                node._place.members[other].is_dialled = not is_main
+                node._session.members[other].is_dialled = not is_main
         for other in self.workers:
             if other != worker:
                 self.connect(worker, other)

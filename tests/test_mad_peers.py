@@ -107,7 +107,7 @@ def session(recorded: list[Recorded], seed: int, frames: int) -> Mad:
             numbers.contexts = numbers.leaves = numbers.assignments = APART
         wanted = small_program(cluster)
         for one in ("a", "b"):  # Nobody dials who is mad.
-            nodes.nodes[one]._place.members["c"].is_dialled = False
+            nodes.nodes[one]._session.members["c"].is_dialled = False
         nodes.nodes["b"].lost("c", "it is mad")
         mad = Mad(nodes, recorded, seed)
         trouble: list[BaseException] = []

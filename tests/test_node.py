@@ -145,7 +145,7 @@ def test_one_that_joins_anew_is_no_peer_of_its_own() -> None:
         _, again = made("c", tuple(now), ("tests",), incarnations=dict(now))
         c.nodes["c"] = again
         for node in others:
-            node._place.members.attach("c", 1, whereabouts(1, ("tests",)))
+            node._session.members.attach("c", 1, whereabouts(1, ("tests",)))
             again.joined(node.name, 0)
             connect(node, again)
             node.joined("c", 1)

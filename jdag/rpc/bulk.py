@@ -190,7 +190,7 @@ class Assembler:
         self._borrowed = borrowed
         self._value_bytes_max = value_bytes_max
         self._incoming: deque[_Incoming] = deque()
-        self._order: Order[Delivery] = Order()
+        self._order: Order = Order()
 
     def message(self, payload: bytes) -> Sequence[Delivery]:
         """A message came, with its small values."""

@@ -103,7 +103,7 @@ class Node:
         self.incarnation = incarnation = session.members.incarnation
         self.worker = worker = incarnated(name, incarnation)
         self.trace = None
-        self._session = place
+        self._session = session
         self._began_ns = clock_ns()
         self._run_program = run_program
         self._functions = functions
