@@ -6,7 +6,7 @@ from itertools import combinations, product
 from typing import Any, get_args
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jdag.engine.credit import NOTHING
@@ -183,11 +183,14 @@ def test_every_message_has_a_rule():
     assert set(RULES) == set(get_args(Message))
 
 
-@given(st.one_of(*messages.values()))
+@pytest.mark.parametrize("kind", messages, ids=lambda kind: kind.__name__)
+@given(data=st.data())
+@settings(max_examples=20)
 def test_each_message_is_in_order_with_its_context_or_with_all_or_with_none(
-    message: Any,
+    kind: type[Any], data: st.DataObject
 ):
-    lanes = RULES[type(message)](message)
+    message: Any = data.draw(messages[kind])
+    lanes = RULES[kind](message)
     match message:
         case Assign() | Forget():
             assert lanes is ALL
