@@ -16,7 +16,7 @@ import jax.tree_util as jtu
 from jdag.api.cluster import Cluster
 from jdag.api.refs import Ref
 from jdag.api.roots import fitting
-from jdag.api.transform import check_program, filled, leaves_of, run_pass
+from jdag.api.transform import check_program, fetched, leaves_of, run_pass
 from jdag.compute.duals import is_dual, seeded
 from jdag.compute.pytrees import argument_numbers, flatten, is_constant
 from jdag.compute.refs import is_ref
@@ -79,11 +79,12 @@ def hvp(
         vectors = _vectors(vector, argnums, len(numbers))
         with leaves_of(cluster, args, numbers, allow_int) as (bound, put):
             moved = [
-                _Moved(bound[number], number, part, name)
+                _moved(bound[number], number, part, name)
                 for number, (name, part) in zip(numbers, vectors, strict=True)
             ]
             _make_duals(cluster, moved, put)
-            products, aux = _products(program, cluster, args, moved, has_aux)
+            parts = dict(zip(numbers, moved, strict=True))
+            products, aux = _products(program, cluster, args, parts, has_aux)
         product = products[0] if isinstance(argnums, int) else products
         return (product, aux) if has_aux else product
 
@@ -121,40 +122,57 @@ class _Leaf:
     used: Any  # What the program gets: the leaf, or its dual.
 
 
-class _Moved:
-    """An argument to differentiate by, leaf by leaf, with the vector's part for it."""
+Moved = tuple[list[_Leaf], Any]  # The leaves of an argument, and its treedef.
 
-    def __init__(self, tree: Any, number: int, vector: Any, name: str) -> None:
-        self.number = number
-        flat, self._treedef = _flat(tree, f"argument {number}")
-        parts, found = _flat(vector, name)
-        if found != self._treedef:
+
+def _moved(tree: Any, number: int, vector: Any, name: str) -> Moved:
+    """Return an argument with its part of the vector."""
+    flat, treedef = _flat(tree, f"argument {number}")
+    parts, found = _flat(vector, name)
+    if found != treedef:
+        raise JdagError(
+            f"{name} has {_first_other(flat, parts)}: it has to have the structure "
+            f"of argument {number}, {treedef}, and has {found}"
+        )
+    leaves = []
+    for (path, leaf), (_, part) in zip(flat, parts, strict=True):
+        at = jtu.keystr(path)
+        said = f"argument {number}{at}"
+        tangent = _tangent(leaf, part, f"{name}{at}", said)
+        leaves.append(_Leaf(said, leaf, tangent, leaf))
+    return leaves, treedef
+
+
+def _products(
+    program: Callable[..., Any],
+    cluster: Cluster,
+    args: Sequence[Any],
+    moved: Mapping[int, Moved],
+    has_aux: bool,
+) -> tuple[tuple[Any, ...], Any]:
+    """Run a program with duals; return the product for each argument, and aux."""
+    duals = {
+        number: jtu.tree_unflatten(treedef, [leaf.used for leaf in leaves])
+        for number, (leaves, treedef) in moved.items()
+    }
+    with cluster.context() as ctx:
+        _, aux, found = run_pass(ctx, program, args, duals, has_aux)
+        for leaves, _ in moved.values():
+            _refuse_originals(leaves, found)
+        aux, products = fetched(aux, found, list(duals.values()), _tangent_of)
+    return products, aux
+
+
+def _refuse_originals(leaves: Sequence[_Leaf], found: Mapping[Ref, Ref]) -> None:
+    """Raise JdagError if a gradient reached a leaf itself and not its dual."""
+    for leaf in leaves:
+        if leaf.tangent is not None and leaf.given in found:
             raise JdagError(
-                f"{name} has {_first_other(flat, parts)}: it has to have the structure "
-                f"of argument {number}, {self._treedef}, and has {found}"
+                f"the loss depends on {leaf.given!r}, {leaf.name}, by another way "
+                "than through that argument, which is what jdag.hvp moves along "
+                "the vector; a program has to take what it is differentiated by as "
+                "its arguments"
             )
-        self.leaves: list[_Leaf] = []
-        for (path, leaf), (_, part) in zip(flat, parts, strict=True):
-            at = jtu.keystr(path)
-            said = f"argument {number}{at}"
-            tangent = _tangent(leaf, part, f"{name}{at}", said)
-            self.leaves.append(_Leaf(said, leaf, tangent, leaf))
-
-    @property
-    def tree(self) -> Any:
-        """The argument as the program gets it."""
-        return jtu.tree_unflatten(self._treedef, [leaf.used for leaf in self.leaves])
-
-    def refuse_original(self, found: Mapping[Ref, Ref]) -> None:
-        """Raise JdagError if a gradient reached a leaf itself and not its dual."""
-        for leaf in self.leaves:
-            if leaf.tangent is not None and leaf.given in found:
-                raise JdagError(
-                    f"the loss depends on {leaf.given!r}, {leaf.name}, by another way "
-                    "than through that argument, which is what jdag.hvp moves along "
-                    "the vector; a program has to take what it is differentiated by as "
-                    "its arguments"
-                )
 
 
 def _flat(tree: Any, what: str) -> tuple[list[tuple[Any, Any]], Any]:
@@ -210,35 +228,20 @@ def _tangent(leaf: Any, part: Any, name: str, said: str) -> Any:
     return part
 
 
-def _make_duals(cluster: Cluster, moved: Sequence[_Moved], put: list[Ref]) -> None:
+def _make_duals(cluster: Cluster, moved: Sequence[Moved], put: list[Ref]) -> None:
     """Have each owner make duals, which take the place of the leaves; note them."""
     owned: dict[str, list[_Leaf]] = {}
-    for argument in moved:
-        for leaf in argument.leaves:
-            if leaf.tangent is not None:
-                owned.setdefault(leaf.given.place, []).append(leaf)
-    for where, leaves in owned.items():
-        primals = [leaf.given for leaf in leaves]
-        duals = cluster.make(where, seeded, primals, [leaf.tangent for leaf in leaves])
+    for leaf in [leaf for leaves, _ in moved for leaf in leaves]:
+        if leaf.tangent is not None:
+            owned.setdefault(leaf.given.place, []).append(leaf)
+    for where, some in owned.items():
+        primals = [leaf.given for leaf in some]
+        duals = cluster.make(where, seeded, primals, [leaf.tangent for leaf in some])
         put += duals
-        for leaf, dual in zip(leaves, duals, strict=True):
+        for leaf, dual in zip(some, duals, strict=True):
             leaf.used = dual
 
 
-def _products(
-    program: Callable[..., Any],
-    cluster: Cluster,
-    args: Sequence[Any],
-    moved: Sequence[_Moved],
-    has_aux: bool,
-) -> tuple[tuple[Any, ...], Any]:
-    """Run a program with duals; return the product for each argument, and aux."""
-    duals = [(argument.number, argument.tree) for argument in moved]
-
-    def check(found: Mapping[Ref, Ref]) -> None:
-        for argument in moved:
-            argument.refuse_original(found)
-
-    _, aux, found = run_pass(program, cluster, args, duals, has_aux, check)
-    tangents = [[v.tangent if is_dual(v) else None for v in each] for each in found]
-    return tuple(map(filled, tangents, [tree for _, tree in duals])), aux
+def _tangent_of(gradient: Any) -> Any:
+    """Return the tangent of a gradient; None where the vector has no bearing on it."""
+    return gradient.tangent if is_dual(gradient) else None

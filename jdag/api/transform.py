@@ -63,10 +63,13 @@ def value_and_grad(
 
     def run(*args: Any) -> Any:
         numbers = argument_numbers(argnums, len(args))
-        with leaves_of(cluster, args, numbers, allow_int) as (bound, _):
-            pairs = [(number, bound[number]) for number in numbers]
-            value, aux, gradients = run_pass(program, cluster, args, pairs, has_aux)
-        trees = tuple(map(filled, gradients, [tree for _, tree in pairs]))
+        with (
+            leaves_of(cluster, args, numbers, allow_int) as (bound, _),
+            cluster.context() as ctx,
+        ):
+            loss, aux, found = run_pass(ctx, program, args, bound, has_aux)
+            wanted = [bound[number] for number in numbers]
+            (value, aux), trees = fetched((loss, aux), found, wanted)
         value = (value, aux) if has_aux else value
         return value, trees[0] if isinstance(argnums, int) else trees
 
@@ -129,58 +132,57 @@ def _check_leaf(ref: Ref, allow_int: bool) -> None:
 
 
 def run_pass(
+    ctx: Context,
     program: Callable[..., Any],
-    cluster: Cluster,
     args: Sequence[Any],
-    bound: Sequence[tuple[int, Any]],
+    bound: Mapping[int, Any],
     has_aux: bool,
-    check: Callable[[Mapping[Ref, Ref]], None] | None = None,
-) -> tuple[Any, Any, list[list[Any]]]:
-    """Run a program, and a pass from its loss; return loss, aux and gradients.
+) -> tuple[Any, Any, Mapping[Ref, Ref]]:
+    """Run a program, and a pass from its loss if that depends on leaves.
 
-    `bound` has numbers and pytrees of leaves of the arguments to differentiate by: for
-    each the gradients of its leaves, None where the loss does not depend on one.
-    `check` is given gradients by leaf before they are read; then the loss is not.
+    `bound` has pytrees of leaves in the place of the arguments of these numbers.
+
+    Returns:
+        Loss, aux, and gradients by leaf.
     """
-    with cluster.context() as ctx:
-        given = dict(enumerate(args)) | dict(bound)
-        result = program(ctx, *given.values())
-        loss, aux = result if has_aux else (result, ())
-        found = _gradients(ctx, loss)
-        if check is not None:
-            check(found)
-            loss = None
-        said, treedef = flatten((loss, aux), what="what the program returned")
-        chosen = [flatten_refs(tree, is_ref)[0] for _, tree in bound]
-        wanted = [found.get(ref) for refs in chosen for ref in refs]
-        values = iter(read([*said, *wanted]))
-    value, aux = unflatten(treedef, [primal_of(next(values)) for _ in said])
-    return value, aux, [[next(values) for _ in refs] for refs in chosen]
-
-
-def _gradients(ctx: Context, loss: Any) -> Mapping[Ref, Ref]:
-    """Run a pass from a loss, if it depends on leaves; return gradients by leaf."""
+    result = program(ctx, *(dict(enumerate(args)) | dict(bound)).values())
+    loss, aux = result if has_aux else (result, ())
     independent = is_ref(loss) and not loss.tracked and loss.aval.inexact
     if independent and loss.leaf is None and loss.descends is None:
         if loss.size != 1:
             raise RootError(f"the loss is {loss.aval}; its size has to be 1")
-        return {}
+        return loss, aux, {}
     ctx.backward(loss)
-    return ctx.gradients()
+    return loss, aux, ctx.gradients()
 
 
-def filled(gradients: Sequence[Any], refs: Any) -> Any:
-    """Return gradients in the structure of `refs`, zeros where there is None."""
-    leaves, form = flatten_refs(refs, is_ref)
-    arrays = []
-    for gradient, leaf in zip(gradients, leaves, strict=True):
-        abstract = leaf.holder.state.abstract
-        if gradient is not None:
-            arrays.append(gradient)
-        elif not leaf.aval.inexact:
-            arrays.append(no_gradient(leaf.aval, abstract))
-        elif abstract:
-            arrays.append(leaf.aval.struct())
-        else:
-            arrays.append(jnp.zeros(leaf.shape, leaf.dtype))
-    return unflatten(form.bare, arrays)
+def fetched(
+    returned: Any,
+    gradients: Mapping[Ref, Ref],
+    trees: Sequence[Any],
+    part: Callable[[Any], Any] = lambda gradient: gradient,
+) -> tuple[Any, tuple[Any, ...]]:
+    """Fetch what a program returned and the gradients of pytrees of leaves, at once.
+
+    `part` takes a gradient that was fetched, or None, and gives what is returned of it,
+    None for zeros.
+    """
+    others, treedef = flatten(returned, what="what the program returned")
+    forms = [flatten_refs(tree, is_ref) for tree in trees]
+    wanted = [gradients.get(ref) for refs, _ in forms for ref in refs]
+    values = iter(read([*others, *wanted]))
+    data = unflatten(treedef, [primal_of(next(values)) for _ in others])
+    return data, tuple(
+        unflatten(form.bare, [_filled(part(next(values)), ref) for ref in refs])
+        for refs, form in forms
+    )
+
+
+def _filled(gradient: Any, leaf: Any) -> Any:
+    """Return a gradient, zeros where it is None."""
+    if gradient is not None:
+        return gradient
+    abstract = leaf.holder.state.abstract
+    if not leaf.aval.inexact:
+        return no_gradient(leaf.aval, abstract)
+    return leaf.aval.struct() if abstract else jnp.zeros(leaf.shape, leaf.dtype)
