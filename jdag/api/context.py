@@ -10,18 +10,21 @@ from typing import Any, Literal
 from msgspec.structs import replace
 
 from jdag.api.cluster_state import ClusterState
+from jdag.api.device_placement import move, refuse_device
 from jdag.api.graph import ContextGraph
 from jdag.api.outcome import PassReport, expired, nanoseconds, remarked, stuck
 from jdag.api.program_frame import FramePhase, ProgramFrame
-from jdag.api.refs import Hold, Leaf, Ref
-from jdag.api.roots import checked_roots
-from jdag.compute.pytrees import flatten_refs, no_gradient, unflatten
+from jdag.api.refs import Ref
+from jdag.api.roots import check_hook, checked_roots
+from jdag.compute.callables import called
+from jdag.compute.pytrees import flatten_refs, no_gradient, split, unflatten
 from jdag.compute.refs import is_ref
-from jdag.engine.functions import name_of
+from jdag.engine.functions import call_site, is_program, name_of
 from jdag.engine.protocol import (
     Awaited,
     Differentiated,
     GradientKey,
+    Hook,
     Key,
     LeafId,
     Left,
@@ -33,7 +36,6 @@ from jdag.engine.protocol import (
     Root,
     SeedKey,
     Spawn,
-    named,
 )
 from jdag.errors import (
     ContextError,
@@ -42,7 +44,6 @@ from jdag.errors import (
     PassTimeout,
     UnusedSendError,
 )
-from jdag.parallel import replicas
 from jdag.parallel.routes import How
 from jdag.runtime.failures import failure_of
 from jdag.runtime.host import Port
@@ -64,40 +65,36 @@ class Context:
 
     __jdag_context__ = True
 
-    def __init__(self, frame: ProgramFrame, opener: Any = None) -> None:
-        self._frame = frame
+    def __init__(self, frame: Any, opener: Any = None) -> None:
+        self._frame: ProgramFrame = frame  # In the oracle an `OracleFrame`.
         self._opener = opener  # The `Cluster` of the program that opens contexts.
-        self._state = frame.state
-        self._port = frame.port
-        self._id = frame.id
         self.remarks: list[Callable[[], str]] = []  # On steps, where a worker is lost.
         self._passes = 0
-        self._gradients: dict[LeafId, tuple[Leaf, int]] = {}
-        self._holds: dict[LeafId, Hold] = {}  # Of these gradients.
+        self._gradients: dict[LeafId, Ref] = {}
 
     @property
     def id(self) -> int:
         """Its 64-bit id: the number of its owner in the top 16 bits, then a counter."""
-        return self._id.id
+        return self._frame.id.id
 
     @property
     def here(self) -> str:
         """The name of the worker on which this program runs."""
-        return named(self._port.worker)
+        return self._frame.here
 
     @property
     def state(self) -> ClusterState:
         """What all programs of its cluster share in this process."""
-        return self._state
+        return self._frame.state
 
     @property
     def workers(self) -> tuple[str, ...]:
         """The names of all workers."""
-        return self._state.workers
+        return self.state.workers
 
     def reassigned(self) -> None:
         """Its program has assigned to leaves: the next calls read the new versions."""
-        self._frame.reassigned()
+        self._frame.moved.clear()
 
     def __repr__(self) -> str:
         return f"Context({self._frame}, {self._frame.phase.name.lower()})"
@@ -108,11 +105,11 @@ class Context:
             raise ContextError(
                 f"{frame} was entered before; each `with` takes a new cluster.context()"
             )
-        self._state.check_open("a context")
-        self._state.check_current(f"entering {frame}", self._port)
+        self.state.check_open("a context")
+        self.state.check_current(f"entering {frame}", frame.port)
         if self._opener is not None:
-            self._id = frame.id = self._opener.entered(self, self._id)
-        self._port.tell(Opened(self._id))
+            frame.id = self._opener.entered(self, frame.id)
+        frame.port.tell(Opened(frame.id))
         frame.phase = FramePhase.OPEN
         return self
 
@@ -121,10 +118,10 @@ class Context:
         frame.phase = FramePhase.LEFT
         if self._opener is not None:
             self._opener.left(self)
-        if self._state.closed:
+        if self.state.closed:
             return  # The cluster went first, with all that it held.
         try:
-            failures = frame.wait("leaving", lambda waiter: Left(waiter, self._id))
+            failures = frame.wait("leaving", lambda waiter: Left(waiter, frame.id))
         except JdagError:
             if error is None:
                 raise
@@ -167,7 +164,15 @@ class Context:
                 context is not open.
             WorkerLost: that worker, or the owner of an argument, is gone.
         """
-        return self._frame.call(worker, fn, *args, **kwargs)
+        frame = self._frame
+        frame.check("ctx.call")
+        there, device = frame.state.place(worker, "ctx.call")
+        fn, args, own = called(fn, args)
+        parts = split(args, kwargs, frame.state.is_named, own)
+        if not is_program(fn):
+            return frame.issue(there, device, fn, parts)
+        refuse_device(fn, worker, device)
+        return frame.launch(there, fn, parts)
 
     def move(self, worker: str, refs: Any) -> Any:
         """Move arrays to a worker; gradients flow back through it.
@@ -183,7 +188,9 @@ class Context:
         Raises:
             JdagError: as `call` does.
         """
-        return self._frame.move(worker, refs)
+        self._frame.check("ctx.move")
+        self.state.place(worker, "ctx.move")
+        return move(self.call, worker, refs)
 
     def replicate(self, workers: Sequence[str], refs: Any, how: How = "owner") -> Any:
         """Copy arrays to workers; what flows back from there is added on its way.
@@ -200,7 +207,8 @@ class Context:
             JdagError: no workers, one twice or unknown; no refs; no such `how`.
         """
         self._frame.check("ctx.replicate")
-        return replicas.replicate(self, workers, refs, how, self._state.place)
+        replicas = self._frame.replicas
+        return replicas.replicate(self, workers, refs, how, self.state.place)
 
     def all_reduce(self, refs_by_worker: Mapping[str, Any], how: How = "owner") -> Any:
         """Add up equal pytrees, such as gradients, for each worker that gives one.
@@ -217,7 +225,8 @@ class Context:
                 be added; or as `replicate` does.
         """
         self._frame.check("ctx.all_reduce")
-        return replicas.all_reduce(self, refs_by_worker, how, self._state.place)
+        replicas = self._frame.replicas
+        return replicas.all_reduce(self, refs_by_worker, how, self.state.place)
 
     # ---------------------------------------------------------------- backward
 
@@ -269,63 +278,61 @@ class Context:
             allowed = " or ".join(map(repr, _MODES))
             raise JdagError(f"mode={mode!r}: allowed is {allowed}")
         timeout_ns = nanoseconds(timeout_s)
-        for root in roots:
-            if is_ref(root) and root.leaf is None:
-                self._frame.admit(root)
-        seeds = checked_roots(roots, cotangents)
-        self._frame.tell_discarded()
-        told, stored = self._stored(roots, seeds)
-        result: PassResult = self._frame.wait(
+        frame = self._frame
+        told, stored = self._seeded(roots, cotangents)
+        frame.tell_discarded()
+        result: PassResult = frame.wait(
             "ctx.backward",
             lambda waiter: Differentiated(
-                waiter, self._id, told, _MODES[mode], retain_graph, timeout_ns
+                waiter, frame.id, told, _MODES[mode], retain_graph, timeout_ns
             ),
             stored,
         )
-        if not retain_graph:
-            self._frame.leaves_notices()
+        frame.noticed = frame.noticed or not retain_graph
         return self._conclude(result, mode, timeout_s)
 
-    def _stored(
-        self, roots: Sequence[Ref], seeds: Sequence[Any]
+    def _seeded(
+        self, roots: tuple[Ref, ...], cotangents: Any
     ) -> tuple[tuple[tuple[str, Root], ...], list[tuple[Key, Any]]]:
-        """The roots for the engine, and the cotangents that are given."""
-        told = []
+        """Check roots; return them for the engine, and cotangents as values."""
+        frame = self._frame
+        for root in roots:
+            if is_ref(root) and root.leaf is None:
+                frame.admit(root)
+        told: list[tuple[str, Root]] = []
         stored: list[tuple[Key, Any]] = []
-        for place, (root, seed) in enumerate(zip(roots, seeds, strict=True)):
-            given = seed is not None
-            told.append((root.owner, Root(root.key, root.aval, given, place)))
+        for index, seed in enumerate(checked_roots(roots, cotangents)):
+            root, given = roots[index], seed is not None
+            told.append((root.owner, Root(root.key, root.aval, given, index)))
             if given:
-                key = SeedKey(self._id, self._passes + 1, place)
-                stored.append((key, self._state.value(seed)))
+                key = SeedKey(frame.id, self._passes + 1, index)
+                stored.append((key, frame.state.value(seed)))
         return tuple(told), stored
 
     def _conclude(
         self, result: PassResult, mode: str, timeout_s: float | None
     ) -> PassReport:
+        """Note the gradients of a pass that has ended; raise what it failed with."""
+        frame = self._frame
         self._passes = result.number
         if result.outcome is Outcome.EXPIRED:
             raise PassTimeout(expired(result, timeout_s), result.owed)
-        if result.outcome is Outcome.FAILED:
-            assert result.failure is not None, result
-            raise self._frame.seen(result.failure)
         if result.outcome is Outcome.STUCK:
             raise UnusedSendError(stuck(result.owed), result.owed)
-        for leaf in result.leaves:
-            key = GradientKey(self._id, leaf, result.number)
-            self._holds[leaf] = self._frame.hold(key, leaf.worker)
-            record = self._state.leaves.get(leaf)
-            if record is not None:
-                self._gradients[leaf] = (record, result.number)
+        leaves, ref_of = frame.state.leaves, frame.state.leaf_ref
+        for id in result.leaves if result.outcome is Outcome.FINISHED else ():
+            key = GradientKey(frame.id, id, result.number)
+            hold = frame.hold(key, id.worker)
+            if (leaf := leaves.get(id)) is not None:
+                self._gradients[id] = Ref(
+                    frame, key, id.worker, leaf.aval, False, id, hold=hold
+                )
         if result.failure is not None:
-            raise self._frame.seen(result.failure)
-        leaves = self._state.leaves
-        stale = {
-            self._state.leaf_ref(leaves[one.leaf]): one.newer
-            for one in sorted(result.stale, key=lambda one: one.leaf.number)
-            if one.leaf in leaves
-        }
-        return PassReport(result.number, mode, stale)
+            raise frame.seen(result.failure)
+        stale = sorted(result.stale, key=lambda one: one.leaf.number)
+        newer = [(leaves[one.leaf], one.newer) for one in stale if one.leaf in leaves]
+        report = {ref_of(leaf): versions for leaf, versions in newer}
+        return PassReport(result.number, mode, report)
 
     def _check_top(self, what: str) -> None:
         self._frame.check(what)
@@ -360,7 +367,7 @@ class Context:
             WorkerLost: the ref's worker is gone.
             JdagError: `ref` is no ref, or `fn` cannot be called.
         """
-        self._frame.hook("ctx.on_cotangent", ref, fn, replaces=True)
+        self._hook("ctx.on_cotangent", ref, fn, replaces=True)
 
     def on_gradient(self, leaf: Ref, fn: Callable[[Any], Any]) -> None:
         """Have a function see what each later pass adds to the gradient of a leaf.
@@ -377,7 +384,15 @@ class Context:
         Raises:
             JdagError: as `on_cotangent` does; or `leaf` is not one.
         """
-        self._frame.hook("ctx.on_gradient", leaf, fn, replaces=False)
+        self._hook("ctx.on_gradient", leaf, fn, replaces=False)
+
+    def _hook(self, what: str, ref: Ref, fn: Any, *, replaces: bool) -> None:
+        frame = self._frame
+        frame.check(what)
+        check_hook(what, ref, fn, frame.admit, replaces=replaces)
+        frame.calls += 1
+        path = (*frame.prefix, frame.calls)
+        frame.attach(ref, Hook(path, fn, replaces, ref.aval, str(call_site())))
 
     # ---------------------------------------------------------------- gradients
 
@@ -401,7 +416,7 @@ class Context:
         """
         self._check_top("ctx.gradient")
         leaves, form = flatten_refs(refs, is_ref)
-        abstract = self._state.abstract
+        abstract = self.state.abstract
         return unflatten(
             form.bare,
             [
@@ -418,9 +433,10 @@ class Context:
                 f"{ref!r} is no leaf: gradients accumulate in what cluster.put and "
                 "cluster.make give"
             )
-        self._state.check_own(ref)
+        if ref.holder is not self.state:
+            self.state.check_own(ref)
         if ref.leaf.id not in self._gradients:
-            why = f"was reached by no pass, of {self._passes} in context {self._id}"
+            why = f"was reached by no pass, of {self._passes} in context {self.id}"
             if not ref.aval.inexact:
                 why = f"is not inexact ({ref.aval}; see allow_int)"
             elif ref.leaf.dropped:
@@ -430,12 +446,7 @@ class Context:
                 "no gradient; ctx.gradients() has those that there are, and "
                 "jdag.value_and_grad fills in zeros"
             )
-        record, number = self._gradients[ref.leaf.id]
-        key = GradientKey(self._id, record.id, number)
-        aval = record.aval
-        hold = self._holds[record.id]
-        holder = self._frame
-        return Ref(holder, key, ref.owner, aval, False, descends=record.id, hold=hold)
+        return self._gradients[ref.leaf.id]
 
     def gradients(self) -> Mapping[Ref, Ref]:
         """Return `{leaf: gradient}` of all leaves that a finished pass has reached.
@@ -443,13 +454,10 @@ class Context:
         In the order in which leaves were made, without those dropped. See `gradient`.
         """
         self._check_top("ctx.gradients")
-        found = {}
-        for leaf in sorted(self._gradients, key=lambda leaf: leaf.number):
-            record, _ = self._gradients[leaf]
-            if not record.dropped:
-                ref = self._state.leaf_ref(record)
-                found[ref] = self._gradient(ref)
-        return found
+        state, found = self.state, self._gradients
+        there = [id for id in found if id in state.leaves]
+        there.sort(key=lambda id: id.number)
+        return {state.leaf_ref(state.leaves[id]): found[id] for id in there}
 
     def graph(self) -> ContextGraph:
         """Return the recorded graph as it is now: for each worker its part.
@@ -458,10 +466,11 @@ class Context:
         context waits until all calls in it have arrived; in a program that it called,
         those that have not arrived yet are not in it.
         """
-        self._frame.check("ctx.graph")
-        if not self._frame.prefix:
-            self._frame.wait("ctx.graph", lambda w: Awaited(w, self._id))
-        return ContextGraph(self._state.driver.graph(self._id))
+        frame = self._frame
+        frame.check("ctx.graph")
+        if not frame.prefix:
+            frame.wait("ctx.graph", lambda waiter: Awaited(waiter, frame.id))
+        return ContextGraph(frame.state.driver.graph(frame.id))
 
 
 def run_program(state: ClusterState, port: Port, spawn: Spawn) -> Returned:
