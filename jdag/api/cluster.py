@@ -224,7 +224,7 @@ class Cluster:
         site = str(call_site())
         activation = self._frame()
         with Context(activation, self):
-            ended = activation.launch_all(launches, site)
+            ended = activation.launch(launches, site)
             _raise_first(launches, ended)
             return {
                 worker: activation.returned(one)

@@ -172,7 +172,7 @@ class Context:
         if not is_program(fn):
             return frame.issue(there, device, fn, parts)
         refuse_device(fn, worker, device)
-        return frame.launch(there, fn, parts)
+        return frame.run(there, fn, parts)
 
     def move(self, worker: str, refs: Any) -> Any:
         """Move arrays to a worker; gradients flow back through it.

@@ -171,7 +171,7 @@ class OracleFrame:
         run.hooks.called(given, [ref.key for ref in refs if ref.tracked])
         return unflatten(treedef, refs)
 
-    def launch(self, worker: str, fn: Callable[..., Any], parts: Split) -> Any:
+    def run(self, worker: str, fn: Callable[..., Any], parts: Split) -> Any:
         """Call a program, in a frame of its own."""
         for _, ref in parts.refs:
             self.admit(ref)

@@ -224,11 +224,10 @@ class ProgramFrame:
         self.port.tell(Attached(self.id, ref.owner, ref.key, hook))
 
     def _move(self, worker: str, refs: Sequence[Ref]) -> Any:
-        """Move refs, as calls of this program, before a call that takes them."""
+        """Move refs to their owner's default device, before a call that takes them."""
 
-        def call(place: str, fn: Callable[..., Any], *refs: Ref) -> Any:
-            owner, _ = self.state.place(place, "ctx.move")
-            return self.issue(owner, None, fn, split(refs, {}, is_ref))
+        def call(_: str, fn: Callable[..., Any], *refs: Ref) -> Any:
+            return self.issue(refs[0].owner, None, fn, split(refs, {}, is_ref))
 
         return move(call, worker, refs)
 
@@ -236,7 +235,6 @@ class ProgramFrame:
         self, worker: Worker, device: str | None, fn: Callable[..., Any], parts: Split
     ) -> Any:
         """Call a function on a worker; return refs in the structure of its result."""
-        parts = at_home(parts, worker, self.moved, self.admit, self._move)
         site = str(call_site())
         path = (*self.prefix, self.calls + 1)
         here = self.port.worker
@@ -250,8 +248,14 @@ class ProgramFrame:
             if is_ref(ref):
                 self.admit(ref)
                 descends = descends or ref.descends
-                avals[index] = ref.aval.on(None)
-                sources[index] = ref.aval.device
+                aval = avals[index] = ref.aval
+                if aval.device is not None:
+                    if ref.owner != worker:  # Its worker brings it, by a call before.
+                        moved, admit = self.moved, self.admit
+                        near = at_home(parts, worker, moved, admit, self._move)
+                        return self.issue(worker, device, fn, near)
+                    avals[index] = aval.on(None)
+                    sources[index] = aval.device
                 arguments[index] = Argument(ref.key, ref.owner, ref.tracked)
             else:  # A ShapeDtypeStruct.
                 constants.append((index, ref))
@@ -302,7 +306,7 @@ class ProgramFrame:
                 "a leaf (cluster.put) or a constant (ref.fetch()) to take it along"
             )
 
-    def launch(self, worker: Worker, fn: Callable[..., Any], parts: Split) -> Any:
+    def run(self, worker: Worker, fn: Callable[..., Any], parts: Split) -> Any:
         """Call a program on a worker; return its result once it has returned."""
         site = str(call_site())
         calls = f"{self.program} on {self.port.worker!r} calls {name_of(fn)}"
@@ -314,12 +318,12 @@ class ProgramFrame:
             values[index] = ref.data if is_ref(ref) else ref
         for index, value in parts.constants:
             values[index] = value
-        (ended,) = self.launch_all([(worker, fn, parts.template.rebuild(values))], site)
+        (ended,) = self.launch([(worker, fn, parts.template.rebuild(values))], site)
         if ended.failure is not None:
             raise self.seen(ended.failure)
         return self.returned(ended)
 
-    def launch_all(
+    def launch(
         self, programs: Sequence[tuple[Worker, Callable[..., Any], Any]], site: str
     ) -> list[FrameEnd]:
         """Run programs on workers at the same time; return their ends."""
