@@ -1,7 +1,7 @@
 """A context as users see it: calls, backward passes, gradients.
 
 Only the program that opened a context differentiates in it. Invariant: `_gradients`
-names, of each leaf that a finished pass has reached, the last such pass.
+has, for each leaf that a finished pass has reached, the gradient after the last one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ from jdag.api.device_placement import move, refuse_device
 from jdag.api.graph import ContextGraph
 from jdag.api.outcome import PassReport, expired, nanoseconds, remarked, stuck
 from jdag.api.program_frame import FramePhase, ProgramFrame
-from jdag.api.refs import Ref
+from jdag.api.refs import Hold, Ref
 from jdag.api.roots import check_hook, checked_roots
 from jdag.compute.callables import called
 from jdag.compute.pytrees import flatten_refs, no_gradient, split, unflatten
@@ -54,13 +54,13 @@ _MODES = {mode.value: mode for mode in (Mode.SMART, Mode.FAST)}
 class Context:
     """One forward pass and its backward passes over all workers; a context manager.
 
-    Made by `cluster.context()`; a program that runs on a worker is handed one as its
-    first argument. Within it calls record a graph; gradients live in it, and all that
-    it holds goes when it is left. A value goes before that when no ref names it any
-    more and no call waits for it. Several may be open at once.
+    Made by `cluster.context()`; a program that runs on a worker takes one as its first
+    argument. Its calls record a graph; values, graph and gradients live until it is
+    left. A value that no ref names and no call waits for goes earlier. Several contexts
+    may be open at once.
 
-    Leaving raises the first error, in program order, of a call in it that nobody has
-    seen, unless another exception is already on its way.
+    Leaving raises the first error, in program order, of a call whose error the program
+    has not seen, unless another exception is already on its way.
     """
 
     __jdag_context__ = True
@@ -121,7 +121,7 @@ class Context:
         if self.state.closed:
             return  # The cluster went first, with all that it held.
         try:
-            failures = frame.wait("leaving", lambda waiter: Left(waiter, frame.id))
+            failures = frame.wait("leaving", Left, frame.id)
         except JdagError:
             if error is None:
                 raise
@@ -139,14 +139,13 @@ class Context:
         """Call a function, or a program, on a worker.
 
         Args:
-            worker: where it runs; of a function also a device of a worker, as in
-                `ps0/cpu:1` (platform and index; without it the default device). Then
-                its arguments are put there, gradients flow back to where these live,
-                and the results stay on that device. In virtual time each device that
-                is named is one of its own.
+            worker: where it runs. A function may also run on a device of a worker, as
+                in `ps0/cpu:1` (platform and index): arguments are put there, results
+                stay there, and gradients flow back to where the arguments live. In
+                virtual time each named device is a device of its own.
             fn: a pure function of arrays, or one that `jdag.program` marks. A callable
-                pytree, such as a module, is an argument of its own call: arrays and
-                refs in it are arguments as any others; so is that of a method of one.
+                pytree, such as a module, or the object of a method, is an argument of
+                its own call: arrays and refs in it are arguments as any others.
             *args: pytrees of refs; of arrays and Python numbers, which are constants;
                 and of statics, part of the function: str, bool, None, functions, and
                 what `jdag.static` wraps. A program gets all as they are, statics
@@ -154,7 +153,7 @@ class Context:
             **kwargs: the same, by keyword.
 
         Returns:
-            A pytree of refs shaped like what the function returns, at once; of a
+            At once a pytree of refs shaped like what the function returns; for a
             program its result, refs or plain data, once it has returned.
 
         Raises:
@@ -178,7 +177,7 @@ class Context:
         """Move arrays to a worker; gradients flow back through it.
 
         Args:
-            worker: where they are to be: a worker, or a device of one.
+            worker: a worker, or a device of one.
             refs: a pytree of refs, or of constants, which then travel once. Statics in
                 it, and Python numbers inside it, stay as they are.
 
@@ -193,10 +192,10 @@ class Context:
         return move(self.call, worker, refs)
 
     def replicate(self, workers: Sequence[str], refs: Any, how: How = "owner") -> Any:
-        """Copy arrays to workers; what flows back from there is added on its way.
+        """Copy arrays to workers; cotangents are added on their way back.
 
         Args:
-            workers: where the replicas are to be: workers, or devices of them.
+            workers: workers, or devices of them.
             refs: a pytree of refs; what is untracked is copied as well.
             how: "owner", "tree" or "ring"; see `jdag.parallel.routes`.
 
@@ -241,35 +240,35 @@ class Context:
         """Run a backward pass: gradients of the sum of all roots, added to the leaves'.
 
         Waits until the pass has ended everywhere. SMART mode first finds what the roots
-        were computed from, and waits for that alone. FAST is the rule of PyTorch's
-        distributed autograd (dist_engine.cpp), which saves the finding: wherever the
-        pass comes by, every send of the context's graph is waited for, so that a value
-        that was sent and then not used, or used for something else, leaves it stuck.
+        were computed from, and waits for that alone. FAST saves this search, as PyTorch
+        does in its distributed autograd (dist_engine.cpp): on each worker that the pass
+        reaches, it waits for every send of the context's graph. A value that was sent
+        and is not part of what the roots were computed from leaves the pass stuck.
 
         Args:
-            *roots: refs, tracked, on any workers; one that is given twice counts twice.
+            *roots: tracked refs on any workers; one that is given twice counts twice.
             cotangents: None, where each root has size 1 and gets ones; or one for each
-                root (of a single root: it alone will do), an array or number of the
-                root's shape and dtype, or None.
+                root, an array or number of its shape and dtype, or None. For a single
+                root its cotangent alone will do.
             retain_graph: keep the graph, so that a later pass may use it again.
             mode: "smart" or "fast". Where both finish they give the same bits; a leaf
                 that FAST reaches and the roots do not need has zeros in FAST, and in
                 SMART no gradient.
-            timeout_s: None, or after how many seconds (of `cluster.now_ns`) to give it
-                up. What its devices compute by then they compute to the end.
+            timeout_s: None, or after how many seconds (of `cluster.now_ns`) to give up.
+                Computations that have begun by then run to their end.
 
         Returns:
-            A `PassReport`: among others, which leaves have newer versions by now than
-            those that were differentiated.
+            A `PassReport`: among others, which leaves have newer versions than those
+            that were differentiated.
 
         Raises:
             RootError: a root, or a cotangent, is not one that can be used.
             GraphError: the graph was used before; or double backward.
-            UnusedSendError: a FAST pass is stuck: some value was sent whose cotangent
-                never comes.
+            UnusedSendError: a FAST pass is stuck: the cotangent of a sent value never
+                comes.
             PassTimeout: it took longer than `timeout_s`; names what is owed.
-            RemoteError: a forward, a vjp or a hook failed, with the route of workers to
-                it; which of two that fail at the same time depends on timing.
+            RemoteError: a forward, a vjp or a hook failed; names the route of workers.
+                Which of two that fail at the same time depends on timing.
             WorkerLost: a worker of the context is gone.
             ContextError: this program is not the one that opened the context.
         """
@@ -283,10 +282,13 @@ class Context:
         frame.tell_discarded()
         result: PassResult = frame.wait(
             "ctx.backward",
-            lambda waiter: Differentiated(
-                waiter, frame.id, told, _MODES[mode], retain_graph, timeout_ns
-            ),
-            stored,
+            Differentiated,
+            frame.id,
+            told,
+            _MODES[mode],
+            retain_graph,
+            timeout_ns,
+            values=stored,
         )
         frame.noticed = frame.noticed or not retain_graph
         return self._conclude(result, mode, timeout_s)
@@ -322,7 +324,7 @@ class Context:
         leaves, ref_of = frame.state.leaves, frame.state.leaf_ref
         for id in result.leaves if result.outcome is Outcome.FINISHED else ():
             key = GradientKey(frame.id, id, result.number)
-            hold = frame.hold(key, id.worker)
+            hold = Hold(frame.loose, key, id.worker)
             if (leaf := leaves.get(id)) is not None:
                 self._gradients[id] = Ref(
                     frame, key, id.worker, leaf.aval, False, id, hold=hold
@@ -348,11 +350,11 @@ class Context:
     def on_cotangent(self, ref: Ref, fn: Callable[[Any], Any]) -> None:
         """Have a function see, and perhaps replace, the complete cotangent of a ref.
 
-        In each later pass that reaches the ref it is called once, on the ref's worker,
-        with the sum of all its cotangents, an array of the ref's shape and dtype, zeros
-        where nothing came. What it returns goes on in its place; None leaves it as it
-        is. Several are called in the order in which they were attached, each with what
-        the one before gave. It runs as it is, not compiled.
+        Each later pass that reaches the ref calls it once, on the ref's worker and not
+        compiled, with the sum of all cotangents of the ref, an array of its shape and
+        dtype, zeros where none came. What it returns replaces the cotangent; None
+        leaves it as it is. Several hooks are called in the order in which they were
+        attached, each with the result of the one before.
 
         A pass reaches what its roots were computed from, and with one result of a call
         all others; in FAST mode also what was sent together with that, with zeros.
@@ -372,10 +374,10 @@ class Context:
     def on_gradient(self, leaf: Ref, fn: Callable[[Any], Any]) -> None:
         """Have a function see what each later pass adds to the gradient of a leaf.
 
-        It is called once for each finished pass that reaches the leaf, on the leaf's
-        worker, when that pass's gradient, its argument, has been accumulated. What it
-        returns is ignored. Several are called in the order in which they were attached.
-        What it raises `backward` raises, after the pass has finished.
+        Each finished pass that reaches the leaf calls it once, on the leaf's worker,
+        with that pass's gradient, which has been accumulated by then. What it returns
+        is ignored; what it raises, `backward` raises after the pass. Several hooks are
+        called in the order in which they were attached.
 
         Args:
             leaf: a leaf, float or complex.
@@ -405,10 +407,10 @@ class Context:
                 a sparse array: integers, bools and PRNG keys.
 
         Returns:
-            The same pytree of refs, each on its leaf's worker, untracked; None in the
-            place of constants. What one names stays as it is when another pass adds to
-            the gradient. With `allow_int`, an array of zeros of dtype float0 stands for
-            what has no gradient, as in `jax.grad`.
+            The same pytree of untracked refs, each on its leaf's worker; None in the
+            place of constants. A later pass does not change what they name. With
+            `allow_int`, zeros of dtype float0 stand for what has no gradient, as in
+            `jax.grad`.
 
         Raises:
             GraphError: a ref is no leaf, or one that no finished pass has reached.
@@ -416,18 +418,12 @@ class Context:
         """
         self._check_top("ctx.gradient")
         leaves, form = flatten_refs(refs, is_ref)
-        abstract = self.state.abstract
-        return unflatten(
-            form.bare,
-            [
-                no_gradient(ref.aval, abstract)
-                if allow_int and not ref.aval.inexact
-                else self._gradient(ref)
-                for ref in leaves
-            ],
-        )
+        found = [self._gradient(ref, allow_int) for ref in leaves]
+        return unflatten(form.bare, found)
 
-    def _gradient(self, ref: Ref) -> Ref:
+    def _gradient(self, ref: Ref, allow_int: bool) -> Any:
+        if allow_int and not ref.aval.inexact:
+            return no_gradient(ref.aval, self.state.abstract)
         if ref.leaf is None:
             raise GraphError(
                 f"{ref!r} is no leaf: gradients accumulate in what cluster.put and "
@@ -462,14 +458,14 @@ class Context:
     def graph(self) -> ContextGraph:
         """Return the recorded graph as it is now: for each worker its part.
 
-        A mapping of workers to `Drawing`s, with `counts()` and `dot()`. Who opened the
-        context waits until all calls in it have arrived; in a program that it called,
-        those that have not arrived yet are not in it.
+        A mapping of workers to `Drawing`s, with `counts()` and `dot()`. The program
+        that opened the context waits until all its calls have arrived; one that it
+        called does not wait.
         """
         frame = self._frame
         frame.check("ctx.graph")
         if not frame.prefix:
-            frame.wait("ctx.graph", lambda waiter: Awaited(waiter, frame.id))
+            frame.wait("ctx.graph", Awaited, frame.id)
         return ContextGraph(frame.state.driver.graph(frame.id))
 
 

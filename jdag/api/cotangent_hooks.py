@@ -1,20 +1,18 @@
-"""Cotangent hooks in plain JAX: where hooks meet cotangents on one machine.
+"""Cotangent hooks in plain JAX, for the oracle.
 
-A program runs twice there. What has hooks is known after the first run, and what was
-computed from what. In the second each such value goes, when it is made, through an
-identity whose cotangent is the complete one of the value: the hooks that the second
-run attached make of it what goes on. What comes to a second argument, a zero, tells
-what came out in the end.
+The oracle runs a program twice. The first run finds which values have hooks, and what
+was computed from what. In the second run each such value passes an identity with a vjp
+of its own, which is given the complete cotangent and applies the hooks that this run
+attached. The cotangent of its second argument, a zero, is what they made of it.
 
-Invariant: a hook is applied once, when what it hooks is reached from the roots; also
-where JAX knows the cotangent to be zero and would not come by.
+Invariant: a hook is applied once, if the roots depend on its value; also where JAX
+knows the cotangent to be zero and would skip it.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jdag.compute.hooks import hooked, seen
 from jdag.engine.protocol import Hook, Key
@@ -87,8 +85,3 @@ class CotangentHooks:
         ]
         for hook, worker, gradient in sorted(shown, key=lambda one: one[0].path):
             _applied(hook, worker, gradient)
-
-
-def nothing_of(values: Sequence[Any]) -> Any:
-    """Return 0 as a function of the values, so that they get cotangents of zeros."""
-    return sum((0 * jnp.sum(jnp.real(value)) for value in values), start=0)

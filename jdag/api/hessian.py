@@ -7,6 +7,7 @@ counts does not know of it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +78,8 @@ def hvp(
         args = (params, *rest)
         numbers = argument_numbers(argnums, len(args))
         vectors = _vectors(vector, argnums, len(numbers))
-        with leaves_of(cluster, args, numbers, allow_int) as (bound, put):
+        with ExitStack() as stack:
+            bound, put = leaves_of(cluster, args, numbers, allow_int, stack)
             moved = [
                 _moved(bound[number], number, part, name)
                 for number, (name, part) in zip(numbers, vectors, strict=True)

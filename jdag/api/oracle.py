@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jdag.api.context import Context
-from jdag.api.cotangent_hooks import CotangentHooks, nothing_of
+from jdag.api.cotangent_hooks import CotangentHooks
 from jdag.api.program_frame import FramePhase
 from jdag.api.refs import Ref, fetch
 from jdag.compute.avals import aval_of, frozen
@@ -135,7 +135,7 @@ class OracleFrame:
         self.admit = run.use
 
     def check(self, what: str) -> None:
-        """Raise ContextError where only a program on a cluster may do that."""
+        """Raise ContextError where that takes a cluster."""
         if what in ("ctx.backward", "ctx.gradient", "ctx.gradients", "ctx.graph"):
             raise ContextError(
                 f"{what} inside of a program that the oracle runs: the program returns "
@@ -207,20 +207,15 @@ def oracle(
     they travel.
 
     Args:
-        program: takes a context first, then arguments; returns a ref to its loss, an
-            inexact value of size 1, or with `has_aux` (loss, pytree of refs).
-        argnums: which arguments after the context to differentiate by.
-        has_aux: whether the program returns more than its loss.
-        allow_int: whether arguments that are differentiated may have arrays without
-            gradients in them.
+        program: as for `jdag.value_and_grad`.
+        argnums: the same.
+        has_aux: the same.
+        allow_int: the same.
 
     Returns:
-        A function of the arguments after the context. Refs of a cluster among them
-        stand for their values; arguments that are differentiated are pytrees of refs or
-        of inexact arrays. It gives (value, gradients), or ((value, aux), gradients),
-        where gradients are arrays in the structure of the arguments; None for statics
-        and Python numbers inside a pytree, and with `allow_int` zeros of float0 for
-        what has none.
+        A function of the arguments after the context, which gives what that of
+        `jdag.value_and_grad` gives. Refs of a cluster among the arguments stand for
+        their values.
 
     Raises:
         JdagError: the program is none.
@@ -230,16 +225,15 @@ def oracle(
     if not callable(program):
         raise JdagError(f"jdag.oracle takes a function of a context, not {program!r}")
 
+    def rooted(*args: Any) -> tuple[list[Any], Any]:
+        result = program(*args)
+        return ([result[0]], result[1]) if has_aux else ([result], ())
+
     def run(*args: Any) -> Any:
         numbers = argument_numbers(argnums, len(args))
-
-        def roots_of(result: Any) -> tuple[list[Any], Any]:
-            return ([result[0]], result[1]) if has_aux else ([result], ())
-
-        found = _differentiate(program, args, numbers, roots_of, None, allow_int)
-        values, aux, gradients = found
-        value = (values[0], aux) if has_aux else values[0]
-        return value, gradients[0] if isinstance(argnums, int) else gradients
+        (value,), aux, trees = _differentiated(rooted, args, numbers, None, allow_int)
+        value = (value, aux) if has_aux else value
+        return value, trees[0] if isinstance(argnums, int) else trees
 
     return run
 
@@ -257,26 +251,24 @@ def pullback(program: Callable[..., Any]) -> Callable[..., Any]:
         its shape and dtype, or None for ones.
     """
 
-    def run(*args: Any, cotangents: Sequence[Any] | None = None) -> Any:
-        def roots_of(result: Any) -> tuple[list[Any], Any]:
-            return list(result), ()
+    def rooted(*args: Any) -> tuple[list[Any], Any]:
+        return list(program(*args)), ()
 
-        found = _differentiate(program, args, (0,), roots_of, cotangents)
-        values, _, gradients = found
-        return values, gradients[0]
+    def run(*args: Any, cotangents: Sequence[Any] | None = None) -> Any:
+        values, _, (gradients,) = _differentiated(rooted, args, (0,), cotangents, False)
+        return values, gradients
 
     return run
 
 
-def _differentiate(
-    program: Callable[..., Any],
+def _differentiated(
+    rooted: Callable[..., tuple[list[Any], Any]],
     args: Sequence[Any],
     argnums: tuple[int, ...],
-    roots_of: Callable[[Any], tuple[list[Any], Any]],
     cotangents: Sequence[Any] | None,
-    allow_int: bool = False,
+    allow_int: bool,
 ) -> tuple[list[Any], Any, tuple[Any, ...]]:
-    """Run the program twice; return root values, aux values, and gradients."""
+    """Run a program of roots and aux twice; return values of these, and gradients."""
     arguments = [
         _Argument(argument, number, allow_int if number in argnums else None)
         for number, argument in enumerate(args)
@@ -286,7 +278,7 @@ def _differentiate(
         run = OracleRun(recorded, hooks)
         given = dict(zip(argnums, arrays, strict=True))
         bound = [a.bound(run, given.get(n, a.arrays)) for n, a in enumerate(arguments)]
-        roots, aux = roots_of(program(Context(OracleFrame(run, (), HERE)), *bound))
+        roots, aux = rooted(Context(OracleFrame(run, (), HERE)), *bound)
         values = [_root(run, root, n) for n, root in enumerate(roots)]
         sums = [
             _inner(value, None if cotangents is None else cotangents[n])
@@ -296,7 +288,8 @@ def _differentiate(
         held = [run.values[leaf.key] if is_ref(leaf) else leaf for leaf in leaves]
         reached = hooks.reached([root.key for root in roots])
         hooked = {key: run.values[key] for key in reached}
-        sums.append(nothing_of(tuple(hooked.values())))
+        # Nothing of the values, so that all have cotangents.
+        sums += [0 * jnp.sum(jnp.real(value)) for value in hooked.values()]
         values_and_aux = values, unflatten(treedef, held)
         return sum(sums[1:], sums[0]), (values_and_aux, hooked, run.fetched)
 
@@ -316,11 +309,8 @@ def _differentiate(
     )
     (_, ((values, aux), hooks)), (gradients, seen) = differentiated(arrays, zeros)
     hooks.show(seen)
-    trees = [
-        arguments[number].filled(gradient)
-        for number, gradient in zip(argnums, gradients, strict=True)
-    ]
-    return values, aux, tuple(trees)
+    of = [arguments[number] for number in argnums]
+    return values, aux, tuple(map(_Argument.filled, of, gradients))
 
 
 def _root(run: OracleRun, root: Any, number: int) -> Any:

@@ -96,7 +96,7 @@ class ProgramFrame:
         self.noticed = False  # The engine may have notices to send.
         self.moved: Left = {}  # Copies of leaves of named devices.
         self._waits = ""  # The call or pass that its program waits for.
-        self._loose: deque[Place] = deque()  # Values whose last ref is gone.
+        self.loose: deque[Place] = deque()  # Values whose last ref is gone.
         self._shared: Counter[Key] = Counter()  # Holds of a value beyond the first.
         self._seen: dict[Identity, None] = {}
         self._raised: list[tuple[JdagError, Failure]] = []
@@ -109,14 +109,18 @@ class ProgramFrame:
     def wait(
         self,
         what: str,
-        event_of: Callable[[int], Any],
+        event: Callable[..., Any],
+        *fields: Any,
         values: Sequence[tuple[Key, Any]] = (),
     ) -> Any:
-        """Pass a request to the engine and wait for its answer."""
+        """Ask the engine by an event of a waiter and these fields; wait for the answer.
+
+        `what` names what is waited for in errors.
+        """
         waiter = self.port.waiter()
         self._waits = what
         try:
-            self.port.tell(event_of(waiter), values)
+            self.port.tell(event(waiter, *fields), values)
             return self.port.wait(waiter)
         finally:
             self._waits = ""
@@ -126,16 +130,13 @@ class ProgramFrame:
     def read(self, refs: Sequence[Ref]) -> Sequence[Any]:
         """Return for each ref its value, or a `Failure`."""
         self.check("a fetch", refs[0])
-        self.tell_discarded()
+        if self.loose or self.noticed:
+            self.tell_discarded()
         return self.state.fetched(refs)
-
-    def hold(self, key: Key, worker: Worker) -> Hold:
-        """Return a hold that keeps a value of this frame alive."""
-        return Hold(self._loose, key, worker)
 
     def discarded(self) -> tuple[Place, ...]:
         """Return values whose last ref went since the last call, in program order."""
-        loose, shared = self._loose, self._shared
+        loose, shared = self.loose, self._shared
         found = []
         while loose:
             place = loose.popleft()
@@ -170,7 +171,7 @@ class ProgramFrame:
 
     def tell_discarded(self) -> None:
         """Tell the engine, before the program waits, which values may be dropped."""
-        if self._loose or self.noticed:
+        if self.loose or self.noticed:
             self.port.tell(Discarded(self.id, self.prefix, self.discarded()))
             self.noticed = False
 
@@ -278,7 +279,7 @@ class ProgramFrame:
             tuple(arguments),
             made.out_tracked,
             site,
-            self.discarded() if self._loose else (),
+            self.discarded() if self.loose else (),
         )
         value_of = self.state.value
         stored = [(arguments[index].key, value_of(value)) for index, value in constants]
@@ -286,7 +287,7 @@ class ProgramFrame:
         refs = []
         for index, aval in enumerate(made.out_avals):
             key = OutputKey(self.id, path, index)
-            hold = Hold(self._loose, key, worker)
+            hold = Hold(self.loose, key, worker)
             known, tracks = aval.on(device), made.out_tracked[index]
             refs.append(Ref(self, key, worker, known, tracks, descends, hold=hold))
         return unflatten(made.out_tree, refs)
@@ -361,7 +362,7 @@ class ProgramFrame:
                 continue  # It stays, or a caller of this program holds it.
             if key.kind != "output" or key.name[: len(ended.path)] != ended.path:
                 self._shared[key] += 1  # This program made it, and holds it already.
-            holds[key] = self.hold(key, leaf.owner)
+            holds[key] = Hold(self.loose, key, leaf.owner)
         return self.bound(result, holds)
 
     def bound(self, tree: Any, holds: Mapping[Key, Hold]) -> Any:

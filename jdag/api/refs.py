@@ -226,7 +226,10 @@ class Ref(RefBase):
             WorkerLost: its worker is gone.
             ContextError: its context has ended, or the leaf was dropped.
         """
-        return primal_of(read((self,))[0])
+        (value,) = self.holder.read((self,))
+        if isinstance(value, Failure):
+            raise self.holder.seen(value)
+        return primal_of(value)
 
     def refusal(self, what: str) -> ContextError:
         """Return the error that says what to do in place of `what`."""

@@ -1,7 +1,7 @@
 """`value_and_grad` of a program over a cluster, in the manner of JAX's."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import jax.numpy as jnp
@@ -63,10 +63,9 @@ def value_and_grad(
 
     def run(*args: Any) -> Any:
         numbers = argument_numbers(argnums, len(args))
-        with (
-            leaves_of(cluster, args, numbers, allow_int) as (bound, _),
-            cluster.context() as ctx,
-        ):
+        with ExitStack() as stack:
+            bound, _ = leaves_of(cluster, args, numbers, allow_int, stack)
+            ctx = stack.enter_context(cluster.context())
             loss, aux, found = run_pass(ctx, program, args, bound, has_aux)
             wanted = [bound[number] for number in numbers]
             (value, aux), trees = fetched((loss, aux), found, wanted)
@@ -84,39 +83,45 @@ def check_program(what: str, program: object, cluster: object) -> None:
         raise JdagError(f"{what} takes a cluster second, not {cluster!r}")
 
 
-@contextmanager
 def leaves_of(
-    cluster: Cluster, args: Sequence[Any], numbers: Sequence[int], allow_int: bool
-) -> Iterator[tuple[dict[int, Any], list[Ref]]]:
-    """Yield arguments by number, with a leaf for each array, and the leaves made here.
+    cluster: Cluster,
+    args: Sequence[Any],
+    numbers: Sequence[int],
+    allow_int: bool,
+    stack: ExitStack,
+) -> tuple[dict[int, Any], list[Ref]]:
+    """Return arguments by number, with a leaf for each array, and the leaves made here.
 
-    These, and what is added to them, are dropped at the end.
+    These, and what is added to them, are dropped when the stack is left.
 
     Raises:
         JdagError: something in an argument cannot be differentiated by; names it.
     """
     put: list[Ref] = []
-    bound: dict[int, Any] = {}
-    try:
-        for number in numbers:
-            what = f"argument {number}"
-            leaves, treedef = flatten(args[number], what=what)
-            for place in indices_of_arrays(what, args[number], leaves):
-                try:
-                    if not is_ref(leaves[place]):
-                        leaves[place] = cluster.put(cluster.here, leaves[place])
-                        put.append(leaves[place])
-                    _check_leaf(leaves[place], allow_int)
-                except JdagError as error:
-                    name = paths(args[number])[place]
-                    raise type(error)(f"{what}{name}: {error}") from None
-            if not any(map(is_ref, leaves)):
-                raise no_arrays(what)
-            bound[number] = unflatten(treedef, leaves)
-        yield bound, put
-    finally:
+
+    def drop() -> None:
         if put and not cluster.state.closed:
             cluster.drop(put)
+
+    stack.callback(drop)
+    bound: dict[int, Any] = {}
+    for number in numbers:
+        what = f"argument {number}"
+        leaves, treedef = flatten(args[number], what=what)
+        indices = indices_of_arrays(what, args[number], leaves)
+        if not indices:
+            raise no_arrays(what)
+        for index in indices:
+            try:
+                if not is_ref(leaves[index]):
+                    leaves[index] = cluster.put(cluster.here, leaves[index])
+                    put.append(leaves[index])
+                _check_leaf(leaves[index], allow_int)
+            except JdagError as error:
+                name = paths(args[number])[index]
+                raise type(error)(f"{what}{name}: {error}") from None
+        bound[number] = unflatten(treedef, leaves)
+    return bound, put
 
 
 def _check_leaf(ref: Ref, allow_int: bool) -> None:
