@@ -61,12 +61,18 @@ class Context:
 
     Leaving raises the first error, in program order, of a call whose error the program
     has not seen, unless another exception is already on its way.
+
+    Attributes:
+        here: the name of the worker on which this program runs.
+        state: what all programs of its cluster share in this process.
     """
 
     __jdag_context__ = True
 
     def __init__(self, frame: Any, opener: Any = None) -> None:
         self._frame: ProgramFrame = frame  # In the oracle an `OracleFrame`.
+        self.here: str = frame.here
+        self.state: ClusterState = frame.state
         self._opener = opener  # The `Cluster` of the program that opens contexts.
         self.remarks: list[Callable[[], str]] = []  # On steps, where a worker is lost.
         self._passes = 0
@@ -76,16 +82,6 @@ class Context:
     def id(self) -> int:
         """Its 64-bit id: the number of its owner in the top 16 bits, then a counter."""
         return self._frame.id.id
-
-    @property
-    def here(self) -> str:
-        """The name of the worker on which this program runs."""
-        return self._frame.here
-
-    @property
-    def state(self) -> ClusterState:
-        """What all programs of its cluster share in this process."""
-        return self._frame.state
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -280,15 +276,9 @@ class Context:
         frame = self._frame
         told, stored = self._seeded(roots, cotangents)
         frame.tell_discarded()
+        asked = (frame.id, told, _MODES[mode], retain_graph, timeout_ns)
         result: PassResult = frame.wait(
-            "ctx.backward",
-            Differentiated,
-            frame.id,
-            told,
-            _MODES[mode],
-            retain_graph,
-            timeout_ns,
-            values=stored,
+            "ctx.backward", Differentiated, *asked, values=stored
         )
         frame.noticed = frame.noticed or not retain_graph
         return self._conclude(result, mode, timeout_s)

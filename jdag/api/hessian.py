@@ -40,10 +40,9 @@ def hvp(
     fetches and what `jdag.stop_gradient` gives are constants.
 
     It costs the messages of a gradient and, for each owner of leaves but home, three
-    more: its part of the vector, the acknowledgement, and its end. All values,
-    residuals and cotangents that depend on the leaves are there twice: memory and
-    payload double. Constants do not, nor do cotangents on which the vector has no
-    bearing. A call takes two to three times as long, and is compiled once more.
+    more: its part of the vector, the acknowledgement, and its end. Memory and payload
+    double for values, residuals and cotangents that the vector changes, and for them
+    alone. A call takes two to three times as long, and is compiled once more.
 
     Args:
         program: as for `jdag.value_and_grad`. A hook that replaces a cotangent in it
@@ -80,13 +79,14 @@ def hvp(
         vectors = _vectors(vector, argnums, len(numbers))
         with ExitStack() as stack:
             bound, put = leaves_of(cluster, args, numbers, allow_int, stack)
-            moved = [
-                _moved(bound[number], number, part, name)
-                for number, (name, part) in zip(numbers, vectors, strict=True)
-            ]
-            _make_duals(cluster, moved, put)
-            parts = dict(zip(numbers, moved, strict=True))
-            products, aux = _products(program, cluster, args, parts, has_aux)
+            leaves, treedef = _moved(bound, vectors)
+            _make_duals(cluster, leaves, put)
+            used = jtu.tree_unflatten(treedef, [leaf.used for leaf in leaves])
+            ctx = stack.enter_context(cluster.context())
+            given = dict(zip(numbers, used, strict=True))
+            _, aux, found = run_pass(ctx, program, args, given, has_aux)
+            _refuse_originals(leaves, found)
+            aux, products = fetched(aux, found, used, _tangent_of)
         product = products[0] if isinstance(argnums, int) else products
         return (product, aux) if has_aux else product
 
@@ -124,45 +124,27 @@ class _Leaf:
     used: Any  # What the program gets: the leaf, or its dual.
 
 
-Moved = tuple[list[_Leaf], Any]  # The leaves of an argument, and its treedef.
-
-
-def _moved(tree: Any, number: int, vector: Any, name: str) -> Moved:
-    """Return an argument with its part of the vector."""
-    flat, treedef = _flat(tree, f"argument {number}")
-    parts, found = _flat(vector, name)
-    if found != treedef:
-        raise JdagError(
-            f"{name} has {_first_other(flat, parts)}: it has to have the structure "
-            f"of argument {number}, {treedef}, and has {found}"
-        )
-    leaves = []
-    for (path, leaf), (_, part) in zip(flat, parts, strict=True):
-        at = jtu.keystr(path)
-        said = f"argument {number}{at}"
-        tangent = _tangent(leaf, part, f"{name}{at}", said)
-        leaves.append(_Leaf(said, leaf, tangent, leaf))
-    return leaves, treedef
-
-
-def _products(
-    program: Callable[..., Any],
-    cluster: Cluster,
-    args: Sequence[Any],
-    moved: Mapping[int, Moved],
-    has_aux: bool,
-) -> tuple[tuple[Any, ...], Any]:
-    """Run a program with duals; return the product for each argument, and aux."""
-    duals = {
-        number: jtu.tree_unflatten(treedef, [leaf.used for leaf in leaves])
-        for number, (leaves, treedef) in moved.items()
-    }
-    with cluster.context() as ctx:
-        _, aux, found = run_pass(ctx, program, args, duals, has_aux)
-        for leaves, _ in moved.values():
-            _refuse_originals(leaves, found)
-        aux, products = fetched(aux, found, list(duals.values()), _tangent_of)
-    return products, aux
+def _moved(
+    bound: Mapping[int, Any], vectors: Sequence[tuple[str, Any]]
+) -> tuple[list[_Leaf], Any]:
+    """Return the leaves of arguments with the vector there, and the treedef of all."""
+    leaves: list[_Leaf] = []
+    treedefs = []
+    for (number, tree), (name, vector) in zip(bound.items(), vectors, strict=True):
+        flat, treedef = _flat(tree, f"argument {number}")
+        parts, found = _flat(vector, name)
+        if found != treedef:
+            raise JdagError(
+                f"{name} has {_first_other(flat, parts)}: it has to have the structure "
+                f"of argument {number}, {treedef}, and has {found}"
+            )
+        treedefs.append(treedef)
+        for (path, leaf), (_, part) in zip(flat, parts, strict=True):
+            at = jtu.keystr(path)
+            said = f"argument {number}{at}"
+            tangent = _tangent(leaf, part, f"{name}{at}", said)
+            leaves.append(_Leaf(said, leaf, tangent, leaf))
+    return leaves, jtu.treedef_tuple(treedefs)
 
 
 def _refuse_originals(leaves: Sequence[_Leaf], found: Mapping[Ref, Ref]) -> None:
@@ -230,10 +212,10 @@ def _tangent(leaf: Any, part: Any, name: str, said: str) -> Any:
     return part
 
 
-def _make_duals(cluster: Cluster, moved: Sequence[Moved], put: list[Ref]) -> None:
+def _make_duals(cluster: Cluster, leaves: Sequence[_Leaf], put: list[Ref]) -> None:
     """Have each owner make duals, which take the place of the leaves; note them."""
     owned: dict[str, list[_Leaf]] = {}
-    for leaf in [leaf for leaves, _ in moved for leaf in leaves]:
+    for leaf in leaves:
         if leaf.tangent is not None:
             owned.setdefault(leaf.given.place, []).append(leaf)
     for where, some in owned.items():

@@ -9,7 +9,7 @@ given that back, in the same order. It is a constant there, also to a `jax.jvp` 
 the oracle: that of its gradients is what `jdag.hvp` is held against.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jdag.api.context import Context
 from jdag.api.cotangent_hooks import CotangentHooks
-from jdag.api.program_frame import FramePhase
+from jdag.api.program_frame import FramePhase, filled
 from jdag.api.refs import Ref, fetch
 from jdag.compute.avals import aval_of, frozen
 from jdag.compute.devices import parsed
@@ -150,7 +150,7 @@ class OracleFrame:
         for position, value in parts.constants:
             parts.aval(position, value)
         constants = [(index, jnp.asarray(value)) for index, value in parts.constants]
-        args, kwargs = _filled(
+        args, kwargs = filled(
             parts, [(index, run.use(ref)) for index, ref in parts.refs] + constants
         )
         try:
@@ -175,7 +175,7 @@ class OracleFrame:
         """Call a program, in a frame of its own."""
         for _, ref in parts.refs:
             self.admit(ref)
-        args, kwargs = _filled(parts, (*parts.refs, *parts.constants))
+        args, kwargs = filled(parts, (*parts.refs, *parts.constants))
         self.calls += 1
         inner = OracleFrame(self.state, (*self.prefix, self.calls), worker)
         return fn(Context(inner), *args, **kwargs)
@@ -183,14 +183,6 @@ class OracleFrame:
     def attach(self, ref: Ref, hook: Hook) -> None:
         """Attach a hook to a value."""
         self.state.hooks.attach(ref.key, ref.worker, hook)
-
-
-def _filled(parts: Split, values: Iterable[tuple[int, Any]]) -> Any:
-    """Return args and kwargs with these values at their positions."""
-    found: list[Any] = [None] * parts.size
-    for position, value in values:
-        found[position] = value
-    return parts.template.rebuild(found)
 
 
 def oracle(

@@ -9,7 +9,7 @@ Invariants: a number is used once; a frame that is over sends nothing to the eng
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -312,14 +312,12 @@ class ProgramFrame:
         site = str(call_site())
         calls = f"{self.program} on {self.port.worker!r} calls {name_of(fn)}"
         self.state.check_nesting(len(self.prefix), f"{calls} on {worker!r}, at {site}")
-        values: list[Any] = [None] * parts.size
-        for index, ref in parts.refs:
-            if is_ref(ref):
-                self.admit(ref)
-            values[index] = ref.data if is_ref(ref) else ref
-        for index, value in parts.constants:
-            values[index] = value
-        (ended,) = self.launch([(worker, fn, parts.template.rebuild(values))], site)
+        refs = [(index, ref) for index, ref in parts.refs if is_ref(ref)]
+        for _, ref in refs:
+            self.admit(ref)
+        data = [(index, ref.data) for index, ref in refs]
+        arguments = filled(parts, (*parts.refs, *data, *parts.constants))
+        (ended,) = self.launch([(worker, fn, arguments)], site)
         if ended.failure is not None:
             raise self.seen(ended.failure)
         return self.returned(ended)
@@ -421,6 +419,14 @@ class ProgramFrame:
                 f"{self.program} returned {aval} (at {where}), which was deleted or "
                 "donated"
             )
+
+
+def filled(parts: Split, values: Iterable[tuple[int, Any]]) -> Any:
+    """Return args and kwargs with these values at their positions."""
+    found: list[Any] = [None] * parts.size
+    for position, value in values:
+        found[position] = value
+    return parts.template.rebuild(found)
 
 
 def traced(
