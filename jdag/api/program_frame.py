@@ -371,9 +371,11 @@ class ProgramFrame:
     def _bind(self, leaf: Any, holds: Mapping[Key, Hold]) -> Any:
         if type(leaf) is not RefData:
             return leaf
-        key, worker, aval, tracked, descends = leaf.parts
+        key, worker, aval, tracked = leaf.key, leaf.owner, leaf.aval, leaf.tracked
         if key.kind != "newest":
-            return Ref(self, key, worker, aval, tracked, descends, hold=holds.get(key))
+            hold = holds.get(key)
+            descends = leaf.descends
+            return Ref(self, key, worker, aval, tracked, descends, hold=hold)
         # A program of another process may have made the leaf; register it here.
         record = self.state.leaves.setdefault(key.name, Leaf(key.name, aval))
         return Ref(self.state, key, worker, aval, tracked, leaf=record)
