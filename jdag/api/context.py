@@ -289,7 +289,7 @@ class Context:
         """Check roots; return them for the engine, and cotangents as values."""
         frame = self._frame
         for root in roots:
-            if is_ref(root) and root.leaf is None:
+            if is_ref(root) and root.holder is not frame and root.leaf is None:
                 frame.admit(root)
         told: list[tuple[str, Root]] = []
         stored: list[tuple[Key, Any]] = []

@@ -35,7 +35,7 @@ def checked_roots(roots: tuple[Any, ...], cotangents: Any) -> list[Any]:
         )
     for number, root in enumerate(roots):
         _check_root(root, number)
-    seeds = _listed(cotangents, len(roots))
+    seeds = [None] * len(roots) if cotangents is None else _listed(cotangents, roots)
     return [_seed(root, seeds[number], number) for number, root in enumerate(roots)]
 
 
@@ -78,10 +78,11 @@ def _check_root(root: Any, number: int) -> None:
         )
 
 
-def _listed(cotangents: Any, count: int) -> Sequence[Any]:
-    if cotangents is None or (count == 1 and not isinstance(cotangents, list | tuple)):
-        return [cotangents] * count
+def _listed(cotangents: Any, roots: Sequence[Any]) -> Sequence[Any]:
+    count = len(roots)
     if not isinstance(cotangents, list | tuple):
+        if count == 1:
+            return [cotangents]
         raise RootError(
             f"cotangents is {kind_of(cotangents)}; for {count} roots it is a "
             "list or tuple with one for each, in their order"
