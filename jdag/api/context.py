@@ -90,7 +90,7 @@ class Context:
 
     def reassigned(self) -> None:
         """Its program has assigned to leaves: the next calls read the new versions."""
-        self._frame.moved.clear()
+        self._frame.copies.clear()
 
     def __repr__(self) -> str:
         return f"Context({self._frame}, {self._frame.phase.name.lower()})"

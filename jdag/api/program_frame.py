@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jdag.api.cluster_state import ClusterState
-from jdag.api.device_placement import Left, at_home, move
+from jdag.api.device_placement import Copies, at_home, move
 from jdag.api.refs import Hold, Leaf, Ref
 from jdag.compute.avals import Aval, aval_of, is_deleted
 from jdag.compute.pairs import Pair, pair
@@ -54,7 +54,7 @@ from jdag.parallel import replicas
 from jdag.runtime.failures import exception_of, remote_error
 from jdag.runtime.host import Port
 
-Place = tuple[Key, Worker]
+Located = tuple[Key, Worker]
 
 
 class FramePhase(Enum):
@@ -94,9 +94,9 @@ class ProgramFrame:
         self.phase = FramePhase.OPEN if prefix else FramePhase.NEW
         self.calls = 0  # What is numbered: calls, programs and hooks.
         self.noticed = False  # The engine may have notices to send.
-        self.moved: Left = {}  # Copies of leaves of named devices.
+        self.copies: Copies = {}  # Of leaves on named devices.
         self._waits = ""  # The call or pass that its program waits for.
-        self.loose: deque[Place] = deque()  # Values whose last ref is gone.
+        self.loose: deque[Located] = deque()  # Values whose last ref is gone.
         self._shared: Counter[Key] = Counter()  # Holds of a value beyond the first.
         self._seen: dict[Identity, None] = {}
         self._raised: list[tuple[JdagError, Failure]] = []
@@ -134,20 +134,20 @@ class ProgramFrame:
             self.tell_discarded()
         return self.state.fetched(refs)
 
-    def discarded(self) -> tuple[Place, ...]:
+    def discarded(self) -> tuple[Located, ...]:
         """Return values whose last ref went since the last call, in program order."""
         loose, shared = self.loose, self._shared
         found = []
         while loose:
-            place = loose.popleft()
-            if shared and shared[place[0]]:
-                shared[place[0]] -= 1
+            located = loose.popleft()
+            if shared and shared[located[0]]:
+                shared[located[0]] -= 1
             else:
-                found.append(place)
+                found.append(located)
         self.noticed = self.noticed or bool(found)
         return tuple(sorted(found))
 
-    def left(self, result: Any) -> tuple[Reply, tuple[Place, ...]]:
+    def left(self, result: Any) -> tuple[Reply, tuple[Located, ...]]:
         """Return a program's reply, and the keys that no program can name any more.
 
         All refs that it made itself are gone by now, but those that got elsewhere: into
@@ -161,7 +161,7 @@ class ProgramFrame:
             for key, owner in owners.items()
             if self._made(key) and (key, owner) not in gone
         ]
-        left = [place for place in gone if place[0] not in owners]
+        left = [located for located in gone if located[0] not in owners]
         return Reply(result, tuple(self._seen), tuple(kept)), tuple(left)
 
     def _made(self, key: Key) -> bool:
@@ -252,8 +252,8 @@ class ProgramFrame:
                 aval = avals[index] = ref.aval
                 if aval.device is not None:
                     if ref.owner != worker:  # Its worker brings it, by a call before.
-                        moved, admit = self.moved, self.admit
-                        near = at_home(parts, worker, moved, admit, self._move)
+                        copies, admit = self.copies, self.admit
+                        near = at_home(parts, worker, copies, admit, self._move)
                         return self.issue(worker, device, fn, near)
                     avals[index] = aval.on(None)
                     sources[index] = aval.device

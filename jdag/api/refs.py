@@ -58,7 +58,7 @@ class Hold:
     is not: what only that finds does not count, and lives as long as its context.
     """
 
-    __slots__ = ("_key", "_left", "_loose", "_worker")
+    __slots__ = ("_copies", "_key", "_loose", "_worker")
 
     collecting: ClassVar[bool] = False  # Whether Python's collector of cycles runs.
 
@@ -68,14 +68,14 @@ class Hold:
         self._loose = loose
         self._key = key
         self._worker = worker
-        self._left: dict[Any, Ref] | None = None
+        self._copies: dict[Any, Ref] | None = None
 
     @property
-    def left(self) -> dict[Any, "Ref"]:
+    def copies(self) -> dict[Any, "Ref"]:
         """What was made of the value for other workers: it goes when this does."""
-        if self._left is None:
-            self._left = {}
-        return self._left
+        if self._copies is None:
+            self._copies = {}
+        return self._copies
 
     @classmethod
     def collector(cls, phase: str, info: dict[str, int]) -> None:
