@@ -46,6 +46,7 @@ class OracleRun:
     It holds refs, and is the state that they belong to.
     """
 
+    closed = True
     is_named = staticmethod(is_ref)
 
     def __init__(self, recorded: Sequence[Any] | None, hooks: CotangentHooks) -> None:
@@ -55,7 +56,8 @@ class OracleRun:
         self._recorded = recorded
         self._leaves = 0
 
-    def __str__(self) -> str:
+    def beside(self, _: object) -> str:
+        """Return the name of this run in a message that also names a cluster."""
         return "a run of the oracle"
 
     @property
