@@ -286,7 +286,6 @@ class Context:
     def _seeded(
         self, roots: tuple[Ref, ...], cotangents: Any
     ) -> tuple[tuple[tuple[str, Root], ...], list[tuple[Key, Any]]]:
-        """Check roots; return them for the engine, and cotangents as values."""
         frame = self._frame
         for root in roots:
             if is_ref(root) and root.holder is not frame and root.leaf is None:

@@ -22,7 +22,6 @@ Placed = tuple[Hook, str]  # A hook, and the worker of what it hooks.
 
 
 def _applied(hook: Hook, worker: str, cotangent: Any) -> Any:
-    """Apply a hook; an error of its function names the hook."""
     try:
         return (hooked if hook.replaces else seen)(hook.function, cotangent)
     except Exception as error:

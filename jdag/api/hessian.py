@@ -103,7 +103,6 @@ def _check(cluster: Cluster) -> None:
 
 
 def _vectors(vector: Any, argnums: Any, count: int) -> list[tuple[str, Any]]:
-    """Return the vector's part for each of `count` arguments, and its name."""
     if isinstance(argnums, int):
         return [("the vector", vector)]
     if not isinstance(vector, tuple | list) or len(vector) != count:
@@ -167,7 +166,6 @@ def _flat(tree: Any, what: str) -> tuple[list[tuple[Any, Any]], Any]:
 
 
 def _first_other(flat: Sequence[Any], parts: Sequence[Any]) -> str:
-    """Say of the first leaf that only one of two pytrees has which one it is."""
     wanted = [jtu.keystr(path) for path, _ in flat]
     given = [jtu.keystr(path) for path, _ in parts]
     for name in (name for name in wanted if name not in given):
@@ -213,7 +211,6 @@ def _tangent(leaf: Any, part: Any, name: str, said: str) -> Any:
 
 
 def _make_duals(cluster: Cluster, leaves: Sequence[_Leaf], put: list[Ref]) -> None:
-    """Have each owner make duals, which take the place of the leaves; note them."""
     owned: dict[str, list[_Leaf]] = {}
     for leaf in leaves:
         if leaf.tangent is not None:

@@ -332,8 +332,7 @@ def _inner(value: Any, cotangent: Any) -> Any:
 class _Argument:
     """One argument of a program: its pytree, and the arrays in it.
 
-    `allow_int` is None where it is not differentiated by: then they are those that its
-    refs name.
+    With `allow_int` None it is not differentiated by, and only its refs name arrays.
     """
 
     def __init__(self, tree: Any, number: int, allow_int: bool | None) -> None:

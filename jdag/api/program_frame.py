@@ -150,8 +150,8 @@ class ProgramFrame:
     def left(self, result: Any) -> tuple[Reply, tuple[Located, ...]]:
         """Return a program's reply, and the keys that no program can name any more.
 
-        All refs that it made itself are gone by now, but those that got elsewhere: into
-        a closure, say. Nobody counts these any more: what they name lives on.
+        Refs that the program made are gone by now, except for those that it stored
+        elsewhere, as in a closure. These are not counted: their values live on.
         """
         leaves = flatten(result)[0]
         owners = {leaf.key: leaf.owner for leaf in leaves if type(leaf) is RefData}
@@ -402,7 +402,6 @@ class ProgramFrame:
         return unflatten(treedef, data)
 
     def _check_array(self, value: Any, where: str) -> None:
-        """Raise unless a program can return this value as an array."""
         try:
             aval = aval_of(value)
         except JdagError as error:
@@ -439,11 +438,7 @@ def traced(
     worker: str,
     site: str,
 ) -> Pair:
-    """Return the forward/vjp pair of a call.
-
-    Raises:
-        RemoteError: the function raised while it was traced.
-    """
+    """Return the forward/vjp pair of a call; raise RemoteError if `fn` raises."""
     try:
         return pair(fn, parts.template, avals, tracked)
     except Exception as error:

@@ -51,11 +51,11 @@ class Leaf:
 
 
 class Hold:
-    """What a program has of a value: when it goes, the program can name it no more.
+    """Shared by all refs of a program to one value; when it goes, the value may go.
 
-    All refs of a program to one key share one. Python counts them; where the last goes
-    is part of the program, and so is what follows from it. When Python looks for cycles
-    is not: what only that finds does not count, and lives as long as its context.
+    Python counts refs, and where the last one goes is part of the program. When Python
+    collects cycles is not: a value whose refs only the collector finds lives as long as
+    its context.
     """
 
     __slots__ = ("_copies", "_key", "_loose", "_worker")

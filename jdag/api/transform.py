@@ -49,10 +49,10 @@ def value_and_grad(
 
     Returns:
         A function of the arguments after the context that gives (value, gradients), or
-        ((value, aux), gradients): arrays here, gradients in the structure of the
-        arguments; where the loss does not depend on a leaf, they are zeros. They are
-        None for such statics and numbers, and with `allow_int` zeros of dtype float0,
-        as JAX has it, for what has no gradient.
+        ((value, aux), gradients), all arrays here. Gradients have the structure of the
+        arguments: zeros where the loss does not depend on a leaf, None for statics and
+        numbers, and with `allow_int` zeros of dtype float0, as in JAX, for what has no
+        gradient.
 
     Raises:
         RootError: the program returns no loss that can be differentiated.
@@ -184,7 +184,6 @@ def fetched(
 
 
 def _filled(gradient: Any, leaf: Any) -> Any:
-    """Return a gradient, zeros where it is None."""
     if gradient is not None:
         return gradient
     abstract = leaf.holder.state.abstract
