@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jdag.api.drivers import simulate
 from jdag.api.oracle import oracle, pullback
 from jdag.api.refs import stop_gradient
 from jdag.engine.functions import program
@@ -225,3 +226,9 @@ def test_a_ref_of_another_run_is_refused():
     oracle(keep)(W)
     with pytest.raises(ContextError, match="hand the oracle everything"):
         oracle(lambda ctx, w: ctx.call("a", product, w, kept[0]))(W)
+    with (
+        simulate(["a", "b"], seed=0) as cluster,
+        cluster.context() as ctx,
+        pytest.raises(ContextError, match="is of a run of the oracle and this is"),
+    ):
+        ctx.call("b", total, kept[0])

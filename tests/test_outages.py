@@ -102,6 +102,14 @@ def test_leaves_calls_and_programs_are_on_the_next_one_and_the_former_stays_lost
         assert [held["values_held"] for held in cluster.info().values()] == [0, 0, 0]
 
 
+def test_a_leaf_of_a_device_is_lost_with_the_one_that_had_the_device():
+    with cluster_of(Crash("b", detect_ns=50, at_ns=500, restart_ns=100)) as cluster:
+        leaf = cluster.put("b/cpu:0", ONES)
+        outlast(cluster, 2_000)
+        with cluster.context() as ctx, pytest.raises(WorkerLost, match="'b'"):
+            ctx.call("c", total, leaf)
+
+
 def test_what_programs_of_the_next_one_make_has_names_of_its_own():
     """The former one has a leaf on c and an assignment under way there, as it has."""
 

@@ -33,9 +33,6 @@ class Held:
         self.state = self
         self.requests = []
 
-    def check_readable(self, ref):
-        pass
-
     def read(self, refs):
         self.requests.append(len(refs))
         return [self.values[ref.key] for ref in refs]
@@ -50,7 +47,7 @@ def output(held, number=1, index=0):
 
 
 def leaf_of(held, leaf):
-    return Ref(held, None, leaf.id.worker, leaf.aval, True, leaf=leaf)
+    return Ref(held, leaf.key, leaf.id.worker, leaf.aval, True, leaf=leaf)
 
 
 def test_metadata_are_those_of_the_array():

@@ -1,5 +1,6 @@
 """`value_and_grad` over a cluster gives what the oracle gives, in one structure."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -155,6 +156,14 @@ def test_abstract_programs_give_shapes():
         value, gradients = value_and_grad(one_layer, cluster)(PARAMS, X)
         assert value.shape == () and gradients["unused"].shape == (2, 2)
         assert isinstance(gradients["w"], jax.ShapeDtypeStruct)
+
+
+def test_an_argument_that_is_named_twice_is_refused(cluster):
+    makers: Any = (partial(value_and_grad, cluster=cluster), oracle)
+    for make in (*makers, partial(hvp, cluster=cluster)):
+        for argnums in ((0, 0), (0, 1, 0)):
+            with pytest.raises(JdagError, match="names an argument twice"):
+                make(loss, argnums=argnums)(ONES, ONES, ONES)
 
 
 @pytest.mark.parametrize("transform", [value_and_grad, hvp])

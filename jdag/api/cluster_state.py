@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -44,9 +45,8 @@ def _stands(value: object) -> bool:
     return is_ref(value) or isinstance(value, jax.ShapeDtypeStruct)
 
 
-def trace_state() -> Any:
-    """Return the current nesting of JAX's transformations, for comparison."""
-    return get_opaque_trace_state(convention="flax")  # type: ignore[no-untyped-call]
+# The current nesting of JAX's transformations, for comparison.
+trace_state: Callable[[], Any] = partial(get_opaque_trace_state, convention="flax")
 
 
 class ClusterState:
@@ -124,26 +124,23 @@ class ClusterState:
         """The state to which leaves belong: this one."""
         return self
 
-    def read(self, refs: Sequence[Ref], port: Port | None = None) -> list[Any]:
-        """Return for each ref its value or a `Failure`; waits for all of them.
+    def read(self, refs: Sequence[Ref]) -> list[Any]:
+        """Return for each ref to a leaf its value or a `Failure`."""
+        if self.is_unusable():  # The repr of a ref takes longer than this check.
+            self.check_open(f"a fetch of {refs[0]!r}")
+        for ref in refs:
+            if ref.leaf is None or ref.leaf.dropped:
+                self.check_own(ref)
+        return self.fetched(refs, self.driver.current)
 
-        `port` is that of the program that runs, if it is known.
-        """
-        port = port or self.driver.current
+    def fetched(self, refs: Sequence[Ref], port: Port) -> list[Any]:
+        """Return for each ref its value or a `Failure`; the program of `port` waits."""
         waiter = port.waiter()
         port.tell(Fetched(waiter, tuple([(ref.key, ref.owner) for ref in refs])))
         found = port.wait(waiter)
         return [
             one.struct() if isinstance(one, Aval) else delivered(one) for one in found
         ]
-
-    def check_readable(self, ref: Ref) -> None:
-        """Raise ContextError where a leaf cannot be read any more."""
-        if self.is_unusable():  # The repr of a ref takes longer than this check.
-            self.check_open(f"a fetch of {ref!r}")
-        assert ref.leaf is not None, ref
-        if ref.leaf.dropped:
-            raise ContextError(f"{ref.leaf} was dropped by cluster.drop")
 
     def seen(self, failure: Failure) -> JdagError:
         """Return a failure as an exception; outside of contexts none is recorded."""
@@ -157,10 +154,11 @@ class ClusterState:
 
     def leaf_ref(self, leaf: Leaf) -> Ref:
         """Return a ref to a leaf."""
-        return Ref(self, None, leaf.id.worker, leaf.aval, leaf.aval.inexact, leaf=leaf)
+        id, aval = leaf.id, leaf.aval
+        return Ref(self, leaf.key, id.worker, aval, aval.inexact, leaf=leaf)
 
     def check_own(self, ref: Ref) -> None:
-        """Raise ContextError unless the ref is of this cluster."""
+        """Raise ContextError unless the ref is of this cluster and names a value."""
         of: Any = ref.holder.state
         if of is not self:
             to_do = "" if of.closed else "; ref.fetch() gives the value"
@@ -168,6 +166,8 @@ class ClusterState:
                 f"{ref!r} is of {of.beside(self)} and this is {self}: refs do not "
                 f"leave their cluster{to_do}"
             )
+        if ref.leaf is not None and ref.leaf.dropped:
+            raise ContextError(f"{ref.leaf} was dropped by cluster.drop")
 
     def value(self, value: Any) -> Any:
         """Return a value in stored form: in abstract mode only its shape and dtype."""

@@ -1,7 +1,7 @@
 """A context as users see it: calls, backward passes, gradients.
 
 Only the program that opened a context differentiates in it. Invariant: `_gradients`
-names, of each leaf that a finished pass has reached, the last such pass.
+has, for each leaf that a finished pass has reached, the gradient after the last one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,18 +10,21 @@ from typing import Any, Literal
 from msgspec.structs import replace
 
 from jdag.api.cluster_state import ClusterState
+from jdag.api.device_placement import move, refuse_device
 from jdag.api.graph import ContextGraph
 from jdag.api.outcome import PassReport, expired, nanoseconds, remarked, stuck
 from jdag.api.program_frame import FramePhase, ProgramFrame
-from jdag.api.refs import Hold, Leaf, Ref
-from jdag.api.roots import checked_roots
-from jdag.compute.pytrees import flatten_refs, no_gradient, unflatten
+from jdag.api.refs import Hold, Ref
+from jdag.api.roots import check_hook, checked_roots
+from jdag.compute.callables import called
+from jdag.compute.pytrees import flatten_refs, no_gradient, split, unflatten
 from jdag.compute.refs import is_ref
-from jdag.engine.functions import name_of
+from jdag.engine.functions import call_site, is_program, name_of
 from jdag.engine.protocol import (
     Awaited,
     Differentiated,
     GradientKey,
+    Hook,
     Key,
     LeafId,
     Left,
@@ -33,7 +36,6 @@ from jdag.engine.protocol import (
     Root,
     SeedKey,
     Spawn,
-    named,
 )
 from jdag.errors import (
     ContextError,
@@ -42,7 +44,6 @@ from jdag.errors import (
     PassTimeout,
     UnusedSendError,
 )
-from jdag.parallel import replicas
 from jdag.parallel.routes import How
 from jdag.runtime.failures import failure_of
 from jdag.runtime.host import Port
@@ -53,51 +54,43 @@ _MODES = {mode.value: mode for mode in (Mode.SMART, Mode.FAST)}
 class Context:
     """One forward pass and its backward passes over all workers; a context manager.
 
-    Made by `cluster.context()`; a program that runs on a worker is handed one as its
-    first argument. Within it calls record a graph; gradients live in it, and all that
-    it holds goes when it is left. A value goes before that when no ref names it any
-    more and no call waits for it. Several may be open at once.
+    Made by `cluster.context()`; a program that runs on a worker takes one as its first
+    argument. Its calls record a graph; values, graph and gradients live until it is
+    left. A value that no ref names and no call waits for goes earlier. Several contexts
+    may be open at once.
 
-    Leaving raises the first error, in program order, of a call in it that nobody has
-    seen, unless another exception is already on its way.
+    Leaving raises the first error, in program order, of a call whose error the program
+    has not seen, unless another exception is already on its way.
+
+    Attributes:
+        here: the name of the worker on which this program runs.
+        state: what all programs of its cluster share in this process.
     """
 
     __jdag_context__ = True
 
-    def __init__(self, frame: ProgramFrame, opener: Any = None) -> None:
-        self._frame = frame
+    def __init__(self, frame: Any, opener: Any = None) -> None:
+        self._frame: ProgramFrame = frame  # In the oracle an `OracleFrame`.
+        self.here: str = frame.here
+        self.state: ClusterState = frame.state
         self._opener = opener  # The `Cluster` of the program that opens contexts.
-        self._state = frame.state
-        self._port = frame.port
-        self._id = frame.id
         self.remarks: list[Callable[[], str]] = []  # On steps, where a worker is lost.
         self._passes = 0
-        self._gradients: dict[LeafId, tuple[Leaf, int]] = {}
-        self._holds: dict[LeafId, Hold] = {}  # Of these gradients.
+        self._gradients: dict[LeafId, Ref] = {}
 
     @property
     def id(self) -> int:
         """Its 64-bit id: the number of its owner in the top 16 bits, then a counter."""
-        return self._id.id
-
-    @property
-    def here(self) -> str:
-        """The name of the worker on which this program runs."""
-        return named(self._port.worker)
-
-    @property
-    def state(self) -> ClusterState:
-        """What all programs of its cluster share in this process."""
-        return self._state
+        return self._frame.id.id
 
     @property
     def workers(self) -> tuple[str, ...]:
         """The names of all workers."""
-        return self._state.workers
+        return self.state.workers
 
     def reassigned(self) -> None:
         """Its program has assigned to leaves: the next calls read the new versions."""
-        self._frame.reassigned()
+        self._frame.copies.clear()
 
     def __repr__(self) -> str:
         return f"Context({self._frame}, {self._frame.phase.name.lower()})"
@@ -108,11 +101,11 @@ class Context:
             raise ContextError(
                 f"{frame} was entered before; each `with` takes a new cluster.context()"
             )
-        self._state.check_open("a context")
-        self._state.check_current(f"entering {frame}", self._port)
+        self.state.check_open("a context")
+        self.state.check_current(f"entering {frame}", frame.port)
         if self._opener is not None:
-            self._id = frame.id = self._opener.entered(self, self._id)
-        self._port.tell(Opened(self._id))
+            frame.id = self._opener.entered(self, frame.id)
+        frame.port.tell(Opened(frame.id))
         frame.phase = FramePhase.OPEN
         return self
 
@@ -121,10 +114,10 @@ class Context:
         frame.phase = FramePhase.LEFT
         if self._opener is not None:
             self._opener.left(self)
-        if self._state.closed:
+        if self.state.closed:
             return  # The cluster went first, with all that it held.
         try:
-            failures = frame.wait("leaving", lambda waiter: Left(waiter, self._id))
+            failures = frame.wait("leaving", Left, frame.id)
         except JdagError:
             if error is None:
                 raise
@@ -142,14 +135,13 @@ class Context:
         """Call a function, or a program, on a worker.
 
         Args:
-            worker: where it runs; of a function also a device of a worker, as in
-                `ps0/cpu:1` (platform and index; without it the default device). Then
-                its arguments are put there, gradients flow back to where these live,
-                and the results stay on that device. In virtual time each device that
-                is named is one of its own.
+            worker: where it runs. A function may also run on a device of a worker, as
+                in `ps0/cpu:1` (platform and index): arguments are put there, results
+                stay there, and gradients flow back to where the arguments live. In
+                virtual time each named device is a device of its own.
             fn: a pure function of arrays, or one that `jdag.program` marks. A callable
-                pytree, such as a module, is an argument of its own call: arrays and
-                refs in it are arguments as any others; so is that of a method of one.
+                pytree, such as a module, or the object of a method, is an argument of
+                its own call: arrays and refs in it are arguments as any others.
             *args: pytrees of refs; of arrays and Python numbers, which are constants;
                 and of statics, part of the function: str, bool, None, functions, and
                 what `jdag.static` wraps. A program gets all as they are, statics
@@ -157,7 +149,7 @@ class Context:
             **kwargs: the same, by keyword.
 
         Returns:
-            A pytree of refs shaped like what the function returns, at once; of a
+            At once a pytree of refs shaped like what the function returns; for a
             program its result, refs or plain data, once it has returned.
 
         Raises:
@@ -167,13 +159,21 @@ class Context:
                 context is not open.
             WorkerLost: that worker, or the owner of an argument, is gone.
         """
-        return self._frame.call(worker, fn, *args, **kwargs)
+        frame = self._frame
+        frame.check("ctx.call")
+        there, device = frame.state.place(worker, "ctx.call")
+        fn, args, own = called(fn, args)
+        parts = split(args, kwargs, frame.state.is_named, own)
+        if not is_program(fn):
+            return frame.issue(there, device, fn, parts)
+        refuse_device(fn, worker, device)
+        return frame.run(there, fn, parts)
 
     def move(self, worker: str, refs: Any) -> Any:
         """Move arrays to a worker; gradients flow back through it.
 
         Args:
-            worker: where they are to be: a worker, or a device of one.
+            worker: a worker, or a device of one.
             refs: a pytree of refs, or of constants, which then travel once. Statics in
                 it, and Python numbers inside it, stay as they are.
 
@@ -183,13 +183,15 @@ class Context:
         Raises:
             JdagError: as `call` does.
         """
-        return self._frame.move(worker, refs)
+        self._frame.check("ctx.move")
+        self.state.place(worker, "ctx.move")
+        return move(self.call, worker, refs)
 
     def replicate(self, workers: Sequence[str], refs: Any, how: How = "owner") -> Any:
-        """Copy arrays to workers; what flows back from there is added on its way.
+        """Copy arrays to workers; cotangents are added on their way back.
 
         Args:
-            workers: where the replicas are to be: workers, or devices of them.
+            workers: workers, or devices of them.
             refs: a pytree of refs; what is untracked is copied as well.
             how: "owner", "tree" or "ring"; see `jdag.parallel.routes`.
 
@@ -200,7 +202,8 @@ class Context:
             JdagError: no workers, one twice or unknown; no refs; no such `how`.
         """
         self._frame.check("ctx.replicate")
-        return replicas.replicate(self, workers, refs, how, self._state.place)
+        replicas = self._frame.replicas
+        return replicas.replicate(self, workers, refs, how, self.state.place)
 
     def all_reduce(self, refs_by_worker: Mapping[str, Any], how: How = "owner") -> Any:
         """Add up equal pytrees, such as gradients, for each worker that gives one.
@@ -217,7 +220,8 @@ class Context:
                 be added; or as `replicate` does.
         """
         self._frame.check("ctx.all_reduce")
-        return replicas.all_reduce(self, refs_by_worker, how, self._state.place)
+        replicas = self._frame.replicas
+        return replicas.all_reduce(self, refs_by_worker, how, self.state.place)
 
     # ---------------------------------------------------------------- backward
 
@@ -232,35 +236,35 @@ class Context:
         """Run a backward pass: gradients of the sum of all roots, added to the leaves'.
 
         Waits until the pass has ended everywhere. SMART mode first finds what the roots
-        were computed from, and waits for that alone. FAST is the rule of PyTorch's
-        distributed autograd (dist_engine.cpp), which saves the finding: wherever the
-        pass comes by, every send of the context's graph is waited for, so that a value
-        that was sent and then not used, or used for something else, leaves it stuck.
+        were computed from, and waits for that alone. FAST saves this search, as PyTorch
+        does in its distributed autograd (dist_engine.cpp): on each worker that the pass
+        reaches, it waits for every send of the context's graph. A value that was sent
+        and is not part of what the roots were computed from leaves the pass stuck.
 
         Args:
-            *roots: refs, tracked, on any workers; one that is given twice counts twice.
+            *roots: tracked refs on any workers; one that is given twice counts twice.
             cotangents: None, where each root has size 1 and gets ones; or one for each
-                root (of a single root: it alone will do), an array or number of the
-                root's shape and dtype, or None.
+                root, an array or number of its shape and dtype, or None. For a single
+                root its cotangent alone will do.
             retain_graph: keep the graph, so that a later pass may use it again.
             mode: "smart" or "fast". Where both finish they give the same bits; a leaf
                 that FAST reaches and the roots do not need has zeros in FAST, and in
                 SMART no gradient.
-            timeout_s: None, or after how many seconds (of `cluster.now_ns`) to give it
-                up. What its devices compute by then they compute to the end.
+            timeout_s: None, or after how many seconds (of `cluster.now_ns`) to give up.
+                Computations that have begun by then run to their end.
 
         Returns:
-            A `PassReport`: among others, which leaves have newer versions by now than
-            those that were differentiated.
+            A `PassReport`: among others, which leaves have newer versions than those
+            that were differentiated.
 
         Raises:
             RootError: a root, or a cotangent, is not one that can be used.
             GraphError: the graph was used before; or double backward.
-            UnusedSendError: a FAST pass is stuck: some value was sent whose cotangent
-                never comes.
+            UnusedSendError: a FAST pass is stuck: the cotangent of a sent value never
+                comes.
             PassTimeout: it took longer than `timeout_s`; names what is owed.
-            RemoteError: a forward, a vjp or a hook failed, with the route of workers to
-                it; which of two that fail at the same time depends on timing.
+            RemoteError: a forward, a vjp or a hook failed; names the route of workers.
+                Which of two that fail at the same time depends on timing.
             WorkerLost: a worker of the context is gone.
             ContextError: this program is not the one that opened the context.
         """
@@ -269,63 +273,57 @@ class Context:
             allowed = " or ".join(map(repr, _MODES))
             raise JdagError(f"mode={mode!r}: allowed is {allowed}")
         timeout_ns = nanoseconds(timeout_s)
-        for root in roots:
-            if is_ref(root) and root.leaf is None:
-                self._frame.admit(root)
-        seeds = checked_roots(roots, cotangents)
-        self._frame.tell_discarded()
-        told, stored = self._stored(roots, seeds)
-        result: PassResult = self._frame.wait(
-            "ctx.backward",
-            lambda waiter: Differentiated(
-                waiter, self._id, told, _MODES[mode], retain_graph, timeout_ns
-            ),
-            stored,
+        frame = self._frame
+        told, stored = self._seeded(roots, cotangents)
+        frame.tell_discarded()
+        asked = (frame.id, told, _MODES[mode], retain_graph, timeout_ns)
+        result: PassResult = frame.wait(
+            "ctx.backward", Differentiated, *asked, values=stored
         )
-        if not retain_graph:
-            self._frame.leaves_notices()
+        frame.noticed = frame.noticed or not retain_graph
         return self._conclude(result, mode, timeout_s)
 
-    def _stored(
-        self, roots: Sequence[Ref], seeds: Sequence[Any]
+    def _seeded(
+        self, roots: tuple[Ref, ...], cotangents: Any
     ) -> tuple[tuple[tuple[str, Root], ...], list[tuple[Key, Any]]]:
-        """The roots for the engine, and the cotangents that are given."""
-        told = []
+        frame = self._frame
+        for root in roots:
+            if is_ref(root) and root.holder is not frame and root.leaf is None:
+                frame.admit(root)
+        told: list[tuple[str, Root]] = []
         stored: list[tuple[Key, Any]] = []
-        for place, (root, seed) in enumerate(zip(roots, seeds, strict=True)):
-            given = seed is not None
-            told.append((root.owner, Root(root.key, root.aval, given, place)))
+        for index, seed in enumerate(checked_roots(roots, cotangents)):
+            root, given = roots[index], seed is not None
+            told.append((root.owner, Root(root.key, root.aval, given, index)))
             if given:
-                key = SeedKey(self._id, self._passes + 1, place)
-                stored.append((key, self._state.value(seed)))
+                key = SeedKey(frame.id, self._passes + 1, index)
+                stored.append((key, frame.state.value(seed)))
         return tuple(told), stored
 
     def _conclude(
         self, result: PassResult, mode: str, timeout_s: float | None
     ) -> PassReport:
+        """Note the gradients of a pass that has ended; raise what it failed with."""
+        frame = self._frame
         self._passes = result.number
         if result.outcome is Outcome.EXPIRED:
             raise PassTimeout(expired(result, timeout_s), result.owed)
-        if result.outcome is Outcome.FAILED:
-            assert result.failure is not None, result
-            raise self._frame.seen(result.failure)
         if result.outcome is Outcome.STUCK:
             raise UnusedSendError(stuck(result.owed), result.owed)
-        for leaf in result.leaves:
-            key = GradientKey(self._id, leaf, result.number)
-            self._holds[leaf] = self._frame.hold(key, leaf.worker)
-            record = self._state.leaves.get(leaf)
-            if record is not None:
-                self._gradients[leaf] = (record, result.number)
+        leaves, ref_of = frame.state.leaves, frame.state.leaf_ref
+        for id in result.leaves if result.outcome is Outcome.FINISHED else ():
+            key = GradientKey(frame.id, id, result.number)
+            hold = Hold(frame.loose, key, id.worker)
+            if (leaf := leaves.get(id)) is not None:
+                self._gradients[id] = Ref(
+                    frame, key, id.worker, leaf.aval, False, id, hold=hold
+                )
         if result.failure is not None:
-            raise self._frame.seen(result.failure)
-        leaves = self._state.leaves
-        stale = {
-            self._state.leaf_ref(leaves[one.leaf]): one.newer
-            for one in sorted(result.stale, key=lambda one: one.leaf.number)
-            if one.leaf in leaves
-        }
-        return PassReport(result.number, mode, stale)
+            raise frame.seen(result.failure)
+        stale = sorted(result.stale, key=lambda one: one.leaf.number)
+        newer = [(leaves[one.leaf], one.newer) for one in stale if one.leaf in leaves]
+        report = {ref_of(leaf): versions for leaf, versions in newer}
+        return PassReport(result.number, mode, report)
 
     def _check_top(self, what: str) -> None:
         self._frame.check(what)
@@ -341,11 +339,11 @@ class Context:
     def on_cotangent(self, ref: Ref, fn: Callable[[Any], Any]) -> None:
         """Have a function see, and perhaps replace, the complete cotangent of a ref.
 
-        In each later pass that reaches the ref it is called once, on the ref's worker,
-        with the sum of all its cotangents, an array of the ref's shape and dtype, zeros
-        where nothing came. What it returns goes on in its place; None leaves it as it
-        is. Several are called in the order in which they were attached, each with what
-        the one before gave. It runs as it is, not compiled.
+        Each later pass that reaches the ref calls it once, on the ref's worker and not
+        compiled, with the sum of all cotangents of the ref, an array of its shape and
+        dtype, zeros where none came. What it returns replaces the cotangent; None
+        leaves it as it is. Several hooks are called in the order in which they were
+        attached, each with the result of the one before.
 
         A pass reaches what its roots were computed from, and with one result of a call
         all others; in FAST mode also what was sent together with that, with zeros.
@@ -360,15 +358,15 @@ class Context:
             WorkerLost: the ref's worker is gone.
             JdagError: `ref` is no ref, or `fn` cannot be called.
         """
-        self._frame.hook("ctx.on_cotangent", ref, fn, replaces=True)
+        self._hook("ctx.on_cotangent", ref, fn, replaces=True)
 
     def on_gradient(self, leaf: Ref, fn: Callable[[Any], Any]) -> None:
         """Have a function see what each later pass adds to the gradient of a leaf.
 
-        It is called once for each finished pass that reaches the leaf, on the leaf's
-        worker, when that pass's gradient, its argument, has been accumulated. What it
-        returns is ignored. Several are called in the order in which they were attached.
-        What it raises `backward` raises, after the pass has finished.
+        Each finished pass that reaches the leaf calls it once, on the leaf's worker,
+        with that pass's gradient, which has been accumulated by then. What it returns
+        is ignored; what it raises, `backward` raises after the pass. Several hooks are
+        called in the order in which they were attached.
 
         Args:
             leaf: a leaf, float or complex.
@@ -377,7 +375,15 @@ class Context:
         Raises:
             JdagError: as `on_cotangent` does; or `leaf` is not one.
         """
-        self._frame.hook("ctx.on_gradient", leaf, fn, replaces=False)
+        self._hook("ctx.on_gradient", leaf, fn, replaces=False)
+
+    def _hook(self, what: str, ref: Ref, fn: Any, *, replaces: bool) -> None:
+        frame = self._frame
+        frame.check(what)
+        check_hook(what, ref, fn, frame.admit, replaces=replaces)
+        frame.calls += 1
+        path = (*frame.prefix, frame.calls)
+        frame.attach(ref, Hook(path, fn, replaces, ref.aval, str(call_site())))
 
     # ---------------------------------------------------------------- gradients
 
@@ -390,10 +396,10 @@ class Context:
                 a sparse array: integers, bools and PRNG keys.
 
         Returns:
-            The same pytree of refs, each on its leaf's worker, untracked; None in the
-            place of constants. What one names stays as it is when another pass adds to
-            the gradient. With `allow_int`, an array of zeros of dtype float0 stands for
-            what has no gradient, as in `jax.grad`.
+            The same pytree of untracked refs, each on its leaf's worker; None in the
+            place of constants. A later pass does not change what they name. With
+            `allow_int`, zeros of dtype float0 stand for what has no gradient, as in
+            `jax.grad`.
 
         Raises:
             GraphError: a ref is no leaf, or one that no finished pass has reached.
@@ -401,26 +407,21 @@ class Context:
         """
         self._check_top("ctx.gradient")
         leaves, form = flatten_refs(refs, is_ref)
-        abstract = self._state.abstract
-        return unflatten(
-            form.bare,
-            [
-                no_gradient(ref.aval, abstract)
-                if allow_int and not ref.aval.inexact
-                else self._gradient(ref)
-                for ref in leaves
-            ],
-        )
+        found = [self._gradient(ref, allow_int) for ref in leaves]
+        return unflatten(form.bare, found)
 
-    def _gradient(self, ref: Ref) -> Ref:
+    def _gradient(self, ref: Ref, allow_int: bool) -> Any:
+        if allow_int and not ref.aval.inexact:
+            return no_gradient(ref.aval, self.state.abstract)
         if ref.leaf is None:
             raise GraphError(
                 f"{ref!r} is no leaf: gradients accumulate in what cluster.put and "
                 "cluster.make give"
             )
-        self._state.check_own(ref)
+        if ref.holder is not self.state:
+            self.state.check_own(ref)
         if ref.leaf.id not in self._gradients:
-            why = f"was reached by no pass, of {self._passes} in context {self._id}"
+            why = f"was reached by no pass, of {self._passes} in context {self.id}"
             if not ref.aval.inexact:
                 why = f"is not inexact ({ref.aval}; see allow_int)"
             elif ref.leaf.dropped:
@@ -430,12 +431,7 @@ class Context:
                 "no gradient; ctx.gradients() has those that there are, and "
                 "jdag.value_and_grad fills in zeros"
             )
-        record, number = self._gradients[ref.leaf.id]
-        key = GradientKey(self._id, record.id, number)
-        aval = record.aval
-        hold = self._holds[record.id]
-        holder = self._frame
-        return Ref(holder, key, ref.owner, aval, False, descends=record.id, hold=hold)
+        return self._gradients[ref.leaf.id]
 
     def gradients(self) -> Mapping[Ref, Ref]:
         """Return `{leaf: gradient}` of all leaves that a finished pass has reached.
@@ -443,25 +439,23 @@ class Context:
         In the order in which leaves were made, without those dropped. See `gradient`.
         """
         self._check_top("ctx.gradients")
-        found = {}
-        for leaf in sorted(self._gradients, key=lambda leaf: leaf.number):
-            record, _ = self._gradients[leaf]
-            if not record.dropped:
-                ref = self._state.leaf_ref(record)
-                found[ref] = self._gradient(ref)
-        return found
+        state, found = self.state, self._gradients
+        there = [id for id in found if id in state.leaves]
+        there.sort(key=lambda id: id.number)
+        return {state.leaf_ref(state.leaves[id]): found[id] for id in there}
 
     def graph(self) -> ContextGraph:
         """Return the recorded graph as it is now: for each worker its part.
 
-        A mapping of workers to `Drawing`s, with `counts()` and `dot()`. Who opened the
-        context waits until all calls in it have arrived; in a program that it called,
-        those that have not arrived yet are not in it.
+        A mapping of workers to `Drawing`s, with `counts()` and `dot()`. The program
+        that opened the context waits until all its calls have arrived; one that it
+        called does not wait.
         """
-        self._frame.check("ctx.graph")
-        if not self._frame.prefix:
-            self._frame.wait("ctx.graph", lambda w: Awaited(w, self._id))
-        return ContextGraph(self._state.driver.graph(self._id))
+        frame = self._frame
+        frame.check("ctx.graph")
+        if not frame.prefix:
+            frame.wait("ctx.graph", Awaited, frame.id)
+        return ContextGraph(frame.state.driver.graph(frame.id))
 
 
 def run_program(state: ClusterState, port: Port, spawn: Spawn) -> Returned:

@@ -1,43 +1,31 @@
-"""Cotangent hooks in plain JAX: where hooks meet cotangents on one machine.
+"""Cotangent hooks in plain JAX, for the oracle.
 
-A program runs twice there. What has hooks is known after the first run, and what was
-computed from what. In the second each such value goes, when it is made, through an
-identity whose cotangent is the complete one of the value: the hooks that the second
-run attached make of it what goes on. What comes to a second argument, a zero, tells
-what came out in the end.
+The oracle runs a program twice. The first run finds which values have hooks, and what
+was computed from what. In the second run each such value passes an identity with a vjp
+of its own, which is given the complete cotangent and applies the hooks that this run
+attached. The cotangent of its second argument, a zero, is what they made of it.
 
-Invariant: a hook is applied once, when what it hooks is reached from the roots; also
-where JAX knows the cotangent to be zero and would not come by.
+Invariant: a hook is applied once, if the roots depend on its value; also where JAX
+knows the cotangent to be zero and would skip it.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jdag.compute.hooks import hooked, seen
-from jdag.engine.protocol import Key, Path
+from jdag.engine.protocol import Hook, Key
 from jdag.runtime.failures import remote_error
 
+Placed = tuple[Hook, str]  # A hook, and the worker of what it hooks.
 
-class Hooking(NamedTuple):
-    """A hook: its function, its worker, and where it was attached."""
 
-    path: Path
-    function: Callable[[Any], Any]
-    replaces: bool
-    worker: str
-    call_site: object
-
-    def __call__(self, cotangent: Any) -> Any:
-        """Apply the hook; an error of its function names the hook."""
-        try:
-            return (hooked if self.replaces else seen)(self.function, cotangent)
-        except Exception as error:
-            raise remote_error(
-                error, self.function, self.worker, self.call_site
-            ) from error
+def _applied(hook: Hook, worker: str, cotangent: Any) -> Any:
+    try:
+        return (hooked if hook.replaces else seen)(hook.function, cotangent)
+    except Exception as error:
+        raise remote_error(error, hook.function, worker, hook.call_site) from error
 
 
 class CotangentHooks:
@@ -50,13 +38,13 @@ class CotangentHooks:
 
     def __init__(self, zeros: dict[Key, Any] | None = None) -> None:
         self._zeros = zeros or {}
-        self._hooks: dict[Key, list[Hooking]] = {}
+        self._hooks: dict[Key, list[Placed]] = {}
         self._calls: list[tuple[tuple[Key, ...], tuple[Key, ...]]] = []
 
-    def attach(self, key: Key, hook: Hooking) -> None:
+    def attach(self, key: Key, worker: str, hook: Hook) -> None:
         """Attach a hook; hooks of one value keep program order."""
-        attached = [*self._hooks.get(key, []), hook]
-        self._hooks[key] = sorted(attached, key=lambda one: one.path)
+        attached = [*self._hooks.get(key, []), (hook, worker)]
+        self._hooks[key] = sorted(attached, key=lambda one: one[0].path)
 
     def called(self, inputs: Sequence[Key], outputs: Sequence[Key]) -> None:
         """Record a call: its tracked arguments and its tracked results."""
@@ -77,8 +65,9 @@ class CotangentHooks:
             return value
 
         def back(_: None, cotangent: Any) -> tuple[Any, Any]:
-            for hook in self._hooks[key]:
-                cotangent = hook(cotangent) if hook.replaces else cotangent
+            for hook, worker in self._hooks[key]:
+                if hook.replaces:
+                    cotangent = _applied(hook, worker, cotangent)
             return cotangent, cotangent
 
         tapped = jax.custom_vjp(lambda value, _: value)
@@ -88,15 +77,10 @@ class CotangentHooks:
     def show(self, gradients: dict[Key, Any]) -> None:
         """Call gradient hooks with the gradients, in program order."""
         shown = [
-            (hook, gradient)
+            (hook, worker, gradient)
             for key, gradient in gradients.items()
-            for hook in self._hooks[key]
+            for hook, worker in self._hooks[key]
             if not hook.replaces
         ]
-        for hook, gradient in sorted(shown, key=lambda pair: pair[0].path):
-            hook(gradient)
-
-
-def nothing_of(values: Sequence[Any]) -> Any:
-    """Return 0 as a function of the values, so that they get cotangents of zeros."""
-    return sum((0 * jnp.sum(jnp.real(value)) for value in values), start=0)
+        for hook, worker, gradient in sorted(shown, key=lambda one: one[0].path):
+            _applied(hook, worker, gradient)

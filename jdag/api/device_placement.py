@@ -15,7 +15,7 @@ from jdag.engine.protocol import Key, Worker
 from jdag.errors import JdagError
 
 # Copies of values of named devices: by key, tracked or not, and destination.
-Left = dict[tuple[Key, bool, Worker], Ref]
+Copies = dict[tuple[Key, bool, Worker], Ref]
 
 
 def move(call: Callable[..., Any], where: str, tree: Any) -> Any:
@@ -53,7 +53,7 @@ def refuse_device(fn: Callable[..., Any], place: str, device: str | None) -> Non
 def at_home(
     parts: Split,
     worker: Worker,
-    left: Left,
+    copies: Copies,
     admit: Callable[[Ref], None],
     move: Callable[[Worker, Sequence[Ref]], Sequence[Ref]],
 ) -> Split:
@@ -62,7 +62,7 @@ def at_home(
     What is on one is moved to its worker's default device first. That is a call of its
     own, so that its cotangent comes back to that device; there is one for each value
     and destination, as there is one transfer. It lives as long as what it is made from
-    can be named: with the hold of that, or in `left`.
+    can be named: with the hold of that, or in `copies`.
     """
     far = [
         (place, ref)
@@ -74,17 +74,17 @@ def at_home(
     sources: dict[str, dict[tuple[Key, bool], Ref]] = {}
     for _, ref in far:
         admit(ref)
-        if (ref.key, ref.tracked, worker) not in _kept(ref, left):
+        if (ref.key, ref.tracked, worker) not in _kept(ref, copies):
             sources.setdefault(ref.place, {})[ref.key, ref.tracked] = ref
     for refs in sources.values():
         those = list(refs.values())
         for source, ref in zip(those, move(those[0].worker, those), strict=True):
-            _kept(source, left)[source.key, source.tracked, worker] = ref
+            _kept(source, copies)[source.key, source.tracked, worker] = ref
     found = dict(parts.refs)
     for place, ref in far:
-        found[place] = _kept(ref, left)[ref.key, ref.tracked, worker]
+        found[place] = _kept(ref, copies)[ref.key, ref.tracked, worker]
     return replace(parts, refs=tuple(found.items()))
 
 
-def _kept(ref: Ref, left: Left) -> Left:
-    return left if ref.hold is None else ref.hold.left
+def _kept(ref: Ref, copies: Copies) -> Copies:
+    return copies if ref.hold is None else ref.hold.copies

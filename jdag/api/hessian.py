@@ -7,6 +7,7 @@ counts does not know of it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ import jax.tree_util as jtu
 from jdag.api.cluster import Cluster
 from jdag.api.refs import Ref
 from jdag.api.roots import fitting
-from jdag.api.transform import check_program, filled, leaves_of, run_pass
+from jdag.api.transform import check_program, fetched, leaves_of, run_pass
 from jdag.compute.duals import is_dual, seeded
 from jdag.compute.pytrees import argument_numbers, flatten, is_constant
 from jdag.compute.refs import is_ref
@@ -39,10 +40,9 @@ def hvp(
     fetches and what `jdag.stop_gradient` gives are constants.
 
     It costs the messages of a gradient and, for each owner of leaves but home, three
-    more: its part of the vector, the acknowledgement, and its end. All values,
-    residuals and cotangents that depend on the leaves are there twice: memory and
-    payload double. Constants do not, nor do cotangents on which the vector has no
-    bearing. A call takes two to three times as long, and is compiled once more.
+    more: its part of the vector, the acknowledgement, and its end. Memory and payload
+    double for values, residuals and cotangents that the vector changes, and for them
+    alone. A call takes two to three times as long, and is compiled once more.
 
     Args:
         program: as for `jdag.value_and_grad`. A hook that replaces a cotangent in it
@@ -77,13 +77,16 @@ def hvp(
         args = (params, *rest)
         numbers = argument_numbers(argnums, len(args))
         vectors = _vectors(vector, argnums, len(numbers))
-        with leaves_of(cluster, args, numbers, allow_int) as (bound, put):
-            moved = [
-                _Moved(bound[number], number, part, name)
-                for number, (name, part) in zip(numbers, vectors, strict=True)
-            ]
-            _make_duals(cluster, moved, put)
-            products, aux = _products(program, cluster, args, moved, has_aux)
+        with ExitStack() as stack:
+            bound, put = leaves_of(cluster, args, numbers, allow_int, stack)
+            leaves, treedef = _moved(bound, vectors)
+            _make_duals(cluster, leaves, put)
+            used = jtu.tree_unflatten(treedef, [leaf.used for leaf in leaves])
+            ctx = stack.enter_context(cluster.context())
+            given = dict(zip(numbers, used, strict=True))
+            _, aux, found = run_pass(ctx, program, args, given, has_aux)
+            _refuse_originals(leaves, found)
+            aux, products = fetched(aux, found, used, _tangent_of)
         product = products[0] if isinstance(argnums, int) else products
         return (product, aux) if has_aux else product
 
@@ -100,7 +103,6 @@ def _check(cluster: Cluster) -> None:
 
 
 def _vectors(vector: Any, argnums: Any, count: int) -> list[tuple[str, Any]]:
-    """Return the vector's part for each of `count` arguments, and its name."""
     if isinstance(argnums, int):
         return [("the vector", vector)]
     if not isinstance(vector, tuple | list) or len(vector) != count:
@@ -121,40 +123,39 @@ class _Leaf:
     used: Any  # What the program gets: the leaf, or its dual.
 
 
-class _Moved:
-    """An argument to differentiate by, leaf by leaf, with the vector's part for it."""
-
-    def __init__(self, tree: Any, number: int, vector: Any, name: str) -> None:
-        self.number = number
-        flat, self._treedef = _flat(tree, f"argument {number}")
+def _moved(
+    bound: Mapping[int, Any], vectors: Sequence[tuple[str, Any]]
+) -> tuple[list[_Leaf], Any]:
+    """Return the leaves of arguments with the vector there, and the treedef of all."""
+    leaves: list[_Leaf] = []
+    treedefs = []
+    for (number, tree), (name, vector) in zip(bound.items(), vectors, strict=True):
+        flat, treedef = _flat(tree, f"argument {number}")
         parts, found = _flat(vector, name)
-        if found != self._treedef:
+        if found != treedef:
             raise JdagError(
                 f"{name} has {_first_other(flat, parts)}: it has to have the structure "
-                f"of argument {number}, {self._treedef}, and has {found}"
+                f"of argument {number}, {treedef}, and has {found}"
             )
-        self.leaves: list[_Leaf] = []
+        treedefs.append(treedef)
         for (path, leaf), (_, part) in zip(flat, parts, strict=True):
             at = jtu.keystr(path)
             said = f"argument {number}{at}"
             tangent = _tangent(leaf, part, f"{name}{at}", said)
-            self.leaves.append(_Leaf(said, leaf, tangent, leaf))
+            leaves.append(_Leaf(said, leaf, tangent, leaf))
+    return leaves, jtu.treedef_tuple(treedefs)
 
-    @property
-    def tree(self) -> Any:
-        """The argument as the program gets it."""
-        return jtu.tree_unflatten(self._treedef, [leaf.used for leaf in self.leaves])
 
-    def refuse_original(self, found: Mapping[Ref, Ref]) -> None:
-        """Raise JdagError if a gradient reached a leaf itself and not its dual."""
-        for leaf in self.leaves:
-            if leaf.tangent is not None and leaf.given in found:
-                raise JdagError(
-                    f"the loss depends on {leaf.given!r}, {leaf.name}, by another way "
-                    "than through that argument, which is what jdag.hvp moves along "
-                    "the vector; a program has to take what it is differentiated by as "
-                    "its arguments"
-                )
+def _refuse_originals(leaves: Sequence[_Leaf], found: Mapping[Ref, Ref]) -> None:
+    """Raise JdagError if a gradient reached a leaf itself and not its dual."""
+    for leaf in leaves:
+        if leaf.tangent is not None and leaf.given in found:
+            raise JdagError(
+                f"the loss depends on {leaf.given!r}, {leaf.name}, by another way "
+                "than through that argument, which is what jdag.hvp moves along "
+                "the vector; a program has to take what it is differentiated by as "
+                "its arguments"
+            )
 
 
 def _flat(tree: Any, what: str) -> tuple[list[tuple[Any, Any]], Any]:
@@ -165,7 +166,6 @@ def _flat(tree: Any, what: str) -> tuple[list[tuple[Any, Any]], Any]:
 
 
 def _first_other(flat: Sequence[Any], parts: Sequence[Any]) -> str:
-    """Say of the first leaf that only one of two pytrees has which one it is."""
     wanted = [jtu.keystr(path) for path, _ in flat]
     given = [jtu.keystr(path) for path, _ in parts]
     for name in (name for name in wanted if name not in given):
@@ -210,35 +210,19 @@ def _tangent(leaf: Any, part: Any, name: str, said: str) -> Any:
     return part
 
 
-def _make_duals(cluster: Cluster, moved: Sequence[_Moved], put: list[Ref]) -> None:
-    """Have each owner make duals, which take the place of the leaves; note them."""
+def _make_duals(cluster: Cluster, leaves: Sequence[_Leaf], put: list[Ref]) -> None:
     owned: dict[str, list[_Leaf]] = {}
-    for argument in moved:
-        for leaf in argument.leaves:
-            if leaf.tangent is not None:
-                owned.setdefault(leaf.given.place, []).append(leaf)
-    for where, leaves in owned.items():
-        primals = [leaf.given for leaf in leaves]
-        duals = cluster.make(where, seeded, primals, [leaf.tangent for leaf in leaves])
+    for leaf in leaves:
+        if leaf.tangent is not None:
+            owned.setdefault(leaf.given.place, []).append(leaf)
+    for where, some in owned.items():
+        primals = [leaf.given for leaf in some]
+        duals = cluster.make(where, seeded, primals, [leaf.tangent for leaf in some])
         put += duals
-        for leaf, dual in zip(leaves, duals, strict=True):
+        for leaf, dual in zip(some, duals, strict=True):
             leaf.used = dual
 
 
-def _products(
-    program: Callable[..., Any],
-    cluster: Cluster,
-    args: Sequence[Any],
-    moved: Sequence[_Moved],
-    has_aux: bool,
-) -> tuple[tuple[Any, ...], Any]:
-    """Run a program with duals; return the product for each argument, and aux."""
-    duals = [(argument.number, argument.tree) for argument in moved]
-
-    def check(found: Mapping[Ref, Ref]) -> None:
-        for argument in moved:
-            argument.refuse_original(found)
-
-    _, aux, found = run_pass(program, cluster, args, duals, has_aux, check)
-    tangents = [[v.tangent if is_dual(v) else None for v in each] for each in found]
-    return tuple(map(filled, tangents, [tree for _, tree in duals])), aux
+def _tangent_of(gradient: Any) -> Any:
+    """Return the tangent of a gradient; None where the vector has no bearing on it."""
+    return gradient.tangent if is_dual(gradient) else None

@@ -218,9 +218,8 @@ class Assignments:
         """Raise ContextError unless the ref is of this cluster and can be read."""
         self.state.check_own(ref)
         if ref.leaf is None:
-            ref.holder.check_readable(ref)
-        elif ref.leaf.dropped:
-            raise ContextError(f"{ref.leaf} was dropped by cluster.drop")
+            holder: Any = ref.holder
+            holder.check("a fetch", ref)
 
     def leaf(self, ref: Ref) -> Leaf:
         """Return the record of a leaf; raise JdagError if the ref is not a leaf."""

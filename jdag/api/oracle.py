@@ -1,6 +1,6 @@
 """The oracle: the same program through plain JAX on one machine.
 
-A program runs as it is, on a context of this module in place of a cluster's, inside of
+A program runs as it is, in a context whose calls run at once, inside of
 `jax.value_and_grad`. Nothing of the engine, and no recorded vjp, takes part.
 
 What a program fetches it may branch on, which JAX's tracers do not allow: so it runs
@@ -9,35 +9,32 @@ given that back, in the same order. It is a constant there, also to a `jax.jvp` 
 the oracle: that of its gradients is what `jdag.hvp` is held against.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jdag.api.cotangent_hooks import CotangentHooks, Hooking, nothing_of
-from jdag.api.device_placement import move, refuse_device
+from jdag.api.context import Context
+from jdag.api.cotangent_hooks import CotangentHooks
+from jdag.api.program_frame import FramePhase, filled
 from jdag.api.refs import Ref, fetch
-from jdag.api.roots import check_hook
 from jdag.compute.avals import aval_of, frozen
-from jdag.compute.callables import called
 from jdag.compute.devices import parsed
 from jdag.compute.pytrees import (
+    Split,
     argument_numbers,
     flatten,
     indices_of_arrays,
-    no_gradient,
     paths,
-    split,
     unflatten,
 )
 from jdag.compute.refs import is_ref
-from jdag.compute.tracing import settled
-from jdag.engine.functions import call_site, is_program, name_of
-from jdag.engine.protocol import Failure, Key, LeafId, LeafKey, OutputKey, Path
+from jdag.compute.tracing import settled, strong
+from jdag.engine.functions import call_site, name_of
+from jdag.engine.protocol import Failure, Hook, Key, LeafId, LeafKey, OutputKey, Path
 from jdag.errors import ContextError, JdagError, RootError, kind_of, no_arrays
 from jdag.parallel import plain
-from jdag.parallel.routes import How
 from jdag.runtime.failures import exception_of, remote_error
 
 HERE = "home"
@@ -49,6 +46,9 @@ class OracleRun:
     It holds refs, and is the state that they belong to.
     """
 
+    closed = True
+    is_named = staticmethod(is_ref)
+
     def __init__(self, recorded: Sequence[Any] | None, hooks: CotangentHooks) -> None:
         self.values: dict[Key, Any] = {}
         self.hooks = hooks
@@ -56,7 +56,8 @@ class OracleRun:
         self._recorded = recorded
         self._leaves = 0
 
-    def __str__(self) -> str:
+    def beside(self, _: object) -> str:
+        """Return the name of this run in a message that also names a cluster."""
         return "a run of the oracle"
 
     @property
@@ -64,8 +65,13 @@ class OracleRun:
         """Refs belong to the run that made them."""
         return self
 
-    def check_readable(self, ref: Ref) -> None:
-        """All values of a run are there as long as it is."""
+    def place(self, place: object, what: str) -> tuple[str, str | None]:
+        """Return a worker and a device of it; here all names are workers."""
+        if not isinstance(place, str):
+            raise JdagError(
+                f"the worker comes first, as its name: {what}('a', ...), not {place!r}"
+            )
+        return parsed(place)
 
     def seen(self, failure: Failure) -> JdagError:
         """Never needed, as a call that fails raises at once; here for the protocol."""
@@ -73,35 +79,30 @@ class OracleRun:
 
     def read(self, refs: Sequence[Ref]) -> list[Any]:
         """Return the values, in a second run those that the first one read."""
-        values = []
-        for ref in refs:
-            place = len(self.fetched)
-            if self._recorded is None:
-                value = self.values[ref.key]
-            elif place < len(self._recorded):
-                value = self._recorded[place]
-            else:
-                raise ContextError(
-                    f"the program fetched {place} values when it ran first, and now "
-                    "more: programs have to do the same each time they run"
-                )
-            self.fetched.append(value)
-            values.append(value)
+        first = len(self.fetched)
+        values = [self.values[ref.key] for ref in refs]
+        if self._recorded is not None:
+            values = list(self._recorded[first : first + len(refs)])
+        if len(values) < len(refs):
+            raise ContextError(
+                f"the program fetched {first + len(values)} values when it ran first, "
+                "and now more: programs have to do the same each time they run"
+            )
+        self.fetched += values
         return values
 
     def put(self, value: Any, worker: str, device: str | None) -> Ref:
         """Return a ref to an input of the program."""
-        value = _strong(jnp.asarray(value))
+        value = strong(jnp.asarray(value))
         self._leaves += 1
         key = LeafKey(None, LeafId(worker, self._leaves), 0)
-        return self.ref(key, value, (worker, device), tracked=aval_of(value).inexact)
+        return self.ref(key, value, worker, device, aval_of(value).inexact)
 
     def ref(
-        self, key: Key, value: Any, place: tuple[str, str | None], tracked: bool
+        self, key: Key, value: Any, worker: str, device: str | None, tracked: bool
     ) -> Ref:
         """Hold a value and return a ref to it, on a worker and a device of it."""
         self.values[key] = self.hooks.on(key, value)
-        worker, device = place
         return Ref(self, key, worker, aval_of(value).on(device), tracked)
 
     def use(self, ref: Ref) -> Any:
@@ -119,119 +120,71 @@ class OracleRun:
         return value if ref.tracked else jax.lax.stop_gradient(value)
 
 
-def _refusing(what: str) -> Callable[..., NoReturn]:
-    def refuse(self: "OracleContext", *args: object, **options: object) -> NoReturn:
-        raise ContextError(
-            f"ctx.{what} inside of a program that the oracle runs: the program returns "
-            "its loss, and jdag.oracle(program) gives value and gradients"
-        )
-
-    return refuse
-
-
-class OracleContext:
-    """The part of `jdag.Context` that programs use, on one machine.
+class OracleFrame:
+    """One program in a run: in a `Context`, what a `ProgramFrame` is on a cluster.
 
     Calls run at once, one operation after the other; what they raise is raised there.
     """
 
-    __jdag_context__ = True
+    replicas = plain
+    phase = FramePhase.OPEN
 
-    def __init__(self, run: OracleRun, path: Path, here: str) -> None:
-        self._run = run
-        self._path = path
-        self._here = here
-        self._calls = 0
+    def __init__(self, run: OracleRun, prefix: Path, here: str) -> None:
+        self.state = run
+        self.prefix = prefix
+        self.here = here
+        self.calls = 0
+        self.admit = run.use
 
-    @property
-    def here(self) -> str:
-        """The name of the worker on which the program would run."""
-        return self._here
-
-    def call(
-        self, place: str, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Call a function or a program; see `jdag.Context.call`."""
-        if not isinstance(place, str):
-            raise JdagError(
-                f"the worker comes first, as its name: ctx.call('a', fn, ...), "
-                f"not {place!r}"
+    def check(self, what: str) -> None:
+        """Raise ContextError where that takes a cluster."""
+        if what in ("ctx.backward", "ctx.gradient", "ctx.gradients", "ctx.graph"):
+            raise ContextError(
+                f"{what} inside of a program that the oracle runs: the program returns "
+                "its loss, and jdag.oracle(program) gives value and gradients"
             )
-        worker, device = parsed(place)
-        fn, args, own = called(fn, args)
-        parts = split(args, kwargs, is_ref, own)
-        path = (*self._path, self._calls + 1)
-        values: list[Any] = [None] * parts.size
-        site = call_site()
-        if is_program(fn):
-            refuse_device(fn, place, device)
-            for position, value in (*parts.refs, *parts.constants):
-                values[position] = value
-            for _, ref in parts.refs:
-                self._run.use(ref)
-            args, kwargs = parts.template.rebuild(values)
-            self._calls += 1
-            return fn(OracleContext(self._run, path, worker), *args, **kwargs)
-        for position, ref in parts.refs:
-            values[position] = self._run.use(ref)
+
+    def issue(
+        self, worker: str, device: str | None, fn: Callable[..., Any], parts: Split
+    ) -> Any:
+        """Call a function; return refs in the structure of its result."""
+        run = self.state
         for position, value in parts.constants:
             parts.aval(position, value)
-            values[position] = jnp.asarray(value)
-        args, kwargs = parts.template.rebuild(values)
+        constants = [(index, jnp.asarray(value)) for index, value in parts.constants]
+        args, kwargs = filled(
+            parts, [(index, run.use(ref)) for index, ref in parts.refs] + constants
+        )
         try:
             outputs, treedef = flatten(
                 fn(*args, **kwargs), what=f"what {name_of(fn)} returned"
             )
-            outputs = settled([_strong(jnp.asarray(output)) for output in outputs])
+            outputs = settled([strong(jnp.asarray(output)) for output in outputs])
         except Exception as error:
-            raise remote_error(error, fn, worker, site) from error
-        self._calls += 1
-        tracked = any(ref.tracked for _, ref in parts.refs)
+            raise remote_error(error, fn, worker, call_site()) from error
+        self.calls += 1
+        path = (*self.prefix, self.calls)
+        given = [ref.key for _, ref in parts.refs if ref.tracked]
         refs = []
         for index, output in enumerate(outputs):
+            tracked = bool(given) and aval_of(output).inexact
             key = OutputKey(None, path, index)
-            edge = tracked and aval_of(output).inexact
-            refs.append(self._run.ref(key, output, (worker, device), edge))
-        given = [ref.key for _, ref in parts.refs if ref.tracked]
-        self._run.hooks.called(given, [ref.key for ref in refs if ref.tracked])
+            refs.append(run.ref(key, output, worker, device, tracked))
+        run.hooks.called(given, [ref.key for ref in refs if ref.tracked])
         return unflatten(treedef, refs)
 
-    def move(self, worker: str, refs: Any) -> Any:
-        """Move arrays to a worker; see `jdag.Context.move`."""
-        return move(self.call, worker, refs)
+    def run(self, worker: str, fn: Callable[..., Any], parts: Split) -> Any:
+        """Call a program, in a frame of its own."""
+        for _, ref in parts.refs:
+            self.admit(ref)
+        args, kwargs = filled(parts, (*parts.refs, *parts.constants))
+        self.calls += 1
+        inner = OracleFrame(self.state, (*self.prefix, self.calls), worker)
+        return fn(Context(inner), *args, **kwargs)
 
-    def replicate(self, workers: Sequence[str], refs: Any, how: How = "owner") -> Any:
-        """Copy arrays to several workers; see `jdag.Context.replicate`."""
-        return plain.replicate(self, workers, refs, how)
-
-    def all_reduce(self, refs_by_worker: Mapping[str, Any], how: How = "owner") -> Any:
-        """Add up equal pytrees; see `jdag.Context.all_reduce`."""
-        return plain.all_reduce(self, refs_by_worker, how)
-
-    def on_cotangent(self, ref: Ref, fn: Callable[[Any], Any]) -> None:
-        """Hook the cotangent of a ref; see `jdag.Context.on_cotangent`."""
-        self._hook("ctx.on_cotangent", ref, fn, replaces=True)
-
-    def on_gradient(self, leaf: Ref, fn: Callable[[Any], Any]) -> None:
-        """Have the gradient of a leaf seen; see `jdag.Context.on_gradient`."""
-        self._hook("ctx.on_gradient", leaf, fn, replaces=False)
-
-    def _hook(self, what: str, ref: Ref, fn: Any, *, replaces: bool) -> None:
-        check_hook(what, ref, fn, self._run.use, replaces=replaces)
-        self._calls += 1
-        path = (*self._path, self._calls)
-        hook = Hooking(path, fn, replaces, ref.worker, call_site())
-        self._run.hooks.attach(ref.key, hook)
-
-    backward = _refusing("backward")
-    gradient = _refusing("gradient")
-    gradients = _refusing("gradients")
-
-
-def _strong(array: Any) -> Any:
-    if not aval_of(array).weak:
-        return array
-    return jax.lax.convert_element_type(array, array.dtype)
+    def attach(self, ref: Ref, hook: Hook) -> None:
+        """Attach a hook to a value."""
+        self.state.hooks.attach(ref.key, ref.worker, hook)
 
 
 def oracle(
@@ -248,20 +201,15 @@ def oracle(
     they travel.
 
     Args:
-        program: takes a context first, then arguments; returns a ref to its loss, an
-            inexact value of size 1, or with `has_aux` (loss, pytree of refs).
-        argnums: which arguments after the context to differentiate by.
-        has_aux: whether the program returns more than its loss.
-        allow_int: whether arguments that are differentiated may have arrays without
-            gradients in them.
+        program: as for `jdag.value_and_grad`.
+        argnums: the same.
+        has_aux: the same.
+        allow_int: the same.
 
     Returns:
-        A function of the arguments after the context. Refs of a cluster among them
-        stand for their values; arguments that are differentiated are pytrees of refs or
-        of inexact arrays. It gives (value, gradients), or ((value, aux), gradients),
-        where gradients are arrays in the structure of the arguments; None for statics
-        and Python numbers inside a pytree, and with `allow_int` zeros of float0 for
-        what has none.
+        A function of the arguments after the context, which gives what that of
+        `jdag.value_and_grad` gives. Refs of a cluster among the arguments stand for
+        their values.
 
     Raises:
         JdagError: the program is none.
@@ -271,16 +219,15 @@ def oracle(
     if not callable(program):
         raise JdagError(f"jdag.oracle takes a function of a context, not {program!r}")
 
+    def rooted(*args: Any) -> tuple[list[Any], Any]:
+        result = program(*args)
+        return ([result[0]], result[1]) if has_aux else ([result], ())
+
     def run(*args: Any) -> Any:
         numbers = argument_numbers(argnums, len(args))
-
-        def roots_of(result: Any) -> tuple[list[Any], Any]:
-            return ([result[0]], result[1]) if has_aux else ([result], ())
-
-        found = _differentiate(program, args, numbers, roots_of, None, allow_int)
-        values, aux, gradients = found
-        value = (values[0], aux) if has_aux else values[0]
-        return value, gradients[0] if isinstance(argnums, int) else gradients
+        (value,), aux, trees = _differentiated(rooted, args, numbers, None, allow_int)
+        value = (value, aux) if has_aux else value
+        return value, trees[0] if isinstance(argnums, int) else trees
 
     return run
 
@@ -298,36 +245,34 @@ def pullback(program: Callable[..., Any]) -> Callable[..., Any]:
         its shape and dtype, or None for ones.
     """
 
-    def run(*args: Any, cotangents: Sequence[Any] | None = None) -> Any:
-        def roots_of(result: Any) -> tuple[list[Any], Any]:
-            return list(result), ()
+    def rooted(*args: Any) -> tuple[list[Any], Any]:
+        return list(program(*args)), ()
 
-        found = _differentiate(program, args, (0,), roots_of, cotangents)
-        values, _, gradients = found
-        return values, gradients[0]
+    def run(*args: Any, cotangents: Sequence[Any] | None = None) -> Any:
+        values, _, (gradients,) = _differentiated(rooted, args, (0,), cotangents, False)
+        return values, gradients
 
     return run
 
 
-def _differentiate(
-    program: Callable[..., Any],
+def _differentiated(
+    rooted: Callable[..., tuple[list[Any], Any]],
     args: Sequence[Any],
     argnums: tuple[int, ...],
-    roots_of: Callable[[Any], tuple[list[Any], Any]],
     cotangents: Sequence[Any] | None,
-    allow_int: bool = False,
+    allow_int: bool,
 ) -> tuple[list[Any], Any, tuple[Any, ...]]:
-    """Run the program twice; return root values, aux values, and gradients."""
+    """Run a program of roots and aux twice; return values of these, and gradients."""
     arguments = [
         _Argument(argument, number, allow_int if number in argnums else None)
         for number, argument in enumerate(args)
     ]
 
-    def total(smooth: Sequence[Any], hooks: CotangentHooks, recorded: Any) -> Any:
+    def total(arrays: Sequence[Any], hooks: CotangentHooks, recorded: Any) -> Any:
         run = OracleRun(recorded, hooks)
-        given = dict(zip(argnums, smooth, strict=True))
-        bound = [a.bound(run, given.get(n, ())) for n, a in enumerate(arguments)]
-        roots, aux = roots_of(program(OracleContext(run, (), HERE), *bound))
+        given = dict(zip(argnums, arrays, strict=True))
+        bound = [a.bound(run, given.get(n, a.arrays)) for n, a in enumerate(arguments)]
+        roots, aux = rooted(Context(OracleFrame(run, (), HERE)), *bound)
         values = [_root(run, root, n) for n, root in enumerate(roots)]
         sums = [
             _inner(value, None if cotangents is None else cotangents[n])
@@ -337,29 +282,29 @@ def _differentiate(
         held = [run.values[leaf.key] if is_ref(leaf) else leaf for leaf in leaves]
         reached = hooks.reached([root.key for root in roots])
         hooked = {key: run.values[key] for key in reached}
-        sums.append(nothing_of(tuple(hooked.values())))
+        # Nothing of the values, so that all have cotangents.
+        sums += [0 * jnp.sum(jnp.real(value)) for value in hooked.values()]
         values_and_aux = values, unflatten(treedef, held)
         return sum(sums[1:], sums[0]), (values_and_aux, hooked, run.fetched)
 
-    smooth = [arguments[number].smooth for number in argnums]
+    arrays = [arguments[number].arrays for number in argnums]
     # Apart from any jvp around it, so that what is fetched is constant there too.
-    plain = [jax.lax.stop_gradient(s) for s in smooth]
-    _, (_, hooked, fetched) = total(plain, CotangentHooks(), None)
+    constant = jax.tree.map(jax.lax.stop_gradient, arrays)
+    _, (_, hooked, fetched) = total(constant, CotangentHooks(), None)
     zeros = {key: jnp.zeros_like(value) for key, value in hooked.items()}
 
-    def again(smooth: Sequence[Any], zeros: dict[Key, Any]) -> Any:
+    def again(arrays: Sequence[Any], zeros: dict[Key, Any]) -> Any:
         hooks = CotangentHooks(zeros)
-        found, (values_and_aux, _, _) = total(smooth, hooks, fetched)
+        found, (values_and_aux, _, _) = total(arrays, hooks, fetched)
         return found, (values_and_aux, hooks)
 
-    differentiated = jax.value_and_grad(again, argnums=(0, 1), has_aux=True)
-    (_, ((values, aux), hooks)), (gradients, seen) = differentiated(smooth, zeros)
+    differentiated = jax.value_and_grad(
+        again, argnums=(0, 1), has_aux=True, allow_int=True
+    )
+    (_, ((values, aux), hooks)), (gradients, seen) = differentiated(arrays, zeros)
     hooks.show(seen)
-    trees = [
-        arguments[number].unflatten(gradient)
-        for number, gradient in zip(argnums, gradients, strict=True)
-    ]
-    return values, aux, tuple(trees)
+    of = [arguments[number] for number in argnums]
+    return values, aux, tuple(map(_Argument.filled, of, gradients))
 
 
 def _root(run: OracleRun, root: Any, number: int) -> Any:
@@ -385,55 +330,41 @@ def _inner(value: Any, cotangent: Any) -> Any:
 
 
 class _Argument:
-    """One argument of a program: its pytree, with values in the place of refs.
+    """One argument of a program: its pytree, and the arrays in it.
 
-    `allow_int` is None where it is not differentiated by.
+    With `allow_int` None it is not differentiated by, and only its refs name arrays.
     """
 
     def __init__(self, tree: Any, number: int, allow_int: bool | None) -> None:
         what = f"argument {number}"
         self._leaves, self._treedef = flatten(tree, what=what)
-        self._values = list(flatten(fetch(tree))[0])
-        leaves = enumerate(self._leaves)
-        self._places = [place for place, leaf in leaves if is_ref(leaf)]
-        self._smooth: list[int] = []  # Where there are values that have gradients.
-        if allow_int is None:
-            return
-        self._places = list(indices_of_arrays(what, tree, self._leaves))
-        if not self._places:
-            raise no_arrays(what)
-        for place in self._places:
-            value = self._values[place] = frozen(self._values[place])
-            if aval_of(value).inexact:
-                self._smooth.append(place)
-            elif not allow_int:
+        values = flatten(fetch(tree))[0]
+        self._indices = [i for i, leaf in enumerate(self._leaves) if is_ref(leaf)]
+        if allow_int is not None:
+            self._indices = indices_of_arrays(what, tree, self._leaves)
+            if not self._indices:
+                raise no_arrays(what)
+        self.arrays = [frozen(values[index]) for index in self._indices]
+        for index, array in zip(self._indices, self.arrays, strict=True):
+            if allow_int is False and not aval_of(array).inexact:
                 raise JdagError(
-                    f"{what}{paths(tree)[place]} is {aval_of(value)}, which has no "
+                    f"{what}{paths(tree)[index]} is {aval_of(array)}, which has no "
                     "gradient; differentiate by float and complex arrays, or say "
                     "allow_int=True"
                 )
 
-    @property
-    def smooth(self) -> list[Any]:
-        """The values that have gradients, in order."""
-        return [self._values[place] for place in self._smooth]
-
-    def bound(self, run: OracleRun, smooth: Sequence[Any]) -> Any:
-        """Return the argument with refs of this run; `smooth` as the values above."""
-        given = dict(zip(self._smooth, smooth, strict=True))
+    def bound(self, run: OracleRun, arrays: Sequence[Any]) -> Any:
+        """Return the argument with refs of this run to these arrays."""
         bound = list(self._leaves)
-        for place in self._places:
-            leaf = bound[place]
+        for index, array in zip(self._indices, arrays, strict=True):
+            leaf = bound[index]
             where = (leaf.worker, leaf.device) if is_ref(leaf) else (HERE, None)
-            bound[place] = run.put(given.get(place, self._values[place]), *where)
+            bound[index] = run.put(array, *where)
         return unflatten(self._treedef, bound)
 
-    def unflatten(self, gradients: Sequence[Any]) -> Any:
-        """Return the gradients in the structure of the argument."""
-        found: list[Any] = [None] * len(self._values)
-        smooth = dict(zip(self._smooth, gradients, strict=True))
-        for place in self._places:
-            aval = aval_of(self._values[place])
-            is_smooth = place in smooth
-            found[place] = smooth[place] if is_smooth else no_gradient(aval, False)
+    def filled(self, gradients: Sequence[Any]) -> Any:
+        """Return gradients in the structure of the argument, None beside them."""
+        found: list[Any] = [None] * len(self._leaves)
+        for index, gradient in zip(self._indices, gradients, strict=True):
+            found[index] = gradient
         return unflatten(self._treedef, found)

@@ -8,22 +8,21 @@ every sum, are made from paths.
 Invariants: a number is used once; a frame that is over sends nothing to the engine.
 """
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
 import jax
 
 from jdag.api.cluster_state import ClusterState
-from jdag.api.device_placement import Left, at_home, move, refuse_device
+from jdag.api.device_placement import Copies, at_home, move
 from jdag.api.refs import Hold, Leaf, Ref
-from jdag.api.roots import check_hook
 from jdag.compute.avals import Aval, aval_of, is_deleted
-from jdag.compute.callables import called
 from jdag.compute.pairs import Pair, pair
 from jdag.compute.placed import placed
 from jdag.compute.pytrees import (
+    NUMBERS,
     Split,
     flatten,
     is_static,
@@ -32,7 +31,7 @@ from jdag.compute.pytrees import (
     unflatten,
 )
 from jdag.compute.refs import Identity, RefData, Reply, is_ref
-from jdag.engine.functions import call_site, is_program, name_of, transferred
+from jdag.engine.functions import call_site, name_of, transferred
 from jdag.engine.protocol import (
     Argument,
     Attached,
@@ -48,12 +47,14 @@ from jdag.engine.protocol import (
     OutputKey,
     Path,
     Worker,
+    named,
 )
 from jdag.errors import ContextError, JdagError, kind_of
+from jdag.parallel import replicas
 from jdag.runtime.failures import exception_of, remote_error
 from jdag.runtime.host import Port
 
-Place = tuple[Key, Worker]
+Located = tuple[Key, Worker]
 
 
 class FramePhase(Enum):
@@ -73,7 +74,13 @@ class FrameEnd(NamedTuple):
 
 
 class ProgramFrame:
-    """One run of a program: the values it holds and the calls it makes."""
+    """One run of a program: the values it holds and the calls it makes.
+
+    What `Context` has of calls and hooks, it has by this, and in the oracle by
+    `jdag.api.oracle.OracleFrame`.
+    """
+
+    replicas = replicas
 
     def __init__(
         self, state: ClusterState, port: Port, id: ContextId, prefix: Path, program: str
@@ -83,13 +90,14 @@ class ProgramFrame:
         self.id = id
         self.prefix = prefix
         self.program = program
+        self.here = named(port.worker)
         self.phase = FramePhase.OPEN if prefix else FramePhase.NEW
+        self.calls = 0  # What is numbered: calls, programs and hooks.
+        self.noticed = False  # The engine may have notices to send.
+        self.copies: Copies = {}  # Of leaves on named devices.
         self._waits = ""  # The call or pass that its program waits for.
-        self._calls = 0
-        self._loose: deque[Place] = deque()  # Values whose last ref is gone.
-        self._holds: dict[Key, int] = {}  # Extra holds of a value, by key.
-        self._noticed = False  # The engine may have notices to send.
-        self._left: Left = {}
+        self.loose: deque[Located] = deque()  # Values whose last ref is gone.
+        self._shared: Counter[Key] = Counter()  # Holds of a value beyond the first.
         self._seen: dict[Identity, None] = {}
         self._raised: list[tuple[JdagError, Failure]] = []
 
@@ -101,14 +109,18 @@ class ProgramFrame:
     def wait(
         self,
         what: str,
-        event_of: Callable[[int], Any],
+        event: Callable[..., Any],
+        *fields: Any,
         values: Sequence[tuple[Key, Any]] = (),
     ) -> Any:
-        """Pass a request to the engine and wait for its answer."""
+        """Ask the engine by an event of a waiter and these fields; wait for the answer.
+
+        `what` names what is waited for in errors.
+        """
         waiter = self.port.waiter()
         self._waits = what
         try:
-            self.port.tell(event_of(waiter), values)
+            self.port.tell(event(waiter, *fields), values)
             return self.port.wait(waiter)
         finally:
             self._waits = ""
@@ -117,34 +129,29 @@ class ProgramFrame:
 
     def read(self, refs: Sequence[Ref]) -> Sequence[Any]:
         """Return for each ref its value, or a `Failure`."""
-        if self._loose or self._noticed:
+        self.check("a fetch", refs[0])
+        if self.loose or self.noticed:
             self.tell_discarded()
-        return self.state.read(refs, self.port)
+        return self.state.fetched(refs, self.port)
 
-    def hold(self, key: Key, worker: Worker) -> Hold:
-        """Return a hold that keeps a value of this frame alive."""
-        return Hold(self._loose, key, worker)
-
-    def discarded(self) -> tuple[Place, ...]:
+    def discarded(self) -> tuple[Located, ...]:
         """Return values whose last ref went since the last call, in program order."""
-        loose, more = self._loose, self._holds
+        loose, shared = self.loose, self._shared
         found = []
         while loose:
-            place = loose.popleft()
-            if not more or place[0] not in more:
-                found.append(place)
-            elif more[place[0]] > 1:
-                more[place[0]] -= 1
+            located = loose.popleft()
+            if shared and shared[located[0]]:
+                shared[located[0]] -= 1
             else:
-                del more[place[0]]
-        self._noticed = self._noticed or bool(found)
+                found.append(located)
+        self.noticed = self.noticed or bool(found)
         return tuple(sorted(found))
 
-    def left(self, result: Any) -> tuple[Reply, tuple[Place, ...]]:
+    def left(self, result: Any) -> tuple[Reply, tuple[Located, ...]]:
         """Return a program's reply, and the keys that no program can name any more.
 
-        All refs that it made itself are gone by now, but those that got elsewhere: into
-        a closure, say. Nobody counts these any more: what they name lives on.
+        Refs that the program made are gone by now, except for those that it stored
+        elsewhere, as in a closure. These are not counted: their values live on.
         """
         leaves = flatten(result)[0]
         owners = {leaf.key: leaf.owner for leaf in leaves if type(leaf) is RefData}
@@ -154,7 +161,7 @@ class ProgramFrame:
             for key, owner in owners.items()
             if self._made(key) and (key, owner) not in gone
         ]
-        left = [place for place in gone if place[0] not in owners]
+        left = [located for located in gone if located[0] not in owners]
         return Reply(result, tuple(self._seen), tuple(kept)), tuple(left)
 
     def _made(self, key: Key) -> bool:
@@ -164,30 +171,23 @@ class ProgramFrame:
 
     def tell_discarded(self) -> None:
         """Tell the engine, before the program waits, which values may be dropped."""
-        if self._loose or self._noticed:
+        if self.loose or self.noticed:
             self.port.tell(Discarded(self.id, self.prefix, self.discarded()))
-            self._noticed = False
+            self.noticed = False
 
-    def reassigned(self) -> None:
-        """Forget moved copies of leaves, after the program has assigned to leaves."""
-        self._left.clear()
+    def check(self, what: str, ref: Ref | None = None) -> None:
+        """Raise unless the context is open and its program is the one that runs.
 
-    def leaves_notices(self) -> None:
-        """Note that a program or pass may have left notices for the engine to send."""
-        self._noticed = True
-
-    def check(self, what: str) -> None:
-        """Raise unless the context is open and its program is the one that runs."""
-        if self._cannot():
-            self._refuse(what)
-
-    def _cannot(self) -> bool:
-        return (
+        `what`, and the ref that it is of, are what errors say was tried.
+        """
+        state = self.state
+        if (
             self.phase is not FramePhase.OPEN
-            or bool(self._waits)
-            or self.state.is_unusable()
-            or self.state.driver.current is not self.port
-        )
+            or self._waits
+            or state.is_unusable()
+            or state.driver.current is not self.port
+        ):
+            self._refuse(what if ref is None else f"{what} of {ref!r}")
 
     def _refuse(self, what: str) -> None:
         self.state.check_open(what)
@@ -201,11 +201,6 @@ class ProgramFrame:
             raise ContextError(f"{what} on {self!r}: its program has returned")
         self.state.check_current(f"{what} on {self!r}", self.port)
         raise ContextError(f"{what} on context {self.id}, which is {self.phase.value}")
-
-    def check_readable(self, ref: Ref) -> None:
-        """Raise ContextError where a ref cannot be read any more."""
-        if self._cannot():  # The repr of a ref takes longer than this check.
-            self._refuse(f"a fetch of {ref!r}")
 
     def seen(self, failure: Failure) -> JdagError:
         """Record that the program has seen a failure; return it as an exception."""
@@ -225,74 +220,56 @@ class ProgramFrame:
                 return failure
         return None
 
-    def call(
-        self, place: str, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Call a function or a program; see `jdag.Context.call`."""
-        self.check("ctx.call")
-        worker, device = self.state.place(place, "ctx.call")
-        fn, args, own = called(fn, args)
-        parts = split(args, kwargs, self.state.is_named, own)
-        site = str(call_site())
-        if is_program(fn):
-            refuse_device(fn, place, device)
-            return self._launch(worker, fn, parts, site)
-        parts = at_home(parts, worker, self._left, self.admit, self.move)
-        return self._issue(worker, device, fn, parts, site)
-
-    def hook(self, what: str, ref: Any, fn: Any, *, replaces: bool) -> None:
-        """Attach a hook; see `jdag.Context.on_cotangent` and `on_gradient`."""
-        self.check(what)
-        check_hook(what, ref, fn, self.admit, replaces=replaces)
-        self._calls += 1
-        path = (*self.prefix, self._calls)
-        hook = Hook(path, fn, replaces, ref.aval, str(call_site()))
+    def attach(self, ref: Ref, hook: Hook) -> None:
+        """Attach a hook to a value, wherever that is."""
         self.port.tell(Attached(self.id, ref.owner, ref.key, hook))
 
-    def move(self, place: str, tree: Any) -> Any:
-        """Move arrays to a worker; see `jdag.Context.move`."""
-        self.check("ctx.move")
-        self.state.place(place, "ctx.move")
-        return move(self.call, place, tree)
+    def _move(self, worker: str, refs: Sequence[Ref]) -> Any:
+        """Move refs to their owner's default device, before a call that takes them."""
 
-    def _issue(
-        self,
-        worker: str,
-        device: str | None,
-        fn: Callable[..., Any],
-        parts: Split,
-        site: str,
+        def call(_: str, fn: Callable[..., Any], *refs: Ref) -> Any:
+            return self.issue(refs[0].owner, None, fn, split(refs, {}, is_ref))
+
+        return move(call, worker, refs)
+
+    def issue(
+        self, worker: Worker, device: str | None, fn: Callable[..., Any], parts: Split
     ) -> Any:
-        path = (*self.prefix, self._calls + 1)
+        """Call a function on a worker; return refs in the structure of its result."""
+        site = str(call_site())
+        path = (*self.prefix, self.calls + 1)
         here = self.port.worker
         size = parts.size
         avals: list[Any] = [None] * size
         arguments: list[Any] = [None] * size
         sources: list[str | None] = [None] * size
         descends: LeafId | None = None
-        constants = []
-        for place, ref in parts.refs:
+        constants = list(parts.constants)
+        for index, ref in parts.refs:
             if is_ref(ref):
                 self.admit(ref)
                 descends = descends or ref.descends
-                avals[place] = ref.aval.on(None)
-                sources[place] = ref.device
-                arguments[place] = Argument(ref.key, ref.owner, ref.tracked)
-            else:
-                constants.append((place, aval_of(ref)))
-        for place, value in (*parts.constants, *constants):
-            key: Key = ConstantKey(self.id, path, place)
-            avals[place] = parts.aval(place, value)
-            arguments[place] = Argument(key, here, False)
+                aval = avals[index] = ref.aval
+                if aval.device is not None:
+                    if ref.owner != worker:  # Its worker brings it, by a call before.
+                        copies, admit = self.copies, self.admit
+                        near = at_home(parts, worker, copies, admit, self._move)
+                        return self.issue(worker, device, fn, near)
+                    avals[index] = aval.on(None)
+                    sources[index] = aval.device
+                arguments[index] = Argument(ref.key, ref.owner, ref.tracked)
+            else:  # A ShapeDtypeStruct.
+                constants.append((index, ref))
+        for index, value in constants:
+            key: Key = ConstantKey(self.id, path, index)
+            avals[index] = parts.aval(index, value)
+            arguments[index] = Argument(key, here, False)
         tracked = tuple([argument.tracked for argument in arguments])
         found = traced(fn, parts, tuple(avals), tracked, worker, site)
         # A move runs at its source.
         there = sources[0] if fn is transferred else device
         made = placed(found, there, sources, [device] * len(found.out_avals))
-        self._calls += 1
-        stored = []
-        for place, value in (*parts.constants, *constants):
-            stored.append((arguments[place].key, self.state.value(value)))
+        self.calls += 1
         issued = Issued(
             self.id,
             path,
@@ -302,17 +279,17 @@ class ProgramFrame:
             tuple(arguments),
             made.out_tracked,
             site,
-            self.discarded() if self._loose else (),
+            self.discarded() if self.loose else (),
         )
+        value_of = self.state.value
+        stored = [(arguments[index].key, value_of(value)) for index, value in constants]
         self.port.tell(issued, stored)
         refs = []
         for index, aval in enumerate(made.out_avals):
             key = OutputKey(self.id, path, index)
-            hold = Hold(self._loose, key, worker)
+            hold = Hold(self.loose, key, worker)
             known, tracks = aval.on(device), made.out_tracked[index]
-            refs.append(
-                Ref(self, key, worker, known, tracks, descends=descends, hold=hold)
-            )
+            refs.append(Ref(self, key, worker, known, tracks, descends, hold=hold))
         return unflatten(made.out_tree, refs)
 
     def admit(self, ref: Ref) -> None:
@@ -320,36 +297,27 @@ class ProgramFrame:
         holder: Any = ref.holder
         if holder is self:
             return
-        self.state.check_own(ref)
-        if ref.leaf is not None:
-            if ref.leaf.dropped:
-                raise ContextError(f"{ref.leaf} was dropped by cluster.drop")
-            return
-        context = ref.key.context
-        if context != self.id:
-            over = holder.phase is FramePhase.LEFT
+        if holder is not self.state or ref.leaf is None or ref.leaf.dropped:
+            self.state.check_own(ref)
+        if ref.leaf is None and ref.key.context != self.id:
+            over = ", which is over," * (holder.phase is FramePhase.LEFT)
             raise ContextError(
-                f"{ref!r} is of context {context}{', which is over,' * over} and this "
+                f"{ref!r} is of context {ref.key.context}{over} and this "
                 f"is context {self.id}: refs do not leave their context; make it "
                 "a leaf (cluster.put) or a constant (ref.fetch()) to take it along"
             )
 
-    def _launch(
-        self, worker: str, fn: Callable[..., Any], parts: Split, site: str
-    ) -> Any:
+    def run(self, worker: Worker, fn: Callable[..., Any], parts: Split) -> Any:
+        """Call a program on a worker; return its result once it has returned."""
+        site = str(call_site())
         calls = f"{self.program} on {self.port.worker!r} calls {name_of(fn)}"
         self.state.check_nesting(len(self.prefix), f"{calls} on {worker!r}, at {site}")
-        values: list[Any] = [None] * parts.size
-        for place, ref in parts.refs:
-            if is_ref(ref):
-                self.admit(ref)
-            values[place] = ref.data if is_ref(ref) else ref
-        for place, value in parts.constants:
-            values[place] = value
-        arguments = parts.template.rebuild(values)
+        refs = [(index, ref) for index, ref in parts.refs if is_ref(ref)]
+        for _, ref in refs:
+            self.admit(ref)
+        data = [(index, ref.data) for index, ref in refs]
+        arguments = filled(parts, (*parts.refs, *data, *parts.constants))
         (ended,) = self.launch([(worker, fn, arguments)], site)
-        if ended.reply is not None:
-            self._seen.update(dict.fromkeys(ended.reply.seen))
         if ended.failure is not None:
             raise self.seen(ended.failure)
         return self.returned(ended)
@@ -361,38 +329,39 @@ class ProgramFrame:
         self.tell_discarded()
         self._waits = ", ".join(f"{name_of(fn)} on {w!r}" for w, fn, _ in programs)
         begun = []
+        ended = []
         try:
             for worker, fn, arguments in programs:
-                self._calls += 1
-                path = (*self.prefix, self._calls)
+                self.calls += 1
+                path = (*self.prefix, self.calls)
                 waiter = self.port.waiter()
                 begun.append((path, waiter))
                 self.port.tell(
                     Launched(waiter, self.id, path, worker, fn, arguments, site)
                 )
-            return [FrameEnd(path, *self.port.wait(waiter)) for path, waiter in begun]
+            for path, waiter in begun:
+                ended.append(FrameEnd(path, *self.port.wait(waiter)))
+                if ended[-1].reply is not None:
+                    self._seen.update(dict.fromkeys(ended[-1].reply.seen))
         finally:
             self._waits = ""
-            self.leaves_notices()
+            self.noticed = True
+        return ended
 
     def returned(self, ended: FrameEnd) -> Any:
         """Return the result of a program, with refs that belong to this frame."""
-        return self.bound(ended.reply.result, self._holds_of(ended.reply, ended.path))
-
-    def _holds_of(self, reply: Reply, path: Path) -> dict[Key, Hold]:
-        """Return holds of the values in a reply of the program with this path."""
+        result, _, kept = ended.reply
         holds: dict[Key, Hold] = {}
-        for leaf in flatten(reply.result)[0]:
+        for leaf in flatten(result)[0]:
             if type(leaf) is not RefData or leaf.key in holds:
                 continue
             key = leaf.key
-            if not self._made(key) or (key.name, key.index) in reply.kept:
+            if not self._made(key) or (key.name, key.index) in kept:
                 continue  # It stays, or a caller of this program holds it.
-            if key.kind != "output" or key.name[: len(path)] != path:
-                # This program made it, and holds it already.
-                self._holds[key] = self._holds.get(key, 0) + 1
-            holds[key] = self.hold(key, leaf.owner)
-        return holds
+            if key.kind != "output" or key.name[: len(ended.path)] != ended.path:
+                self._shared[key] += 1  # This program made it, and holds it already.
+            holds[key] = Hold(self.loose, key, leaf.owner)
+        return self.bound(result, holds)
 
     def bound(self, tree: Any, holds: Mapping[Key, Hold]) -> Any:
         """Return the pytree with refs of this frame in place of their data."""
@@ -406,10 +375,10 @@ class ProgramFrame:
         if key.kind != "newest":
             hold = holds.get(key)
             descends = leaf.descends
-            return Ref(self, key, worker, aval, tracked, descends=descends, hold=hold)
+            return Ref(self, key, worker, aval, tracked, descends, hold=hold)
         # A program of another process may have made the leaf; register it here.
         record = self.state.leaves.setdefault(key.name, Leaf(key.name, aval))
-        return Ref(self.state, None, worker, aval, tracked, leaf=record)
+        return Ref(self.state, key, worker, aval, tracked, leaf=record)
 
     def unbound(self, tree: Any) -> Any:
         """Return the result of a program as data, without holders.
@@ -420,39 +389,45 @@ class ProgramFrame:
         """
         leaves, treedef = flatten(tree, what=f"what {self.program} returned")
         data = []
-        for place, leaf in enumerate(leaves):
+        names: Sequence[str] = ()
+        for index, leaf in enumerate(leaves):
             if is_ref(leaf):
                 self.admit(leaf)
                 data.append(leaf.data)
-            elif is_static(leaf) or isinstance(leaf, int | float | complex):
-                data.append(leaf)
-            else:
-                try:
-                    aval_of(leaf)
-                except JdagError as error:
-                    raise ContextError(
-                        f"{self.program} returned {kind_of(leaf)} "
-                        f"(at {paths(tree)[place] or 'the top'}); programs return "
-                        "pytrees of refs, arrays, numbers, strings and functions"
-                    ) from error
-                data.append(_there(leaf, self.program, tree, place))
+                continue
+            if not (is_static(leaf) or isinstance(leaf, NUMBERS)):
+                names = names or paths(tree)
+                self._check_array(leaf, names[index] or "the top")
+            data.append(leaf)
         return unflatten(treedef, data)
 
+    def _check_array(self, value: Any, where: str) -> None:
+        try:
+            aval = aval_of(value)
+        except JdagError as error:
+            raise ContextError(
+                f"{self.program} returned {kind_of(value)} (at {where}); programs "
+                "return pytrees of refs, arrays, numbers, strings and functions"
+            ) from error
+        if isinstance(value, jax.core.Tracer):
+            raise ContextError(
+                f"{self.program} returned a tracer of JAX (at {where}: {aval}), which "
+                "has no value outside of the jit, vmap or grad that made it; return "
+                "what the function that is traced returns"
+            )
+        if is_deleted(value):
+            raise JdagError(
+                f"{self.program} returned {aval} (at {where}), which was deleted or "
+                "donated"
+            )
 
-def _there(array: Any, program: str, tree: Any, place: int) -> Any:
-    """Return an array that a program returns, unless it is a tracer, or was deleted."""
-    if isinstance(array, jax.core.Tracer):
-        raise ContextError(
-            f"{program} returned a tracer of JAX (at {paths(tree)[place] or 'the top'}:"
-            f" {aval_of(array)}), which has no value outside of the jit, vmap or grad "
-            "that made it; return what the function that is traced returns"
-        )
-    if is_deleted(array):
-        raise JdagError(
-            f"{program} returned {aval_of(array)} (at {paths(tree)[place] or 'the top'}"
-            "), which was deleted or donated"
-        )
-    return array
+
+def filled(parts: Split, values: Iterable[tuple[int, Any]]) -> Any:
+    """Return args and kwargs with these values at their positions."""
+    found: list[Any] = [None] * parts.size
+    for position, value in values:
+        found[position] = value
+    return parts.template.rebuild(found)
 
 
 def traced(
@@ -463,11 +438,7 @@ def traced(
     worker: str,
     site: str,
 ) -> Pair:
-    """Return the forward/vjp pair of a call.
-
-    Raises:
-        RemoteError: the function raised while it was traced.
-    """
+    """Return the forward/vjp pair of a call; raise RemoteError if `fn` raises."""
     try:
         return pair(fn, parts.template, avals, tracked)
     except Exception as error:

@@ -7,7 +7,7 @@ indexing say what to do instead. To JAX's pytrees a ref is a leaf.
 import gc
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol
 
 from jdag.compute.avals import Aval
 from jdag.compute.duals import primal_of
@@ -29,14 +29,16 @@ from jdag.errors import ContextError, JdagError
 class Leaf:
     """A leaf as its cluster knows it, shared by all of its refs.
 
-    Which version is the newest is known where it is kept, and only there.
+    `key` names its newest version, and where it is assigned the next one: which that
+    is, only its owner knows.
     """
 
-    __slots__ = ("aval", "dropped", "id")
+    __slots__ = ("aval", "dropped", "id", "key")
 
     def __init__(self, id: LeafId, aval: Aval) -> None:
         self.id = id
         self.aval = aval
+        self.key = NewestKey(None, id, 0)
         self.dropped = False
 
     @property
@@ -44,42 +46,21 @@ class Leaf:
         """The key of the version that it is made with."""
         return LeafKey(None, self.id, 0)
 
-    @property
-    def key(self) -> Key:
-        """The key of the newest version: of the next one, where it is assigned."""
-        return NewestKey(None, self.id, 0)
-
     def __str__(self) -> str:
         return str(self.id)
 
 
-class Collector:
-    """Whether Python's collector of cycles runs: a fact of the process, so is this."""
-
-    __slots__ = ("running",)
-
-    def __init__(self) -> None:
-        self.running = False
-        gc.callbacks.append(self.note)
-
-    def note(self, phase: str, info: dict[str, int]) -> None:
-        """The collector begins or ends."""
-        del info
-        self.running = phase == "start"
-
-
-COLLECTOR = Collector()
-
-
 class Hold:
-    """What a program has of a value: when it goes, the program can name it no more.
+    """Shared by all refs of a program to one value; when it goes, the value may go.
 
-    All refs of a program to one key share one. Python counts them; where the last goes
-    is part of the program, and so is what follows from it. When Python looks for cycles
-    is not: what only that finds does not count, and lives as long as its context.
+    Python counts refs, and where the last one goes is part of the program. When Python
+    collects cycles is not: a value whose refs only the collector finds lives as long as
+    its context.
     """
 
-    __slots__ = ("_key", "_left", "_loose", "_worker")
+    __slots__ = ("_copies", "_key", "_loose", "_worker")
+
+    collecting: ClassVar[bool] = False  # Whether Python's collector of cycles runs.
 
     def __init__(
         self, loose: deque[tuple[Key, Worker]], key: Key, worker: Worker
@@ -87,22 +68,31 @@ class Hold:
         self._loose = loose
         self._key = key
         self._worker = worker
-        self._left: dict[Any, Ref] | None = None
+        self._copies: dict[Any, Ref] | None = None
 
     @property
-    def left(self) -> dict[Any, "Ref"]:
+    def copies(self) -> dict[Any, "Ref"]:
         """What was made of the value for other workers: it goes when this does."""
-        if self._left is None:
-            self._left = {}
-        return self._left
+        if self._copies is None:
+            self._copies = {}
+        return self._copies
 
-    def __del__(self, collector: Collector = COLLECTOR) -> None:
-        if not collector.running:
+    @classmethod
+    def collector(cls, phase: str, info: dict[str, int]) -> None:
+        """Python's collector of cycles begins or ends."""
+        del info
+        cls.collecting = phase == "start"
+
+    def __del__(self) -> None:
+        if not self.collecting:
             self._loose.append((self._key, self._worker))
 
     def keep(self) -> None:
         """Let the value live as long as its context."""
         self._loose = deque()
+
+
+gc.callbacks.append(Hold.collector)
 
 
 class Holder(Protocol):
@@ -113,10 +103,11 @@ class Holder(Protocol):
         """What all holders of one cluster share; refs never leave it."""
 
     def read(self, refs: Sequence["Ref"]) -> Sequence[Any]:
-        """Return for each ref its value, or a `Failure`: one request for them all."""
+        """Return for each ref its value, or a `Failure`: one request for them all.
 
-    def check_readable(self, ref: "Ref") -> None:
-        """Raise ContextError where the ref cannot be read any more."""
+        Raises:
+            ContextError: they cannot be read any more.
+        """
 
     def seen(self, failure: Failure) -> JdagError:
         """Note that the program sees this failure; return it as an exception."""
@@ -135,29 +126,30 @@ class Ref(RefBase):
     Attributes:
         tracked: whether cotangents flow back through it: it is inexact, descends from a
             leaf, and no `jdag.stop_gradient` cut it off.
+        key: the name of the value; of a leaf, that of whichever version is the newest.
 
     Shape and dtype are known before the array is computed. Refs of one leaf are equal
     and hash alike, whatever their version.
     """
 
     __slots__ = (
-        "_key", "aval", "descends", "hold", "holder", "leaf", "owner", "tracked",
+        "aval", "descends", "hold", "holder", "key", "leaf", "owner", "tracked",
     )  # fmt: skip
 
     def __init__(
         self,
         holder: Holder,
-        key: Key | None,
+        key: Key,
         owner: Worker,
         aval: Aval,
         tracked: bool,
-        *,
         descends: LeafId | None = None,
+        *,
         leaf: Leaf | None = None,
         hold: Hold | None = None,
     ) -> None:
         self.holder = holder
-        self._key = key
+        self.key = key
         self.owner = owner  # Which incarnation of the worker.
         self.aval = aval
         self.tracked = tracked
@@ -171,14 +163,6 @@ class Ref(RefBase):
     def __deepcopy__(self, memo: dict[int, Any]) -> "Ref":
         del memo
         return self  # It is a name, and its copy names the same.
-
-    @property
-    def key(self) -> Key:
-        """The name of the value; of a leaf, that of whichever version is the newest."""
-        if self.leaf is not None:
-            return self.leaf.key
-        assert self._key is not None, self.owner
-        return self._key
 
     @property
     def worker(self) -> str:
@@ -224,14 +208,13 @@ class Ref(RefBase):
     @property
     def described(self) -> str:
         """What it names, for error messages."""
-        if self.leaf is not None:
-            return str(self.leaf)
         key = self.key
+        if key.kind in LEAF_KINDS:
+            return str(key.name)
         if key.kind == "gradient":
             return f"the gradient of {key.name}"
-        if key.kind in LEAF_KINDS:  # In plain JAX a leaf is known by its key alone.
-            return str(key.name)
-        return f"output {key.index} of call {_dotted(key.name)} on {self.owner}"
+        path = ".".join(map(str, key.name))
+        return f"output {key.index} of call {path} on {self.owner}"
 
     def fetch(self) -> Any:
         """Return the value, as a JAX array; waits until it is computed.
@@ -243,7 +226,6 @@ class Ref(RefBase):
             WorkerLost: its worker is gone.
             ContextError: its context has ended, or the leaf was dropped.
         """
-        self.holder.check_readable(self)
         (value,) = self.holder.read((self,))
         if isinstance(value, Failure):
             raise self.holder.seen(value)
@@ -272,14 +254,10 @@ class Ref(RefBase):
             if isinstance(other, int | float | complex) or hasattr(other, "__array__"):
                 raise self.refusal("==")
             return NotImplemented
-        if self.holder.state is not other.holder.state:
-            return False
-        if self.leaf is not None or other.leaf is not None:
-            return self.key.kind == other.key.kind and self.key.name == other.key.name
-        return self.key == other.key
+        return self.key == other.key and self.holder.state is other.holder.state
 
     def __hash__(self) -> int:
-        return hash(self.leaf.id if self.leaf is not None else self._key)
+        return hash(self.key)
 
     @property
     def __jax_array__(self) -> NoReturn:
@@ -326,10 +304,6 @@ for _what, _names in _REFUSED.items():
         setattr(Ref, f"__{_name}__", _refusing(_what))
 
 
-def _dotted(path: Any) -> str:
-    return ".".join(map(str, path))
-
-
 def fetch(tree: Any) -> Any:
     """Return the pytree with the value of each ref in its place; the rest stays.
 
@@ -348,16 +322,15 @@ def read(leaves: Sequence[Any]) -> list[Any]:
     Raises:
         JdagError: as `fetch` does.
     """
-    places: dict[int, list[int]] = {}
-    for place, leaf in enumerate(leaves):
-        if is_ref(leaf):
-            leaf.holder.check_readable(leaf)
-            places.setdefault(id(leaf.holder), []).append(place)
+    indices: dict[int, list[int]] = {}
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Ref):
+            indices.setdefault(id(leaf.holder), []).append(index)
     values = list(leaves)
-    for mine in places.values():
-        refs = [leaves[place] for place in mine]
-        for place, value in zip(mine, refs[0].holder.read(refs), strict=True):
-            values[place] = value
+    for mine in indices.values():
+        refs = [leaves[index] for index in mine]
+        for index, value in zip(mine, refs[0].holder.read(refs), strict=True):
+            values[index] = value
     for leaf, value in zip(leaves, values, strict=True):
         if isinstance(value, Failure):
             raise leaf.holder.seen(value)

@@ -1,6 +1,6 @@
 """Roots of a pass, their cotangents, and hooks: checked before anything runs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -35,11 +35,8 @@ def checked_roots(roots: tuple[Any, ...], cotangents: Any) -> list[Any]:
         )
     for number, root in enumerate(roots):
         _check_root(root, number)
-    seeds = _seeds(len(roots), cotangents)
-    return [
-        _seed(root, seed, number)
-        for number, (root, seed) in enumerate(zip(roots, seeds, strict=True))
-    ]
+    seeds = [None] * len(roots) if cotangents is None else _listed(cotangents, roots)
+    return [_seed(root, seeds[number], number) for number, root in enumerate(roots)]
 
 
 def _check_root(root: Any, number: int) -> None:
@@ -81,9 +78,8 @@ def _check_root(root: Any, number: int) -> None:
         )
 
 
-def _seeds(count: int, cotangents: Any) -> list[Any]:
-    if cotangents is None:
-        return [None] * count
+def _listed(cotangents: Any, roots: Sequence[Any]) -> Sequence[Any]:
+    count = len(roots)
     if not isinstance(cotangents, list | tuple):
         if count == 1:
             return [cotangents]
@@ -96,23 +92,24 @@ def _seeds(count: int, cotangents: Any) -> list[Any]:
             f"{len(cotangents)} cotangents for {count} roots; there has to be one for "
             "each, in their order, or None"
         )
-    return list(cotangents)
+    return cotangents
 
 
 def _seed(root: Ref, seed: Any, number: int) -> Any:
-    wanted = f"root {number} is {root.aval}"
-    if seed is None:
-        if root.size != 1:
-            raise RootError(
-                f"{wanted}, of size {root.size}; without a cotangent its size has to "
-                "be 1: sum it in a call, or give cotangents="
-            )
-        if jnp.issubdtype(root.dtype, jnp.complexfloating):
-            raise RootError(
-                f"{wanted}, complex, which needs a cotangent: give cotangents=, or "
-                "take its real part in a call"
-            )
+    size, is_complex = root.aval.size, root.aval.dtype.kind == "c"
+    if seed is None and size == 1 and not is_complex:
         return None
+    wanted = f"root {number} is {root.aval}"
+    if seed is None and size != 1:
+        raise RootError(
+            f"{wanted}, of size {size}; without a cotangent its size has to "
+            "be 1: sum it in a call, or give cotangents="
+        )
+    if seed is None:
+        raise RootError(
+            f"{wanted}, complex, which needs a cotangent: give cotangents=, or "
+            "take its real part in a call"
+        )
     if is_ref(seed):
         raise RootError(
             f"cotangent {number} is a ref ({seed!r}); it has to be an array: "
@@ -146,8 +143,7 @@ def fitting(
     except JdagError as error:
         raise kind(f"{name}: {error}; {wanted}") from error
     if isinstance(value, int | float | complex) and not hasattr(value, "dtype"):
-        is_complex = jnp.issubdtype(aval.dtype, jnp.complexfloating)
-        if aval.shape == () and (is_complex or not isinstance(value, complex)):
+        if aval.shape == () and (aval.dtype.kind == "c" or type(value) is not complex):
             return jnp.asarray(value, aval.dtype)
     elif found.shape == aval.shape and found.dtype == aval.dtype:
         return value

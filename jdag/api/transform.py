@@ -1,7 +1,7 @@
 """`value_and_grad` of a program over a cluster, in the manner of JAX's."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import jax.numpy as jnp
@@ -49,10 +49,10 @@ def value_and_grad(
 
     Returns:
         A function of the arguments after the context that gives (value, gradients), or
-        ((value, aux), gradients): arrays here, gradients in the structure of the
-        arguments; where the loss does not depend on a leaf, they are zeros. They are
-        None for such statics and numbers, and with `allow_int` zeros of dtype float0,
-        as JAX has it, for what has no gradient.
+        ((value, aux), gradients), all arrays here. Gradients have the structure of the
+        arguments: zeros where the loss does not depend on a leaf, None for statics and
+        numbers, and with `allow_int` zeros of dtype float0, as in JAX, for what has no
+        gradient.
 
     Raises:
         RootError: the program returns no loss that can be differentiated.
@@ -63,10 +63,12 @@ def value_and_grad(
 
     def run(*args: Any) -> Any:
         numbers = argument_numbers(argnums, len(args))
-        with leaves_of(cluster, args, numbers, allow_int) as (bound, _):
-            pairs = [(number, bound[number]) for number in numbers]
-            value, aux, gradients = run_pass(program, cluster, args, pairs, has_aux)
-        trees = tuple(map(filled, gradients, [tree for _, tree in pairs]))
+        with ExitStack() as stack:
+            bound, _ = leaves_of(cluster, args, numbers, allow_int, stack)
+            ctx = stack.enter_context(cluster.context())
+            loss, aux, found = run_pass(ctx, program, args, bound, has_aux)
+            wanted = [bound[number] for number in numbers]
+            (value, aux), trees = fetched((loss, aux), found, wanted)
         value = (value, aux) if has_aux else value
         return value, trees[0] if isinstance(argnums, int) else trees
 
@@ -81,39 +83,45 @@ def check_program(what: str, program: object, cluster: object) -> None:
         raise JdagError(f"{what} takes a cluster second, not {cluster!r}")
 
 
-@contextmanager
 def leaves_of(
-    cluster: Cluster, args: Sequence[Any], numbers: Sequence[int], allow_int: bool
-) -> Iterator[tuple[dict[int, Any], list[Ref]]]:
-    """Yield arguments by number, with a leaf for each array, and the leaves made here.
+    cluster: Cluster,
+    args: Sequence[Any],
+    numbers: Sequence[int],
+    allow_int: bool,
+    stack: ExitStack,
+) -> tuple[dict[int, Any], list[Ref]]:
+    """Return arguments by number, with a leaf for each array, and the leaves made here.
 
-    These, and what is added to them, are dropped at the end.
+    These, and what is added to them, are dropped when the stack is left.
 
     Raises:
         JdagError: something in an argument cannot be differentiated by; names it.
     """
     put: list[Ref] = []
-    bound: dict[int, Any] = {}
-    try:
-        for number in numbers:
-            what = f"argument {number}"
-            leaves, treedef = flatten(args[number], what=what)
-            for place in indices_of_arrays(what, args[number], leaves):
-                try:
-                    if not is_ref(leaves[place]):
-                        leaves[place] = cluster.put(cluster.here, leaves[place])
-                        put.append(leaves[place])
-                    _check_leaf(leaves[place], allow_int)
-                except JdagError as error:
-                    name = paths(args[number])[place]
-                    raise type(error)(f"{what}{name}: {error}") from None
-            if not any(map(is_ref, leaves)):
-                raise no_arrays(what)
-            bound[number] = unflatten(treedef, leaves)
-        yield bound, put
-    finally:
+
+    def drop() -> None:
         if put and not cluster.state.closed:
             cluster.drop(put)
+
+    stack.callback(drop)
+    bound: dict[int, Any] = {}
+    for number in numbers:
+        what = f"argument {number}"
+        leaves, treedef = flatten(args[number], what=what)
+        indices = indices_of_arrays(what, args[number], leaves)
+        if not indices:
+            raise no_arrays(what)
+        for index in indices:
+            try:
+                if not is_ref(leaves[index]):
+                    leaves[index] = cluster.put(cluster.here, leaves[index])
+                    put.append(leaves[index])
+                _check_leaf(leaves[index], allow_int)
+            except JdagError as error:
+                name = paths(args[number])[index]
+                raise type(error)(f"{what}{name}: {error}") from None
+        bound[number] = unflatten(treedef, leaves)
+    return bound, put
 
 
 def _check_leaf(ref: Ref, allow_int: bool) -> None:
@@ -129,58 +137,56 @@ def _check_leaf(ref: Ref, allow_int: bool) -> None:
 
 
 def run_pass(
+    ctx: Context,
     program: Callable[..., Any],
-    cluster: Cluster,
     args: Sequence[Any],
-    bound: Sequence[tuple[int, Any]],
+    bound: Mapping[int, Any],
     has_aux: bool,
-    check: Callable[[Mapping[Ref, Ref]], None] | None = None,
-) -> tuple[Any, Any, list[list[Any]]]:
-    """Run a program, and a pass from its loss; return loss, aux and gradients.
+) -> tuple[Any, Any, Mapping[Ref, Ref]]:
+    """Run a program, and a pass from its loss if that depends on leaves.
 
-    `bound` has numbers and pytrees of leaves of the arguments to differentiate by: for
-    each the gradients of its leaves, None where the loss does not depend on one.
-    `check` is given gradients by leaf before they are read; then the loss is not.
+    `bound` has pytrees of leaves in the place of the arguments of these numbers.
+
+    Returns:
+        Loss, aux, and gradients by leaf.
     """
-    with cluster.context() as ctx:
-        given = dict(enumerate(args)) | dict(bound)
-        result = program(ctx, *given.values())
-        loss, aux = result if has_aux else (result, ())
-        found = _gradients(ctx, loss)
-        if check is not None:
-            check(found)
-            loss = None
-        said, treedef = flatten((loss, aux), what="what the program returned")
-        chosen = [flatten_refs(tree, is_ref)[0] for _, tree in bound]
-        wanted = [found.get(ref) for refs in chosen for ref in refs]
-        values = iter(read([*said, *wanted]))
-    value, aux = unflatten(treedef, [primal_of(next(values)) for _ in said])
-    return value, aux, [[next(values) for _ in refs] for refs in chosen]
-
-
-def _gradients(ctx: Context, loss: Any) -> Mapping[Ref, Ref]:
-    """Run a pass from a loss, if it depends on leaves; return gradients by leaf."""
+    result = program(ctx, *(dict(enumerate(args)) | dict(bound)).values())
+    loss, aux = result if has_aux else (result, ())
     independent = is_ref(loss) and not loss.tracked and loss.aval.inexact
     if independent and loss.leaf is None and loss.descends is None:
         if loss.size != 1:
             raise RootError(f"the loss is {loss.aval}; its size has to be 1")
-        return {}
+        return loss, aux, {}
     ctx.backward(loss)
-    return ctx.gradients()
+    return loss, aux, ctx.gradients()
 
 
-def filled(gradients: Sequence[Any], refs: Any) -> Any:
-    """Return gradients in the structure of `refs`, zeros where there is None."""
-    leaves, form = flatten_refs(refs, is_ref)
-    arrays = []
-    for gradient, leaf in zip(gradients, leaves, strict=True):
-        abstract = leaf.holder.state.abstract
-        if gradient is not None:
-            arrays.append(gradient)
-        elif not leaf.aval.inexact:
-            arrays.append(no_gradient(leaf.aval, abstract))
-        elif abstract:
-            arrays.append(leaf.aval.struct())
-        else:
-            arrays.append(jnp.zeros(leaf.shape, leaf.dtype))
-    return unflatten(form.bare, arrays)
+def fetched(
+    returned: Any,
+    gradients: Mapping[Ref, Ref],
+    trees: Sequence[Any],
+    part: Callable[[Any], Any] = lambda gradient: gradient,
+) -> tuple[Any, tuple[Any, ...]]:
+    """Fetch what a program returned and the gradients of pytrees of leaves, at once.
+
+    `part` takes a gradient that was fetched, or None, and gives what is returned of it,
+    None for zeros.
+    """
+    others, treedef = flatten(returned, what="what the program returned")
+    forms = [flatten_refs(tree, is_ref) for tree in trees]
+    wanted = [gradients.get(ref) for refs, _ in forms for ref in refs]
+    values = iter(read([*others, *wanted]))
+    data = unflatten(treedef, [primal_of(next(values)) for _ in others])
+    return data, tuple(
+        unflatten(form.bare, [_filled(part(next(values)), ref) for ref in refs])
+        for refs, form in forms
+    )
+
+
+def _filled(gradient: Any, leaf: Any) -> Any:
+    if gradient is not None:
+        return gradient
+    abstract = leaf.holder.state.abstract
+    if not leaf.aval.inexact:
+        return no_gradient(leaf.aval, abstract)
+    return leaf.aval.struct() if abstract else jnp.zeros(leaf.shape, leaf.dtype)

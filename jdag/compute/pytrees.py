@@ -354,7 +354,12 @@ def argument_numbers(argnums: Any, count: int) -> tuple[int, ...]:
                 f"argnums={argnums!r} with {count} arguments after the context: "
                 f"allowed are {allowed}"
             )
-    return tuple([number % count for number in numbers])
+    found = tuple([number % count for number in numbers])
+    if len(set(found)) < len(found):
+        raise JdagError(
+            f"argnums={argnums!r} names an argument twice; it takes each once"
+        )
+    return found
 
 
 def flatten(

@@ -1,6 +1,5 @@
 """Names and marks of functions, and call sites."""
 
-import contextlib
 import functools
 import os
 import sys
@@ -193,14 +192,13 @@ def _base(file: str) -> str:
 
 
 def call_site() -> CallSite:
-    """Return the place of the innermost frame outside of jdag and of contextlib.
+    """Return the place of the innermost frame outside of jdag.
 
     Where all frames are jdag's own, the outermost one is named.
     """
     frame = sys._getframe(1)
     while (outer := frame.f_back) is not None:
-        file = frame.f_code.co_filename
-        if not is_ours(file) and file != contextlib.__file__:
+        if not is_ours(frame.f_code.co_filename):
             break
         frame = outer
     code = frame.f_code

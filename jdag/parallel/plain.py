@@ -9,20 +9,24 @@ from typing import Any
 import jax
 
 from jdag.compute.pytrees import unflatten
-from jdag.parallel.replicas import checked, equals_of, refs_of, workers_of
+from jdag.parallel.replicas import Check, checked, equals_of, refs_of, workers_of
 from jdag.parallel.routes import How
 
 
-def replicate(ctx: Any, workers: Sequence[str], tree: Any, how: How) -> tuple[Any, ...]:
+def replicate(
+    ctx: Any, workers: Sequence[str], tree: Any, how: How, check: Check
+) -> tuple[Any, ...]:
     """Return the pytree once for each worker; `how` makes no difference here."""
-    workers = checked("ctx.replicate", workers, how)
+    workers = checked("ctx.replicate", workers, how, check)
     refs, form = refs_of("ctx.replicate", tree)
     return tuple([unflatten(form, ctx.move(worker, refs)) for worker in workers])
 
 
-def all_reduce(ctx: Any, trees: Mapping[str, Any], how: How) -> dict[str, Any]:
+def all_reduce(
+    ctx: Any, trees: Mapping[str, Any], how: How, check: Check
+) -> dict[str, Any]:
     """Return the sum of all pytrees for each worker; `how` makes no difference here."""
-    checked("ctx.all_reduce", workers_of(trees), how)
+    checked("ctx.all_reduce", workers_of(trees), how, check)
     lists, forms = equals_of("ctx.all_reduce", trees)
     columns = list(zip(*lists, strict=True))
     found = {}

@@ -33,9 +33,7 @@ Ref = Any  # A `jdag.Ref`.
 Check = Callable[[object, str], object]
 
 
-def checked(
-    what: str, workers: Any, how: object, check: Check = lambda *_: None
-) -> tuple[str, ...]:
+def checked(what: str, workers: Any, how: object, check: Check) -> tuple[str, ...]:
     """Return the workers of replicas, in order."""
     check_how(how)
     if isinstance(workers, str):
