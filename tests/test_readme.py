@@ -205,7 +205,9 @@ def found(node: ast.expr) -> Any:
             return KNOWN.get(name)
         case ast.Attribute(value=value, attr=attr):
             owner = found(value)
-            return None if owner is None else getattr(owner, attr)
+            if owner is None or attr in getattr(owner, "__annotations__", ()):
+                return None
+            return getattr(owner, attr)
     return None
 
 

@@ -68,10 +68,11 @@ class Context:
     """
 
     __jdag_context__ = True
+    here: str
 
     def __init__(self, frame: Any, opener: Any = None) -> None:
         self._frame: ProgramFrame = frame  # In the oracle an `OracleFrame`.
-        self.here: str = frame.here
+        self.here = frame.here
         self.state: ClusterState = frame.state
         self._opener = opener  # The `Cluster` of the program that opens contexts.
         self.remarks: list[Callable[[], str]] = []  # On steps, where a worker is lost.

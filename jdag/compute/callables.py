@@ -38,7 +38,7 @@ def called(
         return fn, args, 0
     if is_method:
         return fn.__func__, (fn.__self__, *args), 1
-    return Applied.of(fn), (fn, *args), 1
+    return Applied(fn), (fn, *args), 1
 
 
 def _is_node(value: Any) -> bool:

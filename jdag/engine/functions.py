@@ -4,7 +4,6 @@ import functools
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -20,7 +19,6 @@ CONTEXT = "__jdag_context__"  # An attribute of classes of contexts.
 _PACKAGE = os.path.dirname(os.path.abspath(errors.__file__)) + os.sep
 
 
-@dataclass(frozen=True)
 class Applied:
     """A callable pytree as a function of itself, and then of its arguments.
 
@@ -28,21 +26,37 @@ class Applied:
     As a program it takes the context first, as programs do.
     """
 
-    name: str
-    __jdag_unjitted__: bool
-    __jdag_program__: bool
-    code: CodeType | None = field(default=None, compare=False)
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.name = name_of(fn)
+        self.code = code_of(fn)
+        setattr(self, _UNJITTED, is_unjitted(fn))
+        setattr(self, _PROGRAM, is_program(fn))
 
     @classmethod
-    def of(cls, fn: Callable[..., Any]) -> "Applied":
-        """Return that of a callable pytree."""
-        return cls(name_of(fn), is_unjitted(fn), is_program(fn), code_of(fn))
+    def named(cls, name: str, *, unjitted: bool, program: bool) -> "Applied":
+        """Return the one of pytrees whose class has this name and these marks."""
+        made = cls.__new__(cls)
+        made.name = name
+        made.code = None
+        setattr(made, _UNJITTED, unjitted)
+        setattr(made, _PROGRAM, program)
+        return made
 
     def __call__(self, first: Any, *args: Any, **kwargs: Any) -> Any:
         """Call the pytree, which is the first argument; of a program, the second."""
-        if self.__jdag_program__:
+        if is_program(self):
             return args[0](first, *args[1:], **kwargs)
         return first(*args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Applied) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[str, bool, bool]:
+        return (self.name, is_unjitted(self), is_program(self))
 
 
 def name_of(fn: Callable[..., Any]) -> str:
