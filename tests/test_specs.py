@@ -257,9 +257,9 @@ def test_a_callable_pytree_is_named_by_its_class_and_marks() -> None:
         @unjitted
         def __call__(self) -> None: ...
 
-    data = portable(Applied.of(Module()))
+    data = portable(Applied(Module()))
     assert type(data) is TreeNode
-    assert unmarshal(data, HERE) == Applied.of(Module())
+    assert unmarshal(data, HERE) == Applied(Module())
 
 
 def test_an_output_that_is_a_key_has_its_type() -> None:
