@@ -65,7 +65,7 @@ from jdag.engine.state import State
 class Backward:
     """The backward half of one engine."""
 
-    # Callbacks at the owner, set by the engine: a pass is passive everywhere, or failed.
+    # Callbacks at the owner, set by the engine: a pass is idle everywhere, or failed.
     owner_passive: Callable[[Pass], None]
     owner_failed: Callable[[Pass, Failure], None]
 

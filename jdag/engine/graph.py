@@ -31,7 +31,7 @@ from jdag.engine.protocol import (
 
 
 class Value:
-    """A value as the engine sees it: its storage key and whether it settled or failed."""
+    """A value as the engine sees it: its storage key, and if it settled or failed."""
 
     __slots__ = (
         "failure", "index", "key", "producer", "settled", "stored", "users", "waiters",

@@ -239,7 +239,7 @@ class Cotangent(OfPass, tag=12):
 
 
 class Answer(OfPass, tag=13):
-    """To the owner: this worker is passive; returns its credit and change in owed sends.
+    """To the owner: this worker is passive. Returns credit and change in owed sends.
 
     All messages of a pass carry these two (`jdag.engine.credit`).
     """
@@ -274,10 +274,10 @@ class Ended(OfPass, tag=16):
 
 
 class Release(Record, tag=17):
-    """Owner to every participant: forget the context, at once if `abort`, else when quiet.
+    """Owner to every participant: forget it, at once if `abort`, else when quiet.
 
-    `live` lists the owner's contexts that are still open, by counter. Every other context
-    up to this one is gone; a worker remembers no more than that.
+    `live` lists the counters of the owner's open contexts. Every other context up to
+    this one is gone; a worker remembers no more than that.
     """
 
     context: ContextId

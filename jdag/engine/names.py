@@ -255,7 +255,7 @@ class Failure(Record):
 
 
 class Mode(Enum):
-    """Which sends a pass waits for: all of the context, or those that the roots need."""
+    """Which sends a pass waits for: all of the context, or those that roots need."""
 
     FAST = "fast"
     SMART = "smart"
@@ -271,7 +271,7 @@ class Outcome(Enum):
 
 
 class Root(Record):
-    """A starting point of a pass: a value, its shape, and whether a cotangent is given."""
+    """A starting point of a pass: a value, its shape, and if a cotangent is given."""
 
     key: Key
     aval: Shape
@@ -280,7 +280,7 @@ class Root(Record):
 
 
 class Hook(Record):
-    """A function applied to a complete cotangent on its worker; hooks run in path order.
+    """A function applied to a complete cotangent on its worker, in order of path.
 
     If `replaces`, its result replaces the cotangent. Otherwise it observes the gradient
     that a pass adds to a leaf, once that has been accumulated.

@@ -95,7 +95,7 @@ class Passes(Struct, eq=False):
             self._state.drop(_seeds(own, own.passes, roots))
 
     def _begin(self, own: OwnedFragment, mode: Mode) -> None:
-        """All calls have arrived: announce the roots, or start if one worker has all."""
+        """All calls have arrived: announce the roots, or start where they all are."""
         if own.phase is not Phase.GATHERING:
             return  # It ended meanwhile: a worker was lost, or the timeout passed.
         context, number, retain = own.context, own.passes, own.retain
@@ -231,8 +231,8 @@ class Passes(Struct, eq=False):
     ) -> None:
         """Commit or discard the local part of a pass; only gradients remain.
 
-        `tell` is called with the answer when observing hooks have run or, after a failure,
-        when no job of the pass runs.
+        `tell` is called with the answer when observing hooks have run or, after a
+        failure, when no job of the pass runs.
         """
         fragment.ended = message.number
         live: Pass | None = fragment.live
