@@ -216,7 +216,7 @@ class State:
                 fragment.values.pop(slot.key, None)
 
     def less_pending(self, fragment: Fragment) -> None:
-        """A pending call or transfer of a fragment is done; a release may wait for it."""
+        """A pending call or transfer is done; a release may wait for the last."""
         fragment.pending -= 1
         assert fragment.pending >= 0, fragment.pending
         if fragment.pending == 0 and fragment.release is not None:
