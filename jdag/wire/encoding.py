@@ -38,7 +38,7 @@ _encode = Encoder().encode
 
 
 def encoded(value: Any, encode: Callable[[Any], bytes] = _encode) -> bytes:
-    """The bytes of a struct. Text that is not Unicode (file names may be) is escaped."""
+    """The bytes of a struct; text that is not Unicode is escaped."""
     try:
         return encode(value)
     except UnicodeEncodeError:

@@ -67,10 +67,10 @@ class LinkSettings:
     """The timing and limits of a link.
 
     `resend_ns`: the first wait after a frame should have arrived (see `Link.send`); it
-    covers the peer's `ack_delay_ns` and the way back. `resend_max`: resends of one frame
-    after which the peer is lost. `ack_delay_ns`: how long an acknowledgement waits for
-    data to ride on; less than `resend_ns`. `backoff_max`: the longest wait, in first
-    waits. `window_max`: unacknowledged frames at once; the same at both ends.
+    covers the peer's `ack_delay_ns` and the way back. `resend_max`: resends of one
+    frame after which the peer is lost. `ack_delay_ns`: how long an acknowledgement
+    waits for data to ride on; less than `resend_ns`. `backoff_max`: the longest wait,
+    in first waits. `window_max`: unacknowledged frames at once; the same at both ends.
 
     Raises:
         ScenarioError: a value is not an int or too small, or `ack_delay_ns` is not less
@@ -151,9 +151,10 @@ class Link:
     def send(self, payload: Any, now_ns: int, flight_ns: int = 0) -> Frame:
         """The next data frame, to be put on the wire now.
 
-        `flight_ns` is the expected time of this frame on the path: queueing, transmission
-        and latency. Its acknowledgement is awaited for `flight_ns + resend_ns`; a driver that
-        leaves it 0 needs a `resend_ns` that covers the largest payload.
+        `flight_ns` is the expected time of this frame on the path: queueing,
+        transmission and latency. Its acknowledgement is awaited for `flight_ns +
+        resend_ns`; a driver that leaves it 0 needs a `resend_ns` that covers the
+        largest payload.
 
         Raises:
             WorkerLost: the link has given up.
@@ -201,9 +202,10 @@ class Link:
     def tick(self, now_ns: int, busy_until_ns: int = 0) -> tuple[Frame, ...]:
         """The frames that are due: a resend, a pure acknowledgement, or none.
 
-        `busy_until_ns` is when everything now on the path, in both directions, will have
-        arrived, as far as the driver knows; silence until then is no loss. Sets `lost` and
-        sends nothing more when the oldest frame was resent `resend_max` times.
+        `busy_until_ns` is when everything now on the path, in both directions, will
+        have arrived, as far as the driver knows; silence until then is no loss. Sets
+        `lost`, and sends nothing more, when the oldest frame was resent `resend_max`
+        times.
         """
         if self.lost:
             return ()

@@ -93,8 +93,8 @@ class Order:
         self._held_max = held_max
         self._held = 0
         self._partial: dict[int, _Held] = {}  # By the identity of their items.
-        # The last held item of each lane. An item of ALL waits for all of these and then
-        # is the last of every lane.
+        # The last held item of each lane. An item of ALL waits for all of these, and
+        # then is the last of every lane.
         self._last: dict[ContextId | str, _Held] = {}
 
     def __len__(self) -> int:

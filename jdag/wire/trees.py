@@ -192,7 +192,7 @@ _ITEMS: dict[type, Callable[[Any, Each], Any]] = {
 def pack(tree: Any, arrays: list[Any] | None = None, *, opaque: bool = False) -> Any:
     """Nested data as an item; its arrays, if allowed, are appended to `arrays`.
 
-    A part that cannot travel is refused or, if `opaque`, becomes an `Opaque`; so do refs.
+    A part that cannot travel, or a ref, is refused or, if `opaque`, an `Opaque`.
     """
     most = DEPTH_MAX // 2 if opaque else DEPTH_MAX
     other: Callable[[Any, Each], Any] = partial(_other_item, arrays, opaque)
@@ -291,7 +291,7 @@ def _dict(item: _Dict, each: Each) -> dict[Any, Any]:
     try:
         return dict([each(pair) for pair in item.items])
     except TypeError as error:
-        raise ProtocolError(f"a dict with keys that are not hashable: {error}") from error
+        raise ProtocolError(f"a dict whose keys cannot be: {error}") from error
 
 
 _DATA: dict[type, Callable[[Any, Each], Any]] = {
@@ -372,7 +372,7 @@ def write_tree(tree: Any) -> bytes:
 
 
 def check_there(value: Any) -> None:
-    """Raise ProtocolError if an array is abstract; tracers are, although `jax.Array`s."""
+    """Raise ProtocolError if a value is abstract; tracers are, though `jax.Array`s."""
     if isinstance(value, Raw):
         return
     is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
