@@ -39,8 +39,8 @@ def parts(value: Any) -> tuple[memoryview, ...]:
     """Return the elements of a value as bytes, row by row; for a dual, of both arrays.
 
     Only arrays on other devices than the CPU, or not contiguous, are copied. The views
-    are read-only and keep the memory alive. A Python int, float or complex is encoded as
-    JAX's weak scalar.
+    are read-only and keep the memory alive. A Python int, float or complex is encoded
+    as JAX's weak scalar.
     """
     if value.__class__ is Dual:
         return (*parts(value.primal), *parts(value.tangent))
@@ -138,11 +138,11 @@ def _delivered(value: Any) -> Any:
 class Buffers:
     """Buffers to receive into; memory of large ones is reused.
 
-    Fresh memory costs a page fault every 4 KiB, more than the copy into it. Freed memory
-    is kept for the next buffer of about its size, up to `kept_max` bytes, if such sizes
-    were requested since the last sweep but one: weights that were received once leave
-    nothing here. It may be freed in any thread at any moment, so the lists of free
-    blocks are changed by atomic operations only.
+    Fresh memory costs a page fault every 4 KiB, more than the copy into it. Freed
+    memory is kept for the next buffer of about its size, up to `kept_max` bytes, if
+    such sizes were requested since the last sweep but one: weights that were received
+    once leave nothing here. It may be freed in any thread at any moment, so the lists
+    of free blocks are changed by atomic operations only.
     """
 
     __slots__ = ("__weakref__", "_before", "_free", "_kept_max", "_since")

@@ -23,8 +23,8 @@ def called(
 ) -> tuple[Callable[..., Any], tuple[Any, ...], int]:
     """Return the function to call for `fn`, its arguments, and how many were added.
 
-    A callable pytree, such as a module, or the object of a method becomes an argument of
-    the call, so that its arrays and refs are ordinary arguments.
+    A callable pytree, such as a module, or the object of a method becomes an argument
+    of the call, so that its arrays and refs are ordinary arguments.
     """
     if type(fn.__wrapped__ if type(fn) is JITTED else fn) is FunctionType:
         return fn, args, 0
@@ -77,7 +77,7 @@ def refuse_mutable(fn: Any) -> Any:
 
 
 def _parts(value: Any) -> Iterable[Any] | None:
-    """The objects that a value's key covers; None if it can change under an equal key."""
+    """The objects that a value's key covers; None if it can change unnoticed."""
     kind: Any = type(value)
     if isinstance(value, _FIXED) or hasattr(kind, KEYED):
         return ()

@@ -59,8 +59,8 @@ class Definition(NamedTuple):
 class ExportHeader(Record):
     """An exported function's two programs, and what its spec does not contain.
 
-    `sources` locates each residual: (0, index in the rest), (1, index in `args_kept`) or
-    (2, index in `outputs_kept`); `rest` are the types of the rest.
+    `sources` locates each residual: (0, index in the rest), (1, in `args_kept`) or
+    (2, in `outputs_kept`); `rest` are the types of the rest.
     """
 
     args_kept: Several[U32]
