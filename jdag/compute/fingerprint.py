@@ -117,8 +117,8 @@ class Once:
 class GlobalReads(Once):
     """The key of code and of the globals that it reads, shared by all its closures.
 
-    It is current while all names give the same objects as before. Keys of the objects in
-    `held`, which may change in place, are computed anew each time.
+    It is current while all names give the same objects as before. Keys of the objects
+    in `held`, which may change in place, are computed anew each time.
     """
 
     def __init__(self, code: CodeType, space: dict[str, Any]) -> None:

@@ -32,8 +32,8 @@ NO_LEAF = (
 _warned: list[str] = []  # The warning of a number inside a pytree, once given.
 
 
-# JAX flattens pytrees recursively. After a stack overflow it does not restore the
-# recursion limit, so everything that runs afterwards has less stack.
+# JAX flattens pytrees recursively. If the stack is too small it does not give back the
+# depth it has used, so everything that runs afterwards has less.
 DEPTH_MAX = 150
 _one_level: Any = jtu.default_registry.flatten_one_level
 
@@ -341,7 +341,7 @@ def _refusal(leaf: Any, where: str) -> JdagError:
 
 
 def argument_numbers(argnums: Any, count: int) -> tuple[int, ...]:
-    """Return the indices among `count` arguments that `argnums` means; -1 is the last."""
+    """Return which of `count` arguments `argnums` selects; -1 is the last."""
     numbers = argnums if isinstance(argnums, tuple | list) else (argnums,)
     for number in numbers:
         if type(number) is not int:

@@ -25,7 +25,7 @@ class RefData:
 class Reply(NamedTuple):
     """The return of a program: its result as data, and the failures that it has seen.
 
-    `kept`: calls (with numbers of outputs) in the result, refs to which exist elsewhere.
+    `kept`: calls (with numbers of outputs) in the result whose refs exist elsewhere.
     """
 
     result: Any
