@@ -1,4 +1,4 @@
-"""What is known of an array without its values: shape, dtype, weak type."""
+"""Array types without values: shape, dtype, weak type."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from jdag.compute.duals import Dual, are_arrays, is_array
 from jdag.engine.arrays import ArrayType
 from jdag.errors import JdagError, kind_of
 
-# The implementation of the random numbers of each dtype of keys.
+# The PRNG implementation of each key dtype.
 KEYS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
 
 
@@ -23,9 +23,9 @@ class Aval:
     """An abstract value: `shape`, `dtype` (numpy's, or a key type of JAX), `weak`.
 
     A weak value came from a Python scalar and gives way in JAX's dtype promotion.
-    `device` names the one of its worker's devices where a ref's value is, None for the
-    default one; it says where and not what, so that equality does not look at it.
-    `nbytes` are those of the values; for keys, of their key data.
+    `device` names the device of its worker that holds a ref's value, None for the
+    default; equality ignores it. `nbytes` are those of the values; for keys, of their
+    key data.
     """
 
     shape: tuple[int, ...]
@@ -67,7 +67,7 @@ class Aval:
         return intern_aval(self.shape, self.dtype, self.weak, device)
 
     def struct(self) -> jax.ShapeDtypeStruct:
-        """Return what JAX's own abstract evaluation takes."""
+        """The `jax.ShapeDtypeStruct` of this."""
         return jax.ShapeDtypeStruct(self.shape, self.dtype, weak_type=self.weak)
 
     def __str__(self) -> str:
@@ -85,23 +85,23 @@ def is_inexact(dtype: Any) -> bool:
 def intern_aval(
     shape: tuple[int, ...], dtype: Any, weak: bool, device: str | None = None
 ) -> Aval:
-    """Return the same object for the same abstract value, as long as it is remembered.
+    """Return one shared object per abstract value (cached).
 
-    Cache keys then compare by identity, at a tenth of the time.
+    Cache keys then compare by identity, in a tenth of the time.
     """
     return Aval(shape, dtype, weak, device)
 
 
 @lru_cache(maxsize=64)
 def dtype_of(name: str) -> Any:
-    """Return the dtype, numpy's or a key type of JAX, that has this name."""
+    """Return the dtype of this name: numpy's, or a key type of JAX."""
     if name not in KEYS:
         return jnp.dtype(name)
     return jax.eval_shape(lambda: jax.random.key(0, impl=KEYS[name])).dtype
 
 
 def aval_from(kind: ArrayType) -> Aval:
-    """Return the abstract value that has travelled as this type."""
+    """Return the abstract value of an `ArrayType`."""
     return intern_aval(kind.shape, dtype_of(kind.dtype), kind.weak).on(kind.device)
 
 
@@ -109,9 +109,8 @@ def aval_of(value: Any) -> Aval:
     """Return the abstract value of an array or scalar, as JAX would take it now.
 
     Takes JAX and numpy arrays, numpy scalars, Python int, float and complex (weak),
-    `jax.ShapeDtypeStruct`, an `Aval`, which is returned as it is, and a `Dual`, which
-    has that of its primal. With x64 off, 64-bit numpy values count as the 32-bit ones
-    that JAX makes of them.
+    `jax.ShapeDtypeStruct`, an `Aval` (returned as it is) and a `Dual` (that of its
+    primal). With x64 off, 64-bit numpy values get the 32-bit types that JAX gives them.
     """
     if isinstance(value, Aval):
         return value
@@ -154,7 +153,7 @@ def is_deleted(value: Any) -> bool:
 
 
 def is_there(value: Any) -> bool:
-    """Tell whether a value is a JAX array, no tracer, that was not deleted."""
+    """Tell whether a value is a JAX array (not a tracer) that was not deleted."""
     return is_array(value) and not value.is_deleted()
 
 
@@ -169,11 +168,11 @@ def frozen(value: Any) -> Any:
         if is_deleted(value):
             raise JdagError(
                 f"{aval_of(value)} was deleted, or donated to a jitted function; an "
-                "array has to be there when it is handed over, and as long as it is "
-                "used: hand over a copy (jnp.copy) where the original is to be donated"
+                "array must exist when it is passed, and as long as it is "
+                "used: pass a copy (jnp.copy) where the original is to be donated"
             )
         return value
-    if value.dtype.kind not in "biufcV":  # V: bfloat16 and its kin.
+    if value.dtype.kind not in "biufcV":  # V: bfloat16 and similar types.
         raise JdagError(
             f"a numpy array of dtype {value.dtype} cannot be computed with; "
             "dtypes are bool, integers, floats and complex"

@@ -1,14 +1,14 @@
 """Values as bytes in memory and back: views of arrays, and arrays over buffers.
 
-A value leaves as views of its elements (`parts`), without a copy where they are on the
-CPU and in order. What comes is written into a buffer from `Buffers.aligned` and becomes
-a value in place (`landed`): JAX takes aligned memory without a copy. Values below 4 MiB
-become read-only numpy arrays and weak scalars Python numbers: compiled functions take
-these as fast as JAX arrays, which take longer to make (0.3 ms for 512 KiB, in a worker
-that was idle). `delivered` makes of them what users see.
+A value is sent as views of its elements (`parts`), without a copy if they are on the
+CPU and contiguous. Received bytes are written into a buffer from `Buffers.aligned` and
+become a value in place (`landed`): JAX takes aligned memory without a copy. Values
+below 4 MiB become read-only numpy arrays and weak scalars Python numbers: compiled
+functions take these as fast as JAX arrays, which take longer to make (0.3 ms for 512
+KiB, in a worker that was idle). `delivered` converts them to what users see.
 
-Invariants: a buffer is handed out again only when no view of it and no array over it is
-left; a buffer that was handed to `landed` is not written again.
+Invariants: a buffer is reused only when no view of it and no array over it is left; a
+buffer passed to `landed` is not written again.
 """
 
 import math
@@ -25,10 +25,10 @@ from jdag.compute.avals import KEYS, dtype_of
 from jdag.compute.duals import Dual, is_array
 from jdag.engine.arrays import ArrayType
 
-ALIGNMENT_BYTES = 64  # What JAX asks of memory that it takes without a copy.
-ALIASED_MIN_BYTES = 1 << 18  # A smaller value is copied faster than it is handed over.
-JAX_MIN_BYTES = 1 << 22  # A smaller one is brought to a CPU by whoever computes on it.
-DELIVERED_MIN_BYTES = 1 << 20  # A smaller one is copied faster than it is taken over.
+ALIGNMENT_BYTES = 64  # JAX takes memory of this alignment without a copy.
+ALIASED_MIN_BYTES = 1 << 18  # Below this a copy is faster than aliasing.
+JAX_MIN_BYTES = 1 << 22  # Below this a CPU value stays numpy's until it is used.
+DELIVERED_MIN_BYTES = 1 << 20  # Below this a copy is faster than device_put.
 POOLED_MIN_BYTES = 1 << 16
 KEPT_MAX_BYTES = 1 << 28
 
@@ -36,36 +36,36 @@ _NUMBERS = (int, float, complex)
 
 
 def parts(value: Any) -> tuple[memoryview, ...]:
-    """Return the elements of a value as bytes, row by row; of a dual those of both.
+    """Return the elements of a value as bytes, row by row; for a dual, of both arrays.
 
-    Nothing is copied but what is on another device than the CPU or not in order. The
-    views keep the memory alive, and may not be written. A Python int, float or complex
-    is the weak scalar that JAX makes of it.
+    Only arrays on other devices than the CPU, or not contiguous, are copied. The views
+    are read-only and keep the memory alive. A Python int, float or complex is encoded
+    as JAX's weak scalar.
     """
     if value.__class__ is Dual:
         return (*parts(value.primal), *parts(value.tangent))
     if is_array(value):
-        if not isinstance(value.dtype, np.dtype):  # It is one of JAX's own, of keys.
+        if not isinstance(value.dtype, np.dtype):  # A key dtype.
             value = jax.random.key_data(value)
     elif type(value) in _NUMBERS:
-        with np.errstate(over="ignore"):  # To infinity, as JAX has it.
+        with np.errstate(over="ignore"):  # Overflows to infinity, as in JAX.
             value = np.array(value, canonicalize_dtype(type(value)))
-    # Views of bytes: to Python's own buffers bfloat16 and its kin mean nothing.
+    # Views of bytes: Python's buffer protocol does not know bfloat16 and similar types.
     elements: Any = np.asarray(value).reshape(-1).view(np.uint8)
     return (memoryview(elements).toreadonly(),)
 
 
 def landed(kind: ArrayType, view: memoryview) -> Any:
-    """Return the value of a type whose elements lie in a buffer.
+    """Return the value of a type whose elements are in a buffer.
 
-    From `ALIASED_MIN_BYTES` on, an array on the CPU aliases the buffer, if that is
-    aligned: it may not be written again. Of less, nothing is kept. Elements lie row by
-    row; of a dual, those of the primal and then of the tangent.
+    From `ALIASED_MIN_BYTES` on, an array on the CPU aliases the buffer if that is
+    aligned; the buffer must not be written again. Smaller ones are copied. Elements are
+    row-major; a dual has those of its primal, then of its tangent.
 
     Returns:
-        A `Dual`; a JAX array, on the default device; for a small one a read-only numpy
+        A `Dual`; a JAX array on the default device; for small ones a read-only numpy
         array; for a weak scalar a Python number. In a call of a compiled function each
-        has the type and the bits of the value that `parts` was given.
+        has the type and the bits of the value given to `parts`.
     """
     if kind.dual:
         half = view.nbytes // 2
@@ -102,7 +102,7 @@ def _taken_over(array: Any) -> Any:
 
 
 def _weak(array: Any) -> Any:
-    """The same with a weak type: a number, where JAX makes that same type of it."""
+    """An array with a weak type: a Python number if JAX gives that the same type."""
     if array.shape == ():
         number = array.item()
         kind = type(number)
@@ -115,10 +115,10 @@ def _weak(array: Any) -> Any:
 
 
 def delivered(value: Any) -> Any:
-    """Return a value that landed as users see it: as a JAX array, or a dual of two.
+    """Return a received value as users see it: as a JAX array, or a dual of two.
 
-    Functions that are not compiled, hooks and fetches take this. What is nothing
-    that lands (a failure, an abstract value, a JAX array) stays as it is.
+    Functions that are not compiled, hooks and fetches take this. Anything else (a
+    failure, an abstract value, a JAX array) is returned unchanged.
     """
     if isinstance(value, np.ndarray):
         small = value.nbytes < DELIVERED_MIN_BYTES
@@ -136,14 +136,13 @@ def _delivered(value: Any) -> Any:
 
 
 class Buffers:
-    """Buffers to receive into; the memory of large ones is used again.
+    """Buffers to receive into; memory of large ones is reused.
 
-    Fresh memory costs a page fault every 4 KiB, which is more than the copy into it.
-    What is let go of is kept for the next of about its size, up to `kept_max` bytes,
-    where such sizes were asked for since the last sweep but one: weights that were
-    received once, and gave way to others long after, leave nothing here. It may be let
-    go of in any thread and at any moment, so what is kept is only ever changed by
-    operations of lists that nothing interrupts.
+    Fresh memory costs a page fault every 4 KiB, more than the copy into it. Freed
+    memory is kept for the next buffer of about its size, up to `kept_max` bytes, if
+    such sizes were requested since the last sweep but one: weights that were received
+    once leave nothing here. It may be freed in any thread at any moment, so the lists
+    of free blocks are changed by atomic operations only.
     """
 
     __slots__ = ("__weakref__", "_before", "_free", "_kept_max", "_since")
@@ -151,20 +150,19 @@ class Buffers:
     def __init__(self, kept_max: int = KEPT_MAX_BYTES) -> None:
         self._kept_max = kept_max
         self._free: defaultdict[int, list[Any]] = defaultdict(list)  # By size.
-        # The sizes that were asked for since the last sweep, and before it.
+        # The sizes requested since the last sweep, and before it.
         self._since: set[int] = set()
         self._before: set[int] = set()
 
     @property
     def kept(self) -> int:
-        """Bytes that are kept for later."""
+        """Bytes kept for reuse."""
         return sum([size * len(blocks) for size, blocks in [*self._free.items()]])
 
     def aligned(self, nbytes: int) -> memoryview:
-        """Return a writable buffer of so many bytes, at an address for `landed`.
+        """Return a writable buffer of `nbytes`, aligned for `landed`, with any content.
 
-        Its bytes are whatever they are. It is used again when neither a view of it nor
-        an array over it is left.
+        It is reused when neither a view of it nor an array over it is left.
         """
         size = _capacity(nbytes)
         if nbytes < POOLED_MIN_BYTES or size > self._kept_max:
@@ -174,20 +172,20 @@ class Buffers:
             block = self._free[size].pop()
         except IndexError:
             block = _block(size)
-        # An object of its own for each use: when that goes, so has all that is over it.
+        # One lease object per use: it is collected after every view and array over it.
         lease: Any = np.frombuffer(memoryview(block), np.uint8, nbytes)
         weakref.finalize(lease, _give_back, weakref.ref(self), block).atexit = False
         return memoryview(lease)
 
     def sweep(self) -> None:
-        """Let go of what is kept of sizes not asked for since the sweep before."""
+        """Free the kept memory of sizes not requested since the previous sweep."""
         for size, blocks in self._free.items():
             if size not in self._since:
                 blocks.clear()
         self._before, self._since = self._since, set()
 
     def clear(self) -> None:
-        """Let go of what is kept."""
+        """Free all kept memory."""
         for blocks in self._free.values():
             blocks.clear()
 
@@ -211,6 +209,6 @@ def _block(nbytes: int) -> Any:
 
 
 def _capacity(nbytes: int) -> int:
-    """The next size that is a power of two, or by quarters of one above it."""
+    """Round up to a power of two, or to quarters between two powers."""
     step = 1 << max((nbytes - 1).bit_length() - 3, 0)
     return -(-nbytes // step) * step

@@ -1,4 +1,4 @@
-"""What a call runs: a function, or a callable pytree as an argument of its own call."""
+"""What a call runs: a function, or a callable pytree passed as its own argument."""
 
 from collections.abc import Callable, Iterable
 from enum import Enum
@@ -21,10 +21,10 @@ _FIXED = (type, Enum, ModuleType, FunctionType, type(None))
 def called(
     fn: Any, args: tuple[Any, ...]
 ) -> tuple[Callable[..., Any], tuple[Any, ...], int]:
-    """Return what is called in place of `fn`, with which arguments, how many added.
+    """Return the function to call for `fn`, its arguments, and how many were added.
 
-    A callable pytree, such as a module, is an argument of its own call, so that the
-    arrays and refs in it are arguments as any others; a method of one likewise.
+    A callable pytree, such as a module, or the object of a method becomes an argument
+    of the call, so that its arrays and refs are ordinary arguments.
     """
     if type(fn.__wrapped__ if type(fn) is JITTED else fn) is FunctionType:
         return fn, args, 0
@@ -46,9 +46,9 @@ def _is_node(value: Any) -> bool:
 
 
 def refuse_mutable(fn: Any) -> Any:
-    """Return `fn`; JdagError if what it holds may change unseen by `key_of`.
+    """Return `fn`; JdagError if its state could change without changing `key_of`.
 
-    What runs as Python each time, programs and unjitted functions, may hold anything.
+    Code that runs as Python each time (programs, unjitted functions) may hold anything.
     """
     if (
         not callable(fn)
@@ -77,7 +77,7 @@ def refuse_mutable(fn: Any) -> Any:
 
 
 def _parts(value: Any) -> Iterable[Any] | None:
-    """What else a value's key tells of; None if the value may change and keep it."""
+    """The objects that a value's key covers; None if it can change unnoticed."""
     kind: Any = type(value)
     if isinstance(value, _FIXED) or hasattr(kind, KEYED):
         return ()
@@ -89,7 +89,7 @@ def _parts(value: Any) -> Iterable[Any] | None:
         return None if kind in MUTABLE else (owner,)
     if kind in MUTABLE or isinstance(value, tuple):
         return value.values() if kind is dict else () if kind is np.ndarray else value
-    # Functions in C, and what JAX and optax make: jax.jit, arrays, optax.MultiSteps.
+    # Functions in C, and objects of JAX and optax: jax.jit, arrays, optax.MultiSteps.
     in_c = callable(value) and isinstance(kind.__call__, WrapperDescriptorType)
     if in_c or kind.__module__.partition(".")[0] in ("jax", "jaxlib", "optax"):
         return [value.__wrapped__] if hasattr(value, "__wrapped__") else ()

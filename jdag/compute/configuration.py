@@ -1,4 +1,4 @@
-"""The settings of JAX that what a function computes depends on.
+"""The JAX settings on which the results of functions depend.
 
 Every JAX setting counts unless it is listed in `LEFT_OUT`. Unknown settings, of other
 versions of JAX, are compared, so that a mismatch is refused.
@@ -14,7 +14,7 @@ from jax._src.config import trace_context
 
 from jdag.compute.fingerprint import Once
 
-# Patterns of the names of settings that change no number, by the reason.
+# Patterns of names of settings that do not change results, by reason.
 LEFT_OUT: Mapping[str, tuple[str, ...]] = {
     "where it is computed, and on how many devices": (
         "jax_platforms?(_name)?",
@@ -61,7 +61,7 @@ LEFT_OUT: Mapping[str, tuple[str, ...]] = {
     "how programs are written to files": ("jax2tf_.*|jax_(export|serialization)_.*",),
 }
 
-# Looked at in each call, beside JAX's trace context.
+# Checked in each call, in addition to JAX's trace context.
 ALSO = (
     "jax_default_prng_impl",
     "jax_disable_most_optimizations",
@@ -71,7 +71,7 @@ ALSO = (
 
 
 class Configuration(Once):
-    """Settings of JAX, by name; equal where all of them are."""
+    """Settings of JAX, by name; equal if all of them are."""
 
     def __init__(self, settings: tuple[tuple[str, Any], ...]) -> None:
         super().__init__(settings)
@@ -80,7 +80,7 @@ class Configuration(Once):
 
 @lru_cache(maxsize=1)
 def compared() -> tuple[str, ...]:
-    """The names of the settings that are compared, in order."""
+    """The names of the compared settings, in order."""
     left_out = re.compile("|".join(f"(?:{one})" for one in sum(LEFT_OUT.values(), ())))
     names: Mapping[str, Any] = jax.config.values
     return tuple(sorted(name for name in names if not left_out.fullmatch(name)))
@@ -89,13 +89,13 @@ def compared() -> tuple[str, ...]:
 _holders: Mapping[str, Any] = jax.config._value_holders
 _ALL = tuple((name, _holders[name]) for name in compared())
 _WATCHED = tuple(_holders[name] for name in ALSO)
-_last: list[tuple[Any, Configuration]] = []  # The last one, and what was watched then.
+_last: list[tuple[Any, Configuration]] = []  # The last one, with its watched values.
 
 
 def configuration() -> Configuration:
-    """Return the settings as they are now, in this thread.
+    """Return the current settings, in this thread.
 
-    Reading all of them takes too long for every call. So they are read again only when
+    Reading all of them takes too long for every call, so they are read again only when
     JAX's trace context or one of `ALSO` has changed; the rest is set once per process.
     """
     watched = (trace_context(), [one.value for one in _WATCHED])
@@ -103,6 +103,6 @@ def configuration() -> Configuration:
         return _last[0][1]
     found = Configuration(tuple([(name, one.value) for name, one in _ALL]))
     if _last and _last[0][1] == found:
-        found = _last[0][1]  # What is the same is found so sooner.
+        found = _last[0][1]  # The same object compares faster.
     _last[:] = [(watched, found)]
     return found

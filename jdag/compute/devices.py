@@ -1,8 +1,8 @@
-"""Devices of a worker by name, such as `cpu:1`: parsed, found, and arrays put on them.
+"""Devices of a worker by name, such as `cpu:1`: parsing, lookup and placing arrays.
 
-A name is a platform and an index among the devices that this process has of it. None
-is the default device: JAX's own choice. `place` is where a call runs: `ps0`, or on a
-device of it `ps0/cpu:1`.
+A name is a platform and an index among this process's devices of that platform. None is
+the default device: JAX's own choice. `place` is where a call runs: `ps0`, or on one of
+its devices `ps0/cpu:1`.
 """
 
 import re
@@ -20,7 +20,7 @@ _PLACE = re.compile(r"(.+)/([a-z]+:\d+)", re.DOTALL)
 
 
 def parsed(place: str) -> tuple[str, str | None]:
-    """Return the worker and the device of a place, None where it names no device."""
+    """Return the worker and the device of a place; None if it names no device."""
     found = _PLACE.fullmatch(place)
     return (place, None) if found is None else (found[1], found[2])
 
@@ -36,7 +36,7 @@ def available() -> tuple[str, ...]:
 
 
 def check(device: str, worker: str, what: str) -> None:
-    """Raise JdagError where this process, and so the worker, has no such device."""
+    """Raise JdagError if this process, and so the worker, has no such device."""
     if device not in available():
         raise JdagError(
             f"{what}: worker {worker!r} has no device {device!r}; it has "
@@ -51,7 +51,7 @@ def _found(device: str) -> Any:
 
 
 def named(device: str | None) -> Any:
-    """Return JAX's device of a name, or the default one; it has to be there."""
+    """Return JAX's device of a name, or the default one; it must exist."""
     if device is not None:
         return _found(device)
     config: Any = jax.config
@@ -64,8 +64,8 @@ def named(device: str | None) -> Any:
 def put(values: Sequence[Any], device: str | None) -> tuple[Any, ...]:
     """Return the values with each JAX array on the device; no value changes.
 
-    What is there already stays as it is, and so do arrays over several devices. Of a
-    dual both arrays are put.
+    Arrays already there, and arrays over several devices, are returned unchanged. Both
+    arrays of a dual are put.
     """
     target = named(device)
     return tuple([_put(value, target) for value in values])
@@ -85,13 +85,13 @@ def _is_elsewhere(value: Any, target: Any) -> bool:
 
 
 def on_default(value: Any) -> Any:
-    """Return the value on the default device, where it was committed to another."""
+    """Return the value on the default device, if it was committed to another."""
     if is_array(value) and value.committed:
         return put((value,), None)[0]
     return value
 
 
 def working_on(device: str | None) -> AbstractContextManager[Any]:
-    """Return a context in which what has no array argument is computed there."""
+    """Return a context in which computations without array arguments run there."""
     context: AbstractContextManager[Any] = jax.default_device(named(device))
     return context

@@ -1,9 +1,9 @@
-"""Duals: values with a tangent, which is how they change along a direction.
+"""Duals: values with a tangent, their derivative along a direction.
 
-A dual goes wherever its primal would: it is held under one key, travels in one slot,
-adds up with arrays and other duals. What has no tangent (a constant, an integer, what
-no direction reaches) is no dual but an array, and its tangent is zero: no array is made
-for that. So a run is of second order where its leaves are duals, and nowhere else.
+A dual can be used wherever its primal can: it is held under one key, travels in one
+slot, and adds to arrays and other duals. A value without a tangent (a constant, an
+integer, anything that no direction reaches) is an array; its tangent is zero and is
+never materialized. So a run is of second order only where its leaves are duals.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,14 +16,14 @@ import jax.tree_util as jtu
 from jdag.engine.functions import remote, unjitted
 from jdag.errors import JdagError, text_of
 
-# What JAX says where there is no jvp: of custom_vjp, callbacks, primitives.
+# Parts of JAX's errors where a jvp is missing: custom_vjp, callbacks, primitives.
 _NO_JVP = ("forward-mode", "do not support JVP", "Differentiation rule for")
 
 
 class Dual:
     """An array and its tangent, of the same shape and dtype; to JAX a pytree of both.
 
-    It is no array itself: what takes it for one fails.
+    It is not an array itself: code that treats it as one fails.
     """
 
     __slots__ = ("primal", "tangent")
@@ -60,16 +60,15 @@ _is_array_type: Callable[[Any], bool] = lru_cache(maxsize=1024)(
 
 
 def is_array(value: Any) -> bool:
-    """Tell whether a value is an array of JAX; no tracer is.
+    """Tell whether a value is a JAX array; a tracer is not.
 
-    `isinstance` says of tracers too that they are a `jax.Array`, and takes five times
-    as long.
+    `isinstance(value, jax.Array)` holds for tracers too, and takes five times as long.
     """
     return _is_array_type(type(value))
 
 
 def are_arrays(values: Iterable[Any]) -> bool:
-    """Tell whether all values are arrays of JAX, as `is_array` would of each."""
+    """Tell whether all values are JAX arrays, as in `is_array`."""
     return all(map(_is_array_type, dict.fromkeys(map(type, values))))
 
 
@@ -88,7 +87,7 @@ def primal_of(value: Any) -> Any:
     return value.primal if value.__class__ is Dual else value
 
 
-@unjitted  # What jit returns it copies, and these are arrays that are held already.
+@unjitted  # jit would copy these arrays, which are already held.
 @remote
 def seeded(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Dual]:
     """Return duals of these primals and tangents."""
@@ -96,10 +95,11 @@ def seeded(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Dual]:
 
 
 def along(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return the jvp of a function: it takes and gives pytrees with duals in them.
+    """Return the jvp of a function, on pytrees that contain duals.
 
-    What is no dual is a constant. Outputs that can have a tangent are duals, the others
-    (integers, bools, keys) arrays. `name` is that of the user's function, for profiles.
+    Values that are not duals are constants. Outputs that can have a tangent are duals,
+    the others (integers, bools, keys) arrays. `name` is the user's function, for
+    profiles.
     """
 
     def jvp(*args: Any) -> Any:
@@ -126,7 +126,7 @@ def _joined(primal: Any, tangent: Any) -> Any:
 
 
 def refuse_no_jvp(name: str, error: Exception) -> None:
-    """Raise an error that names the function, if JAX says that it has no jvp."""
+    """Raise an error that names the function, if JAX reports a missing jvp."""
     said = text_of(error)
     if any(words in said for words in _NO_JVP):
         raise JdagError(

@@ -1,12 +1,12 @@
-"""Functions as StableHLO: for workers that do not have the module.
+"""Functions as StableHLO, for workers that do not have the module.
 
-Forward and vjp are two functions over flat arrays, made by `jax.export`, for CPU and
-CUDA. Residuals are outputs of forward and inputs of the vjp, so that nothing is
-computed twice; those that are arguments or outputs are neither returned nor sent again
-(`jdag.compute.tracing`). What XLA compiles on the other side is the same program.
+Forward and vjp are two functions over flat arrays, exported by `jax.export` for CPU and
+CUDA. Residuals are outputs of forward and inputs of the vjp, so nothing is computed
+twice; residuals that are arguments or outputs are neither returned nor sent again
+(`jdag.compute.tracing`). XLA compiles the same program on the receiver.
 
-What arrives is checked before it is used: its digest, the types of its programs, and
-that they call nothing outside of StableHLO but the routines for linear algebra, Fourier
+A received export is checked before use: its digest, the types of its programs, and that
+they call nothing outside of StableHLO but the routines for linear algebra, Fourier
 transforms and random numbers.
 """
 
@@ -39,8 +39,8 @@ Bytes = Annotated[bytes, Meta(max_length=DATA_MAX_BYTES)]
 PLATFORMS = ("cpu", "cuda")
 EXPORT_MAX_BYTES = 1 << 28
 
-# What JAX lowers linear algebra and random numbers to, and what stands for operations
-# of XLA that StableHLO lacks. Above all not `xla_python_cpu_callback` and its kin.
+# JAX's lowerings of linear algebra and random numbers, and XLA operations that
+# StableHLO lacks. Callbacks such as `xla_python_cpu_callback` must stay excluded.
 _TARGETS = re.compile(
     r"(lapack|cusolver|cusparse|hipsolver)_[a-z0-9]+_ffi"
     r"|(cu|hip)_(threefry2x32_ffi|lu_pivots_to_permutation)"
@@ -50,17 +50,17 @@ _CALL = re.compile(r'custom_call[^\n@]*@("[^"]*"|[\w$.\-]+)')
 
 
 class Definition(NamedTuple):
-    """An exported function: its bytes, and their digest, by which specs name it."""
+    """An exported function: its bytes, and the digest by which specs name it."""
 
     digest: bytes
     data: bytes
 
 
 class ExportHeader(Record):
-    """What is known of an exported function beside its spec, and its two programs.
+    """An exported function's two programs, and what its spec does not contain.
 
-    `sources` says of each residual where it is: (0, place in the rest), (1, in
-    `args_kept`), (2, in `outputs_kept`); `rest` are the types of the rest.
+    `sources` locates each residual: (0, index in the rest), (1, in `args_kept`) or
+    (2, in `outputs_kept`); `rest` are the types of the rest.
     """
 
     args_kept: Several[U32]
@@ -121,7 +121,7 @@ def _exported_vjp(pair: Any, traced: Traced, rest: Sequence[Aval]) -> bytes:
 def _taken(
     kept: "Traced | ExportHeader", pair: Any, rest: Sequence[Aval]
 ) -> list[Aval]:
-    """Return the types that a vjp takes: residuals in its order, then cotangents."""
+    """The types that a vjp takes: residuals in its order, then cotangents."""
     homes: tuple[Sequence[Aval], ...] = (
         rest,
         [pair.avals[index] for index in kept.args_kept],
@@ -132,7 +132,7 @@ def _taken(
 
 
 def _exported(name: str, fn: Callable[..., Any], structs: Sequence[Any]) -> bytes:
-    """Return a flat function as bytes: for all platforms or, failing that, for ours."""
+    """A flat function as bytes: for all platforms or, failing that, for this one."""
     compiled = jax.jit(fn)
     jaxpr = compiled.trace(*structs).jaxpr
     if jaxpr.effects or has_callback(jaxpr):
@@ -162,14 +162,14 @@ def _why(failed: Exception | None) -> str:
 
 
 class Program:
-    """The source of a pair: a function that came as StableHLO.
+    """The source of a pair: a function received as StableHLO.
 
     Args:
         definition: the exported function, its digest checked.
-        spec: has what its spec says: name, avals, tracked, out_avals and out_tracked.
+        spec: provides name, avals, tracked, out_avals and out_tracked.
 
     Raises:
-        JdagError: it is no such function.
+        JdagError: the bytes are not such a function.
     """
 
     unjitted = False
@@ -197,7 +197,7 @@ class Program:
         return f"array {position} of the arguments"
 
     def refuse_dual(self) -> NoReturn:
-        """Raise JdagError: it would have to be differentiated twice."""
+        """Raise JdagError: a StableHLO program cannot be differentiated twice."""
         module = self.name.partition(":")[0].rpartition("(")[2]
         raise JdagError(
             f"{self.name} has come to this worker as StableHLO, which jdag.hvp cannot "
@@ -242,7 +242,7 @@ class Program:
 
 
 def check_definition(digest: bytes, data: bytes) -> None:
-    """Raise JdagError unless these are the bytes of the digest, and not too many."""
+    """Raise JdagError unless the bytes match the digest and are not too many."""
     if len(data) > EXPORT_MAX_BYTES:
         raise JdagError(
             f"an exported function of {len(data)} bytes: at most {EXPORT_MAX_BYTES} "
@@ -255,7 +255,7 @@ def check_definition(digest: bytes, data: bytes) -> None:
 def _program(
     name: str, data: bytes, taken: Sequence[Aval], given: Sequence[Aval]
 ) -> Any:
-    """Return a program that takes and gives these, or raise JdagError."""
+    """Decode a program with these input and output types, or raise JdagError."""
     try:
         program = export.deserialize(bytearray(data))
         found = [(a.shape, a.dtype) for a in (*program.in_avals, *program.out_avals)]
@@ -264,7 +264,7 @@ def _program(
                 context, program.mlir_module_serialized
             )
             text: Any = module.operation.get_asm(large_elements_limit=8)
-    except Exception as error:  # Whatever its reader makes of bytes that are none.
+    except Exception as error:  # Malformed bytes may raise any error.
         raise JdagError(
             f"the program of {name} cannot be read: {named_text(error)}"
         ) from error
@@ -278,7 +278,7 @@ def _program(
             f"{name} was exported for {', '.join(program.platforms)}, and this worker "
             f"computes on {here}; allow its module here, so that it goes by name"
         )
-    # What calls nothing has no effects: those of JAX are calls.
+    # A program without calls has no effects: JAX's effects are calls.
     targets = _CALL.findall(text)
     others = [target for target in targets if not _TARGETS.fullmatch(target)]
     if others or len(targets) != text.count("custom_call"):

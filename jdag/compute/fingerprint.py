@@ -1,15 +1,16 @@
 """The fingerprint of a function: its code and the values that it reads.
 
-A function reads its defaults, its closure and the globals that it names; functions of
-its own package among these are followed. Numbers, texts, tuples, small containers and
-numpy arrays count by value, other objects by identity.
+A function reads its defaults, its closure and the globals that it names; those globals
+that are functions of its own package are followed. Numbers, texts, tuples, small
+containers and numpy arrays count by value, other objects by identity.
 
 Outputs: `key_of`, a hashable key for caches; `digest_of`, which processes compare. In a
     digest an object that counts by identity is described: an array by its bytes, one of
-    the same package by what it is made of, any other by its name.
-Invariants: equal keys compute the same unless an object that counts by identity has
-    changed. True, 1 and 1.0 are different, as are 0.0 and -0.0. What the code itself
-    changes does not count by value. Keys keep their objects alive.
+    the same package by its parts, any other by its name.
+
+Invariants: functions with equal keys compute the same unless an object that counts by
+identity has changed. True, 1 and 1.0 are different, as are 0.0 and -0.0. Objects that
+the code itself changes do not count by value. Keys keep their objects alive.
 """
 
 import dis
@@ -28,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# The types that count by value although they may change, with the methods that do so.
+# Mutable types that count by value, with the methods that mutate them.
 MUTABLE: dict[Any, tuple[str, ...]] = {
     list: ("append", "extend", "insert", "pop", "remove", "clear", "sort", "reverse"),
     dict: ("update", "setdefault", "pop", "popitem", "clear"),
@@ -37,7 +38,7 @@ MUTABLE: dict[Any, tuple[str, ...]] = {
 }
 _PLAIN = (str, bytes, Number, type(None))
 _sorted = partial(sorted, key=lambda one: getattr(one, "__qualname__", repr(one)))
-# What values consist of, by type.
+# The parts of values, by type.
 _ITEMS: dict[Any, Callable[[Any], Any]] = {
     **dict.fromkeys((tuple, list), iter),
     **dict.fromkeys((set, frozenset), _sorted),
@@ -50,7 +51,7 @@ _STORES = ("STORE_SUBSCR", "STORE_SLICE", "DELETE_SUBSCR")
 _LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 KEYED = "__jdag_key__"  # The attribute of objects that supply their own key.
 ITEMS_MAX, BYTES_MAX = 64, 1 << 16  # Larger values count by identity.
-_TOLD_MAX = (10_000, 1 << 24)  # Of larger values a digest tells the size.
+_TOLD_MAX = (10_000, 1 << 24)  # Larger values enter digests by size only.
 FUNCTIONS_MAX, READS_MAX = 100, 4096  # Followed, and functions whose reads are kept.
 # Packages whose functions are not followed: users do not change them.
 _FIXED = ("jax", "jaxlib", "numpy", "optax", "jdag")
@@ -64,7 +65,7 @@ Seen = dict[int, int]
 
 
 class Facts(NamedTuple):
-    """What code, with the code inside of it, reads and changes."""
+    """The names that code, including nested code, reads and the types it may change."""
 
     reads: tuple[str, ...]  # Globals, without those that it assigns.
     names: tuple[str, ...]  # Globals and attributes.
@@ -116,8 +117,8 @@ class Once:
 class GlobalReads(Once):
     """The key of code and of the globals that it reads, shared by all its closures.
 
-    It is current while all names give the objects that they gave before. The keys of
-    objects in `held`, which may change in place, are found anew each time.
+    It is current while all names give the same objects as before. Keys of the objects
+    in `held`, which may change in place, are computed anew each time.
     """
 
     def __init__(self, code: CodeType, space: dict[str, Any]) -> None:
@@ -130,7 +131,7 @@ class GlobalReads(Once):
         super().__init__((code, *self._read(space, facts.reads, facts)))
 
     def is_current(self) -> bool:
-        """Tell whether all names give the objects that they gave before."""
+        """Tell whether all names give the same objects as before."""
         for get, name, value in self.watched:  # noqa: SIM110 (it runs in each call)
             if get(name) is not value:
                 return False
@@ -163,7 +164,7 @@ class GlobalReads(Once):
         return None
 
     def _followed(self, place: tuple[Hashable, int], *space: Any) -> Hashable:
-        """Return the key of a function or module; of one met before, its number."""
+        """The key of a function or module; its number if it was met before."""
         if place in self._known:
             return self._known[place]
         self._known[place] = len(self._known)
@@ -171,7 +172,7 @@ class GlobalReads(Once):
 
 
 def _is_fixed(value: Any) -> bool:
-    """Tell whether the key of an object is always the same."""
+    """Tell whether the key of an object never changes."""
     kind: Any = type(value)
     rule = _rule_of(kind)
     if rule is not None or isinstance(value, type):
@@ -182,13 +183,13 @@ def _is_fixed(value: Any) -> bool:
 
 @lru_cache(maxsize=READS_MAX)
 def _slot(code: int, space: int) -> list[GlobalReads]:
-    """Return where the reads of code are kept, which keep both ids in use."""
+    """The cache slot for the reads of code; the reads keep both ids in use."""
     return []
 
 
 @lru_cache(maxsize=4096)
 def _rule_of(kind: Any) -> Any:
-    """Return what makes keys of values of a type; None for objects."""
+    """The function that makes keys of values of a type; None for objects."""
     if issubclass(kind, _PLAIN):
         return repr
     sorts = (tuple, frozenset, MethodType, partial)
@@ -196,10 +197,10 @@ def _rule_of(kind: Any) -> Any:
 
 
 def key_of(value: Any, seen: Seen | None = None, changes: Changes = ()) -> Hashable:
-    """Return the key of a function, a static argument or anything that these hold.
+    """Return the key of a function, a static argument or any value in these.
 
-    `seen` numbers functions met before, by id; `changes` are the types that the code
-    which reads the value may change in place.
+    `seen` numbers functions met before, by id; `changes` are the mutable types that the
+    code which reads the value may change in place.
     """
     kind: Any = type(value)
     if kind is FunctionType:
@@ -252,7 +253,7 @@ def _function_key(fn: FunctionType, seen: Seen | None) -> Hashable:
 
 
 def _is_small(value: Any, items_max: int, bytes_max: int) -> bool:
-    """Tell whether containers and arrays, with those inside, hold no more than that."""
+    """Tell whether containers and arrays, including nested ones, are within limits."""
     waiting, items, nbytes = [value], 0, 0
     for one in waiting:  # It grows; each item counts, also again and again.
         if isinstance(one, np.ndarray):
@@ -275,13 +276,13 @@ def _top_of(module: Any) -> str:
 
 
 class _RewrittenError(Exception):
-    """Code with assertions that pytest has rewritten, which differs elsewhere."""
+    """Code with assertions rewritten by pytest, which differs in other processes."""
 
 
 def digest_of(found: Any) -> str:
-    """Return the digest of a function or class; empty if it is not to be compared.
+    """Return the digest of a function or class; empty if it must not be compared.
 
-    That is so if pytest rewrote its code, or if its functions call each other too deep.
+    That is the case if pytest rewrote its code, or its functions nest too deep.
     """
     try:
         texts = list(_texts(key_of(found), _top_of(_module_of(found)), {}))
@@ -291,7 +292,7 @@ def digest_of(found: Any) -> str:
 
 
 def _texts(part: Any, top: str, seen: dict[int, Any]) -> Iterator[str]:
-    """Give the texts of a part of a key; objects of the package `top` are described."""
+    """Yield the texts of a part of a key; objects of package `top` are described."""
     if isinstance(part, GlobalReads):
         part = (part, part.module)
     if type(part) is tuple and part and isinstance(part[0], GlobalReads):
@@ -304,7 +305,7 @@ def _texts(part: Any, top: str, seen: dict[int, Any]) -> Iterator[str]:
         for item in part:
             yield from _texts(item, top, seen)
     elif isinstance(part, CodeType):
-        yield dumps(_bare(part), 2).hex()  # Of version 2, without references.
+        yield dumps(_bare(part), 2).hex()  # Version 2 writes no references.
     elif isinstance(part, _PLAIN):
         yield f"{type(part).__name__} {part!r}"
     else:
@@ -316,7 +317,7 @@ def _texts(part: Any, top: str, seen: dict[int, Any]) -> Iterator[str]:
 
 
 def _described(value: Any, top: str, seen: dict[int, Any]) -> Any:
-    """Return what an object that counts by identity is made of, as a key."""
+    """The parts of an object that counts by identity, as a key."""
     if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
         is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
         value = np.asarray(jax.random.key_data(value) if is_key else value)
@@ -328,7 +329,7 @@ def _described(value: Any, top: str, seen: dict[int, Any]) -> Any:
     if _top_of(_module_of(value)) != top or id(value) in seen:
         return ()
     seen[id(value)] = value
-    if isinstance(value, FunctionType):  # One of more than a key follows.
+    if isinstance(value, FunctionType):  # Beyond the limit of functions in a key.
         return key_of(value)
     if not isinstance(value, type):
         names = (*_WRAPPED, *getattr(value, "__dataclass_fields__", ()))
@@ -343,7 +344,7 @@ def _described(value: Any, top: str, seen: dict[int, Any]) -> Any:
 
 @lru_cache(maxsize=4096)
 def _bare(code: CodeType) -> CodeType:
-    """Return code without its place and docstring."""
+    """Code without its location and docstring."""
     if any(name.startswith("@py") for name in code.co_names):
         raise _RewrittenError
     consts = [_bare(c) if isinstance(c, CodeType) else c for c in code.co_consts]

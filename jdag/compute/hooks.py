@@ -1,6 +1,7 @@
-"""Hooks: functions of a cotangent, run as they are, where the cotangent is.
+"""Hooks: functions of a cotangent, run uncompiled on the cotangent's worker.
 
-Those of `on_cotangent` replace it (`hooked`), those of `on_gradient` see it (`seen`).
+Those of `on_cotangent` replace it (`hooked`), those of `on_gradient` observe it
+(`seen`).
 """
 
 from collections.abc import Callable
@@ -15,11 +16,11 @@ from jdag.errors import JdagError
 
 
 def hooked(function: Callable[[Any], Any], cotangent: Any) -> Any:
-    """Return what the function gives in place of a cotangent; for None, the same.
+    """Return the function's replacement of a cotangent, or for None the cotangent.
 
-    It is not compiled: what it prints or collects are JAX arrays. An abstract cotangent
-    (`Aval`) it is traced with; of a dual it sees the primal, and may not replace it, as
-    what it does to the tangent is not known.
+    The function is not compiled, so it can print or collect JAX arrays. For an abstract
+    cotangent (`Aval`) it is traced. For a dual it receives the primal and must not
+    replace it, since its effect on the tangent is unknown.
     """
     cotangent = delivered(cotangent)
     if is_dual(cotangent):
@@ -46,13 +47,13 @@ def hooked(function: Callable[[Any], Any], cotangent: Any) -> Any:
         )
     if abstract:
         return wanted
-    # A numpy array the hook may go on writing to; a weak type would go on as one.
+    # The hook may still write to a numpy array; a weak type would propagate.
     kept = frozen(result)
     return jax.lax.convert_element_type(kept, wanted.dtype) if found.weak else kept
 
 
 def seen(function: Callable[[Any], Any], gradient: Any) -> None:
-    """Let a function see a gradient, as `hooked` would; what it returns is ignored."""
+    """Pass a gradient to an observing function, as in `hooked`; ignore its result."""
 
     def see(gradient: Any) -> None:
         function(gradient)

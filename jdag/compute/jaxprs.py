@@ -1,7 +1,7 @@
-"""Facts about jaxprs: which outputs depend on which inputs, callbacks and moves.
+"""Facts about jaxprs: dependence of outputs on inputs, callbacks and moves.
 
-Dependence is never missed; where the inside of an equation is not understood, all of
-its outputs depend on all of its inputs.
+Dependence is never missed: if an equation's inner jaxpr is not understood, all of its
+outputs depend on all of its inputs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from jax.extend import core
 
 from jdag.compute.moves import MOVE
 
-# Sub-jaxprs whose inputs and outputs are those of their equation, one for one.
+# Primitives whose inner jaxpr has the inputs and outputs of the equation.
 _PLAIN: tuple[str, ...] = (
     *("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2"),
     "vjp_node[jit]",  # A jit in the linear program of a vjp, in JAX 0.12.
@@ -33,7 +33,7 @@ def has_move(part: Any) -> bool:
 
 
 def equations(part: Any) -> Iterator[Any]:
-    """Give the equations of a jaxpr, and of those inside of it, in order."""
+    """Yield the equations of a jaxpr and of its inner jaxprs, in order."""
     for equation in getattr(getattr(part, "jaxpr", part), "eqns", ()):
         yield equation
         for param in equation.params.values():
@@ -42,38 +42,38 @@ def equations(part: Any) -> Iterator[Any]:
 
 
 def collectives(part: Any, axis: str) -> list[str]:
-    """Return what a jaxpr, and those inside of it, do over an axis, in order."""
+    """Return the operations of a jaxpr, and its inner ones, over an axis, in order."""
     found = []
     for equation in equations(part):
         over = [equation.params.get(name, ()) for name in ("axes", "axis_name")]
         names = [one if isinstance(one, tuple) else (one,) for one in over]
         given = ", ".join([atom.aval.str_short() for atom in equation.invars])
-        # To ask for an index is none.
+        # axis_index, which has no inputs, is not a collective.
         if given and any([axis in some for some in names]):
             found.append(f"{equation.primitive.name}({given})")
     return found
 
 
 def passed_on(closed: Any) -> tuple[int, ...] | None:
-    """Return which input each output is; None of a jaxpr that computes something."""
+    """Return which input each output is; None for a jaxpr that computes something."""
     indices = {variable: index for index, variable in enumerate(closed.jaxpr.invars)}
     outputs = closed.jaxpr.outvars
     if closed.jaxpr.eqns or any(isinstance(one, core.Literal) for one in outputs):
         return None
     if not all(output in indices for output in outputs):
-        return None  # It is a constant.
+        return None  # A constant.
     return tuple([indices[output] for output in outputs])
 
 
 def reaches(vjp: Any, inputs: int, outputs: int) -> Reaches:
     """Return for each input of a vjp's function which outputs it reaches.
 
-    Its cotangent is zero where those that it reaches have none. This is read off the
-    linear program that JAX transposes. In the function itself an output may not depend
-    on an input to which a custom_vjp yet hands a cotangent.
+    Its cotangent is zero if none of these has one. This is read from the linear program
+    that JAX transposes: in the function itself an output may not depend on an input to
+    which a custom_vjp still gives a cotangent.
 
     Args:
-        vjp: what `jax.vjp` returned; residuals may be missing.
+        vjp: the result of `jax.vjp`; residuals may be missing.
         inputs: how many arrays the function takes.
         outputs: how many it returns.
     """
@@ -83,7 +83,7 @@ def reaches(vjp: Any, inputs: int, outputs: int) -> Reaches:
     except (AttributeError, ValueError):
         residuals, constant = -1, ()
     if residuals < 0 or len(constant) != outputs:
-        # Of a JAX that keeps it elsewhere: all may depend on all, at more bytes.
+        # Other versions of JAX: assume that all depend on all, which sends more.
         return ((True,) * outputs,) * inputs
     bits = [1 << index for index in range(inputs)]
     found = iter(depends(linear, [0] * residuals + bits))
@@ -96,7 +96,7 @@ def reaches(vjp: Any, inputs: int, outputs: int) -> Reaches:
 def depends(jaxpr: Any, inputs: Sequence[int]) -> list[int]:
     """Return for each output of an open jaxpr the union of the masks it depends on.
 
-    There is a mask for each input, of whatever bits; constants have none.
+    `inputs` holds one mask per input, of any bits; constants have none.
     """
     masks: dict[Any, int] = dict(zip(jaxpr.invars, inputs, strict=True))
     for equation in jaxpr.eqns:
@@ -110,7 +110,7 @@ def _mask(masks: dict[Any, int], atom: Any) -> int:
 
 
 def _outputs(equation: Any, taken: Sequence[int]) -> list[int]:
-    """Return what each output depends on; of unknown insides, on every input."""
+    """The mask of each output; for an unknown primitive the union of all inputs."""
     name = equation.primitive.name
     params = equation.params
     if name == "cond":

@@ -1,12 +1,12 @@
 """A machine carries out one worker's jobs on the values that it holds.
 
-Inputs:  `run(job)`; or, where computing must not keep others waiting, `begin(job)`,
-         then `hold(job, work, made)` with what the work made.
-Outputs: None, and what the job makes is held; or what was raised, and nothing new is.
+Inputs:  `run(job)`; or, where computing must not block others, `begin(job)`, then
+         `hold(job, work, made)` with the result of the work.
+Outputs: None, and the job's outputs are held; or the error, and nothing new is held.
 
-Real values are arrays and JAX computes them. Abstract ones are shapes (`Aval`): nothing
-is computed and no array is made, not even a zero, so that a thousand workers fit on a
-laptop. What is held, read and dropped is the same in both.
+Real values are arrays, computed by JAX. Abstract values are shapes (`Aval`): nothing is
+computed and no array is made, not even a zero, so that a thousand workers fit on a
+laptop. Both modes hold, read and drop the same values.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,16 +42,16 @@ KINDS = ("real", "abstract")
 
 
 class Work(NamedTuple):
-    """What computes a job, from values that it holds itself, and on which device."""
+    """The computation of a job, with its inputs, and its device."""
 
     compute: Callable[[], Any]
     device: str | None
 
 
 class Machine:
-    """The values of one worker, "real" or "abstract", and what computes on them.
+    """The values of one worker, "real" or "abstract", and the jobs on them.
 
-    `leaving_bytes_max` is the largest value that leaves the worker; None: any does.
+    `leaving_bytes_max` is the largest value that may leave the worker; None: no limit.
     """
 
     __slots__ = ("_leaving_bytes_max", "abstract", "values")
@@ -65,19 +65,19 @@ class Machine:
         self._leaving_bytes_max = leaving_bytes_max
 
     def run(self, job: Job) -> BaseException | None:
-        """Carry out a job; return what it raised, None if all went well."""
+        """Carry out a job; return the error that it raised, or None."""
         work = self.begin(job)
         try:
             made = work.compute()
-        except (Exception, SystemExit) as error:  # What a user's function raises.
+        except (Exception, SystemExit) as error:  # Raised by a user's function.
             return error
         self.hold(job, work, made)
         return None
 
     def begin(self, job: Job) -> Work:
-        """Take what a job reads; return the work, which any thread may do.
+        """Take a job's inputs; return its work, which any thread may do.
 
-        What it reads for the last time (`used_up`) is let go of.
+        Inputs read for the last time (`used_up`) are dropped.
         """
         get, abstract = self.values.get, self.abstract
         compute: Callable[[], Any]
@@ -108,7 +108,7 @@ class Machine:
         return work
 
     def hold(self, job: Job, work: Work, made: Any) -> None:
-        """Hold what the work of a job has made."""
+        """Hold the outputs of a job's work."""
         match job:
             case Forward():
                 outputs, residuals = made
@@ -126,15 +126,15 @@ class Machine:
                 assert_never(job)
 
     def clear(self) -> None:
-        """Let go of all values; the most that was ever held stays known."""
+        """Drop all values; the peak of held bytes is kept."""
         peak = self.values.bytes_peak
         self.values = Values()
         self.values.bytes_peak = peak
 
     def device_of(self, job: Job) -> str | None:
-        """The device on which a job runs: by its name, None for the default.
+        """The name of the device on which a job runs, None for the default.
 
-        A sum runs where its addends are: on the device that made the value.
+        A sum runs on the device of its last addend.
         """
         match job:
             case Forward() | Vjp():
@@ -160,10 +160,10 @@ class Machine:
     def load(
         self, message: Any, keys: tuple[Key, ...], worker: str
     ) -> tuple[Any, tuple[Key, ...], tuple[Any, ...]]:
-        """What leaves with a message: the message, its keys, and their values.
+        """The message, keys and values that are actually sent.
 
-        An array may have been deleted since it was made, or be too large to leave: then
-        a failure goes in its place, which began with the call that wants it.
+        An array may have been deleted since it was made, or be too large to leave. A
+        failure replaces it, which originates in the call that needs it.
         """
         values = tuple([self.leaving(key) for key in keys])
         staying = [
@@ -183,12 +183,12 @@ class Machine:
         )
 
     def _why_not(self, value: Any, key: Key, worker: str) -> Failure | None:
-        """Why a value cannot leave; None if it can."""
+        """The failure that explains why a value cannot leave; None if it can."""
         if is_deleted(value):
             return deleted(value, key, worker)
         most = self._leaving_bytes_max
         if most is None or self.values.bytes_peak <= most:
-            return None  # All that was ever held is no larger.
+            return None  # No value ever held is larger.
         aval = aval_of(value)
         if aval.nbytes <= most:
             return None
@@ -196,7 +196,7 @@ class Machine:
         return Failure("JdagError", too_large(what, aval, most), worker)
 
     def fetched(self, found: Sequence[Any], worker: str) -> tuple[Any, ...]:
-        """What a program fetched: values in place of keys, failures as they are."""
+        """The result of a fetch: values in place of keys, failures unchanged."""
         values = [self.leaving(o) if isinstance(o, AnyKey) else o for o in found]
         return tuple(
             [
@@ -217,9 +217,9 @@ class Machine:
 
 
 class _AbstractResiduals:
-    """Stands for what a forward keeps, of which only the bytes are known.
+    """Abstract residuals of a forward, of which only the bytes are known.
 
-    `keeps` are the buffers of arguments and outputs among it, and one for the rest.
+    `keeps` are the buffers of arguments and outputs among them, and one for the rest.
     """
 
     __slots__ = ("keeps",)
@@ -238,14 +238,14 @@ def _output_avals(pair: Any) -> tuple[tuple[Aval, ...], None]:
 
 
 def _input_avals(pair: Any) -> tuple[Aval, ...]:
-    """What a vjp of `pair` returns: cotangents are shaped as the tracked inputs."""
+    """The types of a vjp's results: those of the tracked inputs, strongly typed."""
     return tuple([aval.strong for aval in compress(pair.avals, pair.tracked)])
 
 
 def _vjp(pair: Any, residuals: Any, cotangents: Sequence[Sequence[Any]]) -> Any:
     if pair.device is not None:
         cotangents = [put(addends, pair.device) for addends in cotangents]
-    # The vjp adds 8 by itself; more are a sum before it, of the same bits.
+    # The vjp adds up to 8 itself; more are summed before, with the same bits.
     few = [c if len(c) <= ADDENDS_MAX else [add(c)] for c in cotangents]
     return pair.vjp(residuals, few)
 
@@ -259,7 +259,7 @@ def _filled(job: Fill, abstract: bool) -> Any:
 
 
 def used_up(job: Job) -> tuple[Key, ...]:
-    """The values that a job reads and that are gone afterwards."""
+    """The values that a job reads and that are dropped afterwards."""
     match job:
         case Vjp():
             addends = tuple([key for keys in job.cotangents for key in keys])
@@ -273,7 +273,7 @@ def used_up(job: Job) -> tuple[Key, ...]:
 
 
 def kept(job: Job) -> tuple[Key, ...]:
-    """The values that a job reads and that stay."""
+    """The values that a job reads and that stay held."""
     match job:
         case Forward():
             return job.inputs
@@ -301,9 +301,9 @@ def outputs(job: Job) -> tuple[Key, ...]:
 
 
 def job_name(job: Job) -> str:
-    """The name of the function of a job; of what has none, what it does.
+    """The name of a job's function, or of the kind of job if it has none.
 
-    On a device that was named, `function@cpu:1`.
+    With a named device: `function@cpu:1`.
     """
     if isinstance(job, Forward | Vjp):
         return name_on(job.function)
@@ -313,25 +313,25 @@ def job_name(job: Job) -> str:
 
 
 def deleted(value: Any, key: Key, worker: str) -> Failure:
-    """Say that an array which `worker` holds is not there any more."""
+    """The failure for an array of `worker` that was deleted."""
     return Failure(
         "JdagError",
         f"{held_as(key, worker)}, {aval_of(value)}, was deleted, or donated to a "
         "jitted function; what was put, passed or fetched is shared, not copied, so "
-        "hand over a copy (jnp.copy) where the original is to be donated",
+        "pass a copy (jnp.copy) where the original is to be donated",
         worker,
         key.name if key.kind in ("output", "constant") else (),
     )
 
 
 def held_as(key: Key, worker: str) -> str:
-    """What an error calls a value that `worker` holds."""
+    """How errors name a value that `worker` holds."""
     is_leaf = key.kind == "leaf"
     return str(key.name) if is_leaf else f"{key.kind} {key.name} on {worker}"
 
 
 def too_large(what: str, aval: Aval, bytes_max: int) -> str:
-    """Say that a value is larger than those that travel between workers."""
+    """The error text for a value that is too large to travel between workers."""
     return (
         f"{what}, {aval}, has {aval.nbytes} bytes, and values of more than "
         f"{bytes_max} do not leave their worker: compute there what is needed of it "

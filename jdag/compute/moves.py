@@ -1,14 +1,12 @@
-"""Moves between devices, as a primitive: a move flows back to where it came from.
+"""Moves between devices, as a primitive: cotangents of a move flow back to its source.
 
-JAX ignores `device_put` inside of jit in silence. This primitive can be traced, so that
-its shapes are known, but not compiled: what has it in its jaxpr runs unjitted, and
-where somebody else jits it that is an error. It is linear; its transpose moves the
-cotangents back.
+JAX silently ignores `device_put` inside of jit. This primitive can be traced, so its
+shapes are known, but not compiled: a function with it in its jaxpr runs unjitted, and
+jitting it elsewhere is an error. It is linear; its transpose moves the cotangents back.
 
-A program over several devices (`outside`) is a primitive as well where it is traced:
-then it is refused in the same words, and not by JAX, which would compare its devices
-with those of what is around it. So is what carries a tangent along it, which is linear
-and flows back by the program's vjp: no derivative shows the devices.
+A program over several devices (`outside`) is also a primitive where it is traced, so
+that it is refused with the same error instead of JAX's comparison of devices. The same
+holds for its tangent map, which is linear and whose transpose is the program's vjp.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +25,7 @@ from jdag.compute.devices import named
 from jdag.compute.duals import are_arrays, is_array
 from jdag.errors import JdagError
 
-# A device, a sharding over several, or None where it is not known.
+# A device, a sharding over several, or None if unknown.
 Target = Any
 
 Flat = Callable[..., Sequence[Any]]
@@ -38,14 +36,14 @@ def transferred(
     targets: Sequence[Target],
     homes: Sequence[Target] | None = None,
 ) -> list[Any]:
-    """Return the arrays, each on its target; what is there already is as it was.
+    """Return the arrays, each on its target; arrays already there are unchanged.
 
-    It can be differentiated, not jitted, unless nothing moves. All move in one call.
+    Differentiable, but not jittable unless nothing moves. All arrays move in one call.
 
     Args:
         arrays: JAX arrays, or tracers of `jax.grad`, `jax.vjp` or `jax.jvp` over them.
         targets: for each a device, a sharding, or None: it stays where it is.
-        homes: where each lives, if that is known of all.
+        homes: where each array lives, if known.
     """
     found = list(arrays)
     if homes is None or None in homes:
@@ -69,9 +67,9 @@ def transferred(
 
 
 def beside(arrays: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-    """Return the arrays, each where the other of its place is, when that is known.
+    """Return each array on the device of its counterpart in `others`, when known.
 
-    Inside of jax.checkpoint where an array is shows only when all is run again.
+    Inside of jax.checkpoint the device of an array is known only in the second run.
     """
     homes = list(map(home_of, others))
     if None not in homes:
@@ -81,7 +79,7 @@ def beside(arrays: Sequence[Any], others: Sequence[Any]) -> list[Any]:
 
 
 def _beside(*both: Any) -> list[Any]:
-    """What `beside` comes to of values: what is no array of JAX is by the default."""
+    """Implements `beside`; values that are not JAX arrays use the default device."""
     arrays, others = _halves(both)
     homes = [home_of(other) for other in others]
     return transferred(
@@ -90,7 +88,7 @@ def _beside(*both: Any) -> list[Any]:
 
 
 def home_of(value: Any) -> Target:
-    """Return where an array lives, or what a tracer stands for; None if not known."""
+    """Return where an array (or a tracer's array) lives; None if unknown."""
     value = array_behind(value)
     return _home(value.sharding) if is_array(value) else None
 
@@ -103,14 +101,14 @@ def _home(sharding: Any) -> Target:
 
 
 def is_explicit(home: Target) -> bool:
-    """Tell whether it is over a mesh that is part of the types of arrays on it."""
+    """Tell whether a target's mesh is part of the types of its arrays."""
     return isinstance(home, NamedSharding) and not home.mesh.are_all_axes_auto
 
 
 def cuttable(arrays: Sequence[Any], homes: Sequence[Target]) -> Sequence[Any]:
-    """Return the arrays without a mesh in their types, which forbids to cut at will.
+    """Return the arrays without a mesh in their types, which would forbid slicing.
 
-    Each stays on the devices where it is; nothing is copied.
+    Each stays on its devices; nothing is copied.
     """
     if not any(map(is_explicit, homes)):
         return arrays
@@ -126,10 +124,10 @@ def _automatic(home: Target) -> Target:
 
 
 def is_free(value: Any) -> bool:
-    """Tell whether a program over devices may be given an array wherever it is.
+    """Tell whether a program over devices accepts an array wherever it is.
 
-    JAX brings there what was not put on a device, in less time than `transferred` does;
-    not where a guard tells transfers that were asked for from others.
+    JAX transfers uncommitted arrays faster than `transferred`, unless a guard restricts
+    implicit transfers.
     """
     if not is_array(value) or value.committed:
         return False
@@ -138,16 +136,16 @@ def is_free(value: Any) -> bool:
 
 
 def array_behind(value: Any) -> Any:
-    """Return the array that a tracer of grad, vjp or jvp stands for; None of others."""
+    """Return the array behind a tracer of grad, vjp or jvp; None for other tracers."""
     while isinstance(value, jax.core.Tracer):
         value = getattr(value, "primal", None)
     return value
 
 
 def outside(program: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a program over several devices, to be run outside of any other.
+    """Return a program over several devices, which must run outside of jit.
 
-    It can be traced, so that its shapes are known, and differentiated, not compiled.
+    It can be traced, so its shapes are known, and differentiated, but not compiled.
     """
 
     def run(*groups: Any) -> Any:
@@ -155,7 +153,7 @@ def outside(program: Callable[..., Any]) -> Callable[..., Any]:
         if are_arrays(leaves) or None not in map(home_of, leaves):
             return program(*groups)
         if jax.sharding.get_abstract_mesh().manual_axes:
-            _refuse()  # It is traced within a program over devices.
+            _refuse()  # Traced within another program over devices.
         structs, out_tree = jtu.tree_flatten(jax.eval_shape(program, *groups))
 
         def flat(*arrays: Any) -> list[Any]:
@@ -169,8 +167,8 @@ def outside(program: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _put(*arrays: Any, targets: tuple[Target, ...], **_: Any) -> list[Any]:
-    # By its device alone an array would keep the mesh that it comes from in its type,
-    # and what has been compiled for one without would be compiled again.
+    # With a bare device as target the array would keep its old mesh in its type, and
+    # functions compiled for arrays without one would be compiled again.
     there = [
         SingleDeviceSharding(target) if isinstance(target, jax.Device) else target
         for target in targets
@@ -193,7 +191,7 @@ def _transposed(
 ) -> list[Any]:
     found = list(cotangents)
     indices = [p for p, ct in enumerate(cotangents) if type(ct) is not ad.Zero]
-    # Where the source was not known, as inside of jax.checkpoint, the default one.
+    # If the source was unknown, as inside of jax.checkpoint, use the default device.
     homes = [named(None) if sources[p] is None else sources[p] for p in indices]
     back = transferred([found[p] for p in indices], homes)
     for index, cotangent in zip(indices, back, strict=True):
@@ -204,8 +202,8 @@ def _transposed(
 def _refuse(*_: Any, **__: Any) -> NoReturn:
     raise JdagError(
         "arrays cannot move between devices inside of jax.jit, jax.vmap, or a loop or "
-        "branch of jax.lax: JAX would ignore the move. Call what jdag.parallel has "
-        "outside of these, and jit the functions that it is given; jax.grad, jax.vjp "
+        "branch of jax.lax: JAX would ignore the move. Call functions of jdag.parallel "
+        "outside of these, and jit the functions given to them; jax.grad, jax.vjp "
         "and ctx.call may be around it"
     )
 
@@ -254,7 +252,7 @@ def _is_smooth(value: Any) -> bool:
 def _of_smooth(
     run: Flat, smooth: tuple[bool, ...], primals: Sequence[Any]
 ) -> tuple[Flat, tuple[Any, ...]]:
-    """Return the program of its inexact arrays to its inexact results, and those."""
+    """The program restricted to inexact inputs and outputs, and those inputs."""
     indices = [index for index, is_one in enumerate(smooth) if is_one]
 
     def of_smooth(*given: Any) -> list[Any]:

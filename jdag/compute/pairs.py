@@ -1,12 +1,12 @@
 """Compiled forward/vjp pairs of functions.
 
 A pair is made once for each function, statics, abstract values and configuration, and
-shared by all workers of the process. How it keeps its residuals is written in
-`jdag.compute.tracing`.
+shared by all workers of the process. `jdag.compute.tracing` explains how it keeps its
+residuals.
 
-Of duals (`jdag.compute.duals`) a pair computes the jvp: of forward, outputs and
-residuals with their tangents; then of the vjp, along the tangents of residuals and
-cotangents. Each is compiled when the first dual comes.
+For duals (`jdag.compute.duals`) a pair computes the jvp: of forward, giving outputs and
+residuals with tangents; then of the vjp, along the tangents of residuals and
+cotangents. Each is compiled when the first dual arrives.
 """
 
 import warnings
@@ -73,7 +73,7 @@ class Pair:
             traced = trace.out_info.traced
             self.may_raise = has_callback(trace.jaxpr)
             self._passes = passed_on(trace.jaxpr)
-            if has_move(trace.jaxpr):  # It would mean nothing in what is jitted.
+            if has_move(trace.jaxpr):  # jit would ignore the move.
                 source.unjitted = self.may_raise = True
                 self._compile()
         if source.unjitted:
@@ -94,7 +94,7 @@ class Pair:
 
     @property
     def pair(self) -> "Pair":
-        """The pair without places."""
+        """The pair without devices."""
         return self
 
     def forward(self, args: Sequence[Any]) -> tuple[tuple[Any, ...], Residuals | None]:
@@ -179,7 +179,7 @@ class Pair:
 
 
 def _stays(value: Any, aval: Aval) -> bool:
-    """Whether a value may be handed on as it is: there, and never written again."""
+    """Whether a value can be passed on uncopied: it exists and never changes."""
     if type(value) is np.ndarray:
         same = value.dtype == aval.dtype and not aval.weak
         return same and not value.flags.writeable
@@ -198,13 +198,13 @@ def _refuse_deleted(
 
 
 class _Key(tuple[Any, ...]):
-    """The key of a pair; its function rides along, uncompared."""
+    """The key of a pair; its function is attached but not compared."""
 
     fn: Callable[..., Any]
 
 
 class PairCache:
-    """The pairs made so far, the least recently used dropped first."""
+    """The pairs made so far; the least recently used are dropped first."""
 
     def __init__(self, pairs_max: int) -> None:
         self._pair = lru_cache(maxsize=pairs_max)(self._make)
@@ -217,7 +217,7 @@ class PairCache:
         avals: tuple[Aval, ...],
         tracked: tuple[bool, ...],
     ) -> Pair:
-        """Return the forward/vjp pair of `fn`, a known one or made now.
+        """Return the forward/vjp pair of `fn`, cached or new.
 
         Args:
             fn: a pure function of pytrees of arrays and statics.
@@ -247,12 +247,12 @@ class PairCache:
         return Pair(Function(key.fn, template), avals, tracked)
 
     def count(self, fn: Callable[..., Any], key: Hashable) -> None:
-        """Note that a function, of this `key_of`, is compiled.
+        """Record that a function with this `key_of` is compiled.
 
-        Warns once of code that came with many closures, defaults or partials.
+        Warns once about code compiled for many closures, defaults or partials.
         """
         code = code_of(fn)
-        # Our own, such as an optimizer's step, are partials of what users give.
+        # jdag's own, such as optimizer steps, are partials of users' functions.
         if code is None or is_ours(code.co_filename):
             return
         seen = self._keys.setdefault(code, {})

@@ -1,9 +1,9 @@
-"""A call on a named device, or of arrays on one: puts around a pair.
+"""A call on a named device, or of arrays on one: device transfers around a pair.
 
-The put of an argument on the call's device is a tracked identity: the vjp puts its
-cotangent back on the device where the argument lives, so that what is summed there has
-come there. The pair is as it was, shared and compiled for each device by JAX; puts are
-outside of it, since inside jit JAX ignores them.
+Transferring an argument to the call's device is a tracked identity: the vjp puts its
+cotangent back on the device of the argument, so that cotangents summed there are all on
+that device. The pair is unchanged, shared, and compiled per device by JAX; transfers
+are outside of it, since inside jit JAX ignores them.
 
 Invariant: an array that is held for a device is on it.
 """
@@ -20,7 +20,7 @@ Device = str | None
 
 
 class Placed(Pair):
-    """A pair with places, which shares what was compiled for the pair.
+    """A pair with devices, which shares the pair's compiled functions.
 
     `device` is where it computes, `in_devices` are where the cotangents of the tracked
     inputs go, `out_devices` where the outputs go; None is the worker's default device.
@@ -39,7 +39,7 @@ class Placed(Pair):
 
     @property
     def pair(self) -> Pair:
-        """The pair without places."""
+        """The pair without devices."""
         return self._pair
 
     def forward(self, args: Sequence[Any]) -> tuple[tuple[Any, ...], Residuals | None]:
@@ -51,7 +51,7 @@ class Placed(Pair):
     def vjp(
         self, residuals: Residuals, cotangents: Sequence[Sequence[Any]]
     ) -> tuple[Any, ...]:
-        """Carry cotangents back, each to where its input lives; see `Pair.vjp`."""
+        """Carry cotangents back, each to the device of its input; see `Pair.vjp`."""
         with working_on(self.device):
             here = [put(addends, self.device) for addends in cotangents]
             gradients = self.pair.vjp(residuals, here)
@@ -72,7 +72,7 @@ def placed(
     sources: Sequence[Device],
     targets: Sequence[Device] | None = None,
 ) -> Any:
-    """Return a pair with places; the pair itself where all is on the default device.
+    """Return a pair with devices; the pair itself if all are the default device.
 
     `sources` are where the arguments live, `targets` where the outputs go; None: all
     stay on the device.

@@ -1,4 +1,4 @@
-"""Arguments taken apart: refs, constants, and statics, part of the function."""
+"""Flattening of arguments into refs, constants, and statics (part of the function)."""
 
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -32,14 +32,14 @@ NO_LEAF = (
 _warned: list[str] = []  # The warning of a number inside a pytree, once given.
 
 
-# JAX flattens pytrees recursively, and where the stack is too small for that it does
-# not give back what it has taken of it: all that runs afterwards has less.
+# JAX flattens pytrees recursively. If the stack is too small it does not give back the
+# depth it has used, so everything that runs afterwards has less.
 DEPTH_MAX = 150
 _one_level: Any = jtu.default_registry.flatten_one_level
 
 
 def check_depth(tree: Any, what: str) -> None:
-    """Raise JdagError where a pytree, called `what`, is too deep or contains itself."""
+    """Raise JdagError if a pytree, called `what`, is too deep or contains itself."""
     if is_deeper(tree, DEPTH_MAX, _parts):
         raise JdagError(
             f"{what} is a pytree that is nested more than {DEPTH_MAX} deep, or that "
@@ -97,9 +97,9 @@ static = Static
 class Form:
     """A pytree without its arrays, or refs: its `treedef`, and its other `leaves`.
 
-    `HOLE` is in the place of each array. Equal forms have holes at the same places; the
+    `HOLE` is in the place of each array. Equal forms have holes at the same places. The
     other leaves are not compared, so that a gradient, which has None there, has the
-    form of the pytree that it is the gradient of.
+    form of its pytree.
     """
 
     __slots__ = ("_hash", "key", "leaves", "treedef")
@@ -115,12 +115,12 @@ class Form:
 
     @property
     def num_leaves(self) -> int:
-        """How many holes there are."""
+        """Number of holes."""
         return sum(leaf is HOLE for leaf in self.leaves)
 
     @property
     def bare(self) -> "Form":
-        """The same with None in the place of all leaves but holes."""
+        """The same form with None in place of all leaves but holes."""
         leaves = [HOLE if leaf is HOLE else None for leaf in self.leaves]
         return Form(self.treedef, leaves)
 
@@ -142,9 +142,9 @@ class Form:
 
 
 class Template(Form):
-    """The form of arguments (args, kwargs); it compares the statics beside the arrays.
+    """The form of arguments (args, kwargs), which also compares statics.
 
-    `own` tells how many arguments, the first ones, are the function itself.
+    `own` is how many of the first arguments are the function itself.
     """
 
     __slots__ = ("own",)
@@ -157,7 +157,7 @@ class Template(Form):
         self.own = own
 
     def name(self, position: int) -> str:
-        """What errors call the argument at a position: `argument 1['w']`."""
+        """The name of the argument at a position in errors: `argument 1['w']`."""
         holes = [index for index, leaf in enumerate(self.leaves) if leaf is HOLE]
         args, kwargs = jtu.tree_unflatten(self.treedef, range(len(self.leaves)))
         return _argument_name(args, kwargs, holes[position], self.own)
@@ -176,9 +176,9 @@ def _has_data(treedef: Any) -> bool:
 
 
 def _numbers(treedef: Any) -> Hashable:
-    """The numbers in the data of nodes: a treedef's own `==` takes True and 1 for one.
+    """The numbers in the data of nodes, since a treedef's `==` equates True and 1.
 
-    Nodes of users have such data, static fields above all; dicts have keys.
+    Such data are static fields of users' nodes, and keys of dicts.
     """
     node = treedef.node_data()
     if node is None:
@@ -205,7 +205,7 @@ def template_of(treedef: Any, leaves: Sequence[Any], own: int) -> Template:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Arguments taken apart.
+    """The flattened arguments of a call.
 
     A position is an index among the array-like leaves (refs and constants together) in
     the order in which JAX flattens (args, kwargs).
@@ -230,7 +230,7 @@ class Split:
 
 
 class _Kind(Enum):
-    """What a leaf of a type is to a call."""
+    """How a call treats leaves of a type."""
 
     SCALAR = 0
     ARRAY = 1
@@ -264,15 +264,15 @@ def split(
     is_ref: Callable[[Any], bool],
     own: int = 0,
 ) -> Split:
-    """Take the arguments of a call apart into refs, constants and a template.
+    """Flatten the arguments of a call into refs, constants and a template.
 
-    Writable numpy arrays are copied: what the caller writes into one afterwards must
-    not reach a computation that runs later. `own` tells how many of the arguments, the
-    first ones, are the function itself, which matters to errors alone.
+    Writable numpy arrays are copied, so that later writes by the caller do not reach a
+    computation that runs later. `own` is how many of the first arguments are the
+    function itself; it is used only in errors.
     """
     try:
         leaves, treedef = flatten((args, kwargs))
-    except JdagError:  # Some argument is refused: say which.
+    except JdagError:  # Find which argument is refused.
         for name, value in (*enumerate(args, -own), *kwargs.items()):
             flatten(value, what=f"argument {name!r}")
         raise
@@ -341,7 +341,7 @@ def _refusal(leaf: Any, where: str) -> JdagError:
 
 
 def argument_numbers(argnums: Any, count: int) -> tuple[int, ...]:
-    """Return which of `count` arguments `argnums` means; -1 is the last."""
+    """Return which of `count` arguments `argnums` selects; -1 is the last."""
     numbers = argnums if isinstance(argnums, tuple | list) else (argnums,)
     for number in numbers:
         if type(number) is not int:
@@ -367,12 +367,12 @@ def flatten(
 ) -> tuple[list[Any], Any]:
     """Return the leaves of a pytree in JAX's order, and its treedef.
 
-    `is_leaf` says what is not looked into; `what` is what an error calls the tree.
+    `is_leaf` stops the traversal; `what` is the name of the tree in errors.
     """
     try:
         check_depth(tree, what)
         leaves, treedef = jtu.tree_flatten(tree, is_leaf)
-    except ValueError as error:  # Of dicts with keys of several kinds.
+    except ValueError as error:  # Dicts with keys of several types.
         why = f" {error.__cause__}" if error.__cause__ else ""
         raise JdagError(f"{what} is no pytree of JAX: {error}{why}") from None
     return leaves, treedef
@@ -381,7 +381,7 @@ def flatten(
 def flatten_refs(tree: Any, is_ref: Callable[[Any], bool]) -> tuple[list[Any], Form]:
     """Return the refs of a pytree in JAX's order, and its form.
 
-    Every other leaf has to be a static or a Python number, beside at least one ref.
+    Other leaves must be None or, beside at least one ref, statics or Python numbers.
     """
     leaves, treedef = flatten(tree, _is_none)
     refs = [leaf for leaf in leaves if is_ref(leaf)]
@@ -401,19 +401,19 @@ def _is_none(leaf: object) -> bool:
 
 
 def is_static(leaf: Any) -> bool:
-    """Tell whether a leaf is part of the function to a call, not one of its arrays."""
+    """Tell whether a call treats a leaf as part of the function, not as an array."""
     return _kind(type(leaf)) in (_Kind.STATIC, _Kind.WRAPPED)
 
 
 def is_constant(leaf: Any) -> bool:
-    """Tell whether a leaf, inside a pytree, stays as it is: a static or a number."""
+    """Tell whether a leaf inside a pytree is a static or a Python number."""
     return is_static(leaf) or _kind(type(leaf)) is _Kind.SCALAR
 
 
 def indices_of_arrays(what: str, tree: Any, leaves: Sequence[Any]) -> list[int]:
-    """Return which leaves are arrays or refs: a Python number is if it is the tree.
+    """Return which leaves are arrays or refs; a Python number only if it is the tree.
 
-    The first one of a process that is inside a pytree warns, in the name of `what`.
+    The first such number inside a pytree in this process warns, naming `what`.
     """
     if type(tree) in NUMBERS:
         return [0]
@@ -426,7 +426,7 @@ def indices_of_arrays(what: str, tree: Any, leaves: Sequence[Any]) -> list[int]:
 
 
 def no_gradient(aval: Aval, abstract: bool) -> Any:
-    """Return what stands for the gradient of an integer: as in JAX zeros of float0."""
+    """Return the gradient of an integer: as in JAX, zeros of float0."""
     float0 = jax.dtypes.float0
     if abstract:
         return jax.ShapeDtypeStruct(aval.shape, float0)
@@ -443,7 +443,7 @@ def unflatten(treedef: Any, leaves: Sequence[Any]) -> Any:
 def paths(tree: Any, is_ref: Callable[[Any], bool] | None = None) -> list[str]:
     """Return the name of each leaf, such as `['w'][0]`, in JAX's order.
 
-    With `is_ref`, of each ref: the leaves that `flatten` gives.
+    With `is_ref`, only of refs.
     """
     found = jtu.tree_flatten_with_path(tree)[0]
     return [jtu.keystr(path) for path, leaf in found if is_ref is None or is_ref(leaf)]

@@ -1,4 +1,4 @@
-"""What programs on different workers hand to each other: refs as data, and replies."""
+"""Refs and replies as data, exchanged by programs on different workers."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ Identity = tuple[Worker, Path]  # Of a failure: where it happened, and in which 
 
 @dataclass(frozen=True, slots=True)
 class RefData:
-    """A ref without the program that holds it: what travels between workers."""
+    """A ref without the program that holds it, as it travels between workers."""
 
     key: Key
     owner: Worker
@@ -23,9 +23,9 @@ class RefData:
 
 @remote
 class Reply(NamedTuple):
-    """What a program returns: its result as data, and the failures that it has seen.
+    """The return of a program: its result as data, and the failures that it has seen.
 
-    `kept` are call and number of outputs in the result of which refs are elsewhere too.
+    `kept`: calls (with numbers of outputs) in the result whose refs exist elsewhere.
     """
 
     result: Any
@@ -34,7 +34,7 @@ class Reply(NamedTuple):
 
 
 class RefBase:
-    """Base of `jdag.Ref`, by which a lower layer tells refs from other values."""
+    """Base of `jdag.Ref`, by which lower layers recognize refs."""
 
     __slots__ = ()
 

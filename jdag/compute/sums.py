@@ -1,4 +1,4 @@
-"""Sums of cotangents, left to right; zeros and ones to begin them with."""
+"""Sums of cotangents, left to right; zeros and ones."""
 
 from collections.abc import Sequence
 from functools import reduce
@@ -26,9 +26,8 @@ def _fold(*addends: Any) -> Any:
 def add(addends: Sequence[Any]) -> Any:
     """Return the sum of arrays of one shape and dtype, strictly left to right.
 
-    The first 8 are added in one compiled call, then 7 more at a time are added to that
-    sum, since each number of addends is a compile of its own. The bits are those of
-    the plain left fold, whatever the number.
+    The first 8 are added in one compiled call, then 7 more at a time, to limit the
+    number of compiled functions. The bits are those of the plain left fold.
     """
     if not addends:
         raise ValueError(

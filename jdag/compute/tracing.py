@@ -1,9 +1,8 @@
 """Forward as a function of flat arrays, and the vjp that each trace of it fixes.
 
 Residuals that are arguments or outputs of the call are found by identity while forward
-is traced and handed on as they are: jit would copy them. The other residuals are
-outputs of forward; the vjp is built again from all of them inside the compiled
-backward.
+is traced and kept directly, since jit would copy them. The other residuals are outputs
+of forward; the compiled backward rebuilds the vjp from all of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,10 +30,10 @@ from jdag.errors import JdagError, kind_of
 
 @dataclass(eq=False)
 class Traced:
-    """What one trace of forward fixed: the outputs, and where the residuals are.
+    """Static results of one trace of forward: outputs, and locations of residuals.
 
-    It travels as static data of forward's output, so that each call has that of the
-    very trace that served it, also when JAX traced anew.
+    It travels as static data of forward's output, so each call has that of the trace
+    that served it, even if JAX retraced.
     """
 
     name: str
@@ -52,7 +51,7 @@ class Traced:
     dual_backward: Any = None
 
     def compile(self, vjp: Callable[..., Any], compiled: Callable[..., Any]) -> None:
-        """Make backward of a vjp, a function of residuals and of cotangents."""
+        """Compile backward from a vjp, a function of residuals and of cotangents."""
         self.backward = compiled(_backward_of(self, vjp))
         self.dual_backward = compiled(along(self.backward, self.name))
         self.may_raise = True if compiled is as_it_is else None
@@ -63,7 +62,7 @@ class Traced:
 )
 @dataclass(eq=False, slots=True)
 class TracedResult:
-    """What forward returns: its outputs, and the residuals found nowhere else."""
+    """The result of forward: its outputs, and the residuals found nowhere else."""
 
     traced: Traced
     outputs: Any
@@ -77,7 +76,7 @@ class TracedResult:
 )
 @dataclass(eq=False, repr=False, slots=True)
 class Residuals:
-    """What forward keeps for one vjp: the arguments and outputs it needs, and a rest.
+    """The residuals for one vjp: the arguments and outputs it needs, and a rest.
 
     `nbytes` counts the rest only; `keeps` holds every array that this keeps alive.
     `dual` tells whether there are duals among them.
@@ -169,7 +168,7 @@ def as_it_is(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def as_jax(value: Any) -> Any:
-    """Take numpy's values as jit would; promotion must not depend on jit."""
+    """Convert numpy values as jit would, so that promotion does not depend on jit."""
     return jnp.asarray(value) if isinstance(value, np.ndarray | np.generic) else value
 
 
@@ -195,14 +194,14 @@ def _outputs(name: str, tree: Any) -> tuple[list[Any], Any]:
 
 
 def settled(outputs: Sequence[Any]) -> list[Any]:
-    """Move what an unjitted function left on another device to the one it works on."""
+    """Move outputs that an unjitted function left elsewhere to its own device."""
     here, homes = named(None), list(map(home_of, outputs))
     targets = [here if isinstance(home, jax.Device) else None for home in homes]
     return transferred(outputs, targets, homes)
 
 
 def strong(array: Any) -> Any:
-    """Return the array without weak type: that would not survive a wire."""
+    """Return the array without weak type, which does not survive a transfer."""
     if not jax.typeof(array).weak_type:
         return array
     return jax.lax.convert_element_type(array, array.dtype)
@@ -211,9 +210,9 @@ def strong(array: Any) -> Any:
 def _find_residuals(
     traced: Traced, vjp: Any, args: tuple[Any, ...], outputs: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """Note in `traced` where each leaf of the vjp is to be had; return the rest.
+    """Record in `traced` the source of each residual of the vjp; return the rest.
 
-    A source is (0, index in the rest), (1, index in args_kept), (2, in outputs_kept).
+    A source is (0, index in the rest), (1, in args_kept) or (2, in outputs_kept).
     """
     residuals, traced.vjp_tree = jtu.tree_flatten(vjp)
     known = {id(output): (2, index) for index, output in enumerate(outputs)}

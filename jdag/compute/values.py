@@ -1,4 +1,4 @@
-"""The values that one worker holds by key, with the bytes that they take."""
+"""The values that one worker holds by key, with their bytes."""
 
 import math
 from collections.abc import Hashable
@@ -11,9 +11,9 @@ from jdag.compute.duals import is_array
 
 
 class Buffer:
-    """The array that an abstract value would be, of which only the size is known.
+    """Stands for the array of an abstract value; only its size is known.
 
-    Equal abstract values are one object; their arrays are told apart by their buffers.
+    Equal abstract values are one object; buffers distinguish their arrays.
     """
 
     __slots__ = ("nbytes",)
@@ -25,11 +25,11 @@ class Buffer:
 class Values:
     """Values by key: arrays, residuals, scalars, abstract values, errors.
 
-    `bytes_held` is what the held arrays take now, `bytes_peak` the most it ever was. An
+    `bytes_held` is the current size of the held arrays, `bytes_peak` its maximum. An
     array held several times, by keys or inside residuals, counts once; two arrays that
     share a buffer count twice, and so does an array that several workers hold. Each
-    abstract value counts as an array of its own, which residuals may hold as well; what
-    has no `nbytes` counts nothing.
+    abstract value counts as its own array, which residuals may hold as well; values
+    without `nbytes` count nothing.
     """
 
     __slots__ = (
@@ -43,16 +43,16 @@ class Values:
 
     def __init__(self) -> None:
         self._held: dict[Hashable, Any] = {}
-        self._devices: dict[Hashable, str] = {}  # Of those not on the default one.
+        self._devices: dict[Hashable, str] = {}  # Only of values not on the default.
         self._holds: dict[int, tuple[int, int]] = {}  # By id: how often, bytes.
-        self._buffers: dict[Hashable, Buffer] = {}  # Those that were asked for.
+        self._buffers: dict[Hashable, Buffer] = {}  # Those requested so far.
         self.bytes_held = 0
         self.bytes_peak = 0
 
     def put(self, key: Hashable, value: Any, device: str | None = None) -> None:
-        """Hold a value under a key, in place of any that is held under it.
+        """Hold a value under a key, replacing any previous one.
 
-        `device` names the one on which it is; None is the worker's default.
+        `device` is where the value is; None is the worker's default.
         """
         if device is not None:
             self._devices[key] = device
@@ -69,7 +69,7 @@ class Values:
         self.bytes_peak = max(self.bytes_peak, self.bytes_held)
 
     def get(self, key: Hashable) -> Any:
-        """Return the value under a key; KeyError where there is none."""
+        """Return the value under a key; KeyError if there is none."""
         return self._held[key]
 
     def device(self, key: Hashable) -> str | None:
@@ -77,15 +77,15 @@ class Values:
         return self._devices.get(key)
 
     def drop(self, key: Hashable) -> None:
-        """Let go of the value under a key; KeyError where there is none."""
+        """Drop the value under a key; KeyError if there is none."""
         self._let_go(key, self._held.pop(key))
         if self._devices:
             self._devices.pop(key, None)
 
     def buffer(self, key: Hashable) -> Buffer:
-        """Return what stands for the array of the abstract value under a key.
+        """Return the buffer that stands for the array of a held abstract value.
 
-        A value whose `keeps` has it in holds that array too, until it is dropped.
+        A value with it in `keeps` holds that array too, until it is dropped.
         """
         buffer = self._buffers.get(key)
         if buffer is None:
@@ -106,7 +106,7 @@ class Values:
 
     @property
     def held(self) -> int:
-        """How many values are held."""
+        """Number of held values."""
         return len(self._held)
 
     def _count(self, value: Any) -> None:
@@ -134,7 +134,7 @@ class Values:
 
 
 def _parts(value: Any) -> tuple[Any, ...]:
-    """Return what a value keeps alive; it lives as long as the value is held."""
+    """The objects that a value keeps alive while it is held."""
     if is_array(value):
         return (value,)
     parts: tuple[Any, ...] = getattr(value, "keeps", (value,))

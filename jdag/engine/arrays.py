@@ -1,4 +1,4 @@
-"""Arrays as data: their types, and the hole that one leaves in a structure.
+"""Array types as data, and the placeholder of an array in a structure.
 
 `jdag.wire` writes these to messages, and `jdag.compute` makes values of them.
 """
@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 from jdag.errors import ProtocolError
 
 NBYTES_MAX = (1 << 63) - 1
-RANK_MAX = 64  # As numpy's; it also bounds the numbers that errors print.
+RANK_MAX = 64  # As in numpy; it also bounds the numbers that errors print.
 
 Axis = Annotated[int, Meta(ge=0, le=NBYTES_MAX)]
 
@@ -36,10 +36,10 @@ DTYPES = {
 class ArrayType(
     Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False
 ):
-    """Shape, name of the dtype, weak type or not: an abstract value as data.
+    """Shape, dtype name and weak type: an abstract value as data.
 
-    `device` is that of a ref's value, None for the default one of its worker. `dual`
-    stands for two arrays of this type, a primal and its tangent.
+    `device` is that of a ref's value, None for its worker's default. `dual` stands for
+    two arrays of this type, a primal and its tangent.
     """
 
     shape: Annotated[tuple[Axis, ...], Meta(max_length=RANK_MAX)]
@@ -50,7 +50,7 @@ class ArrayType(
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements, of a dual those of both arrays."""
+        """Bytes of the elements; for a dual, of both arrays."""
         return self.array_nbytes * (1 + self.dual)
 
     @property
@@ -61,12 +61,12 @@ class ArrayType(
 
 @lru_cache(4096)
 def check_possible(kind: ArrayType) -> None:
-    """Raise ProtocolError where no array has the type."""
+    """Raise ProtocolError if no array can have this type."""
     if kind.dtype not in DTYPES:
         raise ProtocolError(
             f"dtype {kind.dtype[:80]!r}: allowed are {', '.join(DTYPES)}"
         )
-    # As numpy counts: it refuses an empty array whose other axes are as large.
+    # Without empty axes, as in numpy: it refuses an empty array with axes that large.
     nbytes = math.prod([axis for axis in kind.shape if axis]) * DTYPES[kind.dtype]
     if nbytes > NBYTES_MAX:
         raise ProtocolError(
@@ -75,7 +75,7 @@ def check_possible(kind: ArrayType) -> None:
 
 
 class Hole(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=10):
-    """The place of an array in a structure of arguments."""
+    """The placeholder of an array in a structure of arguments."""
 
 
 HOLE = Hole()

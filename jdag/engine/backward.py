@@ -1,19 +1,20 @@
-"""Backward on one worker: count what a pass waits for, then run vjps as they get ready.
+"""Backward on one worker: count the dependencies of a pass, then run its vjps.
 
 Inputs:  Start, Mark, Go, Cotangent, Answer and Fail; results of jobs.
-Outputs: Vjp and Fill jobs; Mark, Cotangent, Answer and Fail messages. What is complete
-         is summed, given to hooks and made a gradient in `jdag.engine.gradients`.
+Outputs: Vjp and Fill jobs; Mark, Cotangent, Answer and Fail messages. Complete
+         cotangents are summed and passed to hooks by `jdag.engine.gradients`, which
+         also makes gradients of them.
 
 Invariants
-- No cotangent is delivered on a worker before everything that it will count is counted:
-  FAST counts once, when the pass is first seen; SMART as marks come, and Go is sent
-  when no mark is under way.
-- Each counted edge brings exactly one contribution, perhaps a symbolic zero. A vertex
-  is ready when all have come, and its addends are then put in order of (path,
+- A worker counts all dependencies of a pass before a cotangent is delivered there.
+  FAST counts once, when the worker first sees the pass. SMART counts as marks arrive;
+  the owner sends Go when no mark is in flight.
+- Each counted edge delivers exactly one contribution, possibly a symbolic zero. A
+  vertex is ready when all have arrived. Its addends are then sorted by (path,
   position), seeds last.
 - A vjp's result for an input is a symbolic zero if no output that the input reaches had
   a cotangent (`function.reaches`, by tracked input and output).
-- Nothing recurses: what one contribution makes ready waits in `Pass.ready`.
+- Nothing recurses: vertices that became ready wait in `Pass.ready`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -64,8 +65,7 @@ from jdag.engine.state import State
 class Backward:
     """The backward half of one engine."""
 
-    # What the owner of a pass does when nothing of it goes on anywhere, and when it
-    # fails; the engine sets both.
+    # Callbacks at the owner, set by the engine: a pass is idle everywhere, or failed.
     owner_passive: Callable[[Pass], None]
     owner_failed: Callable[[Pass, Failure], None]
 
@@ -78,9 +78,9 @@ class Backward:
     def credited(
         self, handler: Callable[[Pass, Any], None], sender: Worker, message: Credited
     ) -> None:
-        """A message with credit: handle it, unless its pass has ended or failed.
+        """Handle a message with credit, unless its pass has ended or failed.
 
-        SMART passes are first heard of by a Start or a Mark.
+        The first message of a SMART pass on a worker is a Start or a Mark.
         """
         contexts, context = self._state.contexts, message.context
         fragment = contexts.get(context) or self._state.fragment(context)
@@ -96,7 +96,7 @@ class Backward:
             live = Pass(fragment, message.number, mode, message.retain, sender)
             fragment.live = live
         assert live.number == message.number, (live.number, message)
-        if live.failed:  # Perhaps in mid-count: what came has nowhere to go.
+        if live.failed:  # Counting may be incomplete: nothing can take these values.
             self._state.drop(landing(message))
             return
         live.credit = added(live.credit, message.credit)
@@ -105,21 +105,21 @@ class Backward:
         self.settle(live)
 
     def start(self, live: Pass, message: Start) -> None:
-        """Roots are here: count, and begin if the message says so."""
+        """Roots are here: count, and begin if the message asks for it."""
         live.roots = message.roots
         if self.sight(live) and message.go:
             self.seed(live)
 
     def mark(self, live: Pass, message: Mark) -> None:
-        """SMART: the roots need these slots of sends here, and all behind them."""
+        """SMART: the roots need these slots of sends here; count all behind them."""
         self._count(live, marked(live, message.transfers))
 
     def go(self, live: Pass, message: Go) -> None:
-        """The announced pass begins."""
+        """Begin the announced pass."""
         self.seed(live)
 
     def cotangent(self, live: Pass, message: Cotangent) -> None:
-        """The cotangents of a transfer that was sent from here."""
+        """Deliver the cotangents of a transfer that was sent from here."""
         late = live.mode is Mode.FAST and not live.sighted
         if late and not self.sight(live):
             self._state.drop(landing(message))
@@ -140,11 +140,11 @@ class Backward:
                 self._deliver(live, value, send.path, slot, key)
 
     def answer(self, live: Pass, message: Answer) -> None:
-        """A worker has nothing of the pass to do, and its credit is back here."""
+        """Another worker is passive and returned its credit to the owner."""
         assert live.parent is None, message
 
     def fail_arrived(self, sender: Worker, message: Fail) -> None:
-        """A worker that this one told of the pass failed: tell the owner."""
+        """A worker that first heard of the pass from this one failed: forward it."""
         fragment = self._state.contexts.get(message.context)
         live: Pass | None = None if fragment is None else fragment.live
         if live is not None and live.number == message.number:
@@ -152,7 +152,7 @@ class Backward:
             self.fail(live, replace(message.failure, route=route))
 
     def settle(self, live: Pass) -> None:
-        """Work off what is ready, send what is to be sent, and let go of the credit."""
+        """Process ready vertices, send the outbox and return the credit if passive."""
         if live.ready:
             self._work(live)
         if live.failed:
@@ -172,7 +172,7 @@ class Backward:
                     state.drop(outgoing.values)
 
     def fail(self, live: Pass, failure: Failure) -> None:
-        """The pass cannot finish: report that once, and stop."""
+        """Stop the pass here and report the failure, once."""
         if live.failed:
             return
         live.failed = True
@@ -188,7 +188,7 @@ class Backward:
         self._state.send(told, Fail(fragment.context, live.number, failure))
 
     def fail_lost(self, live: Pass, worker: Worker) -> None:
-        """The pass cannot finish: a worker whose part it needs is gone."""
+        """Fail the pass because a worker that it needs is lost."""
         here = self._state.worker
         lost = self._state.lost_failure(worker)
         self.fail(live, replace(lost, route=(here, worker)))
@@ -196,15 +196,15 @@ class Backward:
     # ------------------------------------------------------------------- counting
 
     def sight(self, live: Pass) -> bool:
-        """Count the dependencies that are known at first sight of a pass."""
+        """Count the dependencies that are known when the pass is first seen."""
         live.sighted = True
         return self._count(live, first(live))
 
     def _count(self, live: Pass, values: list[Value]) -> bool:
-        """Count all behind these values, and mark what they need of other workers.
+        """Count everything behind these values, and mark slots of other workers.
 
-        If the graph is not retained, what is counted is spent by that. If it had been,
-        or a worker that is needed is lost, the pass fails: then return False.
+        Without retain_graph, counting spends the nodes. If a node was already spent, or
+        a worker that is needed is lost, the pass fails and this returns False.
         """
         nodes, received = walk(values, live.dues)
         for node in nodes:
@@ -232,13 +232,13 @@ class Backward:
     def _fail_spent(self, live: Pass, vertex: Vertex | SendEnd) -> None:
         message = (
             f"{describe(vertex)} on {self._state.worker!r} was already used by a "
-            "backward pass; call backward with retain_graph=True where the graph is to "
-            "be used again"
+            "backward pass; call the earlier backward with retain_graph=True to use "
+            "the graph again"
         )
         self.fail(live, self._state.failure("GraphError", message, path_of(vertex)))
 
     def seed(self, live: Pass) -> None:
-        """Hand each root here its first cotangent: the one given, or ones."""
+        """Deliver the first cotangent to each root here: the given one, or ones."""
         context, number = live.fragment.context, live.number
         for root in live.roots:
             key = SeedKey(context, number, root.number)
@@ -257,7 +257,7 @@ class Backward:
     def _compute(
         self, live: Pass, job: Job, then: Callable[[], None], call_site: str = ""
     ) -> None:
-        """Ask for a job of a pass; `then` runs unless the job or the pass fails."""
+        """Request a job of a pass; `then` runs unless the job or the pass fails."""
         live.busy += 1
         done = partial(self._computed, live, then, call_site)
         self._state.compute(job, done, live.fragment)
@@ -292,9 +292,9 @@ class Backward:
         position: int,
         key: Key | None,
     ) -> None:
-        """One contribution along one edge; None is a symbolic zero."""
+        """Deliver one contribution along one edge; None is a symbolic zero."""
         vertex = value.producer
-        if vertex is None:  # Sent as tracked, but nothing here made it.
+        if vertex is None:  # Sent as tracked, but it has no producer here.
             self._state.drop(() if key is None else (key,))
             return
         due = live.dues[vertex]
@@ -341,7 +341,7 @@ class Backward:
         due: Due,
         slots: Mapping[int, Sequence[Hook]],
     ) -> None:
-        """Sum what came for slots, give it to hooks, and go on with the vertex."""
+        """Sum the addends of these slots, apply hooks, continue with the vertex."""
         due.remaining = len(slots)
         for slot, hooks in slots.items():
             then = partial(self._gathered, live, vertex, due, slot)
@@ -367,7 +367,7 @@ class Backward:
         self.settle(live)
 
     def _zero(self, live: Pass, node: Node) -> None:
-        """A node that got only symbolic zeros is not run."""
+        """Skip the vjp of a node that received only symbolic zeros."""
         if not live.retain and node.residuals is not None:
             self._state.drop((node.residuals,))
             node.residuals = None
@@ -389,7 +389,7 @@ class Backward:
             tuple([ScratchKey(context, number, p) for p in range(len(node.inputs))]),
             not live.retain,
         )
-        del live.dues[node]  # Nothing more can come: a long pass stays small.
+        del live.dues[node]  # Freed early, so that a long pass stays small.
         if not live.retain:
             node.residuals = None
         self._compute(live, job, partial(self._vjped, live, node, job), node.call_site)

@@ -1,7 +1,7 @@
 """A fragment as plain data, for `ctx.graph()` and for drawing.
 
-What the last pass awaited is worked out anew from its roots and from the slots of sends
-that it counted here: edges are counted as it counted them.
+The awaited cotangents of the last pass are recomputed from its roots and from the send
+slots that it counted here, by the same walk over edges.
 """
 
 from collections.abc import Iterable
@@ -25,12 +25,12 @@ from jdag.engine.share import Due, walk
 
 
 class Need(Enum):
-    """What the last pass that came by made of a send."""
+    """The last pass's use of a send."""
 
-    NONE = ""  # None came by.
-    NEEDED = "needed"  # Its cotangent was waited for, and came.
-    UNNEEDED = "unneeded"  # SMART: its mark never came, so nobody waited.
-    OWED = "owed"  # Its cotangent was waited for, and never came.
+    NONE = ""  # No pass reached this fragment.
+    NEEDED = "needed"  # Its cotangent was awaited and arrived.
+    UNNEEDED = "unneeded"  # SMART: never marked, so not awaited.
+    OWED = "owed"  # Its cotangent was awaited and never arrived.
 
 
 class DrawnNode(Record, gc=False):
@@ -42,7 +42,7 @@ class DrawnNode(Record, gc=False):
     inputs: Keys
     outputs: Keys
     spent: bool
-    awaited: U64  # Cotangents, one an edge, in the last pass.
+    awaited: U64  # Cotangents in the last pass, one per edge.
 
 
 class DrawnEnd(Record, gc=False):
@@ -51,12 +51,12 @@ class DrawnEnd(Record, gc=False):
     path: Path
     peer: Worker
     values: Keys
-    awaited: U64  # Cotangents in the last pass: of a send 1 message, if it was counted.
-    need: Need = Need.NONE  # Of a send.
+    awaited: U64  # Cotangents in the last pass; for a send 1 if counted, else 0.
+    need: Need = Need.NONE  # Only of sends.
 
 
 class DrawnLeaf(Record, gc=False):
-    """A leaf that the context read here, and which versions of it."""
+    """A leaf that the context read here, and the versions it read."""
 
     leaf: LeafId
     versions: Keys
@@ -64,7 +64,7 @@ class DrawnLeaf(Record, gc=False):
 
 
 class DrawnPass(Record, gc=False):
-    """The last pass that came by a fragment."""
+    """The last pass that reached a fragment."""
 
     number: U64
     mode: Mode
@@ -72,7 +72,7 @@ class DrawnPass(Record, gc=False):
 
 
 class DrawnEdge(Record, gc=False):
-    """A value and who made it and who uses it, by path; forward direction."""
+    """A value with its producer and one consumer, by path; forward direction."""
 
     value: Key
     producer: Name
@@ -91,7 +91,7 @@ class Drawing(Record, gc=False):
 
 
 def draw(fragment: Fragment) -> Drawing:
-    """Read a fragment off, in program order."""
+    """Describe a fragment, in program order."""
     used: dict[Key, None] = {}
     edges: list[DrawnEdge] = []
 
@@ -167,14 +167,14 @@ def _need(fragment: Fragment, path: Path) -> Need:
     if past is None:
         return Need.NONE
     if path in past.owed:
-        # What it is owed in a pass that failed is a matter of timing.
+        # Owed sends of a failed pass depend on timing.
         waits = past.outcome in (Outcome.STUCK, Outcome.EXPIRED)
         return Need.OWED if waits else Need.NONE
     return Need.NEEDED if path in past.counted else Need.UNNEEDED
 
 
 def _awaited(fragment: Fragment) -> dict[Vertex, int]:
-    """Of each vertex, how many edges the last pass counted to it."""
+    """For each vertex, the number of edges that the last pass counted."""
     past, dues = fragment.past, dict[Vertex, Due]()
     if past is not None:
         values = [fragment.values[root.key] for root in past.roots]

@@ -5,21 +5,20 @@ Inputs:  Opened and Left from programs, Release and Released from other workers,
 Outputs: Release and its answers, Resume and Drop.
 
 Invariants
-- Every context ends with one Release to each worker that took part. A worker answers
+- Every context ends with one Release to each participating worker. A worker answers
   when it is quiet (all calls have run, all values are sent), so that no error is
-  missed. An abort (a worker was lost, or a pass was interrupted) goes to all workers
-  and is answered when no job of the context runs.
+  missed. An abort (a worker was lost, or a pass was interrupted) goes to all workers;
+  each answers once no job of the context is running.
 - If a worker is lost while a context is being left, the release becomes an abort, since
-  other workers may wait for what the lost one never sent.
-- A worker that loses the other end of a transfer during a pass fails the pass: only it
-  knows that a cotangent will not come.
+  other workers may wait for values that the lost one never sent.
+- A worker whose transfer peer is lost during a pass fails the pass: no other worker
+  knows that the cotangent will not arrive.
 - After a release a worker keeps nothing of a context but its owner's horizon, which
   only rises, in whatever order the releases of several contexts arrive.
-- A worker that joins again is another worker. Others may learn of it at different
-  times: one that learned early may have involved it in a context whose owner had not
-  learned of it when it aborted that context. So each worker that learns of it sends it
-  its horizon; a context below a horizon that was not released is a stray, and is
-  dropped.
+- A worker that joins again is a new worker. Others may learn of it at different times:
+  a worker that learned early may have involved it in a context that its owner, unaware
+  of the new worker, then aborted. So each worker that learns of it sends it its own
+  horizon. A context below a horizon that was never released is a stray and is dropped.
 """
 
 from collections.abc import Callable
@@ -55,7 +54,7 @@ from jdag.engine.state import Horizon, State
 
 
 class Ends(Struct, eq=False):
-    """The ends of contexts and of workers, on one engine."""
+    """The end of contexts and the loss of workers, on one engine."""
 
     _state: State
     _leaves: Leaves
@@ -106,7 +105,7 @@ class Ends(Struct, eq=False):
         self._release(state.worker, own, message)
 
     def _live(self) -> list[int]:
-        """The contexts of this owner that some worker still holds."""
+        """Counters of this owner's contexts that some worker still holds."""
         parts = self._state.contexts.values()
         owned = [part for part in parts if isinstance(part, OwnedFragment)]
         return [own.context.counter for own in owned]
@@ -121,13 +120,13 @@ class Ends(Struct, eq=False):
             self._release(sender, fragment, message)
 
     def _release(self, sender: Worker, fragment: Fragment, message: Release) -> None:
-        self._remember(message)  # In the order in which the owner said it.
+        self._remember(message)  # At once, so that horizons follow the owner's order.
         fragment.release = (sender, message)
         if message.abort or fragment.pending == 0:
             self.quiet(fragment)
 
     def quiet(self, fragment: Fragment) -> None:
-        """Nothing is under way here any more: forget the context and say so."""
+        """Forget a released context once nothing of it is in progress, and answer."""
         if fragment.release is None or fragment.context not in self._state.contexts:
             return
         owner, message = fragment.release
@@ -154,7 +153,7 @@ class Ends(Struct, eq=False):
         if own is None or sender not in own.awaited:
             return
         del own.awaited[sender]
-        # Whoever answered a release answers the abort that it turned into as well.
+        # A worker may answer both a release and the abort that replaced it.
         own.gathered.extend(f for f in message.failures if f not in own.gathered)
         if own.awaited:
             return
@@ -163,7 +162,7 @@ class Ends(Struct, eq=False):
         self._forget(own, partial(self._state.resume, own.waiter, failures))
 
     def _forget(self, fragment: Fragment, *then: Callable[[], None]) -> None:
-        """Drop what is held of a context here, when no job reads it; then `then`."""
+        """Drop a context's values here once no job reads them; then run `then`."""
         state = self._state
         fragment.gone = True
         del state.contexts[fragment.context]
@@ -195,7 +194,7 @@ class Ends(Struct, eq=False):
     # ----------------------------------------------------------- the end of a worker
 
     def lost(self, event: LostEvent) -> None:
-        """A worker is gone, and its contexts, and those that it took part in."""
+        """A worker is lost: end its contexts and those in which it participated."""
         state, worker = self._state, event.worker
         if worker in state.lost:
             return
@@ -213,7 +212,7 @@ class Ends(Struct, eq=False):
             self._passes.lost(fragment, worker)
 
     def joined(self, event: Joined) -> None:
-        """A worker takes part again, as another one."""
+        """A worker joined again, as a new incarnation."""
         state = self._state
         number = state.names.index(event.name)
         known = incarnation_of(state.workers[number])
@@ -223,7 +222,7 @@ class Ends(Struct, eq=False):
             self.lost(LostEvent(incarnated(event.name, former)))
         state.workers[number] = worker = incarnated(event.name, event.incarnation)
         live, over = self._live(), state.opened
-        while over in live:  # Bounded by these.
+        while over in live:  # Bounded by `live`.
             over -= 1
         if over:
             context = ContextId(state.number, over, state.incarnation)
@@ -251,13 +250,13 @@ class Ends(Struct, eq=False):
             case Phase.LEAVING:
                 if own.lost not in own.gathered:
                     own.gathered.append(own.lost)
-                if own.awaited:  # Else it has not left yet, and aborts when it does.
+                if own.awaited:  # Otherwise it still waits to leave, and aborts then.
                     self._leave(own, abort=True)
             case _:
                 assert own.phase in (Phase.FAILED, Phase.RELEASED), own.phase
 
     def program_returned(self, context: ContextId, failure: Failure | None) -> None:
-        """A program may have lost a worker, and the names of those that it knew."""
+        """Update a context after a program: it may have involved lost workers."""
         own = self._state.owned(context)
         if own is None:
             return

@@ -1,4 +1,4 @@
-"""One worker's engine: it takes an event and returns the effects to be carried out."""
+"""One worker's engine: takes events, returns the effects to carry out."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -22,10 +22,10 @@ class Engine:
     """The deterministic core of one worker: no clock, wire, file, chance or arithmetic.
 
     Args:
-        worker: the name of the worker whose engine this is.
+        worker: the name of this worker.
         workers: the names of all workers, in the order that numbers them.
-        incarnation: how often this worker has been started before. It has to be told
-            which others have joined anew, and which are lost.
+        incarnation: how often this worker has been started before. After a restart,
+            Joined and Lost events must report the state of the other workers.
     """
 
     def __init__(
@@ -54,24 +54,25 @@ class Engine:
 
     @property
     def live_contexts(self) -> int:
-        """How many contexts have a part here."""
+        """Number of contexts that have a fragment here."""
         return len(self._state.contexts)
 
     @property
     def live_passes(self) -> int:
-        """How many passes are in progress here."""
+        """Number of passes in progress here."""
         return sum(part.live is not None for part in self._state.contexts.values())
 
     def graph(self, context: protocol.ContextId) -> Drawing | None:
-        """The part of a context's graph that is here; None if there is none."""
+        """This worker's fragment of a context's graph; None if there is none."""
         fragment = self._state.contexts.get(context)
         return None if fragment is None else draw(fragment)
 
     def handle(self, event: protocol.Event) -> list[protocol.Effect]:
-        """Take one event; return the effects that it asks for, in order.
+        """Process one event; return the effects that it requests, in order.
 
-        Raises: ContextError: a program told something that its context's phase does not
-        take. WorkerLost: a program asked something of a worker that is lost.
+        Raises:
+            ContextError: the phase of the context does not allow a program's event.
+            WorkerLost: a program's event involves a lost worker.
         """
         state = self._state
         if isinstance(event, protocol.Computed):

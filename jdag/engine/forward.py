@@ -1,14 +1,15 @@
-"""Forward: calls and transfers, and the graph as it is recorded.
+"""Forward: calls and transfers, and recording of the graph.
 
 Inputs:  Call, Ship and Primal from other workers, and the same from frames here.
 Outputs: Forward jobs, Primal messages and acknowledgements.
 
 Invariants
-- A recv may exist before its call: data creates it empty, and the call fills it in.
-- A call runs when all its inputs have settled. If any failed it does not run, and its
-  results hold the first failure by position.
-- A call or ship of a context that is gone is answered all the same: its sender may not
-  know, and waits.
+- Data may arrive before its call: it then creates an empty recv, which the call
+  completes.
+- A call runs when all its inputs have settled. If any failed, the call does not run and
+  its results hold the first failure by position.
+- A call or ship of a released context is acknowledged too, since its sender may not
+  know of the release and waits.
 """
 
 from collections.abc import Callable
@@ -47,11 +48,11 @@ class Forwarding(Struct, eq=False):
     _state: State
     _leaves: Leaves
     _lives: Lives
-    # Told when a node that a pass waits for has run.
+    # Called when a node that a pass waits for has run.
     _woken: Callable[[Fragment, Node], None]
 
     def call(self, sender: Worker, message: Call) -> None:
-        """A call from another worker."""
+        """Handle a call from another worker."""
         self._lives.discard(message.discarded)
         fragment = self._state.fragment(message.context)
         if fragment is None:
@@ -67,7 +68,7 @@ class Forwarding(Struct, eq=False):
             slots = len(incoming.tracked)
             recv = self._recv(fragment, path, incoming.source, slots)
             recv.tracked = incoming.tracked
-        if message.incoming:  # Zeros of what they receive are never sent.
+        if message.incoming:  # Shapes of the symbolic zeros that these recvs may send.
             for key, aval in zip(message.inputs, message.function.avals, strict=True):
                 if key.kind == "received" and key.name[0] == path:
                     fragment.recvs[key.name].avals[key.index] = aval
@@ -82,7 +83,7 @@ class Forwarding(Struct, eq=False):
             fragment.values[key] = value
             results.append(value)
         node.results = tuple(results)
-        if True in message.outputs:  # It is entered into the graph.
+        if True in message.outputs:  # Only tracked calls enter the graph.
             tracked = zip(node.arguments, message.tracked, strict=True)
             node.inputs = tuple([value for value, on in tracked if on])
             node.outputs = tuple([value for value in results if value.producer])
@@ -95,18 +96,18 @@ class Forwarding(Struct, eq=False):
         self._state.when_settled(node.arguments, start)
 
     def value(self, fragment: Fragment, key: Key) -> Value:
-        """What an input of a call means here."""
+        """The value that an input of a call denotes here."""
         if key.kind in LEAF_KINDS:
             return self._leaves.use(fragment, key)
         if key.kind == "constant":
             value = fragment.values[key] = Value(key)
             value.settled = True
-            value.users = 0  # No program can name it: its call is all it is for.
+            value.users = 0  # No program can name it; only its call uses it.
             return value
         known = fragment.values.get(key)
         if known is None:
             return self._leaves.missing(key)
-        assert known.users, key  # It was discarded, and is gone.
+        assert known.users, key  # Otherwise it was discarded.
         return known
 
     def _start(self, fragment: Fragment, node: Node) -> None:
@@ -114,7 +115,7 @@ class Forwarding(Struct, eq=False):
             return
         failure = first_failure(node.arguments)
         if failure is not None:
-            if failure.path == node.path:  # It began with the transfer to this call.
+            if failure.path == node.path:  # The transfer to this call failed.
                 failure = replace(failure, call_site=node.call_site)
                 fragment.failures.append(failure)
             self._settle(fragment, node, failure)
@@ -156,7 +157,7 @@ class Forwarding(Struct, eq=False):
     def _recv(
         self, fragment: Fragment, path: Path, source: Worker, slots: int
     ) -> RecvEnd:
-        """The recv of a transfer: made by whichever comes first, call or data."""
+        """The recv of a transfer, created by its call or its data."""
         recv = fragment.recvs.get((path, source))
         if recv is None:
             recv = RecvEnd(path, source, [None] * slots)
@@ -170,20 +171,19 @@ class Forwarding(Struct, eq=False):
         return recv
 
     def lost(self, worker: Worker) -> None:
-        """A worker is lost: it sends nothing more."""
+        """A worker is lost: fail the values that have not arrived from it."""
         for fragment in self._state.contexts.values():
             for recv in tuple(fragment.recvs.values()):
                 if recv.source == worker:
                     self._fail_recv(recv, worker)
 
     def _fail_recv(self, recv: RecvEnd, source: Worker) -> None:
-        """What has not come from a lost worker never will."""
         for value in recv.outputs:
             if not value.settled:
                 self._state.settle(value, self._state.lost_failure(source))
 
     def ship(self, sender: Worker, message: Ship) -> None:
-        """Another worker asks for a value here to be sent elsewhere."""
+        """Another worker requests that a value here be sent to its callee."""
         state = self._state
         self._lives.discard(message.discarded)
         fragment = state.fragment(message.context)
@@ -196,7 +196,7 @@ class Forwarding(Struct, eq=False):
         state.send(sender, Acknowledge(message.context, message.path))
 
     def make_send(self, fragment: Fragment, message: Ship) -> None:
-        """Make the sending end of a transfer, issued by any worker."""
+        """Create the sending end of a transfer, issued by any worker."""
         values = tuple([self.value(fragment, key) for key in message.keys])
         for value in values:
             value.users += 1
@@ -225,7 +225,7 @@ class Forwarding(Struct, eq=False):
         failures = tuple(value.failure for value in values)
         if fragment.gone:
             if fragment.owner not in state.lost:
-                return  # An abort reaches who waits for these as well.
+                return  # The abort also reaches the receiver.
             failures = (self.gone(fragment.context),) * len(values)
         carried = zip(values, failures, strict=True)
         state.send(
@@ -237,7 +237,7 @@ class Forwarding(Struct, eq=False):
         state.less_pending(fragment)
 
     def primal(self, sender: Worker, message: Primal) -> None:
-        """The values of a transfer are here."""
+        """The values of a transfer arrived."""
         state = self._state
         fragment = state.fragment(message.context)
         if fragment is None:
@@ -249,10 +249,10 @@ class Forwarding(Struct, eq=False):
             if not value.settled:
                 state.settle(value, failure)
             elif failure is None:
-                state.drop((value.key,))  # Too late: who waited was told of a loss.
+                state.drop((value.key,))  # Too late: the loss was already reported.
 
     def gone(self, context: ContextId) -> Failure:
-        """The failure to answer for a context that is gone."""
+        """The failure to return for a context that no longer exists."""
         state = self._state
         owner = state.owner(context)
         if owner in state.lost:

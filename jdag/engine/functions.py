@@ -22,7 +22,7 @@ _PACKAGE = os.path.dirname(os.path.abspath(errors.__file__)) + os.sep
 class Applied:
     """A callable pytree as a function of itself, and then of its arguments.
 
-    Its identity is the name of the pytree's class: all else of that is in the pytree.
+    It is identified by the class name of the pytree; everything else is in the pytree.
     As a program it takes the context first, as programs do.
     """
 
@@ -43,7 +43,7 @@ class Applied:
         return made
 
     def __call__(self, first: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call the pytree, which is the first argument; of a program, the second."""
+        """Call the pytree: the first argument, or the second if it is a program."""
         if is_program(self):
             return args[0](first, *args[1:], **kwargs)
         return first(*args, **kwargs)
@@ -60,9 +60,9 @@ class Applied:
 
 
 def name_of(fn: Callable[..., Any]) -> str:
-    """Name a function as `module:qualname`; a partial says so, an object its class.
+    """Name a function as `module:qualname`; an object without a name goes by its class.
 
-    An object that has a name of its own, such as `jnp.add`, goes by that.
+    A partial is named `partial(...)`; objects with a name, such as `jnp.add`, keep it.
     """
     if isinstance(fn, Applied):
         return fn.name
@@ -75,14 +75,14 @@ def name_of(fn: Callable[..., Any]) -> str:
 
 
 def name_on(pair: Any) -> str:
-    """Name the function of a pair, and the device where that was named: `m:f@cpu:1`."""
+    """The name of a pair's function, with its device if one was given: `m:f@cpu:1`."""
     name: str = pair.name
     return name if pair.device is None else f"{name}@{pair.device}"
 
 
 def code_of(fn: Any) -> CodeType | None:
-    """Return the code that `fn` runs in the end, None for builtins."""
-    for _ in range(100):  # A bound: wrappers may, by mistake, wrap each other.
+    """Return the code that `fn` finally runs; None for builtins."""
+    for _ in range(100):  # A bound: wrappers may, by mistake, form a cycle.
         if isinstance(fn, Applied):
             return fn.code
         if isinstance(fn, functools.partial):
@@ -106,10 +106,10 @@ def is_ours(file: str) -> bool:
 
 
 def unjitted(fn: Marked) -> Marked:
-    """Mark `fn` to be run as it stands, without jit; return it.
+    """Mark `fn` to run without jit; return it.
 
     Raises:
-        JdagError: `fn` takes no attributes (a builtin, a bound method).
+        JdagError: attributes cannot be set on `fn` (a builtin, a bound method).
     """
     return _mark(fn, _UNJITTED, "jdag.unjitted")
 
@@ -120,12 +120,12 @@ def is_unjitted(fn: Callable[..., Any]) -> bool:
 
 
 def program(fn: Marked) -> Marked:
-    """Mark `fn` as a program: it takes the context first and is handed refs; return it.
+    """Mark `fn` as a program, which takes a context and then refs; return it.
 
-    What is returned is called with a context, here or by `ctx.call`.
+    The returned function is called with a context, directly or by `ctx.call`.
 
     Raises:
-        JdagError: `fn` takes no attributes (a builtin, a bound method).
+        JdagError: attributes cannot be set on `fn` (a builtin, a bound method).
     """
     if type(fn) is not FunctionType:
         return _mark(fn, _PROGRAM, "jdag.program")
@@ -133,7 +133,7 @@ def program(fn: Marked) -> Marked:
 
     @functools.wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:
-        # Of a method the first argument is its object.
+        # In a method the first argument is its object.
         first = (*args[:2], *kwargs.values())
         if not any(getattr(type(one), CONTEXT, False) for one in first):
             got = kind_of(args[0]) if args else "none"
@@ -148,7 +148,7 @@ def program(fn: Marked) -> Marked:
 
 
 def remote(fn: Marked) -> Marked:
-    """Mark a function or class of jdag itself that messages may name; return it."""
+    """Mark one of jdag's own functions or classes as allowed in messages; return it."""
     return _mark(fn, _REMOTE, "jdag")
 
 
@@ -183,7 +183,7 @@ def _is_marked(fn: Any, mark: str) -> bool:
 
 @remote
 def transferred(*arrays: Any) -> Any:
-    """Return the arguments: `ctx.move` calls this function where they are to be."""
+    """Return the arguments; `ctx.move` calls this on the target worker."""
     return arrays
 
 
@@ -206,9 +206,9 @@ def _base(file: str) -> str:
 
 
 def call_site() -> CallSite:
-    """Return the place of the innermost frame outside of jdag.
+    """Return the call site of the innermost frame outside of jdag.
 
-    Where all frames are jdag's own, the outermost one is named.
+    If all frames are jdag's own, the outermost one is used.
     """
     frame = sys._getframe(1)
     while (outer := frame.f_back) is not None:

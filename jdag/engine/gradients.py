@@ -1,17 +1,17 @@
-"""Complete cotangents: summed, given to hooks, and made the gradients of leaves.
+"""Complete cotangents: summed, passed to hooks, and made the gradients of leaves.
 
 Inputs:  the addends of one place, in order; leaves that a pass has reached; its end.
-Outputs: a Sum where there are several addends, a Fill where a zero is needed; then one
-         Apply for each hook, in the order in which the program attached them, each on
-         what the one before returned. A value that needs none of these has no effect.
+Outputs: a Sum for several addends, a Fill for a zero; then one Apply for each hook, in
+         the order in which the program attached them, each on the result of the one
+         before. A value that needs none of these has no effect.
 
 Invariants
-- A hook is applied once in each pass that reaches its value, when every addend has
-  come, and never to a part of the sum.
-- What a pass adds to a gradient is summed first, then handed to its hooks, then added:
-  its bits do not depend on earlier passes.
-- Gradients are staged in a pass, and only `End(finished)` commits them. Hooks that only
-  see one are given it then, each once per pass, one after another in program order.
+- A hook is applied once in each pass that reaches its value, to the complete sum of all
+  addends, never to a part of it.
+- The contribution of a pass to a gradient is summed first, then passed to its hooks,
+  then added: its bits do not depend on earlier passes.
+- Gradients are staged in a pass, and only `End(finished)` commits them. Observing hooks
+  run then, each once per pass, one after another in program order.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,7 +46,7 @@ class Gradients(Struct, eq=False):
     """Sums of cotangents, and the gradients of leaves, on one worker."""
 
     _state: State
-    _compute: Callable[..., None]  # Asks for a job of a pass, and says what follows.
+    _compute: Callable[..., None]  # Requests a job of a pass, with a continuation.
 
     def total(
         self,
@@ -59,9 +59,9 @@ class Gradients(Struct, eq=False):
         base: Key | None = None,
         aval: Any = None,
     ) -> None:
-        """Call `then` with the sum of base, which stays, and addends, after its hooks.
+        """Sum base (which is kept) and addends, apply hooks, and call `then`.
 
-        Without any of these it is a zero of `aval`.
+        Without base and addends the sum is a zero of `aval`.
         """
         if len(addends) == 1 and base is None:
             self._hook(live, hooks, then, addends[0])
@@ -86,7 +86,7 @@ class Gradients(Struct, eq=False):
         self._compute(live, job, go_on, hook.call_site)
 
     def reached(self, live: Pass, end: LeafEnd) -> None:
-        """All cotangents of a leaf are here: together they are this pass's gradient."""
+        """All cotangents of a leaf have arrived: sum them to the pass's gradient."""
         due = live.dues[end]
         versions = zip(end.outputs, due.addends, strict=True)
         read = [value.key.index for value, addends in versions if addends]
@@ -99,19 +99,19 @@ class Gradients(Struct, eq=False):
         seen = len(hooks) < len(attached)
         then = partial(self._observe if seen else self._add, live, end)
         if not addends and not hooks and end.gradient is not None:
-            live.staged[end.leaf] = None  # By zeros alone: what was there stays.
+            live.staged[end.leaf] = None  # Only zeros: the earlier gradient stays.
             if not seen:
                 return
             then = partial(live.observed.__setitem__, end.leaf)
         self.total(live, (), addends, then, hooks, aval=end.aval)
 
     def _observe(self, live: Pass, end: LeafEnd, key: Key) -> None:
-        """Keep this pass's gradient by itself, for hooks to see in the end."""
+        """Keep this pass's gradient separately, for observing hooks."""
         live.observed[end.leaf] = key
         self.total(live, (), (), partial(self._add, live, end), base=key)
 
     def _add(self, live: Pass, end: LeafEnd, key: Key) -> None:
-        """Add this pass's gradient to that of the passes before; stage it."""
+        """Add this pass's gradient to that of earlier passes; stage the result."""
         if end.gradient is None:
             live.staged[end.leaf] = key
             return
@@ -119,7 +119,7 @@ class Gradients(Struct, eq=False):
         self.total(live, (), (key,), stage, base=end.gradient.stored)
 
     def commit(self, live: Pass, leaf: LeafId, staged: Key | None) -> None:
-        """A pass leaves a gradient: a new one, or, None, the one that there was."""
+        """Commit a leaf's gradient: the staged one, or (None) the existing one."""
         end = live.fragment.leaves[leaf]
         key = GradientKey(live.fragment.context, leaf, live.number)
         if staged is not None:
@@ -133,7 +133,7 @@ class Gradients(Struct, eq=False):
         live.fragment.values[key] = end.gradient
 
     def show(self, live: Pass, then: Told) -> None:
-        """Let hooks see what a finished pass has added; then call `then`."""
+        """Run the observing hooks of a finished pass; then call `then`."""
         left = [
             (hook, key)
             for leaf, key in live.observed.items()
@@ -150,7 +150,7 @@ class Gradients(Struct, eq=False):
         first: Failure | None,
         then: Told,
     ) -> None:
-        """Let the next of the hooks that are left see; `first` is the first failure."""
+        """Run the next observing hook of `left`; `first` is the first failure."""
         fragment = live.fragment
         if not left or fragment.gone:
             self._state.drop(live.observed.values())

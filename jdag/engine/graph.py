@@ -1,17 +1,16 @@
-"""What one worker owns of a context: values, vertices, edges and the calls it issued.
+"""One worker's part of a context: values, vertices, edges and the calls it issued.
 
-A vertex is a place where cotangents meet. There are four kinds, alike in shape:
-`outputs` are the values whose cotangents come in, `inputs` the values whose cotangents
-go out.
+A vertex is a point where cotangents are accumulated. All four kinds have the same
+shape: cotangents of `outputs` arrive, cotangents of `inputs` leave.
 
     Node     a recorded vjp: tracked results of a call in, its tracked arguments out
-    SendEnd  the sending end of a transfer: a cotangent message in, what was sent out
-    RecvEnd  the receiving end: what was received in, a cotangent message out
-    LeafEnd  where the gradient of a leaf accumulates: its versions in, nothing out
+    SendEnd  the sending end of a transfer: a cotangent message in, the sent values out
+    RecvEnd  the receiving end: the received values in, a cotangent message out
+    LeafEnd  accumulates the gradient of a leaf: its versions in, nothing out
 
-Invariants: an edge is (a vertex, a place in its `inputs`), and the value there names
-its producer; a node is spent once and for ever, and so is each slot of a send, which
-says that FAST passes need not wait for it; a value settles once.
+Invariants: an edge is (vertex, position in its `inputs`), and the value there names its
+producer; a node is spent at most once, and so is each slot of a send (FAST passes do
+not wait for spent slots); a value settles once.
 """
 
 from collections.abc import Callable
@@ -32,7 +31,7 @@ from jdag.engine.protocol import (
 
 
 class Value:
-    """A value as the engine knows it: where it is stored, if it is there or failed."""
+    """A value as the engine sees it: its storage key, and if it settled or failed."""
 
     __slots__ = (
         "failure", "index", "key", "producer", "settled", "stored", "users", "waiters",
@@ -42,20 +41,20 @@ class Value:
         self, key: Key, producer: "Vertex | None" = None, index: int = 0
     ) -> None:
         self.key = key
-        self.stored = key  # A gradient is stored under the key of the sum that made it.
+        self.stored = key  # A gradient is stored under the key of its sum.
         self.producer = producer
         self.index = index
         self.settled = False
         self.failure: Failure | None = None
         self.waiters: list[Pending] = []
-        self.users = 1  # Who needs it, the program among them: see `lives`.
+        self.users = 1  # The program is one of them: see `lives`.
 
 
 class Version(Value):
     """A version of a leaf; being the newest of a leaf that is kept is one use of it.
 
-    While it is being made it uses the version before, whose array it has if it is not
-    made after all.
+    While a version is being made it uses the one before, whose array it takes over if
+    the update is withdrawn.
     """
 
     __slots__ = ("before", "leaf")
@@ -78,14 +77,14 @@ class LeafVersions(Struct, eq=False):
 
 
 class Pending(Struct, eq=False):
-    """Something that runs once, when every value it waits for has settled."""
+    """A callback that runs once, when every value that it waits for has settled."""
 
     missing: int
     then: Callable[[], None]
 
 
 class Node(Struct, eq=False):
-    """A call that runs here; a recorded vjp where it has tracked inputs and outputs."""
+    """A call that runs here; a recorded vjp if it has tracked inputs and outputs."""
 
     path: Path
     function: Any
@@ -102,7 +101,7 @@ class Node(Struct, eq=False):
 
 
 class SendEnd(Struct, eq=False):
-    """The sending end of a transfer; in `inputs`, None is a slot not tracked."""
+    """The sending end of a transfer; None in `inputs` is an untracked slot."""
 
     path: Path
     destination: Worker
@@ -113,7 +112,7 @@ class SendEnd(Struct, eq=False):
 
 
 class RecvEnd(Struct, eq=False):
-    """The receiving end of a transfer: made by its call, or by data that came first."""
+    """The receiving end of a transfer, created by its call or by earlier data."""
 
     path: Path
     source: Worker
@@ -123,10 +122,10 @@ class RecvEnd(Struct, eq=False):
 
 
 class LeafEnd(Struct, eq=False):
-    """Where the gradient of one leaf accumulates in one context. It is never spent.
+    """Accumulates the gradient of one leaf in one context. It is never spent.
 
-    `read` is the version that the context reads as the newest: the one that was when it
-    first did, whoever makes others meanwhile, until its own program does.
+    `read` is the version that the context reads as the newest: the newest at its first
+    read, regardless of other programs' assignments, until its own program assigns.
     """
 
     leaf: LeafId
@@ -143,18 +142,18 @@ Copies = dict[tuple[Worker, bool], Key]
 
 
 class ProgramFrame(Struct, eq=False):
-    """One run of a program here: what it issued and what it still waits for."""
+    """One run of a program here: what it issued, and its unfinished waits."""
 
     path: Path
-    issuer: Worker | None  # Who waits for it; None for the top level.
-    # By path and to whom: of a ship, who waits for how many slots.
+    issuer: Worker | None  # Waits for its return; None at the top level.
+    # By path and receiver. For a ship: the callee that waits, and its number of slots.
     unacknowledged: dict[tuple[Path, Worker], tuple[Worker, int] | None] = {}
     launched: dict[Path, tuple[int, Worker]] = {}
     moved: dict[Key, Copies] = {}
-    versions: dict[LeafId, Key] = {}  # That were moved last.
+    versions: dict[LeafId, Key] = {}  # The last ones transferred.
     notices: dict[Worker, list[Key]] = {}  # See `lives`.
-    workers: dict[Worker, None] = {}  # That have, or may have, a part in it.
-    lost: Failure | None = None  # The first loss of a worker of these.
+    workers: dict[Worker, None] = {}  # That participate, or may.
+    lost: Failure | None = None  # The first loss among `workers`.
 
 
 class Fragment(Struct, eq=False):
@@ -167,25 +166,25 @@ class Fragment(Struct, eq=False):
     sends: dict[Path, SendEnd] = {}
     recvs: dict[tuple[Path, Worker], RecvEnd] = {}
     leaves: dict[LeafId, LeafEnd] = {}
-    # Of a leaf, or of an output by its key; in order of path.
+    # By leaf, or by key of an output; in order of path.
     hooks: dict[Key | LeafId, tuple[Hook, ...]] = {}
     frames: dict[Path, ProgramFrame] = {}
-    pending: int = 0  # Calls that have not run and values that were not shipped.
-    failures: list[Failure] = []  # Those that began here.
+    pending: int = 0  # Calls not yet run and values not yet shipped.
+    failures: list[Failure] = []  # Those that originated here.
     live: Any = None  # The `share.Pass` in progress here.
-    past: Any = None  # The last one that ended here, for a drawing.
+    past: Any = None  # The last pass that ended here, for a drawing.
     ended: int = 0  # The number of the last pass that ended.
-    gone: bool = False  # It was released; jobs of it may still run.
+    gone: bool = False  # Released; its jobs may still run.
     release: tuple[Worker, Release] | None = None  # Waits for `pending` == 0.
 
 
 def path_of(vertex: Vertex | SendEnd) -> Path:
-    """The path of the call that made a vertex; a leaf has none."""
+    """The path of the call that made a vertex; empty for a leaf."""
     return () if isinstance(vertex, LeafEnd) else vertex.path
 
 
 def describe(vertex: Vertex | SendEnd) -> str:
-    """Name a vertex for an error: what it is, of which call, from where."""
+    """Describe a vertex for an error: its kind, call and call site."""
     match vertex:
         case Node(function=function, path=path, call_site=site):
             return f"{getattr(function, 'name', function)} (call {path}, {site})"

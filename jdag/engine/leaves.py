@@ -1,16 +1,16 @@
 """Leaves and their versions: made, replaced and dropped in the order of messages.
 
 The owner of a leaf numbers its versions, since programs of several workers may assign
-to it at once without knowing of each other. They ask for the `newest`: the last version
-that was assigned before the request arrived. So each update starts from the one before
-it and none is lost, in whatever order requests arrive; those of one worker arrive in
-the order in which it sent them. A context goes on reading the version that it read
-first (`LeafEnd.read`) until its own program assigns.
+to it concurrently without knowing of each other. They refer to the `newest`: the last
+version assigned before the request arrived. So each update starts from the previous one
+and none is lost, whatever the order of requests; those of one worker arrive in the
+order in which it sent them. A context keeps reading the version that it read first
+(`LeafEnd.read`) until its own program assigns.
 
 A version is kept while it is the newest, while an assignment or a read waits for it,
-and while a context that read it is open: `users` counts these. If the worker that asked
-for a version is lost and the version cannot be made, it is as if it had not asked: the
-version is the one before.
+and while a context that read it is open: `users` counts these. If the worker that
+requested a version is lost and the version cannot be made, the update is withdrawn: the
+version takes over the array of the previous one.
 """
 
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ from jdag.errors import WorkerLost
 
 
 class Update(Struct, eq=False):
-    """An assignment under way: what it reads is kept until it has run."""
+    """An assignment in progress: its inputs are kept until it has run."""
 
     issuer: Worker
     part: Assignment
@@ -59,9 +59,9 @@ class Leaves(Struct, eq=False):
     _state: State
 
     def assigned(self, event: Assigned) -> None:
-        """A program here makes versions of leaves: one message to each who keeps some.
+        """A program here assigns to leaves: send one message to each of their owners.
 
-        Where one of these is lost nobody is told.
+        If one of these is lost, nothing is sent.
         """
         state = self._state
         parts: dict[Worker, list[Assignment]] = {}
@@ -83,15 +83,15 @@ class Leaves(Struct, eq=False):
         self.assign(state.worker, own)
 
     def arrived(self, sender: Worker, message: Assign) -> None:
-        """An assignment from another worker."""
+        """Handle an assignment from another worker."""
         self.assign(sender, message)
         self._state.send(sender, Acknowledge(None, message.path))
 
     def assign(self, issuer: Worker, message: Assign) -> None:
-        """Make the versions: they settle when the functions have run."""
+        """Create the versions; they settle when the functions have run."""
         constants = {key: _unused(key, settled=True) for key in landing(message)}
         updates = [Update(issuer, part) for part in message.parts]
-        # All is taken before the first is made: no part reads what another replaces.
+        # All inputs are resolved first, so that no part reads another part's version.
         for update in updates:
             self._take(update, constants)
         for update in updates:
@@ -114,7 +114,7 @@ class Leaves(Struct, eq=False):
                 fragment = contexts[key.context]
                 value = fragment.values.get(key)
                 if value is not None:
-                    assert value.users, key  # It was discarded, and is gone.
+                    assert value.users, key  # Otherwise it was discarded.
                     fragment.pending += 1
                     update.fragments.append(fragment)
             value = value or self.missing(key)
@@ -122,7 +122,7 @@ class Leaves(Struct, eq=False):
             update.inputs.append(value)
 
     def _next(self, key: Key, aval: Any, issuer: Worker) -> Value:
-        """A new leaf's first version, or the next one of a leaf that is here."""
+        """The first version of a new leaf, or the next of an existing one."""
         leaf = self._state.leaves.get(key.name)
         number = key.index
         if key.kind == "leaf":
@@ -173,7 +173,7 @@ class Leaves(Struct, eq=False):
             state.less_pending(fragment)
 
     def _is_lost(self, issuer: Worker, failure: Failure) -> bool:
-        """Whether the worker that asked, or where the failure began, is lost."""
+        """Whether the requesting worker is lost, or this failure reports its loss."""
         began = failure.error == WorkerLost.__name__ and failure.worker == issuer
         return began or issuer in self._state.lost
 
@@ -195,14 +195,14 @@ class Leaves(Struct, eq=False):
         self._state.settle(version, before.failure)
 
     def version(self, key: Key) -> Version | None:
-        """The version that a key means; None if it is not here."""
+        """The version that a key denotes; None if it is not here."""
         leaf = self._state.leaves.get(key.name)
         if leaf is None or leaf.forgotten:
             return None
         return leaf.versions.get(leaf.newest if key.kind == "newest" else key.index)
 
     def missing(self, key: Key) -> Value:
-        """A value that holds why it is not here."""
+        """A failed value that explains why the key is not held here."""
         if key.kind == "leaf":
             leaf = self._state.leaves.get(key.name)
             newest = f"the newest is {leaf.newest}" if leaf else "it was dropped"
@@ -217,13 +217,13 @@ class Leaves(Struct, eq=False):
         return value
 
     def stale(self, oldest: Mapping[LeafId, int]) -> tuple[Stale, ...]:
-        """Which leaves have newer versions than these."""
+        """The leaves that have newer versions than these."""
         leaves = self._state.leaves
         newer = {name: leaves[name].newest - oldest[name] for name in oldest}
         return tuple(Stale(name, by) for name, by in newer.items() if by)
 
     def use(self, fragment: Fragment, key: Key) -> Value:
-        """A version as a value of a context, with the end of its gradient."""
+        """A version as a value of a context, with its `LeafEnd`."""
         end = fragment.leaves.get(key.name)
         is_newest = key.kind == "newest"
         if is_newest and end is not None and end.read is not None:
@@ -251,12 +251,12 @@ class Leaves(Struct, eq=False):
         return value
 
     def _mirror(self, source: Version, value: Value) -> None:
-        if not value.settled:  # It has if the context was aborted.
+        if not value.settled:  # An aborted context has settled it.
             value.stored = source.stored
             self._state.settle(value, source.failure)
 
     def release(self, fragment: Fragment) -> None:
-        """A context ended: the versions that it read may go."""
+        """A context ended: release the versions that it read."""
         leaves = self._state.leaves
         read = [key for key in fragment.values if key.kind == "leaf"]
         self._state.release(leaves[key.name].versions[key.index] for key in read)
@@ -274,7 +274,7 @@ class Leaves(Struct, eq=False):
                 self._state.send(worker, message)
 
     def forget(self, sender: Worker, message: Forget) -> None:
-        """Drop leaves; a version in use goes when its last user does."""
+        """Drop leaves; a version in use is dropped with its last user."""
         for name in message.leaves:
             leaf = self._state.leaves.get(name)
             if leaf is not None and not leaf.forgotten:
@@ -282,11 +282,11 @@ class Leaves(Struct, eq=False):
                 self._state.release((leaf.versions[leaf.newest],))
 
 
-_NEVER = -1  # The number of a version that nobody can ask for.
+_NEVER = -1  # The number of a version that no key can name.
 
 
 def _unused(key: Key, *, settled: bool = False) -> Value:
-    """A value that no program can name: it goes with its last user."""
+    """A value that no program can name; it is dropped with its last user."""
     value = Value(key)
     value.settled = settled
     value.users = 0

@@ -1,27 +1,29 @@
-"""How long values live: a value goes when no program and no graph can use it again.
+"""Lifetimes of values: a value is dropped when no program or graph can use it again.
 
-Inputs:  Discarded from programs here, and what Issued and Returned discard; Discard
-         from other workers, and what Call, Ship and Return discard.
+Inputs:  Discarded from programs here, and the discards in Issued and Returned; Discard
+         from other workers, and the discards in Call, Ship and Return.
 Outputs: Drop and Discard.
 
 A value is stored while it has users (`Value.users`): one for the programs that can name
-it, and one for each call, transfer and assignment that waits for it or runs on it. The
-graph is no user, but of the current gradient, to which the next pass adds.
+it, and one for each call, transfer and assignment that waits for it or reads it. The
+graph does not count as a user, except for the current gradient, to which the next pass
+adds.
 
-Owner of a key. A key belongs to the frame that made it until its program returns it,
-and then to the frame that called that program. Any other program that was given the key
+Ownership of keys. A key belongs to the frame that made it until its program returns it,
+and then to the frame that called that program. Any other program that receives the key
 runs while the key's holder waits. A copy that a transfer made belongs to the frame that
-asked for the transfer: it goes with its original, with the frame, or when the next
+issued the transfer: it is discarded with its original, with the frame, or when the next
 transfer of a leaf replaces it.
 
-How a discard travels. It goes with the next Call or Ship that the frame sends to the
-same worker, with the Return of its program, or by itself before its program waits.
+Delivery of discards. A discard is sent with the frame's next Call or Ship to the same
+worker, with the Return of its program, or in a message of its own before its program
+waits.
 
 Why a discarded value is never used. Each use of a key is a message from the frame's
-worker to the worker of the value, and the discard follows it on the same link, which
-keeps order. Uses by a program that was given the key are all acknowledged before that
-program returns. A discard may come before its value: the value goes once it has settled
-and its calls have run.
+worker to the value's worker, and the discard follows on the same ordered link. Uses by
+a program that received the key are all acknowledged before that program returns. A
+discard may arrive before its value: the value is then dropped once it has settled and
+its calls have run.
 
 Invariants: each key is discarded at most once; a failure is kept by its fragment, so
 that it is reported even if no program holds the failed value.
@@ -46,30 +48,30 @@ from jdag.engine.state import State
 
 
 class Lives(Struct, eq=False):
-    """The notices of one engine: those of its frames, and those it is given."""
+    """Discards on one engine: sent for its frames, and received."""
 
     _state: State
 
     def discarded(self, event: Discarded) -> None:
-        """A program here discards these keys and waits: send all its notices."""
+        """A program here discards keys and is about to wait: send all its notices."""
         fragment = self._state.contexts.get(event.context)
         frame = None if fragment is None else fragment.frames.get(event.path)
         if frame is None:
-            return  # The context was released from under it, with all of these.
+            return  # The context was released, and all its values with it.
         self.note(frame, event.keys)
         notices, frame.notices = frame.notices, {}
         for worker, keys in notices.items():
             self._state.send(worker, Discard(event.context, tuple(keys)))
 
     def note(self, frame: ProgramFrame, places: Iterable[tuple[Key, Worker]]) -> None:
-        """A program frame discards keys, and with each the copies that it had made."""
+        """A frame discards keys, and with each key the copies made for the frame."""
         for key, owner in places:
             self._note(frame, owner, key)
             if key in frame.moved:
                 self._note_copies(frame, key)
 
     def note_leaves(self, frame: ProgramFrame) -> None:
-        """A pass spends transfers: a leaf is moved anew when it is used again."""
+        """A pass spends transfers: discard tracked copies of leaves."""
         for key, copies in frame.moved.items():
             if key.kind in LEAF_KINDS:
                 for what in [what for what in copies if what[1]]:
@@ -78,14 +80,14 @@ class Lives(Struct, eq=False):
     def note_older(
         self, frame: ProgramFrame, key: Key, arguments: Iterable[Argument]
     ) -> None:
-        """A version of a leaf is moved: the one before it is not named any more."""
+        """A leaf version is transferred: discard copies of the previous version."""
         older = frame.versions.get(key.name, key)
         frame.versions[key.name] = key
         if older not in [key, *(argument.key for argument in arguments)]:
             self._note_copies(frame, older)
 
     def assigned(self, event: Assigned) -> None:
-        """Contexts of programs here read new versions of these leaves from now on."""
+        """Contexts of programs here now read new versions: discard older copies."""
         keys = [k for part in event.parts for k in part.outputs if k.kind == "newest"]
         for fragment in self._state.contexts.values() if keys else ():
             if fragment.owner == self._state.worker:
@@ -104,7 +106,7 @@ class Lives(Struct, eq=False):
             frame.notices.setdefault(worker, []).append(key)
 
     def returning(self, frame: ProgramFrame) -> tuple[Notice, ...]:
-        """The notices that a returning program leaves to its caller."""
+        """The notices that a returning program passes to its caller."""
         for key in tuple(frame.moved):
             self._note_copies(frame, key)
         return tuple(
@@ -116,9 +118,9 @@ class Lives(Struct, eq=False):
         for key in keys:
             fragment = self._state.contexts.get(key.context)
             if fragment is None:
-                continue  # It was released.
+                continue  # Released.
             value = fragment.values.get(key)
-            if key.kind == "gradient":  # It may have had another name before.
+            if key.kind == "gradient":  # One gradient may have a key from each pass.
                 fragment.values.pop(key, None)
             if value is not None:
                 self._state.release((value,))

@@ -1,7 +1,7 @@
-"""What engines say to each other; `landing` names the values that ride along.
+"""Messages between engines; `landing` gives the keys of the values that they carry.
 
-A message is data. The wire turns it into bytes; the driver attaches the values and
-stores them, where they land, under the keys that `landing(message)` gives.
+A message is plain data. The wire encodes it as bytes; the driver attaches the values
+and stores them at the receiver under the keys that `landing(message)` gives.
 """
 
 from collections.abc import Callable
@@ -49,7 +49,7 @@ Change = Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
 
 
 class Incoming(Record, gc=False):
-    """A recv that a call makes: who sends, and which of the slots are tracked."""
+    """A recv that a call creates: its source, and which of the slots are tracked."""
 
     source: Worker
     tracked: Mask
@@ -63,14 +63,14 @@ class Notice(Record, gc=False):
 
 
 class OfCall(Record):
-    """What is said of a call, ship or program, which its path names."""
+    """Base of messages about a call, ship or program, identified by its path."""
 
     context: ContextId
     path: Path
 
 
 class OfPass(Record):
-    """What is said of a pass, by its number in its context."""
+    """Base of messages about a pass, identified by its number in its context."""
 
     context: ContextId
     number: U32
@@ -85,16 +85,16 @@ class Call(OfCall, tag=0):
     outputs: Mask  # Which outputs are tracked.
     incoming: Several[Incoming]
     call_site: Name
-    discarded: Keys = ()  # These are not named any more.
+    discarded: Keys = ()  # No program can name these any more.
 
 
 class Ship(OfCall, tag=1):
-    """Issuer to an owner of arguments: send these to where this path's call runs."""
+    """Issuer to an owner of arguments: send these to the callee of this path."""
 
     destination: Worker
     keys: Keys
     tracked: Mask
-    function: Name  # The name of the function that is called there.
+    function: Name  # The function that is called there.
     call_site: Name
     discarded: Keys = ()
 
@@ -107,7 +107,7 @@ class Acknowledge(Record, tag=2):
 
 
 class Primal(OfCall, tag=3):
-    """Send to recv: the values of a transfer, or for a slot why there is none."""
+    """Send to recv: the values of a transfer, or the failure of each missing one."""
 
     source: Worker
     failures: Several[Failure | None]
@@ -122,7 +122,7 @@ class Run(OfCall, tag=4):
 
 
 class Return(OfCall, tag=5):
-    """The program of this path ended; it touched these workers."""
+    """The program of this path ended; `workers` may hold parts of the context."""
 
     result: Data
     failure: Failure | None
@@ -138,23 +138,23 @@ class Discard(Record, tag=21):
 
 
 class Read(Record, tag=6):
-    """Asks for values; untracked. Never makes a context."""
+    """Request values; untracked. Never creates a context."""
 
     request: U64
     keys: Keys
 
 
 class Reading(Record, tag=7):
-    """Answers a read, with the values or with why there are none."""
+    """Answer to a Read: the values, or the failure of each missing one."""
 
     request: U64
     failures: Several[Failure | None]
 
 
 class Assignment(Record):
-    """New versions of leaves of one worker: from values, or by a function there."""
+    """New versions of one worker's leaves: from values, or by a function there."""
 
-    path: Path  # That of the message, then the place among all assigned with it.
+    path: Path  # The message's path, then the index among all parts assigned with it.
     function: Function | None  # None: the values come with the message.
     inputs: Keys
     outputs: Keys
@@ -163,16 +163,16 @@ class Assignment(Record):
 
     @property
     def worker(self) -> Worker:
-        """Who keeps these leaves."""
+        """The owner of these leaves."""
         leaf: LeafId = self.outputs[0].name
         return leaf.worker
 
 
 class Assign(Record, tag=8):
-    """Make versions of leaves, each part by itself, in order.
+    """Make versions of leaves, each part independently, in order.
 
-    Carries the values of parts without a function, and the constants that functions
-    take, each once however many take it.
+    Carries the values of parts without a function, and the constants of functions, each
+    once even if several functions use it.
     """
 
     path: Path  # (number,): leaves are assigned outside contexts, in one order.
@@ -186,7 +186,7 @@ class Forget(Record, tag=9):
 
 
 class Attach(Record, tag=20):
-    """Issuer to the owner of a value: have this hook see its cotangents."""
+    """Issuer to the owner of a value: apply this hook to its cotangents."""
 
     context: ContextId
     key: Key  # An output, or any version of a leaf.
@@ -194,7 +194,7 @@ class Attach(Record, tag=20):
 
 
 class Start(OfPass, tag=10):
-    """Owner to a worker with roots: count, and if `go` begin. Carries cotangents."""
+    """Owner to a worker with roots: count; if `go`, begin. Carries given cotangents."""
 
     roots: Several[Root]
     mode: Mode
@@ -205,14 +205,14 @@ class Start(OfPass, tag=10):
 
 
 class Marked(Record, gc=False):
-    """Slots of a transfer, by its path, that the roots are newly known to need."""
+    """Slots of a transfer, by its path, that the roots newly need."""
 
     path: Path
     slots: Mask
 
 
 class Mark(OfPass, tag=19):
-    """Recv to send, in SMART mode: what the roots need of these transfers."""
+    """Recv to send, in SMART mode: the slots of these transfers that the roots need."""
 
     transfers: Several[Marked]
     retain: bool
@@ -221,7 +221,7 @@ class Mark(OfPass, tag=19):
 
 
 class Go(OfPass, tag=11):
-    """Owner to a worker whose roots it announced: begin."""
+    """Owner to a worker with announced roots: begin."""
 
     retain: bool
     credit: Credit
@@ -239,7 +239,7 @@ class Cotangent(OfPass, tag=12):
 
 
 class Answer(OfPass, tag=13):
-    """To the owner: nothing of the pass goes on here; credit and change in owed sends.
+    """To the owner: this worker is passive. Returns credit and change in owed sends.
 
     All messages of a pass carry these two (`jdag.engine.credit`).
     """
@@ -249,7 +249,7 @@ class Answer(OfPass, tag=13):
 
 
 class Fail(OfPass, tag=14):
-    """To whom one first heard of the pass from: it cannot finish."""
+    """To the worker that first sent a message of the pass: it cannot finish."""
 
     failure: Failure
 
@@ -262,9 +262,9 @@ class End(OfPass, tag=15):
 
 
 class Ended(OfPass, tag=16):
-    """Answers End: sends still owed, leaves that now have a gradient.
+    """Answer to End: sends still owed, and leaves that now have a gradient.
 
-    `failure`: a hook that saw one raised.
+    `failure`: an observing hook raised.
     """
 
     owed: Several[Owed]
@@ -276,8 +276,8 @@ class Ended(OfPass, tag=16):
 class Release(Record, tag=17):
     """Owner to every participant: forget it, at once if `abort`, else when quiet.
 
-    `live` are the counters of the owner's contexts that are still open: every other up
-    to this one is gone, which is all that a worker remembers.
+    `live` lists the counters of the owner's open contexts. Every other context up to
+    this one is gone; a worker remembers no more than that.
     """
 
     context: ContextId
@@ -286,13 +286,13 @@ class Release(Record, tag=17):
 
 
 class Released(Record, tag=18):
-    """Answers Release: the failures that began here, first in program order first."""
+    """Answer to Release: failures that originated here, in program order."""
 
     context: ContextId
     failures: Several[Failure]
 
 
-# What carries a part of a pass's credit.
+# Messages that carry a part of a pass's credit.
 Credited = Start | Mark | Go | Cotangent | Answer
 
 Message = (
@@ -303,7 +303,7 @@ Message = (
 
 
 def landing(message: Message) -> tuple[Key, ...]:
-    """The keys under which the values that ride with a message are stored."""
+    """The keys under which the values that a message carries are stored."""
     keys = _LANDING.get(message.__class__)
     return () if keys is None else tuple(keys(message))
 

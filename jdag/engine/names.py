@@ -1,8 +1,8 @@
-"""Names and plain data that messages, jobs and events are made of.
+"""Names and plain data in messages, jobs and events.
 
-Names are global: a key means the same value on every worker. What travels is a struct
-whose annotations bound every number, text and tuple: the wire reads no others. On the
-wire a struct is an array of its fields, so fields and tags are only appended.
+Names are global: a key means the same value on every worker. Structs that travel bound
+every number, text and tuple by annotations, which the wire enforces. A struct is
+encoded as an array of its fields, so fields and tags are only ever appended.
 """
 
 from enum import Enum
@@ -14,7 +14,7 @@ from jdag.engine.arrays import ArrayType
 
 ITEMS_MAX = 1 << 24  # Of a tuple in a message.
 SLOTS_MAX = 1 << 20  # Of one call or transfer.
-PATH_MAX = 1 << 12  # Numbers in a path: so deep programs may call each other.
+PATH_MAX = 1 << 12  # Numbers in a path: the nesting depth of programs.
 NAME_MAX = 1 << 16  # Characters of a text that names something.
 TEXT_MAX = 1 << 28
 DATA_MAX_BYTES = 1 << 30
@@ -27,8 +27,8 @@ Name = Annotated[str, Meta(max_length=NAME_MAX)]
 Text = Annotated[str, Meta(max_length=TEXT_MAX)]
 Mask = Annotated[tuple[bool, ...], Meta(max_length=SLOTS_MAX)]
 
-# What is opaque to engines travels as bytes; the wire makes them, and reads them. An
-# exception stays in its process.
+# What is opaque to engines travels as bytes, which the wire encodes and decodes.
+# Exceptions do not travel.
 if TYPE_CHECKING:
     Function = Any
     Shape = Any
@@ -43,27 +43,26 @@ else:
 
 @dataclass_transform(frozen_default=True)
 class Record(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What travels."""
+    """Base of everything that travels."""
 
 
 # Call numbers from the top frame down: the order of everything.
 Path = Annotated[tuple[U32, ...], Meta(max_length=PATH_MAX)]
 
-# A worker that comes back is another one: nothing that was said of the former one, or
-# is on its way to or from it, is of it. So each incarnation has a name of its own: the
-# first the worker's, `ps0`, the others `ps0#1`, `ps0#2`, ...
+# A restarted worker is a new worker: messages to, from or about its predecessor do not
+# concern it. So each incarnation has its own name: `ps0` first, then `ps0#1`, `ps0#2`.
 Worker = Annotated[str, Meta(min_length=1, max_length=NAME_MAX)]
 Workers = Annotated[tuple[Worker, ...], Meta(max_length=ITEMS_MAX)]
 _AGAIN = "#"  # Not in the name of a worker.
 
 
 def incarnated(name: str, incarnation: int) -> Worker:
-    """What engines call an incarnation of the worker of this name."""
+    """The engines' name of an incarnation of this worker."""
     return f"{name}{_AGAIN}{incarnation}" if incarnation else name
 
 
 def named(worker: Worker) -> str:
-    """The name of the worker of which this is an incarnation."""
+    """The name of the worker without its incarnation."""
     return worker.partition(_AGAIN)[0]
 
 
@@ -76,14 +75,14 @@ WORKERS_MAX = 1 << 16  # A context's id has 16 bits for the worker.
 
 
 def is_name(name: object) -> bool:
-    """Whether a worker can be called that."""
+    """Whether this is an allowed name of a worker."""
     if not isinstance(name, str) or not name.isprintable():
-        return False  # A sign that nobody sees makes two names look like one.
+        return False  # Invisible characters would make two names look equal.
     return bool(name) and _AGAIN not in name
 
 
 class ContextId(Record, order=True, gc=False, cache_hash=True):
-    """Names a context: 16 bits of its owner's number, 48 of a counter; incarnation."""
+    """Identifies a context: its owner's number, a 48-bit counter, the incarnation."""
 
     number: U16
     counter: U48
@@ -100,9 +99,9 @@ class ContextId(Record, order=True, gc=False, cache_hash=True):
 
 
 class LeafId(Record, order=True, gc=False, cache_hash=True):
-    """Names a leaf: who keeps it; who made it, and how many it had made before.
+    """Identifies a leaf: the worker that keeps it, and a 64-bit number.
 
-    Of its 64 bits 16 are the maker's number, then 16 that of its incarnation.
+    The number is the maker's number (16 bits), its incarnation (16) and a counter (32).
     """
 
     worker: Worker
@@ -112,7 +111,7 @@ class LeafId(Record, order=True, gc=False, cache_hash=True):
     def made_by(
         cls, maker: int, incarnation: int, counter: int, worker: Worker
     ) -> "LeafId":
-        """The name of the leaf, on a worker, of this maker and counter."""
+        """The id of a leaf on `worker`, by its maker and the maker's counter."""
         assert incarnation < 1 << 16 and counter < 1 << 32, (incarnation, counter)
         return cls(worker, maker << 48 | incarnation << 32 | counter)
 
@@ -131,13 +130,13 @@ class AnyKey(Record, gc=False, cache_hash=True):
     received    (path, source)  slot of the transfer     where the transfer went
     constant    path            position of the argument where the call runs
     leaf        LeafId          version                  on the leaf's worker
-    newest      LeafId          0: which, it says        the leaf's worker
+    newest      LeafId          0                        on the leaf's worker
     gradient    LeafId          pass                     on the leaf's worker
     seed        pass            number of the root       where the root lives
     cotangent   (pass, path)    slot of the transfer     on the send's worker
-    reading     request         number in the request    where it was asked
+    reading     request         number in the request    on the requesting worker
     residuals   path of call    0                        where the call ran
-    scratch     job             which output             nowhere but here
+    scratch     job             which output             where the job ran
     """
 
     kind: ClassVar[str]
@@ -150,7 +149,7 @@ class AnyKey(Record, gc=False, cache_hash=True):
         cls.kind = cls.__name__.removesuffix("Key").lower()
 
     def __lt__(self, other: "AnyKey") -> bool:
-        """By kind, context, name and index: in program order, where that counts."""
+        """Compare by kind, context, name and index; within a kind, program order."""
         if self.kind != other.kind:
             return self.kind < other.kind
         one = (self.context, self.name, self.index)
@@ -188,7 +187,7 @@ class GradientKey(AnyKey, tag=4):
 
 
 class SeedKey(AnyKey, tag=5):
-    """A cotangent that a pass was given."""
+    """A cotangent given to a pass."""
 
     name: U32
 
@@ -206,7 +205,7 @@ class ReadingKey(AnyKey, tag=7):
 
 
 class NewestKey(AnyKey, tag=8):
-    """Whichever version of a leaf is the newest."""
+    """The newest version of a leaf, whichever that is."""
 
     name: LeafId
 
@@ -218,7 +217,7 @@ class ResidualsKey(AnyKey, tag=9):
 
 
 class ScratchKey(AnyKey, tag=10):
-    """What a job makes for others of its worker; never leaves that."""
+    """An intermediate value of a job; never leaves its worker."""
 
     name: U64
 
@@ -237,11 +236,11 @@ LEAF_KINDS = ("leaf", "newest")  # Of keys that name a version of a leaf.
 
 
 class Failure(Record):
-    """An error as a value: what holds it, and whoever computes on it, fails with it.
+    """An error as a value: its holders, and computations on it, fail with it.
 
-    `error` names a class of `jdag.errors`; `exception` is the original where this
-    process has it (it does not travel). (`worker`, `path`) is where it began and
-    identifies it.
+    `error` names a class of `jdag.errors`. `exception` is the original, in the process
+    where it was raised (it does not travel). (`worker`, `path`) is the origin and
+    identifies the failure.
     """
 
     error: Name
@@ -268,23 +267,23 @@ class Outcome(Enum):
     FINISHED = "finished"
     FAILED = "failed"
     STUCK = "stuck"
-    EXPIRED = "expired"  # It was given a time, and that is over.
+    EXPIRED = "expired"  # Its timeout has passed.
 
 
 class Root(Record):
-    """Where a pass starts: a value, its shape, and whether a cotangent is carried."""
+    """A starting point of a pass: a value, its shape, and if a cotangent is given."""
 
     key: Key
     aval: Shape
     given: bool
-    number: U32  # Its place among all roots of the pass.
+    number: U32  # Its index among all roots of the pass.
 
 
 class Hook(Record):
-    """A function of a complete cotangent, applied where that is; in order of path.
+    """A function applied to a complete cotangent on its worker, in order of path.
 
-    `replaces`: what it returns takes the cotangent's place. Else it sees a leaf's
-    gradient of a pass once that has been accumulated.
+    If `replaces`, its result replaces the cotangent. Otherwise it observes the gradient
+    that a pass adds to a leaf, once that has been accumulated.
     """
 
     path: Path
@@ -298,14 +297,14 @@ class Stale(Record, order=True, gc=False):
     """A leaf that was updated since a pass's forward read it."""
 
     leaf: LeafId
-    newer: U32  # By so many versions the newest is newer than the oldest that was read.
+    newer: U32  # How many versions the newest is ahead of the oldest that was read.
 
 
 class Owed(Record, order=True, gc=False):
-    """A send that waited for its cotangent: what a stuck pass names."""
+    """A send that still waits for its cotangent, as a stuck pass reports it."""
 
     path: Path
     worker: Worker  # Where the send is.
-    destination: Worker  # Who never sent the cotangent.
-    function: Name  # The function that was called with what was sent.
+    destination: Worker  # Where the cotangent should have come from.
+    function: Name  # The function that was called with the sent values.
     call_site: Name

@@ -1,17 +1,17 @@
-"""Passes: the owner's half of a pass, and how it ends on every worker.
+"""Passes: the owner's part of a pass, and the end of a pass on every worker.
 
 Inputs:  Differentiated from programs; End and Ended from other workers; Expired from
-         the driver; from `backward`, that the owner has nothing to do and holds the
-         whole credit, or that a failure reached it.
+         the driver; from `backward`: the owner is passive and holds the whole credit,
+         or a failure reached it.
 Outputs: Start, Go, End, Ended, Resume, Alarm and Drop.
 
 Invariants
-- A pass begins when the top frame has no unacknowledged call. In SMART mode marking
-  starts from the roots; in FAST mode with roots on several workers all are announced
-  first. That wave is over when the owner holds the whole credit: then it sends Go.
-- Every pass ends with one End to each worker that took part, and is over when all have
-  answered: then no job of it runs anywhere, unless its time ran out. Only
-  End(finished) commits gradients.
+- A pass begins when the top frame has no unacknowledged call. SMART mode first marks
+  from the roots; FAST mode with roots on several workers first announces them all. This
+  first wave is over when the owner holds the whole credit; then it sends Go.
+- Every pass ends with one End to each participating worker, and is over when all have
+  answered: then no job of it runs anywhere, unless it timed out. Only End(finished)
+  commits gradients.
 """
 
 from collections.abc import Callable, Sequence
@@ -65,13 +65,13 @@ class Passes(Struct, eq=False):
     # -------------------------------------------------------------- the owner's pass
 
     def owned(self, context: ContextId) -> OwnedFragment:
-        """A context that this engine owns."""
+        """A context owned by this engine."""
         own, _ = self._frames.frame(context, (0,))
         assert isinstance(own, OwnedFragment), context
         return own
 
     def differentiated(self, event: Differentiated) -> None:
-        """The top frame asks for a pass."""
+        """The top frame requests a pass."""
         own = self.owned(event.context)
         own.advance(Differentiated)
         own.passes += 1
@@ -89,7 +89,7 @@ class Passes(Struct, eq=False):
         self._frames.when_acknowledged(top, begin)
 
     def never_began(self, own: OwnedFragment) -> None:
-        """A pass that ends while it gathers has its cotangents here, unused."""
+        """Drop the given cotangents of a pass that ends while it gathers."""
         if own.phase is Phase.GATHERING:
             roots = [root for _, root in own.roots]
             self._state.drop(_seeds(own, own.passes, roots))
@@ -97,7 +97,7 @@ class Passes(Struct, eq=False):
     def _begin(self, own: OwnedFragment, mode: Mode) -> None:
         """All calls have arrived: announce the roots, or start where they all are."""
         if own.phase is not Phase.GATHERING:
-            return  # A worker was lost meanwhile.
+            return  # It ended meanwhile: a worker was lost, or the timeout passed.
         context, number, retain = own.context, own.passes, own.retain
         live = Pass(own, number, mode, retain, parent=None, credit=WHOLE)
         own.live = live
@@ -120,7 +120,7 @@ class Passes(Struct, eq=False):
         self._backward.settle(live)
 
     def owner_passive(self, live: Pass) -> None:
-        """Nothing goes on anywhere: the wave before the pass, or the pass, is over."""
+        """No worker has anything to do: the first wave, or the pass, is over."""
         own = live.fragment
         assert isinstance(own, OwnedFragment), own
         if own.phase is Phase.RUNNING:
@@ -137,21 +137,21 @@ class Passes(Struct, eq=False):
         self._backward.settle(live)
 
     def owner_failed(self, live: Pass, failure: Failure) -> None:
-        """A failure reached the owner."""
+        """A failure of the pass reached its owner."""
         own = live.fragment
         assert isinstance(own, OwnedFragment), own
         self.finish(own, Outcome.FAILED, failure)
 
     def expired(self, event: Expired) -> None:
-        """The time of a pass is over; what is owed is collected as it ends."""
+        """The timeout of a pass has passed: end it; answers report the owed sends."""
         own = self._state.owned(event.context)
         if own is None or own.passes != event.number:
             return
         if own.phase is Phase.ENDING and own.outcome is Outcome.FAILED:
-            # Who waits for the jobs of what has failed waits for them no longer.
+            # Do not wait any longer for jobs of the failed pass.
             self._tell_all(own, Outcome.EXPIRED)
         if End not in NEXT[own.phase]:
-            return  # It is ending already.
+            return  # It is already ending.
         top = own.frames[()]
         waits = self._frames.unacknowledged(top)
         why = f"acknowledgements of {', '.join(waits)}" if waits else ""
@@ -169,14 +169,14 @@ class Passes(Struct, eq=False):
         self.never_began(own)
         own.advance(End)
         own.outcome, own.failure = outcome, failure
-        # A pass that did not begin ends for those as well that have acknowledged
-        # nothing: what they are about to hear of is spent there too.
+        # A pass that did not begin also ends on workers that have acknowledged nothing:
+        # calls still on their way to them are spent too.
         others = self._state.others(own.frames[()].workers)
         own.awaited = dict.fromkeys((*others, self._state.worker))
         self._tell_all(own, outcome)
 
     def _tell_all(self, own: OwnedFragment, outcome: Outcome) -> None:
-        """Send the end to all that have not answered; this worker is last."""
+        """Send End to all workers that have not answered, this worker last."""
         here = self._state.worker
         message = End(own.context, own.passes, outcome, own.retain)
         awaited = tuple(own.awaited)
@@ -187,7 +187,7 @@ class Passes(Struct, eq=False):
             self._close_pass(own, message, partial(self.ended, here))
 
     def ended(self, sender: Worker, message: Ended) -> None:
-        """A participant knows that the pass is over."""
+        """A participant answered End."""
         own = self._state.owned(message.context)
         if own is None or own.phase is not Phase.ENDING:
             return
@@ -218,7 +218,7 @@ class Passes(Struct, eq=False):
     # ------------------------------------------------------------- the end of a pass
 
     def end(self, sender: Worker, message: End) -> None:
-        """The pass is over, says the context's owner."""
+        """The context's owner ended the pass."""
         fragment = self._state.contexts.get(message.context)
         if fragment is None:
             reply = Ended(message.context, message.number, (), (), (), None)
@@ -229,9 +229,10 @@ class Passes(Struct, eq=False):
     def _close_pass(
         self, fragment: Fragment, message: End, tell: Callable[[Ended], None]
     ) -> None:
-        """Commit or forget what the pass did here; leave only gradients of it.
+        """Commit or discard the local part of a pass; only gradients remain.
 
-        `tell` is called with the answer when hooks have seen these, and no job runs.
+        `tell` is called with the answer when observing hooks have run or, after a
+        failure, when no job of the pass runs.
         """
         fragment.ended = message.number
         live: Pass | None = fragment.live
@@ -251,7 +252,7 @@ class Passes(Struct, eq=False):
             self._backward.gradients.show(
                 live, lambda why: tell(replace(answer, failure=why))
             )
-        elif message.outcome is Outcome.FAILED:  # There may be jobs left.
+        elif message.outcome is Outcome.FAILED:  # Jobs may still be running.
             jobs = self._jobs(fragment, message.number)
             self._state.when_computed(jobs, partial(tell, answer))
         else:
@@ -266,7 +267,7 @@ class Passes(Struct, eq=False):
         ]
 
     def _ended(self, live: Pass, answer: Ended) -> Ended:
-        """What the owner is told of a pass that had a part here; commit gradients."""
+        """The answer of a worker with a part in the pass; commits gradients."""
         if live.outcome is Outcome.FINISHED:
             for leaf, staged in live.staged.items():
                 self._backward.gradients.commit(live, leaf, staged)
@@ -280,7 +281,7 @@ class Passes(Struct, eq=False):
         return replace(answer, owed=owed)
 
     def _clear(self, live: Pass) -> None:
-        """Drop what was on its way in a pass that did not finish."""
+        """Drop intermediate values of a pass that did not finish."""
         state, fragment = self._state, live.fragment
         dues = live.dues.values()
         left = [key for due in dues for slot in due.addends for _, _, key in slot]
@@ -288,7 +289,7 @@ class Passes(Struct, eq=False):
         if not live.seeded:
             left.extend(_seeds(fragment, live.number, live.roots))
         state.drop(left)
-        # A sum that is under way may still read these.
+        # A running sum may still read these.
         observed, live.observed = tuple(live.observed.values()), {}
         jobs = self._jobs(fragment, live.number) if observed else ()
         state.when_computed(jobs, partial(state.drop, observed))
@@ -297,7 +298,7 @@ class Passes(Struct, eq=False):
                 vertex.waited = False
 
     def _spend(self, fragment: Fragment) -> None:
-        """Nothing recorded so far can be used again."""
+        """Mark everything recorded so far as spent."""
         residuals = []
         for node in fragment.nodes.values():
             node.spent = True
@@ -309,7 +310,7 @@ class Passes(Struct, eq=False):
         self._state.drop(residuals)
 
     def lost(self, fragment: Fragment, worker: Worker) -> None:
-        """The other end of a transfer is lost: what it owes this pass never comes."""
+        """A transfer peer is lost: fail the pass, whose cotangents will not arrive."""
         live: Pass | None = fragment.live
         if live is None or live.parent is None:
             return
@@ -327,7 +328,7 @@ class Passes(Struct, eq=False):
 
 
 def _seeds(fragment: Fragment, number: int, roots: Sequence[Root]) -> tuple[Key, ...]:
-    """Where the given cotangents of these roots are."""
+    """The keys of the given cotangents of these roots."""
     return tuple(
         SeedKey(fragment.context, number, root.number) for root in roots if root.given
     )

@@ -1,4 +1,4 @@
-"""The phases of a context at its owner, a table that code and errors read."""
+"""The phases of a context at its owner: one table, used by code and errors."""
 
 from collections.abc import Mapping
 from enum import Enum
@@ -31,17 +31,17 @@ class Phase(Enum):
     """What a context is doing."""
 
     OPEN = "open"
-    GATHERING = "gathering"  # A pass is asked for; calls are not all acknowledged.
-    ANNOUNCING = "announcing"  # FAST, roots on several workers: all hear of the pass.
-    MARKING = "marking"  # SMART: what the roots need is being found.
+    GATHERING = "gathering"  # A pass was requested; waiting for acknowledgements.
+    ANNOUNCING = "announcing"  # FAST with roots on several workers: sending Starts.
+    MARKING = "marking"  # SMART: marking what the roots need.
     RUNNING = "running"  # Cotangents flow.
-    ENDING = "ending"  # Every participant is being told.
-    FAILED = "failed"  # A worker of it was lost.
+    ENDING = "ending"  # Waiting for every participant's Ended.
+    FAILED = "failed"  # A participating worker was lost.
     LEAVING = "leaving"
     RELEASED = "released"
 
 
-# What moves a context on: what its programs tell, what goes to or comes from all.
+# The transitions, caused by events of its programs and by messages to or from workers.
 NEXT: Mapping[Phase, Mapping[type, Phase]] = {
     Phase.OPEN: {
         Issued: Phase.OPEN,
@@ -69,13 +69,13 @@ NEXT: Mapping[Phase, Mapping[type, Phase]] = {
 
 
 class OwnedFragment(Fragment, eq=False):
-    """The part of a context on the worker that opened it."""
+    """The fragment of a context on its owner."""
 
     phase: Phase = Phase.OPEN
-    lost: Failure | None = None  # The first loss of a worker that took part.
+    lost: Failure | None = None  # The first loss of a participating worker.
     waiter: int = 0
     passes: int = 0
-    roots: tuple[tuple[Worker, Root], ...] = ()  # These two of the last pass.
+    roots: tuple[tuple[Worker, Root], ...] = ()  # Roots and `retain` of the last pass.
     retain: bool = False
     outcome: Outcome = Outcome.FINISHED
     failure: Failure | None = None
@@ -85,7 +85,7 @@ class OwnedFragment(Fragment, eq=False):
     gathered: list[Failure] = field(default_factory=list)
 
     def advance(self, cause: type) -> None:
-        """Take a step of the table, or say what the phase allows."""
+        """Make the transition of `cause`; the error lists the allowed ones."""
         following = NEXT[self.phase].get(cause)
         if following is None:
             if self.lost is not None:

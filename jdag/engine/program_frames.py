@@ -1,17 +1,17 @@
-"""Program frames: what programs here issue, and the programs that they call.
+"""Program frames: calls issued by programs here, and the programs that they call.
 
 Inputs:  Issued, Launched, Attached and Returned from programs here; Run, Return, Attach
          and Acknowledge from other workers.
 Outputs: Call, Ship, Run, Return and Attach messages, Spawn and Resume.
 
 Invariants
-- Only the issuer decides on transfers: a value goes to a worker once per frame and
-  tracking; a leaf goes again after a pass that spends.
-- A call, ship or program is acknowledged once. A program call leaves only when all
+- Only the issuer decides on transfers. A frame transfers a value to a worker once for
+  each value of `tracked`; a leaf is transferred again after a pass that spends.
+- A call, ship or program is acknowledged once. A program call is sent only when all
   earlier calls of its frame (and all assignments from here) are acknowledged, and a
-  program returns only when its own are. So a worker that is given a ref can use it at
-  once.
-- A program that lost a worker which took part returns that failure.
+  program returns only when its own are. So a worker that receives a ref can use it
+  immediately.
+- A program that lost a participating worker returns that failure.
 """
 
 from collections.abc import Callable
@@ -66,7 +66,7 @@ class ProgramFrames(Struct, eq=False):
     def frame(
         self, context: ContextId, path: Path, cause: type | None = None
     ) -> tuple[Fragment, ProgramFrame]:
-        """The frame here that makes the call of this path, if the phase allows it."""
+        """The frame here that issues the call of this path, if the phase allows it."""
         fragment = self._state.contexts.get(context)
         frame = None if fragment is None else fragment.frames.get(path[:-1])
         if fragment is None or frame is None:
@@ -83,7 +83,7 @@ class ProgramFrames(Struct, eq=False):
         return None if fragment is None else fragment.frames.get(path[:-1])
 
     def issued(self, event: Issued) -> None:
-        """Turn a call into messages: to the callee and to each owner of arguments."""
+        """Turn a call into messages to the callee and to each owner of arguments."""
         state, lives = self._state, self._lives
         context, path, worker = event.context, event.path, event.worker
         fragment, frame = self.frame(context, path, Issued)
@@ -145,7 +145,7 @@ class ProgramFrames(Struct, eq=False):
     def _transfers(
         self, event: Issued, frame: ProgramFrame
     ) -> tuple[list[Key], dict[Worker, list[tuple[Key, bool]]]]:
-        """The key of each input on the callee, and what each owner has to send."""
+        """The key of each input on the callee, and the slots each owner must send."""
         inputs: list[Key] = []
         ships: dict[Worker, list[tuple[Key, bool]]] = {}
         for argument in event.arguments:
@@ -169,7 +169,7 @@ class ProgramFrames(Struct, eq=False):
         return inputs, ships
 
     def launched(self, event: Launched) -> None:
-        """Call a program, once all that was issued before it has arrived."""
+        """Call a program, once everything issued before it has arrived."""
         _, frame = self.frame(event.context, event.path, Launched)
         said = f"no program can run on {event.worker!r}"
         self._state.check_there(event.worker, said)
@@ -178,7 +178,7 @@ class ProgramFrames(Struct, eq=False):
         self.when_acknowledged(frame, partial(self._launch, event))
 
     def awaited(self, event: Awaited) -> None:
-        """The top frame waits until all that it has issued is acknowledged."""
+        """The top frame waits until everything that it issued is acknowledged."""
         _, frame = self.frame(event.context, (0,))
         resume = partial(self._state.resume, event.waiter, None)
         self.when_acknowledged(frame, resume)
@@ -192,20 +192,20 @@ class ProgramFrames(Struct, eq=False):
             self._state.send(event.worker, run)
 
     def when_acknowledged(self, frame: ProgramFrame, then: Callable[[], None]) -> None:
-        """Run `then` when nothing that was issued so far is unacknowledged."""
+        """Run `then` once everything issued so far is acknowledged."""
         if frame.unacknowledged or self._state.assignments:
             self._held.append((frame, then))
         else:
             then()
 
     def unacknowledged(self, frame: ProgramFrame) -> list[str]:
-        """Name what `when_acknowledged` waits for."""
+        """Describe what `when_acknowledged` waits for."""
         named = [f"call {path} on {to!r}" for path, to in frame.unacknowledged]
         leaves = self._state.assignments
         return [*named, *(f"assignment {path} on {to!r}" for path, to in leaves)]
 
     def never_mind(self, frame: ProgramFrame) -> None:
-        """Drop what a program frame held back."""
+        """Discard the continuations that a frame holds back."""
         self._held = [entry for entry in self._held if entry[0] is not frame]
 
     def acknowledged(self, sender: Worker, message: Acknowledge) -> None:
@@ -221,7 +221,7 @@ class ProgramFrames(Struct, eq=False):
             self.let_go()
 
     def let_go(self) -> None:
-        """Run what was held back and need not be any more."""
+        """Run continuations that no longer wait for an acknowledgement."""
         held, self._held = self._held, []
         for frame, then in held:
             self.when_acknowledged(frame, then)
@@ -229,7 +229,7 @@ class ProgramFrames(Struct, eq=False):
     # ---------------------------------------------------------------------- hooks
 
     def attached(self, event: Attached) -> None:
-        """A program here hooks a value, wherever that is."""
+        """A program here attaches a hook to a value on any worker."""
         state = self._state
         path = event.hook.path
         fragment, frame = self.frame(event.context, path, Attached)
@@ -242,7 +242,7 @@ class ProgramFrames(Struct, eq=False):
         state.send(event.worker, Attach(event.context, event.key, event.hook))
 
     def attach(self, sender: Worker, message: Attach) -> None:
-        """A program elsewhere hooks a value that is here."""
+        """A program elsewhere attaches a hook to a value here."""
         fragment = self._state.fragment(message.context)
         if fragment is not None:
             _attach(fragment, message.key, message.hook)
@@ -251,7 +251,7 @@ class ProgramFrames(Struct, eq=False):
     # ------------------------------------------------------------------- programs
 
     def run(self, sender: Worker, message: Run) -> None:
-        """A program is to run here."""
+        """Start a program here."""
         state = self._state
         fragment = state.fragment(message.context)
         if fragment is None:
@@ -261,13 +261,13 @@ class ProgramFrames(Struct, eq=False):
             return
         frame = ProgramFrame(message.path, sender, workers={state.worker: None})
         fragment.frames[message.path] = frame
-        state.out.append(Spawn(*astuple(message)))  # They have the same fields.
+        state.out.append(Spawn(*astuple(message)))  # Both have the same fields.
 
     def returned(self, event: Returned) -> None:
-        """A program that ran here ended; it returns when its calls are acknowledged."""
+        """A program here ended; it returns when its calls are acknowledged."""
         fragment = self._state.contexts.get(event.context)
         if fragment is None or event.path not in fragment.frames:
-            return  # Its context was released from under it.
+            return  # Its context was released.
         frame = fragment.frames[event.path]
         self.when_acknowledged(frame, partial(self._return, fragment, frame, event))
 
@@ -275,7 +275,7 @@ class ProgramFrames(Struct, eq=False):
         if fragment.frames.pop(event.path, None) is None:
             return
         assert frame.issuer is not None, event.path
-        # What it returns may need what is lost, and its issuer may not notice the loss.
+        # Its result may depend on the lost worker, unnoticed by its issuer.
         failure = frame.lost or event.failure
         result = event.result if failure is None else None
         workers = tuple(frame.workers)
@@ -306,7 +306,7 @@ class ProgramFrames(Struct, eq=False):
     # ----------------------------------------------------------------------- ends
 
     def lost(self, worker: Worker) -> None:
-        """A worker is lost: it acknowledges nothing, and its programs do not return."""
+        """A worker is lost: end every wait for its acknowledgements and programs."""
         for fragment in self._state.contexts.values():
             for frame in tuple(fragment.frames.values()):
                 self._lost(fragment, frame, worker)
@@ -322,7 +322,7 @@ class ProgramFrames(Struct, eq=False):
         for pending in [key for key in frame.unacknowledged if key[1] == worker]:
             waits = frame.unacknowledged.pop(pending)
             if waits is not None and waits[0] != state.worker:
-                # It may never have heard that it was to send: who waits is told so.
+                # The ship may never have arrived: fail the slots of the waiting callee.
                 failures = (failure,) * waits[1]
                 primal = Primal(fragment.context, pending[0], worker, failures)
                 state.send(waits[0], primal)
@@ -338,7 +338,7 @@ class ProgramFrames(Struct, eq=False):
             self.never_mind(frame)
             issuer = frame.issuer
             if fragment.owner in state.lost and issuer not in (None, state.worker):
-                # The issuer may not have lost the owner, and waits.
+                # The issuer may not know of the loss and would wait.
                 path = frame.path
                 reply = Return(fragment.context, path, None, failure, (), ())
                 state.send(issuer, reply)
@@ -348,7 +348,7 @@ class ProgramFrames(Struct, eq=False):
 
 
 def _attach(fragment: Fragment, key: Key, hook: Hook) -> None:
-    """The hooks of one value are in the order of the program, however they came."""
+    """Add a hook; those of one value stay in program order."""
     place = key.name if key.kind in LEAF_KINDS else key
     attached = (*fragment.hooks.get(place, ()), hook)
     fragment.hooks[place] = tuple(sorted(attached, key=attrgetter("path")))

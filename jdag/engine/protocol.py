@@ -1,9 +1,9 @@
-"""The words that engines and drivers share: jobs, events, effects and their parts.
+"""The interface of engines and drivers: jobs, events, effects and their parts.
 
-Everything here is data. Values are opaque: a `Key` names one, a driver holds it.
-Functions, shapes and the arguments and results of programs are opaque too; the engine
-passes them on and never looks inside. Names and messages have modules of their own and
-are found here as well.
+Everything here is data. Values are opaque: a `Key` names one, the driver holds it.
+Functions, shapes and the arguments and results of programs are opaque too: the engine
+passes them on unread. Names and messages are defined in modules of their own and
+re-exported here.
 """
 
 from typing import Any, ClassVar
@@ -30,7 +30,7 @@ class Forward(Struct, frozen=True):
 
 
 class PassJob(Struct, frozen=True):
-    """A job of a pass; its path is that of the call, transfer, root or hook."""
+    """A job of a pass; `path` is that of its call, transfer, root or hook."""
 
     id: int
     context: ContextId
@@ -39,9 +39,9 @@ class PassJob(Struct, frozen=True):
 
 
 class Vjp(PassJob, frozen=True):
-    """Run a recorded vjp: one tuple of addends an output, one output a tracked input.
+    """Run a recorded vjp: a tuple of addends per output, an output per tracked input.
 
-    The addends are dropped afterwards; the residuals too when this use is the last.
+    The addends are dropped afterwards; if this is the last use, the residuals too.
     """
 
     function: Any
@@ -52,7 +52,7 @@ class Vjp(PassJob, frozen=True):
 
 
 class Sum(PassJob, frozen=True):
-    """Add cotangents left to right: `base` first where there is one (it is kept)."""
+    """Add cotangents left to right, `base` first if given; `base` is kept."""
 
     addends: tuple[Key, ...]
     base: Key | None
@@ -68,9 +68,10 @@ class Fill(PassJob, frozen=True):
 
 
 class Apply(PassJob, frozen=True):
-    """Hand a cotangent to a hook: `output` is what it gives in its place.
+    """Apply a hook to a cotangent; `output` holds the result that replaces it.
 
-    Without an output the hook only sees it. The input is dropped, unless it is kept.
+    Without an output the hook only observes, and the input is kept; otherwise the input
+    is dropped.
     """
 
     function: Any
@@ -82,7 +83,7 @@ Job = Forward | Vjp | Sum | Fill | Apply
 
 
 class Computed(Struct, frozen=True):
-    """A job is done: its outputs are held, or it failed and they are not."""
+    """A job is done: its outputs are held, or it failed and none are."""
 
     job: int
     failure: Failure | None = None
@@ -96,16 +97,16 @@ class Arrived(Struct, frozen=True):
 
 
 class Lost(Struct, frozen=True):
-    """An incarnation of a worker is gone for good; `why`, if the driver knows that."""
+    """An incarnation of a worker is gone for good; `why` is the cause, if known."""
 
     worker: Worker
     why: str = ""
 
 
 class Joined(Struct, frozen=True):
-    """The worker of this name takes part again; all its former incarnations are gone.
+    """The worker of this name joined again; all its former incarnations are gone.
 
-    They need not have been lost before. To tell it twice is to tell it once.
+    A Lost event for these is not required first. Repeating the event has no effect.
     """
 
     name: str
@@ -113,7 +114,7 @@ class Joined(Struct, frozen=True):
 
 
 class Argument(Struct, frozen=True):
-    """An argument as its issuer knows it: a value, where it lives, tracked or not."""
+    """An argument as its issuer knows it: key, owner, and whether it is tracked."""
 
     key: Key
     owner: Worker
@@ -137,11 +138,11 @@ class Issued(Struct, frozen=True):
     arguments: tuple[Argument, ...]
     outputs: tuple[bool, ...]
     call_site: str
-    discarded: tuple[tuple[Key, Worker], ...] = ()  # What it can name no more.
+    discarded: tuple[tuple[Key, Worker], ...] = ()  # It no longer names these.
 
 
 class Discarded(Struct, frozen=True):
-    """The frame of this path is about to wait; it can name these no more."""
+    """The frame of this path is about to wait and no longer names these keys."""
 
     context: ContextId
     path: Path
@@ -149,7 +150,7 @@ class Discarded(Struct, frozen=True):
 
 
 class Launched(Struct, frozen=True):
-    """A program here calls a program and waits: Resume brings (result, failure)."""
+    """A program here calls a program and waits: Resume gives (result, failure)."""
 
     waiter: int
     context: ContextId
@@ -161,33 +162,33 @@ class Launched(Struct, frozen=True):
 
 
 class Returned(Struct, frozen=True):
-    """The program of this path, which ran here, ended. `failure`: it raised."""
+    """The program of this path, which ran here, ended; `failure` if it raised."""
 
     context: ContextId
     path: Path
     result: Any
     failure: Failure | None
-    discarded: tuple[tuple[Key, Worker], ...] = ()  # What nobody can name any more.
+    discarded: tuple[tuple[Key, Worker], ...] = ()  # No program names these any more.
 
 
 class Awaited(Struct, frozen=True):
-    """The owner's top frame waits until all that it issued has arrived."""
+    """The owner's top frame waits until everything that it issued has arrived."""
 
     waiter: int
     context: ContextId
 
 
 class Fetched(Struct, frozen=True):
-    """A program here waits for values: Resume brings a key or a failure for each."""
+    """A program here waits for values: Resume gives a key or a failure for each."""
 
     waiter: int
     keys: tuple[tuple[Key, Worker], ...]
 
 
 class Assigned(Struct, frozen=True):
-    """A program here makes versions of leaves, on any workers: of all or of none.
+    """A program here makes versions of leaves on any workers: all are sent, or none.
 
-    What they are made from, constants or values, is already stored.
+    The constants and values that they are made from are already stored.
     """
 
     path: Path
@@ -201,9 +202,9 @@ class Dropped(Struct, frozen=True):
 
 
 class Differentiated(Struct, frozen=True):
-    """The owner's top frame asks for a pass: Resume brings a `PassResult`.
+    """The owner's top frame requests a pass: Resume gives a `PassResult`.
 
-    Cotangents that were given are already stored under their seed keys.
+    Given cotangents are already stored under their seed keys.
     """
 
     waiter: int
@@ -211,18 +212,18 @@ class Differentiated(Struct, frozen=True):
     roots: tuple[tuple[Worker, Root], ...]
     mode: Mode
     retain: bool
-    timeout_ns: int | None  # None: it may take as long as it does.
+    timeout_ns: int | None  # None: no limit.
 
 
 class Expired(Struct, frozen=True):
-    """The time that a pass was given is over."""
+    """The timeout of a pass has passed."""
 
     context: ContextId
     number: int
 
 
 class Attached(Struct, frozen=True):
-    """A program frame here hooks a value, here or on another worker."""
+    """A program frame here attaches a hook to a value, here or on another worker."""
 
     context: ContextId
     worker: Worker
@@ -231,7 +232,7 @@ class Attached(Struct, frozen=True):
 
 
 class Left(Struct, frozen=True):
-    """The owner's top frame leaves the context: Resume brings unseen failures."""
+    """The owner's top frame leaves the context: Resume gives unseen failures."""
 
     waiter: int
     context: ContextId
@@ -250,23 +251,23 @@ class Send(Struct, frozen=True):
     to: Worker
     message: Message
     values: tuple[Key, ...] = ()
-    zeros: tuple[Any, ...] = ()  # Shapes of the zeros that it does without.
+    zeros: tuple[Any, ...] = ()  # Shapes of the symbolic zeros, which are not sent.
 
 
 class Compute(Struct, frozen=True):
-    """Run a job when the device is free; then tell `Computed`."""
+    """Run a job when the device is free; then report `Computed`."""
 
     job: Job
 
 
 class Drop(Struct, frozen=True):
-    """These values are not needed any more. A key that is not held is no error."""
+    """These values are not needed any more. Keys that are not held are ignored."""
 
     keys: tuple[Key, ...]
 
 
 class Spawn(Struct, frozen=True):
-    """Start a program as the frame of this path; when it ends tell `Returned`."""
+    """Start a program as the frame of this path; report `Returned` when it ends."""
 
     context: ContextId
     path: Path
@@ -276,14 +277,14 @@ class Spawn(Struct, frozen=True):
 
 
 class Resume(Struct, frozen=True):
-    """What a program waits for is here; the event that named the waiter says what."""
+    """Resume a waiting program; the event that named the waiter defines the result."""
 
     waiter: int
     result: Any
 
 
 class Alarm(Struct, frozen=True):
-    """Tell `event` when so much time has passed, unless the waiter is resumed first."""
+    """Report `event` after this time, unless the waiter is resumed first."""
 
     waiter: int
     event: Expired
@@ -294,14 +295,14 @@ Effect = Send | Compute | Drop | Spawn | Resume | Alarm
 
 
 class PassResult(Struct, frozen=True):
-    """How a pass ended, for the program that asked for it.
+    """How a pass ended, for the program that requested it.
 
-    A finished one has a failure where a hook raised that saw a gradient.
+    A finished pass has a failure if an observing hook raised.
     """
 
     number: int
     outcome: Outcome
     failure: Failure | None
     owed: tuple[Owed, ...]
-    leaves: tuple[LeafId, ...]  # Those that it reached, in order; none unless finished.
-    stale: tuple[Stale, ...] = ()  # Those of them that were updated since, in order.
+    leaves: tuple[LeafId, ...]  # Leaves it reached, in order; empty unless finished.
+    stale: tuple[Stale, ...] = ()  # Leaves of these that were updated since, in order.

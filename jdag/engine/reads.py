@@ -1,10 +1,11 @@
-"""Reads: values fetched by programs. They make no node, no edge and no context.
+"""Reads: values fetched by programs. They create no node, edge or context.
 
 Inputs:  Fetched from programs here, Read and Reading from other workers.
 Outputs: Resume, Read and Reading.
-Invariants: every Fetched is resumed and every Read is answered, whatever becomes of the
-values, their context or their worker; a version of a leaf that is read is kept until
-then, whatever is assigned meanwhile.
+
+Invariants: every Fetched is resumed and every Read is answered, even if the values,
+their context or their worker are lost; a leaf version that is read is kept until then,
+regardless of assignments in the meantime.
 """
 
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ from jdag.engine.protocol import (
 from jdag.engine.state import State
 
 Answered = Key | Failure
-# A key that is asked for here, and its value; a version of a leaf is held for this.
+# A requested key and its value; a leaf version is kept until the answer is sent.
 Found = tuple[Key, Value]
 
 
@@ -38,17 +39,17 @@ class Fetch(Struct, eq=False):
 
     waiter: int
     results: list[Answered | None]
-    missing: int  # Of the workers that answer.
-    own: dict[int, Found]  # By place: those of this worker.
+    missing: int  # Workers that have not answered.
+    own: dict[int, Found]  # This worker's own values, by index.
 
 
 class Reads(Struct, eq=False):
-    """Reads asked by this worker's programs and asked of it."""
+    """Reads by this worker's programs, and reads that it answers."""
 
     _state: State
     _leaves: Leaves
     _number: int = 0
-    # The part of a fetch that another worker answers: which worker, which places.
+    # Per request: the fetch, the worker that answers, and the indices of its keys.
     _requests: dict[int, tuple[Fetch, Worker, list[int]]] = {}
 
     def fetched(self, event: Fetched) -> None:
@@ -80,7 +81,7 @@ class Reads(Struct, eq=False):
     def _give(
         self, fetch: Fetch, places: Sequence[int], answers: Sequence[Answered]
     ) -> None:
-        """One worker has answered; resume the program if all have."""
+        """Store one worker's answers; resume the program when all have answered."""
         for place, answer in zip(places, answers, strict=True):
             fetch.results[place] = answer
         fetch.missing -= 1
@@ -107,9 +108,10 @@ class Reads(Struct, eq=False):
         return self._leaves.missing(key) if value is None else value
 
     def _answer(self, found: Found) -> Answered:
-        """Where a settled value is, or why it is not.
+        """The stored key of a settled value, or its failure.
 
-        Found anew, if it is not held: while others were awaited it may have gone.
+        Unless it is kept for the read it is looked up again: it may have been dropped
+        while others were awaited.
         """
         key, value = found
         again = value if type(value) is Version else self._value(key)
@@ -119,10 +121,10 @@ class Reads(Struct, eq=False):
         self._state.release(value for _, value in found if type(value) is Version)
 
     def read(self, sender: Worker, message: Read) -> None:
-        """Another worker asks: answer when all of it is known."""
+        """Another worker requests values: answer when all have settled."""
         first = message.keys[0] if len(message.keys) == 1 else None
         if first is not None and first.context is not None:
-            # Most fetches: one value of a context, which is there already.
+            # The common case: one value of a context that has already settled.
             fragment = self._state.contexts.get(first.context)
             value = None if fragment is None else fragment.values.get(first)
             if value is not None and value.settled and value.failure is None:
@@ -141,7 +143,7 @@ class Reads(Struct, eq=False):
         self._let_go(found)
 
     def reading(self, sender: Worker, message: Reading) -> None:
-        """What was asked for is here."""
+        """The answer to a read of this worker arrived."""
         request = self._requests.pop(message.request, None)
         if request is None:
             self._state.drop(landing(message))
@@ -154,7 +156,7 @@ class Reads(Struct, eq=False):
         self._give(fetch, places, answers)
 
     def lost(self, worker: Worker) -> None:
-        """A worker is lost: it answers no more."""
+        """A worker is lost: fail the reads that it has not answered."""
         for number, (fetch, asked, places) in tuple(self._requests.items()):
             if asked == worker:
                 del self._requests[number]

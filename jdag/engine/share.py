@@ -1,13 +1,13 @@
 """One worker's share of one pass: what it waits for, and what it is about to send.
 
-Each edge that is counted is one contribution to wait for. FAST counts once, when the
-pass is first seen: everything behind the roots and all sends here. SMART counts only
-what the roots need, as marks come: from the roots here, and from each slot of a send
-that a recv elsewhere needs. A recv that is reached marks its slots, each once.
+Each counted edge is one contribution to wait for. FAST counts once, when the pass is
+first seen: everything behind the roots and all sends here. SMART counts only what the
+roots need, as marks arrive: from the roots here, and from each slot of a send that a
+recv elsewhere needs. A recv that is reached marks its slots, each once.
 
-Invariants: `remaining` of a vertex is the number of its counted edges that have brought
-nothing yet; a worker that is not passive holds credit; what is in `outbox` is sent
-before the handling of the current event ends.
+Invariants: `remaining` of a vertex is the number of its counted edges that have not yet
+delivered; a worker that is not passive holds credit; `outbox` is empty when the
+handling of an event ends.
 """
 
 from collections.abc import Callable, Iterable
@@ -38,7 +38,7 @@ SEED = (inf,)  # Sorts after every path: seeds come last.
 class Outgoing(Struct):
     """A message to be sent once its credit and change in owed sends are known.
 
-    `values` are sent with it; `zeros` are the shapes of those that are left out.
+    `values` are sent with it; `zeros` are the shapes of the symbolic zeros.
     """
 
     to: Worker
@@ -48,21 +48,21 @@ class Outgoing(Struct):
 
 
 class Due(Struct):
-    """The cotangents of one vertex: how many are awaited, and those that have come."""
+    """Cotangents of one vertex: those that arrived, and how many are still awaited."""
 
     addends: list[list[Addend]]
     remaining: int = 0
-    hooked: bool = False  # What has come has been through its hooks.
+    hooked: bool = False  # Hooks were applied.
 
     def taken(self, slot: int) -> tuple[Key, ...]:
-        """Take what has come for one slot, in order: whoever sums it drops it."""
+        """Remove and return one slot's addends, in order; the caller drops them."""
         taken = ordered(self.addends[slot])
         self.addends[slot] = []
         return taken
 
 
 def ordered(addends: list[Addend]) -> tuple[Key, ...]:
-    """The addends in the order of the program, whatever order they came in."""
+    """The keys of addends in program order, whatever their order of arrival."""
     if len(addends) == 1:
         return (addends[0][2],)
     return tuple([key for _, _, key in sorted(addends)])
@@ -75,29 +75,30 @@ class Pass(Struct, eq=False):
     number: int
     mode: Mode
     retain: bool
-    # Who spoke of it first: a failure goes there. None on the pass's owner.
+    # The worker that first sent a message of the pass; failures go there. None at the
+    # owner.
     parent: Worker | None
     credit: Credit = NOTHING
-    unreported: int = 0  # The change in owed sends that nobody was told of.
+    unreported: int = 0  # Change in owed sends, not yet sent.
     outbox: list[Outgoing] = []
-    # Jobs, and nodes with all their cotangents whose forward has not run.
+    # Jobs, and nodes that have all cotangents but whose forward has not run.
     busy: int = 0
     owed: dict[Path, SendEnd] = {}
-    counted: dict[Path, list[bool]] = {}  # Of each send, the slots that are.
+    counted: dict[Path, list[bool]] = {}  # Per send, which slots are counted.
     needed: dict[Value, None] = {}  # SMART: slots of recvs that roots need.
     dues: dict[Vertex, Due] = {}
-    ready: list[Any] = []  # Vertices with all their contributions.
+    ready: list[Any] = []  # Vertices that have all their contributions.
     staged: dict[LeafId, Key | None] = {}
-    oldest: dict[LeafId, int] = {}  # The versions that it differentiated.
+    oldest: dict[LeafId, int] = {}  # The oldest version differentiated.
     observed: dict[LeafId, Key] = {}  # This pass's gradients, for hooks.
-    roots: tuple[Root, ...] = ()  # Those here.
-    seeded: bool = False  # They have their cotangents.
+    roots: tuple[Root, ...] = ()  # Roots on this worker.
+    seeded: bool = False  # The roots have their cotangents.
     sighted: bool = False  # FAST: dependencies have been counted here.
     failed: bool = False
     outcome: Outcome | None = None  # None while it is in progress.
 
     def parcel(self) -> list[tuple[Outgoing, Credited]]:
-        """Empty the outbox: the messages with all the credit, or, if busy, with a part.
+        """Empty the outbox: split the credit among its messages, with a part if busy.
 
         The first message carries the change in owed sends.
         """
@@ -113,7 +114,7 @@ class Pass(Struct, eq=False):
 
 
 def first(live: Pass) -> list[Value]:
-    """What to count from first: roots here and, in FAST, all unspent slots of sends."""
+    """Values to count from first: roots here and, in FAST, unspent slots of sends."""
     values = [live.fragment.values[root.key] for root in live.roots]
     if live.mode is Mode.FAST:
         for send in live.fragment.sends.values():
@@ -124,7 +125,7 @@ def first(live: Pass) -> list[Value]:
 
 
 def marked(live: Pass, transfers: Iterable[Marked]) -> list[Value]:
-    """What to count from as these slots of sends are needed."""
+    """Values to count from when these slots of sends are marked."""
     values: list[Value] = []
     for transfer in transfers:
         slots = [slot for slot, here in enumerate(transfer.slots) if here]
@@ -133,7 +134,7 @@ def marked(live: Pass, transfers: Iterable[Marked]) -> list[Value]:
 
 
 def _owe(live: Pass, send: SendEnd, slots: list[int]) -> list[Value]:
-    """Count slots of a send: the send is one dependency, owed until it is answered."""
+    """Count slots of a send, which is one dependency, owed until answered."""
     counted = live.counted.get(send.path)
     if counted is None:
         counted = live.counted[send.path] = [False] * len(send.inputs)
@@ -152,7 +153,7 @@ def _owe(live: Pass, send: SendEnd, slots: list[int]) -> list[Value]:
 def walk(
     values: Iterable[Value], dues: dict[Vertex, Due]
 ) -> tuple[list[Node], list[tuple[RecvEnd, int]]]:
-    """Count in `dues` the edges to these values and all behind them.
+    """Count in `dues` the edges to these values and to everything behind them.
 
     Returns:
         The nodes that had no due before, and the slots of recvs that were reached.
@@ -164,7 +165,7 @@ def walk(
         for value in values:
             vertex = value.producer
             if vertex is None:
-                continue  # It was never here: its call holds the failure.
+                continue  # It was never here; its call holds the failure.
             due = dues.get(vertex)
             if due is None:
                 due = dues[vertex] = Due([[] for _ in vertex.outputs])

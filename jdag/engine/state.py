@@ -1,9 +1,9 @@
-"""What the parts of one engine share: contexts, jobs under way, effects to be.
+"""State shared by the parts of one engine: contexts, jobs, pending effects.
 
-Invariants: `out` holds the effects of the event being handled and nothing else; a job
-is in `jobs` from its Compute to its Computed, and what it reads is not dropped between
-the two; work that one settled value sets free runs from `soon`, in order, so that a
-chain of any length needs no recursion.
+Invariants: `out` holds the effects of the current event and nothing else; a job is in
+`jobs` from its Compute to its Computed, and its inputs are not dropped in between;
+callbacks that a settled value releases run from `soon`, in order, so that chains of any
+length need no recursion.
 """
 
 from collections import deque
@@ -36,7 +36,7 @@ from jdag.errors import WorkerLost
 
 
 class Horizon(NamedTuple):
-    """Which contexts of an owner are gone: all up to `counter` but those `live`."""
+    """Which contexts of an owner are gone: all up to `counter` except `live`."""
 
     counter: int
     live: tuple[int, ...]
@@ -59,9 +59,9 @@ Done = Callable[[Failure | None, Job], None]
 
 
 class State:
-    """One engine's memory, and the few ways in which its parts write to it."""
+    """The state of one engine, and the common operations on it."""
 
-    # Told of a fragment that is released and has nothing under way; the engine sets it.
+    # Called for a released fragment with nothing in progress; set by the engine.
     on_quiet: Callable[[Fragment], None]
 
     def __init__(
@@ -71,22 +71,22 @@ class State:
         self.number = self.names.index(worker)
         self.incarnation = incarnation
         self.worker = incarnated(worker, incarnation)
-        self.workers = list(self.names)  # Of each the incarnation that is known.
+        self.workers = list(self.names)  # The known incarnation of each.
         self.workers[self.number] = self.worker
-        self.contexts: dict[ContextId | None, Fragment] = {}  # None is no key of it.
+        self.contexts: dict[ContextId | None, Fragment] = {}  # Never has the key None.
         self.leaves: dict[LeafId, LeafVersions] = {}
         self.assignments: dict[tuple[Path, Worker], None] = {}  # Not acknowledged.
         self.opened = 0  # The counter of the newest context that programs here opened.
         self.horizons: dict[tuple[int, int], Horizon] = {}
-        self.lost: dict[Worker, str] = {}  # Why each is.
+        self.lost: dict[Worker, str] = {}  # With the cause of each loss.
         self.jobs: dict[int, tuple[Done, Any, Job]] = {}
         self.after: dict[int, list[Pending]] = {}  # What waits for a job.
         self.soon: deque[Callable[[], None]] = deque()
         self.out: list[Effect] = []
-        self.number_job = count(1).__next__  # A job's number only identifies it.
+        self.number_job = count(1).__next__
 
     def fragment(self, context: ContextId) -> Fragment | None:
-        """The part of a context here, made on first sight; None once released."""
+        """The part of a context here, created on first use; None once released."""
         fragment = self.contexts.get(context)
         if fragment is None and not self.gone(context):
             fragment = Fragment(context, self.owner(context))
@@ -94,7 +94,7 @@ class State:
         return fragment
 
     def owned(self, context: ContextId) -> OwnedFragment | None:
-        """A context of this worker that has not been released; None if it is not."""
+        """A context of this worker that has not been released; None otherwise."""
         fragment = self.contexts.get(context)
         return fragment if isinstance(fragment, OwnedFragment) else None
 
@@ -120,28 +120,28 @@ class State:
         values: tuple[Key, ...] = (),
         zeros: tuple[Any, ...] = (),
     ) -> None:
-        """Ask for a message to be sent; to a lost worker there is nothing to say."""
+        """Request that a message be sent; messages to lost workers are omitted."""
         assert to != self.worker, message
         if to not in self.lost:
             self.out.append(Send(to, message, values, zeros))
 
     def others(self, workers: Iterable[Worker]) -> list[Worker]:
-        """Those of these workers that are neither this one nor lost."""
+        """These workers without this one and lost ones."""
         return [name for name in workers if name not in (self.worker, *self.lost)]
 
     def drop(self, keys: Iterable[Key]) -> None:
-        """Ask for values to be dropped."""
+        """Request that values be dropped."""
         keys = tuple(keys)
         if keys:
             self.out.append(Drop(keys))
 
     def compute(self, job: Job, done: Done, fragment: Any) -> None:
-        """Ask for a job; `done(failure, job)` runs afterwards."""
+        """Request a job; `done(failure, job)` runs afterwards."""
         self.jobs[job.id] = (done, fragment, job)
         self.out.append(Compute(job))
 
     def when_settled(self, values: Sequence[Value], then: Callable[[], None]) -> None:
-        """Run `then` once all values have settled: now, if they have."""
+        """Run `then` once all values have settled; immediately if they have."""
         missing = [value for value in values if not value.settled]
         if not missing:
             then()
@@ -151,7 +151,7 @@ class State:
             value.waiters.append(pending)
 
     def when_computed(self, jobs: Sequence[int], then: Callable[[], None]) -> None:
-        """Run `then` once all these jobs are done: now, if there are none."""
+        """Run `then` once all these jobs are done; immediately if there are none."""
         if not jobs:
             then()
             return
@@ -160,12 +160,12 @@ class State:
             self.after.setdefault(number, []).append(pending)
 
     def computed(self, number: int) -> None:
-        """A job is done; what waited for it runs soon."""
+        """A job is done: schedule the callbacks that waited for it."""
         for pending in self.after.pop(number):
             self._less_missing(pending)
 
     def settle(self, value: Value, failure: Failure | None) -> None:
-        """A value is there, or never will be; what waited for it runs soon."""
+        """A value is available or has failed: schedule the callbacks waiting for it."""
         assert not value.settled, value.key
         value.settled = True
         value.failure = failure
@@ -183,7 +183,7 @@ class State:
             self.soon.append(pending.then)
 
     def release(self, values: Iterable[Value]) -> None:
-        """Each of these has one user less; values without users are dropped."""
+        """Remove one user of each value; drop values without users."""
         for value in values:
             value.users -= 1
             if value.users <= 0:
@@ -192,12 +192,12 @@ class State:
                     self._free(value)
 
     def _free(self, value: Value) -> None:
-        """Drop what is stored of a value; what is in no graph is forgotten."""
+        """Drop a value's array, and forget the value if it is in no graph."""
         if type(value) is Version:
             del value.leaf.versions[value.key.index]
             if not value.leaf.versions:
                 del self.leaves[value.key.name]
-            if value.before is not None:  # It has the array of that one.
+            if value.before is not None:  # It has the array of the previous version.
                 self.release((value.before,))
                 return
         if value.failure is None:
@@ -216,20 +216,20 @@ class State:
                 fragment.values.pop(slot.key, None)
 
     def less_pending(self, fragment: Fragment) -> None:
-        """One thing less to wait for before the fragment can be released."""
+        """A pending call or transfer is done; a release may wait for the last."""
         fragment.pending -= 1
         assert fragment.pending >= 0, fragment.pending
         if fragment.pending == 0 and fragment.release is not None:
             self.soon.append(partial(self.on_quiet, fragment))
 
     def failure(self, error: str, message: str, path: Path = ()) -> Failure:
-        """An error of our own that begins here."""
+        """A failure of jdag itself that originates here."""
         return Failure(error, message, self.worker, path, route=(self.worker,))
 
     def loss(self, worker: Worker, noticed: str = "") -> str:
-        """Say that a worker is gone, and why; if it is back, that what it held is not.
+        """Describe the loss of a worker, its cause and whether it has rejoined.
 
-        The reason comes last: it may have lines of the worker's output in it.
+        The cause comes last, since it may contain lines of the worker's output.
         """
         said = f"worker {worker!r} is lost"
         now = self.workers[self.names.index(named(worker))]
@@ -239,16 +239,16 @@ class State:
         return f"{said}{noticed}: {why}" if why else f"{said}{noticed}"
 
     def check_there(self, worker: Worker, said: str) -> None:
-        """Raise WorkerLost, with what cannot be done, if a worker is lost."""
+        """Raise WorkerLost, prefixed with `said`, if a worker is lost."""
         if worker in self.lost:
             raise WorkerLost(f"{said}: {self.loss(worker)}")
 
     def lost_failure(self, worker: Worker) -> Failure:
-        """The failure of what waits for something of a lost worker."""
+        """The failure of whatever waits for a lost worker."""
         text = self.loss(worker, f" (noticed by {self.worker!r})")
         return Failure("WorkerLost", text, worker)
 
 
 def first_failure(values: Iterable[Value]) -> Failure | None:
-    """The failure that a computation on these values holds: the first by position."""
+    """The first failure by position, which a computation on these values holds."""
     return next((value.failure for value in values if value.failure), None)

@@ -1,9 +1,8 @@
 """Values on the wire: the type as a header, then the elements.
 
-The header is an `ArrayType`. The elements go row by row and little-endian; of PRNG keys
-their key data; of a dual, which has a `primal` and a `tangent` of one type, those of
-the one and then of the other. A Python number travels as the weak scalar that JAX makes
-of it, so that abstract runs count the same.
+The header is an `ArrayType`. Elements are row-major and little-endian; PRNG keys send
+their key data; a dual sends its primal, then its tangent, both of one type. A Python
+number is sent as JAX's weak scalar, so that abstract runs count the same bytes.
 """
 
 from functools import lru_cache
@@ -36,7 +35,7 @@ def type_of(value: Any) -> ArrayType:
     if hasattr(value, "weak"):
         known = _array_type(shape, dtype, bool(value.weak))
         return known if value.device is None else replace(known, device=value.device)
-    weak = getattr(value, "weak_type", False)  # JAX's own word; numpy has none.
+    weak = getattr(value, "weak_type", False)  # JAX's attribute; numpy has none.
     return _array_type(shape, dtype, bool(weak))
 
 

@@ -1,9 +1,9 @@
-"""Structs as bytes: msgspec with errors of ours, and checks beyond its types.
+"""Structs as bytes: msgspec, with jdag's errors and checks beyond its types.
 
-Annotations bound every number, text and tuple, and msgspec checks what it reads against
-them before it takes memory. The rest is checked afterwards: that workers and the owners
-of contexts are known, and the table `RELATIONS`. What cannot be written or read raises
-a ProtocolError that says where and why.
+Annotations bound every number, text and tuple; msgspec enforces them before it
+allocates. Further checks follow: that workers and owners of contexts are known, and the
+table `RELATIONS`. Data that cannot be written or read raises a ProtocolError with place
+and reason.
 """
 
 from collections.abc import Callable
@@ -21,11 +21,11 @@ from jdag.engine.messages import Assignment, Call, Ship
 from jdag.engine.names import ContextId, ResidualsKey, ScratchKey, Worker
 from jdag.errors import SHOWN_MAX, ProtocolError, cut
 
-CHECKED_BYTES = 4096  # What takes less passes no limit on its parts.
+CHECKED_BYTES = 4096  # Smaller data cannot exceed a limit on its parts.
 
 
 class Known(Protocol):
-    """The workers that messages may name: how many there are, and all incarnations."""
+    """The workers that messages may name: their number, and all incarnations."""
 
     names: int
     workers: set[Worker]
@@ -38,10 +38,7 @@ _encode = Encoder().encode
 
 
 def encoded(value: Any, encode: Callable[[Any], bytes] = _encode) -> bytes:
-    """The bytes of a struct.
-
-    A text that is not Unicode, as names of files may be, is escaped.
-    """
+    """The bytes of a struct; text that is not Unicode is escaped."""
     try:
         return encode(value)
     except UnicodeEncodeError:
@@ -63,7 +60,7 @@ def _escaped(value: Any) -> Any:
 
 
 def decoded(decoder: "Decoder[Any]", data: bytes | memoryview) -> Any:
-    """Return the value of the bytes."""
+    """Decode bytes, or raise ProtocolError."""
     try:
         return decoder.decode(data)
     except (MsgspecError, ValueError, RecursionError) as error:
@@ -72,7 +69,7 @@ def decoded(decoder: "Decoder[Any]", data: bytes | memoryview) -> Any:
 
 
 def bounded(decoder: "Decoder[Any]", data: bytes) -> bytes:
-    """Return bytes, or raise ProtocolError where they pass a limit of their reader."""
+    """Return bytes, or raise ProtocolError if they exceed a limit of their decoder."""
     if len(data) > CHECKED_BYTES:
         decoded(decoder, data)
     return data
@@ -97,7 +94,7 @@ def _owner(context: ContextId, known: Known) -> None:
 
 
 def _part_of_whole(credit: Credit, _: Known) -> None:
-    # Else adding it to another credit would make a number of that many bits.
+    # Otherwise adding it to another credit could create an int of that many bits.
     units, halvings = units_of(credit), credit.halvings
     if units.bit_length() > halvings and units != 1 << halvings:
         raise ProtocolError(
@@ -116,7 +113,7 @@ def _stays(key: Any, _: Known) -> None:
 
 
 def _alike(one: str, other: str) -> Check:
-    """Two fields have to be of one length."""
+    """Check that two fields have the same length."""
 
     def check(value: Any, _: Known) -> None:
         here, there = len(getattr(value, one)), len(getattr(value, other))
@@ -143,7 +140,7 @@ RELATIONS: dict[type[Struct], Check] = {
 
 @cache
 def check_of(kind: Any) -> Check:
-    """What raises ProtocolError where a value of a type that was read may not be."""
+    """The check for a type: raises ProtocolError for values that are not allowed."""
     if kind == Worker:
         return _worker
     origin, parts = get_origin(kind), get_args(kind)
@@ -165,13 +162,13 @@ def check_of(kind: Any) -> Check:
 
 
 def _nothing(value: Any, known: Known) -> None:
-    """Check what may be anything of its type."""
+    """The check of types that allow every value."""
 
 
 def _of_parts(
     checks: list[tuple[Callable[[Any], Any], Check]], relation: Check | None
 ) -> Check:
-    """The check of a value by its parts, each with its getter, and by the relation."""
+    """The check of a value by its parts, each with a getter, and by `relation`."""
     if not checks:
         return relation or _nothing
     if len(checks) == 1 and relation is None:

@@ -1,19 +1,19 @@
-"""Frames of a data connection: a header of 24 bytes each, checked before it is used.
+"""Frames of a data connection, each with a header of 24 bytes, checked before use.
 
-A header is the frame's sequence and what it acknowledges (`jdag.wire.link`), 8 bytes
+A header holds the frame's sequence and acknowledgement (`jdag.wire.link`), 8 bytes
 each, the length of its payload, 7 bytes, and its kind, a byte; all little-endian. The
-kind tells what the payload is:
+kind determines the payload:
 
-PURE     nothing, or the few bytes of a ping; its sequence is 0, which no other has
+PURE     nothing, or the few bytes of a ping; the only kind with sequence 0
 MESSAGE  a message, the headers of its values, the elements of those that are small
-CHUNK    the next bytes of the first large value of which some are to come
-DEFINE   a function: its digest, then what was exported
+CHUNK    the next bytes of the first large value that is incomplete
+DEFINE   a function: its digest, then its export
 ASIDE    control data of the drivers, beside the engines' messages
-SEGMENT  of memory that both have: a byte for the action, numbers of 8 bytes each
+SEGMENT  shared memory: a byte for the action, then numbers of 8 bytes each
 
-Invariant: a header that was read names a kind that exists and a length that this kind
-may have, so memory may be taken for it. Any other header raises a ProtocolError, after
-which its connection is of no use.
+Invariant: a decoded header has an existing kind and a length allowed for it, so its
+payload may be allocated. Any other header raises a ProtocolError, after which the
+connection cannot be used.
 """
 
 import struct
@@ -26,7 +26,7 @@ from jdag.wire.link import FRAME_BYTES
 
 
 class FrameKind(IntEnum):
-    """What a frame carries."""
+    """The kind of a frame's payload."""
 
     PURE = 0
     MESSAGE = 1
@@ -65,14 +65,14 @@ _LENGTH_MASK = (1 << _LENGTH_BITS) - 1
 def pack_header(
     sequence: int, acknowledged: int, length: int, kind: FrameKind
 ) -> bytes:
-    """The header of a frame whose payload has `length` bytes."""
+    """Encode the header of a frame whose payload has `length` bytes."""
     assert bool(sequence) == bool(kind), (sequence, kind)
     assert 0 <= length <= _LENGTH_MASK, length
     return _HEADER.pack(sequence, acknowledged, kind << _LENGTH_BITS | length)
 
 
 def unpack_header(data: bytes | memoryview, start: int = 0) -> Header:
-    """Read the header of a frame that begins there, all of whose bytes are there."""
+    """Decode a frame's header at `start`; all of its bytes must be present."""
     sequence, acknowledged, rest = _HEADER.unpack_from(data, start)
     number, length = rest >> _LENGTH_BITS, rest & _LENGTH_MASK
     if number >= len(_KINDS):

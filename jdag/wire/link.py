@@ -1,33 +1,33 @@
-"""One end of a link to one peer: every payload once and in order, over anything.
+"""One end of a link to one peer: delivers every payload once and in order.
 
-What lies below may drop, duplicate, delay or reorder. The link is told and asked, and
-knows no clock: time is an int of nanoseconds, handed over.
+The transport may drop, duplicate, delay or reorder frames. The link does no I/O and
+reads no clock: time is an int of nanoseconds, passed as an argument.
 
 Inputs:  `send(payload)`, `receive(frame)`, and `tick()` when `deadline_ns` has come.
-Asks:  the frames that these return are to be put on the wire; the payloads that
-       `receive` returns are to be handed on, in this order, each once.
+Outputs: the frames that `send` and `tick` return, to be put on the wire; the payloads
+         that `receive` returns, to be delivered in this order, each once.
 
 How it works. Data frames are numbered 1, 2, ...; each frame, data or not, carries the
-highest number up to which everything has come in. That acknowledgement rides on data;
-only when nothing was sent for `ack_delay_ns` does a pure one (sequence 0) go out. What
-comes too early is kept until the gap is filled; what comes again is counted, dropped.
+highest number up to which everything has arrived. Acknowledgements ride on data; a pure
+one (sequence 0) is sent only when nothing was sent for `ack_delay_ns`. Early frames are
+kept until the gap is filled; duplicates are counted and dropped.
 
-Resends. One timer, that of the oldest unacknowledged frame, and only that frame is sent
-again: the peer keeps what came after the gap, so all the rest is mostly there already.
-When an acknowledgement uncovers a further gap, whose time has passed as well, it is
-filled at once: k lost frames cost one wait and k round trips. Waits double, up to
-`backoff_max` times the first; any progress starts again from the first. After
-`resend_max` resends of one frame the peer is lost, which is final.
+Resends. There is one timer, for the oldest unacknowledged frame, and only that frame is
+sent again: the peer keeps frames after the gap, so most of the rest is already there.
+When an acknowledgement exposes a further gap that is also overdue, it is filled at
+once: k lost frames cost one wait and k round trips. Waits double, up to `backoff_max`
+times the first; any progress resets the wait. After `resend_max` resends of one frame
+the peer is lost, which is final.
 
-A wait must not end while bytes are still on their way, or a slow but sound network
-would look like a lossy one. So `send` is told how long this very frame will fly
-(`flight_ns`), and `tick` until when the path is known to be carrying (`busy_until_ns`:
-the acknowledgement may stand in line behind a large payload). That puts off each resend
-once and no more, so that steady traffic cannot starve a lost frame.
+A wait must not end while bytes are still in flight, or a slow but sound network would
+look like a lossy one. So `send` takes the expected flight time of its frame
+(`flight_ns`), and `tick` the time until which the path is known to be busy
+(`busy_until_ns`: the acknowledgement may be queued behind a large payload). This
+postpones each resend at most once, so that steady traffic cannot starve a lost frame.
 
 Invariants: at most `window_max` frames are unacknowledged, and as many wait for a gap
-to be filled; once both ends have nothing to say, neither holds a frame; a payload that
-was delivered is never delivered again. A peer that starts anew needs a new link.
+to be filled; when both ends are idle, neither holds a frame; a delivered payload is
+never delivered again. A restarted peer needs a new link.
 """
 
 from collections import deque
@@ -36,13 +36,13 @@ from typing import Any, NamedTuple
 
 from jdag.errors import ProtocolError, ScenarioError, WorkerLost
 
-# A frame on the wire begins with its sequence, what it acknowledges, and the length of
-# its payload, 8 bytes each. A pure acknowledgement is nothing more.
+# A frame on the wire begins with its sequence, its acknowledgement and the length of
+# its payload, 8 bytes each. A pure acknowledgement has nothing else.
 FRAME_BYTES = 3 * 8
 
 
 class Frame(NamedTuple):
-    """What travels; a tuple, as two are made for nearly every message.
+    """One frame; a tuple, as two are made for nearly every message.
 
     `sequence` is 0 for a pure acknowledgement; `acknowledged` is the highest number up
     to which its sender has received everything.
@@ -64,17 +64,17 @@ _LEAST = {
 
 @dataclass(frozen=True, slots=True)
 class LinkSettings:
-    """When a link waits, repeats itself and gives up.
+    """The timing and limits of a link.
 
     `resend_ns`: the first wait after a frame should have arrived (see `Link.send`); it
-    covers the peer's `ack_delay_ns` and the way back. `resend_max`: so many resends of
-    one frame, then the peer is lost. `ack_delay_ns`: so long an acknowledgement waits
-    for data to ride on; less than `resend_ns`. `backoff_max`: the longest wait, in
-    first waits. `window_max`: unacknowledged frames at once; the same at both ends.
+    covers the peer's `ack_delay_ns` and the way back. `resend_max`: resends of one
+    frame after which the peer is lost. `ack_delay_ns`: how long an acknowledgement
+    waits for data to ride on; less than `resend_ns`. `backoff_max`: the longest wait,
+    in first waits. `window_max`: unacknowledged frames at once; the same at both ends.
 
     Raises:
-        ScenarioError: a value that is not an int, too small, or an acknowledgement that
-            is held back until its frame is sent again.
+        ScenarioError: a value is not an int or too small, or `ack_delay_ns` is not less
+            than `resend_ns`.
     """
 
     resend_ns: int
@@ -100,12 +100,12 @@ class LinkSettings:
 class Link:
     """One end of a link to `peer`.
 
-    `deadline_ns` says when `tick` must be called next, None for not at all; it may lie
-    in the past, which means now. It changes with every call, so a driver arms one timer
-    at the earliest deadline it saw and, when that comes, looks again.
+    `deadline_ns` is when `tick` must be called next, None for never; a time in the past
+    means now. It changes with every call, so a driver arms one timer at the earliest
+    deadline it saw and checks again when that fires.
 
-    Counters: `sent` data frames, which is the number of the last one; `resent` ones;
-    those that came again (`duplicates`).
+    Counters: `sent` data frames (also the number of the last one), `resent` frames and
+    received `duplicates`.
     """
 
     __slots__ = (
@@ -130,8 +130,8 @@ class Link:
         self.lost = False
         self.sent = self.resent = self.duplicates = 0
         self._settings = settings
-        self.acknowledged = 0  # Up to which the peer is known to have everything.
-        self.received = 0  # Up to which everything has come in.
+        self.acknowledged = 0  # The peer is known to have everything up to here.
+        self.received = 0  # Everything up to here has arrived.
         self._early: dict[int, Any] = {}
         # Oldest first: (payload, flight_ns, when its acknowledgement is overdue).
         self._unacked: deque[tuple[Any, int, int]] = deque()
@@ -151,9 +151,10 @@ class Link:
     def send(self, payload: Any, now_ns: int, flight_ns: int = 0) -> Frame:
         """The next data frame, to be put on the wire now.
 
-        `flight_ns` is how long this frame will take: waiting its turn, its bytes, the
-        latency. The wait for its acknowledgement is `flight_ns + resend_ns`; a driver
-        that leaves it 0 must have a `resend_ns` that covers the largest payload.
+        `flight_ns` is the expected time of this frame on the path: queueing,
+        transmission and latency. Its acknowledgement is awaited for `flight_ns +
+        resend_ns`; a driver that leaves it 0 needs a `resend_ns` that covers the
+        largest payload.
 
         Raises:
             WorkerLost: the link has given up.
@@ -180,10 +181,10 @@ class Link:
         """The payloads that this frame makes deliverable, in order; often one or none.
 
         Raises:
-            ProtocolError: numbers that no peer that keeps the protocol can have sent.
+            ProtocolError: numbers that violate the protocol.
         """
         if self.lost:
-            return ()  # Lost is final: what the peer still says has no listener.
+            return ()  # Lost is final: later frames are ignored.
         sequence, acknowledged, payload = frame
         if acknowledged > self.acknowledged:
             self._acknowledge(acknowledged)
@@ -199,11 +200,12 @@ class Link:
         return ready
 
     def tick(self, now_ns: int, busy_until_ns: int = 0) -> tuple[Frame, ...]:
-        """The frames that are due: a resend, or a pure acknowledgement, or none.
+        """The frames that are due: a resend, a pure acknowledgement, or none.
 
-        `busy_until_ns` is when everything now on the path, both ways, will be in, as
-        far as the driver knows: until then silence is no loss. Sets `lost` (and asks
-        for nothing any more) when the oldest frame was resent `resend_max` times.
+        `busy_until_ns` is when everything now on the path, in both directions, will
+        have arrived, as far as the driver knows; silence until then is no loss. Sets
+        `lost`, and sends nothing more, when the oldest frame was resent `resend_max`
+        times.
         """
         if self.lost:
             return ()
@@ -253,7 +255,7 @@ class Link:
             )
         self._early[sequence] = payload
         ready = []
-        while self.received + 1 in self._early:  # Bounded by what is kept.
+        while self.received + 1 in self._early:  # Bounded by the frames kept.
             self.received += 1
             ready.append(self._early.pop(self.received))
         return tuple(ready)

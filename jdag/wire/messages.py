@@ -1,14 +1,14 @@
-"""Messages as bytes: an envelope, and behind it the elements of small values.
+"""Messages as bytes: an envelope, followed by the elements of small values.
 
-An envelope is a message and the types of the values that ride along, in the order of
-`landing(message)`; 4 bytes before it have its length. What is opaque to engines is
-turned into bytes before (`_CLOSED`) and into data after (`_OPENED`).
+An envelope holds a message and the types of the values that it carries, in the order of
+`landing(message)`; 4 bytes before it hold its length. Fields that are opaque to engines
+are encoded as bytes before (`_CLOSED`) and decoded afterwards (`_OPENED`).
 
-All fields are read as they were written, but for these: the function of a call or
-assignment is its spec (`jdag.wire.specs`), that of a run or hook nested data; the shape
-of a root, version or hook is an `ArrayType`; for arguments and results see
-`jdag.wire.trees`. The `exception` of a failure stays where it was raised. What is read
-writes as the same bytes again. What cannot be written or read raises a ProtocolError.
+All fields are decoded to what was encoded, except: the function of a call or assignment
+becomes its spec (`jdag.wire.specs`), that of a run or hook nested data; the shape of a
+root, version or hook becomes an `ArrayType`; for arguments and results see
+`jdag.wire.trees`. The `exception` of a failure is not sent. A decoded message encodes
+to the same bytes. Data that cannot be written or read raises a ProtocolError.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,14 +42,14 @@ from jdag.wire.encoding import CHECKED_BYTES, Known, bounded, check_of, decoded,
 from jdag.wire.specs import spec_of
 from jdag.wire.trees import COUNT_BYTES, portable, read_tree, tree_size, write_tree
 
-WHOLE_MAX = 256  # Failures of one message with all that there is to say of them.
-COPIED_BYTES = 1 << 16  # A copy of less takes less time than a view.
+WHOLE_MAX = 256  # Failures of one message that are sent with full texts.
+COPIED_BYTES = 1 << 16  # Below this a copy is faster than a view.
 
 Close = Callable[[Any, Callable[[Any], bytes]], Any]
 
 
 class Envelope(Record):
-    """A message as it travels."""
+    """A message and the types of its values, as encoded."""
 
     message: Message
     kinds: Several[ArrayType]
@@ -61,7 +61,6 @@ _check_drawing = check_of(Drawing | None)
 
 
 def _sendable(value: Any) -> Any:
-    """Return the spec of a function."""
     if hasattr(value, "spec") or hasattr(value, "pair"):
         return spec_of(value)
     raise TypeError(f"{value!r} of type {type(value).__name__} is no data")
@@ -71,7 +70,7 @@ _encode = Encoder(enc_hook=_sendable).encode
 
 
 def _bare(failure: Failure | None, whole: bool = True) -> Failure | None:
-    """A failure as it travels: its exception stays, and its texts unless `whole`."""
+    """A failure without its exception and, unless `whole`, with shortened texts."""
     if failure is None or (whole and failure.exception is None):
         return failure
     if whole:
@@ -83,7 +82,7 @@ def _bare(failure: Failure | None, whole: bool = True) -> Failure | None:
 def _with_failures(message: Any, _: Any) -> Any:
     if not any(message.failures):
         return message
-    before = count()  # Of those before this one.
+    before = count()  # Failures before this one.
     found = [one and _bare(one, next(before) < WHOLE_MAX) for one in message.failures]
     return replace(message, failures=tuple(found))
 
@@ -96,7 +95,7 @@ def _with_types(parts: Sequence[Assignment]) -> tuple[Assignment, ...]:
     return tuple([replace(p, avals=tuple(map(type_of, p.avals))) for p in parts])
 
 
-# Of what has in it what is opaque: the same with bytes in its place, and back.
+# For messages with opaque fields: replace these by bytes, and decode them again.
 _CLOSED: dict[type[Any], Close] = {
     Primal: _with_failures,
     Reading: _with_failures,
@@ -153,18 +152,18 @@ def _sealed(
 
 
 def size(message: Message, values: Sequence[Any]) -> tuple[int, int]:
-    """How many bytes the values are, and message, headers and values together.
+    """Bytes of the values, and of message, headers and values together.
 
     Args:
         message: any of `jdag.engine.messages`.
-        values: what rides with it: arrays, abstract values, Python numbers.
+        values: the values it carries: arrays, abstract values, Python numbers.
     """
     beside = 0
 
     def measured(tree: Any) -> bytes:
         nonlocal beside
         nbytes = tree_size(tree)
-        # Arrays may be abstract: no bytes are in the envelope in place of so many.
+        # Arrays may be abstract: the envelope holds no bytes, so add their length.
         beside += nbytes + (0 if nbytes < 1 << 8 else 1 if nbytes < 1 << 16 else 3)
         return b""
 
@@ -175,7 +174,7 @@ def size(message: Message, values: Sequence[Any]) -> tuple[int, int]:
 
 
 class Codec:
-    """Writes and reads the messages of one cluster."""
+    """Encodes and decodes the messages of one cluster."""
 
     __slots__ = ("names", "workers")
 
@@ -186,22 +185,22 @@ class Codec:
         self.workers = set(workers)
 
     def joined(self, name: str, incarnation: int) -> None:
-        """Know an incarnation of a worker from now on; others are refused."""
+        """Accept this incarnation of a worker in messages from now on."""
         self.workers.add(incarnated(name, incarnation))
 
     def encode(self, message: Message, kinds: Sequence[ArrayType] = ()) -> bytes:
-        """The bytes of a message and of the types of the values that ride with it."""
+        """The bytes of a message and of the types of the values that it carries."""
         envelope = _sealed(message, kinds, write_tree)
         return len(envelope).to_bytes(COUNT_BYTES, "little") + envelope
 
     def decode_drawing(self, data: bytes) -> Drawing | None:
-        """The drawing that these bytes are."""
+        """Decode a drawing."""
         found: Drawing | None = decoded(_drawings, data)
         _check_drawing(found, self)
         return found
 
     def decode(self, data: bytes) -> tuple[Message, tuple[ArrayType, ...], int]:
-        """A message, the types of its values, and where the elements of these begin."""
+        """A message, the types of its values, and the offset of their elements."""
         end = COUNT_BYTES + int.from_bytes(data[:COUNT_BYTES], "little")
         if end > len(data):
             raise ProtocolError(f"a message of {end} bytes; {len(data)} are there")

@@ -1,16 +1,16 @@
-"""Which of a peer's messages may be handed on before earlier ones are whole.
+"""Which of a peer's messages may be delivered before earlier ones are complete.
 
-Large values follow their message in pieces, so that what comes after it on the link may
-be whole before it is. That must not wait for it where it need not, and engines have to
-be told no earlier than what they rely on.
+Large values follow their message in pieces, so a later message on the link may be
+complete first. It must not wait where that is not needed, and engines must not receive
+it before the messages on which it depends.
 
 Inputs:  `arrived(item, whole)` for each message, in the order of the link; then, for
-         each that was not whole, `completed(item)` when it is.
-Outputs: those that may be handed on now, in an order in which they may be.
+         each incomplete one, `completed(item)` when it is complete.
+Outputs: the items that may be delivered now, in a valid order.
 
-An item is anything with a `message`; it is told from others by what it is, not by what
-it equals. Invariants: each is handed on once, and when it is whole; of two that are in
-order (`RULES`) the earlier one first; at most `held_max` are held at once.
+An item is any object with a `message`; items are compared by identity. Invariants: each
+is delivered once, when it is complete; of two ordered items (`RULES`) the earlier one
+is delivered first; at most `held_max` are held at once.
 """
 
 from collections import deque
@@ -31,7 +31,7 @@ from jdag.errors import ProtocolError
 HELD_MAX = 1 << 20
 
 
-# Messages that share one of these are in order; so is one of ALL with any that has one.
+# Messages that share a lane are ordered; ALL is ordered with every message in a lane.
 Lanes = tuple[ContextId | str, ...]
 ALL: Lanes = ("all",)
 
@@ -54,25 +54,25 @@ def _read(message: Read) -> Lanes:
 
 
 RULES: Mapping[type, Callable[[Any], Lanes]] = {
-    # Notices and the release of a context come after all that uses its values; a
-    # cotangent after the call whose edge it goes back on; an end after what it ends.
-    # Contexts share nothing but leaves.
+    # Notices and the release of a context follow all uses of its values; a cotangent
+    # follows the call whose edge it traverses; an end follows what it ends. Contexts
+    # share nothing but leaves.
     **dict.fromkeys(get_args(Message), _own),
-    # The issuer of an assignment waits for nothing but that it has arrived.
+    # The issuer of an assignment waits only for its arrival.
     Acknowledge: lambda ack: () if ack.context is None else (ack.context,),
-    # Neither before what makes the values, nor after what lets them go.
+    # After the messages that make the values, before those that drop them.
     Read: _read,
-    # It answers a question that only its asker knows of.
+    # Answers a request; independent of everything else.
     Reading: _none,
-    # Earlier messages read older versions of leaves, or leaves that are not dropped
-    # yet, and later ones newer versions.
+    # Earlier messages read older versions, or leaves not yet dropped; later messages
+    # read newer versions.
     Assign: _all,
     Forget: _all,
 }
 
 
 class _Held:
-    """An item that waits for its values, or for `ahead` others."""
+    """An item that waits for its values, or for `ahead` earlier items."""
 
     __slots__ = ("ahead", "followers", "item", "lanes", "whole")
 
@@ -85,7 +85,7 @@ class _Held:
 
 
 class Order:
-    """The order of what comes from one peer."""
+    """The delivery order of one peer's messages."""
 
     __slots__ = ("_held", "_held_max", "_last", "_partial")
 
@@ -93,16 +93,16 @@ class Order:
         self._held_max = held_max
         self._held = 0
         self._partial: dict[int, _Held] = {}  # By the identity of their items.
-        # The last one held in each lane. One in order with all waits for these, and is
-        # then the last in every lane.
+        # The last held item of each lane. An item of ALL waits for all of these, and
+        # then is the last of every lane.
         self._last: dict[ContextId | str, _Held] = {}
 
     def __len__(self) -> int:
-        """How many are held."""
+        """Number of held items."""
         return self._held
 
     def arrived(self, item: Any, whole: bool) -> Sequence[Any]:
-        """A message came, whole or not; return what may be handed on now."""
+        """A message arrived, complete or not; return what may be delivered now."""
         if whole and not self._held:
             return (item,)
         message, last = item.message, self._last
@@ -130,12 +130,12 @@ class Order:
         return ()
 
     def completed(self, item: Any) -> Sequence[Any]:
-        """A message that was not whole is; return what may be handed on now."""
+        """A message is now complete; return what may be delivered now."""
         held = self._partial.pop(id(item))
         held.whole = True
         ready: list[Any] = []
         free = deque([] if held.ahead else [held])
-        while free:  # Bounded: each that is held is freed once.
+        while free:  # Bounded: each held item is freed once.
             one = free.popleft()
             self._held -= 1
             ready.append(one.item)

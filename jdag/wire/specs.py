@@ -1,16 +1,16 @@
-"""Specs: functions for certain arguments, as bytes.
+"""Specs: functions for given argument types, as bytes.
 
-A spec has all that another process needs to make the same forward/vjp pair, if it may
-make what is named: the function by name, the structure of its arguments with the
-statics among them, the types of the arrays that it takes and returns, weak types
-included, which of these are tracked, and devices. Equal functions have equal specs, and
-True and 1 different ones, so that specs are keys. A function that cannot be named
-travels as its export, which is sent beside; its spec has the digest of that.
+A spec holds everything another process needs to build the same forward/vjp pair, if it
+allows the names: the function by name, the structure of its arguments with statics, the
+types of its inputs and outputs (weak types included), which of these are tracked, and
+devices. Equal functions have equal specs, and True and 1 different ones, so specs serve
+as keys. A function that cannot be named travels as its export, which is sent
+separately; its spec holds the export's digest.
 
 A structure is nested data (`jdag.wire.trees`): tuples, lists, dicts and None are
-themselves, other nodes a `TreeNode` of their class, their static data and their
-children. What cannot travel is `Opaque`, so that every function has a spec. Bytes that
-are no spec raise a ProtocolError when they are read.
+themselves, other nodes a `TreeNode` of class, static data and children. Parts that
+cannot travel become `Opaque`, so every function has a spec. Decoding bytes that are no
+spec raises a ProtocolError.
 """
 
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ Device = Name | None
 class DevicePlacement(Record):
     """Where a call computes, where its cotangents go, and where its outputs go.
 
-    None is the default device; in place of a tuple, for all.
+    None is the default device; in place of a tuple, for all of them.
     """
 
     device: Device = None
@@ -46,12 +46,12 @@ class DevicePlacement(Record):
 
 
 class Body(Record):
-    """A function for certain arguments as data.
+    """A function for given argument types, as data.
 
     Attributes:
         function, arguments: nested data; the structure of the arguments.
-        own: how many arguments, the first ones, are the function itself.
-        digest: of the export, in place of function and arguments; empty: by name.
+        own: number of leading arguments that are the function itself.
+        digest: of the export that replaces function and arguments; empty: by name.
         avals, tracked: of the arguments.
         out_avals, out_tracked: of the outputs.
     """
@@ -68,7 +68,7 @@ class Body(Record):
 
 
 def structure(treedef: Any, leaves: Iterator[Any]) -> Any:
-    """Return a structure of JAX as nested data; `leaves` are `HOLE` or statics."""
+    """A JAX treedef as nested data; `leaves` are `HOLE` or statics."""
     node = treedef.node_data()
     if node is None:
         leaf = next(leaves)
@@ -94,9 +94,9 @@ _NOWHERE = _PAIR + encoded(DevicePlacement())  # All is on the default device.
 
 
 def spec_of(pair: Any) -> bytes:
-    """Return the spec of a pair (`jdag.compute.pairs`), made once.
+    """The spec of a pair (`jdag.compute.pairs`), cached.
 
-    A pair that came by its spec has that in its attribute `spec`.
+    A pair that was built from a spec has it in its attribute `spec`.
     """
     known: bytes | None = getattr(pair, "spec", None)
     if known is None:
@@ -112,7 +112,7 @@ def spec_of(pair: Any) -> bytes:
 
 
 def exported_spec(pair: Any, digest: bytes) -> bytes:
-    """Return the spec of a pair that goes as its export; by name without a digest."""
+    """The spec of a pair by the digest of its export; by name if `digest` is empty."""
     function = arguments = None
     own = 0
     if not digest:
@@ -135,7 +135,7 @@ def exported_spec(pair: Any, digest: bytes) -> bytes:
 
 
 def written(body: Body) -> bytes:
-    """The spec of a function on the default device; data nested too deep are opaque."""
+    """The spec of a function on the default device; too deep data become opaque."""
     try:
         data = (pack(body.function), pack(body.arguments))
     except ProtocolError:
@@ -145,12 +145,12 @@ def written(body: Body) -> bytes:
 
 
 def placed_spec(spec: bytes, places: DevicePlacement) -> bytes:
-    """Return the spec with other places."""
+    """The spec with another device placement."""
     return _PAIR + encoded(places) + spec[len(_NOWHERE) :]
 
 
 def read_spec(spec: bytes) -> tuple[DevicePlacement, Body]:
-    """Return the places and the body of a spec."""
+    """Decode a spec to its device placement and body."""
     places: DevicePlacement
     places, body = decoded(_decoder, spec)
     for kind in (*body.avals, *body.out_avals):
@@ -160,7 +160,7 @@ def read_spec(spec: bytes) -> tuple[DevicePlacement, Body]:
     )
     bare = places.in_devices is None
     if bare != (places.out_devices is None) or (bare and places.device is not None):
-        raise ProtocolError(f"the spec of {body.name} has a part of {places}")
+        raise ProtocolError(f"the spec of {body.name} has incomplete devices: {places}")
     arguments = body.avals, body.tracked
     counts = (
         ("arguments", *arguments),
@@ -171,7 +171,7 @@ def read_spec(spec: bytes) -> tuple[DevicePlacement, Body]:
     for what, known, said in counts:
         if said is not None and len(known) != len(said):
             raise ProtocolError(
-                f"the spec of {body.name} has {len(known)} {what} and says something "
-                f"of {len(said)}"
+                f"the spec of {body.name} has {len(known)} {what}, but entries for "
+                f"{len(said)}"
             )
     return places, body

@@ -1,16 +1,16 @@
 """Arguments and results of programs as bytes: nested data, refs, arrays, names.
 
-Refs travel as data, functions and classes by name (`Named`). Instances of named tuples,
-dataclasses, enums, partials, dtypes and JAX's own pytree nodes are a `TreeNode`, the
-name of their class and their parts. Reading gives `Named`, `TreeNode`, `RefParts` and
-`Raw` arrays, which write as the same bytes again; the reader makes of them what they
-name, if it allows that. All else is refused by a ProtocolError: nothing is pickled.
+Refs travel as data, functions and classes by name (`Named`). Named tuples, dataclasses,
+enums, partials, dtypes and JAX's pytree nodes become a `TreeNode`: the name of their
+class and their parts. Decoding gives `Named`, `TreeNode`, `RefParts` and `Raw` arrays,
+which encode to the same bytes; the receiver resolves names if it allows them. Anything
+else is refused with a ProtocolError: nothing is pickled.
 
-On the wire an item is a number, a text or one of the structs below. The bytes of a tree
-are 4 with the length of its items, then the items, then the elements of its arrays.
+On the wire an item is a number, a text or one of the structs below. A tree is encoded
+as 4 bytes with the length of its items, the items, and the elements of its arrays.
 
-Structures of arguments (`jdag.wire.specs`) also have `HOLE` in the place of each array,
-`Part` around each static, and `Opaque` for what cannot travel.
+Structures of arguments (`jdag.wire.specs`) also have a `HOLE` for each array, `Part`
+around each static, and `Opaque` for parts that cannot travel.
 """
 
 import re
@@ -43,9 +43,9 @@ from jdag.wire.encoding import Known, bounded, check_of, decoded, encoded
 
 DEPTH_MAX = 100
 APPLIED = "jdag.engine.functions:Applied"
-DTYPE = "numpy:dtype"  # Each has a class of its own.
-COUNT_BYTES = 4  # Before nested data, and before an envelope: how many bytes follow.
-_ABSTRACT = ("shape", "dtype", "nbytes")  # Of an abstract value, whatever its class.
+DTYPE = "numpy:dtype"  # Each dtype has a class of its own.
+COUNT_BYTES = 4  # The length prefix of nested data and of an envelope.
+_ABSTRACT = ("shape", "dtype", "nbytes")  # Attributes of any abstract value.
 
 Bytes = Annotated[bytes, Meta(max_length=DATA_MAX_BYTES)]
 
@@ -68,7 +68,7 @@ class _Text(Record, tag=2):
 
 
 class _Bytes(Record, tag=13):
-    """Bytes, of which a union that has texts in it can hold none."""
+    """Bytes; a union that contains texts cannot hold them directly."""
 
     data: Bytes
 
@@ -86,7 +86,7 @@ class _Dict(Record, tag=5):
 
 
 class RefParts(Record, tag=6):
-    """A ref as it travels."""
+    """A ref, as encoded."""
 
     key: Key
     owner: Worker
@@ -96,7 +96,7 @@ class RefParts(Record, tag=6):
 
 
 class _Array(Record, tag=7):
-    """An array, the elements of which come later."""
+    """An array, whose elements follow later."""
 
     kind: ArrayType
     form: Literal["array", "numpy", "scalar"]
@@ -122,7 +122,7 @@ class Part(Record, tag=11):
 
 
 class Opaque(Record, tag=12):
-    """The class of what cannot travel."""
+    """A value that cannot travel, by its class."""
 
     name: Name
 
@@ -137,9 +137,9 @@ else:
 
 
 class Raw(NamedTuple):
-    """An array as it travels: its type, and its elements row by row.
+    """An array as encoded: its type, and its elements row by row.
 
-    `form`: "array" is an array of JAX, "numpy" and "scalar" are numpy's.
+    `form`: "array" is a JAX array, "numpy" and "scalar" are numpy's.
     """
 
     kind: ArrayType
@@ -174,7 +174,7 @@ def _dict_item(data: dict[Any, Any], each: Each) -> Any:
     return _Dict(tuple(zip(found[::2], found[1::2], strict=True)))
 
 
-# By the very type: a bool is no int here, and an IntEnum is none either.
+# By exact type: a bool or an IntEnum is not an int here.
 _ITEMS: dict[type, Callable[[Any, Each], Any]] = {
     **dict.fromkeys((type(None), bool, float, Named, Opaque, Hole), _same),
     int: _int_item,
@@ -190,10 +190,9 @@ _ITEMS: dict[type, Callable[[Any, Each], Any]] = {
 
 
 def pack(tree: Any, arrays: list[Any] | None = None, *, opaque: bool = False) -> Any:
-    """Return nested data as an item; its arrays, if they may be, are put in `arrays`.
+    """Nested data as an item; its arrays, if allowed, are appended to `arrays`.
 
-    What cannot travel is refused or, if `opaque`, an `Opaque` in its place, as refs are
-    then.
+    A part that cannot travel, or a ref, is refused or, if `opaque`, an `Opaque`.
     """
     most = DEPTH_MAX // 2 if opaque else DEPTH_MAX
     other: Callable[[Any, Each], Any] = partial(_other_item, arrays, opaque)
@@ -250,7 +249,7 @@ def _check_depth(depth: int, most: int = DEPTH_MAX) -> None:
 
 
 def _taken_apart(value: Any) -> tuple[str, tuple[Any, ...]]:
-    """The name of an instance's class, and its parts in an order of their own."""
+    """The name of an instance's class, and its parts in a fixed order."""
     name = name_of(type(value))
     if isinstance(value, Applied):
         return APPLIED, (value.name, is_unjitted(value), is_program(value))
@@ -319,9 +318,9 @@ def unpack(
     take: Callable[[_Array], Any] = _no_arrays,
     depth: int = 0,
 ) -> Any:
-    """Return the data of an item; refs may be in it if workers are known.
+    """The data of an item; refs are allowed only if `known` is given.
 
-    `take` gives the array of the next item of one.
+    `take` returns the array of the next array item.
     """
     _check_depth(depth)
     if type(item) is RefParts:
@@ -337,28 +336,28 @@ def unpack(
 
 
 def portable(value: Any, *, arrays: bool = False) -> Any:
-    """Return a function or a static as nested data, opaque where it cannot travel.
+    """A function or static as nested data, opaque where it cannot travel.
 
-    Nor do arrays, unless it says so: what a compiled function holds of them goes with
-    its export.
+    Arrays are opaque too, unless `arrays`: a compiled function's arrays travel in its
+    export.
     """
     found: list[Any] = []
     item = pack(value, found if arrays else None, opaque=True)
     waiting = iter(found)
     try:
         return unpack(item, take=lambda _: next(waiting)[1])
-    except ProtocolError:  # A dict's key may, as data, not be one.
+    except ProtocolError:  # A dict key may not be hashable as data.
         return Opaque(name_of(type(value)))
 
 
 def _sealed(tree: Any) -> tuple[bytes, list[tuple[ArrayType, Any]]]:
-    """Return the items of nested data as bytes, and its arrays with their types."""
+    """The items of nested data as bytes, and its arrays with their types."""
     arrays: list[tuple[ArrayType, Any]] = []
     return bounded(_decoder, encoded(pack(tree, arrays))), arrays
 
 
 def tree_size(tree: Any, check: Callable[[Any], None] = lambda _: None) -> int:
-    """How many bytes nested data take; `check` sees each array among them."""
+    """The encoded size of nested data in bytes; `check` is called with each array."""
     items, arrays = _sealed(tree)
     for _, array in arrays:
         check(array)
@@ -366,14 +365,14 @@ def tree_size(tree: Any, check: Callable[[Any], None] = lambda _: None) -> int:
 
 
 def write_tree(tree: Any) -> bytes:
-    """Return nested data as bytes."""
+    """Encode nested data."""
     items, arrays = _sealed(tree)
     count = len(items).to_bytes(COUNT_BYTES, "little")
     return b"".join([count, items, *[_elements(array) for _, array in arrays]])
 
 
 def check_there(value: Any) -> None:
-    """Raise ProtocolError where an array has no elements; tracers are a `jax.Array`."""
+    """Raise ProtocolError if a value is abstract; tracers are, though `jax.Array`s."""
     if isinstance(value, Raw):
         return
     is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
@@ -382,7 +381,6 @@ def check_there(value: Any) -> None:
 
 
 def _elements(value: Any) -> Any:
-    """The elements of a JAX or numpy array, as bytes."""
     check_there(value)
     if isinstance(value, Raw):
         return value.data
@@ -392,7 +390,7 @@ def _elements(value: Any) -> Any:
 
 
 def read_tree(data: bytes | memoryview, known: Known) -> Any:
-    """Return the nested data that bytes are; arrays are views of them."""
+    """Decode nested data; its arrays are views of `data`."""
     view = memoryview(data)
     start = COUNT_BYTES + int.from_bytes(view[:COUNT_BYTES], "little")
     left = view[start:]
