@@ -207,7 +207,7 @@ def test_a_program_cannot_close_the_cluster_that_runs_it(monkeypatch):
         played.simulation.close()
 
     _, played = played_by(monkeypatch, {("b", 1): closing})
-    with pytest.raises(JdagError, match="what runs on it cannot end the cluster"):
+    with pytest.raises(JdagError, match="only the main program may close the cluster"):
         played.run()
     assert played.engines["a"].told  # It is still there.
     played.simulation.info()

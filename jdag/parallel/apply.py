@@ -1,8 +1,8 @@
 """Functions applied side by side, each to its own input on its own device.
 
-All are dispatched before any is waited for. Where one raises, the others run to their
-end before the first error, by replica, is raised. A forward and its vjp are one
-compiled call each (`jdag.compute.pairs`), and residuals stay on their devices.
+All functions are dispatched before any result is awaited. If some raise, the others
+still complete; then the error of the first such replica is raised. A forward and its
+vjp are one compiled call each (`jdag.compute.pairs`). Residuals stay on their devices.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,25 +40,24 @@ def parallel_apply(
     inputs: Sequence[Any],
     devices: Sequence[Device] | None = None,
 ) -> list[Any]:
-    """Apply each function to its own input, all side by side.
+    """Apply each function to its own input in parallel.
 
-    It can be differentiated by `jax.grad` and `jax.vjp`. All functions run to their end
-    before the first exception, by replica, is raised.
+    Differentiable by `jax.grad` and `jax.vjp`. All functions complete before the
+    exception of the first failed replica is raised.
 
     Args:
         fns: pure functions of pytrees of arrays and statics; they are jitted.
-        inputs: for each function its argument; a tuple is all of its arguments.
-        devices: for each function where it runs and leaves its outputs. None: where its
-            input lives, which is where those of its arrays are that were put on a
-            device.
+        inputs: one argument per function; a tuple holds all arguments.
+        devices: one device per function, for its computation and outputs. None: the
+            device on which the input's committed arrays live.
 
     Returns:
-        What each function returned: pytrees of arrays.
+        The output pytree of each function.
 
     Raises:
-        JdagError: inputs or devices are not as many as functions; an output is no
-            array; devices are unusable; an input lives on two.
-        Exception: what a function raised, with a note of which replica it was.
+        JdagError: the numbers of functions, inputs and devices differ; an output is not
+            an array; a device is unusable; one input lives on two devices.
+        Exception: raised by a function, with a note that names the replica.
     """
     what = "parallel_apply"
     fns, inputs = _listed(fns, "fns"), _listed(inputs, "inputs")
@@ -94,7 +93,7 @@ def parallel_apply(
 
 
 class DeviceCall(NamedTuple):
-    """A function with its arrays; `template` has the rest of its arguments."""
+    """A function and its array arguments; `template` holds the other arguments."""
 
     fn: Callable[..., Any]
     template: Template
@@ -102,9 +101,10 @@ class DeviceCall(NamedTuple):
 
 
 def call_of(fn: Callable[..., Any], args: tuple[Any, ...], what: str) -> DeviceCall:
-    """Take a call apart; a callable pytree is an argument of its own call.
+    """Split a call into function, template and arrays.
 
-    An argument may be `HOLE`: an array that comes later.
+    A callable pytree becomes an argument of its own call. `HOLE` as an argument stands
+    for an array that is supplied later.
     """
     fn, args, own = called(fn, args)
     _refuse_tracers(fn, what)
@@ -126,7 +126,7 @@ def call_of(fn: Callable[..., Any], args: tuple[Any, ...], what: str) -> DeviceC
 def _refuse_tracers(fn: Callable[..., Any], what: str) -> None:
     is_plain = type(fn) is FunctionType
     if is_plain and not (fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__):
-        return  # It holds nothing: most do not, and each call comes by here.
+        return  # Fast path: most functions capture nothing.
     if any([isinstance(one, jax.core.Tracer) for one in held_by(fn)]):
         raise JdagError(
             f"{what}: {name_of(fn)} closes over a tracer, or has one as a default or "
@@ -136,7 +136,7 @@ def _refuse_tracers(fn: Callable[..., Any], what: str) -> None:
 
 
 def held_by(fn: Any) -> list[Any]:
-    """Return the leaves of what a function holds: closures, defaults, partials."""
+    """Return the leaves captured by a function's closure, defaults and partials."""
     found: list[Any] = []
     waiting, seen = [fn], set()
     while waiting:
@@ -148,7 +148,7 @@ def held_by(fn: Any) -> list[Any]:
             case FunctionType():
                 waiting.extend(filter(None, [one.__defaults__, one.__kwdefaults__]))
                 for cell in one.__closure__ or ():
-                    with suppress(ValueError):  # It is not filled yet.
+                    with suppress(ValueError):  # An empty cell.
                         waiting.append(cell.cell_contents)
             case MethodType():
                 waiting.extend([one.__func__, one.__self__])
@@ -166,14 +166,14 @@ def held_by(fn: Any) -> list[Any]:
 
 
 def tracked_of(arrays: Sequence[Any]) -> tuple[bool, ...]:
-    """Tell which arrays cotangents may flow back to: tracers, float or complex."""
+    """For each array, whether it may get a cotangent: a float or complex tracer."""
     return tuple(
         [isinstance(a, jax.core.Tracer) and aval_of(a).inexact for a in arrays]
     )
 
 
 def _home(arrays: Sequence[Any], number: int) -> Any:
-    """Return the device that an input lives on; None if it is not known, or several."""
+    """Return the device of an input; None if unknown or sharded over several."""
     behind = list(map(array_behind, arrays))
     put = [index for index, one in enumerate(behind) if one is not None]
     put = [index for index in put if behind[index].committed]
@@ -186,11 +186,11 @@ def _home(arrays: Sequence[Any], number: int) -> Any:
                 "runs (devices=)"
             )
     home = home_of(arrays[put[0] if put else 0]) if arrays else None
-    return home if isinstance(home, jax.Device) else None  # Else JAX knows the way.
+    return home if isinstance(home, jax.Device) else None  # None: JAX places it.
 
 
 def _applied(pairs: Sequence[Any], args: Sequence[Sequence[Any]]) -> Any:
-    """Return the outputs of each pair, flat; they can be differentiated."""
+    """Return the flat outputs of each pair; they are differentiable."""
 
     def forward(arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         waiting = iter(arrays)
@@ -219,14 +219,14 @@ def differentiable(
     tracked: Sequence[bool],
     arrays: Sequence[Any],
 ) -> Any:
-    """Return the outputs of `forward`, whose gradients are those of `vjp`.
+    """Return the outputs of `forward`, differentiated by `vjp`.
 
     Args:
-        forward: takes the arrays, returns outputs and residuals.
-        vjp: takes residuals and cotangents of the outputs, returns a cotangent for each
-            tracked array, or None where all are zero.
+        forward: maps the arrays to outputs and residuals.
+        vjp: maps residuals and output cotangents to a cotangent for each tracked array,
+            or None if all are zero.
         tracked: for each array, whether it has a cotangent.
-        arrays: what `forward` is given.
+        arrays: the arguments of `forward`.
     """
     if True not in tracked:
         return forward(arrays)[0]
@@ -262,7 +262,8 @@ def vjp_all(
 ) -> list[Any]:
     """Run the vjp of each pair; return the cotangents of its tracked arguments.
 
-    None stands for those of a pair without residuals, and for a cotangent of zero.
+    None stands for a zero cotangent, and for all cotangents of a pair without
+    residuals.
     """
 
     def run(number: int) -> Any:
@@ -278,7 +279,7 @@ def vjp_all(
 
 
 def all_ended(run: Callable[[int], Any], count: int) -> list[Any]:
-    """Run something for each replica; raise the first error when all have ended."""
+    """Run a function for each replica; raise the first error once all have ended."""
     found, failed = [], {}
     for number in range(count):
         try:
@@ -296,7 +297,7 @@ def all_ended(run: Callable[[int], Any], count: int) -> list[Any]:
 
 
 def working(made: Any, arrays: Sequence[Any]) -> AbstractContextManager[Any]:
-    """Let a function that runs unjitted make its arrays where its arguments are."""
+    """Make the arguments' device the default for new arrays of an unjitted function."""
     if not made.source.unjitted:
         return nullcontext()
     home = next(map(home_of, arrays), None)

@@ -1,7 +1,7 @@
-"""Data parallel: a function of parameters and rows, its rows over several devices.
+"""Data parallelism: apply a function of parameters and rows on several devices.
 
 Rows are scattered, parameters replicated, the function applied to each chunk, outputs
-gathered; gradients of the replicas are added where the parameters live, in order.
+gathered. Gradients of the replicas are added in order where the parameters live.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,39 +42,37 @@ def data_parallel(  # noqa: PLR0913 - as PyTorch has it, and ours by keyword.
 ) -> Any:
     """Apply `fn(params, x)` to chunks of x, one on each device, and join the outputs.
 
-    It can be differentiated by `jax.grad` and `jax.vjp`, by params and by x, and these
-    gradients again, by `jax.jvp` too. It has no `jax.jvp` of its own, and no
-    `jax.jacrev` or `jax.hessian`, which are `jax.vmap` inside. Gradients of the
-    parameters are added where these live, in the order of the devices. Chunks have
-    `ceil(n / k)` of n rows for k devices; where rows do not suffice for all, there are
-    fewer replicas.
+    Differentiable by `jax.grad` and `jax.vjp` in params and x, also repeatedly, and its
+    gradients by `jax.jvp`. Not supported: `jax.jvp` of the function itself, and
+    `jax.jacrev` and `jax.hessian`, which use `jax.vmap`. Parameter gradients are added
+    where the parameters live, in the order of the devices. n rows over k devices make
+    chunks of `ceil(n / k)` rows; with too few rows there are fewer replicas.
 
-    The devices may be those of several processes; `jdag.parallel` says what is then
-    whose, and how exact sums are.
+    For devices of several processes, see `jdag.parallel`.
 
     Args:
-        fn: a pure function of parameters and rows; it is jitted, or, marked by
-            `jdag.unjitted`, called as it stands on every device.
-        params: a pytree of arrays, replicated; other leaves are part of `fn`.
-        x: a pytree of arrays with as many rows each along `dim`.
-        devices: names or devices; None is all of this process. Of several processes
-            these are as many of each.
-        output_device: where outputs go; None is the first device.
-        dim: the dimension that rows are counted along, in outputs as well.
-        axis_name: a name for the axis of replicas, for a `fn` that reduces over all of
-            them, as batch normalisation does. Then it is called as
-            `fn(params, x, rows)`; rows, float32 of shape (rows of the chunk,), is 1 for
-            a real row and 0 for one that fills a chunk up (see `row_mean`).
-        has_aux: `fn` returns a pair; the second part comes from the first replica as it
-            is, and nothing flows back to it. With `axis_name` what was reduced over all
-            replicas, such as running statistics, is the same on each.
-        how: "pmap" or "shard_map", both one program over all devices, for chunks of
-            one size or with `axis_name`; "each", a call a device, else. None chooses.
-        deadline_s: how long several processes wait for each other; the same on all.
+        fn: a pure function of parameters and rows. It is jitted unless marked by
+            `jdag.unjitted`.
+        params: a pytree of arrays, replicated; other leaves are static.
+        x: a pytree of arrays with equally many rows along `dim`.
+        devices: names or devices; None: all devices of this process. With several
+            processes, each contributes the same number of devices.
+        output_device: the device of the outputs; None: the first device.
+        dim: the dimension of rows, in x and in outputs.
+        axis_name: the axis of replicas, for an `fn` that reduces over all replicas, as
+            batch normalisation does. `fn` is then called as `fn(params, x, rows)`;
+            rows, float32 of shape (rows of the chunk,), is 1 for a real row and 0 for
+            padding (see `row_mean`).
+        has_aux: `fn` returns (outputs, aux). aux is that of the first replica and is
+            not differentiated. With `axis_name`, values reduced over all replicas, such
+            as running statistics, are equal on each.
+        how: "pmap" or "shard_map": one program over all devices, for chunks of equal
+            size or with `axis_name`. "each": one call per device. None: automatic.
+        deadline_s: how long processes wait for each other; the same on all.
 
     Returns:
-        What `fn` returns: outputs joined along `dim`, scalars of the replicas as a
-        vector with one element for each.
+        The outputs of `fn`, joined along `dim`; scalars become a vector with one
+        element per replica.
 
     Raises:
         JdagError: unusable devices, x or `how`; an output that is no array or cannot be
@@ -99,21 +97,21 @@ def data_parallel(  # noqa: PLR0913 - as PyTorch has it, and ours by keyword.
 
 
 def row_mean(x: Any, rows: Any, axis_name: str) -> Any:
-    """Return the mean over the real rows of all replicas, for a `fn` with an axis name.
+    """Return the mean over the real rows of all replicas; for use with `axis_name`.
 
-    Sums are those of all replicas (`jax.lax.psum`), weighted by rows, so that the mean
-    is that of one device, whatever the chunks. Sums of low precision are float32.
+    The mean is weighted by rows, so it equals that of one device for any chunk sizes.
+    Low-precision sums are accumulated in float32.
 
     Args:
         x: float or complex, (rows, ...).
-        rows: (rows,): 1 for a real row, 0 for one that fills the chunk up.
-        axis_name: that which `data_parallel` was given.
+        rows: (rows,): 1 for a real row, 0 for padding.
+        axis_name: the `axis_name` passed to `data_parallel`.
 
     Returns:
-        (...), of the dtype of x; the same on each replica.
+        (...), with the dtype of x; equal on all replicas.
 
     Raises:
-        JdagError: x has integers, which a mean would be cut to.
+        JdagError: x is an integer array.
     """
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         raise JdagError(
@@ -136,13 +134,13 @@ def _outputs(
 
     def forward(given: Sequence[Any]) -> tuple[Any, Any]:
         outputs, residuals = plan.forward(given, homes, target)
-        # Where they live is not known inside of jax.checkpoint: they are asked later.
+        # Inside jax.checkpoint devices are unknown here: keep the arrays for the vjp.
         smooth = task.of_tracked(given) if None in homes else None
         return outputs, (residuals, smooth)
 
     def vjp(kept: Any, cotangents: Any) -> list[Any] | None:
         residuals, smooth = kept
-        # Of an array over several devices it comes to one of them, and is spread again.
+        # The cotangent of a sharded array is made on one device, then resharded.
         single = [home if isinstance(home, jax.Device) else target for home in homes]
         found = plan.vjp(residuals, jtu.tree_leaves(cotangents), single)
         if found is None:

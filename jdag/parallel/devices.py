@@ -1,4 +1,4 @@
-"""Which devices work in parallel: by name or as JAX has them, all of this process."""
+"""Device arguments: names or JAX devices to devices of this process."""
 
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -9,12 +9,12 @@ import numpy as np
 from jdag.compute.devices import available, named
 from jdag.errors import JdagError
 
-# A device by its name, such as "cpu:1", or as JAX has it.
+# A device name, such as "cpu:1", or a JAX device.
 Device: TypeAlias = str | jax.Device
 
 
 def devices_of(devices: Sequence[Device] | None, what: str) -> tuple[jax.Device, ...]:
-    """Return the devices that are meant; None is all that this process has."""
+    """Resolve device arguments; None: all devices of this process."""
     if devices is None:
         return tuple(jax.local_devices())
     if isinstance(devices, np.ndarray | np.flatiter):  # As meshes have them.
@@ -33,7 +33,7 @@ def devices_of(devices: Sequence[Device] | None, what: str) -> tuple[jax.Device,
 
 
 def distinct(devices: Sequence[jax.Device], what: str) -> tuple[jax.Device, ...]:
-    """Return the devices; raise JdagError where one of them is there twice."""
+    """Return the devices; raise JdagError if one occurs twice."""
     for index, device in enumerate(devices):
         if device in devices[:index]:
             raise JdagError(f"{what}: device {name_of(device)} is there twice")
@@ -41,7 +41,7 @@ def distinct(devices: Sequence[jax.Device], what: str) -> tuple[jax.Device, ...]
 
 
 def device_of(device: Device, what: str) -> jax.Device:
-    """Return the device that is meant."""
+    """Resolve a device argument; raise JdagError if this process has no such device."""
     if isinstance(device, jax.Device):
         if device in jax.local_devices(backend=device.platform):
             return device

@@ -1,16 +1,16 @@
-"""How replicas run: one call a device, or one program over all devices.
+"""How replicas run: one call per device, or one program over all devices.
 
-A plan is made once for a `DispatchTask`, and kept: `Each` calls a compiled pair on
-every device, whatever the chunks; `OneProgram` (`jdag.parallel.program`) is a forward
-and a vjp over all devices. Both have
+A plan is made once for a `DispatchTask` and cached. `Each` calls a compiled pair on
+every device, with any chunk sizes. `OneProgram` (`jdag.parallel.program`) is one
+forward and one vjp over all devices. Both have
 
     forward(arrays, homes, target) -> outputs, residuals
     vjp(residuals, cotangents, homes) -> a cotangent for each tracked array, or None
 
-where `homes` say where each array lives (None where that is not known), outputs are
-joined on the target device, and a cotangent comes to where its array lives. None stands
-for cotangents that are all zero. Residuals stay on the devices. Gradients of the
-replicas are added where the parameters live, in the order of the replicas.
+`homes` are the devices of the arrays (None: unknown). Outputs are joined on the target
+device; a cotangent is returned on its array's device, and None means that all are zero.
+Residuals stay on the devices. Gradients of the replicas are added where the parameters
+live, in the order of the replicas.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,13 +32,16 @@ from jdag.parallel.processes import Processes, Terms
 
 
 class DispatchTask(NamedTuple):
-    """What is to be done: a function, and the arrays that it will be given.
+    """A function, the avals of its arrays, and how they are split into replicas.
 
-    The arrays of parameters come first (`shared` of them), then those with rows, which
-    lie along `dim`; `sizes` are the rows of each chunk. A function that reduces over
-    replicas has an `axis_name`. Over several `processes` all this is of this one,
-    `terms` are what they have to have alike to do it together, and `everywhere` are the
-    real rows of each replica of all.
+    Attributes:
+        shared: the number of parameter arrays; these come first, then arrays with rows.
+        sizes: the number of rows of each chunk.
+        dim: the dimension of rows.
+        axis_name: set for a function that reduces over replicas.
+        processes: set for several processes; the other fields are of this one.
+        terms: the properties that must be equal on all processes.
+        everywhere: the number of real rows of each replica, of all processes.
     """
 
     fn: Callable[..., Any]
@@ -57,20 +60,20 @@ class DispatchTask(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of the function."""
+        """The function's name."""
         return name_of(self.fn)
 
     @property
     def rows(self) -> int:
-        """How many rows there are."""
+        """The number of rows of all chunks."""
         return sum(self.sizes)
 
     def of_tracked(self, values: Sequence[Any]) -> list[Any]:
-        """Return those of the values, one for each array, that are of tracked ones."""
+        """Select the values of tracked arrays; `values` has one per array."""
         return [*compress(values, self.tracked)]
 
     def chunk(self, rows: int) -> tuple[Aval, ...]:
-        """The abstract values that a replica with so many rows is given."""
+        """The avals of the arguments of a replica with this number of rows."""
         avals = list(self.avals)
         for index in range(self.shared, len(avals)):
             aval = avals[index]
@@ -79,7 +82,7 @@ class DispatchTask(NamedTuple):
         return tuple(avals)
 
     def outputs_of(self, out_tree: Any) -> Any:
-        """The structure of the outputs that are joined: aux is of the first replica."""
+        """The structure of the outputs that are joined, without aux."""
         if not self.has_aux:
             return out_tree
         node, parts = out_tree.node_data(), out_tree.children()
@@ -92,7 +95,7 @@ class DispatchTask(NamedTuple):
 
 
 class Each:
-    """One compiled call a device; chunks may have different sizes."""
+    """One compiled call per device; chunks may have different sizes."""
 
     def __init__(self, task: DispatchTask) -> None:
         self._task = task
@@ -133,7 +136,7 @@ class Each:
     def vjp(
         self, residuals: Any, cotangents: Sequence[Any], homes: Sequence[Target]
     ) -> list[Any] | None:
-        """Return a cotangent for each tracked array, where it lives; None: all zero."""
+        """Return a cotangent for each tracked array, on its device; None: all zero."""
         task = self._task
         found = vjp_all(self._pairs, residuals, self._spread(cotangents))
         if found[0] is None:
@@ -147,7 +150,7 @@ class Each:
         return [*added(parts[:first]), *[joined(p, task.dim) for p in parts[first:]]]
 
     def _cut(self, arrays: Sequence[Any], homes: Sequence[Target]) -> list[list[Any]]:
-        """Return what each replica is given, on its device."""
+        """Return the arguments of each replica, on its device."""
         task, size = self._task, len(arrays)
         if self._count == 1:
             return [transferred(arrays, self._wheres, homes)]
@@ -179,7 +182,7 @@ class Each:
         for number, made in enumerate(self._pairs):
             own = iter(there[number::count])
             given = [next(own) if t else None for t in made.out_tracked[: self._joined]]
-            aux = len(made.out_tracked) - self._joined  # Of other structures, maybe.
+            aux = len(made.out_tracked) - self._joined  # May differ between replicas.
             spread.append([*given, *[None] * aux])
         return spread
 

@@ -1,7 +1,7 @@
 """Copies, chunks and joins of arrays over devices, and sums of their cotangents.
 
-Replication copies, then moves. The transpose of the copying is ReduceAdd: cotangents
-are added on the device of the original, in the order of the copies.
+Replication copies, then moves. Copying has ReduceAdd as its transpose: cotangents are
+added on the device of the original, in the order of the copies.
 """
 
 import operator
@@ -29,7 +29,7 @@ COPIES.multiple_results = True
 
 
 def replicate(params: Any, devices: Sequence[Device] | None = None) -> tuple[Any, ...]:
-    """Return a copy of a pytree for each device, on it.
+    """Copy a pytree to each device.
 
     Cotangents of the copies are added on the device of the original, in the order of
     the devices, all leaves in one call. Integers and bools are copied and have no
@@ -37,10 +37,10 @@ def replicate(params: Any, devices: Sequence[Device] | None = None) -> tuple[Any
 
     Args:
         params: a pytree of arrays.
-        devices: names or devices; None is all of this process.
+        devices: names or devices; None: all devices of this process.
 
     Returns:
-        As many pytrees as devices, in their order.
+        One pytree per device, in order.
 
     Raises:
         JdagError: unusable devices, or a leaf that cannot be copied.
@@ -53,15 +53,15 @@ def replicate(params: Any, devices: Sequence[Device] | None = None) -> tuple[Any
 def scatter(
     x: Any, devices: Sequence[Device] | None = None, dim: SupportsIndex = 0
 ) -> tuple[Any, ...]:
-    """Cut arrays into chunks along a dimension, one for each device, on it.
+    """Split arrays into chunks along a dimension, one chunk on each device.
 
-    Chunks have `ceil(n / k)` of n rows for k devices, and the last one the rest. With
-    too few rows for all there are fewer chunks than devices.
+    n rows over k devices make chunks of `ceil(n / k)` rows; the last one has the rest.
+    With too few rows there are fewer chunks than devices.
 
     Args:
-        x: a pytree of arrays with as many rows each.
-        devices: names or devices; None is all of this process.
-        dim: the dimension along which rows are counted; a negative one from the end.
+        x: a pytree of arrays with equally many rows.
+        devices: names or devices; None: all devices of this process.
+        dim: the dimension of rows; negative values count from the end.
 
     Returns:
         The chunks, in order: pytrees like x. Leaves that are not arrays are shared.
@@ -87,17 +87,17 @@ def gather(
     """Join chunks along a dimension, on one device.
 
     Args:
-        xs: pytrees of arrays, of one structure. Scalars, such as losses of replicas,
-            become a vector, whatever the dimension.
-        device: where; None is the default device.
-        dim: the dimension; a negative one counts from the end.
+        xs: pytrees of arrays with equal structures. Scalars, such as the losses of
+            replicas, become a vector for any `dim`.
+        device: the device of the result; None: the default device.
+        dim: the dimension; negative values count from the end.
 
     Returns:
-        A pytree like each of them. Leaves that are not arrays come from the first.
+        A pytree like each of `xs`. Leaves that are not arrays come from the first.
 
     Raises:
-        JdagError: there are none; their structures, their dtypes or, but for the
-            dimension, their shapes differ; no such dimension; no such device.
+        JdagError: `xs` is empty; structures, dtypes or the other dimensions differ; no
+            such dimension; no such device.
     """
     target = named(None) if device is None else device_of(device, "gather")
     which = whole(dim, "gather")
@@ -111,18 +111,18 @@ def gather(
 def reduce_add(replicas: Sequence[Any], device: Device | None = None) -> Any:
     """Add pytrees, leaf by leaf, in their order: ((r0 + r1) + r2) + ...
 
-    This is the sum of gradients of replicas; all leaves are added in one call.
+    This sums the gradients of replicas; all leaves are added in one call.
 
     Args:
-        replicas: pytrees of arrays, of one structure, with equal shapes and dtypes.
-        device: where; None is where each leaf of the first lives.
+        replicas: pytrees of arrays with equal structures, shapes and dtypes.
+        device: the device of the sums; None: that of each leaf of the first pytree.
 
     Returns:
         A pytree like each of them. Leaves that are not arrays come from the first.
 
     Raises:
-        JdagError: there are none; structures, shapes or dtypes differ: names both; a
-            leaf has no numbers, but bools or keys.
+        JdagError: `replicas` is empty; structures, shapes or dtypes differ; a leaf is
+            not numeric (bools, PRNG keys).
     """
     target = None if device is None else device_of(device, "reduce_add")
     flat, form = _alike(replicas, "reduce_add", "replica")
@@ -145,7 +145,7 @@ def reduce_add(replicas: Sequence[Any], device: Device | None = None) -> Any:
 
 
 def apart(tree: Any, what: str) -> tuple[list[Any], Form]:
-    """Return the arrays of a pytree, and its form."""
+    """Split a pytree into its arrays and its form."""
     leaves, treedef = flatten(tree, what=f"{what}: this")
     arrays: list[Any] = []
     rest = list(leaves)
@@ -160,7 +160,7 @@ def apart(tree: Any, what: str) -> tuple[list[Any], Form]:
 def _placed(
     form: Form, arrays: Sequence[Any], targets: Sequence[jax.Device]
 ) -> tuple[Any, ...]:
-    """Return a pytree on each device, of the arrays of one after another."""
+    """Rebuild one pytree per device from consecutive groups of arrays."""
     size = form.num_leaves
     there = transferred(arrays, [target for target in targets for _ in range(size)])
     numbers = range(len(targets))
@@ -168,13 +168,13 @@ def _placed(
 
 
 def _columns(rows: Sequence[Sequence[Any]], homes: list[Any]) -> list[list[Any]]:
-    """Return for each home what all rows have there, brought to it."""
+    """Transpose rows into columns; move each column to its home."""
     there = transferred([array for row in rows for array in row], homes * len(rows))
     return [there[index :: len(homes)] for index in range(len(homes))]
 
 
 def array_at(tree: Any, index: int, leaf: Any, what: str) -> Any:
-    """Return a leaf of a tree as a JAX array; of numpy's a copy, as that may change."""
+    """Return a leaf as a JAX array; numpy arrays are copied, as they are mutable."""
     if isinstance(leaf, jax.core.Tracer):
         return leaf
     try:
@@ -189,10 +189,10 @@ def array_at(tree: Any, index: int, leaf: Any, what: str) -> Any:
 def rows_of(
     tree: Any, arrays: Sequence[Any], dim: SupportsIndex, what: str
 ) -> tuple[list[int], int]:
-    """Return the dimension of each array that counts rows, and how many there are."""
+    """Return the dimension of rows of each array, and the number of rows."""
     which = whole(dim, what)
     if not arrays:
-        raise JdagError(f"{what}: there is no array in what is to be cut into chunks")
+        raise JdagError(f"{what}: the pytree to be cut into chunks has no arrays")
     dims, counts = [], []
     for index, array in enumerate(arrays):
         if array.ndim == 0:
@@ -207,14 +207,14 @@ def rows_of(
         if counts[-1] != counts[0]:
             raise JdagError(
                 f"{what}: leaf {_array_path(tree, index)} has {counts[-1]} rows along "
-                f"dim {dim}, and leaf {_array_path(tree, 0)} has {counts[0]}; all have "
-                "to have as many"
+                f"dim {dim}, and leaf {_array_path(tree, 0)} has {counts[0]}; the "
+                "numbers must be equal"
             )
     return dims, counts[0]
 
 
 def whole(dim: SupportsIndex, what: str) -> int:
-    """Return a dimension as Python's int; numpy's may be given."""
+    """Return a dimension as a Python int; numpy integers are accepted."""
     number: Any = None if isinstance(dim, bool) else dim
     try:
         return operator.index(number)
@@ -233,9 +233,9 @@ def along(dim: int, ndim: int, what: str) -> int:
 
 
 def chunk_sizes(count: int, devices: int) -> tuple[int, ...]:
-    """Return the rows of each chunk: `ceil(count / devices)`, and what is left.
+    """Return the size of each chunk: `ceil(count / devices)`, and the rest.
 
-    There are no chunks without rows, but one where there are no rows at all.
+    No chunk is empty, except for the single chunk of zero rows.
     """
     size = max(1, -(-count // devices))
     full = max(0, count - 1) // size
@@ -287,11 +287,11 @@ def _array_path(tree: Any, number: int) -> str:
     return _path(tree, indices[number])
 
 
-# ------------------------------------------ what is computed, each in one compiled call
+# ----------------------------------------------------- operations, one jitted call each
 
 
 def copies(arrays: Sequence[Any], count: int) -> list[Any]:
-    """Return all arrays `count` times over; what flows back is added in that order."""
+    """Repeat the arrays `count` times; cotangents are added in the same order."""
     if count == 1 or not arrays:
         return list(arrays)
     return list(COPIES.bind(*arrays, count=count))
@@ -303,8 +303,8 @@ def added(sums: Sequence[Any]) -> list[Any]:
     All sums on one device are one call.
 
     Args:
-        sums: for each a list of arrays on one device, or an array with the addends
-            along its first dimension.
+        sums: each a list of arrays on one device, or an array with the addends along
+            its first dimension.
     """
     if all([len(addends) == 1 for addends in sums]):
         return [addends[0] for addends in sums]
@@ -324,7 +324,7 @@ def _added(sums: Any) -> Any:
 
 
 def cut(array: Any, sizes: tuple[int, ...], dim: int) -> Sequence[Any]:
-    """Return the pieces of an array that have these sizes along a dimension."""
+    """Split an array into pieces of these sizes along a dimension."""
     return (array,) if len(sizes) == 1 else _cut(array, sizes, dim)
 
 
@@ -334,7 +334,7 @@ def _cut(array: Any, sizes: tuple[int, ...], dim: int) -> Any:
 
 
 def joined(parts: Sequence[Any], dim: int) -> Any:
-    """Return arrays joined along a dimension, scalars as a vector."""
+    """Concatenate arrays along a dimension; scalars become a vector."""
     if len(parts) == 1 and parts[0].ndim:
         return parts[0]
     return _joined(tuple(parts), dim)

@@ -1,7 +1,7 @@
-"""What replicas call on workers: copies whose cotangents add up, sums, and parts.
+"""Remote functions of replicas: copying, summing, dividing into parts and joining.
 
-The vjp of `copies` is ReduceAdd, the private transpose of replication in PyTorch's
-`data_parallel.h`: it adds the cotangents of all copies, in their order.
+The vjp of `copies` is ReduceAdd, as for replication in PyTorch's `data_parallel.h`: the
+cotangents of all copies are added in order.
 """
 
 import math
@@ -17,15 +17,15 @@ from jdag.parallel import movement
 
 @remote
 def copies(count: int, *arrays: jax.Array) -> tuple[tuple[jax.Array, ...], ...]:
-    """Return as many copies of some arrays; cotangents of copies add up in order."""
-    # Of each array on its own, so that no cotangent of one waits for another's.
+    """Return `count` copies of the arrays; cotangents of copies are added in order."""
+    # One call per array, so that no array's cotangent waits for another's.
     each = [movement.copies([array], count) for array in arrays]
     return tuple(zip(*each, strict=True))
 
 
 @remote
 def added(count: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Return the sums of `count` equal lists of arrays, each from left to right."""
+    """Add `count` lists of arrays elementwise, from left to right."""
     size = len(arrays) // count
     lists = [arrays[start : start + size] for start in range(0, len(arrays), size)]
     return tuple([reduce(add, addends) for addends in zip(*lists, strict=True)])
@@ -33,7 +33,7 @@ def added(count: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 @remote
 def divided(count: int, *arrays: jax.Array) -> tuple[tuple[jax.Array, ...], ...]:
-    """Return arrays as `count` parts, as equal as can be: a vector a dtype in each."""
+    """Split arrays into `count` nearly equal parts, each with one vector per dtype."""
     vectors = []
     for dtype in dict.fromkeys(array.dtype for array in arrays):
         flat = [jnp.ravel(array) for array in arrays if array.dtype == dtype]
@@ -47,11 +47,11 @@ def divided(count: int, *arrays: jax.Array) -> tuple[tuple[jax.Array, ...], ...]
 def joined(
     form: tuple[tuple[int, tuple[int, ...]], ...], *parts: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Return what `divided` divided.
+    """Inverse of `divided`.
 
     Args:
-        form: of each array the number of its dtype, and its shape.
-        parts: the vectors of all parts, one part after another.
+        form: for each array, the index of its dtype and its shape.
+        parts: the vectors of all parts, part by part.
     """
     kinds = 1 + max(kind for kind, _ in form)
     rest = []

@@ -1,7 +1,4 @@
-"""Replicas over workers by plain JAX, which the oracle runs in place of routes.
-
-A replica is the value itself, a sum is Python's, and gradients are JAX's.
-"""
+"""Oracle version of replicas over workers: plain JAX without routes."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +13,7 @@ from jdag.parallel.routes import How
 def replicate(
     ctx: Any, workers: Sequence[str], tree: Any, how: How, check: Check
 ) -> tuple[Any, ...]:
-    """Return the pytree once for each worker; `how` makes no difference here."""
+    """Return the pytree once per worker; `how` is only checked."""
     workers = checked("ctx.replicate", workers, how, check)
     refs, form = refs_of("ctx.replicate", tree)
     return tuple([unflatten(form, ctx.move(worker, refs)) for worker in workers])
@@ -25,7 +22,7 @@ def replicate(
 def all_reduce(
     ctx: Any, trees: Mapping[str, Any], how: How, check: Check
 ) -> dict[str, Any]:
-    """Return the sum of all pytrees for each worker; `how` makes no difference here."""
+    """Return the sum of all pytrees for each worker; `how` is only checked."""
     checked("ctx.all_reduce", workers_of(trees), how, check)
     lists, forms = equals_of("ctx.all_reduce", trees)
     columns = list(zip(*lists, strict=True))
@@ -37,5 +34,5 @@ def all_reduce(
 
 
 def total(*arrays: jax.Array) -> Any:
-    """The sum of arrays."""
+    """Return the sum of the arrays, from left to right."""
     return sum(arrays[1:], arrays[0])

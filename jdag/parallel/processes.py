@@ -1,13 +1,14 @@
-"""Data parallel over several processes: what they agree on, and the sums they share.
+"""Data parallelism over several processes: agreement and sums of gradients.
 
 The processes are those of `jax.distributed`; each runs the same program on its own
-devices and rows. A collective that one of them does not enter, or enters with other
-shapes, hangs or ends the process. So before each they exchange a number and a hash of
-what they are about to do. Where the hashes differ they exchange what was hashed, and
-all raise the same error. A process that is late is named (`jdag.parallel.waiting`).
+devices and rows. A collective hangs or aborts if a process does not enter it, or enters
+it with other shapes. So before each collective the processes exchange a number and a
+hash of their terms (function, shapes, options). If the hashes differ, the processes
+exchange the terms, and all raise the same error. Late processes are named in the error
+(`jdag.parallel.waiting`).
 
-Gradients of parameters are added by a primitive that is linear, so that they can be
-differentiated forwards.
+Parameter gradients are added by a linear primitive, so that forward-mode
+differentiation works.
 """
 
 import atexit
@@ -34,7 +35,7 @@ from jdag.parallel.waiting import DEADLINE_S, Waiting
 AXIS = "processes"
 PLATFORMS_MAX = 8
 
-# What a process is about to do: names and values, which all have to have alike.
+# Names and values that must be equal on all processes before a collective.
 Terms = tuple[tuple[str, str], ...]
 
 INSIDE = (
@@ -43,16 +44,18 @@ INSIDE = (
     "that it is given is jitted. With axis_name it has first derivatives only"
 )
 
-# The terms of a process that does nothing more.
+# The terms of a process whose program has ended.
 ENDED = {"fn": "none: its program has ended"}
 
 
 class Processes(NamedTuple):
-    """The processes whose devices work together, as this one sees them.
+    """The processes of one data-parallel call.
 
-    `devices` are those of all, in the order of the replicas, and `own` those of this
-    process; `what` they do is for errors; `deadline_s` is how long they wait for each
-    other.
+    Attributes:
+        devices: of all processes, in the order of the replicas.
+        own: those of this process.
+        what: the caller's name in errors.
+        deadline_s: how long the processes wait for each other.
     """
 
     devices: tuple[jax.Device, ...]
@@ -62,21 +65,22 @@ class Processes(NamedTuple):
 
     @property
     def meeting(self) -> "Meeting":
-        """How they speak to each other."""
+        """The channel for collectives of these processes."""
         return _meeting(self.devices[0].platform)
 
     def agreed(self, terms: Terms, number: int = 0) -> tuple[int, ...]:
-        """Return the number that each process gives, once all have the same terms.
+        """Wait for all processes, compare their terms, and return all their numbers.
 
-        It waits for all processes. Where terms differ it raises a JdagError that names
-        the first that does; where a process is gone, or late, WorkerLost.
+        Raises:
+            JdagError: terms differ; names the first difference.
+            WorkerLost: a process is gone or late.
         """
         terms = (*terms, ("deadline_s", f"{self.deadline_s:g}"))
         return self.meeting.agreed(self.what, terms, number, self.deadline_s)
 
 
 class Meeting:
-    """One device of each process, the same whatever devices are given elsewhere."""
+    """Collectives over one device of each process: the first one of a platform."""
 
     def __init__(self, platform: str) -> None:
         firsts: dict[int, jax.Device] = {}
@@ -90,9 +94,9 @@ class Meeting:
         self._gather = jax.jit(jax.shard_map(_gathered, mesh=mesh, **same))
         self._sum = jax.jit(jax.shard_map(_total, mesh=mesh, **same))
         self._waiting = Waiting(platform)
-        self._deadline_s = DEADLINE_S  # The last that was given.
+        self._deadline_s = DEADLINE_S  # Of the last call.
         self._is_over = False
-        # Processes that still wait when this program ends are told so.
+        # At exit, notify processes that still wait for this one.
         atexit.register(self._end)
 
     def agreed(
@@ -107,9 +111,9 @@ class Meeting:
         return tuple(map(int, found[:, -1]))
 
     def summed(self, arrays: Sequence[Any]) -> list[Any]:
-        """Return the sum of each array over all processes, where the array was.
+        """Return the sum of each array over all processes, on the array's device.
 
-        It is one collective for all arrays of a dtype.
+        All arrays of a dtype take one collective.
         """
         here = jax.device_put(list(arrays), self._place)
         sums = self._sum([self._spread(array) for array in _parts(here)])
@@ -118,7 +122,7 @@ class Meeting:
         return back
 
     def _spread(self, array: Any) -> Any:
-        """An array over all processes, of which this is the part of this one."""
+        """Return the global array whose local shard is `array`."""
         shape = (jax.process_count(), *array.shape[1:])
         return jax.make_array_from_single_device_arrays(shape, self._sharding, [array])
 
@@ -131,10 +135,10 @@ class Meeting:
         if self._is_over:
             raise WorkerLost("one of the processes that work together is gone")
         enter = partial(self._entered, self._spread(here))
-        is_over, self._is_over = self._is_over, True  # Unless nothing is raised.
+        is_over, self._is_over = self._is_over, True  # Reset below on success.
         try:
             found = self._waiting.met(enter, what, self._deadline_s)
-        except (RuntimeError, ValueError) as error:  # What a collective may raise.
+        except (RuntimeError, ValueError) as error:  # Raised by a failed collective.
             raise WorkerLost(
                 f"one of the {jax.process_count()} processes that work together is "
                 f"gone: {error}"
@@ -147,7 +151,7 @@ class Meeting:
         return np.asarray(found.addressable_shards[0].data)
 
     def _refuse(self, what: str, terms: Terms) -> None:
-        """Say where the terms of a process differ from those of the first."""
+        """Exchange the terms and raise an error that names the first difference."""
         said = json.dumps(terms).encode()
         sizes = self._gathered(np.asarray([len(said)], np.uint32), what)
         padded = np.zeros(int(sizes.max()), np.uint8)
@@ -160,19 +164,20 @@ class Meeting:
             self._is_over = True
             raise WorkerLost(
                 f"{what}: the program of process "
-                f"{every.index(ENDED)} has ended; all processes call it as often"
+                f"{every.index(ENDED)} has ended; all processes must call it equally "
+                "often"
             )
         number = next(n for n, other in enumerate(every) if other != every[0])
         name, here, there = _difference(every[0], every[number])
         raise JdagError(
             f"{what}: {name} = {here} on process 0 and {there} on process {number}; "
-            "all processes call it with equal functions, parameters and devices, as "
-            "often and in the same order"
+            "all processes must call it with equal functions, parameters and devices, "
+            "equally often and in the same order"
         )
 
     def _end(self) -> None:
         if not self._is_over:
-            # The others raise the error; this process has ended.
+            # Errors are raised on the other processes; this one is exiting.
             with suppress(JdagError):
                 what = f"the end of the program of process {jax.process_index()}"
                 ended = tuple(ENDED.items())
@@ -183,7 +188,7 @@ _meeting = lru_cache(maxsize=PLATFORMS_MAX)(Meeting)
 
 
 def processes_of(devices: Any, what: str, deadline_s: float) -> Processes | None:
-    """Return the processes that these devices belong to; None: to this one alone."""
+    """Return the processes that own these devices; None: only this one."""
     if not isinstance(devices, Sequence) or jax.process_count() == 1:
         return None
     me = jax.process_index()
@@ -197,8 +202,8 @@ def processes_of(devices: Any, what: str, deadline_s: float) -> Processes | None
     if every != [every[0]] * len(every):
         has = ", ".join([f"process {p} has {n}" for p, n in enumerate(every)])
         raise JdagError(
-            f"{what}: devices of several processes are as many of each, and here "
-            f"{has}: give it jax.devices(), or, for this process alone, "
+            f"{what}: each process must contribute the same number of devices, and "
+            f"here {has}: pass jax.devices(), or, for this process alone, "
             "jax.local_devices()"
         )
     own = tuple([one for one in found if one.process_index == me])
@@ -207,9 +212,9 @@ def processes_of(devices: Any, what: str, deadline_s: float) -> Processes | None
 
 
 def summed(arrays: Sequence[Any], processes: Processes, terms: Terms) -> list[Any]:
-    """Return the sum of gradients over all processes, each where the gradient was.
+    """Sum gradients over all processes; each sum is on its gradient's device.
 
-    The gradients are alike on all; `terms` say what they belong to, for errors.
+    Shapes and dtypes must be equal on all processes; `terms` are compared first.
     """
     found: list[Any] = SUMMED.bind(*arrays, processes=processes, terms=terms)
     return found
@@ -222,12 +227,12 @@ def _hashed(terms: Terms) -> tuple[int, int]:
 
 
 def numbered(name: str, values: Sequence[str]) -> Terms:
-    """Return terms of one name and a number each."""
+    """Return terms named `name 0`, `name 1`, ..."""
     return tuple([(f"{name} {number}", value) for number, value in enumerate(values)])
 
 
 def _difference(first: dict[str, str], other: dict[str, str]) -> tuple[str, str, str]:
-    """Return the name of what differs first, and both values."""
+    """Return the name and both values of the first difference."""
     names = dict.fromkeys([*first, *other])
     both = [(n, first.get(n, "nothing"), other.get(n, "nothing")) for n in names]
     return next(found for found in both if found[1] != found[2])
@@ -239,12 +244,12 @@ def _gathered(part: Any) -> Any:
 
 @jax.jit
 def _parts(arrays: Sequence[Any]) -> list[Any]:
-    # Of arrays over all processes, those of this one.
+    # The local parts of the global arrays.
     return [array[None] for array in arrays]
 
 
 def _total(arrays: Sequence[Any]) -> list[Any]:
-    """Add up what all processes have: one collective for all leaves of a dtype."""
+    """Add arrays over all processes, with one collective per dtype."""
     found = list(arrays)
     for dtype in dict.fromkeys([array.dtype for array in arrays]):
         indices = [n for n, array in enumerate(arrays) if array.dtype == dtype]
@@ -266,8 +271,8 @@ def _sum_now(*arrays: Any, processes: Processes, terms: Terms) -> list[Any]:
 
 def _refuse_twice(*_: Any, **__: Any) -> Any:
     raise JdagError(
-        "a sum over processes cannot be differentiated backwards: of a gradient over "
-        "several processes take jax.jvp, as in jax.jvp(jax.grad(loss), (p,), (v,))"
+        "a sum over processes has no reverse-mode derivative: for second derivatives "
+        "use forward mode, as in jax.jvp(jax.grad(loss), (p,), (v,))"
     )
 
 

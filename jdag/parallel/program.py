@@ -1,18 +1,16 @@
-"""One program over all devices: a forward and a vjp, by `jax.shard_map`.
+"""One program over all devices: a forward and a vjp by `jax.shard_map`.
 
-JAX implements `jax.pmap` by it, so that both names ask for the same program. Chunks
-have one size: missing rows are copies of the last one, whose outputs are cut off and
-which get no cotangents. A function that reduces over the replicas is told which rows
-are real.
+JAX implements `jax.pmap` by shard_map, so both names select this program. All chunks
+have the same size: missing rows are padded with copies of the last row; outputs of
+padding are cut off and get no cotangents. A function that reduces over the replicas
+gets a mask of the real rows.
 
-The function is traced once, for one replica. An array lies on the devices in one of
-three ways: the same on each (SAME), one of each replica (ONE_EACH), or, as an int, cut
-along that dimension.
+The function is traced once, for one replica. An array's layout is SAME (replicated),
+ONE_EACH (stacked, one element per replica) or an int (sharded along that dimension).
 
-Over several processes the program is one over the devices of all: on the way in the
-arrays of this process become its shards of global arrays, on the way out these shards
-are taken back; nothing is copied. The processes agree on it, and on its collectives,
-before it runs.
+With several processes the program covers the devices of all: local arrays become shards
+of global arrays and back, without copies. Before it runs, the processes compare its
+terms and its collectives.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +32,7 @@ from jdag.parallel.dispatch import DispatchTask
 from jdag.parallel.movement import added, check_joined
 from jdag.parallel.processes import INSIDE, Processes, Terms, numbered
 
-AXIS = "replicas"  # The axis of a function that does not name it.
+AXIS = "replicas"  # The axis name if the caller gives none.
 
 Lie = str | int
 SAME, ONE_EACH = "same", "one each"
@@ -43,7 +41,7 @@ SAME, ONE_EACH = "same", "one each"
 class OneProgram:
     """Forward and vjp of one task, each one program over all of its devices.
 
-    The chunks of the task have one size, or it has an axis name.
+    The task's chunks have equal sizes, or it has an axis name.
     """
 
     def __init__(self, task: DispatchTask) -> None:
@@ -67,7 +65,7 @@ class OneProgram:
         self._in_lies: list[Lie] = [SAME] * task.shared
         self._in_lies += [task.dim] * (len(task.avals) - task.shared)
         self._wheres = list(map(self._target, self._in_lies))
-        # For a vjp they would have to be brought there once more.
+        # A vjp would have to move them again.
         self._takes_free = self._processes is None and True not in task.tracked
         rest = len(replica.jaxpr.outvars) - len(traced.out_avals)
         outs = [*self._out_lies, *[ONE_EACH] * rest]
@@ -98,7 +96,7 @@ class OneProgram:
     def vjp(
         self, residuals: Any, cotangents: Sequence[Any], homes: Sequence[Target]
     ) -> list[Any] | None:
-        """Return a cotangent for each tracked array, where it lives; None: all zero."""
+        """Return a cotangent for each tracked array, on its device; None: all zero."""
         if residuals is None:
             return None
         task, indices = self._task, self._cotangents
@@ -118,7 +116,7 @@ class OneProgram:
     # ---- what each replica computes
 
     def _traced(self) -> tuple[Traced, Any]:
-        """Return what a trace of one replica fixed, and its jaxpr, of flat arrays."""
+        """Trace one replica; return what it fixed and a jaxpr of flat arrays."""
         task = self._task
         tracked = task.tracked if task.axis_name is None else (*task.tracked, False)
         body = Function(task.fn, task.template).forward(tracked, as_it_is)
@@ -132,7 +130,7 @@ class OneProgram:
         return returned.traced, replica
 
     def _real_rows(self) -> list[Any]:
-        """The argument that tells which rows are real, where there is one."""
+        """The mask of real rows, as a list of at most one argument."""
         if self._task.axis_name is None:
             return []
         count = jnp.asarray(self._reals)[jax.lax.axis_index(self._axis)]
@@ -140,7 +138,7 @@ class OneProgram:
         return [real.astype(jnp.float32)]
 
     def _joined(self, traced: Traced) -> int:
-        """Return how many outputs are joined; what comes after these is aux."""
+        """Return the number of joined outputs, after which aux follows; check them."""
         task = self._task
         count: int = task.outputs_of(traced.out_tree).num_leaves
         for index, aval in enumerate(traced.out_avals[:count]):
@@ -149,22 +147,22 @@ class OneProgram:
             check_joined((aval,), task.dim, f"output {index} of {task.name}")
             if task.axis_name is not None and aval.shape[task.dim] != self._size:
                 raise JdagError(
-                    f"output {index} of {task.name} is {aval} where it was given "
+                    f"output {index} of {task.name} is {aval} for an input of "
                     f"{self._size} rows; with axis_name outputs have as many rows, or "
-                    "are scalars; return what is of all rows as aux (has_aux=True)"
+                    "are scalars; return statistics of all rows as aux (has_aux=True)"
                 )
         return count
 
     def _vjp_of(
         self, traced: Traced, rest: int
     ) -> tuple[Callable[..., Any], list[Lie], list[Lie]]:
-        """Return the vjp of one replica, and how its arguments and results lie.
+        """Return the vjp of one replica, with the layouts of arguments and results.
 
-        It is given what `forward` kept, and a cotangent of each tracked output that is
-        joined.
+        Its arguments are the residuals of `forward` and a cotangent of each joined
+        tracked output.
         """
         task, indices = self._task, traced.args_kept
-        has_rows = len(task.avals) in indices  # They are computed again.
+        has_rows = len(task.avals) in indices  # The mask is recomputed.
         ins = [self._in_lies[index] for index in indices[: len(indices) - has_rows]]
         args = len(ins)
         ins += [self._out_lies[index] for index in traced.outputs_kept]
@@ -201,8 +199,8 @@ class OneProgram:
             both = zip(made, outs, strict=True)
             return [a[None] if lie == ONE_EACH else a for a, lie in both]
 
-        # It does not tell what is equal on all devices from what is not: then the
-        # transpose of a psum is a psum, and gradients are those of the sum.
+        # check_vma=False: replicated and varying values are not distinguished. Then the
+        # transpose of psum is psum, and gradients are those of the sum over replicas.
         program = jax.jit(
             jax.shard_map(
                 inner,
@@ -224,7 +222,7 @@ class OneProgram:
         ins: Sequence[Lie],
         outs: Sequence[Lie],
     ) -> Callable[..., Any]:
-        """Return the program as one of arrays on the devices of this process."""
+        """Wrap the global program to take and return this process's arrays."""
         found: list[Terms] = []
 
         def run(*arrays: Any) -> list[Any]:
@@ -245,7 +243,7 @@ class OneProgram:
     def _with_shards(
         self, arrays: Sequence[Any], mesh: Mesh, lies: Sequence[Lie], times: int
     ) -> list[Any]:
-        """Return arrays of the same shards that are `times` as long; -n is an nth."""
+        """Return arrays with the same local shards, `times` as long; -n: an nth."""
         found = []
         for array, lie in zip(arrays, lies, strict=True):
             shape = list(array.shape)
@@ -270,7 +268,7 @@ class OneProgram:
     # ---- to the devices, and back
 
     def _brought(self, arrays: list[Any], homes: Sequence[Target]) -> list[Any]:
-        """Return what the program is given; homes are those of the first arrays."""
+        """Move the program's arguments; `homes` are those of the first arrays."""
         wheres: Sequence[Target] = self._wheres
         if self._takes_free:
             both = zip(arrays, wheres, strict=True)
@@ -294,7 +292,7 @@ class OneProgram:
 
 @partial(jax.jit, static_argnums=(1, 2))
 def _filled(array: Any, count: int, dim: int) -> Any:
-    """Fill an array up to so many rows; the last one stands in for those that lack."""
+    """Pad an array to `count` rows with copies of the last row."""
     indices = jnp.minimum(jnp.arange(count), array.shape[dim] - 1)
     return jnp.take(array, indices, axis=dim)
 

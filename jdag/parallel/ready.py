@@ -1,7 +1,7 @@
-"""What a call of data_parallel comes to, made once for all calls that look alike.
+"""Cache of tasks and plans of data_parallel.
 
-Calls look alike by their function (`key_of`), abstract values, which arrays are
-tracked, devices, options and settings of JAX. What is kept holds no array.
+The key has the function (`key_of`), avals, tracked arrays, devices, options and the JAX
+configuration. Cached tasks and plans hold no arrays.
 """
 
 from collections.abc import Hashable, Sequence
@@ -35,9 +35,9 @@ MADE_MAX = 512
 def plan_for(
     call: DeviceCall, x: Any, how: str | None, **options: Any
 ) -> tuple[DispatchTask, Each | OneProgram]:
-    """Return what a call comes to, and its plan; its last arrays are those of x.
+    """Return the task of a call and its plan; the call's last arrays are those of x.
 
-    `options` are fields of `DispatchTask`, with the dimension and devices as given.
+    `options` are fields of `DispatchTask`, with `dim` and `devices` as passed by users.
     """
     function = key_of(call.fn), is_unjitted(call.fn), call.template.key
     looks = _looks(call.arrays)
@@ -50,7 +50,7 @@ def plan_for(
         made = _made_for((*key, task.everywhere))
     if "plan" not in made:
         is_each = _is_each(task, how)
-        if not is_each:  # Pairs are counted where they are kept.
+        if not is_each:  # The cache of pairs counts its own.
             CACHE.count(task.fn, key_of(task.fn))
         made["plan"] = Each(task) if is_each else OneProgram(task)
     return task, made["plan"]
@@ -64,7 +64,7 @@ def _looks(arrays: Sequence[Any]) -> tuple[Hashable, ...]:
 
 @lru_cache(maxsize=MADE_MAX)
 def _made_for(key: tuple[Hashable, ...]) -> dict[str, Any]:
-    """The place, empty at first, of what is made once for this key."""
+    """The cache entry of a key, a dict that is empty at first."""
     del key
     return {}
 
@@ -72,13 +72,13 @@ def _made_for(key: tuple[Hashable, ...]) -> dict[str, Any]:
 def devices_for(
     devices: Any, output_device: Device | None, deadline_s: float
 ) -> tuple[Processes | None, tuple[jax.Device, ...], jax.Device]:
-    """Return the processes that work, the devices of this one, and where outputs go."""
-    check_deadline(deadline_s)  # Before True is looked up, which equals 1.
+    """Return the processes, this one's devices, and the output device."""
+    check_deadline(deadline_s)  # Before the cache, for which True equals 1.
     given = tuple(devices) if type(devices) is list else devices
     known: Any = _known_devices
     try:
         return known(given, output_device, deadline_s)
-    except TypeError:  # It cannot be hashed.
+    except TypeError:  # Unhashable.
         return known.__wrapped__(devices, output_device, deadline_s)
 
 
@@ -144,22 +144,22 @@ def _is_each(task: DispatchTask, how: str | None) -> bool:
     if how in ("pmap", "shard_map") and not equal:
         raise JdagError(
             f"data_parallel: how = {how!r} takes chunks of one size, and these have "
-            f"{', '.join(map(str, task.sizes))} rows: leave it out, or give fn an axis "
-            "name, so that it is told which rows are real"
+            f"{', '.join(map(str, task.sizes))} rows: leave it out, or set axis_name, "
+            "with which fn gets a mask of the real rows"
         )
     # One replica needs no program over several devices.
     is_simple = not equal or len(task.sizes) == 1 or unjitted
     return how == "each" or (how is None and is_simple)
 
 
-# ---------------------------------------------- what several processes agree on
+# ---------------------------------------------- agreement of several processes
 
 
 def together(task: DispatchTask) -> DispatchTask:
-    """Return the task as one of several processes has it.
+    """Complete the task of a function that reduces over several processes.
 
-    A function that reduces over all replicas needs chunks of one size everywhere: then
-    the processes tell each other how many rows they have.
+    Such a function needs equal chunks on all processes, so these exchange their numbers
+    of rows.
     """
     processes = task.processes
     if processes is None or task.axis_name is None:
@@ -181,14 +181,14 @@ def together(task: DispatchTask) -> DispatchTask:
 
 
 def terms_of(task: DispatchTask, processes: Processes) -> Terms:
-    """Return what processes have to have alike to do a task together."""
+    """Return the properties of a task that must be equal on all processes."""
     found = [("fn", task.name)]
-    # An array of rows is the last of a template with axis_name, and of no task.
+    # With axis_name the template's last array is the mask, which no task has.
     kinds = zip(_paths(task.template), task.avals, task.tracked, strict=False)
     for index, (path, aval, tracked) in enumerate(kinds):
         sizes = list(map(str, aval.shape))
         if index >= task.shared:
-            sizes[task.dim] = "rows"  # As many as each process has.
+            sizes[task.dim] = "rows"  # The number of rows may differ.
         kind = f"{aval.dtype}[{','.join(sizes)}]"
         found.append((path, f"{kind}, differentiated" if tracked else kind))
     options = ("axis_name", task.axis_name), ("has_aux", task.has_aux)

@@ -1,9 +1,9 @@
-"""Replicas over workers: copies of refs on many, and one sum of what many have.
+"""Replicas over workers: broadcast of refs, and sums over workers.
 
-A value is handed on along routes (`jdag.parallel.routes`), by `ctx.call` and `ctx.move`
-alone. Where several replicas take it, a call of `copies` is in the graph, whose vjp
-adds the cotangents of all copies in order. So the bits of a gradient depend on the
-route, never on arrival. Arrays that go the same way go in one call and one transfer.
+Values travel along routes (`jdag.parallel.routes`) by `ctx.call` and `ctx.move` only.
+Where a route branches, the graph has a call of `copies`, whose vjp adds the cotangents
+of all copies in order. So the bits of a gradient depend on the route, never on order of
+arrival. Arrays with the same route share one call and one transfer.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,15 +26,15 @@ from jdag.parallel.routes import (
 
 Ref = Any  # A `jdag.Ref`.
 
-# ---------------------------------------------------------------- what is asked for
+# ------------------------------------------------------------------------- arguments
 
 
-# Raises JdagError where there is no such place; takes what asks, to say so.
+# check(worker, caller) raises JdagError if there is no such worker or device.
 Check = Callable[[object, str], object]
 
 
 def checked(what: str, workers: Any, how: object, check: Check) -> tuple[str, ...]:
-    """Return the workers of replicas, in order."""
+    """Check the workers of replicas; return them in order."""
     check_how(how)
     if isinstance(workers, str):
         raise JdagError(f"{what} takes several workers: [{workers!r}], not {workers!r}")
@@ -64,7 +64,7 @@ def checked(what: str, workers: Any, how: object, check: Check) -> tuple[str, ..
 
 
 def workers_of(trees: Any) -> tuple[Any, ...]:
-    """Return the workers that give something to be added."""
+    """Return the workers of `all_reduce`'s pytrees."""
     if not isinstance(trees, Mapping):
         raise JdagError(
             "ctx.all_reduce takes the pytree of each worker by its name, as in "
@@ -117,7 +117,7 @@ def equals_of(what: str, trees: Mapping[str, Any]) -> tuple[list[list[Ref]], lis
 def replicate(
     ctx: Any, workers: Sequence[str], tree: Any, how: How, check: Check
 ) -> tuple[Any, ...]:
-    """Return the pytree once for each worker; see `jdag.Context.replicate`."""
+    """Copy a pytree to each worker; see `jdag.Context.replicate`."""
     workers = checked("ctx.replicate", workers, how, check)
     refs, form = refs_of("ctx.replicate", tree)
     found: list[list[Any]] = [[None] * len(refs) for _ in workers]
@@ -180,7 +180,7 @@ def _parts(ctx: Any, worker: str, refs: list[Ref], count: int) -> list[Any]:
 def _handed_on(
     ctx: Any, source: str, refs: Sequence[Ref], route: Route, workers: Sequence[str]
 ) -> list[Sequence[Ref]]:
-    """Hand refs on along a route; return what each replica has of them."""
+    """Send refs along a route; return the copies of each replica."""
     found: list[Any] = [None] * len(workers)
     first = route.children(None)
     waiting = dict(zip(first, _split(ctx, source, refs, len(first)), strict=True))
@@ -196,7 +196,7 @@ def _handed_on(
 def _split(
     ctx: Any, worker: str, refs: Sequence[Ref], count: int
 ) -> Sequence[Sequence[Ref]]:
-    """Return refs on a worker as often as they are taken there."""
+    """Return `count` copies of refs on a worker."""
     if count > 1 and refs[0].tracked:
         found: Sequence[Sequence[Ref]]
         found = ctx.call(worker, copies, static(count), *refs)
@@ -209,7 +209,7 @@ def _split(
 def _summed(
     ctx: Any, own: Sequence[Sequence[Ref]], route: Route, workers: Sequence[str]
 ) -> Sequence[Ref]:
-    """Return the sum of what all have at the root of a route: each before its own."""
+    """Sum refs towards the root; a replica adds its own before its children's."""
     sums: dict[int, Sequence[Ref]] = {}
     for replica in reversed(route.order):
         lists = [own[replica], *(sums.pop(one) for one in route.children(replica))]
@@ -228,13 +228,13 @@ def _gather(
     found: list[list[Any]],
     some: Sequence[Ref],
 ) -> None:
-    """Put what came by all routes where it belongs in each replica's list."""
+    """Store the refs of all routes in each replica's list."""
     for replica, worker in enumerate(workers):
         parts = [of_route[replica] for of_route in sent]
         refs = parts[0]
         if len(parts) > 1:
             vectors = [vector for part in parts for vector in part]
-            # Of each array the number of its dtype, and its shape.
+            # For each array, the index of its dtype and its shape.
             kinds = list(dict.fromkeys(ref.dtype for ref in some))
             form = tuple([(kinds.index(ref.dtype), ref.shape) for ref in some])
             refs = ctx.call(worker, joined, static(form), *vectors)

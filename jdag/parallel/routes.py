@@ -1,20 +1,20 @@
-"""Routes between replicas: which replica sends to which, and which part of the arrays.
+"""Routes between replicas: which replica sends which part of the arrays to which.
 
-There are three ways, by the name that `ctx.replicate` and `ctx.all_reduce` take:
+`how` of `ctx.replicate` and `ctx.all_reduce` selects one of three:
 
-- "owner": whoever has the arrays sends them to each replica, and adds up what comes
-  back, in the order of the replicas. For `all_reduce` that is the first worker.
-- "tree": a binary tree of replicas below the owner. Each adds its own first, then what
-  the two below it bring. No worker has more than two below it.
-- "ring": as many parts as replicas. Part c goes from the owner to replica c and then
-  around; what comes back is added from the last replica that it reached to the first
+- "owner": the owner of the arrays (for `all_reduce`, the first worker) sends them to
+  each replica, and adds the replicas' values in order.
+- "tree": a binary tree of replicas below the owner. Each replica adds its own value
+  first, then those of its children, at most two.
+- "ring": as many parts as replicas. Part c goes from the owner to replica c, then
+  around the ring; cotangents are added from the last replica back to the first
   (reduce-scatter), and the owner gathers the parts. In `all_reduce` part c is added
-  from replica c + 1 around to c, then handed on from c around (all-gather): each worker
-  sends to the next alone, 2 (n - 1) / n of the bytes of the arrays.
+  from replica c + 1 around to c, then sent from c around (all-gather): each worker
+  sends only to the next one, 2 (n - 1) / n of the bytes of the arrays.
 
-Each route is a tree over the replicas, numbered from 0. What starts at its root is
-handed on to all; sums go the other way. So order is a matter of the route alone, never
-of what arrives first.
+Each route is a tree over the replicas, numbered from 0. Values go from its root to all
+replicas; sums go the other way. So the order of a sum depends only on the route, never
+on order of arrival.
 """
 
 from itertools import pairwise
@@ -29,20 +29,21 @@ HOW: tuple[How, ...] = get_args(How)
 class Route(NamedTuple):
     """A tree over replicas.
 
-    `order` has every replica, parents before their children; `parents` has for each
-    replica the one that hands on to it, None where that is the source itself.
+    Attributes:
+        order: all replicas, parents before children.
+        parents: for each replica, its sender; None: the source.
     """
 
     order: tuple[int, ...]
     parents: tuple[int | None, ...]
 
     def children(self, replica: int | None) -> tuple[int, ...]:
-        """The replicas that a replica, or the source, sends to, in order."""
+        """The receivers of a replica, or of the source (None), in order."""
         return tuple([one for one in self.order if self.parents[one] == replica])
 
 
 def check_how(how: object) -> None:
-    """Raise JdagError unless there are such routes."""
+    """Raise JdagError unless `how` names a kind of route."""
     if not isinstance(how, str) or how not in HOW:
         raise JdagError(f"how={how!r}: allowed are {', '.join(map(repr, HOW))}")
 
@@ -50,7 +51,7 @@ def check_how(how: object) -> None:
 def routes_from(source: int | None, count: int, how: How) -> tuple[Route, ...]:
     """Return the routes from one worker to all replicas.
 
-    `source` is the replica that is where the source is; None if it is elsewhere.
+    `source` is the replica on the source's worker; None if there is none.
     """
     if how == "owner":
         return (Route(tuple(range(count)), (None,) * count),)
@@ -60,9 +61,9 @@ def routes_from(source: int | None, count: int, how: How) -> tuple[Route, ...]:
 
 
 def routes_up(count: int, how: How) -> tuple[Route, ...]:
-    """Return the routes along which sums go to their roots, as `routes_among` has them.
+    """Return the routes of sums, which run from the leaves to the root.
 
-    Around a ring part c starts at replica c + 1 and ends at c, where it is complete.
+    On a ring the sum of part c starts at replica c + 1 and is complete at c.
     """
     if how == "ring":
         return tuple([_chain(last, count, -1) for last in range(count)])
@@ -70,7 +71,7 @@ def routes_up(count: int, how: How) -> tuple[Route, ...]:
 
 
 def routes_among(count: int, how: How) -> tuple[Route, ...]:
-    """Return the routes on which replicas hand on: from the first, or around a ring."""
+    """Return the routes that distribute sums: from the first replica, or on a ring."""
     if how == "owner":
         return (Route(tuple(range(count)), (None, *(0,) * (count - 1))),)
     return routes_from(0, count, how)

@@ -1,12 +1,12 @@
-"""Waiting for other processes up to a deadline; those that are missing are named.
+"""Waiting for other processes up to a deadline; errors name the missing ones.
 
-A collective that one process does not enter blocks all others inside of JAX. So a
-thread beside the program enters it, and the program waits for the thread. A process
-that has waited for some time notes that in the store of `jax.distributed`; at the
-deadline it reads there which processes have not, and gives up.
+A collective that one process does not enter blocks all others inside JAX. So a separate
+thread enters it, and the program waits for that thread. After `SAYS_AFTER_S` a waiting
+process registers in the key-value store of `jax.distributed`; at the deadline it reads
+there which processes are missing, and gives up.
 
-Invariants: the store has one verdict for each meeting, MET or GIVEN_UP, the first that
-is written; a process that came late enough to have been given up reads it.
+Invariants: the store has one verdict per meeting, MET or GIVEN_UP; the first write
+wins. A process that may be too late reads the verdict.
 """
 
 import threading
@@ -30,7 +30,7 @@ Enter = Callable[[], Any]
 
 
 def check_deadline(deadline_s: Any) -> None:
-    """Raise JdagError unless this is a time to wait for."""
+    """Raise JdagError unless this is a positive, finite number of seconds."""
     is_number = isinstance(deadline_s, int | float) and not isinstance(deadline_s, bool)
     if not is_number or not 0 < deadline_s < inf:
         allowed = "a number of seconds above 0"
@@ -38,24 +38,24 @@ def check_deadline(deadline_s: Any) -> None:
 
 
 class Waiting:
-    """How this process waits for all others; `room` tells its meetings from others."""
+    """Meetings of this process with all others; `room` prefixes their keys."""
 
     def __init__(self, room: str) -> None:
         self._room = room
         self._number = 0  # Of the meeting.
-        # When this process came to the last one. No other can have come to the next one
-        # before that, however long this process then took to hear of it.
+        # When this process entered the last meeting. No other process can have entered
+        # the next one earlier, however late this one learned of the result.
         self._came_s = -inf
         self._todo: SimpleQueue[tuple[Enter, Future[Any]]] = SimpleQueue()
         run = threading.Thread(target=_enter_all, args=(self._todo,), daemon=True)
         run.start()
 
     def met(self, enter: Enter, what: str, deadline_s: float) -> Any:
-        """Return what a collective gives, which all processes enter.
+        """Enter a collective of all processes by `enter`; return its result.
 
-        `enter` enters it, and blocks. Where others have not come within `deadline_s`,
-        which is the same on all, or this process has come too late, it raises
-        WorkerLost.
+        Raises:
+            WorkerLost: others did not enter within `deadline_s`, which is the same on
+                all processes, or this process was too late.
         """
         self._number += 1
         came_s = time.monotonic()
@@ -77,7 +77,7 @@ class Waiting:
     def _wait_on(
         self, found: Future[Any], what: str, deadline_s: float, rest_s: float
     ) -> None:
-        """Say that this process waits; give up when there is nothing left to wait."""
+        """Register as waiting; give up after `rest_s`."""
         store, prefix = _store(), self._prefix
         own = f"{prefix}/waits/{jax.process_index()}"
         store.key_value_set(own, "")
@@ -91,7 +91,7 @@ class Waiting:
         who = f"process{'es' * (len(gone) > 1)} {', '.join(map(str, gone))}"
         raise WorkerLost(
             f"{what}: {who} did not come within {deadline_s:g} seconds (deadline_s); "
-            "all processes call it, as often"
+            "all processes must call it equally often"
         )
 
     @property
@@ -99,11 +99,11 @@ class Waiting:
         return f"jdag/{self._room}/{self._number}"
 
     def _verdict(self, mine: str) -> str:
-        """Write this verdict unless there is one; return the one that holds."""
+        """Write this verdict unless there is one; return the stored one."""
         key = f"{self._prefix}/verdict"
         try:
             _store().key_value_set(key, mine)
-        except jax.errors.JaxRuntimeError:  # There is one.
+        except jax.errors.JaxRuntimeError:  # There is a verdict already.
             verdict: str = _store().key_value_try_get(key)
             return verdict
         return mine
@@ -114,7 +114,7 @@ def _enter_all(todo: "SimpleQueue[tuple[Enter, Future[Any]]]") -> None:
         enter, found = todo.get()
         try:
             found.set_result(enter())
-        except BaseException as error:  # It is for whoever waits.
+        except BaseException as error:  # Raised again by the waiting thread.
             found.set_exception(error)
         del enter, found
 

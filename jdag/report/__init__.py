@@ -1,7 +1,7 @@
 """The report of a run: pictures, a page, and traces for other tools.
 
-`render` makes it from the result, the trace and the graph that the run left in its
-folder; with `read_drawings` it can be made again later.
+`render` makes it from the run's result, trace and graph. `read_drawings` reads the
+graph from the run's folder, to render again later.
 """
 
 import json
@@ -42,15 +42,15 @@ def render(
     """Write the pictures, the page and the other traces of a run into its folder.
 
     Args:
-        folder: where they go; what is there of these names is replaced.
-        result: what `result.json` holds.
-        trace: the run's record; None: it has none, and so there is no timeline.
-        drawings: the graph of one context, as `ctx.graph()` or `read_drawings` gives
-            it; None draws none.
-        window: the timeline's part of the run, in nanoseconds.
+        folder: the target; existing files of the same names are replaced.
+        result: the contents of `result.json`.
+        trace: None: there is no timeline.
+        drawings: the graph of one context, from `ctx.graph()` or `read_drawings`; None:
+            no graph is drawn.
+        window: the part of the run that the timeline shows, in nanoseconds.
 
     Raises:
-        OSError: something cannot be written.
+        OSError: a file cannot be written.
     """
     name, workers = result["name"], result["workers"]
     pictures = []
@@ -72,10 +72,10 @@ def render(
 
 
 def read_drawings(folder: Path) -> Graph | None:
-    """Return the graph that `render` drew there, None if it drew none.
+    """Return the graph that `render` wrote to a folder; None if there is none.
 
     Raises:
-        JdagError: what is there is no graph.
+        JdagError: the file holds no graph.
         OSError: it cannot be read.
     """
     path = folder / GRAPH_DATA

@@ -1,4 +1,4 @@
-"""A run as one HTML page that needs nothing else: tables, and pictures inside it."""
+"""A run as one self-contained HTML page with tables and embedded pictures."""
 
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
@@ -58,7 +58,7 @@ def write_page(
             for file, heading, said in pictures
         ],
     )
-    # Names of files, and what programs say, may have signs that UTF-8 has not.
+    # File names and texts of programs may have surrogates, which UTF-8 cannot encode.
     path.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 

@@ -21,8 +21,8 @@ _US = 1_000
 def trace_events(spans: Spans, workers: Sequence[str]) -> dict[str, Any]:
     """Return the JSON object for what happened on these workers, in their order.
 
-    Of a long run it has the first `JOBS_MAX` jobs, and of what was sent until then the
-    first `MESSAGES_MAX` messages.
+    A long run is cut to its first `JOBS_MAX` jobs, and to the first `MESSAGES_MAX`
+    messages sent until then.
     """
     if len(spans.jobs) > JOBS_MAX:
         spans = spans.within((0, spans.jobs[JOBS_MAX].start_ns))
@@ -44,8 +44,8 @@ def trace_events(spans: Spans, workers: Sequence[str]) -> dict[str, Any]:
         }
         for mark in spans.marks
     ]
-    # In the order of time, for an arrow joins the slices that began last; the events of
-    # one message at one time keep theirs.
+    # Sorted by time, since an arrow joins the slices that began last. The sort is
+    # stable, so events of one message at one time keep their order.
     events.sort(key=lambda event: float(event.get("ts", 0)))
     return {"displayTimeUnit": "ns", "traceEvents": events}
 
@@ -80,9 +80,9 @@ def _job(job: Job, pid: int) -> dict[str, Any]:
 def _transfer(
     transfer: Transfer, id: int, number: dict[str, int]
 ) -> Iterator[dict[str, Any]]:
-    """A message: slices where it left and arrived, and an arrow from one to the other.
+    """Yield slices where a message left and arrived, and an arrow between them.
 
-    Arrays on their way are an asynchronous span as well, as any number may be at once.
+    A message with arrays is also an asynchronous span, since transfers may overlap.
     """
     name = f"{transfer.message} to {transfer.destination}"
     base = {"cat": "message", "name": name, "tid": _NETWORK}

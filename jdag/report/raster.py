@@ -1,7 +1,7 @@
-"""What many workers did, as a raster: a row a worker, a pixel a slice of time.
+"""The timeline of many workers as a raster: one row per worker, pixels are time slices.
 
-A pixel mixes the colours of what its worker did in its time by their shares of it, so
-that no job, however short, is lost or drawn longer than it was.
+A pixel mixes the colours of its worker's jobs by their shares of the slice's time, so
+no job, however short, is lost or drawn longer than it was.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,8 +24,8 @@ def mixed(
 ) -> NDArray[np.float64]:
     """Return the picture, (workers, COLUMNS, 3), each number from 0 to 1.
 
-    The rows are the workers, from the top; the window is in nanoseconds, and `colors`
-    are by what a job is drawn as.
+    The rows are the workers, from the top; the window is in nanoseconds; the keys of
+    `colors` are values of `Job.drawn_as`.
     """
     ground = np.array(to_rgb(idle))
     picture = np.tile(ground, (len(workers), COLUMNS, 1))
@@ -40,10 +40,10 @@ def mixed(
 def _shares(
     jobs: Sequence[Job], rows: Mapping[str, int], window: Window
 ) -> NDArray[np.float64]:
-    """The share of each pixel's time that these jobs took.
+    """Return the share of each pixel's time that these jobs took.
 
-    A job's start adds its row's rest of the pixel that it lies in, and all pixels to
-    the right; its end takes away the same. Sums from the left make steps of that.
+    A job's start adds the rest of its pixel and all pixels to its right; its end
+    subtracts the same. A cumulative sum over each row turns these steps into shares.
     """
     first_ns, last_ns = window
     per_ns = COLUMNS / max(last_ns - first_ns, 1)

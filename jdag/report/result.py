@@ -28,7 +28,7 @@ class Expectation(_Table):
 
 
 class Result(_Table):
-    """What a report is made of; the figures stand beside it by their own names too."""
+    """The contents of `result.json`; each figure is also a key of its own."""
 
     name: str
     question: str
@@ -64,7 +64,7 @@ def read_result(folder: Path) -> Mapping[str, Any]:
     """Return the result of the run in a folder.
 
     Raises:
-        ValueError: there is none, or something in it is missing or of another type.
+        ValueError: there is no result, or a key is missing or has another type.
     """
     try:
         return Result.model_validate(json_of(folder / RESULT)).model_dump()

@@ -1,8 +1,7 @@
-"""Time in a trace: when each job ran, and when each message was on its way.
+"""Time in a trace: when each job ran, and when each message was in flight.
 
-Jobs and transfers are in the order of their starts. A job that did not end in the trace
-ends where its worker crashed, or with the last record; a message that was never handed
-on is left out.
+Jobs and transfers are in order of start time. A job without an end in the trace ends
+when its worker crashed, or with the last record; undelivered messages are left out.
 """
 
 from collections.abc import Iterable, Sequence
@@ -69,14 +68,14 @@ MARKS = ("drop", "resend", "duplicate", "crash", "lost")
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """All that took time in a run, or in a part of it."""
+    """The jobs, transfers and marks of a run, or of a part of it."""
 
     jobs: tuple[Job, ...]
     transfers: tuple[Transfer, ...]
     marks: tuple[SpanMark, ...]
 
     def within(self, window_ns: Window) -> "Spans":
-        """Return what overlaps a window of time, or lies on its edge."""
+        """Return the part that overlaps or touches a window of time."""
         first_ns, last_ns = window_ns
 
         def overlaps(span: Job | Transfer) -> bool:
@@ -90,7 +89,7 @@ class Spans:
 
 
 def spans_of(records: Iterable[Record]) -> Spans:
-    """Pair the beginnings and the ends that a trace records."""
+    """Pair the starts and ends of jobs and transfers in a trace."""
     began: dict[int, Record] = {}
     crashed: dict[str, int] = {}
     jobs: list[Job] = []
@@ -138,7 +137,7 @@ def bubble(
 ) -> dict[str, Fraction]:
     """Return for each worker 1 - busy time / length of the window, exactly.
 
-    Busy is a worker that computes. In a window of no length nobody is idle: 0.
+    A worker is busy while it computes. The bubble of an empty window is 0.
     """
     first_ns, last_ns = window
     busy_ns = dict.fromkeys(workers, 0)

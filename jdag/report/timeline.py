@@ -1,8 +1,8 @@
-"""The timeline of a run as a picture: a row a worker, what it did and what it sent.
+"""The timeline of a run as a picture: one row per worker, with its jobs and transfers.
 
 The upper part of a row is the worker's device (forward, backward, sums, idle), with the
-paths of its calls; the thin strip below shows the arrays that it is sending. Of more
-than `ROWS_MAX` workers a raster shows the devices alone.
+paths of its calls; the thin strip below shows the arrays that it is sending. For more
+than `ROWS_MAX` workers a raster shows only the devices.
 """
 
 from collections.abc import Sequence

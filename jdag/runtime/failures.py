@@ -46,9 +46,9 @@ def failure_of(error: BaseException, worker: str, path: Path, function: str) -> 
 def remote_error(
     error: Exception, fn: Callable[..., Any], worker: str, site: object
 ) -> JdagError:
-    """Say that a user's function raised `error`: which, where, called from where.
+    """Return an error that names the function, worker and call site.
 
-    What jdag itself said of the function needs no more than the place.
+    Errors of jdag keep their class and get no traceback.
     """
     where = f"{name_of(fn)} failed on {worker!r}, called at {site}"
     if is_own(error):
@@ -107,10 +107,9 @@ def user_traceback(error: BaseException) -> str:
 
 
 def said(error: BaseException) -> str:
-    """The class of an exception and what it says, without what JAX says of its frames.
+    """Return the class, text and notes of an exception, without JAX's note on frames.
 
-    The notes that others added are part of it. A class of the user's may fail where it
-    is asked for these; then it is the class alone.
+    If formatting the exception itself fails, only its class is returned.
     """
     try:
         told = traceback.TracebackException.from_exception(error)

@@ -90,9 +90,9 @@ class Host:
 
     Args:
         worker: its name, with its incarnation.
-        lost: why each peer that it was told is gone is gone; the driver fills it.
-        value_bytes_max: the largest value that leaves the worker; None: any does.
-        recorder: records all events and effects; None: they are not recorded.
+        lost: the reason for each lost peer; filled by the driver.
+        value_bytes_max: the size limit for values that leave the worker; None: none.
+        recorder: records all events and effects; None: not recorded.
     """
 
     __slots__ = (
@@ -128,7 +128,7 @@ class Host:
         self.driver = driver
         self.waiters = waiters
         self.recorder = recorder
-        self._read: dict[Key, Any] = {}  # What came for fetches that are not complete.
+        self._read: dict[Key, Any] = {}  # Values of incomplete fetches.
         self._value_bytes_max = value_bytes_max
 
     def tell(
@@ -231,7 +231,7 @@ class Host:
         self.driver.wake(self, waiter)
 
     def _fetched(self, found: Sequence[Any]) -> tuple[Any, ...]:
-        """Values in place of keys; what came for this fetch alone goes."""
+        """Return values for keys; discard those received for this fetch only."""
         read = self._read
         if len(found) == 1 and found[0].__class__ is ReadingKey:
             return (read.pop(found[0]),)
@@ -261,9 +261,10 @@ class Host:
 class Port:
     """A program's access to its driver.
 
-    `cause` is the record of what the program last waited for: it causes what the
-    program does next. `asked` are its waiters, in the order of asking; `waiter` returns
-    a new one.
+    Attributes:
+        cause: the record of the last result, which causes the program's next events.
+        asked: its pending waiters, in order of creation.
+        waiter: returns a new waiter.
     """
 
     __slots__ = ("asked", "cause", "host", "waiter", "worker")
@@ -305,20 +306,20 @@ class Port:
                 self.host.waiters.forget(asked.popleft())
 
     def lost(self, worker: str) -> str | None:
-        """Why that incarnation is lost, as this worker knows; None if it is not."""
+        """The reason why this incarnation is lost; None if it is not known to be."""
         return self.host.lost.get(worker)
 
 
 def run_program(
     run: RunProgram, port: Port, spawn: Spawn, over: type[BaseException]
 ) -> BaseException | None:
-    """Run a program, and report how it ended to the engine.
+    """Run a program, and report its outcome to the engine.
 
-    `over` is raised in a program whose worker or cluster is gone, and not reported.
+    `over` is raised in a program whose worker or cluster is gone, and is not reported.
 
     Returns:
-        What `run` let pass, such as a KeyboardInterrupt: the caller of the program gets
-        it as a failure, and the driver may raise it.
+        The exception that `run` raised, such as a KeyboardInterrupt. The program's
+        caller gets it as a failure; the driver may raise it.
     """
     passed: BaseException | None = None
     try:

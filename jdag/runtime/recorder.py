@@ -1,4 +1,4 @@
-"""One recorder for every input and effect of engines, and for what drivers make of it.
+"""The recorder of engines' events and effects, and of what drivers do with them.
 
 Inputs:  of hosts (`jdag.runtime.host`), each event before its engine handles it, and
          each effect before it is carried out; of drivers, what happens to messages,
@@ -62,7 +62,7 @@ class Recorder:
 
         self.note = note_and_look
 
-    # ----------------------------------------------------------- what engines are told
+    # ---------------------------------------------------- events and effects of engines
 
     def input(
         self, worker: str, event: Any, causes: tuple[int, ...], keys: Sequence[Key]
@@ -152,10 +152,7 @@ class Recorder:
 
 
 def said(thing: Message | Event | Effect) -> tuple[str, str, int, Path]:
-    """What a trace says of a message or an event: its kind, context, pass and path.
-
-    The context is "" for none, the pass 0.
-    """
+    """Return kind, context ("": none), pass (0: none) and path for a trace."""
     kind: Any = thing.__class__
     has_context, has_number, has_path = _HAS[kind]
     given: Any = thing

@@ -97,7 +97,7 @@ def _handle(number: int, frame: FrameType | None) -> None:
         leave(number)
     if not _State.number:
         _State.number = number
-        # Whatever else is said from here on would not be one line.
+        # The error output is one line: suppress everything after it.
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
         if _State.mode == "raises":
             raise KeyboardInterrupt

@@ -1,8 +1,8 @@
-"""Values that are too large to be sent are refused where a program hands them over.
+"""Size limit for values that a program sends.
 
-What the program itself hands over (constants, values of new leaves, cotangents) is
-refused where it does so, before its engine sees it. What workers send each other later
-is refused by the worker that holds it: see `jdag.compute.machine.Machine.load`.
+Constants, values of new leaves and cotangents are checked before the program's engine
+gets the event. Values that workers send each other later are checked by the sender: see
+`jdag.compute.machine.Machine.load`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,12 +15,12 @@ from jdag.errors import JdagError
 
 
 def check_values(event: Event, here: Worker, bytes_max: int) -> None:
-    """Refuse an event by which a value would be sent that is too large.
+    """Refuse an event that would send a value of more than `bytes_max`.
 
     Args:
-        event: what a program is about to tell its engine.
-        here: the worker on which it runs.
-        bytes_max: the largest value that leaves a worker.
+        event: an event of a program.
+        here: the program's worker.
+        bytes_max: the limit.
 
     Raises:
         JdagError: names the value, its bytes, what is allowed, and what to do.
@@ -31,7 +31,7 @@ def check_values(event: Event, here: Worker, bytes_max: int) -> None:
 
 
 def _handed_over(event: Event) -> Iterator[tuple[Worker, str, Aval]]:
-    """Yield (to whom, what, its shape) of the values that go with an event."""
+    """Yield (destination, description, aval) of the values of an event."""
     match event:
         case Issued():
             keys = [argument.key for argument in event.arguments]

@@ -1,4 +1,4 @@
-"""What a worker holds now, and what it has sent and computed so far."""
+"""Statistics of a worker: what it holds, and what it has sent and computed."""
 
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
@@ -20,7 +20,7 @@ class Sent:
 
 
 def total(counts: Iterable[Sent]) -> Sent:
-    """Return what left over all connections."""
+    """Return the sum of the counts of all connections."""
     return Sent(*map(sum, zip(*map(astuple, (Sent(), *counts)), strict=True)))
 
 

@@ -45,7 +45,7 @@ def only(allowed: str, usable: Callable[[Any], bool]) -> BeforeValidator:
 
 
 def is_ns(value: Any) -> bool:
-    """Whether a value is a time in nanoseconds: an integer that has 63 bits."""
+    """Whether a value is a time in nanoseconds: an integer of at most 63 bits."""
     return type(value) is int and 0 <= value < 1 << 63
 
 

@@ -1,14 +1,14 @@
 """The ordered record of a run: what happened when and where, and what it waited for.
 
 A driver calls `add(...)`, which returns the index by which later events name this one
-as their cause. Events are made of int, str, bool, None and tuples of these, so that a
-file gives back what was written, and the digest stands for every bit: equal digests,
-equal runs. Each is kept as bytes, which costs the garbage collector nothing; as tuples
-they took a third of the time of a long run.
+as a cause. Events consist of int, str, bool, None and tuples of these, so files
+round-trip, and the digest covers every bit: equal digests, equal runs. Events are kept
+as bytes, which cost the garbage collector nothing; with tuples it took a third of the
+time of a long run.
 
 Invariants: indices count from 0 without a gap; causes point backwards.
 
-`DETAIL` says what the detail of each kind holds, in order:
+`DETAIL` lists the fields of each kind's detail, in order:
 
 - path and number (of the pass, 0 for none) place an event in the program, context is
   `owner.counter`;
@@ -68,11 +68,11 @@ DETAIL: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One event: its place in the trace, its time, its kind, where, what, and why then.
+    """One event of a trace.
 
-    `causes` are the indices of the events that it waited for: data (what made each
-    value that it reads, what brought the message that asked for it), device (the job
-    before it, where it waited for that), link (the frame before it, where it queued).
+    `causes` are the indices of the events that it waited for: data (the producers of
+    the values that it reads, and the message that asked for it), device (the previous
+    job, if it waited for that), link (the previous frame, if it queued behind that).
     """
 
     index: int
@@ -112,10 +112,10 @@ class Trace:
         detail: tuple[Any, ...],
         causes: tuple[int, ...],
     ) -> int:
-        """Keep one more event; return its index.
+        """Append an event; return its index.
 
         Raises:
-            ValueError: the detail holds something else than the above.
+            ValueError: the detail holds an unsupported type.
         """
         rows = self._rows
         rows.append(dumps((time_ns, kind, worker, detail, causes), _MARSHAL))
@@ -151,10 +151,7 @@ class Trace:
 
     @property
     def digest(self) -> str:
-        """A hash (SHA-256, in hexadecimal) over all records so far.
-
-        Updated when it is asked for, so that it costs a run nothing.
-        """
+        """The SHA-256 of all records so far, in hexadecimal; computed on access."""
         rows = self._rows
         for start in range(self._hashed, len(rows), _CHUNK):
             self._hash.update(b"".join(rows[start : start + _CHUNK]))

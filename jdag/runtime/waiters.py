@@ -1,4 +1,4 @@
-"""What programs wait for: numbers that their engine resumes."""
+"""Waiters: numbers by which engines resume blocked programs."""
 
 from collections.abc import Callable
 from itertools import count
@@ -10,10 +10,11 @@ Cancel = Callable[[], object]
 class Waiters:
     """The waiters of one driver.
 
-    `number` returns a number that no other waiter has. `asked` maps each waiter whose
-    program waits to its worker and to the name of the event by which it asked; `given`
-    each that was resumed, and whose result was not taken yet, to the result and the
-    record of the trace that says so; `alarms` those that have one to what cancels it.
+    Attributes:
+        number: returns a new, unique waiter.
+        asked: waiter to its worker and the name of the event that created it.
+        given: resumed waiter, until its result is taken, to result and trace record.
+        alarms: waiter to the function that cancels its alarm.
     """
 
     __slots__ = ("alarms", "asked", "given", "number")

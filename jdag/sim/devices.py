@@ -1,4 +1,4 @@
-"""What jobs cost on the devices of workers, in virtual time."""
+"""Costs of jobs on the devices of workers, in virtual time."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,13 +14,12 @@ MOVED = name_of(transferred)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceModel:
-    """What each job takes on a device, in nanoseconds of virtual time.
+    """The durations of jobs on a device, in nanoseconds of virtual time.
 
     A forward takes `forward_ns`, a vjp `backward_ns`; a sum of cotangents, a fill with
-    zeros or ones and a hook `sum_ns`. `functions` has the exceptions: a function's
-    name, with its module as `module:name` or without, and its (forward_ns,
-    backward_ns). Moving a value is no work for a device: `ctx.move` takes nothing,
-    unless `functions` names what it calls (`transferred`).
+    zeros or ones and a hook `sum_ns`. `functions` overrides these: it maps a function's
+    name, as `module:name` or `name`, to (forward_ns, backward_ns). `ctx.move` is free
+    unless `functions` has an entry for the function that it calls (`transferred`).
 
     Raises:
         ScenarioError: a time that is not an int or below 0; names it.
@@ -45,7 +44,7 @@ class DeviceModel:
                 _need_ns(f"functions[{name!r}].{key}", cost_ns)
 
     def cost_ns(self, job: Job) -> int:
-        """What a job takes by itself."""
+        """Return the duration of a job, not counting faults."""
         if isinstance(job, Sum | Fill | Apply):
             return self.sum_ns
         name, functions = job.function.name, self.functions
@@ -67,10 +66,10 @@ Devices = DeviceModel | Mapping[str, DeviceModel] | None
 
 
 def models(devices: Devices, workers: Sequence[str]) -> dict[str, DeviceModel]:
-    """The model of each worker: one for all, or by name; none given is free of cost.
+    """Return the model of each worker; the default is free.
 
     Raises:
-        ScenarioError: a worker that is not there, or what is no model; names it.
+        ScenarioError: names an unknown worker, or a value that is not a DeviceModel.
     """
     if devices is None or isinstance(devices, DeviceModel):
         return dict.fromkeys(workers, devices or FREE)

@@ -17,9 +17,9 @@ class Environment:
     """The state of one run that several of its parts use.
 
     Attributes:
-        hosts: of each incarnation of each worker.
-        lost: for each of these, why the peers are gone that it was told are gone.
-        incarnations: of the workers that have joined anew, how often they have.
+        hosts: one for each incarnation of each worker.
+        lost: for each incarnation, the reason for each loss that it was notified of.
+        incarnations: how often each worker has joined again, if it has.
 
     Raises:
         ScenarioError: names a setting that is unusable, its value and what is allowed.

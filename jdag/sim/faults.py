@@ -75,10 +75,9 @@ class Partition:
 class Crash:
     """A worker stops, and all it held is gone.
 
-    At `at_ns`, or when the trace has `at_index` events; exactly one of the two is
-    given. The others are told `detect_ns` later. It is gone for good (None), or joins
-    anew, empty, `restart_ns` after it has stopped. Of a worker that is down already
-    it makes nothing.
+    It happens at `at_ns`, or when the trace has `at_index` events; exactly one of the
+    two is given. The others are notified `detect_ns` later. The worker joins again,
+    empty, `restart_ns` after the crash (None: never). Ignored if the worker is down.
     """
 
     worker: str
@@ -90,7 +89,7 @@ class Crash:
 
 @dataclass(frozen=True, slots=True)
 class Slow:
-    """A worker computes `factor` times as long what it starts in this time."""
+    """Jobs that a worker starts in this time take `factor` times as long."""
 
     worker: str
     factor: float
@@ -105,10 +104,10 @@ _KINDS = (Drop, Delay, Duplicate, Partition, Crash, Slow)
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What becomes of a frame: one extra delay for each copy that arrives.
+    """The fate of a frame: one extra delay for each copy that arrives.
 
-    `copies` is () for a frame that is lost, (0,) for one that nothing befell, (0, 7)
-    for one that comes again 7 ns later. `causes` names the faults that made it so.
+    `copies` is () for a lost frame, (0,) for an unaffected one, (0, 7) for one that is
+    duplicated 7 ns later. `causes` names the faults that applied.
     """
 
     copies: tuple[int, ...]
@@ -119,11 +118,11 @@ DELIVERED = Verdict((0,))
 
 
 class Faults:
-    """All that may go wrong in one run with these workers.
+    """All faults of one run.
 
     Raises:
-        ScenarioError: names every value that is unusable and every worker that is not
-            there, with what is allowed, all in one line.
+        ScenarioError: names every unusable value and unknown worker, with what is
+            allowed, in one line.
     """
 
     __slots__ = ("_frame_faults", "_partitions", "crashes", "slow")
@@ -158,7 +157,7 @@ class Faults:
     def verdict(
         self, source: str, destination: str, now_ns: int, chooser: Chooser
     ) -> Verdict:
-        """What becomes of a frame that leaves now."""
+        """Return the fate of a frame that leaves now."""
         for from_ns, until_ns, group_of in self._partitions:
             if _during(now_ns, from_ns, until_ns):
                 here, there = group_of.get(source), group_of.get(destination)
@@ -231,7 +230,7 @@ def _problems(key: str, fault: Fault, workers: tuple[str, ...]) -> list[str]:
         usable, allowed = _rule(field.name, value, workers)
         if not usable:
             wrong.append(unusable(f"{key}.{field.name}", value, allowed))
-    # What two fields say together is worth asking once each of them makes sense.
+    # Combinations of fields are checked once each field is valid.
     return wrong or _contradictions(key, fault)
 
 

@@ -2,12 +2,12 @@
 
 Inputs:  `compute(host, job, cause)` when an engine asks for a job.
 Outputs: Computed, to that engine, when the job's time is over. The job is computed when
-         its time begins: the values that it makes are held from then on, but nobody
-         knows of them until it ends.
+         its time begins; its values are held from then on, but not visible to the
+         engine until it ends.
 
-Invariants: a device runs one job at a time, and chooses once all that happens at that
-time has happened; each job runs once, unless its worker dies; `busy_ns` is the sum of
-what began.
+Invariants: a device runs one job at a time, and chooses it after the other events of
+that time, but before timers; each job runs once, unless its worker dies; `busy_ns` is
+the total cost of started jobs.
 """
 
 from typing import Any
@@ -63,12 +63,12 @@ class Jobs:
             self._timeline.push(now_ns, BEGIN, (self._begin, host, device))
 
     def forget(self, worker: Worker | None) -> None:
-        """Drop the jobs of a worker that is gone; None: of all."""
+        """Drop the jobs of a lost worker; None: of all workers."""
         for where in [of for of in self._devices if worker in (None, of[0])]:
             del self._devices[where]
 
     def _begin(self, host: Host, device: Device) -> None:
-        """A device chooses its next job."""
+        """Choose and start a device's next job."""
         device.busy = False
         found = device.ready.take() if host.alive else None
         if found is None:
@@ -84,12 +84,12 @@ class Jobs:
         behind = device.finish if now_ns > added_ns else NO_CAUSE
         env.recorder.started(host.worker, job, cost_ns, asked=asked, behind=behind)
         if not host.alive:
-            return  # It crashes when there are so many records.
+            return  # Recording may trigger a crash (`Crash.at_index`).
         failure, finish = None, (self._finish, host, device, job)
         try:
             error: BaseException | None = host.machine.run(job)
         except BaseException as interrupt:
-            # It is main's to know, but who waits for this job must not wait for ever.
+            # Main gets the interrupt; waiters of this job must not wait for ever.
             failure = failure_of(interrupt, host.worker, job.path, job_name(job))
             self._timeline.push(now_ns + cost_ns, EVENT, (*finish, failure))
             raise
@@ -103,7 +103,7 @@ class Jobs:
     def _finish(
         self, host: Host, device: Device, job: Any, failure: Failure | None
     ) -> None:
-        """A job's time is over."""
+        """Report a job whose time is over."""
         if not host.alive:
             return
         device.busy = False

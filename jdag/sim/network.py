@@ -82,7 +82,7 @@ class Network:
     can send over all of its links together, and take; None: as much as they carry.
 
     Raises:
-        ScenarioError: what is to be a model is none, or what is to be two workers; or
+        ScenarioError: a value is not a LinkModel, a key is not a pair of workers, or
             the bandwidth of ports is not an int or too small.
     """
 
@@ -126,7 +126,7 @@ class Lane:
     arrived_ns: int = 0
 
     def transmit(self, size_bytes: int, now_ns: int, chooser: Chooser) -> int:
-        """When a frame of `size_bytes` that is ready to leave now arrives.
+        """Send a frame that is ready to leave now; return its time of arrival.
 
         It starts to leave at `start_ns` and has left at `busy_until_ns`.
         """
@@ -155,7 +155,7 @@ class Lane:
         return arrival_ns
 
     def passed(self, record: int) -> None:
-        """The last frame is this one in the trace."""
+        """Note the trace record of the last frame at both ports."""
         if self.out is not None and self.into is not None:
             self.out.record = self.into.record = record
 
@@ -168,11 +168,11 @@ class Lane:
 
 
 class Traffic:
-    """The lanes of one run over a `Network`, made as they are first used.
+    """The lanes of one run over a `Network`, created on first use.
 
     Raises:
-        ScenarioError: the network names a worker that is not there, or a link from a
-            worker to itself.
+        ScenarioError: the network names an unknown worker, or a link from a worker to
+            itself.
     """
 
     __slots__ = ("_lanes", "_network", "_ports", "_workers")

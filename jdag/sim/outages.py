@@ -44,7 +44,7 @@ class Outages:
         self.crashed: list[Worker] = []
 
     def plan(self) -> None:
-        """Schedule what is to happen."""
+        """Schedule crashes and losses by partition."""
         env = self._env
         for parting in self._partings(0):
             self._part(*parting)
@@ -61,11 +61,11 @@ class Outages:
         self._env.timeline.push(at_ns, EVENT, action)
 
     def _partings(self, since_ns: int) -> Iterator[tuple[int, str, str]]:
-        """Yield (time, worker, peer): the worker will notice a peer out of reach.
+        """Yield (time, worker, peer) when a worker notices a peer out of reach.
 
-        Of those who try since a time. A partition that lasts twice as long as a link
-        tries parts each pair across it, as keepalives would: two that have nothing to
-        say might else wait for ever, each for what the other waits for from a third.
+        A partition that lasts twice as long as a link's retries separates every pair
+        across it, as keepalives would. Otherwise two workers with no messages for each
+        other might wait for ever, each for a third. `since_ns` bounds the start.
         """
         settings = self._env.settings
         network = settings.all_links
@@ -81,13 +81,13 @@ class Outages:
                         yield at_ns, worker, peer
 
     def look(self, records: int) -> None:
-        """Begin the crashes that wait for the trace to have so many records."""
+        """Begin the crashes due at this number of trace records."""
         for crash in self._env.faults.crashes:
             if crash.at_index == records:
                 self.crash(crash)
 
     def crash(self, crash: Crash) -> None:
-        """A crash is due: its worker is dead from here on, if it was not already."""
+        """Carry out a crash, unless its worker is dead already."""
         env = self._env
         host, now_ns = env.newest(crash.worker), env.timeline.now_ns
         if not host.alive:
@@ -106,14 +106,14 @@ class Outages:
             env.timeline.push(at_ns, CRASH, (self.restart, host, record))
 
     def bury(self, host: Host) -> None:
-        """Clear away what a crashed worker held."""
+        """Discard the state of a crashed worker."""
         self._programs.kill(host.worker)
         host.clear()
         self._jobs.forget(host.worker)
 
     def restart(self, former: Host, crashed: int) -> None:
-        """A worker that crashed joins anew."""
-        self.bury(former)  # At the same time either may come first.
+        """Let a crashed worker join again."""
+        self.bury(former)  # At equal times `bury` and `restart` come in any order.
         env, name = self._env, named(former.worker)
         host = env.restart(name)
         detail, causes = (env.incarnations[name],), (crashed,)
@@ -137,7 +137,7 @@ class Outages:
             self.lost(host, peer.worker, record, CRASHED)
 
     def gave_up(self, end: LinkEnd) -> None:
-        """A worker has given up a peer, which hears of that later."""
+        """A worker has given up a peer; the peer is notified after `detect_ns`."""
         env = self._env
         at_ns = env.timeline.now_ns + env.settings.detect_ns
         peer = env.hosts[end.peer]
@@ -146,7 +146,7 @@ class Outages:
         self.lost(env.hosts[end.worker], end.peer, end.record, OUT_OF_REACH)
 
     def lost(self, host: Host, peer: Worker, record: int, why: str) -> None:
-        """A worker learns that a peer is lost."""
+        """Notify a worker that a peer is lost."""
         if not host.alive or peer in host.lost:
             return
         self._env.lost[host.worker][peer] = why

@@ -1,7 +1,7 @@
 """Ports: what one worker sends, or receives, over all of its links together.
 
-A port passes one frame at a time. Each takes the first gap that is long enough, at the
-earliest when it is there, so that one which waits for its link holds up no other.
+A port passes one frame at a time. A frame takes the first long enough gap after its
+arrival at the port, so a frame that waits for its link does not delay others.
 
 Inputs:  `reserve(from_ns, takes_ns, now_ns)`, for each frame, in order of `now_ns`.
 Outputs: when it begins to pass.

@@ -1,9 +1,9 @@
-"""How programs wait in virtual time: each on a worker is a greenlet, home is the hub.
+"""Programs in virtual time: a greenlet per program on a worker; main's is the hub.
 
 The main program runs in its caller's greenlet. When it blocks, that greenlet becomes
-the hub: it carries out what happens next, and switches to a program's greenlet when
-what that waits for is there; a program that blocks, or ends, switches back. One thing
-runs at a time, in the order of the timeline.
+the hub: it carries out the next events, and switches to a program's greenlet once its
+result is there. A program that blocks or ends switches back. One greenlet runs at a
+time, in the order of the timeline.
 
 Inputs:  `hub`, set while its loop runs; `start`, `wake` and `kill` from within it;
          `park` from a program.
@@ -20,10 +20,9 @@ from jdag.runtime.host import Host, Port
 
 
 class Programs:
-    """The greenlets of one run: `alive`, with the port of each, and who is `parked`.
+    """The greenlets of one run: `alive` maps them to ports, `parked` waiters to them.
 
-    A program that blocks is parked, by its waiter, until the `hub` wakes it; there is
-    none while main runs.
+    A blocked program is parked until the `hub` wakes it. `hub` is None while main runs.
     """
 
     __slots__ = ("_main", "_thread", "alive", "hub", "parked")
@@ -85,7 +84,7 @@ class Programs:
         assert getcurrent() not in dying, worker
         for program in dying:
             program.parent = getcurrent()
-            # Whatever it raises as it dies has no listener: its worker is gone.
+            # Errors of the dying program are ignored: its worker is gone.
             with suppress(Exception):
                 program.throw(GreenletExit)
             self.alive.pop(program, None)

@@ -22,22 +22,22 @@ WORKERS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimSettings:
-    """What a simulated run is a function of, beside its programs.
+    """The settings that, with its programs, determine a simulated run.
 
     Attributes:
-        workers: their names, in the order that numbers them.
+        workers: their names; their order numbers them.
         seed: of all jitter and faults.
         home: the worker where the main program runs.
-        network: what joins the workers; None is free and immediate.
-        faults: what goes wrong; home cannot crash.
-        devices: what jobs cost, for all or by worker; None is nothing.
+        network: None: free and immediate.
+        faults: home cannot crash.
+        devices: the costs of jobs, for all workers or by worker; None: free.
         values: "real" or "abstract".
         policy: the name of the order in which ready jobs run.
-        link: when links wait, repeat and give up; None suits each pair's latencies.
-        detect_ns: so much later a worker hears that a peer has given it up.
-        events_max: bounds what may happen in the whole run.
+        link: the timeouts of links; None: derived from each pair's latencies.
+        detect_ns: the delay until a worker learns that a peer has given it up.
+        events_max: the limit for events of the whole run.
         trace: whether a trace is kept.
-        chooser: makes all choices; None: one of this seed and policy does.
+        chooser: makes all choices; None: a `Chooser` of this seed and policy.
 
     Raises:
         ScenarioError: names a setting that is unusable, its value and what is allowed.
@@ -83,7 +83,7 @@ class SimSettings:
         self._check_crashes()
 
     def _check_crashes(self) -> None:
-        """Refuse a crash of home, and one by place in a trace that is not kept."""
+        """Refuse a crash of home, and `at_index` without a trace."""
         for index, fault in enumerate(self.faults):
             if not isinstance(fault, Crash):
                 continue
@@ -100,7 +100,7 @@ class SimSettings:
 
     @property
     def all_links(self) -> Network:
-        """The network: as it is, or of one model for all links, or of free ones."""
+        """The network; a single model, or None, applies to all links."""
         if isinstance(self.network, Network):
             return self.network
         return Network(self.network or LinkModel())

@@ -9,9 +9,9 @@ job waits for its device (`jdag.sim.jobs`); what a program waits for wakes it
 All choices are the chooser's (`jdag.runtime.chooser`); all that happens goes to the
 recorder (`jdag.runtime.recorder`).
 
-Invariants: a run is a function of its settings, chooser and programs; a worker that
-crashed receives nothing any more, and its engine, values, jobs and programs are gone
-before anything else happens (`jdag.sim.outages`).
+Invariants: a run is a function of its settings, chooser and programs. A crashed worker
+receives nothing; its engine, values, jobs and programs are discarded before the next
+event (`jdag.sim.outages`).
 """
 
 import gc
@@ -111,15 +111,15 @@ class Simulation:
         return {w: drawing for w, drawing in drawn.items() if drawing is not None}
 
     def close(self) -> None:
-        """End all programs and let go of everything; what was counted stays.
+        """End all programs and release everything but counts.
 
         Raises:
-            JdagError: asked by what runs on a worker.
+            JdagError: called by a program on a worker.
         """
         if self._closed:
             return
         if self._programs.hub is not None:
-            raise JdagError("what runs on it cannot end the cluster; main can")
+            raise JdagError("only the main program may close the cluster")
         hosts = self._env.hosts.values()
         for host in hosts:
             host.alive = False
@@ -168,7 +168,7 @@ class Simulation:
             self._programs.hub = None
         if waiter not in self._given and waiter != _NOBODY:
             raise JdagError(
-                f"at {self.now_ns} ns nothing is left to happen, and there wait"
+                f"at {self.now_ns} ns no event is left, and these still wait:"
                 f" {self._env.waiters}; no engine will ever resume them"
             )
 

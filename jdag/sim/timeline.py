@@ -1,4 +1,4 @@
-"""Virtual time: one queue of what is to happen, in order of (time, priority, sequence).
+"""Virtual time: one queue of actions, in order of (time, priority, sequence).
 
 Inputs:  `push(time_ns, priority, action)`, `cancel(entry)`; a chooser that may pick
          among the actions of one time and priority.
@@ -86,7 +86,7 @@ class Timeline:
                 action[0](*action[1:])
 
     def _picked(self, chooser: Chooser) -> Entry:
-        """Take out the entry that the chooser wants, of those that could be next."""
+        """Remove the entry that the chooser picks among those of one time."""
         heap = self._heap
         first = heap[0]
         tied = []
@@ -105,5 +105,5 @@ class Timeline:
         return picked
 
     def clear(self) -> None:
-        """Drop all that is to happen."""
+        """Drop all queued actions."""
         self._heap.clear()

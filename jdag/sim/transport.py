@@ -1,4 +1,4 @@
-"""How messages travel in virtual time: links over lanes, with faults.
+"""Transport of messages in virtual time: links over lanes, with faults.
 
 Each pair of workers has two ends of one exactly-once link (`jdag.wire.link`). What an
 end puts on the wire occupies its lane (`jdag.sim.network`), meets its verdict
@@ -37,7 +37,7 @@ Parcel = tuple[Message, tuple[Any, ...], int, int]
 
 
 def link_settings(there: LinkModel, back: LinkModel) -> LinkSettings:
-    """Waits that suit a pair of links: no resend while all is well, and soon if not."""
+    """Return timeouts for a pair of links: no resends without faults, prompt with."""
     trip_ns = there.latency_ns + there.jitter_ns + back.latency_ns + back.jitter_ns
     return LinkSettings(
         resend_ns=4 * ACK_DELAY_NS + 2 * trip_ns,
@@ -47,7 +47,7 @@ def link_settings(there: LinkModel, back: LinkModel) -> LinkSettings:
 
 
 def gives_up_ns(settings: LinkSettings) -> int:
-    """How long a link tries in vain until it gives up its peer, flights not counted."""
+    """How long a link retries until it gives up its peer, latencies not counted."""
     waits = [1 << tries for tries in range(settings.resend_max + 1)]
     return settings.resend_ns * sum(min(w, settings.backoff_max) for w in waits)
 
@@ -94,7 +94,7 @@ class SimTransport:
         self._ends: dict[Worker, dict[Worker, LinkEnd]] = defaultdict(dict)
 
     def sent(self, name: str) -> Sent:
-        """What left all incarnations of a worker."""
+        """Return the counts of all incarnations of a worker."""
         numbers = range(self._incarnations.get(name, 0) + 1)
         ends = [e for n in numbers for e in self._ends[incarnated(name, n)].values()]
         lanes = {end.route: end.out for end in ends}.values()
@@ -175,7 +175,7 @@ class SimTransport:
             self._arm(end, deadline_ns)
 
     def frame(self, end: LinkEnd, frame: Frame, sent: int) -> None:
-        """A frame comes out at an end, whose host handles what may be handed on."""
+        """Receive a frame at an end; its host handles the messages now in order."""
         host, link = self._hosts[end.worker], end.link
         if not host.alive:
             return
@@ -203,7 +203,7 @@ class SimTransport:
             self._timeline.push(at_ns, TIMER, (self.timer, end))
 
     def timer(self, end: LinkEnd) -> None:
-        """A timer of this end is due."""
+        """Handle a timer of this end that is due."""
         now_ns, link = self._timeline.now_ns, end.link
         if not self._hosts[end.worker].alive or not end.open or end.timer_ns != now_ns:
             return  # Closed since, or armed anew for an earlier time.
@@ -219,7 +219,7 @@ class SimTransport:
             self._arm(end, link.deadline_ns)
 
     def _again(self, end: LinkEnd, frame: Frame) -> None:
-        """A frame that carries no new message: a resend or an acknowledgement."""
+        """Send a frame without a new message: a resend or an acknowledgement."""
         now_ns = self._timeline.now_ns
         lane = end.out
         if frame.sequence:
@@ -239,7 +239,7 @@ class SimTransport:
         self._deliver(end, frame, arrival_ns)
 
     def _deliver(self, end: LinkEnd, frame: Frame, arrival_ns: int) -> None:
-        """Schedule the arrivals of a frame that has left, as faults decide."""
+        """Schedule the arrivals of a sent frame, according to its verdict."""
         timeline, note, record = self._timeline, self._recorder.note, end.record
         now_ns = timeline.now_ns
         verdict = self._faults.verdict(*end.route, now_ns, self._chooser)
@@ -257,7 +257,7 @@ class SimTransport:
 
 
 def _before(end: LinkEnd, now_ns: int) -> list[int]:
-    """The frames that the last one had to wait for: of its link, or of a port."""
+    """Return the frames that the last one waited for, on its link or at a port."""
     lane = end.out
     found = []
     if lane.start_ns > now_ns:

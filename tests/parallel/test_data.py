@@ -402,7 +402,7 @@ def first(p: Any, x: Any) -> Any:
             r"leaf \['b'\] has 4 rows along dim 0, and leaf \['a'\] has 3",
             {"x": {"a": jnp.ones(3), "b": jnp.ones(4)}},
         ),
-        (r"there is no array in what is to be cut", {"x": "rows"}),
+        (r"the pytree to be cut into chunks has no arrays", {"x": "rows"}),
         (r"data_parallel: this is no pytree of JAX: .* '<' not", {"params": ODD}),
         (r"returned is no pytree of JAX: .* '<' not", {"fn": lambda p, x: ODD}),
         (r"leaf \[0\]: an object is no array", {"params": object()}),
@@ -419,7 +419,7 @@ def first(p: Any, x: Any) -> Any:
             {"fn": lambda p, x: x @ x.T, "x": jnp.ones((3, 2)), "devices": names(2)},
         ),
         (
-            r"output 0 of .* is float64\[3\] where it was given 2 rows",
+            r"output 0 of .* is float64\[3\] for an input of 2 rows",
             {
                 "fn": lambda p, x, rows: jnp.sum(x, 0),
                 "axis_name": "r",

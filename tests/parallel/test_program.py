@@ -102,7 +102,7 @@ def test_any_number_of_leaves_has_the_gradients_of_one_device(case, by):
         return data_parallel(fn, p, x, given, dim=dim, axis_name=axis, how=HOW)
 
     if not inputs:
-        with pytest.raises(JdagError, match=r"no array in what is to be cut"):
+        with pytest.raises(JdagError, match=r"to be cut into chunks has no arrays"):
             spread(p, x)
         return
     if not reduces and rows % devices and rows > 1:
