@@ -228,7 +228,7 @@ def test_of_what_has_no_digest_nothing_is_told():
 
 @pytest.mark.parametrize("body", [b"", b"[]", b'{"f": 3}', b"{", b"\xff"])
 def test_what_is_no_table_of_texts_is_refused(body: bytes):
-    with pytest.raises(ProtocolError, match="codes of functions that are no"):
+    with pytest.raises(ProtocolError, match="code fingerprints are not"):
         CodeFingerprints().tell(b"codes of functions\n" + body)
 
 
