@@ -214,7 +214,9 @@ def test_what_is_found_is_held_to_what_was_told_of_its_name():
         assert not codes.tell(told(made()))  # It contradicts nothing.
     codes.check("models:f", made(*SAME[0]).f)
     codes.check("models:g", made(*OTHERS[0]).f)
-    with pytest.raises(JdagError, match="models:f, or what it uses of its package, is"):
+    with pytest.raises(
+        JdagError, match="models:f, or something that it uses in its package"
+    ):
         codes.check("models:f", made(*OTHERS[0]).f)
     assert codes.tell(told(made(*OTHERS[0])))
     codes.check("models:f", made(*OTHERS[0]).f)
@@ -226,7 +228,7 @@ def test_of_what_has_no_digest_nothing_is_told():
 
 @pytest.mark.parametrize("body", [b"", b"[]", b'{"f": 3}', b"{", b"\xff"])
 def test_what_is_no_table_of_texts_is_refused(body: bytes):
-    with pytest.raises(ProtocolError, match="codes of functions that are no"):
+    with pytest.raises(ProtocolError, match="code fingerprints are not"):
         CodeFingerprints().tell(b"codes of functions\n" + body)
 
 
@@ -272,7 +274,7 @@ def runs(ctx, x):
     file.write_text(source.replace("RATE = 2.0", "RATE = 2.5  # Another one."))
     old.TABLE["rate"][0] = 5.0
     x = jnp.arange(3.0)
-    other = "two_versions:{}, or what it uses of its package, is other code here than"
+    other = "two_versions:{}, or something that it uses in its package, has"
     with jdag.launch(["a", "b"], allow=["two_versions"]) as cluster:
         leaf = cluster.put("b", x)
         for name in ("scaled", "tabled", "runs", "layer"):

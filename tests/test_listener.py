@@ -279,7 +279,9 @@ def test_a_gate_that_can_accept_nobody_rests_and_then_goes_on(tcp: Host, monkeyp
 def test_another_user_of_this_host_is_refused(monkeypatch):
     host = Host("unix:@")
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    with pytest.raises(JdagError, match=r"process \d+ there is of user \d+, not 12345"):
+    with pytest.raises(
+        JdagError, match=r"process \d+ there runs as user \d+, not 12345"
+    ):
         dial(host.address, TOKEN, 0, timeout_s=60)
     assert host.came.empty()
     monkeypatch.undo()

@@ -90,7 +90,7 @@ def test_a_chunk_that_is_longer_than_what_is_missing_is_refused(here: int):
     reader, events = made()
     before, last = sent(4_100)
     cut = len(last) - 4_100 + here
-    said = "chunk of 4100 bytes of a value, of which 4000 are missing"
+    said = "chunk of 4100 bytes for a value with 4000 bytes missing"
     with pytest.raises(ProtocolError, match=said):
         read_in(reader, events, before, last[:cut], last[cut:])
     assert events == []

@@ -285,7 +285,7 @@ def test_a_host_without_room_is_said_once_and_arrays_go_by_the_socket(
         assert not pair.writer.made
     (line,) = caplog.records
     assert line.getMessage() == (
-        "no shared memory can be had: No space left on device; large arrays go to ps0"
+        "no shared memory is available: No space left on device; large arrays go to ps0"
         " by the socket"
     )
 

@@ -1,4 +1,4 @@
-"""`python -m jdag.rpc`: what worker processes are started by; see `jdag.rpc.worker`."""
+"""Entry point of worker processes, `python -m jdag.rpc`; see `jdag.rpc.worker`."""
 
 import sys
 
@@ -6,7 +6,7 @@ from jdag.rpc.watch import Watch
 
 watch = Watch(sys.argv[1:])
 
-# It imports JAX, which takes seconds: the parent may end meanwhile.
+# Importing JAX takes seconds, during which the parent may end.
 from jdag.rpc.worker import main  # noqa: E402
 
 main(watch)

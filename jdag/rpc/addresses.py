@@ -1,8 +1,8 @@
-"""Where nodes listen: addresses as text, and the sockets made of them.
+"""Addresses of nodes, as text and as sockets.
 
-`tcp:HOST:PORT` (`tcp:[::1]:0`; port 0 lets the system choose), `unix:@NAME` (a name of
-this host's network, not of its file system; `unix:@` chooses one at random), and
-`grpc:HOST:PORT`, a control server whose streams carry the bytes.
+`tcp:HOST:PORT` (`tcp:[::1]:0`; port 0 lets the system choose), `unix:@NAME` (an
+abstract Unix socket name; `unix:@` chooses a random one) and `grpc:HOST:PORT` (a
+control server whose streams carry the bytes).
 """
 
 import ipaddress
@@ -17,16 +17,15 @@ from jdag.errors import JdagError, JoinError, reason
 
 _CREDENTIALS = struct.Struct("3i")
 _NAME_BYTES_MAX = 100
-# Connections that the system keeps until they are accepted; one more would be told
-# nothing, and try again after a second.
+# Listen backlog. The system drops connections beyond it, which retry after a second.
 BACKLOG_MAX = 1024
 
 
 class Address(NamedTuple):
-    """A host, by name or number, and a port; 0 lets the system choose.
+    """A host, by name or number, and a port; port 0 lets the system choose.
 
-    Addresses of data connections also have a kind, `unix` (whose host is a name), `tcp`
-    or `grpc`; those of control servers have none.
+    `kind` is `unix` (then `host` is the socket name), `tcp` or `grpc` for a data
+    connection, and empty for a control server.
     """
 
     host: str
@@ -35,7 +34,7 @@ class Address(NamedTuple):
 
     @classmethod
     def read(cls, text: str) -> "Address":
-        """Read what `str` made of an address of a control server."""
+        """Parse the address of a control server, as formatted by `str`."""
         address = address_of(text)
         assert address is not None, text
         return address
@@ -48,7 +47,7 @@ class Address(NamedTuple):
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this host reaches it."""
+        """Whether the address can be reached only from this host."""
         try:
             return self.kind == "unix" or ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -56,14 +55,14 @@ class Address(NamedTuple):
 
 
 def address_of(text: str) -> Address | None:
-    """Read `host:port`; None if it is none."""
+    """Parse `host:port`; None if malformed."""
     host, _, port = text.rpartition(":")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if not re.fullmatch(r"[0-9]{1,5}", port) or int(port) >= 1 << 16:
         return None
     try:
         bare.encode("idna")
-    except UnicodeError:  # A part of it is empty, or has over 63 bytes.
+    except UnicodeError:  # A label is empty or longer than 63 bytes.
         return None
     if not bare or bare != bare.strip() or not bare.isprintable():
         return None
@@ -71,11 +70,13 @@ def address_of(text: str) -> Address | None:
 
 
 def parse(text: str) -> Address:
-    """Read the address of data connections; JdagError says what is wrong with it."""
+    """Parse the address of a data connection; JdagError if malformed."""
     kind, _, rest = text.partition(":")
     if kind == "unix" and rest.startswith("@"):
         if len(rest.encode()) > _NAME_BYTES_MAX or "\0" in rest:
-            raise JdagError(f"address {text!r}: the name has over 100 bytes or a zero")
+            raise JdagError(
+                f"address {text!r}: the name has over 100 bytes or a zero byte"
+            )
         return Address(rest[1:], kind=kind)
     found = address_of(rest)
     if found is None or kind not in ("tcp", "grpc"):
@@ -87,7 +88,7 @@ def parse(text: str) -> Address:
 
 
 def hold_to_loopback(address: Address, what: str) -> None:
-    """Refuse an address that other hosts reach, which needs TLS."""
+    """Refuse a non-loopback address, which requires TLS."""
     if not address.is_loopback:
         raise JoinError(
             f"{address} {what} without TLS, and only loopback may be: name certificates"
@@ -96,7 +97,7 @@ def hold_to_loopback(address: Address, what: str) -> None:
 
 
 def bound(address: Address) -> socket.socket:
-    """Return a socket that is bound to an address; OSError says why it cannot be."""
+    """Return a socket bound to the address; OSError if that fails."""
     family: int = socket.AF_UNIX
     where: Any = f"\0{address.host}"
     if address.kind != "unix":
@@ -113,9 +114,10 @@ def bound(address: Address) -> socket.socket:
 
 
 def listen(address: Address) -> tuple[socket.socket, Address]:
-    """Listen at an address; return the socket and where it is in fact.
+    """Listen at an address; return the socket and the actual address.
 
-    Raises JoinError: the address is in use, or is none of this host's.
+    Raises:
+        JoinError: the address is in use, or does not belong to this host.
     """
     if address.kind == "unix" and not address.host:
         address = address._replace(host=f"jdag-{secrets.token_hex(8)}")
@@ -131,7 +133,7 @@ def listen(address: Address) -> tuple[socket.socket, Address]:
 
 
 def connect(address: Address, timeout_s: float) -> socket.socket:
-    """Connect to a Unix or TCP address; OSError says why it cannot."""
+    """Connect to a Unix or TCP address; OSError if that fails."""
     if address.kind == "unix":
         connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -145,10 +147,12 @@ def connect(address: Address, timeout_s: float) -> socket.socket:
 
 
 def hold_to_own_user(connected: socket.socket) -> None:
-    """Refuse, by ConnectionError, a Unix socket whose other end is another user's."""
+    """Raise ConnectionError if the peer of a Unix socket runs as another user."""
     if connected.family != socket.AF_UNIX:
         return
     wanted = socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
     process, user, _ = _CREDENTIALS.unpack(connected.getsockopt(*wanted))
     if user != (ours := os.geteuid()):
-        raise ConnectionError(f"process {process} there is of user {user}, not {ours}")
+        raise ConnectionError(
+            f"process {process} there runs as user {user}, not {ours}"
+        )

@@ -1,9 +1,10 @@
-"""The functions and classes that messages may name; nothing else is ever imported.
+"""Allowlist of the functions and classes that messages may name.
 
-A name `module:qualname` is looked up in the modules that the user allowed, and only
-what goes by that very name counts: `mymodel:os.system` is not one of mymodel's
-functions. Also allowed are optax, what `jdag.engine.functions.remote` marks, and what
-the public modules of JAX have, without what reads or writes files or changes settings.
+A name `module:qualname` is looked up in the modules that the user allowed. An object is
+accepted only under its own name: `mymodel:os.system` is not a function of mymodel. Also
+allowed are optax, functions marked by `jdag.engine.functions.remote`, and the public
+modules of JAX except for functions that read or write files or change settings. No
+other module is ever imported.
 """
 
 import builtins
@@ -22,11 +23,11 @@ import numpy as np
 from jdag.engine.functions import is_remote, name_of
 from jdag.errors import JdagError, named_text
 
-# Modules all of whose functions may be had.
+# Modules that are always allowed.
 MODULES = ("optax",)
-# Public modules of JAX, and how deep their own modules go.
+# Public modules of JAX, allowed with their submodules.
 PUBLIC = ("jax.numpy", "jax.nn", "jax.lax", "jax.scipy", "jax.random")
-# Of these, what does more than to compute.
+# Members of these modules that have side effects.
 _EFFECTS = (
     *("fromfile", "load", "save", "savez", "printoptions", "set_printoptions"),
     *("from_dlpack", "frombuffer", "infeed", "outfeed"),
@@ -35,15 +36,16 @@ _TYPES = ("bool", "int", "float", "complex", "list", "tuple", "dict", "frozenset
 
 
 class Allowed:
-    """The functions and classes that may be looked up by name.
+    """Lookup of allowed functions and classes by name.
 
     Args:
-        modules: dotted names; what is in one, and in modules below it, is allowed.
-        check: called with name and value of each that is found in these modules.
-        load: whether to import modules; if not, one not yet imported has nothing.
+        modules: dotted names of modules; their submodules are allowed too.
+        check: called with name and value of each object found in these modules.
+        load: whether to import modules; otherwise only imported modules are searched.
 
     Raises:
-        JdagError: one is no dotted name, or `__main__`, which each process has its own.
+        JdagError: an entry is not a dotted name, or is `__main__`, which differs in
+            each process.
     """
 
     def __init__(
@@ -54,7 +56,9 @@ class Allowed:
         load: bool = True,
     ) -> None:
         if isinstance(modules, str):
-            raise JdagError(f"allow={modules!r}: it takes several names: [{modules!r}]")
+            raise JdagError(
+                f"allow={modules!r}: it takes a list of names: [{modules!r}]"
+            )
         for module in modules:
             if not isinstance(module, str) or not _is_dotted(module):
                 raise JdagError(
@@ -66,10 +70,10 @@ class Allowed:
         self._check, self._load = check, load
 
     def find(self, name: str) -> Any:
-        """Return the function or class of this name, `module:qualname`.
+        """Return the function or class named `module:qualname`.
 
         Raises:
-            JdagError: it is not allowed, or not there; says what to do.
+            JdagError: it is not allowed or does not exist; the text says what to do.
         """
         known = public().get(name)
         if known is not None:
@@ -120,9 +124,9 @@ def _found(name: str, load: bool) -> Any:
 
 
 def missing(modules: Sequence[str]) -> list[str]:
-    """Return those of these modules that cannot be here, without importing any.
+    """Return the modules that are certainly not installed, without importing any.
 
-    That is so where the top one is not found, or is no package and has none below it.
+    A module is missing if its top-level module is not found, or is not a package.
     """
 
     def is_missing(name: str) -> bool:
@@ -134,7 +138,7 @@ def missing(modules: Sequence[str]) -> list[str]:
 
 
 def within(name: str, prefix: str) -> bool:
-    """Tell whether a module is this one, or below it."""
+    """Whether a module is `prefix` or one of its submodules."""
     return name == prefix or name.startswith(prefix + ".")
 
 
@@ -148,10 +152,10 @@ def _module(name: str, load: bool) -> ModuleType:
         if found is None:
             raise JdagError(f"module {name!r} is not imported here")
         return found
-    # Not what sys.modules has: another thread may be half through importing it.
+    # Not from sys.modules, where a module may still be half imported by another thread.
     try:
         return importlib.import_module(name)
-    except Exception as error:  # Whatever a module raises while it is imported.
+    except Exception as error:  # Importing a module can raise anything.
         raise JdagError(
             f"module {name!r} is allowed here and cannot be imported: "
             f"{named_text(error)}"
@@ -159,7 +163,7 @@ def _module(name: str, load: bool) -> ModuleType:
 
 
 def _member(space: Any, part: str, name: str) -> Any:
-    """Return what a module or class has of its own under this very name, or None."""
+    """Return the callable that a module or class itself defines as `name`, or None."""
     found = vars(space).get(part) if isinstance(space, ModuleType | type) else None
     if isinstance(found, staticmethod):
         found = found.__func__
@@ -170,7 +174,7 @@ def _member(space: Any, part: str, name: str) -> Any:
 
 @cache
 def public() -> dict[str, Any]:
-    """Return what public modules of JAX have, and types of numbers and containers."""
+    """Return the public functions of JAX, and the types of numbers and containers."""
     found: dict[str, Any] = {}
     for name in PUBLIC:
         _add(found, importlib.import_module(name), name, {})

@@ -1,8 +1,8 @@
 """Authorization of messages: a peer may act on contexts only as its role allows.
 
-A peer of the session may send anything about contexts of its own. Only the owner of a
-context begins and ends its passes and the context, the owner has to be a known
-incarnation, and values come from the worker that they name.
+A peer may send any message about its own contexts. Only the owner of a context begins
+and ends the context and its passes. The owner must be a known incarnation. Values must
+come from the worker that the message names as their source.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,14 +34,14 @@ def check(
     names: Sequence[str],
     incarnations: Mapping[str, int],
 ) -> None:
-    """Refuse a message that this sender may not send.
+    """Refuse a message that its sender may not send.
 
     Args:
-        message: its numbers of workers are in range.
+        message: decoded; its worker numbers are in range.
         sender: the worker that sent it.
         here: the worker that received it.
         names: of all workers.
-        incarnations: the known number of each worker that has joined again.
+        incarnations: the current incarnation of each worker that has rejoined.
 
     Raises:
         ProtocolError: names the message, the context and the worker.
@@ -65,5 +65,5 @@ def check(
             )
     elif isinstance(message, Primal) and message.source != sender:
         if all(message.failures):
-            return  # Their source is lost, and another worker reports it.
+            return  # The source is lost and another worker reports that.
         raise ProtocolError(f"values of {message.source!r} came from {sender!r}")

@@ -1,7 +1,7 @@
-"""One asyncio loop for this process, on a thread of its own.
+"""The asyncio loop of this process, on its own thread.
 
-Control servers, listeners and dials run on it: all that waits for other processes with
-a deadline and does not compute. gRPC's asyncio servers want one loop for all of them.
+Control servers, listeners and dials run here: everything that waits for other processes
+with a deadline and does not compute. The asyncio servers of gRPC require a single loop.
 """
 
 import asyncio
@@ -16,14 +16,14 @@ _lock = threading.Lock()
 
 
 def loop() -> asyncio.AbstractEventLoop:
-    """Return the loop, which runs from the first call on; from any thread."""
+    """Return the loop, started by the first call; callable from any thread."""
     with _lock:
         return _loop_of(os.getpid())
 
 
 @cache
 def _loop_of(process: int) -> asyncio.AbstractEventLoop:
-    """Return the loop of a process: a forked copy has none of its parent's threads."""
+    """Keyed by process, because a forked child has none of its parent's threads."""
     made = asyncio.new_event_loop()
     threading.Thread(
         target=made.run_forever, name=f"asyncio {process}", daemon=True
@@ -32,10 +32,10 @@ def _loop_of(process: int) -> asyncio.AbstractEventLoop:
 
 
 def wait_for(coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """Run a coroutine on the loop and return its result; from any other thread."""
+    """Run a coroutine on the loop from another thread; return its result."""
     running = asyncio.run_coroutine_threadsafe(coroutine, loop())
     try:
         return running.result()
-    except BaseException:  # Perhaps it is this thread that was interrupted.
+    except BaseException:  # This thread may have been interrupted.
         running.cancel()
         raise

@@ -1,16 +1,17 @@
-"""Large values of a connection: cut into chunks at one end, put together at the other.
+"""Large values of a connection, sent in chunks or through shared memory.
 
-A value of `BULK_BYTES` or more, and what would make its message longer than
-`INLINE_BYTES`, follows its message (`is_bulk`): in chunks, or in shared memory
-(`jdag.rpc.shared_memory`). All other values are inside of the message.
+A value of `BULK_BYTES` or more, or one that would bring its message above
+`INLINE_BYTES`, follows its message (`is_bulk`) in chunks or in shared memory
+(`jdag.rpc.shared_memory`). All other values are part of the message.
 
-Inputs:  `BulkQueue`: the elements of values that are to leave. `Assembler`: the payload
-         of each message; the elements of large values, in the order of these.
-Outputs: `BulkQueue`: frames. `Assembler`: deliveries whose turn it is, whole.
-Invariants: at most `WINDOW_BYTES` of chunks are unacknowledged; a value takes memory
-when its first element comes, and no more than its type announced and `value_bytes_max`
-allows; elements come in order and once; a delivery is given out once, when all its
-values are there; `jdag.wire.order` says which deliveries may overtake others.
+Inputs:  `BulkQueue`: the elements of outgoing values. `Assembler`: the payload of each
+message, then the elements of its large values in order.
+Outputs: `BulkQueue`: frames. `Assembler`: complete deliveries, in delivery order.
+Invariants: at most `WINDOW_BYTES` of chunks are unacknowledged. A value takes memory
+when its first element arrives, and no more than its announced type and
+`value_bytes_max` allow. Elements arrive in order and once. A delivery is released once,
+when all its values have arrived; `jdag.wire.order` defines which deliveries may
+overtake others.
 """
 
 import struct
@@ -35,16 +36,16 @@ from jdag.wire.messages import Codec
 from jdag.wire.order import Order
 
 BULK_BYTES = 256 * 1024
-INLINE_BYTES = 1024 * 1024  # So many bytes of a message's values stay in it.
+INLINE_BYTES = 1024 * 1024  # Limit for the values inside one message.
 WINDOW_BYTES = 4 * 1024 * 1024
 COPY_BYTES = 2 * 1024 * 1024  # Copied to shared memory in one turn of the loop.
-# Of a segment: its elements are those of a value; it may be written again; its number
-# means nothing any more; and, in a frame without number, a new one with its descriptor.
+# Segment frames. Lent: the segment holds a value. Freed: it may be written again.
+# Forgotten: its number is void. Offered (unnumbered): a new segment, with descriptor.
 LENT, FREED, FORGOTTEN, OFFERED = b"l", b"f", b"g", b"o"
 
 
 class Parcel(Struct):
-    """What a frame carries: its kind and bytes, which live until acknowledged."""
+    """Kind and content of a frame; the views stay alive until it is acknowledged."""
 
     kind: FrameKind
     views: Sequence[Any]
@@ -52,21 +53,20 @@ class Parcel(Struct):
 
 
 def is_bulk(nbytes: int, inline_bytes: int) -> bool:
-    """Whether a value follows its message, which has so many bytes in it already."""
+    """Whether a value follows its message, which already holds `inline_bytes`."""
     return nbytes >= BULK_BYTES or inline_bytes + nbytes > INLINE_BYTES
 
 
 class _Outgoing(Struct):
-    """Elements of one value that leave in chunks, or in a shared segment."""
+    """The unsent elements of one value."""
 
     views: deque[memoryview]
     nbytes: int
     sent: int = 0
-    cut_bytes: int = 0  # Of the first view, that have left.
+    cut_bytes: int = 0  # Bytes of the first view that were cut off already.
     segment: Segment | None = None
 
     def cut(self) -> Parcel:
-        """The next chunk."""
         view = self.views[0]
         piece = view[self.cut_bytes : self.cut_bytes + CHUNK_MAX_BYTES]
         self.cut_bytes += len(piece)
@@ -77,7 +77,7 @@ class _Outgoing(Struct):
         return Parcel(FrameKind.CHUNK, (piece,), len(piece))
 
     def copy(self, segment: Segment) -> bool:
-        """Copy the next piece to a segment; whether all is there."""
+        """Copy the next piece to a segment; return whether the value is complete."""
         piece = self.views[0][self.sent : self.sent + COPY_BYTES]
         segment.write(self.sent, piece)
         self.sent += len(piece)
@@ -85,30 +85,30 @@ class _Outgoing(Struct):
 
 
 class BulkQueue:
-    """Large values that are to leave, one after the other; `pool` may carry them.
+    """Queue of large outgoing values, sent one after the other.
 
-    `values` are those that have not all left; `chunks` the numbers and sizes of frames
-    that are unacknowledged.
+    `pool` provides shared memory. `values` are those not fully sent; `chunks` are the
+    numbers and sizes of unacknowledged chunk frames.
     """
 
     def __init__(self, pool: SharedMemoryPool) -> None:
-        self.nbytes = 0  # Of values that have not all left.
-        self.copying = False  # Whether there is more to copy, in another turn.
+        self.nbytes = 0  # Of `values`.
+        self.copying = False  # Whether the next turn has more to copy.
         self._pool = pool
         self.values: deque[_Outgoing] = deque()
         self.chunks: deque[tuple[int, int]] = deque()
         self._chunk_bytes = 0
 
     def add(self, views: Sequence[memoryview]) -> None:
-        """Have the elements of one more value leave."""
+        """Queue the elements of one more value."""
         nbytes = sum([len(view) for view in views])
         self.values.append(_Outgoing(deque(views), nbytes))
         self.nbytes += nbytes
 
     def next(self, local: bool) -> Parcel | None:
-        """The next frame; None if nothing may leave now.
+        """Return the next frame, or None if nothing may be sent now.
 
-        `local` tells whether the peer is where memory can be shared.
+        `local`: whether the peer can share memory with this process.
         """
         self.copying = False
         if not self.values or self._chunk_bytes >= WINDOW_BYTES:
@@ -133,25 +133,25 @@ class BulkQueue:
         return parcel
 
     def numbered(self, sequence: int, parcel: Parcel) -> None:
-        """A frame that `next` gave leaves under that number."""
+        """Record the number under which a frame from `next` is sent."""
         if parcel.kind is FrameKind.CHUNK:
             self.chunks.append((sequence, parcel.nbytes))
             self._chunk_bytes += parcel.nbytes
 
     def acknowledged(self, sequence: int) -> None:
-        """The peer has all frames up to a number."""
+        """Record that the peer has all frames up to `sequence`."""
         while self.chunks and self.chunks[0][0] <= sequence:
             self._chunk_bytes -= self.chunks.popleft()[1]
 
     def clear(self) -> None:
-        """Let nothing leave any more."""
+        """Drop everything that is queued."""
         self.values.clear()
         self.chunks.clear()
         self.nbytes = 0
 
 
 class Delivery(Struct):
-    """A message from a peer with its values, of which `missing` are still to come.
+    """A message from a peer with its values, `missing` of which have not arrived.
 
     The values are in the order of `landing(message)`.
     """
@@ -162,7 +162,7 @@ class Delivery(Struct):
 
 
 class _Incoming(Struct):
-    """A large value of which elements are still to come."""
+    """A large value with elements still to arrive."""
 
     kind: Any
     delivery: Delivery
@@ -172,10 +172,10 @@ class _Incoming(Struct):
 
 
 class Assembler:
-    """Puts the messages of one peer together with their values.
+    """Combines the messages of one peer with their values.
 
-    No value of more than `value_bytes_max` is taken. All methods raise ProtocolError
-    where what came does not fit what was announced.
+    Values larger than `value_bytes_max` are rejected. All methods raise ProtocolError
+    if the data received do not match what was announced.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class Assembler:
         self._order: Order = Order()
 
     def message(self, payload: bytes) -> Sequence[Delivery]:
-        """A message came, with its small values."""
+        """Take a message with its inline values; return the deliveries now complete."""
         message, kinds, offset = self._codec.decode(payload)
         if len(kinds) != len(landing(message)):
             raise ProtocolError(
@@ -205,15 +205,15 @@ class Assembler:
         if kinds:
             offset = self._take_values(delivery, kinds, payload, offset)
         if offset != len(payload):
-            raise ProtocolError(f"{len(payload) - offset} bytes are left of a message")
-        if not self._incoming:  # Then nothing is held: all before it were whole.
+            raise ProtocolError(f"a message has {len(payload) - offset} bytes too many")
+        if not self._incoming:  # All earlier deliveries are complete.
             return (delivery,)
         return self._order.arrived(delivery, not delivery.missing)
 
     def _take_values(
         self, delivery: Delivery, kinds: Sequence[Any], payload: bytes, offset: int
     ) -> int:
-        """Take the values that are in the payload; return where they end."""
+        """Take the values inside the payload; return the offset of their end."""
         view, first, values = memoryview(payload), offset, delivery.values
         for slot, kind in enumerate(kinds):
             nbytes = kind.array_nbytes
@@ -238,22 +238,24 @@ class Assembler:
         return offset
 
     def target(self, nbytes: int) -> memoryview:
-        """Where the next elements belong; when they are there, call `received`."""
+        """Return the memory for the next elements; once filled, call `received`."""
         incoming = self._incoming[0] if self._incoming else None
         missing = 0 if incoming is None else incoming.kind.nbytes - incoming.got
         if incoming is None or not 0 < nbytes <= missing:
             raise ProtocolError(
-                f"chunk of {nbytes} bytes of a value, of which {missing} are missing"
+                f"a chunk of {nbytes} bytes for a value with {missing} bytes missing"
             )
         if incoming.view is None:
             incoming.view = self._buffers.aligned(incoming.kind.nbytes)
         return incoming.view[incoming.got : incoming.got + nbytes]
 
     def lent(self, segment: int, nbytes: int) -> Sequence[Delivery]:
-        """The elements of the next value are in a segment of shared memory."""
+        """Take the next value from a segment of shared memory."""
         incoming = self._incoming[0] if self._incoming else None
         if incoming is None or incoming.got or nbytes != incoming.kind.nbytes:
-            raise ProtocolError(f"{nbytes} bytes in segment {segment} are of no value")
+            raise ProtocolError(
+                f"{nbytes} bytes in segment {segment} belong to no value"
+            )
         try:
             incoming.view = self._borrowed.borrow(segment, nbytes)
         except ConnectionError as error:
@@ -261,7 +263,7 @@ class Assembler:
         return self.received(nbytes)
 
     def received(self, nbytes: int) -> Sequence[Delivery]:
-        """So many more elements of the value whose turn it is are in place."""
+        """Record that `nbytes` more elements of the current value are in place."""
         incoming = self._incoming[0]
         incoming.got += nbytes
         if incoming.got < incoming.kind.nbytes:
@@ -274,6 +276,6 @@ class Assembler:
         return () if delivery.missing else self._order.completed(delivery)
 
     def clear(self) -> None:
-        """Let go of everything that is not complete."""
+        """Drop everything that is incomplete."""
         self._incoming.clear()
         self._order = Order()

@@ -1,13 +1,13 @@
-"""The carrier `grpc`: the bytes of a data connection on a bidirectional gRPC stream.
+"""The carrier `grpc`: a data connection over a bidirectional gRPC stream.
 
-Each end has a pair of sockets. The node uses one half like any stream; what comes out
-of the other half goes into messages of up to MESSAGE_BYTES_MAX, and back. Messages have
-no meaning of their own: bytes are joined and cut on the way.
+Each end has a socket pair. The node uses one half as a stream; bytes from the other
+half are sent in gRPC messages of up to MESSAGE_BYTES_MAX, and vice versa. Message
+boundaries carry no meaning.
 
-Invariants: under way are at most what both pairs of sockets, one message for each pump
-and HTTP/2's window hold, a few MiB. When a node closes its stream, or the call ends,
-the bytes that came before are delivered, and then both ends are closed. The gRPC error
-of a call that broke is in the error of the stream.
+Invariants: the bytes in flight are bounded by both socket pairs, one message per pump
+and the HTTP/2 window: a few MiB. When a node closes its stream or the call ends,
+earlier bytes are delivered and then both ends are closed. The gRPC error of a broken
+call appears in the error of the stream.
 """
 
 import asyncio
@@ -37,10 +37,10 @@ CHANNEL_OPTIONS = (
     # Bulk must not delay control requests to the same server.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
-    # A proxy that the environment names is for the web.
+    # Ignore a web proxy set in the environment.
     ("grpc.enable_http_proxy", 0),
 )
-# Without these a server hangs up on clients that send keepalives.
+# By default a server disconnects clients that send frequent keepalives.
 SERVER_OPTIONS = (
     ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
     ("grpc.http2.max_ping_strikes", 0),
@@ -48,9 +48,10 @@ SERVER_OPTIONS = (
 
 
 class CarriedStream(SocketStream):
-    """The node's end; `outside` is the other half of its pair of sockets.
+    """The node's end of a carried connection.
 
-    `broken_by` says why the call ended, if it did not end in order.
+    `outside` is the other half of the socket pair. `broken_by` is the reason if the
+    call failed.
     """
 
     def __init__(self, peer: str, certificate: Names) -> None:
@@ -88,19 +89,19 @@ class CarriedStream(SocketStream):
         write: Callable[[bytes], Awaitable[Any]],
         done: Callable[[], Awaitable[Any]],
     ) -> None:
-        """Move bytes both ways until the messages end.
+        """Move bytes in both directions until the messages end.
 
         Args:
-            messages: of the call.
+            messages: received by the call.
             write: sends one message.
-            done: called when the node has closed its end, and all is sent.
+            done: called when the node has closed its end and everything is sent.
         """
         sending = asyncio.create_task(self._send(write, done))
         try:
             async for message in messages:
                 await loop().sock_sendall(self.outside, message)
         except OSError:
-            return  # The node has closed its end: the call is to end.
+            return  # The node has closed its end, so the call ends.
         finally:
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
@@ -117,12 +118,12 @@ class CarriedStream(SocketStream):
 
 
 def open_carried(address: Address, tls: Tls | None, name: str) -> Stream:
-    """Open a stream through the control server at an address; does not wait for it.
+    """Open a stream through a control server, without waiting for the connection.
 
     Args:
         address: of the control server.
         tls: for mutual TLS.
-        name: whom its certificate is to be for, with `tls`.
+        name: the name expected in the server's certificate, with `tls`.
     """
     stream = CarriedStream(str(address), None)
     asyncio.run_coroutine_threadsafe(_call(stream, address, tls, name), loop())
@@ -143,7 +144,7 @@ async def _call(
         call = channel.stream_stream(METHOD)()
         messages = _heard(call, stream)
         try:
-            # A write to a call that was refused would replace the reason by its own.
+            # Writing to a refused call would replace the error with a less useful one.
             if _TAKEN in tuple(await call.initial_metadata()):
                 await stream.pump(messages, call.write, call.done_writing)
             else:
@@ -155,7 +156,7 @@ async def _call(
 
 
 async def _heard(call: Any, stream: CarriedStream) -> Any:
-    """Give the messages of a call; note why it broke."""
+    """Yield the messages of a call; record why it failed."""
     try:
         async for message in call:
             yield message
@@ -169,7 +170,7 @@ async def serve_carried(
     context: grpc.aio.ServicerContext[Any, Any],
     enter: Callable[[Stream], None],
 ) -> None:
-    """Serve a call of METHOD: it becomes a stream that enters a listener."""
+    """Serve a call of METHOD: pass it to a listener as a stream."""
     await context.send_initial_metadata((_TAKEN,))
     stream = CarriedStream(f"grpc:{context.peer()}", names_of(context.auth_context()))
     enter(stream)

@@ -1,10 +1,9 @@
-"""Fingerprints of code: workers compare the functions that go by name.
+"""Code fingerprints: workers compare functions that are sent by name.
 
-A worker that was started before a module was changed would compute other numbers by the
-same names, unnoticed. So digests of functions and classes
-(`jdag.compute.fingerprint.digest_of`) are sent once, ahead of the first message that
-names them, and the receiver compares what it finds by these names. Versions of other
-packages are compared by the handshake.
+If a module changes after a worker has started, the same name means different code
+there. So the digests of functions and classes (`jdag.compute.fingerprint.digest_of`)
+are sent once, before the first message that names them, and the receiver compares its
+own. Versions of other packages are compared by the handshake.
 """
 
 import json
@@ -22,7 +21,7 @@ _NAMES_MAX = 4096
 
 
 def fingerprints_of(found: Mapping[str, Any]) -> tuple[Definition, ...]:
-    """Return the definition with the digests of functions and classes, by name."""
+    """Return a definition with the digests of the functions and classes."""
     codes = {name: digest_of(found[name]) for name in sorted(found)}
     told = {name: digest for name, digest in codes.items() if digest}
     body = _HEAD + json.dumps(told).encode()
@@ -30,22 +29,22 @@ def fingerprints_of(found: Mapping[str, Any]) -> tuple[Definition, ...]:
 
 
 def are_fingerprints(data: bytes) -> bool:
-    """Tell whether a definition holds digests, rather than a function."""
+    """Whether a definition holds digests rather than a function."""
     return data.startswith(_HEAD)
 
 
 class CodeFingerprints:
-    """The digests that were received, by name of the function."""
+    """The digests received so far, by function name."""
 
     def __init__(self) -> None:
         self._told: dict[str, str] = {}
         self._checked: dict[str, tuple[str, int]] = {}
 
     def tell(self, data: bytes) -> bool:
-        """Take received digests; return whether one contradicts a former one.
+        """Store received digests; return whether any contradicts an earlier one.
 
         Raises:
-            ProtocolError: the data are no table of digests.
+            ProtocolError: the data are not a table of digests.
         """
         try:
             told = json.loads(data[len(_HEAD) :])
@@ -53,7 +52,7 @@ class CodeFingerprints:
             told = None
         texts = told.values() if isinstance(told, dict) else (None,)
         if not all(isinstance(text, str) for text in texts):
-            raise ProtocolError("codes of functions that are no JSON table of texts")
+            raise ProtocolError("code fingerprints are not a JSON table of strings")
         contradicts = any(self._told.get(n, code) != code for n, code in told.items())
         self._told.update(told)
         while len(self._told) > _NAMES_MAX:
@@ -63,7 +62,7 @@ class CodeFingerprints:
         return contradicts
 
     def check(self, name: str, found: Any) -> None:
-        """Compare the function of a name here with the digest that was received.
+        """Compare a local function with the received digest.
 
         Raises:
             JdagError: they differ.
@@ -73,10 +72,10 @@ class CodeFingerprints:
             return
         if digest_of(found) not in ("", told):
             raise JdagError(
-                f"{name_of(found)}, or what it uses of its package, is other code here "
-                "than where it was named, or has other values: the module has to be "
-                "the same on both sides, and a worker that was started before a change "
-                "has to be started anew. What is random, or is changed by a program, "
-                "is not the same: pass it as an argument"
+                f"{name_of(found)}, or something that it uses in its package, has "
+                "different code or values here than where it was named: the module has "
+                "to be the same on both sides; restart workers that began before a "
+                "change. Random values and values that a program changes differ "
+                "between processes: pass them as arguments"
             )
-        self._checked[name] = told, id(found)  # A module keeps it alive.
+        self._checked[name] = told, id(found)  # The module keeps `found` alive.

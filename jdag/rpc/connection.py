@@ -1,27 +1,24 @@
-"""One node's end of its connection with another node, over a stream that may be remade.
+"""One node's end of its connection with another node, over replaceable streams.
 
-Inputs:  `send`, `define`, `control`: what the peer is to have; it leaves with `flush`.
-         `adopt`: a stream; `ready`: that it can be read or written; `lose`: that the
-         peer is given up.
-Outputs: what comes of that, and of time, is given to `handle`: events, in order. Those
-         of a lost peer are not to be handled.
+Inputs:  `send`, `define`, `control`: queue frames, which `flush` sends. `adopt`: use a
+new stream. `ready`: the stream is readable or writable. `lose`: give the peer up.
+Outputs: events, passed to `handle` in order. Events of a lost peer must be ignored.
 
 Invariants
- 1. What is sent arrives once and in order, however often the stream is remade: frames
-    have numbers that live as long as the connection, in the order of their bytes. A
-    frame is numbered and kept before it is sent, until the peer acknowledges it: every
-    frame says what has come; one that says nothing else goes when much has, or it is
-    large, or at the next look whether the peer is alive.
- 2. A frame never overtakes one that was queued before it, but for the chunks of large
-    values, which are cut only when nothing else waits and there is room for them.
-    At most `WINDOW_BYTES` of chunks are unacknowledged.
- 3. What comes is checked before it is used or takes memory. A malformed frame gives
-    `Failed`, after the events of what came before it.
- 4. A chunk is read to where its value will lie. A stream that ends in the middle of a
-    frame leaves no trace of that frame.
- 5. A peer whose stream is open is heard, or asked for a sign of life, four times in
-    each deadline; one that is not heard for `SILENT` percent of it gives `Failed`, so
-    that who waits hears of it within the deadline.
+ 1. Frames arrive once and in order, however often the stream is replaced. They are
+ numbered for the life of the connection, and kept from before they are sent until the
+ peer acknowledges them. Every frame carries an acknowledgement; a pure one is sent
+ after much data, after large data, or at the next liveness check.
+ 2. Frames are not reordered, except that chunks of large values are cut only when no
+ other frame waits and there is room. At most `WINDOW_BYTES` of chunks are
+ unacknowledged.
+ 3. Input is checked before it is used or takes memory. A malformed frame yields
+ `Failed`, after the events of earlier frames.
+ 4. A chunk is read directly into the memory of its value. A stream that ends within a
+ frame leaves no trace of that frame.
+ 5. A peer with an open stream is heard or pinged four times per deadline. One that is
+ silent for `SILENT` percent of the deadline yields `Failed`, so that waiting programs
+ learn of it within the deadline.
  6. A lost connection sends nothing and returns no events.
 """
 
@@ -66,12 +63,12 @@ from jdag.wire.link import FRAME_BYTES
 from jdag.wire.messages import Codec
 
 LAST_READS_MAX = 64
-OUT_BYTES = 512 * 1024  # No more chunks are cut while so much waits for the socket.
+OUT_BYTES = 512 * 1024  # Chunks are cut only while less than this waits to be sent.
 VIEWS_MAX = 64  # Handed over in one system call.
 JOINED_BYTES = 2048  # A smaller frame is copied together, to be one view.
 FRAMES_MAX = 1 << 16  # Unacknowledged at once.
-# When so much has come that was not acknowledged, that is done at once; of less, large
-# values are acknowledged soon, since the peer keeps them until then.
+# This much data is acknowledged at once. Smaller amounts that contain large values are
+# acknowledged soon, because the peer keeps the values until then.
 ACK_BYTES, ACK_FRAMES = 1024 * 1024, 256
 LARGE_BYTES, ACK_DELAY_NS = 64 * 1024, 20_000_000
 SILENT = 90
@@ -82,13 +79,13 @@ Handle = Callable[["Connection", Sequence[Event]], None]
 
 
 class Connection:
-    """This node's end of its connection with the node of that name and incarnation.
+    """This node's end of its connection with one incarnation of a node.
 
     Args:
         buffers: where large values are received.
-        deadline_ns: a peer that is silent for so long is given up.
-        value_bytes_max: the largest value that is taken.
-        handle: takes the events.
+        deadline_ns: a peer that is silent for this long is given up.
+        value_bytes_max: the largest value that is accepted.
+        handle: receives the events.
     """
 
     def __init__(
@@ -145,7 +142,7 @@ class Connection:
     # ------------------------------------------------------------------ its stream
 
     def adopt(self, stream: Stream, received: int) -> None:
-        """Go on over a new stream; the peer has received frames up to that number."""
+        """Continue on a new stream; the peer has received frames up to `received`."""
         self.drop_stream()
         numbers = self.numbers
         numbers.acknowledge(received)
@@ -156,10 +153,10 @@ class Connection:
         self.stream = stream
         self.adopted_ns = clock_ns()
         self._loop.register(stream.fileno(), self.ready)
-        self._pure(PING)  # That it can be connected to is no sign of life.
+        self._pure(PING)  # A successful connect does not prove that it is alive.
 
     def lose(self, last: dict[str, Any]) -> None:
-        """End the connection; a last frame is sent if it leaves at once."""
+        """End the connection; the last frame is sent only if it leaves at once."""
         self.control(last)
         self.lost = True
         self.flush()
@@ -174,7 +171,7 @@ class Connection:
         self._pool.close()
 
     def drop_stream(self) -> None:
-        """Let go of the stream, and of what was half sent or half received on it."""
+        """Close the stream, and drop partially sent and received frames."""
         stream, self.stream = self.stream, None
         if stream is not None:
             self._loop.unregister(stream.fileno())
@@ -193,14 +190,14 @@ class Connection:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing waits to leave."""
+        """Whether nothing is waiting to be sent."""
         return not (self._queue or self._out or self.bulk.values)
 
     def send(self, message: Message, values: Sequence[Any]) -> None:
         """Send a message with its values.
 
         Raises:
-            ProtocolError: it has in it what cannot travel.
+            ProtocolError: it contains something that cannot be encoded.
         """
         if self.lost:
             return
@@ -221,34 +218,34 @@ class Connection:
         self._add(FrameKind.MESSAGE, views, len(head) + inline_bytes)
 
     def define(self, digest: bytes, data: bytes) -> None:
-        """Send a function that later messages name by its digest, once."""
+        """Send a function, once, before messages that refer to its digest."""
         if digest not in self._defined:
             self._defined[digest] = None
             self._add(FrameKind.DEFINE, (digest, data), len(digest) + len(data))
 
     def control(self, what: dict[str, Any]) -> None:
-        """Tell the peer's node something."""
+        """Send a control frame to the peer's node."""
         data = json.dumps(what).encode()
         self._add(FrameKind.ASIDE, (data,), len(data))
 
     def about_segment(self, what: bytes, number: int) -> None:
-        """Tell the peer something of a segment of shared memory."""
+        """Send a frame about a segment of shared memory."""
         data = struct.pack("<cQ", what, number)
         self._add(FrameKind.SEGMENT, (data,), len(data))
 
     def _pure(self, payload: bytes = b"") -> None:
-        """Send a frame that carries no message: it is not numbered."""
+        """Send an unnumbered frame, which carries no message."""
         self._put(Parcel(FrameKind.PURE, (payload,), len(payload)), 0)
         self._has_more()
 
     def _has_more(self) -> None:
-        """There is something to flush in this turn of the loop."""
+        """Request a flush in this turn of the loop."""
         if not self._flushing:
             self._flushing = True
             self._loop.unflushed.append(self)
 
     def _add(self, kind: FrameKind, views: Sequence[Any], nbytes: int) -> None:
-        """Have a frame leave; queue it where it has to wait."""
+        """Send a frame, or queue it if it has to wait."""
         if self.lost:
             return
         parcel = Parcel(kind, views, nbytes)
@@ -264,7 +261,7 @@ class Connection:
             self._loop.unflushed.append(self)
 
     def _put(self, parcel: Parcel, sequence: int = -1) -> int:
-        """Put a frame before the stream; give it the next number, if it has none."""
+        """Append a frame to the output; number it unless it has a number."""
         numbers = self.numbers
         if sequence < 0:
             numbers.sent = sequence = numbers.sent + 1
@@ -285,7 +282,7 @@ class Connection:
         return sequence
 
     def flush(self) -> None:
-        """Give the stream all that it takes now."""
+        """Write as much to the stream as it accepts."""
         self._flushing = False
         stream = self.stream
         if stream is None or self._waits_to_write:
@@ -297,14 +294,14 @@ class Connection:
         try:
             if self._pool.made:
                 self._offer_on(stream)
-            while True:  # Bounded by what waits; each round gives bytes away.
+            while True:  # Bounded: each round consumes output.
                 if self._queue or self.bulk.values:
                     self._fill()
                 if not out:
                     break
                 taken = stream.send(list(islice(out, VIEWS_MAX)))
                 self.waiting_bytes -= taken
-                while taken:  # Bounded by the views that were given.
+                while taken:  # Bounded by the views passed to `send`.
                     view = out[0]
                     if taken < len(view):
                         out[0] = memoryview(view)[taken:]
@@ -324,7 +321,7 @@ class Connection:
             self._hear_out(stream, error)
 
     def _fill(self) -> None:
-        """Put before the stream what may leave now."""
+        """Move waiting frames and chunks to the output, within its bounds."""
         bulk, queue, unacknowledged = (
             self.bulk,
             self._queue,
@@ -347,19 +344,19 @@ class Connection:
         self._loop.watch(self.stream.fileno(), READ | WRITE if waits else READ)
 
     def _hear_out(self, stream: Stream, error: OSError) -> None:
-        """Read what the peer sent before it hung up: it may be why."""
+        """Read what the peer sent before it hung up, which may be the reason."""
         for _ in range(LAST_READS_MAX):
             if self.lost or self.stream is not stream:
                 return
             if self.ready(READ):
-                self._has_more()  # To read the rest when these were handled.
+                self._has_more()  # Read the rest after these are handled.
                 return
         self._break(error)
 
     # ------------------------------------------------------------------ shared memory
 
     def _offer_on(self, stream: Stream) -> None:
-        """Offer new segments, if that can be, between two frames."""
+        """Offer new segments between two frames, if the stream permits."""
         made = self._pool.made
         while made and stream.local and not self._out:  # Each turn offers one.
             segment = made[0]
@@ -382,7 +379,7 @@ class Connection:
     # ------------------------------------------------------------------ what comes
 
     def ready(self, mask: int) -> bool:
-        """The stream has something to read, or room to write; whether events came."""
+        """Read or write a ready stream; return whether there were events."""
         if mask & WRITE and self._waits_to_write:
             self._wait_to_write(False)
             self._has_more()
@@ -393,7 +390,7 @@ class Connection:
         try:
             if reader.read(stream, events):
                 self.heard_ns = clock_ns()
-        except JdagError as error:  # What it sent is no frame, or no message.
+        except JdagError as error:  # A malformed frame or message.
             events.append(Failed(f"it broke the protocol: {error}"))
         except MemoryError as error:  # Not the peer's fault, and fatal here.
             events.append(Exhausted(f"it has no memory for what was sent: {error}"))
@@ -424,7 +421,7 @@ class Connection:
         return bool(events)
 
     def _tell(self) -> None:
-        """Acknowledge what no other frame has acknowledged."""
+        """Send an acknowledgement if no other frame carried it."""
         self._tells_soon = False
         if self.stream is not None and self._told < self.numbers.received:
             self._pure()
@@ -432,14 +429,14 @@ class Connection:
     # ------------------------------------------------------------------ signs of life
 
     def _look(self) -> None:
-        """Ask for a sign of life, or give the peer up for want of one."""
+        """Liveness check: ping a silent peer, or give it up."""
         now_ns, quarter_ns = clock_ns(), self._deadline_ns // 4
         if now_ns - self._look_ns >= quarter_ns:
-            # It was this node that was away: what has come meanwhile is not read yet.
+            # This node itself was stalled, and has not read its input yet.
             self.heard_ns = max(self.heard_ns, now_ns - 2 * quarter_ns)
         limit_ns = self._deadline_ns * SILENT // 100
         if now_ns - self.heard_ns >= limit_ns:
-            self.ready(READ)  # Perhaps something came that was not read yet.
+            self.ready(READ)  # There may be unread input.
         silent_ns = now_ns - self.heard_ns
         if silent_ns >= limit_ns:
             why = f"it gave no sign of life for {silent_ns / 1e9:.1f} s"

@@ -1,16 +1,16 @@
 """The control plane: a gRPC server in each worker process, and its client.
 
 Inputs: calls whose metadata hold the caller's protocol version and a proof of a secret.
-    Their one message is a request of `jdag.rpc.requests` in JSON, and the rpc has its
-    name. Streams of the carrier `grpc`.
-Outputs: answers in JSON, or a refusal, which the client raises as a `JoinError` in one
-    line, as it does for a host that is not there or a certificate that is not trusted.
-Invariants: the server listens on loopback unless it has certificates; with them both
-    sides show theirs. A call waits on an asyncio loop and holds no thread until its
-    request is here, at most READ_S. ANSWERS_MAX threads answer. Callers that prove a
-    secret of this process have CALLS_MAX calls and wait for a thread. All others share
-    STRANGERS_MAX calls and only the threads that are free, so a flood of them costs
-    known callers nothing but the time to read its metadata.
+    Each has one message, a request of `jdag.rpc.requests` in JSON; the rpc is named
+    after its class. Streams of the carrier `grpc`.
+Outputs: answers in JSON, or a refusal. The client raises a one-line `JoinError` for a
+    refusal, an unreachable host or an untrusted certificate.
+Invariants: without certificates, the server listens on loopback only; with them, TLS is
+    mutual. A call waits for its request on an asyncio loop, for at most READ_S, without
+    holding a thread. ANSWERS_MAX threads answer. Authenticated callers may have
+    CALLS_MAX calls, which wait for a thread. All others share STRANGERS_MAX calls and
+    get idle threads only, so a flood of them delays authenticated callers only by the
+    time to read its metadata.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ from jdag.rpc.tls import Tls
 
 BODY_BYTES_MAX = 1 << 22
 ANSWERS_MAX = 16
-# Calls under way: of callers that are known, of others, and streams of the carrier.
+# Concurrent calls: authenticated, anonymous, and streams of the carrier.
 CALLS_MAX, STRANGERS_MAX, CARRIED_MAX = 256, 64, 256
 READ_S = 5.0
 ASK_S = 10.0
@@ -68,13 +68,13 @@ _OPTIONS = (
     ("grpc.max_receive_message_length", BODY_BYTES_MAX + 64),
     ("grpc.max_send_message_length", BODY_BYTES_MAX + 64),
     ("grpc.max_metadata_size", 16 << 10),
-    # A proxy that the environment names is for the web.
+    # Ignore a web proxy set in the environment.
     ("grpc.enable_http_proxy", 0),
 )
 _SERVER_OPTIONS = (
     *_OPTIONS,
     *CARRIER_OPTIONS,
-    # Without this two processes could have one port, each half of the calls.
+    # Otherwise two processes could share one port, each getting half of the calls.
     ("grpc.so_reuseport", 0),
 )
 _CLIENT_OPTIONS = (
@@ -161,13 +161,13 @@ class ControlServer:
         return int(port)
 
     def close(self, grace_s: float = 1.0) -> None:
-        """Finish the answers that are under way, at most so long."""
+        """Stop; running answers get at most `grace_s` to finish."""
         wait_for(self._server.stop(grace_s))
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     @contextmanager
     def _counted(self, whose: str, most: int) -> Iterator[None]:
-        """Count a call while it is under way; refuse one beyond the bound."""
+        """Count a concurrent call; refuse it if that exceeds the bound."""
         if self._under_way[whose] >= most:
             said = f"{most} {whose} are under way; ask again"
             raise Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, said)
@@ -194,7 +194,7 @@ class ControlServer:
             whose, most = "calls", CALLS_MAX
         with self._counted(whose, most):
             body = await _body(messages)
-            # Callers that are known wait for a thread, strangers do not.
+            # Only authenticated callers wait for a thread.
             free = CALLS_MAX + STRANGERS_MAX if is_known else ANSWERS_MAX
             with self._counted("answers", free):
                 names = names_of(context.auth_context())
@@ -259,15 +259,15 @@ def answering(
 
 
 class ControlClient:
-    """Asks the control server at an address; thread-safe.
+    """Client of the control server at an address; thread-safe.
 
     Args:
-        name: of the server, as errors name it: `worker 'ps0'`.
+        name: of the server, for errors: `worker 'ps0'`.
         address: where it listens.
-        tls: mutual TLS; without it only loopback may be asked.
+        tls: mutual TLS; without it only loopback is permitted.
 
     Raises:
-        JoinError: without TLS that may not be asked.
+        JoinError: the address requires TLS.
     """
 
     def __init__(self, name: str, address: Address, *, tls: Tls | None = None) -> None:
@@ -282,17 +282,17 @@ class ControlClient:
         return f"{self.name} at {self.address}"
 
     def ask(self, request: Request, *, timeout_s: float = ASK_S) -> dict[str, Any]:
-        """Return the answer, whatever is in it; raises as `learn`."""
+        """Return the answer as an unchecked dict; raises as `learn`."""
         return self.learn(request, dict[str, Any], timeout_s=timeout_s)
 
     def learn(
         self, request: Request, kind: type[Kind], *, timeout_s: float = ASK_S
     ) -> Kind:
-        """Return the answer as one of its kind.
+        """Return the answer, decoded as `kind`.
 
         Raises:
-            JoinError: it refused, is not reached in time (see `reached`), or answered
-                something of another kind.
+            JoinError: the request was refused, timed out (see `reached`), or was
+                answered by something else.
         """
         asked = type(request).__name__
         call = self.channel.unary_unary(f"/{_SERVICE}/{asked}")
@@ -339,7 +339,7 @@ def channel_to(address: Address, tls: Tls | None) -> grpc.Channel:
 
 
 def why_not(address: Address, tls: Tls | None) -> str | None:
-    """Say why an address cannot be asked, by trying it; None if nothing is found."""
+    """Probe why an address cannot be reached; None if no reason is found."""
     context = _TRUSTING if tls is None else tls.dialling
     try:
         with (

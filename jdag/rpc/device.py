@@ -1,4 +1,4 @@
-"""On which device this process computes, and under which settings of JAX."""
+"""The device on which this process computes, and its JAX settings."""
 
 import os
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ import jax
 
 from jdag.errors import JoinError
 
-# Variables that say where to compute; not passed on to a worker with a device.
+# Settings that select a device; not passed on to a worker with its own device.
 PLACING = (
     "jax_platforms",
     "jax_platform_name",
@@ -21,9 +21,9 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def settings_of(device: str | None) -> dict[str, Any]:
-    """Return JAX's settings in this process, for a worker with a device of its own.
+    """Return JAX's settings in this process, for a worker on `device`.
 
-    Those of the thread that asks come before those of the process.
+    Thread-local settings take precedence over those of the process.
     """
     config: Any = jax.config
     found = {}
@@ -36,7 +36,7 @@ def settings_of(device: str | None) -> dict[str, Any]:
 
 
 def configure(settings: Mapping[str, Any]) -> None:
-    """Make JAX's settings these; before its backend starts."""
+    """Apply JAX settings; must run before its backend starts."""
     config: Any = jax.config
     now = settings_of(None)
     for name, value in settings.items():
@@ -45,22 +45,22 @@ def configure(settings: Mapping[str, Any]) -> None:
 
 
 def share_gpu(device: str | None) -> None:
-    """Take memory of GPUs as it is needed, where others compute on such a device.
+    """Allocate GPU memory on demand, so that several processes may share a GPU.
 
-    Unless the environment says otherwise; too late once JAX's backend has started.
+    An existing environment variable wins. Has no effect once JAX's backend has started.
     """
     if device != "cpu":
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 def use_device(device: str | None, worker: str) -> None:
-    """Compute on `cpu`, on `gpu`, or on `gpu:N`; None: where JAX does by itself.
+    """Compute on `cpu`, `gpu` or `gpu:N`; None leaves the choice to JAX.
 
-    Of several GPUs a worker then sees that one alone, which is its `gpu:0`. Memory of a
-    GPU is taken as it is needed, so that several workers may share it.
+    With `gpu:N` the worker sees only that GPU, as its `gpu:0`. GPU memory is allocated
+    on demand, so several workers may share it.
 
     Raises:
-        JoinError: there is no such device.
+        JoinError: the device does not exist.
     """
     kind, _, number = (device or "").partition(":")
     if kind == "cpu":

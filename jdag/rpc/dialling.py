@@ -1,4 +1,4 @@
-"""Going to other nodes: a ticket from the control server, then a dial."""
+"""Dialling other nodes: get a ticket from the control server, then connect."""
 
 import logging
 import threading
@@ -18,10 +18,10 @@ _log = logging.getLogger(__name__)
 
 
 class Routes:
-    """The ways to the other processes of a session; thread-safe.
+    """Connections to the other processes of a session; thread-safe.
 
-    `secrets` are those that this process shares with each other one; they may change.
-    `timeout_s` bounds each request and each dial.
+    `secrets` are shared with each other process, and may change. `timeout_s` bounds
+    each request and each dial.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Routes:
         self._clients: dict[str, ControlClient] = {}
 
     def reach(self, peer: str, control: Address) -> ControlClient:
-        """Return what asks a peer, which is at this address from now on."""
+        """Return a new client for a peer, whose address is `control` from now on."""
         client = ControlClient(f"worker {peer!r}", control, tls=self._tls)
         with self._lock:
             former = self._clients.pop(peer, None)
@@ -62,9 +62,9 @@ class Routes:
         return client
 
     def dial(self, peer: str, received: int) -> tuple[Stream, int]:
-        """Connect to a known peer, of which so many messages were received.
+        """Connect to a known peer, from which `received` frames have arrived.
 
-        Return the stream, and how many messages the peer has received.
+        Return the stream, and the number of frames that the peer has received.
 
         Raises:
             JdagError: the peer refuses, or is not reached.
@@ -83,7 +83,7 @@ class Routes:
         return dial(data, ticket, received, tls=self._tls, timeout_s=self._timeout_s)
 
     def connect(self, node: Node, peer: str) -> None:
-        """Connect a node to a peer that is known, by a stream that the node adopts."""
+        """Connect a node to a known peer."""
         stream, theirs = self.dial(peer, node.received(peer))
         node.adopt(peer, self._members[peer].incarnation, stream, theirs)
 
@@ -97,10 +97,10 @@ class Routes:
 
 
 class Lookout:
-    """Looks whether main is still at the address that it gave, if it once was there.
+    """Checks whether main is still at its address, if it was found there once.
 
-    Main dials its workers, so a worker that has lost the stream could only wait; main's
-    own address tells at once that its process `pid` has ended.
+    Main dials its workers, so a worker that has lost the stream could only wait. Main's
+    address shows at once that process `pid` has ended.
     """
 
     def __init__(self, routes: Routes, main: str, pid: object) -> None:
@@ -110,7 +110,7 @@ class Lookout:
         self._has_found = False
 
     def find(self) -> None:
-        """Find out whether main can be looked for; before its end is suspected."""
+        """Check whether main can be reached at its address at all."""
         try:
             self._look()
         except JoinError as error:
@@ -119,10 +119,10 @@ class Lookout:
             self._has_found = True
 
     def look(self, peer: str) -> None:
-        """See whether a peer may still be there, if it is main.
+        """Check whether a peer is alive, if it is main.
 
         Raises:
-            JoinError: it is not, or is not reached.
+            JoinError: it has ended, or is not reached.
         """
         if peer == self._main and self._has_found:
             self._look()

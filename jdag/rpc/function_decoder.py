@@ -45,9 +45,9 @@ from jdag.rpc.unmarshal import structure, unmarshal
 from jdag.wire.specs import read_spec
 from jdag.wire.trees import Named, TreeNode
 
-# An executable takes memory maps, of which a process has a number: near 10,900 of them
-# it dies. So beyond the pairs that compute keeps, few are held here, of two each; those
-# of others are made again when they are needed.
+# Executables take memory maps, which are limited: a process dies near 10,900 of them.
+# So few pairs, of two executables each, are held beyond those that compute keeps; the
+# others are rebuilt when needed.
 BOUND_MAX = PAIRS_MAX
 MADE_MAX = 512
 DEFINED_MAX, DEFINED_BYTES_MAX = 4096, 1 << 30
@@ -57,10 +57,10 @@ REPLY = name_of(Reply)
 
 
 class Bound:
-    """A pair that came by its spec, made when it is first needed.
+    """A pair decoded from its spec, made when first needed.
 
-    It is used as a `jdag.compute.pairs.Pair`. Shapes, devices and what is tracked are
-    known before; every other attribute makes the pair, and may raise.
+    It is used as a `jdag.compute.pairs.Pair`. Shapes, devices and tracking are known
+    before; reading any other attribute makes the pair, and may raise.
     """
 
     def __init__(self, spec: bytes, make: Callable[["Bound"], Any]) -> None:
@@ -89,12 +89,12 @@ class Bound:
             return self._make(self)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the pair, which is made for it."""
+        """Return an attribute of the pair, which is made if necessary."""
         if name not in _OF_PAIR:
             raise AttributeError(name)
         return getattr(self.pair, name)
 
-    # To ask for these two is not yet to make the pair.
+    # Methods, so that looking these two up does not make the pair.
     def forward(self, args: Sequence[Any]) -> Any:
         """Run the function; see `Pair.forward`."""
         return self.pair.forward(args)
@@ -158,13 +158,12 @@ class FunctionDecoder:
             self._defined_bytes += len(data)
 
     def bind(self, message: Message, sender: Worker) -> Message:
-        """Return a decoded message, which `sender` sent, as engines take it.
+        """Return a decoded message of `sender` as engines take it.
 
-        Never imports anything for a call, and raises nothing for what cannot be had:
-        that fails when it is run.
+        A call imports nothing. A function that is unavailable fails when it is run.
 
         Raises:
-            ProtocolError: a spec in it is none, or does not agree with the message.
+            ProtocolError: a spec is malformed, or disagrees with the message.
         """
         match message:
             case Call():

@@ -1,4 +1,4 @@
-"""Encoding of functions: by name where that is the same function there, else exported.
+"""Encoding of functions: by name if the receiver has the same function, else exported.
 
 A function goes by name if its module is allowed on the other side and its spec, read
 as it will be read there, gives the very function, structure and statics again. Lambdas,
@@ -167,7 +167,7 @@ class FunctionEncoder:
 
 
 def _check_named(pair: Any, spec: bytes, allowed: Allowed) -> None:
-    """Raise JdagError unless a spec is read there as this very pair."""
+    """Raise JdagError unless a spec decodes there to this very pair."""
     body = read_spec(spec)[1]
     _check_same(pair.source.fn, body.function, allowed)
     template = template_of(*structure(body.arguments, allowed), body.own)
@@ -180,7 +180,7 @@ def _check_named(pair: Any, spec: bytes, allowed: Allowed) -> None:
 
 
 def _check_same(fn: Any, data: Any, allowed: Allowed) -> None:
-    """Raise JdagError unless nested data are read there as this very function."""
+    """Raise JdagError unless nested data decode there to this very function."""
     if key_of(unmarshal(data, allowed)) != key_of(fn):
         raise JdagError(
             f"{name_of(fn)} is the name of another function, or of one that holds "
@@ -189,7 +189,7 @@ def _check_same(fn: Any, data: Any, allowed: Allowed) -> None:
 
 
 def _allowed(modules: Modules, found: dict[str, Any]) -> Allowed:
-    """What is allowed there, as far as it is here; `found` gets what is looked up."""
+    """Return the allowlist of the other worker; `found` collects what is looked up."""
     return Allowed(modules, found.__setitem__, load=False)
 
 
@@ -221,7 +221,7 @@ def _check_program(fn: Any, worker: Worker, modules: Modules) -> None:
 
 
 def _check_methods(arguments: Any, worker: Worker) -> None:
-    """Raise JdagError where a method is handed over: its object would stay here."""
+    """Raise JdagError for a bound method, whose object would stay here."""
     for leaf in flatten(arguments)[0]:
         if isinstance(leaf, MethodType) and not isinstance(leaf.__self__, type):
             raise JdagError(
@@ -232,9 +232,10 @@ def _check_methods(arguments: Any, worker: Worker) -> None:
 
 
 def check_size(program: Any, what: str, data: Any) -> None:
-    """Raise JdagError where a program is given, or returns, more than travels.
+    """Raise JdagError if the arguments or result of a program are too large to send.
 
-    Here, where the error is its program's; at the sender it would only lose the peer.
+    Checked here, where the program gets the error; at the sender it would lose the
+    peer.
     """
     try:
         nbytes = tree_size(data, check_there)

@@ -1,13 +1,14 @@
-"""The handshake: what has to be the same in all processes of a cluster.
+"""The handshake: properties that must agree in all processes of a cluster.
 
-Versions, byte order, and what the bits of results depend on: JAX's configuration, the
-flags of XLA, and the number of cores. Python's own version counts because functions
-that go by name are compared by their code. So does the size of the largest value that
-travels, because the sender refuses it for both.
+These are versions, byte order, and everything that affects the bits of results: JAX's
+configuration, XLA flags, the number of cores. The Python version counts because
+functions sent by name are compared by their code. The maximal value size counts because
+the sender enforces it for both.
 
-Kinds of devices may differ, and are told. So may CPUs, for whose instructions XLA
-compiles: the host of a worker is part of its placement, as its device is. But bits then
-repeat only while each worker stays on its kind of host, which is said in a warning.
+Kinds of devices may differ, and are exchanged. CPUs may differ too, although XLA
+compiles for their instructions: the host of a worker is part of its placement. Results
+then repeat bit by bit only while each worker stays on its kind of host, so a warning is
+given.
 """
 
 import json
@@ -25,12 +26,12 @@ from jdag.compute.configuration import configuration
 from jdag.errors import JoinError
 from jdag.rpc.settings import VALUE_BYTES_MAX
 
-# The version of what processes say to each other: requests, hello, frames, messages.
+# The version of requests, hello, frames and messages.
 PROTOCOL = 3
 
 Handshake = Mapping[str, Any]
 
-# What has to agree, first what explains the rest; and what to do if it does not.
+# Fields that must agree, most significant first, and the remedy if they do not.
 AGREE: Mapping[str, str] = {
     "jdag": "install one version on both",
     "python": "run one version of Python on both",
@@ -57,10 +58,10 @@ _SHOWN_MAX = 200
 
 
 def ours(value_bytes_max: int = VALUE_BYTES_MAX) -> dict[str, Any]:
-    """Return what this process says of itself; starts JAX's backend.
+    """Return the handshake of this process; starts JAX's backend.
 
     Args:
-        value_bytes_max: the largest value that it sends and takes.
+        value_bytes_max: the largest value that it sends and accepts.
     """
     config = dict(configuration().settings)
     return {
@@ -81,12 +82,12 @@ def ours(value_bytes_max: int = VALUE_BYTES_MAX) -> dict[str, Any]:
 
 
 def _boot() -> str:
-    """Return what tells one namespace of process numbers, on one running host."""
+    """Identify the PID namespace on one boot of a host."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
-        return f"{platform.node()} {os.getpid()}"  # As good as no other's.
+        return f"{platform.node()} {os.getpid()}"  # Practically unique.
 
 
 def _cpu() -> list[str]:
@@ -104,10 +105,10 @@ def _cpu() -> list[str]:
 
 
 def protocols_differ(theirs: int | str, them: str, me: str) -> str:
-    """Say that a process speaks another protocol, and where to upgrade.
+    """Return the error text for different protocol versions.
 
     Args:
-        theirs: the version of its protocol; empty if it sends none.
+        theirs: the other version; empty if none was sent.
         them: the name of the other process.
         me: the name of this one.
     """
@@ -119,7 +120,7 @@ def protocols_differ(theirs: int | str, them: str, me: str) -> str:
 
 
 def other_cpu(mine: Handshake, theirs: Handshake, me: str, them: str) -> str | None:
-    """Say how the CPUs of two processes that compute on them differ; None if not."""
+    """Return how the CPUs of two processes on CPUs differ, or None."""
     here, there = mine.get("cpu"), theirs.get("cpu")
     on_cpus = mine.get("platform") == theirs.get("platform") == "cpu"
     if here == there or not on_cpus or not isinstance(there, list):
@@ -155,14 +156,13 @@ def refuse_mismatch(mine: Handshake, theirs: Handshake, me: str, them: str) -> N
     """Check that two processes may work together.
 
     Args:
-        mine: what this process says of itself.
-        theirs: what the other one says, whose version may say other things.
+        mine: the handshake of this process.
+        theirs: that of the other one, perhaps of another version.
         me: the name of this process in errors.
         them: the name of the other one.
 
     Raises:
-        JoinError: the first thing that differs, its value on both sides, and what to
-            do.
+        JoinError: the first difference, with both values and the remedy.
     """
     for field, to_do in AGREE.items():
         here, there = mine.get(field), theirs.get(field)

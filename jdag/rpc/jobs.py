@@ -1,16 +1,16 @@
-"""Jobs of one node: short ones where its loop runs, long ones on a thread beside it.
+"""Jobs of one node: short ones on the loop, long ones on a separate thread.
 
-Inputs:  `add(job)`; `run()` at the end of a turn, which does what is short and due.
-Outputs: `Computed` for each, when what it makes is ready and held.
+Inputs:  `add(job)`; `run()`, at the end of a turn, runs the short jobs that are due.
+Outputs: `Computed` for each job, when its results are ready and held.
 
-A job is short if the same computation was, the last times. Whoever drives the loop does
-it then and there: to hand it to a thread costs more than most take. What was never run
-before has to be compiled, and what calls back into Python may take any time: these, and
-what is known to be long, go to the thread, one after the other, in the order of the
-program: forward before backward, then by pass, then by path.
+A job is short if earlier runs of the same computation were. It runs on the thread that
+drives the loop, as handing it to another thread would cost more than most jobs take.
+Jobs that were never run (which compile), that call back into Python, or that are known
+to be long, run on the thread one at a time, in the order of the program: forward before
+backward, then by pass, then by path.
 
-Invariants: a job is begun when it was added, so that what it reads is what was there
-then; values are held by the thread that has the loop lock; done means ready.
+Invariants: a job begins when it is added, so it reads the values of that moment. Values
+are held by the thread that has the loop lock. Done means ready.
 """
 
 import logging
@@ -33,13 +33,13 @@ _log = logging.getLogger(__name__)
 SHORT_NS = 400_000
 DELAY_NS = 50_000
 KNOWN_MAX = 1_024  # Each keeps its executables alive.
-_RUNS = 2  # So often a computation runs beside the loop until its time is believed.
+_RUNS = 2  # Runs on the thread before the time of a computation is trusted.
 
 Tell = Callable[[Computed], object]
 
 
 class Times:
-    """How long computations took, by what they are; a bounded memory."""
+    """Recent durations of computations, by kind; bounded."""
 
     __slots__ = ("_known",)
 
@@ -47,18 +47,18 @@ class Times:
         self._known: dict[Any, tuple[int, int]] = {}
 
     def is_short(self, kind: Any) -> bool:
-        """Whether this one is known to take little time."""
+        """Whether this computation is known to be short."""
         runs, took_ns = self._known.get(kind, (0, 0))
         return runs >= _RUNS and took_ns < SHORT_NS
 
     def note(self, kind: Any, took_ns: int) -> None:
-        """It took so long; what is older counts less and less."""
+        """Record a duration, in a decaying average."""
         runs, before_ns = self._known.get(kind, (0, took_ns))
         if not runs and len(self._known) >= KNOWN_MAX:
             del self._known[next(iter(self._known))]
         if runs == 1:
             before_ns = took_ns  # The first run compiled.
-        elif runs:  # One run that something else delayed tells little.
+        elif runs:  # Limit the effect of a single delayed run.
             took_ns = min(took_ns, 2 * before_ns + DELAY_NS)
         mean_ns = (3 * before_ns + took_ns) >> 2
         self._known[kind] = (runs + 1, mean_ns)
@@ -97,7 +97,7 @@ class Jobs:
         kind = _kind(job)
         try:
             work = self._machine.begin(job)
-        except Exception as error:  # Somebody lied about what is here.
+        except Exception as error:  # A message named values that are not here.
             _log.exception("%s cannot begin on %s", type(job).__name__, self._worker)
             failure = failure_of(error, self._worker, job.path, job_name(job))
             self._loop.soon(partial(self._tell, Computed(job.id, failure)))
@@ -118,7 +118,7 @@ class Jobs:
             self._changed.notify()
 
     def run(self) -> None:
-        """Do the short jobs that are due now; what these bring about is for later."""
+        """Run the short jobs that are due; jobs that they cause run later."""
         for _ in range(len(self.due)):
             if not self.due:
                 return
@@ -126,7 +126,7 @@ class Jobs:
             self._finish(job, work, *self._computed(job, kind, work))
 
     def close(self) -> None:
-        """Begin no more; what is under way is left to end by itself, unheard."""
+        """Begin no more jobs; the results of running ones are dropped."""
         self.due.clear()
         with self._changed:
             self._open = False
@@ -134,7 +134,7 @@ class Jobs:
             self._changed.notify()
 
     def _computed(self, job: Job, kind: Any, work: Work) -> tuple[Any, Any]:
-        """Compute, and wait until what was made is ready."""
+        """Compute, and wait until the results are ready."""
         began_ns = time.perf_counter_ns()
         self.computing[threading.get_ident()] = None
         made = error = None
@@ -180,7 +180,7 @@ class Jobs:
 
 
 def _kind(job: Job) -> Any:
-    """What tells computations apart; None for one that may take any time."""
+    """Return the key of a computation; None if its duration is unpredictable."""
     match job:
         case Forward() | Vjp():
             return None if job.function.may_raise else (job.function, type(job))
@@ -192,7 +192,7 @@ def _kind(job: Job) -> Any:
 
 
 def _await(made: Any) -> None:
-    """Block until arrays are ready, residuals and all that is in them included."""
+    """Block until all arrays, including residuals, are ready."""
     for one in made if isinstance(made, tuple) else (made,):
         if is_array(one):
             one.block_until_ready()

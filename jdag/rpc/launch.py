@@ -1,12 +1,12 @@
-"""Worker processes of this one: started, watched and stopped, however this one ends.
+"""Local worker processes: start, watch and stop them, however this process ends.
 
-They are started and watched on the asyncio loop of this process: Linux tells a process
-of the end of the thread that started it, and that thread ends last. Each worker writes
-its output to a file of its own.
+They are started on the thread of the asyncio loop, which ends last: Linux signals the
+death of a parent when the thread that started the child ends. Each worker writes its
+output to its own file.
 
-Invariants: once `Launch` is made, all workers are ready or none is left. Once it is
-closed, none is left, and its temporary folder is kept only if a worker has died. If
-this process is killed, each worker notices, ends and removes what is left.
+Invariants: once `Launch` is made, all workers are ready, or none is left. After
+`close` none is left, and the temporary folder is kept only if a worker has died. If
+this process is killed, each worker detects that, ends and removes the folder.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ class _Child:
         self.name = options.worker
         self.log = log
         self.address: Address | None = None
-        self.failed = ""  # The reason it gives itself for not starting.
+        self.failed = ""  # The reason for not starting, as reported by the worker.
         self.ended: str | None = None
         self.settled = asyncio.Event()  # It is ready, or has ended.
         self._said = b""
@@ -85,7 +85,7 @@ class _Child:
             self._silent.set()
         *lines, self._said = (self._said + came).split(b"\n")
         for line in lines:
-            if self.failed:  # Anything after that changes nothing.
+            if self.failed:  # Later lines do not matter.
                 break
             try:
                 said = json.loads(line)
@@ -93,8 +93,8 @@ class _Child:
                     self.address = Address.read(said["ready"])
                     self.settled.set()
                 self.failed = said.get("failed", "")
-            except Exception:  # A worker that says such things does not end the others.
-                self.failed = f"it said {line[:_SHOWN_MAX]!r}, which is not understood"
+            except Exception:  # Malformed output of one worker must not end the others.
+                self.failed = f"it sent {line[:_SHOWN_MAX]!r}, which is not understood"
                 self.process.kill()
 
     def _die(self) -> None:
@@ -105,7 +105,7 @@ class _Child:
         self._dead.set()
 
     async def wait(self) -> None:
-        """Wait until it has ended; a process that closes its socket is made to end."""
+        """Wait until it has ended; kill it if only its socket is closed."""
         await self._silent.wait()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._dead.wait(), STOP_S)
@@ -128,13 +128,13 @@ class _Child:
             raise JoinError(f"worker {self.name!r} did not start: {why}")
 
     def ask_to_stop(self) -> None:
-        """Let it finish, also if SIGSTOP stopped it; asked again, it ends at once."""
+        """Request a drain, even if it is stopped by SIGSTOP; twice ends it at once."""
         self.process.send_signal(signal.SIGCONT)
         with suppress(OSError):  # It is just ending by itself.
             self._socket.sendall(STOP)
 
     def last_lines(self, where: str = "of what it printed") -> str:
-        """Return the last lines of its output, to follow how it ended."""
+        """Return the last lines of its output, as the end of an error text."""
         try:
             with self.log.open("rb") as output:
                 nbytes = self.log.stat().st_size
@@ -223,7 +223,7 @@ class Launch:
         return self._children[worker].log
 
     def on_death(self, tell: Callable[[str, str], None]) -> None:
-        """Have `tell(worker, why)` called for each that ends unasked, also before now.
+        """Call `tell(worker, why)` for each worker that ends unasked, also before now.
 
         It is called on the loop's thread, and must not block.
         """
@@ -292,9 +292,9 @@ class Launch:
             _log.exception("worker %s has died, and reporting it failed", worker)
 
     def close(self) -> None:
-        """Stop all: ask them, then at once, then by force; may be called again."""
+        """Stop all workers: drain, then stop at once, then kill; idempotent."""
         if self._process != os.getpid():
-            return  # A copy of this one, made by os.fork; they are not its workers.
+            return  # A forked child: the workers are its parent's.
         self._closing = True
         wait_for(self._close())
         atexit.unregister(self.close)
@@ -302,7 +302,7 @@ class Launch:
             shutil.rmtree(self.logs, ignore_errors=True)
 
     async def _close(self) -> None:
-        # Until all are ready none holds anything.
+        # Until all are ready, no worker has anything to finish.
         for make_end, wait_s in _ENDINGS if self._is_ready else _ENDINGS[-1:]:
             for child in self._children.values():
                 if child.ended is None:

@@ -39,10 +39,10 @@ from jdag.errors import JdagError
 
 GRACE_S = 0.002  # The background drives after so long without a driver.
 YIELD_S = 0.000_05
-# Longer than what most answers take. Who blocks meanwhile is not only woken late: its
-# caches are cold then, and all that it does takes twice as long.
+# Longer than most answers take. A thread that blocks instead wakes late and with cold
+# caches, which doubles the time of what it does next.
 SPIN_NS = 300_000
-CROWDED_NS = 100_000  # If a core is given back so late, others need it more.
+CROWDED_NS = 100_000  # A yield that takes longer means that the core is contended.
 REST_NS = 20_000_000
 BLOCK_MAX_NS = 10**9
 
@@ -54,12 +54,12 @@ clock_ns = time.monotonic_ns
 
 
 class Timer(Struct):
-    """A call that is due at a time; `cancel` and it never comes."""
+    """A call due at some time, unless cancelled."""
 
     call: Call | None
 
     def cancel(self) -> None:
-        """Do not call; after the call this does nothing."""
+        """Cancel the call; no effect once it was made."""
         self.call = None
 
 
@@ -109,32 +109,32 @@ class Loop:
         self._epoll.register(fd, READ)
 
     def watch(self, fd: int, mask: int) -> None:
-        """Say what is waited for: `READ`, `WRITE`, or both."""
+        """Set the events to wait for: `READ`, `WRITE` or both."""
         self._epoll.modify(fd, mask)
 
     def unregister(self, fd: int) -> None:
-        """Watch the file no more; call it before the file is closed."""
+        """Stop watching the file; call this before closing it."""
         del self._handlers[fd]
         self._epoll.unregister(fd)
 
     def at(self, when_ns: int, call: Call) -> Timer:
-        """Have something called at a time of `clock_ns`, or as soon as possible."""
+        """Schedule a call at a time of `clock_ns`, or as soon as possible after it."""
         timer = Timer(call)
         heappush(self._timers, (when_ns, next(self._numbers), timer))
         return timer
 
     def post(self, call: Call) -> None:
-        """Have the driving thread call something; from any thread."""
+        """Have the driving thread make a call; from any thread."""
         self._posted.append(call)
         self._wake()
 
     def flush(self) -> None:
-        """Flush now what is to be flushed; with the lock held."""
+        """Flush pending output now; requires the lock."""
         if self.dirty or self.unflushed:
             self.dirty = False
             try:
                 self._flush()
-            except BaseException:  # What is left of it is for the next time.
+            except BaseException:  # The rest is flushed next time.
                 self.dirty = True
                 raise
 
@@ -142,7 +142,7 @@ class Loop:
         if self._blocked:
             try:
                 os.eventfd_write(self._waker, 1)
-            except BlockingIOError:  # It was never read: it is as loud as can be.
+            except BlockingIOError:  # The counter is full, so a wake-up is pending.
                 return
 
     # ------------------------------------------------------------------ the loop lock
@@ -157,7 +157,7 @@ class Loop:
             )
 
     def acquire(self) -> None:
-        """Take the lock; a thread that blocks with it is woken."""
+        """Take the lock; wake a thread that blocks while holding it."""
         if os.getpid() != self._process:
             self.check_process()
         me = threading.get_ident()
@@ -174,7 +174,7 @@ class Loop:
         self._holder = me
 
     def release(self, *error: object) -> None:
-        """Release the lock; a signal that came meanwhile is handled now."""
+        """Release the lock, then handle a signal that arrived meanwhile."""
         del error
         holder, self._holder = self._holder, 0
         self._lock.release()
@@ -191,14 +191,14 @@ class Loop:
         return self._holder == threading.get_ident()
 
     def wake_waiting(self) -> None:
-        """Something that a thread in `drive` may wait for has happened."""
+        """Wake threads in `drive`, whose condition may have become true."""
         for sleeper in tuple(self._sleeping):
             sleeper.set()
 
     def drive(self, done: Callable[[], bool]) -> None:
-        """Block until `done()`, which is asked with the lock held or after a wake.
+        """Block until `done()`, which is called with the lock held or after a wake-up.
 
-        The thread drives the loop itself unless another does.
+        The thread drives the loop itself unless another thread does.
         """
         me = threading.get_ident()
         while not done():
@@ -225,7 +225,7 @@ class Loop:
                 return
 
     def _sleep(self, done: Callable[[], bool]) -> None:
-        """Wait while another drives, until that stops or `done` may be true."""
+        """Wait while another thread drives, until it stops or `done` may be true."""
         sleeper = threading.Event()
         self._sleeping.append(sleeper)
         try:
@@ -235,7 +235,7 @@ class Loop:
             self._sleeping.remove(sleeper)
 
     def _give_way(self) -> None:
-        """After the lock was released: let a thread that wants it have it."""
+        """After releasing the lock, let a waiting thread take it."""
         for _ in range(1000):  # A bound: a waiting thread takes it within milliseconds.
             if not self._wanted:
                 break
@@ -255,7 +255,7 @@ class Loop:
             try:
                 if self.closed:
                     return
-                if self._turns != seen:  # Others tell things, and do not wait.
+                if self._turns != seen:  # Other threads use the loop without waiting.
                     self._turn(spin=False, block=False)
                     continue
                 while not (self._wanted or self._signal or self._stopped.is_set()):
@@ -265,12 +265,12 @@ class Loop:
                 self._give_way()
 
     def stop(self) -> None:
-        """Have the background end."""
+        """End the background thread."""
         self._stopped.set()
         self._wake()
 
     def close(self) -> None:
-        """Close the poller; no thread may drive any more."""
+        """Close the poller; no thread may drive afterwards."""
         assert self.held, "close with the lock held"
         self.closed = True
         self._stopped.set()
@@ -284,12 +284,12 @@ class Loop:
     # ------------------------------------------------------------------ one turn
 
     def _turn(self, *, spin: bool, block: bool = True) -> None:
-        if self.dirty or self.unflushed:  # Told by a program that did not wait then.
+        if self.dirty or self.unflushed:  # Events from a program that did not wait.
             self.flush()
         events = self._poll(spin) if block else self._epoll.poll(0)
         for fd, mask in events:
             handler = self._handlers.get(fd)
-            if handler is not None:  # One before it may have closed this one.
+            if handler is not None:  # An earlier handler may have closed it.
                 handler(mask)
         posted = self._posted
         for _ in range(len(posted)):
@@ -306,11 +306,11 @@ class Loop:
             self._active_ns = clock_ns()
 
     def _poll(self, spin: bool) -> list[tuple[int, int]]:
-        """Return what sockets have; block until they have something, or more is due.
+        """Return ready sockets; block until there are some or other work is due.
 
-        Look again for a short while after something has happened: an answer mostly
-        comes sooner than a process that blocks is woken. But where another one waits
-        for this core, who looks again only keeps it from answering.
+        After recent activity, spin for a short while: most answers arrive sooner than a
+        blocked process is woken. On a contended core spinning only delays the other
+        process, so it is suspended.
         """
         poll = self._epoll.poll
         events = poll(0)
@@ -334,7 +334,7 @@ class Loop:
         due_ns = timers[0][0] - now_ns if timers else BLOCK_MAX_NS
         self._blocked = True
         try:
-            # Who posts looks at `_blocked` after it has posted, so that this sees it.
+            # `post` checks `_blocked` after it has posted, so no wake-up is lost.
             if self._posted or self._wanted or self._signal or self._stopped.is_set():
                 return poll(0)
             return poll(min(max(due_ns, 0), BLOCK_MAX_NS) / 1e9)
@@ -344,9 +344,9 @@ class Loop:
     # ------------------------------------------------------------------ signals
 
     def guard_signals(self) -> Call:
-        """Hold back SIGINT while the lock is held; return what undoes this.
+        """Defer SIGINT while the lock is held; return a function that undoes this.
 
-        Only the main thread can; from others this does nothing.
+        Has an effect only on the main thread.
         """
         if threading.current_thread() is not threading.main_thread():
             return lambda: None
@@ -356,7 +356,7 @@ class Loop:
         return self._guard.undo
 
     def _hold_back(self, number: int, frame: FrameType | None) -> bool:
-        """Note a signal that comes while the engine thinks; whether it is so."""
+        """Record a signal that arrives while the engine runs; return whether it did."""
         if self._thinks:
             self._signal = (number, frame)
             self._wake()
@@ -369,10 +369,10 @@ class Loop:
 
 
 class _Guard:
-    """A handler of SIGINT that may hold it back; else the one before it has it.
+    """SIGINT handler that may defer the signal or pass it to the former handler.
 
-    Several may be in place, and be undone in any order: one that is undone lets all
-    through, and goes when nothing is above it.
+    Several may be installed and undone in any order. A guard that is undone passes all
+    signals on, and is removed when it is on top.
     """
 
     def __init__(self, holds_back: Callable[[int, FrameType | None], bool]) -> None:
@@ -385,14 +385,14 @@ class _Guard:
             self.pass_on(number, frame)
 
     def pass_on(self, number: int, frame: FrameType | None) -> None:
-        """Have the handler before this one handle a signal."""
+        """Call the former handler."""
         if self._former == signal.SIG_DFL:
             raise KeyboardInterrupt
         if callable(self._former):
             self._former(number, frame)
 
     def undo(self) -> None:
-        """Hold nothing back any more."""
+        """Stop deferring signals."""
         self._is_over = True
         top = signal.getsignal(signal.SIGINT)
         while isinstance(top, _Guard) and top._is_over:

@@ -1,11 +1,11 @@
-"""Membership: the workers of a session as one process knows them; no I/O.
+"""Membership: the workers of a session as known to one process; no I/O.
 
-Inputs: events, as main or a worker learns of them: a process is attached under a name,
-    or is lost. Of a worker process: it is attached, its session ends, it is to stop.
-Outputs: the states, and a JoinError for an event that may not happen in a state. The
-    tables below are the diagram, the rule and the text of the error.
+Inputs: events reported to main or a worker: a process is attached under a name, or is
+lost. For a worker process: it is attached, its session ends, it is to stop.
+Outputs: the states, and a JoinError for an event that a state does not permit. The
+tables below define the transitions and the error texts.
 Invariants: main alone numbers the incarnations of a name: 0, 1, ... A newer one means
-    that all former ones are lost. A lost incarnation never comes back.
+that all former ones are lost. A lost incarnation never comes back.
 """
 
 import threading
@@ -42,7 +42,7 @@ def after(table: Transitions, subject: str, state: str, event: str) -> str:
     """Return the state after an event.
 
     Raises:
-        JoinError: the event may not happen in this state; says in which it may.
+        JoinError: the state does not permit the event; names the states that do.
     """
     following = table.get((state, event))
     if following is None:
@@ -141,10 +141,10 @@ class Membership:
         *,
         is_dialled: bool | None = None,
     ) -> None:
-        """A process has this name now; more may become known of the same one.
+        """Record the process of a name, or more facts about the same one.
 
         Raises:
-            JoinError: a newer one has it.
+            JoinError: a newer one has joined.
         """
         with self._lock:
             member = self[name]
@@ -162,7 +162,7 @@ class Membership:
                 member.is_dialled = is_dialled
 
     def lose(self, name: str, incarnation: int, why: str) -> None:
-        """An incarnation is lost; of a former one that is known already."""
+        """Record the loss of an incarnation; ignored for a former one."""
         with self._lock:
             member = self[name]
             if member.state != ABSENT and incarnation == member.incarnation:

@@ -4,8 +4,8 @@ There is one loop (`jdag.rpc.loop`). What a connection receives comes out of it 
 events (`jdag.rpc.connection`), which are handled here one by one: a message is handed
 to the engine, and the effects are carried out. Messages go to peers, jobs are computed
 (`jdag.rpc.jobs`), each program runs on a thread. All of it happens with the loop lock
-held, on whichever thread has it: that of a program which tells something or waits, or
-the background's.
+held, on the thread that has it: that of a program that tells or waits, or the
+background thread.
 
 Inputs: of programs, through their `Port`; events of connections; of its session, from
        any thread: peers (`jdag.rpc.peers`), `drain`, `close`.
@@ -71,9 +71,9 @@ from jdag.wire.messages import Codec
 
 DRAIN_S, DRAIN_LOOK_S = 30.0, 0.05
 SETTLE_S, SETTLE_LOOK_S = 3600.0, 0.001
-LAST_INFO_S = 1.0  # Who closes does not wait long for what others have counted.
-FLUSH_NS = 50_000  # What a program tells in a row leaves together, so often.
-SWEEP_NS = 10**9  # Memory that is not received into for so long is let go of.
+LAST_INFO_S = 1.0  # How long `close` waits for the statistics of other workers.
+FLUSH_NS = 50_000  # Batch the events that a program tells within this time.
+SWEEP_NS = 10**9  # Receive buffers unused for this long are freed.
 ROUNDS_MAX = 64
 # These events and messages name functions: see `FunctionEncoder` and
 # `FunctionDecoder.bind`.
@@ -142,7 +142,7 @@ class Node:
         if incarnation:
             self._codec.joined(name, incarnation)
             peers.incarnations[name] = incarnation
-        # What a session tells a node of peers is for its table of peers.
+        # The session registers peers through the node.
         self.joined, self.lost = peers.joined, peers.lost
         self.received, self.adopt = peers.received, peers.adopt
         self.incarnations = peers.incarnations
@@ -192,7 +192,7 @@ class Node:
         return clock_ns() - self._began_ns
 
     def info(self) -> Mapping[str, Mapping[str, Any]]:
-        """For each worker, what it holds and what it has sent and computed so far."""
+        """Return what each worker holds, and what it has sent and computed so far."""
         return self._info(None) if self._counted is None else self._counted
 
     def _info(self, within_s: float | None) -> Mapping[str, Mapping[str, Any]]:
@@ -207,7 +207,7 @@ class Node:
         }
 
     def graph(self, context: ContextId) -> dict[str, Drawing]:
-        """The graph of a context as it is now: what each worker has of it."""
+        """Return the current graph of a context, by worker."""
         of = (context.number, context.counter, context.incarnation)
         answers = self.peers.ask_all({"what": "graph", "of": of}, or_raise=True)
         drawn: dict[str, Any] = {
@@ -261,7 +261,7 @@ class Node:
             loop.drive(lambda: self._closed or not self.peers.congested)
 
     def wait(self, port: Port, waiter: int) -> tuple[Any, int]:
-        """Block until that waiter is resumed; return what it was given."""
+        """Block until the waiter is resumed; return its result."""
         given = self._waiters.given
         if waiter not in given:
             if self._broken or self._closed or self._jobs.computing:
@@ -295,7 +295,7 @@ class Node:
         """Send a message; a program whose Run or Return cannot leave ends by that."""
         peer = self.peers.connections.get(send.to) or self.peers.peer(send.to)
         if peer.lost:
-            return  # It will learn that this worker is gone.
+            return  # The peer has been sent the loss of this worker.
         if send.zeros:
             peer.sent.zero_bytes += sum([zero.nbytes for zero in send.zeros])
         try:
@@ -305,7 +305,7 @@ class Node:
                 for definition in needed:
                     peer.define(definition.digest, definition.data)
             peer.send(message, values[1])
-        except Exception as error:  # Whatever it is, somebody waits for that program.
+        except Exception as error:  # A waiting program must see any error.
             ended = ended_by(error, message, self.worker)
             if isinstance(message, Return):
                 peer.send(ended, ())
@@ -341,7 +341,7 @@ class Node:
         try:
             run_program(self._checked, port, spawn, Over)
         except Over:
-            return  # There is nobody left to tell.
+            return  # The session is over.
         finally:
             del self._running[threading.current_thread()]
 
@@ -351,9 +351,9 @@ class Node:
         return returned
 
     def _flush(self) -> None:
-        """At the end of a turn: let messages leave, and compute what takes little.
+        """At the end of a turn: send messages and run short jobs.
 
-        What need not hurry waits for the first jobs, and leaves with what they make.
+        Acknowledgements wait for the first jobs, and are sent with their results.
         """
         jobs, unflushed = self._jobs, self._loop.unflushed
         for jobs_were_run in range(ROUNDS_MAX):
@@ -368,17 +368,17 @@ class Node:
             if not jobs.due:
                 return
             jobs.run()
-        self._loop.dirty = True  # It is not to block.
+        self._loop.dirty = True  # The loop must not block.
 
     def _sweep(self) -> None:
-        """Now and then: free memory for large values that is not used."""
+        """Free unused receive buffers, periodically."""
         self._buffers.sweep()
         self._loop.at(clock_ns() + SWEEP_NS, self._sweep)
 
     # ------------------------------------------------------------------ what peers say
 
     def _received(self, peer: Connection, events: Sequence[PeerEvent]) -> None:
-        """Handle what a connection has received; an error in it loses that peer."""
+        """Handle the events of a connection; an error in one loses that peer."""
         for event in events:
             if peer.lost:
                 return
@@ -412,7 +412,7 @@ class Node:
                 self.peers.lose(peer, f"it broke the protocol: {said}")
 
     def _answer(self, asked: Mapping[str, Any]) -> Any:
-        """Return what another node asks for."""
+        """Answer the question of another node."""
         answers = {"info": self._own_info, "quiet": self._quiet}
         match asked:
             case {"what": str(what)} if what in answers:
@@ -426,12 +426,12 @@ class Node:
                 raise ProtocolError(f"{asked!r} is no question for a node")
 
     def _apart(self, look: Callable[..., Any], *args: Any) -> Any:
-        """Return what a look gives, with the loop lock held."""
+        """Call a function with the loop lock held."""
         with self._loop:
             return look(*args)
 
     def _quiet(self) -> dict[str, Any]:
-        """Whether nothing is under way here, and how many messages left and came."""
+        """Return whether this node is idle, and its counts of messages."""
         living = self.peers.living
         return {
             "idle": self._jobs.idle and all(peer.idle for peer in living),
@@ -446,7 +446,7 @@ class Node:
     # ------------------------------------------------------------------ the session's
 
     def begin(self) -> None:
-        """Have a background thread drive whenever no program does."""
+        """Start a background thread that drives whenever no program does."""
         run, name = partial(self.run, spin=False), f"loop of {self.worker}"
         self._background = threading.Thread(None, run, name, daemon=True)
         self._background.start()
@@ -465,7 +465,7 @@ class Node:
         return self._loop.guard_signals()
 
     def drain(self) -> None:
-        """Finish what is under way, say goodbye, and let `run` return; any thread."""
+        """Finish pending work, say goodbye, and end `run`; from any thread."""
         due_ns = clock_ns() + round(DRAIN_S * 1e9)
         while not self._closed and clock_ns() < due_ns:
             if self._apart(self._quiet)["idle"] and not self._running:
@@ -474,7 +474,7 @@ class Node:
         self.close("it was told to stop")
 
     def close(self, why: str = LEFT) -> None:
-        """Leave: say so to all peers, and let go of everything; twice is once."""
+        """Leave the session: say goodbye and free everything; repeatable."""
         if self._closed:
             return
         if self.name == self._session.main and self._broken is None:

@@ -1,8 +1,8 @@
-"""Whose certificate a peer shows: that of the worker it claims to be, or of its host.
+"""Peer identity: a certificate must be for the claimed worker, or for its host.
 
-A certificate is a worker's if it has the worker's name, or that of its host in the
-cluster's file, so that several workers of one host may share one. The authority vouches
-for all hosts of a cluster, so a valid certificate alone does not say which worker.
+The names accepted are the worker's and that of its host in the cluster's file, so
+several workers of one host may share a certificate. The authority vouches for all hosts
+of a cluster, so a valid certificate alone does not identify the worker.
 """
 
 import ipaddress

@@ -7,12 +7,12 @@ Outputs: the events `Joined` and `Lost`, for the engine, to `tell`; losses, to t
          `Membership` of the session. Asks its `SessionInfo` to dial.
 
 A peer whose stream ended is dialled again by whichever of the two dials, until its
-deadline, or until nobody is at its address any more, or the process there is not part
-of this session. A node that finds a peer gone tells all others, so that nobody waits
-for what only that peer could have sent.
+deadline, or until nothing listens at its address, or until the process there is not
+part of this session. A node that detects a loss announces it to all others, so that
+they do not wait for messages of the lost peer.
 
-Invariants: a peer is lost once, and everybody here, its other peers and, if it hears,
-itself are told; nothing is taken from a former incarnation of a name.
+Invariants: a peer is lost once; the loss is reported to the engine, to all other peers
+and, if possible, to the lost peer. Messages of former incarnations are ignored.
 """
 
 import logging
@@ -40,8 +40,8 @@ from jdag.wire.messages import Codec
 
 REDIAL_S = 0.1
 SHORT_LIVED_NS = 1_000_000_000
-REFUSALS_MAX = 3  # In a row: then a peer will not be there again.
-LEFT = "it has left"  # What a node that leaves in order says.
+REFUSALS_MAX = 3  # After so many in a row the peer is given up.
+LEFT = "it has left"  # The goodbye of an orderly exit.
 WHY_MAX = 4096
 WAITING_BYTES_MAX = 8 * 1024 * 1024
 BULK_BYTES_MAX = 256 * 1024 * 1024  # Of large values; one that is larger goes alone.
@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 
 def broke(error: BaseException) -> str:
-    """Return what a node that ends by an error says, in one line."""
+    """Return the one-line goodbye of a node that ends by an error."""
     return f"it ended by an error of its own: {' '.join(said(error).split())}"[:WHY_MAX]
 
 
@@ -100,7 +100,7 @@ class PeerTable:
 
     @property
     def congested(self) -> bool:
-        """Whether so much waits to leave that programs are to wait."""
+        """Whether programs must wait because too much output is queued."""
         waiting = bulk_bytes = 0
         # At once: a program asks without the loop lock, and peers may join meanwhile.
         for peer in tuple(self.connections.values()):
@@ -114,12 +114,12 @@ class PeerTable:
         return () if peer is None else peer.allowed
 
     def end(self) -> None:
-        """The session is over: have the loop end."""
+        """End the loop, as the session is over."""
         self.stopping.set()
         self._loop.stop()
 
     def close(self, why: str) -> None:
-        """Say goodbye to all."""
+        """Send a goodbye to all peers."""
         self.stopping.set()
         for peer in self.connections.values():
             peer.lose({"bye": why})
@@ -127,7 +127,7 @@ class PeerTable:
     # ------------------------------------------------------------------ the session's
 
     def joined(self, peer: str, incarnation: int) -> None:
-        """Take a worker for a peer, a lost one for a new process; from any thread."""
+        """Register a worker, or the new process of a lost one; from any thread."""
         with self._loop:
             self._joined(peer, incarnation)
 
@@ -154,7 +154,7 @@ class PeerTable:
         peer.allowed = member.allowed
 
     def peer(self, worker: Worker) -> Connection:
-        """Return the peer of an incarnation; what one says to it waits for a stream."""
+        """Return the peer of an incarnation; frames to it wait for a stream."""
         peer = self.connections.get(worker)
         if peer is None:
             peer = self._connect(named(worker), incarnation_of(worker))
@@ -166,9 +166,9 @@ class PeerTable:
         return self.peer(incarnated(name, self._session.members[name].incarnation))
 
     def received(self, peer: str) -> int:
-        """How much this node's link to a peer has received, before a stream is remade.
+        """Return how many frames of a peer were received; drop its old stream.
 
-        The old stream is let go of. From any thread.
+        From any thread, before a stream is replaced.
         """
         with self._loop:
             known = self._current(peer)
@@ -197,7 +197,7 @@ class PeerTable:
     # ------------------------------------------------------------------ what peers say
 
     def control(self, peer: Connection, what: dict[str, Any]) -> None:
-        """A peer's node asks or tells something."""
+        """Handle a control frame of a peer's node."""
         match what:
             case {"ask": int(number), **asked}:
                 peer.control({"answer": number, "is": self._answer(asked)})
@@ -262,9 +262,9 @@ class PeerTable:
                 self.adopt(peer.name, peer.incarnation, *got)
 
     def _refuses(self, peer: Connection, error: Exception) -> bool:
-        """Whether this says that the process that was there is not in the session.
+        """Whether the error shows that the peer's process has left the session.
 
-        Main learns how a watched process ended from its watcher.
+        The end of a watched process is reported to main by its watcher.
         """
         if not isinstance(error, JoinError):
             return False
@@ -272,7 +272,7 @@ class PeerTable:
         return error.reached or (error.absent and not is_watched)
 
     def _given_up(self, peer: Connection, why: str) -> None:
-        """A peer has given this node up, as all will; main loses the peer instead."""
+        """A peer has given this node up, so it leaves; main loses the peer instead."""
         said = f"{peer.name!r} has given it up: {why}"[:WHY_MAX]
         if self._session.worker == self._session.main:
             self.lose(peer, said)
@@ -281,7 +281,7 @@ class PeerTable:
             self.end()
 
     def exhausted(self, peer: Connection, why: str) -> None:
-        """This node has no memory for what a peer sends; main loses it instead."""
+        """Leave because memory is exhausted; main loses the peer instead."""
         if self._session.worker == self._session.main:
             self.lose(peer, f"there is no place for what it sent: {why}")
         elif not self.stopping.is_set():
@@ -290,13 +290,13 @@ class PeerTable:
             self.end()
 
     def lose(self, peer: Connection, why: str) -> None:
-        """Give a peer up, and tell the others."""
+        """Give a peer up, and announce the loss to the others."""
         if peer.lost or self.stopping.is_set():
             return
         why, here = why[:WHY_MAX], self._session.worker
         level = logging.INFO if why == LEFT else logging.WARNING
         _log.log(level, "%s: worker %r is lost: %s", here, peer.worker, why)
-        # The rest is what its process printed last: other workers would print it too.
+        # The other lines are output of its process, which only main reports.
         brief = why.partition("\n")[0]
         gone = {"gone": peer.name, "incarnation": peer.incarnation, "why": brief}
         peer.lose(gone)
@@ -322,10 +322,10 @@ class PeerTable:
         *,
         or_raise: bool = False,
     ) -> dict[str, Any]:
-        """Ask the nodes of all peers; return what those answered that live, in time.
+        """Ask the nodes of all peers; return the answers of live peers, by name.
 
         Raises:
-            WorkerLost: with `or_raise`, where one is lost before it has answered.
+            WorkerLost: with `or_raise`, if a peer is lost before it answers.
         """
         loop = self._loop
         due_ns = None if within_s is None else clock_ns() + round(within_s * 1e9)

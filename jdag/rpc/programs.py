@@ -12,13 +12,13 @@ from jdag.runtime.failures import failure_of
 
 
 class Over(BaseException):
-    """The session of the program that asked this is over."""
+    """Raised in a program whose session is over."""
 
 
 def ended_by(error: Exception, message: Message, worker: Worker) -> Return:
-    """Return how a program ends whose call, or whose end, cannot be sent.
+    """Return the end of a program whose Run or Return cannot be sent.
 
-    Where the message is neither, the error is raised.
+    For any other message, the error is raised.
     """
     if not isinstance(message, Run | Return):
         raise error

@@ -1,11 +1,11 @@
-"""What a connection receives: bytes from its stream become events.
+"""Receiving side of a connection: bytes from its stream become events.
 
-Inputs:  `read`: what the stream has now; `interrupt`: the stream ended.
-Outputs: events, appended to a list in order; `pinged`; what the peer says of shared
-         memory is passed to `borrowed` (its own) and `pool` (this node's).
-Invariants: each numbered frame is taken once and in order; a frame is checked
-before it is used or takes memory; a stream that ended within a frame leaves no trace of
-that frame.
+Inputs:  `read`: read the stream; `interrupt`: the stream ended.
+Outputs: events, appended to a list in order; `pinged`; frames about shared memory,
+passed to `borrowed` (the peer's) and `pool` (this node's).
+Invariants: each numbered frame is taken once and in order. A frame is checked before it
+is used or takes memory. A stream that ends within a frame leaves no trace of that
+frame.
 """
 
 import json
@@ -37,7 +37,7 @@ PING, PONG = b"?", b"!"
 
 
 class Definition(NamedTuple):
-    """The peer will call a function of this digest."""
+    """A function that later messages call by this digest."""
 
     digest: bytes
     data: bytes
@@ -84,7 +84,7 @@ class Numbers:
         self.unacknowledged: deque[Parcel] = deque()
 
     def acknowledge(self, last: int) -> None:
-        """The peer has all frames up to that one; ProtocolError if it cannot."""
+        """Record that the peer has all frames up to `last`; may raise ProtocolError."""
         if not self.acknowledged <= last <= self.sent:
             raise ProtocolError(
                 f"frames up to {last} are acknowledged; {self.sent} was the last that "
@@ -123,26 +123,26 @@ class FrameReader:
         self._direct_frame: tuple[Header, memoryview] | None = None
 
     def interrupt(self) -> None:
-        """Forget what is here of frames that were not taken."""
+        """Drop incomplete frames."""
         self.paused = False
         self._end = 0
         self._direct = self._direct_frame = None
 
     def clear(self) -> None:
-        """Let go of all memory; nothing is read any more."""
+        """Free all memory; nothing may be read afterwards."""
         self.interrupt()
         self._buffer = memoryview(b"")
         self._assembler.clear()
 
     def read(self, stream: Stream, events: list[Event]) -> bool:
-        """Read what is there, but not so much that others would have to wait long.
+        """Read available frames, bounded so that other connections get their turn.
 
-        Reading pauses after a control frame, as it may tell of a worker that the next
-        frame names. Returns whether there was anything.
+        Reading pauses after a control frame, which may announce a worker that the next
+        frame names. Returns whether any bytes arrived.
 
         Raises:
             ConnectionError: the stream ended.
-            ProtocolError: what came is no frame, or no message.
+            ProtocolError: a frame or message is malformed.
         """
         heard = False
         self.more = True
@@ -209,7 +209,7 @@ class FrameReader:
     def _take(
         self, header: Header, payload: memoryview, stream: Stream, events: list[Event]
     ) -> None:
-        """A frame is whole; the payload of a chunk are its elements, in place."""
+        """Handle a complete frame; the payload of a chunk is in place already."""
         sequence, acknowledged, length, kind = header
         numbers = self._numbers
         if acknowledged > numbers.acknowledged:
@@ -236,7 +236,7 @@ class FrameReader:
             self.pinged = True
 
     def _segment(self, payload: bytes, events: list[Event]) -> None:
-        """The peer says something of shared memory."""
+        """Handle a frame about shared memory."""
         what = payload[:1]
         if what == LENT and len(payload) == 17:
             events += self._assembler.lent(*struct.unpack("<QQ", payload[1:]))
@@ -247,10 +247,10 @@ class FrameReader:
             else:
                 self._borrowed.forget(segment)
         else:
-            raise ProtocolError(f"{payload!r} is no frame about shared memory")
+            raise ProtocolError(f"{payload!r} is not a valid frame about shared memory")
 
     def _offered(self, payload: bytes, stream: Stream) -> None:
-        """A new segment, whose descriptor came with these bytes."""
+        """Take a new segment, whose descriptor came with this frame."""
         if len(payload) != 16:
             raise ProtocolError(f"{payload!r} offers no segment")
         number = int.from_bytes(payload[1:8], "little")

@@ -1,8 +1,8 @@
-"""What is asked over the control plane: one class for each rpc, checked before use.
+"""Requests of the control plane: one class per rpc, validated before use.
 
-Answers that have something in them are checked too. Every text, list and number has a
-bound. Main asks Attach, Mesh, Peer and Detach of a worker; workers and main ask Ticket
-of each other; Info asks for the cluster's token; any process may ask Health.
+Non-empty answers are validated too. Every text, list and number is bounded. Main sends
+Attach, Mesh, Peer and Detach to workers; workers and main send Ticket to each other;
+Info requires the cluster's token; any process may send Health.
 """
 
 from typing import Annotated, Any, ClassVar
@@ -30,12 +30,12 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def by(self) -> str | None:
-        """The worker that asks, if that is said."""
+        """The worker that asks, if the request names it."""
         return getattr(self, self.ASKER, None)
 
     @property
     def key(self) -> str:
-        """The token or secret by which the caller is known, if there is one."""
+        """The token or secret that authenticates the caller, if any."""
         return str(getattr(self, "token", "") or getattr(self, "secret", ""))
 
 
@@ -73,7 +73,7 @@ class Whereabouts(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Mesh(Request, frozen=True):
-    """Know these peers, and dial some of them; the answer comes when all are."""
+    """Register these peers, and dial some; answered when all are connected."""
 
     secret: Text
     peers: Annotated[dict[Name, Whereabouts], Meta(max_length=WORKERS_MAX)]
@@ -111,13 +111,13 @@ class Detach(Request, frozen=True):
 
 
 class Info(Request, frozen=True):
-    """Say what this process is, and what it does."""
+    """Return what this process is and does."""
 
     token: Text
 
 
 class Health(Request, frozen=True):
-    """Say that this process lives."""
+    """Return that this process is alive."""
 
 
 class WorkerAttached(Struct, frozen=True):

@@ -1,12 +1,11 @@
-"""A session seen by its main: all workers attached, joined to each other, kept, left.
+"""Main's side of a session: attach, connect, monitor and detach all workers.
 
 Main attaches every worker, dials all, and has the others dial each other; then its
-program runs. A worker that is lost is made known to the others; where a new process may
-take its name, its address is tried again and again, and a new incarnation joins.
+program runs. The loss of a worker is announced to the others. With `rejoin`, main polls
+the address of a lost worker, and a new process there joins as the next incarnation.
 
 Invariants: main alone numbers the incarnations of a name: 0, 1, ... The others know a
-new one before it asks them for a ticket. What is attached when something fails is
-detached.
+new one before it asks them for a ticket. After a failure all workers are detached.
 """
 
 import atexit
@@ -57,13 +56,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SessionPlan:
-    """What a session is to be.
+    """Settings of a session.
 
-    `workers` are all names in order, main's among them; `controls` are the addresses of
-    the others. Main's own, `control`, is held while the session lasts, so that no other
-    process has its name; None where nobody else could. With `rejoin` a new process at
-    the address of a lost worker joins. Workers that are not there yet are waited for,
-    for `ready_s` in all. `watched`: see `jdag.rpc.session_info.SessionInfo`.
+    `workers` are all names in order, including main's; `controls` are the addresses of
+    the others. `control` is main's own address, which is bound while the session lasts
+    so that no other process can use the name; None if that is impossible. With
+    `rejoin`, a new process at the address of a lost worker joins. Workers that have not
+    started are waited for, for `ready_s` in all. `watched`: see
+    `jdag.rpc.session_info.SessionInfo`.
     """
 
     main: str
@@ -83,13 +83,13 @@ class SessionPlan:
 
 
 class Session:
-    """A session, from when all workers are joined; a context manager that closes it.
+    """A session with all workers joined; a context manager that closes it.
 
-    `node` is main's. The parent of the processes of workers calls `lost`. A program
-    that ends without closing it says goodbye all the same.
+    `node` is main's. The parent of worker processes calls `lost`. At exit, an open
+    session says goodbye.
 
     Raises:
-        JoinError: a worker is not reached, refuses, or differs; all are left again.
+        JoinError: a worker is not reached, refuses, or differs; all are detached again.
     """
 
     def __init__(self, plan: SessionPlan) -> None:
@@ -159,7 +159,7 @@ class Session:
         )
 
     def _each(self, peers: Iterable[str], do: Callable[[str], object]) -> None:
-        """Do it for all at once; then raise an error, that of an answer first."""
+        """Run `do` for all peers in parallel; raise errors of answers first."""
         futures = [self._asking.submit(do, peer) for peer in peers]
         errors = [future.exception() for future in futures]
         for error in sorted(errors, key=lambda error: getattr(error, "absent", False)):
@@ -174,7 +174,7 @@ class Session:
                 return self._find(peer)
             except JoinError as error:
                 if not error.absent or self._no_more.is_set():
-                    self._no_more.set()  # The others need not be waited for.
+                    self._no_more.set()  # Stop waiting for the others.
                     raise
                 if time.monotonic_ns() >= due_ns:
                     late = f"worker {peer!r} is not ready within ready_s={ready_s:g}"
@@ -217,7 +217,7 @@ class Session:
             answer = client.learn(asked, WorkerAttached, timeout_s=plan.deadline_s)
             refuse_mismatch(plan.handshake, answer.handshake, mine, its)
         except JoinError as error:
-            if error.reached:  # It may hold the session for us that we do not want.
+            if error.reached:  # It may hold the unwanted session.
                 with suppress(JoinError):
                     client.ask(self._detach(peer), timeout_s=self._leaving_s)
             raise
@@ -249,9 +249,9 @@ class Session:
         return min(self._plan.deadline_s, most_s)
 
     def _between(self, peer: str, incarnation: int, other: str) -> str:
-        """What an incarnation of a worker and another worker, as it is, are known by.
+        """Return the secret of two workers for their current incarnations.
 
-        So a lost incarnation cannot be taken for the one that joined under its name.
+        So a lost incarnation cannot pass for the one that joined under its name.
         """
         number = self.members[other].incarnation
         return secret_between(
@@ -301,7 +301,7 @@ class Session:
                 raise
 
     def _poll(self) -> None:
-        """Look for new processes of lost workers; a thread's whole life."""
+        """Thread: look for new processes of lost workers."""
         while not self._no_more.wait(POLL_S):
             for worker in self.members.lost:
                 try:
@@ -314,7 +314,7 @@ class Session:
     def _tell(
         self, peers: Iterable[str], asked: Callable[[str], Request], within_s: float
     ) -> None:
-        """Send it to each; nodes find out themselves which are lost."""
+        """Send a request to each peer; nodes detect losses themselves."""
 
         def tell(peer: str) -> None:
             try:
@@ -327,7 +327,7 @@ class Session:
     # --------------------------------------------------------------------- leaving
 
     def close(self) -> None:
-        """Say goodbye to all, and let every worker go; may be called again."""
+        """Say goodbye to all peers, and detach every worker. Idempotent."""
         with self._lock:
             if self._closing:
                 return
@@ -343,13 +343,13 @@ class Session:
             self._server.close()
 
     def _goodbye(self) -> None:
-        """Have the node say goodbye at the end of this process, but not of a copy."""
+        """At exit, have the node say goodbye, except in a forked child."""
         if self._process == os.getpid():
             self.node.close()
 
 
 def _hold(plan: SessionPlan, control: Address) -> ControlServer:
-    """Bind main's own address; an error says which process has it."""
+    """Bind main's own address; the error names the process that has it."""
     health = {"worker": plan.main, "state": "main", "pid": os.getpid()}
     try:
         name = f"main {plan.main!r}"

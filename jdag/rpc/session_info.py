@@ -1,4 +1,4 @@
-"""What the control plane tells a node of its session."""
+"""The session of a node, as set by the control plane."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

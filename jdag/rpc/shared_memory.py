@@ -60,9 +60,10 @@ _log = logging.getLogger(__name__)
 
 
 class Segment:
-    """Memory of the writer that a reader maps too; `descriptor` is open until it does.
+    """Memory of the writer that a reader maps too.
 
-    `nbytes` is its whole size, at least what was asked for.
+    `descriptor` is open until the reader has mapped it. `nbytes` is the whole size,
+    which may exceed the requested size.
     """
 
     __slots__ = ("_bytes", "descriptor", "nbytes", "number", "since_ns")
@@ -81,10 +82,12 @@ class Segment:
         self.nbytes = nbytes
         self.number = 0
         self.since_ns = 0
-        self._bytes[:: mmap.PAGESIZE] = 0  # Now, and not in the first copy.
+        self._bytes[:: mmap.PAGESIZE] = (
+            0  # Fault the pages in now, rather than in the first copy.
+        )
 
     def write(self, offset: int, view: memoryview) -> None:
-        """Copy bytes to a place; other threads run meanwhile."""
+        """Copy bytes to an offset; releases the GIL."""
         np.copyto(
             self._bytes[offset : offset + view.nbytes], np.frombuffer(view, np.uint8)
         )
@@ -105,10 +108,10 @@ def _map(descriptor: int, nbytes: int) -> np.ndarray:
 
 
 class SharedMemoryPool:
-    """What one worker lends to another; `offer` is called when one was `made`.
+    """The segments that one worker lends to another.
 
-    `peer` is for the log. `offer` is called on any thread and does not block; all else
-    is called on one. Times are ns of one clock.
+    `peer` is for the log. `offer` is called, on any thread, when a segment was `made`,
+    and must not block. All methods are called on one thread. Times are ns of one clock.
     """
 
     def __init__(
@@ -133,7 +136,7 @@ class SharedMemoryPool:
         self.made: deque[Segment] = deque()  # Those to be offered.
 
     def take(self, nbytes: int, now_ns: int) -> Segment | None:
-        """Give a free segment for so many bytes; None: they are to go by the socket."""
+        """Return a free segment for `nbytes`, or None to use the socket."""
         size = _rounded(nbytes)
         for place in range(len(self._free) - 1, -1, -1):
             if self._free[place].nbytes == size:
@@ -143,16 +146,16 @@ class SharedMemoryPool:
         return None
 
     def lent(self, segment: Segment, now_ns: int) -> None:
-        """What was taken and written has been announced to the reader."""
+        """Record that a written segment was announced to the reader."""
         segment.since_ns = now_ns
         self._lent[segment.number] = segment
 
     def offered(self, now_ns: int) -> None:
-        """The first of `made` was passed to the reader, or cannot be."""
+        """Record that the first of `made` was passed to the reader, or cannot be."""
         self.lent(self.made.popleft(), now_ns)
 
     def freed(self, number: int, now_ns: int) -> None:
-        """The reader needs a segment no more; of one that is gone, nothing follows."""
+        """Take a segment back from the reader; ignores segments already dropped."""
         segment = self._lent.pop(number, None)
         if segment is not None:
             segment.shut()
@@ -160,7 +163,7 @@ class SharedMemoryPool:
             self._free.append(segment)
 
     def sweep(self, now_ns: int) -> tuple[int, ...]:
-        """Let go of what was lent or free for long; give numbers to be forgotten."""
+        """Drop segments lent or free for too long; return numbers to be forgotten."""
         for segment in list(self._lent.values()):
             if now_ns - segment.since_ns > LENT_NS_MAX:
                 del self._lent[segment.number]
@@ -175,7 +178,7 @@ class SharedMemoryPool:
         return gone
 
     def close(self) -> None:
-        """Let go of all; what the reader has mapped is the reader's."""
+        """Release all segments; the reader keeps what it has mapped."""
         self._is_closed = True
         for segment in (*self._free, *self._lent.values()):
             segment.shut()
@@ -184,7 +187,7 @@ class SharedMemoryPool:
         self._shut_made()
 
     def _shut_made(self) -> None:
-        with suppress(IndexError):  # The maker, or who closes: the other was first.
+        with suppress(IndexError):  # The maker thread and `close` race for it.
             self.made.popleft().shut()
 
     def _miss(self, size: int, now_ns: int) -> None:
@@ -201,13 +204,13 @@ class SharedMemoryPool:
             self._maker.start()
 
     def _busy(self, now_ns: int) -> bool:
-        """Whether one is being made or offered, or that came to nothing lately."""
+        """Whether one is being made or offered, or making one failed lately."""
         if self._maker is not None or self.made or now_ns < self._rests_until_ns:
             return True
         return any(segment.descriptor >= 0 for segment in self._lent.values())
 
     def _make_room(self, size: int) -> bool:
-        """Drop what was used longest ago, as far as that helps."""
+        """Drop the least recently used free segments, if that makes enough room."""
         lent = sum(segment.nbytes for segment in self._lent.values())
         if lent + size > self._bytes_max:
             return False
@@ -219,7 +222,7 @@ class SharedMemoryPool:
         try:
             made = Segment(size)
         except OSError as error:
-            self._rest(f"no shared memory can be had: {reason(error)}", now_ns)
+            self._rest(f"no shared memory is available: {reason(error)}", now_ns)
         else:
             made.number = number
             self.made.append(made)
@@ -233,7 +236,7 @@ class SharedMemoryPool:
         self._gone.append(segment.number)
 
     def _rest(self, why: str, now_ns: int) -> None:
-        """Make none for a while; say so once."""
+        """Make no segments for a while; log the reason once."""
         self._rests_until_ns = now_ns + IDLE_NS_MAX
         if not self._complained:
             self._complained = True
@@ -241,16 +244,16 @@ class SharedMemoryPool:
 
 
 def _rounded(nbytes: int) -> int:
-    """Up to an eighth more: arrays of nearly one size share segments."""
+    """Round up by at most an eighth, so that similar sizes share segments."""
     step = max(mmap.PAGESIZE, 1 << (max(nbytes, 1).bit_length() - 4))
     return -(-nbytes // step) * step
 
 
 class BorrowedMemory:
-    """What another worker lends to this one.
+    """The segments that another worker lends to this one.
 
-    `freed(number)` is called on any thread and at any moment, in the middle of anything
-    that lets go of an array: it is to note the number and no more.
+    `freed(number)` may be called on any thread at any moment, wherever an array is
+    released, so it must only record the number.
     """
 
     def __init__(self, peer: str, freed: Callable[[int], None]) -> None:
@@ -261,9 +264,9 @@ class BorrowedMemory:
         self._complained = False
 
     def offered(self, number: int, nbytes: int, descriptor: int) -> None:
-        """Map a segment, close its descriptor, and let the writer know that it is free.
+        """Map a segment, close its descriptor and tell the writer that it is free.
 
-        One for which there is no room is let go, and its number never freed. Raises
+        A segment without room is dropped and never reported free. Raises
         ConnectionError if it is not what a writer makes.
         """
         try:
@@ -281,7 +284,7 @@ class BorrowedMemory:
             os.close(descriptor)
 
     def refused(self, error: OSError) -> None:
-        """A segment cannot be had: say so once. It is never freed, so never written."""
+        """Log once that a segment cannot be mapped; it is never reported free."""
         if not self._complained:
             self._complained = True
             said = "large arrays come from %s by the socket: no shared memory: %s"
@@ -302,9 +305,9 @@ class BorrowedMemory:
         raise ConnectionError(f"{self._peer} {said}")
 
     def borrow(self, number: int, nbytes: int) -> memoryview:
-        """Give the front of a segment, writable; it is free when nothing views it.
+        """Return the front of a segment, writable; it is freed when no view is left.
 
-        Raises ConnectionError if there is no such segment, or it is smaller or lent.
+        Raises ConnectionError if the segment is unknown, too small or already lent.
         """
         mapped = self._mapped.get(number)
         if mapped is None or number in self._out or not 0 < nbytes <= mapped.nbytes:
@@ -317,25 +320,24 @@ class BorrowedMemory:
         return memoryview(lent)  # type: ignore[arg-type]
 
     def _returned(self, number: int, _: object) -> None:
-        # As `close` forgets these, nothing is said after it.
+        # `close` clears `_out`, so nothing is reported afterwards.
         if self._out.pop(number, None) is not None:
             self._freed(number)
 
     def let_go(self) -> None:
-        """Have JAX let go of the memory of arrays that are gone.
+        """Have JAX release the memory of deleted arrays.
 
-        It does so when it is asked for something next, which may be never, and when
-        Python collects.
+        JAX does so at its next call, which may never come, and on garbage collection.
         """
         if self._out:
             gc.collect(0)
 
     def forget(self, number: int) -> None:
-        """The writer has let go of a segment; an array in it lives on."""
+        """Unmap a segment that the writer dropped; an array in it lives on."""
         self._mapped.pop(number, None)
 
     def close(self) -> None:
-        """Let go of all; arrays live on, and nothing is freed any more."""
+        """Drop all segments; arrays live on, and nothing is reported free any more."""
         self._out.clear()
         self._mapped.clear()
 
@@ -344,4 +346,4 @@ def _seals(descriptor: int) -> int:
     try:
         return fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
     except OSError:
-        return 0  # A file that knows no seals.
+        return 0  # A file without support for seals.

@@ -1,7 +1,7 @@
-"""Nested data that travelled as names and parts become Python objects again.
+"""Decoding of nested data: names and parts become Python objects again.
 
-Only instances that are data are made: their parts are put in place, and no code of
-their classes runs but what JAX's registry has of pytree nodes.
+Only data objects are made. Their parts are put in place without running code of their
+classes, except for pytree nodes in JAX's registry.
 """
 
 import functools
@@ -26,10 +26,10 @@ from jdag.wire.trees import APPLIED, DTYPE, Named, Opaque, Part, Raw, RefParts, 
 
 
 def unmarshal(data: Any, allowed: Allowed) -> Any:
-    """Return nested data with all that they name.
+    """Return nested data with all names resolved.
 
     Raises:
-        JdagError: something is not allowed, not there, or no data.
+        JdagError: an object is not allowed, does not exist, or is not data.
     """
 
     def made(item: Any) -> Any:
@@ -163,7 +163,7 @@ def _treedef(kind: Any, aux: Any, children: list[Any]) -> Any:
 
 
 def array(raw: Raw) -> Any:
-    """Return the array that travelled, JAX's or numpy's as it was."""
+    """Return a received array, as JAX or numpy array like the original."""
     kind = raw.kind
     if raw.form == "array":
         return delivered(landed(kind, memoryview(raw.data)))

@@ -59,12 +59,12 @@ class Watch:
         threading.Thread(target=self._run, args=(said,), daemon=True).start()
 
     def say(self, what: dict[str, Any]) -> None:
-        """Tell the parent something, if it still listens."""
+        """Send a message to the parent, if it still listens."""
         with suppress(OSError):
             self._socket.sendall(json.dumps(what).encode() + b"\n")
 
     def on_stop(self, stop: Callable[[], None]) -> None:
-        """Say what drains this process; done at once if it was asked for before."""
+        """Set the function that drains this process; call it if already requested."""
         with self._lock:
             self._stop = stop
             asked = self._asked
@@ -72,18 +72,17 @@ class Watch:
             stop()
 
     def part(self) -> None:
-        """Let the parent say that this one may go, or be found to be gone itself.
+        """Wait for the parent to release this process, or to end itself.
 
-        A main that is killed is lost before its process has ended.
+        If main was killed, its loss is detected before its process has ended.
         """
         if self.has_parent:
             self._told.wait(PARTING_S)
 
     def _die_with(self, parent: int) -> None:
-        """End by SIGHUP when the parent dies, also if others keep its socket open.
+        """End by SIGHUP when the parent dies, even if other processes hold its socket.
 
-        Not SIGTERM, which asks to finish: while its threads die one by one, a parent
-        seems to live.
+        SIGTERM would request a drain, during which the dying parent may seem alive.
         """
         signal.signal(signal.SIGHUP, self._orphaned)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGHUP)
@@ -91,7 +90,7 @@ class Watch:
             self._orphaned()
 
     def _read_options(self) -> tuple[bytes, bytes]:
-        """Return the line with the options, and what has come after it."""
+        """Return the line with the options, and the bytes after it."""
         line, came = b"", b""
         while b"\n" not in came and len(line) < _LINE_BYTES_MAX:
             came = heard(self._socket)
@@ -126,14 +125,14 @@ class Watch:
             threading.Thread(target=stop, name="stop", daemon=True).start()
 
     def _orphaned(self, *_: object) -> NoReturn:
-        """The parent is gone: stop without finishing anything."""
+        """Stop at once, as the parent has ended."""
         if self._litter:
             shutil.rmtree(self._litter, ignore_errors=True)
         os._exit(1)
 
 
 def heard(source: socket.socket) -> bytes:
-    """Return what came over a socket; nothing if its other end is gone, however."""
+    """Return bytes from a socket; empty if its other end has closed."""
     try:
         return source.recv(1 << 16)
     except ConnectionError:  # It had not read what we said.
@@ -141,11 +140,11 @@ def heard(source: socket.socket) -> bytes:
 
 
 def _noted(*_: object) -> None:
-    """The watch reads of it."""
+    """Ignore the signal here; the watch thread reads it from the wakeup fd."""
 
 
 def leave(code: int) -> NoReturn:
-    """End this process, without Python's tidying up: XLA may still be computing."""
+    """End this process without Python's cleanup, as XLA may still be computing."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -35,7 +35,7 @@ _log = logging.getLogger("jdag")
 
 
 def become(options: WorkerOptions) -> NoReturn:
-    """Be a worker process from now on, in place of what this process was."""
+    """Replace this process by a worker process."""
     ours, theirs = socket.socketpair()
     ours.sendall(options.model_dump_json().encode() + b"\n")
     ours.close()
@@ -47,10 +47,10 @@ def become(options: WorkerOptions) -> NoReturn:
 
 
 def environment() -> dict[str, str]:
-    """Return this environment, in which a worker finds the modules of this process.
+    """Return the environment of a worker, with the module path of this process.
 
-    Unless set otherwise, gRPC prints errors only: it would print several lines for each
-    refused certificate, and the other process is told of that anyway.
+    Unless set otherwise, gRPC prints errors only. It would print several lines for each
+    refused certificate, which the other process reports anyway.
     """
     path = os.pathsep.join([one or os.getcwd() for one in sys.path])
     return {"GRPC_VERBOSITY": "ERROR", **os.environ, "PYTHONPATH": path}
@@ -63,12 +63,12 @@ def run(options: WorkerOptions, watch: Watch) -> None:
         JdagError: it cannot: no such module or device, a port in use.
     """
     if lacking := missing(options.allow):
-        said = f"allow names {', '.join(lacking)}: no module that can be imported here"
+        said = f"allow names {', '.join(lacking)}: not importable as a module here"
         raise JoinError(said)
     use_device(options.device, options.worker)
     configure({**options.config, **_OWN_CONFIG})
     gc.collect()
-    gc.freeze()  # What imports have made is not for the collector to walk again.
+    gc.freeze()  # Exclude the objects of imported modules from collection.
     _log.info("worker %s: process %d", options.worker, os.getpid())
     tls = None if options.tls is None else load_tls(*options.tls)
     make_node = pkgutil.resolve_name(options.node)(options)
@@ -98,7 +98,7 @@ def run(options: WorkerOptions, watch: Watch) -> None:
 
 
 def main(watch: Watch) -> NoReturn:
-    """Be the worker that the options say, which came over the socket of the watch."""
+    """Run a worker with the options received over the socket of the watch."""
     try:
         options = WorkerOptions.model_validate_json(watch.options)
         if options.path is not None:

@@ -47,7 +47,7 @@ _SHOWN_MAX = 300
 
 
 class CallerLease:
-    """One session of a worker process, which its caller (`main`) holds meanwhile."""
+    """One session of a worker process, held by its caller (`main`)."""
 
     def __init__(
         self,
@@ -144,12 +144,12 @@ class CallerLease:
         self.node.adopt(admitted.worker, admitted.incarnation, stream, received)
 
     def knows(self, secret: str, peer: str) -> bool:
-        """Whether this is the secret that this process and another share."""
+        """Whether this is the secret shared with a peer."""
         known = self.secrets.get(peer, "")
         return bool(known) and hmac.compare_digest(known.encode(), secret.encode())
 
     def check_secret(self, secret: str, peer: str) -> None:
-        """Refuse a secret that is not that of this process and another."""
+        """Refuse a secret that is not the one shared with a peer."""
         if not self.knows(secret, peer):
             raise JoinError(
                 f"worker {self.worker!r} refused: the secret is not that of {peer!r} in"
@@ -162,7 +162,7 @@ class CallerLease:
         self.node.joined(name, number)
 
     def mesh(self, asked: Mesh) -> Mapping[str, Any]:
-        """Know the others, and dial some of them."""
+        """Register the other workers, and dial some of them."""
         for name, where in asked.peers.items():
             self._announce(name, where, is_dialled=name in asked.dial)
         for name in asked.dial:
@@ -172,24 +172,24 @@ class CallerLease:
         return {}
 
     def peer(self, asked: Peer) -> Mapping[str, Any]:
-        """Know a new incarnation of a worker, which will dial."""
+        """Register a new incarnation of a worker, which will dial."""
         self._announce(asked.worker, asked.whereabouts, is_dialled=False)
         self.secrets[asked.worker] = asked.shared
         return {}
 
 
 class WorkerServer:
-    """What a worker process answers, and its sessions one after the other.
+    """The control server's answers, and the sessions of a worker process.
 
     Args:
         options: of the process.
-        handshake: what it says of itself.
+        handshake: of the process.
         make_node: makes the node of a session.
         tls: mutual TLS.
 
     Attributes:
         answers: for each class of request; see `jdag.rpc.control`.
-        asked_to_stop: whether somebody wants it to stop.
+        asked_to_stop: whether a stop was requested.
     """
 
     def __init__(
@@ -379,7 +379,7 @@ def _check_names(asked: AttachWorker) -> None:
 def _is_dead(holder: Handshake, own: Handshake) -> bool:
     """Whether the holding process ran on this host and has ended.
 
-    So that a crashed program that is started again need not wait for the deadline.
+    If so, a crashed program can be restarted without waiting for the deadline.
     """
     pid = holder.get("pid")
     is_here = holder.get("boot") == own.get("boot")
