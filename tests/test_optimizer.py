@@ -244,9 +244,10 @@ def test_the_clipped_norm_is_that_over_all_owners(cluster):
 
 
 def test_squared_norms_are_summed_in_the_order_of_the_leaves(cluster):
-    # 1.96 is lost in 2 ** 54, twelve times of them are not: any other order shows.
-    factors = [2.0**27] + 12 * [1.4]
-    refs = [cluster.put("cbd"[n % 3], 0.0) for n in range(13)]
+    # 1.96 is lost in 2 ** 54, twelve times 1.96 are not: another order shows, as that
+    # by owners, where the second leaf comes last.
+    factors = [1.4, 2.0**27] + 11 * [1.4]
+    refs = [cluster.put("b" if n == 1 else "c", 0.0) for n in range(13)]
     optimizer = Optimizer(optax.sgd(1.0), refs, clip_norm=2.0**26)
     with cluster.context() as ctx:
         ctx.backward(
