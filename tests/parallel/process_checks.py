@@ -295,7 +295,7 @@ def check_what_differs_between_processes_is_named() -> list[str]:
 
 def check_devices_that_do_not_fit_are_refused() -> None:
     refused(
-        r"as many of each, and here process 0 has 2, process 1 has 1: give it "
+        r"number of devices, and here process 0 has 2, process 1 has 1: pass "
         r"jax.devices\(\), or, for this process alone, jax.local_devices\(\)",
         lambda: gradient(devices=jax.devices()[:3]),
     )
