@@ -301,7 +301,7 @@ def test_the_caller_shares_the_gpu_of_workers_on_its_host_unless_told_otherwise(
 
 
 def test_a_module_that_a_worker_is_to_allow_and_has_not_is_named() -> None:
-    said = "worker 'b' did not start: allow names nowhere.x: no module"
+    said = "worker 'b' did not start: allow names nowhere.x: not importable"
     with pytest.raises(JoinError, match=said):
         jdag.launch(["a", "b"], allow=["tests", "nowhere.x"])
 

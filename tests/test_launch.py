@@ -264,7 +264,7 @@ def test_those_that_are_starting_when_the_caller_is_interrupted_are_killed(
 
 
 def test_one_that_says_odd_things_is_named_and_stopped(place: Path):
-    said = r"""worker 'a' did not start: it said b'{"ready": 5}', which is not un"""
+    said = r"""worker 'a' did not start: it sent b'{"ready": 5}', which is not un"""
     with pytest.raises(JoinError, match=said):
         Launch(options_of("a", node="tests.rpc_cases:make_odd"))
     assert not litter(place)
