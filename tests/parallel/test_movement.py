@@ -186,7 +186,10 @@ def test_gradients_of_replicas_are_added_in_their_order():
             r"scatter: leaf \[1\] has 2 rows along dim 0, and leaf \[0\] has 3",
             lambda: scatter([jnp.ones(3), jnp.ones(2)]),
         ),
-        (r"scatter: the pytree to be cut into chunks has no arrays", lambda: scatter(["a"])),
+        (
+            r"scatter: the pytree to be cut into chunks has no arrays",
+            lambda: scatter(["a"]),
+        ),
         (
             r"gather takes a list of pytrees, one of each chunk, not \[\]",
             lambda: gather([]),
