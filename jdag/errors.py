@@ -1,4 +1,4 @@
-"""The exceptions of jdag, and how values are shown in them."""
+"""The exceptions of jdag, and the formatting of values in their texts."""
 
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
@@ -10,12 +10,12 @@ _NAMES = {
     "ndarray": "numpy array",
 }
 
-SHOWN_MAX = 1000  # Of a value: more would hide what is wrong with it.
-SAID_MAX = 1 << 16  # Characters of what an exception says, and of its frames.
+SHOWN_MAX = 1000  # Characters of a value.
+SAID_MAX = 1 << 16  # Characters of an exception's text, and of its frames.
 
 
 def cut(text: str, most: int) -> str:
-    """Return the two ends of a text, and between them how much is left out."""
+    """Shorten a text to its two ends, and the number of characters left out."""
     half = most // 2
     if len(text) <= most:
         return text
@@ -30,12 +30,12 @@ def kind_of(value: object) -> str:
 
 
 def unusable(key: str, value: object, allowed: str) -> str:
-    """The one wording in which a setting is refused."""
+    """Return the error text of a setting; all settings have this wording."""
     return f"{key} = {repr_of(value)}: allowed is {allowed}"
 
 
 def meant(name: str, names: Iterable[str]) -> str:
-    """Ask whether one of the names is meant, if one is like it."""
+    """Return a hint at the most similar name, or nothing if none is similar."""
     near = get_close_matches(name, list(names), 1)
     return f" (do you mean {near[0]}?)" if near else ""
 
@@ -49,7 +49,7 @@ def repr_of(value: object) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """The text of an exception; its class may be a user's, whose `__str__` fails."""
+    """Return the text of an exception, also if its `__str__` fails."""
     try:
         return cut(str(error), SAID_MAX)
     except (Exception, SystemExit) as failure:
@@ -57,7 +57,7 @@ def text_of(error: BaseException) -> str:
 
 
 def named_text(error: BaseException) -> str:
-    """The class of an exception and its text: `ValueError: no such`."""
+    """Return class and text of an exception: `ValueError: no such`."""
     return f"{type(error).__name__}: {text_of(error)}"
 
 
@@ -82,24 +82,24 @@ def is_deeper(tree: Any, most: int, parts: Callable[[Any], Iterable[Any]]) -> bo
 
 
 def spelled(path: object) -> str:
-    """A path as messages have it: quoted if a sign in it would not be seen."""
+    """Return a path for a message: quoted if a character in it is not printable."""
     text = str(path)
     return text if text.isprintable() else repr(text)
 
 
 def reason(error: OSError | ValueError) -> str:
-    """Return the system's text, or Python's of a path, without a number."""
+    """Return the error's text without the error number."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
     return f"no file can have this name: {error}"  # It has a zero byte, or no bytes.
 
 
 class JdagError(Exception):
-    """An error that jdag raises on purpose; it says what would have been right."""
+    """Base of all errors that jdag raises; the text says what would be right."""
 
 
 def other_thread(name: str) -> JdagError:
-    """The error of a thread that uses a cluster which is another one's."""
+    """Return the error of a thread that uses another thread's cluster."""
     return JdagError(
         f"thread {name!r} uses a cluster that another thread made: a cluster is for "
         "the thread that makes it; cluster.run runs programs at the same time"
@@ -107,7 +107,7 @@ def other_thread(name: str) -> JdagError:
 
 
 def no_arrays(what: str) -> JdagError:
-    """The error of an argument that is to be differentiated by, with nothing to it."""
+    """Return the error of a differentiated argument without arrays."""
     return JdagError(
         f"{what} has no arrays, and so no gradient; differentiate by "
         "leaves, and by float and complex arrays"
@@ -115,15 +115,15 @@ def no_arrays(what: str) -> JdagError:
 
 
 class GraphError(JdagError):
-    """The recorded graph cannot give what was asked: spent nodes, double backward."""
+    """The recorded graph does not allow this: spent nodes, double backward."""
 
 
 class ContextError(JdagError):
-    """A context, or a ref of one, was used where or when it has no meaning."""
+    """A context, or a ref of one, was used outside its lifetime or its program."""
 
 
 class RootError(JdagError):
-    """A root of a backward pass, or its cotangent, is not one that can be used."""
+    """A root of a backward pass, or its cotangent, is not valid."""
 
 
 class _PassError(JdagError):
@@ -135,25 +135,25 @@ class _PassError(JdagError):
 
 
 class UnusedSendError(_PassError):
-    """A pass is stuck: sends wait for cotangents that nobody will ever send.
+    """A pass is stuck: sends wait for cotangents that will never be sent.
 
     `sends` holds one entry for each owed send, those owed first in program order first.
     """
 
 
 class PassTimeout(_PassError):
-    """A pass took longer than it was given.
+    """A pass exceeded its time limit.
 
     `sends` holds one entry for each send that still waited for its cotangent.
     """
 
 
 class RemoteError(JdagError):
-    """A function failed on a worker: which one, on which, called from where."""
+    """A function failed on a worker; the text names function, worker and call site."""
 
 
 class WorkerLost(JdagError):
-    """A worker is gone: what it held cannot be had any more."""
+    """A worker is lost, and its values with it."""
 
 
 class ProtocolError(JdagError):
@@ -161,11 +161,10 @@ class ProtocolError(JdagError):
 
 
 class JoinError(JdagError):
-    """Workers cannot be joined: one is not there, refuses, or died at its start.
+    """Workers cannot be joined: one is absent, refuses, or died at its start.
 
-    `reached` tells whether the worker answered at all, and `absent` whether it is known
-    that no process is at its address; `given_up`, that it has given the asker up, and
-    will not have it back.
+    `reached`: the worker answered. `absent`: no process listens at its address.
+    `given_up`: the worker counts this process as lost and does not take it back.
     """
 
     def __init__(

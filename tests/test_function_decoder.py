@@ -213,7 +213,7 @@ def secret(x: Any) -> Any:
 def test_what_may_not_be_had_raises_at_each_forward_and_not_before() -> None:
     bound = bound_of(made(secret, X), FunctionDecoder())
     for _ in range(2):
-        with pytest.raises(JdagError, match=r"secret cannot be had here.*allow=\['tes"):
+        with pytest.raises(JdagError, match=r"secret is not available .*allow=\['tes"):
             bound.forward([X])
     assert bound.out_tracked == (True,)
 
@@ -345,7 +345,7 @@ def test_a_program_or_argument_that_cannot_be_had_fails_the_program_alone() -> N
         (FunctionDecoder(), "names_cases:program may not be had by name.*allow="),
         (
             FunctionDecoder(["tests.names_cases"]),
-            "an argument of it cannot.*secret may not",
+            "an argument of it is not.*secret may not",
         ),
     ):
         found = arrived(run, functions)

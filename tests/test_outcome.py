@@ -46,7 +46,7 @@ def test_a_pass_that_had_not_begun_says_for_want_of_what():
     failure = Failure("PassTimeout", "acknowledgements of call (1,) on 'b'", "a")
     result = PassResult(1, Outcome.EXPIRED, failure, (), (), ())
     assert expired(result, 1) == (
-        "pass 1 took longer than timeout_s=1; it had not begun, for want of "
+        "pass 1 took longer than timeout_s=1; it had not begun: it waited for "
         "acknowledgements of call (1,) on 'b'"
     )
 

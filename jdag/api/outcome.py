@@ -68,10 +68,10 @@ def expired(result: PassResult, timeout_s: float | None) -> str:
     assert result.failure is not None, result
     text = f"pass {result.number} took longer than timeout_s={timeout_s!r}"
     if result.failure.message:
-        return f"{text}; it had not begun, for want of {result.failure.message}"
+        return f"{text}; it had not begun: it waited for {result.failure.message}"
     if not result.owed:
         why = "something is being computed, or is on its way"
-        return f"{text}; nothing that it has come by is owed a cotangent: {why}"
+        return f"{text}; no send that it has reached waits for a cotangent: {why}"
     text = f"{text}; no cotangent has come for what was sent by"
     return "\n".join([text, *_owed_lines(result.owed)])
 

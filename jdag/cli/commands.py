@@ -36,7 +36,7 @@ from jdag.api.graph import ContextGraph
 from jdag.cli import hosting
 from jdag.cli.cli_errors import Exit, errors_in_one_line
 from jdag.engine.drawing import Need
-from jdag.errors import ScenarioError, reason, spelled, unusable
+from jdag.errors import ScenarioError, named_text, reason, spelled, unusable
 from jdag.report import GRAPH, GRAPH_DOT, PAGE, WRITTEN, read_drawings, render
 from jdag.report.formatting import formatted
 from jdag.report.result import RESULT, json_of, read_result
@@ -105,8 +105,8 @@ def run(
 ) -> None:
     """Run a scenario, compare it with what it expects, and report.
 
-    Exit codes: 0 all that it expects is so; 1 something is not; 2 bad input; 3 a pass
-    was stuck, and nothing expected it; 130 Ctrl-C; 143 SIGTERM.
+    Exit codes: 0 all expectations met; 1 one is not met; 2 bad input; 3 a pass was
+    unexpectedly stuck; 130 Ctrl-C; 143 SIGTERM.
     """
     with errors_in_one_line(), _programs_are_silent(as_json):
         scenario = load(file, seed=_seed_of(seed))
@@ -394,7 +394,8 @@ def report(
             said = f"a folder that `jdag run` wrote; {said}"
             raise ScenarioError(unusable("folder", str(folder), said)) from error
         except Exception as error:  # Other programs may have edited the files.
-            said = f"a folder that `jdag run` wrote; {type(error).__name__}: {error}"
+            text = str(error) if isinstance(error, ValueError) else named_text(error)
+            said = f"a folder that `jdag run` wrote; {text}"
             raise ScenarioError(unusable("folder", str(folder), said)) from error
     _print(Console(), result, folder / PAGE)
 

@@ -25,7 +25,8 @@ class RefData:
 class Reply(NamedTuple):
     """The return of a program: its result as data, and the failures that it has seen.
 
-    `kept`: calls (with numbers of outputs) in the result whose refs exist elsewhere.
+    `kept`: path of call and number of output of each value in the result to which the
+    program still holds refs.
     """
 
     result: Any

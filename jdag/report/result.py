@@ -3,9 +3,9 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from jdag.errors import ScenarioError, kind_of
 from jdag.runtime.tables import parsed, text_in
@@ -44,7 +44,7 @@ class Result(_Table):
     expect: list[Expectation]
     not_asked: list[str] = []
     digest: str | None
-    window_ns: list[int]
+    window_ns: Annotated[list[int], Field(min_length=2, max_length=2)]
 
 
 def json_of(path: Path) -> Any:
@@ -71,6 +71,8 @@ def read_result(folder: Path) -> Mapping[str, Any]:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"]))
-        if first["type"] == "missing" or not key:
-            raise ValueError(f"{RESULT} has no {key or 'table'}") from None
-        raise ValueError(f"{key} in {RESULT} is {kind_of(first['input'])}") from None
+        if first["type"] == "missing":
+            raise ValueError(f"{RESULT} has no {key}") from None
+        named = f"{key} in {RESULT}" if key else RESULT
+        allowed = first["msg"][0].lower() + first["msg"][1:]
+        raise ValueError(f"{named} is {kind_of(first['input'])}: {allowed}") from None

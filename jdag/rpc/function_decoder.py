@@ -82,7 +82,7 @@ class Bound:
         """The pair itself, made by one thread.
 
         Raises:
-            JdagError: its function may not be had here, or is another one here.
+            JdagError: the function is not allowed here, or has other code here.
             Exception: whatever the function raises while it is traced.
         """
         with self._lock:
@@ -220,7 +220,7 @@ class FunctionDecoder:
             function = unmarshal(body.function, self.allowed)
             treedef, leaves = structure(body.arguments, self.allowed)
         except JdagError as error:
-            raise type(error)(f"{body.name} cannot be had here: {error}") from None
+            raise type(error)(f"{body.name} is not available here: {error}") from None
         template = template_of(treedef, leaves, body.own)
         made = pair(function, template, bound.avals, bound.tracked)
         if (made.out_avals, made.out_tracked) != (bound.out_avals, bound.out_tracked):
@@ -255,7 +255,7 @@ class FunctionDecoder:
         what = ""
         try:
             function = self._callable(run.function)
-            what = "an argument of it cannot be had here: "
+            what = "an argument of it is not available here: "
             arguments = unmarshal(run.arguments, self.allowed)
         except JdagError as error:
             function, arguments = _refused(run.function, f"{what}{error}"), ((), {})
@@ -273,7 +273,7 @@ class FunctionDecoder:
             reply = reply._replace(result=unmarshal(result, self.allowed))
         except JdagError as error:
             if message.failure is None:
-                said = f"what a program returned cannot be had here: {error}"
+                said = f"the result of a program is not available here: {error}"
                 failure = Failure("JdagError", said, sender, message.path)
                 return replace(message, result=reply, failure=failure)
         return replace(message, result=reply)

@@ -172,8 +172,8 @@ class Host:
     ) -> int:
         """Handle an event and carry out all its effects; then raise what one raised.
 
-        `causes` are the records of what brought it about, `keys` those of values that
-        came with it, which are held already. Returns the record of the event.
+        `causes` are the trace records that led to the event, `keys` those of the values
+        that came with it, which are stored already. Returns the event's record.
         """
         recorder = self.recorder
         record = cause = NO_CAUSE
@@ -291,8 +291,8 @@ class Port:
     def wait(self, waiter: int) -> Any:
         """Block until the engine resumes a waiter; return the result.
 
-        A program waits for what it asks for in the order of asking: what it asked for
-        before was interrupted between asking and waiting, and is forgotten as well.
+        Waiters are awaited in the order of asking. An earlier one that is still pending
+        was interrupted between asking and waiting, and is forgotten too.
 
         Raises:
             JdagError: the waiter can never be resumed, or the cluster is closed.

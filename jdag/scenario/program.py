@@ -68,11 +68,12 @@ def raised(error: BaseException) -> str:
 
 def _imported(settings: Settings, folder: Path) -> Any:
     module_name, _, name = settings.program.partition(":")
-    for place in (str(Path.cwd()), str(folder)):  # The last is looked into first.
+    folders = tuple(dict.fromkeys((str(folder), str(Path.cwd()))))
+    for place in reversed(folders):  # The last is looked into first.
         if place in sys.path:
             sys.path.remove(place)
         sys.path.insert(0, place)
-    where = f"module:function, of a module in {folder}, in {Path.cwd()} or installed"
+    where = f"module:function, of a module in {', in '.join(folders)} or installed"
     moved = module_name.removeprefix(_FORMER)
     if moved != module_name:
         raise settings.refused(

@@ -55,12 +55,12 @@ def run_scenario(
 ) -> ScenarioResult:
     """Run a scenario and compare its figures with what it expects.
 
-    What its program lets pass of jdag's errors is the outcome, as if it had said so.
-    Without a driver it is in virtual time. A driver stays open, whatever happens.
+    If the program raises an error of jdag, that error is the outcome. Without a driver
+    the run is in virtual time. A driver that is given stays open.
 
     Raises:
-        ScenarioError: its program returns no roots that a pass can start from, or no
-            figures; kept no cluster; or raised what is no error of jdag.
+        ScenarioError: the program returns roots from which no pass can start, or no
+            figures; keeps no cluster; or raises an error that is not jdag's.
     """
     driver = Virtual(scenario.settings) if driver is None else driver
     run = _run_of(scenario, show, driver)
@@ -98,7 +98,7 @@ def _plain(figures: Any) -> Figures:
     """Return the figures of a program, with arrays as lists and numbers.
 
     Raises:
-        ScenarioError: it is no table of figures, or one is what no result can hold.
+        ScenarioError: the figures are not a mapping, or one has a type that JSON lacks.
     """
     if not isinstance(figures, Mapping):
         allowed = "a mapping of figures by their names"
