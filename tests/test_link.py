@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jdag.errors import ProtocolError, ScenarioError, WorkerLost
-from jdag.wire.link import Frame, Link, LinkSettings
+from jdag.wire.link import NEVER, Frame, Link, LinkSettings
 
 SETTINGS = LinkSettings(resend_ns=1000, resend_max=3, ack_delay_ns=100)
 LATENCY_NS = 200  # With the acknowledgement's delay and the way back well below 1000.
@@ -58,13 +58,13 @@ class Pair:
                     self.got[end].extend(ready)
                     self.delivered_ns = self.now_ns
             elif what == "tick":
-                if link.deadline_ns is None or link.deadline_ns > self.now_ns:
+                if link.deadline_ns > self.now_ns:
                     continue
                 for frame in link.tick(self.now_ns):
                     self.carry(end, frame)
             else:
                 self.carry(end, link.send(what, self.now_ns))
-            if link.deadline_ns is not None:
+            if link.deadline_ns < NEVER:
                 self.push(max(link.deadline_ns, self.now_ns), end, "tick")
 
 
@@ -92,7 +92,7 @@ def test_all_arrives_once_in_order_over_drops_duplicates_and_disorder(sends, fat
     pair.run()
     assert pair.got == told
     for link in pair.ends.values():
-        assert link.deadline_ns is None
+        assert link.deadline_ns == NEVER
         assert unacknowledged(link) == []
         assert not link._early
         assert link.sent == len(told[link.peer])
@@ -133,7 +133,7 @@ def test_it_gives_up_after_so_many_resends():
     start(pair, [(0, "a"), (1, "a"), (2, "b")])
     pair.run()
     link = pair.ends["a"]
-    assert link.lost and link.deadline_ns is None
+    assert link.lost and link.deadline_ns == NEVER
     assert link.resent == SETTINGS.resend_max
     assert unacknowledged(link) == [("payload", 0), ("payload", 1)]
     assert pair.now_ns >= 15 * SETTINGS.resend_ns  # 1 + 2 + 4 + 8: waits double.
@@ -147,7 +147,7 @@ def test_waits_grow_no_longer_than_the_backoff_allows():
     link = Link("b", replace(SETTINGS, resend_max=6, backoff_max=4))
     link.send("x", 0)
     waits, now_ns = [], 0
-    while link.deadline_ns is not None:
+    while link.deadline_ns < NEVER:
         waits.append(link.deadline_ns - now_ns)
         now_ns = link.deadline_ns
         link.tick(now_ns)
@@ -160,7 +160,7 @@ def test_progress_starts_waits_and_tries_anew():
     link.send("x", 0)
     link.send("y", 0)
     for _ in range(SETTINGS.resend_max):
-        assert link.tick(link.deadline_ns or 0)
+        assert link.tick(link.deadline_ns)
     link.receive(Frame(0, 1), 20_000)
     assert link.tick(20_000) == (Frame(2, 0, "y"),)
     assert link.deadline_ns == 20_000 + 2 * SETTINGS.resend_ns
@@ -175,7 +175,7 @@ def test_an_acknowledgement_rides_on_data_and_goes_alone_only_after_its_delay():
     assert link.deadline_ns == 160
     assert link.tick(159) == ()
     assert link.tick(160) == (Frame(0, 2),)
-    assert link.deadline_ns is None
+    assert link.deadline_ns == NEVER
 
 
 def test_a_frame_that_comes_again_is_acknowledged_again():

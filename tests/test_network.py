@@ -10,7 +10,7 @@ from jdag.errors import ScenarioError
 from jdag.runtime.chooser import Chooser
 from jdag.sim.network import LinkModel, Network, Traffic
 from jdag.sim.timeline import Timeline
-from jdag.wire.link import Frame, Link, LinkSettings
+from jdag.wire.link import NEVER, Frame, Link, LinkSettings
 
 WORKERS = ["a", "b", "c"]
 GIGABYTE = 1_000_000_000  # Per second: one byte a nanosecond.
@@ -213,7 +213,7 @@ def test_a_slow_but_clean_network_makes_no_link_resend(sends, jitter_ns):
         if isinstance(what, Frame):
             got[name].extend(link.receive(what, now_ns))
         elif what == "tick":
-            if link.deadline_ns is not None and link.deadline_ns <= now_ns:
+            if link.deadline_ns <= now_ns:
                 for frame in link.tick(now_ns, drained_ns(way, name, link.peer)):
                     size = HEADER_BYTES + (frame.payload[1] if frame.sequence else 0)
                     arrival_ns = transmit(way, name, link.peer, size, now_ns, chooser)
@@ -223,7 +223,7 @@ def test_a_slow_but_clean_network_makes_no_link_resend(sends, jitter_ns):
             arrival_ns = transmit(way, name, link.peer, size, now_ns, chooser)
             frame = link.send(what, now_ns, arrival_ns - now_ns)
             timeline.push(arrival_ns, 0, (happens, None, link.peer, frame))
-        if link.deadline_ns is not None:
+        if link.deadline_ns < NEVER:
             timeline.push(
                 max(now_ns, link.deadline_ns), 1, (happens, None, name, "tick")
             )
@@ -234,4 +234,4 @@ def test_a_slow_but_clean_network_makes_no_link_resend(sends, jitter_ns):
     timeline.run(chooser, (), 0)
     assert got == told
     for link in ends.values():
-        assert (link.resent, link.duplicates, link.deadline_ns) == (0, 0, None)
+        assert (link.resent, link.duplicates, link.deadline_ns) == (0, 0, NEVER)

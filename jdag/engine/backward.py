@@ -99,7 +99,8 @@ class Backward:
         if live.failed:  # Counting may be incomplete: nothing can take these values.
             self._state.drop(landing(message))
             return
-        live.credit = added(live.credit, message.credit)
+        held = live.credit
+        live.credit = added(held, message.credit) if held.units else message.credit
         live.unreported += message.owed
         handler(live, message)
         self.settle(live)
@@ -113,10 +114,6 @@ class Backward:
     def mark(self, live: Pass, message: Mark) -> None:
         """SMART: the roots need these slots of sends here; count all behind them."""
         self._count(live, marked(live, message.transfers))
-
-    def go(self, live: Pass, message: Go) -> None:
-        """Begin the announced pass."""
-        self.seed(live)
 
     def cotangent(self, live: Pass, message: Cotangent) -> None:
         """Deliver the cotangents of a transfer that was sent from here."""
@@ -237,7 +234,7 @@ class Backward:
         )
         self.fail(live, self._state.failure("GraphError", message, path_of(vertex)))
 
-    def seed(self, live: Pass) -> None:
+    def seed(self, live: Pass, _: Go | None = None) -> None:
         """Deliver the first cotangent to each root here: the given one, or ones."""
         context, number = live.fragment.context, live.number
         for root in live.roots:

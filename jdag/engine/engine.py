@@ -129,7 +129,7 @@ class Engine:
             protocol.Discard: lambda _, message: self._lives.discard(message.keys),
             protocol.Start: partial(backward.credited, backward.start),
             protocol.Mark: partial(backward.credited, backward.mark),
-            protocol.Go: partial(backward.credited, backward.go),
+            protocol.Go: partial(backward.credited, backward.seed),
             protocol.Cotangent: partial(backward.credited, backward.cotangent),
             protocol.Answer: partial(backward.credited, backward.answer),
             protocol.Fail: backward.fail_arrived,

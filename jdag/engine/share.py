@@ -103,7 +103,8 @@ class Pass(Struct, eq=False):
         The first message carries the change in owed sends.
         """
         outbox, self.outbox = self.outbox, []
-        parts = split(self.credit, len(outbox) + (self.busy > 0))
+        count = len(outbox) + (self.busy > 0)
+        parts = [self.credit] if count == 1 else split(self.credit, count)
         self.credit = parts.pop(0) if self.busy else NOTHING
         owed, self.unreported = self.unreported, 0
         sent = []

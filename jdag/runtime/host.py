@@ -7,7 +7,7 @@ Outputs: the effects of each event, in their order. Values are dropped and waite
 Invariants: all effects of an event are carried out before the next event, also if one
     of them raises; a waiter is resumed once, and only while its program waits. The
     recorder, if there is one, is told of every event before the engine handles it and
-    of every effect before it is carried out.
+    of the effects that it records before they are carried out.
 
 A cause is the index of a record in the trace; -1 stands for none, and for no trace.
 """
@@ -42,7 +42,7 @@ from jdag.engine.protocol import (
 )
 from jdag.errors import JdagError
 from jdag.runtime.failures import failure_of
-from jdag.runtime.recorder import NO_CAUSE, Recorder
+from jdag.runtime.recorder import NO_CAUSE, RECORDED, Recorder
 from jdag.runtime.sizes import check_values
 from jdag.runtime.waiters import Cancel, Waiters
 
@@ -176,9 +176,9 @@ class Host:
         that came with it, which are stored already. Returns the event's record.
         """
         recorder = self.recorder
-        record = cause = NO_CAUSE
+        record = NO_CAUSE
         if recorder is not None:
-            record = cause = recorder.input(self.worker, event, causes, keys)
+            record = recorder.input(self.worker, event, causes, keys)
             if not self.alive:
                 return record  # It crashes when there are so many records.
         failed: Exception | None = None
@@ -187,9 +187,9 @@ class Host:
         for effect in self.engine.handle(event):
             if not self.alive:
                 break  # The worker crashed between two effects.
-            if recorder is not None:
+            cause, kind = record, effect.__class__
+            if recorder is not None and kind in RECORDED:
                 cause = recorder.effect(self.worker, effect, record)
-            kind = effect.__class__
             try:
                 if kind is Send:
                     message, sent, values = effect.message, effect.values, ()

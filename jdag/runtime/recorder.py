@@ -1,8 +1,8 @@
 """The recorder of engines' events and effects, and of what drivers do with them.
 
 Inputs:  of hosts (`jdag.runtime.host`), each event before its engine handles it, and
-         each effect before it is carried out; of drivers, what happens to messages,
-         jobs and workers elsewhere.
+         effects of `RECORDED` before they are carried out; of drivers, what
+         happens to messages, jobs and workers elsewhere.
 Outputs: the records of a trace (`jdag.runtime.trace`), with the causes of each.
 Invariants: what made a value is known from the record that says so until the value is
     used up or dropped; a record's index is -1 where no trace is kept.
@@ -17,7 +17,6 @@ from jdag.engine.functions import name_of
 from jdag.engine.protocol import (
     Arrived,
     Computed,
-    ContextId,
     Drop,
     Effect,
     Event,
@@ -35,6 +34,7 @@ from jdag.engine.protocol import (
 from jdag.runtime.trace import Trace
 
 NO_CAUSE = -1
+RECORDED = frozenset((Drop, Resume, Spawn))  # Drivers record the other effects.
 
 
 class Recorder:
@@ -98,18 +98,17 @@ class Recorder:
         return record
 
     def effect(self, worker: str, effect: Any, cause: int) -> int:
-        """Record an effect of an event; return the cause of what it brings about."""
+        """Record one of `RECORDED`; return the cause of what it brings about."""
         kind = effect.__class__
         if kind is Drop:
             made = self._made[worker]
             for key in effect.keys:
                 made.pop(key, None)
-        elif kind is Resume:
+            return cause
+        if kind is Resume:
             return self._resume(worker, effect, cause)
-        elif kind is Spawn:
-            name = name_of(effect.function)
-            return self.note("spawn", worker, (*said(effect)[1:], name), (cause,))
-        return cause
+        name = name_of(effect.function)
+        return self.note("spawn", worker, (*said(effect)[1:], name), (cause,))
 
     def _resume(self, worker: str, resume: Resume, cause: int) -> int:
         asked = self._asked.pop(resume.waiter, None)
@@ -145,8 +144,8 @@ class Recorder:
         for key in gone:
             made.pop(key, None)
         kind = job.__class__.__name__.lower()
-        place = (_label(job.context), job.phase, job.path)
-        detail = (kind, *place, job_name(job), cost_ns)
+        context = "" if job.context is None else str(job.context)
+        detail = (kind, context, job.phase, job.path, job_name(job), cost_ns)
         record = self.note("start", worker, detail, tuple(causes))
         self._running[worker, job.id] = (record, detail, job)
 
@@ -157,16 +156,13 @@ def said(thing: Message | Event | Effect) -> tuple[str, str, int, Path]:
     has_context, has_number, has_path = _HAS[kind]
     given: Any = thing
     context = given.context if has_context else None
-    if context is None or context.incarnation:
-        label = _label(context)
-    else:  # Not by a call, as this is done for every message.
+    label = ""
+    if context is not None:  # Not by a call, as this is done for every message.
         label = f"{context.number}.{context.counter}"
+        if context.incarnation:
+            label = str(context)
     number = given.number if has_number else 0
     return (kind.__name__, label, number, given.path if has_path else ())
-
-
-def _label(context: ContextId | None) -> str:
-    return "" if context is None else str(context)
 
 
 # Of each class of messages, events and effects: whether it has context, pass and path.

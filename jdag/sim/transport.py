@@ -25,7 +25,7 @@ from jdag.runtime.stats import Sent
 from jdag.sim.environment import Environment
 from jdag.sim.network import Lane, LinkModel, Traffic
 from jdag.sim.timeline import EVENT, TIMER
-from jdag.wire.link import FRAME_BYTES, Frame, Link, LinkSettings
+from jdag.wire.link import FRAME_BYTES, NEVER, Frame, Link, LinkSettings
 from jdag.wire.messages import size
 
 ACK_DELAY_NS = 1_000_000
@@ -69,7 +69,7 @@ class LinkEnd:
     back: Lane
     twin: "LinkEnd" = field(init=False)
     open: bool = True
-    timer_ns: int | None = None
+    timer_ns: int = NEVER
     record: int = NO_CAUSE
     heard: int = NO_CAUSE
     payload_bytes: int = 0
@@ -169,10 +169,8 @@ class SimTransport:
         else:
             action = (self.frame, end.twin, frame, record)
             self._timeline.push(arrival_ns, EVENT, action)
-        deadline_ns = link.deadline_ns
-        armed_ns = end.timer_ns
-        if deadline_ns is not None and (armed_ns is None or deadline_ns < armed_ns):
-            self._arm(end, deadline_ns)
+        if link.deadline_ns < end.timer_ns:
+            self._arm(end)
 
     def frame(self, end: LinkEnd, frame: Frame, sent: int) -> None:
         """Receive a frame at an end; its host handles the messages now in order."""
@@ -193,13 +191,12 @@ class SimTransport:
                 causes = (record,) if record == sent else (record, sent)
                 host.arrived(end.peer, message, values, causes)
         # After the answers, as an acknowledgement rides on them.
-        deadline_ns, armed_ns = link.deadline_ns, end.timer_ns
-        if deadline_ns is not None and (armed_ns is None or deadline_ns < armed_ns):
-            self._arm(end, deadline_ns)
+        if link.deadline_ns < end.timer_ns:
+            self._arm(end)
 
-    def _arm(self, end: LinkEnd, deadline_ns: int) -> None:
+    def _arm(self, end: LinkEnd) -> None:
         if end.open:
-            end.timer_ns = at_ns = max(deadline_ns, self._timeline.now_ns)
+            end.timer_ns = at_ns = max(end.link.deadline_ns, self._timeline.now_ns)
             self._timeline.push(at_ns, TIMER, (self.timer, end))
 
     def timer(self, end: LinkEnd) -> None:
@@ -207,16 +204,16 @@ class SimTransport:
         now_ns, link = self._timeline.now_ns, end.link
         if not self._hosts[end.worker].alive or not end.open or end.timer_ns != now_ns:
             return  # Closed since, or armed anew for an earlier time.
-        end.timer_ns = None
-        if link.deadline_ns is not None and link.deadline_ns <= now_ns:
+        end.timer_ns = NEVER
+        if link.deadline_ns <= now_ns:
             busy_until_ns = max(end.out.drained_ns, end.back.drained_ns)
             for frame in link.tick(now_ns, busy_until_ns):
                 self._again(end, frame)
             if link.lost:
                 self._gave_up(end)
                 return
-        if link.deadline_ns is not None:
-            self._arm(end, link.deadline_ns)
+        if link.deadline_ns < NEVER:
+            self._arm(end)
 
     def _again(self, end: LinkEnd, frame: Frame) -> None:
         """Send a frame without a new message: a resend or an acknowledgement."""

@@ -39,6 +39,7 @@ from jdag.errors import ProtocolError, ScenarioError, WorkerLost
 # A frame on the wire begins with its sequence, its acknowledgement and the length of
 # its payload, 8 bytes each. A pure acknowledgement has nothing else.
 FRAME_BYTES = 3 * 8
+NEVER = 1 << 128  # Later than any time.
 
 
 class Frame(NamedTuple):
@@ -100,7 +101,7 @@ class LinkSettings:
 class Link:
     """One end of a link to `peer`.
 
-    `deadline_ns` is when `tick` must be called next, None for never; a time in the past
+    `deadline_ns` is when `tick` must be called next, or `NEVER`; a time in the past
     means now. It changes with every call, so a driver arms one timer at the earliest
     deadline it saw and checks again when that fires.
 
@@ -117,6 +118,7 @@ class Link:
         "_tries",
         "_unacked",
         "acknowledged",
+        "deadline_ns",
         "duplicates",
         "lost",
         "peer",
@@ -135,18 +137,9 @@ class Link:
         self._early: dict[int, Any] = {}
         # Oldest first: (payload, flight_ns, when its acknowledgement is overdue).
         self._unacked: deque[tuple[Any, int, int]] = deque()
-        self._resend_due_ns: int | None = None
-        self._ack_due_ns: int | None = None
+        self.deadline_ns = self._resend_due_ns = self._ack_due_ns = NEVER
         self._tries = 0
         self._put_off = False
-
-    @property
-    def deadline_ns(self) -> int | None:
-        """When `tick` must be called next; see the class."""
-        resend_ns, ack_ns = self._resend_due_ns, self._ack_due_ns
-        if resend_ns is None or (ack_ns is not None and ack_ns < resend_ns):
-            return ack_ns
-        return resend_ns
 
     def send(self, payload: Any, now_ns: int, flight_ns: int = 0) -> Frame:
         """The next data frame, to be put on the wire now.
@@ -174,7 +167,8 @@ class Link:
             self._resend_due_ns = due_ns
         unacked.append((payload, flight_ns, due_ns))
         self.sent += 1
-        self._ack_due_ns = None
+        self._ack_due_ns = NEVER
+        self.deadline_ns = self._resend_due_ns
         return Frame(self.sent, self.received, payload)
 
     def receive(self, frame: Frame, now_ns: int) -> tuple[Any, ...]:
@@ -195,8 +189,9 @@ class Link:
                 ready = (payload,)
             else:
                 ready = self._reorder(sequence, payload)
-            if self._ack_due_ns is None:
+            if self._ack_due_ns == NEVER:
                 self._ack_due_ns = now_ns + self._settings.ack_delay_ns
+        self.deadline_ns = min(self._resend_due_ns, self._ack_due_ns)
         return ready
 
     def tick(self, now_ns: int, busy_until_ns: int = 0) -> tuple[Frame, ...]:
@@ -210,19 +205,20 @@ class Link:
         if self.lost:
             return ()
         frames: list[Frame] = []
-        if self._resend_due_ns is not None and self._resend_due_ns <= now_ns:
+        if self._resend_due_ns <= now_ns:
             if busy_until_ns > now_ns and not self._put_off:
                 self._put_off = True
                 self._resend_due_ns = busy_until_ns + self._settings.resend_ns
             elif self._tries == self._settings.resend_max:
                 self.lost = True
-                self._resend_due_ns = self._ack_due_ns = None
+                self.deadline_ns = self._resend_due_ns = self._ack_due_ns = NEVER
                 return ()
             else:
                 frames.append(self._resend(now_ns))
-        if self._ack_due_ns is not None and self._ack_due_ns <= now_ns:
-            self._ack_due_ns = None
+        if self._ack_due_ns <= now_ns:
+            self._ack_due_ns = NEVER
             frames.append(Frame(0, self.received))
+        self.deadline_ns = min(self._resend_due_ns, self._ack_due_ns)
         return tuple(frames)
 
     def _acknowledge(self, acknowledged: int) -> None:
@@ -237,7 +233,7 @@ class Link:
         self.acknowledged = acknowledged
         self._tries = 0
         self._put_off = False
-        self._resend_due_ns = unacked[0][2] if unacked else None
+        self._resend_due_ns = unacked[0][2] if unacked else NEVER
 
     def _reorder(self, sequence: int, payload: Any) -> tuple[Any, ...]:
         first = self.received + 1
@@ -268,5 +264,5 @@ class Link:
         self.resent += 1
         waits = min(1 << self._tries, settings.backoff_max)
         self._resend_due_ns = now_ns + flight_ns + settings.resend_ns * waits
-        self._ack_due_ns = None
+        self._ack_due_ns = NEVER
         return Frame(self.acknowledged + 1, self.received, payload)
