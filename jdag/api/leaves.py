@@ -71,13 +71,13 @@ class _Call(NamedTuple):
 
 @dataclass(slots=True)
 class _Draft:
-    """An assignment under construction."""
+    """An assignment under construction; `leaves` are all that it gives a value."""
 
     path: tuple[int, ...]
     parts: list[Assignment] = field(default_factory=list)
     stored: list[tuple[Key, Any]] = field(default_factory=list)
     constants: dict[int, tuple[Key, Any]] = field(default_factory=dict)  # By id.
-    made: list[Leaf] = field(default_factory=list)
+    leaves: dict[Leaf, None] = field(default_factory=dict)
 
 
 class Assignments:
@@ -114,16 +114,13 @@ class Assignments:
         """
         draft = self._draft()
         kept: list[Leaf] = []
-        replaced: dict[Leaf, None] = {}
         groups: dict[tuple[str, str | None, bool], list[tuple[Leaf, Any]]] = {}
         for place, value in zip(places, values, strict=True):
             if isinstance(place, str):
                 worker, device = self.state.place(place, "cluster.put")
                 leaf = self._new(worker, aval_of(value).strong.on(device))
-                draft.made.append(leaf)
             else:
                 leaf = self.leaf(place)
-                _check_once([leaf], replaced)
             kept.append(leaf)
             of = (leaf.id.worker, leaf.aval.device, isinstance(place, str))
             groups.setdefault(of, []).append((leaf, value))
@@ -182,7 +179,6 @@ class Assignments:
         leaves = [self._new(worker, aval.on(device)) for aval in call.pair.out_avals]
         if leaves:
             _add(draft, [leaf.first for leaf in leaves], leaves, call)
-        draft.made = leaves
         self._tell(draft)
         refs = [self.state.leaf_ref(leaf) for leaf in leaves]
         return unflatten(call.pair.out_tree, refs)
@@ -197,12 +193,10 @@ class Assignments:
             WorkerLost: an owner is gone.
         """
         draft = self._draft()
-        replaced: dict[Leaf, None] = {}
         for change in changes:
             leaves = [self.leaf(ref) for ref in change.refs]
             call = self._traced(draft, leaves[0].id.worker, change)
             _check_outputs(call.pair, leaves)
-            _check_once(leaves, replaced)
             _add(draft, [leaf.key for leaf in leaves], leaves, call)
         self._tell(draft)
 
@@ -286,16 +280,19 @@ class Assignments:
         stored = (*draft.stored, *draft.constants.values())
         values = [(key, self.state.value(value)) for key, value in stored]
         self._port.tell(Assigned(draft.path, tuple(draft.parts)), values)
-        self.state.leaves.update({leaf.id: leaf for leaf in draft.made})
+        self.state.leaves.update({leaf.id: leaf for leaf in draft.leaves})
 
 
 def _add(
-    draft: _Draft,
-    outputs: Sequence[Key],
-    leaves: Sequence[Leaf],
-    call: _Call | None,
+    draft: _Draft, outputs: Sequence[Key], leaves: Sequence[Leaf], call: _Call | None
 ) -> None:
     """Add a part to an assignment; without a call its values are stored."""
+    for leaf in leaves:
+        if leaf in draft.leaves:
+            raise JdagError(
+                f"{leaf} is there twice; one assignment gives a leaf one new value"
+            )
+        draft.leaves[leaf] = None
     arguments: Sequence[Key] = ()
     made: Pair | Placed | None = None
     if call is not None:
@@ -310,15 +307,6 @@ def _add(
         str(call_site()) if call is None else call.site,
     )
     draft.parts.append(part)
-
-
-def _check_once(leaves: Sequence[Leaf], replaced: dict[Leaf, None]) -> None:
-    for leaf in leaves:
-        if leaf in replaced:
-            raise JdagError(
-                f"{leaf} is there twice; one assignment gives a leaf one new value"
-            )
-        replaced[leaf] = None
 
 
 def _check_outputs(made: Pair, leaves: Sequence[Leaf]) -> None:

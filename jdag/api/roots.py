@@ -10,13 +10,7 @@ from jdag.api.refs import Ref
 from jdag.compute.avals import Aval, aval_of, frozen
 from jdag.compute.refs import is_ref
 from jdag.engine.protocol import LEAF_KINDS
-from jdag.errors import (
-    ContextError,
-    GraphError,
-    JdagError,
-    RootError,
-    kind_of,
-)
+from jdag.errors import ContextError, GraphError, JdagError, RootError, kind_of
 
 
 def checked_roots(roots: tuple[Any, ...], cotangents: Any) -> list[Any]:

@@ -48,9 +48,13 @@ def write_page(
         ],
         tables=[_table(by, names, given, result) for by, names in tables.items()],
         expected=[
-            (name, one["wanted"], formatted(name, one["got"]), one["met"])
+            (
+                one["figure"],
+                one["wanted"],
+                formatted(one["figure"], one["got"]),
+                one["met"],
+            )
             for one in result["expect"]
-            for name in [one["figure"]]
         ],
         long=[(name, str(given[name])) for name in _LONG if name in given],
         pictures=[
