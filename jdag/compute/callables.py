@@ -63,7 +63,7 @@ def refuse_mutable(fn: Any) -> Any:
         if id(one) in seen:
             continue
         seen[id(one)] = one
-        parts = _parts(one)
+        parts = _covered(one)
         if parts is None:
             raise JdagError(
                 f"{name_of(fn)} reads {kind_of(one)}, which could change between two "
@@ -76,7 +76,7 @@ def refuse_mutable(fn: Any) -> Any:
     return fn
 
 
-def _parts(value: Any) -> Iterable[Any] | None:
+def _covered(value: Any) -> Iterable[Any] | None:
     """The objects that a value's key covers; None if it can change unnoticed."""
     kind: Any = type(value)
     if isinstance(value, _FIXED) or hasattr(kind, KEYED):

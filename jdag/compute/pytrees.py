@@ -40,14 +40,14 @@ _one_level: Any = jtu.default_registry.flatten_one_level
 
 def check_depth(tree: Any, what: str) -> None:
     """Raise JdagError if a pytree, called `what`, is too deep or contains itself."""
-    if is_deeper(tree, DEPTH_MAX, _parts):
+    if is_deeper(tree, DEPTH_MAX, _children):
         raise JdagError(
             f"{what} is a pytree that is nested more than {DEPTH_MAX} deep, or that "
             "contains itself"
         )
 
 
-def _parts(node: Any) -> Iterable[Any]:
+def _children(node: Any) -> Iterable[Any]:
     """The children of a node, none of a leaf."""
     kind = type(node)
     if kind is list or kind is tuple:

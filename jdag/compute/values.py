@@ -111,7 +111,7 @@ class Values:
 
     def _count(self, value: Any) -> None:
         holds = self._holds
-        for part in _parts(value):
+        for part in _kept_by(value):
             name = id(part)
             if name in holds:
                 count, nbytes = holds[name]
@@ -123,7 +123,7 @@ class Values:
 
     def _uncount(self, value: Any) -> None:
         holds = self._holds
-        for part in _parts(value):
+        for part in _kept_by(value):
             name = id(part)
             count, nbytes = holds[name]
             if count > 1:
@@ -133,7 +133,7 @@ class Values:
                 self.bytes_held -= nbytes
 
 
-def _parts(value: Any) -> tuple[Any, ...]:
+def _kept_by(value: Any) -> tuple[Any, ...]:
     """The objects that a value keeps alive while it is held."""
     if is_array(value):
         return (value,)

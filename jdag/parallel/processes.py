@@ -116,7 +116,7 @@ class Meeting:
         All arrays of a dtype take one collective.
         """
         here = jax.device_put(list(arrays), self._place)
-        sums = self._sum([self._spread(array) for array in _parts(here)])
+        sums = self._sum([self._spread(array) for array in _local(here)])
         found = [total.addressable_shards[0].data for total in sums]
         back: list[Any] = jax.device_put(found, list(map(home_of, arrays)))
         return back
@@ -243,7 +243,7 @@ def _gathered(part: Any) -> Any:
 
 
 @jax.jit
-def _parts(arrays: Sequence[Any]) -> list[Any]:
+def _local(arrays: Sequence[Any]) -> list[Any]:
     # The local parts of the global arrays.
     return [array[None] for array in arrays]
 

@@ -126,7 +126,7 @@ def replicate(
         source = some[0].place
         there = workers.index(source) if source in workers else None
         routes = routes_from(there, len(workers), how)
-        parts = _parts(ctx, source, some, len(routes))
+        parts = _divided(ctx, source, some, len(routes))
         sent = [
             _handed_on(ctx, source, part, route, workers)
             for part, route in zip(parts, routes, strict=True)
@@ -147,7 +147,7 @@ def all_reduce(
     for group in _groups(tracked):
         some = [[refs[number] for number in group] for refs in lists]
         parts = [
-            _parts(ctx, worker, refs, len(ups))
+            _divided(ctx, worker, refs, len(ups))
             for worker, refs in zip(workers, some, strict=True)
         ]
         sent = []
@@ -170,7 +170,7 @@ def _groups(kinds: Iterable[Any]) -> list[list[int]]:
     return list(found.values())
 
 
-def _parts(ctx: Any, worker: str, refs: list[Ref], count: int) -> list[Any]:
+def _divided(ctx: Any, worker: str, refs: list[Ref], count: int) -> list[Any]:
     """Return lists of refs, one for each of `count` routes."""
     if count == 1:
         return [refs]

@@ -60,7 +60,7 @@ def unmarshal(data: Any, allowed: Allowed) -> Any:
                 try:
                     return dict(items)
                 except TypeError as error:
-                    raise JdagError(f"a dict whose keys cannot be: {error}") from error
+                    raise JdagError(f"a dict key cannot be hashed: {error}") from error
             case _:
                 return item
 

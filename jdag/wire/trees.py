@@ -291,7 +291,7 @@ def _dict(item: _Dict, each: Each) -> dict[Any, Any]:
     try:
         return dict([each(pair) for pair in item.items])
     except TypeError as error:
-        raise ProtocolError(f"a dict whose keys cannot be: {error}") from error
+        raise ProtocolError(f"a dict key cannot be hashed: {error}") from error
 
 
 _DATA: dict[type, Callable[[Any, Each], Any]] = {
@@ -350,7 +350,7 @@ def portable(value: Any, *, arrays: bool = False) -> Any:
         return Opaque(name_of(type(value)))
 
 
-def _sealed(tree: Any) -> tuple[bytes, list[tuple[ArrayType, Any]]]:
+def _packed(tree: Any) -> tuple[bytes, list[tuple[ArrayType, Any]]]:
     """The items of nested data as bytes, and its arrays with their types."""
     arrays: list[tuple[ArrayType, Any]] = []
     return bounded(_decoder, encoded(pack(tree, arrays))), arrays
@@ -358,7 +358,7 @@ def _sealed(tree: Any) -> tuple[bytes, list[tuple[ArrayType, Any]]]:
 
 def tree_size(tree: Any, check: Callable[[Any], None] = lambda _: None) -> int:
     """The encoded size of nested data in bytes; `check` is called with each array."""
-    items, arrays = _sealed(tree)
+    items, arrays = _packed(tree)
     for _, array in arrays:
         check(array)
     return COUNT_BYTES + len(items) + sum([kind.nbytes for kind, _ in arrays])
@@ -366,7 +366,7 @@ def tree_size(tree: Any, check: Callable[[Any], None] = lambda _: None) -> int:
 
 def write_tree(tree: Any) -> bytes:
     """Encode nested data."""
-    items, arrays = _sealed(tree)
+    items, arrays = _packed(tree)
     count = len(items).to_bytes(COUNT_BYTES, "little")
     return b"".join([count, items, *[_elements(array) for _, array in arrays]])
 
