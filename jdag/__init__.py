@@ -27,9 +27,11 @@ if TYPE_CHECKING:
     from jdag.api.context import Context
     from jdag.api.drivers import connect, launch, simulate
     from jdag.api.hessian import hvp
+    from jdag.api.hosted import Hosted
     from jdag.api.optimizer import Optimizer
     from jdag.api.oracle import oracle
     from jdag.api.refs import Ref, fetch, stop_gradient
+    from jdag.api.tasks import Task, wait
     from jdag.api.transform import value_and_grad
     from jdag.compute.pytrees import static
     from jdag.engine.functions import program, unjitted
@@ -38,9 +40,11 @@ if TYPE_CHECKING:
 __all__ = [
     "Cluster",
     "Context",
+    "Hosted",
     "JdagError",
     "Optimizer",
     "Ref",
+    "Task",
     "connect",
     "errors",
     "fetch",
@@ -55,6 +59,7 @@ __all__ = [
     "stop_gradient",
     "unjitted",
     "value_and_grad",
+    "wait",
 ]
 
 # Imported at first use: JAX takes seconds to import, and commands and workers handle
@@ -62,9 +67,11 @@ __all__ = [
 _LATER = {
     "Cluster": "jdag.api.cluster",
     "Context": "jdag.api.context",
+    "Hosted": "jdag.api.hosted",
     "JdagError": "jdag.errors",
     "Optimizer": "jdag.api.optimizer",
     "Ref": "jdag.api.refs",
+    "Task": "jdag.api.tasks",
     "connect": "jdag.api.drivers",
     "errors": "",
     "fetch": "jdag.api.refs",
@@ -79,6 +86,7 @@ _LATER = {
     "stop_gradient": "jdag.api.refs",
     "unjitted": "jdag.engine.functions",
     "value_and_grad": "jdag.api.transform",
+    "wait": "jdag.api.tasks",
 }
 
 

@@ -148,6 +148,14 @@ class PassTimeout(_PassError):
     """
 
 
+class TaskTimeout(JdagError):
+    """A program that was started has not returned within the time limit."""
+
+
+class CollectiveError(JdagError):
+    """A collective cannot be completed; the text names why and who waits where."""
+
+
 class RemoteError(JdagError):
     """A function failed on a worker; the text names function, worker and call site."""
 
@@ -179,6 +187,10 @@ class JoinError(JdagError):
         self.reached = reached
         self.absent = absent
         self.given_up = given_up
+
+
+class PortabilityWarning(UserWarning):
+    """`jdag.simulate` has run what `jdag.launch` would refuse."""
 
 
 class ScenarioError(JdagError):

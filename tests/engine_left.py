@@ -3,7 +3,7 @@
 from collections.abc import Container, Mapping
 from typing import Any
 
-from jdag.engine.protocol import AnyKey, Key, LeafId
+from jdag.engine.protocol import AnyKey, Key, LeafId, Return
 
 
 def leftovers(places: Mapping[str, Any], dropped: Container[LeafId]) -> list[str]:
@@ -36,8 +36,13 @@ def leftovers(places: Mapping[str, Any], dropped: Container[LeafId]) -> list[str
 
 def taken(store: dict[Key, Any], result: Any) -> Any:
     """What a program is resumed with; values that it fetched are taken at once."""
-    if type(result) is not tuple:
-        return result
+    match result:
+        case (Return(result=made, failure=failure),):  # News of a program.
+            return made, failure
+        case tuple():
+            pass
+        case _:
+            return result
     taken = tuple(store[what] if isinstance(what, AnyKey) else what for what in result)
     for what in result:
         if isinstance(what, AnyKey) and what.kind == "reading":

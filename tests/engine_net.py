@@ -16,6 +16,7 @@ from jdag.engine.protocol import (
     Assigned,
     Assignment,
     Attached,
+    Collected,
     Compute,
     Computed,
     ConstantKey,
@@ -334,7 +335,7 @@ class Scope:
         self, net: Net, worker: str, context: ContextId, path: tuple[int, ...]
     ):
         self.net, self.worker, self.context, self.path = net, worker, context, path
-        self.count = 0
+        self.count = self.launched = 0
         self.passes = 0
         self._discarded: list[tuple[Key, Worker]] = []
 
@@ -423,8 +424,10 @@ class Scope:
         waiter = self.net.waiter()
         path = (*self.path, self.count)
         self.tell_discarded()
-        event = Launched(waiter, self.context, path, worker, body, arguments, "here")
-        self.net.tell(self.worker, event)
+        news = Collected(waiter, self.context, self.path, self.launched, None)
+        for event in (Launched(self.context, path, worker, body, arguments, "h"), news):
+            self.net.tell(self.worker, event)
+        self.launched += 1
         return waiter
 
     def run(self, worker: str, body: Any, *arguments: Any) -> Any:
@@ -480,9 +483,7 @@ class Scope:
         return waiter
 
     def leave(self) -> tuple[Failure, ...]:
-        failures = self.net.until(self.worker, self.start_leaving())
-        assert isinstance(failures, tuple)
-        return failures
+        return tuple(self.net.until(self.worker, self.start_leaving()))
 
 
 def stopped(value: Argument) -> Argument:
@@ -495,5 +496,4 @@ def credits(*rows: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 
 def names(count: int) -> tuple[Worker, ...]:
-    """Workers, named by letters in their order."""
     return tuple("abcdef"[:count])

@@ -29,11 +29,9 @@ def nothing_is_left(cluster):
         assert not held["live_contexts"] and not held["live_passes"], (worker, held)
 
 
-@unjitted
+@unjitted(shapes=lambda a: a)
 def raises_at_run_time(a):
-    if not isinstance(a, jax.core.Tracer):
-        raise RuntimeError("only at run time")
-    return a * 2
+    raise RuntimeError("only at run time")
 
 
 @jax.custom_vjp

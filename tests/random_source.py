@@ -37,6 +37,7 @@ from tests.random_programs import (
 
 FILE = "plan.py"
 DELETES = 0.5  # How likely what may go is deleted after a line.
+STARTS = 0.5  # How likely a program that may run beside its caller does.
 FUNCTIONS = ("mix", "product", "total", "split", "ranks", "gather", "scale", "both")
 
 
@@ -89,21 +90,35 @@ class Source:
     ) -> None:
         """Steps, and what of `known` and of what they make is deleted; not `kept`."""
         alive = list(known)
+        started: list[Invoke] = []
         for place, step in enumerate(steps):
-            self.step(step, function, depth)
+            for task in [one for one in started if {*one.outputs} & {*named(step)}]:
+                self.say(depth, f"[{names(task.outputs)}] = t{task.id}.result()")
+                started.remove(task)
+            match step:
+                case Invoke(body=body) if runs_beside(body):
+                    started += [step] * (self.rng.random() < STARTS)
+                case _:
+                    pass
+            self.step(step, function, depth, starts=step in started)
             alive += made(step)
             later = [v for after in steps[place + 1 :] for v in named(after)]
+            kept = (*kept, *[v for task in started for v in task.outputs])
             for variable in [v for v in alive if v not in later and v not in kept]:
                 if self.rng.random() < DELETES:
                     self.say(depth, f"del v{variable}")
                     alive.remove(variable)
+        for task in started:
+            self.say(depth, f"[{names(task.outputs)}] = t{task.id}.result()")
         if not steps:
             self.say(depth, "pass")
 
-    def step(self, step: Step, function: str, depth: int) -> None:
+    def step(
+        self, step: Step, function: str, depth: int, *, starts: bool = False
+    ) -> None:
         match step:
             case Call() | Move() | Invoke():
-                self.say(depth, call(step))
+                self.say(depth, call(step, starts=starts))
                 self.sites[step.id] = f"{FILE}:{len(self.lines)} in {function}"
             case Fetch(variables=variables):
                 self.say(depth, f"note(fetch(({names(variables)})))")
@@ -156,7 +171,17 @@ def names(variables: Sequence[int]) -> str:
     return "".join(f"v{variable}, " for variable in variables)
 
 
-def call(step: Call | Move | Invoke) -> str:
+def runs_beside(body: Body) -> bool:
+    """Whether nothing that a program notes, or raises, depends on its time."""
+    return all(
+        runs_beside(step.body)
+        if isinstance(step, Invoke)
+        else isinstance(step, Call | Move | Hook)
+        for step in body.steps
+    )
+
+
+def call(step: Call | Move | Invoke, *, starts: bool) -> str:
     """A call as a statement."""
     given = ", ".join(argument(a) for a in step.arguments)
     made = names(step.outputs)
@@ -164,7 +189,10 @@ def call(step: Call | Move | Invoke) -> str:
         case Move():
             return f"{made}= ctx.move({step.worker!r}, ({given},))"
         case Invoke():
-            return f"[{made}] = ctx.call({step.worker!r}, {step.body.name}, {given})"
+            called = f"({step.worker!r}, {step.body.name}, {given})"
+            if starts:
+                return f"t{step.id} = ctx.start{called}"
+            return f"[{made}] = ctx.call{called}"
         case Call():
             fn = step.function
             if fn == "split":

@@ -9,7 +9,7 @@ from typing import Any
 
 from jdag.api.cluster import Cluster
 from jdag.api.cluster_state import ClusterState
-from jdag.api.context import run_program
+from jdag.api.programs import run_program
 from jdag.rpc.function_decoder import FunctionDecoder
 from jdag.rpc.membership import Membership
 from jdag.rpc.node import Node

@@ -8,7 +8,7 @@ import pytest
 
 from jdag.api.cluster import Cluster
 from jdag.api.cluster_state import ClusterState
-from jdag.api.context import run_program
+from jdag.api.programs import run_program
 from jdag.engine.credit import WHOLE
 from jdag.engine.protocol import (
     Answer,

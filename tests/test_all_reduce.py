@@ -195,8 +195,10 @@ def test_replicas_that_an_optimizer_steps_by_one_sum_stay_equal(cluster):
                     for worker, leaf in leaves.items()
                 ]
                 ctx.backward(*losses)
-                sums = ctx.all_reduce(ctx.gradient(leaves), "ring")
-                optimizer.step(ctx, sums if len(workers) > 1 else None)
+                gradients = ctx.gradient(leaves)
+                several = len(workers) > 1
+                sums = ctx.all_reduce(gradients, "ring") if several else None
+                optimizer.step(ctx, sums)
         return fetch(leaves)
 
     # Three gradients are three times one: Adam's steps are the same, but for its eps.
@@ -331,9 +333,12 @@ def test_what_is_no_array_stays_that_of_each_worker():
         assert program(ctx, leaves).fetch() == 16
 
 
-def test_of_one_worker_the_sum_is_what_it_has():
+def test_of_one_worker_the_sum_is_what_it_has_and_that_warns():
     with jdag.simulate(WORKERS, seed=0) as cluster:
         for how in HOW:
-            got, links = reduced(cluster, how, workers=("a",))
+            said = "ctx.all_reduce of 'a' alone: the sum of one is itself"
+            with pytest.warns(UserWarning, match=said) as warned:
+                got, links = reduced(cluster, how, workers=("a",))
+            assert [one.filename for one in warned] == [__file__]
             assert bits(got[0]) == bits(one_part(factors(0, SHAPES), NAMES))
             assert links == {}

@@ -194,7 +194,7 @@ def test_a_refusal_says_what_to_do() -> None:
 
 
 @pytest.mark.parametrize(
-    "modules", ["tests", ["a b"], [3], ["a:f"], ["__main__"], [""]]
+    "modules", ["tests", ["a b"], [3], ["a:f"], ["builtins"], [""]]
 )
 def test_what_is_no_module_cannot_be_allowed(modules: object) -> None:
     with pytest.raises(JdagError, match="allow"):

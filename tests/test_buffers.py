@@ -21,10 +21,10 @@ from jdag.compute.buffers import (
 )
 from jdag.compute.duals import Dual
 from jdag.compute.hooks import hooked
+from jdag.compute.moves import transferred
 from jdag.compute.pairs import pair
 from jdag.compute.pytrees import split
 from jdag.engine.arrays import DTYPES
-from jdag.engine.functions import unjitted
 from jdag.wire.arrays import type_of
 from tests.compute_cases import setting
 
@@ -376,16 +376,17 @@ def _doubled_back(_: Any, cotangent: Any) -> Any:
 doubled.defvjp(lambda x: (doubled(x), None), _doubled_back)
 
 
-@unjitted
-def unjitted_double(x: Any) -> Any:
+def moved_double(x: Any) -> Any:
+    """It moves an array, so it is not compiled."""
     SEEN.append(x)
-    return doubled(x)
+    return doubled(transferred([x], jax.devices()[:1])[0])
 
 
 def test_functions_that_are_not_compiled_see_jax_arrays():
     x = np.ones(3)
     found = split((x,), {}, lambda leaf: False)
-    made = pair(unjitted_double, found.template, (found.aval(0, x),), (True,))
+    made = pair(moved_double, found.template, (found.aval(0, x),), (True,))
+    assert made.source.unjitted
     _, residuals = made.forward((x,))
     assert residuals is not None
     for addends in ([x], [x, x, x]):

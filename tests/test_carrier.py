@@ -13,17 +13,19 @@ import pytest
 
 from jdag.errors import JdagError
 from jdag.rpc.background import loop
-from jdag.rpc.carrier import CarriedStream
+from jdag.rpc.carrier import MESSAGE_BYTES_MAX, CarriedStream
 from jdag.rpc.control import ControlServer
 from jdag.rpc.listener import CARRIED, Admission, Listener, dial
-from jdag.rpc.streams import Stream
+from jdag.rpc.streams import SOCKET_BUFFER_BYTES, Stream
 from jdag.rpc.tls import Tls, load
 from tests.certificates import Issuer
 from tests.rpc_cases import ANY
 from tests.stream_cases import descriptors, receive, send_all, soon, wait
 
 TOKEN = bytes(range(32))
-INSIDE_BYTES_MAX = 16 << 20
+# gRPC lets its window grow to 16 MiB. Beside it the pumps hold a message each, and the
+# sockets of both pairs their buffers, which Linux makes twice as large as it is asked.
+INSIDE_BYTES_MAX = (16 << 20) + 2 * MESSAGE_BYTES_MAX + 4 * 2 * SOCKET_BUFFER_BYTES
 
 
 class Host:

@@ -9,6 +9,7 @@ import pytest
 
 from jdag.api.cluster_state import ClusterState
 from jdag.compute.avals import Aval
+from jdag.engine.protocol import LeafId
 from jdag.errors import ContextError, JdagError
 
 
@@ -57,3 +58,14 @@ def test_an_unknown_worker_is_named_with_those_that_there_are(worker, text):
     with pytest.raises(JdagError) as caught:
         home.place(worker, "ctx.call")
     assert text in str(caught.value) and str(caught.value).startswith("ctx.call")
+
+
+def test_records_of_untracked_leaves_of_other_processes_go_with_their_refs():
+    state, aval = ClusterState(["a"], abstract=False), Aval((3,), np.dtype("f4"))
+    for counter in range(3):
+        tracked = LeafId.made_by(1, 0, counter, "b")
+        untracked = LeafId.made_by(1, 0, 1 << 31 | counter, "b")
+        record = state.record(untracked, aval)
+        assert state.record(untracked, aval) is record and not record.tracked
+        assert state.record(tracked, aval).tracked
+    assert len(state.leaves) == 3 and len(state._far) == 1

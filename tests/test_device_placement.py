@@ -214,16 +214,33 @@ def here_an_array_that_a_user_put_on_a_device_is_on_the_default_one() -> None:
 
 
 def here_what_runs_unjitted_makes_its_arrays_on_its_device() -> None:
-    @jdag.unjitted
+    seen: list[set[int]] = []
+
     def made(a: Any) -> Any:
+        seen.extend({one.id for one in b.devices()} for b in (a, jnp.ones(3)))
         return a + jnp.ones(3)
 
     with cluster_of() as cluster:
-        w = cluster.put("b", T1)
+        w = cluster.put("b", T1, tracked=False)
         with cluster.context() as ctx:
-            out = ctx.call("b/cpu:2", made, w)
-            ctx.backward(ctx.call("b/cpu:1", jnp.sum, out))
-            assert where(out) == {2} and where(ctx.gradient(w)) == {0}
+            for fn in (jdag.unjitted(shapes=lambda a: a)(made), jdag.unjitted(made)):
+                out = ctx.call("b/cpu:2", fn, w)
+                assert out.place == "b/cpu:2" and where(out) == {2}
+    assert seen == [{2}] * 4
+
+
+def here_what_is_kept_stays_on_its_device() -> None:
+    with cluster_of() as cluster:
+        with cluster.context() as ctx:
+            value = ctx.call("b/cpu:2", jnp.sin, T1)
+            both = cluster.keep([value, ctx.call("b", jnp.cos, T1), value])
+        assert [where(kept) for kept in both] == [{2}, {0}, {2}]
+        for _ in range(2):
+            with cluster.context() as ctx:
+                found = ctx.call("c/cpu:1", lambda *parts: sum(parts), *both)
+                assert where(found) == {1}
+                wanted = 2 * jnp.sin(T1) + jnp.cos(T1)
+                np.testing.assert_allclose(found.fetch(), wanted, rtol=1e-14)
 
 
 def here_a_device_that_is_not_there_is_named_with_those_that_are() -> None:

@@ -199,6 +199,7 @@ def test_a_launched_worker_that_is_killed_is_lost_with_its_last_lines(
         ({"workers": ["a", "b"], "carrier": "pigeon"}, "carrier = 'pigeon'"),
         ({"workers": ["a", "b"], "device": "tpu"}, "device"),
         ({"workers": None}, "workers = None"),
+        ({"workers": ["a", "b"], "allow": ["__main__"]}, "__main__.*a list of mo"),
         ({"workers": ["a", "b"], "allow": "mine"}, "allow = 'mine': .*\\[\"mymodels"),
         ({"workers": ["a", "b"], "deadline_s": "9"}, "deadline_s = '9': .* seconds"),
         ({"workers": ["a", "b"], "ready_s": -1}, "ready_s = -1: .* seconds"),

@@ -24,14 +24,31 @@ from tests.test_scenarios import SCENARIOS, SINGLE
 WORKERS = ("w0", "w1", "w2", "w3")
 # What makes a long one short; the rest is short.
 SHORT: Mapping[str, Mapping[str, Any]] = {
+    "cartpole": {"episodes": 2, "steps": 8},
+    "ddp_with_rpc": {"steps": 3},
     "digits": {"epochs": 1, "checks": 2},
     "fan_out_24": {"calls": 8},
     "parameter_server": {"steps": 3},
+    "remote_embedding": {"windows": 4, "check_every": 2},
+    "shared_digits": {"steps": 3, "check_every": 1},
     "sixty_contexts": {"contexts": 3},
+    "two_shards": {"steps": 2, "check_every": 2},
 }
+# Figures that these settings, or `small`, change.
+CHANGED = (
+    *("gradient_checks", "owed_workers", "rows", "updates"),
+    *("accuracy", "test_accuracy", "final_loss", "final_reward"),
+)
 REAL = [path for path in SINGLE if load(path).settings.values == "real"]
 # The others' calls are those of the conformance suite, which runs on processes too.
-FIRST = ("chain", "dropped_reply", "several_roots", "pipeline")
+FIRST = (
+    "chain",
+    "dropped_reply",
+    "several_roots",
+    "pipeline",
+    "cartpole",
+    "shared_digits",
+)
 OF_TIERS = [
     pytest.param(path, marks=() if path.stem in FIRST else pytest.mark.second)
     for path in REAL
@@ -94,8 +111,7 @@ def in_virtual_time(path: Path) -> tuple[Scenario, Mapping[str, Any]]:
 def missed(answer: ScenarioResult) -> list[str]:
     """What was expected and is not so, but for what `small` has changed."""
     names = [one.figure for one in answer.judged if not one.met]
-    changed = ("gradient_checks", "test_accuracy", "owed_workers", "rows")
-    return [name for name in names if name not in changed]
+    return [name for name in names if name not in CHANGED]
 
 
 @pytest.mark.parametrize("path", OF_TIERS, ids=lambda path: path.stem)

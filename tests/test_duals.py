@@ -10,12 +10,12 @@ import pytest
 from jdag.compute.avals import aval_of, is_deleted
 from jdag.compute.digest import fingerprint
 from jdag.compute.duals import Dual, along, is_dual, primal_of, seeded
+from jdag.compute.moves import transferred
 from jdag.compute.pairs import pair
 from jdag.compute.pytrees import split
 from jdag.compute.sums import add
 from jdag.compute.values import Values
 from jdag.engine.arrays import ArrayType
-from jdag.engine.functions import unjitted
 from jdag.engine.protocol import ContextId, Primal
 from jdag.errors import JdagError
 from jdag.wire.arrays import type_of
@@ -36,10 +36,9 @@ def picks(w, x):
     return jax.lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, largest * w[:, : x.shape[1]])
 
 
-@unjitted
 def as_it_stands(w, x):
-    scale = 2.0 if isinstance(x, jax.core.Tracer) else 1.0
-    return jnp.sin(w @ x) * (scale / scale)
+    """It moves an array, so it is not compiled."""
+    return jnp.sin(transferred([w @ x], jax.devices()[:1])[0])
 
 
 @jax.custom_vjp

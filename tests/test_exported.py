@@ -202,7 +202,7 @@ def test_what_calls_python_cannot_be_exported() -> None:
     for fn in (called_back, printing):
         with pytest.raises(JdagError, match="calls back into Python, as jax"):
             exported(made(fn, array(3))[0])
-    plain = unjitted(lambda x: x)
+    plain = unjitted(shapes=lambda x: x)(lambda x: x)
     with pytest.raises(JdagError, match="is not jitted, as StableHLO would be"):
         exported(made(plain, array(3))[0])
     moving = made(lambda x: transferred([x], jax.devices())[0], array(3))[0]

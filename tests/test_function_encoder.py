@@ -33,13 +33,14 @@ from jdag.engine.protocol import (
     Launched,
     LeafKey,
     OutputKey,
+    Run,
 )
 from jdag.errors import JdagError
 from jdag.rpc import function_decoder as functions_module
 from jdag.rpc.code_fingerprint import are_fingerprints
 from jdag.rpc.function_decoder import FunctionDecoder
 from jdag.rpc.function_encoder import FunctionEncoder
-from jdag.wire.specs import read_spec, spec_of
+from jdag.wire.specs import PairData, read_spec, spec_of
 from tests import names_cases
 from tests.compute_cases import array
 from tests.test_exported import bits, called_back
@@ -146,6 +147,36 @@ def test_a_step_of_an_optimizer_and_its_first_state_travel() -> None:
     assert list(map(bits, step.forward(values)[0])) == list(
         map(bits, received(step).forward(values)[0])
     )
+
+
+def launched(worker: str, *pairs: Any) -> Any:
+    arguments: Any = (([PairData(pair) for pair in pairs], 2.0), {})
+    return Launched(CONTEXT, (1,), worker, names_cases.program, arguments, "x:1")
+
+
+def test_pairs_that_a_program_is_given_are_passed_on_as_they_came() -> None:
+    exported, named = made(names_cases.layer, array(2, 3), X), made(jnp.tanh, X)
+    exports, functions = FunctionEncoder(), FunctionDecoder(THERE)
+    given = launched("a", exported, named, exported).arguments
+    run = Run(CONTEXT, (1,), names_cases.program, given, "x:1")
+    message, needed = exports.outgoing(run, ())
+    (definition,) = [one for one in needed if not are_fingerprints(one.data)]
+    functions.define(*definition)
+    bound: Any = functions.bind(read_message(CODEC, CODEC.encode(message)), "home")
+    (pairs, two), _ = bound.arguments
+    there, by_name, _ = [one.pair.pair for one in pairs]
+    assert by_name is named and two == 2.0
+    spec, passed = functions.encoder.spec_for(there, ())
+    assert (spec, passed) == exports.spec_for(exported, ())
+    assert spec == pairs[0].spec and passed == (definition,)
+
+
+def test_a_pair_that_cannot_travel_is_refused_where_a_program_is_given_it() -> None:
+    exports, no = FunctionEncoder(), made(called_back, X)
+    exports.prepare(launched("home", no), "home", lambda _: ())
+    exports.prepare(launched("a", no), "home", lambda _: THERE)
+    with pytest.raises(JdagError, match="called_back cannot be called on another"):
+        exports.prepare(launched("a", no), "home", lambda _: ("tests.names_cases",))
 
 
 def test_a_name_that_stands_for_something_else_here_is_exported(
@@ -376,7 +407,7 @@ def test_what_a_program_tells_is_prepared_or_refused() -> None:
         ("home", lambda g: g, ""),
     ):
         attached = Attached(CONTEXT, worker, key, Hook((1,), fn, True, None, "x:1"))
-        launched = Launched(1, CONTEXT, (1,), worker, fn, ((), {}), "x:1")
+        launched = Launched(CONTEXT, (1,), worker, fn, ((), {}), "x:1")
         for event in (attached, launched):
             if not said:
                 exports.prepare(event, "home", allowed)

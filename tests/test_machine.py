@@ -1,5 +1,6 @@
 """Jobs on one worker's values: what is made, what goes, and that shapes stand in."""
 
+import contextlib
 import re
 from typing import Any
 
@@ -31,11 +32,10 @@ def affine(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.tanh(w @ x), w * 2
 
 
-@unjitted
+@unjitted(shapes=lambda w: w)
 def breaks(w: jax.Array) -> jax.Array:
-    if not isinstance(w, jax.core.Tracer):
-        _deeper()
-    return w * 2
+    _deeper()
+    return w
 
 
 def _deeper() -> None:
@@ -267,6 +267,13 @@ def test_an_error_without_a_users_frame_shows_all_that_it_has():
     assert "values.py" not in user_traceback(error)  # This test's frame is a user's.
     error.__traceback__ = error.__traceback__.tb_next
     assert "values.py" in user_traceback(error)
+
+
+def test_frames_of_contextlib_are_nobodys():
+    with pytest.raises(KeyError) as raised, contextlib.ExitStack() as stack:
+        stack.callback({"a": 1}.pop, "nothing")
+    assert "test_machine.py" in user_traceback(raised.value)
+    assert "contextlib.py" not in user_traceback(raised.value)
 
 
 def test_what_jdag_says_of_an_argument_and_what_python_says_of_a_call_stand_alone():

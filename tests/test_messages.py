@@ -54,7 +54,8 @@ def test_every_message_is_drawn_and_has_the_tag_that_it_always_had() -> None:
     assert [tag for tag, _ in tags] == list(range(len(tags)))
     assert " ".join(name for _, name in tags) == (
         "Call Ship Acknowledge Primal Run Return Read Reading Assign Forget Start Go "
-        "Cotangent Answer Fail End Ended Release Released Mark Attach Discard"
+        "Cotangent Answer Fail End Ended Release Released Mark Attach Discard "
+        "Tell"
     )
 
 
@@ -280,7 +281,7 @@ def framed(data: str) -> bytes:
         (b"", r"a message of 4 bytes; 0 are there"),
         (b"\1\0\0\0\x92", r"1 bytes cannot be read: Input data was truncated"),
         (b"\5\0\0\0\x92", r"a message of 9 bytes; 5 are there"),
-        (framed("9116"), r"Invalid value 22 - at `\$\[0\]\[0\]`"),
+        (framed("9118"), r"Invalid value 24 - at `\$\[0\]\[0\]`"),
         (framed("93020590"), r"Expected `array \| null`, got `int`"),
         (framed("950f" + HERE + "01a46c6f7374c2"), r"Invalid enum value 'lost'"),
         (framed("920991" + "92a17a01"), r"worker 'z': the cluster has 4 workers"),

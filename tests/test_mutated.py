@@ -22,9 +22,11 @@ from jdag.engine.protocol import (
     LeafKey,
     Message,
     Notice,
+    ObjectId,
     Reading,
     Return,
     Run,
+    Tell,
 )
 from jdag.errors import ProtocolError
 from jdag.sim import transport
@@ -71,10 +73,13 @@ def real() -> list[bytes]:
     ref = RefData(LeafKey(None, leaf, 2), "a", aval_of(2.5), True, leaf)
     plain = (1, -(1 << 70), 2.5, 1j, "x", b"y", [None, True, False, {"a": (3,)}])
     arrays = (np.arange(6).reshape(2, 3), np.float32(2), jax.random.key(0))
-    arguments = ((ref, plain, arrays, partial(program, 3), Point(1, 2)), {"k": ref})
+    one, other = (ObjectId(context, (1, n), "b", "Counter") for n in (2, 3))
+    data = (ref, one, plain, arrays, partial(program, 3), Point(1, 2))
+    arguments = (data, {"k": ref, "o": other})
     some = (
-        Run(context, (1,), program, arguments, "x.py:1"),
+        Run(context, (1,), program, arguments, "x.py:1", (one, other)),
         Return(context, (1,), arguments, failure, ("a", "b"), (Notice("c", ()),)),
+        Tell(context, (1,), arguments, answers=False),
         Forget((leaf, leaf, leaf)),
         Reading(7, (failure, failure)),
         Ended(context, 1, (), (), (), failure),

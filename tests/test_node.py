@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import jdag
+from jdag.api import program_frame
 from jdag.api.cluster import Cluster
 from jdag.errors import JdagError, RemoteError, WorkerLost
 from jdag.rpc import function_encoder, node
@@ -287,7 +288,7 @@ def test_what_cannot_travel_or_only_not_so_deep_fails_its_call_alone() -> None:
     with cluster() as c:
         w = c.put("b", W)
         for given, depth in ((deep, 0), (0, DEPTH_MAX)):
-            said = "what tests.test_node:nested (is given|returned): data nested more"
+            said = "what tests.test_node:nested (on 'b' is given|returned): data nested"
             with c.context() as ctx, pytest.raises(JdagError, match=said):
                 ctx.call("c", scaled, w, 2.0)
                 ctx.call("b", nested, w, given, depth)
@@ -310,6 +311,7 @@ def test_what_is_found_not_to_travel_only_when_it_is_sent_fails_its_program(
 ) -> None:
     for module in (node, function_encoder):
         monkeypatch.setattr(module, "check_size", lambda *_: None)
+    monkeypatch.setattr(program_frame, "check_travels", lambda *_: None)
     deep: Any = 0
     for _ in range(DEPTH_MAX):
         deep = [deep]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jdag.compute.avals import Aval, aval_of
+from jdag.compute.moves import transferred
 from jdag.compute.pairs import pair
 from jdag.compute.pytrees import split, static
 from jdag.compute.sums import ones
@@ -341,22 +342,23 @@ def test_a_tracked_integer_is_refused() -> None:
 # Unjitted
 
 
-@unjitted
 def eager(w: Any, x: Any, n: Any) -> Any:
+    """It moves an array, so it is not compiled."""
     assert aval_of(n).weak
     seen.append(type(x))
-    return {"out": jnp.tanh(x @ w) * n, "best": jnp.argmax(x)}
+    (out,) = transferred([jnp.tanh(x @ w)], jax.devices()[:1])
+    return {"out": out * n, "best": jnp.argmax(x)}
 
 
 seen: list[type] = []
 
 
-def test_an_unjitted_function_runs_as_it_stands_with_the_same_gradients() -> None:
+def test_a_function_that_moves_runs_as_it_stands_with_the_same_gradients() -> None:
     w, x = array(3, 2), array(4, 3, seed=1)
     seen.clear()
     call = Call(eager, Leaf(w), Leaf(x), 2.0)
     assert call.pair.may_raise
-    assert len(seen) == 2  # Its shapes, and its one run.
+    assert len(seen) == 3  # The trace that found the move, its shapes, its one run.
     assert call.pair.out_avals == tuple(map(aval_of, call.outputs))
     _, vjp = jax.vjp(lambda w, x: jnp.tanh(x @ w) * 2.0, w, x)
     g = array(4, 2, seed=2)
@@ -371,17 +373,16 @@ def test_marked_and_unmarked_functions_of_one_code_have_pairs_of_their_own() -> 
         return lambda x: jnp.sin(x) * 2.0
 
     assert not Call(make(), array(3)).pair.may_raise
-    assert Call(unjitted(make()), array(3)).pair.may_raise
+    assert Call(unjitted(shapes=lambda x: x)(make()), array(3)).pair.may_raise
 
 
 def test_unjitted_functions_see_numpy_values_as_jit_would_show_them() -> None:
-    call = Call(
-        unjitted(lambda x, n: x * n), Leaf(array(3, dtype=np.float32)), np.ones(3)
-    )
+    times = unjitted(shapes=functools.partial(jax.eval_shape, jnp.multiply))
+    call = Call(times(lambda x, n: x * n), array(3, dtype=np.float32), np.ones(3))
     assert call.outputs[0].dtype == call.pair.out_avals[0].dtype == np.float64
     reals, whole = np.ones(3, np.float32), np.ones(3, np.int32)
     assert (reals * whole).dtype == np.float64
-    call = Call(unjitted(lambda x, n: x * n), reals, whole)
+    call = Call(times(lambda x, n: x * n), reals, whole)
     assert call.outputs[0].dtype == call.pair.out_avals[0].dtype == np.float32
 
 

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import jdag
@@ -39,7 +41,7 @@ def test_the_examples_run_as_printed(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.chdir(tmp_path)
-    space: dict[str, object] = {}
+    space: dict[str, object] = {"__name__": "__main__"}
 
     def printed(*words: str) -> str:
         exec(compile(block("python", *words), "README.md", "exec"), space)
@@ -48,8 +50,19 @@ def test_the_examples_run_as_printed(
     assert printed("jdag.simulate", "(w0)).shape").endswith(" (8, 16)\n")
     assert printed("halve") == "0.8125 ps1 0.0625\n"
     assert printed("ctx.replicate(").startswith("[")
-    assert printed("cluster.run") == "[ 1. -2.  3.]\n"
-    assert printed("cluster.save").endswith(" True\n")
+    assert printed("cluster.run", "trainer1") == "[ 1. -2.  3.]\n"
+    assert printed("cluster.all_reduce") == "[1.0, -2.0, 3.0]\n"
+    assert printed("cluster.host") == "False [True]\n"
+    assert printed("cluster.save").endswith(" True\n120\n")
+    of: Any = space.__getitem__
+    x = jnp.linspace(-1.0, 1.0, 24, dtype="float32").reshape(8, 3)
+    assert not printed("def eqx_loss")
+    loss, rest, found, stats = map(of, ("eqx_loss", "rest", "found", "stats"))
+    assert loss(rest, found, (stats, jax.random.key(2)), x)[0] < 0.3
+    assert not printed("def nnx_loss")
+    net = of("net")
+    net.eval()
+    assert jnp.mean((net(x) - x) ** 2) < 0.3
     assert printed("data_parallel") == "(3, 4)\n"
     assert printed("on_cotangent") == "w0 gained 2.0 on ps0\n"
 
@@ -58,7 +71,7 @@ def printed_by(text: str, folder: Path) -> str:
     """What a script prints, in a process of its own; it has no complaint."""
     script = folder / "script.py"
     script.write_text(text)
-    command = [sys.executable, "-X", "dev", str(script)]
+    command = [sys.executable, "-X", "dev", "-W", "error::UserWarning", str(script)]
     done = subprocess.run(
         command, cwd=folder, capture_output=True, text=True, check=False, timeout=200
     )
@@ -98,6 +111,26 @@ def test_real_workers_print_the_same_as_simulated_ones(tmp_path: Path):
     launched = ten.replace(f"with {SIMULATED} as cluster:", real)
     assert launched != ten and printed_by(launched, tmp_path) == simulated
     assert (tmp_path / "logs" / "ps0.log").read_text() == ""
+
+
+@pytest.mark.second
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("def halve", "trainer1", "cluster.save", "on_cotangent", "cluster.host"),
+        "trainer1 cluster.all_reduce",
+    ],
+)
+def test_programs_of_a_script_print_the_same_on_real_workers(
+    words: str, tmp_path: Path
+):
+    blocks = [block("python", word) for word in re.findall(r"def \w+|\S+", words)]
+    script = "import jax.numpy as jnp, jdag\n" + "\n".join(blocks)
+    simulated = printed_by(script, tmp_path)
+    launched = re.sub(r"simulate\((.*), seed=\d\)", r"launch(\1, logs='logs')", script)
+    printed = printed_by(launched, tmp_path)
+    printed += (tmp_path / "logs" / "ps0.log").read_text() if "ps0" in script else ""
+    assert launched != script and printed == simulated
 
 
 @pytest.mark.second

@@ -351,6 +351,11 @@ def test_a_program_uses_what_it_is_handed_and_nothing_of_others(made):
     assert made.run({"t0": where}) == {"t0": "t0"}
 
 
+def test_a_result_that_cannot_travel_is_named_by_the_users_program(made):
+    with pytest.raises(ContextError, match=r"test_run:\S*<lambda> returned a set"):
+        made.run({"t0": lambda cluster: {cluster.here}})
+
+
 def test_refs_of_a_programs_context_do_not_leave_it(made):
     def returns(cluster):
         with cluster.context() as ctx:
@@ -370,15 +375,55 @@ def with_its_own(w, cluster):
     with_an_optimizer(w, Optimizer(optax.sgd(0.25), w), cluster)
 
 
-def test_an_optimizer_stays_with_its_program_and_another_makes_its_own(cluster):
+def test_a_program_steps_an_optimizer_of_its_own_or_one_that_it_is_handed(cluster):
     w = cluster.put("b", 2.0)
     optimizer = Optimizer(optax.sgd(0.25), w)
-    for given in (optimizer, {"one": [optimizer]}):
-        said = r"with_an_optimizer on 'c': an Optimizer stays .* jdag\.Optimizer\(tx, "
-        with pytest.raises(JdagError, match=said):
-            cluster.run({"c": partial(with_an_optimizer, w, given)})
-    assert float(w.fetch()) == 2.0
     cluster.run({"c": partial(with_its_own, w)})
     assert float(w.fetch()) == 1.0
-    cluster.run({cluster.here: partial(with_an_optimizer, w, optimizer)})
-    assert float(w.fetch()) == 0.5
+    for worker in ("c", cluster.here):
+        cluster.run({worker: partial(with_an_optimizer, w, optimizer)})
+    assert float(w.fetch()) == 0.25
+
+
+def test_a_handed_optimizer_counts_its_own_steps_and_names_leaves_that_were_dropped(
+    made,
+):
+    w = {"w": made.put("ps", ONES)}
+    shared = Optimizer(optax.sgd(0.5), w, clip_norm=1.0)
+
+    def train(given, cluster):
+        (optimizer,) = given["one"]
+        assert optimizer is not shared and repr(optimizer) == repr(shared)
+        with cluster.context() as ctx:
+            ctx.backward(ctx.call("ps", total, w["w"]))
+            optimizer.step(ctx)
+        cluster.drop(w)
+        with cluster.context() as ctx, pytest.raises(ContextError) as caught:
+            optimizer.step(ctx, w)
+        return str(caught.value)
+
+    said = made.run({"t0": partial(train, {"one": [shared]})})["t0"]
+    assert "was dropped by cluster.drop" in said and "stepped by step 2" in said
+    with pytest.raises(
+        ContextError, match=r"leaf 0 on ps was dropped by cluster\.drop"
+    ):
+        made.run({"t0": partial(train, {"one": [shared]})})
+
+
+def test_an_optimizer_of_another_cluster_is_refused(cluster):
+    with simulate(["a", "b"], seed=0) as other:
+        theirs = Optimizer(optax.sgd(0.5), other.put("b", 1.0))
+        with pytest.raises(ContextError, match=r"is of the cluster of 'a', 'b' and"):
+            cluster.run({"c": partial(with_its_own, theirs)})
+
+
+def test_an_abstract_trainer_sends_what_a_real_one_does():
+    counts = []
+    for values in ("real", "abstract"):
+        with simulate(["a", "b", "c"], seed=0, values=values) as cluster:
+            w = cluster.put("b", 2.0)
+            optimizer = Optimizer(optax.adam(0.25), w, clip_norm=1.0)
+            cluster.run({"c": partial(with_an_optimizer, w, optimizer)})
+            info = cluster.info().values()
+            counts.append([(one["messages_sent"], one["bytes_sent"]) for one in info])
+    assert counts[0] == counts[1]

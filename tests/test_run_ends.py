@@ -44,7 +44,7 @@ def test_the_first_that_raised_is_raised_when_all_others_have_ended(made):
     assert "test_run_ends:raises failed on 't2', called at test_run_ends.py" in said
     assert "ValueError: late" in said and "in raises" in said
     (note,) = caught.value.__notes__
-    assert "the program on 't1'" in note and "ValueError: boom" in note
+    assert "raises on 't1' failed too" in note and "ValueError: boom" in note
     assert isinstance(caught.value.__cause__, ValueError)
     assert ended == ["t0"]
     nothing_is_left(made)

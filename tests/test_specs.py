@@ -18,7 +18,7 @@ from jdag.compute.avals import aval_of
 from jdag.compute.pairs import Pair, pair
 from jdag.compute.placed import placed
 from jdag.compute.pytrees import Template, split, static, template_of
-from jdag.engine.functions import Applied, unjitted
+from jdag.engine.functions import Applied
 from jdag.errors import ProtocolError
 from jdag.rpc.allowed import Allowed
 from jdag.rpc.unmarshal import structure, unmarshal
@@ -253,13 +253,10 @@ def test_data_too_deep_to_travel_have_a_spec_all_the_same() -> None:
 
 
 def test_a_callable_pytree_is_named_by_its_class_and_marks() -> None:
-    class Module:
-        @unjitted
-        def __call__(self) -> None: ...
-
-    data = portable(Applied(Module()))
+    applied = Applied("module:Module", unjitted=True, program=False)
+    data = portable(applied)
     assert type(data) is TreeNode
-    assert unmarshal(data, HERE) == Applied(Module())
+    assert unmarshal(data, HERE) == applied
 
 
 def test_an_output_that_is_a_key_has_its_type() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from jdag.compute.avals import aval_of
 from jdag.compute.refs import RefData
 from jdag.engine.arrays import ArrayType
-from jdag.engine.protocol import ContextId, OutputKey
+from jdag.engine.protocol import ContextId, ObjectId, OutputKey
 from jdag.errors import ProtocolError
 from jdag.wire.messages import Codec
 from jdag.wire.trees import (
@@ -162,6 +162,17 @@ def test_a_ref_names_workers_that_there_are() -> None:
         there_and_back([ref])
 
 
+def test_a_handle_travels_as_it_is_and_names_a_worker_and_an_owner_that_there_are() -> (
+    None
+):
+    handle = ObjectId(ContextId(3, 1, 0), (1, 2), "b", "Counter")
+    assert there_and_back({"env": [handle]}) == {"env": [handle]}
+    with pytest.raises(ProtocolError, match="worker 'z': the cluster has 4 workers"):
+        there_and_back(ObjectId(ContextId(3, 1, 0), (1, 2), "z", "Counter"))
+    with pytest.raises(ProtocolError, match="worker 4: the cluster has 4 workers"):
+        there_and_back(ObjectId(ContextId(4, 1, 0), (1, 2), "b", "Counter"))
+
+
 def test_the_elements_of_an_array_are_copied_once() -> None:
     array = np.arange(1 << 20, dtype=np.int8)
     data = write_tree([array])
@@ -174,5 +185,6 @@ def test_a_field_of_a_struct_has_neither_arrays_nor_refs() -> None:
     ref = RefData(OutputKey(None, (3,), 0), "a", aval_of(1.0), True, None)
     with pytest.raises(ProtocolError, match="arrays cannot travel here"):
         pack([np.ones(2)])
-    with pytest.raises(ProtocolError, match="a ref cannot travel here"):
-        unpack(pack([ref]))
+    for live in (ref, ObjectId(ContextId(0, 1, 0), (1,), "a", "Counter")):
+        with pytest.raises(ProtocolError, match="a ref cannot travel here"):
+            unpack(pack([live]))

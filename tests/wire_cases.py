@@ -43,6 +43,7 @@ from jdag.engine.protocol import (
     Marked,
     NewestKey,
     Notice,
+    ObjectId,
     Outcome,
     OutputKey,
     Owed,
@@ -60,6 +61,7 @@ from jdag.engine.protocol import (
     Ship,
     Stale,
     Start,
+    Tell,
 )
 from jdag.engine.protocol import Mode as PassMode
 from jdag.errors import ProtocolError
@@ -181,6 +183,7 @@ changes = st.integers(-(1 << 31), (1 << 31) - 1)
 refs = st.builds(
     RefData, keys, workers, avals | placed, st.booleans(), st.none() | leaves
 )
+objects = st.builds(ObjectId, contexts, paths, workers, st.text(max_size=8))
 plain = (
     st.none()
     | st.booleans()
@@ -190,22 +193,26 @@ plain = (
     | texts
     | st.binary(max_size=4)
 )
-opaque = refs | st.sampled_from(
-    [
-        np.float32(3),
-        np.arange(6, dtype=np.int16).reshape(2, 3),
-        jnp.ones((2, 0), jnp.bfloat16),
-        jax.random.split(jax.random.key(1), 3),
-        program,
-        Config,
-        Config(3, ("a", "b")),
-        Mode.FAST,
-        Point(1, (2.0,)),
-        partial(program, 3, rounds=4),
-        np.dtype("float32"),
-        frozenset({"c", "a", "b"}),
-        OrderedDict(b=1, a=2),
-    ]
+opaque = (
+    refs
+    | objects
+    | st.sampled_from(
+        [
+            np.float32(3),
+            np.arange(6, dtype=np.int16).reshape(2, 3),
+            jnp.ones((2, 0), jnp.bfloat16),
+            jax.random.split(jax.random.key(1), 3),
+            program,
+            Config,
+            Config(3, ("a", "b")),
+            Mode.FAST,
+            Point(1, (2.0,)),
+            partial(program, 3, rounds=4),
+            np.dtype("float32"),
+            frozenset({"c", "a", "b"}),
+            OrderedDict(b=1, a=2),
+        ]
+    )
 )
 
 
@@ -281,7 +288,9 @@ messages: dict[type[Any], st.SearchStrategy[Any]] = {
     ),
     Acknowledge: st.builds(Acknowledge, st.none() | contexts, paths),
     Primal: st.builds(Primal, contexts, paths, workers, maybe_failures),
-    Run: st.builds(Run, contexts, paths, st.just(program), trees, texts),
+    Run: st.builds(
+        Run, contexts, paths, st.just(program), trees, texts, _several(objects)
+    ),
     Return: st.builds(
         Return,
         contexts,
@@ -291,6 +300,7 @@ messages: dict[type[Any], st.SearchStrategy[Any]] = {
         _several(workers),
         _several(st.builds(Notice, workers, _several(keys))),
     ),
+    Tell: st.builds(Tell, contexts, paths, trees, st.booleans()),
     Discard: st.builds(Discard, contexts, _several(keys)),
     Read: st.builds(Read, _wide(8), _several(keys)),
     Reading: st.builds(Reading, _wide(8), maybe_failures),
@@ -333,6 +343,7 @@ messages: dict[type[Any], st.SearchStrategy[Any]] = {
 # The fields that read back as something else, since only code can make them again.
 OPAQUE: dict[type[Any], tuple[str, ...]] = {
     Call: ("function",),
+    Tell: ("data",),
     Run: ("function", "arguments"),
     Return: ("result",),
     Assign: ("parts",),

@@ -72,6 +72,7 @@ class Saved(Struct, frozen=True, forbid_unknown_fields=True):
     text: str = ""
     name: str = ""
     digest: int | None = None
+    untracked: bool = False
 
     def __str__(self) -> str:
         if self.kind == "static":
@@ -94,6 +95,8 @@ def save(assignments: Assignments, folder: Folder, parts: Mapping[str, Any]) -> 
             name = str(len(arrays))
             saved = replace(saved, name=name, digest=_digest(array))
             arrays[name] = array
+        if is_ref(entry.value) and entry.value.leaf.id.untracked:
+            saved = replace(saved, untracked=True)
         about[entry.part].append(saved)
     said = to_builtins(about)
     described = {"jdag": FORMAT, "digest": _digest(said), "parts": said}
@@ -142,6 +145,7 @@ def load(
     refs = assignments.write(
         [entries[place].value for place in to_leaves],
         [values[place] for place in to_leaves],
+        [not found[place].untracked for place in to_leaves],
     )
     for place, ref in zip(to_leaves, refs, strict=True):
         values[place] = ref

@@ -4,29 +4,29 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import chain
 from typing import Any
 
-from msgspec.structs import replace
-
+from jdag.api import hosted
 from jdag.api.checkpoint import Folder, load, save
 from jdag.api.cluster_state import ClusterState
+from jdag.api.collectives import Collectives, Coordinator
 from jdag.api.context import Context
-from jdag.api.leaves import Assignments, Change
-from jdag.api.program_frame import FrameEnd, ProgramFrame
-from jdag.compute.pytrees import flatten, flatten_refs, is_constant, unflatten
-from jdag.compute.refs import is_ref
+from jdag.api.hosted import Hosted
+from jdag.api.leaves import Assignments, Change, column
+from jdag.api.program_frame import ProgramFrame
+from jdag.api.tasks import collected
+from jdag.compute.pytrees import flatten, flatten_refs, unflatten
+from jdag.compute.refs import is_ref, taken
 from jdag.engine.functions import call_site, is_program, name_of, program, remote
 from jdag.engine.protocol import ContextId, named
-from jdag.errors import ContextError, JdagError, WorkerLost
-from jdag.runtime.failures import exception_of
+from jdag.errors import ContextError, JdagError, WorkerLost, repr_of
 from jdag.runtime.host import Port
 
 CONTEXTS_MAX = (1 << 48) - 1
 
-Launch = tuple[str, Callable[..., Any], Any]  # Where, what, and its arguments.
 
-
-class Cluster:
+class Cluster(Collectives):
     """Workers that keep leaves and compute; a context manager that closes it.
 
     `jdag.simulate`, `launch` and `connect` make it for the main program. Each program
@@ -34,12 +34,14 @@ class Cluster:
     same `state`.
     """
 
-    def __init__(self, state: ClusterState, port: Port) -> None:
+    def __init__(self, state: ClusterState, port: Port, ctx: Any = None) -> None:
         self.state = state
         self._port = port
+        self._context = ctx  # In which `run` runs its program.
         self._numbers = state.numbers(port.worker)
         self._assignments = Assignments(state, port)
         self._open: dict[int, Context] = {}
+        self._callers: dict[str, list[ProgramFrame]] = {}  # Of objects, by worker.
         state.clusters[port] = self
 
     def __repr__(self) -> str:
@@ -55,6 +57,7 @@ class Cluster:
         """Raise ContextError unless this program may do that here and now."""
         self.state.check_open(what)
         self.state.check_current(f"{what} on {self!r}", self._port)
+        self._assignments.forget()
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -93,6 +96,8 @@ class Cluster:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if error is not None:
+            self._callers.clear()  # What still runs is not waited for.
         try:
             self.close()
         except JdagError:
@@ -115,8 +120,12 @@ class Cluster:
                 f"{self!r} cannot be closed by a program that cluster.run runs; the "
                 "main program closes it"
             )
-        self.state.driver.close()
-        self.state.closed = True
+        with ExitStack() as leaving:
+            leaving.callback(setattr, self.state, "closed", True)
+            leaving.callback(self.state.close or self.state.driver.close)
+            for frame in chain(*self._callers.values()):
+                leaving.push(self._open[frame.id.id])
+            self._callers.clear()
 
     def context(self) -> Context:
         """Return a new context, to be entered by `with`; several may be open at once.
@@ -157,9 +166,22 @@ class Cluster:
         self._open[id.id] = context
         return id
 
+    def caller(self, worker: str, *, anew: bool = False) -> ProgramFrame:
+        """The top frame of calls of objects on a worker, in a context for these alone.
+
+        A loss ends the contexts in which that worker took part: `anew` then.
+        """
+        frames = self._callers.setdefault(worker, [])
+        if anew or not frames:
+            frames.append(frame := self._frame())
+            frame.serves = True
+            Context(frame, self).__enter__()
+        return frames[-1]
+
     def left(self, context: Context) -> None:
         """Note that a context is not open any more."""
         del self._open[context.id]
+        self._assignments.forget()
 
     def leave_all(self, *error: Any) -> None:
         """Leave the contexts that are still open, the last first, as `with` does."""
@@ -180,7 +202,8 @@ class Cluster:
 
         Args:
             programs: for each worker, the main program's included, a function or
-                method, or a `functools.partial` of one, that takes a Cluster.
+                method, or a `functools.partial` of one, that takes a Cluster. Of an
+                `Optimizer` among the arguments each gets its own, of the same states.
 
         Returns:
             What each program returned, by worker, in the order of `programs`: a pytree
@@ -192,8 +215,8 @@ class Cluster:
             WorkerLost: a worker is gone, or went meanwhile.
             ContextError: this is not the main program's cluster.
             RemoteError: a program raised: which, on which worker, with its traceback;
-                an error of jdag keeps its class. Of several the first in the order of
-                `programs`, when all have ended; the rest are in its notes.
+                an error of jdag keeps its class. When all have ended, the first in the
+                order of `programs`, CollectiveErrors last; the rest are in its notes.
         """
         self._check("cluster.run")
         if not self._is_main:
@@ -207,16 +230,15 @@ class Cluster:
                 "cluster.run takes a mapping from names of workers to programs, such "
                 f"as {{'trainer0': train}}, with at least one; this is {programs!r}"
             )
-        launches = [self._launch(*item) for item in programs.items()]
-        site = str(call_site())
         frame = self._frame()
-        with Context(frame, self):
-            ended = frame.launch(launches, site)
-            _raise_first(launches, ended)
-            returned = [frame.returned(one) for one in ended]
-            return dict(zip(programs, returned, strict=True))
+        launches = [self._launch(frame, *item) for item in programs.items()]
+        with Context(frame, self) as ctx:
+            tasks = [frame.launch(*launch) for launch in launches]
+            frame.join(tasks, answer=Coordinator(ctx, tuple(programs)).answer)
+            found = collected(tasks)
+            return dict(zip(programs, found, strict=True))
 
-    def _launch(self, worker: str, program: Any) -> Launch:
+    def _launch(self, frame: ProgramFrame, worker: str, program: Any) -> Any:
         there, device = self.state.place(worker, "cluster.run")
         if device is not None:
             raise JdagError(f"cluster.run: programs run on workers, not on {worker!r}")
@@ -241,16 +263,16 @@ class Cluster:
         leaves, treedef = flatten(
             ((fn, args), kwargs), what=f"what {name_of(fn)} is given"
         )
-        for leaf in leaves if there != self._port.worker else ():
-            if why := getattr(type(leaf), "__jdag_stays__", ""):
-                raise JdagError(f"cluster.run, {name_of(fn)} on {worker!r}: {why}")
-        for leaf in filter(is_ref, leaves):
-            self._assignments.admit(leaf)
-        data = [leaf.data if is_ref(leaf) else leaf for leaf in leaves]
-        (called, given), keywords = unflatten(treedef, data)
-        return there, run_here, ((called, *given), keywords)
+        given = [
+            one.__jdag_handed__() if hasattr(one, "__jdag_handed__") else one
+            for one in leaves
+        ]
+        (called, own), keywords = unflatten(treedef, given)
+        what = f"cluster.run: what {name_of(fn)}"
+        packed = frame.packed(what, there, ((called, *own), keywords))
+        return there, run_here, *packed, name_of(fn), str(call_site())
 
-    def put(self, worker: str, tree: Any) -> Any:
+    def put(self, worker: str, tree: Any, *, tracked: bool = True) -> Any:
         """Put values on a worker as leaves, in which gradients accumulate.
 
         Args:
@@ -259,6 +281,8 @@ class Cluster:
                 `jax.ShapeDtypeStruct`s. Python numbers inside a pytree are constants:
                 they and statics (str, bool, functions, what `jdag.static` wraps) stay
                 as they are, and the first number warns.
+            tracked: False for state without gradients, such as running statistics:
+                floats are then constants to what is differentiated.
 
         Returns:
             The same pytree of refs. Floats and complex numbers are tracked.
@@ -269,7 +293,7 @@ class Cluster:
         """
         self._check("cluster.put")
         self.state.place(worker, "cluster.put")
-        return self._assignments.put(worker, tree)
+        return self._assignments.put(worker, tree, tracked)
 
     def make(
         self, worker: str, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
@@ -292,6 +316,25 @@ class Cluster:
         self._check("cluster.make")
         where = self.state.place(worker, "cluster.make")
         return self._assignments.make(*where, fn, args, kwargs)
+
+    def keep(self, refs: Any) -> Any:
+        """Carry values of an open context over to later ones, without fetching them.
+
+        Each stays where it is, as an untracked leaf, until its last ref is gone, or
+        `drop`; what a program of `run` returns, until `drop`.
+
+        Args:
+            refs: a pytree of refs, such as the hidden state of a recurrent network.
+
+        Returns:
+            The same pytree of untracked refs, which any context may use.
+
+        Raises:
+            ContextError: the context of a ref is not open, or of another program.
+            JdagError, WorkerLost: a leaf of the pytree is no ref, or its worker gone.
+        """
+        self._check("cluster.keep")
+        return self._assignments.keep(refs)
 
     def update(self, fn: Callable[..., Any], refs: Any, /, *args: Any) -> Any:
         """Replace leaves by new versions, each computed by its owner.
@@ -318,26 +361,10 @@ class Cluster:
             WorkerLost: an owner is gone; then no leaf is replaced.
         """
         leaves, treedef = flatten_refs(refs, is_ref)
-        columns = [
-            self._column(arg, number, treedef) for number, arg in enumerate(args)
-        ]
+        columns = [column(arg, number, treedef) for number, arg in enumerate(args)]
         rows = zip(leaves, *columns, strict=True)
         self.assign([Change(fn, [ref], (ref, *rest)) for ref, *rest in rows])
         return refs
-
-    def _column(self, arg: Any, number: int, treedef: Any) -> Sequence[Any]:
-        """Return an argument of `update` for each leaf, or the one for all."""
-        leaves, found = flatten(arg)
-        if not any(map(is_ref, leaves)):
-            return [arg] * treedef.num_leaves
-        if all(is_ref(leaf) or is_constant(leaf) for leaf in leaves):
-            leaves, found = flatten_refs(arg, is_ref)
-        if treedef != found:  # In this order: a treedef calls itself equal to a Form.
-            raise JdagError(
-                f"argument {number} of cluster.update has refs in it, so it has to "
-                f"have the structure of the leaves, {treedef}; it is {found}"
-            )
-        return leaves
 
     def assign(self, changes: Sequence[Change]) -> None:
         """Replace leaves, several at once: all by one message to each owner, or none.
@@ -353,18 +380,59 @@ class Cluster:
         for context in self._open.values():
             context.reassigned()
 
-    def drop(self, refs: Any) -> None:
-        """Drop leaves: what they hold goes, as soon as no context reads it any more.
+    def host(
+        self, worker: str, factory: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Hosted:
+        """Make a Python object on a worker, such as an environment; it is in no graph.
+
+        It stays until it is dropped or the cluster is closed.
 
         Args:
-            refs: a pytree of leaves.
+            worker: where.
+            factory: a class or function, which goes by name, as programs do.
+            *args: as for a program.
+            **kwargs: the same, by keyword.
+
+        Returns:
+            A handle, which all programs may use.
 
         Raises:
-            JdagError: a ref is no leaf.
-            ContextError: a leaf was dropped before.
+            RemoteError: the factory raised; has its traceback.
+            WorkerLost: the worker is gone.
+            JdagError: there is no such worker, or an argument cannot travel there.
+        """
+        self._check("cluster.host")
+        there, device = self.state.place(worker, "cluster.host")
+        if device is not None or not callable(factory):
+            raise JdagError(
+                "cluster.host takes a worker, then a class or function that makes the "
+                f"object, and got {worker!r} and {repr_of(factory)}"
+            )
+        name = f"cluster.host of {name_of(factory)}"
+        start = partial(hosted.launched, self.state, hosted.make, name, there)
+        made: Hosted = start(factory, *args, **kwargs).result()
+        return made
+
+    def drop(self, refs: Any) -> None:
+        """Drop leaves, when no context reads them any more, and objects.
+
+        Objects are dropped when calls that came before have ended.
+
+        Args:
+            refs: a pytree of leaves and handles of objects.
+
+        Raises:
+            JdagError: something is neither.
+            ContextError: a leaf or object was dropped before.
+            WorkerLost: the worker of an object is gone.
         """
         self._check("cluster.drop")
-        self._assignments.drop(refs)
+        rest = hosted.rest_of(self.state, refs)
+        self._assignments.drop(rest)
+        for frames in self._callers.values() if rest is not refs else ():
+            for frame in [one for one in frames if not one.tasks]:
+                frames.remove(frame)
+                self._open[frame.id.id].__exit__(None, None, None)
 
     def save(self, folder: Folder, /, **parts: Any) -> None:
         """Write a checkpoint, with the newest versions of leaves, read by one request.
@@ -421,21 +489,11 @@ def run_here(ctx: Context, fn: Callable[..., Any], *args: Any, **kwargs: Any) ->
     """Call `fn` with a cluster of its own, on this worker; see `Cluster.run`."""
     state = ctx.state
     port = state.driver.current
-    cluster = Cluster(state, port)
+    ctx._frame.program = name_of(fn)
+    cluster = Cluster(state, port, ctx)
     with ExitStack() as stack:
         stack.callback(state.clusters.pop, port)
+        stack.callback(cluster._assignments.forget)
         stack.push(cluster.leave_all)
+        args, kwargs = taken((args, kwargs))
         return fn(*args, cluster, **kwargs)
-
-
-def _raise_first(launches: Sequence[Launch], ended: Sequence[FrameEnd]) -> None:
-    failures = []
-    for (worker, _, ((fn, *_), _)), one in zip(launches, ended, strict=True):
-        if one.failure is not None:
-            name = one.failure.function and name_of(fn)  # A loss is of no function.
-            failures.append((worker, replace(one.failure, function=name)))
-    if failures:
-        error = exception_of(failures[0][1])
-        for worker, failure in failures[1:]:
-            error.add_note(f"so did the program on {worker!r}: {exception_of(failure)}")
-        raise error

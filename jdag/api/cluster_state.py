@@ -5,10 +5,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import jax
 from jax.extend.core import get_opaque_trace_state
 
+from jdag.api.hosted import Hosted
 from jdag.api.refs import Leaf, Ref
 from jdag.compute.avals import Aval, aval_of
 from jdag.compute.buffers import delivered
@@ -56,9 +58,12 @@ class ClusterState:
     nesting of JAX's transformations and the configuration under which it was made.
     """
 
-    # A `Simulation`, or a `Running` node: the `port` of the main program, the `current`
-    # one, `now_ns`, `trace`, `incarnations`; `info()`, `graph(context)` and `close()`.
+    # A `Simulation`, or a `Node`: the `port` of the main program, the `current`
+    # one, `now_ns`, `trace`, `incarnations`; `info()` and `graph(context)`.
     driver: Any
+    # What ends the driver and all that was started with it, if that is more than it.
+    close: Callable[[], object] | None = None
+    is_plain = False  # In the oracle, calls run at once.
 
     def __init__(
         self, workers: Sequence[str], abstract: bool, nesting_max: int = NESTING_MAX
@@ -67,6 +72,7 @@ class ClusterState:
         self.abstract = abstract
         self.nesting_max = nesting_max  # How deep programs may call each other.
         self.leaves: dict[LeafId, Leaf] = {}
+        self._far: WeakValueDictionary[LeafId, Leaf] = WeakValueDictionary()
         self.closed = False
         self.trace = trace_state()
         self.configuration = configuration()
@@ -74,7 +80,9 @@ class ClusterState:
         # Whether an argument is a ref or, in abstract mode, a ShapeDtypeStruct.
         self.is_named: Callable[[object], bool] = _stands if abstract else is_ref
         self._numbers: dict[str, Numbers] = {}
-        self.clusters: dict[Port, Any] = {}  # Of the programs that run, by port.
+        # Of the programs that run, by port.
+        self.clusters: dict[Port, Any] = {}
+        self.frames: dict[Port, Any] = {}  # Of those on workers.
 
     def __str__(self) -> str:
         return f"the cluster of {', '.join(map(repr, self.workers))}"
@@ -107,6 +115,10 @@ class ClusterState:
                 "those that cluster.run runs"
             )
         return self.clusters[port]
+
+    def is_given(self, value: object) -> bool:
+        """Whether an argument of a program is a ref, or a handle of an object."""
+        return isinstance(value, Hosted) or self.is_named(value)
 
     def check_current(self, what: str, port: Port) -> None:
         """Raise ContextError unless the program of this port is the one that runs."""
@@ -152,19 +164,25 @@ class ClusterState:
         driver = self.driver
         return leaf.worker != self._now(name) or bool(driver.info()[name]["lost"])
 
+    def record(self, id: LeafId, aval: Aval) -> Leaf:
+        """Return the record of a leaf, which another process may have made."""
+        # Many may be kept there in turn, and no pass looks for one that is untracked.
+        is_far = id.untracked and id not in self.leaves
+        return (self._far if is_far else self.leaves).setdefault(id, Leaf(id, aval))
+
     def leaf_ref(self, leaf: Leaf) -> Ref:
         """Return a ref to a leaf."""
-        id, aval = leaf.id, leaf.aval
-        return Ref(self, leaf.key, id.worker, aval, aval.inexact, leaf=leaf)
+        of = leaf.key, leaf.id.worker, leaf.aval, leaf.tracked
+        return Ref(self, *of, leaf=leaf, hold=leaf.held())
 
     def check_own(self, ref: Ref) -> None:
         """Raise ContextError unless the ref is of this cluster and names a value."""
         of: Any = ref.holder.state
         if of is not self:
-            to_do = "" if of.closed else "; ref.fetch() gives the value"
+            to_do = "; ref.fetch() gives the value"
             raise ContextError(
                 f"{ref!r} is of {of.beside(self)} and this is {self}: refs do not "
-                f"leave their cluster{to_do}"
+                f"leave their cluster{to_do * (is_ref(ref) and not of.closed)}"
             )
         if ref.leaf is not None and ref.leaf.dropped:
             raise ContextError(f"{ref.leaf} was dropped by cluster.drop")

@@ -7,35 +7,30 @@ has, for each leaf that a finished pass has reached, the gradient after the last
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from msgspec.structs import replace
-
 from jdag.api.cluster_state import ClusterState
-from jdag.api.device_placement import move, refuse_device
+from jdag.api.device_placement import move
 from jdag.api.graph import ContextGraph
 from jdag.api.outcome import PassReport, expired, nanoseconds, remarked, stuck
 from jdag.api.program_frame import FramePhase, ProgramFrame
+from jdag.api.python_calls import is_waited_for, run_python
 from jdag.api.refs import Hold, Ref
-from jdag.api.roots import check_hook, checked_roots
+from jdag.api.roots import check_hook, seeded
+from jdag.api.tasks import Task
 from jdag.compute.callables import called
-from jdag.compute.pytrees import flatten_refs, no_gradient, split, unflatten
+from jdag.compute.pytrees import Split, flatten_refs, no_gradient, split, unflatten
 from jdag.compute.refs import is_ref
-from jdag.engine.functions import call_site, is_program, name_of
+from jdag.engine.functions import call_site, is_program, is_unjitted, name_of
 from jdag.engine.protocol import (
     Awaited,
     Differentiated,
     GradientKey,
     Hook,
-    Key,
     LeafId,
     Left,
     Mode,
     Opened,
     Outcome,
     PassResult,
-    Returned,
-    Root,
-    SeedKey,
-    Spawn,
 )
 from jdag.errors import (
     ContextError,
@@ -45,8 +40,6 @@ from jdag.errors import (
     UnusedSendError,
 )
 from jdag.parallel.routes import How
-from jdag.runtime.failures import failure_of
-from jdag.runtime.host import Port
 
 _MODES = {mode.value: mode for mode in (Mode.SMART, Mode.FAST)}
 
@@ -59,8 +52,9 @@ class Context:
     left. A value that no ref names and no call waits for goes earlier. Several contexts
     may be open at once.
 
-    Leaving raises the first error, in program order, of a call whose error the program
-    has not seen, unless another exception is already on its way.
+    Leaving waits for programs that `start` started, and raises the first error, in
+    program order, of one of these or else of a call, which the program has not seen,
+    unless another exception is already on its way.
 
     Attributes:
         here: the name of the worker on which this program runs.
@@ -118,10 +112,14 @@ class Context:
         if self.state.closed:
             return  # The cluster went first, with all that it held.
         try:
-            failures = frame.wait("leaving", Left, frame.id)
-        except JdagError:
+            try:
+                if error is None or isinstance(error, Exception):
+                    frame.finish()
+            finally:  # Ends programs that run where those were not waited for.
+                failures = frame.wait("leaving", Left, frame.id)
+        except JdagError as own:
             if error is None:
-                raise
+                raise remarked(own, self.remarks)  # noqa: B904 - it is the same one.
             return  # The exception that is on its way came first.
         if error is None:
             for failure in failures:
@@ -150,8 +148,8 @@ class Context:
             **kwargs: the same, by keyword.
 
         Returns:
-            At once a pytree of refs shaped like what the function returns; for a
-            program its result, refs or plain data, once it has returned.
+            At once a pytree of refs shaped like what the function returns; once it ran,
+            if it is unjitted without `shapes`; of a program its result at its end.
 
         Raises:
             RemoteError: the function cannot be traced with these arguments, or the
@@ -160,15 +158,64 @@ class Context:
                 context is not open.
             WorkerLost: that worker, or the owner of an argument, is gone.
         """
-        frame = self._frame
-        frame.check("ctx.call")
-        there, device = frame.state.place(worker, "ctx.call")
-        fn, args, own = called(fn, args)
-        parts = split(args, kwargs, frame.state.is_named, own)
-        if not is_program(fn):
+        given, frame = (fn, args), self._frame
+        there, device, fn, parts = self._checked("ctx.call", worker, fn, args, kwargs)
+        if is_unjitted(fn) and is_waited_for(self.state, fn, parts.refs):
+            asked = split((device, *called(*given)[:2], kwargs), {}, is_ref)
+            task = frame.start(there, run_python, asked, name_of(fn))
+        elif is_program(fn):
+            task = frame.start(there, fn, parts)
+        else:
             return frame.issue(there, device, fn, parts)
-        refuse_device(fn, worker, device)
-        return frame.run(there, fn, parts)
+        if task.end is None:  # In the oracle it has ended.
+            frame.join([task])
+        return task.collect()
+
+    def start(
+        self, worker: str, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Task:
+        """Start a program on a worker, to run at the same time as this one.
+
+        Its place among the calls of this program is where it was started, so bits of
+        gradients do not depend on which of several programs ends first. Those that are
+        still running are waited for by `backward`, and at the end of this program or
+        context, which raises the error of one whose result was not asked for; of
+        several the first in program order, with the others as its notes.
+
+        Args:
+            worker: where it runs.
+            fn: a function that `jdag.program` marks.
+            *args: as for `call`.
+            **kwargs: the same, by keyword.
+
+        Returns:
+            At once a `Task`, whose `result()` waits for what the program returns.
+
+        Raises:
+            JdagError: `fn` is no program; or as `call` does.
+        """
+        there, _, fn, parts = self._checked("ctx.start", worker, fn, args, kwargs)
+        if not is_program(fn):
+            raise JdagError(
+                f"ctx.start takes a program, and {name_of(fn)} is a function: ctx.call "
+                "of it returns refs at once; jdag.program marks programs"
+            )
+        return self._frame.start(there, fn, parts)
+
+    def _checked(
+        self, what: str, worker: str, fn: Any, args: Any, kwargs: Any
+    ) -> tuple[str, str | None, Callable[..., Any], Split]:
+        self._frame.check(what)
+        state = self.state
+        there, device = state.place(worker, what)
+        fn, args, own = called(fn, args)
+        taken = state.is_given if is_program(fn) else state.is_named
+        if is_program(fn) and device is not None:
+            raise JdagError(
+                f"{name_of(fn)} is a program, which runs on a worker, and {worker!r} "
+                "names a device; the functions that it calls may name one"
+            )
+        return there, device, fn, split(args, kwargs, taken, own)
 
     def move(self, worker: str, refs: Any) -> Any:
         """Move arrays to a worker; gradients flow back through it.
@@ -275,7 +322,15 @@ class Context:
             raise JdagError(f"mode={mode!r}: allowed is {allowed}")
         timeout_ns = nanoseconds(timeout_s)
         frame = self._frame
-        told, stored = self._seeded(roots, cotangents)
+        due_ns = None if timeout_ns is None else frame.now_ns + timeout_ns
+        if not frame.join(frame.running, due_ns):
+            raise PassTimeout(
+                f"a pass took longer than timeout_s={timeout_s!r}; it had not begun: "
+                f"it waited for {', '.join(map(str, frame.running))}"
+            )
+        if due_ns is not None:
+            timeout_ns = max(due_ns - frame.now_ns, 1)
+        told, stored = seeded(frame, self._passes + 1, roots, cotangents)
         frame.tell_discarded()
         asked = (frame.id, told, _MODES[mode], retain_graph, timeout_ns)
         result: PassResult = frame.wait(
@@ -283,23 +338,6 @@ class Context:
         )
         frame.noticed = frame.noticed or not retain_graph
         return self._conclude(result, mode, timeout_s)
-
-    def _seeded(
-        self, roots: tuple[Ref, ...], cotangents: Any
-    ) -> tuple[tuple[tuple[str, Root], ...], list[tuple[Key, Any]]]:
-        frame = self._frame
-        for root in roots:
-            if is_ref(root) and root.holder is not frame and root.leaf is None:
-                frame.admit(root)
-        told: list[tuple[str, Root]] = []
-        stored: list[tuple[Key, Any]] = []
-        for index, seed in enumerate(checked_roots(roots, cotangents)):
-            root, given = roots[index], seed is not None
-            told.append((root.owner, Root(root.key, root.aval, given, index)))
-            if given:
-                key = SeedKey(frame.id, self._passes + 1, index)
-                stored.append((key, frame.state.value(seed)))
-        return tuple(told), stored
 
     def _conclude(
         self, result: PassResult, mode: str, timeout_s: float | None
@@ -425,6 +463,8 @@ class Context:
             why = f"was reached by no pass, of {self._passes} in context {self.id}"
             if not ref.aval.inexact:
                 why = f"is not inexact ({ref.aval}; see allow_int)"
+            elif not ref.leaf.tracked:
+                why = "is untracked, as it was put with tracked=False or kept"
             elif ref.leaf.dropped:
                 why = "was dropped by cluster.drop"
             raise GraphError(
@@ -457,27 +497,3 @@ class Context:
         if not frame.prefix:
             frame.wait("ctx.graph", Awaited, frame.id)
         return ContextGraph(frame.state.driver.graph(frame.id))
-
-
-def run_program(state: ClusterState, port: Port, spawn: Spawn) -> Returned:
-    """Run a program on a worker, in a context of its own frame.
-
-    What it raises is the failure that it returns.
-    """
-    name = name_of(spawn.function)
-    frame = ProgramFrame(state, port, spawn.context, spawn.path, name)
-    result = failure = None
-    try:
-        args, kwargs = frame.bound(spawn.arguments, {})
-        returned = spawn.function(Context(frame), *args, **kwargs)
-        result = frame.unbound(returned)
-    except (Exception, SystemExit) as error:
-        # What began elsewhere keeps its place, so that it counts as seen there too.
-        failure = frame.failure_of(error) or replace(
-            failure_of(error, port.worker, spawn.path, name), call_site=spawn.call_site
-        )
-    finally:
-        frame.phase = FramePhase.LEFT
-    args = kwargs = returned = None  # What is still held now is held elsewhere.
-    reply, discarded = frame.left(result)
-    return Returned(spawn.context, spawn.path, reply, failure, discarded)

@@ -10,9 +10,8 @@ from typing import Any
 from jdag.api.refs import Ref
 from jdag.compute.pytrees import Split, flatten, is_constant, is_static, unflatten
 from jdag.compute.refs import is_ref
-from jdag.engine.functions import name_of, transferred
+from jdag.engine.functions import transferred
 from jdag.engine.protocol import Key, Worker
-from jdag.errors import JdagError
 
 # Copies of values of named devices: by key, tracked or not, and destination.
 Copies = dict[tuple[Key, bool, Worker], Ref]
@@ -39,15 +38,6 @@ def move(call: Callable[..., Any], where: str, tree: Any) -> Any:
             for place, ref in zip(places, refs, strict=True):
                 there[place] = ref
     return unflatten(treedef, there)
-
-
-def refuse_device(fn: Callable[..., Any], place: str, device: str | None) -> None:
-    """Raise JdagError if a program is called on a named device."""
-    if device is not None:
-        raise JdagError(
-            f"{name_of(fn)} is a program, which runs on a worker, and {place!r} names "
-            "a device; the functions that it calls may name one"
-        )
 
 
 def at_home(
@@ -87,4 +77,5 @@ def at_home(
 
 
 def _kept(ref: Ref, copies: Copies) -> Copies:
-    return copies if ref.hold is None else ref.hold.copies
+    # Copies are of one context, and a leaf is of all.
+    return copies if ref.leaf or ref.hold is None else ref.hold.copies

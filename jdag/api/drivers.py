@@ -10,14 +10,16 @@ from typing import Annotated, Any
 
 from jdag.api.cluster import Cluster
 from jdag.api.cluster_state import ClusterState
-from jdag.api.context import run_program
+from jdag.api.programs import run_program
 from jdag.engine.protocol import WORKERS_MAX
 from jdag.errors import JoinError, ScenarioError, meant, unusable
 from jdag.rpc.device import settings_of, share_gpu
 from jdag.rpc.function_decoder import FunctionDecoder
+from jdag.rpc.function_encoder import warn_unportable
 from jdag.rpc.handshake import ours
 from jdag.rpc.launch import LOGS, Launch, is_here
 from jdag.rpc.node import MakeNode, Node
+from jdag.rpc.script import MAIN, main_script, refuse_import
 from jdag.rpc.session import Session, SessionPlan
 from jdag.rpc.session_info import SessionInfo
 from jdag.rpc.settings import (
@@ -36,7 +38,6 @@ from jdag.rpc.settings import (
 )
 from jdag.rpc.tickets import fresh_secret
 from jdag.rpc.tls import load as load_tls
-from jdag.runtime.host import Port
 from jdag.runtime.tables import (
     COUNT,
     NESTING,
@@ -69,6 +70,7 @@ def simulate(
     """Make a cluster in virtual time, in this process; a context manager.
 
     The same program with the same settings and seed does the same, event by event.
+    The first function that `launch` would refuse is a `jdag.errors.PortabilityWarning`.
 
     Args:
         workers: their names, all different; their order numbers them.
@@ -94,36 +96,8 @@ def simulate(
         home = next(iter(workers), "") if is_listed(workers) else ""
     made = SimSettings(workers=workers, seed=seed, home=home, values=values, **settings)
     shared = ClusterState(made.workers, values == "abstract", nesting_max)
-    shared.driver = Simulation(made, partial(run_program, shared))
+    shared.driver = Simulation(made, partial(run_program, shared), warn_unportable)
     return Cluster(shared, shared.driver.port)
-
-
-class Running:
-    """The driver over processes: main's node, its session and launched processes.
-
-    Attributes:
-        node: main's node, to which all other attributes are delegated.
-        session: the session with the workers.
-        launch: the processes that were started for the cluster, or None.
-    """
-
-    trace = None
-
-    def __init__(
-        self, node: Node, session: Session, launch: Launch | None, stack: ExitStack
-    ) -> None:
-        self.node = node
-        self.session = session
-        self.launch = launch
-        self.close = stack.close  # Leaves the session, and stops the processes.
-
-    @property
-    def current(self) -> Port:
-        """The port of the program that runs; asked for so often that it is found."""
-        return self.node.current
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.node, name)
 
 
 def _node(
@@ -190,7 +164,8 @@ def launch(  # noqa: PLR0913 - keyword options.
             share: memory of it is taken as needed, by this process too unless it has
             computed before. None: as JAX chooses.
         allow: modules, or packages, whose functions and programs the others may run by
-            name. Other functions travel compiled (`jax.export`), programs not at all.
+            name, beside those of a script with a guard (`if __name__ == "__main__":`).
+            Other functions travel compiled (`jax.export`), programs not at all.
         carrier: "socket", or "grpc" where only that passes.
         deadline_s: a worker that gives no sign of life for so many seconds is lost.
         env: variables of the environment for the others, beside those of this process.
@@ -203,14 +178,17 @@ def launch(  # noqa: PLR0913 - keyword options.
         JdagError: an argument is unusable, or a worker does not start: why, and the
             last lines that it printed. Nothing is left running then.
     """
+    refuse_import("jdag.launch")
     workers = _kept(workers)
     checked(_Launch, locals())
     names = tuple(workers)
     share_gpu(device)
     with ExitStack() as stack:
-        token, allow = fresh_secret(), tuple(allow)
+        token, allow, script = fresh_secret(), tuple(allow), main_script()
+        if script is not None:
+            allow = (*allow, MAIN)
         made = partial(worker_options, carrier=carrier, allow=allow, token=token)
-        made = partial(made, value_bytes_max=value_bytes_max, once=True)
+        made = partial(made, value_bytes_max=value_bytes_max, once=True, script=script)
         options = [made(name, device) for name in names[1:]]
         started = Launch(options, env=env, logs=logs, ready_s=ready_s)
         stack.callback(started.close)
@@ -243,6 +221,7 @@ def connect(path: str | os.PathLike[str], *, name: str) -> Cluster:
         JdagError: the file is unusable, or has no such worker; a worker is not reached,
             refuses, or differs in versions or configuration: both are named.
     """
+    refuse_import("jdag.connect")
     if not is_path(path):
         raise ScenarioError(unusable("path", path, f"the path of {FILE}"))
     settings = load(Path(path))
@@ -288,12 +267,12 @@ def _joined(
     undo.append(node.guard_signals())
     if started is not None:
         started.on_death(session.lost)
-    state.driver = Running(node, session, started, stack.pop_all())
+    node.session, node.launch = session, started
+    state.close = stack.pop_all().close  # Leaves the session, and stops the processes.
     return Cluster(state, node.port)
 
 
 def _kept(workers: Any) -> Any:
-    """Return the names, as a list if they come from an iterator."""
     return list(workers) if isinstance(workers, Iterator) else workers
 
 

@@ -99,7 +99,7 @@ def dotted(path: Path) -> str:
 
 def _vertices(worker: str, drawing: Drawing) -> Iterator[Vertex]:
     for leaf in drawing.leaves:
-        label = f"leaf {leaf.leaf.number}"
+        label = leaf.leaf.label
         id = f"{worker}/{label}"
         yield Vertex(id, worker, "leaf", (), label, awaited=leaf.awaited)
     for node in drawing.nodes:
@@ -129,7 +129,7 @@ def _edges(worker: str, drawing: Drawing) -> Iterator[Edge]:
 def _source(worker: str, key: Key) -> str:
     match key.kind:
         case "leaf":
-            return f"{worker}/leaf {key.name.number}"
+            return f"{worker}/{key.name.label}"
         case "received":
             return _recv_id(worker, *key.name)
         case _:

@@ -142,6 +142,8 @@ def _moved(
             at = jtu.keystr(path)
             said = f"argument {number}{at}"
             tangent = _tangent(leaf, part, f"{name}{at}", said)
+            if is_ref(leaf) and not leaf.tracked:
+                tangent = None  # A constant, as under jax.lax.stop_gradient.
             leaves.append(_Leaf(said, leaf, tangent, leaf))
     return leaves, jtu.treedef_tuple(treedefs)
 

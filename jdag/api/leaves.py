@@ -4,9 +4,11 @@ Assignments, and the leaves that they make, are numbered as calls are, by each w
 whose programs ask for them. What one asks for goes out at once, by one message to each
 owner; owners work in parallel, and number the versions (`jdag.engine.leaves`).
 Invariants: a number is used once; of an assignment that is refused nothing is made, and
-nothing that it stored is left.
+nothing that it stored is left. A kept leaf goes once its last ref has.
 """
 
+import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,8 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jdag.api.cluster_state import ClusterState
-from jdag.api.program_frame import traced
-from jdag.api.refs import Leaf, Ref
+from jdag.api.refs import Hold, Leaf, Ref
 from jdag.compute.avals import Aval, aval_of, frozen
 from jdag.compute.callables import called
 from jdag.compute.pairs import Pair
@@ -27,6 +28,7 @@ from jdag.compute.pytrees import (
     flatten,
     flatten_refs,
     indices_of_arrays,
+    is_constant,
     paths,
     split,
     unflatten,
@@ -40,9 +42,11 @@ from jdag.engine.protocol import (
     Dropped,
     Key,
     LeafId,
+    Worker,
     named,
 )
 from jdag.errors import ContextError, JdagError
+from jdag.runtime.failures import traced
 from jdag.runtime.host import Port
 
 
@@ -51,13 +55,14 @@ class Change(NamedTuple):
 
     The outputs, in JAX's order, are the new values, with the leaves' shapes and dtypes.
     Refs among the arguments are on that worker. `purpose` is added to the call site in
-    what is said of a failure.
+    what is said of a failure. `pair` is what runs in place of `fn`, traced before.
     """
 
     fn: Callable[..., Any]
     refs: Sequence[Ref]
     args: tuple[Any, ...]
     purpose: str = ""
+    pair: Pair | None = None
 
 
 class _Call(NamedTuple):
@@ -87,26 +92,33 @@ class Assignments:
         self.state = state
         self._port = port
         self._numbers = state.numbers(port.worker)
+        self._loose: deque[tuple[Key, Worker]] = deque()  # Kept, and no ref is left.
 
-    def put(self, place: str, tree: Any) -> Any:
+    def put(self, place: str, tree: Any, tracked: bool = True) -> Any:
         """Make leaves from values; see `Cluster.put`."""
         values, treedef = flatten(tree, what="the tree for cluster.put")
         places = indices_of_arrays("cluster.put", tree, values)
         # A tree of constants alone is a mistake; the error names its first leaf.
         places = places or list(range(len(values)))
         arrays = [self._array(values[number], tree, number) for number in places]
-        refs = self.write([place] * len(arrays), arrays)
+        refs = self.write([place] * len(arrays), arrays, [tracked] * len(arrays))
         for number, ref in zip(places, refs, strict=True):
             values[number] = ref
         return unflatten(treedef, values)
 
-    def write(self, places: Sequence[Ref | str], values: Sequence[Any]) -> list[Ref]:
+    def write(
+        self,
+        places: Sequence[Ref | str],
+        values: Sequence[Any],
+        tracked: Sequence[bool],
+    ) -> list[Ref]:
         """Put values into leaves, all of them or none; return refs to these.
 
         Args:
             places: for each value a leaf, whose next version it is to be, or the name
                 of a worker, or of a device of one, where it is to be a new leaf.
             values: arrays of strong type, of the shapes and dtypes of the leaves.
+            tracked: for each, whether a new leaf may have gradients.
 
         Raises:
             JdagError: a ref is no leaf, or is there twice.
@@ -115,10 +127,10 @@ class Assignments:
         draft = self._draft()
         kept: list[Leaf] = []
         groups: dict[tuple[str, str | None, bool], list[tuple[Leaf, Any]]] = {}
-        for place, value in zip(places, values, strict=True):
+        for place, value, tracks in zip(places, values, tracked, strict=True):
             if isinstance(place, str):
                 worker, device = self.state.place(place, "cluster.put")
-                leaf = self._new(worker, aval_of(value).strong.on(device))
+                leaf = self._new(worker, aval_of(value).strong.on(device), tracks)
             else:
                 leaf = self.leaf(place)
             kept.append(leaf)
@@ -183,6 +195,27 @@ class Assignments:
         refs = [self.state.leaf_ref(leaf) for leaf in leaves]
         return unflatten(call.pair.out_tree, refs)
 
+    def keep(self, tree: Any) -> Any:
+        """Make untracked leaves of values where they are; see `Cluster.keep`."""
+        refs, form = flatten_refs(tree, is_ref)
+        kept: dict[Ref, Leaf] = {}
+        groups: dict[str, list[Ref]] = {}
+        for ref in dict.fromkeys(refs):
+            self.admit(ref, "cluster.keep")
+            kept[ref] = self._new(ref.owner, ref.aval, tracked=False)
+            groups.setdefault(ref.place, []).append(ref)
+        draft = self._draft()
+        for group in groups.values():
+            change = Change(transferred, (), tuple(group))
+            call = self._traced(draft, group[0].owner, change)
+            leaves = [kept[ref] for ref in group]
+            _add(draft, [leaf.first for leaf in leaves], leaves, call)
+        self._tell(draft)
+        holds = [Hold(self._loose, leaf.key, leaf.id.worker) for leaf in kept.values()]
+        for leaf, hold in zip(kept.values(), holds, strict=True):
+            leaf.held = weakref.ref(hold)
+        return unflatten(form, [self.state.leaf_ref(kept[ref]) for ref in refs])
+
     def assign(self, changes: Sequence[Change]) -> None:
         """Make all changes, or none if one is refused or an owner is known to be lost.
 
@@ -200,20 +233,36 @@ class Assignments:
             _add(draft, [leaf.key for leaf in leaves], leaves, call)
         self._tell(draft)
 
+    def pair_of(self, change: Change) -> Pair:
+        """Return what a change would run; nothing is replaced.
+
+        Raises:
+            JdagError, RemoteError: as `assign` does.
+        """
+        owner = self.leaf(change.refs[0]).id.worker
+        return self._traced(self._draft(), owner, change).pair
+
     def drop(self, refs: Any) -> None:
         """Drop leaves; see `Cluster.drop`."""
         leaves = [self.leaf(ref) for ref in flatten_refs(refs, is_ref)[0]]
         self._port.tell(Dropped(tuple(leaf.id for leaf in leaves)))
         for leaf in leaves:
             leaf.dropped = True
-            del self.state.leaves[leaf.id]
+            self.state.leaves.pop(leaf.id, None)
 
-    def admit(self, ref: Ref) -> None:
+    def forget(self) -> None:
+        """Drop what was kept and has no refs any more."""
+        there = {} if self.state.closed else self.state.leaves
+        names = [self._loose.popleft()[0].name for _ in range(len(self._loose))]
+        if gone := [there[name] for name in sorted(names) if name in there]:
+            self.drop(list(map(self.state.leaf_ref, gone)))
+
+    def admit(self, ref: Ref, what: str = "a fetch") -> None:
         """Raise ContextError unless the ref is of this cluster and can be read."""
         self.state.check_own(ref)
         if ref.leaf is None:
             holder: Any = ref.holder
-            holder.check("a fetch", ref)
+            holder.check(what, ref)
 
     def leaf(self, ref: Ref) -> Leaf:
         """Return the record of a leaf; raise JdagError if the ref is not a leaf."""
@@ -224,9 +273,10 @@ class Assignments:
             )
         return ref.leaf
 
-    def _new(self, worker: str, aval: Aval) -> Leaf:
+    def _new(self, worker: str, aval: Aval, tracked: bool = True) -> Leaf:
         numbers = self._numbers
-        id = LeafId.made_by(numbers.index, numbers.incarnation, numbers.leaves, worker)
+        counter = (not tracked) << 31 | numbers.leaves
+        id = LeafId.made_by(numbers.index, numbers.incarnation, counter, worker)
         numbers.leaves += 1
         return Leaf(id, aval)
 
@@ -257,13 +307,14 @@ class Assignments:
                 keys[position] = known[0]
         site = f"{call_site()}{change.purpose and f', {change.purpose}'}"
         untracked = (False,) * parts.size
-        made = traced(fn, parts, tuple(avals), untracked, worker, site)
+        made = change.pair
+        made = made or traced(fn, parts, tuple(avals), untracked, worker, site)
         return _Call(made, keys, sources, site)
 
     def _check_owner(self, worker: str, fn: Callable[..., Any], ref: Ref) -> None:
         self.admit(ref)
         holder: Any = ref.holder
-        if ref.hold is not None and holder.port.worker != self._port.worker:
+        if ref.hold and ref.leaf is None and holder.port.worker != self._port.worker:
             ref.hold.keep()  # Drops by two workers would arrive in any order.
         if ref.owner != worker:
             raise JdagError(
@@ -307,6 +358,21 @@ def _add(
         str(call_site()) if call is None else call.site,
     )
     draft.parts.append(part)
+
+
+def column(arg: Any, number: int, treedef: Any) -> Sequence[Any]:
+    """Return an argument of `Cluster.update` for each leaf, or the one for all."""
+    leaves, found = flatten(arg)
+    if not any(map(is_ref, leaves)):
+        return [arg] * treedef.num_leaves
+    if all(is_ref(leaf) or is_constant(leaf) for leaf in leaves):
+        leaves, found = flatten_refs(arg, is_ref)
+    if treedef != found:  # In this order: a treedef calls itself equal to a Form.
+        raise JdagError(
+            f"argument {number} of cluster.update has refs in it, so it has to "
+            f"have the structure of the leaves, {treedef}; it is {found}"
+        )
+    return leaves
 
 
 def _check_outputs(made: Pair, leaves: Sequence[Leaf]) -> None:

@@ -11,17 +11,20 @@ from typing import Any, NoReturn
 
 import jax.numpy as jnp
 import optax
+from jax.tree_util import Partial
 
 from jdag.api.cluster_state import ClusterState
 from jdag.api.context import Context
 from jdag.api.leafwise import Leafwise, leafwise
-from jdag.api.leaves import Change
+from jdag.api.leaves import Assignments, Change
 from jdag.api.refs import Ref, fetch
+from jdag.compute.pairs import Pair
 from jdag.compute.pytrees import flatten, flatten_refs, paths, unflatten
 from jdag.compute.refs import is_ref
 from jdag.engine.functions import remote
 from jdag.errors import ContextError, JdagError, WorkerLost, kind_of, unusable
 from jdag.runtime.tables import positive
+from jdag.wire.specs import PairData
 
 
 class Optimizer:
@@ -33,7 +36,8 @@ class Optimizer:
             `inject_hyperparams`, `MultiSteps`, `masked` and `multi_transform` (by trees
             of masks or labels, or by functions), chains of these. It stays as it is:
             what it holds is looked at once.
-        refs: the leaves, a pytree, on any workers.
+        refs: the leaves, a pytree, on any workers. Programs that `cluster.run` runs may
+            be handed the optimizer: they step the same leaves and states.
         clip_norm: None, or the norm over all gradients of a step, on all owners, to
             which they are scaled down where it is larger.
 
@@ -44,9 +48,9 @@ class Optimizer:
         WorkerLost: an owner is gone.
     """
 
-    __jdag_stays__ = (
-        "an Optimizer stays with the program that made it; hand over its leaves, and "
-        "make one of them there, by jdag.Optimizer(tx, refs)"
+    __jdag_taken__ = (
+        "programs of cluster.run, which have a cluster, may be handed it as an "
+        "argument of its own"
     )
 
     def __init__(
@@ -55,23 +59,17 @@ class Optimizer:
         refs: Any,
         clip_norm: float | None = None,
     ) -> None:
-        leaves, self._treedef = flatten_refs(refs, is_ref)
+        leaves = flatten_refs(refs, is_ref)[0]
         if not leaves:
             raise JdagError("an Optimizer needs leaves to step, and there are none")
         if clip_norm is not None and not positive()(clip_norm):
             allowed = "a number above 0, or None"
             raise JdagError(unusable("clip_norm", clip_norm, allowed))
-        self._state = _state_of(leaves)
-        self._state.check_open("jdag.Optimizer")
-        names = paths(refs, is_ref)
+        _state_of(leaves).check_open("jdag.Optimizer")
+        self._begin(refs, clip_norm)
         avals = [ref.aval for ref in leaves]
-        each = leafwise(tx, self._treedef.bare, avals, names)
-        self._tx = dict(zip(leaves, each, strict=True))
-        self._clip_norm = clip_norm
-        self._names = dict(zip(leaves, names, strict=True))
-        self._states: dict[Ref, Any] = {}
-        self._steps = 0
-        self._made: Callable[[], str] | None = None  # What to say of the last step.
+        each = leafwise(tx, self._treedef.bare, avals, list(self._names.values()))
+        self._tx.update(zip(leaves, each, strict=True))
         try:
             for ref, tx_of in self._tx.items():
                 make = self._state.cluster.make
@@ -80,6 +78,28 @@ class Optimizer:
             failed = list(self._names)[len(self._states)]
             self.drop()
             _raise(error, f"{self._called(failed)} has no state")
+
+    def _begin(self, refs: Any, clip_norm: float | None) -> None:
+        leaves, self._treedef = flatten_refs(refs, is_ref)
+        self._state = _state_of(leaves)
+        self._clip_norm = clip_norm
+        self._names = dict(zip(leaves, paths(refs, is_ref), strict=True))
+        self._states: dict[Ref, Any] = {}
+        self._tx: dict[Ref, Any] = {}
+        self._pairs: dict[Ref, Pair] = {}  # Of one that was handed over.
+        self._steps = 0
+        self._made: Callable[[], str] | None = None  # What to say of the last step.
+
+    def __jdag_handed__(self) -> Partial:
+        """Return data of which another program makes its own, by calling them."""
+        self._check_held()
+        own = Assignments(self._state, self._state.driver.current)
+        scale = () if self._clip_norm is None else (1.0,)
+        changes = [self._change(ref, ref, scale) for ref in self._states]
+        pairs = [PairData(own.pair_of(change)) for change in changes]
+        refs = unflatten(self._treedef, list(self._states))
+        states = list(self._states.values())
+        return Partial(remade, refs, states, pairs, self._clip_norm)
 
     def __repr__(self) -> str:
         owners = ", ".join(repr(worker) for worker in _by_owner(self._states))
@@ -132,15 +152,7 @@ class Optimizer:
         try:
             scale = self._scale(ctx, present)
             self._state.cluster.assign(
-                [
-                    Change(
-                        partial(stepped, self._tx[ref]),
-                        [ref, *flatten(self._states[ref])[0]],
-                        (ref, self._states[ref], gradient, *scale),
-                        f"stepping {self._called(ref)}",
-                    )
-                    for ref, gradient in present.items()
-                ]
+                [self._change(ref, of, scale) for ref, of in present.items()]
             )
         except JdagError as error:
             text = f"no leaf of {self!r} was stepped by step {self._steps + 1}"
@@ -150,6 +162,15 @@ class Optimizer:
         self._steps += 1
         self._made = partial(self._said_of_step, self._steps, tuple(present))
         ctx.remarks.append(self._made)
+
+    def _change(self, ref: Ref, gradient: Ref, scale: tuple[float, ...]) -> Change:
+        return Change(
+            partial(stepped, self._tx[ref]),
+            [ref, *flatten(self._states[ref])[0]],
+            (ref, self._states[ref], gradient, *scale),
+            f"stepping {self._called(ref)}",
+            self._pairs.get(ref),
+        )
 
     def _said_of_step(self, number: int, refs: Sequence[Ref]) -> str:
         lost = self._state.driver.current.lost
@@ -200,7 +221,8 @@ class Optimizer:
 
     def drop(self) -> None:
         """Drop the states from their owners; the leaves stay. Twice is once."""
-        self._state.cluster.drop(list(self._states.values()))
+        held = flatten(list(self._states.values()))[0]
+        self._state.cluster.drop([ref for ref in held if not ref.leaf.dropped])
         self._states.clear()
 
     def _check_held(self) -> None:
@@ -210,6 +232,19 @@ class Optimizer:
     def _called(self, ref: Ref) -> str:
         name = self._names[ref]
         return f"{name} ({ref.leaf})" if name else str(ref.leaf)
+
+
+@remote
+def remade(
+    refs: Any, states: Sequence[Any], pairs: Sequence[PairData], clip_norm: float | None
+) -> Optimizer:
+    """Return an optimizer over the leaves and states of another program's."""
+    made = object.__new__(Optimizer)
+    made._begin(refs, clip_norm)
+    for ref, state, data in zip(made._names, states, pairs, strict=True):
+        made._states[ref], made._tx[ref] = state, None
+        made._pairs[ref] = data.pair.pair
+    return made
 
 
 @remote
@@ -247,10 +282,11 @@ def _raise(error: JdagError, text: str) -> NoReturn:
 
 def _state_of(leaves: Sequence[Ref]) -> ClusterState:
     for ref in leaves:
-        if ref.leaf is None or not ref.aval.inexact:
+        if ref.leaf is None or not ref.leaf.tracked:
             raise JdagError(
                 f"{ref!r} cannot be stepped: an Optimizer takes float or complex "
-                "leaves, as cluster.put and cluster.make give"
+                "leaves, as cluster.put and cluster.make give, and none that was put "
+                "with tracked=False"
             )
     if len(dict.fromkeys(leaves)) < len(leaves):
         raise JdagError(

@@ -4,12 +4,14 @@ A program runs as it is, in a context whose calls run at once, inside of
 `jax.value_and_grad`. Nothing of the engine, and no recorded vjp, takes part.
 
 What a program fetches it may branch on, which JAX's tracers do not allow: so it runs
-once plainly, what it fetched is recorded, and the run under `jax.value_and_grad` is
-given that back, in the same order. It is a constant there, also to a `jax.jvp` around
-the oracle: that of its gradients is what `jdag.hvp` is held against.
+once plainly, what it fetched, and what unjitted functions returned, is recorded, and
+the run under `jax.value_and_grad` is given that back, in the same order. It is a
+constant there, also to a `jax.jvp` around the oracle: that of its gradients is what
+`jdag.hvp` is held against.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,8 +19,9 @@ import jax.numpy as jnp
 
 from jdag.api.context import Context
 from jdag.api.cotangent_hooks import CotangentHooks
-from jdag.api.program_frame import FramePhase, filled
+from jdag.api.program_frame import FramePhase
 from jdag.api.refs import Ref, fetch
+from jdag.api.tasks import Task
 from jdag.compute.avals import aval_of, frozen
 from jdag.compute.devices import parsed
 from jdag.compute.pytrees import (
@@ -31,7 +34,7 @@ from jdag.compute.pytrees import (
 )
 from jdag.compute.refs import is_ref
 from jdag.compute.tracing import settled, strong
-from jdag.engine.functions import call_site, name_of
+from jdag.engine.functions import call_site, is_unjitted, name_of
 from jdag.engine.protocol import Failure, Hook, Key, LeafId, LeafKey, OutputKey, Path
 from jdag.errors import ContextError, JdagError, RootError, kind_of, no_arrays
 from jdag.parallel import plain
@@ -47,7 +50,8 @@ class OracleRun:
     """
 
     closed = True
-    is_named = staticmethod(is_ref)
+    is_plain = True
+    is_named = is_given = staticmethod(is_ref)
 
     def __init__(self, recorded: Sequence[Any] | None, hooks: CotangentHooks) -> None:
         self.values: dict[Key, Any] = {}
@@ -79,11 +83,19 @@ class OracleRun:
 
     def read(self, refs: Sequence[Ref]) -> list[Any]:
         """Return the values, in a second run those that the first one read."""
+        return self._once(len(refs), lambda: [self.values[ref.key] for ref in refs])
+
+    def returned(self, run: Callable[[], Any]) -> Any:
+        """Return what an unjitted function returned in the first run."""
+        return self._once(1, lambda: [run()])[0]
+
+    def _once(self, count: int, read: Callable[[], list[Any]]) -> list[Any]:
         first = len(self.fetched)
-        values = [self.values[ref.key] for ref in refs]
-        if self._recorded is not None:
-            values = list(self._recorded[first : first + len(refs)])
-        if len(values) < len(refs):
+        if self._recorded is None:
+            values = read()
+        else:
+            values = list(self._recorded[first : first + count])
+        if len(values) < count:
             raise ContextError(
                 f"the program fetched {first + len(values)} values when it ran first, "
                 "and now more: programs have to do the same each time they run"
@@ -91,12 +103,13 @@ class OracleRun:
         self.fetched += values
         return values
 
-    def put(self, value: Any, worker: str, device: str | None) -> Ref:
-        """Return a ref to an input of the program."""
+    def put(self, value: Any, worker: str, device: str | None, tracked: bool) -> Ref:
+        """Return a ref to an input of the program; `tracked` if its dtype allows it."""
         value = strong(jnp.asarray(value))
         self._leaves += 1
         key = LeafKey(None, LeafId(worker, self._leaves), 0)
-        return self.ref(key, value, worker, device, aval_of(value).inexact)
+        tracked = tracked and aval_of(value).inexact
+        return self.ref(key, value, worker, device, tracked)
 
     def ref(
         self, key: Key, value: Any, worker: str, device: str | None, tracked: bool
@@ -123,7 +136,7 @@ class OracleRun:
 class OracleFrame:
     """One program in a run: in a `Context`, what a `ProgramFrame` is on a cluster.
 
-    Calls run at once, one operation after the other; what they raise is raised there.
+    Calls and programs run at once, one after the other; errors are raised there.
     """
 
     replicas = plain
@@ -152,12 +165,14 @@ class OracleFrame:
         for position, value in parts.constants:
             parts.aval(position, value)
         constants = [(index, jnp.asarray(value)) for index, value in parts.constants]
-        args, kwargs = filled(
-            parts, [(index, run.use(ref)) for index, ref in parts.refs] + constants
+        args, kwargs = parts.filled(
+            [(index, run.use(ref)) for index, ref in parts.refs] + constants
         )
         try:
+            result = partial(fn, *args, **kwargs)
             outputs, treedef = flatten(
-                fn(*args, **kwargs), what=f"what {name_of(fn)} returned"
+                run.returned(result) if is_unjitted(fn) else result(),
+                what=f"what {name_of(fn)} returned",
             )
             outputs = settled([strong(jnp.asarray(output)) for output in outputs])
         except Exception as error:
@@ -173,14 +188,17 @@ class OracleFrame:
         run.hooks.called(given, [ref.key for ref in refs if ref.tracked])
         return unflatten(treedef, refs)
 
-    def run(self, worker: str, fn: Callable[..., Any], parts: Split) -> Any:
-        """Call a program, in a frame of its own."""
+    def start(self, worker: str, fn: Callable[..., Any], parts: Split) -> Task:
+        """Run a program at once, in a frame of its own."""
         for _, ref in parts.refs:
             self.admit(ref)
-        args, kwargs = filled(parts, (*parts.refs, *parts.constants))
+        args, kwargs = parts.filled((*parts.refs, *parts.constants))
         self.calls += 1
         inner = OracleFrame(self.state, (*self.prefix, self.calls), worker)
-        return fn(Context(inner), *args, **kwargs)
+        result = fn(Context(inner), *args, **kwargs)
+        task = Task(self, worker, name_of(fn), str(call_site()))
+        task.end = task.given = (result,)
+        return task
 
     def attach(self, ref: Ref, hook: Hook) -> None:
         """Attach a hook to a value."""
@@ -358,7 +376,9 @@ class _Argument:
         bound = list(self._leaves)
         for index, array in zip(self._indices, arrays, strict=True):
             leaf = bound[index]
-            where = (leaf.worker, leaf.device) if is_ref(leaf) else (HERE, None)
+            where = (HERE, None, True)
+            if is_ref(leaf):
+                where = (leaf.worker, leaf.device, leaf.tracked)
             bound[index] = run.put(array, *where)
         return unflatten(self._treedef, bound)
 

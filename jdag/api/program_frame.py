@@ -11,15 +11,17 @@ Invariants: a number is used once; a frame that is over sends nothing to the eng
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
+from msgspec.structs import replace
 
 from jdag.api.cluster_state import ClusterState
 from jdag.api.device_placement import Copies, at_home, move
-from jdag.api.refs import Hold, Leaf, Ref
-from jdag.compute.avals import Aval, aval_of, is_deleted
-from jdag.compute.pairs import Pair, pair
+from jdag.api.hosted import Hosted, is_live
+from jdag.api.refs import Hold, Ref
+from jdag.api.tasks import Task, collected
+from jdag.compute.avals import aval_of, frozen, is_deleted
 from jdag.compute.placed import placed
 from jdag.compute.pytrees import (
     NUMBERS,
@@ -35,6 +37,7 @@ from jdag.engine.functions import call_site, name_of, transferred
 from jdag.engine.protocol import (
     Argument,
     Attached,
+    Collected,
     ConstantKey,
     ContextId,
     Discarded,
@@ -44,15 +47,18 @@ from jdag.engine.protocol import (
     Key,
     Launched,
     LeafId,
+    ObjectId,
     OutputKey,
     Path,
+    Return,
     Worker,
     named,
 )
-from jdag.errors import ContextError, JdagError, kind_of
+from jdag.errors import SAID_MAX, ContextError, JdagError, cut, kind_of
 from jdag.parallel import replicas
-from jdag.runtime.failures import exception_of, remote_error
+from jdag.runtime.failures import exception_of, traced
 from jdag.runtime.host import Port
+from jdag.wire.trees import check_travels
 
 Located = tuple[Key, Worker]
 
@@ -63,14 +69,6 @@ class FramePhase(Enum):
     NEW = "not entered yet: write `with cluster.context() as ctx:`"
     OPEN = "open"
     LEFT = "over: its values, graph and gradients are gone"
-
-
-class FrameEnd(NamedTuple):
-    """How a program ended: with a reply or a failure."""
-
-    path: Path
-    reply: Any
-    failure: Failure | None
 
 
 class ProgramFrame:
@@ -95,11 +93,15 @@ class ProgramFrame:
         self.calls = 0  # What is numbered: calls, programs and hooks.
         self.noticed = False  # The engine may have notices to send.
         self.copies: Copies = {}  # Of leaves on named devices.
-        self._waits = ""  # The call or pass that its program waits for.
+        self._waits: Sequence[object] = ()  # The call, pass or tasks it waits for.
         self.loose: deque[Located] = deque()  # Values whose last ref is gone.
         self._shared: Counter[Key] = Counter()  # Holds of a value beyond the first.
         self._seen: dict[Identity, None] = {}
         self._raised: list[tuple[JdagError, Failure]] = []
+        self.objects: dict[ObjectId, Any] = {}  # That it was handed.
+        self.serves = False  # It calls objects alone: no values, so a loss is no error.
+        self.tasks: dict[Path, Task] = {}  # Running, or not collected.
+        self._taken = 0  # News of these.
 
     def __repr__(self) -> str:
         if self.prefix:
@@ -108,22 +110,22 @@ class ProgramFrame:
 
     def wait(
         self,
-        what: str,
+        what: str | Sequence[object],
         event: Callable[..., Any],
         *fields: Any,
         values: Sequence[tuple[Key, Any]] = (),
     ) -> Any:
         """Ask the engine by an event of a waiter and these fields; wait for the answer.
 
-        `what` names what is waited for in errors.
+        `what` is what it waits for, for errors.
         """
         waiter = self.port.waiter()
-        self._waits = what
+        self._waits = [what] if isinstance(what, str) else what
         try:
             self.port.tell(event(waiter, *fields), values)
             return self.port.wait(waiter)
         finally:
-            self._waits = ""
+            self._waits = ()
 
     # ---------------------------------------------------------------- values held
 
@@ -193,8 +195,9 @@ class ProgramFrame:
         self.state.check_open(what)
         _ = self.state.driver.current  # Raises on a thread that runs no program.
         if self._waits:
+            waits = ", ".join(map(str, self._waits))
             raise ContextError(
-                f"{what} on {self!r}, whose program waits for {self._waits}; a program "
+                f"{what} on {self!r}, whose program waits for {waits}; a program "
                 "that runs on a worker uses the context that it is handed first"
             )
         if self.prefix and self.phase is FramePhase.LEFT:
@@ -211,13 +214,14 @@ class ProgramFrame:
 
     def has_seen(self, failure: Failure) -> bool:
         """Whether the program, or one that it called, has seen this failure."""
-        return (failure.worker, failure.path) in self._seen
+        return self.serves or (failure.worker, failure.path) in self._seen
 
     def failure_of(self, error: BaseException) -> Failure | None:
-        """Return the failure for which an exception was raised, or None."""
+        """Return the failure for which an exception was raised, with notes, or None."""
         for raised, failure in self._raised:
             if raised is error:
-                return failure
+                told = "\n".join([failure.traceback, *getattr(error, "__notes__", ())])
+                return replace(failure, traceback=cut(told.strip("\n"), SAID_MAX))
         return None
 
     def attach(self, ref: Ref, hook: Hook) -> None:
@@ -307,50 +311,100 @@ class ProgramFrame:
                 "a leaf (cluster.put) or a constant (ref.fetch()) to take it along"
             )
 
-    def run(self, worker: Worker, fn: Callable[..., Any], parts: Split) -> Any:
-        """Call a program on a worker; return its result once it has returned."""
+    def start(
+        self, worker: Worker, fn: Callable[..., Any], parts: Split, name: str = ""
+    ) -> Task:
+        """Start a program on a worker; `name` is what tasks and errors call it."""
         site = str(call_site())
         calls = f"{self.program} on {self.port.worker!r} calls {name_of(fn)}"
         self.state.check_nesting(len(self.prefix), f"{calls} on {worker!r}, at {site}")
-        refs = [(index, ref) for index, ref in parts.refs if is_ref(ref)]
-        for _, ref in refs:
-            self.admit(ref)
-        data = [(index, ref.data) for index, ref in refs]
-        arguments = filled(parts, (*parts.refs, *data, *parts.constants))
-        (ended,) = self.launch([(worker, fn, arguments)], site)
-        if ended.failure is not None:
-            raise self.seen(ended.failure)
-        return self.returned(ended)
+        name = name or name_of(fn)
+        given = parts.filled((*parts.refs, *parts.constants))
+        packed = self.packed(f"what {name}", worker, given)
+        return self.launch(worker, fn, *packed, name, site)
+
+    def packed(self, what: str, worker: Worker, given: Any) -> tuple[Any, list[Any]]:
+        """Return what a program is given as data that can travel; refs and handles."""
+        leaves, treedef = flatten(given)
+        held = [leaf for leaf in leaves if is_live(leaf)]
+        for one in held:
+            self.admit(one)
+        data = [leaf.data if is_live(leaf) else leaf for leaf in leaves]
+        arguments = unflatten(treedef, data)
+        if worker != self.port.worker:
+            check_travels(f"{what} on {worker!r} is given", arguments)
+        return arguments, held
 
     def launch(
-        self, programs: Sequence[tuple[Worker, Callable[..., Any], Any]], site: str
-    ) -> list[FrameEnd]:
-        """Run programs on workers at the same time; return their ends."""
+        self, worker: Worker, fn: Any, arguments: Any, held: Any, name: str, site: str
+    ) -> Task:
+        """Start a program with what `packed` gave; `held` stays alive until it ends."""
         self.tell_discarded()
-        self._waits = ", ".join(f"{name_of(fn)} on {w!r}" for w, fn, _ in programs)
-        begun = []
-        ended = []
-        try:
-            for worker, fn, arguments in programs:
-                self.calls += 1
-                path = (*self.prefix, self.calls)
-                waiter = self.port.waiter()
-                begun.append((path, waiter))
-                self.port.tell(
-                    Launched(waiter, self.id, path, worker, fn, arguments, site)
-                )
-            for path, waiter in begun:
-                ended.append(FrameEnd(path, *self.port.wait(waiter)))
-                if ended[-1].reply is not None:
-                    self._seen.update(dict.fromkeys(ended[-1].reply.seen))
-        finally:
-            self._waits = ""
-            self.noticed = True
-        return ended
+        self.calls += 1
+        path = (*self.prefix, self.calls)
+        objects = [one.data for one in held if isinstance(one, Hosted)]
+        here = tuple(dict.fromkeys([one for one in objects if one.worker == worker]))
+        self.port.tell(Launched(self.id, path, worker, fn, arguments, site, here))
+        self.tasks[path] = task = Task(self, worker, name, site, held)
+        return task
 
-    def returned(self, ended: FrameEnd) -> Any:
+    @property
+    def running(self) -> list[Task]:
+        """The programs that it started and that have not ended, as far as it knows."""
+        return [task for task in self.tasks.values() if task.end is None]
+
+    @property
+    def now_ns(self) -> int:
+        """The time since the cluster was made."""
+        now_ns: int = self.state.driver.now_ns
+        return now_ns
+
+    def join(
+        self,
+        tasks: Iterable[Task],
+        due_ns: int | None = None,
+        answer: Callable[[Task, Any], None] | None = None,
+    ) -> bool:
+        """Wait until all these tasks have ended; False if it is not before that time.
+
+        `answer` is called with each task that has ended, or that asks, and with its
+        `Return` or `Tell`.
+        """
+        while running := [task for task in tasks if task.end is None]:
+            left_ns = None if due_ns is None else due_ns - self.now_ns
+            if left_ns is not None and left_ns <= 0:
+                return False
+            self.tell_discarded()
+            asked = (self.id, self.prefix, self._taken, left_ns)
+            news = self.wait(running, Collected, *asked)
+            self._taken += len(news)
+            self.noticed = True
+            for one in news:
+                task = self.tasks[one.path]
+                if one.__class__ is Return:
+                    task.held = None
+                    task.end = one
+                if answer is not None:
+                    answer(task, one)
+        return True
+
+    def finish(self) -> None:
+        """Wait for all tasks; raise the errors of those whose result was not read."""
+        self.join(self.tasks.values())
+        unasked = [task for task in self.tasks.values() if not task.asked]
+        self.tasks.clear()
+        collected(unasked)
+
+    def returned(self, task: Task) -> Any:
         """Return the result of a program, with refs that belong to this frame."""
-        result, _, kept = ended.reply
+        end: Return = task.end
+        self.tasks.pop(end.path, None)
+        if (failure := end.failure) is not None:
+            if failure.function and failure.path == end.path:
+                failure = replace(failure, function=task.name)
+            raise self.seen(failure)
+        result, seen, kept = end.result
+        self._seen.update(dict.fromkeys(seen))
         holds: dict[Key, Hold] = {}
         for leaf in flatten(result)[0]:
             if type(leaf) is not RefData or leaf.key in holds:
@@ -358,7 +412,7 @@ class ProgramFrame:
             key = leaf.key
             if not self._made(key) or (key.name, key.index) in kept:
                 continue  # It stays, or a caller of this program holds it.
-            if key.kind != "output" or key.name[: len(ended.path)] != ended.path:
+            if key.kind != "output" or key.name[: len(end.path)] != end.path:
                 self._shared[key] += 1  # This program made it, and holds it already.
             holds[key] = Hold(self.loose, key, leaf.owner)
         return self.bound(result, holds)
@@ -369,6 +423,9 @@ class ProgramFrame:
         return unflatten(treedef, [self._bind(leaf, holds) for leaf in leaves])
 
     def _bind(self, leaf: Any, holds: Mapping[Key, Hold]) -> Any:
+        if type(leaf) is ObjectId:
+            held = leaf in self.objects
+            return self.objects[leaf] if held else Hosted(self.state, leaf)
         if type(leaf) is not RefData:
             return leaf
         key, worker, aval, tracked = leaf.key, leaf.owner, leaf.aval, leaf.tracked
@@ -376,9 +433,9 @@ class ProgramFrame:
             hold = holds.get(key)
             descends = leaf.descends
             return Ref(self, key, worker, aval, tracked, descends, hold=hold)
-        # A program of another process may have made the leaf; register it here.
-        record = self.state.leaves.setdefault(key.name, Leaf(key.name, aval))
-        return Ref(self.state, key, worker, aval, tracked, leaf=record)
+        record = self.state.record(key.name, aval)
+        hold = record.held()
+        return Ref(self.state, key, worker, aval, tracked, leaf=record, hold=hold)
 
     def unbound(self, tree: Any) -> Any:
         """Return the result of a program as data, without holders.
@@ -391,14 +448,19 @@ class ProgramFrame:
         data = []
         names: Sequence[str] = ()
         for index, leaf in enumerate(leaves):
-            if is_ref(leaf):
+            if is_live(leaf):
                 self.admit(leaf)
                 data.append(leaf.data)
                 continue
+            if any([leaf is one for one in self.objects.values()]):
+                raise ContextError(
+                    f"{self.program} returned {kind_of(leaf)}, the object that it was "
+                    "handed, which stays on its worker; return data of it"
+                )
             if not (is_static(leaf) or isinstance(leaf, NUMBERS)):
                 names = names or paths(tree)
                 self._check_array(leaf, names[index] or "the top")
-            data.append(leaf)
+            data.append(frozen(leaf))  # A numpy array may be changed later.
         return unflatten(treedef, data)
 
     def _check_array(self, value: Any, where: str) -> None:
@@ -420,26 +482,3 @@ class ProgramFrame:
                 f"{self.program} returned {aval} (at {where}), which was deleted or "
                 "donated"
             )
-
-
-def filled(parts: Split, values: Iterable[tuple[int, Any]]) -> Any:
-    """Return args and kwargs with these values at their positions."""
-    found: list[Any] = [None] * parts.size
-    for position, value in values:
-        found[position] = value
-    return parts.template.rebuild(found)
-
-
-def traced(
-    fn: Callable[..., Any],
-    parts: Split,
-    avals: tuple[Aval, ...],
-    tracked: tuple[bool, ...],
-    worker: str,
-    site: str,
-) -> Pair:
-    """Return the forward/vjp pair of a call; raise RemoteError if `fn` raises."""
-    try:
-        return pair(fn, parts.template, avals, tracked)
-    except Exception as error:
-        raise remote_error(error, fn, worker, site) from error

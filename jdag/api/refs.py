@@ -33,13 +33,19 @@ class Leaf:
     is, only its owner knows.
     """
 
-    __slots__ = ("aval", "dropped", "id", "key")
+    __slots__ = ("__weakref__", "aval", "dropped", "held", "id", "key")
 
     def __init__(self, id: LeafId, aval: Aval) -> None:
         self.id = id
         self.aval = aval
         self.key = NewestKey(None, id, 0)
         self.dropped = False
+        self.held: Callable[[], Hold | None] = lambda: None  # Of what is kept, weakly.
+
+    @property
+    def tracked(self) -> bool:
+        """Whether cotangents flow to it, by its dtype and as it was made."""
+        return self.aval.inexact and not self.id.untracked
 
     @property
     def first(self) -> Key:
@@ -58,7 +64,7 @@ class Hold:
     its context.
     """
 
-    __slots__ = ("_copies", "_key", "_loose", "_worker")
+    __slots__ = ("__weakref__", "_copies", "_key", "_loose", "_worker")
 
     collecting: ClassVar[bool] = False  # Whether Python's collector of cycles runs.
 
@@ -125,7 +131,7 @@ class Ref(RefBase):
 
     Attributes:
         tracked: whether cotangents flow back through it: it is inexact, descends from a
-            leaf, and no `jdag.stop_gradient` cut it off.
+            tracked leaf, and no `jdag.stop_gradient` cut it off.
         key: the name of the value; of a leaf, that of whichever version is the newest.
 
     Shape and dtype are known before the array is computed. Refs of one leaf are equal

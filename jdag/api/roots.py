@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jdag.api.refs import Ref
 from jdag.compute.avals import Aval, aval_of, frozen
 from jdag.compute.refs import is_ref
-from jdag.engine.protocol import LEAF_KINDS
+from jdag.engine.protocol import LEAF_KINDS, Key, Root, SeedKey
 from jdag.errors import ContextError, GraphError, JdagError, RootError, kind_of
 
 
@@ -162,3 +162,21 @@ def check_hook(
         raise GraphError(
             f"{what}: {ref!r} is not tracked, so that no cotangent ever comes"
         )
+
+
+def seeded(
+    frame: Any, number: int, roots: tuple[Ref, ...], cotangents: Any
+) -> tuple[tuple[tuple[str, Root], ...], list[tuple[Key, Any]]]:
+    """Return the roots of a pass by owner, and the cotangents that are given."""
+    for root in roots:
+        if is_ref(root) and root.holder is not frame and root.leaf is None:
+            frame.admit(root)
+    told: list[tuple[str, Root]] = []
+    stored: list[tuple[Key, Any]] = []
+    for index, seed in enumerate(checked_roots(roots, cotangents)):
+        root, given = roots[index], seed is not None
+        told.append((root.owner, Root(root.key, root.aval, given, index)))
+        if given:
+            key = SeedKey(frame.id, number, index)
+            stored.append((key, frame.state.value(seed)))
+    return tuple(told), stored

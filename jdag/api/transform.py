@@ -50,9 +50,10 @@ def value_and_grad(
     Returns:
         A function of the arguments after the context that gives (value, gradients), or
         ((value, aux), gradients), all arrays here. Gradients have the structure of the
-        arguments: zeros where the loss does not depend on a leaf, None for statics and
-        numbers, and with `allow_int` zeros of dtype float0, as in JAX, for what has no
-        gradient.
+        arguments: zeros where the loss does not depend on a leaf, and for untracked
+        leaves, as `jax.grad` has them for what goes through `jax.lax.stop_gradient`;
+        None for statics and numbers; and with `allow_int` zeros of dtype float0, as in
+        JAX, for what has no gradient.
 
     Raises:
         RootError: the program returns no loss that can be differentiated.

@@ -87,7 +87,6 @@ Carrier = Annotated[
 
 
 def _programs_are_silent(is_so: bool) -> AbstractContextManager[Any]:
-    """Send the output of a user's program to stderr."""
     return redirect_stdout(sys.stderr) if is_so else nullcontext()
 
 
@@ -190,7 +189,6 @@ def _played(scenario: Scenario, console: Console, driving: Driving) -> ScenarioR
 
 
 def _result(scenario: Scenario, answer: ScenarioResult, driver: str) -> dict[str, Any]:
-    """Return the content of `result.json`."""
     figures = {name: _plain(value) for name, value in answer.figures.items()}
     own = {
         "name": scenario.settings.name,
@@ -261,7 +259,6 @@ def _exact(value: Any) -> Any:
 
 
 def _write(made: Path, result: dict[str, Any], answer: ScenarioResult) -> None:
-    """Write result, trace and report of a run."""
     text = json.dumps(result, indent=2, allow_nan=False)
     (made / RESULT).write_text(f"{text}\n", encoding="utf-8")
     if answer.cluster.trace is not None:

@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from jdag.compute.fingerprint import KEYED, MUTABLE
-from jdag.engine.functions import Applied, is_program, is_unjitted, name_of
+from jdag.engine.functions import Applied, code_of, is_program, is_unjitted, name_of
 from jdag.errors import JdagError, kind_of
 
 JITTED: Any = type(jax.jit(abs))
@@ -38,7 +38,8 @@ def called(
         return fn, args, 0
     if is_method:
         return fn.__func__, (fn.__self__, *args), 1
-    return Applied(fn), (fn, *args), 1
+    applied = Applied(name_of(fn), is_unjitted(fn), is_program(fn), code_of(fn))
+    return applied, (fn, *args), 1
 
 
 def _is_node(value: Any) -> bool:

@@ -87,7 +87,8 @@ def primal_of(value: Any) -> Any:
     return value.primal if value.__class__ is Dual else value
 
 
-@unjitted  # jit would copy these arrays, which are already held.
+# jit would copy these arrays, which are already held.
+@unjitted(shapes=lambda *both: list(map(Dual, *both)))
 @remote
 def seeded(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Dual]:
     """Return duals of these primals and tangents."""

@@ -175,7 +175,7 @@ class Program:
     unjitted = False
 
     def __init__(self, definition: Definition, spec: Any) -> None:
-        self.digest, data = definition
+        self.definition, (self.digest, data) = definition, definition
         self.name, self._spec = spec.name, spec
         try:
             self._header = header = _decoder.decode(data)

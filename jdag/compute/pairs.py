@@ -24,10 +24,10 @@ from jdag.compute.configuration import configuration
 from jdag.compute.duals import along, any_dual, primal_of, refuse_no_jvp
 from jdag.compute.fingerprint import key_of
 from jdag.compute.jaxprs import Reaches, has_callback, has_move, passed_on
-from jdag.compute.pytrees import Template
+from jdag.compute.pytrees import Template, unflatten
 from jdag.compute.sums import ADDENDS_MAX
-from jdag.compute.tracing import Function, Residuals, as_it_is
-from jdag.engine.functions import code_of, is_ours, is_unjitted, name_of
+from jdag.compute.tracing import Function, Residuals, Traced, as_it_is
+from jdag.engine.functions import code_of, is_ours, is_unjitted, name_of, shapes_of
 from jdag.errors import JdagError
 
 PAIRS_MAX = 4096
@@ -43,6 +43,7 @@ class Pair:
     input which tracked outputs depend on it: without a cotangent of one of these its
     own is zero.
     What moves arrays between devices (`jdag.compute.moves`) runs unjitted by itself.
+    What `jdag.unjitted` marks runs so too, and is never traced.
     `may_raise` tells that forward holds callbacks or is not jitted; forward and vjp
     then wait for their results, so that what goes wrong is raised there. All of
     its devices are the default one (None): on others a pair is a `Placed`.
@@ -77,7 +78,11 @@ class Pair:
                 source.unjitted = self.may_raise = True
                 self._compile()
         if source.unjitted:
-            traced = jax.eval_shape(self._forward, *structs).traced
+            traced = (
+                source.declared(structs)
+                if source.is_python
+                else jax.eval_shape(self._forward, *structs).traced
+            )
         self._traced = traced
         self.out_tree: Any = traced.out_tree
         self.out_avals: tuple[Aval, ...] = traced.out_avals
@@ -129,6 +134,8 @@ class Pair:
                 refuse_no_jvp(self.name, error)
             raise
         traced, outputs = returned.traced, returned.outputs
+        if self.source.unjitted and self.source.is_python:
+            _check_declared(self._traced, traced)
         if traced.backward is None:
             return outputs, None
         args_kept = tuple([args[position] for position in traced.args_kept])
@@ -178,6 +185,13 @@ class Pair:
         return f"Pair({self.name}({inputs}) -> {', '.join(map(str, self.out_avals))})"
 
 
+def _check_declared(*both: Traced) -> None:
+    if len(dict.fromkeys([(one.out_tree, one.out_avals) for one in both])) > 1:
+        texts = [(one.out_tree, list(map(str, one.out_avals))) for one in both]
+        said, found = [unflatten(*text) for text in texts]
+        raise JdagError(f"{both[0].name} returned {found}; its shapes= said {said}")
+
+
 def _stays(value: Any, aval: Aval) -> bool:
     """Whether a value can be passed on uncopied: it exists and never changes."""
     if type(value) is np.ndarray:
@@ -225,9 +239,8 @@ class PairCache:
             avals: the abstract value of each position; weak types count.
             tracked: for each position, whether cotangents flow back to it.
         """
-        key = _Key(
-            (key_of(fn), template, avals, tracked, is_unjitted(fn), configuration())
-        )
+        mark = is_unjitted(fn) and key_of(shapes_of(fn))
+        key = _Key((key_of(fn), template, avals, tracked, mark, configuration()))
         key.fn = fn
         return self._pair(key)
 

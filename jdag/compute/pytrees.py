@@ -16,7 +16,7 @@ from jdag.compute.avals import Aval, aval_of, frozen
 from jdag.compute.callables import refuse_mutable
 from jdag.compute.fingerprint import key_of
 from jdag.engine.arrays import HOLE
-from jdag.engine.functions import call_site
+from jdag.engine.functions import TAKEN, call_site
 from jdag.errors import ContextError, JdagError, is_deeper, kind_of, repr_of
 
 ALLOWED = (
@@ -220,6 +220,13 @@ class Split:
         """Number of positions."""
         return len(self.refs) + len(self.constants)
 
+    def filled(self, values: Iterable[tuple[int, Any]]) -> Any:
+        """Return args and kwargs with these values at their positions."""
+        found: list[Any] = [None] * self.size
+        for position, value in values:
+            found[position] = value
+        return self.template.rebuild(found)
+
     def aval(self, position: int, value: Any) -> Aval:
         """Return the abstract value of a constant."""
         try:
@@ -334,10 +341,8 @@ def _refusal(leaf: Any, where: str) -> JdagError:
             "vmap and grad; put these inside of the function that is called, and use "
             "ctx.backward or jdag.value_and_grad for gradients"
         )
-    return JdagError(
-        f"{where} is {kind_of(leaf)}, which a call does not take; "
-        f"it takes pytrees of {ALLOWED}"
-    )
+    takes = getattr(type(leaf), TAKEN, f"it takes pytrees of {ALLOWED}")
+    return JdagError(f"{where} is {kind_of(leaf)}, which a call does not take; {takes}")
 
 
 def argument_numbers(argnums: Any, count: int) -> tuple[int, ...]:

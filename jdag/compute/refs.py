@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from jax.tree_util import Partial, tree_map
+
 from jdag.compute.avals import Aval
-from jdag.engine.functions import remote
+from jdag.engine.functions import is_remote, remote
 from jdag.engine.protocol import Key, LeafId, Path, Worker
 
 Identity = tuple[Worker, Path]  # Of a failure: where it happened, and in which call.
@@ -19,6 +21,15 @@ class RefData:
     aval: Aval
     tracked: bool
     descends: LeafId | None
+
+
+def taken(tree: Any) -> Any:
+    """Return a pytree with objects over leaves in place of their data."""
+
+    def is_handed(one: Any) -> bool:
+        return isinstance(one, Partial) and is_remote(one.func)
+
+    return tree_map(lambda x: x() if is_handed(x) else x, tree, is_leaf=is_handed)
 
 
 @remote

@@ -24,7 +24,7 @@ from jdag.compute.jaxprs import Reaches, reaches
 from jdag.compute.moves import home_of, transferred
 from jdag.compute.pytrees import Template, flatten
 from jdag.compute.sums import fold
-from jdag.engine.functions import is_unjitted, name_of
+from jdag.engine.functions import is_unjitted, name_of, shapes_of
 from jdag.errors import JdagError, kind_of
 
 
@@ -112,11 +112,25 @@ class Function:
         self.name = name_of(fn)
         self.fn = fn  # Its key names its globals and objects by identity.
         self.template = template
-        self.unjitted = is_unjitted(fn)
+        self.is_python = self.unjitted = is_unjitted(fn)
 
     def argument(self, position: int) -> str:
         """Return the name of an argument in errors."""
         return self.template.name(position)
+
+    def declared(self, structs: Sequence[jax.ShapeDtypeStruct]) -> Traced:
+        """Return what an unjitted function's `shapes` say of its outputs."""
+        if (shapes := shapes_of(self.fn)) is None:
+            raise JdagError(
+                f"{self.name} is marked by jdag.unjitted, so what it returns is not "
+                "known before it has run: mark it by @jdag.unjitted(shapes=fn), where "
+                "fn returns a pytree of jax.ShapeDtypeStruct"
+            )
+        args, kwargs = self.template.rebuild(structs)
+        what = f"shapes= of {self.name} returned"
+        leaves, out_tree = flatten(shapes(*args, **kwargs), is_dual, what)
+        avals = tuple([aval_of(leaf).strong for leaf in leaves])
+        return Traced(self.name, out_tree, avals, (False,) * len(avals))
 
     def forward(
         self, tracked: tuple[bool, ...], compiled: Callable[..., Any]
@@ -135,7 +149,7 @@ class Function:
                 for index, value in zip(indices, inexact, strict=True):
                     values[index] = value
                 given, by_name = self.template.rebuild(values)
-                outputs, out_tree = _outputs(self.name, self.fn(*given, **by_name))
+                outputs, out_tree = arrays_of(self.name, self.fn(*given, **by_name))
                 if compiled is as_it_is:
                     outputs = settled(outputs)
                 order = tuple(bool(indices) and aval_of(o).inexact for o in outputs)
@@ -172,7 +186,7 @@ def as_jax(value: Any) -> Any:
     return jnp.asarray(value) if isinstance(value, np.ndarray | np.generic) else value
 
 
-def _outputs(name: str, tree: Any) -> tuple[list[Any], Any]:
+def arrays_of(name: str, tree: Any) -> tuple[list[Any], Any]:
     """Flatten what a function returned to arrays of strong type; duals stay."""
     leaves, out_tree = flatten(tree, is_dual, f"what {name} returned")
     arrays = []

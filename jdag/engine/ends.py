@@ -274,5 +274,4 @@ def _by_path(failure: Failure) -> tuple[Any, ...]:
 
 
 def _takes_part(fragment: Fragment, worker: Worker) -> bool:
-    """Whether a worker has, or may have, a part of a context."""
     return any(worker in frame.workers for frame in fragment.frames.values())

@@ -99,6 +99,10 @@ class Engine:
             protocol.Discarded: self._lives.discarded,
             protocol.Fetched: self._reads.fetched,
             protocol.Launched: frames.launched,
+            protocol.Collected: frames.collected,
+            protocol.TimedOut: frames.timed_out,
+            protocol.Asked: frames.asked,
+            protocol.Answered: frames.answered,
             protocol.Awaited: frames.awaited,
             protocol.Attached: frames.attached,
             protocol.Returned: self._returned,
@@ -121,6 +125,7 @@ class Engine:
             protocol.Acknowledge: frames.acknowledged,
             protocol.Run: frames.run,
             protocol.Return: self._program_ended,
+            protocol.Tell: frames.told,
             protocol.Attach: frames.attach,
             protocol.Read: self._reads.read,
             protocol.Reading: self._reads.reading,
@@ -148,5 +153,5 @@ class Engine:
         self._ends.program_returned(event.context, event.failure)
 
     def _program_ended(self, sender: Worker, message: protocol.Return) -> None:
-        self._frames.program_ended(message)
+        self._frames.program_ended(sender, message)
         self._ends.program_returned(message.context, message.failure)

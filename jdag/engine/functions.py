@@ -16,6 +16,7 @@ _UNJITTED = "__jdag_unjitted__"
 _PROGRAM = "__jdag_program__"
 _REMOTE = "__jdag_remote__"
 CONTEXT = "__jdag_context__"  # An attribute of classes of contexts.
+TAKEN = "__jdag_taken__"  # An attribute of classes: who takes objects of them.
 _PACKAGE = os.path.dirname(os.path.abspath(errors.__file__)) + os.sep
 
 
@@ -26,21 +27,13 @@ class Applied:
     As a program it takes the context first, as programs do.
     """
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        self.name = name_of(fn)
-        self.code = code_of(fn)
-        setattr(self, _UNJITTED, is_unjitted(fn))
-        setattr(self, _PROGRAM, is_program(fn))
-
-    @classmethod
-    def named(cls, name: str, *, unjitted: bool, program: bool) -> "Applied":
-        """Return the one of pytrees whose class has this name and these marks."""
-        made = cls.__new__(cls)
-        made.name = name
-        made.code = None
-        setattr(made, _UNJITTED, unjitted)
-        setattr(made, _PROGRAM, program)
-        return made
+    def __init__(
+        self, name: str, unjitted: bool, program: bool, code: CodeType | None = None
+    ) -> None:
+        self.name = name
+        self.code = code
+        setattr(self, _UNJITTED, unjitted)
+        setattr(self, _PROGRAM, program)
 
     def __call__(self, first: Any, *args: Any, **kwargs: Any) -> Any:
         """Call the pytree: the first argument, or the second if it is a program."""
@@ -105,18 +98,39 @@ def is_ours(file: str) -> bool:
     return file.startswith(_PACKAGE)
 
 
-def unjitted(fn: Marked) -> Marked:
-    """Mark `fn` to run without jit; return it.
+def unjitted(fn: Any = None, /, *, shapes: Any = None) -> Any:
+    """Mark `fn` to run as Python on real arrays, untraced; return it.
+
+    Args:
+        fn: a function; it may branch on values, use numpy and be impure. Its arguments
+            are untracked. Without it a decorator is returned.
+        shapes: a function that returns a `jax.ShapeDtypeStruct` for each array that
+            `fn` returns, and takes them in place of arrays. `ctx.call` then returns
+            refs at once; without it, when `fn` has run.
 
     Raises:
-        JdagError: attributes cannot be set on `fn` (a builtin, a bound method).
+        JdagError: attributes cannot be set on `fn` (a builtin, a bound method), or
+            `shapes` is no function.
     """
-    return _mark(fn, _UNJITTED, "jdag.unjitted")
+    if shapes is not None and not callable(shapes):
+        raise JdagError(f"jdag.unjitted(shapes=...) takes a function, not {shapes!r}")
+    value, by = shapes or True, "jdag.unjitted"
+    mark: Any = functools.partial(_mark, mark=_UNJITTED, by=by, value=value)
+    return mark if fn is None else mark(fn)
 
 
 def is_unjitted(fn: Callable[..., Any]) -> bool:
     """Tell whether `fn`, or what it is a partial of, is marked by `unjitted`."""
     return _is_marked(fn, _UNJITTED)
+
+
+def shapes_of(fn: Any) -> Callable[..., Any] | None:
+    """Return the `shapes` of an unjitted function, which takes what that takes."""
+    mark = getattr(fn, _UNJITTED, None)
+    if mark is None and isinstance(fn, functools.partial):
+        shapes = shapes_of(fn.func)
+        return shapes and functools.partial(shapes, *fn.args, **fn.keywords)
+    return mark if callable(mark) else None
 
 
 def program(fn: Marked) -> Marked:
@@ -162,9 +176,9 @@ def is_program(fn: Callable[..., Any]) -> bool:
     return _is_marked(fn, _PROGRAM)
 
 
-def _mark(fn: Marked, mark: str, by: str) -> Marked:
+def _mark(fn: Marked, mark: str, by: str, value: Any = True) -> Marked:
     try:
-        setattr(fn, mark, True)
+        setattr(fn, mark, value)
     except (AttributeError, TypeError) as error:
         raise JdagError(
             f"{by} cannot mark {fn!r}, which takes no attributes; "

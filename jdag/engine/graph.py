@@ -26,6 +26,8 @@ from jdag.engine.protocol import (
     LeafId,
     Path,
     Release,
+    Return,
+    Tell,
     Worker,
 )
 
@@ -148,7 +150,11 @@ class ProgramFrame(Struct, eq=False):
     issuer: Worker | None  # Waits for its return; None at the top level.
     # By path and receiver. For a ship: the callee that waits, and its number of slots.
     unacknowledged: dict[tuple[Path, Worker], tuple[Worker, int] | None] = {}
-    launched: dict[Path, tuple[int, Worker]] = {}
+    launched: dict[Path, Worker] = {}  # Programs that it called and that run.
+    news: list[Return | Tell] = []  # Of these; the first `taken` were collected before.
+    taken: int = 0
+    collector: int = 0  # The waiter of its Collected, if it waits for news.
+    asker: int = 0  # The waiter of its Asked, if it waits for an answer.
     moved: dict[Key, Copies] = {}
     versions: dict[LeafId, Key] = {}  # The last ones transferred.
     notices: dict[Worker, list[Key]] = {}  # See `lives`.

@@ -28,6 +28,7 @@ from jdag.engine.names import (
     Mask,
     Mode,
     Name,
+    ObjectId,
     Outcome,
     Owed,
     Path,
@@ -119,6 +120,7 @@ class Run(OfCall, tag=4):
     function: Data
     arguments: Data
     call_site: Name
+    objects: Several[ObjectId] = ()  # On that worker, which it is handed.
 
 
 class Return(OfCall, tag=5):
@@ -128,6 +130,13 @@ class Return(OfCall, tag=5):
     failure: Failure | None
     workers: Workers
     notices: Several[Notice]
+
+
+class Tell(OfCall, tag=22):
+    """The program of this path asks the one that called it, or is answered by that."""
+
+    data: Data
+    answers: bool
 
 
 class Discard(Record, tag=21):
@@ -298,7 +307,7 @@ Credited = Start | Mark | Go | Cotangent | Answer
 Message = (
     Call | Ship | Acknowledge | Primal | Run | Return | Read | Reading | Assign | Forget
     | Attach | Start | Mark | Go | Cotangent | Answer | Fail | End | Ended | Release
-    | Released | Discard
+    | Released | Discard | Tell
 )  # fmt: skip
 
 

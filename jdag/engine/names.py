@@ -98,10 +98,24 @@ class ContextId(Record, order=True, gc=False, cache_hash=True):
         return f"{self.number}{again}.{self.counter}"
 
 
+class ObjectId(Record, tag=14, order=True, cache_hash=True):
+    """Identifies a Python object on a worker, by the program call that made it."""
+
+    context: ContextId
+    path: Path
+    worker: Worker
+    name: Name  # Of its class, for errors.
+
+    def __str__(self) -> str:
+        path = ".".join(map(str, self.path))
+        return f"{self.name} {self.context}/{path} on {self.worker!r}"
+
+
 class LeafId(Record, order=True, gc=False, cache_hash=True):
     """Identifies a leaf: the worker that keeps it, and a 64-bit number.
 
-    The number is the maker's number (16 bits), its incarnation (16) and a counter (32).
+    The number is the maker's number (16 bits), its incarnation (16), whether no
+    cotangent flows to it whatever its dtype (1), and a counter (31).
     """
 
     worker: Worker
@@ -111,15 +125,25 @@ class LeafId(Record, order=True, gc=False, cache_hash=True):
     def made_by(
         cls, maker: int, incarnation: int, counter: int, worker: Worker
     ) -> "LeafId":
-        """The id of a leaf on `worker`, by its maker and the maker's counter."""
+        """The id of a leaf on `worker`, by its maker and the last 32 bits."""
         assert incarnation < 1 << 16 and counter < 1 << 32, (incarnation, counter)
         return cls(worker, maker << 48 | incarnation << 32 | counter)
 
-    def __str__(self) -> str:
+    @property
+    def untracked(self) -> bool:
+        """Whether it was made as a leaf without gradients."""
+        return bool(self.number >> 31 & 1)
+
+    @property
+    def label(self) -> str:
+        """Its number for readers, by maker and counter."""
         maker, incarnation = self.number >> 48, self.number >> 32 & (1 << 16) - 1
         by = incarnated(str(maker), incarnation)
         by = f"{by}." if by != "0" else ""
-        return f"leaf {by}{self.number & (1 << 32) - 1} on {self.worker}"
+        return f"leaf {by}{self.number & (1 << 31) - 1}"
+
+    def __str__(self) -> str:
+        return f"{self.label} on {self.worker}"
 
 
 class AnyKey(Record, gc=False, cache_hash=True):

@@ -328,7 +328,6 @@ class Passes(Struct, eq=False):
 
 
 def _seeds(fragment: Fragment, number: int, roots: Sequence[Root]) -> tuple[Key, ...]:
-    """The keys of the given cotangents of these roots."""
     return tuple(
         SeedKey(fragment.context, number, root.number) for root in roots if root.given
     )

@@ -1,37 +1,46 @@
 """Program frames: calls issued by programs here, and the programs that they call.
 
-Inputs:  Issued, Launched, Attached and Returned from programs here; Run, Return, Attach
-         and Acknowledge from other workers.
-Outputs: Call, Ship, Run, Return and Attach messages, Spawn and Resume.
+Inputs:  Issued, Launched, Collected, Asked, Answered, Attached and Returned from
+         programs here; Run, Return, Tell, Attach and Acknowledge from other
+         workers; TimedOut from the driver.
+Outputs: Call, Ship, Run, Return, Tell and Attach messages, Spawn, Resume, Alarm.
 
 Invariants
 - Only the issuer decides on transfers. A frame transfers a value to a worker once for
   each value of `tracked`; a leaf is transferred again after a pass that spends.
 - A call, ship or program is acknowledged once. A program call is sent only when all
   earlier calls of its frame (and all assignments from here) are acknowledged, and a
-  program returns only when its own are. So a worker that receives a ref can use it
-  immediately.
+  program returns only when its own are, and when the programs that it called have
+  returned. So a worker that receives a ref can use it immediately.
+- A program that is handed an object here holds its lock from Spawn to Returned.
+- News of programs are kept until their caller says that it has taken them.
 - A program that lost a participating worker returns that failure.
 """
 
 from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
+from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import astuple
 
 from jdag.engine.forward import Forwarding
 from jdag.engine.graph import Fragment, ProgramFrame
 from jdag.engine.lives import Lives
+from jdag.engine.locks import Locks
 from jdag.engine.phases import OwnedFragment
 from jdag.engine.protocol import (
     LEAF_KINDS,
     Acknowledge,
+    Alarm,
+    Answered,
+    Asked,
     Attach,
     Attached,
     Awaited,
     Call,
+    Collected,
     ContextId,
     Failure,
     Hook,
@@ -47,6 +56,8 @@ from jdag.engine.protocol import (
     Run,
     Ship,
     Spawn,
+    Tell,
+    TimedOut,
     Worker,
 )
 from jdag.engine.state import State
@@ -59,7 +70,8 @@ class ProgramFrames(Struct, eq=False):
     _state: State
     _lives: Lives
     _forwarding: Forwarding
-    _held: list[tuple[ProgramFrame, Callable[[], None]]] = []
+    _held: list[tuple[ProgramFrame, Callable[[], None], bool]] = []
+    _locks: Locks = field(default_factory=Locks)
 
     # -------------------------------------------------------------------- issuing
 
@@ -173,9 +185,11 @@ class ProgramFrames(Struct, eq=False):
         _, frame = self.frame(event.context, event.path, Launched)
         said = f"no program can run on {event.worker!r}"
         self._state.check_there(event.worker, said)
-        frame.launched[event.path] = (event.waiter, event.worker)
+        frame.launched[event.path] = event.worker
         frame.workers[event.worker] = None
-        self.when_acknowledged(frame, partial(self._launch, event))
+        given, site = event.arguments, event.call_site
+        run = Run(event.context, event.path, event.function, given, site, event.objects)
+        self.when_acknowledged(frame, partial(self._hand, event.worker, run, self.run))
 
     def awaited(self, event: Awaited) -> None:
         """The top frame waits until everything that it issued is acknowledged."""
@@ -183,18 +197,16 @@ class ProgramFrames(Struct, eq=False):
         resume = partial(self._state.resume, event.waiter, None)
         self.when_acknowledged(frame, resume)
 
-    def _launch(self, event: Launched) -> None:
-        context, path, function = event.context, event.path, event.function
-        run = Run(context, path, function, event.arguments, event.call_site)
-        if event.worker == self._state.worker:
-            self.run(self._state.worker, run)
-        else:
-            self._state.send(event.worker, run)
+    def when_acknowledged(
+        self, frame: ProgramFrame, then: Callable[[], None], *, idle: bool = False
+    ) -> None:
+        """Run `then` once everything that the frame issued is acknowledged.
 
-    def when_acknowledged(self, frame: ProgramFrame, then: Callable[[], None]) -> None:
-        """Run `then` once everything issued so far is acknowledged."""
-        if frame.unacknowledged or self._state.assignments:
-            self._held.append((frame, then))
+        With `idle`, once the programs that it called have returned, too.
+        """
+        busy = frame.unacknowledged or self._state.assignments
+        if busy or (idle and frame.launched):
+            self._held.append((frame, then, idle))
         else:
             then()
 
@@ -223,8 +235,8 @@ class ProgramFrames(Struct, eq=False):
     def let_go(self) -> None:
         """Run continuations that no longer wait for an acknowledgement."""
         held, self._held = self._held, []
-        for frame, then in held:
-            self.when_acknowledged(frame, then)
+        for frame, then, idle in held:
+            self.when_acknowledged(frame, then, idle=idle)
 
     # ---------------------------------------------------------------------- hooks
 
@@ -251,25 +263,28 @@ class ProgramFrames(Struct, eq=False):
     # ------------------------------------------------------------------- programs
 
     def run(self, sender: Worker, message: Run) -> None:
-        """Start a program here."""
-        state = self._state
-        fragment = state.fragment(message.context)
-        if fragment is None:
-            failure = self._forwarding.gone(message.context)
-            reply = Return(message.context, message.path, None, failure, (), ())
-            state.send(sender, reply)
+        """Start a program here, once no other has the objects that it is handed."""
+        state, context, path = self._state, message.context, message.path
+        fragment, why = state.fragment(context), self._locks.refusal(message)
+        if fragment is None or why:
+            failure = state.failure("ContextError", why, path)
+            failure = failure if why else self._forwarding.gone(context)
+            over = Return(context, path, None, failure, (), ())
+            self._hand(sender, over, self.program_ended)
             return
-        frame = ProgramFrame(message.path, sender, workers={state.worker: None})
-        fragment.frames[message.path] = frame
-        state.out.append(Spawn(*astuple(message)))  # Both have the same fields.
+        fragment.frames[path] = ProgramFrame(path, sender, workers={state.worker: None})
+        spawn = Spawn(*astuple(message))  # Both have the same fields.
+        state.out.extend(self._locks.acquire(spawn))
 
     def returned(self, event: Returned) -> None:
-        """A program here ended; it returns when its calls are acknowledged."""
+        """A program here ended; it returns when all that it called has."""
+        self._state.out.extend(self._locks.release(event.context, event.path))
         fragment = self._state.contexts.get(event.context)
         if fragment is None or event.path not in fragment.frames:
             return  # Its context was released.
         frame = fragment.frames[event.path]
-        self.when_acknowledged(frame, partial(self._return, fragment, frame, event))
+        then = partial(self._return, fragment, frame, event)
+        self.when_acknowledged(frame, then, idle=True)
 
     def _return(self, fragment: Fragment, frame: ProgramFrame, event: Returned) -> None:
         if fragment.frames.pop(event.path, None) is None:
@@ -282,12 +297,9 @@ class ProgramFrames(Struct, eq=False):
         self._lives.note(frame, event.discarded)
         notices = self._lives.returning(frame)
         message = Return(event.context, event.path, result, failure, workers, notices)
-        if frame.issuer == self._state.worker:
-            self.program_ended(message)
-        else:
-            self._state.send(frame.issuer, message)
+        self._hand(frame.issuer, message, self.program_ended)
 
-    def program_ended(self, message: Return) -> None:
+    def program_ended(self, _: Worker, message: Return) -> None:
         """A program that was called from here returned."""
         frame = self._issuer(message.context, message.path)
         if frame is None:
@@ -299,9 +311,70 @@ class ProgramFrames(Struct, eq=False):
         self._lives.note(
             frame, [(key, of.worker) for of in message.notices for key in of.keys]
         )
-        launched = frame.launched.pop(message.path, None)
-        if launched is not None:
-            self._state.resume(launched[0], (message.result, message.failure))
+        if frame.launched.pop(message.path, None) is not None:
+            self._report(frame, message)
+            self.let_go()
+
+    def collected(self, event: Collected) -> None:
+        """A program here waits for news of those that it called."""
+        _, frame = self.frame(event.context, (*event.path, 0))
+        del frame.news[: event.taken - frame.taken]
+        frame.taken = event.taken
+        frame.collector = event.waiter
+        if event.timeout_ns is not None:
+            late = TimedOut(event.waiter, event.context, event.path)
+            self._state.out.append(Alarm(event.waiter, late, event.timeout_ns))
+        self._report(frame)
+
+    def _report(self, frame: ProgramFrame, *news: Return | Tell) -> None:
+        frame.news.extend(news)
+        if frame.collector and frame.news:
+            waiter, frame.collector = frame.collector, 0
+            self._state.resume(waiter, tuple(frame.news))
+
+    def timed_out(self, event: TimedOut) -> None:
+        """No news came in time."""
+        _, frame = self.frame(event.context, (*event.path, 0))
+        if frame.collector == event.waiter:
+            frame.collector = 0
+            self._state.resume(event.waiter, ())
+
+    def asked(self, event: Asked) -> None:
+        """A program here asks its caller, which may use all that it issued before."""
+        _, frame = self.frame(event.context, (*event.path, 0))
+        frame.asker = event.waiter
+        asks = Tell(event.context, event.path, event.data, answers=False)
+        assert frame.issuer is not None, event.path
+        send = partial(self._hand, frame.issuer, asks, self.told)
+        self.when_acknowledged(frame, send)
+
+    def answered(self, event: Answered) -> None:
+        """A program here answers one that it called."""
+        _, frame = self.frame(event.context, event.path)
+        if (worker := frame.launched.get(event.path)) is not None:
+            tell = Tell(event.context, event.path, event.data, answers=True)
+            self.when_acknowledged(frame, partial(self._hand, worker, tell, self.told))
+
+    def told(self, sender: Worker, message: Tell) -> None:
+        """A program that was called from here asks, or one here is answered."""
+        context, path = message.context, message.path
+        if not message.answers:
+            caller = self._issuer(context, path)
+            if caller is not None and caller.launched.get(path) == sender:
+                self._report(caller, message)
+            return
+        _, frame = self.frame(context, (*path, 0))
+        waiter, frame.asker = frame.asker, 0
+        if waiter and frame.issuer == sender:
+            self._state.resume(waiter, (message.data, None))
+
+    def _hand(
+        self, worker: Worker, message: Any, handle: Callable[[Worker, Any], None]
+    ) -> None:
+        if worker == self._state.worker:
+            handle(worker, message)
+        else:
+            self._state.send(worker, message)
 
     # ----------------------------------------------------------------------- ends
 
@@ -326,25 +399,30 @@ class ProgramFrames(Struct, eq=False):
                 failures = (failure,) * waits[1]
                 primal = Primal(fragment.context, pending[0], worker, failures)
                 state.send(waits[0], primal)
-        for path, (waiter, where) in tuple(frame.launched.items()):
+        for path, where in tuple(frame.launched.items()):
             if where == worker:
                 del frame.launched[path]
-                state.resume(waiter, (None, failure))
+                self._report(frame, _failed(fragment, path, failure))
 
     def abort(self, fragment: Fragment, failure: Failure) -> None:
         """The context is released while its programs wait: resume them."""
         state = self._state
+        state.out.extend(self._locks.forget(fragment.context))
         for frame in fragment.frames.values():
             self.never_mind(frame)
             issuer = frame.issuer
             if fragment.owner in state.lost and issuer not in (None, state.worker):
                 # The issuer may not know of the loss and would wait.
-                path = frame.path
-                reply = Return(fragment.context, path, None, failure, (), ())
-                state.send(issuer, reply)
-            for waiter, _ in frame.launched.values():
-                state.resume(waiter, (None, failure))
+                state.send(issuer, _failed(fragment, frame.path, failure))
+            over = [_failed(fragment, path, failure) for path in frame.launched]
+            self._report(frame, *over)
+            if frame.asker:
+                state.resume(frame.asker, (None, failure))
         fragment.frames.clear()
+
+
+def _failed(fragment: Fragment, path: Path, failure: Failure) -> Return:
+    return Return(fragment.context, path, None, failure, (), ())
 
 
 def _attach(fragment: Fragment, key: Key, hook: Hook) -> None:

@@ -150,15 +150,54 @@ class Discarded(Struct, frozen=True):
 
 
 class Launched(Struct, frozen=True):
-    """A program here calls a program and waits: Resume gives (result, failure)."""
+    """A program here calls a program, which runs at the same time."""
 
-    waiter: int
     context: ContextId
     path: Path
     worker: Worker
     function: Any
     arguments: Any
     call_site: str
+    objects: tuple[ObjectId, ...] = ()  # On that worker, among the arguments.
+
+
+class Collected(Struct, frozen=True):
+    """The frame of this path waits for news of the programs that it launched.
+
+    Resume gives those after the first `taken`: a Return for each program that ended, a
+    Tell for each that asks. None come if the timeout passes first.
+    """
+
+    waiter: int
+    context: ContextId
+    path: Path
+    taken: int
+    timeout_ns: int | None  # None: no limit.
+
+
+class TimedOut(Struct, frozen=True):
+    """The timeout of a Collected has passed."""
+
+    waiter: int
+    context: ContextId
+    path: Path
+
+
+class Asked(Struct, frozen=True):
+    """The program of this path asks its caller: Resume gives (data, failure)."""
+
+    waiter: int
+    context: ContextId
+    path: Path
+    data: Any
+
+
+class Answered(Struct, frozen=True):
+    """A program here answers the program of this path, which it launched."""
+
+    context: ContextId
+    path: Path
+    data: Any
 
 
 class Returned(Struct, frozen=True):
@@ -240,8 +279,8 @@ class Left(Struct, frozen=True):
 
 Event = (
     Computed | Arrived | Lost | Joined | Opened | Issued | Discarded | Launched
-    | Returned | Awaited | Fetched | Assigned | Dropped | Attached | Differentiated
-    | Expired | Left
+    | Collected | TimedOut | Asked | Answered | Returned | Awaited | Fetched | Assigned
+    | Dropped | Attached | Differentiated | Expired | Left
 )  # fmt: skip
 
 
@@ -274,6 +313,7 @@ class Spawn(Struct, frozen=True):
     function: Any
     arguments: Any
     call_site: str
+    objects: tuple[ObjectId, ...] = ()  # It alone is handed these, until then.
 
 
 class Resume(Struct, frozen=True):
@@ -287,7 +327,7 @@ class Alarm(Struct, frozen=True):
     """Report `event` after this time, unless the waiter is resumed first."""
 
     waiter: int
-    event: Expired
+    event: Expired | TimedOut
     after_ns: int
 
 

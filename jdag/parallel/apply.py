@@ -29,7 +29,7 @@ from jdag.compute.pytrees import (
     template_of_arrays,
 )
 from jdag.engine.arrays import HOLE
-from jdag.engine.functions import name_of
+from jdag.engine.functions import is_unjitted, name_of
 from jdag.errors import JdagError, kind_of
 from jdag.parallel.devices import Device, devices_of
 from jdag.parallel.movement import array_at
@@ -107,6 +107,11 @@ def call_of(fn: Callable[..., Any], args: tuple[Any, ...], what: str) -> DeviceC
     for an array that is supplied later.
     """
     fn, args, own = called(fn, args)
+    if is_unjitted(fn):
+        raise JdagError(
+            f"{what}: {name_of(fn)} is marked by jdag.unjitted, which is for ctx.call; "
+            "leave the mark out: what moves arrays is not jitted anyway"
+        )
     _refuse_tracers(fn, what)
     leaves, treedef = flatten((args, {}), what=f"{what}: this")
     if all_there(leaves):

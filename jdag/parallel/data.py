@@ -51,8 +51,8 @@ def data_parallel(  # noqa: PLR0913 - as PyTorch has it, and ours by keyword.
     For devices of several processes, see `jdag.parallel`.
 
     Args:
-        fn: a pure function of parameters and rows. It is jitted unless marked by
-            `jdag.unjitted`.
+        fn: a pure function of parameters and rows. It is jitted unless it moves arrays
+            between devices itself.
         params: a pytree of arrays, replicated; other leaves are static.
         x: a pytree of arrays with equally many rows along `dim`.
         devices: names or devices; None: all devices of this process. With several

@@ -232,7 +232,6 @@ def numbered(name: str, values: Sequence[str]) -> Terms:
 
 
 def _difference(first: dict[str, str], other: dict[str, str]) -> tuple[str, str, str]:
-    """Return the name and both values of the first difference."""
     names = dict.fromkeys([*first, *other])
     both = [(n, first.get(n, "nothing"), other.get(n, "nothing")) for n in names]
     return next(found for found in both if found[1] != found[2])

@@ -18,7 +18,6 @@ from jdag.compute.fingerprint import key_of
 from jdag.compute.pairs import CACHE
 from jdag.compute.pytrees import Template, is_static
 from jdag.engine.arrays import HOLE
-from jdag.engine.functions import is_unjitted
 from jdag.errors import JdagError
 from jdag.parallel.apply import DeviceCall, tracked_of
 from jdag.parallel.devices import Device, device_of, devices_of
@@ -39,7 +38,7 @@ def plan_for(
 
     `options` are fields of `DispatchTask`, with `dim` and `devices` as passed by users.
     """
-    function = key_of(call.fn), is_unjitted(call.fn), call.template.key
+    function = key_of(call.fn), call.template.key
     looks = _looks(call.arrays)
     key = (*function, *looks, how, *options.values(), configuration())
     made = _made_for(key)
@@ -126,13 +125,7 @@ def _task(
 
 
 def _is_each(task: DispatchTask, how: str | None) -> bool:
-    equal, unjitted = len(set(task.sizes)) == 1, is_unjitted(task.fn)
-    if unjitted and (task.axis_name is not None or how not in ("each", None)):
-        asked = f"how = {how!r}" if task.axis_name is None else "an axis_name"
-        raise JdagError(
-            f"data_parallel: {task.name} is marked by jdag.unjitted, and {asked} makes "
-            "one compiled program of all replicas: leave it out, or the mark"
-        )
+    equal = len(set(task.sizes)) == 1
     if task.axis_name is not None:
         if how == "each":
             raise JdagError(
@@ -148,7 +141,7 @@ def _is_each(task: DispatchTask, how: str | None) -> bool:
             "with which fn gets a mask of the real rows"
         )
     # One replica needs no program over several devices.
-    is_simple = not equal or len(task.sizes) == 1 or unjitted
+    is_simple = not equal or len(task.sizes) == 1
     return how == "each" or (how is None and is_simple)
 
 

@@ -6,6 +6,7 @@ of all copies in order. So the bits of a gradient depend on the route, never on 
 arrival. Arrays with the same route share one call and one transfer.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 
 from jdag.compute.pytrees import flatten_refs, paths, static, unflatten
 from jdag.compute.refs import is_ref
+from jdag.engine.functions import call_site
 from jdag.errors import JdagError, kind_of
 from jdag.parallel.parts import added, copies, divided, joined
 from jdag.parallel.routes import (
@@ -108,6 +110,10 @@ def equals_of(what: str, trees: Mapping[str, Any]) -> tuple[list[list[Ref]], lis
                 )
         found.append(theirs)
         forms.append(structure)
+    if not others:
+        said = f"{what} of {first!r} alone: the sum of one is itself"
+        site = call_site()
+        warnings.warn_explicit(said, UserWarning, site.file, site.line)
     return found, forms
 
 
@@ -162,8 +168,16 @@ def all_reduce(
     }
 
 
+def all_gather(
+    ctx: Any, trees: Mapping[str, Any], how: How, check: Check
+) -> dict[str, tuple[Any, ...]]:
+    """Return the pytrees of all workers, in order, for each of them."""
+    names = tuple(trees)
+    copies = [replicate(ctx, names, tree, how, check) for tree in trees.values()]
+    return dict(zip(names, zip(*copies, strict=True), strict=True))
+
+
 def _groups(kinds: Iterable[Any]) -> list[list[int]]:
-    """Return the indices of each kind."""
     found: dict[Any, list[int]] = {}
     for number, kind in enumerate(kinds):
         found.setdefault(kind, []).append(number)
@@ -171,7 +185,6 @@ def _groups(kinds: Iterable[Any]) -> list[list[int]]:
 
 
 def _divided(ctx: Any, worker: str, refs: list[Ref], count: int) -> list[Any]:
-    """Return lists of refs, one for each of `count` routes."""
     if count == 1:
         return [refs]
     return list(ctx.call(worker, divided, static(count), *refs))
@@ -196,7 +209,6 @@ def _handed_on(
 def _split(
     ctx: Any, worker: str, refs: Sequence[Ref], count: int
 ) -> Sequence[Sequence[Ref]]:
-    """Return `count` copies of refs on a worker."""
     if count > 1 and refs[0].tracked:
         found: Sequence[Sequence[Ref]]
         found = ctx.call(worker, copies, static(count), *refs)
@@ -228,7 +240,6 @@ def _gather(
     found: list[list[Any]],
     some: Sequence[Ref],
 ) -> None:
-    """Store the refs of all routes in each replica's list."""
     for replica, worker in enumerate(workers):
         parts = [of_route[replica] for of_route in sent]
         refs = parts[0]

@@ -77,7 +77,6 @@ class Waiting:
     def _wait_on(
         self, found: Future[Any], what: str, deadline_s: float, rest_s: float
     ) -> None:
-        """Register as waiting; give up after `rest_s`."""
         store, prefix = _store(), self._prefix
         own = f"{prefix}/waits/{jax.process_index()}"
         store.key_value_set(own, "")

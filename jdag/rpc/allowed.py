@@ -4,7 +4,7 @@ A name `module:qualname` is looked up in the modules that the user allowed. An o
 accepted only under its own name: `mymodel:os.system` is not a function of mymodel. Also
 allowed are optax, functions marked by `jdag.engine.functions.remote`, and the public
 modules of JAX except for functions that read or write files or change settings. No
-other module is ever imported.
+other module is ever imported. `__main__` is the script of `jdag.rpc.script`.
 """
 
 import builtins
@@ -22,6 +22,7 @@ import numpy as np
 
 from jdag.engine.functions import is_remote, name_of
 from jdag.errors import JdagError, named_text
+from jdag.rpc.script import GUARD, MAIN, main_module, main_script, refusal
 
 # Modules that are always allowed.
 MODULES = ("optax",)
@@ -44,8 +45,7 @@ class Allowed:
         load: whether to import modules; otherwise only imported modules are searched.
 
     Raises:
-        JdagError: an entry is not a dotted name, or is `__main__`, which differs in
-            each process.
+        JdagError: an entry is not a dotted name, or is a module of Python's own.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Allowed:
                 raise JdagError(
                     f"allow has {module!r}: it takes names of modules, as 'a.b'"
                 )
-            if module.partition(".")[0] in ("__main__", "builtins"):
+            if module.partition(".")[0] == "builtins":
                 raise JdagError(f"allow has {module!r}: name modules of your own")
         self.modules = tuple(dict.fromkeys(modules))
         self._check, self._load = check, load
@@ -79,7 +79,7 @@ class Allowed:
         if known is not None:
             return known
         module = name.partition(":")[0]
-        is_own = any(within(module, one) for one in self.modules)
+        is_own = self._owns(module)
         if is_own or any(within(module, one) for one in MODULES):
             found = _found(name, self._load)
             if is_own:
@@ -92,19 +92,27 @@ class Allowed:
                     return found
         raise JdagError(self._refusal(name, module))
 
+    def _owns(self, module: str) -> bool:
+        return any(within(module, one) for one in self.modules)
+
     def _refusal(self, name: str, module: str) -> str:
-        if module == "__main__" or not _is_dotted(module):
-            return (
-                f"{name} is of the program that was started itself, which no other "
-                "process has: put it into a module that can be imported, and name that "
-                "in allow=[...]"
-            )
+        if module == MAIN or not _is_dotted(module):
+            return refusal(name)
         top = module.partition(".")[0]
         allowed = ", ".join((*self.modules, *MODULES, *PUBLIC))
         return (
             f"{name} may not be had by name: allowed are functions of {allowed}; "
             f"start the worker with allow=[{top!r}] where it has that module"
         )
+
+
+class AllImported(Allowed):
+    """Allowlist of all that could be allowed: of the modules that are imported here."""
+
+    def _owns(self, module: str) -> bool:
+        if module in (MAIN, "builtins"):
+            return module == MAIN and main_script() is not None
+        return module in sys.modules
 
 
 def _found(name: str, load: bool) -> Any:
@@ -119,7 +127,8 @@ def _found(name: str, load: bool) -> Any:
     for place, part in enumerate(parts):
         space = _member(space, part, f"{module}:{'.'.join(parts[: place + 1])}")
         if space is None:
-            raise JdagError(f"module {module!r} has no function or class {name}")
+            hint = f": workers skip what is under `{GUARD}`" if module == MAIN else ""
+            raise JdagError(f"module {module!r} has no function or class {name}{hint}")
     return space
 
 
@@ -152,6 +161,8 @@ def _module(name: str, load: bool) -> ModuleType:
         if found is None:
             raise JdagError(f"module {name!r} is not imported here")
         return found
+    if name == MAIN:
+        return main_module()
     # Not from sys.modules, where a module may still be half imported by another thread.
     try:
         return importlib.import_module(name)
@@ -179,14 +190,11 @@ def public() -> dict[str, Any]:
     for name in PUBLIC:
         _add(found, importlib.import_module(name), name, {})
     kinds = [getattr(builtins, name) for name in _TYPES]
-    kinds += [kind for kind in vars(np).values() if _is_number(kind)]
+    types = [kind for kind in vars(np).values() if isinstance(kind, type)]
+    kinds += [kind for kind in types if issubclass(kind, np.generic)]
     for kind in (*kinds, jtu.Partial):
         found[name_of(kind)] = kind
     return found
-
-
-def _is_number(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, np.generic)
 
 
 def _add(found: dict[str, Any], space: Any, name: str, seen: dict[int, None]) -> None:

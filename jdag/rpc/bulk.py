@@ -58,8 +58,6 @@ def is_bulk(nbytes: int, inline_bytes: int) -> bool:
 
 
 class _Outgoing(Struct):
-    """The unsent elements of one value."""
-
     views: deque[memoryview]
     nbytes: int
     sent: int = 0

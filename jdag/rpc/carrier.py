@@ -5,9 +5,9 @@ half are sent in gRPC messages of up to MESSAGE_BYTES_MAX, and vice versa. Messa
 boundaries carry no meaning.
 
 Invariants: the bytes in flight are bounded by both socket pairs, one message per pump
-and the HTTP/2 window: a few MiB. When a node closes its stream or the call ends,
-earlier bytes are delivered and then both ends are closed. The gRPC error of a broken
-call appears in the error of the stream.
+and the HTTP/2 window, which gRPC lets grow to 16 MiB. When a node closes its stream or
+the call ends, earlier bytes are delivered and then both ends are closed. The gRPC error
+of a broken call appears in the error of the stream.
 """
 
 import asyncio

@@ -15,6 +15,7 @@ from jdag.compute.exported import Definition
 from jdag.compute.fingerprint import digest_of
 from jdag.engine.functions import name_of
 from jdag.errors import JdagError, ProtocolError
+from jdag.rpc.script import GUARD, MAIN
 
 _HEAD = b"codes of functions\n"
 _NAMES_MAX = 4096
@@ -71,11 +72,12 @@ class CodeFingerprints:
         if told is None or self._checked.get(name) == (told, id(found)):
             return
         if digest_of(found) not in ("", told):
+            hint = f"; workers skip what is under `{GUARD}`" * name.startswith(MAIN)
             raise JdagError(
                 f"{name_of(found)}, or something that it uses in its package, has "
                 "different code or values here than where it was named: the module has "
                 "to be the same on both sides; restart workers that began before a "
                 "change. Random values and values that a program changes differ "
-                "between processes: pass them as arguments"
+                "between processes: pass them as arguments" + hint
             )
         self._checked[name] = told, id(found)  # The module keeps `found` alive.

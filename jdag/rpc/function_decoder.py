@@ -22,7 +22,7 @@ from jdag.compute.avals import Aval, aval_from
 from jdag.compute.exported import Definition, Program, check_definition
 from jdag.compute.pairs import PAIRS_MAX, Pair, pair
 from jdag.compute.placed import Placed
-from jdag.compute.pytrees import template_of
+from jdag.compute.pytrees import flatten, template_of
 from jdag.compute.refs import Reply
 from jdag.engine.functions import name_of
 from jdag.engine.protocol import (
@@ -35,14 +35,15 @@ from jdag.engine.protocol import (
     Return,
     Run,
     Start,
+    Tell,
     Worker,
 )
 from jdag.errors import JdagError, ProtocolError
 from jdag.rpc.allowed import Allowed
 from jdag.rpc.code_fingerprint import CodeFingerprints, are_fingerprints
-from jdag.rpc.function_encoder import FunctionEncoder
+from jdag.rpc.function_encoder import NAMING, FunctionEncoder
 from jdag.rpc.unmarshal import structure, unmarshal
-from jdag.wire.specs import read_spec
+from jdag.wire.specs import PairData, read_spec
 from jdag.wire.trees import Named, TreeNode
 
 # Executables take memory maps, which are limited: a process dies near 10,900 of them.
@@ -54,6 +55,7 @@ DEFINED_MAX, DEFINED_BYTES_MAX = 4096, 1 << 30
 # What a pair has when it is made; see `jdag.compute.pairs.Pair`.
 _OF_PAIR = ("out_tree", "residual_bytes", "args_kept", "outputs_kept", "reaches")
 REPLY = name_of(Reply)
+BOUND = NAMING | {Start, Return, Tell}  # The messages that `bind` changes.
 
 
 class Bound:
@@ -185,6 +187,12 @@ class FunctionDecoder:
                 return self._run(message)
             case Return():
                 return self._return(message, sender)
+            case Tell():
+                try:
+                    data = unmarshal(message.data, self.allowed)
+                except JdagError as error:  # Its reader sees the error in its place.
+                    data = error
+                return replace(message, data=data)
             case _:
                 return message
 
@@ -257,6 +265,9 @@ class FunctionDecoder:
             function = self._callable(run.function)
             what = "an argument of it is not available here: "
             arguments = unmarshal(run.arguments, self.allowed)
+            for leaf in flatten(arguments)[0]:
+                if type(leaf) is PairData:
+                    leaf.pair = self.bound(leaf.spec)
         except JdagError as error:
             function, arguments = _refused(run.function, f"{what}{error}"), ((), {})
         return replace(run, function=function, arguments=arguments)
@@ -300,7 +311,6 @@ def _refused(data: Any, why: str) -> Callable[..., Any]:
 
 
 def _name_in(data: Any) -> str:
-    """Return the name of a function from its nested data."""
     match data:
         case TreeNode(parts=(Named() | TreeNode() as first, *_)):
             return f"partial({_name_in(first)})"

@@ -3,7 +3,8 @@
 A function goes by name if its module is allowed on the other side and its spec, read
 as it will be read there, gives the very function, structure and statics again. Lambdas,
 closures, functions of `__main__` and those that another one of their name hides go as
-StableHLO, once to each worker, before the first message that needs them.
+StableHLO, once to each worker, before the first message that needs them. Unjitted ones
+cannot; those of `__main__` go by name to workers that import the script.
 
 Inputs: `prepare(event, ...)`, by the program that tells its engine the event: exporting
     takes its time there, and a function that cannot travel is refused there.
@@ -11,10 +12,11 @@ Inputs: `prepare(event, ...)`, by the program that tells its engine the event: e
 Outputs: messages with specs in place of functions, and definitions to send before.
 """
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import lru_cache
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -22,8 +24,8 @@ from msgspec.structs import replace
 
 from jdag.compute.exported import Definition, exported
 from jdag.compute.fingerprint import Once, key_of
-from jdag.compute.pytrees import flatten, template_of
-from jdag.engine.functions import name_of
+from jdag.compute.pytrees import flatten, template_of, unflatten
+from jdag.engine.functions import call_site, name_of
 from jdag.engine.protocol import (
     Assign,
     Assigned,
@@ -38,13 +40,15 @@ from jdag.engine.protocol import (
     Run,
     Worker,
 )
-from jdag.errors import JdagError, ProtocolError
-from jdag.rpc.allowed import Allowed
+from jdag.errors import JdagError, PortabilityWarning, ProtocolError
+from jdag.rpc.allowed import AllImported, Allowed
 from jdag.rpc.code_fingerprint import fingerprints_of
+from jdag.rpc.script import MAIN
 from jdag.rpc.unmarshal import structure, unmarshal
 from jdag.wire.frames import LENGTHS_MAX, FrameKind
 from jdag.wire.specs import (
     DevicePlacement,
+    PairData,
     exported_spec,
     placed_spec,
     read_spec,
@@ -55,6 +59,11 @@ from jdag.wire.trees import check_there, portable, tree_size
 DATA_BYTES_MAX = LENGTHS_MAX[FrameKind.MESSAGE] - (1 << 20)  # The rest of a message.
 TOLD_MAX = 1024  # Programs and hooks.
 NAMED_MAX_BYTES = 1 << 16  # Longer specs would travel with each call.
+
+# The events and messages that name functions.
+NAMING = frozenset((Issued, Assigned, Launched, Attached, Call, Assign, Run, Attach))
+
+_warned: list[str] = []
 
 Definitions = tuple[Definition, ...]
 Modules = tuple[str, ...]
@@ -102,14 +111,13 @@ class FunctionEncoder:
                     to: Worker = key.name.worker
                     if part.function is not None and to != here:
                         self.spec_for(part.function, allowed_on(to))
-            case Launched() if event.worker != here:
-                _check_program(event.function, event.worker, allowed_on(event.worker))
-                _check_methods(event.arguments, event.worker)
-                check_size(event.function, "is given", event.arguments)
-            case Attached() if event.worker != here:
-                _check_program(
-                    event.hook.function, event.worker, allowed_on(event.worker)
-                )
+            case Launched() | Attached() if event.worker != here:
+                allowed = _allowed(allowed_on(event.worker), {})
+                for fn, worker in _python_of(event):
+                    _check_program(fn, worker, allowed)
+                if isinstance(event, Launched):
+                    self._with_specs(event.arguments, allowed_on(event.worker))
+                    check_size(event.function, "is given", event.arguments)
             case _:
                 pass
 
@@ -130,7 +138,9 @@ class FunctionEncoder:
                 return replace(message, parts=parts), tuple(needed)
             case Run():
                 given = [one for one in flatten(message.arguments)[0] if callable(one)]
-                return message, _told(_Named((message.function, *given), allowed_there))
+                told = _told(_Named((message.function, *given), allowed_there))
+                arguments, pairs = self._with_specs(message.arguments, allowed_there)
+                return replace(message, arguments=arguments), (*told, *pairs)
             case Attach():
                 return message, _told(_Named((message.hook.function,), allowed_there))
             case _:
@@ -147,9 +157,23 @@ class FunctionEncoder:
             return one, ()
         return replace(one, function=spec), needed
 
+    def _with_specs(self, arguments: Any, modules: Modules) -> tuple[Any, Definitions]:
+        leaves, treedef = flatten(arguments)
+        needed: list[Definition] = []
+        for index, leaf in enumerate(leaves):
+            if type(leaf) is PairData:
+                spec, definitions = self.spec_for(leaf.pair, modules)
+                leaves[index] = PairData(leaf.pair, spec)
+                needed.extend(definitions)
+        return unflatten(treedef, leaves), tuple(dict.fromkeys(needed))
+
     def _spec(self, pair: Any, modules: Modules) -> Known:
         spec = spec_of(pair)
+        if pair.source.digest:  # It came as StableHLO, and is passed on as it came.
+            return spec, (pair.source.definition,)
         found: dict[str, Any] = {}
+        if not pair.source.unjitted:  # It can be exported: the script is not imported.
+            modules = tuple([one for one in modules if one != MAIN])
         try:
             _check_named(pair, spec, _allowed(modules, found))
             return spec, fingerprints_of(found)
@@ -167,7 +191,6 @@ class FunctionEncoder:
 
 
 def _check_named(pair: Any, spec: bytes, allowed: Allowed) -> None:
-    """Raise JdagError unless a spec decodes there to this very pair."""
     body = read_spec(spec)[1]
     _check_same(pair.source.fn, body.function, allowed)
     template = template_of(*structure(body.arguments, allowed), body.own)
@@ -181,7 +204,8 @@ def _check_named(pair: Any, spec: bytes, allowed: Allowed) -> None:
 
 def _check_same(fn: Any, data: Any, allowed: Allowed) -> None:
     """Raise JdagError unless nested data decode there to this very function."""
-    if key_of(unmarshal(data, allowed)) != key_of(fn):
+    found = unmarshal(data, allowed)
+    if found is not fn and key_of(found) != key_of(fn):
         raise JdagError(
             f"{name_of(fn)} is the name of another function, or of one that holds "
             "other values"
@@ -209,26 +233,52 @@ def _told(named: _Named) -> Definitions:
     return fingerprints_of(found)
 
 
-def _check_program(fn: Any, worker: Worker, modules: Modules) -> None:
-    """Raise JdagError where a program or hook is not the same by name there."""
+def warn_unportable(event: Event, here: Worker) -> None:
+    """Warn, once in this process, of what `prepare` refuses whatever is allowed."""
     try:
-        _check_same(fn, portable(fn, arrays=True), _allowed(modules, {}))
+        for fn, worker in () if _warned else _python_of(event):
+            if worker != here:
+                _check_program(fn, worker, AllImported((), load=False))
+    except JdagError as error:
+        _warned.append(f"jdag.launch would refuse this: {error}")
+        site = call_site()
+        warnings.warn_explicit(_warned[0], PortabilityWarning, site.file, site.line)
+
+
+def _python_of(event: Event) -> Iterator[tuple[Any, Worker]]:
+    """Yield programs, functions and classes that they are given, hooks, unjitted."""
+    match event:
+        case Launched():
+            yield event.function, event.worker
+            for leaf in flatten(event.arguments)[0]:
+                if isinstance(leaf, FunctionType | MethodType | type):
+                    yield leaf, event.worker
+        case Attached():
+            yield event.hook.function, event.worker
+        case Issued() | Assigned():
+            for part in event.parts if isinstance(event, Assigned) else (event,):
+                pair: Any = part.function
+                if pair is not None and pair.pair.source.unjitted:
+                    yield pair.pair.source.fn, part.worker
+        case _:
+            pass
+
+
+def _check_program(fn: Any, worker: Worker, allowed: Allowed) -> None:
+    """Raise JdagError where a program or hook is not the same by name there."""
+    if isinstance(fn, MethodType) and not isinstance(fn.__self__, type):
+        raise JdagError(
+            f"{name_of(fn)} cannot go to {worker!r}: it is a method of an object "
+            "of this process; hand over a function, or a functools.partial of one "
+            "with data that can travel"
+        )
+    try:
+        _check_same(fn, portable(fn, arrays=True), allowed)
     except JdagError as error:
         raise JdagError(
             f"{name_of(fn)} cannot run on {worker!r}, where programs and hooks are the "
             f"Python that they are here: {error}"
         ) from None
-
-
-def _check_methods(arguments: Any, worker: Worker) -> None:
-    """Raise JdagError for a bound method, whose object would stay here."""
-    for leaf in flatten(arguments)[0]:
-        if isinstance(leaf, MethodType) and not isinstance(leaf.__self__, type):
-            raise JdagError(
-                f"{name_of(leaf)} cannot go to {worker!r}: it is a method of an object "
-                "of this process; hand over a function, or a functools.partial of one "
-                "with data that can travel"
-            )
 
 
 def check_size(program: Any, what: str, data: Any) -> None:

@@ -91,7 +91,6 @@ def _boot() -> str:
 
 
 def _cpu() -> list[str]:
-    """Return the kind of this host's CPU: its machine, model, and instructions."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:

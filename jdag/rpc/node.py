@@ -29,32 +29,23 @@ from jdag.engine.protocol import (
     Acknowledge,
     Alarm,
     Arrived,
-    Assign,
-    Assigned,
-    Attach,
-    Attached,
-    Call,
     ContextId,
     Event,
-    Issued,
     Job,
     Key,
-    Launched,
     Message,
     Return,
     Returned,
-    Run,
     Send,
     Spawn,
-    Start,
     incarnated,
 )
 from jdag.errors import JdagError, ProtocolError, other_thread
 from jdag.rpc.authorization import check
 from jdag.rpc.bulk import Delivery
 from jdag.rpc.connection import Connection
-from jdag.rpc.function_decoder import FunctionDecoder
-from jdag.rpc.function_encoder import check_size
+from jdag.rpc.function_decoder import BOUND, FunctionDecoder
+from jdag.rpc.function_encoder import NAMING, check_size
 from jdag.rpc.jobs import Jobs
 from jdag.rpc.loop import Loop, clock_ns
 from jdag.rpc.peers import LEFT, PeerTable, broke
@@ -75,10 +66,6 @@ LAST_INFO_S = 1.0  # How long `close` waits for the statistics of other workers.
 FLUSH_NS = 50_000  # Batch the events that a program tells within this time.
 SWEEP_NS = 10**9  # Receive buffers unused for this long are freed.
 ROUNDS_MAX = 64
-# These events and messages name functions: see `FunctionEncoder` and
-# `FunctionDecoder.bind`.
-_NAMING = frozenset((Issued, Assigned, Launched, Attached, Call, Assign, Run, Attach))
-_BOUND = _NAMING | {Start, Return}
 
 _log = logging.getLogger(__name__)
 
@@ -89,6 +76,9 @@ class Node:
     `run_program` runs a program that the engine asked for, and says how it ended. No
     value of more than `value_bytes_max` is sent, or taken from a peer.
     """
+
+    session: Any = None  # On main the `Session`, and what it has launched.
+    launch: Any = None
 
     def __init__(
         self,
@@ -249,7 +239,7 @@ class Node:
         loop = self._loop
         if self._broken or self._closed or self._jobs.computing:
             self._check_open()
-        if event.__class__ in _NAMING:
+        if event.__class__ in NAMING:
             self._functions.encoder.prepare(event, self.worker, self.peers.allowed_on)
         with loop:
             if self._broken or self._closed:
@@ -299,7 +289,7 @@ class Node:
         if send.zeros:
             peer.sent.zero_bytes += sum([zero.nbytes for zero in send.zeros])
         try:
-            if message.__class__ in _NAMING:
+            if message.__class__ in NAMING:
                 encoder = self._functions.encoder
                 message, needed = encoder.outgoing(message, peer.allowed)
                 for definition in needed:
@@ -371,7 +361,6 @@ class Node:
         self._loop.dirty = True  # The loop must not block.
 
     def _sweep(self) -> None:
-        """Free unused receive buffers, periodically."""
         self._buffers.sweep()
         self._loop.at(clock_ns() + SWEEP_NS, self._sweep)
 
@@ -388,7 +377,7 @@ class Node:
                         message, worker = event.message, peer.worker
                         names, known = self.workers, self.incarnations
                         check(message, worker, self.worker, names, known)
-                        if message.__class__ in _BOUND:
+                        if message.__class__ in BOUND:
                             message = self._functions.bind(message, worker)
                         self._host.arrived(worker, message, event.values)
                     case Definition(digest, data):
@@ -412,7 +401,6 @@ class Node:
                 self.peers.lose(peer, f"it broke the protocol: {said}")
 
     def _answer(self, asked: Mapping[str, Any]) -> Any:
-        """Answer the question of another node."""
         answers = {"info": self._own_info, "quiet": self._quiet}
         match asked:
             case {"what": str(what)} if what in answers:
@@ -431,7 +419,6 @@ class Node:
             return look(*args)
 
     def _quiet(self) -> dict[str, Any]:
-        """Return whether this node is idle, and its counts of messages."""
         living = self.peers.living
         return {
             "idle": self._jobs.idle and all(peer.idle for peer in living),

@@ -301,7 +301,6 @@ class Session:
                 raise
 
     def _poll(self) -> None:
-        """Thread: look for new processes of lost workers."""
         while not self._no_more.wait(POLL_S):
             for worker in self.members.lost:
                 try:

@@ -34,6 +34,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 from jdag.engine.protocol import WORKERS_MAX
 from jdag.errors import JdagError, ScenarioError, meant, reason, spelled, unusable
 from jdag.rpc.addresses import Address, address_of
+from jdag.rpc.script import Script
 from jdag.rpc.tickets import fresh_secret
 from jdag.rpc.tls import load as load_tls
 from jdag.runtime.tables import (
@@ -276,6 +277,7 @@ class WorkerOptions(BaseModel):
         hosts: of all workers, by name; their certificates may be for these.
         value_bytes_max: the largest value that it sends and takes.
         once: whether it stops after its first session.
+        script: what its module `__main__` is, when that is first needed.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -296,6 +298,7 @@ class WorkerOptions(BaseModel):
     hosts: dict[str, str] = Field(default={})
     value_bytes_max: int
     once: bool = False
+    script: Script | None = None
 
 
 def load(path: str | Path) -> ClusterSettings:

@@ -210,7 +210,6 @@ class SharedMemoryPool:
         return any(segment.descriptor >= 0 for segment in self._lent.values())
 
     def _make_room(self, size: int) -> bool:
-        """Drop the least recently used free segments, if that makes enough room."""
         lent = sum(segment.nbytes for segment in self._lent.values())
         if lent + size > self._bytes_max:
             return False

@@ -135,7 +135,7 @@ def _instance(item: TreeNode, allowed: Allowed, made: Callable[[Any], Any]) -> A
 def _put_together(kind: Any, values: list[Any]) -> Any:
     if kind is Applied:
         name, unjitted, program = values
-        return Applied.named(name, unjitted=unjitted, program=program)
+        return Applied(name, unjitted, program)
     if issubclass(kind, Enum | np.dtype):
         (name,) = values
         return jnp.dtype(name) if kind is np.dtype else kind[name]

@@ -20,6 +20,7 @@ from jdag.rpc.allowed import missing
 from jdag.rpc.control import ControlServer
 from jdag.rpc.device import configure, use_device
 from jdag.rpc.handshake import ours
+from jdag.rpc.script import expect
 from jdag.rpc.settings import WorkerOptions
 from jdag.rpc.tls import load as load_tls
 from jdag.rpc.watch import Watch, leave
@@ -65,6 +66,7 @@ def run(options: WorkerOptions, watch: Watch) -> None:
     if lacking := missing(options.allow):
         said = f"allow names {', '.join(lacking)}: not importable as a module here"
         raise JoinError(said)
+    expect(options.script)
     use_device(options.device, options.worker)
     configure({**options.config, **_OWN_CONFIG})
     gc.collect()

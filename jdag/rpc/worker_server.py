@@ -361,7 +361,6 @@ class WorkerServer:
         return lease
 
     def _held_by(self, secret: str) -> CallerLease:
-        """Return the lease, if this is the secret of its main."""
         lease = self._held()
         lease.check_secret(secret, lease.main)
         return lease

@@ -1,5 +1,6 @@
 """Failures as messages carry them, and the exceptions that users see."""
 
+import contextlib
 import os
 import traceback
 from collections.abc import Callable
@@ -8,6 +9,9 @@ from typing import Any
 import jax
 
 from jdag import errors
+from jdag.compute.avals import Aval
+from jdag.compute.pairs import Pair, pair
+from jdag.compute.pytrees import Split
 from jdag.engine.functions import is_ours, name_of
 from jdag.engine.protocol import Failure, Path
 from jdag.errors import (
@@ -21,7 +25,7 @@ from jdag.errors import (
 )
 
 _JAX_NOTE = "JAX has removed its internal frames"
-_JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
+_THEIRS = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep, contextlib.__file__
 
 
 def failure_of(error: BaseException, worker: str, path: Path, function: str) -> Failure:
@@ -87,14 +91,15 @@ def exception_of(failure: Failure) -> JdagError:
 
 
 def user_traceback(error: BaseException) -> str:
-    """The traceback of `error` without the frames of jdag and JAX.
+    """The traceback of `error` without the frames of jdag, JAX and contextlib.
 
     Where there are no others all are shown: the error is then jdag's or JAX's own. But
     none are if it is a JdagError, which says all by itself, or a TypeError: then the
     user's function could not be called with these arguments.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    kept = [frame for frame in frames if _is_users(frame.filename)]
+    others = [frame for frame in frames if not is_ours(frame.filename)]
+    kept = [frame for frame in others if not frame.filename.startswith(_THEIRS)]
     if not kept and isinstance(error, JdagError | TypeError):
         return ""
     lines = traceback.format_list(kept or frames)
@@ -120,5 +125,16 @@ def said(error: BaseException) -> str:
     return cut("".join(told.format_exception_only()).rstrip("\n"), SAID_MAX)
 
 
-def _is_users(file: str) -> bool:
-    return not (is_ours(file) or file.startswith(_JAX))
+def traced(
+    fn: Callable[..., Any],
+    parts: Split,
+    avals: tuple[Aval, ...],
+    tracked: tuple[bool, ...],
+    worker: str,
+    site: str,
+) -> Pair:
+    """Return the forward/vjp pair of a call; raise RemoteError if `fn` raises."""
+    try:
+        return pair(fn, parts.template, avals, tracked)
+    except Exception as error:
+        raise remote_error(error, fn, worker, site) from error

@@ -21,7 +21,9 @@ from jdag.engine.functions import name_of
 from jdag.engine.protocol import (
     Alarm,
     Arrived,
+    Asked,
     Awaited,
+    Collected,
     Compute,
     Differentiated,
     Drop,
@@ -29,9 +31,9 @@ from jdag.engine.protocol import (
     Fetched,
     Job,
     Key,
-    Launched,
     Left,
     Message,
+    ObjectId,
     ReadingKey,
     Resume,
     Returned,
@@ -48,7 +50,7 @@ from jdag.runtime.waiters import Cancel, Waiters
 
 RunProgram = Callable[["Port", Spawn], Returned]
 
-_WAITING = frozenset((Launched, Awaited, Fetched, Differentiated, Left))
+_WAITING = frozenset((Collected, Asked, Awaited, Fetched, Differentiated, Left))
 
 
 class Driver(Protocol):
@@ -103,6 +105,7 @@ class Host:
         "engine",
         "lost",
         "machine",
+        "objects",
         "recorder",
         "waiters",
         "worker",
@@ -125,6 +128,7 @@ class Host:
         self.machine = machine
         self.lost = lost
         self.alive = True
+        self.objects: dict[ObjectId, Any] = {}  # That programs made here.
         self.driver = driver
         self.waiters = waiters
         self.recorder = recorder
@@ -254,6 +258,7 @@ class Host:
         """Drop everything but counts."""
         self.alive = False
         self.machine.clear()
+        self.objects.clear()
         self._read.clear()
         self.engine = None
 

@@ -21,8 +21,11 @@ from jdag.scenario.driving import Virtual
 from jdag.scenario.expectations import refuse_unknown
 from jdag.scenario.program import player_of
 from jdag.scenario.tables import Settings
+from jdag.scenario.training import Training
 
-__all__ = ["Case", "Figures", "Player", "Run", "Scenario", "configured", "load"]
+__all__ = [
+    "Case", "Figures", "Player", "Run", "Scenario", "Training", "configured", "load",
+]  # fmt: skip
 
 _FILE = "a scenario's TOML file, such as scenarios/chain.toml"
 

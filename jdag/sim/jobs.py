@@ -68,7 +68,6 @@ class Jobs:
             del self._devices[where]
 
     def _begin(self, host: Host, device: Device) -> None:
-        """Choose and start a device's next job."""
         device.busy = False
         found = device.ready.take() if host.alive else None
         if found is None:
@@ -103,7 +102,6 @@ class Jobs:
     def _finish(
         self, host: Host, device: Device, job: Any, failure: Failure | None
     ) -> None:
-        """Report a job whose time is over."""
         if not host.alive:
             return
         device.busy = False

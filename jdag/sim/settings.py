@@ -67,8 +67,9 @@ class SimSettings:
         network = isinstance(self.network, Network | LinkModel | None)
         link = isinstance(self.link, LinkSettings | None)
         most = type(events_max) is int and events_max >= 1
+        there = f"one of {', '.join(names)}"
         for key, is_usable, allowed in (
-            ("home", isinstance(home, str) and home in names, _one_of(names)),
+            ("home", isinstance(home, str) and home in names, there),
             # Of -1 and 1 the same is drawn.
             ("seed", type(seed) is int and seed >= 0, "an integer >= 0"),
             ("faults", is_listed(self.faults), faults),
@@ -83,7 +84,6 @@ class SimSettings:
         self._check_crashes()
 
     def _check_crashes(self) -> None:
-        """Refuse a crash of home, and `at_index` without a trace."""
         for index, fault in enumerate(self.faults):
             if not isinstance(fault, Crash):
                 continue
@@ -104,7 +104,3 @@ class SimSettings:
         if isinstance(self.network, Network):
             return self.network
         return Network(self.network or LinkModel())
-
-
-def _one_of(names: Sequence[str]) -> str:
-    return "one of " + ", ".join(names)

@@ -15,14 +15,14 @@ event (`jdag.sim.outages`).
 """
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from greenlet import GreenletExit, getcurrent
 
 from jdag.engine.drawing import Drawing
-from jdag.engine.protocol import Alarm, ContextId, Event, Key, Spawn
+from jdag.engine.protocol import Alarm, ContextId, Event, Key, Spawn, Worker
 from jdag.errors import JdagError
 from jdag.runtime.host import Host, Port, RunProgram, run_program
 from jdag.runtime.stats import info
@@ -47,12 +47,18 @@ class Simulation:
     Args:
         settings: what the run is a function of.
         run_program: runs a program that an engine asked for; it says how it ended.
+        look: called with each event of a program, and the program's worker.
 
     Raises:
         ScenarioError: names a setting that is unusable, its value and what is allowed.
     """
 
-    def __init__(self, settings: SimSettings, run_program: RunProgram) -> None:
+    def __init__(
+        self,
+        settings: SimSettings,
+        run_program: RunProgram,
+        look: Callable[[Event, Worker], None] = lambda event, here: None,
+    ) -> None:
         self._env = env = Environment(settings, self)
         self.workers = env.workers
         self.seed = settings.seed
@@ -61,6 +67,7 @@ class Simulation:
         self.incarnations = env.incarnations
         self.port = Port(env.hosts[settings.home])
         self._run_program = run_program
+        self._look = look
         self._timeline = env.timeline
         self._given = env.waiters.given
         self._programs = Programs(self.port)
@@ -139,6 +146,7 @@ class Simulation:
         """Have an engine handle an event of a program; see `Port.tell`."""
         if self._closed:
             raise _closed()
+        self._look(event, port.worker)
         if port.host.alive:  # Else its program has not noticed yet that it crashed.
             port.host.tell(port, event, values)
 

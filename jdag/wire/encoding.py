@@ -113,7 +113,6 @@ def _stays(key: Any, _: Known) -> None:
 
 
 def _alike(one: str, other: str) -> Check:
-    """Check that two fields have the same length."""
 
     def check(value: Any, _: Known) -> None:
         here, there = len(getattr(value, one)), len(getattr(value, other))

@@ -34,6 +34,7 @@ from jdag.engine.messages import (
     Run,
     Several,
     Start,
+    Tell,
 )
 from jdag.engine.names import WORKERS_MAX, Failure, Record, Worker, incarnated
 from jdag.errors import SHOWN_MAX, ProtocolError, cut
@@ -110,6 +111,7 @@ _CLOSED: dict[type[Any], Close] = {
     Return: lambda message, data: replace(
         message, result=data(message.result), failure=_bare(message.failure)
     ),
+    Tell: lambda message, data: replace(message, data=data(message.data)),
     Attach: lambda message, data: replace(
         message,
         hook=replace(
@@ -133,6 +135,7 @@ _OPENED: dict[type[Any], Callable[[Any, Known], Any]] = {
     Return: lambda message, known: replace(
         message, result=read_tree(message.result, known)
     ),
+    Tell: lambda message, known: replace(message, data=read_tree(message.data, known)),
     Attach: lambda message, known: replace(
         message,
         hook=replace(message.hook, function=read_tree(message.hook.function, known)),

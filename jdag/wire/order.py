@@ -44,10 +44,6 @@ def _all(_: Any) -> Lanes:
     return ALL
 
 
-def _none(_: Any) -> Lanes:
-    return ()
-
-
 def _read(message: Read) -> Lanes:
     contexts = [key.context for key in message.keys if key.context is not None]
     return tuple(dict.fromkeys(contexts)) or ("leaves",)
@@ -63,7 +59,7 @@ RULES: Mapping[type, Callable[[Any], Lanes]] = {
     # After the messages that make the values, before those that drop them.
     Read: _read,
     # Answers a request; independent of everything else.
-    Reading: _none,
+    Reading: lambda _: (),
     # Earlier messages read older versions, or leaves not yet dropped; later messages
     # read newer versions.
     Assign: _all,

@@ -14,6 +14,7 @@ spec raises a ProtocolError.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import compress
 from typing import Annotated, Any
 from weakref import WeakKeyDictionary
@@ -23,7 +24,7 @@ from msgspec.msgpack import Decoder
 from msgspec.structs import replace
 
 from jdag.engine.arrays import HOLE, ArrayType, check_possible
-from jdag.engine.functions import name_of
+from jdag.engine.functions import name_of, remote
 from jdag.engine.messages import Several
 from jdag.engine.names import Mask, Name, Record
 from jdag.errors import ProtocolError
@@ -142,6 +143,18 @@ def written(body: Body) -> bytes:
         data = (Opaque(body.name), Opaque(body.name))
     packed = replace(body, function=data[0], arguments=data[1])
     return bounded(_decoder, _NOWHERE + encoded(packed))
+
+
+@remote
+@dataclass(init=False, eq=False)
+class PairData:
+    """A pair among the arguments of a program; it travels as its spec."""
+
+    spec: bytes
+
+    def __init__(self, pair: Any, spec: bytes = b"") -> None:
+        self.pair = pair
+        self.spec = spec or spec_of(pair)
 
 
 def placed_spec(spec: bytes, places: DevicePlacement) -> bytes:

@@ -1,10 +1,10 @@
 """Arguments and results of programs as bytes: nested data, refs, arrays, names.
 
-Refs travel as data, functions and classes by name (`Named`). Named tuples, dataclasses,
-enums, partials, dtypes and JAX's pytree nodes become a `TreeNode`: the name of their
-class and their parts. Decoding gives `Named`, `TreeNode`, `RefParts` and `Raw` arrays,
-which encode to the same bytes; the receiver resolves names if it allows them. Anything
-else is refused with a ProtocolError: nothing is pickled.
+Refs and handles travel as data, functions and classes by name (`Named`). Named tuples,
+dataclasses, enums, partials, dtypes and JAX's pytree nodes become a `TreeNode`: the
+name of their class and their parts. Decoding gives `Named`, `TreeNode`, `RefParts` and
+`Raw` arrays, which encode to the same bytes; the receiver resolves names if it allows
+them. Anything else is refused with a ProtocolError: nothing is pickled.
 
 On the wire an item is a number, a text or one of the structs below. A tree is encoded
 as 4 bytes with the length of its items, the items, and the elements of its arrays.
@@ -27,17 +27,18 @@ from msgspec import Meta
 from msgspec.msgpack import Decoder
 
 from jdag.engine.arrays import HOLE, ArrayType, Hole, check_possible
-from jdag.engine.functions import Applied, is_program, is_unjitted, name_of
+from jdag.engine.functions import TAKEN, Applied, is_program, is_unjitted, name_of
 from jdag.engine.messages import Several
 from jdag.engine.names import (
     DATA_MAX_BYTES,
     Key,
     LeafId,
     Name,
+    ObjectId,
     Record,
     Worker,
 )
-from jdag.errors import ProtocolError
+from jdag.errors import JdagError, ProtocolError
 from jdag.wire.arrays import type_of
 from jdag.wire.encoding import Known, bounded, check_of, decoded, encoded
 
@@ -133,6 +134,7 @@ else:
     Item = (
         None | bool | int | float | str | _Bytes | _Wide | _Complex | _Text | _Tuple
         | _List | _Dict | RefParts | _Array | Named | TreeNode | Hole | Part | Opaque
+        | ObjectId
     )  # fmt: skip
 
 
@@ -176,7 +178,7 @@ def _dict_item(data: dict[Any, Any], each: Each) -> Any:
 
 # By exact type: a bool or an IntEnum is not an int here.
 _ITEMS: dict[type, Callable[[Any, Each], Any]] = {
-    **dict.fromkeys((type(None), bool, float, Named, Opaque, Hole), _same),
+    **dict.fromkeys((type(None), bool, float, Named, Opaque, Hole, ObjectId), _same),
     int: _int_item,
     str: _text_item,
     bytes: lambda data, _: _Bytes(data),
@@ -272,7 +274,7 @@ def _taken_apart(value: Any) -> tuple[str, tuple[Any, ...]]:
             f"{value!r} of type {name} cannot travel: allowed are refs, arrays, None,"
             " bool, int, float, complex, str, bytes, functions and classes, and tuples,"
             " lists, dicts, frozensets, dataclasses, enums, partials, dtypes and JAX's"
-            " pytree nodes of these"
+            f" pytree nodes of these; {getattr(type(value), TAKEN, '')}".rstrip("; ")
         )
     return name, (treedef.node_data()[1], *children)
 
@@ -323,10 +325,10 @@ def unpack(
     `take` returns the array of the next array item.
     """
     _check_depth(depth)
-    if type(item) is RefParts:
+    if type(item) in _CHECKS:
         if known is None:
             raise ProtocolError("a ref cannot travel here")
-        _check_ref(item, known)
+        _CHECKS[type(item)](item, known)
     if type(item) is _Array:
         check_possible(item.kind)
         return take(item)
@@ -351,7 +353,6 @@ def portable(value: Any, *, arrays: bool = False) -> Any:
 
 
 def _packed(tree: Any) -> tuple[bytes, list[tuple[ArrayType, Any]]]:
-    """The items of nested data as bytes, and its arrays with their types."""
     arrays: list[tuple[ArrayType, Any]] = []
     return bounded(_decoder, encoded(pack(tree, arrays))), arrays
 
@@ -362,6 +363,14 @@ def tree_size(tree: Any, check: Callable[[Any], None] = lambda _: None) -> int:
     for _, array in arrays:
         check(array)
     return COUNT_BYTES + len(items) + sum([kind.nbytes for kind, _ in arrays])
+
+
+def check_travels(what: str, tree: Any) -> None:
+    """Raise JdagError, which says `what` it is of, unless nested data can travel."""
+    try:
+        tree_size(tree)
+    except ProtocolError as error:
+        raise JdagError(f"{what}: {error}") from None
 
 
 def write_tree(tree: Any) -> bytes:
@@ -414,5 +423,5 @@ def read_tree(data: bytes | memoryview, known: Known) -> Any:
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _decoder: Decoder[Any] = Decoder(Item)
-_check_ref = check_of(RefParts)
+_CHECKS = {kind: check_of(kind) for kind in (RefParts, ObjectId)}
 _ARRAYS = (Raw, jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)

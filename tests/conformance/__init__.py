@@ -87,6 +87,22 @@ Replicas
 - DistributedDataParallel's all-reduce: all replicas get one sum:
     replicas.an_all_reduce_gives_each_the_same_sum_to_the_last_bit
     replicas.unequal_replicas_are_refused_on_every_driver
+- DDP's programs, one on each worker, meet in collectives:
+    collectives.four_collectives_give_each_member_the_same_bits
+    collectives.replicas_that_train_in_loops_of_their_own_stay_equal
+- A member that is absent, differs, dies or waits elsewhere is named to all who wait:
+    collectives.a_member_that_returns_early_is_named_to_all_who_wait
+    collectives.a_member_that_raises_is_the_error_and_others_have_named_it
+    collectives.a_member_that_dies_is_the_error_and_others_have_named_it
+    collectives.members_that_disagree_are_told_both_and_go_on
+    collectives.crossed_groups_are_a_deadlock_that_names_who_waits_where
+    collectives.what_one_process_cannot_name_to_another_is_an_error_and_no_loss
+
+Programs at the same time
+- Several programs run at once, with the oracle's gradients; errors in program order:
+    tasks.programs_at_once_have_the_gradients_of_the_oracle
+    tasks.two_programs_that_were_started_run_at_the_same_time
+    tasks.errors_of_tasks_that_nobody_asked_for_are_raised_in_program_order
 
 Errors
 - Six wrong roots are six different messages:
@@ -117,8 +133,26 @@ Optimizer
     optimizer.a_parameter_that_is_left_out_keeps_its_momentum_too
 - SGD 0.05 on two owners: gradients 9, weights 0.55:
     optimizer.sgd_on_two_owners_gives_gradients_9_and_weights_055
+- One optimizer for several trainers: all steps count, in one state:
+    trainers.steps_of_trainers_at_once_all_count
+    trainers.the_one_state_of_adam_has_counted_the_steps_of_all
+    trainers.the_bits_of_a_trainers_step_are_those_of_mains_on_any_driver
+    trainers.a_trainer_gives_gradients_of_its_own
+    trainers.what_goes_by_name_is_stepped_by_name
+    trainers.what_main_saves_afterwards_are_the_steps_of_all
+    trainers.a_trainers_step_with_an_owner_that_died_names_the_step
+    trainers.states_that_were_dropped_are_an_error_for_all_who_have_them
+    trainers.where_no_optimizer_can_go_is_one_error_that_says_so
 - Training that is saved and resumed:
     optimizer.training_resumed_on_any_placement_has_the_bits_of_training_that_went_on
+
+Functions and state
+- A function of a peer runs as Python on real arrays:
+    python.a_function_that_runs_as_python_sees_real_arrays
+    python.a_function_that_runs_as_python_and_has_no_name_is_refused_by_processes
+- Buffers are state without gradients, and a hidden state outlives its context:
+    python.untracked_leaves_and_kept_values_are_constants_everywhere
+    python.programs_of_a_run_keep_and_return_values
 
 Where it fails, and jdag does not
 - Gradients differ from run to run: 1, 3, 10, 97, 100 patterns for K = 2 to 24:

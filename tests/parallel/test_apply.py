@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from jdag import unjitted
+from jdag.compute.moves import home_of, transferred
 from jdag.errors import JdagError
 from jdag.parallel import data_parallel, gather, parallel_apply, replicate, scatter
 from tests.parallel.cases import array, close, meshed, names, where
@@ -72,10 +72,9 @@ def test_all_run_to_their_end_before_the_first_error_by_replica_is_raised():
         jax.debug.callback(lambda: ended.append(1))
         return x
 
-    @unjitted
     def fails(x: Any) -> Any:
-        if isinstance(x, jax.core.Tracer):  # Its shapes are known, then it fails.
-            return x
+        if isinstance(x, jax.core.Tracer):  # It moves: its shapes are known, it fails.
+            return transferred([x], jax.devices()[1:2])[0]
         raise ValueError("at run time")
 
     def never(x: Any) -> Any:
@@ -125,9 +124,8 @@ def test_all_vjps_run_to_their_end_before_the_first_error_is_raised():
 
 
 def test_what_runs_unjitted_makes_its_arrays_where_its_input_lives():
-    @unjitted
     def made(x: Any) -> Any:
-        return x + jnp.ones(2)
+        return transferred([x + jnp.ones(2)], [home_of(x) or jax.devices()[0]])[0]
 
     inputs = [jax.device_put(jnp.ones(2), jax.devices()[n]) for n in (3, 5)]
     found = parallel_apply([made, made], inputs)

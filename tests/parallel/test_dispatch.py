@@ -1,6 +1,5 @@
 """Which way replicas go, and what they have to have in common on it."""
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -9,9 +8,9 @@ import numpy as np
 import pytest
 
 import jdag
-from jdag.compute.moves import home_of
+from jdag.compute.moves import home_of, transferred
 from jdag.errors import JdagError
-from jdag.parallel import data_parallel
+from jdag.parallel import data_parallel, parallel_apply
 from tests.parallel.cases import HOW, array, close, names, where
 
 
@@ -21,36 +20,25 @@ def by_hand(p: Any, x: Any) -> Any:
     return (1 if is_compiled else 2) * p * x
 
 
-@pytest.mark.parametrize("how", [None, "each"])
 @pytest.mark.parametrize("rows", [6, 5])
-def test_a_function_that_asks_not_to_be_jitted_is_not(how, rows):
+def test_a_function_that_moves_arrays_is_not_jitted_in_its_replicas(rows):
+    def moves(p: Any, x: Any) -> Any:
+        return transferred([by_hand(p, x)], jax.devices()[:1])[0]
+
     x, p, devices = jnp.arange(float(rows)), jnp.float64(3), names(3)
     close(data_parallel(by_hand, p, x, devices, how="each"), p * x)
-    marked = jdag.unjitted(partial(by_hand))
-    close(data_parallel(marked, p, x, devices, how=how), 2 * p * x)
+    close(data_parallel(moves, p, x, devices, how="each"), 2 * p * x)
 
 
-def test_the_mark_of_a_function_is_in_the_key_of_its_plan():
-    def made(mark: Any) -> Any:
-        return mark(partial(by_hand))
-
-    x, p = jnp.arange(6.0), jnp.float64(3)
-    for mark, factor in ((lambda fn: fn, 1), (jdag.unjitted, 2), (lambda fn: fn, 1)):
-        found = data_parallel(made(mark), p, x, names(3), how="each")
-        close(found, factor * p * x)
-
-
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        ({"how": "pmap"}, r"how = 'pmap' makes one compiled program"),
-        ({"how": "shard_map"}, r"how = 'shard_map' makes one compiled program"),
-        ({"axis_name": "all"}, r"an axis_name makes one compiled program"),
-    ],
-)
-def test_what_is_not_jitted_is_refused_where_all_is_one_program(asked, said):
-    with pytest.raises(JdagError, match=rf"is marked by jdag\.unjitted, and {said}"):
-        data_parallel(jdag.unjitted(lambda p, x: x), {}, array(6), names(3), **asked)
+@pytest.mark.parametrize("how", [None, "each", "pmap"])
+def test_what_runs_as_python_is_refused_with_what_to_do(how):
+    fn = jdag.unjitted(lambda p, x: x)
+    with pytest.raises(
+        JdagError, match=r"data_parallel: .* jdag\.unjitted, .* leave t"
+    ):
+        data_parallel(fn, {}, array(6), names(3), how=how)
+    with pytest.raises(JdagError, match=r"parallel_apply: .* jdag\.unjitted, .* leave"):
+        parallel_apply([fn], [(array(6), array(6))])
 
 
 @pytest.mark.parametrize(
@@ -149,10 +137,9 @@ def test_what_spreads_its_own_rows_is_called_on_each_device():
 def test_one_replica_computes_where_it_was_told_to_and_gradients_come_home():
     seen = []
 
-    @jdag.unjitted
     def noted(p: Any, x: Any) -> Any:
         seen.extend([str(home_of(p)), str(home_of(x))])
-        return p * x
+        return transferred([p * x], jax.devices()[3:4])[0]  # So it is not compiled.
 
     home = jax.devices()[0]
     p, x = jax.device_put((jnp.full(2, 3.0), jnp.arange(6.0).reshape(3, 2)), home)

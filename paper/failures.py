@@ -1,0 +1,278 @@
+"""Kills or freezes workers of the ported programs at random moments.
+
+    python -m paper.failures                   12 moments of each program
+    python -m paper.failures --moments 2 --programs cartpole
+
+Each moment is a run of a scenario's program on processes of its own. At a time drawn
+from the duration of an undisturbed run, `kill -9` or `SIGSTOP` hits one worker. Then
+the caller has to get an error that names the worker, each survivor has to compute a
+right gradient in the same cluster and hold no pass and no context (but for one for each
+worker whose objects are still there), and after closing nothing may be left: processes,
+descriptors, shared memory, temporary files.
+
+`paper/results/failures.json` has each moment, `failures.md` the table. What has been
+measured is written also if a later moment fails.
+"""
+
+import argparse
+import json
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jdag
+from jdag.errors import JdagError, text_of
+from jdag.scenario import Run, Scenario, load
+from paper.figures import RESULTS, machine
+
+SCENARIOS = Path(__file__).parent.parent / "scenarios"
+PROGRAMS = (
+    "shared_digits",
+    "remote_embedding",
+    "two_shards",
+    "ddp_with_rpc",
+    "cartpole",
+)
+HOSTING = ("cartpole",)  # Its objects stay where it is interrupted.
+MOMENTS = 12
+DEADLINE_S = 4.0
+TRIES_MAX = 5  # Of a moment that comes after the program has ended.
+SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
+X = np.linspace(0.5, 2.0, 7)
+
+
+def squares(w: jax.Array, x: Any) -> jax.Array:
+    """A loss: a scalar."""
+    return jnp.sum((w * x) ** 2)
+
+
+class Driver:
+    """Gives a scenario's program one cluster."""
+
+    def __init__(self, cluster: jdag.Cluster) -> None:
+        self._cluster = cluster
+
+    def cluster(self, seed: int, *, clean: bool) -> jdag.Cluster:
+        """Return the cluster."""
+        del seed, clean
+        return self._cluster
+
+    def let_go(self, kept: Any) -> None:
+        """Do nothing: there is one cluster."""
+
+
+def play(scenario: Scenario, cluster: jdag.Cluster) -> None:
+    """Run the program of a scenario once."""
+    run = Run(
+        workers=scenario.settings.names,
+        seeds=(0,),
+        abstract=False,
+        troubled=False,
+        virtual=False,
+        driver=Driver(cluster),
+        show=lambda *_: None,
+    )
+    scenario.player.play(run)
+
+
+def launched(scenario: Scenario, logs: Path) -> jdag.Cluster:
+    """Start the workers of a scenario."""
+    allow = [scenario.settings.program.partition(":")[0]]
+    names = scenario.settings.names
+    return jdag.launch(names, allow=allow, deadline_s=DEADLINE_S, logs=logs)
+
+
+def descriptors() -> int:
+    """The number of open descriptors of this process."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def children() -> list[str]:
+    """The living processes that this one started."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            found += (task / "children").read_text().split()
+        except OSError:  # The thread has just ended.
+            continue
+    return found
+
+
+def files() -> set[str]:
+    """The files where leftovers would be."""
+    own = Path(tempfile.gettempdir()).iterdir()
+    return {str(file) for file in (*Path("/dev/shm").glob("*jdag*"), *own)}
+
+
+def survives(cluster: jdag.Cluster, lost: str, *, hosts: bool) -> list[str]:
+    """What is wrong with the workers that were not hit."""
+    wrong = []
+    expected = jax.grad(squares)(jnp.asarray(X), X)
+    for worker in cluster.workers:
+        if worker == lost:
+            continue
+        try:
+            w = cluster.put(worker, X)
+            with cluster.context() as ctx:
+                ctx.backward(ctx.call(worker, squares, w, X))
+                found = ctx.gradient(w).fetch()
+            if not np.allclose(found, expected, rtol=1e-6):
+                wrong.append(f"{worker}: a wrong gradient")
+        except JdagError as error:
+            wrong.append(f"{worker}: {error}")
+    if not wrong:
+        cluster.driver.settle()
+        for worker, held in cluster.info().items():
+            of_objects = len(cluster.workers) - 1 if worker == cluster.here else 1
+            most = {"live_contexts": of_objects * hosts, "live_passes": 0}
+            for what, count in most.items() if worker != lost else ():
+                if held[what] > count:
+                    wrong.append(f"{worker}: {what} {held[what]}")
+    return wrong
+
+
+def moment(
+    scenario: Scenario, number: signal.Signals, victim: str, at_s: float
+) -> dict[str, Any]:
+    """Hit a worker at a time; say what came of it."""
+    before = descriptors(), files()
+    struck: list[float] = []
+    found: dict[str, Any] = {"signal": number.name, "victim": victim, "at_s": at_s}
+    with tempfile.TemporaryDirectory() as logs:
+        cluster = launched(scenario, Path(logs))
+        pid = cluster.driver.launch.pids[victim]
+
+        def strike() -> None:
+            struck.append(time.monotonic())
+            os.kill(pid, number)
+
+        blow = threading.Timer(at_s, strike)
+        blow.daemon = True
+        with cluster:
+            begun = time.monotonic()
+            blow.start()
+            try:
+                play(scenario, cluster)
+                found["outcome"] = "finished"
+            except JdagError as error:
+                found |= {"outcome": type(error).__name__, "said": text_of(error)}
+            ended = time.monotonic()
+            blow.cancel()
+            blow.join()
+            if struck:
+                found["seconds"] = ended - struck[0]
+                found["names"] = f"'{victim}'" in found.get("said", "")
+            hosts = scenario.settings.name in HOSTING
+            wrong = survives(cluster, victim, hosts=hosts) if struck else []
+            found |= {"survivors": wrong, "ended_s": ended - begun}
+    found["left"] = leftovers(before)
+    return found
+
+
+def leftovers(before: tuple[int, set[str]]) -> list[str]:
+    """What is there that was not; what ends takes a moment."""
+    due = time.monotonic() + 5
+    while True:
+        left = [f"process {pid}" for pid in children()]
+        if (now := descriptors()) > before[0]:
+            left.append(f"{now - before[0]} descriptors")
+        left += sorted(files() - before[1])
+        if not left or time.monotonic() > due:
+            return left
+        time.sleep(0.05)
+
+
+def is_right(found: dict[str, Any]) -> bool:
+    """Whether a moment ended as it has to."""
+    in_time = found["seconds"] <= DEADLINE_S + 2.0
+    named = found["outcome"] == "WorkerLost" and found["names"] and in_time
+    return bool(named and not found["survivors"] and not found["left"])
+
+
+def campaign(name: str, moments: int) -> dict[str, Any]:
+    """All moments of one program."""
+    scenario = load(SCENARIOS / f"{name}.toml")
+    rng = Random(name)
+    folder = tempfile.TemporaryDirectory()
+    with folder as logs, launched(scenario, Path(logs)) as cluster:
+        begun = time.monotonic()
+        play(scenario, cluster)
+        whole_s = time.monotonic() - begun
+    found: list[dict[str, Any]] = []
+    while len(found) < moments:
+        number = SIGNALS[len(found) % 2]
+        victim = rng.choice(scenario.settings.names[1:])
+        for _ in range(TRIES_MAX):
+            one = moment(scenario, number, victim, rng.uniform(0, whole_s))
+            if one["outcome"] != "finished":
+                break
+            whole_s = min(whole_s, one["ended_s"])
+        print(
+            name, len(found), {k: v for k, v in one.items() if k != "said"}, flush=True
+        )
+        found.append({**one, "right": one["outcome"] != "finished" and is_right(one)})
+    return {"whole_s": whole_s, "moments": found}
+
+
+def table(results: dict[str, Any], machine: dict[str, Any]) -> str:
+    """The page."""
+    lines = [
+        "# Workers that are killed or frozen",
+        "",
+        f"Programs of `scenarios/` on processes, deadline {DEADLINE_S:g} s; "
+        f"{machine['cores']} cores, Python {machine['python']}, JAX {machine['jax']}.",
+        "Right: an error that names the worker, in time; survivors compute a right "
+        "gradient, and hold no pass and no context but of objects; nothing is left.",
+        "",
+        "| program | killed | frozen | right | slowest error, killed, s | frozen, s |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, of in results.items():
+        by = {
+            number.name: [one for one in of["moments"] if one["signal"] == number.name]
+            for number in SIGNALS
+        }
+        slowest = [
+            f"{max((one.get('seconds', 0.0) for one in ones), default=0.0):.2f}"
+            for ones in by.values()
+        ]
+        right = sum(one["right"] for one in of["moments"])
+        counts = [str(len(ones)) for ones in by.values()]
+        whole = f"{right} of {len(of['moments'])}"
+        lines.append(f"| {' | '.join([name, *counts, whole, *slowest])} |")
+    return "\n".join([*lines, ""])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the campaign and write its results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--moments", type=int, default=MOMENTS)
+    parser.add_argument("--programs", nargs="+", default=PROGRAMS, choices=PROGRAMS)
+    asked = parser.parse_args(arguments)
+    results: dict[str, Any] = {}
+    former = tempfile.gettempdir()
+    try:
+        with tempfile.TemporaryDirectory() as own:  # No other process writes there.
+            tempfile.tempdir = os.environ["TMPDIR"] = own
+            for name in asked.programs:
+                results[name] = campaign(name, asked.moments)
+    finally:
+        tempfile.tempdir = os.environ["TMPDIR"] = former
+        here = machine()
+        whole = {"machine": here, "deadline_s": DEADLINE_S, "programs": results}
+        (RESULTS / "failures.json").write_text(json.dumps(whole, indent=1) + "\n")
+        (RESULTS / "failures.md").write_text(table(results, here))
+
+
+if __name__ == "__main__":
+    main()
