@@ -97,12 +97,12 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def children() -> list[str]:
+def children() -> set[str]:
     """The living processes that this one started."""
-    found = []
+    found = set[str]()
     for task in Path("/proc/self/task").iterdir():
         try:
-            found += (task / "children").read_text().split()
+            found.update((task / "children").read_text().split())
         except OSError:  # The thread has just ended.
             continue
     return found
@@ -145,7 +145,7 @@ def moment(
     scenario: Scenario, number: signal.Signals, victim: str, at_s: float
 ) -> dict[str, Any]:
     """Hit a worker at a time; say what came of it."""
-    before = descriptors(), files()
+    before = descriptors(), files(), children()
     struck: list[float] = []
     found: dict[str, Any] = {"signal": number.name, "victim": victim, "at_s": at_s}
     with tempfile.TemporaryDirectory() as logs:
@@ -179,11 +179,11 @@ def moment(
     return found
 
 
-def leftovers(before: tuple[int, set[str]]) -> list[str]:
+def leftovers(before: tuple[int, set[str], set[str]]) -> list[str]:
     """What is there that was not; what ends takes a moment."""
     due = time.monotonic() + 5
     while True:
-        left = [f"process {pid}" for pid in children()]
+        left = [f"process {pid}" for pid in sorted(children() - before[2])]
         if (now := descriptors()) > before[0]:
             left.append(f"{now - before[0]} descriptors")
         left += sorted(files() - before[1])

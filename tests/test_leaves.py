@@ -5,7 +5,18 @@ from typing import Any
 
 import pytest
 
-from jdag.engine.protocol import Failure, Outcome, PassResult
+from jdag.engine import Engine
+from jdag.engine.protocol import (
+    Arrived,
+    Assign,
+    Assignment,
+    Failure,
+    LeafId,
+    LeafKey,
+    Outcome,
+    PassResult,
+)
+from jdag.errors import ProtocolError
 from tests.engine_cases import SEEDS, assign_newest, net_of, newest, pausing
 from tests.engine_values import ADD, DOUBLE, Fuse, Linear
 
@@ -26,6 +37,20 @@ def test_a_version_that_forward_read_is_kept_until_its_context_is_released():
     assert [k for k in net.places["b"].values if k.kind == "leaf"] == [newer.key]
     (read,) = net.fetch("a", x)
     assert isinstance(read, Failure) and "the newest is 1" in read.message
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_leaf_that_is_made_a_second_time_is_refused_before_anything_changes(times):
+    engine = Engine("b", ("a", "b"))
+    made = Assignment(
+        (1, 0), None, (), (LeafKey(None, LeafId("b", 7), 0),), (None,), ""
+    )
+    if times == 1:
+        engine.handle(Arrived("a", Assign((1,), (made,))))
+    for again in (made, made):
+        with pytest.raises(ProtocolError, match="leaf 7 on b is made a second time"):
+            engine.handle(Arrived("a", Assign((2,), (again,) * times)))
+    assert len(engine._state.leaves) == 2 - times
 
 
 def test_a_leaf_dropped_while_in_use_goes_with_its_last_context():

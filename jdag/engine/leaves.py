@@ -40,7 +40,7 @@ from jdag.engine.protocol import (
     landing,
 )
 from jdag.engine.state import State, first_failure
-from jdag.errors import WorkerLost
+from jdag.errors import ProtocolError, WorkerLost
 
 
 class Update(Struct, eq=False):
@@ -88,7 +88,17 @@ class Leaves(Struct, eq=False):
         self._state.send(sender, Acknowledge(None, message.path))
 
     def assign(self, issuer: Worker, message: Assign) -> None:
-        """Create the versions; they settle when the functions have run."""
+        """Create the versions; they settle when the functions have run.
+
+        Raises:
+            ProtocolError: a leaf of the message is made already.
+        """
+        made: dict[LeafId, None] = {}
+        for key in [key for part in message.parts for key in part.outputs]:
+            is_known = key.name in made or key.name in self._state.leaves
+            if key.kind == "leaf" and (key.index or is_known):
+                raise ProtocolError(f"{key.name} is made a second time")
+            made[key.name] = None
         constants = {key: _unused(key, settled=True) for key in landing(message)}
         updates = [Update(issuer, part) for part in message.parts]
         # All inputs are resolved first, so that no part reads another part's version.
