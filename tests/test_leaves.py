@@ -40,7 +40,7 @@ def test_a_version_that_forward_read_is_kept_until_its_context_is_released():
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_leaf_that_is_made_a_second_time_is_refused_before_anything_changes(times):
+def test_a_version_that_is_made_twice_is_refused_before_anything_changes(times):
     engine = Engine("b", ("a", "b"))
     made = Assignment(
         (1, 0), None, (), (LeafKey(None, LeafId("b", 7), 0),), (None,), ""
@@ -48,7 +48,9 @@ def test_a_leaf_that_is_made_a_second_time_is_refused_before_anything_changes(ti
     if times == 1:
         engine.handle(Arrived("a", Assign((1,), (made,))))
     for again in (made, made):
-        with pytest.raises(ProtocolError, match="leaf 7 on b is made a second time"):
+        with pytest.raises(
+            ProtocolError, match="version 0 of leaf 7 on b is made twice"
+        ):
             engine.handle(Arrived("a", Assign((2,), (again,) * times)))
     assert len(engine._state.leaves) == 2 - times
 

@@ -91,14 +91,15 @@ class Leaves(Struct, eq=False):
         """Create the versions; they settle when the functions have run.
 
         Raises:
-            ProtocolError: a leaf of the message is made already.
+            ProtocolError: a version in it is made already.
         """
-        made: dict[LeafId, None] = {}
+        made: dict[Key, None] = {}
         for key in [key for part in message.parts for key in part.outputs]:
-            is_known = key.name in made or key.name in self._state.leaves
-            if key.kind == "leaf" and (key.index or is_known):
-                raise ProtocolError(f"{key.name} is made a second time")
-            made[key.name] = None
+            leaf = self._state.leaves.get(key.name)
+            is_made = key in made or (leaf is not None and key.index <= leaf.newest)
+            if key.kind == "leaf" and is_made:
+                raise ProtocolError(f"version {key.index} of {key.name} is made twice")
+            made[key] = None
         constants = {key: _unused(key, settled=True) for key in landing(message)}
         updates = [Update(issuer, part) for part in message.parts]
         # All inputs are resolved first, so that no part reads another part's version.
