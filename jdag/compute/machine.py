@@ -26,6 +26,7 @@ from jdag.engine.functions import name_of, name_on
 from jdag.engine.protocol import (
     AnyKey,
     Apply,
+    CompileSegment,
     Failure,
     Fill,
     Forward,
@@ -33,6 +34,7 @@ from jdag.engine.protocol import (
     Key,
     Primal,
     Reading,
+    RunSegment,
     Sum,
     Vjp,
 )
@@ -100,6 +102,11 @@ class Machine:
             case Apply():
                 run = seen if job.output is None else hooked
                 compute = partial(run, job.function, get(job.input))
+            case RunSegment():
+                run_it = job.function.run_abstract if abstract else job.function.run
+                compute = partial(run_it, [get(key) for key in job.inputs])
+            case CompileSegment():
+                compute = _nothing if abstract else job.function.compile
             case _:
                 assert_never(job)
         work = Work(compute, self.device_of(job))
@@ -122,6 +129,10 @@ class Machine:
             case Sum() | Fill() | Apply():
                 if job.output is not None:
                     self.values.put(job.output, made, work.device)
+            case RunSegment():
+                self._put(job.outputs, made, None)
+            case CompileSegment():
+                pass
             case _:
                 assert_never(job)
 
@@ -147,6 +158,8 @@ class Machine:
             case Fill():
                 device = job.aval.device
                 return device
+            case RunSegment() | CompileSegment():
+                return None
             case _:
                 assert_never(job)
 
@@ -250,6 +263,10 @@ def _vjp(pair: Any, residuals: Any, cotangents: Sequence[Sequence[Any]]) -> Any:
     return pair.vjp(residuals, few)
 
 
+def _nothing() -> None:
+    """Compile an abstract segment."""
+
+
 def _filled(job: Fill, abstract: bool) -> Any:
     assert job.value in (0, 1), job
     if abstract:
@@ -268,6 +285,8 @@ def used_up(job: Job) -> tuple[Key, ...]:
             return job.addends
         case Apply():
             return () if job.output is None else (job.input,)
+        case RunSegment():
+            return job.last
         case _:
             return ()
 
@@ -285,6 +304,10 @@ def kept(job: Job) -> tuple[Key, ...]:
             return ()
         case Apply():
             return (job.input,) if job.output is None else ()
+        case RunSegment():
+            return tuple([key for key in job.inputs if key not in job.last])
+        case CompileSegment():
+            return ()
 
 
 def outputs(job: Job) -> tuple[Key, ...]:
@@ -292,8 +315,10 @@ def outputs(job: Job) -> tuple[Key, ...]:
     match job:
         case Forward() if job.residuals is not None:
             return (*job.outputs, job.residuals)
-        case Forward() | Vjp():
+        case Forward() | Vjp() | RunSegment():
             return job.outputs
+        case CompileSegment():
+            return ()
         case Sum() | Fill():
             return (job.output,)
         case Apply():
@@ -309,6 +334,9 @@ def job_name(job: Job) -> str:
         return name_on(job.function)
     if isinstance(job, Apply):
         return name_of(job.function)
+    if isinstance(job, RunSegment | CompileSegment):
+        name: str = job.function.name
+        return name
     return type(job).__name__.lower()
 
 
