@@ -6,6 +6,7 @@ it; links keep their order. Leaves are put and read through the engines too.
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 from random import Random
 from typing import Any
@@ -14,7 +15,6 @@ from jdag.engine import Engine
 from jdag.engine.protocol import (
     AnyKey,
     Arrived,
-    Assign,
     Assigned,
     Assignment,
     Compiled,
@@ -26,7 +26,6 @@ from jdag.engine.protocol import (
     Failure,
     Fetched,
     Forward,
-    Hop,
     Key,
     LeafId,
     LeafKey,
@@ -35,6 +34,7 @@ from jdag.engine.protocol import (
     Outgoing,
     Planned,
     Prepare,
+    ReadingKey,
     Resume,
     RunSegment,
     Segment,
@@ -44,6 +44,7 @@ from jdag.engine.protocol import (
     Stepping,
     landing,
 )
+from jdag.errors import JdagError
 
 
 class PlanNet:
@@ -90,6 +91,9 @@ class PlanNet:
                         is_key = [isinstance(one, AnyKey) for one in found]
                         pairs = zip(found, is_key, strict=True)
                         found = [values[o] if key else o for o, key in pairs]
+                        for key in effect.result:
+                            if isinstance(key, ReadingKey):
+                                del values[key]
                     self.resumed[effect.waiter] = found
 
     def kill(self, worker: str) -> None:
@@ -195,18 +199,22 @@ class PlanNet:
         segments = sum(len(part.segments) for _, part in parts)
         seen = 0
         while seen < segments:
-            at = seen
-            found = self.wait(home, lambda waiter: Compiled(waiter, context, at))
-            assert not isinstance(found, Failure), found
-            seen = found
+            seen = self.wait(home, partial(Compiled, context=context, seen=seen))
+            assert not isinstance(seen, Failure), seen
 
     def step(self, context: ContextId, to: str, x: int) -> Any:
         """Run a step whose only input, slot 0, goes to this worker."""
         self.steps[context] += 1
         number, home = self.steps[context], "abc"[context.number]
-        self.values[home][SlotKey(context, number, 0)] = x
-        inputs = ((to, (0,)),)
-        return self.wait(home, lambda waiter: Stepping(waiter, context, number, inputs))
+        key, inputs = SlotKey(context, number, 0), ((to, (0,)),)
+        self.values[home][key] = x
+        try:
+            return self.wait(
+                home, lambda waiter: Stepping(waiter, context, number, inputs)
+            )
+        except JdagError:
+            del self.values[home][key]
+            raise
 
 
 def chain(
@@ -257,6 +265,3 @@ def chain(
         True,
     )
     return [("b", b), ("c", c)]
-
-
-__all__ = ["Assign", "Hop", "PlanNet", "chain"]

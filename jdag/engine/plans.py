@@ -67,13 +67,14 @@ class Plans(Struct, eq=False):
         parts = dict(event.parts)
         owned = Owned(parts, sum([len(part.segments) for part in parts.values()]))
         self._owned[context] = owned
-        own = parts.pop(state.worker, None)
+        own = parts.get(state.worker)
         kept = () if own is None else landing(own)
         sent: dict[Key, None] = {}
         for worker, part in parts.items():
-            carried = landing(part)
-            state.send(worker, part, carried)
-            sent.update(dict.fromkeys(carried))
+            if worker != state.worker:
+                carried = landing(part)
+                state.send(worker, part, carried)
+                sent.update(dict.fromkeys(carried))
         state.drop([key for key in sent if key not in kept])
         own = own or Prepare(context, 0, (), (), (), (), (), False)
         self._steps.begin(own, event.results)

@@ -138,7 +138,6 @@ class Steps(Struct, eq=False):
         if message.commits:
             self._commit(part, number - 1)
         run = part.run(number)
-        run.begun = True
         values: list[Value] = []
         for read in part.prepare.reads:
             newest = NewestKey(None, read.leaf, 0)
@@ -162,6 +161,7 @@ class Steps(Struct, eq=False):
         if failure is not None:
             self._failed(part, run, failure)
             return
+        run.begun = True
         come = [*part.prepare.constants, *message.slots, *run.here]
         come += [read.slot for read in part.prepare.reads]
         for slot in part.prepare.constants:
