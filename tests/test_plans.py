@@ -28,7 +28,7 @@ def made(seed, *plans):
     return net, w, v
 
 
-def expected(w, v, x):
+def expected(w: int, v: int, x: int):
     """What a step gives, and the leaves after it."""
     y = w * x
     z = v * y + 5
@@ -55,10 +55,10 @@ def held(net):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_steps_in_any_order_of_events_do_what_the_program_does(seed):
     net, w, v = made(seed)
-    now = (3, 4)
+    now = [3, 4]
     for x in (2, 1, 3):
         (z,) = net.step(PLAN, "b", x)
-        found, *now = expected(*now, x)
+        found, *now = expected(now[0], now[1], x)
         assert z == found
     assert [net.fetch(w), net.fetch(v)] == now
     net.drain()
@@ -91,7 +91,7 @@ def test_a_failure_anywhere_commits_nowhere_and_the_next_step_is_right(seed, whe
     net.fails = lambda *_: False
     assert [net.fetch(w), net.fetch(v)] == now
     (z,) = net.step(PLAN, "b", 1)
-    found, *now = expected(*now, 1)
+    found, *now = expected(now[0], now[1], 1)
     assert z == found and [net.fetch(w), net.fetch(v)] == now
     net.drain()
     assert held(net) == []
@@ -186,7 +186,12 @@ def test_a_crash_at_any_event_commits_everything_or_nothing(victim):
 def test_a_segment_runs_when_all_that_it_needs_is_there_and_only_then():
     net, *_ = made(1)
     run = []
-    net.fails = lambda worker, job: run.append((worker, job.path)) is not None
+
+    def note(worker, job):
+        run.append((worker, job.path))
+        return False
+
+    net.fails = note
     net.step(PLAN, "b", 2)
     assert sorted(run) == [("b", (0,)), ("b", (1,)), ("c", (0,)), ("c", (1,))]
     assert run.index(("b", (0,))) < run.index(("c", (0,))) < run.index(("c", (1,)))

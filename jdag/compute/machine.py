@@ -105,8 +105,10 @@ class Machine:
                 run = seen if job.output is None else hooked
                 compute = partial(run, job.function, get(job.input))
             case RunSegment():
-                run_it = job.function.run_abstract if abstract else job.function.run
-                compute = partial(run_it, [get(key) for key in job.inputs])
+                inputs = [get(key) for key in job.inputs]
+                compute = partial(job.function.run, inputs)
+                if abstract:
+                    compute = partial(_segment_avals, job.function)
             case CompileSegment():
                 compute = _nothing if abstract else job.function.compile
             case _:
@@ -250,6 +252,10 @@ class _AbstractResiduals:
 
 def _output_avals(pair: Any) -> tuple[tuple[Aval, ...], None]:
     return pair.out_avals, None
+
+
+def _segment_avals(segment: Any) -> tuple[Any, ...]:
+    return (*segment.out_avals, *map(Buffer, segment.carried_bytes))
 
 
 def _input_avals(pair: Any) -> tuple[Aval, ...]:
