@@ -63,6 +63,8 @@ class ClusterState:
     driver: Any
     # What ends the driver and all that was started with it, if that is more than it.
     close: Callable[[], object] | None = None
+    # While a program is recorded: the error of what it asks of the cluster there.
+    recording: Callable[[str], JdagError] | None = None
     is_plain = False  # In the oracle, calls run at once.
 
     def __init__(
@@ -220,6 +222,8 @@ class ClusterState:
                 "fixed per cluster: set it first, then make the cluster"
             )
         if trace_state() != self.trace:
+            if self.recording is not None:
+                raise self.recording(what)
             raise ContextError(
                 f"{what} inside of jax.jit, vmap, grad or another function that JAX "
                 "traces: jdag runs outside of these. Put them inside of the functions "
