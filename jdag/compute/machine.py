@@ -90,7 +90,9 @@ class Machine:
                 compute = partial(_input_avals, job.function)
             case Vjp():
                 cotangents = [[get(key) for key in keys] for keys in job.cotangents]
-                compute = partial(_vjp, job.function, get(job.residuals), cotangents)
+                compute = partial(
+                    carried_back, job.function, get(job.residuals), cotangents
+                )
             case Sum():
                 keys = job.addends if job.base is None else (job.base, *job.addends)
                 addends = [get(key) for key in keys]
@@ -242,7 +244,8 @@ def _input_avals(pair: Any) -> tuple[Aval, ...]:
     return tuple([aval.strong for aval in compress(pair.avals, pair.tracked)])
 
 
-def _vjp(pair: Any, residuals: Any, cotangents: Sequence[Sequence[Any]]) -> Any:
+def carried_back(pair: Any, residuals: Any, cotangents: Sequence[Sequence[Any]]) -> Any:
+    """The vjp of any number of addends, on the pair's device."""
     if pair.device is not None:
         cotangents = [put(addends, pair.device) for addends in cotangents]
     # The vjp adds up to 8 itself; more are summed before, with the same bits.

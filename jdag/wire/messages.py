@@ -34,6 +34,7 @@ from jdag.engine.messages import (
     Run,
     Several,
     Start,
+    Stepped,
     Tell,
 )
 from jdag.engine.names import WORKERS_MAX, Failure, Record, Worker, incarnated
@@ -62,7 +63,7 @@ _check_drawing = check_of(Drawing | None)
 
 
 def _sendable(value: Any) -> Any:
-    if hasattr(value, "spec") or hasattr(value, "pair"):
+    if any([hasattr(value, name) for name in ("spec", "pair", "nodes")]):
         return spec_of(value)
     raise TypeError(f"{value!r} of type {type(value).__name__} is no data")
 
@@ -103,6 +104,7 @@ _CLOSED: dict[type[Any], Close] = {
     Released: _with_failures,
     Fail: _with_failure,
     Ended: _with_failure,
+    Stepped: _with_failure,
     Run: lambda run, data: replace(
         run,
         function=data(portable(run.function, arrays=True)),
