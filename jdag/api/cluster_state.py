@@ -1,6 +1,7 @@
 """The state that the programs of a cluster share in one process."""
 
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -82,6 +83,7 @@ class ClusterState:
         # Whether an argument is a ref or, in abstract mode, a ShapeDtypeStruct.
         self.is_named: Callable[[object], bool] = _stands if abstract else is_ref
         self._numbers: dict[str, Numbers] = {}
+        self.recordings: Counter[Any] = Counter()  # By the code of the program.
         # Of the programs that run, by port.
         self.clusters: dict[Port, Any] = {}
         self.frames: dict[Port, Any] = {}  # Of those on workers.

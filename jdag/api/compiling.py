@@ -14,8 +14,8 @@ from typing import Any
 from jdag.api.cluster import Cluster
 from jdag.api.context import Context
 from jdag.api.optimizer import Optimizer
-from jdag.api.plan_picture import graph_of_plan, table_of_plan
 from jdag.api.graph import Graph
+from jdag.api.plan_picture import graph_of_plan, table_of_plan
 from jdag.api.program_frame import FramePhase
 from jdag.api.recording import (
     Drawn,
@@ -139,6 +139,7 @@ class CompiledStep:
             raise
         if optimizer is not None:
             optimizer.counted(plan.stepped)
+            self._cluster._reassigned()
         return value
 
     def value_and_grad(self, *args: Any) -> tuple[Any, Any]:
@@ -162,7 +163,9 @@ class CompiledStep:
             JdagError: there was none.
         """
         if self._last is None:
-            raise JdagError(f"{self!r} was not called: a plan is made by its first call")
+            raise JdagError(
+                f"{self!r} was not called: a plan is made by its first call"
+            )
         return self._last
 
     def _leaves(self, args: Sequence[Any]) -> tuple[list[Ref], Any]:
@@ -342,10 +345,10 @@ class Plan:
         return unflatten(self._treedef, leaves), gradients
 
     def __str__(self) -> str:
-        return table_of_plan(self.name, self.cut)
+        return table_of_plan(self.name, self.cut, self._port.worker)
 
     def graph(self) -> Graph:
-        """Return its segments and the values between them, for `dot_of` and reports."""
+        """Return its segments and the values between them, for reports; `dot()` gives text."""
         return graph_of_plan(self.cut)
 
 

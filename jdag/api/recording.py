@@ -94,7 +94,9 @@ class RecordingFrame(ProgramFrame):
         self.tape: Any = _Tape(worker)
         super().__init__(state, self.tape, id, (), program)
         self.phase = FramePhase.OPEN
-        self.tracers: list[Any] = []  # Inputs first, then what calls take or it returns.
+        self.tracers: list[
+            Any
+        ] = []  # Inputs first, then what calls take or it returns.
         self._refs: dict[int, Ref] = {}  # Of these, by id.
         self.trace: Any = None  # Of JAX, while the program runs.
         self.completed = False  # Its program has run, and jdag adds to it.
@@ -366,7 +368,9 @@ def _own_pair(recording: Recording) -> Any:
     def between(*inputs: Any) -> list[Any]:
         return own(*inputs)
 
-    between.__qualname__ = f"{recording.frame.program.rpartition(':')[2]}, between calls"
+    between.__qualname__ = (
+        f"{recording.frame.program.rpartition(':')[2]}, between calls"
+    )
     structs = tuple([aval.struct() for aval in recording.inputs])
     template = split(structs, {}, lambda _: True).template
     return pair(between, template, recording.inputs, (False,) * len(structs))
