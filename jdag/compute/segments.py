@@ -220,6 +220,18 @@ class SegmentFunction:
         return tuple([(_named(one, self.pairs), one.kind.value) for one in self.nodes])
 
     @property
+    def carried_bytes(self) -> list[int]:
+        """Of each bundle that it makes, at least: the bytes that its residuals hold."""
+        made: dict[int, int] = {}
+        number = len(self.avals) + sum(self.bundles)
+        for node in self.nodes:
+            types = _types(node, self.pairs, self._known)
+            number += len(types)
+            if types and types[-1] is None:
+                made[number - 1] = self.pairs[node.pair].residual_bytes
+        return [sum([made[one] for one in carried]) for carried in self.carries]
+
+    @property
     def may_raise(self) -> bool:
         """Whether a function in it may raise; if not yet traced, as its pairs say."""
         if self._fused is None or not self._fused.ready:
