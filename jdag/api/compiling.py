@@ -13,8 +13,8 @@ from typing import Any
 
 from jdag.api.cluster import Cluster
 from jdag.api.context import Context
-from jdag.api.optimizer import Optimizer
 from jdag.api.graph import Graph
+from jdag.api.optimizer import Optimizer
 from jdag.api.plan_picture import graph_of_plan, table_of_plan
 from jdag.api.program_frame import FramePhase
 from jdag.api.recording import (
