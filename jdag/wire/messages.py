@@ -64,7 +64,7 @@ _check_drawing = check_of(Drawing | None)
 
 
 def _sendable(value: Any) -> Any:
-    if any([hasattr(value, name) for name in ("spec", "pair", "nodes")]):
+    if hasattr(value, "spec") or hasattr(value, "pair"):
         return spec_of(value)
     raise TypeError(f"{value!r} of type {type(value).__name__} is no data")
 
@@ -94,6 +94,16 @@ def _with_failure(message: Any, _: Any) -> Any:
     return replace(message, failure=_bare(message.failure))
 
 
+def _with_specs(message: Prepare, _: Any) -> Prepare:
+    segments = [
+        one
+        if isinstance(one.function, bytes)
+        else replace(one, function=spec_of(one.function))
+        for one in message.segments
+    ]
+    return replace(message, segments=tuple(segments))
+
+
 def _with_types(parts: Sequence[Assignment]) -> tuple[Assignment, ...]:
     return tuple([replace(p, avals=tuple(map(type_of, p.avals))) for p in parts])
 
@@ -105,6 +115,7 @@ def _specified(function: Any) -> bytes:
 
 # For messages with opaque fields: replace these by bytes, and decode them again.
 _CLOSED: dict[type[Any], Close] = {
+    Prepare: _with_specs,
     Primal: _with_failures,
     Reading: _with_failures,
     Released: _with_failures,
