@@ -8,7 +8,7 @@ Invariants: a recording waits for nothing and sends nothing. Equal programs give
 recordings, key by key, since both number their calls alike.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -91,8 +91,8 @@ class RecordingFrame(ProgramFrame):
     def __init__(
         self, state: ClusterState, worker: Worker, id: ContextId, program: str
     ) -> None:
-        self.tape: Any = _Tape(worker)
-        super().__init__(state, self.tape, id, (), program)
+        self.tape = _Tape(worker)
+        super().__init__(state, self.tape, id, (), program)  # type: ignore[arg-type]
         self.phase = FramePhase.OPEN
         self.tracers: list[
             Any
@@ -199,14 +199,18 @@ class Recording(NamedTuple):
 
 
 def record(
-    program: Callable[..., Any], frame: RecordingFrame, given: Split, avals: Any
+    program: Callable[..., Any],
+    frame: RecordingFrame,
+    given: Split,
+    avals: Mapping[int, Aval],
 ) -> Recording:
     """Run a program on tracers in place of its inputs.
 
     Args:
         program: takes a context first.
         frame: a new one.
-        given: its arguments; `avals` are those of the inputs, by position.
+        given: its arguments.
+        avals: those of the inputs, by position.
 
     Raises:
         JdagError: it does what cannot be recorded; names the line and the remedy.
@@ -273,7 +277,7 @@ def _equal(one: Any, other: Any) -> bool:
         return True
     both = []
     for value in (one, other):
-        is_key = jax.dtypes.issubdtype(aval_of(value).dtype, jax.dtypes.prng_key)
+        is_key = not isinstance(aval_of(value).dtype, np.dtype)
         both.append(np.asarray(jax.random.key_data(value) if is_key else value))
     return both[0].tobytes() == both[1].tobytes()
 
@@ -366,7 +370,8 @@ def _own_pair(recording: Recording) -> Any:
     own = jaxpr_as_fun(recording.own)
 
     def between(*inputs: Any) -> list[Any]:
-        return own(*inputs)
+        found: list[Any] = own(*inputs)
+        return found
 
     between.__qualname__ = (
         f"{recording.frame.program.rpartition(':')[2]}, between calls"

@@ -108,11 +108,6 @@ def _with_types(parts: Sequence[Assignment]) -> tuple[Assignment, ...]:
     return tuple([replace(p, avals=tuple(map(type_of, p.avals))) for p in parts])
 
 
-def _specified(function: Any) -> bytes:
-    """The spec of a segment, which msgspec would take apart as a dataclass."""
-    return function if isinstance(function, bytes) else spec_of(function)
-
-
 # For messages with opaque fields: replace these by bytes, and decode them again.
 _CLOSED: dict[type[Any], Close] = {
     Prepare: _with_specs,
@@ -144,12 +139,6 @@ _CLOSED: dict[type[Any], Close] = {
         roots=tuple([replace(r, aval=type_of(r.aval)) for r in message.roots]),
     ),
     Assign: lambda message, _: replace(message, parts=_with_types(message.parts)),
-    Prepare: lambda message, _: replace(
-        message,
-        segments=tuple(
-            [replace(s, function=_specified(s.function)) for s in message.segments]
-        ),
-    ),
 }
 _OPENED: dict[type[Any], Callable[[Any, Known], Any]] = {
     Run: lambda run, known: replace(
