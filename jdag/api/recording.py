@@ -59,6 +59,8 @@ _REMEDIES = {
     "ctx.start": "a plan has one program; call the other one as a function, with this "
     "context, and its calls are part of the plan",
     "ctx.graph": "step.plan.graph() draws a plan",
+    "ctx.call in what jax.vmap, grad or jit traces": "put these inside of the functions "
+    "that are called",
     "a call of a program": "a plan has one program; call the other one as a function, "
     "with this context first, and its calls are part of the plan",
     "a call of an unjitted function without shapes": "what it returns is not known "
@@ -132,7 +134,7 @@ class RecordingFrame(ProgramFrame):
     def check_trace(self) -> None:
         """Raise inside of another function that JAX traces."""
         if self.phase is FramePhase.OPEN and trace_ctx.trace is not self.trace:
-            raise self.refusal("ctx.call inside of jax.vmap, grad or jit")
+            raise self.refusal("ctx.call in what jax.vmap, grad or jit traces")
 
     def ref_of(self, tracer: Any) -> Ref:
         """Return a ref to an array that the program computes; the same for each."""
