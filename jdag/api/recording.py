@@ -51,6 +51,7 @@ from jdag.runtime.failures import user_traceback
 
 _EAGER = "contexts and jdag.value_and_grad run programs that need it"
 _OUTSIDE = "do it outside of the program, and pass what it gives as an argument"
+_TRACED = "ctx.call in what jax.vmap, grad or jit traces"
 _REMEDIES = {
     "a fetch": "nothing has a value yet; return the ref, and the step fetches it. To "
     "branch on a value, call a function that uses jax.lax.cond or jnp.where",
@@ -59,8 +60,7 @@ _REMEDIES = {
     "ctx.start": "a plan has one program; call the other one as a function, with this "
     "context, and its calls are part of the plan",
     "ctx.graph": "step.plan.graph() draws a plan",
-    "ctx.call in what jax.vmap, grad or jit traces": "put these inside of the functions "
-    "that are called",
+    _TRACED: "put these inside of the functions that are called",
     "a call of a program": "a plan has one program; call the other one as a function, "
     "with this context first, and its calls are part of the plan",
     "a call of an unjitted function without shapes": "what it returns is not known "
@@ -134,7 +134,7 @@ class RecordingFrame(ProgramFrame):
     def check_trace(self) -> None:
         """Raise inside of another function that JAX traces."""
         if self.phase is FramePhase.OPEN and trace_ctx.trace is not self.trace:
-            raise self.refusal("ctx.call in what jax.vmap, grad or jit traces")
+            raise self.refusal(_TRACED)
 
     def ref_of(self, tracer: Any) -> Ref:
         """Return a ref to an array that the program computes; the same for each."""
