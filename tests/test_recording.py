@@ -90,7 +90,7 @@ def runs_python(ctx, w, x):
 
 
 def calls_inside_vmap(ctx, w, x):
-    return jax.vmap(lambda row: plain(ctx, w, row))(x)
+    return jax.vmap(lambda row: ctx.call("b", layer, w, row))(x)
 
 
 REFUSED = {
@@ -99,8 +99,8 @@ REFUSED = {
     branches: "jnp.where",
     converts: "jnp.where",
     hooks: "no hooks",
-    nests: "call the other one as a function",
-    starts: "call the other one as a function",
+    nests: "call the other as a function",
+    starts: "call the other as a function",
     goes_back: "value_and_grad",
     puts: "outside of the program",
     updates: "outside of the program",
@@ -175,8 +175,8 @@ def test_moves_replicas_sums_and_unjitted_calls_are_calls(cluster):
         copies = ctx.replicate(["b", "c", "d"], w)
         parts = {c: ctx.call(c, jnp.matmul, x, v) for c, v in zip("bcd", copies)}  # noqa: B905
         total = ctx.all_reduce(parts)["c"]
-        offset = ctx.call("d", doubled, x)
-        return ctx.call("a", layer, ctx.move("a", total), ctx.move("a", offset))
+        offset = ctx.call("d", doubled, W)
+        return ctx.call("a", layer, ctx.move("a", offset), ctx.move("a", total))
 
     for exact in (True, False):
         w = cluster.put("b", W)

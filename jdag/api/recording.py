@@ -49,27 +49,27 @@ from jdag.engine.protocol import (
 from jdag.errors import ContextError, JdagError, kind_of
 from jdag.runtime.failures import user_traceback
 
-_EAGER = "contexts and jdag.value_and_grad run programs that need it"
-_OUTSIDE = "do it outside of the program, and pass what it gives as an argument"
+_EAGER = "a plan has no hooks; contexts and jdag.value_and_grad run such a program"
+_NESTED = (
+    "a plan has one program; call the other as a function, with this context first"
+)
+_STEPS = "jdag.compile(..., optimizer=opt) and .value_and_grad differentiate a program"
+_OUTSIDE = "do that outside of the program, and pass what it gives as an argument"
 _TRACED = "ctx.call in what jax.vmap, grad or jit traces"
+# By the beginning of what is refused.
 _REMEDIES = {
-    "a fetch": "nothing has a value yet; return the ref, and the step fetches it. To "
-    "branch on a value, call a function that uses jax.lax.cond or jnp.where",
-    "ctx.on_cotangent": f"a plan has no hooks; {_EAGER}",
-    "ctx.on_gradient": f"a plan has no hooks; {_EAGER}",
-    "ctx.start": "a plan has one program; call the other one as a function, with this "
-    "context, and its calls are part of the plan",
+    "a fetch": "return the ref, and the step fetches it; functions that are called "
+    "branch on values, by jnp.where or jax.lax.cond",
+    "ctx.on_": _EAGER,
+    "ctx.start": _NESTED,
+    "a call of a program": _NESTED,
+    "a call of an unjitted": "mark it by @jdag.unjitted(shapes=fn), which says what it "
+    "returns",
+    "ctx.backward": _STEPS,
+    "ctx.gradient": _STEPS,
     "ctx.graph": "step.plan.graph() draws a plan",
     _TRACED: "put these inside of the functions that are called",
-    "a call of a program": "a plan has one program; call the other one as a function, "
-    "with this context first, and its calls are part of the plan",
-    "a call of an unjitted function without shapes": "what it returns is not known "
-    "before it has run: mark it by @jdag.unjitted(shapes=fn)",
 }
-_DIFFERENTIATES = (
-    "a step differentiates by itself: with jdag.compile(..., optimizer=opt), or by "
-    ".value_and_grad"
-)
 _RECORDED = ("ctx.call", "ctx.move", "ctx.replicate", "ctx.all_reduce")
 
 
@@ -112,8 +112,8 @@ class RecordingFrame(ProgramFrame):
 
     def refusal(self, what: str, ref: Ref | None = None) -> JdagError:
         """Return the error of what cannot be recorded: the line, and the remedy."""
-        differentiates = what.startswith(("ctx.backward", "ctx.gradient"))
-        remedy = _REMEDIES.get(what, _DIFFERENTIATES if differentiates else _OUTSIDE)
+        known = [text for key, text in _REMEDIES.items() if what.startswith(key)]
+        remedy = known[0] if known else _OUTSIDE
         what = what if ref is None else f"{what} of {ref!r}"
         return ContextError(
             f"{what}, at {call_site()}, while {self.program} is recorded by "
