@@ -57,12 +57,9 @@ class Edge(NamedTuple):
 class Cut(NamedTuple):
     """The parts of a plan, ready for `jdag.engine.protocol.Planned`, and all segments.
 
-    Attributes:
-        parts: the message for each worker that has a part, the caller too.
-        inputs: the slots of the inputs that each worker reads, if any.
-        pieces: the segments; each depends on earlier ones alone.
-        edges: the values between them.
-        nbytes: of each slot; of residuals those that are no arrays of calls.
+    Of `inputs`, each worker gets these slots with a step. Each of `pieces` depends on
+    earlier ones alone. `nbytes` are those of each slot: of residuals the bytes that are
+    no arguments or outputs of calls.
     """
 
     parts: tuple[tuple[Worker, Prepare], ...]
@@ -113,9 +110,8 @@ def cut(
     for piece in pieces:
         piece.segment = _segment(graph, piece, made, wanted, exact)
     parts = []
-    for worker in dict.fromkeys(
-        [*[one.worker for one in pieces], *[w for w, _ in held]]
-    ):
+    workers = [*[piece.worker for piece in pieces], *[worker for worker, _ in held]]
+    for worker in dict.fromkeys(workers):
         mine = [piece for piece in pieces if piece.worker == worker]
         staged = [Slotted(*one) for one in stages if one[0].worker == worker]
         leaves = [(graph.values[v].leaf, v) for v in held.get((worker, "leaf"), ())]
@@ -130,15 +126,12 @@ def cut(
             bool(staged) or not all([_is_awaited(piece, wanted) for piece in mine]),
         )
         parts.append((worker, part))
-    inputs = [
-        (to, tuple(slots)) for (to, kind), slots in held.items() if kind == "input"
-    ]
+    inputs = [(to, tuple(few)) for (to, kind), few in held.items() if kind == "input"]
     nbytes = [value.aval.nbytes for value in graph.values]
     for _, names in sorted([one for piece in pieces for one in piece.given.items()]):
         nbytes.append(sum([graph.nodes[~name].pair.residual_bytes for name in names]))
-    return Cut(
-        tuple(parts), tuple(inputs), tuple(pieces), _edges(pieces), tuple(nbytes)
-    )
+    edges = _edges(pieces)
+    return Cut(tuple(parts), tuple(inputs), tuple(pieces), edges, tuple(nbytes))
 
 
 def _pieces(graph: Graph, nodes_max: int) -> list[Piece]:
@@ -192,15 +185,10 @@ def _segment(
 
     pairs = {id(node.pair): node.pair for node in nodes if node.pair is not None}
     index = {key: at for at, key in enumerate(pairs)}
-    inner = [
-        SegmentNode(
-            node.kind,
-            index.get(id(node.pair), 0),
-            tuple(map(at, node.inputs)),
-            node.keeps or ~place in read,
-        )
-        for place, node in zip(piece.nodes, nodes, strict=True)
-    ]
+    inner = []
+    for place, node in zip(piece.nodes, nodes, strict=True):
+        inputs, keeps = tuple(map(at, node.inputs)), node.keeps or ~place in read
+        inner.append(SegmentNode(node.kind, index.get(id(node.pair), 0), inputs, keeps))
     makes = [value for node in nodes for value in node.outputs if value in made]
     hops: dict[Worker, list[int]] = defaultdict(list)
     for value in makes if nodes else piece.reads:
@@ -223,10 +211,8 @@ def _segment(
 
 def _is_awaited(piece: Piece, wanted: Wanted) -> bool:
     """Whether a segment or the caller waits for what this segment makes."""
-    segment = piece.segment
-    return bool(piece.given or segment.hops) or not wanted.keys().isdisjoint(
-        segment.makes
-    )
+    used = [slot for slot in piece.segment.makes if slot in wanted]
+    return bool(used or piece.given or piece.segment.hops)
 
 
 def _edges(pieces: Sequence[Piece]) -> tuple[Edge, ...]:
@@ -240,4 +226,5 @@ def _edges(pieces: Sequence[Piece]) -> tuple[Edge, ...]:
             source = pieces[home[slot]] if slot in home else piece
             if source is not piece and (source.nodes or source.worker != piece.worker):
                 found[home[slot], target].append(slot)
+    assert all([source < target for source, target in found]), "an update is read"
     return tuple([Edge(*ends, tuple(slots)) for ends, slots in found.items()])

@@ -9,7 +9,7 @@ Invariants
 
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import compress
+from itertools import compress, repeat
 from operator import and_
 from typing import Any, NamedTuple
 
@@ -86,7 +86,8 @@ class Graph:
         tracked: bool = False,
     ) -> int:
         """Add an "input" or "constant" of the caller, or a "leaf"; give its number."""
-        return self._value(Value(worker, aval, tracked, kind, leaf))
+        self.values.append(Value(worker, aval, tracked, kind, leaf))
+        return len(self.values) - 1
 
     def call(
         self,
@@ -101,15 +102,8 @@ class Graph:
     ) -> Numbers:
         """Add a call, in program order; return the numbers of its outputs.
 
-        Args:
-            worker: where it runs.
-            pair: a `jdag.compute.pairs.Pair` or alike.
-            inputs: the value of each argument.
-            tracked: for each, whether cotangents flow back to it.
-            name: of its function, for errors.
-            site: of the call, for errors.
-            update: whether it makes new versions of leaves there. It reads leaves
-                there, and gradients; no call reads what it makes.
+        Cotangents flow back to `tracked` inputs. An `update` makes new versions of
+        leaves there, from older ones and gradients; no call reads what it makes.
         """
         slots: dict[Worker, int] = defaultdict(int)
         for value, on in zip(inputs, tracked, strict=True):
@@ -117,10 +111,9 @@ class Graph:
             if self.crosses(value, worker) and transfer not in self._transfers:
                 self._transfers[transfer] = (len(self.nodes), slots[owner])
                 slots[owner] += 1
-        outputs = self._made(worker, pair.out_avals, pair.out_devices, pair.out_tracked)
-        made = (NodeKind.FORWARD, worker, (tuple(inputs),), outputs, pair, name, site)
-        self.nodes.append(Node(*made, update=update))
-        return outputs
+        avals, about = _on(pair.out_avals, pair.out_devices), (pair, name, site)
+        made = (NodeKind.FORWARD, worker, (tuple(inputs),), avals, *about)
+        return self._add(*made, tracked=pair.out_tracked, update=update)
 
     def differentiate(self, roots: Sequence[int]) -> dict[LeafId, int]:
         """Add the nodes of a backward pass from these values, seeded by ones; once.
@@ -154,17 +147,15 @@ class Graph:
     def _carry_back(self, place: int, node: Node, addends: Sequence[Numbers]) -> None:
         worker, pair = node.worker, node.pair
         avals = [aval.strong for aval in compress(pair.avals, pair.tracked)]
-        made = self._made(worker, avals, pair.in_devices, (False,) * len(avals))
-        read = ((~place,), *addends)
-        self.nodes.append(
-            Node(NodeKind.VJP, worker, read, made, pair, node.name, node.site)
+        read, about = ((~place,), *addends), (pair, node.name, node.site)
+        made = self._add(
+            NodeKind.VJP, worker, read, _on(avals, pair.in_devices), *about
         )
         inputs, came = compress(node.inputs[0], pair.tracked), list(map(bool, addends))
         for position, value in enumerate(inputs):
             if any(map(and_, pair.reaches[position], came)):  # Else it is a zero.
-                self._cotangents[value].append(
-                    (worker, place, position, made[position])
-                )
+                cotangent = (worker, place, position, made[position])
+                self._cotangents[value].append(cotangent)
 
     def _addends(self, value: int) -> Numbers:
         """The addends of a value's cotangent, in order; none is a symbolic zero.
@@ -183,25 +174,31 @@ class Graph:
     def _sum(self, worker: Worker, addends: Sequence[int]) -> int:
         if len(addends) == 1:
             return addends[0]
-        aval = self.aval(addends[-1], worker)  # On the device of its last addend.
-        total = self._value(Value(worker, aval, False))
-        self.nodes.append(Node(NodeKind.SUM, worker, (tuple(addends),), (total,)))
-        return total
+        avals = [self.aval(addends[-1], worker)]  # On the device of its last addend.
+        return self._add(NodeKind.SUM, worker, (tuple(addends),), avals)[0]
 
     def _filled(self, like: int, *, ones: bool) -> int:
         worker, aval, *_ = self.values[like]
-        filled = self._value(Value(worker, aval.strong, False))
-        made = (NodeKind.FILL, worker, ((like,),), (filled,))
-        self.nodes.append(Node(*made, keeps=ones))
-        return filled
+        made = (NodeKind.FILL, worker, ((like,),), [aval.strong])
+        return self._add(*made, keeps=ones)[0]
 
-    def _made(
-        self, worker: Worker, avals: Any, devices: Any, tracked: Sequence[bool]
+    def _add(
+        self,
+        kind: NodeKind,
+        worker: Worker,
+        inputs: tuple[Numbers, ...],
+        avals: Sequence[Aval],
+        *about: Any,
+        tracked: Sequence[bool] = (),
+        **more: Any,
     ) -> Numbers:
-        sides = zip(avals, devices or (None,) * len(avals), tracked, strict=True)
-        values = [Value(worker, aval.on(device), on) for aval, device, on in sides]
-        return tuple(map(self._value, values))
+        start, on = len(self.values), tracked or (False,) * len(avals)
+        self.values += map(Value, repeat(worker), avals, on)
+        outputs = tuple(range(start, len(self.values)))
+        self.nodes.append(Node(kind, worker, inputs, outputs, *about, **more))
+        return outputs
 
-    def _value(self, value: Value) -> int:
-        self.values.append(value)
-        return len(self.values) - 1
+
+def _on(avals: Sequence[Aval], devices: Sequence[str | None] | None) -> list[Aval]:
+    where = devices or (None,) * len(avals)
+    return [aval.on(device) for aval, device in zip(avals, where, strict=True)]
