@@ -36,6 +36,7 @@ from jdag.engine.protocol import (
     Go,
     GradientKey,
     Hook,
+    Hop,
     Incoming,
     LeafId,
     LeafKey,
@@ -45,8 +46,10 @@ from jdag.engine.protocol import (
     Notice,
     ObjectId,
     Outcome,
+    Outgoing,
     OutputKey,
     Owed,
+    Prepare,
     Primal,
     Read,
     Reading,
@@ -58,9 +61,15 @@ from jdag.engine.protocol import (
     Root,
     Run,
     SeedKey,
+    Segment,
+    Settle,
     Ship,
+    SlotKey,
+    Slotted,
     Stale,
     Start,
+    Step,
+    Stepped,
     Tell,
 )
 from jdag.engine.protocol import Mode as PassMode
@@ -135,6 +144,7 @@ names: dict[type[AnyKey], st.SearchStrategy[Any]] = {
     CotangentKey: st.tuples(passes, paths),
     ReadingKey: _wide(8),
     NewestKey: leaves,
+    SlotKey: _wide(4),
 }
 keys = st.one_of(
     [
@@ -260,6 +270,11 @@ assignments = _alike(
     texts,
 )
 
+slots = _several(_wide(4))
+slotted = _several(st.builds(Slotted, leaves, _wide(4)))
+hops = _several(st.builds(Outgoing, workers, slots))
+segments = _several(st.builds(Segment, functions, slots, slots, hops))
+
 messages: dict[type[Any], st.SearchStrategy[Any]] = {
     Call: _alike(
         Call,
@@ -339,6 +354,21 @@ messages: dict[type[Any], st.SearchStrategy[Any]] = {
     ),
     Release: st.builds(Release, contexts, _several(_wide(6)), st.booleans()),
     Released: st.builds(Released, contexts, _several(failures)),
+    Prepare: st.builds(
+        Prepare,
+        contexts,
+        passes,
+        segments,
+        slots,
+        slotted,
+        slotted,
+        slots,
+        st.booleans(),
+    ),
+    Step: st.builds(Step, contexts, passes, slots, st.booleans()),
+    Hop: st.builds(Hop, contexts, passes, slots),
+    Stepped: st.builds(Stepped, contexts, passes, st.none() | failures),
+    Settle: st.builds(Settle, contexts, passes, st.booleans(), st.booleans()),
 }
 # The fields that read back as something else, since only code can make them again.
 OPAQUE: dict[type[Any], tuple[str, ...]] = {
@@ -349,4 +379,5 @@ OPAQUE: dict[type[Any], tuple[str, ...]] = {
     Assign: ("parts",),
     Start: ("roots",),
     Attach: ("hook",),
+    Prepare: ("segments",),
 }
