@@ -30,7 +30,7 @@ def compilations() -> Iterator[list[str]]:
     """Count what XLA compiles, or fetches compiled from the cache on disk."""
     found: list[str] = []
 
-    def listener(event: str, _: float, **__: Any) -> None:
+    def listener(event: str, duration_secs: float, **_: Any) -> None:
         if "backend_compile" in event:
             found.append(event)
 
@@ -134,6 +134,19 @@ def test_a_segment_is_compiled_once_and_before_it_runs() -> None:
     with compilations() as found:
         unlinked[1].run(unlinked[0].run(other.arrays))
         assert found == []
+
+
+def test_an_exact_segment_compiles_its_pairs_before_it_runs() -> None:
+    tape, loss, params = mlp(3, 13)  # No other test compiles for this width.
+    whole = tape.whole(loss, params, exact=True)
+    with compilations() as found:
+        whole.compile()
+        assert len(found) == 4  # Forward and vjp of the layer, and of the loss.
+        jax.block_until_ready(
+            tape.halves(loss, params, exact=True)[0].run(tape.arrays)[0]
+        )
+        whole.run(tape.arrays)
+        assert len(found) <= 5  # The ones of the root.
 
 
 def test_large_residuals_are_donated_and_only_these() -> None:
