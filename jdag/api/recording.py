@@ -8,7 +8,7 @@ Invariants: a recording waits for nothing and sends nothing. Equal programs give
 recordings, key by key, since both number their calls alike.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -49,25 +49,27 @@ from jdag.engine.protocol import (
 from jdag.errors import ContextError, JdagError, kind_of
 from jdag.runtime.failures import user_traceback
 
-_EAGER = "contexts and jdag.value_and_grad run programs that need it"
-_OUTSIDE = "do it outside of the program, and pass what it gives as an argument"
-_REMEDIES = {
-    "a fetch": "nothing has a value yet; return the ref, and the step fetches it. To "
-    "branch on a value, call a function that uses jax.lax.cond or jnp.where",
-    "ctx.on_cotangent": f"a plan has no hooks; {_EAGER}",
-    "ctx.on_gradient": f"a plan has no hooks; {_EAGER}",
-    "ctx.start": "a plan has one program; call the other one as a function, with this "
-    "context, and its calls are part of the plan",
-    "ctx.graph": "step.plan.graph() draws a plan",
-    "a call of a program": "a plan has one program; call the other one as a function, "
-    "with this context first, and its calls are part of the plan",
-    "a call of an unjitted function without shapes": "what it returns is not known "
-    "before it has run: mark it by @jdag.unjitted(shapes=fn)",
-}
-_DIFFERENTIATES = (
-    "a step differentiates by itself: with jdag.compile(..., optimizer=opt), or by "
-    ".value_and_grad"
+_EAGER = "a plan has no hooks; contexts and jdag.value_and_grad run such a program"
+_NESTED = (
+    "a plan has one program; call the other as a function, with this context first"
 )
+_STEPS = "jdag.compile(..., optimizer=opt) and .value_and_grad differentiate a program"
+_OUTSIDE = "do that outside of the program, and pass what it gives as an argument"
+_TRACED = "ctx.call in what jax.vmap, grad or jit traces"
+# By the beginning of what is refused.
+_REMEDIES = {
+    "a fetch": "return the ref, and the step fetches it; functions that are called "
+    "branch on values, by jnp.where or jax.lax.cond",
+    "ctx.on_": _EAGER,
+    "ctx.start": _NESTED,
+    "a call of a program": _NESTED,
+    "a call of an unjitted": "mark it by @jdag.unjitted(shapes=fn), which says what it "
+    "returns",
+    "ctx.backward": _STEPS,
+    "ctx.gradient": _STEPS,
+    "ctx.graph": "step.plan.graph() draws a plan",
+    _TRACED: "put these inside of the functions that are called",
+}
 _RECORDED = ("ctx.call", "ctx.move", "ctx.replicate", "ctx.all_reduce")
 
 
@@ -91,8 +93,8 @@ class RecordingFrame(ProgramFrame):
     def __init__(
         self, state: ClusterState, worker: Worker, id: ContextId, program: str
     ) -> None:
-        self.tape: Any = _Tape(worker)
-        super().__init__(state, self.tape, id, (), program)
+        self.tape = _Tape(worker)
+        super().__init__(state, self.tape, id, (), program)  # type: ignore[arg-type]
         self.phase = FramePhase.OPEN
         self.tracers: list[
             Any
@@ -110,8 +112,8 @@ class RecordingFrame(ProgramFrame):
 
     def refusal(self, what: str, ref: Ref | None = None) -> JdagError:
         """Return the error of what cannot be recorded: the line, and the remedy."""
-        differentiates = what.startswith(("ctx.backward", "ctx.gradient"))
-        remedy = _REMEDIES.get(what, _DIFFERENTIATES if differentiates else _OUTSIDE)
+        known = [text for key, text in _REMEDIES.items() if what.startswith(key)]
+        remedy = known[0] if known else _OUTSIDE
         what = what if ref is None else f"{what} of {ref!r}"
         return ContextError(
             f"{what}, at {call_site()}, while {self.program} is recorded by "
@@ -132,7 +134,7 @@ class RecordingFrame(ProgramFrame):
     def check_trace(self) -> None:
         """Raise inside of another function that JAX traces."""
         if self.phase is FramePhase.OPEN and trace_ctx.trace is not self.trace:
-            raise self.refusal("ctx.call inside of jax.vmap, grad or jit")
+            raise self.refusal(_TRACED)
 
     def ref_of(self, tracer: Any) -> Ref:
         """Return a ref to an array that the program computes; the same for each."""
@@ -199,14 +201,18 @@ class Recording(NamedTuple):
 
 
 def record(
-    program: Callable[..., Any], frame: RecordingFrame, given: Split, avals: Any
+    program: Callable[..., Any],
+    frame: RecordingFrame,
+    given: Split,
+    avals: Mapping[int, Aval],
 ) -> Recording:
     """Run a program on tracers in place of its inputs.
 
     Args:
         program: takes a context first.
         frame: a new one.
-        given: its arguments; `avals` are those of the inputs, by position.
+        given: its arguments.
+        avals: those of the inputs, by position.
 
     Raises:
         JdagError: it does what cannot be recorded; names the line and the remedy.
@@ -273,7 +279,7 @@ def _equal(one: Any, other: Any) -> bool:
         return True
     both = []
     for value in (one, other):
-        is_key = jax.dtypes.issubdtype(aval_of(value).dtype, jax.dtypes.prng_key)
+        is_key = not isinstance(aval_of(value).dtype, np.dtype)
         both.append(np.asarray(jax.random.key_data(value) if is_key else value))
     return both[0].tobytes() == both[1].tobytes()
 
@@ -366,7 +372,8 @@ def _own_pair(recording: Recording) -> Any:
     own = jaxpr_as_fun(recording.own)
 
     def between(*inputs: Any) -> list[Any]:
-        return own(*inputs)
+        found: list[Any] = own(*inputs)
+        return found
 
     between.__qualname__ = (
         f"{recording.frame.program.rpartition(':')[2]}, between calls"

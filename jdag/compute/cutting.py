@@ -3,7 +3,8 @@
 The level of a node is the highest of its inputs and its forward, plus 1 for an input
 from another worker; sources have level 0. The nodes of one worker and level are a
 segment, so forward and backward are in one if nothing crosses between them. Updates
-have segments of their own, and long segments are split in program order.
+have segments of their own, so has what runs as Python, with levels of its own, and long
+segments are split in program order.
 
 Segments are convex. Levels never fall along a path, so on a path between two nodes of a
 segment they are all equal: nothing crosses on it, and it stays on the worker. It passes
@@ -90,7 +91,7 @@ def cut(
         exact: whether segments run node by node.
         nodes_max: the most nodes of a segment.
     """
-    pieces = _pieces(graph, nodes_max)
+    pieces = _pieces(graph, nodes_max, exact)
     wanted: Wanted = {}
     ends = [(piece.worker, piece.reads) for piece in pieces]
     for worker, reads in (*ends, (caller, results)):
@@ -134,19 +135,21 @@ def cut(
     return Cut(tuple(parts), tuple(inputs), tuple(pieces), edges, tuple(nbytes))
 
 
-def _pieces(graph: Graph, nodes_max: int) -> list[Piece]:
+def _pieces(graph: Graph, nodes_max: int, exact: bool) -> list[Piece]:
     """The segments with nodes, in order, without their bundles."""
     levels: dict[int, int] = {}
-    groups: dict[tuple[bool, int, Worker], list[int]] = defaultdict(list)
+    groups: dict[tuple[bool, int, Worker, bool], list[int]] = defaultdict(list)
     for place, node in enumerate(graph.nodes):
+        # What runs as Python would make its segment run node by node.
+        alone = not exact and node.pair is not None and node.pair.pair.source.unjitted
         level = 0
         for name in chain(*node.inputs):
             crosses = name >= 0 and graph.crosses(name, node.worker)
-            level = max(level, levels.get(name, 0) + crosses)
-        levels.update(dict.fromkeys((~place, *node.outputs), level))
-        groups[node.update, level, node.worker].append(place)
+            level = max(level, levels.get(name, 0) + (crosses or alone))
+        levels.update(dict.fromkeys((~place, *node.outputs), level + alone))
+        groups[node.update, level, node.worker, alone].append(place)
     pieces = []
-    for (update, level, worker), places in groups.items():
+    for (update, level, worker, _), places in groups.items():
         for start in range(0, len(places), nodes_max):
             part = tuple(places[start : start + nodes_max])
             made = {name for at in part for name in (~at, *graph.nodes[at].outputs)}
