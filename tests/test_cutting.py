@@ -152,6 +152,7 @@ def test_inputs_and_constants_go_to_their_readers_and_are_results_too() -> None:
     results = [one.number for one in (x, c, w, away, y, y)]
     found = made.cut(results)
     assert dict(found.inputs) == {"a": (x.number,), "b": (x.number,)}
+    assert shown(found) == [("b", 0, 0), ("b", 0, 1)]  # Neither waits for a hop.
     parts = dict(found.parts)
     assert [parts[at].constants for at in "ab"] == [(c.number,)] * 2
     assert [read.leaf for read in parts["a"].reads] == made.leaves[:1]
@@ -180,6 +181,21 @@ def test_what_nobody_waits_for_runs_and_reports() -> None:
         (),
     )
     step(found, made.given, Random(0))
+
+
+def test_what_comes_from_a_named_device_of_another_worker_is_on_the_default_one() -> (
+    None
+):
+    made = Recorded("a")
+    w, values = made.leaf("b", array(5)), made.graph.values
+    values[w.number] = values[w.number]._replace(
+        aval=made.graph.aval(w.number).on("cpu:1")
+    )
+    for worker in "ab":
+        made.call(worker, layer, w, w)
+    functions = [piece.segment.function for piece in made.cut([]).pieces]
+    devices = [[aval.device for aval in one.avals] for one in functions]
+    assert devices == [["cpu:1"], ["cpu:1"], [None]]
 
 
 def test_a_move_home_and_back_stays() -> None:
@@ -236,9 +252,10 @@ def test_updates_are_segments_of_their_own_and_are_staged() -> None:
     stages = []
     for leaf, gradient in gradients.items():
         (slot,) = [at for at, one in enumerate(graph.values) if one.leaf == leaf]
-        given = Var(slot, False), Var(gradient, False), scale
+        factor = rate if leaf.worker == "c" else scale
+        given = Var(slot, False), Var(gradient, False), factor
         stages.append((leaf, made.call(leaf.worker, new, *given, update=True).number))
-    found = made.cut([scale.number], stages=stages)
+    found = made.cut([scale.number, stages[0][1]], stages=stages)
     assert_convex(graph, found)
     updates = [piece for piece in found.pieces if piece.update]
     assert updates == list(found.pieces[-3:])

@@ -83,6 +83,16 @@ def test_cotangents_are_summed_where_a_value_was_used_in_the_order_of_calls() ->
     assert makers(made, last.inputs[1]) == ["sum", "line 3", "line 3"]
 
 
+def test_a_transfer_without_gradient_does_not_count_as_the_first() -> None:
+    made = Recorded("a")
+    y = made.call("a", scaled, made.leaf("a", array(3)), 2.0)  # Line 1.
+    made.call("b", scaled, Var(y.number, False), 3.0)
+    here, there = made.call("a", scaled, y, 4.0), made.call("b", scaled, y, 5.0)
+    made.differentiate(made.call("a", total, here, there))
+    last = nodes_of(made, NodeKind.VJP)[-1]
+    assert makers(made, last.inputs[1]) == ["line 3", "line 4"]
+
+
 def test_a_transfer_sorts_by_its_slot_among_those_of_its_call() -> None:
     made = Recorded("a")
     leaves = [made.leaf("a", array(3, seed=seed)) for seed in range(3)]

@@ -37,6 +37,7 @@ from jdag.engine.functions import call_site, code_of, name_of
 from jdag.engine.protocol import (
     Compiled,
     Failure,
+    Key,
     LeafId,
     NewestKey,
     Planned,
@@ -388,7 +389,7 @@ def _stepping(
         value = drawn.value(scale.key, scale.owner, scale.aval)
         return named(value, owner, aval_of(1.0))  # Weak, as the number of a context's.
 
-    refs = {
+    refs: dict[Key, Ref] = {
         NewestKey(None, leaf, 0): named(value, leaf.worker, graph.aval(value))
         for leaf, value in gradients.items()
     }

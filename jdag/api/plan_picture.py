@@ -20,7 +20,9 @@ def table_of_plan(name: str, cut: Cut, caller: Worker) -> str:
         (str(index), named(one.worker), str(one.level), str(len(one.nodes)), _said(one))
         for index, one in enumerate(cut.pieces)
     ]
-    going = [("caller", caller, to, slots) for to, slots in cut.inputs]
+    going: list[tuple[str, Worker, Worker, Sequence[int]]] = [
+        ("caller", caller, to, slots) for to, slots in cut.inputs
+    ]
     for index, piece in enumerate(cut.pieces):
         source = f"{named(piece.worker)} {index}"
         going += [(source, piece.worker, *hop) for hop in _hops_of(piece)]

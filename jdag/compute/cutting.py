@@ -215,7 +215,7 @@ def _segment(
 def _is_awaited(piece: Piece, wanted: Wanted) -> bool:
     """Whether a segment or the caller waits for what this segment makes."""
     used = [slot for slot in piece.segment.makes if slot in wanted]
-    return bool(used or piece.given or piece.segment.hops)
+    return bool(used or piece.segment.hops)
 
 
 def _edges(pieces: Sequence[Piece]) -> tuple[Edge, ...]:

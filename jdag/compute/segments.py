@@ -27,7 +27,7 @@ from jdag.compute.devices import put
 from jdag.compute.jaxprs import has_callback
 from jdag.compute.machine import carried_back
 from jdag.compute.pairs import refuse_deleted, stays
-from jdag.compute.sums import add, fold, ones, zeros
+from jdag.compute.sums import ADDENDS_MAX, add, fold, ones, zeros
 from jdag.compute.tracing import Residuals, strong, weakened
 from jdag.engine.functions import name_on
 from jdag.engine.segments import NodeKind, SegmentNode
@@ -272,10 +272,17 @@ class SegmentFunction:
         )
 
     def compile(self) -> None:
-        """Compile what the first `run` would, if its bundles are known (`link`)."""
+        """Compile what the first `run` would, if its bundles are known (`link`).
+
+        Node by node that is the pairs on the default device, without sums and fills.
+        """
         ready = self._prepared()
         if ready is not None:
             ready.trace.lower().compile()  # A later call uses the same executable.
+        elif self._runs_by_nodes():
+            for node in self.nodes:
+                if node.kind in (NodeKind.FORWARD, NodeKind.VJP):
+                    _compile_pair(self.pairs[node.pair], node)
 
     def run(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Return arrays, then bundles, of arrays, then bundles, which are used up.
@@ -368,6 +375,25 @@ def failed_call(error: BaseException) -> tuple[str, str] | None:
     """Function and call site of an error that `SegmentFunction.run` raised, or None."""
     found: tuple[str, str] | None = getattr(error, _CALL, None)
     return found
+
+
+def _compile_pair(pair: Any, node: SegmentNode) -> None:
+    if pair.in_devices or pair.out_devices or pair.pair.source.unjitted:
+        return
+    structs = [aval.struct() for aval in pair.avals]
+    trace = pair.pair.compiled.trace(*structs)
+    if node.kind is NodeKind.FORWARD:
+        trace.lower().compile()
+        return
+    made, traced = trace.out_info, trace.out_info.traced
+    args = tuple([structs[place] for place in traced.args_kept])
+    outputs = tuple([made.outputs[place] for place in traced.outputs_kept])
+    tracked = compress(traced.out_avals, traced.out_tracked)
+    sums = [
+        (aval.struct(),) * (1 if len(given) > ADDENDS_MAX else len(given))
+        for given, aval in zip(node.inputs[1:], tracked, strict=True)
+    ]
+    traced.backward.lower(made.rest, args, outputs, tuple(sums)).compile()
 
 
 def _named(node: SegmentNode, pairs: Sequence[Any]) -> str:
