@@ -246,3 +246,20 @@ def test_results_are_refs_and_data(cluster):
 def test_a_function_that_cannot_be_traced_is_a_remote_error(cluster):
     with pytest.raises(RemoteError, match="failed on 'b'"):
         compile(lambda ctx, x: ctx.call("b", jnp.matmul, x, x), cluster)(X)
+
+
+def test_functions_are_traced_once_for_contexts_and_plans(cluster):
+    traced = []
+
+    def counted(x):
+        traced.append(0)
+        return jnp.sum(x) * 3
+
+    def once(ctx, x):
+        return ctx.call("b", counted, x)
+
+    with cluster.context() as ctx:
+        once(ctx, X).fetch()
+    before = len(traced)
+    compile(once, cluster, exact=True)(X)
+    assert len(traced) == before
