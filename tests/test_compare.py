@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import jdag
+from paper import figures
 from paper.compare import costs, ours, plans, rows, run
 from paper.compare.bounds import bound
 
@@ -436,6 +437,17 @@ def test_the_ratio_is_the_median_of_those_of_the_rounds():
     (_, _, *graphs) = run.table_of_graphs(run.beside_ray(rounds)).splitlines()
     assert len(graphs) == len(rows.GRAPHS)
     assert "| 2 ms | 200 us | **0.06** (0.02 to 0.10) | 0.5 | yes |" in graphs[0]
+
+
+def test_a_step_is_timed_call_by_call_and_as_a_plan_beside_one_jit(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(figures, "REPEATS", 1)
+    found = figures.step_of(4, 3, 2, 3)
+    ratio = found["plan_arithmetic_s"] / found["jax_s"]
+    assert found["plan_arithmetic_ratio"] == pytest.approx(ratio) and ratio > 0
+    assert {"eager_ratio", "plan_ratio"} < set(found)
+    assert min(found["peak_bytes"].values()) >= 3 * 4 * 4 * 4  # The weights.
 
 
 @pytest.mark.parametrize("option", ["peer", "ray"])
