@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from jdag import errors, parallel, sim
     from jdag.api.cluster import Cluster
+    from jdag.api.compiling import CompiledStep, compile
     from jdag.api.context import Context
     from jdag.api.drivers import connect, launch, simulate
     from jdag.api.hessian import hvp
@@ -39,12 +40,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Cluster",
+    "CompiledStep",
     "Context",
     "Hosted",
     "JdagError",
     "Optimizer",
     "Ref",
     "Task",
+    "compile",
     "connect",
     "errors",
     "fetch",
@@ -66,12 +69,14 @@ __all__ = [
 # signals before that. The value is the module that defines the name, "" for a module.
 _LATER = {
     "Cluster": "jdag.api.cluster",
+    "CompiledStep": "jdag.api.compiling",
     "Context": "jdag.api.context",
     "Hosted": "jdag.api.hosted",
     "JdagError": "jdag.errors",
     "Optimizer": "jdag.api.optimizer",
     "Ref": "jdag.api.refs",
     "Task": "jdag.api.tasks",
+    "compile": "jdag.api.compiling",
     "connect": "jdag.api.drivers",
     "errors": "",
     "fetch": "jdag.api.refs",

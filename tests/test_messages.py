@@ -55,7 +55,7 @@ def test_every_message_is_drawn_and_has_the_tag_that_it_always_had() -> None:
     assert " ".join(name for _, name in tags) == (
         "Call Ship Acknowledge Primal Run Return Read Reading Assign Forget Start Go "
         "Cotangent Answer Fail End Ended Release Released Mark Attach Discard "
-        "Tell"
+        "Tell Prepare Step Hop Stepped Settle"
     )
 
 
@@ -281,11 +281,11 @@ def framed(data: str) -> bytes:
         (b"", r"a message of 4 bytes; 0 are there"),
         (b"\1\0\0\0\x92", r"1 bytes cannot be read: Input data was truncated"),
         (b"\5\0\0\0\x92", r"a message of 9 bytes; 5 are there"),
-        (framed("9118"), r"Invalid value 24 - at `\$\[0\]\[0\]`"),
+        (framed("9130"), r"Invalid value 48 - at `\$\[0\]\[0\]`"),
         (framed("93020590"), r"Expected `array \| null`, got `int`"),
         (framed("950f" + HERE + "01a46c6f7374c2"), r"Invalid enum value 'lost'"),
         (framed("920991" + "92a17a01"), r"worker 'z': the cluster has 4 workers"),
-        (framed("93060091" + "940bc09000"), r"Invalid value 11"),
+        (framed("93060091" + "940fc09000"), r"Invalid value 15"),
         (framed("920991" + "93a1610107"), r"length 2, got 3"),
         (framed("92099192a1ff01"), r"invalid start byte|can't decode"),
     ],

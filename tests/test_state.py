@@ -2,6 +2,9 @@
 
 from itertools import permutations, product
 
+from jdag.engine import Engine
+from jdag.engine.credit import WHOLE
+from jdag.engine.protocol import Answer, Arrived, ContextId
 from jdag.engine.state import Horizon
 
 COUNTERS = range(1, 6)
@@ -27,3 +30,10 @@ def test_a_horizon_remembers_no_more_than_what_is_still_live():
         known = known.and_(Horizon(counter, (1,)))
     assert known == Horizon(99, (1,))
     assert known.and_(Horizon(1, ())) == Horizon(99, ())
+
+
+def test_a_message_about_a_context_of_this_worker_that_was_never_opened_is_ignored():
+    engine = Engine("a", ("a", "b"))
+    stray = Answer(ContextId(0, 99, 0), 1, WHOLE, 0)
+    assert engine.handle(Arrived("b", stray)) == []
+    assert engine.live_contexts == 0

@@ -36,6 +36,7 @@ from jdag.engine.protocol import (
     Go,
     GradientKey,
     Hook,
+    Hop,
     Incoming,
     LeafId,
     LeafKey,
@@ -45,8 +46,10 @@ from jdag.engine.protocol import (
     Notice,
     ObjectId,
     Outcome,
+    Outgoing,
     OutputKey,
     Owed,
+    Prepare,
     Primal,
     Read,
     Reading,
@@ -58,9 +61,15 @@ from jdag.engine.protocol import (
     Root,
     Run,
     SeedKey,
+    Segment,
+    Settle,
     Ship,
+    SlotKey,
+    Slotted,
     Stale,
     Start,
+    Step,
+    Stepped,
     Tell,
 )
 from jdag.engine.protocol import Mode as PassMode
@@ -134,6 +143,7 @@ names: dict[type[AnyKey], st.SearchStrategy[Any]] = {
     SeedKey: passes,
     CotangentKey: st.tuples(passes, paths),
     ReadingKey: _wide(8),
+    SlotKey: _wide(4),
     NewestKey: leaves,
 }
 keys = st.one_of(
@@ -172,6 +182,9 @@ maybe_failures = _several(st.none() | failures)
 owed = st.builds(Owed, paths, workers, workers, texts, texts)
 roots = st.builds(Root, keys, avals | placed, st.booleans(), _wide(4))
 hooks = st.builds(Hook, paths, st.just(program), st.booleans(), avals, texts)
+slots = st.lists(_wide(4), max_size=4).map(tuple)
+outgoing = st.builds(Outgoing, workers, slots)
+slotted = st.builds(Slotted, leaves, _wide(4))
 incoming = st.builds(Incoming, workers, masks)
 marked = st.builds(Marked, paths, masks)
 modes = st.sampled_from(PassMode)
@@ -302,6 +315,21 @@ messages: dict[type[Any], st.SearchStrategy[Any]] = {
     ),
     Tell: st.builds(Tell, contexts, paths, trees, st.booleans()),
     Discard: st.builds(Discard, contexts, _several(keys)),
+    Prepare: st.builds(
+        Prepare,
+        contexts,
+        _wide(4),
+        _several(st.builds(Segment, functions, slots, slots, _several(outgoing))),
+        slots,
+        _several(slotted),
+        _several(slotted),
+        slots,
+        st.booleans(),
+    ),
+    Step: st.builds(Step, contexts, _wide(4), slots, st.booleans()),
+    Hop: st.builds(Hop, contexts, _wide(4), slots),
+    Stepped: st.builds(Stepped, contexts, _wide(4), st.none() | failures),
+    Settle: st.builds(Settle, contexts, _wide(4), st.booleans(), st.booleans()),
     Read: st.builds(Read, _wide(8), _several(keys)),
     Reading: st.builds(Reading, _wide(8), maybe_failures),
     Assign: st.builds(Assign, paths, _several(assignments)),
@@ -343,6 +371,7 @@ messages: dict[type[Any], st.SearchStrategy[Any]] = {
 # The fields that read back as something else, since only code can make them again.
 OPAQUE: dict[type[Any], tuple[str, ...]] = {
     Call: ("function",),
+    Prepare: ("segments",),
     Tell: ("data",),
     Run: ("function", "arguments"),
     Return: ("result",),

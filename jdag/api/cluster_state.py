@@ -1,6 +1,7 @@
 """The state that the programs of a cluster share in one process."""
 
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -63,6 +64,8 @@ class ClusterState:
     driver: Any
     # What ends the driver and all that was started with it, if that is more than it.
     close: Callable[[], object] | None = None
+    # While a program is recorded: the error of what it asks of the cluster there.
+    recording: Callable[[str], JdagError] | None = None
     is_plain = False  # In the oracle, calls run at once.
 
     def __init__(
@@ -80,6 +83,7 @@ class ClusterState:
         # Whether an argument is a ref or, in abstract mode, a ShapeDtypeStruct.
         self.is_named: Callable[[object], bool] = _stands if abstract else is_ref
         self._numbers: dict[str, Numbers] = {}
+        self.recordings: Counter[Any] = Counter()  # By the code of the program.
         # Of the programs that run, by port.
         self.clusters: dict[Port, Any] = {}
         self.frames: dict[Port, Any] = {}  # Of those on workers.
@@ -220,6 +224,8 @@ class ClusterState:
                 "fixed per cluster: set it first, then make the cluster"
             )
         if trace_state() != self.trace:
+            if self.recording is not None:
+                raise self.recording(what)
             raise ContextError(
                 f"{what} inside of jax.jit, vmap, grad or another function that JAX "
                 "traces: jdag runs outside of these. Put them inside of the functions "

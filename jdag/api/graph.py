@@ -47,6 +47,10 @@ class Graph(Struct, frozen=True):
     edges: tuple[Edge, ...]
     left_out: int = 0
 
+    def dot(self, name: str = "plan") -> str:
+        """Return the graph in the language of Graphviz, a cluster a worker."""
+        return dot_of(self, name)
+
 
 def graph_of(
     drawings: Mapping[str, Drawing], workers_max: int | None = WORKERS_MAX

@@ -42,6 +42,7 @@ from jdag.engine.protocol import (
     Dropped,
     Key,
     LeafId,
+    Unplanned,
     Worker,
     named,
 )
@@ -93,6 +94,7 @@ class Assignments:
         self._port = port
         self._numbers = state.numbers(port.worker)
         self._loose: deque[tuple[Key, Worker]] = deque()  # Kept, and no ref is left.
+        self.unplanned: deque[tuple[Any, Worker]] = deque()  # Plans without a name.
 
     def put(self, place: str, tree: Any, tracked: bool = True) -> Any:
         """Make leaves from values; see `Cluster.put`."""
@@ -225,13 +227,20 @@ class Assignments:
             RemoteError: a function cannot be traced with its arguments.
             WorkerLost: an owner is gone.
         """
+        self._tell(self._drafted(changes))
+
+    def planned(self, changes: Sequence[Change]) -> Sequence[Assignment]:
+        """Return what `assign` would send; nothing is sent, and no number used."""
+        return self._drafted(changes).parts
+
+    def _drafted(self, changes: Sequence[Change]) -> _Draft:
         draft = self._draft()
         for change in changes:
             leaves = [self.leaf(ref) for ref in change.refs]
             call = self._traced(draft, leaves[0].id.worker, change)
             _check_outputs(call.pair, leaves)
             _add(draft, [leaf.key for leaf in leaves], leaves, call)
-        self._tell(draft)
+        return draft
 
     def pair_of(self, change: Change) -> Pair:
         """Return what a change would run; nothing is replaced.
@@ -251,7 +260,9 @@ class Assignments:
             self.state.leaves.pop(leaf.id, None)
 
     def forget(self) -> None:
-        """Drop what was kept and has no refs any more."""
+        """Drop what was kept, and plans, that no program names any more."""
+        while self.unplanned and not self.state.closed:
+            self._port.tell(Unplanned(self.unplanned.popleft()[0]))
         there = {} if self.state.closed else self.state.leaves
         names = [self._loose.popleft()[0].name for _ in range(len(self._loose))]
         if gone := [there[name] for name in sorted(names) if name in there]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
+import jax
 import jax.numpy as jnp
 import optax
 from jax.tree_util import Partial
@@ -19,9 +20,10 @@ from jdag.api.leafwise import Leafwise, leafwise
 from jdag.api.leaves import Assignments, Change
 from jdag.api.refs import Ref, fetch
 from jdag.compute.pairs import Pair
-from jdag.compute.pytrees import flatten, flatten_refs, paths, unflatten
+from jdag.compute.pytrees import flatten, flatten_refs, paths, static, unflatten
 from jdag.compute.refs import is_ref
-from jdag.engine.functions import remote
+from jdag.engine.functions import remote, unjitted
+from jdag.engine.protocol import Assignment, LeafId
 from jdag.errors import ContextError, JdagError, WorkerLost, kind_of, unusable
 from jdag.runtime.tables import positive
 from jdag.wire.specs import PairData
@@ -142,12 +144,7 @@ class Optimizer:
                 f"Optimizer.step takes the context whose gradients it is to use, not "
                 f"{kind_of(ctx)}"
             )
-        if ctx.state is not self._state:
-            raise ContextError(
-                f"a step of leaves of {self._state} with the gradients of "
-                f"{ctx.state.beside(self._state)}; the context has to be one of the "
-                "leaves' cluster"
-            )
+        self.check_state(ctx.state)
         present = self._present(ctx, gradients)
         try:
             scale = self._scale(ctx, present)
@@ -155,13 +152,57 @@ class Optimizer:
                 [self._change(ref, of, scale) for ref, of in present.items()]
             )
         except JdagError as error:
-            text = f"no leaf of {self!r} was stepped by step {self._steps + 1}"
-            if self._made is not None and isinstance(error, WorkerLost):
-                text = f"{text}; {self._made()}"
-            _raise(error, text)
+            self.refused(error)
+        ctx.remarks.append(self.counted(tuple(present)))
+
+    def check_state(self, state: ClusterState) -> None:
+        """Raise ContextError unless its leaves are of the cluster of this state."""
+        self._check_held()
+        if state is not self._state:
+            raise ContextError(
+                f"a step of leaves of {self._state} with the gradients of "
+                f"{state.beside(self._state)}; the context has to be one of the "
+                "leaves' cluster"
+            )
+
+    def refused(self, error: JdagError) -> NoReturn:
+        """Raise an error of a step that was not made, with what it means for leaves."""
+        text = f"no leaf of {self!r} was stepped by step {self._steps + 1}"
+        if self._made is not None and isinstance(error, WorkerLost):
+            text = f"{text}; {self._made()}"
+        _raise(error, text)
+
+    def counted(self, refs: Sequence[Ref]) -> Callable[[], str]:
+        """Count a step of these leaves; return what to say of it if a worker is lost."""
         self._steps += 1
-        self._made = partial(self._said_of_step, self._steps, tuple(present))
-        ctx.remarks.append(self._made)
+        self._made = partial(self._said_of_step, self._steps, refs)
+        return self._made
+
+    def planned(
+        self, ctx: Context, gradients: Mapping[LeafId, Ref], bring: Callable[..., Ref]
+    ) -> tuple[tuple[Ref, ...], Sequence[Assignment]]:
+        """Return leaves that a plan steps by these gradients, and what makes them.
+
+        `ctx` records, with `clip_norm`, what gives the scale; `bring` gives a ref to
+        that on another worker, as a Python number.
+        """
+        self._check_held()
+        present = {
+            ref: gradients[ref.leaf.id]
+            for ref in self._states
+            if ref.leaf.id in gradients
+        }
+        scale = None
+        if self._clip_norm is not None and present:
+            squares = self._squares(ctx, present)
+            given = [squares[ref] for ref in present]  # In the order of the leaves.
+            scale = ctx.call(ctx.here, clip_scale, static(self._clip_norm), given)
+        changes = [
+            self._change(ref, of, () if scale is None else (bring(scale, ref.owner),))
+            for ref, of in present.items()
+        ]
+        own = Assignments(self._state, self._state.driver.current)
+        return tuple(present), own.planned(changes)
 
     def _change(self, ref: Ref, gradient: Ref, scale: tuple[float, ...]) -> Change:
         return Change(
@@ -205,19 +246,20 @@ class Optimizer:
         """Return the factor that clips all gradients, () if there is none."""
         if self._clip_norm is None or not gradients:
             return ()
+        squares = self._squares(ctx, gradients)
+        of = dict(zip(squares, fetch(list(squares.values())), strict=True))
+        if ctx.state.abstract:  # Shapes have no norm; a scale travels all the same.
+            return (1.0,)
+        # In the order of the leaves, wherever they are.
+        return (clip_scale(self._clip_norm, [of[ref] for ref in gradients]),)
+
+    def _squares(self, ctx: Context, gradients: Mapping[Ref, Ref]) -> dict[Ref, Ref]:
         refs: list[Ref] = []
         squares: list[Any] = []
         for owner, own in _by_owner(gradients).items():
             refs += own
             squares += ctx.call(owner, squared_norms, [gradients[ref] for ref in own])
-        of = dict(zip(refs, fetch(squares), strict=True))
-        if ctx.state.abstract:  # Shapes have no norm; a scale travels all the same.
-            return (1.0,)
-        total = 0.0
-        for ref in gradients:  # In the order of the leaves, wherever they are.
-            total += float(of[ref])
-        norm = math.sqrt(total)
-        return (1.0 if norm <= self._clip_norm else self._clip_norm / norm,)
+        return dict(zip(refs, squares, strict=True))
 
     def drop(self) -> None:
         """Drop the states from their owners; the leaves stay. Twice is once."""
@@ -258,6 +300,20 @@ def squared_norm(gradient: Any) -> Any:
     """Return the sum of squared magnitudes, at least in float32: a scalar."""
     wide = jnp.promote_types(jnp.abs(gradient).dtype, jnp.float32)
     return jnp.sum(jnp.square(jnp.abs(gradient).astype(wide)))
+
+
+def _scalar(*_: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((), jnp.result_type(float))
+
+
+@unjitted(shapes=_scalar)
+def clip_scale(clip_norm: float, squares: Sequence[Any]) -> float:
+    """Return the factor that clips gradients of these squared norms."""
+    total = 0.0
+    for square in squares:
+        total += float(square)
+    norm = math.sqrt(total)
+    return 1.0 if norm <= clip_norm else clip_norm / norm
 
 
 @remote

@@ -117,7 +117,7 @@ def leaves_of(
                 if not is_ref(leaves[index]):
                     leaves[index] = cluster.put(cluster.here, leaves[index])
                     put.append(leaves[index])
-                _check_leaf(leaves[index], allow_int)
+                check_leaf(leaves[index], allow_int)
             except JdagError as error:
                 name = paths(args[number])[index]
                 raise type(error)(f"{what}{name}: {error}") from None
@@ -125,7 +125,8 @@ def leaves_of(
     return bound, put
 
 
-def _check_leaf(ref: Ref, allow_int: bool) -> None:
+def check_leaf(ref: Ref, allow_int: bool) -> None:
+    """Raise JdagError unless this is a leaf that can be differentiated by."""
     if ref.leaf is None:
         raise JdagError(
             f"{ref!r} is no leaf; gradients are those of leaves and of arrays"
@@ -179,12 +180,13 @@ def fetched(
     values = iter(read([*others, *wanted]))
     data = unflatten(treedef, [primal_of(next(values)) for _ in others])
     return data, tuple(
-        unflatten(form.bare, [_filled(part(next(values)), ref) for ref in refs])
+        unflatten(form.bare, [filled(part(next(values)), ref) for ref in refs])
         for refs, form in forms
     )
 
 
-def _filled(gradient: Any, leaf: Any) -> Any:
+def filled(gradient: Any, leaf: Any) -> Any:
+    """Return what was fetched of a leaf's gradient, zeros if there is none."""
     if gradient is not None:
         return gradient
     abstract = leaf.holder.state.abstract

@@ -26,6 +26,7 @@ from jdag.engine.functions import name_of, name_on
 from jdag.engine.protocol import (
     AnyKey,
     Apply,
+    CompileSegment,
     Failure,
     Fill,
     Forward,
@@ -33,6 +34,7 @@ from jdag.engine.protocol import (
     Key,
     Primal,
     Reading,
+    RunSegment,
     Sum,
     Vjp,
 )
@@ -90,7 +92,9 @@ class Machine:
                 compute = partial(_input_avals, job.function)
             case Vjp():
                 cotangents = [[get(key) for key in keys] for keys in job.cotangents]
-                compute = partial(_vjp, job.function, get(job.residuals), cotangents)
+                compute = partial(
+                    carried_back, job.function, get(job.residuals), cotangents
+                )
             case Sum():
                 keys = job.addends if job.base is None else (job.base, *job.addends)
                 addends = [get(key) for key in keys]
@@ -100,6 +104,13 @@ class Machine:
             case Apply():
                 run = seen if job.output is None else hooked
                 compute = partial(run, job.function, get(job.input))
+            case RunSegment():
+                inputs = [get(key) for key in job.inputs]
+                compute = partial(job.function.run, inputs)
+                if abstract:
+                    compute = partial(_segment_avals, job.function)
+            case CompileSegment():
+                compute = _nothing if abstract else job.function.compile
             case _:
                 assert_never(job)
         work = Work(compute, self.device_of(job))
@@ -122,6 +133,10 @@ class Machine:
             case Sum() | Fill() | Apply():
                 if job.output is not None:
                     self.values.put(job.output, made, work.device)
+            case RunSegment():
+                self._put(job.outputs, made, None)
+            case CompileSegment():
+                pass
             case _:
                 assert_never(job)
 
@@ -147,6 +162,8 @@ class Machine:
             case Fill():
                 device = job.aval.device
                 return device
+            case RunSegment() | CompileSegment():
+                return None
             case _:
                 assert_never(job)
 
@@ -237,17 +254,26 @@ def _output_avals(pair: Any) -> tuple[tuple[Aval, ...], None]:
     return pair.out_avals, None
 
 
+def _segment_avals(segment: Any) -> tuple[Any, ...]:
+    return (*segment.out_avals, *map(Buffer, segment.carried_bytes))
+
+
 def _input_avals(pair: Any) -> tuple[Aval, ...]:
     """The types of a vjp's results: those of the tracked inputs, strongly typed."""
     return tuple([aval.strong for aval in compress(pair.avals, pair.tracked)])
 
 
-def _vjp(pair: Any, residuals: Any, cotangents: Sequence[Sequence[Any]]) -> Any:
+def carried_back(pair: Any, residuals: Any, cotangents: Sequence[Sequence[Any]]) -> Any:
+    """The vjp of any number of addends, on the pair's device."""
     if pair.device is not None:
         cotangents = [put(addends, pair.device) for addends in cotangents]
     # The vjp adds up to 8 itself; more are summed before, with the same bits.
     few = [c if len(c) <= ADDENDS_MAX else [add(c)] for c in cotangents]
     return pair.vjp(residuals, few)
+
+
+def _nothing() -> None:
+    """Compile an abstract segment."""
 
 
 def _filled(job: Fill, abstract: bool) -> Any:
@@ -268,6 +294,8 @@ def used_up(job: Job) -> tuple[Key, ...]:
             return job.addends
         case Apply():
             return () if job.output is None else (job.input,)
+        case RunSegment():
+            return job.last
         case _:
             return ()
 
@@ -285,6 +313,10 @@ def kept(job: Job) -> tuple[Key, ...]:
             return ()
         case Apply():
             return (job.input,) if job.output is None else ()
+        case RunSegment():
+            return tuple([key for key in job.inputs if key not in job.last])
+        case CompileSegment():
+            return ()
 
 
 def outputs(job: Job) -> tuple[Key, ...]:
@@ -292,8 +324,10 @@ def outputs(job: Job) -> tuple[Key, ...]:
     match job:
         case Forward() if job.residuals is not None:
             return (*job.outputs, job.residuals)
-        case Forward() | Vjp():
+        case Forward() | Vjp() | RunSegment():
             return job.outputs
+        case CompileSegment():
+            return ()
         case Sum() | Fill():
             return (job.output,)
         case Apply():
@@ -309,6 +343,9 @@ def job_name(job: Job) -> str:
         return name_on(job.function)
     if isinstance(job, Apply):
         return name_of(job.function)
+    if isinstance(job, RunSegment | CompileSegment):
+        name: str = job.function.name
+        return name
     return type(job).__name__.lower()
 
 

@@ -66,14 +66,14 @@ class Pair:
         self.avals = avals
         self.tracked = tracked
         structs = [aval.struct() for aval in avals]
-        self._passes: tuple[int, ...] | None = None
+        self.passes: tuple[int, ...] | None = None
         self.may_raise = True
         self._compile()
         if not source.unjitted:
-            trace = self._forward.trace(*structs)
+            trace = self.compiled.trace(*structs)
             traced = trace.out_info.traced
             self.may_raise = has_callback(trace.jaxpr)
-            self._passes = passed_on(trace.jaxpr)
+            self.passes = passed_on(trace.jaxpr)
             if has_move(trace.jaxpr):  # jit would ignore the move.
                 source.unjitted = self.may_raise = True
                 self._compile()
@@ -81,9 +81,9 @@ class Pair:
             traced = (
                 source.declared(structs)
                 if source.is_python
-                else jax.eval_shape(self._forward, *structs).traced
+                else jax.eval_shape(self.compiled, *structs).traced
             )
-        self._traced = traced
+        self.traced = traced
         self.out_tree: Any = traced.out_tree
         self.out_avals: tuple[Aval, ...] = traced.out_avals
         self.out_tracked: tuple[bool, ...] = traced.out_tracked
@@ -94,8 +94,8 @@ class Pair:
 
     def _compile(self) -> None:
         compiled: Any = as_it_is if self.source.unjitted else jax.jit
-        self._forward: Any = compiled(self.source.forward(self.tracked, compiled))
-        self._dual_forward: Any = compiled(along(self._forward, self.name))
+        self.compiled: Any = compiled(self.source.forward(self.tracked, compiled))
+        self._dual_forward: Any = compiled(along(self.compiled, self.name))
 
     @property
     def pair(self) -> "Pair":
@@ -118,24 +118,24 @@ class Pair:
             dual = any_dual(args)
         if dual and self.source.digest:
             self.source.refuse_dual()
-        if self._passes is not None and not dual and all(map(_stays, args, self.avals)):
-            outputs = tuple([args[index] for index in self._passes])  # jit would copy.
-            has_vjp = self._traced.backward is not None
+        if self.passes is not None and not dual and all(map(stays, args, self.avals)):
+            outputs = tuple([args[index] for index in self.passes])  # jit would copy.
+            has_vjp = self.traced.backward is not None
             return outputs, Residuals(
-                self._traced, (), (), (), False
+                self.traced, (), (), (), False
             ) if has_vjp else None
         try:
-            returned = self._dual_forward(*args) if dual else self._forward(*args)
+            returned = self._dual_forward(*args) if dual else self.compiled(*args)
             if self.may_raise or dual:  # Rules of their own may have callbacks in them.
                 jax.block_until_ready(returned)
         except (RuntimeError, ValueError, TypeError) as error:
-            _refuse_deleted(self.name, self.source.argument, args, error)
+            refuse_deleted(self.name, self.source.argument, args, error)
             if dual:
                 refuse_no_jvp(self.name, error)
             raise
         traced, outputs = returned.traced, returned.outputs
         if self.source.unjitted and self.source.is_python:
-            _check_declared(self._traced, traced)
+            _check_declared(self.traced, traced)
         if traced.backward is None:
             return outputs, None
         args_kept = tuple([args[position] for position in traced.args_kept])
@@ -174,7 +174,7 @@ class Pair:
             if traced.may_raise or dual:
                 jax.block_until_ready(gradients)
         except (RuntimeError, ValueError, TypeError) as error:
-            _refuse_deleted(self.name, "residual {}".format, residuals.keeps, error)
+            refuse_deleted(self.name, "residual {}".format, residuals.keeps, error)
             if dual:
                 refuse_no_jvp(self.name, error)
             raise
@@ -192,7 +192,7 @@ def _check_declared(*both: Traced) -> None:
         raise JdagError(f"{both[0].name} returned {found}; its shapes= said {said}")
 
 
-def _stays(value: Any, aval: Aval) -> bool:
+def stays(value: Any, aval: Aval) -> bool:
     """Whether a value can be passed on uncopied: it exists and never changes."""
     if type(value) is np.ndarray:
         same = value.dtype == aval.dtype and not aval.weak
@@ -200,9 +200,10 @@ def _stays(value: Any, aval: Aval) -> bool:
     return is_there(value)
 
 
-def _refuse_deleted(
+def refuse_deleted(
     name: str, what: Callable[[int], str], arrays: Sequence[Any], error: Exception
 ) -> None:
+    """Raise JdagError if one of the arrays of a failed call was deleted."""
     for index, array in enumerate(arrays):
         if is_deleted(array):
             raise JdagError(

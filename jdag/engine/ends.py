@@ -33,6 +33,7 @@ from jdag.engine.graph import Fragment, ProgramFrame
 from jdag.engine.leaves import Leaves, Update
 from jdag.engine.passes import Passes
 from jdag.engine.phases import NEXT, OwnedFragment, Phase
+from jdag.engine.plans import Plans
 from jdag.engine.program_frames import ProgramFrames
 from jdag.engine.protocol import (
     ContextId,
@@ -62,6 +63,7 @@ class Ends(Struct, eq=False):
     _frames: ProgramFrames
     _passes: Passes
     _reads: Reads
+    _plans: Plans
 
     def opened(self, event: Opened) -> None:
         """A program here opened a context."""
@@ -203,6 +205,7 @@ class Ends(Struct, eq=False):
             if fragment.owner == worker:
                 self._forget(fragment)
         self._reads.lost(worker)
+        self._plans.lost(worker)
         for fragment in tuple(state.contexts.values()):
             if isinstance(fragment, OwnedFragment):
                 self._lost(fragment, worker)

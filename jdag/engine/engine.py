@@ -12,10 +12,17 @@ from jdag.engine.forward import Forwarding
 from jdag.engine.leaves import Leaves
 from jdag.engine.lives import Lives
 from jdag.engine.passes import Passes
+from jdag.engine.plans import Plans
 from jdag.engine.program_frames import ProgramFrames
 from jdag.engine.protocol import Worker, landing
 from jdag.engine.reads import Reads
 from jdag.engine.state import State
+from jdag.engine.steps import Steps
+
+# Events that are of no program: what a plan has staged is committed before all others.
+_KEEPING = frozenset(
+    (protocol.Lost, protocol.Joined, protocol.Expired, protocol.TimedOut)
+)
 
 
 class Engine:
@@ -42,9 +49,18 @@ class Engine:
         self._forwarding = Forwarding(state, self._leaves, self._lives, woken)
         self._frames = frames = ProgramFrames(state, self._lives, self._forwarding)
         self._reads = Reads(state, self._leaves)
+        self._steps = steps = Steps(state, self._leaves)
+        self._plans = plans = Plans(state, self._lives, steps)
+        steps.stepped, steps.came = plans.stepped, plans.came
         self._passes = Passes(state, self._leaves, self._lives, frames, self._backward)
         self._ends = Ends(
-            state, self._leaves, self._forwarding, frames, self._passes, self._reads
+            state,
+            self._leaves,
+            self._forwarding,
+            frames,
+            self._passes,
+            self._reads,
+            self._plans,
         )
         state.on_quiet = self._ends.quiet
         self._backward.owner_passive = self._passes.owner_passive
@@ -61,6 +77,11 @@ class Engine:
     def live_passes(self) -> int:
         """Number of passes in progress here."""
         return sum(part.live is not None for part in self._state.contexts.values())
+
+    @property
+    def plans(self) -> int:
+        """Number of plans that have a part here."""
+        return len(self._steps.parts)
 
     def graph(self, context: protocol.ContextId) -> Drawing | None:
         """This worker's fragment of a context's graph; None if there is none."""
@@ -81,6 +102,8 @@ class Engine:
             if event.job in state.after:
                 state.computed(event.job)
         elif not isinstance(event, protocol.Arrived):
+            if self._plans.staged and event.__class__ not in _KEEPING:
+                self._plans.commit(event)
             self._events[event.__class__](event)
         elif event.sender in state.lost:
             state.drop(landing(event.message))
@@ -108,6 +131,10 @@ class Engine:
             protocol.Returned: self._returned,
             protocol.Opened: ends.opened,
             protocol.Left: ends.left,
+            protocol.Planned: self._plans.planned,
+            protocol.Compiled: self._plans.compiled,
+            protocol.Stepping: self._plans.stepping,
+            protocol.Unplanned: self._plans.unplanned,
             protocol.Lost: ends.lost,
             protocol.Joined: ends.joined,
             protocol.Differentiated: self._passes.differentiated,
@@ -142,6 +169,11 @@ class Engine:
             protocol.Ended: self._passes.ended,
             protocol.Release: self._ends.release,
             protocol.Released: self._ends.released,
+            protocol.Prepare: self._steps.prepare,
+            protocol.Step: self._steps.step,
+            protocol.Hop: self._steps.hop,
+            protocol.Stepped: self._plans.stepped,
+            protocol.Settle: self._steps.settle,
         }
 
     def _assigned(self, event: protocol.Assigned) -> None:

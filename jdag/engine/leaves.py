@@ -35,6 +35,7 @@ from jdag.engine.protocol import (
     Key,
     LeafId,
     LeafKey,
+    NewestKey,
     Stale,
     Worker,
     landing,
@@ -150,6 +151,14 @@ class Leaves(Struct, eq=False):
             if fragment.owner == issuer and key.name in fragment.leaves:
                 fragment.leaves[key.name].read = None
         return version
+
+    def next_version(self, leaf: LeafId, issuer: Worker) -> Any:
+        """The next version of a leaf that is here, which `made` is to settle."""
+        return self._next(NewestKey(None, leaf, 0), None, issuer)
+
+    def made(self, version: Version, failure: Failure | None) -> None:
+        """A version is made, and `stored`, or has failed."""
+        self._made(version, failure, withdrawn=False)
 
     def _run(self, update: Update) -> None:
         state, part = self._state, update.part

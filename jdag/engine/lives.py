@@ -29,7 +29,7 @@ Invariants: each key is discarded at most once; a failure is kept by its fragmen
 that it is reported even if no program holds the failed value.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
@@ -87,8 +87,12 @@ class Lives(Struct, eq=False):
             self._note_copies(frame, older)
 
     def assigned(self, event: Assigned) -> None:
+        """A program here assigns to leaves."""
+        outputs = [key for part in event.parts for key in part.outputs]
+        self.renewed([key for key in outputs if key.kind == "newest"])
+
+    def renewed(self, keys: Sequence[Key]) -> None:
         """Contexts of programs here now read new versions: discard older copies."""
-        keys = [k for part in event.parts for k in part.outputs if k.kind == "newest"]
         for fragment in self._state.contexts.values() if keys else ():
             if fragment.owner == self._state.worker:
                 for frame in fragment.frames.values():

@@ -38,10 +38,12 @@ from jdag.engine.names import (
     Root,
     SeedKey,
     Shape,
+    SlotKey,
     Stale,
     Worker,
     Workers,
 )
+from jdag.engine.segments import Slots
 
 T = TypeVar("T")
 Several = Annotated[tuple[T, ...], Meta(max_length=ITEMS_MAX)]
@@ -301,13 +303,83 @@ class Released(Record, tag=18):
     failures: Several[Failure]
 
 
+class OfPlan(Record):
+    """Base of messages about a plan, by the context id that it has, and of a step."""
+
+    context: ContextId
+    number: U32
+
+
+class Outgoing(Record):
+    """Values that go to another worker when a segment has run."""
+
+    to: Worker
+    slots: Slots
+
+
+class Segment(Record):
+    """What one job of a plan computes: slots that it needs and makes, and sends."""
+
+    function: Function
+    needs: Slots
+    makes: Slots
+    hops: Several[Outgoing] = ()
+
+
+class Slotted(Record):
+    """A leaf, and the slot of the version that a step reads or makes."""
+
+    leaf: LeafId
+    slot: U32
+
+
+class Prepare(OfPlan, tag=23):
+    """Owner to a worker: its part of a plan. Carries the constants; compile it."""
+
+    segments: Several[Segment]
+    constants: Slots
+    reads: Several[Slotted]
+    stages: Several[Slotted]
+    updates: Slots  # Segments that make what is staged, from the newest versions.
+    reports: bool  # Whether the owner waits for a Stepped of each step.
+
+
+class Step(OfPlan, tag=24):
+    """Owner to a worker: run your segments. Carries the inputs of the step.
+
+    If `commits`, the step before succeeded everywhere: commit it first.
+    """
+
+    slots: Slots
+    commits: bool
+
+
+class Hop(OfPlan, tag=25):
+    """Worker to worker: values that a segment made for others."""
+
+    slots: Slots
+
+
+class Stepped(OfPlan, tag=26):
+    """To the owner: a step has run here, or failed; step 0: a segment is compiled."""
+
+    failure: Failure | None
+
+
+class Settle(OfPlan, tag=27):
+    """Owner to a worker: the step is over; commit it, or drop it; `over`: all of it."""
+
+    commits: bool
+    over: bool
+
+
 # Messages that carry a part of a pass's credit.
 Credited = Start | Mark | Go | Cotangent | Answer
 
 Message = (
     Call | Ship | Acknowledge | Primal | Run | Return | Read | Reading | Assign | Forget
     | Attach | Start | Mark | Go | Cotangent | Answer | Fail | End | Ended | Release
-    | Released | Discard | Tell
+    | Released | Discard | Tell | Prepare | Step | Hop | Stepped | Settle
 )  # fmt: skip
 
 
@@ -325,6 +397,11 @@ def _of_assign(message: Assign) -> list[Key]:
         else:
             keys.update((key, None) for key in part.inputs if type(key) is ConstantKey)
     return list(keys)
+
+
+def _slots(message: OfPlan, slots: Slots) -> list[Key]:
+    context, number = message.context, message.number
+    return [SlotKey(context, number, slot) for slot in slots]
 
 
 _LANDING: dict[type, Callable[[Any], list[Key]]] = {
@@ -349,6 +426,9 @@ _LANDING: dict[type, Callable[[Any], list[Key]]] = {
         for root in message.roots
         if root.given
     ],
+    Prepare: lambda message: _slots(message, message.constants),
+    Step: lambda message: _slots(message, message.slots),
+    Hop: lambda message: _slots(message, message.slots),
     Reading: lambda message: [
         ReadingKey(None, message.request, slot)
         for slot, why in enumerate(message.failures)

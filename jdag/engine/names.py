@@ -161,6 +161,7 @@ class AnyKey(Record, gc=False, cache_hash=True):
     reading     request         number in the request    on the requesting worker
     residuals   path of call    0                        where the call ran
     scratch     job             which output             where the job ran
+    slot        step            number in the plan       where a segment reads it
     """
 
     kind: ClassVar[str]
@@ -246,12 +247,19 @@ class ScratchKey(AnyKey, tag=10):
     name: U64
 
 
+class SlotKey(AnyKey, tag=11):
+    """A value of a step of a plan, which `context` identifies; step 0: a constant."""
+
+    name: U32
+
+
 if TYPE_CHECKING:
     Key = AnyKey
 else:
     Key = (
         OutputKey | ReceivedKey | ConstantKey | LeafKey | GradientKey | SeedKey
         | CotangentKey | ReadingKey | NewestKey | ResidualsKey | ScratchKey
+        | SlotKey
     )  # fmt: skip
 Keys = Annotated[tuple[Key, ...], Meta(max_length=ITEMS_MAX)]
 

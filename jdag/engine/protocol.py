@@ -79,7 +79,25 @@ class Apply(PassJob, frozen=True):
     output: Key | None
 
 
-Job = Forward | Vjp | Sum | Fill | Apply
+class RunSegment(PassJob, frozen=True):
+    """Run a segment of a plan; `phase` is the step, `path` has the segment's index.
+
+    `last` are those inputs that no other job reads: they are dropped when it begins.
+    """
+
+    function: Any
+    inputs: tuple[Key, ...]
+    outputs: tuple[Key, ...]
+    last: tuple[Key, ...]
+
+
+class CompileSegment(PassJob, frozen=True):
+    """Compile a segment of a plan."""
+
+    function: Any
+
+
+Job = Forward | Vjp | Sum | Fill | Apply | RunSegment | CompileSegment
 
 
 class Computed(Struct, frozen=True):
@@ -270,6 +288,46 @@ class Attached(Struct, frozen=True):
     hook: Hook
 
 
+class Planned(Struct, frozen=True):
+    """A program here made a plan: prepare it on these workers.
+
+    Its constants are already stored. A step gives the `results`, which come here.
+    """
+
+    context: ContextId
+    parts: tuple[tuple[Worker, Prepare], ...]
+    results: tuple[int, ...]
+
+
+class Compiled(Struct, frozen=True):
+    """A program here waits until more than `seen` segments are compiled.
+
+    Resume gives their number, or the failure of one.
+    """
+
+    waiter: int
+    context: ContextId
+    seen: int
+
+
+class Stepping(Struct, frozen=True):
+    """A program here runs a step: Resume gives the results' keys, or the failure.
+
+    The inputs, for each worker in turn, are already stored.
+    """
+
+    waiter: int
+    context: ContextId
+    number: int
+    inputs: tuple[tuple[Worker, tuple[int, ...]], ...]
+
+
+class Unplanned(Struct, frozen=True):
+    """No program names a plan any more."""
+
+    context: ContextId
+
+
 class Left(Struct, frozen=True):
     """The owner's top frame leaves the context: Resume gives unseen failures."""
 
@@ -280,7 +338,8 @@ class Left(Struct, frozen=True):
 Event = (
     Computed | Arrived | Lost | Joined | Opened | Issued | Discarded | Launched
     | Collected | TimedOut | Asked | Answered | Returned | Awaited | Fetched | Assigned
-    | Dropped | Attached | Differentiated | Expired | Left
+    | Dropped | Attached | Differentiated | Expired | Left | Planned | Compiled
+    | Stepping | Unplanned
 )  # fmt: skip
 
 

@@ -86,10 +86,16 @@ class State:
         self.number_job = count(1).__next__
 
     def fragment(self, context: ContextId) -> Fragment | None:
-        """The part of a context here, created on first use; None once released."""
+        """The part of a context here, created on first use; None once released.
+
+        That of a context of this worker is created when it is opened.
+        """
         fragment = self.contexts.get(context)
         if fragment is None and not self.gone(context):
-            fragment = Fragment(context, self.owner(context))
+            owner = self.owner(context)
+            if owner == self.worker:
+                return None
+            fragment = Fragment(context, owner)
             self.contexts[context] = fragment
         return fragment
 

@@ -12,11 +12,12 @@ from typing import NamedTuple
 from jdag.runtime.trace import Record
 
 Window = tuple[int, int]  # From when to when, nanoseconds.
-_DRAWN_AS = {"vjp": "backward", "apply": "hook"}  # What is neither is for a sum.
+# What is none of these is for a sum.
+_DRAWN_AS = {"vjp": "backward", "apply": "hook", "runsegment": "segment"}
 
 
 class Job(NamedTuple):
-    """A job on the device of a worker; `kind` is forward, vjp, sum, fill or apply."""
+    """A job on the device of a worker; `kind` is the name of its class."""
 
     worker: str
     kind: str
@@ -29,7 +30,7 @@ class Job(NamedTuple):
 
     @property
     def drawn_as(self) -> str:
-        """What it is for: "forward", "backward", "sum", "hook" or "update".
+        """What it is for: one of the kinds of `jdag.report.timeline`.
 
         A forward outside of contexts makes new versions of leaves; what makes zeros or
         ones makes them for a sum.

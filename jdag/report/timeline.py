@@ -38,6 +38,7 @@ _KINDS = {
     "sum": ("#009e73", "sums, zeros and ones"),
     "hook": ("#e69f00", "hooks"),
     "update": ("#f0e442", "updates of leaves"),
+    "segment": ("#332288", "segments of plans"),
 }
 _ALWAYS = ("forward", "backward")  # In the legend, whether there are any or not.
 _PRIMALS, _COTANGENTS = "#56b4e9", "#cc79a7"

@@ -1,8 +1,8 @@
 """Authorization of messages: a peer may act on contexts only as its role allows.
 
-A peer may send any message about its own contexts. Only the owner of a context begins
-and ends the context and its passes. The owner must be a known incarnation. Values must
-come from the worker that the message names as their source.
+A peer may send any message about its own contexts and plans. Only the owner of one
+begins and ends it, its passes and its steps. The owner must be a known incarnation.
+Values must come from the worker that the message names as their source.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,17 +14,21 @@ from jdag.engine.protocol import (
     Ended,
     Go,
     Message,
+    Prepare,
     Primal,
     Release,
     Released,
+    Settle,
     Start,
+    Step,
+    Stepped,
     Worker,
     incarnated,
 )
 from jdag.errors import ProtocolError
 
-_FROM_OWNER = (Start, Go, End, Release)
-_TO_OWNER = (Answer, Ended, Released)
+_FROM_OWNER = (Start, Go, End, Release, Prepare, Step, Settle)
+_TO_OWNER = (Answer, Ended, Released, Stepped)
 
 
 def check(

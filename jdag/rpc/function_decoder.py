@@ -24,6 +24,7 @@ from jdag.compute.pairs import PAIRS_MAX, Pair, pair
 from jdag.compute.placed import Placed
 from jdag.compute.pytrees import flatten, template_of
 from jdag.compute.refs import Reply
+from jdag.compute.segments import SegmentFunction, link
 from jdag.engine.functions import name_of
 from jdag.engine.protocol import (
     Assign,
@@ -32,8 +33,10 @@ from jdag.engine.protocol import (
     Call,
     Failure,
     Message,
+    Prepare,
     Return,
     Run,
+    Segment,
     Start,
     Tell,
     Worker,
@@ -43,7 +46,7 @@ from jdag.rpc.allowed import Allowed
 from jdag.rpc.code_fingerprint import CodeFingerprints, are_fingerprints
 from jdag.rpc.function_encoder import NAMING, FunctionEncoder
 from jdag.rpc.unmarshal import structure, unmarshal
-from jdag.wire.specs import PairData, read_spec
+from jdag.wire.specs import PairData, read_segment, read_spec
 from jdag.wire.trees import Named, TreeNode
 
 # Executables take memory maps, which are limited: a process dies near 10,900 of them.
@@ -173,6 +176,10 @@ class FunctionDecoder:
             case Assign():
                 parts = tuple([self._part(part) for part in message.parts])
                 return replace(message, parts=parts)
+            case Prepare():
+                segments = tuple(map(self._segment, message.segments))
+                link(segments)
+                return replace(message, segments=segments)
             case Start():
                 roots = [replace(r, aval=aval_from(r.aval)) for r in message.roots]
                 return replace(message, roots=tuple(roots))
@@ -210,6 +217,26 @@ class FunctionDecoder:
         said = (len(part.inputs), len(part.outputs))
         _check_call(bound, said, (len(bound.avals), len(bound.out_avals)))
         return replace(part, function=bound, avals=avals)
+
+    def _segment(self, segment: Segment) -> Segment:
+        body = read_segment(segment.function)
+        try:
+            function = SegmentFunction(
+                tuple(map(self.bound, body.pairs)),
+                tuple(map(aval_from, body.avals)),
+                body.bundles,
+                body.nodes,
+                body.outputs,
+                body.carries,
+                body.calls,
+                body.exact,
+            )
+        except ValueError as error:
+            raise ProtocolError(str(error)) from error
+        said = (len(segment.needs), len(segment.makes))
+        taken, made = (body.avals, body.bundles), (body.outputs, body.carries)
+        _check_call(function, said, (sum(map(len, taken)), sum(map(len, made))))
+        return replace(segment, function=function)
 
     def _bind(self, spec: bytes) -> Bound:
         return Bound(spec, self._pair)
@@ -290,7 +317,7 @@ class FunctionDecoder:
         return replace(message, result=reply)
 
 
-def _check_call(bound: Bound, said: tuple[Any, ...], wanted: tuple[Any, ...]) -> None:
+def _check_call(bound: Any, said: tuple[Any, ...], wanted: tuple[Any, ...]) -> None:
     if said != wanted:
         name = bound.name
         raise ProtocolError(f"a call of {name} says {said}, and its spec {wanted}")

@@ -37,6 +37,8 @@ from jdag.engine.protocol import (
     Issued,
     Launched,
     Message,
+    Planned,
+    Prepare,
     Run,
     Worker,
 )
@@ -52,6 +54,7 @@ from jdag.wire.specs import (
     exported_spec,
     placed_spec,
     read_spec,
+    segment_spec,
     spec_of,
 )
 from jdag.wire.trees import check_there, portable, tree_size
@@ -61,7 +64,9 @@ TOLD_MAX = 1024  # Programs and hooks.
 NAMED_MAX_BYTES = 1 << 16  # Longer specs would travel with each call.
 
 # The events and messages that name functions.
-NAMING = frozenset((Issued, Assigned, Launched, Attached, Call, Assign, Run, Attach))
+NAMING = frozenset(
+    (Issued, Assigned, Launched, Attached, Planned, Call, Assign, Run, Attach, Prepare)
+)
 
 _warned: list[str] = []
 
@@ -111,6 +116,10 @@ class FunctionEncoder:
                     to: Worker = key.name.worker
                     if part.function is not None and to != here:
                         self.spec_for(part.function, allowed_on(to))
+            case Planned():
+                for pair, to in _planned(event):
+                    if to != here:
+                        self.spec_for(pair, allowed_on(to))
             case Launched() | Attached() if event.worker != here:
                 allowed = _allowed(allowed_on(event.worker), {})
                 for fn, worker in _python_of(event):
@@ -141,6 +150,8 @@ class FunctionEncoder:
                 told = _told(_Named((message.function, *given), allowed_there))
                 arguments, pairs = self._with_specs(message.arguments, allowed_there)
                 return replace(message, arguments=arguments), (*told, *pairs)
+            case Prepare():
+                return self._with_segments(message, allowed_there)
             case Attach():
                 return message, _told(_Named((message.hook.function,), allowed_there))
             case _:
@@ -151,11 +162,25 @@ class FunctionEncoder:
     ) -> tuple[Written, Definitions]:
         if one.function is None:
             return one, ()
-        try:
-            spec, needed = self.spec_for(one.function, allowed_there)
-        except JdagError:
-            return one, ()
+        spec, needed = self._known(one.function, allowed_there)
         return replace(one, function=spec), needed
+
+    def _known(self, pair: Any, allowed_there: Modules) -> Known:
+        try:
+            return self.spec_for(pair, allowed_there)
+        except JdagError:
+            return spec_of(pair), ()
+
+    def _with_segments(
+        self, message: Prepare, allowed_there: Modules
+    ) -> tuple[Prepare, Definitions]:
+        segments, needed = [], dict[Definition, None]()
+        for one in message.segments:
+            known = [self._known(pair, allowed_there) for pair in one.function.pairs]
+            spec = segment_spec(one.function, tuple([spec for spec, _ in known]))
+            segments.append(replace(one, function=spec))
+            needed.update(dict.fromkeys(d for _, needs in known for d in needs))
+        return replace(message, segments=tuple(segments)), tuple(needed)
 
     def _with_specs(self, arguments: Any, modules: Modules) -> tuple[Any, Definitions]:
         leaves, treedef = flatten(arguments)
@@ -260,8 +285,19 @@ def _python_of(event: Event) -> Iterator[tuple[Any, Worker]]:
                 pair: Any = part.function
                 if pair is not None and pair.pair.source.unjitted:
                     yield pair.pair.source.fn, part.worker
+        case Planned():
+            for pair, to in _planned(event):
+                if pair.pair.source.unjitted:
+                    yield pair.pair.source.fn, to
         case _:
             pass
+
+
+def _planned(event: Planned) -> Iterator[tuple[Any, Worker]]:
+    for to, message in event.parts:
+        for segment in message.segments:
+            for pair in segment.function.pairs:
+                yield pair, to
 
 
 def _check_program(fn: Any, worker: Worker, allowed: Allowed) -> None:

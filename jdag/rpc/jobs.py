@@ -23,7 +23,15 @@ from typing import Any
 
 from jdag.compute.duals import is_array
 from jdag.compute.machine import Machine, Work, job_name
-from jdag.engine.protocol import Apply, Computed, Forward, Job, Vjp
+from jdag.engine.protocol import (
+    Apply,
+    CompileSegment,
+    Computed,
+    Forward,
+    Job,
+    RunSegment,
+    Vjp,
+)
 from jdag.rpc.loop import Loop
 from jdag.runtime.chooser import Chooser, ReadyJobs
 from jdag.runtime.failures import failure_of
@@ -184,7 +192,9 @@ def _kind(job: Job) -> Any:
     match job:
         case Forward() | Vjp():
             return None if job.function.may_raise else (job.function, type(job))
-        case Apply():
+        case RunSegment():
+            return None if job.function.may_raise else job.function
+        case Apply() | CompileSegment():
             return None
         case _:
             aval = getattr(job, "aval", None)

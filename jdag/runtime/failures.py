@@ -12,6 +12,7 @@ from jdag import errors
 from jdag.compute.avals import Aval
 from jdag.compute.pairs import Pair, pair
 from jdag.compute.pytrees import Split
+from jdag.compute.segments import failed_call
 from jdag.engine.functions import is_ours, name_of
 from jdag.engine.protocol import Failure, Path
 from jdag.errors import (
@@ -33,8 +34,10 @@ def failure_of(error: BaseException, worker: str, path: Path, function: str) -> 
 
     An error of jdag keeps its class and text, a KeyboardInterrupt its class; any other
     is a RemoteError. Of a text that is too long for a message the middle is left out.
+    An error of a segment names the call there that raised it.
     """
     is_ours = is_own(error)
+    function, call_site = failed_call(error) or (function, "")
     keeps_class = is_ours or isinstance(error, KeyboardInterrupt)
     return Failure(
         error=type(error).__name__ if keeps_class else "RemoteError",
@@ -42,6 +45,7 @@ def failure_of(error: BaseException, worker: str, path: Path, function: str) -> 
         worker=worker,
         path=path,
         function=function,
+        call_site=call_site,
         traceback=user_traceback(error),
         exception=error,
     )

@@ -24,6 +24,7 @@ from jdag.engine.protocol import (
     Asked,
     Awaited,
     Collected,
+    Compiled,
     Compute,
     Differentiated,
     Drop,
@@ -39,6 +40,7 @@ from jdag.engine.protocol import (
     Returned,
     Send,
     Spawn,
+    Stepping,
     Worker,
     landing,
 )
@@ -50,7 +52,11 @@ from jdag.runtime.waiters import Cancel, Waiters
 
 RunProgram = Callable[["Port", Spawn], Returned]
 
-_WAITING = frozenset((Collected, Asked, Awaited, Fetched, Differentiated, Left))
+_WAITING = frozenset(
+    (Collected, Asked, Awaited, Fetched, Differentiated, Left, Compiled, Stepping)
+)
+# The program gets values in place of keys.
+_VALUED = (Fetched.__name__, Stepping.__name__)
 
 
 class Driver(Protocol):
@@ -229,8 +235,8 @@ class Host:
             came = result if isinstance(result, tuple) else ()
             self.drop([one for one in came if one.__class__ is ReadingKey])
             return
-        if asked[1] == Fetched.__name__:  # Before another event can replace a leaf.
-            result = self._fetched(result)
+        if asked[1] in _VALUED and isinstance(result, tuple):
+            result = self._fetched(result)  # Before another event can replace a leaf.
         waiters.given[waiter] = result, cause
         self.driver.wake(self, waiter)
 

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdag.api.cluster import Cluster
+from jdag.api.graph import Graph
 from jdag.api.oracle import pullback
 from jdag.api.refs import Ref, fetch
 from jdag.compute.pytrees import NUMBERS
@@ -97,9 +98,9 @@ class Run:
         self.kept, self.window = cluster, window
 
     def draw(self, drawings: Any) -> None:
-        """Report this graph, as `ctx.graph()` gives it."""
-        if not isinstance(drawings, Mapping):
-            allowed = "what ctx.graph() gives"
+        """Report this graph, as `ctx.graph()` or `step.plan.graph()` gives it."""
+        if not isinstance(drawings, Mapping | Graph):
+            allowed = "what ctx.graph() or step.plan.graph() gives"
             raise ScenarioError(unusable("run.draw: drawings", drawings, allowed))
         self.drawings = drawings
 

@@ -4,7 +4,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jdag.engine.functions import name_of, transferred
-from jdag.engine.protocol import Apply, Fill, Job, Sum, Vjp
+from jdag.engine.protocol import (
+    Apply,
+    CompileSegment,
+    Fill,
+    Job,
+    RunSegment,
+    Sum,
+    Vjp,
+)
 from jdag.errors import ScenarioError, unusable
 from jdag.runtime.tables import NS, is_ns
 
@@ -44,15 +52,28 @@ class DeviceModel:
                 _need_ns(f"functions[{name!r}].{key}", cost_ns)
 
     def cost_ns(self, job: Job) -> int:
-        """Return the duration of a job, not counting faults."""
+        """Return the duration of a job, not counting faults.
+
+        A segment of a plan takes as long as what it consists of, one after the other.
+        """
         if isinstance(job, Sum | Fill | Apply):
             return self.sum_ns
-        name, functions = job.function.name, self.functions
+        if isinstance(job, CompileSegment):
+            return 0
+        if isinstance(job, RunSegment):
+            return sum([self._cost_ns(*part) for part in job.function.costs])
+        kind = "vjp" if isinstance(job, Vjp) else "forward"
+        return self._cost_ns(job.function.name, kind)
+
+    def _cost_ns(self, name: str, kind: str) -> int:
+        if kind not in ("forward", "vjp"):
+            return self.sum_ns
+        functions = self.functions
         costs = functions.get(name) or functions.get(name.rpartition(":")[2])
         if costs is None:
             is_move = name == MOVED
             costs = (0, 0) if is_move else (self.forward_ns, self.backward_ns)
-        return costs[isinstance(job, Vjp)]
+        return costs[kind == "vjp"]
 
 
 def _need_ns(key: str, value: object) -> None:

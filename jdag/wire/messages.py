@@ -27,6 +27,7 @@ from jdag.engine.messages import (
     Ended,
     Fail,
     Message,
+    Prepare,
     Primal,
     Reading,
     Released,
@@ -34,6 +35,7 @@ from jdag.engine.messages import (
     Run,
     Several,
     Start,
+    Stepped,
     Tell,
 )
 from jdag.engine.names import WORKERS_MAX, Failure, Record, Worker, incarnated
@@ -92,17 +94,29 @@ def _with_failure(message: Any, _: Any) -> Any:
     return replace(message, failure=_bare(message.failure))
 
 
+def _with_specs(message: Prepare, _: Any) -> Prepare:
+    segments = [
+        one
+        if isinstance(one.function, bytes)
+        else replace(one, function=spec_of(one.function))
+        for one in message.segments
+    ]
+    return replace(message, segments=tuple(segments))
+
+
 def _with_types(parts: Sequence[Assignment]) -> tuple[Assignment, ...]:
     return tuple([replace(p, avals=tuple(map(type_of, p.avals))) for p in parts])
 
 
 # For messages with opaque fields: replace these by bytes, and decode them again.
 _CLOSED: dict[type[Any], Close] = {
+    Prepare: _with_specs,
     Primal: _with_failures,
     Reading: _with_failures,
     Released: _with_failures,
     Fail: _with_failure,
     Ended: _with_failure,
+    Stepped: _with_failure,
     Run: lambda run, data: replace(
         run,
         function=data(portable(run.function, arrays=True)),

@@ -22,9 +22,13 @@ from jdag.engine.protocol import (
     Assign,
     ContextId,
     Forget,
+    Hop,
     Message,
     Read,
     Reading,
+    Settle,
+    Step,
+    Stepped,
 )
 from jdag.errors import ProtocolError
 
@@ -64,6 +68,12 @@ RULES: Mapping[type, Callable[[Any], Lanes]] = {
     # read newer versions.
     Assign: _all,
     Forget: _all,
+    # A step reads leaves, and commits new versions.
+    Step: _all,
+    Settle: _all,
+    # Values of a step wait for it where they arrive.
+    Hop: lambda _: (),
+    Stepped: lambda _: (),
 }
 
 

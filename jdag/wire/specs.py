@@ -27,6 +27,7 @@ from jdag.engine.arrays import HOLE, ArrayType, check_possible
 from jdag.engine.functions import name_of, remote
 from jdag.engine.messages import Several
 from jdag.engine.names import Mask, Name, Record
+from jdag.engine.segments import SegmentNode, Slots
 from jdag.errors import ProtocolError
 from jdag.wire.arrays import type_of
 from jdag.wire.encoding import bounded, decoded, encoded
@@ -87,6 +88,20 @@ def structure(treedef: Any, leaves: Iterator[Any]) -> Any:
     return TreeNode(name_of(kind), (portable(data), *children))
 
 
+class SegmentBody(Record):
+    """A `jdag.compute.segments.SegmentFunction` as data; `pairs` are specs."""
+
+    pairs: Several[Bytes]
+    avals: Several[ArrayType]
+    bundles: Slots
+    nodes: Several[SegmentNode]
+    outputs: Slots
+    carries: Several[Slots]
+    calls: Several[tuple[Name, Name]]
+    exact: bool
+
+
+_segments: Decoder[SegmentBody] = Decoder(SegmentBody)
 _decoder: Decoder[Any] = Decoder(tuple[DevicePlacement, Body])
 _made: WeakKeyDictionary[Any, bytes] = WeakKeyDictionary()  # Of pairs.
 # A spec is an array of two: places, which may be exchanged, and a body.
@@ -95,10 +110,12 @@ _NOWHERE = _PAIR + encoded(DevicePlacement())  # All is on the default device.
 
 
 def spec_of(pair: Any) -> bytes:
-    """The spec of a pair (`jdag.compute.pairs`), cached.
+    """The spec of a pair (`jdag.compute.pairs`), cached, or of a segment.
 
     A pair that was built from a spec has it in its attribute `spec`.
     """
+    if hasattr(pair, "nodes"):
+        return segment_spec(pair, tuple(map(spec_of, pair.pairs)))
     known: bytes | None = getattr(pair, "spec", None)
     if known is None:
         known = _made.get(pair)
@@ -110,6 +127,21 @@ def spec_of(pair: Any) -> bytes:
         return placed_spec(spec_of(bare), places)
     _made[pair] = found = exported_spec(pair, pair.source.digest)
     return found
+
+
+def segment_spec(function: Any, pairs: tuple[bytes, ...]) -> bytes:
+    """The spec of a segment, given those of its pairs."""
+    rest = {name: getattr(function, name) for name in SegmentBody.__struct_fields__[2:]}
+    avals = tuple(map(type_of, function.avals))
+    return bounded(_segments, encoded(SegmentBody(pairs, avals, **rest)))
+
+
+def read_segment(spec: bytes) -> SegmentBody:
+    """Decode the spec of a segment."""
+    body: SegmentBody = decoded(_segments, spec)
+    for kind in body.avals:
+        check_possible(kind)
+    return body
 
 
 def exported_spec(pair: Any, digest: bytes) -> bytes:

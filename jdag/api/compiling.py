@@ -1,0 +1,432 @@
+"""Plans: a program is recorded once, and each step runs the recording.
+
+A `CompiledStep` holds one `Plan` for each set of abstract arguments. The workers
+prepare a plan once; a step then is one message to each of them.
+Invariants: steps of a plan are numbered from 1, also those that fail. A plan that no
+program names any more is dropped when the cluster is used next.
+"""
+
+import sys
+import warnings
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+from jdag.api.cluster import Cluster
+from jdag.api.context import Context
+from jdag.api.graph import Graph
+from jdag.api.optimizer import Optimizer
+from jdag.api.plan_picture import graph_of_plan, table_of_plan
+from jdag.api.program_frame import FramePhase
+from jdag.api.recording import (
+    Drawn,
+    Recording,
+    RecordingFrame,
+    check_same,
+    record,
+)
+from jdag.api.refs import Hold, Ref
+from jdag.api.roots import checked_roots
+from jdag.api.transform import check_leaf, check_program, filled
+from jdag.compute.avals import Aval, aval_of
+from jdag.compute.buffers import delivered
+from jdag.compute.cutting import Cut, cut
+from jdag.compute.pairs import ANEW_MAX
+from jdag.compute.pytrees import Split, flatten, flatten_refs, split, unflatten
+from jdag.compute.refs import is_ref
+from jdag.engine.functions import call_site, code_of, name_of
+from jdag.engine.protocol import (
+    Compiled,
+    Failure,
+    LeafId,
+    Planned,
+    SlotKey,
+    Stepping,
+)
+from jdag.errors import JdagError, kind_of, no_arrays
+from jdag.runtime.failures import exception_of
+
+SHOWN_S = 1.0  # A bar is shown for what takes longer to compile.
+
+
+def compile(
+    program: Callable[..., Any],
+    cluster: Cluster,
+    optimizer: Optimizer | None = None,
+    *,
+    exact: bool = False,
+) -> "CompiledStep":
+    """Record a program once, and run steps from the recording.
+
+    The program runs at the first call with new arguments, on values that are not known
+    yet, and twice, to see that it does the same each time. From then on a step is one
+    message to each worker, and what a worker computes between two transfers is compiled
+    as one. Shapes, dtypes, statics, and the leaves among the arguments select the
+    recording, as in `jax.jit`; arrays and Python numbers among them are the inputs of a
+    step. Arrays that the program makes, and what it closes over, are constants.
+
+    Args:
+        program: takes a context first, then arguments; returns a pytree of refs and
+            data. It calls functions; it does not fetch, call programs or objects, or
+            attach hooks.
+        cluster: where it runs.
+        optimizer: None, or what steps its leaves in each step, by the gradients of the
+            first result: of a tuple the first element, else all. If that has several
+            refs, of their sum.
+        exact: compute as a context does, call by call, with the bits of that; else
+            results differ in the last bits, as compiled code may.
+
+    Returns:
+        A function of the arguments after the context: a `CompiledStep`.
+
+    Raises:
+        JdagError: these are no program, cluster and optimizer.
+        ContextError: the optimizer is one of another cluster's leaves.
+    """
+    check_program("jdag.compile", program, cluster)
+    if optimizer is not None:
+        if not isinstance(optimizer, Optimizer):
+            raise JdagError(
+                f"jdag.compile takes a jdag.Optimizer, not {kind_of(optimizer)}"
+            )
+        optimizer.check_state(cluster.state)
+    return CompiledStep(program, cluster, optimizer, exact)
+
+
+class CompiledStep:
+    """A program as steps of plans: `jdag.compile` gives it.
+
+    Called with the arguments after the context it returns what the program returns,
+    with arrays in the place of refs; then all leaves have been stepped, if there is an
+    optimizer. A step that raises has stepped none.
+
+    Raises, when called:
+        JdagError: the program does what cannot be recorded: the error names the line
+            and the remedy; or it does not do the same each time.
+        RootError: its first result cannot be differentiated.
+        RemoteError: a function raised; names the functions that were compiled together
+            and their call sites, with `exact=True` the one.
+        WorkerLost: a worker is gone.
+        ContextError: the cluster is closed, or another program's; or a ref among the
+            arguments is no leaf of it.
+    """
+
+    def __init__(
+        self,
+        program: Callable[..., Any],
+        cluster: Cluster,
+        optimizer: Optimizer | None,
+        exact: bool,
+    ) -> None:
+        self._program = program
+        self._cluster = cluster
+        self._optimizer = optimizer
+        self._exact = exact
+        self._plans: dict[Hashable, Plan] = {}
+        self._last: Plan | None = None
+
+    def __repr__(self) -> str:
+        return f"CompiledStep({name_of(self._program)}, {len(self._plans)} plans)"
+
+    def __call__(self, *args: Any) -> Any:
+        """Run a step; return what the program returns, fetched."""
+        optimizer = self._optimizer
+        try:
+            plan, inputs = self._planned(args, differentiated=False)
+            value, _ = plan.run(inputs)
+        except JdagError as error:
+            if optimizer is not None:
+                optimizer.refused(error)
+            raise
+        if optimizer is not None:
+            optimizer.counted(plan.stepped)
+            self._cluster._reassigned()
+        return value
+
+    def value_and_grad(self, *args: Any) -> tuple[Any, Any]:
+        """Return what a step returns, and gradients; no leaf is stepped.
+
+        Gradients are those of the first result by the leaves in the first argument, in
+        its structure, as `jdag.value_and_grad` gives them: zeros where the result does
+        not depend on a leaf, None for statics and numbers.
+        """
+        leaves, form = self._leaves(args)
+        plan, inputs = self._planned(args, differentiated=True)
+        value, gradients = plan.run(inputs)
+        found = [filled(gradients.get(ref.key.name), ref) for ref in leaves]
+        return value, unflatten(form.bare, found)
+
+    @property
+    def plan(self) -> "Plan":
+        """The plan of the last call.
+
+        Raises:
+            JdagError: there was none.
+        """
+        if self._last is None:
+            raise JdagError(
+                f"{self!r} was not called: a plan is made by its first call"
+            )
+        return self._last
+
+    def _leaves(self, args: Sequence[Any]) -> tuple[list[Ref], Any]:
+        what = "argument 0 of value_and_grad"
+        try:
+            leaves, form = flatten_refs(args[0] if args else (), is_ref)
+            if not leaves:
+                raise no_arrays("it")
+            for ref in leaves:
+                check_leaf(ref, allow_int=False)
+        except JdagError as error:
+            raise type(error)(
+                f"{what}: {error}; a plan differentiates by leaves, such as "
+                "cluster.put gives"
+            ) from None
+        return leaves, form
+
+    def _planned(
+        self, args: tuple[Any, ...], *, differentiated: bool
+    ) -> tuple["Plan", list[Any]]:
+        """Return the plan for these arguments, and its inputs among them."""
+        cluster = self._cluster
+        state = cluster.state
+        cluster._check(f"a step of {name_of(self._program)}")
+        given = split(args, {}, state.is_named)
+        inputs, leaves = dict(given.constants), []
+        for place, ref in given.refs:
+            if not is_ref(ref):
+                inputs[place] = ref
+                continue
+            if ref.holder is not state or ref.leaf is None or ref.leaf.dropped:
+                cluster._assignments.leaf(ref)  # Says why not.
+            leaves.append((place, ref.key, ref.tracked))
+        avals = {place: given.aval(place, value) for place, value in inputs.items()}
+        now = tuple(state.driver.incarnations.items())
+        types = tuple(avals.items())
+        key = (given.template, types, tuple(leaves), now, differentiated)
+        plan = self._plans.get(key)
+        if plan is None:
+            for old in [one for one in self._plans if one[-2] != now]:
+                del self._plans[old]  # A worker of it is gone.
+            plan = self._recorded(given, avals, differentiated)
+            plan.prepare()
+            self._plans[key] = plan
+        self._last = plan
+        return plan, list(inputs.values())
+
+    def _recorded(
+        self, given: Split, avals: Mapping[int, Aval], differentiated: bool
+    ) -> "Plan":
+        cluster, program = self._cluster, self._program
+        self._count()
+        id, name = cluster._next_id(), name_of(program)
+        both = [
+            RecordingFrame(cluster.state, cluster._port.worker, id, name)
+            for _ in range(2)
+        ]
+        first, second = [record(program, frame, given, avals) for frame in both]
+        check_same(first, second)
+        drawn = Drawn(first)
+        gradients: dict[LeafId, int] = {}
+        if differentiated or self._optimizer is not None:
+            gradients = drawn.graph.differentiate(_roots(first, drawn))
+        stepped, stages = (), []
+        if self._optimizer is not None and not differentiated:
+            stepped, stages = _stepping(self._optimizer, drawn, first, gradients)
+        wanted = gradients if differentiated else {}
+        return Plan(cluster, drawn, first, wanted, stepped, stages, self._exact)
+
+    def _count(self) -> None:
+        code = code_of(self._program)
+        recordings = self._cluster.state.recordings
+        recordings[code] += 1
+        if recordings[code] == ANEW_MAX:
+            site = call_site()
+            warnings.warn_explicit(
+                f"{name_of(self._program)} was recorded {ANEW_MAX} times: each call of "
+                "jdag.compile, and each new shape, static or leaf among the arguments "
+                "of a step records anew. Call jdag.compile once, outside of loops, and "
+                "pass what changes as arrays of the same shapes",
+                UserWarning,
+                site.file,
+                site.line,
+            )
+
+
+class Plan:
+    """A recording of a program, as its workers run it; `print` shows it.
+
+    Made by a `CompiledStep`, whose `plan` it is.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        drawn: Drawn,
+        recording: Recording,
+        gradients: Mapping[LeafId, int],
+        stepped: tuple[Ref, ...],
+        stages: Sequence[tuple[LeafId, int]],
+        exact: bool,
+    ) -> None:
+        self.stepped = stepped
+        self.name = recording.frame.program
+        self._state, self._port = cluster.state, cluster._port
+        self._id = recording.frame.id
+        self._number = 0
+        self._treedef = recording.treedef
+        inputs = {value: index for index, value in enumerate(drawn.inputs)}
+        # Of each result its place among the values of a step, or the data that it is.
+        slots: dict[int, int] = {}
+        self._results: list[tuple[str, Any]] = []
+        for leaf in recording.leaves:
+            if not is_ref(leaf):
+                self._results.append(("data", leaf))
+            elif (value := drawn.value(leaf.key, leaf.owner, leaf.aval)) in inputs:
+                self._results.append(("input", inputs[value]))
+            else:
+                place = slots.setdefault(value, len(slots))
+                self._results.append(("value", place))
+        self._gradients = {
+            leaf: slots.setdefault(value, len(slots))
+            for leaf, value in gradients.items()
+        }
+        self._slots = tuple(slots)
+        made = cut(
+            drawn.graph,
+            plan=self._id,
+            caller=self._port.worker,
+            results=self._slots,
+            stages=stages,
+            exact=exact,
+        )
+        self.cut: Cut = made
+        self._inputs = made.inputs
+        sent = dict.fromkeys([slot for _, of in made.inputs for slot in of])
+        self._sent = [(slot, inputs[slot]) for slot in sent]
+        used = {slot for _, part in made.parts for slot in part.constants}
+        self._constants = [
+            (SlotKey(self._id, 0, slot), value)
+            for slot, value in drawn.constants.items()
+            if slot in used
+        ]
+        loose = cluster._assignments.unplanned
+        self._hold = Hold(loose, self._id, self._port.worker)  # type: ignore[arg-type]
+
+    def prepare(self) -> None:
+        """Send each worker its part, and wait until all segments are compiled."""
+        port, parts = self._port, self.cut.parts
+        port.tell(Planned(self._id, parts, self._slots), self._constants)
+        total, seen = sum([len(part.segments) for _, part in parts]), 0
+        with _Bar(self.name, total) as bar:
+            while seen < total:
+                waiter = port.waiter()
+                port.tell(Compiled(waiter, self._id, seen))
+                seen = _checked(port.wait(waiter))
+                bar.show(seen)
+
+    def run(self, inputs: Sequence[Any]) -> tuple[Any, Mapping[LeafId, Any]]:
+        """Run a step; return the program's results, and gradients."""
+        port, id, value_of = self._port, self._id, self._state.value
+        self._number = number = self._number + 1
+        stored = [
+            (SlotKey(id, number, slot), value_of(inputs[index]))
+            for slot, index in self._sent
+        ]
+        waiter = port.waiter()
+        port.tell(Stepping(waiter, id, number, self._inputs), stored)
+        values = [
+            one.struct() if isinstance(one, Aval) else delivered(one)
+            for one in _checked(port.wait(waiter))
+        ]
+        of = {"data": lambda one: one, "input": inputs.__getitem__}
+        of["value"] = values.__getitem__
+        leaves = [of[kind](one) for kind, one in self._results]
+        gradients = {leaf: values[place] for leaf, place in self._gradients.items()}
+        return unflatten(self._treedef, leaves), gradients
+
+    def __str__(self) -> str:
+        return table_of_plan(self.name, self.cut, self._port.worker)
+
+    def graph(self) -> Graph:
+        """Return its segments and the values between them, for reports; `dot()` gives text."""
+        return graph_of_plan(self.cut)
+
+
+def _checked(result: Any) -> Any:
+    if isinstance(result, Failure):
+        raise exception_of(result)
+    return result
+
+
+def _roots(recording: Recording, drawn: Drawn) -> list[int]:
+    """The values of the first result, which a step differentiates."""
+    result = unflatten(recording.treedef, recording.leaves)
+    first = result[0] if isinstance(result, tuple) and result else result
+    roots = tuple(flatten(first)[0])
+    checked_roots(roots, None)
+    return [drawn.value(root.key, root.owner, root.aval) for root in roots]
+
+
+def _stepping(
+    optimizer: Optimizer,
+    drawn: Drawn,
+    recording: Recording,
+    gradients: Mapping[LeafId, int],
+) -> tuple[tuple[Ref, ...], list[tuple[LeafId, int]]]:
+    """Add a step of an optimizer; return its leaves, and the value of each version."""
+    frame, graph = recording.frame, drawn.graph
+    frame.phase, frame.completed = FramePhase.OPEN, True
+
+    def named(value: int, owner: str, aval: Aval) -> Ref:
+        key = SlotKey(frame.id, 1, value)
+        drawn.name(key, value)
+        return Ref(frame, key, owner, aval, False)
+
+    def bring(scale: Ref, owner: str) -> Ref:
+        drawn.take()
+        value = drawn.value(scale.key, scale.owner, scale.aval)
+        return named(value, owner, aval_of(1.0))  # Weak, as the number of a context's.
+
+    refs = {
+        leaf: named(value, leaf.worker, graph.aval(value))
+        for leaf, value in gradients.items()
+    }
+    stepped, parts = optimizer.planned(Context(frame), refs, bring)
+    drawn.take()
+    stages = []
+    for part in parts:
+        made, owner = part.function, part.worker
+        arguments = zip(part.inputs, made.avals, strict=True)
+        given = [drawn.value(key, owner, aval) for key, aval in arguments]
+        of = [False] * len(given), made.name, part.call_site
+        outputs = graph.call(owner, made, given, *of, update=True)
+        stages += zip([key.name for key in part.outputs], outputs, strict=True)
+    frame.phase = FramePhase.LEFT
+    return stepped, stages
+
+
+class _Bar:
+    """A bar on a terminal, once compiling has taken longer than `SHOWN_S`."""
+
+    def __init__(self, name: str, total: int) -> None:
+        self._bar: Any = None
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import Progress
+
+            self._bar = Progress(console=Console(stderr=True), transient=True)
+            self._task = self._bar.add_task(f"compiling {name}", total=total)
+
+    def __enter__(self) -> "_Bar":
+        return self
+
+    def show(self, done: int) -> None:
+        """So many segments are compiled."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done)
+            if self._bar.tasks[0].elapsed > SHOWN_S:
+                self._bar.start()
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
