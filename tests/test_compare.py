@@ -447,7 +447,8 @@ def test_a_step_is_timed_call_by_call_and_as_a_plan_beside_one_jit(
     ratio = found["plan_arithmetic_s"] / found["jax_s"]
     assert found["plan_arithmetic_ratio"] == pytest.approx(ratio) and ratio > 0
     assert {"eager_ratio", "plan_ratio"} < set(found)
-    assert min(found["peak_bytes"].values()) >= 3 * 4 * 4 * 4  # The weights.
+    for peaks in found["peak_bytes"].values():
+        assert min(peaks.values()) >= 4 * 4 * 4  # A worker's weight.
 
 
 @pytest.mark.parametrize("option", ["peer", "ray"])
