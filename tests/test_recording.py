@@ -173,7 +173,8 @@ def test_arrays_that_a_program_makes_are_constants(cluster):
 def test_moves_replicas_sums_and_unjitted_calls_are_calls(cluster):
     def spread(ctx, w, x):
         copies = ctx.replicate(["b", "c", "d"], w)
-        parts = {c: ctx.call(c, jnp.matmul, x, v) for c, v in zip("bcd", copies)}  # noqa: B905
+        both = zip("bcd", copies, strict=True)
+        parts = {name: ctx.call(name, jnp.matmul, x, v) for name, v in both}
         total = ctx.all_reduce(parts)["c"]
         offset = ctx.call("d", doubled, W)
         return ctx.call("a", layer, ctx.move("a", offset), ctx.move("a", total))
