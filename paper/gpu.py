@@ -148,7 +148,9 @@ def table(found: Mapping[str, Any]) -> str:
         size = f"{one['parameters'] / 1e6:.1f}M parameters, bfloat16"
         for name, taken in one["seconds"].items():
             ratio = one["ratios"].get(name, 1.0)
-            rows.append(f"| {size}: {name} | {taken * 1e3:.1f} ms, {ratio:.2f}x |")
+            aim = f", target {one['targets'][name]}x" if name in one["targets"] else ""
+            said = f"{taken * 1e3:.1f} ms, {ratio:.2f}x{aim}"
+            rows.append(f"| {size}: {name} | {said} |")
         for name, apart in one["gradient_difference"].items():
             rows.append(f"| {name}: gradients against one jit | {apart:.1e} |")
         same = one["same_bits_in_one_process_and_two"]

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 import jdag
-from paper.compare import costs, ours, rows, run
+from paper import figures
+from paper.compare import costs, ours, plans, rows, run
 from paper.compare.bounds import bound
 
 pytestmark = pytest.mark.once
@@ -107,18 +108,52 @@ class Small(ours.Ours):
         return [rows.peak_bytes("self")]
 
 
-def test_every_row_has_a_target_and_every_target_a_row(
-    side: ours.Ours, monkeypatch: pytest.MonkeyPatch
-):
+class SmallPlans(Small, plans.Plans):
+    """The same as plans."""
+
+
+ONCE = rows.Repeats(1, 1, 1, 1)
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The MLP is 8 wide."""
     monkeypatch.setattr(rows, "weights", always(rows.weights(8)))
     monkeypatch.setattr(rows, "batch", always(rows.batch(8)))
+
+
+@pytest.mark.usefixtures("narrow")
+def test_every_row_has_a_target_and_every_target_a_row(side: ours.Ours):
     small = Small(side.cluster, "smart")
-    told = [
-        list(found["rows"]) for found in rows.measure(small, rows.Repeats(1, 1, 1, 1))
-    ]
+    told = [list(found["rows"]) for found in rows.measure(small, ONCE)]
     names = list(rows.TARGETS)
     assert told[-1] == names and all(names[: len(one)] == one for one in told)
     assert len(told) == len(names) - 4  # A chain, and a fan-out, has two rows.
+
+
+@pytest.mark.usefixtures("narrow")
+def test_plans_compute_what_calls_one_by_one_do_and_each_row_has_a_target(
+    side: ours.Ours,
+):
+    planned = SmallPlans(side.cluster)
+    *_, eager = rows.measure(Small(side.cluster, "fast"), ONCE)
+    *_, found = rows.measure(planned, ONCE)
+    assert run.difference(eager, found) == ""
+    assert set(found["numbers"]) == set(eager["numbers"])
+    list(rows.measure_graphs(planned, ONCE, found))
+    assert list(found["rows"]) == [*rows.PLANS, *rows.GRAPHS]
+    product = np.prod([factor[0, 0] for factor in factors(10)])
+    truth = np.linspace(0.5, 1.5, 9) * product
+    assert found["numbers"]["graph: chain of 10"] == pytest.approx(truth, rel=1e-5)
+
+
+def test_a_part_that_raises_loses_no_row_before_it(side: ours.Ours):
+    told, broken = [], mock.Mock(side_effect=RuntimeError("no such step"))
+    small = Small(side.cluster, "fast")
+    with mock.patch.object(small, "prepare", broken), pytest.raises(RuntimeError):
+        for found in rows.measure(small, ONCE):
+            told.append(list(found["rows"]))
+    assert told[-1][-1] == "1,000 retained passes"
 
 
 def test_other_numbers_than_the_peers_do_not_count():
@@ -139,9 +174,13 @@ def test_other_numbers_than_the_peers_do_not_count():
 
 def system(name: str) -> dict[str, Any]:
     """What a system prints last: the peer takes twice as long as ours."""
-    unit = 2e-3 if name == run.PEER else 1e-3
+    unit = 2e-3 if name in (run.PEER, run.RAY) else 1e-3
+    graphs = {row: unit for row in rows.GRAPHS}
+    if name == run.RAY:
+        return {"rows": graphs, "numbers": {}, "settings": {"ray": "2.60.0"}}
+    more = {**dict.fromkeys(rows.PLANS, unit), **graphs} if name == run.PLAN else {}
     return {
-        "rows": {row: unit * place for place, row in enumerate(rows.TARGETS, 1)},
+        "rows": more or {row: unit * at for at, row in enumerate(rows.TARGETS, 1)},
         "numbers": {"add": [1.0, 2.0, 3.0]},
         "settings": {"torch": "2.13.0"},
     }
@@ -159,7 +198,7 @@ class Faulty:
         name = command[0]
         self.runs += 1
         found = system(name) if name != "costs" else made_up_costs()
-        if self.runs <= len(run.OURS) + 1 or name != self.name:
+        if self.runs <= len(run.SYSTEMS) or name != self.name:
             stdout.write(f"to be ignored\n{json.dumps(found)}\n")
             return 0
         stderr.write("Traceback\nRuntimeError: it is broken\n")
@@ -201,12 +240,10 @@ JUDGED = run.JUDGED
 @pytest.fixture
 def results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Where `run` writes now; its systems are those of `Faulty`."""
-    names = (run.PEER, *run.OURS)
+    started = {key: [key] for key in run.SYSTEMS}
     monkeypatch.setattr(run, "RESULTS", tmp_path)
-    monkeypatch.setattr(run, "check_peer", lambda python: None)
-    monkeypatch.setattr(
-        run, "commands", lambda peer, more: {key: [key] for key in names}
-    )
+    monkeypatch.setattr(run, "check", lambda option, python: None)
+    monkeypatch.setattr(run, "commands", lambda peer, ray, more: started)
     monkeypatch.setattr(run, "COSTS", ["costs"])
     return tmp_path
 
@@ -221,6 +258,8 @@ def results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         ((JUDGED, is_interrupted), 130, "the rest: it was interrupted", [18, 7]),
         ((JUDGED, is_no_system), None, "the rest: OSError: no such program", [18, 0]),
         ((run.PEER, prints_nothing), 1, "it printed no figures", [18, 18, 18]),
+        ((run.PLAN, stops_after_some_rows), 1, "2, plan: exit code 1", [18, 18, 18]),
+        ((run.RAY, prints_nothing), 1, "2, Ray: it printed no", [18, 18, 18]),
         (("costs", stops_after_some_rows), 1, "costs: exit code 1", [18, 18, 18]),
         (("costs", is_interrupted), 130, "the rest: it was interrupted", [18, 18, 18]),
     ],
@@ -284,8 +323,7 @@ def test_what_a_process_printed_before_it_failed_is_found():
 
 def test_nothing_is_missing_where_all_was_measured():
     made = run.Comparison({"machine": {}, "settings": {}}, 1, 2)
-    made.rounds.append({"load": 0.0, **{key: system(key) for key in run.OURS}})
-    made.rounds[0][run.PEER] = system(run.PEER)
+    made.rounds.append({"load": 0.0, **{key: system(key) for key in run.SYSTEMS}})
     made.costs = made_up_costs()
     written = made.record()
     assert written["missing"] == [] and "missing" not in run.page(written)
@@ -326,6 +364,8 @@ def one_round(peer: float, mine: float) -> dict[str, Any]:
         "load": 0.0,
         run.PEER: {"rows": dict.fromkeys(rows.TARGETS, peer)},
         **{name: {"rows": dict.fromkeys(rows.TARGETS, mine)} for name in run.OURS},
+        run.PLAN: {"rows": dict.fromkeys([*rows.PLANS, *rows.GRAPHS], 0.2 * mine)},
+        run.RAY: {"rows": dict.fromkeys(rows.GRAPHS, peer)},
     }
 
 
@@ -388,15 +428,33 @@ def test_the_ratio_is_the_median_of_those_of_the_rounds():
     missed = run.misses(list(found.values()), made_up_costs())
     assert "fan-out of 64, forward" in missed and "chain of 100" not in missed
     lines = run.table(list(found.values())).splitlines()
-    assert "| **0.30** (0.10 to 0.50) | 0.4 | yes |" in lines[12]
+    assert "| **0.30** (0.10 to 0.50) | 0.4 | yes | - | - | - | - |" in lines[11]
+    # A plan does both ways, which the peer's are added up for, and is not judged.
+    assert "| 0.4 | yes | 200 us | **0.03** (0.01 to 0.05) | 0.3 | yes |" in lines[12]
+    assert "| 200 us | **0.06** (0.02 to 0.10) | - | - |" in lines[4]  # No target.
+    row = found["fan-out of 64, backward"]
+    assert (row["met"], row[run.PLAN]["met"]) == (False, True)
+    (_, _, *graphs) = run.table_of_graphs(run.beside_ray(rounds)).splitlines()
+    assert len(graphs) == len(rows.GRAPHS)
+    assert "| 2 ms | 200 us | **0.06** (0.02 to 0.10) | 0.5 | yes |" in graphs[0]
 
 
-def test_without_the_peer_one_line_says_what_to_install(
+def test_a_step_is_timed_call_by_call_and_as_a_plan_beside_one_jit(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.delenv("JDAG_PEER", raising=False)
-    for given in ([], ["--peer", sys.executable + "-that-is-not-there"]):
+    monkeypatch.setattr(figures, "REPEATS", 1)
+    found = figures.step_of(4, 3, 2, 3)
+    ratio = found["plan_arithmetic_s"] / found["jax_s"]
+    assert found["plan_arithmetic_ratio"] == pytest.approx(ratio) and ratio > 0
+    assert {"eager_ratio", "plan_ratio"} < set(found)
+    for peaks in found["peak_bytes"].values():
+        assert min(peaks.values()) >= 4 * 4 * 4  # A worker's weight.
+
+
+@pytest.mark.parametrize("option", ["peer", "ray"])
+def test_without_the_peer_or_ray_one_line_says_what_to_install(option: str):
+    for given in (None, sys.executable + "-that-is-not-there", sys.executable):
         with pytest.raises(SystemExit) as refused:
-            run.main(["--quick", *given])
+            run.check(option, given)
         (line,) = str(refused.value).splitlines()
-        assert "pip install torch" in line
+        assert f"pip install {run.PACKAGES[option]} numpy; then --{option} " in line

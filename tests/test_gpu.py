@@ -46,9 +46,12 @@ def test_a_dry_run_does_all_of_it_and_writes_where_it_was_told(tmp_path: Path):
     assert stack["parameters"] == 4096
     assert stack["same_bits_in_one_process_and_two"]
     assert max(stack["gradient_difference"].values()) < 0.05
+    assert set(stack["ratios"]) == {"one process", "two processes", blocks.PLAN}
     assert parts["bits"]["patterns"]["as it comes"] == {"one jit": 1, "one process": 1}
     table = (tmp_path / "gpu.md").read_text()
     assert "test accuracy" in table and "two processes" in table
+    (line,) = [line for line in table.splitlines() if f"oat16: {blocks.PLAN}" in line]
+    assert line.endswith("x, target 1.02x |")
 
 
 def test_a_part_that_fails_is_in_the_table_with_what_it_said_last():

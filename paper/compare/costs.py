@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 import jdag
-from paper.compare import ours, rows
+from paper.compare import ours, plans, rows
 
 ROUNDS = 5
 # Where the caller's time goes, by the files of functions, the first that fits; what is
@@ -225,6 +225,9 @@ def main() -> None:
             found[name] = cost(cluster, work)
             rows.tell({"rows": found})
         held = memory(cluster, start)
+        for name, work in works(plans.Plans(cluster)).items():
+            found[f"{name}, plan"] = cost(cluster, work)
+            rows.tell({"rows": found, "memory": held})
     sys.stdout.write(f"What one costs; the least of {ROUNDS}.\n\n{table(found)}\n")
     rows.tell({"rows": found, "memory": held})
 

@@ -9,6 +9,7 @@ module, so that its functions travel by name, as the peer's do.
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -34,8 +35,11 @@ class Ours:
         self.stages: dict[int, list[Any]] = {}
         self.batches: dict[int, tuple[jax.Array, jax.Array]] = {}
         self.optimizers: dict[int, jdag.Optimizer] = {}
-        self.calls = cluster.context()
-        self.calls.__enter__()
+
+    @cached_property
+    def calls(self) -> jdag.Context:
+        """The context that stays open."""
+        return self.cluster.context().__enter__()
 
     def array(self, value: np.ndarray) -> jax.Array:
         """A JAX array."""
@@ -57,34 +61,16 @@ class Ours:
         """Each product is moved home, and from there to its next call."""
         with self.cluster.context() as ctx:
             yield None
-            loss = self._chained(ctx, trips)
+            loss = chained(ctx, self.leaf, self.factors, trips)
             yield float(loss.fetch())
             ctx.backward(loss, mode=self.mode)
             yield self._fetched(ctx.gradient(self.leaf))
-
-    def _chained(self, ctx: jdag.Context, trips: int) -> jdag.Ref:
-        value = self.leaf
-        for number in range(trips):
-            factor = self.factors[number % 7]
-            product = ctx.call(rows.WORKERS[0], jnp.multiply, value, factor)
-            value = ctx.move(CALLER, product)
-        loss: jdag.Ref = ctx.call(CALLER, jnp.sum, value)
-        return loss
 
     def fan_out(self, calls: int) -> rows.Phases:
         """The sum's call brings the products home."""
         with self.cluster.context() as ctx:
             yield None
-            products = [
-                ctx.call(
-                    rows.place(number),
-                    jnp.multiply,
-                    self.leaf,
-                    self.factors[number % 7],
-                )
-                for number in range(calls)
-            ]
-            loss = ctx.call(CALLER, functions.total, products)
+            loss = fanned_out(ctx, self.leaf, self.factors, calls)
             yield float(loss.fetch())
             ctx.backward(loss, mode=self.mode)
             yield self._fetched(ctx.gradient(self.leaf))
@@ -92,7 +78,7 @@ class Ours:
     def retained(self, passes: int) -> rows.Phases:
         """Passes over the one graph, which they keep."""
         with self.cluster.context() as ctx:
-            loss = self._chained(ctx, 1)
+            loss = chained(ctx, self.leaf, self.factors, 1)
             loss.fetch()
             yield None
             for _ in range(passes):
@@ -114,14 +100,15 @@ class Ours:
     def gradients(self, width: int) -> list[np.ndarray]:
         """By one request to each owner."""
         with self.cluster.context() as ctx:
-            ctx.backward(self._loss(ctx, width), mode=self.mode)
+            loss = loss_of(ctx, self.stages[width], *self.batches[width])
+            ctx.backward(loss, mode=self.mode)
             found = ctx.gradient([stage["weight"] for stage in self.stages[width]])
             return [np.asarray(value) for value in jdag.fetch(found)]
 
     def step(self, width: int) -> float:
         """The optimizer waits for nothing, so one number of each new weight is read."""
         with self.cluster.context() as ctx:
-            loss = self._loss(ctx, width)
+            loss = loss_of(ctx, self.stages[width], *self.batches[width])
             ctx.backward(loss, mode=self.mode)
             self.optimizers[width].step(ctx)
             there = [
@@ -131,19 +118,35 @@ class Ours:
             value, _ = jdag.fetch((loss, there))
         return float(value)
 
-    def _loss(self, ctx: jdag.Context, width: int) -> jdag.Ref:
-        value, y = self.batches[width]
-        for stage in self.stages[width]:
-            owner = stage["weight"].worker
-            value = ctx.call(owner, functions.layer, stage, value)
-        loss: jdag.Ref = ctx.call(CALLER, functions.mse, value, y)
-        return loss
-
     def memory(self) -> list[int]:
         """By the numbers of their processes."""
         return [
             rows.peak_bytes(pid) for pid in self.cluster.driver.launch.pids.values()
         ]
+
+
+def chained(ctx: jdag.Context, value: Any, factors: Sequence[Any], trips: int) -> Any:
+    """The loss of a chain."""
+    for number in range(trips):
+        product = ctx.call(rows.WORKERS[0], jnp.multiply, value, factors[number % 7])
+        value = ctx.move(CALLER, product)
+    return ctx.call(CALLER, jnp.sum, value)
+
+
+def fanned_out(ctx: jdag.Context, leaf: Any, factors: Sequence[Any], calls: int) -> Any:
+    """The loss of a fan-out; the sum's call brings the products home."""
+    products = [
+        ctx.call(rows.place(number), jnp.multiply, leaf, factors[number % 7])
+        for number in range(calls)
+    ]
+    return ctx.call(CALLER, functions.total, products)
+
+
+def loss_of(ctx: jdag.Context, stages: Sequence[Any], value: Any, y: Any) -> Any:
+    """The loss of the MLP."""
+    for stage in stages:
+        value = ctx.call(stage["weight"].worker, functions.layer, stage, value)
+    return ctx.call(CALLER, functions.mse, value, y)
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -49,6 +49,29 @@ TARGETS = {
     "step of MLP 4096 wide": 0.6,
     "peak memory of a worker": 1.0,
 }
+# At most this ratio of a plan's figure to the peer's, with which forward and backward
+# are one row here; None: no target.
+PLANS = {
+    "add 3x3, reply fetched": 0.4,
+    **dict.fromkeys(f"identity {size}" for size in BYTES),
+    "chain of 1": 0.4,
+    "chain of 10": None,
+    "chain of 100": 0.3,
+    "fan-out of 64": 0.05,
+    "1,000 retained passes": 0.3,
+    "step of MLP 256 wide": 0.45,
+    "step of MLP 1024 wide": None,
+    "step of MLP 4096 wide": 0.6,
+    "peak memory of a worker": None,
+}
+# Rows beside Ray's Compiled Graph, forward alone: the bytes of a float32 array, and how
+# many workers in turn multiply it by a constant; none: it goes to one and comes back.
+GRAPHS = {
+    "graph: echo 36 bytes": (36, 0),
+    "graph: echo 1 MiB": (1 << 20, 0),
+    **{f"graph: chain of {trips}": (36, trips) for trips in TRIPS},
+}
+GRAPH_TARGET = 0.5  # At most this ratio of a plan's time to Ray's.
 
 
 class Repeats(NamedTuple):
@@ -168,6 +191,22 @@ def measure(side: Side, repeats: Repeats) -> Iterator[dict[str, Any]]:
     yield {"rows": rows, "numbers": numbers}
 
 
+def measure_graphs(
+    side: Any, repeats: Repeats, found: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """The rows of `GRAPHS`, put into `found`, which it yields after each row.
+
+    `side.graph(value, calls)` returns a function of arrays like `side.array(value)`.
+    """
+    rows, numbers = found.setdefault("rows", {}), found.setdefault("numbers", {})
+    for row, (size, calls) in GRAPHS.items():
+        value = side.array(np.linspace(0.5, 1.5, size // 4, dtype=np.float32))
+        run = side.graph(value, calls)
+        numbers[row] = _listed(np.asarray(run(value))[-9:])
+        rows[row] = timed(partial(run, value), repeats[TRIPS.index(max(calls, 1))])
+        yield found
+
+
 def _calls(
     side: Side, repeats: Repeats, rows: dict[str, float], numbers: dict[str, Any]
 ) -> Iterator[None]:
@@ -194,9 +233,11 @@ def _passes(
     }
     made[f"fan-out of {CALLS}"] = (partial(side.fan_out, CALLS), repeats.middle)
     for name, (make, count) in made.items():
-        times, (_, loss, gradient) = timed_phases(make, count)
-        rows[f"{name}, forward"], rows[f"{name}, backward"] = times
-        numbers[name] = [loss, _listed(gradient)]
+        times, (_, *found) = timed_phases(make, count)
+        plan = len(times) == 1  # It yields both results of its one phase at once.
+        ways = [name] if plan else [f"{name}, forward", f"{name}, backward"]
+        rows.update(zip(ways, times, strict=True))
+        numbers[name] = [_listed(one) for one in (found[0] if plan else found)]
         yield
     make = partial(side.retained, PASSES)
     (rows[f"{PASSES:,} retained passes"],), (_, gradient) = timed_phases(

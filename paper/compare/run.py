@@ -1,8 +1,11 @@
 """PyTorch's distributed autograd and jdag side by side, in turn in one run.
 
-    python -m paper.compare.run --peer PYTHON [--rounds 5] [--quick]
+    python -m paper.compare.run --peer PYTHON --ray PYTHON [--rounds 7] [--quick]
 
-PYTHON is that of an environment that has the peer; the variable JDAG_PEER names it too.
+PYTHON is that of an environment that has the peer, and of one that has Ray; the
+variables JDAG_PEER and JDAG_RAY name them too. The verdict is that of eager calls;
+plans have columns of their own, and a table beside Ray's Compiled Graph.
+
 Each round starts each system anew, a caller and three workers, with the same settings
 of the allocator and the same number of threads, every other round in the opposite
 order. Figures count only with numbers that are the peer's. After each round, and at the
@@ -35,15 +38,18 @@ from paper.figures import RESULTS, machine
 ROOT = Path(__file__).parents[2]
 INSTALL = (
     "it takes an environment of its own: python3.11 -m venv DIR && "
-    "DIR/bin/pip install torch==2.13.0 numpy; then --peer DIR/bin/python"
+    "DIR/bin/pip install {package} numpy; then --{option} DIR/bin/python"
 )
-PEER = "peer"
+# What an option's Python has to have.
+PACKAGES = {"peer": "torch==2.13.0", "ray": "ray==2.60.0"}
+PEER, PLAN, RAY = "peer", "plan", "Ray"
 JUDGED = "socket, FAST"
 OURS = {
     JUDGED: ("--carrier", "socket", "--mode", "fast"),
     "socket, SMART": ("--carrier", "socket", "--mode", "smart"),
     "grpc, FAST": ("--carrier", "grpc", "--mode", "fast"),
 }
+SYSTEMS = (PEER, *OURS, PLAN, RAY)
 COSTS = [sys.executable, "-m", "paper.compare.costs"]
 # What large arrays cost is mostly fresh pages; so nobody gives any back.
 TUNABLES = {
@@ -70,12 +76,14 @@ def environment(threads: int) -> dict[str, str]:
     }
 
 
-def commands(peer: str, more: Sequence[str]) -> dict[str, list[str]]:
-    """How each system is started."""
+def commands(peer: str, ray: str, more: Sequence[str]) -> dict[str, list[str]]:
+    """How each of `SYSTEMS` is started."""
     ours = [sys.executable, "-m", "paper.compare.ours"]
     return {
         PEER: [peer, "-W", "ignore", "-m", "paper.compare.peer", *more],
         **{name: [*ours, *given, *more] for name, given in OURS.items()},
+        PLAN: [sys.executable, "-m", "paper.compare.plans", *more],
+        RAY: [ray, "-W", "ignore", "-m", "paper.compare.ray_graphs", *more],
     }
 
 
@@ -160,33 +168,41 @@ class Comparison:
         each = []
         for number, one in enumerate(self.rounds, 1):
             kept = {"load": one["load"]}
-            for name in (PEER, *OURS):
+            for name in SYSTEMS:
                 found = one.get(name, {})
+                truth = one.get(PLAN if name == RAY else PEER, {})
                 if name not in one:
                     missing.append(f"round {number}, {name}: not measured")
-                elif why := difference(one.get(PEER, {}), found):
+                elif why := difference(truth, found):
                     missing.append(f"round {number}, {name}: {why}")
                 elif found:
                     kept[name] = {k: v for k, v in found.items() if k != "numbers"}
             each.append(kept)
         if len(each) < self.count:
             missing.append(f"rounds: {len(each)} of {self.count} were begun")
-        found = summary(each)
+        found, graphs = summary(each), beside_ray(each)
         without = [one["row"] for one in found if one["met"] is None]
+        planned = [one for one in (*found, *graphs) if one[PLAN]]
+        without += [
+            f"{one['row']}, {PLAN}" for one in planned if not one[PLAN]["ratio"]
+        ]
         if without:
             missing.append(f"rows without a ratio: {'; '.join(without)}")
         if not self.costs:
             missing.append("costs: not measured")
-        settings = [one[PEER].get("settings", {}) for one in each if PEER in one]
-        torch = [of["torch"] for of in settings if "torch" in of]
+        versions = {"torch": "not measured", "ray": "not measured"}
+        for one in each:
+            for name in (PEER, RAY):
+                versions |= one.get(name, {}).get("settings", {})
         return {
             "figure": "compare",
-            "machine": {**self.about["machine"], "torch": (*torch, "not measured")[0]},
+            "machine": {**self.about["machine"], **versions},
             "settings": self.about["settings"],
             "rounds": len(each),
             "loads": [one["load"] for one in each],
             "missing": missing,
             "rows": found,
+            "graphs": graphs,
             "costs": self.costs,
             "each": each,
         }
@@ -194,7 +210,7 @@ class Comparison:
     def write(self) -> None:
         """Write both files, each at once, if anything was measured; figures first."""
         written = self.record()
-        if any(name in one for one in written["each"] for name in (PEER, *OURS)):
+        if any(name in one for one in written["each"] for name in SYSTEMS):
             _put("compare.json", json.dumps(written, indent=1) + "\n")
             _put("compare.md", page(written))
 
@@ -237,28 +253,58 @@ def summary(rounds: Sequence[Found]) -> list[dict[str, Any]]:
     result = []
     for row, target in rows.TARGETS.items():
         one: dict[str, Any] = {"row": row, "target": target}
-        one[PEER] = _median([_figure(found, PEER, row) for found in rounds])
+        one[PEER] = _median(_figure(found, PEER, row) for found in rounds)
         for name in OURS:
-            pairs = [
-                (_figure(found, name, row), _figure(found, PEER, row))
-                for found in rounds
-            ]
-            ratios = [ours / peer for ours, peer in pairs if ours and peer]
-            one[name] = {
-                "median": _median([ours for ours, _ in pairs]),
-                "ratio": _median(ratios),
-                "ratio_min": min(ratios, default=None),
-                "ratio_max": max(ratios, default=None),
-            }
-        ratio = one[JUDGED]["ratio"]
-        one["met"] = None if ratio is None else ratio <= target
+            aim = target if name == JUDGED else None
+            one[name] = compared(rounds, (name, row), (PEER, row), aim)
+        one["met"] = one[JUDGED]["met"]
+        one[PLAN] = None
+        plan = row.removesuffix(", backward")
+        if plan in rows.PLANS:
+            both = [of for of in rows.TARGETS if f"{of}, ".startswith(f"{plan}, ")]
+            aim = rows.PLANS[plan]
+            one[PLAN] = compared(rounds, (PLAN, plan), (PEER, *both), aim)
         result.append(one)
     return result
 
 
-def _figure(found: Found, name: str, row: str) -> float | None:
-    figure: float | None = found.get(name, {}).get("rows", {}).get(row)
-    return figure
+def beside_ray(rounds: Sequence[Found]) -> list[dict[str, Any]]:
+    """The same of the rows of graphs: a plan's ratio to Ray's time."""
+    aim = rows.GRAPH_TARGET
+    return [
+        {
+            "row": row,
+            RAY: _median(_figure(found, RAY, row) for found in rounds),
+            PLAN: compared(rounds, (PLAN, row), (RAY, row), aim),
+        }
+        for row in rows.GRAPHS
+    ]
+
+
+def compared(
+    rounds: Sequence[Found],
+    ours: Sequence[str],
+    theirs: Sequence[str],
+    target: float | None,
+) -> dict[str, Any]:
+    """The median of a system's rows, together, and of their ratio to another's."""
+    pairs = [(_figure(found, *ours), _figure(found, *theirs)) for found in rounds]
+    ratios = [one / other for one, other in pairs if one and other]
+    ratio = _median(ratios)
+    return {
+        "median": _median(one for one, _ in pairs),
+        "ratio": ratio,
+        "ratio_min": min(ratios, default=None),
+        "ratio_max": max(ratios, default=None),
+        "target": target,
+        "met": None if ratio is None or target is None else ratio <= target,
+    }
+
+
+def _figure(found: Found, name: str, *wanted: str) -> float | None:
+    measured = found.get(name, {}).get("rows", {})
+    figures = [measured[row] for row in wanted if row in measured]
+    return sum(figures) if len(figures) == len(wanted) else None
 
 
 def _median(figures: Iterable[float | None]) -> float | None:
@@ -270,21 +316,39 @@ def table(found: Sequence[Found]) -> str:
     """The summary as a table in Markdown."""
     others = [name for name in OURS if name != JUDGED]
     lines = [
-        f"| row | peer | jdag: {JUDGED} | ratio (rounds) | target | met "
-        f"| {' | '.join(others)} |",
-        f"| --- | ---: | ---: | ---: | ---: | --- |{' ---: |' * len(others)}",
+        f"| row | peer | jdag: {JUDGED} | ratio (rounds) | target | met | plan "
+        f"| ratio (rounds) | target | met | {' | '.join(others)} |",
+        f"| --- | ---: {'| ---: | ---: | ---: | --- ' * 2}|{' ---: |' * len(others)}",
     ]
     for row in found:
-        judged = row[JUDGED]
-        least, most = _ratio(judged["ratio_min"]), _ratio(judged["ratio_max"])
-        more = " | ".join(_ratio(row[name]["ratio"]) for name in others)
+        name, plan = row["row"], row[PLAN]
+        more = " | ".join(_ratio(row[other]["ratio"]) for other in others)
+        planned = _cells(name, plan) if plan else "- | - | - | -"
         lines.append(
-            f"| {row['row']} | {amount(row['row'], row[PEER])} "
-            f"| {amount(row['row'], judged['median'])} "
-            f"| **{_ratio(judged['ratio'])}** ({least} to {most}) | {row['target']} "
-            f"| {MET[row['met']]} | {more} |"
+            f"| {name} | {amount(name, row[PEER])} "
+            f"| {_cells(name, row[JUDGED])} | {planned} | {more} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def table_of_graphs(found: Sequence[Found]) -> str:
+    """Plans beside Ray's Compiled Graph, in Markdown."""
+    lines = [
+        "| row | Ray | plan | plan / Ray (rounds) | target | met |",
+        "| --- | ---: | ---: | ---: | ---: | --- |",
+    ]
+    for row in found:
+        name, cells = row["row"], _cells(row["row"], row[PLAN])
+        lines.append(f"| {name} | {amount(name, row[RAY])} | {cells} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cells(row: str, found: Found) -> str:
+    least, most = _ratio(found["ratio_min"]), _ratio(found["ratio_max"])
+    return (
+        f"{amount(row, found['median'])} | **{_ratio(found['ratio'])}** "
+        f"({least} to {most}) | {found['target'] or '-'} | {MET[found['met']]}"
+    )
 
 
 def _ratio(value: float | None) -> str:
@@ -321,8 +385,14 @@ def page(written: Found) -> str:
         "# PyTorch's distributed autograd and jdag, side by side\n\n"
         f"Judged is FAST mode on sockets: FAST is the peer's rule for passes. SMART, "
         "jdag's default, first finds what a pass needs; its ratios, and those of the "
-        "gRPC carrier, are in the last columns.\n\n"
+        "gRPC carrier, are in the last columns. A plan (`jdag.compile`) is no part of "
+        "that verdict. One of a chain or a fan-out runs forward and backward at once: "
+        "its time is in the row of backward, its ratio that to the sum of the peer's "
+        "two; one of retained passes runs forward as often too.\n\n"
         f"{table(written['rows'])}\n"
+        "Plans beside Ray's Compiled Graph, forward alone: an array goes to a worker "
+        "and back, or through so many calls by three workers in turn.\n\n"
+        f"{table_of_graphs(written['graphs'])}\n"
         f"Medians of {written['rounds']} rounds in turn, of p50s in each; the ratio is "
         "jdag / peer, its range that of the rounds. `paper/compare/rows.py` has what "
         "each row does.\n\n"
@@ -338,13 +408,15 @@ def page(written: Found) -> str:
     )
 
 
-def check_peer(python: str | None) -> None:
-    """Refuse, in one line that says what to install, a Python without the peer."""
-    found = shutil.which(python or "")
+def check(option: str, python: str | None) -> None:
+    """Refuse, in one line that says what to install, a Python without a package."""
+    found, package = shutil.which(python or ""), PACKAGES[option]
+    module = package.partition("==")[0]
     if found is None or subprocess.call(
-        [found, "-c", "import torch, numpy"], stderr=subprocess.DEVNULL
+        [found, "-c", f"import {module}, numpy"], stderr=subprocess.DEVNULL
     ):
-        raise SystemExit(f"{python} is no Python that has the peer: {INSTALL}")
+        install = INSTALL.format(package=package, option=option)
+        raise SystemExit(f"{python} is no Python that has {module}: {install}")
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -353,11 +425,14 @@ def main(arguments: Sequence[str]) -> None:
     Exits with 1 where something is missing, and with 130 where it was interrupted.
     """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--peer", default=os.environ.get("JDAG_PEER"))
-    parser.add_argument("--rounds", type=int, default=5)
+    for option in PACKAGES:
+        named = os.environ.get(f"JDAG_{option.upper()}")
+        parser.add_argument(f"--{option}", default=named)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--quick", action="store_true")
     given = parser.parse_args(arguments)
-    check_peer(given.peer)
+    for option in PACKAGES:
+        check(option, getattr(given, option))
     threads = len(os.sched_getaffinity(0))
     settings = {"threads": threads, "batch": rows.BATCH, **TUNABLES}
     about = {"machine": machine(), "settings": settings}
@@ -365,7 +440,8 @@ def main(arguments: Sequence[str]) -> None:
     made = Comparison(about, count, threads)
     code = 0
     try:
-        _measure(made, given.peer, given.quick)
+        more = ("--quick",) if given.quick else ()
+        _measure(made, commands(given.peer, given.ray, more), given.quick)
     except KeyboardInterrupt:
         made.failures.append("the rest: it was interrupted")
         code = 130
@@ -380,8 +456,7 @@ def main(arguments: Sequence[str]) -> None:
     sys.exit(code or int(bool(written["missing"])))
 
 
-def _measure(made: Comparison, peer: str, quick: bool) -> None:
-    started = commands(peer, ("--quick",) if quick else ())
+def _measure(made: Comparison, started: Found, quick: bool) -> None:
     for _ in range(made.count):
         made.round(started)
         if not quick:
