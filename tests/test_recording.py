@@ -172,9 +172,9 @@ def test_arrays_that_a_program_makes_are_constants(cluster):
 
 def test_moves_replicas_sums_and_unjitted_calls_are_calls(cluster):
     def spread(ctx, w, x):
-        copies = ctx.replicate(["b", "c", "d"], w)
-        both = zip("bcd", copies, strict=True)
-        parts = {name: ctx.call(name, jnp.matmul, x, v) for name, v in both}
+        names = ["b", "c", "d"]
+        copies = dict(zip(names, ctx.replicate(names, w), strict=True))
+        parts = {c: ctx.call(c, jnp.matmul, x, copies[c]) for c in names}
         total = ctx.all_reduce(parts)["c"]
         offset = ctx.call("d", doubled, W)
         return ctx.call("a", layer, ctx.move("a", offset), ctx.move("a", total))
@@ -246,3 +246,20 @@ def test_results_are_refs_and_data(cluster):
 def test_a_function_that_cannot_be_traced_is_a_remote_error(cluster):
     with pytest.raises(RemoteError, match="failed on 'b'"):
         compile(lambda ctx, x: ctx.call("b", jnp.matmul, x, x), cluster)(X)
+
+
+def test_functions_are_traced_once_for_contexts_and_plans(cluster):
+    traced = []
+
+    def counted(x):
+        traced.append(0)
+        return jnp.sum(x) * 3
+
+    def once(ctx, x):
+        return ctx.call("b", counted, x)
+
+    with cluster.context() as ctx:
+        once(ctx, X).fetch()
+    before = len(traced)
+    compile(once, cluster, exact=True)(X)
+    assert len(traced) == before

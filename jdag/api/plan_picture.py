@@ -25,7 +25,8 @@ def table_of_plan(name: str, cut: Cut, caller: Worker) -> str:
     ]
     for index, piece in enumerate(cut.pieces):
         source = f"{named(piece.worker)} {index}"
-        going += [(source, piece.worker, *hop) for hop in _hops_of(piece)]
+        worker = piece.worker
+        going += [(source, worker, hop.to, hop.slots) for hop in piece.segment.hops]
     hops, total = [], 0
     for source, worker, to, slots in going:
         if to != worker:
@@ -73,10 +74,6 @@ def graph_of_plan(cut: Cut) -> Graph:
         vertices.append(Vertex(ids[index], named(piece.worker), kind, (index,), label))
     workers = tuple([named(worker) for worker, _ in cut.parts])
     return Graph(workers, tuple(vertices), tuple(dict.fromkeys(edges)))
-
-
-def _hops_of(piece: Piece) -> list[tuple[Worker, Sequence[int]]]:
-    return [(hop.to, hop.slots) for hop in piece.segment.hops]
 
 
 def _said(piece: Piece) -> str:

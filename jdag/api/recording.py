@@ -96,9 +96,7 @@ class RecordingFrame(ProgramFrame):
         self.tape = _Tape(worker)
         super().__init__(state, self.tape, id, (), program)  # type: ignore[arg-type]
         self.phase = FramePhase.OPEN
-        self.tracers: list[
-            Any
-        ] = []  # Inputs first, then what calls take or it returns.
+        self.tracers: list[Any] = []  # Inputs, then what calls take or it returns.
         self._refs: dict[int, Ref] = {}  # Of these, by id.
         self.trace: Any = None  # Of JAX, while the program runs.
         self.completed = False  # Its program has run, and jdag adds to it.
@@ -131,11 +129,6 @@ class RecordingFrame(ProgramFrame):
         error = self.refusal(what)
         raise type(error)(f"{name or name_of(fn)} on {worker!r}: {error}")
 
-    def check_trace(self) -> None:
-        """Raise inside of another function that JAX traces."""
-        if self.phase is FramePhase.OPEN and trace_ctx.trace is not self.trace:
-            raise self.refusal(_TRACED)
-
     def ref_of(self, tracer: Any) -> Ref:
         """Return a ref to an array that the program computes; the same for each."""
         if id(tracer) not in self._refs:
@@ -148,12 +141,8 @@ class RecordingFrame(ProgramFrame):
     def bound_tracers(self, tree: Any) -> Any:
         """Return a pytree with refs in the place of tracers."""
         leaves, treedef = flatten(tree)
-        if not any([isinstance(leaf, jax.core.Tracer) for leaf in leaves]):
-            return tree
-        return unflatten(treedef, [self._bound_tracer(leaf) for leaf in leaves])
-
-    def _bound_tracer(self, leaf: Any) -> Any:
-        return self.ref_of(leaf) if isinstance(leaf, jax.core.Tracer) else leaf
+        named = [self.ref_of(one) if _is_tracer(one) else one for one in leaves]
+        return unflatten(treedef, named)
 
     def result(self, tree: Any) -> tuple[list[Any], Any]:
         """Return the leaves of what the program returned, refs or data; its treedef."""
@@ -161,7 +150,7 @@ class RecordingFrame(ProgramFrame):
         for index, leaf in enumerate(leaves):
             if is_ref(leaf):
                 self.admit(leaf)
-            elif isinstance(leaf, jax.core.Tracer):
+            elif _is_tracer(leaf):
                 leaves[index] = self.ref_of(leaf)
             elif not (is_static(leaf) or isinstance(leaf, NUMBERS)):
                 try:
@@ -175,6 +164,10 @@ class RecordingFrame(ProgramFrame):
         return leaves, treedef
 
 
+def _is_tracer(value: object) -> bool:
+    return isinstance(value, jax.core.Tracer)
+
+
 class RecordingContext(Context):
     """The context that a program gets while it is recorded."""
 
@@ -183,7 +176,8 @@ class RecordingContext(Context):
     ) -> Any:
         """Record a call; see `Context.call`."""
         frame: Any = self._frame
-        frame.check_trace()
+        if frame.phase is FramePhase.OPEN and trace_ctx.trace is not frame.trace:
+            raise frame.refusal(_TRACED)
         # Left meanwhile, so that functions are traced as they are without a plan.
         with eval_context(), eager_constant_folding(False):
             fn, args, kwargs = frame.bound_tracers((fn, args, kwargs))
@@ -310,13 +304,10 @@ class Drawn:
         ]
         self.constants: dict[int, Any] = {}
         self._numbers: dict[Key, int] = {}
-        self._known: dict[int, int] = {}  # Constants by their identity.
         values = list(self.inputs)
         if recording.own.out_avals:
             made = _own_pair(recording)
-            untracked = (False,) * len(values)
-            name, site = made.name, ""
-            values += self.graph.call(here, made, values, untracked, name, site)
+            values += self.graph.call(here, made, values, made.tracked, made.name, "")
         for index, value in enumerate(values):
             self.name(SlotKey(frame.id, 0, index), value)
         self._taken = 0
@@ -333,22 +324,12 @@ class Drawn:
             if key.kind in LEAF_KINDS:
                 leaf: LeafId = key.name
                 aval = self._state.record(leaf, aval).aval  # Has its device.
-                tracked = aval.inexact and not leaf.untracked
-                number = self.graph.source(
-                    "leaf", owner, aval, leaf=leaf, tracked=tracked
-                )
+                on = aval.inexact and not leaf.untracked
+                number = self.graph.source("leaf", owner, aval, leaf=leaf, tracked=on)
             else:
-                number = self._constant(self._tape.constants[key], aval)
+                number = self.graph.source("constant", self._tape.worker, aval)
+                self.constants[number] = self._tape.constants[key]
             self._numbers[key] = number
-        return number
-
-    def _constant(self, value: Any, aval: Aval) -> int:
-        """Return a constant, the same one for the same array."""
-        number = self._known.get(id(value))
-        if number is None or isinstance(value, Aval):
-            number = self.graph.source("constant", self._tape.worker, aval)
-            self._known[id(value)] = number
-            self.constants[number] = value
         return number
 
     def take(self) -> None:
@@ -360,9 +341,8 @@ class Drawn:
             sources = zip(call.arguments, made.avals, strict=True)
             inputs = [self.value(one.key, one.owner, aval) for one, aval in sources]
             tracked = [one.tracked for one in call.arguments]
-            outputs = self.graph.call(
-                call.worker, made, inputs, tracked, call.name, call.call_site
-            )
+            said = call.name, call.call_site
+            outputs = self.graph.call(call.worker, made, inputs, tracked, *said)
             for index, output in enumerate(outputs):
                 self.name(OutputKey(call.context, call.path, index), output)
 
@@ -375,9 +355,8 @@ def _own_pair(recording: Recording) -> Any:
         found: list[Any] = own(*inputs)
         return found
 
-    between.__qualname__ = (
-        f"{recording.frame.program.rpartition(':')[2]}, between calls"
-    )
+    program = recording.frame.program.rpartition(":")[2]
+    between.__qualname__ = f"{program}, between calls"
     structs = tuple([aval.struct() for aval in recording.inputs])
     template = split(structs, {}, lambda _: True).template
     return pair(between, template, recording.inputs, (False,) * len(structs))
