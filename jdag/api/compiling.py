@@ -10,6 +10,9 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+import numpy as np
+
 from jdag.api.cluster import Cluster
 from jdag.api.context import Context
 from jdag.api.graph import Graph
@@ -46,6 +49,8 @@ from jdag.engine.protocol import (
 )
 from jdag.errors import JdagError, RemoteError, WorkerLost, kind_of, no_arrays
 from jdag.runtime.failures import exception_of
+
+KNOWN_MAX = 256  # Types of arguments whose plan is found at once.
 
 
 def compile(
@@ -121,7 +126,9 @@ class CompiledStep:
         self._cluster = cluster
         self._optimizer = optimizer
         self._exact = exact
+        self._what = f"a step of {name_of(program)}"
         self._plans: dict[tuple[Any, ...], Plan] = {}
+        self._known: dict[tuple[Any, ...], tuple[Plan, tuple[int, ...]]] = {}
         self._last: Plan | None = None
 
     def __repr__(self) -> str:
@@ -149,11 +156,11 @@ class CompiledStep:
         its structure, as `jdag.value_and_grad` gives them: zeros where the result does
         not depend on a leaf, None for statics and numbers.
         """
-        leaves, form = self._leaves(args)
         plan, inputs = self._planned(args, differentiated=True)
         value, gradients = plan.run(inputs)
+        leaves, form = plan.leaves
         found = [filled(gradients.get(ref.key.name), ref) for ref in leaves]
-        return value, unflatten(form.bare, found)
+        return value, unflatten(form, found)
 
     @property
     def plan(self) -> "Plan":
@@ -181,15 +188,28 @@ class CompiledStep:
                 f"{what}: {error}; a plan differentiates by leaves, such as "
                 "cluster.put gives"
             ) from None
-        return leaves, form
+        return leaves, form.bare
 
     def _planned(
         self, args: tuple[Any, ...], *, differentiated: bool
     ) -> tuple["Plan", list[Any]]:
-        """Return the plan for these arguments, and its inputs among them."""
+        """Return the plan for these arguments, and its inputs among them.
+
+        Where all are arrays, floats and leaves their types select it, without a look at
+        each as `split` takes.
+        """
         cluster = self._cluster
         state = cluster.state
-        cluster._check(f"a step of {name_of(self._program)}")
+        cluster._check(self._what)
+        now = tuple(state.driver.incarnations.items())
+        flat, treedef = jax.tree.flatten(args)
+        types = [_type_of(one, state) for one in flat]
+        known = (treedef, *types, now, differentiated)
+        found = None if None in types else self._known.get(known)
+        if found is not None:
+            self._last, places = found
+            return self._last, [flat[place] for place in places]
+        first = self._leaves(args) if differentiated else ([], None)
         given = split(args, {}, state.is_named)
         inputs, leaves = dict(given.constants), []
         for place, ref in given.refs:
@@ -200,16 +220,20 @@ class CompiledStep:
                 cluster._assignments.leaf(ref)  # Says why not.
             leaves.append((place, ref.key, ref.tracked))
         avals = {place: given.aval(place, value) for place, value in inputs.items()}
-        now = tuple(state.driver.incarnations.items())
-        types = tuple(avals.items())
-        key = (given.template, types, tuple(leaves), now, differentiated)
+        key = (given.template, *avals.items(), *leaves, now, differentiated)
         plan = self._plans.get(key)
         if plan is None:
             for old in [one for one in self._plans if one[-2] != now]:
                 del self._plans[old]  # A worker of it is gone.
+            self._known.clear()
             plan = self._recorded(given, avals, differentiated)
             plan.prepare()
+            plan.leaves = first
             self._plans[key] = plan
+        if None not in types and given.size == len(flat):
+            if len(self._known) >= KNOWN_MAX:
+                self._known.clear()
+            self._known[known] = plan, tuple(inputs)
         self._last = plan
         return plan, list(inputs.values())
 
@@ -271,6 +295,7 @@ class Plan:
         exact: bool,
     ) -> None:
         self.stepped: tuple[Ref, ...] = ()  # Leaves, by an optimizer.
+        self.leaves: tuple[list[Ref], Any] = ([], None)  # Of `value_and_grad`.
         self.name = recording.frame.program
         self._state, self._port = cluster.state, cluster._port
         self._id = recording.frame.id
@@ -352,6 +377,20 @@ class Plan:
     def graph(self) -> Graph:
         """Return its segments and the values between them; see `Graph.dot`."""
         return graph_of_plan(self.cut)
+
+
+def _type_of(value: Any, state: Any) -> Any:
+    """What of an argument selects a plan; None where more has to be looked at."""
+    if isinstance(value, Ref):
+        leaf = value.leaf if value.holder is state else None
+        known = leaf is not None and not leaf.dropped
+        return (value.key, value.tracked) if known else None
+    if isinstance(value, np.ndarray):
+        return value.shape, value.dtype
+    if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
+        kind = value.shape, value.dtype, value.weak_type
+        return None if value.is_deleted() else kind
+    return float if type(value) is float else None
 
 
 def _checked(result: Any) -> Any:

@@ -20,7 +20,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from jdag.compute.dataflow import Graph
-from jdag.compute.segments import SegmentFunction
+from jdag.compute.segments import SegmentFunction, link
 from jdag.engine.messages import Outgoing, Prepare, Segment, Slotted
 from jdag.engine.names import ContextId, LeafId, Worker
 from jdag.engine.segments import SegmentNode, Slots
@@ -126,6 +126,7 @@ def cut(
             tuple([index for index, piece in enumerate(mine) if piece.update]),
             bool(staged) or not all([_is_awaited(piece, wanted) for piece in mine]),
         )
+        link(part.segments)
         parts.append((worker, part))
     inputs = [(to, tuple(few)) for (to, kind), few in held.items() if kind == "input"]
     nbytes = [value.aval.nbytes for value in graph.values]
