@@ -1,14 +1,14 @@
 """The state that the programs of a cluster share in one process."""
 
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
 import jax
-from jax.extend.core import get_opaque_trace_state
+from jax._src.core import trace_ctx
 
 from jdag.api.hosted import Hosted
 from jdag.api.refs import Leaf, Ref
@@ -47,10 +47,6 @@ def _stands(value: object) -> bool:
     return is_ref(value) or isinstance(value, jax.ShapeDtypeStruct)
 
 
-# The current nesting of JAX's transformations, for comparison.
-trace_state: Callable[[], Any] = partial(get_opaque_trace_state, convention="flax")
-
-
 class ClusterState:
     """The workers of a cluster, its leaves, and how its values are: real or abstract.
 
@@ -74,7 +70,7 @@ class ClusterState:
         self.leaves: dict[LeafId, Leaf] = {}
         self._far: WeakValueDictionary[LeafId, Leaf] = WeakValueDictionary()
         self.closed = False
-        self.trace = trace_state()
+        self.trace = weakref.ref(trace_ctx.trace)  # Of the innermost transformation.
         self.configuration = configuration()
         self.process = os.getpid()
         # Whether an argument is a ref or, in abstract mode, a ShapeDtypeStruct.
@@ -193,11 +189,8 @@ class ClusterState:
 
     def is_unusable(self) -> bool:
         """Tell whether it is closed, or JAX's nesting or settings have changed."""
-        return (
-            self.closed
-            or trace_state() != self.trace
-            or configuration() != self.configuration
-        )
+        now, then = configuration(), self.configuration
+        return self.closed or trace_ctx.trace is not self.trace() or now != then
 
     def check_open(self, what: str) -> None:
         """Raise unless it is open and JAX's nesting and settings are unchanged.
@@ -219,7 +212,7 @@ class ClusterState:
                 f"{what} on {self}: {', '.join(changed)}; the configuration of JAX is "
                 "fixed per cluster: set it first, then make the cluster"
             )
-        if trace_state() != self.trace:
+        if trace_ctx.trace is not self.trace():
             raise ContextError(
                 f"{what} inside of jax.jit, vmap, grad or another function that JAX "
                 "traces: jdag runs outside of these. Put them inside of the functions "
