@@ -211,12 +211,13 @@ class CallSite(NamedTuple):
     def __str__(self) -> str:
         # The file by its name alone: a call site travels, so that a path would make
         # the bytes on the wire, and with them the digest, depend on the folder.
-        return f"{_base(self.file)}:{self.line} in {self.function}"
+        return _site(*self)
 
 
 @functools.lru_cache(maxsize=4096)
-def _base(file: str) -> str:
-    return file.replace("\\", "/").rpartition("/")[2]
+def _site(file: str, line: int, function: str) -> str:
+    base = file.replace("\\", "/").rpartition("/")[2]
+    return f"{base}:{line} in {function}"
 
 
 def call_site() -> CallSite:
