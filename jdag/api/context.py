@@ -209,14 +209,13 @@ class Context:
         state = self.state
         there, device = state.place(worker, what)
         fn, args, own = called(fn, args)
-        if not is_program(fn):
-            return there, device, fn, split(args, kwargs, state.is_named, own)
-        if device is not None:
+        taken = state.is_given if is_program(fn) else state.is_named
+        if device is not None and is_program(fn):
             raise JdagError(
                 f"{name_of(fn)} is a program, which runs on a worker, and {worker!r} "
                 "names a device; the functions that it calls may name one"
             )
-        return there, device, fn, split(args, kwargs, state.is_given, own)
+        return there, device, fn, split(args, kwargs, taken, own)
 
     def move(self, worker: str, refs: Any) -> Any:
         """Move arrays to a worker; gradients flow back through it.
