@@ -226,9 +226,7 @@ def call_site() -> CallSite:
     If all frames are jdag's own, the outermost one is used.
     """
     frame = sys._getframe(1)
-    while (outer := frame.f_back) is not None:
-        if not is_ours(frame.f_code.co_filename):
-            break
-        frame = outer
+    while is_ours(frame.f_code.co_filename) and frame.f_back is not None:
+        frame = frame.f_back
     code = frame.f_code
     return CallSite(code.co_filename, frame.f_lineno, code.co_qualname)
