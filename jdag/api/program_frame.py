@@ -248,7 +248,7 @@ class ProgramFrame:
         descends: LeafId | None = None
         constants = list(parts.constants)
         for index, ref in parts.refs:
-            if is_ref(ref):
+            if ref.__class__ is Ref:
                 if ref.holder is not self:
                     self.admit(ref)
                 descends = descends or ref.descends
@@ -268,7 +268,9 @@ class ProgramFrame:
             avals[index] = parts.aval(index, value)
             arguments[index] = Argument(key, here, False)
         tracked = tuple([argument.tracked for argument in arguments])
-        made = traced(fn, parts, tuple(avals), tracked, worker, site)
+        # That of JAX is the same, as has been checked.
+        configured = self.state.configuration
+        made = traced(fn, parts, tuple(avals), tracked, worker, site, configured)
         if device is not None or any(sources):
             # A move runs at its source.
             there = sources[0] if fn is transferred else device
