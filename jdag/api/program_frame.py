@@ -268,9 +268,9 @@ class ProgramFrame:
             avals[index] = parts.aval(index, value)
             arguments[index] = Argument(key, here, False)
         tracked = tuple([argument.tracked for argument in arguments])
-        # That of JAX is the same, as has been checked.
-        configured = self.state.configuration
-        made = traced(fn, parts, tuple(avals), tracked, worker, site, configured)
+        looked = self.state.configuration  # It is still the same: see `check`.
+        found = tuple(avals)
+        made = traced(fn, parts, found, tracked, worker, site, configured=looked)
         if device is not None or any(sources):
             # A move runs at its source.
             there = sources[0] if fn is transferred else device

@@ -133,6 +133,7 @@ def traced(
     tracked: tuple[bool, ...],
     worker: str,
     site: str,
+    *,
     configured: Configuration | None = None,
 ) -> Pair:
     """Return the forward/vjp pair of a call; raise RemoteError if `fn` raises."""
