@@ -66,14 +66,14 @@ def is_own(error: BaseException) -> TypeGuard["JdagError"]:
     return isinstance(error, JdagError) and type(error).__module__ == __name__
 
 
-def is_deeper(tree: Any, most: int, parts: Callable[[Any], Iterable[Any]]) -> bool:
+def is_deeper(tree: Any, most: int, parts: Callable[[list[Any]], list[Any]]) -> bool:
     """Tell whether data are nested more than `most` deep, or contain themselves.
 
-    `parts` gives what an item holds: nothing, if it is a leaf.
+    `parts` gives what several items hold together; a leaf holds nothing.
     """
     level = [tree]
     for _ in range(most):
-        level = [part for one in level for part in parts(one)]
+        level = parts(level)
         if not level:
             return False
         if len(level) > 1000:  # What contains itself twice would double each time.

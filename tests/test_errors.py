@@ -61,8 +61,8 @@ def test_a_long_number_is_shown_by_its_ends():
 
 
 def test_what_is_as_deep_as_allowed_is_not_deeper():
-    def parts(value):
-        return value if isinstance(value, list) else ()
+    def parts(values):
+        return [one for value in values if isinstance(value, list) for one in value]
 
     assert not is_deeper([[1, 2], 3], 3, parts)
     assert is_deeper([[1, 2], 3], 2, parts)

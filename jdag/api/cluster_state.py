@@ -1,15 +1,15 @@
 """The state that the programs of a cluster share in one process."""
 
 import os
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
 import jax
-from jax.extend.core import get_opaque_trace_state
+from jax._src.core import trace_ctx
 
 from jdag.api.hosted import Hosted
 from jdag.api.refs import Leaf, Ref
@@ -48,10 +48,6 @@ def _stands(value: object) -> bool:
     return is_ref(value) or isinstance(value, jax.ShapeDtypeStruct)
 
 
-# The current nesting of JAX's transformations, for comparison.
-trace_state: Callable[[], Any] = partial(get_opaque_trace_state, convention="flax")
-
-
 class ClusterState:
     """The workers of a cluster, its leaves, and how its values are: real or abstract.
 
@@ -77,7 +73,7 @@ class ClusterState:
         self.leaves: dict[LeafId, Leaf] = {}
         self._far: WeakValueDictionary[LeafId, Leaf] = WeakValueDictionary()
         self.closed = False
-        self.trace = trace_state()
+        self.trace = weakref.ref(trace_ctx.trace)  # Of the innermost transformation.
         self.configuration = configuration()
         self.process = os.getpid()
         # Whether an argument is a ref or, in abstract mode, a ShapeDtypeStruct.
@@ -197,11 +193,8 @@ class ClusterState:
 
     def is_unusable(self) -> bool:
         """Tell whether it is closed, or JAX's nesting or settings have changed."""
-        return (
-            self.closed
-            or trace_state() != self.trace
-            or configuration() != self.configuration
-        )
+        now, then = configuration(), self.configuration
+        return self.closed or trace_ctx.trace is not self.trace() or now != then
 
     def check_open(self, what: str) -> None:
         """Raise unless it is open and JAX's nesting and settings are unchanged.
@@ -212,7 +205,7 @@ class ClusterState:
         """
         if self.closed:
             raise ContextError(f"{what} on {self}, which is closed")
-        if self.recording is not None and trace_state() != self.trace:
+        if self.recording is not None and trace_ctx.trace is not self.trace():
             raise self.recording(what)
         if (now := configuration()) != self.configuration:
             then = dict(self.configuration.settings)
@@ -225,7 +218,7 @@ class ClusterState:
                 f"{what} on {self}: {', '.join(changed)}; the configuration of JAX is "
                 "fixed per cluster: set it first, then make the cluster"
             )
-        if trace_state() != self.trace:
+        if trace_ctx.trace is not self.trace():
             raise ContextError(
                 f"{what} inside of jax.jit, vmap, grad or another function that JAX "
                 "traces: jdag runs outside of these. Put them inside of the functions "

@@ -210,7 +210,7 @@ class Context:
         there, device = state.place(worker, what)
         fn, args, own = called(fn, args)
         taken = state.is_given if is_program(fn) else state.is_named
-        if is_program(fn) and device is not None:
+        if device is not None and is_program(fn):
             raise JdagError(
                 f"{name_of(fn)} is a program, which runs on a worker, and {worker!r} "
                 "names a device; the functions that it calls may name one"

@@ -4,8 +4,9 @@ A move is a call of a tracked identity at its destination.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from jdag.api.refs import Ref
 from jdag.compute.pytrees import Split, flatten, is_constant, is_static, unflatten

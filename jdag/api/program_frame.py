@@ -243,15 +243,14 @@ class ProgramFrame:
         site = str(call_site())
         path = (*self.prefix, self.calls + 1)
         here = self.port.worker
-        size = parts.size
-        avals: list[Any] = [None] * size
-        arguments: list[Any] = [None] * size
-        sources: list[str | None] = [None] * size
+        avals: list[Any] = [None] * parts.size
+        arguments, sources = avals.copy(), avals.copy()
         descends: LeafId | None = None
         constants = list(parts.constants)
         for index, ref in parts.refs:
-            if is_ref(ref):
-                self.admit(ref)
+            if ref.__class__ is Ref:
+                if ref.holder is not self:
+                    self.admit(ref)
                 descends = descends or ref.descends
                 aval = avals[index] = ref.aval
                 if aval.device is not None:
@@ -269,10 +268,13 @@ class ProgramFrame:
             avals[index] = parts.aval(index, value)
             arguments[index] = Argument(key, here, False)
         tracked = tuple([argument.tracked for argument in arguments])
-        found = traced(fn, parts, tuple(avals), tracked, worker, site)
-        # A move runs at its source.
-        there = sources[0] if fn is transferred else device
-        made = placed(found, there, sources, [device] * len(found.out_avals))
+        looked = self.state.configuration  # It is still the same: see `check`.
+        found = tuple(avals)
+        made = traced(fn, parts, found, tracked, worker, site, configured=looked)
+        if device is not None or any(sources):
+            # A move runs at its source.
+            there = sources[0] if fn is transferred else device
+            made = placed(made, there, sources, [device] * len(made.out_avals))
         self.calls += 1
         issued = Issued(
             self.id,

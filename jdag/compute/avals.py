@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdag.compute.configuration import Configuration, configuration
 from jdag.compute.duals import Dual, are_arrays, is_array
 from jdag.engine.arrays import ArrayType
 from jdag.errors import JdagError, kind_of
 
+_NUMPY = (np.ndarray, np.generic)
 # The PRNG implementation of each key dtype.
 KEYS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
 
@@ -92,6 +94,12 @@ def intern_aval(
     return Aval(shape, dtype, weak, device)
 
 
+@lru_cache(maxsize=1024)
+def _dtype_in_jax(dtype: Any, configured: Configuration) -> Any:
+    """Return the dtype that JAX gives to numpy arrays of a dtype."""
+    return jax.typeof(np.empty((), dtype)).dtype
+
+
 @lru_cache(maxsize=64)
 def dtype_of(name: str) -> Any:
     """Return the dtype of this name: numpy's, or a key type of JAX."""
@@ -128,6 +136,9 @@ def _other_aval(value: Any) -> Aval:
         return aval_of(value.primal)
     config: Any = jax.config
     try:
+        if type(value) is np.ndarray:
+            dtype = _dtype_in_jax(value.dtype, configuration())
+            return intern_aval(value.shape, dtype, False)
         known = jax.typeof(value)
     except OverflowError as error:
         raise JdagError(
@@ -164,7 +175,7 @@ def all_there(values: Sequence[Any]) -> bool:
 
 def frozen(value: Any) -> Any:
     """Return the value, or a read-only copy of a numpy array that can change."""
-    if not isinstance(value, np.ndarray | np.generic):
+    if not isinstance(value, _NUMPY):
         if is_deleted(value):
             raise JdagError(
                 f"{aval_of(value)} was deleted, or donated to a jitted function; an "

@@ -50,7 +50,10 @@ def parts(value: Any) -> tuple[memoryview, ...]:
     elif type(value) in _NUMBERS:
         with np.errstate(over="ignore"):  # Overflows to infinity, as in JAX.
             value = np.array(value, canonicalize_dtype(type(value)))
-    # Views of bytes: Python's buffer protocol does not know bfloat16 and similar types.
+    try:
+        return (memoryview(value).cast("B").toreadonly(),)
+    except (TypeError, ValueError, BufferError):  # Empty, apart, elsewhere; bfloat16.
+        pass
     elements: Any = np.asarray(value).reshape(-1).view(np.uint8)
     return (memoryview(elements).toreadonly(),)
 

@@ -7,6 +7,7 @@ versions of JAX, are compared, so that a mismatch is refused.
 import re
 from collections.abc import Mapping
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -89,7 +90,9 @@ def compared() -> tuple[str, ...]:
 _holders: Mapping[str, Any] = jax.config._value_holders
 _ALL = tuple((name, _holders[name]) for name in compared())
 _WATCHED = tuple(_holders[name] for name in ALSO)
-_last: list[tuple[Any, Configuration]] = []  # The last one, with its watched values.
+_value = attrgetter("value")
+# The last one, with its watched values.
+_last: list[tuple[Any, Configuration]] = [((), Configuration(()))]
 
 
 def configuration() -> Configuration:
@@ -98,11 +101,12 @@ def configuration() -> Configuration:
     Reading all of them takes too long for every call, so they are read again only when
     JAX's trace context or one of `ALSO` has changed; the rest is set once per process.
     """
-    watched = (trace_context(), [one.value for one in _WATCHED])
-    if _last and _last[0][0] == watched:
-        return _last[0][1]
+    watched = (trace_context(), *map(_value, _WATCHED))
+    then, last = _last[0]
+    if then == watched:
+        return last
     found = Configuration(tuple([(name, one.value) for name, one in _ALL]))
-    if _last and _last[0][1] == found:
-        found = _last[0][1]  # The same object compares faster.
+    if last == found:
+        found = last  # The same object compares faster.
     _last[:] = [(watched, found)]
     return found

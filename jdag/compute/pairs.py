@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from jdag.compute.avals import Aval, aval_of, is_deleted, is_there
-from jdag.compute.configuration import configuration
+from jdag.compute.configuration import Configuration, configuration
 from jdag.compute.duals import along, any_dual, primal_of, refuse_no_jvp
 from jdag.compute.fingerprint import key_of
 from jdag.compute.jaxprs import Reaches, has_callback, has_move, passed_on
@@ -231,6 +231,7 @@ class PairCache:
         template: Template,
         avals: tuple[Aval, ...],
         tracked: tuple[bool, ...],
+        configured: Configuration | None = None,
     ) -> Pair:
         """Return the forward/vjp pair of `fn`, cached or new.
 
@@ -239,9 +240,11 @@ class PairCache:
             template: the structure of its arguments, from `pytrees.split`.
             avals: the abstract value of each position; weak types count.
             tracked: for each position, whether cotangents flow back to it.
+            configured: the current settings of JAX, if they have just been looked at.
         """
+        configured = configured or configuration()
         mark = is_unjitted(fn) and key_of(shapes_of(fn))
-        key = _Key((key_of(fn), template, avals, tracked, mark, configuration()))
+        key = _Key((key_of(fn), template, avals, tracked, mark, configured))
         key.fn = fn
         return self._pair(key)
 

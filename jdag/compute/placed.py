@@ -9,11 +9,12 @@ Invariant: an array that is held for a device is on it.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import compress
 from typing import Any
 
 from jdag.compute.devices import put, working_on
-from jdag.compute.pairs import Pair
+from jdag.compute.pairs import PAIRS_MAX, Pair
 from jdag.compute.tracing import Residuals
 
 Device = str | None
@@ -80,4 +81,7 @@ def placed(
     out = (device,) * len(pair.out_avals) if targets is None else tuple(targets)
     if device is None and not any(sources) and not any(out):
         return pair
-    return Placed(pair, device, tuple(compress(sources, pair.tracked)), out)
+    return _placed(pair, device, tuple(compress(sources, pair.tracked)), out)
+
+
+_placed = lru_cache(maxsize=PAIRS_MAX)(Placed)  # One for each, as there is one pair.

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 from numbers import Number
@@ -11,10 +10,12 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 import numpy as np
+from msgspec import Struct
 
 from jdag.compute.avals import Aval, aval_of, frozen
 from jdag.compute.callables import refuse_mutable
 from jdag.compute.fingerprint import key_of
+from jdag.compute.refs import RefBase
 from jdag.engine.arrays import HOLE
 from jdag.engine.functions import TAKEN, call_site
 from jdag.errors import ContextError, JdagError, is_deeper, kind_of, repr_of
@@ -36,6 +37,7 @@ _warned: list[str] = []  # The warning of a number inside a pytree, once given.
 # depth it has used, so everything that runs afterwards has less.
 DEPTH_MAX = 150
 _one_level: Any = jtu.default_registry.flatten_one_level
+_flatten: Any = jtu.default_registry.flatten
 
 
 def check_depth(tree: Any, what: str) -> None:
@@ -47,15 +49,18 @@ def check_depth(tree: Any, what: str) -> None:
         )
 
 
-def _children(node: Any) -> Iterable[Any]:
-    """The children of a node, none of a leaf."""
-    kind = type(node)
-    if kind is list or kind is tuple:
-        return node
-    if kind is dict:
-        return node.values()
-    found = _one_level(node)
-    return () if found is None else found[0]
+def _children(nodes: list[Any]) -> list[Any]:
+    """The children of nodes; a leaf has none."""
+    found: list[Any] = []
+    for node in nodes:
+        kind = type(node)
+        if kind is tuple or kind is list:
+            found += node
+        elif kind is dict:
+            found += node.values()
+        elif (parts := _one_level(node)) is not None:
+            found += parts[0]
+    return found
 
 
 class Static:
@@ -203,8 +208,7 @@ def template_of(treedef: Any, leaves: Sequence[Any], own: int) -> Template:
     return known or Template(treedef, leaves, tuple(statics), own)
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
+class Split(Struct, frozen=True):
     """The flattened arguments of a call.
 
     A position is an index among the array-like leaves (refs and constants together) in
@@ -277,8 +281,13 @@ def split(
     computation that runs later. `own` is how many of the first arguments are the
     function itself; it is used only in errors.
     """
+    is_flat = not kwargs and all(map(_is_leaf, map(type, args)))
+    treedef = None
     try:
-        leaves, treedef = flatten((args, kwargs))
+        if is_flat:
+            leaves = list(args)
+        else:
+            leaves, treedef = flatten((args, kwargs))
     except JdagError:  # Find which argument is refused.
         for name, value in (*enumerate(args, -own), *kwargs.items()):
             flatten(value, what=f"argument {name!r}")
@@ -288,10 +297,13 @@ def split(
     statics: list[tuple[int, Hashable]] = []
     position = 0
     for index, leaf in enumerate(leaves):
-        kind = _kind(type(leaf))
         if is_ref(leaf):
             refs.append((position, leaf))
-        elif kind is _Kind.STATIC:
+            leaves[index] = HOLE
+            position += 1
+            continue
+        kind = _kind(type(leaf))
+        if kind is _Kind.STATIC:
             statics.append((index, key_of(refuse_mutable(leaf))))
             continue
         elif kind is _Kind.WRAPPED:
@@ -308,9 +320,25 @@ def split(
                 raise JdagError(f"{where}: {error}") from None
         leaves[index] = HOLE
         position += 1
-    known = None if statics else template_of_arrays(treedef, own)
-    template = known or Template(treedef, leaves, tuple(statics), own)
+    if is_flat:
+        template: Template = _flat_template(position, own)
+    else:
+        known = None if statics else template_of_arrays(treedef, own)
+        template = known or Template(treedef, leaves, tuple(statics), own)
     return Split(tuple(refs), tuple(constants), template)
+
+
+@lru_cache(maxsize=1024)
+def _is_leaf(kind: type) -> bool:
+    """Tell whether values of a type are leaves of any pytree, and no statics."""
+    is_plain = kind in (np.ndarray, int, float, complex)
+    return is_plain or issubclass(kind, RefBase | jax.Array)
+
+
+@lru_cache(maxsize=1024)
+def _flat_template(size: int, own: int) -> Any:
+    """Return the template of so many arguments that are leaves."""
+    return template_of_arrays(flatten(((0,) * size, {}))[1], own)
 
 
 @lru_cache(maxsize=4096)
@@ -376,7 +404,7 @@ def flatten(
     """
     try:
         check_depth(tree, what)
-        leaves, treedef = jtu.tree_flatten(tree, is_leaf)
+        leaves, treedef = _flatten(tree, is_leaf)
     except ValueError as error:  # Dicts with keys of several types.
         why = f" {error.__cause__}" if error.__cause__ else ""
         raise JdagError(f"{what} is no pytree of JAX: {error}{why}") from None
@@ -442,7 +470,7 @@ def unflatten(treedef: Any, leaves: Sequence[Any]) -> Any:
     """Return the pytree that a treedef or `Form` describes, with these leaves."""
     if isinstance(treedef, Form):
         return treedef.rebuild(leaves)
-    return jtu.tree_unflatten(treedef, leaves)
+    return treedef.unflatten(leaves)
 
 
 def paths(tree: Any, is_ref: Callable[[Any], bool] | None = None) -> list[str]:

@@ -211,12 +211,13 @@ class CallSite(NamedTuple):
     def __str__(self) -> str:
         # The file by its name alone: a call site travels, so that a path would make
         # the bytes on the wire, and with them the digest, depend on the folder.
-        return f"{_base(self.file)}:{self.line} in {self.function}"
+        return _site(*self)
 
 
 @functools.lru_cache(maxsize=4096)
-def _base(file: str) -> str:
-    return file.replace("\\", "/").rpartition("/")[2]
+def _site(file: str, line: int, function: str) -> str:
+    base = file.replace("\\", "/").rpartition("/")[2]
+    return f"{base}:{line} in {function}"
 
 
 def call_site() -> CallSite:
@@ -225,9 +226,7 @@ def call_site() -> CallSite:
     If all frames are jdag's own, the outermost one is used.
     """
     frame = sys._getframe(1)
-    while (outer := frame.f_back) is not None:
-        if not is_ours(frame.f_code.co_filename):
-            break
-        frame = outer
+    while is_ours(frame.f_code.co_filename) and frame.f_back is not None:
+        frame = frame.f_back
     code = frame.f_code
     return CallSite(code.co_filename, frame.f_lineno, code.co_qualname)

@@ -82,6 +82,8 @@ class FunctionEncoder:
     def __init__(self) -> None:
         self._specs: WeakKeyDictionary[Any, dict[Modules, Known]] = WeakKeyDictionary()
         self._exported: WeakKeyDictionary[Any, Definition] = WeakKeyDictionary()
+        # What `prepare` has just found, `outgoing` asks for next.
+        self._last: tuple[Any, Modules, Known] = (None, (), (b"", ()))
 
     def spec_for(self, pair: Any, allowed_there: Modules) -> Known:
         """Return the spec of a pair for a worker, and what is to be defined there.
@@ -89,15 +91,19 @@ class FunctionEncoder:
         Raises:
             JdagError: it can go neither by name nor as StableHLO; says what to do.
         """
+        last, modules, known = self._last
+        if last is pair and modules is allowed_there:
+            return known
         bare = pair.pair
         specs = self._specs.setdefault(bare, {})
-        known = specs.get(allowed_there)
-        if known is None:
-            known = specs[allowed_there] = self._spec(bare, allowed_there)
-        if bare is pair:
-            return known
-        places = DevicePlacement(pair.device, pair.in_devices, pair.out_devices)
-        return placed_spec(known[0], places), known[1]
+        if allowed_there not in specs:
+            specs[allowed_there] = self._spec(bare, allowed_there)
+        known = specs[allowed_there]
+        if bare is not pair:
+            places = DevicePlacement(pair.device, pair.in_devices, pair.out_devices)
+            known = placed_spec(known[0], places), known[1]
+        self._last = (pair, allowed_there, known)
+        return known
 
     def prepare(
         self, event: Event, here: Worker, allowed_on: Callable[[Worker], Modules]

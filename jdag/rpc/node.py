@@ -63,7 +63,7 @@ from jdag.wire.messages import Codec
 DRAIN_S, DRAIN_LOOK_S = 30.0, 0.05
 SETTLE_S, SETTLE_LOOK_S = 3600.0, 0.001
 LAST_INFO_S = 1.0  # How long `close` waits for the statistics of other workers.
-FLUSH_NS = 50_000  # Batch the events that a program tells within this time.
+FLUSH_NS = 100_000  # Batch the events that a program tells within this time.
 SWEEP_NS = 10**9  # Receive buffers unused for this long are freed.
 ROUNDS_MAX = 64
 

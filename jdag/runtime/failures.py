@@ -10,6 +10,7 @@ import jax
 
 from jdag import errors
 from jdag.compute.avals import Aval
+from jdag.compute.configuration import Configuration
 from jdag.compute.pairs import Pair, pair
 from jdag.compute.pytrees import Split
 from jdag.compute.segments import failed_call
@@ -136,9 +137,11 @@ def traced(
     tracked: tuple[bool, ...],
     worker: str,
     site: str,
+    *,
+    configured: Configuration | None = None,
 ) -> Pair:
     """Return the forward/vjp pair of a call; raise RemoteError if `fn` raises."""
     try:
-        return pair(fn, parts.template, avals, tracked)
+        return pair(fn, parts.template, avals, tracked, configured)
     except Exception as error:
         raise remote_error(error, fn, worker, site) from error

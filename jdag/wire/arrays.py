@@ -22,7 +22,7 @@ def type_of(value: Any) -> ArrayType:
     if type(value) is ArrayType:
         return value
     if type(value) in SCALARS:
-        return ArrayType((), canonicalize_dtype(type(value)).name, True)
+        return _array_type((), canonicalize_dtype(type(value)), True)
     try:
         shape, dtype = tuple(value.shape), value.dtype
     except AttributeError as error:

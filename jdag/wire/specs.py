@@ -124,8 +124,10 @@ def spec_of(pair: Any) -> bytes:
     bare = pair.pair
     if bare is not pair:
         places = DevicePlacement(pair.device, pair.in_devices, pair.out_devices)
-        return placed_spec(spec_of(bare), places)
-    _made[pair] = found = exported_spec(pair, pair.source.digest)
+        found = placed_spec(spec_of(bare), places)
+    else:
+        found = exported_spec(pair, pair.source.digest)
+    _made[pair] = found
     return found
 
 
