@@ -8,7 +8,7 @@ Invariants: a recording waits for nothing and sends nothing. Equal programs give
 recordings, key by key, since both number their calls alike.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -51,6 +51,7 @@ from jdag.runtime.failures import user_traceback
 
 _EAGER = "contexts and jdag.value_and_grad run programs that need it"
 _OUTSIDE = "do it outside of the program, and pass what it gives as an argument"
+_TRACED = "ctx.call in what jax.vmap, grad or jit traces"
 _REMEDIES = {
     "a fetch": "nothing has a value yet; return the ref, and the step fetches it. To "
     "branch on a value, call a function that uses jax.lax.cond or jnp.where",
@@ -59,6 +60,7 @@ _REMEDIES = {
     "ctx.start": "a plan has one program; call the other one as a function, with this "
     "context, and its calls are part of the plan",
     "ctx.graph": "step.plan.graph() draws a plan",
+    _TRACED: "put these inside of the functions that are called",
     "a call of a program": "a plan has one program; call the other one as a function, "
     "with this context first, and its calls are part of the plan",
     "a call of an unjitted function without shapes": "what it returns is not known "
@@ -91,8 +93,8 @@ class RecordingFrame(ProgramFrame):
     def __init__(
         self, state: ClusterState, worker: Worker, id: ContextId, program: str
     ) -> None:
-        self.tape: Any = _Tape(worker)
-        super().__init__(state, self.tape, id, (), program)
+        self.tape = _Tape(worker)
+        super().__init__(state, self.tape, id, (), program)  # type: ignore[arg-type]
         self.phase = FramePhase.OPEN
         self.tracers: list[
             Any
@@ -132,7 +134,7 @@ class RecordingFrame(ProgramFrame):
     def check_trace(self) -> None:
         """Raise inside of another function that JAX traces."""
         if self.phase is FramePhase.OPEN and trace_ctx.trace is not self.trace:
-            raise self.refusal("ctx.call inside of jax.vmap, grad or jit")
+            raise self.refusal(_TRACED)
 
     def ref_of(self, tracer: Any) -> Ref:
         """Return a ref to an array that the program computes; the same for each."""
@@ -199,14 +201,18 @@ class Recording(NamedTuple):
 
 
 def record(
-    program: Callable[..., Any], frame: RecordingFrame, given: Split, avals: Any
+    program: Callable[..., Any],
+    frame: RecordingFrame,
+    given: Split,
+    avals: Mapping[int, Aval],
 ) -> Recording:
     """Run a program on tracers in place of its inputs.
 
     Args:
         program: takes a context first.
         frame: a new one.
-        given: its arguments; `avals` are those of the inputs, by position.
+        given: its arguments.
+        avals: those of the inputs, by position.
 
     Raises:
         JdagError: it does what cannot be recorded; names the line and the remedy.
@@ -273,7 +279,7 @@ def _equal(one: Any, other: Any) -> bool:
         return True
     both = []
     for value in (one, other):
-        is_key = jax.dtypes.issubdtype(aval_of(value).dtype, jax.dtypes.prng_key)
+        is_key = not isinstance(aval_of(value).dtype, np.dtype)
         both.append(np.asarray(jax.random.key_data(value) if is_key else value))
     return both[0].tobytes() == both[1].tobytes()
 
@@ -366,7 +372,8 @@ def _own_pair(recording: Recording) -> Any:
     own = jaxpr_as_fun(recording.own)
 
     def between(*inputs: Any) -> list[Any]:
-        return own(*inputs)
+        found: list[Any] = own(*inputs)
+        return found
 
     between.__qualname__ = (
         f"{recording.frame.program.rpartition(':')[2]}, between calls"

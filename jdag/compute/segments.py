@@ -28,7 +28,7 @@ from jdag.compute.jaxprs import has_callback
 from jdag.compute.machine import carried_back
 from jdag.compute.pairs import refuse_deleted, stays
 from jdag.compute.sums import add, fold, ones, zeros
-from jdag.compute.tracing import Residuals, strong
+from jdag.compute.tracing import Residuals, strong, weakened
 from jdag.engine.functions import name_on
 from jdag.engine.segments import NodeKind, SegmentNode
 
@@ -121,7 +121,8 @@ class _Fused:
         first, *others = [tuple([values[n] for n in at]) for at in node.inputs]
         match node.kind:
             case NodeKind.FORWARD:
-                outputs, held = _forward(self.pairs[node.pair], first)
+                pair = self.pairs[node.pair]
+                outputs, held = _forward(pair, weakened(first, pair.avals))
                 return (*outputs, held) if node.keeps else outputs
             case NodeKind.VJP:
                 sums = tuple([(fold(one),) if one else () for one in others])
@@ -335,7 +336,8 @@ class SegmentFunction:
         first, *others = [[values[n] for n in at] for at in node.inputs]
         match node.kind:
             case NodeKind.FORWARD:
-                outputs, held = self.pairs[node.pair].forward(first)
+                pair = self.pairs[node.pair]
+                outputs, held = pair.forward(weakened(first, pair.avals))
                 return (*outputs, held) if node.keeps else outputs
             case NodeKind.VJP:
                 return carried_back(self.pairs[node.pair], first[0], others)
@@ -389,12 +391,13 @@ def _types(node: SegmentNode, pairs: Sequence[Any], known: Sequence[Any]) -> lis
     match node.kind:
         case NodeKind.FORWARD:
             made, where = pair.out_avals, pair.out_devices
-            fits = first == list(pair.avals) and not others
+            both = zip(first, pair.avals, strict=True)
+            fits = not others and all([a in (aval, aval.strong) for a, aval in both])
         case NodeKind.VJP:
             made, where = compress(pair.avals, pair.tracked), pair.in_devices
             outputs = compress(pair.out_avals, pair.out_tracked)
-            both = zip(others, outputs, strict=True)
-            fits = first == [None] and all([{*a} <= {aval} for a, aval in both])
+            sides = zip(others, outputs, strict=True)
+            fits = first == [None] and all([{*a} <= {aval} for a, aval in sides])
         case NodeKind.SUM | NodeKind.FILL:
             made, where = first[-1:], [one.device for one in first[-1:]]
             fits = {*first} == {first[0]} and not others
