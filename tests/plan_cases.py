@@ -39,7 +39,8 @@ def put(cluster: Any, owners: Sequence[str], dtype: Any = float) -> list[Any]:
 
 def batch(number: int, dtype: Any = float) -> tuple[Any, Any]:
     rng = np.random.default_rng(number)
-    return tuple([rng.normal(size=(4, 3)).astype(dtype) for _ in "xy"])
+    x, y = rng.normal(size=(2, 4, 3)).astype(dtype)
+    return x, y
 
 
 def bits(tree: Any) -> list[bytes]:
@@ -51,14 +52,14 @@ def bits(tree: Any) -> list[bytes]:
     return [np.asarray(one).tobytes() for one in leaves]
 
 
-def close(found: Any, wanted: Any, dtype: Any = float) -> None:
-    """Hold that trees are equal but for rounding."""
+def close(found: Any, wanted: Any, dtype: Any = float, times: float = 1.0) -> None:
+    """Hold that trees are equal but for rounding, times so much."""
     relative = 1e-12 if np.dtype(dtype).itemsize == 8 else 1e-6
     both = [[np.asarray(one) for one in jax.tree.leaves(of)] for of in (found, wanted)]
     for one, other in zip(*both, strict=True):
         assert one.dtype == other.dtype and one.shape == other.shape
         scale = np.max(np.abs(other), initial=0.0)
-        assert np.max(np.abs(one - other), initial=0.0) <= relative * scale
+        assert np.max(np.abs(one - other), initial=0.0) <= times * relative * scale
 
 
 def eagerly(cluster: Any, program: Any, optimizer: Any = None) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -58,17 +59,12 @@ def loss_of(plan: Plan, source: Source, *, flat: bool = True) -> Callable[..., A
             given = arrays(step.cotangents)
             losses.append(ctx.call(plan.home, weighted, given, roots))
 
-        others: dict[str, Any] = {
-            "program": lambda fn: bodies.append(fn) or fn,
-            "fetch": lambda tree: np.zeros(3),
-        }
-        main = main_of(
-            source,
-            Record(),
-            backward,
-            lambda: not flat,
-            others if flat else None,
-        )
+        def called(fn: Any) -> Any:
+            bodies.append(fn)
+            return fn
+
+        others = {"program": called, "fetch": lambda _: np.zeros(3)} if flat else None
+        main = main_of(source, Record(), backward, lambda: not flat, others)
         refs, others_of = iter(params), iter(ints)
         leaves = [
             next(refs) if of else ctx.call(leaf.worker, jnp.array, next(others_of))
@@ -87,15 +83,15 @@ def put(cluster: Any, plan: Plan) -> list[Any]:
     ]
 
 
-def eager(cluster: Any, program: Any, params: Any) -> Any:
-    """What `value_and_grad` of a plan gives, by a context."""
+def eager(cluster: Any, program: Any, params: Any, *args: Any) -> Any:
+    """What `value_and_grad` of a plan gives, by a context; a list of gradients."""
     with cluster.context() as ctx:
-        losses = program(ctx, params)
+        losses = program(ctx, params, *args)
         ctx.backward(*losses)
         found = ctx.gradients()
-        zeros = [np.zeros(ref.shape, ref.dtype) for ref in params]
+        refs = jax.tree.leaves(params)
         gradients = [
-            found[ref].fetch() if ref in found else zero
-            for ref, zero in zip(params, zeros, strict=True)
+            found[ref].fetch() if ref in found else np.zeros(ref.shape, ref.dtype)
+            for ref in refs
         ]
         return fetch(losses), gradients
