@@ -7,7 +7,7 @@ they are given. What no later line names is deleted, sooner
 or later or never.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from random import Random
@@ -256,10 +256,11 @@ def main_of(
     record: Record,
     backward: Callable[[Any, int, list[Any]], None],
     hooking: Callable[[], bool] = lambda: True,
+    others: Mapping[str, Any] | None = None,
 ) -> Callable[..., None]:
     """`main`, which calls `backward(ctx, number from 0, roots)` for each pass.
 
-    What it hooks is hooked as long as `hooking` says so.
+    What it hooks is hooked as long as `hooking` says so; `others` replaces names.
     """
 
     def hook(ctx: Any, ref: Any, id: int, how: str, fuse: bool) -> None:
@@ -282,6 +283,7 @@ def main_of(
         "decide": record.decide,
         "backward": backward,
         "hook": hook,
+        **(others or {}),
     }
     exec(source.code, held)
     main: Callable[..., None] = held["main"]

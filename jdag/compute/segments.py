@@ -321,7 +321,15 @@ class SegmentFunction:
             made = ready.call(*given)
             return jax.block_until_ready(made) if ready.may_raise else made
         except (RuntimeError, ValueError, TypeError) as error:
-            refuse_deleted(self.name, "array {}".format, given, error)
+            # What a bundle alone holds is donated: it may be gone, and nobody saw it.
+            held = [
+                array
+                for one in bundles
+                for place, array in enumerate(one.keeps)
+                if place not in one.layout.alone
+            ]
+            held = [*given[: len(self.avals)], *held]
+            refuse_deleted(self.name, "array {}".format, held, error)
             raise
 
     def _run_nodes(

@@ -146,6 +146,12 @@ Optimizer
 - Training that is saved and resumed:
     optimizer.training_resumed_on_any_placement_has_the_bits_of_training_that_went_on
 
+Plans
+- A step that is recorded is what its program does, and leaves nothing else:
+    plans.random_programs_have_eagers_bits_and_fused_its_numbers
+    plans.ten_steps_have_eagers_bits_beside_contexts_updates_and_fetches
+    plans.a_step_leaves_nothing_but_leaves_and_their_states
+
 Functions and state
 - A function of a peer runs as Python on real arrays:
     python.a_function_that_runs_as_python_sees_real_arrays

@@ -1,0 +1,81 @@
+"""Plans: what a program does step by step, on every driver."""
+
+from dataclasses import replace
+from functools import partial
+from random import Random
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jdag
+from tests import random_plans
+from tests.conformance.drivers import WORKERS, leaving_nothing
+from tests.plan_cases import batch, bits, close, eagerly, network, put, stepping
+from tests.random_programs import draw
+from tests.random_source import source_of
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_random_programs_have_eagers_bits_and_fused_its_numbers(
+    driver: Any, cluster: Any, number: int
+):
+    plan = replace(draw(Random(number), WORKERS), home="a")
+    program = random_plans.loss_of(plan, source_of(plan))
+    params = random_plans.put(cluster, plan)
+    wanted = random_plans.eager(cluster, program, params)
+    for exact in (True, False):
+        found = jdag.compile(program, cluster, exact=exact).value_and_grad(params)
+        close(found, wanted)
+        if exact:
+            assert bits(found) == bits(wanted)
+
+
+TX = {"sgd": optax.sgd(0.1, momentum=0.5), "adam": optax.adam(0.05)}
+
+
+@pytest.mark.parametrize("name", TX)
+def test_ten_steps_have_eagers_bits_beside_contexts_updates_and_fetches(
+    driver: Any, cluster: Any, name: str
+):
+    """Two plans in turn, and what is done beside them; versions are the newest."""
+    wanted = None
+    for exact in (None, True):
+        params = put(cluster, "bcb")
+        optimizer = jdag.Optimizer(TX[name], params, clip_norm=0.3)
+        train = stepping(cluster, network, optimizer, exact)
+        held_out = stepping(cluster, network, None, exact)
+        found = []
+        for number in range(10):
+            found.append(train(params, *batch(number)))
+            match number % 4:
+                case 0:
+                    found.append(held_out(params, *batch(99)))
+                case 1:
+                    found += jdag.fetch([params[0]["w"], params[1]["w"]])
+                case 2:
+                    cluster.update(partial(jax.tree.map, jnp.sin), params[number % 3])
+                case _:
+                    found.append(
+                        eagerly(cluster, network, optimizer)(params, *batch(7))
+                    )
+        found += jdag.fetch([jax.tree.leaves(params), optimizer.states])
+        wanted = wanted or bits(found)
+        assert bits(found) == wanted, exact
+        optimizer.drop()
+
+
+def test_a_step_leaves_nothing_but_leaves_and_their_states(driver: Any, cluster: Any):
+    params = put(cluster, "bcd")
+    optimizer = jdag.Optimizer(optax.adam(0.1), params)
+    params[0]["w"].fetch()
+    with leaving_nothing(driver, cluster):
+        step = jdag.compile(network, cluster, optimizer=optimizer)
+        for number in range(3):
+            step(params, *batch(number))
+        step.value_and_grad(params, *batch(3))
+        del step
+        with cluster.context():
+            pass  # The plan goes with the next use.
