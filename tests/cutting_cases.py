@@ -209,15 +209,16 @@ class Recorded:
         values = dict(self.given)
         residuals: dict[int, Any] = {}
         for place, node in enumerate(self.graph.nodes):
-            given = [[values[number] for number in slots] for slots in node.inputs]
+            vjp = node.kind is NodeKind.VJP
+            read = node.inputs[vjp:]
+            given = [[values[number] for number in slots] for slots in read]
             made: Sequence[Any]
             match node.kind:
                 case NodeKind.FORWARD:
                     made, residuals[place] = node.pair.forward(given[0])
                 case NodeKind.VJP:
                     few = [one if len(one) <= 8 else [add(one)] for one in given]
-                    assert node.forward is not None
-                    made = node.pair.vjp(residuals[node.forward], few)
+                    made = node.pair.vjp(residuals[~node.inputs[0][0]], few)
                 case NodeKind.SUM:
                     made = [add(given[0])]
                 case NodeKind.FILL:

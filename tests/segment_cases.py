@@ -42,16 +42,16 @@ class Tape:
         self.taped: list[Taped] = []
         self.names: list[tuple[str, str]] = []
 
+    def pair_of(self, fn: Any, *inputs: int) -> Any:
+        """The pair of a function of these values; all that are inexact are tracked."""
+        avals = tuple([self.known[one] for one in inputs])
+        args = tuple([np.zeros(aval.shape, aval.dtype) for aval in avals])
+        template = split(args, {}, _is_no_ref).template
+        return pair(fn, template, avals, tuple([aval.inexact for aval in avals]))
+
     def call(self, fn: Any, *inputs: int) -> Any:
         """Record a call of a function or pair; return its outputs' numbers."""
-        found = fn
-        if not hasattr(fn, "avals"):
-            avals = tuple([self.known[one] for one in inputs])
-            args = [np.zeros(aval.shape, aval.dtype) for aval in avals]
-            tracked = tuple([aval.inexact for aval in avals])
-            found = pair(
-                fn, split(tuple(args), {}, _is_no_ref).template, avals, tracked
-            )
+        found = fn if hasattr(fn, "avals") else self.pair_of(fn, *inputs)
         if found not in self.pairs:
             self.pairs.append(found)
         first = len(self.known)
@@ -132,6 +132,12 @@ class Tape:
         avals, count = [self.known[root]], (len(held),)
         backward = self._segment(avals, count, nodes, outputs, [], names, exact)
         return forward, backward
+
+    def segment(self, outputs: Sequence[int], exact: bool = False) -> SegmentFunction:
+        """All calls as one segment, without backward."""
+        return self._segment(
+            self.avals, (), self.forward(), outputs, [], self.names, exact
+        )
 
     @property
     def held(self) -> list[int]:

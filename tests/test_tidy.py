@@ -42,7 +42,7 @@ RANK = {unit: rank for rank, row in enumerate(LAYERS) for unit in row}
 # Where a library, or one of its functions, may be named.
 HOMES = {
     "typer": ("cli",),
-    "rich": ("cli",),
+    "rich": ("cli", "api.progress"),
     "pydantic": ("runtime.tables", "scenario", "rpc", "report.result"),
     "tomllib": ("runtime.tables",),
     "matplotlib": ("report",),

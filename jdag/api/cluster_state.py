@@ -212,6 +212,8 @@ class ClusterState:
         """
         if self.closed:
             raise ContextError(f"{what} on {self}, which is closed")
+        if self.recording is not None and trace_state() != self.trace:
+            raise self.recording(what)
         if (now := configuration()) != self.configuration:
             then = dict(self.configuration.settings)
             changed = [
@@ -224,8 +226,6 @@ class ClusterState:
                 "fixed per cluster: set it first, then make the cluster"
             )
         if trace_state() != self.trace:
-            if self.recording is not None:
-                raise self.recording(what)
             raise ContextError(
                 f"{what} inside of jax.jit, vmap, grad or another function that JAX "
                 "traces: jdag runs outside of these. Put them inside of the functions "

@@ -6,9 +6,8 @@ Invariants: steps of a plan are numbered from 1, also those that fail. A plan th
 program names any more is dropped when the cluster is used next.
 """
 
-import sys
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jdag.api.cluster import Cluster
@@ -17,6 +16,7 @@ from jdag.api.graph import Graph
 from jdag.api.optimizer import Optimizer
 from jdag.api.plan_picture import graph_of_plan, table_of_plan
 from jdag.api.program_frame import FramePhase
+from jdag.api.progress import Bar
 from jdag.api.recording import (
     Drawn,
     Recording,
@@ -37,15 +37,15 @@ from jdag.engine.functions import call_site, code_of, name_of
 from jdag.engine.protocol import (
     Compiled,
     Failure,
+    Key,
     LeafId,
+    NewestKey,
     Planned,
     SlotKey,
     Stepping,
 )
-from jdag.errors import JdagError, kind_of, no_arrays
+from jdag.errors import JdagError, RemoteError, WorkerLost, kind_of, no_arrays
 from jdag.runtime.failures import exception_of
-
-SHOWN_S = 1.0  # A bar is shown for what takes longer to compile.
 
 
 def compile(
@@ -121,7 +121,7 @@ class CompiledStep:
         self._cluster = cluster
         self._optimizer = optimizer
         self._exact = exact
-        self._plans: dict[Hashable, Plan] = {}
+        self._plans: dict[tuple[Any, ...], Plan] = {}
         self._last: Plan | None = None
 
     def __repr__(self) -> str:
@@ -133,7 +133,7 @@ class CompiledStep:
         try:
             plan, inputs = self._planned(args, differentiated=False)
             value, _ = plan.run(inputs)
-        except JdagError as error:
+        except (RemoteError, WorkerLost) as error:
             if optimizer is not None:
                 optimizer.refused(error)
             raise
@@ -229,11 +229,14 @@ class CompiledStep:
         gradients: dict[LeafId, int] = {}
         if differentiated or self._optimizer is not None:
             gradients = drawn.graph.differentiate(_roots(first, drawn))
-        stepped, stages = (), []
+        stepped: tuple[Ref, ...] = ()
+        stages: list[tuple[LeafId, int]] = []
         if self._optimizer is not None and not differentiated:
             stepped, stages = _stepping(self._optimizer, drawn, first, gradients)
         wanted = gradients if differentiated else {}
-        return Plan(cluster, drawn, first, wanted, stepped, stages, self._exact)
+        made = Plan(cluster, drawn, first, wanted, stages, self._exact)
+        made.stepped = stepped
+        return made
 
     def _count(self) -> None:
         code = code_of(self._program)
@@ -264,11 +267,10 @@ class Plan:
         drawn: Drawn,
         recording: Recording,
         gradients: Mapping[LeafId, int],
-        stepped: tuple[Ref, ...],
         stages: Sequence[tuple[LeafId, int]],
         exact: bool,
     ) -> None:
-        self.stepped = stepped
+        self.stepped: tuple[Ref, ...] = ()  # Leaves, by an optimizer.
         self.name = recording.frame.program
         self._state, self._port = cluster.state, cluster._port
         self._id = recording.frame.id
@@ -317,7 +319,7 @@ class Plan:
         port, parts = self._port, self.cut.parts
         port.tell(Planned(self._id, parts, self._slots), self._constants)
         total, seen = sum([len(part.segments) for _, part in parts]), 0
-        with _Bar(self.name, total) as bar:
+        with Bar(f"compiling {self.name}", total) as bar:
             while seen < total:
                 waiter = port.waiter()
                 port.tell(Compiled(waiter, self._id, seen))
@@ -348,7 +350,7 @@ class Plan:
         return table_of_plan(self.name, self.cut, self._port.worker)
 
     def graph(self) -> Graph:
-        """Return its segments and the values between them, for reports; `dot()` gives text."""
+        """Return its segments and the values between them; see `Graph.dot`."""
         return graph_of_plan(self.cut)
 
 
@@ -387,15 +389,16 @@ def _stepping(
         value = drawn.value(scale.key, scale.owner, scale.aval)
         return named(value, owner, aval_of(1.0))  # Weak, as the number of a context's.
 
-    refs = {
-        leaf: named(value, leaf.worker, graph.aval(value))
+    refs: dict[Key, Ref] = {
+        NewestKey(None, leaf, 0): named(value, leaf.worker, graph.aval(value))
         for leaf, value in gradients.items()
     }
     stepped, parts = optimizer.planned(Context(frame), refs, bring)
     drawn.take()
-    stages = []
+    stages: list[tuple[LeafId, int]] = []
     for part in parts:
-        made, owner = part.function, part.worker
+        made: Any = part.function
+        owner = part.worker
         arguments = zip(part.inputs, made.avals, strict=True)
         given = [drawn.value(key, owner, aval) for key, aval in arguments]
         of = [False] * len(given), made.name, part.call_site
@@ -403,30 +406,3 @@ def _stepping(
         stages += zip([key.name for key in part.outputs], outputs, strict=True)
     frame.phase = FramePhase.LEFT
     return stepped, stages
-
-
-class _Bar:
-    """A bar on a terminal, once compiling has taken longer than `SHOWN_S`."""
-
-    def __init__(self, name: str, total: int) -> None:
-        self._bar: Any = None
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import Progress
-
-            self._bar = Progress(console=Console(stderr=True), transient=True)
-            self._task = self._bar.add_task(f"compiling {name}", total=total)
-
-    def __enter__(self) -> "_Bar":
-        return self
-
-    def show(self, done: int) -> None:
-        """So many segments are compiled."""
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done)
-            if self._bar.tasks[0].elapsed > SHOWN_S:
-                self._bar.start()
-
-    def __exit__(self, *error: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()

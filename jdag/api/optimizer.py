@@ -23,7 +23,7 @@ from jdag.compute.pairs import Pair
 from jdag.compute.pytrees import flatten, flatten_refs, paths, static, unflatten
 from jdag.compute.refs import is_ref
 from jdag.engine.functions import remote, unjitted
-from jdag.engine.protocol import Assignment, LeafId
+from jdag.engine.protocol import Assignment, Key
 from jdag.errors import ContextError, JdagError, WorkerLost, kind_of, unusable
 from jdag.runtime.tables import positive
 from jdag.wire.specs import PairData
@@ -173,13 +173,13 @@ class Optimizer:
         _raise(error, text)
 
     def counted(self, refs: Sequence[Ref]) -> Callable[[], str]:
-        """Count a step of these leaves; return what to say of it if a worker is lost."""
+        """Count a step of these leaves; return what to say of it where one is lost."""
         self._steps += 1
         self._made = partial(self._said_of_step, self._steps, refs)
         return self._made
 
     def planned(
-        self, ctx: Context, gradients: Mapping[LeafId, Ref], bring: Callable[..., Ref]
+        self, ctx: Context, gradients: Mapping[Key, Ref], bring: Callable[..., Ref]
     ) -> tuple[tuple[Ref, ...], Sequence[Assignment]]:
         """Return leaves that a plan steps by these gradients, and what makes them.
 
@@ -188,9 +188,7 @@ class Optimizer:
         """
         self._check_held()
         present = {
-            ref: gradients[ref.leaf.id]
-            for ref in self._states
-            if ref.leaf.id in gradients
+            ref: gradients[ref.key] for ref in self._states if ref.key in gradients
         }
         scale = None
         if self._clip_norm is not None and present:
@@ -204,7 +202,7 @@ class Optimizer:
         own = Assignments(self._state, self._state.driver.current)
         return tuple(present), own.planned(changes)
 
-    def _change(self, ref: Ref, gradient: Ref, scale: tuple[float, ...]) -> Change:
+    def _change(self, ref: Ref, gradient: Ref, scale: tuple[Any, ...]) -> Change:
         return Change(
             partial(stepped, self._tx[ref]),
             [ref, *flatten(self._states[ref])[0]],

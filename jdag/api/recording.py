@@ -8,7 +8,7 @@ Invariants: a recording waits for nothing and sends nothing. Equal programs give
 recordings, key by key, since both number their calls alike.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -49,25 +49,27 @@ from jdag.engine.protocol import (
 from jdag.errors import ContextError, JdagError, kind_of
 from jdag.runtime.failures import user_traceback
 
-_EAGER = "contexts and jdag.value_and_grad run programs that need it"
-_OUTSIDE = "do it outside of the program, and pass what it gives as an argument"
-_REMEDIES = {
-    "a fetch": "nothing has a value yet; return the ref, and the step fetches it. To "
-    "branch on a value, call a function that uses jax.lax.cond or jnp.where",
-    "ctx.on_cotangent": f"a plan has no hooks; {_EAGER}",
-    "ctx.on_gradient": f"a plan has no hooks; {_EAGER}",
-    "ctx.start": "a plan has one program; call the other one as a function, with this "
-    "context, and its calls are part of the plan",
-    "ctx.graph": "step.plan.graph() draws a plan",
-    "a call of a program": "a plan has one program; call the other one as a function, "
-    "with this context first, and its calls are part of the plan",
-    "a call of an unjitted function without shapes": "what it returns is not known "
-    "before it has run: mark it by @jdag.unjitted(shapes=fn)",
-}
-_DIFFERENTIATES = (
-    "a step differentiates by itself: with jdag.compile(..., optimizer=opt), or by "
-    ".value_and_grad"
+_EAGER = "a plan has no hooks; contexts and jdag.value_and_grad run such a program"
+_NESTED = (
+    "a plan has one program; call the other as a function, with this context first"
 )
+_STEPS = "jdag.compile(..., optimizer=opt) and .value_and_grad differentiate a program"
+_OUTSIDE = "do that outside of the program, and pass what it gives as an argument"
+_TRACED = "ctx.call in what jax.vmap, grad or jit traces"
+# By the beginning of what is refused.
+_REMEDIES = {
+    "a fetch": "return the ref, and the step fetches it; functions that are called "
+    "branch on values, by jnp.where or jax.lax.cond",
+    "ctx.on_": _EAGER,
+    "ctx.start": _NESTED,
+    "a call of a program": _NESTED,
+    "a call of an unjitted": "mark it by @jdag.unjitted(shapes=fn), which says what it "
+    "returns",
+    "ctx.backward": _STEPS,
+    "ctx.gradient": _STEPS,
+    "ctx.graph": "step.plan.graph() draws a plan",
+    _TRACED: "put these inside of the functions that are called",
+}
 _RECORDED = ("ctx.call", "ctx.move", "ctx.replicate", "ctx.all_reduce")
 
 
@@ -91,12 +93,10 @@ class RecordingFrame(ProgramFrame):
     def __init__(
         self, state: ClusterState, worker: Worker, id: ContextId, program: str
     ) -> None:
-        self.tape: Any = _Tape(worker)
-        super().__init__(state, self.tape, id, (), program)
+        self.tape = _Tape(worker)
+        super().__init__(state, self.tape, id, (), program)  # type: ignore[arg-type]
         self.phase = FramePhase.OPEN
-        self.tracers: list[
-            Any
-        ] = []  # Inputs first, then what calls take or it returns.
+        self.tracers: list[Any] = []  # Inputs, then what calls take or it returns.
         self._refs: dict[int, Ref] = {}  # Of these, by id.
         self.trace: Any = None  # Of JAX, while the program runs.
         self.completed = False  # Its program has run, and jdag adds to it.
@@ -110,8 +110,8 @@ class RecordingFrame(ProgramFrame):
 
     def refusal(self, what: str, ref: Ref | None = None) -> JdagError:
         """Return the error of what cannot be recorded: the line, and the remedy."""
-        differentiates = what.startswith(("ctx.backward", "ctx.gradient"))
-        remedy = _REMEDIES.get(what, _DIFFERENTIATES if differentiates else _OUTSIDE)
+        known = [text for key, text in _REMEDIES.items() if what.startswith(key)]
+        remedy = known[0] if known else _OUTSIDE
         what = what if ref is None else f"{what} of {ref!r}"
         return ContextError(
             f"{what}, at {call_site()}, while {self.program} is recorded by "
@@ -129,11 +129,6 @@ class RecordingFrame(ProgramFrame):
         error = self.refusal(what)
         raise type(error)(f"{name or name_of(fn)} on {worker!r}: {error}")
 
-    def check_trace(self) -> None:
-        """Raise inside of another function that JAX traces."""
-        if self.phase is FramePhase.OPEN and trace_ctx.trace is not self.trace:
-            raise self.refusal("ctx.call inside of jax.vmap, grad or jit")
-
     def ref_of(self, tracer: Any) -> Ref:
         """Return a ref to an array that the program computes; the same for each."""
         if id(tracer) not in self._refs:
@@ -146,12 +141,8 @@ class RecordingFrame(ProgramFrame):
     def bound_tracers(self, tree: Any) -> Any:
         """Return a pytree with refs in the place of tracers."""
         leaves, treedef = flatten(tree)
-        if not any([isinstance(leaf, jax.core.Tracer) for leaf in leaves]):
-            return tree
-        return unflatten(treedef, [self._bound_tracer(leaf) for leaf in leaves])
-
-    def _bound_tracer(self, leaf: Any) -> Any:
-        return self.ref_of(leaf) if isinstance(leaf, jax.core.Tracer) else leaf
+        named = [self.ref_of(one) if _is_tracer(one) else one for one in leaves]
+        return unflatten(treedef, named)
 
     def result(self, tree: Any) -> tuple[list[Any], Any]:
         """Return the leaves of what the program returned, refs or data; its treedef."""
@@ -159,7 +150,7 @@ class RecordingFrame(ProgramFrame):
         for index, leaf in enumerate(leaves):
             if is_ref(leaf):
                 self.admit(leaf)
-            elif isinstance(leaf, jax.core.Tracer):
+            elif _is_tracer(leaf):
                 leaves[index] = self.ref_of(leaf)
             elif not (is_static(leaf) or isinstance(leaf, NUMBERS)):
                 try:
@@ -173,6 +164,10 @@ class RecordingFrame(ProgramFrame):
         return leaves, treedef
 
 
+def _is_tracer(value: object) -> bool:
+    return isinstance(value, jax.core.Tracer)
+
+
 class RecordingContext(Context):
     """The context that a program gets while it is recorded."""
 
@@ -181,7 +176,8 @@ class RecordingContext(Context):
     ) -> Any:
         """Record a call; see `Context.call`."""
         frame: Any = self._frame
-        frame.check_trace()
+        if frame.phase is FramePhase.OPEN and trace_ctx.trace is not frame.trace:
+            raise frame.refusal(_TRACED)
         # Left meanwhile, so that functions are traced as they are without a plan.
         with eval_context(), eager_constant_folding(False):
             fn, args, kwargs = frame.bound_tracers((fn, args, kwargs))
@@ -199,14 +195,18 @@ class Recording(NamedTuple):
 
 
 def record(
-    program: Callable[..., Any], frame: RecordingFrame, given: Split, avals: Any
+    program: Callable[..., Any],
+    frame: RecordingFrame,
+    given: Split,
+    avals: Mapping[int, Aval],
 ) -> Recording:
     """Run a program on tracers in place of its inputs.
 
     Args:
         program: takes a context first.
         frame: a new one.
-        given: its arguments; `avals` are those of the inputs, by position.
+        given: its arguments.
+        avals: those of the inputs, by position.
 
     Raises:
         JdagError: it does what cannot be recorded; names the line and the remedy.
@@ -273,7 +273,7 @@ def _equal(one: Any, other: Any) -> bool:
         return True
     both = []
     for value in (one, other):
-        is_key = jax.dtypes.issubdtype(aval_of(value).dtype, jax.dtypes.prng_key)
+        is_key = not isinstance(aval_of(value).dtype, np.dtype)
         both.append(np.asarray(jax.random.key_data(value) if is_key else value))
     return both[0].tobytes() == both[1].tobytes()
 
@@ -304,13 +304,10 @@ class Drawn:
         ]
         self.constants: dict[int, Any] = {}
         self._numbers: dict[Key, int] = {}
-        self._known: dict[int, int] = {}  # Constants by their identity.
         values = list(self.inputs)
         if recording.own.out_avals:
             made = _own_pair(recording)
-            untracked = (False,) * len(values)
-            name, site = made.name, ""
-            values += self.graph.call(here, made, values, untracked, name, site)
+            values += self.graph.call(here, made, values, made.tracked, made.name, "")
         for index, value in enumerate(values):
             self.name(SlotKey(frame.id, 0, index), value)
         self._taken = 0
@@ -327,22 +324,12 @@ class Drawn:
             if key.kind in LEAF_KINDS:
                 leaf: LeafId = key.name
                 aval = self._state.record(leaf, aval).aval  # Has its device.
-                tracked = aval.inexact and not leaf.untracked
-                number = self.graph.source(
-                    "leaf", owner, aval, leaf=leaf, tracked=tracked
-                )
+                on = aval.inexact and not leaf.untracked
+                number = self.graph.source("leaf", owner, aval, leaf=leaf, tracked=on)
             else:
-                number = self._constant(self._tape.constants[key], aval)
+                number = self.graph.source("constant", self._tape.worker, aval)
+                self.constants[number] = self._tape.constants[key]
             self._numbers[key] = number
-        return number
-
-    def _constant(self, value: Any, aval: Aval) -> int:
-        """Return a constant, the same one for the same array."""
-        number = self._known.get(id(value))
-        if number is None or isinstance(value, Aval):
-            number = self.graph.source("constant", self._tape.worker, aval)
-            self._known[id(value)] = number
-            self.constants[number] = value
         return number
 
     def take(self) -> None:
@@ -354,9 +341,8 @@ class Drawn:
             sources = zip(call.arguments, made.avals, strict=True)
             inputs = [self.value(one.key, one.owner, aval) for one, aval in sources]
             tracked = [one.tracked for one in call.arguments]
-            outputs = self.graph.call(
-                call.worker, made, inputs, tracked, call.name, call.call_site
-            )
+            said = call.name, call.call_site
+            outputs = self.graph.call(call.worker, made, inputs, tracked, *said)
             for index, output in enumerate(outputs):
                 self.name(OutputKey(call.context, call.path, index), output)
 
@@ -366,11 +352,11 @@ def _own_pair(recording: Recording) -> Any:
     own = jaxpr_as_fun(recording.own)
 
     def between(*inputs: Any) -> list[Any]:
-        return own(*inputs)
+        found: list[Any] = own(*inputs)
+        return found
 
-    between.__qualname__ = (
-        f"{recording.frame.program.rpartition(':')[2]}, between calls"
-    )
+    program = recording.frame.program.rpartition(":")[2]
+    between.__qualname__ = f"{program}, between calls"
     structs = tuple([aval.struct() for aval in recording.inputs])
     template = split(structs, {}, lambda _: True).template
     return pair(between, template, recording.inputs, (False,) * len(structs))

@@ -18,7 +18,7 @@ import numpy as np
 from jdag.compute.avals import Aval, aval_of
 from jdag.compute.tracing import Residuals, Traced
 
-PACKED_BYTES_MAX = 1 << 16  # Above, a copy costs more than one more output of jit.
+PACKED_BYTES_MAX = 1 << 14  # Above, a copy costs more than one more output of jit.
 LAYOUTS_MAX = 4096
 
 Places = tuple[int, ...]

@@ -1,65 +1,66 @@
-"""A plan's graph is cut into segments at transfers: one job on one worker each.
+"""The graph of a plan is cut at transfers into segments: jobs of one worker.
 
-The level of a node is that of its highest input, plus 1 if that crosses from another
-worker; sources have level 0. The nodes of one worker and level are a segment, so a
-forward and a backward between which nothing crosses are in one. Updates have segments
-of their own, and long segments are split in program order.
+The level of a node is the highest of its inputs and its forward, plus 1 for an input
+from another worker; sources have level 0. The nodes of one worker and level are a
+segment, so forward and backward are in one if nothing crosses between them. Updates
+have segments of their own, so has what runs as Python, with levels of its own, and long
+segments are split in program order.
 
-Segments are convex. Along a path levels never fall, so on one between nodes of a
-segment they are all the same; nothing crosses on it, then, and it stays on the worker.
-No path leads through an update, since nothing reads what one makes. Places in the
-program rise along a path, so it stays in one part of a split. For the same reasons
-segments depend only on earlier ones in the order of (update, level, place).
+Segments are convex. Levels never fall along a path, so on a path between two nodes of a
+segment they are all equal: nothing crosses on it, and it stays on the worker. It passes
+no update, since nothing reads what one makes. Places in the program rise along a path,
+so it stays in one part of a split. For the same reasons a segment depends only on
+earlier ones in the order of (update, level, place).
 """
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
-from jdag.compute.avals import Aval
-from jdag.compute.dataflow import SENT, Graph
+from jdag.compute.dataflow import Graph
 from jdag.compute.segments import SegmentFunction
 from jdag.engine.messages import Outgoing, Prepare, Segment, Slotted
 from jdag.engine.names import ContextId, LeafId, Worker
 from jdag.engine.segments import SegmentNode, Slots
 
 NODES_MAX = 256  # Of a segment, which bounds the time to compile it.
+Wanted = dict[int, dict[Worker, None]]  # By value, the workers that read it.
 
 
-class Piece(NamedTuple):
-    """Where a segment runs, its level and the places of its nodes.
+@dataclass(eq=False)
+class Piece:
+    """A segment; `nodes` are places in the graph. Without nodes it sends leaves.
 
-    Without nodes it sends leaves.
+    It reads values and residuals of others; `taken` and `given` are its bundles of
+    residuals, by slot.
     """
 
     worker: Worker
     level: int
     update: bool
     nodes: tuple[int, ...]
-    segment: Segment
+    reads: tuple[int, ...]
+    taken: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    given: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    segment: Segment = field(init=False)
 
 
 class Edge(NamedTuple):
-    """Slots that one segment, by index, makes for another.
+    """Slots that one segment, by index, makes or sends for another."""
 
-    None instead of a segment is the caller: of a source its inputs and constants, of a
-    target its results.
-    """
-
-    source: int | None
-    target: int | None
+    source: int
+    target: int
     slots: Slots
 
 
 class Cut(NamedTuple):
-    """A plan for workers, of `jdag.engine.protocol.Planned`, and what a picture shows.
+    """The parts of a plan, ready for `jdag.engine.protocol.Planned`, and all segments.
 
-    Attributes:
-        parts: the message for each worker that has a part, the caller too.
-        inputs: the slots of the inputs that each worker reads; none for the others.
-        pieces: all segments; each depends on earlier ones alone.
-        edges: the values between them.
-        nbytes: of each slot; of residuals what they hold beyond arrays of calls.
+    Of `inputs`, each worker gets these slots with a step. Each of `pieces` depends on
+    earlier ones alone. `nbytes` are those of each slot: of residuals the bytes that are
+    no arguments or outputs of calls.
     """
 
     parts: tuple[tuple[Worker, Prepare], ...]
@@ -67,18 +68,6 @@ class Cut(NamedTuple):
     pieces: tuple[Piece, ...]
     edges: tuple[Edge, ...]
     nbytes: tuple[int, ...]
-
-
-class _Draft(NamedTuple):
-    """A segment to be: what it reads, and its bundles by slot: places of forwards."""
-
-    worker: Worker
-    level: int
-    update: bool
-    nodes: tuple[int, ...]
-    reads: tuple[int, ...]
-    taken: dict[int, list[int]]
-    given: dict[int, list[int]]
 
 
 def cut(
@@ -97,193 +86,148 @@ def cut(
         graph: calls, and what differentiation added; it is not changed.
         plan: the plan's id.
         caller: the worker that has the inputs and gets the results.
-        results: values that a step returns.
-        stages: the new version of each leaf that a step updates, made by updates.
-        exact: segments run node by node.
-        nodes_max: of one segment.
+        results: the values that a step returns.
+        stages: leaves that a step updates, and the values, made by updates there.
+        exact: whether segments run node by node.
+        nodes_max: the most nodes of a segment.
     """
-    drafts = _drafts(graph, nodes_max)
-    wanted: dict[int, dict[Worker, None]] = {}  # By value: the workers that read it.
-    readers = [(draft.worker, draft.reads) for draft in drafts]
-    for worker, reads in (*readers, (caller, results)):
+    pieces = _pieces(graph, nodes_max, exact)
+    wanted: Wanted = {}
+    ends = [(piece.worker, piece.reads) for piece in pieces]
+    for worker, reads in (*ends, (caller, results)):
         for value in reads:
             wanted.setdefault(value, {})[worker] = None
-    leaving: dict[Worker, list[int]] = {}
-    for value in sorted(wanted):
-        home = graph.worker(value)
-        if graph.values[value].leaf and [to for to in wanted[value] if to != home]:
-            leaving.setdefault(home, []).append(value)
-    sends = [_Draft(w, 0, False, (), tuple(of), {}, {}) for w, of in leaving.items()]
-    drafts = sends + drafts
-    nbytes = [value.aval.nbytes for value in graph.values]
-    nbytes += _bundle(graph, drafts)
-    staged = {value: leaf for leaf, value in stages}
-    pieces = tuple([_piece(graph, d, wanted, staged, exact) for d in drafts])
-    parts, inputs = _parts(graph, plan, pieces, wanted, stages)
-    edges = _edges(graph, pieces, caller, results)
-    return Cut(parts, inputs, pieces, edges, tuple(nbytes))
-
-
-def _drafts(graph: Graph, nodes_max: int) -> list[_Draft]:
-    """The segments with nodes, in order, without bundles."""
-    levels = [0] * len(graph.values)
-    by_node: list[int] = []
-    groups: dict[tuple[bool, int, Worker], list[int]] = {}
-    for place, node in enumerate(graph.nodes):
-        level = 0 if node.forward is None else by_node[node.forward]
-        for value in chain(*node.inputs):
-            worker, _, _, source, _ = graph.values[value]
-            crosses = worker != node.worker and source not in SENT
-            level = max(level, levels[value] + crosses)
-        by_node.append(level)
-        for value in node.outputs:
-            levels[value] = level
-        groups.setdefault((node.update, level, node.worker), []).append(place)
-    drafts = []
-    for (update, level, worker), places in groups.items():
-        for start in range(0, len(places), nodes_max):
-            part = tuple(places[start : start + nodes_max])
-            nodes = [graph.nodes[place] for place in part]
-            made = dict.fromkeys([value for node in nodes for value in node.outputs])
-            read = chain(*[slots for node in nodes for slots in node.inputs])
-            reads = tuple(sorted(dict.fromkeys([v for v in read if v not in made])))
-            drafts.append(_Draft(worker, level, update, part, reads, {}, {}))
-    return sorted(drafts, key=lambda draft: (draft.update, draft.level, draft.nodes))
-
-
-def _bundle(graph: Graph, drafts: Sequence[_Draft]) -> list[int]:
-    """Give drafts their bundles, one for each two of them; return the bytes of each."""
-    of = {place: index for index, draft in enumerate(drafts) for place in draft.nodes}
-    bundles: dict[tuple[int, int], list[int]] = {}
-    for target, draft in enumerate(drafts):
-        for place in draft.nodes:
-            forward = graph.nodes[place].forward
-            if forward is not None and of[forward] != target:
-                bundles.setdefault((of[forward], target), []).append(forward)
-    for slot, (ends, forwards) in enumerate(bundles.items(), len(graph.values)):
-        drafts[ends[0]].given[slot] = drafts[ends[1]].taken[slot] = forwards
-    pairs = [[graph.nodes[f].pair for f in forwards] for forwards in bundles.values()]
-    return [sum([pair.residual_bytes for pair in few]) for few in pairs]
-
-
-def _piece(
-    graph: Graph,
-    draft: _Draft,
-    wanted: dict[int, dict[Worker, None]],
-    staged: dict[int, LeafId],
-    exact: bool,
-) -> Piece:
-    worker, level, update, places, reads, taken, given = draft
-    nodes = [graph.nodes[place] for place in places]
-    kept = dict.fromkeys(
-        [
-            *[n.forward for n in nodes if n.forward is not None],
-            *chain(*given.values()),
-        ]
-    )
-    # Residuals are named by the complement of their forward's place.
-    names = [*reads, *[~place for place in chain(*taken.values())]]
-    for place, node in zip(places, nodes, strict=True):
-        names += [*node.outputs, *[~place] * (place in kept)]
-    number = {name: index for index, name in enumerate(names)}
-    pairs = {id(node.pair): node.pair for node in nodes if node.pair is not None}
-    index = {key: at for at, key in enumerate(pairs)}
-    inner = []
-    for place, node in zip(places, nodes, strict=True):
-        slots = [tuple([number[value] for value in few]) for few in node.inputs]
-        held = [] if node.forward is None else [(number[~node.forward],)]
-        pair = index.get(id(node.pair), 0)
-        keeps = node.keeps or place in kept
-        inner.append(SegmentNode(node.kind, pair, (*held, *slots), keeps))
-    made = [value for node in nodes for value in node.outputs]
-    makes = [value for value in made if value in wanted or value in staged]
-    hops: dict[Worker, list[int]] = {}
-    for value in makes if places else reads:
-        for to in wanted.get(value, ()):
-            if to != worker:
-                hops.setdefault(to, []).append(value)
-    function = SegmentFunction(
-        tuple(pairs.values()),
-        tuple([_arrived(graph, value, worker) for value in reads]),
-        tuple(map(len, taken.values())),
-        tuple(inner),
-        tuple([number[value] for value in makes]),
-        tuple([tuple([number[~f] for f in few]) for few in given.values()]),
-        tuple([(node.name or node.kind.value, node.site) for node in nodes]),
-        exact,
-    )
-    going = tuple([Outgoing(to, tuple(slots)) for to, slots in hops.items()])
-    segment = Segment(function, (*reads, *taken), (*makes, *given), going)
-    return Piece(worker, level, update, places, segment)
-
-
-def _arrived(graph: Graph, value: int, worker: Worker) -> Aval:
-    """The abstract value of a value where it is read; hops go to default devices."""
-    aval = graph.aval(value)
-    return aval if graph.worker(value) == worker else aval.on(None)
-
-
-def _parts(
-    graph: Graph,
-    plan: ContextId,
-    pieces: Sequence[Piece],
-    wanted: dict[int, dict[Worker, None]],
-    stages: Sequence[tuple[LeafId, int]],
-) -> tuple[tuple[tuple[Worker, Prepare], ...], tuple[tuple[Worker, Slots], ...]]:
-    reads: dict[Worker, list[Slotted]] = {}
-    sent: dict[str, dict[Worker, list[int]]] = {source: {} for source in SENT}
-    staged: dict[Worker, list[Slotted]] = {}
-    for value in sorted(wanted):
-        home, _, _, source, leaf = graph.values[value]
-        if leaf is not None:
-            reads.setdefault(home, []).append(Slotted(leaf, value))
-        elif source:
-            for worker in wanted[value]:
-                sent[source].setdefault(worker, []).append(value)
-    for leaf, value in stages:
-        assert graph.worker(value) == leaf.worker, leaf
-        staged.setdefault(leaf.worker, []).append(Slotted(leaf, value))
-    segments: dict[Worker, list[Piece]] = {}
+    held: dict[tuple[Worker, str], list[int]] = defaultdict(list)
+    leaving: dict[Worker, list[int]] = defaultdict(list)
+    for value in sorted([value for value in wanted if value >= 0]):
+        home, _, _, source, _ = graph.values[value]
+        if source == "leaf" and [*wanted[value]] != [home]:
+            leaving[home].append(value)
+        for worker in (home,) if source == "leaf" else wanted[value] if source else ():
+            held[worker, source].append(value)
+    pieces[:0] = [Piece(at, 0, False, (), tuple(few)) for at, few in leaving.items()]
+    _bundle(graph, pieces)
+    made = dict.fromkeys([*wanted, *[value for _, value in stages]])
     for piece in pieces:
-        segments.setdefault(piece.worker, []).append(piece)
+        piece.segment = _segment(graph, piece, made, wanted, exact)
     parts = []
-    for worker in dict.fromkeys((*segments, *reads, *sent["constant"], *sent["input"])):
-        mine = segments.get(worker, [])
+    workers = [*[piece.worker for piece in pieces], *[worker for worker, _ in held]]
+    for worker in dict.fromkeys(workers):
+        mine = [piece for piece in pieces if piece.worker == worker]
+        staged = [Slotted(*one) for one in stages if one[0].worker == worker]
+        leaves = [(graph.values[v].leaf, v) for v in held.get((worker, "leaf"), ())]
         part = Prepare(
             plan,
             0,
             tuple([piece.segment for piece in mine]),
-            tuple(sent["constant"].get(worker, ())),
-            tuple(reads.get(worker, ())),
-            tuple(staged.get(worker, ())),
+            tuple(held.get((worker, "constant"), ())),
+            tuple([Slotted(leaf, value) for leaf, value in leaves if leaf]),
+            tuple(staged),
             tuple([index for index, piece in enumerate(mine) if piece.update]),
-            worker in staged or not all([_is_awaited(one, wanted) for one in mine]),
+            bool(staged) or not all([_is_awaited(piece, wanted) for piece in mine]),
         )
         parts.append((worker, part))
-    return tuple(parts), tuple([(w, tuple(of)) for w, of in sent["input"].items()])
+    inputs = [(to, tuple(few)) for (to, kind), few in held.items() if kind == "input"]
+    nbytes = [value.aval.nbytes for value in graph.values]
+    for _, names in sorted([one for piece in pieces for one in piece.given.items()]):
+        nbytes.append(sum([graph.nodes[~name].pair.residual_bytes for name in names]))
+    edges = _edges(pieces)
+    return Cut(tuple(parts), tuple(inputs), tuple(pieces), edges, tuple(nbytes))
 
 
-def _is_awaited(piece: Piece, wanted: dict[int, dict[Worker, None]]) -> bool:
+def _pieces(graph: Graph, nodes_max: int, exact: bool) -> list[Piece]:
+    """The segments with nodes, in order, without their bundles."""
+    levels: dict[int, int] = {}
+    groups: dict[tuple[bool, int, Worker, bool], list[int]] = defaultdict(list)
+    for place, node in enumerate(graph.nodes):
+        # What runs as Python would make its segment run node by node.
+        alone = not exact and node.pair is not None and node.pair.pair.source.unjitted
+        level = 0
+        for name in chain(*node.inputs):
+            crosses = name >= 0 and graph.crosses(name, node.worker)
+            level = max(level, levels.get(name, 0) + (crosses or alone))
+        levels.update(dict.fromkeys((~place, *node.outputs), level + alone))
+        groups[node.update, level, node.worker, alone].append(place)
+    pieces = []
+    for (update, level, worker, _), places in groups.items():
+        for start in range(0, len(places), nodes_max):
+            part = tuple(places[start : start + nodes_max])
+            made = {name for at in part for name in (~at, *graph.nodes[at].outputs)}
+            read = chain(*[few for at in part for few in graph.nodes[at].inputs])
+            reads = tuple([name for name in dict.fromkeys(read) if name not in made])
+            pieces.append(Piece(worker, level, update, part, reads))
+    return sorted(pieces, key=lambda piece: (piece.update, piece.level, piece.nodes))
+
+
+def _bundle(graph: Graph, pieces: Sequence[Piece]) -> None:
+    """Give pieces their bundles, one for each two of them; slots follow the values."""
+    home = {~place: piece for piece in pieces for place in piece.nodes}
+    slots: dict[tuple[int, int], int] = {}
+    for taker in pieces:
+        for name in [name for name in taker.reads if name < 0]:
+            between = (id(home[name]), id(taker))
+            slot = slots.setdefault(between, len(graph.values) + len(slots))
+            home[name].given[slot].append(name)
+            taker.taken[slot].append(name)
+
+
+def _segment(
+    graph: Graph, piece: Piece, made: Container[int], wanted: Wanted, exact: bool
+) -> Segment:
+    nodes = [graph.nodes[place] for place in piece.nodes]
+    arrays = [name for name in piece.reads if name >= 0]
+    names = [*arrays, *chain(*piece.taken.values())]
+    read = {*chain(*[few for node in nodes for few in node.inputs])}
+    read.update(chain(*piece.given.values()))
+    for place, node in zip(piece.nodes, nodes, strict=True):
+        names += [*node.outputs, *[~place] * (~place in read)]
+    number = {name: index for index, name in enumerate(names)}
+
+    def at(few: Sequence[int]) -> tuple[int, ...]:
+        return tuple([number[name] for name in few])
+
+    pairs = {id(node.pair): node.pair for node in nodes if node.pair is not None}
+    index = {key: at for at, key in enumerate(pairs)}
+    inner = []
+    for place, node in zip(piece.nodes, nodes, strict=True):
+        inputs, keeps = tuple(map(at, node.inputs)), node.keeps or ~place in read
+        inner.append(SegmentNode(node.kind, index.get(id(node.pair), 0), inputs, keeps))
+    makes = [value for node in nodes for value in node.outputs if value in made]
+    hops: dict[Worker, list[int]] = defaultdict(list)
+    for value in makes if nodes else piece.reads:
+        for to in wanted.get(value, ()):
+            if to != piece.worker:
+                hops[to].append(value)
+    function = SegmentFunction(
+        tuple(pairs.values()),
+        tuple([graph.aval(value, piece.worker) for value in arrays]),
+        tuple(map(len, piece.taken.values())),
+        tuple(inner),
+        at(makes),
+        tuple(map(at, piece.given.values())),
+        tuple([(node.name or node.kind.value, node.site) for node in nodes]),
+        exact,
+    )
+    going = tuple([Outgoing(to, tuple(few)) for to, few in hops.items()])
+    return Segment(function, (*arrays, *piece.taken), (*makes, *piece.given), going)
+
+
+def _is_awaited(piece: Piece, wanted: Wanted) -> bool:
     """Whether a segment or the caller waits for what this segment makes."""
-    segment = piece.segment
-    held = len(segment.makes) > len(segment.function.outputs)
-    return held or bool(segment.hops) or any([slot in wanted for slot in segment.makes])
+    used = [slot for slot in piece.segment.makes if slot in wanted]
+    return bool(used or piece.segment.hops)
 
 
-def _edges(
-    graph: Graph, pieces: Sequence[Piece], caller: Worker, results: Sequence[int]
-) -> tuple[Edge, ...]:
-    source: dict[int, int] = {}  # By slot: the segment that makes it, or sends it.
+def _edges(pieces: Sequence[Piece]) -> tuple[Edge, ...]:
+    home: dict[int, int] = {}
     for index, piece in enumerate(pieces):
-        slots = piece.segment.makes if piece.nodes else piece.segment.needs
-        source.update(dict.fromkeys(slots, index))
-    found: dict[tuple[int | None, int | None], dict[int, None]] = {}
-    ends: list[tuple[int | None, Worker, Sequence[int]]] = [(None, caller, results)]
-    for index, piece in enumerate(pieces):
-        ends.append((index, piece.worker, piece.segment.needs))
-    for target, worker, needs in ends:
-        for slot in needs:
-            value = graph.values[slot] if slot < len(graph.values) else None
-            if value is None or value.leaf is None or value.worker != worker:
-                found.setdefault((source.get(slot), target), {})[slot] = None
-    return tuple([Edge(*both, tuple(slots)) for both, slots in found.items()])
+        made = piece.segment.makes if piece.nodes else piece.reads
+        home.update(dict.fromkeys(made, index))
+    found: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for target, piece in enumerate(pieces):
+        for slot in piece.segment.needs:
+            source = pieces[home[slot]] if slot in home else piece
+            if source is not piece and (source.nodes or source.worker != piece.worker):
+                found[home[slot], target].append(slot)
+    assert all([source < target for source, target in found]), "an update is read"
+    return tuple([Edge(*ends, tuple(slots)) for ends, slots in found.items()])

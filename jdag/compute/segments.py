@@ -27,8 +27,8 @@ from jdag.compute.devices import put
 from jdag.compute.jaxprs import has_callback
 from jdag.compute.machine import carried_back
 from jdag.compute.pairs import refuse_deleted, stays
-from jdag.compute.sums import add, fold, ones, zeros
-from jdag.compute.tracing import Residuals, strong
+from jdag.compute.sums import ADDENDS_MAX, add, fold, ones, zeros
+from jdag.compute.tracing import Residuals, strong, weakened
 from jdag.engine.functions import name_on
 from jdag.engine.segments import NodeKind, SegmentNode
 
@@ -121,7 +121,8 @@ class _Fused:
         first, *others = [tuple([values[n] for n in at]) for at in node.inputs]
         match node.kind:
             case NodeKind.FORWARD:
-                outputs, held = _forward(self.pairs[node.pair], first)
+                pair = self.pairs[node.pair]
+                outputs, held = _forward(pair, weakened(first, pair.avals))
                 return (*outputs, held) if node.keeps else outputs
             case NodeKind.VJP:
                 sums = tuple([(fold(one),) if one else () for one in others])
@@ -271,10 +272,17 @@ class SegmentFunction:
         )
 
     def compile(self) -> None:
-        """Compile what the first `run` would, if its bundles are known (`link`)."""
+        """Compile what the first `run` would, if its bundles are known (`link`).
+
+        Node by node that is the pairs on the default device, without sums and fills.
+        """
         ready = self._prepared()
         if ready is not None:
             ready.trace.lower().compile()  # A later call uses the same executable.
+        elif self._runs_by_nodes():
+            for node in self.nodes:
+                if node.kind in (NodeKind.FORWARD, NodeKind.VJP):
+                    _compile_pair(self.pairs[node.pair], node)
 
     def run(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Return arrays, then bundles, of arrays, then bundles, which are used up.
@@ -335,7 +343,8 @@ class SegmentFunction:
         first, *others = [[values[n] for n in at] for at in node.inputs]
         match node.kind:
             case NodeKind.FORWARD:
-                outputs, held = self.pairs[node.pair].forward(first)
+                pair = self.pairs[node.pair]
+                outputs, held = pair.forward(weakened(first, pair.avals))
                 return (*outputs, held) if node.keeps else outputs
             case NodeKind.VJP:
                 return carried_back(self.pairs[node.pair], first[0], others)
@@ -368,6 +377,25 @@ def failed_call(error: BaseException) -> tuple[str, str] | None:
     return found
 
 
+def _compile_pair(pair: Any, node: SegmentNode) -> None:
+    if pair.in_devices or pair.out_devices or pair.pair.source.unjitted:
+        return
+    structs = [aval.struct() for aval in pair.avals]
+    trace = pair.pair.compiled.trace(*structs)
+    if node.kind is NodeKind.FORWARD:
+        trace.lower().compile()
+        return
+    made, traced = trace.out_info, trace.out_info.traced
+    args = tuple([structs[place] for place in traced.args_kept])
+    outputs = tuple([made.outputs[place] for place in traced.outputs_kept])
+    tracked = compress(traced.out_avals, traced.out_tracked)
+    sums = [
+        (aval.struct(),) * (1 if len(given) > ADDENDS_MAX else len(given))
+        for given, aval in zip(node.inputs[1:], tracked, strict=True)
+    ]
+    traced.backward.lower(made.rest, args, outputs, tuple(sums)).compile()
+
+
 def _named(node: SegmentNode, pairs: Sequence[Any]) -> str:
     has_pair = node.kind in (NodeKind.FORWARD, NodeKind.VJP)
     return name_on(pairs[node.pair]) if has_pair else node.kind.value
@@ -389,12 +417,13 @@ def _types(node: SegmentNode, pairs: Sequence[Any], known: Sequence[Any]) -> lis
     match node.kind:
         case NodeKind.FORWARD:
             made, where = pair.out_avals, pair.out_devices
-            fits = first == list(pair.avals) and not others
+            both = zip(first, pair.avals, strict=True)
+            fits = not others and all([a in (aval, aval.strong) for a, aval in both])
         case NodeKind.VJP:
             made, where = compress(pair.avals, pair.tracked), pair.in_devices
             outputs = compress(pair.out_avals, pair.out_tracked)
-            both = zip(others, outputs, strict=True)
-            fits = first == [None] and all([{*a} <= {aval} for a, aval in both])
+            sides = zip(others, outputs, strict=True)
+            fits = first == [None] and all([{*a} <= {aval} for a, aval in sides])
         case NodeKind.SUM | NodeKind.FILL:
             made, where = first[-1:], [one.device for one in first[-1:]]
             fits = {*first} == {first[0]} and not others

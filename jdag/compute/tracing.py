@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jax._src.lax.lax import _convert_element_type
 
 from jdag.compute.avals import Aval, aval_of
 from jdag.compute.devices import named
@@ -219,6 +220,18 @@ def strong(array: Any) -> Any:
     if not jax.typeof(array).weak_type:
         return array
     return jax.lax.convert_element_type(array, array.dtype)
+
+
+def weakened(values: Sequence[Any], avals: Sequence[Aval]) -> tuple[Any, ...]:
+    """Return the values with the weak types of these, which calls make strong."""
+    return tuple(
+        [
+            _convert_element_type(value, aval.dtype, weak_type=True)
+            if aval.weak and not aval_of(value).weak
+            else value
+            for value, aval in zip(values, avals, strict=True)
+        ]
+    )
 
 
 def _find_residuals(

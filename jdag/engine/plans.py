@@ -154,8 +154,8 @@ class Plans(Struct, eq=False):
         keys = tuple([run.here[slot] for slot in part.results])
         self._state.resume(owned.waiter, keys)
         owned.waiter = 0
-        for slot in part.results:
-            self._steps.used(run, slot)
+        gone = [self._steps.used(run, slot) for slot in part.results]
+        self._state.drop([key for key in gone if key is not None])
         owned.staged = any([part.stages for part in owned.workers.values()])
         self.staged += owned.staged
         if not part.prepare.stages:

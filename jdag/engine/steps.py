@@ -147,31 +147,24 @@ class Steps(Struct, eq=False):
             value = version or self._leaves.missing(newest)
             value.users += 1
             values.append(value)
-        then = partial(self._begin, part, run, message, values)
-        self._state.when_settled(values, then)
+        for slot in message.slots:
+            run.here[slot] = SlotKey(context, number, slot)
+        self._state.when_settled(values, partial(self._begin, part, run, values))
 
-    def _begin(
-        self, part: Part, run: Run, message: Step, values: Sequence[Value]
-    ) -> None:
-        context, number = message.context, message.number
-        if part.runs.get(number) is not run:  # Dropped meanwhile.
-            self._state.drop(landing(message))
-            return
+    def _begin(self, part: Part, run: Run, values: Sequence[Value]) -> None:
+        if part.runs.get(run.number) is not run:
+            return  # Dropped meanwhile.
         failure = first_failure(values)
         if failure is not None:
             self._failed(part, run, failure)
             return
         run.begun = True
-        come = [*part.prepare.constants, *message.slots, *run.here]
-        come += [read.slot for read in part.prepare.reads]
         for slot in part.prepare.constants:
-            run.here[slot] = SlotKey(context, 0, slot)
-        for slot in message.slots:
-            run.here[slot] = SlotKey(context, number, slot)
+            run.here[slot] = SlotKey(run.context, 0, slot)
         for read, value in zip(part.prepare.reads, values, strict=True):
             run.here[read.slot] = value.stored
         free = [i for i, one in enumerate(part.prepare.segments) if not one.needs]
-        self._come(part, run, come, free)
+        self._come(part, run, tuple(run.here), free)
         self._done(part, run)  # If there is nothing to do.
 
     def hop(self, sender: Worker, message: Hop) -> None:
@@ -212,11 +205,11 @@ class Steps(Struct, eq=False):
             return
         inputs = [run.here[slot] for slot in segment.needs]
         outputs = [SlotKey(context, run.number, slot) for slot in segment.makes]
-        last = [
-            key
-            for slot, key in zip(segment.needs, inputs, strict=True)
-            if run.uses[slot] == 1 and _is_own(key, run)
-        ]
+        last = []
+        for slot, key in zip(segment.needs, inputs, strict=True):
+            if run.uses[slot] == 1 and _is_own(key, run):
+                last.append(key)
+                del run.here[slot]
         id = self._state.number_job()
         job = RunSegment(
             id,
@@ -250,19 +243,20 @@ class Steps(Struct, eq=False):
         for out in segment.hops:
             keys = tuple([run.here[slot] for slot in out.slots])
             state.send(out.to, Hop(context, number, out.slots), keys)
-        for slot in segment.needs:
-            self.used(run, slot)
-        unused = [slot for slot in segment.makes if not run.uses.get(slot)]
-        state.drop([SlotKey(context, number, slot) for slot in unused])
+        gone = [self.used(run, slot) for slot in segment.needs if slot in run.here]
+        made = [slot for slot in segment.makes if not run.uses.get(slot)]
+        gone += [run.here.pop(slot) for slot in made]
+        state.drop([key for key in gone if key is not None])
         run.undone -= 1
         self._come(part, run, segment.makes)
         self._done(part, run)
 
-    def used(self, run: Run, slot: int) -> None:
-        """Count a use of a slot, and drop its value after the last."""
+    def used(self, run: Run, slot: int) -> Key | None:
+        """Count a use of a slot; return the key to be dropped, if it was the last."""
         run.uses[slot] -= 1
-        if not run.uses[slot] and _is_own(run.here[slot], run):
-            self._state.drop((run.here[slot],))
+        if run.uses[slot] or not _is_own(run.here[slot], run):
+            return None
+        return run.here.pop(slot)
 
     def _done(self, part: Part, run: Run) -> None:
         """Report the step if all segments have run here."""
