@@ -351,7 +351,7 @@ class Plan:
 
     def graph(self) -> Graph:
         """Return its segments and the values between them; see `Graph.dot`."""
-        return graph_of_plan(self.cut)
+        return graph_of_plan(self.cut, str(self))
 
 
 def _checked(result: Any) -> Any:
