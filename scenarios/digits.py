@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ import optax
 from jax import Array
 
 from jdag.api.cluster import Cluster
+from jdag.api.compiling import CompiledStep, compile
 from jdag.api.optimizer import Optimizer
 from jdag.api.oracle import pullback
 from jdag.api.refs import fetch
@@ -122,6 +123,7 @@ class Digits:
     learning_rate: float
     checks: int
     figures: Mapping[str, str] = field(default_factory=lambda: FIGURES)
+    compiles: ClassVar[bool] = True
     _apart: list[float] = field(default_factory=list)
     _bits: list[str] = field(default_factory=list)
 
@@ -131,6 +133,7 @@ class Digits:
         cluster = run.cluster(run.seeds[0])
         refs = self._put(cluster, run.seeds[0])
         optimizer = Optimizer(optax.adam(self.learning_rate), refs)
+        plan = compile(self._losses, cluster, optimizer) if run.compile else None
         steps = self.epochs * (len(self.images.train_x) // self.batch)
         check = {steps * place // self.checks for place in range(self.checks)}
         order = np.arange(len(self.images.train_x))
@@ -151,7 +154,10 @@ class Digits:
             rows = order[place : place + self.batch]
             before, start_ns = _busy(cluster), cluster.now_ns
             truth = step in check
-            got = self._step(cluster, run, refs, optimizer, rows, truth)
+            if plan is None:
+                got = self._step(cluster, run, refs, optimizer, rows, truth)
+            else:
+                got = self._planned(plan, run, refs, rows, truth)
             times_ns.append(cluster.now_ns - start_ns)
             busy = {name: ns - before[name] for name, ns in _busy(cluster).items()}
             sums += got
@@ -194,19 +200,28 @@ class Digits:
         """Who owns the stages: every worker but the first, the trainer."""
         return self.workers[1:]
 
-    def _forward(self, ctx: Any, params: Sequence[Any], rows: Any) -> list[Any]:
+    def _cut(self, rows: Any) -> list[Any]:
+        """The micro-batches of these rows: for each (images, labels)."""
+        parts = np.array_split(rows, self.micro_batches)
+        return [(self.images.train_x[one], self.images.train_y[one]) for one in parts]
+
+    def _forward(self, ctx: Any, params: Sequence[Any], parts: Any) -> list[Any]:
         """All micro-batches through all stages: for each (loss, how many right)."""
         found = []
-        for part in np.array_split(rows, self.micro_batches):
-            value: Any = self.images.train_x[part]
+        size = float(sum(len(labels) for _, labels in parts))
+        for images, labels in parts:
+            value = images
             for owner, own in zip(self.owners[:-1], params[:-1], strict=True):
                 value = ctx.call(owner, stage, own, value)
-            labels = self.images.train_y[part]
-            size = float(len(rows))
             found.append(
                 ctx.call(self.owners[-1], loss, params[-1], value, labels, size)
             )
         return found
+
+    def _losses(self, ctx: Any, params: Sequence[Any], parts: Any) -> Any:
+        """(The losses, how many right): what a plan steps by comes first."""
+        found = self._forward(ctx, params, parts)
+        return [one for one, _ in found], [right for _, right in found]
 
     def _step(
         self,
@@ -219,7 +234,7 @@ class Digits:
     ) -> Any:
         """One context: forward, backward from all losses, the optimizer's step."""
         with cluster.context() as ctx:
-            found = self._forward(ctx, refs, rows)
+            found = self._forward(ctx, refs, self._cut(rows))
             ctx.backward(*[one for one, _ in found])
             got = np.asarray(fetch(found), dtype=np.float64).sum(axis=0)
             if check:
@@ -228,11 +243,23 @@ class Digits:
             optimizer.step(ctx)
         return got
 
+    def _planned(
+        self, step: CompiledStep, run: Run, refs: list[Any], rows: Any, check: bool
+    ) -> Any:
+        """The same as a plan; one that is checked is differentiated once more."""
+        parts = self._cut(rows)
+        if check:
+            _, gradients = step.value_and_grad(refs, parts)
+            self._compare(fetch(refs), gradients, rows)
+        found = step(refs, parts)
+        run.draw(step.plan.graph())
+        return np.asarray(found, dtype=np.float64).sum(axis=1)
+
     def _compare(self, params: Any, gradients: Any, rows: Any) -> None:
         """Hold the gradients of one step against the oracle's."""
 
         def roots(ctx: Any, params: Any) -> list[Any]:
-            return [one for one, _ in self._forward(ctx, params, rows)]
+            return self._losses(ctx, params, self._cut(rows))[0]
 
         _, truth = pullback(roots)(params)
         self._bits.append(bits(jax.tree.leaves(gradients)))

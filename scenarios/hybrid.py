@@ -13,7 +13,8 @@ means, which DistributedDataParallel takes, is another number.)
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,8 @@ import optax
 from jax import Array
 
 from jdag.api.cluster import Cluster
+from jdag.api.compiling import compile
+from jdag.api.optimizer import Optimizer
 from jdag.api.oracle import pullback
 from jdag.api.refs import fetch
 from jdag.errors import ScenarioError
@@ -75,13 +78,18 @@ def loss(dense: Mapping[str, Array], bags: Array, labels: Array, rows: Array) ->
     return jnp.sum(each) / rows
 
 
+def kept() -> optax.GradientTransformation:
+    """Steps by nothing, and keeps the gradient as its state, where its leaf is."""
+    zeros = partial(jax.tree.map, jnp.zeros_like)
+    return optax.GradientTransformation(zeros, lambda g, *_: (zeros(g), g))
+
+
 def descended(leaf: Array, gradient: Array, rate: Array) -> Array:
     """A step of gradient descent."""
     return leaf - rate * gradient
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(NamedTuple):
     """What one trainer has in one step, perhaps no row at all."""
 
     indices: Any
@@ -112,6 +120,8 @@ class Hybrid:
     rate: float
     how: How
     figures: Mapping[str, str] = field(default_factory=lambda: FIGURES)
+    compiles: ClassVar[bool] = True
+    _plan: Any = None  # Of one seed, and the optimizer that keeps its gradients.
 
     @property
     def server(self) -> str:
@@ -160,6 +170,9 @@ class Hybrid:
             for number, rows in enumerate(self.rows)
         ]
         table, dense = self._put(cluster)
+        if run.compile:
+            keeping = Optimizer(kept(), {"table": table, "dense": dense})
+            self._plan = compile(self._forward, cluster, keeping), keeping
         losses: list[float] = []
         apart: list[float] = []
         seen: list[Any] = []
@@ -175,6 +188,9 @@ class Hybrid:
                 run.keep(cluster, (begun_ns, cluster.now_ns))
         ends = [bits(jax.tree.leaves(fetch(dense[one]))) for one in self.trainers]
         seen += jax.tree.leaves(fetch((table, dense[self.trainers[0]])))
+        if run.compile:
+            keeping.drop()
+            self._plan = None
         figures = {
             "gradient_difference": worst(apart),
             "gradient_checks": steps,
@@ -202,13 +218,11 @@ class Hybrid:
         self, ctx: Any, table: Any, dense: Mapping[str, Any], now: Sequence[Batch]
     ) -> list[Any]:
         """The losses of all trainers, each on the trainer."""
-        rows = float(sum(len(batch.labels) for batch in now))
+        rows = float(sum(len(labels) for _, labels in now))
         losses = []
-        for trainer, batch in zip(self.trainers, now, strict=True):
-            bags = ctx.call(self.server, embedded, table, batch.indices)
-            losses.append(
-                ctx.call(trainer, loss, dense[trainer], bags, batch.labels, rows)
-            )
+        for trainer, (indices, labels) in zip(self.trainers, now, strict=True):
+            bags = ctx.call(self.server, embedded, table, indices)
+            losses.append(ctx.call(trainer, loss, dense[trainer], bags, labels, rows))
         return losses
 
     def _step(
@@ -222,18 +236,23 @@ class Hybrid:
     ) -> tuple[float, list[Any], list[float]]:
         """One context; return the loss, the gradients, how far they are from right."""
         with cluster.context() as ctx:
-            losses = self._forward(ctx, table, dense, now)
-            ctx.backward(*losses)
-            value = float(np.sum(fetch(losses)))
-            own = {trainer: ctx.gradient(dense[trainer]) for trainer in self.trainers}
+            if self._plan is None:
+                losses = self._forward(ctx, table, dense, now)
+                ctx.backward(*losses)
+                value = float(np.sum(fetch(losses)))
+                own = {one: ctx.gradient(dense[one]) for one in self.trainers}
+                lookups = ctx.gradient(table)
+            else:
+                step, keeping = self._plan
+                value = float(np.sum(step(table, dense, now)))
+                own, lookups = keeping.states["dense"], keeping.states["table"]
             sums = ctx.all_reduce(own, self.how)
-            lookups = ctx.gradient(table)
             gradients = fetch({"dense": sums[self.trainers[0]], "table": lookups})
             apart = []
             if check:
                 before = {"dense": dense[self.trainers[0]], "table": table}
                 apart = self._apart(fetch(before), gradients, now)
-                run.draw(ctx.graph())
+                run.draw(step.plan.graph() if run.compile else ctx.graph())
             for trainer in self.trainers:
                 cluster.update(descended, dense[trainer], sums[trainer], self.rate)
             cluster.update(descended, table, lookups, self.rate)

@@ -11,19 +11,25 @@ rows of its own to fit a line through, y = x w, by least squares:
 3. In rounds, all differentiate at the same parameters, and the main program applies the
    gradients in the order of the trainers: then no seed changes a bit, and each round is
    one of gradient descent on all rows, which plain JAX is asked for as well.
+
+With `compile = true` the trainers of the second and the third part run plans; the first
+part is about contexts.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import Array
 
 from jdag.api.cluster import Cluster
+from jdag.api.compiling import compile
+from jdag.api.optimizer import Optimizer
 from jdag.api.transform import value_and_grad
 from jdag.errors import ScenarioError
 from jdag.scenario.case import (
@@ -123,6 +129,35 @@ def _train(lessons: Any, w: Any, count: Any, cluster: Cluster) -> None:
         cluster.update(one_more, count)
 
 
+def _loss(ctx: Any, w: Any, server: str, x: Any, y: Any) -> Any:
+    """The loss of some rows, on the server."""
+    return ctx.call(server, loss, w, x, y)
+
+
+def _train_by_plan(
+    lessons: Any, w: Any, count: Any, optimizer: Any, cluster: Cluster
+) -> None:
+    """The same as `_train` by one plan, which an optimizer steps."""
+    lessons = Lessons(*lessons)
+    step = compile(_loss, cluster, optimizer)
+    for _ in range(lessons.steps):
+        step(w, lessons.server, *lessons.data)
+        cluster.update(one_more, count)
+
+
+def _rounds_by_plan(lessons: Any, w: Any, cluster: Cluster) -> None:
+    """All rounds of one trainer by one plan; the first one applies the sums."""
+    lessons = Lessons(*lessons)
+    step = compile(_loss, cluster)
+    for _ in range(lessons.steps):
+        _, gradient = step.value_and_grad(w, lessons.server, *lessons.data)
+        total = cluster.all_reduce(gradient)
+        if not lessons.number:
+            cluster.update(descended, w, total, lessons.rate)
+            w.fetch()
+        cluster.barrier()
+
+
 def _gradient(lessons: Any, w: Any, cluster: Cluster) -> Any:
     """The gradient at the parameters as they are."""
     lessons = Lessons(*lessons)
@@ -145,6 +180,7 @@ class Trainers:
     rows: int
     rate: float
     figures: Mapping[str, str] = field(default_factory=lambda: FIGURES)
+    compiles: ClassVar[bool] = True
 
     @property
     def trainers(self) -> Sequence[str]:
@@ -162,9 +198,9 @@ class Trainers:
             begun_ns = cluster.now_ns
             found = self._at_once(cluster)
             part_ns = cluster.now_ns  # All three parts would leave bars of no width.
-            updates, w = self._race(cluster)
+            updates, w = self._race(run, cluster)
             raced.append(w)
-            stepped.append(self._in_step(cluster))
+            stepped.append(self._in_step(run, cluster))
             traces.add(cluster)
             if not number:
                 run.keep(cluster, (begun_ns, part_ns))
@@ -201,25 +237,34 @@ class Trainers:
             "contexts_at_once": max(at_once for _, at_once in found),
         }
 
-    def _race(self, cluster: Cluster) -> tuple[int, Any]:
+    def _race(self, run: Run, cluster: Cluster) -> tuple[int, Any]:
         server = self.workers[0]
         w, count = cluster.put(server, (jnp.zeros(self.width), jnp.asarray(0)))
+        train: Any = _train
+        more: list[Any] = []
+        if run.compile:
+            train, more = _train_by_plan, [Optimizer(optax.sgd(self.rate), w)]
         programs = {
-            name: partial(_train, self._lessons(number), w, count)
+            name: partial(train, self._lessons(number), w, count, *more)
             for number, name in enumerate(self.trainers)
         }
         cluster.run(programs)
         updates, found = int(count.fetch()), w.fetch()
+        for optimizer in more:
+            optimizer.drop()
         cluster.drop([w, count])
         return updates, found
 
-    def _in_step(self, cluster: Cluster) -> Any:
+    def _in_step(self, run: Run, cluster: Cluster) -> Any:
         w = cluster.put(self.workers[0], jnp.zeros(self.width))
+        one = _rounds_by_plan if run.compile else _gradient
         programs = {
-            name: partial(_gradient, self._lessons(number), w)
+            name: partial(one, self._lessons(number), w)
             for number, name in enumerate(self.trainers)
         }
-        for _ in range(self.steps):
+        if run.compile:
+            cluster.run(programs)
+        for _ in range(0 if run.compile else self.steps):
             for gradient in cluster.run(programs).values():
                 cluster.update(descended, w, gradient, self.rate)
         found = w.fetch()

@@ -241,6 +241,7 @@ class Stage(Run):
         self.abstract = settings.get("values") == "abstract"
         self.troubled = bool(faults) or network is not None
         self.virtual = True
+        self.compile = bool(settings.pop("compile", False))
         self.kept: Any = None
         self.drawn: Any = None
         self.shown = []

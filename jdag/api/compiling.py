@@ -376,7 +376,7 @@ class Plan:
 
     def graph(self) -> Graph:
         """Return its segments and the values between them; see `Graph.dot`."""
-        return graph_of_plan(self.cut)
+        return graph_of_plan(self.cut, str(self))
 
 
 def _type_of(value: Any, state: Any) -> Any:

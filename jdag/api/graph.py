@@ -37,15 +37,17 @@ class Edge(Struct, frozen=True):
 
 
 class Graph(Struct, frozen=True):
-    """The graph of a context, edges in forward direction.
+    """The graph of a context or a plan, edges in forward direction.
 
-    `left_out` says how many workers have fragments that are not in it.
+    `left_out` says how many workers have fragments that are not in it; `table` is the
+    text of a plan, "" of a context.
     """
 
     workers: tuple[str, ...]
     vertices: tuple[Vertex, ...]
     edges: tuple[Edge, ...]
     left_out: int = 0
+    table: str = ""
 
     def dot(self, name: str = "plan") -> str:
         """Return the graph in the language of Graphviz, a cluster a worker."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from jdag.api.graph import Edge, Graph, Vertex
 from jdag.compute.cutting import Cut, Piece
-from jdag.engine.protocol import Worker, named
+from jdag.engine.protocol import LeafId, Worker, named
 
 NAMES_MAX = 4  # Functions of a segment that are named.
 _SEGMENTS = ("segment", "worker", "level", "nodes", "functions")
@@ -55,25 +55,34 @@ def table_of_plan(name: str, cut: Cut, caller: Worker) -> str:
     return "\n".join(lines)
 
 
-def graph_of_plan(cut: Cut) -> Graph:
-    """Return the segments and leaves of a plan, and the values between them."""
+def graph_of_plan(cut: Cut, table: str) -> Graph:
+    """Return the segments of a plan, the leaves that they read, and values between.
+
+    Leaves of which the same segments read are one vertex.
+    """
     ids = [f"{named(one.worker)}/segment {i}" for i, one in enumerate(cut.pieces)]
     edges = [Edge(ids[one.source], ids[one.target]) for one in cut.edges]
     vertices = []
     for worker, part in cut.parts:
+        groups: dict[tuple[str, ...], list[LeafId]] = {}
         for one in part.reads:
-            id, label = str(one.leaf), one.leaf.label
-            vertices.append(Vertex(id, named(worker), "leaf", (), label))
-            edges += [
-                Edge(id, ids[index])
-                for index, piece in enumerate(cut.pieces)
-                if piece.worker == worker and one.slot in piece.segment.needs
-            ]
+            readers = tuple(
+                [
+                    id
+                    for id, piece in zip(ids, cut.pieces, strict=True)
+                    if piece.worker == worker and one.slot in piece.segment.needs
+                ]
+            )
+            groups.setdefault(readers, []).append(one.leaf)
+        for readers, (leaf, *more) in groups.items():
+            label = f"{len(more) + 1} leaves" if more else leaf.label
+            vertices.append(Vertex(str(leaf), named(worker), "leaf", (), label))
+            edges += [Edge(str(leaf), id) for id in readers]
     for index, piece in enumerate(cut.pieces):
         kind, label = "node" if piece.nodes else "send", f"{index} {_said(piece)}"
         vertices.append(Vertex(ids[index], named(piece.worker), kind, (index,), label))
     workers = tuple([named(worker) for worker, _ in cut.parts])
-    return Graph(workers, tuple(vertices), tuple(dict.fromkeys(edges)))
+    return Graph(workers, tuple(vertices), tuple(dict.fromkeys(edges)), table=table)
 
 
 def _said(piece: Piece) -> str:

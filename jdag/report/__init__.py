@@ -45,15 +45,15 @@ def render(
         folder: the target; existing files of the same names are replaced.
         result: the contents of `result.json`.
         trace: None: there is no timeline.
-        drawings: the graph of one context, from `ctx.graph()` or `read_drawings`; None:
-            no graph is drawn.
+        drawings: the graph of one context or plan, from `ctx.graph()`, from
+            `step.plan.graph()` or from `read_drawings`; None: no graph is drawn.
         window: the part of the run that the timeline shows, in nanoseconds.
 
     Raises:
         OSError: a file cannot be written.
     """
     name, workers = result["name"], result["workers"]
-    pictures = []
+    pictures, table = [], ""
     if trace is not None:
         read = spans_of(trace)
         title = f"{name}: what each worker did"
@@ -65,10 +65,12 @@ def render(
         _write_json(folder / GRAPH_DATA, to_builtins(graph))
         (folder / GRAPH_DOT).write_text(dot_of(graph, name), encoding="utf-8")
         if graph.vertices:
-            title = f"{name}: the graph of one context"
+            title = f"{name}: the graph of one {'plan' if graph.table else 'context'}"
             draw_graph(folder / GRAPH, graph, title)
-            pictures.append((folder / GRAPH, "Graph", _ON_GRAPH))
-    write_page(folder / PAGE, result, pictures)
+            said = _ON_PLAN if graph.table else _ON_GRAPH
+            pictures.append((folder / GRAPH, "Graph", said))
+        table = graph.table
+    write_page(folder / PAGE, result, pictures, table)
 
 
 def read_drawings(folder: Path) -> Graph | None:
@@ -93,8 +95,13 @@ def _write_json(path: Path, value: Any) -> None:
 
 _ON_TIMELINE = (
     "A row is a worker. Numbers in bars are the paths of calls: a forward and the "
-    "backward of the same number are one call. Below them, arrays on their way from "
-    "this worker."
+    "backward of the same number are one call; segments of plans have the names of "
+    "their functions. Below them, arrays on their way from this worker."
+)
+_ON_PLAN = (
+    "A column is a worker: its segments, by their numbers in the table below, and the "
+    "leaves that they read. Arrows are values; those between columns are hops, one "
+    "message each. graph.dot is the same for Graphviz."
 )
 _ON_GRAPH = (
     "A column is the fragment of a worker: calls by their paths, the two ends of each "

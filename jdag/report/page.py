@@ -18,9 +18,9 @@ _LONG = ("error_message",)  # Shown below the table, as they have lines of their
 
 
 def write_page(
-    path: Path, result: Mapping[str, Any], pictures: Sequence[Picture]
+    path: Path, result: Mapping[str, Any], pictures: Sequence[Picture], plan: str = ""
 ) -> None:
-    """Write the page of a result, with these pictures.
+    """Write the page of a result, with these pictures, and a plan's table if any.
 
     Raises:
         OSError: a picture cannot be read, or the page not be written.
@@ -57,6 +57,7 @@ def write_page(
             for one in result["expect"]
         ],
         long=[(name, str(given[name])) for name in _LONG if name in given],
+        plan=plan,
         pictures=[
             (b64encode(file.read_bytes()).decode(), heading, said)
             for file, heading, said in pictures

@@ -181,7 +181,8 @@ def _draw_edge(
     half_width, half_height = _BOX[0] / 2, _BOX[1] / 2
     if source.kind == "leaf":
         # Down a trunk of its own, so that a leaf that is used often stays readable.
-        trunk_x = x + 0.03 * (int(source.label.rpartition(" ")[2]) % 5 - 2)
+        number = source.label.rpartition(" ")[2]
+        trunk_x = x + 0.03 * ((int(number) if number.isdigit() else 0) % 5 - 2)
         axes.plot([trunk_x, trunk_x], [y, to_y], color=_FROM_LEAF, lw=0.9, zorder=1)
         _arrow(axes, (trunk_x, to_y), (to_x - half_width, to_y), _FROM_LEAF)
     elif source.worker != target.worker:

@@ -29,6 +29,7 @@ _NAME_MAX = 24
 _FRAME_INCHES = 1.75  # Title, axis and legend.
 _EDGE_SHARE = 0.004  # One that is wider than this one has a white edge.
 _LABEL_SHARE = 0.022  # A bar that is wider than this share of the axis has a label.
+_CHARACTERS = 180  # Of a label, on the whole axis.
 
 # The colours of Okabe and Ito (2008), which colour-blind readers tell apart.
 _IDLE = "#eef0f2"
@@ -41,7 +42,8 @@ _KINDS = {
     "segment": ("#332288", "segments of plans"),
 }
 _ALWAYS = ("forward", "backward")  # In the legend, whether there are any or not.
-_PRIMALS, _COTANGENTS = "#56b4e9", "#cc79a7"
+_PRIMALS, _COTANGENTS, _HOPS = "#56b4e9", "#cc79a7", "#8577d0"
+_OF_MESSAGES = {"Cotangent": _COTANGENTS, "Hop": _HOPS}
 _MARK = "#22272c"
 _MARKS = (("drop", "x", "a frame was dropped"), ("crash", "X", "it crashed"))
 _UNITS = ((1_000_000_000, "s"), (1_000_000, "ms"), (1_000, "µs"), (1, "ns"))
@@ -123,11 +125,12 @@ def _draw_rows(view: _View, workers: Sequence[str], spans: Spans) -> None:
         axes.barh(place, length, height=0.86, color=_IDLE, zorder=0)
         _draw_jobs(view, place, [job for job in spans.jobs if job.worker == worker])
         sent = [one for one in spans.transfers if one.worker == worker]
-        for color, is_cotangent in ((_PRIMALS, False), (_COTANGENTS, True)):
+        for color in (_PRIMALS, _COTANGENTS, _HOPS):
             bars = [
                 view.bar(one)
                 for one in sent
-                if one.payload_bytes and (one.message == "Cotangent") is is_cotangent
+                if one.payload_bytes
+                and _OF_MESSAGES.get(one.message, _PRIMALS) == color
             ]
             where = (place + _STRIP[0], _STRIP[1])
             axes.broken_barh(bars, where, facecolors=color, alpha=0.75, zorder=2)
@@ -162,9 +165,13 @@ def _draw_jobs(view: _View, place: int, jobs: Sequence[Job]) -> None:
         for job, (start, width) in zip(mine, bars, strict=True):
             if width < narrow or not job.context:
                 continue
+            text = dotted(job.path)
+            if kind == "segment":
+                name = job.function.partition(":")[2].rstrip(")")
+                text = shortened(name, int(_CHARACTERS * width / view.length))
             view.axes.text(
                 start + width / 2, place + _DEVICE[0] + _DEVICE[1] / 2,
-                dotted(job.path), ha="center", va="center", fontsize=7,
+                text, parse_math=False, ha="center", va="center", fontsize=7,
                 color="white", zorder=3, clip_on=True,
             )  # fmt: skip
 
@@ -211,6 +218,8 @@ def _legend(figure: Figure, spans: Spans, is_raster: bool) -> None:
     if not is_raster:
         handles.append(Patch(color=_PRIMALS, label="primals on their way"))
         handles.append(Patch(color=_COTANGENTS, label="cotangents on their way"))
+        if any([one.message == "Hop" for one in spans.transfers]):
+            handles.append(Patch(color=_HOPS, label="hops of plans"))
     handles.append(Patch(facecolor=_IDLE, edgecolor="#cccccc", label="idle"))
     for kind, symbol, label in _MARKS:
         if kind in marks:

@@ -27,6 +27,10 @@ __all__ = [
     "Case", "Figures", "Player", "Run", "Scenario", "Training", "configured", "load",
 ]  # fmt: skip
 
+_NO_PLANS = (
+    "false for this program, which opens contexts; one that makes its steps by "
+    "jdag.compile where run.compile is set has an attribute `compiles = True`"
+)
 _FILE = "a scenario's TOML file, such as scenarios/chain.toml"
 
 
@@ -62,6 +66,8 @@ def load(path: Path, *, seed: int | None = None) -> Scenario:
             Virtual(settings).cluster(settings.seed, clean=False).close()
             player = player_of(settings, path.resolve().parent)
             refuse_unknown(settings.expect, player.figures)
+            if settings.compile and not getattr(player, "compiles", False):
+                raise ScenarioError(unusable("compile", True, _NO_PLANS))
     return Scenario(path, _question(text), settings, player)
 
 

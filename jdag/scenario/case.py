@@ -21,18 +21,21 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any, Literal, Protocol
+from functools import wraps
+from typing import Any, ClassVar, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jdag.api.cluster import Cluster
+from jdag.api.compiling import compile
 from jdag.api.graph import Graph
 from jdag.api.oracle import pullback
 from jdag.api.refs import Ref, fetch
 from jdag.compute.pytrees import NUMBERS
 from jdag.errors import (
+    ContextError,
     JdagError,
     RootError,
     ScenarioError,
@@ -59,6 +62,7 @@ class Run:
         virtual: whether time is virtual; on processes there is no trace, and seeds
             change nothing.
         driver: makes the clusters.
+        compile: whether steps are to be those of plans, by `jdag.compile`.
         show: called with the progress of the run.
     """
 
@@ -72,6 +76,7 @@ class Run:
     kept: Cluster | None = None
     window: tuple[int, int] = (0, 0)
     drawings: Any = None
+    compile: bool = False
     last: Cluster | None = None
 
     def cluster(self, seed: int, *, clean: bool = False) -> Cluster:
@@ -111,7 +116,10 @@ def _is_window(window: Any) -> bool:
 
 
 class Player(Protocol):
-    """What a scenario's program returns."""
+    """What a scenario's program returns.
+
+    One whose `play` obeys `run.compile` says so by an attribute `compiles = True`.
+    """
 
     @property
     def figures(self) -> Mapping[str, str]:
@@ -153,7 +161,7 @@ FIGURES: Mapping[str, str] = {
     "arrival_orders": "different orders in which cotangents arrived, over the seeds",
     "same_bits_as_clean": "whether faults and jitter left the gradient as it was",
     **SENT,
-    "virtual_time_ns": "from opening the context to the end of the pass",
+    "virtual_time_ns": "from opening the context, or recording, to the end of the pass",
     "wall_time_ns": "from beginning to end, on this host's clock",
     "bubble": "1 - busy time / virtual time, by worker",
     "bubble_min": "the smallest bubble of a worker",
@@ -230,6 +238,7 @@ class Case:
     mode: Literal["smart", "fast"] = "smart"
     figures: Mapping[str, str] = field(default_factory=lambda: FIGURES)
     more: Callable[[Cluster], Figures] = lambda cluster: {}
+    compiles: ClassVar[bool] = True
 
     def play(self, run: Run) -> Figures:
         """Play with each seed; the first one is reported.
@@ -273,6 +282,10 @@ class Case:
         gradients = loss = None
         opened_ns = ended_ns = cluster.now_ns
         try:
+            if run.compile:
+                loss, gradients = self._compiled(run, cluster, refs)
+                window = opened_ns, cluster.now_ns
+                return Played(None, gradients, loss, window, cluster)
             with cluster.context() as ctx:
                 try:
                     roots = _roots(self.program(ctx, refs))
@@ -291,11 +304,36 @@ class Case:
                     )
                     total_loss = sum(np.sum(root.fetch()) for root in roots)
                     loss = float(np.real(total_loss))
-        except RootError:
+        except (RootError, ScenarioError):
             raise
         except JdagError as raised:
             error = raised
         return Played(error, gradients, loss, (opened_ns, ended_ns), cluster)
+
+    def _compiled(
+        self, run: Run, cluster: Cluster, refs: Any
+    ) -> tuple[float | None, tuple[Any, ...] | None]:
+        """Return the loss and the gradients; all passes are steps of one plan."""
+
+        @wraps(self.program)
+        def program(ctx: Any, params: Any) -> list[Ref]:
+            return _roots(self.program(ctx, params))
+
+        step = compile(program, cluster)
+        try:
+            played = [step.value_and_grad(refs) for _ in range(self.passes)]
+        except JdagError as error:
+            if type(error) not in (JdagError, ContextError):
+                raise
+            allowed = f"false for this program; {error}"
+            raise ScenarioError(unusable("compile", True, allowed)) from error
+        run.draw(step.plan.graph())
+        if run.abstract:
+            return None, None
+        gradients = [jax.tree.leaves(one) for _, one in played]
+        total_loss = sum(map(np.sum, played[0][0]))
+        sums = [sum(of[1:], of[0]) for of in zip(*gradients, strict=True)]
+        return float(np.real(total_loss)), tuple(sums)
 
     def _outcome(self, played: Played) -> Figures:
         error = played.error
@@ -393,11 +431,11 @@ def bits(gradients: Sequence[Any]) -> str:
 
 
 def arrivals(cluster: Cluster) -> str:
-    """Return a hash of the order in which cotangents arrived on all workers."""
+    """Return a hash of the order in which cotangents, or hops of plans, arrived."""
     taken = hashlib.sha256()
     for record in cluster.trace.of_kind("deliver"):
         said = record.named
-        if said["message"] == "Cotangent":
+        if said["message"] in ("Cotangent", "Hop"):
             taken.update(f"{record.worker} {said['source']} {said['path']};".encode())
     return taken.hexdigest()
 
@@ -429,7 +467,9 @@ def sent(cluster: Cluster) -> Figures:
 
 def left_over(run: Run, cluster: Cluster) -> Figures:
     """Return what the workers that are alive still hold, without leaves."""
-    if not run.virtual:
+    if run.compile:
+        cluster.drop(())  # With this go plans that no program names any more.
+    if run.compile or not run.virtual:
         cluster.driver.settle()
     living = [one for one in cluster.info().values() if not one["lost"]]
     held = {name: sum(int(one[name]) for one in living) for name in _HELD}

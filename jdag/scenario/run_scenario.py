@@ -47,6 +47,7 @@ def _run_of(scenario: Scenario, show: Progress, driver: Driver) -> Run:
         virtual=driver.virtual,
         driver=driver,
         show=show,
+        compile=settings.compile,
     )
 
 

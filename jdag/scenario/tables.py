@@ -92,6 +92,7 @@ class Settings(Table):
     seed: _SEED = 0
     seeds: _SEEDS = 1
     x64: FLAG = False
+    compile: FLAG = False
     host_devices: _DEVICES | None = None
     values: Annotated[str, one_of("real", "abstract")] = "real"
     policy: Annotated[str, one_of(*POLICIES)] = "path"
