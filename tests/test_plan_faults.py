@@ -121,7 +121,7 @@ def breaks(ctx, params, x, y):
 
 def broken(seed: int, when: str, exact: bool, *, breaks_at: int) -> list[Any]:
     """Bits after each of three steps; before one of them another fails."""
-    found = []
+    found: list[Any] = []
     with simulate(WORKERS, **random_runs.settings(seed, WORKERS)) as cluster:
         params = put(cluster, "bcb")
         optimizer = jdag.Optimizer(optax.sgd(0.1, momentum=0.9), params)
