@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -62,14 +61,7 @@ def test_with_compile_it_is_answered_as_without(name: str, tmp_path: Path):
     assert "runsegment" in steps_of(answer)
     if name in ("digits", "pipeline"):
         assert "vjp" not in steps_of(answer) and isinstance(answer.drawings, Graph)
-    if name == "pipeline":
-        # A worker computes its part of all micro-batches in one segment, so nothing
-        # overlaps: three of four workers wait.
-        assert wrong == ["bubble_min", "bubble_max", "virtual_time_ns"]
-        assert answer.figures["bubble_max"] == Fraction(3, 4)
-        assert answer.figures["virtual_time_ns"] == 4 * 8 * 3_000
-    else:
-        assert wrong == (["test_accuracy"] if name == "digits" else [])
+    assert wrong == (["test_accuracy"] if name == "digits" else [])
     answer.cluster.close()
 
 

@@ -100,6 +100,27 @@ def three_layers() -> Recorded:
     return made
 
 
+def test_micro_batches_stay_apart_and_what_fans_out_and_comes_together_does_not() -> (
+    None
+):
+    piped, fanned = Recorded("a"), Recorded("a")
+    v, w = [piped.leaf(at, array(5, seed=i)) for i, at in enumerate("bc")]
+    ends = []
+    for seed in range(3):
+        x = piped.call("b", layer, v, piped.sent(array(5, seed=seed)))
+        ends.append(piped.call("c", total, piped.call("c", layer, w, x)))
+    piped.differentiate(*ends)
+    found = check(piped, piped.one_by_one(), Random(1))
+    # Forward on b, both on c, and vjps on b for each; a sum for each leaf.
+    levels = [("b", 0, 1)] * 3 + [("c", 1, 5)] * 3 + [("c", 1, 1)]
+    assert shown(found) == [*levels, *[("b", 2, 1)] * 3, ("b", 2, 1)]
+    u = fanned.leaf("b", array(5, seed=9))
+    parts = [fanned.call("b", layer, u, array(5, seed=i)) for i in range(3)]
+    fanned.differentiate(fanned.call("a", total, *parts))
+    found = check(fanned, fanned.one_by_one(), Random(2))
+    assert shown(found) == [("b", 0, 3), ("a", 1, 3), ("b", 2, 4)]
+
+
 def test_forward_and_backward_merge_on_the_last_worker_alone() -> None:
     made = three_layers()
     found = made.cut([*made.gradients.values()])

@@ -1,31 +1,35 @@
 """The graph of a plan is cut at transfers into segments: jobs of one worker.
 
 The level of a node is the highest of its inputs and its forward, plus 1 for an input
-from another worker; sources have level 0. The nodes of one worker and level are a
-segment, so forward and backward are in one if nothing crosses between them. Updates
-have segments of their own, so has what runs as Python, with levels of its own, and long
-segments are split in program order.
+from another worker; sources have level 0. Of the nodes of one worker and level, those
+that depend on each other are in one segment, so forward and backward are if nothing
+crosses between them. With them are those that wait for the same segments of other
+workers, and for which the same nodes wait there: what fans out and comes together is
+one segment, and micro-batches of a pipeline are several. Sums of gradients join one of
+these only if all addends come from it. Updates have segments of their own, so has what
+runs as Python, with levels of its own, and long segments are split in program order.
 
 Segments are convex. Levels never fall along a path, so on a path between two nodes of a
-segment they are all equal: nothing crosses on it, and it stays on the worker. It passes
-no update, since nothing reads what one makes. Places in the program rise along a path,
-so it stays in one part of a split. For the same reasons a segment depends only on
-earlier ones in the order of (update, level, place).
+segment they are all equal: nothing crosses on it, it stays on the worker, and in the
+part whose nodes depend on each other. It passes no update and no sum, since nothing
+there reads what one makes. Places in the program rise along a path, so it stays in one
+part of a split. For the same reasons a segment depends only on earlier ones.
 """
 
 from collections import defaultdict
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jdag.compute.dataflow import Graph
 from jdag.compute.segments import SegmentFunction, link
 from jdag.engine.messages import Outgoing, Prepare, Segment, Slotted
 from jdag.engine.names import ContextId, LeafId, Worker
-from jdag.engine.segments import SegmentNode, Slots
+from jdag.engine.segments import NodeKind, SegmentNode, Slots
 
 NODES_MAX = 256  # Of a segment, which bounds the time to compile it.
+Group = tuple[bool, int, Worker, bool]  # Of nodes: update, level, and if alone.
 Wanted = dict[int, dict[Worker, None]]  # By value, the workers that read it.
 
 
@@ -139,7 +143,7 @@ def cut(
 def _pieces(graph: Graph, nodes_max: int, exact: bool) -> list[Piece]:
     """The segments with nodes, in order, without their bundles."""
     levels: dict[int, int] = {}
-    groups: dict[tuple[bool, int, Worker, bool], list[int]] = defaultdict(list)
+    groups: dict[Group, list[int]] = defaultdict(list)
     for place, node in enumerate(graph.nodes):
         # What runs as Python would make its segment run node by node.
         alone = not exact and node.pair is not None and node.pair.pair.source.unjitted
@@ -150,14 +154,63 @@ def _pieces(graph: Graph, nodes_max: int, exact: bool) -> list[Piece]:
         levels.update(dict.fromkeys((~place, *node.outputs), level + alone))
         groups[node.update, level, node.worker, alone].append(place)
     pieces = []
-    for (update, level, worker, _), places in groups.items():
+    for (update, level, worker, _), places in _sets(graph, groups):
         for start in range(0, len(places), nodes_max):
             part = tuple(places[start : start + nodes_max])
             made = {name for at in part for name in (~at, *graph.nodes[at].outputs)}
             read = chain(*[few for at in part for few in graph.nodes[at].inputs])
             reads = tuple([name for name in dict.fromkeys(read) if name not in made])
             pieces.append(Piece(worker, level, update, part, reads))
-    return sorted(pieces, key=lambda piece: (piece.update, piece.level, piece.nodes))
+    return pieces
+
+
+def _sets(
+    graph: Graph, groups: Mapping[Group, list[int]]
+) -> Iterator[tuple[Group, list[int]]]:
+    """Yield the nodes of each segment, in an order in which segments can run."""
+    home = {name: at for at, node in enumerate(graph.nodes) for name in node.outputs}
+    home.update({~at: at for at in range(len(graph.nodes))})
+    reads = [[home[n] for n in chain(*o.inputs) if n in home] for o in graph.nodes]
+    sums = [node.kind is NodeKind.SUM for node in graph.nodes]
+    group_of = {place: key for key, places in groups.items() for place in places}
+    above = list(range(len(graph.nodes)))  # Towards the first node of its part.
+
+    def part(place: int) -> int:
+        while above[place] != place:
+            above[place] = place = above[above[place]]
+        return place
+
+    after: dict[int, dict[int, None]] = defaultdict(dict)
+    for place, near in enumerate(reads):
+        joined = [at for at in near if group_of[at] == group_of[place]]
+        for at in joined if not sums[place] else ():
+            one, other = sorted((part(at), part(place)))
+            above[other] = one
+    for place, near in enumerate(reads):
+        for at in near:
+            if graph.nodes[at].worker != graph.nodes[place].worker:
+                after[part(at)][part(place)] = None
+    made: dict[int, int] = {}  # By node, the number of its set.
+    for key, places in sorted(groups.items()):
+        sets: dict[Any, list[int]] = defaultdict(list)
+        before: dict[int, dict[int, None]] = defaultdict(dict)
+        for place in places:
+            far = [made[at] for at in reads[place] if graph.nodes[at].worker != key[2]]
+            before[part(place)].update(dict.fromkeys(far))
+        for place in [place for place in places if not sums[place]]:
+            ends = before[part(place)], after[part(place)]
+            sets[key[0] or tuple([tuple(sorted(end)) for end in ends])].append(place)
+        for few in sets.values():
+            made.update(dict.fromkeys(few, len(made)))
+        numbers = {made[few[0]]: few for few in sets.values()}
+        for place in [place for place in places if sums[place]]:
+            near = sorted({made[at] for at in reads[place]})
+            here = [number for number in near if number in numbers]
+            few = numbers[here[0]] if len(here) == 1 else sets["sums", *near]
+            few.append(place)
+        for few in sets.values():
+            made.update(dict.fromkeys(few, made.get(few[0], len(made))))
+            yield key, sorted(few)
 
 
 def _bundle(graph: Graph, pieces: Sequence[Piece]) -> None:
