@@ -9,8 +9,11 @@ from typing import Any, get_args
 
 import jax
 import numpy as np
+import optax
 import pytest
 
+import jdag
+from jdag import simulate
 from jdag.compute.avals import aval_of
 from jdag.compute.refs import RefData
 from jdag.engine.protocol import (
@@ -34,6 +37,7 @@ from jdag.wire import messages
 from jdag.wire.arrays import type_of
 from jdag.wire.messages import Codec
 from tests import random_runs
+from tests.plan_cases import batch, network, put
 from tests.random_hooks import numbered
 from tests.random_source import source_of
 from tests.wire_cases import Point, program, read_message
@@ -67,6 +71,12 @@ def real() -> list[bytes]:
             plan = numbered(number)
             for mode in random_runs.MODES:
                 random_runs.run(plan, source_of(plan), mode=mode, seed=number)
+        with simulate(WORKERS[:3], seed=0) as cluster:
+            params = put(cluster, "bc", np.float32)
+            optimizer = jdag.Optimizer(optax.sgd(0.1), params)
+            step = jdag.compile(network, cluster, optimizer=optimizer)
+            step(params, *batch(0, np.float32))
+            jdag.fetch(params)
     context = ContextId(1, 2, 0)
     failure = Failure("RemoteError", "no", "a", (1, 2), "f", "x.py:1", "y", ("a", "b"))
     leaf = LeafId("a", 5)

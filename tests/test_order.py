@@ -17,6 +17,7 @@ from jdag.engine.protocol import (
     ContextId,
     Cotangent,
     Forget,
+    Hop,
     LeafId,
     Message,
     NewestKey,
@@ -25,7 +26,10 @@ from jdag.engine.protocol import (
     Read,
     Reading,
     Release,
+    Settle,
+    Stepped,
 )
+from jdag.engine.protocol import Step as Begun
 from jdag.errors import ProtocolError
 from jdag.wire.order import ALL, RULES, Order
 from tests.wire_cases import messages
@@ -192,9 +196,9 @@ def test_each_message_is_in_order_with_its_context_or_with_all_or_with_none(
     message: Any = data.draw(messages[kind])
     lanes = RULES[kind](message)
     match message:
-        case Assign() | Forget():
+        case Assign() | Forget() | Begun() | Settle():
             assert lanes is ALL
-        case Reading() | Acknowledge(context=None):
+        case Reading() | Acknowledge(context=None) | Hop() | Stepped():
             assert lanes == ()
         case Read(keys=keys):
             found = [key.context for key in keys if key.context is not None]

@@ -77,7 +77,7 @@ def test_a_player_that_keeps_no_cluster_is_refused(tmp_path: Path):
         ("a number for a name", "name of a figure = 3: allowed is a text"),
         ("keeps a word", "run.keep: cluster = 'word': allowed is a cluster"),
         ("window", r"run.keep: window = \(3, 2\): allowed is two integers of nanos"),
-        ("drawn", "run.draw: drawings = 3: allowed is what ctx.graph.. gives"),
+        ("drawn", "run.draw: drawings = 3: allowed is what ctx.graph.. or step.plan"),
     ],
 )
 def test_what_a_player_gives_has_to_be_usable(end: str, said: str, tmp_path: Path):

@@ -304,9 +304,11 @@ class Case:
                     )
                     total_loss = sum(np.sum(root.fetch()) for root in roots)
                     loss = float(np.real(total_loss))
-        except (RootError, ScenarioError):
+        except RootError:
             raise
         except JdagError as raised:
+            if run.compile and isinstance(raised, ScenarioError):
+                raise  # It cannot be recorded.
             error = raised
         return Played(error, gradients, loss, (opened_ns, ended_ns), cluster)
 
