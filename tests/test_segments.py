@@ -158,7 +158,7 @@ def test_large_residuals_are_donated_and_only_these() -> None:
     deleted = [one for one in bundle.keeps if one.is_deleted()]
     assert [one.shape for one in deleted] == [(256, 128)]
     assert not any([one.is_deleted() for one in (*tape.arrays, value)])
-    with pytest.raises(ValueError, match="deleted or donated"):
+    with pytest.raises((ValueError, RuntimeError), match="deleted"):
         backward.run((value, bundle))  # Nobody has a bundle twice.
 
 
