@@ -71,16 +71,12 @@ class Leaves(Struct, eq=False):
                 why = state.loss(part.worker)
                 raise WorkerLost(_lost(part, why, len(event.parts)))
             parts.setdefault(part.worker, []).append(part)
-        own = Assign(event.path, tuple(parts.pop(state.worker, ())))
-        sent: dict[Key, None] = {}
-        for worker, theirs in parts.items():
-            message = Assign(event.path, tuple(theirs))
-            carried = landing(message)
-            state.assignments[event.path, worker] = None
-            state.send(worker, message, carried)
-            sent.update(dict.fromkeys(carried))
-        kept = landing(own)
-        state.drop(key for key in sent if key not in kept)
+        parts.setdefault(state.worker, [])
+        messages = {to: Assign(event.path, tuple(of)) for to, of in parts.items()}
+        own = messages[state.worker]
+        others = state.others(messages)
+        state.assignments.update({(event.path, worker): None for worker in others})
+        state.send_each(messages)
         self.assign(state.worker, own)
 
     def arrived(self, sender: Worker, message: Assign) -> None:

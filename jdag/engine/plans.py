@@ -17,7 +17,6 @@ from jdag.engine.protocol import (
     ContextId,
     Event,
     Failure,
-    Key,
     NewestKey,
     Planned,
     Prepare,
@@ -27,7 +26,6 @@ from jdag.engine.protocol import (
     Stepping,
     Unplanned,
     Worker,
-    landing,
 )
 from jdag.engine.state import State
 from jdag.engine.steps import Steps, path_of
@@ -67,16 +65,9 @@ class Plans(Struct, eq=False):
         parts = dict(event.parts)
         owned = Owned(parts, sum([len(part.segments) for part in parts.values()]))
         self._owned[context] = owned
-        own = parts.get(state.worker)
-        kept = () if own is None else landing(own)
-        sent: dict[Key, None] = {}
-        for worker, part in parts.items():
-            if worker != state.worker:
-                carried = landing(part)
-                state.send(worker, part, carried)
-                sent.update(dict.fromkeys(carried))
-        state.drop([key for key in sent if key not in kept])
-        own = own or Prepare(context, 0, (), (), (), (), (), False)
+        state.send_each(parts)
+        nothing = Prepare(context, 0, (), (), (), (), (), False)
+        own = parts.get(state.worker, nothing)
         self._steps.begin(own, event.results)
 
     def compiled(self, event: Compiled) -> None:
@@ -112,14 +103,8 @@ class Plans(Struct, eq=False):
             worker: Step(context, number, inputs.get(worker, ()), commits)
             for worker in owned.workers
         }
-        mine = steps.pop(state.worker, Step(context, number, (), False))
-        kept = landing(mine)
-        sent: dict[Key, None] = {}
-        for worker, step in steps.items():
-            carried = landing(step)
-            state.send(worker, step, carried)
-            sent.update(dict.fromkeys(carried))
-        state.drop([key for key in sent if key not in kept])
+        state.send_each(steps)
+        mine = steps.get(state.worker, Step(context, number, (), False))
         self._steps.step(state.worker, mine)
         self._finish(context, owned)
 

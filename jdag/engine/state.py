@@ -7,7 +7,7 @@ length need no recursion.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ from jdag.engine.protocol import (
     Worker,
     incarnated,
     incarnation_of,
+    landing,
     named,
 )
 from jdag.errors import WorkerLost
@@ -130,6 +131,18 @@ class State:
         assert to != self.worker, message
         if to not in self.lost:
             self.out.append(Send(to, message, values, zeros))
+
+    def send_each(self, messages: Mapping[Worker, Message]) -> None:
+        """Send these to the other workers; drop values that are only theirs.
+
+        That of this worker is not sent, and its values stay.
+        """
+        carried = {worker: landing(message) for worker, message in messages.items()}
+        kept = carried.pop(self.worker, ())
+        for worker, keys in carried.items():
+            self.send(worker, messages[worker], keys)
+        sent = dict.fromkeys([key for keys in carried.values() for key in keys])
+        self.drop([key for key in sent if key not in kept])
 
     def others(self, workers: Iterable[Worker]) -> list[Worker]:
         """These workers without this one and lost ones."""

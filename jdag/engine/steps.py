@@ -305,8 +305,7 @@ class Steps(Struct, eq=False):
         part.over = max(part.over, number)
 
     def drop(self, part: Part, run: Run) -> None:
-        """Drop a step."""
-        """Drop the values of a step, when its jobs have ended."""
+        """Drop a step, and its values when its jobs have ended."""
         del part.runs[run.number]
         part.over = max(part.over, run.number)
         self._let_go(run, ())
