@@ -153,7 +153,7 @@ class TaskTimeout(JdagError):
 
 
 class CollectiveError(JdagError):
-    """A collective cannot be completed; the text names why and who waits where."""
+    """A collective cannot be completed; names the cause and where members wait."""
 
 
 class RemoteError(JdagError):

@@ -12,7 +12,7 @@ class Task:
     """A program that was started on a worker: `ctx.start` gives it.
 
     The program or context that started it waits for it at its own end, and raises its
-    error there if nobody asked for its result.
+    error there unless its result was requested.
 
     Attributes:
         worker: the name of the worker on which the program runs.

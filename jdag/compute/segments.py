@@ -321,7 +321,7 @@ class SegmentFunction:
             made = ready.call(*given)
             return jax.block_until_ready(made) if ready.may_raise else made
         except (RuntimeError, ValueError, TypeError) as error:
-            # What a bundle alone holds is donated: it may be gone, and nobody saw it.
+            # Arrays that only a bundle holds are donated, so they are not the cause.
             held = [
                 array
                 for one in bundles

@@ -16,7 +16,7 @@ _UNJITTED = "__jdag_unjitted__"
 _PROGRAM = "__jdag_program__"
 _REMOTE = "__jdag_remote__"
 CONTEXT = "__jdag_context__"  # An attribute of classes of contexts.
-TAKEN = "__jdag_taken__"  # An attribute of classes: who takes objects of them.
+TAKEN = "__jdag_taken__"  # Attribute of a class: what accepts its objects.
 _PACKAGE = os.path.dirname(os.path.abspath(errors.__file__)) + os.sep
 
 

@@ -36,8 +36,8 @@ class Locks(Struct, eq=False):
                 return (
                     f"{one} is held by the call at {self._spawns[first].call_site}, "
                     f"which cannot end before this one, at {run.call_site}: it would "
-                    "wait for ever. Who holds an object has the object itself; what it "
-                    "calls elsewhere cannot use the handle"
+                    "wait for ever. A program that holds an object has the object "
+                    "itself; what it calls elsewhere cannot use the handle"
                 )
         return ""
 
