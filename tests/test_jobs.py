@@ -116,7 +116,7 @@ def test_what_was_short_several_times_is_done_by_who_drives(
 def test_a_job_reads_what_was_there_when_it_was_added(bench: Bench) -> None:
     output = bench.forward(1, scaled, np.ones(3))
     for key in list(bench.machine.values._held):
-        bench.machine.values.drop(key)
+        bench.machine.values.drop([key])
     bench.wait(1)
     np.testing.assert_array_equal(bench.machine.values.get(output), 3 * np.ones(3))
 

@@ -218,8 +218,8 @@ def test_abstract_residuals_hold_the_same_bytes_when_their_arguments_go(fn: Any)
         for gone in drops:
             real, abstract = [machine.values for machine in machines]
             assert real.bytes_held == abstract.bytes_held > 0, gone
-            real.drop(gone)
-            abstract.drop(gone)
+            real.drop([gone])
+            abstract.drop([gone])
         assert real.bytes_held == abstract.bytes_held == 0
     assert real.bytes_peak == abstract.bytes_peak
 
@@ -261,7 +261,7 @@ def test_a_failure_says_what_where_and_shows_the_users_frames_alone():
 
 def test_an_error_without_a_users_frame_shows_all_that_it_has():
     with pytest.raises(KeyError) as raised:
-        Machine("real").values.get("nothing")
+        Machine("real").values.buffer("nothing")
     error = raised.value
     assert error.__traceback__ is not None
     assert "values.py" not in user_traceback(error)  # This test's frame is a user's.

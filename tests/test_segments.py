@@ -175,7 +175,7 @@ def test_small_residuals_are_one_array_and_arguments_stay_as_they_are() -> None:
     values.put("x", tape.arrays[-1])
     values.put("bundle", bundle)
     assert values.bytes_held == bundle.nbytes
-    values.drop("bundle")
+    values.drop(["bundle"])
     assert values.bytes_held == tape.arrays[-1].nbytes
 
 

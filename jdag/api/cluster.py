@@ -56,7 +56,7 @@ class Cluster(Collectives):
     def _check(self, what: str) -> None:
         """Raise ContextError unless this program may do that here and now."""
         self.state.check_open(what)
-        self.state.check_current(f"{what} on {self!r}", self._port)
+        self.state.check_current(what, self._port, self)
         self._assignments.forget()
 
     @property
@@ -114,7 +114,7 @@ class Cluster(Collectives):
         """
         if self.state.process != os.getpid():
             return
-        self.state.check_current(f"closing {self!r}", self._port)
+        self.state.check_current("closing it", self._port, self)
         if not self._is_main:
             raise ContextError(
                 f"{self!r} cannot be closed by a program that cluster.run runs; the "

@@ -120,15 +120,15 @@ class ClusterState:
         """Whether an argument of a program is a ref, or a handle of an object."""
         return isinstance(value, Hosted) or self.is_named(value)
 
-    def check_current(self, what: str, port: Port) -> None:
+    def check_current(self, what: str, port: Port, on: object) -> None:
         """Raise ContextError unless the program of this port is the one that runs."""
         current = self.driver.current
         if current is not port:
             over = "" if port in self.clusters else ", which is over"
             raise ContextError(
-                f"{what}, in a program on {current.worker!r}: it is of a program on "
-                f"{port.worker!r}{over}. A program uses the cluster, or the context, "
-                "that it is handed; leaves are for all"
+                f"{what} on {on!r}, in a program on {current.worker!r}: it is of a "
+                f"program on {port.worker!r}{over}. A program uses the cluster, or the "
+                "context, that it is handed; leaves are for all"
             )
 
     @property

@@ -8,6 +8,7 @@ program names any more is dropped when the cluster is used next.
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from itertools import repeat
 from typing import Any
 
 import jax
@@ -33,6 +34,7 @@ from jdag.api.transform import check_leaf, check_program, filled
 from jdag.compute.avals import Aval, aval_of
 from jdag.compute.buffers import delivered
 from jdag.compute.cutting import Cut, cut
+from jdag.compute.duals import is_array_type
 from jdag.compute.pairs import ANEW_MAX
 from jdag.compute.pytrees import Split, flatten, flatten_refs, split, unflatten
 from jdag.compute.refs import is_ref
@@ -203,12 +205,12 @@ class CompiledStep:
         cluster._check(self._what)
         now = tuple(state.driver.incarnations.items())
         flat, treedef = jax.tree.flatten(args)
-        types = [_type_of(one, state) for one in flat]
+        types = list(map(_type_of, flat, repeat(state)))
         known = (treedef, *types, now, differentiated)
         found = None if None in types else self._known.get(known)
         if found is not None:
             self._last, places = found
-            return self._last, [flat[place] for place in places]
+            return self._last, list(map(flat.__getitem__, places))
         first = self._leaves(args) if differentiated else ([], None)
         given = split(args, {}, state.is_named)
         inputs, leaves = dict(given.constants), []
@@ -355,20 +357,19 @@ class Plan:
         """Run a step; return the program's results, and gradients."""
         port, id, value_of = self._port, self._id, self._state.value
         self._number = number = self._number + 1
-        stored = [
-            (SlotKey(id, number, slot), value_of(inputs[index]))
-            for slot, index in self._sent
-        ]
+        stored: list[tuple[Key, Any]] = []
+        for slot, index in self._sent:
+            stored.append((SlotKey(id, number, slot), value_of(inputs[index])))
         waiter = port.waiter()
         port.tell(Stepping(waiter, id, number, self._inputs), stored)
-        values = [
-            one.struct() if isinstance(one, Aval) else delivered(one)
-            for one in _checked(port.wait(waiter))
-        ]
-        of = {"data": lambda one: one, "input": inputs.__getitem__}
-        of["value"] = values.__getitem__
-        leaves = [of[kind](one) for kind, one in self._results]
-        gradients = {leaf: values[place] for leaf, place in self._gradients.items()}
+        values = list(map(_given, _checked(port.wait(waiter))))
+        leaves: list[Any] = []
+        for kind, one in self._results:
+            of = values if kind == "value" else inputs
+            leaves.append(one if kind == "data" else of[one])
+        gradients = {}
+        for leaf, place in self._gradients.items():
+            gradients[leaf] = values[place]
         return unflatten(self._treedef, leaves), gradients
 
     def __str__(self) -> str:
@@ -387,10 +388,15 @@ def _type_of(value: Any, state: Any) -> Any:
         return (value.key, value.tracked) if known else None
     if isinstance(value, np.ndarray):
         return value.shape, value.dtype
-    if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
-        kind = value.shape, value.dtype, value.weak_type
+    if is_array_type(value.__class__):
+        aval = value.aval
+        kind = aval.shape, aval.dtype, aval.weak_type
         return None if value.is_deleted() else kind
     return float if type(value) is float else None
+
+
+def _given(value: Any) -> Any:
+    return value.struct() if value.__class__ is Aval else delivered(value)
 
 
 def _checked(result: Any) -> Any:

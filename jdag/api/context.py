@@ -97,7 +97,7 @@ class Context:
                 f"{frame} was entered before; each `with` takes a new cluster.context()"
             )
         self.state.check_open("a context")
-        self.state.check_current(f"entering {frame}", frame.port)
+        self.state.check_current("entering it", frame.port, frame)
         if self._opener is not None:
             frame.id = self._opener.entered(self, frame.id)
         frame.port.tell(Opened(frame.id))

@@ -263,6 +263,8 @@ class Assignments:
         """Drop what was kept, and plans, that no program names any more."""
         while self.unplanned and not self.state.closed:
             self._port.tell(Unplanned(self.unplanned.popleft()[0]))
+        if not self._loose:
+            return
         there = {} if self.state.closed else self.state.leaves
         names = [self._loose.popleft()[0].name for _ in range(len(self._loose))]
         if gone := [there[name] for name in sorted(names) if name in there]:

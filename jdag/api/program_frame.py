@@ -202,7 +202,7 @@ class ProgramFrame:
             )
         if self.prefix and self.phase is FramePhase.LEFT:
             raise ContextError(f"{what} on {self!r}: its program has returned")
-        self.state.check_current(f"{what} on {self!r}", self.port)
+        self.state.check_current(what, self.port, self)
         raise ContextError(f"{what} on context {self.id}, which is {self.phase.value}")
 
     def seen(self, failure: Failure) -> JdagError:

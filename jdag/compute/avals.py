@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdag.compute.configuration import Configuration, configuration
-from jdag.compute.duals import Dual, are_arrays, is_array
+from jdag.compute.duals import Dual, are_arrays, is_array_type
 from jdag.engine.arrays import ArrayType
 from jdag.errors import JdagError, kind_of
 
@@ -160,12 +160,12 @@ def is_deleted(value: Any) -> bool:
     """Tell whether a value is a JAX array whose buffer was deleted or donated."""
     if value.__class__ is Dual:
         return any(map(is_deleted, value.keeps))
-    return is_array(value) and value.is_deleted()
+    return is_array_type(value.__class__) and value.is_deleted()
 
 
 def is_there(value: Any) -> bool:
     """Tell whether a value is a JAX array (not a tracer) that was not deleted."""
-    return is_array(value) and not value.is_deleted()
+    return is_array_type(value.__class__) and not value.is_deleted()
 
 
 def all_there(values: Sequence[Any]) -> bool:

@@ -22,7 +22,7 @@ import numpy as np
 from jax.dtypes import canonicalize_dtype
 
 from jdag.compute.avals import KEYS, dtype_of
-from jdag.compute.duals import Dual, is_array
+from jdag.compute.duals import Dual, is_array_type
 from jdag.engine.arrays import ArrayType
 
 ALIGNMENT_BYTES = 64  # JAX takes memory of this alignment without a copy.
@@ -42,14 +42,15 @@ def parts(value: Any) -> tuple[memoryview, ...]:
     are read-only and keep the memory alive. A Python int, float or complex is encoded
     as JAX's weak scalar.
     """
-    if value.__class__ is Dual:
+    kind = value.__class__
+    if kind is Dual:
         return (*parts(value.primal), *parts(value.tangent))
-    if is_array(value):
-        if not isinstance(value.dtype, np.dtype):  # A key dtype.
+    if is_array_type(kind):
+        if not isinstance(value.aval.dtype, np.dtype):  # A key dtype.
             value = jax.random.key_data(value)
-    elif type(value) in _NUMBERS:
+    elif kind in _NUMBERS:
         with np.errstate(over="ignore"):  # Overflows to infinity, as in JAX.
-            value = np.array(value, canonicalize_dtype(type(value)))
+            value = np.array(value, canonicalize_dtype(kind))
     try:
         return (memoryview(value).cast("B").toreadonly(),)
     except (TypeError, ValueError, BufferError):  # Empty, apart, elsewhere; bfloat16.
@@ -123,7 +124,7 @@ def delivered(value: Any) -> Any:
     Functions that are not compiled, hooks and fetches take this. Anything else (a
     failure, an abstract value, a JAX array) is returned unchanged.
     """
-    if isinstance(value, np.ndarray):
+    if value.__class__ is np.ndarray:
         small = value.nbytes < DELIVERED_MIN_BYTES
         return _delivered(value) if small else _taken_over(value)
     if type(value) in _NUMBERS:

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from jdag.compute.duals import Dual, is_array
+from jdag.compute.duals import Dual, is_array_type
 from jdag.errors import JdagError
 
 _PLACE = re.compile(r"(.+)/([a-z]+:\d+)", re.DOTALL)
@@ -86,7 +86,7 @@ def _is_elsewhere(value: Any, target: Any) -> bool:
 
 def on_default(value: Any) -> Any:
     """Return the value on the default device, if it was committed to another."""
-    if is_array(value) and value.committed:
+    if is_array_type(value.__class__) and value.committed:
         return put((value,), None)[0]
     return value
 

@@ -54,7 +54,8 @@ jtu.register_pytree_node(
 )
 
 
-_is_array_type: Callable[[Any], bool] = lru_cache(maxsize=1024)(
+# Of a value's class; a call of it that was made before runs no Python.
+is_array_type: Callable[[Any], bool] = lru_cache(maxsize=1024)(
     lambda kind: issubclass(kind, jax.Array)
 )
 
@@ -64,12 +65,12 @@ def is_array(value: Any) -> bool:
 
     `isinstance(value, jax.Array)` holds for tracers too, and takes five times as long.
     """
-    return _is_array_type(type(value))
+    return is_array_type(type(value))
 
 
 def are_arrays(values: Iterable[Any]) -> bool:
     """Tell whether all values are JAX arrays, as in `is_array`."""
-    return all(map(_is_array_type, dict.fromkeys(map(type, values))))
+    return all(map(is_array_type, dict.fromkeys(map(type, values))))
 
 
 def is_dual(value: object) -> bool:

@@ -105,8 +105,7 @@ class Machine:
                 run = seen if job.output is None else hooked
                 compute = partial(run, job.function, get(job.input))
             case RunSegment():
-                inputs = [get(key) for key in job.inputs]
-                compute = partial(job.function.run, inputs)
+                compute = partial(job.function.run, list(map(get, job.inputs)))
                 if abstract:
                     compute = partial(_segment_avals, job.function)
             case CompileSegment():
@@ -114,8 +113,7 @@ class Machine:
             case _:
                 assert_never(job)
         work = Work(compute, self.device_of(job))
-        for key in used_up(job):
-            self.values.drop(key)
+        self.values.drop(used_up(job))
         return work
 
     def hold(self, job: Job, work: Work, made: Any) -> None:
@@ -182,12 +180,15 @@ class Machine:
         An array may have been deleted since it was made, or be too large to leave. A
         failure replaces it, which originates in the call that needs it.
         """
-        values = tuple([self.leaving(key) for key in keys])
+        held = self.values
+        values = tuple(map(held.get if held.all_default else self.leaving, keys))
+        if not isinstance(message, Primal | Reading):
+            return message, keys, values
         staying = [
             self._why_not(value, key, worker)
             for value, key in zip(values, keys, strict=True)
         ]
-        if not any(staying) or not isinstance(message, Primal | Reading):
+        if not any(staying):
             return message, keys, values
         path = message.path if isinstance(message, Primal) else ()
         whys = iter([why and replace(why, path=path) for why in staying])
@@ -214,7 +215,9 @@ class Machine:
 
     def fetched(self, found: Sequence[Any], worker: str) -> tuple[Any, ...]:
         """The result of a fetch: values in place of keys, failures unchanged."""
-        values = [self.leaving(o) if isinstance(o, AnyKey) else o for o in found]
+        held = self.values
+        get = held.get if held.all_default else self.leaving
+        values = [get(one) if isinstance(one, AnyKey) else one for one in found]
         return tuple(
             [
                 deleted(value, key, worker) if is_deleted(value) else value

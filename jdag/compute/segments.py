@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import chain, compress
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -237,7 +238,7 @@ class SegmentFunction:
         """Whether a function in it may raise; if not yet traced, as its pairs say."""
         if self._fused is None or not self._fused.ready:
             return any([pair.may_raise for pair in self.pairs])
-        return any([ready.may_raise for ready in self._fused.ready.values()])
+        return any(map(attrgetter("may_raise"), self._fused.ready.values()))
 
     def _runs_by_nodes(self) -> bool:
         """Tell whether it runs node by node, which needs its pairs."""
@@ -294,7 +295,9 @@ class SegmentFunction:
         arrays, bundles = inputs[:count], inputs[count:]
         if self._runs_by_nodes():
             return self._run_nodes(arrays, bundles)
-        given = (*arrays, *chain.from_iterable([one.keeps for one in bundles]))
+        given = tuple(inputs)
+        if bundles:
+            given = (*arrays, *chain.from_iterable([one.keeps for one in bundles]))
         try:
             made = self._made(given, bundles)
         except Exception as error:
@@ -303,7 +306,7 @@ class SegmentFunction:
             raise
         outputs, packed = made.plan
         values = (*given, *made.arrays)
-        found = [values[place] for place in outputs]
+        found = list(map(values.__getitem__, outputs))
         for index, place in enumerate(outputs):
             if place < len(given) and not stays(found[index], self.out_avals[index]):
                 found[index] = jnp.array(found[index])
@@ -312,8 +315,8 @@ class SegmentFunction:
         return tuple(found)
 
     def _made(self, given: tuple[Any, ...], bundles: Sequence[Bundle]) -> _Made:
-        layouts = tuple([one.layout for one in bundles])
-        fused = self._shared()
+        layouts = tuple(map(attrgetter("layout"), bundles))
+        fused = self._fused or self._shared()
         ready = fused.ready.get(layouts)
         if ready is None:
             ready = fused.prepared(layouts, [one.keeps for one in bundles])

@@ -49,11 +49,13 @@ class ArrayType(
     dual: bool = False
 
     @property
+    @lru_cache(4096)  # noqa: B019 - types have no lifetime of their own.
     def nbytes(self) -> int:
         """Bytes of the elements; for a dual, of both arrays."""
         return self.array_nbytes * (1 + self.dual)
 
     @property
+    @lru_cache(4096)  # noqa: B019
     def array_nbytes(self) -> int:
         """Bytes of the elements of one array."""
         return math.prod(self.shape) * DTYPES[self.dtype]

@@ -399,9 +399,9 @@ def _of_assign(message: Assign) -> list[Key]:
     return list(keys)
 
 
-def _slots(message: OfPlan, slots: Slots) -> list[Key]:
+def _of_step(message: Step | Hop) -> list[Key]:
     context, number = message.context, message.number
-    return [SlotKey(context, number, slot) for slot in slots]
+    return [SlotKey(context, number, slot) for slot in message.slots]
 
 
 _LANDING: dict[type, Callable[[Any], list[Key]]] = {
@@ -426,9 +426,11 @@ _LANDING: dict[type, Callable[[Any], list[Key]]] = {
         for root in message.roots
         if root.given
     ],
-    Prepare: lambda message: _slots(message, message.constants),
-    Step: lambda message: _slots(message, message.slots),
-    Hop: lambda message: _slots(message, message.slots),
+    Prepare: lambda message: [
+        SlotKey(message.context, 0, slot) for slot in message.constants
+    ],
+    Step: _of_step,
+    Hop: _of_step,
     Reading: lambda message: [
         ReadingKey(None, message.request, slot)
         for slot, why in enumerate(message.failures)

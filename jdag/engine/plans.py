@@ -7,8 +7,6 @@ Invariant: a step is committed after it has succeeded everywhere, with the next 
 that anything here sends for a program; one that fails anywhere is dropped everywhere.
 """
 
-from collections.abc import Sequence
-
 from msgspec import Struct
 
 from jdag.engine.lives import Lives
@@ -17,6 +15,7 @@ from jdag.engine.protocol import (
     ContextId,
     Event,
     Failure,
+    Key,
     NewestKey,
     Planned,
     Prepare,
@@ -37,6 +36,8 @@ class Owned(Struct, eq=False):
 
     workers: dict[Worker, Prepare]
     segments: int
+    reporting: tuple[Worker, ...]  # Who reports a step.
+    stages: bool  # Whether a step makes new versions of leaves.
     compiled: int = 0
     failure: Failure | None = None  # Why it cannot be used.
     compiling: int = 0  # The waiter of a Compiled,
@@ -63,7 +64,12 @@ class Plans(Struct, eq=False):
         for worker, _ in event.parts:
             state.check_there(worker, f"a plan cannot be prepared on {worker!r}")
         parts = dict(event.parts)
-        owned = Owned(parts, sum([len(part.segments) for part in parts.values()]))
+        owned = Owned(
+            parts,
+            sum([len(part.segments) for part in parts.values()]),
+            tuple([worker for worker, part in parts.items() if part.reports]),
+            any([part.stages for part in parts.values()]),
+        )
         self._owned[context] = owned
         state.send_each(parts)
         nothing = Prepare(context, 0, (), (), (), (), (), False)
@@ -91,20 +97,19 @@ class Plans(Struct, eq=False):
             raise WorkerLost(owned.failure.message)
         owned.waiter, owned.number = event.waiter, number
         own = self._steps.parts[context]
-        reporting = [w for w, part in owned.workers.items() if part.reports]
-        owned.awaited = dict.fromkeys(reporting)
+        owned.awaited = dict.fromkeys(owned.reporting)
         owned.missing = len(dict.fromkeys(own.results))
         commits, owned.staged = owned.staged, False
         self.staged -= commits
         if commits:
             self._renew(owned)
         inputs = dict(event.inputs)
-        steps = {
-            worker: Step(context, number, inputs.get(worker, ()), commits)
-            for worker in owned.workers
-        }
+        steps: dict[Worker, Step] = {}
+        for worker in owned.workers:
+            given = inputs.get(worker, ())
+            steps[worker] = Step(context, number, given, commits)
         state.send_each(steps)
-        mine = steps.get(state.worker, Step(context, number, (), False))
+        mine = steps.get(state.worker) or Step(context, number, (), False)
         self._steps.step(state.worker, mine)
         self._finish(context, owned)
 
@@ -124,11 +129,11 @@ class Plans(Struct, eq=False):
                 owned.awaited.pop(sender, None)
                 self._finish(message.context, owned)
 
-    def came(self, context: ContextId, number: int, slots: Sequence[int]) -> None:
-        """Results of a step have come."""
+    def came(self, context: ContextId, number: int, count: int) -> None:
+        """So many results of a step have come."""
         owned = self._owned.get(context)
         if owned is not None and owned.number == number:
-            owned.missing -= len(slots)
+            owned.missing -= count
             self._finish(context, owned)
 
     def _finish(self, context: ContextId, owned: Owned) -> None:
@@ -136,12 +141,14 @@ class Plans(Struct, eq=False):
             return
         part, number = self._steps.parts[context], owned.number
         run = part.runs[number]
-        keys = tuple([run.here[slot] for slot in part.results])
+        keys = tuple(map(run.here.__getitem__, part.results))
         self._state.resume(owned.waiter, keys)
         owned.waiter = 0
-        gone = [self._steps.used(run, slot) for slot in part.results]
-        self._state.drop([key for key in gone if key is not None])
-        owned.staged = any([part.stages for part in owned.workers.values()])
+        gone: list[Key] = []
+        for slot in part.results:
+            self._steps.used(run, slot, gone)
+        self._state.drop(gone)
+        owned.staged = owned.stages
         self.staged += owned.staged
         if not part.prepare.stages:
             self._steps.drop(part, run)

@@ -137,12 +137,18 @@ class State:
 
         That of this worker is not sent, and its values stay.
         """
-        carried = {worker: landing(message) for worker, message in messages.items()}
-        kept = carried.pop(self.worker, ())
-        for worker, keys in carried.items():
-            self.send(worker, messages[worker], keys)
-        sent = dict.fromkeys([key for keys in carried.values() for key in keys])
-        self.drop([key for key in sent if key not in kept])
+        kept: tuple[Key, ...] = ()
+        gone: dict[Key, None] = {}
+        for worker, message in messages.items():
+            keys = landing(message)
+            if worker == self.worker:
+                kept = keys
+            else:
+                self.send(worker, message, keys)
+                gone.update(dict.fromkeys(keys))
+        for key in kept:
+            gone.pop(key, None)
+        self.drop(gone)
 
     def others(self, workers: Iterable[Worker]) -> list[Worker]:
         """These workers without this one and lost ones."""
@@ -161,7 +167,7 @@ class State:
 
     def when_settled(self, values: Sequence[Value], then: Callable[[], None]) -> None:
         """Run `then` once all values have settled; immediately if they have."""
-        missing = [value for value in values if not value.settled]
+        missing = values and [value for value in values if not value.settled]
         if not missing:
             then()
             return

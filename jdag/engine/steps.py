@@ -70,6 +70,8 @@ class Part(Struct, eq=False):
     results: tuple[int, ...]  # On the owner, what a step gives.
     readers: dict[int, list[int]] = {}
     uses: dict[int, int] = {}
+    needs: list[int] = []  # By segment, how many slots.
+    free: list[int] = []  # Segments that need none.
     runs: dict[int, Run] = {}
     over: int = 0  # The last step that is over.
 
@@ -77,10 +79,9 @@ class Part(Struct, eq=False):
         """Return the state of a step, which may have begun elsewhere."""
         run = self.runs.get(number)
         if run is None:
-            segments = self.prepare.segments
-            left = [len(segment.needs) for segment in segments]
+            left, uses = self.needs.copy(), self.uses.copy()
             context = self.prepare.context
-            run = Run(context, number, left, self.uses.copy(), undone=len(segments))
+            run = Run(context, number, left, uses, undone=len(left))
             self.runs[number] = run
         return run
 
@@ -93,7 +94,7 @@ class Steps(Struct, eq=False):
     parts: dict[ContextId, Part] = {}
     # What comes of plans of this worker; set by the engine.
     stepped: Callable[[Worker, Stepped], None] = lambda *_: None
-    came: Callable[[ContextId, int, Sequence[int]], None] = lambda *_: None
+    came: Callable[[ContextId, int, int], None] = lambda *_: None
 
     def prepare(self, sender: Worker, message: Prepare) -> None:
         """Take this worker's part of a plan, and compile it."""
@@ -106,6 +107,9 @@ class Steps(Struct, eq=False):
         part = self.parts[context] = Part(owner, message, results)
         uses, updates = part.uses, message.updates
         for index, segment in enumerate(message.segments):
+            part.needs.append(len(segment.needs))
+            if not segment.needs:
+                part.free.append(index)
             for slot in segment.needs:
                 part.readers.setdefault(slot, []).append(index)
                 uses[slot] = uses.get(slot, 0) + 1 + (index in updates)
@@ -149,13 +153,15 @@ class Steps(Struct, eq=False):
             values.append(value)
         for slot in message.slots:
             run.here[slot] = SlotKey(context, number, slot)
-        self._state.when_settled(values, partial(self._begin, part, run, values))
+        if values:
+            self._state.when_settled(values, partial(self._begin, part, run, values))
+        else:
+            self._begin(part, run, ())
 
     def _begin(self, part: Part, run: Run, values: Sequence[Value]) -> None:
         if part.runs.get(run.number) is not run:
             return  # Dropped meanwhile.
-        failure = first_failure(values)
-        if failure is not None:
+        if values and (failure := first_failure(values)) is not None:
             self._failed(part, run, failure)
             return
         run.begun = True
@@ -163,8 +169,7 @@ class Steps(Struct, eq=False):
             run.here[slot] = SlotKey(run.context, 0, slot)
         for read, value in zip(part.prepare.reads, values, strict=True):
             run.here[read.slot] = value.stored
-        free = [i for i, one in enumerate(part.prepare.segments) if not one.needs]
-        self._come(part, run, tuple(run.here), free)
+        self._come(part, run, tuple(run.here), part.free)
         self._done(part, run)  # If there is nothing to do.
 
     def hop(self, sender: Worker, message: Hop) -> None:
@@ -190,10 +195,14 @@ class Steps(Struct, eq=False):
                 left[index] -= 1
                 if not left[index]:
                     found.append(index)
-        if part.results:
-            came = [slot for slot in slots if slot in part.results]
-            self.came(run.context, run.number, came)
-        for index in sorted(found):
+        if results := part.results:
+            came = 0
+            for slot in slots:
+                came += slot in results
+            if came:
+                self.came(run.context, run.number, came)
+        found.sort()
+        for index in found:
             self._run(part, run, index)
 
     # ---------------------------------------------------------------------- segments
@@ -203,13 +212,16 @@ class Steps(Struct, eq=False):
         if segment.hops and not segment.makes:  # It only passes values on.
             self._ran(part, run, index)
             return
-        inputs = [run.here[slot] for slot in segment.needs]
-        outputs = [SlotKey(context, run.number, slot) for slot in segment.makes]
-        last = []
-        for slot, key in zip(segment.needs, inputs, strict=True):
-            if run.uses[slot] == 1 and _is_own(key, run):
+        number, here, uses = run.number, run.here, run.uses
+        inputs, outputs, last = [], [], []
+        for slot in segment.needs:
+            key = here[slot]
+            inputs.append(key)
+            if uses[slot] == 1 and _is_own(key, run):
                 last.append(key)
-                del run.here[slot]
+                del here[slot]
+        for slot in segment.makes:
+            outputs.append(SlotKey(context, number, slot))
         id = self._state.number_job()
         job = RunSegment(
             id,
@@ -240,23 +252,27 @@ class Steps(Struct, eq=False):
     def _ran(self, part: Part, run: Run, index: int) -> None:
         state, segment = self._state, part.prepare.segments[index]
         context, number = part.prepare.context, run.number
+        here = run.here
         for out in segment.hops:
-            keys = tuple([run.here[slot] for slot in out.slots])
+            keys = tuple(map(here.__getitem__, out.slots))
             state.send(out.to, Hop(context, number, out.slots), keys)
-        gone = [self.used(run, slot) for slot in segment.needs if slot in run.here]
-        made = [slot for slot in segment.makes if not run.uses.get(slot)]
-        gone += [run.here.pop(slot) for slot in made]
-        state.drop([key for key in gone if key is not None])
+        gone: list[Key] = []
+        for slot in segment.needs:
+            if slot in here:
+                self.used(run, slot, gone)
+        for slot in segment.makes:
+            if not run.uses.get(slot):
+                gone.append(here.pop(slot))
+        state.drop(gone)
         run.undone -= 1
         self._come(part, run, segment.makes)
         self._done(part, run)
 
-    def used(self, run: Run, slot: int) -> Key | None:
-        """Count a use of a slot; return the key to be dropped, if it was the last."""
+    def used(self, run: Run, slot: int, gone: list[Key]) -> None:
+        """Count a use of a slot; add the key to be dropped, if it was the last."""
         run.uses[slot] -= 1
-        if run.uses[slot] or not _is_own(run.here[slot], run):
-            return None
-        return run.here.pop(slot)
+        if not run.uses[slot] and _is_own(run.here[slot], run):
+            gone.append(run.here.pop(slot))
 
     def _done(self, part: Part, run: Run) -> None:
         """Report the step if all segments have run here."""
@@ -311,6 +327,8 @@ class Steps(Struct, eq=False):
         self._let_go(run, ())
 
     def _let_go(self, run: Run, kept: Sequence[Key]) -> None:
+        if not run.here and not run.versions:
+            return
         own = [k for k in run.here.values() if _is_own(k, run) and k not in kept]
         versions = tuple(run.versions.values())
 

@@ -202,7 +202,7 @@ class Connection:
         if self.lost:
             return
         sent = self.sent
-        kinds = [type_of(value) for value in values]
+        kinds = list(map(type_of, values))
         head = self._codec.encode(message, kinds)
         views: list[Any] = [head]
         inline_bytes = 0
@@ -211,7 +211,7 @@ class Connection:
             if is_bulk(nbytes, inline_bytes):
                 self.bulk.add(pieces)
             else:
-                views += [piece for piece in pieces if piece]
+                views += filter(None, pieces)
                 inline_bytes += nbytes
             sent.payload_bytes += nbytes
         sent.messages += 1

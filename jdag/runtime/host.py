@@ -14,6 +14,7 @@ A cause is the index of a record in the trace; -1 stands for none, and for no tr
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, Protocol
 
 from jdag.compute.machine import Machine
@@ -149,7 +150,7 @@ class Host:
             port.asked.append(event.waiter)
             self.waiters.asked[event.waiter] = self.worker, type(event).__name__
         causes = () if port.cause < 0 else (port.cause,)
-        keys = tuple([key for key, _ in values])
+        keys = tuple(map(itemgetter(0), values))
         try:
             for key, value in values:
                 self.machine.values.put(key, value)
@@ -245,6 +246,8 @@ class Host:
         read = self._read
         if len(found) == 1 and found[0].__class__ is ReadingKey:
             return (read.pop(found[0]),)
+        if not read:
+            return self.machine.fetched(found, self.worker)
         held = [one for one in found if one.__class__ is not ReadingKey]
         rest = iter(self.machine.fetched(held, self.worker))
         return tuple(
@@ -253,12 +256,10 @@ class Host:
 
     def drop(self, keys: Sequence[Key]) -> None:
         """Drop values; a key that is not held is no error."""
-        values = self.machine.values
-        for key in keys:
-            if key.__class__ is ReadingKey:
+        self.machine.values.drop(keys)
+        if self._read:
+            for key in keys:
                 self._read.pop(key, None)
-            elif key in values:
-                values.drop(key)
 
     def clear(self) -> None:
         """Drop everything but counts."""

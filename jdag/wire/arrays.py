@@ -8,6 +8,7 @@ number is sent as JAX's weak scalar, so that abstract runs count the same bytes.
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 from jax.dtypes import canonicalize_dtype
 from msgspec.structs import replace
 
@@ -19,10 +20,14 @@ SCALARS = (int, float, complex)
 
 def type_of(value: Any) -> ArrayType:
     """The type of an array, an abstract value or a Python number."""
-    if type(value) is ArrayType:
+    of = type(value)
+    if of is np.ndarray:
+        return _array_type(value.shape, value.dtype, False)
+    if isinstance(value, ArrayType):
         return value
-    if type(value) in SCALARS:
-        return _array_type((), canonicalize_dtype(type(value)), True)
+    if of in SCALARS:
+        return _array_type((), canonicalize_dtype(of), True)
+    value = getattr(value, "aval", value)  # Of a JAX array, which is slow itself.
     try:
         shape, dtype = tuple(value.shape), value.dtype
     except AttributeError as error:
