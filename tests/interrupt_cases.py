@@ -12,7 +12,9 @@ import threading
 
 import jax
 
+import jdag
 from jdag.errors import JdagError
+from tests.plan_cases import batch, bits, network, put
 from tests.rpc_breaking import breaking
 from tests.test_mad_peers import small_program
 
@@ -27,7 +29,15 @@ def main(seed: int, count: int) -> None:
     with breaking() as nodes:
         node, cluster = nodes.nodes["a"], nodes.cluster
         undo = node.guard_signals()
-        wanted = small_program(cluster)
+        params = put(cluster, "bab")
+        step = jdag.compile(network, cluster)
+
+        def found() -> list[bytes]:
+            """What a context gives, and what a step of a plan does."""
+            planned = step.value_and_grad(params, *batch(0))
+            return [*small_program(cluster), *bits(planned)]
+
+        wanted = found()
         for _ in range(count):
             faulthandler.dump_traceback_later(HANGS_S, exit=True)
             fired = threading.Event()
@@ -42,8 +52,7 @@ def main(seed: int, count: int) -> None:
                 thread.start()
                 while True:
                     was_fired = fired.is_set()
-                    found = small_program(cluster)
-                    assert found == wanted
+                    assert found() == wanted
                     if was_fired:  # Python loses one that comes in a finalizer.
                         os.kill(os.getpid(), signal.SIGINT)
             except KeyboardInterrupt:
@@ -52,7 +61,7 @@ def main(seed: int, count: int) -> None:
                 sys.stdout.write(f"{type(error).__name__}: {error}\n")
                 raise
             thread.join()
-            assert small_program(cluster) == wanted
+            assert found() == wanted
         undo()
         cluster.close()
         faulthandler.cancel_dump_traceback_later()

@@ -15,7 +15,17 @@ from jdag import simulate
 from jdag.api.oracle import pullback
 from jdag.errors import ContextError
 from tests import random_plans, random_runs
-from tests.plan_cases import batch, bits, close, layer, mse, network, put, stepping
+from tests.plan_cases import (
+    batch,
+    bits,
+    close,
+    layer,
+    mse,
+    network,
+    paired,
+    put,
+    stepping,
+)
 from tests.random_features import all_steps
 from tests.random_hooks import numbered
 from tests.random_programs import Branch, Fetch, Invoke
@@ -156,14 +166,6 @@ def train(exact: bool | None, params: Any, optimizer: Any, nth: int, cluster: An
             again = [bits(reads(ctx, params)) for _ in range(3)]
             assert again == [seen] * 3  # Whatever the other has stepped.
             step(params, np.float64(2.0 ** (nth + 2 * number)))
-
-
-def weigh(p, x):
-    return jnp.sum(p * x)
-
-
-def paired(ctx, params, x):
-    return [ctx.call(p.worker, weigh, p, x) for p in params]
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -10,6 +10,7 @@ from jdag.engine.protocol import (
     RunSegment,
     Settle,
     SlotKey,
+    Stepping,
     Unplanned,
 )
 from jdag.errors import WorkerLost
@@ -122,6 +123,22 @@ def test_a_leaf_that_was_updated_in_between_is_read_as_it_is_then(seed):
     (z,) = net.step(PLAN, "b", 1)
     assert z == (4 + 29) * 1100 + 5
     assert net.fetch(w) == 1100 + 1100 + 1
+
+
+@pytest.mark.parametrize("turns", SEEDS)
+def test_a_step_that_nobody_waits_for_is_over_with_the_next(turns):
+    net, leaf, _ = made(3)
+    net.steps[PLAN] = 1
+    net.values["a"][SlotKey(PLAN, 1, 0)] = 2
+    net.tell("a", Stepping(net.waiter(), PLAN, 1, (("b", (0,)),)))
+    for _ in range(turns):
+        net.turn()
+    after = [expected(w, v, 1) for w, v in ((3, 4), expected(3, 4, 2)[1:])]
+    (z,) = net.step(PLAN, "b", 1)
+    assert z in [one[0] for one in after]
+    assert net.fetch(leaf) == after[z == after[1][0]][1]
+    net.drain()
+    assert held(net) == []
 
 
 def test_a_hop_of_a_step_that_is_over_is_dropped():

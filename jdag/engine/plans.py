@@ -95,6 +95,8 @@ class Plans(Struct, eq=False):
         owned = self._owned[context]
         if owned.failure is not None:
             raise WorkerLost(owned.failure.message)
+        if owned.waiter:  # The program was interrupted, and waits no longer.
+            self._settle(context, owned, commits=False)
         owned.waiter, owned.number = event.waiter, number
         own = self._steps.parts[context]
         owned.awaited = dict.fromkeys(owned.reporting)

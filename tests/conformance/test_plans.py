@@ -7,13 +7,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 import jdag
 from tests import random_plans
 from tests.conformance.drivers import WORKERS, leaving_nothing
-from tests.plan_cases import batch, bits, close, eagerly, network, put, stepping
+from tests.plan_cases import (
+    batch,
+    bits,
+    close,
+    eagerly,
+    network,
+    put,
+    stepping,
+    train,
+)
 from tests.random_programs import draw
 from tests.random_source import source_of
 
@@ -65,6 +75,17 @@ def test_ten_steps_have_eagers_bits_beside_contexts_updates_and_fetches(
         wanted = wanted or bits(found)
         assert bits(found) == wanted, exact
         optimizer.drop()
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_no_update_of_trainers_with_a_plan_each_is_lost(cluster: Any, exact: bool):
+    params = [cluster.put(worker, np.zeros(3)) for worker in "cdc"]
+    optimizer = jdag.Optimizer(optax.sgd(1.0), params)
+    cluster.run(
+        {w: partial(train, exact, params, optimizer, n) for n, w in enumerate("ab")}
+    )
+    for values in jdag.fetch(params):
+        np.testing.assert_array_equal(values, np.full(3, -(2.0**8 - 1)))
 
 
 def test_a_step_leaves_nothing_but_leaves_and_their_states(driver: Any, cluster: Any):
