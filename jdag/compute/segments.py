@@ -12,7 +12,7 @@ node: the jobs of `jdag.compute.machine`, with their bits and devices.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from itertools import chain, compress
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -216,12 +216,12 @@ class SegmentFunction:
         names = [name for name, _ in self.calls]
         self.name = _some(names, SHOWN_NAMES)
 
-    @property
+    @cached_property
     def costs(self) -> tuple[tuple[str, str], ...]:
         """Function name and kind of each node: "forward", "vjp", "sum" or "fill"."""
         return tuple([(_named(one, self.pairs), one.kind.value) for one in self.nodes])
 
-    @property
+    @cached_property
     def carried_bytes(self) -> list[int]:
         """Of each bundle that it makes, at least: the bytes that its residuals hold."""
         made: dict[int, int] = {}

@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Callable, Hashable, Iterable
+from functools import lru_cache
 from typing import Any
 
+import jax
 import numpy as np
 
 from jdag.compute.avals import Aval
@@ -67,7 +69,7 @@ class Values:
             self.bytes_held += value.nbytes
         else:
             holds = self._holds
-            for part in _kept_by(value):
+            for part in (value,) if _is_one(value.__class__) else _kept_by(value):
                 name = id(part)
                 if name in holds:
                     count, nbytes = holds[name]
@@ -116,7 +118,7 @@ class Values:
                 return
             value = self._buffers.pop(key)
         holds = self._holds
-        for part in _kept_by(value):
+        for part in (value,) if _is_one(value.__class__) else _kept_by(value):
             name = id(part)
             count, nbytes = holds[name]
             if count > 1:
@@ -135,12 +137,15 @@ class Values:
 
 
 def _kept_by(value: Any) -> tuple[Any, ...]:
-    """The objects that a value keeps alive while it is held."""
-    kind = value.__class__
-    if kind is np.ndarray or is_array_type(kind):
-        return (value,)
+    """The objects that a value, which is no array, keeps alive while it is held."""
     parts: tuple[Any, ...] = getattr(value, "keeps", (value,))
     return parts
+
+
+# Whether a value of this class is an array; it is asked for each value that is held.
+_is_one: Callable[[Any], bool] = lru_cache(1024)(
+    lambda kind: issubclass(kind, jax.Array | np.ndarray)
+)
 
 
 def _nbytes(part: Any) -> int:

@@ -1,5 +1,6 @@
 """Costs of jobs on the devices of workers, in virtual time."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -61,7 +62,8 @@ class DeviceModel:
         if isinstance(job, CompileSegment):
             return 0
         if isinstance(job, RunSegment):
-            return sum([self._cost_ns(*part) for part in job.function.costs])
+            parts = Counter(job.function.costs).items()
+            return sum([count * self._cost_ns(*part) for part, count in parts])
         kind = "vjp" if isinstance(job, Vjp) else "forward"
         return self._cost_ns(job.function.name, kind)
 
