@@ -150,6 +150,7 @@ Plans
 - A step that is recorded is what its program does, and leaves nothing else:
     plans.random_programs_have_eagers_bits_and_fused_its_numbers
     plans.ten_steps_have_eagers_bits_beside_contexts_updates_and_fetches
+    plans.no_update_of_trainers_with_a_plan_each_is_lost
     plans.a_step_leaves_nothing_but_leaves_and_their_states
 
 Functions and state
