@@ -218,8 +218,7 @@ def test_bytes_count_both_arrays_and_shared_ones_once():
     assert not any(map(is_dual, residuals.keeps))
     assert values.bytes_held == sum(kept.values())
     assert residuals.nbytes == 2 * made.residual_bytes
-    for key in ("w", "dual", "residuals"):
-        values.drop(key)
+    values.drop(("w", "dual", "residuals"))
     assert values.bytes_held == 0
 
 

@@ -17,6 +17,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from jdag.errors import JdagError
 from jdag.rpc import listener as listeners
+from jdag.rpc.background import wait_for
 from jdag.rpc.handshake import PROTOCOL
 from jdag.rpc.listener import Admission, Listener, dial
 from jdag.rpc.streams import SocketStream, Stream
@@ -49,7 +50,7 @@ def stranger(tmp_path_factory) -> Tls:
 
 
 @pytest.fixture
-def listener(ps0: Tls) -> Iterator[tuple[str, queue.Queue]]:
+def listener(ps0: Tls) -> Iterator[tuple[str, queue.Queue, Listener]]:
     came: queue.Queue[tuple[Admission, Stream, int]] = queue.Queue()
     tokens = {TOKEN: Admission("trainer", 0, 6)}
     made = Listener(
@@ -58,7 +59,7 @@ def listener(ps0: Tls) -> Iterator[tuple[str, queue.Queue]]:
         admit=lambda token, shown: tokens.get(token),
         take=lambda *one: came.put(one),
     )
-    yield made.address, came
+    yield made.address, came, made
     made.close()
     while not came.empty():
         came.get()[1].close()
@@ -85,7 +86,7 @@ def shake_hands(stream: TlsStream) -> None:
 
 
 def test_both_ends_talk_through_a_listener_with_certificates(listener, trainer: Tls):
-    address, came = listener
+    address, came, _ = listener
     stream, received = dial(address, TOKEN, 8, tls=trainer, timeout_s=60)
     admission, far, theirs = came.get(timeout=60)
     assert (received, theirs, admission.worker) == (6, 8, "trainer")
@@ -98,7 +99,7 @@ def test_both_ends_talk_through_a_listener_with_certificates(listener, trainer: 
 
 
 def test_a_worker_may_be_known_by_its_name_in_place_of_its_host(listener, trainer: Tls):
-    address, came = listener
+    address, came, _ = listener
     dial(address, TOKEN, 0, tls=trainer, name="ps0", timeout_s=60)[0].close()
     came.get(timeout=60)[1].close()
 
@@ -164,8 +165,13 @@ def test_who_has_shown_a_certificate_is_not_driven_out_by_those_who_have_not(
         send_all(made, hello[:20])
         return made
 
+    async def certified() -> int:
+        return sum(bool(one.certificate) for one in visitors.values())
+
+    visitors = listener[2]._visitors
     hello = listeners._HELLO.pack(b"jdag", PROTOCOL, TOKEN, 0)
     known = [come()]
+    soon(lambda: wait_for(certified()) == 1)
     idle = [
         socket.create_connection((host, int(port)), 20)
         for _ in range(2 * listeners.VISITORS_MAX)
@@ -174,7 +180,9 @@ def test_who_has_shown_a_certificate_is_not_driven_out_by_those_who_have_not(
     send_all(known[0], hello[20:])
     listener[1].get(timeout=60)[1].close()
     # Nor do those who have come before all others.
-    known += [come() for _ in range(listeners.VISITORS_MAX)]
+    for _ in range(listeners.VISITORS_MAX):
+        known.append(come())
+        soon(lambda: wait_for(certified()) == len(known) - 1)
     last = socket.create_connection((host, int(port)), 20)
     soon(lambda: "has no room for" in caplog.text)
     for one in known:
