@@ -15,7 +15,7 @@ F; W needs its own I.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jdag.errors import ScheduleError, repr_of, unusable
+from jdag.errors import ScheduleError, unusable
 from jdag.schedules.actions import Action, Step
 from jdag.schedules.ordering import in_order
 from jdag.schedules.timing import Costs, Timeline, timed
@@ -199,13 +199,9 @@ def named(workers: Sequence[str] | None, count: int) -> tuple[str, ...]:
     if workers is None:
         return tuple([f"w{index}" for index in range(count)])
     listed = isinstance(workers, Sequence) and not isinstance(workers, str)
-    if not listed or not all(isinstance(name, str) and name for name in workers):
-        raise ScheduleError(unusable("workers", workers, "a list of names"))
-    if len(dict.fromkeys(workers)) != len(workers):
-        raise ScheduleError(unusable("workers", workers, "names that differ"))
-    if len(workers) != count:
-        raise ScheduleError(
-            f"workers = {repr_of(workers)}: {len(workers)} names, and the schedule has "
-            f"{count} workers; allowed are {count} names"
-        )
-    return tuple(workers)
+    names = tuple(workers) if listed else ()
+    texts = all(isinstance(name, str) and name for name in names)
+    if len(names) != count or not texts or len(dict.fromkeys(names)) != count:
+        allowed = f"a list of {count} names, none twice: one for each list of actions"
+        raise ScheduleError(unusable("workers", workers, allowed))
+    return names
