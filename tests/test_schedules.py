@@ -204,7 +204,7 @@ def test_orders_with_one_stage_a_worker():
 
 
 def test_orders_with_two_stages_a_worker():
-    # The last two as torch.distributed.pipelining has them.
+    # ZB-V and DualPipeV as torch.distributed.pipelining has them.
     assert orders(interleaved(stages=4, chunks=2, micro_batches=2)) == [
         "0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1",
         "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1",
@@ -214,6 +214,10 @@ def test_orders_with_two_stages_a_worker():
         "3W3 0I2 0W2 0I3 0W3",
         "1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 "
         "2I3 1I3 1W2 2W3 1W3",
+    ]
+    assert orders(zb_v(stages=4, micro_batches=2)) == [
+        "0F0 0F1 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 0I1 0W1",
+        "1F0 2F0 1F1 2F1 2I0 2W0 1I0 1W0 2I1 2W1 1I1 1W1",
     ]
     assert orders(dualpipe_v(stages=4, micro_batches=4)) == [
         "0F0 0F1 0F2 3F0 3I0 3W0 3F1 (0F3;3B1)OVERLAP_F_B (3F2;0B0)OVERLAP_F_B 3B2 "

@@ -8,7 +8,7 @@ Inputs:  texts, or kinds with numbers of stages and micro-batches.
 Outputs: `Action` and `Overlap`, whose `str` is the text that `parsed` reads.
 
 Invariants: `needs` names only what an action of another stage, or an earlier action of
-its own stage, `gives`; a whole backward gives what both of its halves give.
+its own stage, `gives`; to other stages a whole backward is the same as its input half.
 """
 
 import re
@@ -19,9 +19,10 @@ from jdag.errors import ScheduleError, repr_of, unusable
 KINDS = ("F", "B", "I", "W")
 OVERLAP = "OVERLAP_F_B"
 
-# What has been done: "F", "I" or "W", with stage and micro-batch. B does I and W.
+# What has been done, with stage and micro-batch. B gives what I gives: the cotangents
+# of inputs. Nothing in a schedule needs the gradients of parameters.
 Result = tuple[str, int, int]
-_GIVES = {"F": "F", "B": "IW", "I": "I", "W": "W"}
+_GIVES = {"F": "F", "B": "I", "I": "I", "W": "W"}
 
 _SINGLE = re.compile(r"([0-9]{1,9})([A-Z]+)([0-9]{1,9})")
 _PAIR = re.compile(rf"\(([^;]*);([^;]*)\){OVERLAP}")
@@ -59,7 +60,7 @@ class Action:
     @property
     def gives(self) -> tuple[Result, ...]:
         """What is done when the action ends."""
-        return tuple([(k, self.stage, self.micro_batch) for k in _GIVES[self.kind]])
+        return ((_GIVES[self.kind], self.stage, self.micro_batch),)
 
     def needs(self, stages: int) -> tuple[Result, ...]:
         """What must be done before the action can start, in a pipeline of `stages`."""

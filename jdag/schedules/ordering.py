@@ -28,7 +28,8 @@ def in_order(
     """
     at = [0] * len(lists)
     done: dict[Result, bool] = {}
-    waiting: dict[Result, list[int]] = {}
+    # One worker at most waits for what another gives: the one of the next stage.
+    waiting: dict[Result, int] = {}
     ready = deque(range(len(lists)))
     while ready:  # A worker is ready once, and once after each wait.
         worker = ready.popleft()
@@ -36,13 +37,14 @@ def in_order(
             step = lists[worker][at[worker]]
             missing = next((n for n in step.needs(stages) if n not in done), None)
             if missing is not None:
-                waiting.setdefault(missing, []).append(worker)
+                waiting[missing] = worker
                 break
             at[worker] += 1
             yield worker, step
             for result in step.gives:
                 done[result] = True
-                ready.extend(waiting.pop(result, ()))
+                if result in waiting:
+                    ready.append(waiting.pop(result))
     if any(place < len(steps) for place, steps in zip(at, lists, strict=True)):
         raise _deadlock(workers, lists, stages, at)
 
