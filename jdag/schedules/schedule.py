@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jdag.errors import ScheduleError, unusable
-from jdag.schedules.actions import Action, Step
+from jdag.schedules.actions import OVERLAP, Action, Step
 from jdag.schedules.ordering import in_order
-from jdag.schedules.timing import Costs, Timeline, timed
+from jdag.schedules.timing import Timeline, timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,41 +68,39 @@ class Schedule:
         Raises:
             ScheduleError: names the worker, the action and what would be right.
         """
-        self._check_complete(self._by_kind())
+        self._check_complete()
         for _ in in_order(self.workers, self.actions, self.stages):
             pass
 
-    def _by_kind(self) -> dict[tuple[str, int, int], bool]:
-        """Return what is there, after checking each action by itself."""
-        there: dict[tuple[str, int, int], bool] = {}
+    def _known(self) -> dict[Action, bool]:
+        """Return all actions, after checking each by itself."""
+        known: dict[Action, bool] = {}
         for index, steps in enumerate(self.actions):
-            name = f"worker {self.workers[index]}"
             for part in [part for step in steps for part in step.parts]:
                 if part.stage >= self.stages:
-                    wrong = f"an unknown stage; stages are 0 to {self.stages - 1}"
+                    wrong = f", an unknown stage; stages are 0 to {self.stages - 1}"
                 elif part.micro_batch >= self.micro_batches:
                     last = self.micro_batches - 1
-                    wrong = f"an unknown micro-batch; micro-batches are 0 to {last}"
+                    wrong = f", an unknown micro-batch; micro-batches are 0 to {last}"
                 elif self.placement[part.stage] != index:
-                    wrong = f"but stage {part.stage} is on {self.worker(part.stage)}"
-                elif (part.kind, part.stage, part.micro_batch) in there:
-                    wrong = "for a second time; each action comes once"
+                    wrong = f", but stage {part.stage} is on {self.worker(part.stage)}"
+                elif part in known:
+                    wrong = " for a second time; each action comes once"
                 else:
-                    there[part.kind, part.stage, part.micro_batch] = True
+                    known[part] = True
                     continue
-                comma = ", " if wrong.startswith(("an ", "but ")) else " "
-                raise ScheduleError(f"{name} has {part}{comma}{wrong}")
-        return there
+                name = self.workers[index]
+                raise ScheduleError(f"worker {name} has {part}{wrong}")
+        return known
 
-    def _check_complete(self, there: dict[tuple[str, int, int], bool]) -> None:
+    def _check_complete(self) -> None:
+        known = self._known()
         for stage in range(self.stages):
             name = f"worker {self.worker(stage)}"
             for micro_batch in range(self.micro_batches):
                 f, b, i, w = [Action(kind, stage, micro_batch) for kind in "FBIW"]
-                has_f, has_b, has_i, has_w = [
-                    (kind, stage, micro_batch) in there for kind in "FBIW"
-                ]
-                if not has_f:
+                has_b, has_i, has_w = b in known, i in known, w in known
+                if f not in known:
                     raise ScheduleError(
                         f"{name} lacks {f}: each stage has one F for each micro-batch"
                     )
@@ -140,15 +138,22 @@ class Schedule:
         Raises:
             ScheduleError: a cost is not an integer >= 0, or what `check` raises.
         """
-        costs = Costs(
-            forward=forward,
-            input_grad=input_grad,
-            weight_grad=weight_grad,
-            comm=comm,
-            overlap_ns=overlap_ns,
-        )
-        self._check_complete(self._by_kind())
-        return timed(self.workers, self.actions, self.placement, costs)
+        for key, cost in (
+            ("forward", forward),
+            ("input_grad", input_grad),
+            ("weight_grad", weight_grad),
+            ("comm", comm),
+            ("overlap_ns", 0 if overlap_ns is None else overlap_ns),
+        ):
+            if type(cost) is not int or cost < 0:
+                allowed = "an integer of nanoseconds >= 0"
+                raise ScheduleError(unusable(key, cost, allowed))
+        whole = input_grad + weight_grad
+        both = forward + whole if overlap_ns is None else overlap_ns
+        costs = {"F": forward, "B": whole, "I": input_grad, "W": weight_grad}
+        costs[OVERLAP] = both
+        self._check_complete()
+        return timed(self.workers, self.actions, self.placement, costs, comm)
 
     def makespan_ns(
         self,

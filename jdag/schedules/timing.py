@@ -1,59 +1,19 @@
 """When each action of a schedule starts and ends, if each kind has one cost.
 
-Inputs:  the lists of a complete schedule, the worker of each stage, and `Costs` in ns.
+Inputs:  the lists of a complete schedule, the worker of each stage, and costs in ns.
 Outputs: a `Timeline`: the span of each action; makespan and bubble follow from it.
 
 Invariants: times are exact integers. A worker follows its list and starts an action as
 soon as the one before has ended and all that it needs is there. What comes from a stage
-on another worker is there `comm` later, and occupies nobody; on the same
+on another worker is there `comm_ns` after its end, and occupies nobody; on the same
 worker it is there at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from jdag.errors import ScheduleError, unusable
-from jdag.schedules.actions import OVERLAP, Result, Step
+from jdag.schedules.actions import Result, Step
 from jdag.schedules.ordering import Lists, in_order
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Costs:
-    """What one action of each kind costs, in ns; B costs I and W.
-
-    `comm` is the time from the end of an action to the start of what needs it on
-    another worker; `overlap_ns` is the cost of OVERLAP_F_B; None: F and B.
-
-    Raises:
-        ScheduleError: a cost is not an integer >= 0.
-    """
-
-    forward: int
-    input_grad: int
-    weight_grad: int
-    comm: int = 0
-    overlap_ns: int | None = None
-
-    def __post_init__(self) -> None:
-        for key in self.__slots__:
-            value = getattr(self, key)
-            if key == "overlap_ns" and value is None:
-                continue
-            if type(value) is not int or value < 0:
-                allowed = "an integer of nanoseconds >= 0"
-                raise ScheduleError(unusable(key, value, allowed))
-
-    def by_kind(self) -> dict[str, int]:
-        """The cost of each kind of action, in ns."""
-        whole = self.input_grad + self.weight_grad
-        both = self.forward + whole
-        return {
-            "F": self.forward,
-            "B": whole,
-            "I": self.input_grad,
-            "W": self.weight_grad,
-            OVERLAP: both if self.overlap_ns is None else self.overlap_ns,
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +67,17 @@ class Timeline:
 
 
 def timed(
-    workers: tuple[str, ...], lists: Lists, placement: Sequence[int], costs: Costs
+    workers: tuple[str, ...],
+    lists: Lists,
+    placement: Sequence[int],
+    costs_ns: Mapping[str, int],
+    comm_ns: int,
 ) -> Timeline:
-    """Return the timeline of a complete schedule.
+    """Return the timeline of a complete schedule; `costs_ns` is by kind of action.
 
     Raises:
         ScheduleError: the schedule has a deadlock.
     """
-    cost = costs.by_kind()
     ends: dict[Result, int] = {}
     free = [0] * len(lists)
     spans: list[list[Span]] = [[] for _ in lists]
@@ -123,8 +86,8 @@ def timed(
         start = free[worker]
         for need in step.needs(stages):
             away = placement[need[1]] != worker
-            start = max(start, ends[need] + (costs.comm if away else 0))
-        free[worker] = end = start + cost[step.kind]
+            start = max(start, ends[need] + (comm_ns if away else 0))
+        free[worker] = end = start + costs_ns[step.kind]
         ends.update(dict.fromkeys(step.gives, end))
         spans[worker].append(Span(step, start, end))
     return Timeline(workers, tuple([tuple(each) for each in spans]))
