@@ -172,11 +172,6 @@ def _placement(
                 f"worker {names[worker]} has no action; each worker has a stage or more"
             )
         for part in [part for step in steps for part in step.parts]:
-            if stages is not None and part.stage >= stages:
-                raise ScheduleError(
-                    f"worker {names[worker]} has {part}, an unknown stage; stages are "
-                    f"0 to {stages - 1}"
-                )
             if placed.setdefault(part.stage, worker) != worker:
                 raise ScheduleError(
                     f"worker {names[worker]} has {part}, but stage {part.stage} is on "
