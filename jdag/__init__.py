@@ -10,8 +10,9 @@ backward pass then runs over all of them, and gradients stay where their leaves 
             ctx.backward(loss)
             gradient = ctx.gradient(w).fetch()
 
-What a simulated cluster is made of (links, faults, devices) is in `jdag.sim`, and what
-spreads a function over the devices of one process in `jdag.parallel`.
+What a simulated cluster is made of (links, faults, devices) is in `jdag.sim`, what
+spreads a function over the devices of one process in `jdag.parallel`, and orders of the
+work of pipelines in `jdag.schedules`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ TYPE_CHECKING = False  # To import typing takes as long as all else here.
 if TYPE_CHECKING:
     from typing import Any
 
-    from jdag import errors, parallel, sim
+    from jdag import errors, parallel, schedules, sim
     from jdag.api.cluster import Cluster
     from jdag.api.compiling import CompiledStep, compile
     from jdag.api.context import Context
@@ -56,6 +57,7 @@ __all__ = [
     "oracle",
     "parallel",
     "program",
+    "schedules",
     "sim",
     "simulate",
     "static",
@@ -85,6 +87,7 @@ _LATER = {
     "oracle": "jdag.api.oracle",
     "parallel": "",
     "program": "jdag.engine.functions",
+    "schedules": "",
     "sim": "",
     "simulate": "jdag.api.drivers",
     "static": "jdag.compute.pytrees",

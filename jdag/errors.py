@@ -195,3 +195,7 @@ class PortabilityWarning(UserWarning):
 
 class ScenarioError(JdagError):
     """A scenario or a setting is not usable: file, key, value and what is allowed."""
+
+
+class ScheduleError(JdagError):
+    """A pipeline schedule cannot be followed; names worker and action."""

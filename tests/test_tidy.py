@@ -27,7 +27,7 @@ COLUMNS_MAX = 88
 # nothing beside it in its own row (so that sim and rpc never meet).
 LAYERS = (
     ("errors",),
-    ("engine",),
+    ("engine", "schedules"),
     ("wire", "compute"),
     ("runtime", "parallel"),
     ("sim", "rpc"),
@@ -71,7 +71,7 @@ HOMES = {
 }
 
 # Pure modules know neither of these.
-PURE = ("engine", "wire.frames", "wire.link")
+PURE = ("engine", "schedules", "wire.frames", "wire.link")
 ARRAYS = ("jax", "jaxlib", "numpy")
 
 # Built-ins that pass on the order of what they are given.

@@ -1,0 +1,44 @@
+"""Pipeline schedules as data: who computes which stage of which micro-batch, and when.
+
+    schedule = jdag.schedules.zb_h1(stages=4, micro_batches=8)
+    schedule.check()
+    schedule.makespan_ns(forward=18_522, input_grad=18_086, weight_grad=9_337, comm=601)
+
+A schedule is a list of actions for each worker (`Schedule`). Builders make the
+published ones; `from_lists` and `from_csv` read others and check them. All is pure: no
+engine, no arrays, no clock.
+"""
+
+from jdag.schedules.actions import Action, Overlap
+from jdag.schedules.builders import (
+    dualpipe_v,
+    eager_one_f_one_b,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    zb_h1,
+    zb_h2,
+    zb_v,
+)
+from jdag.schedules.lists import from_csv, from_lists, to_csv
+from jdag.schedules.schedule import Schedule
+from jdag.schedules.timing import Span, Timeline
+
+__all__ = [
+    "Action",
+    "Overlap",
+    "Schedule",
+    "Span",
+    "Timeline",
+    "dualpipe_v",
+    "eager_one_f_one_b",
+    "from_csv",
+    "from_lists",
+    "gpipe",
+    "interleaved",
+    "one_f_one_b",
+    "to_csv",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
+]

@@ -1,0 +1,310 @@
+"""The published schedules, as functions from sizes to a `Schedule`.
+
+Inputs:  `stages` (all stages of the pipeline, whatever their workers), `micro_batches`,
+         and names of workers; w0, w1, ... if None are given.
+Outputs: a schedule that passes `check`.
+
+Invariants: forwards of a stage come in the order of micro-batches; so do its backwards,
+and its W. Placement is "loop" (stage s on worker s mod p of p workers; with one stage a
+worker, worker s) or "V" (worker r has stages r and 2p - 1 - r).
+
+In the texts, p is the number of workers, m that of micro-batches, r a worker's rank.
+"""
+
+from collections.abc import Sequence
+
+from jdag.errors import ScheduleError, unusable
+from jdag.schedules.actions import Action, Overlap, Step
+from jdag.schedules.schedule import Schedule, at_least_one, named
+
+
+class _List:
+    """The list of one worker in the making; it counts the micro-batches."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.pending: list[Action] = []  # W of halves, the oldest first.
+        self._next: dict[tuple[bool, int], int] = {}
+
+    def _action(self, kind: str, stage: int) -> Action:
+        key = (kind == "F", stage)
+        micro_batch = self._next.get(key, 0)
+        self._next[key] = micro_batch + 1
+        return Action(kind, stage, micro_batch)
+
+    def add(self, kind: str, stage: int) -> None:
+        """Add F, B or I of the stage's next micro-batch."""
+        action = self._action(kind, stage)
+        self.steps.append(action)
+        if kind == "I":
+            self.pending.append(Action("W", stage, action.micro_batch))
+
+    def overlap(self, forward: int, backward: int) -> None:
+        """Add F of one stage and B of another as one action."""
+        both = Overlap(self._action("F", forward), self._action("B", backward))
+        self.steps.append(both)
+
+    def weight(self, stage: int | None = None) -> None:
+        """Add the oldest W that is pending, of this stage if one is given."""
+        wanted = [w for w in self.pending if stage is None or w.stage == stage][:1]
+        for action in wanted:
+            self.pending.remove(action)
+            self.steps.append(action)
+
+
+def _schedule(
+    lists: Sequence[_List],
+    placement: Sequence[int],
+    micro_batches: int,
+    workers: Sequence[str] | None,
+) -> Schedule:
+    names = named(workers, len(lists))
+    actions = tuple([tuple(each.steps) for each in lists])
+    return Schedule(names, actions, tuple(placement), micro_batches)
+
+
+def gpipe(
+    *, stages: int, micro_batches: int, workers: Sequence[str] | None = None
+) -> Schedule:
+    """All forwards, then all backwards (Huang et al., 2019, arXiv:1811.06965).
+
+    Raises:
+        ScheduleError: a size is not an integer >= 1, or `workers` are not p names.
+    """
+    at_least_one("stages", stages)
+    at_least_one("micro_batches", micro_batches)
+    lists = [_List() for _ in range(stages)]
+    for rank, each in enumerate(lists):
+        for kind in "FB":
+            for _ in range(micro_batches):
+                each.add(kind, rank)
+    return _schedule(lists, range(stages), micro_batches, workers)
+
+
+def one_f_one_b(
+    *, stages: int, micro_batches: int, workers: Sequence[str] | None = None
+) -> Schedule:
+    """1F1B: p - 1 - r forwards, then one forward and one backward in turn.
+
+    PipeDream-Flush of Narayanan et al., 2021, arXiv:2006.09503. Raises as `gpipe`.
+    """
+    return _warmed_up(stages, micro_batches, workers, depth=1, halves=False)
+
+
+def eager_one_f_one_b(
+    *, stages: int, micro_batches: int, workers: Sequence[str] | None = None
+) -> Schedule:
+    """1F1B with 2 (p - 1 - r) forwards first, so that transfers overlap with work.
+
+    It holds up to 2p - 1 micro-batches. Zhuang et al., 2023, "On Optimizing the
+    Communication of Model Parallelism", arXiv:2211.05322. Raises as `gpipe`.
+    """
+    return _warmed_up(stages, micro_batches, workers, depth=2, halves=False)
+
+
+def zb_h1(
+    *, stages: int, micro_batches: int, workers: Sequence[str] | None = None
+) -> Schedule:
+    """ZB-H1: 1F1B with W apart, which fill the end; no more memory than 1F1B.
+
+    Qi et al., 2024, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241. Raises as
+    `gpipe`.
+    """
+    return _warmed_up(stages, micro_batches, workers, depth=1, halves=True)
+
+
+def zb_h2(
+    *, stages: int, micro_batches: int, workers: Sequence[str] | None = None
+) -> Schedule:
+    """ZB-H2: twice the forwards of ZB-H1 first; no bubble if F, I and W cost the same.
+
+    It holds up to 2p - 1 micro-batches. Same paper as `zb_h1`. Raises as `gpipe`.
+    """
+    return _warmed_up(stages, micro_batches, workers, depth=2, halves=True)
+
+
+def _warmed_up(
+    stages: int,
+    micro_batches: int,
+    workers: Sequence[str] | None,
+    *,
+    depth: int,
+    halves: bool,
+) -> Schedule:
+    """`depth` (p - 1 - r) forwards first; W from when the first worker has one."""
+    at_least_one("stages", stages)
+    at_least_one("micro_batches", micro_batches)
+    lists = [_List() for _ in range(stages)]
+    for rank, each in enumerate(lists):
+        first = min(micro_batches, depth * (stages - 1 - rank))
+        for _ in range(first):
+            each.add("F", rank)
+        for index in range(micro_batches):
+            if first + index < micro_batches:
+                each.add("F", rank)
+            each.add("I" if halves else "B", rank)
+            if first + index >= depth * (stages - 1):
+                each.weight()
+        for _ in range(micro_batches):
+            each.weight()
+    return _schedule(lists, range(stages), micro_batches, workers)
+
+
+def interleaved(
+    *,
+    stages: int,
+    micro_batches: int,
+    chunks: int,
+    workers: Sequence[str] | None = None,
+) -> Schedule:
+    """1F1B over `chunks` stages on each of stages / chunks workers, in a loop.
+
+    Groups of p micro-batches pass all chunks in turn. Narayanan et al., 2021,
+    "Efficient Large-Scale Language Model Training on GPU Clusters", arXiv:2104.04473.
+
+    Raises:
+        ScheduleError: a size is not an integer >= 1, `stages` is no multiple of
+            `chunks`, `micro_batches` none of p, or `workers` are not p names.
+    """
+    at_least_one("chunks", chunks)
+    at_least_one("stages", stages)
+    at_least_one("micro_batches", micro_batches)
+    if stages % chunks:
+        allowed = f"a multiple of chunks = {chunks}"
+        raise ScheduleError(unusable("stages", stages, allowed))
+    count = stages // chunks
+    if micro_batches % count:
+        allowed = f"a multiple of the {count} workers"
+        raise ScheduleError(unusable("micro_batches", micro_batches, allowed))
+    lists = [_List() for _ in range(count)]
+    work = micro_batches * chunks
+    for rank, each in enumerate(lists):
+        first = min(work, 2 * (count - 1 - rank) + (chunks - 1) * count)
+        for index in range(work + first):
+            if index < work:
+                each.add("F", index // count % chunks * count + rank)
+            if index >= first:
+                chunk = chunks - 1 - (index - first) // count % chunks
+                each.add("B", chunk * count + rank)
+    placement = [stage % count for stage in range(stages)]
+    return _schedule(lists, placement, micro_batches, workers)
+
+
+def zb_v(
+    *, stages: int, micro_batches: int, workers: Sequence[str] | None = None
+) -> Schedule:
+    """ZB-V: two stages a worker in a V; memory of 1F1B, no bubble if F, I, W are equal.
+
+    Qi et al., 2024, arXiv:2401.10241, section 6. With fewer than 2p - 1 micro-batches
+    the order is that of 2p - 1 without those that are too many.
+
+    Raises:
+        ScheduleError: a size is not an integer >= 1, `stages` is odd, or `workers` are
+            not stages / 2 names.
+    """
+    count, placement = _in_a_v(stages)
+    at_least_one("micro_batches", micro_batches)
+    lists = [_List() for _ in range(count)]
+    for rank, each in enumerate(lists):
+        _fill_zb_v(each, rank, stages - 1 - rank, count, micro_batches)
+        each.steps = [s for s in each.steps if s.parts[0].micro_batch < micro_batches]
+    return _schedule(lists, placement, micro_batches, workers)
+
+
+def _fill_zb_v(each: _List, down: int, up: int, count: int, micro_batches: int) -> None:
+    """`down` is the stage on the first leg of the V, and the rank; `up` the other."""
+    whole = max(micro_batches, 2 * count - 1)
+    rest = count - down
+    for _ in range(2 * rest - 1):
+        each.add("F", down)
+    for _ in range(down):
+        each.add("F", up)
+        each.add("F", down)
+    for _ in range(rest):
+        _forward_and_halves(each, up, up)
+    for index in range(whole - count):
+        forwards_left = index < whole - (2 * count - 1 - down)
+        _forward_and_halves(each, down if forwards_left else None, down)
+        _forward_and_halves(each, up, up)
+    for _ in range(down):
+        each.add("I", down)
+        each.add("I", up)
+    for _ in range(rest):
+        each.add("I", down)
+        each.weight(down)
+    for stage in (up, down):
+        for _ in range(down):
+            each.weight(stage)
+
+
+def _forward_and_halves(each: _List, forward: int | None, backward: int) -> None:
+    if forward is not None:
+        each.add("F", forward)
+    each.add("I", backward)
+    each.weight(backward)
+
+
+def dualpipe_v(
+    *, stages: int, micro_batches: int, workers: Sequence[str] | None = None
+) -> Schedule:
+    """DualPipeV: two stages a worker in a V; forwards and backwards overlap in pairs.
+
+    DeepSeek-AI, 2024, arXiv:2412.19437, and https://github.com/deepseek-ai/DualPipe,
+    whose V is the half of a DualPipe of 2p ranks. It holds up to 2p + 1 units.
+
+    Raises:
+        ScheduleError: a size is not an integer >= 1, `stages` is odd, there are fewer
+            micro-batches than stages, or `workers` are not stages / 2 names.
+    """
+    count, placement = _in_a_v(stages)
+    at_least_one("micro_batches", micro_batches)
+    if micro_batches < stages:
+        allowed = f"an integer >= stages = {stages}"
+        raise ScheduleError(unusable("micro_batches", micro_batches, allowed))
+    lists = [_List() for _ in range(count)]
+    for rank, each in enumerate(lists):
+        _fill_dualpipe_v(each, rank, stages - 1 - rank, count, micro_batches)
+    return _schedule(lists, placement, micro_batches, workers)
+
+
+def _fill_dualpipe_v(
+    each: _List, down: int, up: int, count: int, micro_batches: int
+) -> None:
+    """`down` is the stage on the first leg of the V, and the rank; `up` the other."""
+    rest = count - 1 - down
+    for _ in range(2 * rest):
+        each.add("F", down)
+    for _ in range(down + 1):
+        each.add("F", down)
+        each.add("F", up)
+    for _ in range(rest):
+        each.add("I", up)
+        each.weight()
+        each.add("F", up)
+    for index in range(micro_batches - 2 * count + down + 1):
+        if index == 0 and rest == 0:
+            each.add("F", down)  # The last worker waits less if these are apart.
+            each.add("B", up)
+        else:
+            each.overlap(down, up)
+        each.overlap(up, down)
+    for _ in range(rest):
+        each.add("B", up)
+        each.overlap(up, down)
+    # Of the last 2 (r + 1) backwards the second half, about, leave their W for the end.
+    backwards = [up, down] * (down + 1) + [down] * rest
+    for index, stage in enumerate(backwards):
+        if index >= 2 * (down + 1):
+            each.weight()
+        each.add("I" if index > down else "B", stage)
+    for _ in range(down + 1):
+        each.weight()
+
+
+def _in_a_v(stages: int) -> tuple[int, list[int]]:
+    """Return the number of workers and the placement of a V."""
+    at_least_one("stages", stages)
+    if stages % 2:
+        raise ScheduleError(unusable("stages", stages, "an even number"))
+    count = stages // 2
+    return count, [*range(count), *reversed(range(count))]

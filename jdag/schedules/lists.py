@@ -1,0 +1,186 @@
+"""Schedules from a user's own lists, and from and to the CSV of torch's pipelining.
+
+One row of a CSV is the list of one worker; a cell is an action, such as `0F3`, or empty
+where the worker is idle in a grid of equal steps. Idle cells are left out: time is what
+`Schedule.timeline` computes.
+
+Inputs:  lists of actions or of their texts, or the text of a CSV.
+Outputs: a `Schedule` that has passed `check`, or the text of a CSV.
+
+Invariants: `from_csv(to_csv(schedule, half), half)` has the actions and the placement
+of `schedule`. `input_half` is how the CSV calls the input half of a backward: "I", so
+that B is a whole one; or "B", as older versions of torch did. There a whole one is BW,
+or also B if the CSV has no W at all.
+"""
+
+import csv
+from collections.abc import Iterable, Sequence
+from io import StringIO
+from typing import Literal
+
+from jdag.errors import ScheduleError, kind_of, text_of, unusable
+from jdag.schedules.actions import Action, Overlap, Step, parsed
+from jdag.schedules.schedule import Schedule, at_least_one, named
+
+InputHalf = Literal["I", "B"]
+
+_NEWER = {"F": "F", "B": "B", "I": "I", "W": "W"}
+_OLDER = {"F": "F", "BW": "B", "B": "I", "W": "W"}
+_OLDER_WHOLE = {"F": "F", "BW": "B", "B": "B"}  # Of a CSV without W.
+
+
+def from_lists(
+    lists: Sequence[Sequence[Step | str | None]],
+    *,
+    workers: Sequence[str] | None = None,
+    stages: int | None = None,
+    micro_batches: int | None = None,
+) -> Schedule:
+    """Return the schedule of these lists, one for each worker, after checking it.
+
+    An entry is an action, its text, or None or "" for an idle step. A stage is on the
+    worker in whose list it is. Numbers of stages and micro-batches follow from the
+    lists if None.
+
+    Raises:
+        ScheduleError: an entry is no action, a stage is on no worker or on two, another
+            number of workers, or what `Schedule.check` raises.
+    """
+    return _made(lists, _NEWER, workers, stages, micro_batches)
+
+
+def from_csv(
+    text: str,
+    input_half: InputHalf = "I",
+    *,
+    workers: Sequence[str] | None = None,
+    stages: int | None = None,
+    micro_batches: int | None = None,
+) -> Schedule:
+    """Return the schedule that the text of a CSV describes, one row for each worker.
+
+    Raises:
+        ScheduleError: not a CSV, or what `from_lists` raises.
+    """
+    _check_half(input_half)
+    try:
+        rows = [*csv.reader(StringIO(text.removeprefix("\ufeff"), newline=""))]
+    except csv.Error as error:
+        raise ScheduleError(f"the text is not a CSV: {text_of(error)}") from None
+    while rows and not any(cell.strip() for cell in rows[-1]):
+        rows.pop()
+    renamed = _NEWER
+    if input_half == "B":
+        # A BW has a W in it that is no action of its own.
+        cells = [cell.replace("BW", "") for row in rows for cell in row]
+        renamed = _OLDER if any("W" in cell for cell in cells) else _OLDER_WHOLE
+    return _made(rows, renamed, workers, stages, micro_batches)
+
+
+def to_csv(schedule: Schedule, input_half: InputHalf = "I") -> str:
+    """Return the text of the CSV of a schedule, one row for each worker.
+
+    Raises:
+        ScheduleError: `input_half` is neither "I" nor "B".
+    """
+    _check_half(input_half)
+    kinds = {"I": "I", "B": "B"}
+    if input_half == "B":
+        steps = [step for each in schedule.actions for step in each]
+        halves = any(step.kind == "W" for step in steps)
+        kinds = {"I": "B", "B": "BW" if halves else "B"}
+    out = StringIO()
+    rows = [[_written(step, kinds) for step in each] for each in schedule.actions]
+    csv.writer(out, lineterminator="\n").writerows(rows)
+    return out.getvalue()
+
+
+def _written(step: Step, kinds: dict[str, str]) -> str:
+    if isinstance(step, Overlap):
+        forward, backward = [_written(part, kinds) for part in step.parts]
+        return f"({forward};{backward}){step.kind}"
+    return f"{step.stage}{kinds.get(step.kind, step.kind)}{step.micro_batch}"
+
+
+def _check_half(input_half: object) -> None:
+    if input_half not in ("I", "B"):
+        raise ScheduleError(unusable("input_half", input_half, '"I" or "B"'))
+
+
+def _made(
+    lists: Sequence[Sequence[Step | str | None]],
+    renamed: dict[str, str],
+    workers: Sequence[str] | None,
+    stages: int | None,
+    micro_batches: int | None,
+) -> Schedule:
+    """Read, place and check; `renamed` is as in `parsed`."""
+    if isinstance(lists, str) or not isinstance(lists, Sequence) or not lists:
+        allowed = "a list of actions for each worker, at least one"
+        raise ScheduleError(unusable("the schedule", lists, allowed))
+    names = named(workers, len(lists))
+    actions = tuple(
+        [
+            tuple(_read(name, steps, renamed))
+            for name, steps in zip(names, lists, strict=True)
+        ]
+    )
+    placement = _placement(names, actions, stages)
+    if micro_batches is None:
+        parts = [part for steps in actions for step in steps for part in step.parts]
+        micro_batches = 1 + max([part.micro_batch for part in parts])
+    schedule = Schedule(names, actions, placement, micro_batches)
+    schedule.check()
+    return schedule
+
+
+def _read(
+    name: str, steps: Sequence[Step | str | None], renamed: dict[str, str]
+) -> Iterable[Step]:
+    if isinstance(steps, str) or not isinstance(steps, Sequence):
+        allowed = "a list of actions"
+        raise ScheduleError(unusable(f"worker {name}", steps, allowed))
+    for number, step in enumerate(steps, 1):
+        if isinstance(step, Action | Overlap):
+            yield step
+        elif isinstance(step, str):
+            if step.strip():
+                try:
+                    yield parsed(step, renamed)
+                except ScheduleError as error:
+                    where = f"worker {name}, entry {number}"
+                    raise ScheduleError(f"{where}: {error}") from None
+        elif step is not None:
+            raise ScheduleError(
+                f"worker {name}, entry {number}: {kind_of(step)}; allowed is an action "
+                "or its text, or None"
+            )
+
+
+def _placement(
+    names: tuple[str, ...],
+    actions: tuple[tuple[Step, ...], ...],
+    stages: int | None,
+) -> tuple[int, ...]:
+    """Return the worker of each stage, by the lists in which the stages are."""
+    if stages is not None:
+        at_least_one("stages", stages)
+    placed: dict[int, int] = {}
+    for worker, steps in enumerate(actions):
+        if not steps:
+            raise ScheduleError(
+                f"worker {names[worker]} has no action; each worker has a stage or more"
+            )
+        for part in [part for step in steps for part in step.parts]:
+            if placed.setdefault(part.stage, worker) != worker:
+                raise ScheduleError(
+                    f"worker {names[worker]} has {part}, but stage {part.stage} is on "
+                    f"{names[placed[part.stage]]}; a stage has one worker"
+                )
+    count = 1 + max(placed) if stages is None else stages
+    for stage in range(count):  # The first that is missing ends it.
+        if stage not in placed:
+            raise ScheduleError(
+                f"no worker has stage {stage}; stages are 0 to {count - 1}"
+            )
+    return tuple([placed[stage] for stage in range(count)])

@@ -1,0 +1,93 @@
+"""When each action of a schedule starts and ends, if each kind has one cost.
+
+Inputs:  the lists of a complete schedule, the worker of each stage, and costs in ns.
+Outputs: a `Timeline`: the span of each action; makespan and bubble follow from it.
+
+Invariants: times are exact integers. A worker follows its list and starts an action as
+soon as the one before has ended and all that it needs is there. What comes from a stage
+on another worker is there `comm_ns` after its end, and occupies nobody; on the same
+worker it is there at once.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from jdag.schedules.actions import Result, Step
+from jdag.schedules.ordering import Lists, in_order
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One action with its start and end in ns."""
+
+    action: Step
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """The spans of each worker's actions, in the order of `workers` and of their lists.
+
+    All starts from 0.
+    """
+
+    workers: tuple[str, ...]
+    spans: tuple[tuple[Span, ...], ...]
+
+    @property
+    def makespan_ns(self) -> int:
+        """The end of the last action."""
+        return max([span.end_ns for spans in self.spans for span in spans], default=0)
+
+    @property
+    def span_ns(self) -> int:
+        """The longest time of a worker from its first start to its last end.
+
+        The zero-bubble paper counts so: a worker whose optimizer waits for no other
+        starts the next batch at once.
+        """
+        lists = [spans for spans in self.spans if spans]
+        return max([spans[-1].end_ns - spans[0].start_ns for spans in lists], default=0)
+
+    @property
+    def bubble(self) -> float:
+        """The idle share of all workers' time until the makespan, from 0 to 1."""
+        return self._idle(self.makespan_ns)
+
+    @property
+    def span_bubble(self) -> float:
+        """The idle share with `span_ns` in place of the makespan."""
+        return self._idle(self.span_ns)
+
+    def _idle(self, time_ns: int) -> float:
+        all_ns = time_ns * len(self.spans)
+        busy = sum([s.end_ns - s.start_ns for spans in self.spans for s in spans])
+        return (all_ns - busy) / all_ns if all_ns else 0.0
+
+
+def timed(
+    workers: tuple[str, ...],
+    lists: Lists,
+    placement: Sequence[int],
+    costs_ns: Mapping[str, int],
+    comm_ns: int,
+) -> Timeline:
+    """Return the timeline of a complete schedule; `costs_ns` is by kind of action.
+
+    Raises:
+        ScheduleError: the schedule has a deadlock.
+    """
+    ends: dict[Result, int] = {}
+    free = [0] * len(lists)
+    spans: list[list[Span]] = [[] for _ in lists]
+    stages = len(placement)
+    for worker, step in in_order(workers, lists, stages):
+        start = free[worker]
+        for need in step.needs(stages):
+            away = placement[need[1]] != worker
+            start = max(start, ends[need] + (comm_ns if away else 0))
+        free[worker] = end = start + costs_ns[step.kind]
+        ends.update(dict.fromkeys(step.gives, end))
+        spans[worker].append(Span(step, start, end))
+    return Timeline(workers, tuple([tuple(each) for each in spans]))
