@@ -5,6 +5,7 @@ has, for each leaf that a finished pass has reached, the gradient after the last
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 from jdag.api.cluster_state import ClusterState
@@ -14,7 +15,8 @@ from jdag.api.outcome import PassReport, expired, nanoseconds, remarked, stuck
 from jdag.api.program_frame import FramePhase, ProgramFrame
 from jdag.api.python_calls import is_waited_for, run_python
 from jdag.api.refs import Hold, Ref
-from jdag.api.roots import check_hook, seeded
+from jdag.api.roots import check_hook, seeded, unreached
+from jdag.api.tags import tagged
 from jdag.api.tasks import Task
 from jdag.compute.callables import called
 from jdag.compute.pytrees import Split, flatten_refs, no_gradient, split, unflatten
@@ -271,6 +273,20 @@ class Context:
         replicas = self._frame.replicas
         return replicas.all_reduce(self, refs_by_worker, how, self.state.place)
 
+    def tag(self, *, stage: int, micro_batch: int) -> AbstractContextManager[None]:
+        """Mark the calls in its `with` block as this stage of this micro-batch.
+
+        Both count from 0. The trace tells them, and under a schedule the jobs of the
+        calls run in its order. There each stage of a micro-batch is one call. Moves are
+        not marked.
+
+        Raises:
+            ScheduleError: no such number in the schedule; or, by a call, the stage is
+                on another worker, or was called before.
+        """
+        self._frame.check("ctx.tag")
+        return tagged(self._frame, stage, micro_batch)
+
     # ---------------------------------------------------------------- backward
 
     def backward(
@@ -460,18 +476,7 @@ class Context:
         if ref.holder is not self.state:
             self.state.check_own(ref)
         if ref.leaf.id not in self._gradients:
-            why = f"was reached by no pass, of {self._passes} in context {self.id}"
-            if not ref.aval.inexact:
-                why = f"is not inexact ({ref.aval}; see allow_int)"
-            elif not ref.leaf.tracked:
-                why = "is untracked, as it was put with tracked=False or kept"
-            elif ref.leaf.dropped:
-                why = "was dropped by cluster.drop"
-            raise GraphError(
-                f"{ref.leaf} {why}, so it has "
-                "no gradient; ctx.gradients() has those that there are, and "
-                "jdag.value_and_grad fills in zeros"
-            )
+            raise unreached(ref, self._passes, self.id)
         return self._gradients[ref.leaf.id]
 
     def gradients(self) -> Mapping[Ref, Ref]:

@@ -37,6 +37,8 @@ from jdag.engine.protocol import (
     RunSegment,
     Sum,
     Vjp,
+    VjpInputs,
+    VjpWeights,
 )
 from jdag.errors import ScenarioError
 
@@ -88,6 +90,8 @@ class Machine:
                 compute = partial(_output_avals, job.function)
             case Forward():
                 compute = partial(job.function.forward, [get(k) for k in job.inputs])
+            case VjpInputs() | VjpWeights():
+                raise NotImplementedError
             case Vjp() if abstract:
                 compute = partial(_input_avals, job.function)
             case Vjp():
@@ -126,6 +130,8 @@ class Machine:
                     if self.abstract:
                         residuals = _AbstractResiduals(self.values, job)
                     self.values.put(job.residuals, residuals)
+            case VjpInputs() | VjpWeights():
+                raise NotImplementedError
             case Vjp():
                 self._put(job.outputs, made, job.function.in_devices)
             case Sum() | Fill() | Apply():
@@ -150,7 +156,7 @@ class Machine:
         A sum runs on the device of its last addend.
         """
         match job:
-            case Forward() | Vjp():
+            case Forward() | Vjp() | VjpWeights():
                 device: str | None = job.function.device
                 return device
             case Sum():
@@ -293,6 +299,8 @@ def used_up(job: Job) -> tuple[Key, ...]:
         case Vjp():
             addends = tuple([key for keys in job.cotangents for key in keys])
             return (*addends, job.residuals) if job.last else addends
+        case VjpWeights():
+            return (job.stash,)
         case Sum():
             return job.addends
         case Apply():
@@ -312,7 +320,7 @@ def kept(job: Job) -> tuple[Key, ...]:
             return () if job.last else (job.residuals,)
         case Sum():
             return () if job.base is None else (job.base,)
-        case Fill():
+        case Fill() | VjpWeights():
             return ()
         case Apply():
             return (job.input,) if job.output is None else ()
@@ -322,27 +330,12 @@ def kept(job: Job) -> tuple[Key, ...]:
             return ()
 
 
-def outputs(job: Job) -> tuple[Key, ...]:
-    """The values that a job makes."""
-    match job:
-        case Forward() if job.residuals is not None:
-            return (*job.outputs, job.residuals)
-        case Forward() | Vjp() | RunSegment():
-            return job.outputs
-        case CompileSegment():
-            return ()
-        case Sum() | Fill():
-            return (job.output,)
-        case Apply():
-            return () if job.output is None else (job.output,)
-
-
 def job_name(job: Job) -> str:
     """The name of a job's function, or of the kind of job if it has none.
 
     With a named device: `function@cpu:1`.
     """
-    if isinstance(job, Forward | Vjp):
+    if isinstance(job, Forward | Vjp | VjpWeights):
         return name_on(job.function)
     if isinstance(job, Apply):
         return name_of(job.function)

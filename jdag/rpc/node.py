@@ -37,6 +37,7 @@ from jdag.engine.protocol import (
     Return,
     Returned,
     Send,
+    Skip,
     Spawn,
     incarnated,
 )
@@ -136,7 +137,13 @@ class Node:
         self.joined, self.lost = peers.joined, peers.lost
         self.received, self.adopt = peers.received, peers.adopt
         self.incarnations = peers.incarnations
-        self._jobs = Jobs(worker, self._host.machine, self._loop, self._host.handle)
+        self._jobs = Jobs(
+            worker,
+            self._host.machine,
+            self._loop,
+            self._host.handle,
+            session.schedule.lists.get(name, ()) if session.schedule else (),
+        )
         self.port = Port(self._host)
         self._here = threading.local()  # `port`: of the program that the thread runs.
         self._here.port = self.port if name == session.main else None
@@ -307,6 +314,10 @@ class Node:
     def compute(self, host: Host, job: Job, cause: int) -> None:
         """Compute a job, here or on a thread beside the loop."""
         self._jobs.add(job)
+
+    def skip(self, host: Host, skip: Skip) -> None:
+        """Have the list of a schedule wait no more for jobs that will not come."""
+        self._jobs.skip(skip)
 
     def spawn(self, host: Host, spawn: Spawn, cause: int) -> None:
         """Start a program on a thread of its own."""

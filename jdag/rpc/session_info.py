@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from jdag.rpc.membership import Membership
 from jdag.rpc.streams import Stream
 from jdag.runtime.tables import NESTING_MAX
+from jdag.schedules import Schedule
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class SessionInfo:
     `watched`: main is told how each process of a worker ended by its parent. A peer
     that is not reached any more is then lost by that report, which says why.
 
-    `nesting_max`: how deep programs may call each other.
+    `nesting_max`: how deep programs may call each other. `schedule`: the order of the
+    work of pipelines, if there is one.
     """
 
     worker: str
@@ -39,3 +41,4 @@ class SessionInfo:
     look: Callable[[str], object] = lambda peer: None  # The peer is assumed alive.
     watched: bool = False
     nesting_max: int = NESTING_MAX
+    schedule: Schedule | None = None

@@ -67,6 +67,10 @@ class DeviceModel:
         kind = "vjp" if isinstance(job, Vjp) else "forward"
         return self._cost_ns(job.function.name, kind)
 
+    def costs_ns(self, jobs: Sequence[Job]) -> list[int]:
+        """Return the durations of jobs that run as one, which together are its own."""
+        return [self.cost_ns(job) for job in jobs]
+
     def _cost_ns(self, name: str, kind: str) -> int:
         if kind not in ("forward", "vjp"):
             return self.sum_ns
