@@ -62,7 +62,18 @@ from jdag.engine.protocol import (
     landing,
     made_by,
 )
-from jdag.engine.share import SEED, Due, Outgoing, Pass, first, marked, ordered, walk
+from jdag.engine.share import (
+    ADDENDS_MAX,
+    SEED,
+    Due,
+    Outgoing,
+    Pass,
+    expect,
+    first,
+    marked,
+    ordered,
+    walk,
+)
 from jdag.engine.state import State
 
 
@@ -214,6 +225,9 @@ class Backward:
                 self._fail_spent(live, node)
                 return False
             node.spent = not live.retain
+            for position, value in enumerate(node.inputs):
+                if type(value.producer) is LeafEnd:
+                    expect(live, value, (node.path, position))
         by_source: dict[Worker, dict[RecvEnd, list[bool]]] = {}
         for recv, slot in received if live.mode is Mode.SMART else ():
             value = recv.outputs[slot]
@@ -305,6 +319,9 @@ class Backward:
         due.remaining -= 1
         if due.remaining == 0:
             live.ready.append(vertex)
+        elif type(vertex) is LeafEnd and len(live.expected[vertex]) > ADDENDS_MAX:
+            due.came[path, position] = None
+            self.gradients.fold(live, vertex)
 
     def _work(self, live: Pass) -> None:
         ready = live.ready
