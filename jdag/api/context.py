@@ -5,7 +5,6 @@ has, for each leaf that a finished pass has reached, the gradient after the last
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 from jdag.api.cluster_state import ClusterState
@@ -16,7 +15,7 @@ from jdag.api.program_frame import FramePhase, ProgramFrame
 from jdag.api.python_calls import is_waited_for, run_python
 from jdag.api.refs import Hold, Ref
 from jdag.api.roots import check_hook, seeded, unreached
-from jdag.api.tags import tagged
+from jdag.api.tags import Tagged, tagged
 from jdag.api.tasks import Task
 from jdag.compute.callables import called
 from jdag.compute.pytrees import Split, flatten_refs, no_gradient, split, unflatten
@@ -273,16 +272,15 @@ class Context:
         replicas = self._frame.replicas
         return replicas.all_reduce(self, refs_by_worker, how, self.state.place)
 
-    def tag(self, *, stage: int, micro_batch: int) -> AbstractContextManager[None]:
+    def tag(self, *, stage: int, micro_batch: int) -> Tagged:
         """Mark the calls in its `with` block as this stage of this micro-batch.
 
-        Both count from 0. The trace tells them, and under a schedule the jobs of the
-        calls run in its order. There each stage of a micro-batch is one call. Moves are
-        not marked.
+        Both count from 0. The trace tells them, and under a schedule, which has each
+        as one call, jobs run in its order. Moves are not marked.
 
         Raises:
-            ScheduleError: no such number in the schedule; or, by a call, the stage is
-                on another worker, or was called before.
+            ScheduleError: the schedule has no such number; or, by a call, it has the
+                stage on another worker, or the stage was called before.
         """
         self._frame.check("ctx.tag")
         return tagged(self._frame, stage, micro_batch)
@@ -370,9 +368,8 @@ class Context:
             key = GradientKey(frame.id, id, result.number)
             hold = Hold(frame.loose, key, id.worker)
             if (leaf := leaves.get(id)) is not None:
-                self._gradients[id] = Ref(
-                    frame, key, id.worker, leaf.aval, False, id, hold=hold
-                )
+                of = (frame, key, id.worker, leaf.aval, False, id)
+                self._gradients[id] = Ref(*of, hold=hold)
         if result.failure is not None:
             raise frame.seen(result.failure)
         stale = sorted(result.stale, key=lambda one: one.leaf.number)
@@ -388,8 +385,6 @@ class Context:
                 "only the program that opened the context takes gradients; return the "
                 "refs to it"
             )
-
-    # ---------------------------------------------------------------- hooks
 
     def on_cotangent(self, ref: Ref, fn: Callable[[Any], Any]) -> None:
         """Have a function see, and perhaps replace, the complete cotangent of a ref.

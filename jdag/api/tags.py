@@ -7,7 +7,7 @@ Invariants: under a schedule, a program calls each stage of each micro-batch onc
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from jdag.engine.functions import name_of, transferred
@@ -16,6 +16,8 @@ from jdag.engine.protocol import Tag, named
 from jdag.errors import ScheduleError, unusable
 from jdag.schedules import Schedule
 from jdag.schedules.actions import Action
+
+Tagged = AbstractContextManager[None]
 
 
 @contextmanager

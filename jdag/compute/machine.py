@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from jdag.compute.avals import Aval, aval_of, is_deleted
 from jdag.compute.devices import put
 from jdag.compute.hooks import hooked, seen
-from jdag.compute.sums import ADDENDS_MAX, add, ones, zeros
+from jdag.compute.sums import add, ones, zeros
 from jdag.compute.values import Buffer, Values
 from jdag.engine.functions import name_of, name_on
 from jdag.engine.protocol import (
@@ -40,6 +40,7 @@ from jdag.engine.protocol import (
     VjpInputs,
     VjpWeights,
 )
+from jdag.engine.share import ADDENDS_MAX
 from jdag.errors import ScenarioError
 
 KINDS = ("real", "abstract")
@@ -130,6 +131,7 @@ class Machine:
                     if self.abstract:
                         residuals = _AbstractResiduals(self.values, job)
                     self.values.put(job.residuals, residuals)
+                    self.values.activate(job.residuals, _activation_bytes(job))
             case VjpInputs() | VjpWeights():
                 raise NotImplementedError
             case Vjp():
@@ -146,9 +148,9 @@ class Machine:
 
     def clear(self) -> None:
         """Drop all values; the peak of held bytes is kept."""
-        peak = self.values.bytes_peak
-        self.values = Values()
-        self.values.bytes_peak = peak
+        before, self.values = self.values, Values()
+        self.values.bytes_peak = before.bytes_peak
+        self.values.activations_peak = before.activations_peak
 
     def device_of(self, job: Job) -> str | None:
         """The name of the device on which a job runs, None for the default.
@@ -240,6 +242,16 @@ class Machine:
         where = devices or (None,) * len(keys)
         for key, array, device in zip(keys, arrays, where, strict=True):
             self.values.put(key, array, device)
+
+
+def _activation_bytes(job: Forward) -> int:
+    """What the residuals of a forward hold beyond leaves, which are held anyway."""
+    pair = job.function
+    nbytes: int = pair.residual_bytes
+    for place in pair.args_kept:
+        if job.inputs[place].kind != "leaf":
+            nbytes += pair.avals[place].nbytes
+    return nbytes + sum([pair.out_avals[place].nbytes for place in pair.outputs_kept])
 
 
 class _AbstractResiduals:

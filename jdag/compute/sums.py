@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jdag.compute.avals import Aval
-from jdag.engine.share import ADDENDS_MAX as ADDENDS_MAX
+from jdag.engine.share import ADDENDS_MAX
 
 
 def fold(addends: Sequence[Any]) -> Any:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar, get_args
 from pydantic import Field, create_model
 
 from jdag.engine.protocol import WORKERS_MAX
-from jdag.errors import ScenarioError, meant, unusable
+from jdag.errors import ScenarioError, ScheduleError, meant, unusable
 from jdag.runtime.chooser import POLICIES
 from jdag.runtime.tables import (
     COUNT,
@@ -29,6 +29,18 @@ from jdag.runtime.tables import (
     one_of,
     only,
     up_to,
+)
+from jdag.schedules import (
+    Schedule,
+    dualpipe_v,
+    eager_one_f_one_b,
+    from_lists,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    zb_h1,
+    zb_h2,
+    zb_v,
 )
 from jdag.sim import DeviceModel, Fault, LinkModel, LinkSettings, Network
 from jdag.sim.settings import DETECT_NS, EVENTS_MAX
@@ -80,6 +92,14 @@ _LIST = Annotated[
 ]
 _NAMED = only("a table", is_table)
 
+_BUILDERS: dict[str, Callable[..., Schedule]] = {
+    each.__name__: each
+    for each in (
+        *(gpipe, one_f_one_b, eager_one_f_one_b, interleaved, zb_h1, zb_h2),
+        *(zb_v, dualpipe_v),
+    )
+}
+
 
 class Settings(Table):
     """The keys of a scenario's file."""
@@ -103,6 +123,7 @@ class Settings(Table):
     network: TABLE = Field(default={})
     link: TABLE | None = None
     devices: TABLE = Field(default={})
+    schedule: TABLE | None = None
     faults: _LIST = Field(default=[])
 
     @property
@@ -189,6 +210,36 @@ def devices_of(settings: Settings) -> dict[str, DeviceModel]:
         settings.check_worker(key, name)
         found[name], _ = _made(DeviceModel, key, one, **own)
     return found
+
+
+class _Schedule(Table):
+    kind: Annotated[str, one_of(*_BUILDERS)] | None = None
+    stages: COUNT | None = None
+    micro_batches: COUNT | None = None
+    chunks: COUNT | None = None
+    workers: list[str] | None = None
+    lists: list[str] | None = None
+
+
+def schedule_of(settings: Settings) -> Schedule | None:
+    """Return the schedule; its workers are all of the run if none are named."""
+    if settings.schedule is None:
+        return None
+    try:
+        given = checked(_Schedule, settings.schedule)
+        found = {key: value for key, value in vars(given).items() if value is not None}
+        kind, lists = found.pop("kind", None), found.pop("lists", None)
+        if (kind is None) == (lists is None):
+            allowed = f"one of {', '.join(_BUILDERS)}, or lists of actions in its place"
+            raise ScenarioError(unusable("kind", kind, allowed))
+        found.setdefault("workers", list(settings.names))
+        if lists is not None:
+            return from_lists([each.split() for each in lists], **found)
+        return _BUILDERS[kind](**found)
+    except ScheduleError as error:
+        raise ScenarioError(f"schedule: {error}") from error
+    except ScenarioError as error:
+        raise ScenarioError(f"schedule.{error}") from error
 
 
 def link_of(settings: Settings) -> LinkSettings | None:
