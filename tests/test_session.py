@@ -466,6 +466,7 @@ def _example(asked: type) -> bytes:
         "allow": ["mod"],
         "deadline_s": 5.0,
         "nesting_max": 7,
+        "schedule": {"workers": ["a"], "csv": "0F0,0B0"},
         "control": "h:1",
         "handshake": {"jax": "1"},
         "peers": {"b": {"incarnation": 0, "control": "h:1", "data": "d", "allow": []}},

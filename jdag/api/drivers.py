@@ -188,13 +188,11 @@ def launch(  # noqa: PLR0913 - keyword options.
     workers = _kept(workers)
     checked(_Launch, locals())
     names = tuple(workers)
-    if schedule is not None:
-        check_for(schedule, names)
+    check_for(schedule, names)
     share_gpu(device)
     with ExitStack() as stack:
-        token, allow, script = fresh_secret(), tuple(allow), main_script()
-        if script is not None:
-            allow = (*allow, MAIN)
+        token, script = fresh_secret(), main_script()
+        allow = tuple(allow) if script is None else (*allow, MAIN)
         made = partial(worker_options, carrier=carrier, allow=allow, token=token)
         made = partial(made, value_bytes_max=value_bytes_max, once=True, script=script)
         options = [made(name, device) for name in names[1:]]

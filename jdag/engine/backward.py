@@ -413,8 +413,8 @@ class Backward:
             weights = tuple([type(of.producer) is LeafEnd for of in node.inputs])
             outputs = [ScratchKey(context, number, p) for p in inputs if not weights[p]]
             stash = ScratchKey(context, number, len(inputs))
-            given = (addends, tuple(outputs), last, tag, weights, stash)
-            first = VjpInputs(*of, *given)
+            given = (addends, tuple(outputs), last, tag)
+            first = VjpInputs(*of, *given, weights=weights, stash=stash)
             then = partial(self._first_half, live, node, first)
             self._compute(live, first, then, node.call_site)
         else:

@@ -169,8 +169,7 @@ class Leaves(Struct, eq=False):
         inputs = tuple([value.stored for value in update.inputs])
         outputs = tuple([value.key for value in update.outputs])
         number = state.number_job()
-        of = (part.path, part.function, inputs, outputs)
-        job = Forward(number, None, *of, residuals=None, tag=None)
+        job = Forward(number, None, part.path, part.function, inputs, outputs, None)
         state.compute(job, partial(self._computed, update), update)
 
     def _computed(self, update: Update, failure: Failure | None, _: Job) -> None:

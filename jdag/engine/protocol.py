@@ -26,7 +26,7 @@ class Forward(Struct, frozen=True):
     inputs: tuple[Key, ...]
     outputs: tuple[Key, ...]
     residuals: Key | None
-    tag: Tag | None
+    tag: Tag | None = None
     phase: ClassVar[int] = 0
     action: ClassVar[str] = "F"
 
@@ -51,11 +51,11 @@ class Vjp(PassJob, frozen=True):
     cotangents: tuple[tuple[Key, ...], ...]
     outputs: tuple[Key, ...]
     last: bool
-    tag: Tag | None
+    tag: Tag | None = None
     action: ClassVar[str] = "B"
 
 
-class VjpInputs(Vjp, frozen=True):
+class VjpInputs(Vjp, frozen=True, kw_only=True):
     """The first half of a recorded vjp: all but the cotangents of `weights`.
 
     It writes `stash`, which holds what the second half needs.
@@ -76,7 +76,7 @@ class VjpWeights(PassJob, frozen=True):
     stash: Key
     weights: Mask
     outputs: tuple[Key, ...]
-    tag: Tag | None
+    tag: Tag | None = None
     action: ClassVar[str] = "W"
 
 

@@ -137,13 +137,8 @@ class Node:
         self.joined, self.lost = peers.joined, peers.lost
         self.received, self.adopt = peers.received, peers.adopt
         self.incarnations = peers.incarnations
-        self._jobs = Jobs(
-            worker,
-            self._host.machine,
-            self._loop,
-            self._host.handle,
-            session.schedule.lists.get(name, ()) if session.schedule else (),
-        )
+        machine, handle = self._host.machine, self._host.handle
+        self._jobs = Jobs(worker, machine, self._loop, handle, session.steps)
         self.port = Port(self._host)
         self._here = threading.local()  # `port`: of the program that the thread runs.
         self._here.port = self.port if name == session.main else None

@@ -7,6 +7,7 @@ from jdag.rpc.membership import Membership
 from jdag.rpc.streams import Stream
 from jdag.runtime.tables import NESTING_MAX
 from jdag.schedules import Schedule
+from jdag.schedules.actions import Step
 
 
 @dataclass(frozen=True)
@@ -42,3 +43,9 @@ class SessionInfo:
     watched: bool = False
     nesting_max: int = NESTING_MAX
     schedule: Schedule | None = None
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """The list of this worker in the schedule; empty if it has none."""
+        lists = {} if self.schedule is None else self.schedule.lists
+        return lists.get(self.worker, ())

@@ -68,7 +68,7 @@ def _are_workers(value: Any) -> bool:
 
 
 def _are_costs(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(map(is_ns, value))
+    return isinstance(value, list) and len(value) in (2, 3) and all(map(is_ns, value))
 
 
 _FILE_NAME = Annotated[str, only(_NAME, _matches(r"[A-Za-z0-9][A-Za-z0-9_.-]*"))]
@@ -83,8 +83,12 @@ _SEED = Annotated[int, only("an integer >= 0", at_least(0))]
 _SEEDS = Annotated[int, only("an integer from 1 to 1,000,000", up_to(10**6))]
 _DEVICES = Annotated[int, only("an integer from 1 to 1,024", up_to(1024))]
 _COSTS = Annotated[
-    tuple[int, int],
-    only("two integers >= 0, [forward_ns, backward_ns]", _are_costs),
+    tuple[int, int] | tuple[int, int, int],
+    only(
+        "two integers >= 0, [forward_ns, backward_ns], or three, [forward_ns, "
+        "input_grad_ns, weight_grad_ns]",
+        _are_costs,
+    ),
 ]
 _LIST = Annotated[
     list[dict[str, Any]],

@@ -223,7 +223,9 @@ def named(workers: Sequence[str] | None, count: int) -> tuple[str, ...]:
 
 
 def check_for(schedule: object, workers: Sequence[str]) -> None:
-    """Raise ScheduleError unless it is a schedule that these workers can follow."""
+    """Raise ScheduleError unless these workers can follow it; None is no schedule."""
+    if schedule is None:
+        return
     if not isinstance(schedule, Schedule):
         allowed = "a jdag.schedules.Schedule, or None"
         raise ScheduleError(unusable("schedule", schedule, allowed))

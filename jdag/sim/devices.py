@@ -13,6 +13,7 @@ from jdag.engine.protocol import (
     RunSegment,
     Sum,
     Vjp,
+    VjpWeights,
 )
 from jdag.errors import ScenarioError, unusable
 from jdag.runtime.tables import NS, is_ns
@@ -21,14 +22,28 @@ from jdag.runtime.tables import NS, is_ns
 MOVED = name_of(transferred)
 
 
+# The costs of a function, by how many are given.
+_COSTS = {
+    2: ("forward_ns", "backward_ns"),
+    3: ("forward_ns", "input_grad_ns", "weight_grad_ns"),
+}
+# Of the nodes of a segment; others are sums.
+_ACTIONS = {"forward": "F", "vjp": "B", "input_grad": "I", "weight_grad": "W"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceModel:
     """The durations of jobs on a device, in nanoseconds of virtual time.
 
     A forward takes `forward_ns`, a vjp `backward_ns`; a sum of cotangents, a fill with
-    zeros or ones and a hook `sum_ns`. `functions` overrides these: it maps a function's
-    name, as `module:name` or `name`, to (forward_ns, backward_ns). `ctx.move` is free
-    unless `functions` has an entry for the function that it calls (`transferred`).
+    zeros or ones and a hook `sum_ns`. Where a schedule has the halves of a vjp apart,
+    the first one (I, the cotangents of inputs) takes `input_grad_ns`, None for half of
+    `backward_ns`, and the second one (W, the gradients of weights) the rest of it.
+    `functions` overrides these: it maps a function's name, as `module:name` or `name`,
+    to (forward_ns, backward_ns) or (forward_ns, input_grad_ns, weight_grad_ns). A
+    forward and a backward that run as one (OVERLAP_F_B) take `overlap_ns`, None for
+    both. `ctx.move` is free unless `functions` has an entry for the function that it
+    calls (`transferred`).
 
     Raises:
         ScenarioError: a time that is not an int or below 0; names it.
@@ -37,19 +52,28 @@ class DeviceModel:
     forward_ns: int = 0
     backward_ns: int = 0
     sum_ns: int = 0
-    functions: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    input_grad_ns: int | None = None
+    overlap_ns: int | None = None
+    functions: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for key in ("forward_ns", "backward_ns", "sum_ns"):
             _need_ns(key, getattr(self, key))
+        for key in ("input_grad_ns", "overlap_ns"):
+            if getattr(self, key) is not None:
+                _need_ns(key, getattr(self, key))
+        if (self.input_grad_ns or 0) > self.backward_ns:
+            allowed = f"an integer up to backward_ns = {self.backward_ns}"
+            raise ScenarioError(unusable("input_grad_ns", self.input_grad_ns, allowed))
         if not isinstance(self.functions, Mapping):
             allowed = 'costs by name: {"module:name": (forward_ns, backward_ns)}'
             raise ScenarioError(unusable("functions", self.functions, allowed))
         for name, costs in self.functions.items():
-            if not isinstance(costs, tuple) or len(costs) != 2:
-                allowed = f"two, forward_ns and backward_ns, each {NS}"
+            if not isinstance(costs, tuple) or len(costs) not in _COSTS:
+                allowed = " or ".join([", ".join(keys) for keys in _COSTS.values()])
+                allowed = f"two or three, {allowed}, each {NS}"
                 raise ScenarioError(unusable(f"functions[{name!r}]", costs, allowed))
-            for key, cost_ns in zip(("forward_ns", "backward_ns"), costs, strict=True):
+            for key, cost_ns in zip(_COSTS[len(costs)], costs, strict=True):
                 _need_ns(f"functions[{name!r}].{key}", cost_ns)
 
     def cost_ns(self, job: Job) -> int:
@@ -63,23 +87,39 @@ class DeviceModel:
             return 0
         if isinstance(job, RunSegment):
             parts = Counter(job.function.costs).items()
-            return sum([count * self._cost_ns(*part) for part, count in parts])
-        kind = "vjp" if isinstance(job, Vjp) else "forward"
-        return self._cost_ns(job.function.name, kind)
+            return sum([count * self._part_ns(*part) for part, count in parts])
+        action = job.action if isinstance(job, Vjp | VjpWeights) else "F"
+        return self._cost_ns(job.function.name, action)
+
+    def _part_ns(self, name: str, kind: str) -> int:
+        action = _ACTIONS.get(kind)
+        return self.sum_ns if action is None else self._cost_ns(name, action)
 
     def costs_ns(self, jobs: Sequence[Job]) -> list[int]:
-        """Return the durations of jobs that run as one, which together are its own."""
-        return [self.cost_ns(job) for job in jobs]
+        """Return the durations of jobs that run as one, which add up to its own."""
+        costs = [self.cost_ns(job) for job in jobs]
+        if len(jobs) > 1 and self.overlap_ns is not None:
+            first = min(costs[0], self.overlap_ns)
+            return [first, self.overlap_ns - first]
+        return costs
 
-    def _cost_ns(self, name: str, kind: str) -> int:
-        if kind not in ("forward", "vjp"):
-            return self.sum_ns
+    def _cost_ns(self, name: str, action: str) -> int:
+        """The cost of a function's forward or vjp, or of a half of its vjp."""
         functions = self.functions
         costs = functions.get(name) or functions.get(name.rpartition(":")[2])
         if costs is None:
-            is_move = name == MOVED
-            costs = (0, 0) if is_move else (self.forward_ns, self.backward_ns)
-        return costs[kind == "vjp"]
+            if name == MOVED:
+                return 0
+            halves = () if self.input_grad_ns is None else (self.input_grad_ns,)
+            halves = (*halves, self.backward_ns - sum(halves))
+            costs = (self.forward_ns, *halves)
+        forward_ns, *backward = costs
+        if action == "F":
+            return forward_ns
+        if action == "B":
+            return sum(backward)
+        first = backward[0] if len(backward) == 2 else backward[0] // 2
+        return first if action == "I" else sum(backward) - first
 
 
 def _need_ns(key: str, value: object) -> None:

@@ -85,8 +85,7 @@ class SimSettings:
         ):
             if not is_usable:
                 raise ScenarioError(unusable(key, getattr(self, key), allowed))
-        if self.schedule is not None:
-            check_for(self.schedule, names)
+        check_for(self.schedule, names)
         self._check_crashes()
 
     def _check_crashes(self) -> None:
