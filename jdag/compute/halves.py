@@ -7,6 +7,8 @@ I was given or computed, so no equation runs twice, and bits are those of the wh
 Sums over a batch, as for biases and scales, run in I; their results are stashed.
 
 Exceptions:
+- Beside a convolution XLA chooses how arrays lie in memory, so sums over a batch may be
+  rounded differently, by some units in the last place.
 - `jax.checkpoint` is one equation, and both halves may need it. Then each has its own,
   with what that half does not need eliminated: both recompute the forward.
 - So is `scan`, which both may need as well: it runs in I, and its results for W are
