@@ -32,15 +32,19 @@ class Part(NamedTuple):
     reads: Variables
     outputs: Sequence[Any]
 
-    def function(self, closed: Any) -> Callable[..., Any]:
-        """Return these equations of a closed jaxpr as a function of what they read."""
-        jaxpr = closed.jaxpr.replace(
+    def of(self, jaxpr: Any) -> Any:
+        """Return these equations of a jaxpr as one of their own."""
+        return jaxpr.replace(
             invars=list(self.reads),
             outvars=list(self.outputs),
             eqns=list(self.equations),
-            debug_info=closed.jaxpr.debug_info.with_unknown_names(),
+            debug_info=jaxpr.debug_info.with_unknown_names(),
         )
-        return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, closed.consts))
+
+    def function(self, closed: Any) -> Callable[..., Any]:
+        """Return these equations of a closed jaxpr as a function of what they read."""
+        alone = core.ClosedJaxpr(self.of(closed.jaxpr), closed.consts)
+        return core.jaxpr_as_fun(alone)
 
     def jitted(self, closed: Any, name: str) -> Callable[..., Any]:
         """Return that function jitted, under a name for profiles."""
@@ -67,8 +71,8 @@ def cut(closed: Any, second: Sequence[bool]) -> tuple[Part, Part, Variables]:
     known = set(jaxpr.constvars)
     inputs = list(compress(jaxpr.outvars, map(not_, second)))
     outputs = list(compress(jaxpr.outvars, second))
-    early = _needed(jaxpr.eqns, inputs, known)
-    late = _needed(jaxpr.eqns, outputs, known | _made(early))
+    early = _needed(jaxpr, inputs, known)
+    late = _needed(jaxpr, outputs, known | _made(early))
     if inputs:
         stay = _staying(late)
         early += compress(late, map(not_, stay))
@@ -91,21 +95,26 @@ def variables(atoms: Iterable[Any]) -> list[Any]:
     return [atom for atom in atoms if not isinstance(atom, core.Literal)]
 
 
-def _needed(equations: Sequence[Any], outputs: Any, known: set[Any]) -> list[Any]:
+def _needed(jaxpr: Any, outputs: Any, known: set[Any]) -> list[Any]:
     """The equations that compute the outputs from known variables, in order.
 
     Of what is recomputed by jax.checkpoint, only what is needed.
     """
     needed = set(variables(outputs)) - known
     found: list[Any] = []
-    for each in reversed(equations):
+    for each in reversed(jaxpr.eqns):
         used = [one in needed for one in each.outvars]
         if any(used):
             partly = each.primitive.name == _RECOMPUTED and not all(used)
-            rule = partial_eval.dce_rules[each.primitive] if partly else None
-            found.append(rule(used, each)[1] if rule else each)
+            found.append(_partly(jaxpr, each, used) if partly else each)
             needed.update(set(variables(found[-1].invars)) - known)
     return found[::-1]
+
+
+def _partly(jaxpr: Any, equation: Any, used: list[bool]) -> Any:
+    """An equation of a jaxpr with these outputs alone, and what they need."""
+    alone = Part([equation], _read([equation], (), set()), equation.outvars).of(jaxpr)
+    return partial_eval.dce_jaxpr(alone, used)[0].eqns[0]
 
 
 def _staying(late: Sequence[Any]) -> list[bool]:
