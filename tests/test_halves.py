@@ -57,7 +57,7 @@ def in_halves(
 def check(call: Call, *weights: bool, count: int = 3) -> tuple[Cut, Stash]:
     """Compare halves with the whole vjp; the stash with what is known before."""
     cotangents = cotangents_for(call.pair, count)
-    made = halves(call.pair, weights).cut((count > 0,) * len(cotangents))
+    made = halves(call.pair, weights).cut((count,) * len(cotangents))
     found, stash = in_halves(call.pair, call.residuals, weights, cotangents)
     assert bits(found) == bits(call.vjp(*cotangents))
     kept = [call.args[place] for place in made.args_kept]
@@ -309,9 +309,9 @@ def test_a_result_that_the_second_half_reads_is_held_once() -> None:
 def test_the_stash_is_known_without_running_anything() -> None:
     call, weights = of_mlp(8)
     made = halves(call.pair, weights)
-    known = made.cut((True,))
+    known = made.cut((3,))
     _, stash = made.input_half(call.residuals, cotangents_for(call.pair))
-    assert made.cut((True,)) is known and stash.halves is known.halves
+    assert made.cut((3,)) is known and stash.halves is known.halves
     assert made.weight_avals == (Aval((8, 8), np.dtype(np.float64)),) * 3
     assert made.input_avals == made.weight_avals[:1]
 
@@ -352,7 +352,7 @@ def uncut(pair: Any, residuals: Any, cotangents: Any) -> Stash:
     found, stash = in_halves(pair, residuals, (True, False), cotangents)
     assert bits(found) == bits(pair.vjp(residuals, cotangents))
     assert stash.halves is None and len(stash.keeps) == 1
-    made = halves(pair, (True, False)).cut((True,) * len(cotangents))
+    made = halves(pair, (True, False)).cut((3,) * len(cotangents))
     assert stash.nbytes == made.stash_bytes == aval_of(stash.keeps[0]).nbytes
     return stash
 

@@ -34,7 +34,7 @@ from jdag.compute.jaxpr_cutting import cut, inlined, variables
 from jdag.compute.jaxprs import has_callback
 from jdag.compute.pairs import PAIRS_MAX, Pair, refuse_deleted
 from jdag.compute.placed import spread
-from jdag.compute.sums import add
+from jdag.compute.sums import ADDENDS_MAX, add
 from jdag.compute.tracing import Residuals, Traced
 
 Flags = tuple[bool, ...]
@@ -47,7 +47,7 @@ class Cut:
 
     The stash keeps the arguments at `args_kept` and the outputs at `outputs_kept` of
     the call, the results of I at `results_kept`, and `stash_bytes` beyond these:
-    residuals, sums of cotangents, and values that I computed.
+    residuals, addends of cotangents, and values that I computed.
     """
 
     args_kept: Places
@@ -117,11 +117,11 @@ class Halves:
         self.input_avals, self.weight_avals = self._split(avals)
         self._homes = self._split(homes)
 
-    def cut(self, present: Flags) -> Cut:
+    def cut(self, counts: Places) -> Cut:
         """Return what the stash holds, without running anything.
 
         Args:
-            present: for each tracked output, whether it has a cotangent.
+            counts: for each tracked output, the number of addends of its cotangent.
         """
         plain = self.pair.pair
         if plain.source.unjitted:
@@ -129,9 +129,7 @@ class Halves:
         made = plain.compiled.trace(*[aval.struct() for aval in plain.avals]).out_info
         args = [plain.avals[place].struct() for place in plain.args_kept]
         outputs = [made.outputs[place] for place in plain.outputs_kept]
-        return self._cut(
-            plain.traced, (made.rest, tuple(args), tuple(outputs)), present
-        )
+        return self._cut(plain.traced, (made.rest, tuple(args), tuple(outputs)), counts)
 
     def input_half(
         self, residuals: Residuals, cotangents: Sequence[Sequence[Any]]
@@ -149,11 +147,12 @@ class Halves:
         with here:
             if pair.in_devices is not None:
                 cotangents = [put(addends, pair.device) for addends in cotangents]
-            sums = [[add(addends)] if addends else [] for addends in cotangents]
+            few = [c if len(c) <= ADDENDS_MAX else [add(c)] for c in cotangents]
+            sums = list(map(list, few))
         if residuals.dual or any(map(any_dual, sums)):
             return self._uncut(residuals, sums, self._whole())
         held = (residuals.rest, residuals.args, residuals.outputs)
-        found = self._cut(traced, held, tuple(map(bool, sums)))
+        found = self._cut(traced, held, tuple(map(len, sums)))
         if (halves := found.halves) is None:
             return self._uncut(residuals, sums, found)
         values = (*chain(*held), *chain(*sums))
@@ -199,11 +198,12 @@ class Halves:
         nbytes = cut.stash_bytes * (2 if any_dual(keeps) else 1)
         return results, Stash(self.pair.name, keeps, nbytes, None)
 
-    def _cut(self, traced: Traced, held: Any, present: Flags) -> Cut:
+    def _cut(self, traced: Traced, held: Any, counts: Places) -> Cut:
         """The cut of a trace's backward, made once; `held` are residuals or types."""
-        key = (self.weights, present)
+        counts = tuple([n if n <= ADDENDS_MAX else 1 for n in counts])
+        key = (self.weights, counts)
         if (found := traced.cuts.get(key)) is None:
-            closed = None if traced.may_raise else _backward(traced, held, present)
+            closed = None if traced.may_raise else _backward(traced, held, counts)
             found = self._whole()
             if closed is not None:
                 found = _cut(traced, closed, self.weights, tuple(map(len, held)))
@@ -214,11 +214,11 @@ class Halves:
 halves = lru_cache(maxsize=PAIRS_MAX)(Halves)
 
 
-def _backward(traced: Traced, held: Any, present: Flags) -> Any:
+def _backward(traced: Traced, held: Any, counts: Places) -> Any:
     """The jaxpr of a backward, nested jits inlined; None if it cannot be cut."""
     avals = compress(traced.out_avals, traced.out_tracked)
-    both = zip(avals, present, strict=True)
-    sums = tuple([(aval.strong.struct(),) if there else () for aval, there in both])
+    both = zip(avals, counts, strict=True)
+    sums = tuple([(aval.strong.struct(),) * count for aval, count in both])
     closed = traced.backward.trace(*held, sums).jaxpr
     sharded = any([not aval.sharding.mesh.empty for aval in closed.in_avals])
     if closed.effects or has_callback(closed) or sharded:
