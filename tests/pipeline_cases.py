@@ -29,13 +29,15 @@ def batches(count: int) -> list[Any]:
     return [rng.normal(size=(ROWS, WIDTH)).astype("f4") for _ in range(count)]
 
 
-def step(cluster: Any, schedule: Schedule, fetched: bool = True) -> list[Any]:
+def step(
+    cluster: Any, schedule: Schedule, fetched: bool = True, stage: Any = layer
+) -> list[Any]:
     """One step of a pipeline on the workers of the schedule; return its gradients."""
     stages, count = schedule.stages, schedule.micro_batches
-    pipe = jdag.pipeline([layer] * stages, square)
+    pipe = jdag.pipeline([stage] * stages, square)
     params = [
-        cluster.put(schedule.worker(stage), w)
-        for stage, w in enumerate(weights(stages))
+        cluster.put(schedule.worker(number), w)
+        for number, w in enumerate(weights(stages))
     ]
     with cluster.context() as ctx:
         ctx.backward(*pipe(ctx, params, batches(count), batches(count)))

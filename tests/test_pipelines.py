@@ -1,5 +1,9 @@
 """Pipelines whose work follows a schedule: times, bits, memory, and what goes wrong."""
 
+from functools import reduce
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -51,7 +55,7 @@ def test_a_run_takes_as_long_as_its_schedule_says(p, m, f, i, w, data):
         assert cluster.now_ns == schedule.makespan_ns(
             forward=f, input_grad=i, weight_grad=w
         )
-        found = {name: [] for name in schedule.workers}
+        found: dict[str, list[str]] = {name: [] for name in schedule.workers}
         for record in cluster.trace.of_kind("start"):
             if record.named["action"]:
                 found[record.worker].append(record.named["action"])
@@ -61,7 +65,7 @@ def test_a_run_takes_as_long_as_its_schedule_says(p, m, f, i, w, data):
 
 @pytest.mark.parametrize("p", [1, 3])
 def test_no_schedule_changes_a_bit(p):
-    bits = {}
+    bits: dict[tuple[int, int], bytes] = {}
     for schedule in every_schedule(p, 3):
         size = schedule.stages, schedule.micro_batches
         for followed in (schedule, None):
@@ -79,22 +83,25 @@ def test_the_gradients_are_those_of_jax():
     with simulated(schedule, schedule.workers) as cluster:
         found = step(cluster, schedule)
 
-    def program(ctx, *params):
-        pipe = jdag.pipeline([layer] * 3, square)
-        losses = pipe(ctx, params, batches(4), batches(4))
-        return ctx.call("w0", sum_of, losses)
+    def loss(params):
+        return sum([square(reduce(through, params, x), x) for x in batches(4)])
 
-    wanted = jdag.oracle(program)(*weights(3)).gradients
+    wanted = jax.grad(loss)(weights(3))
     for one, other in zip(found, wanted, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
-def sum_of(losses):
-    return sum(losses)
+def through(x, w):
+    return layer(w, x)
+
+
+def wave(w, x):
+    """As much is kept for I as for W: sine and cosine; then sine and cotangent."""
+    return jnp.sin(x) @ w
 
 
 def test_activations_at_the_peak_are_those_of_the_schedule():
-    for p, m in ((3, 7), (4, 9)):
+    for p, m in ((3, 7), (5, 9)):
         for build in (
             schedules.gpipe,
             schedules.one_f_one_b,
@@ -102,12 +109,13 @@ def test_activations_at_the_peak_are_those_of_the_schedule():
         ):
             schedule = build(stages=p, micro_batches=m)
             with simulated(schedule, schedule.workers, values="abstract") as cluster:
-                step(cluster, schedule, fetched=False)
+                step(cluster, schedule, fetched=False, stage=wave)
                 info = cluster.info()
-            one = 2 * ROWS * WIDTH * 4  # What comes in, and what tanh gave.
+            one = 2 * ROWS * WIDTH * 4
             found = [info[name]["activation_bytes_peak"] for name in schedule.workers]
             wanted = list(schedule.peak_activations().values())
-            assert [peak // one for peak in found[:-1]] == wanted[:-1], build
+            # The first stage has no cotangent of its input, the last one has the loss.
+            assert [peak / one for peak in found[1:-1]] == wanted[1:-1], build
 
 
 def test_memory_does_not_grow_with_micro_batches():
@@ -156,6 +164,7 @@ def waver(leaf, x):
 
 # ------------------------------------------------------------------- what goes wrong
 
+NO_FUNCTION: Any = 3
 SMALL = schedules.one_f_one_b(stages=2, micro_batches=3)
 
 
@@ -169,7 +178,7 @@ def two(cluster):
 
 
 def test_a_list_that_cannot_go_on_names_the_action_it_waits_for():
-    said = "worker w0 waits for 0B0, which is next in its list; behind it 0F2 is ready"
+    said = "worker w0 waits for 0B0, which is next in its list; ready behind it: 0F2"
     with simulated(SMALL, SMALL.workers) as cluster:
         params = two(cluster)
         with cluster.context() as ctx:
@@ -191,13 +200,24 @@ def test_what_is_left_of_a_list_runs_when_no_backward_comes():
         assert [record.named["action"] for record in started].count("0F2") == 2
 
 
-def fails(w, x):
+def refuse(x):
     raise ValueError("it is too large")
 
 
-@jdag.unjitted(shapes=lambda w, x: x)
+@jax.custom_vjp
 def breaks(w, x):
-    raise ValueError("it is too large")
+    return jax.pure_callback(refuse, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+breaks.defvjp(lambda w, x: (breaks(w, x), w), lambda w, ct: (w, ct))
+
+
+def losses_of(ctx, params):
+    losses = []
+    for m, x in enumerate(batches(3)):
+        out = called(ctx, params, 1, m, called(ctx, params, 0, m, x))
+        losses.append(ctx.call("w1", square, out, x))
+    return losses
 
 
 def test_a_stage_that_fails_holds_nothing_up():
@@ -223,15 +243,9 @@ def test_contexts_follow_the_list_one_after_the_other():
     with simulated(SMALL, SMALL.workers) as cluster:
         params = two(cluster)
         with cluster.context() as one, cluster.context() as other:
-            losses = {}
-            for ctx in (one, other):
-                losses[ctx] = [
-                    ctx.call("w1", square, called(ctx, params, 1, m, x), x * 0)
-                    for m, x in enumerate(batches(3))
-                    for x in [called(ctx, params, 0, m, x)]
-                ]
-            one.backward(*losses[one])
-            other.backward(*losses[other])
+            losses, others = losses_of(one, params), losses_of(other, params)
+            one.backward(*losses)
+            other.backward(*others)
             found = [jdag.fetch(ctx.gradient(params)) for ctx in (one, other)]
         np.testing.assert_array_equal(found[0], found[1])
         started = [
@@ -246,11 +260,7 @@ def test_a_retained_graph_is_used_again_beside_the_list():
     with simulated(SMALL, SMALL.workers) as cluster:
         params = two(cluster)
         with cluster.context() as ctx:
-            outs = [
-                ctx.call("w1", square, called(ctx, params, 1, m, x), x * 0)
-                for m, x in enumerate(batches(3))
-                for x in [called(ctx, params, 0, m, x)]
-            ]
+            outs = losses_of(ctx, params)
             ctx.backward(*outs, retain_graph=True)
             first = jdag.fetch(ctx.gradient(params))
             ctx.backward(*outs)
@@ -300,7 +310,7 @@ def test_a_schedule_for_other_workers_is_refused():
         with pytest.raises(ScheduleError, match="worker = 'w0': allowed is workers of"):
             make(SMALL)
     with pytest.raises(ScheduleError, match="schedule = 'zb_h1': allowed is a jdag"):
-        simulated("zb_h1", ["a", "b"])
+        simulated("zb_h1", ["a", "b"])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -311,10 +321,13 @@ def test_a_schedule_for_other_workers_is_refused():
             "stages = .*allowed is a list of functions",
         ),
         (
-            lambda: jdag.pipeline([layer, 3], square),
+            lambda: jdag.pipeline([layer, NO_FUNCTION], square),
             r"stages\[1\] = 3: allowed is a fun",
         ),
-        (lambda: jdag.pipeline([layer], None), "loss = None: allowed is a function"),
+        (
+            lambda: jdag.pipeline([layer], NO_FUNCTION),
+            "loss = 3: allowed is a function",
+        ),
     ],
 )
 def test_a_pipeline_of_what_is_no_function_is_refused(make, message):

@@ -432,8 +432,7 @@ def test_a_thousand_mutated_requests_hurt_nobody(three):
     "count", [10_000, pytest.param(100_000, marks=pytest.mark.long)]
 )
 def test_mutated_requests_crash_no_handler_and_grow_nothing(three, count: int):
-    rng = np.random.default_rng(1)
-    worker = three["a"]
+    rng, worker = np.random.default_rng(1), three["a"]
     handle = {
         asked: answering(asked, answer, {})
         for asked, answer in worker.seat.answers.items()

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from jdag.compute.avals import Aval, aval_of, is_deleted
 from jdag.compute.devices import put
+from jdag.compute.halves import Cut, Halves, halves
 from jdag.compute.hooks import hooked, seen
 from jdag.compute.sums import add, ones, zeros
 from jdag.compute.values import Buffer, Values
@@ -92,7 +93,7 @@ class Machine:
             case Forward():
                 compute = partial(job.function.forward, [get(k) for k in job.inputs])
             case VjpInputs() | VjpWeights():
-                raise NotImplementedError
+                compute = self._half(job)
             case Vjp() if abstract:
                 compute = partial(_input_avals, job.function)
             case Vjp():
@@ -121,6 +122,19 @@ class Machine:
         self.values.drop(used_up(job))
         return work
 
+    def _half(self, job: VjpInputs | VjpWeights) -> Callable[[], Any]:
+        of, get = halves(job.function, job.weights), self.values.get
+        if isinstance(job, VjpWeights):
+            if self.abstract:
+                return partial(_second_avals, of)
+            return partial(of.weight_half, get(job.stash))
+        residuals = get(job.residuals)
+        if self.abstract:
+            counts = tuple(map(len, job.cotangents))
+            return partial(_first_avals, of, residuals, of.cut(counts))
+        cotangents = [[get(key) for key in keys] for keys in job.cotangents]
+        return partial(of.input_half, residuals, cotangents)
+
     def hold(self, job: Job, work: Work, made: Any) -> None:
         """Hold the outputs of a job's work."""
         match job:
@@ -132,8 +146,19 @@ class Machine:
                         residuals = _AbstractResiduals(self.values, job)
                     self.values.put(job.residuals, residuals)
                     self.values.activate(job.residuals, _activation_bytes(job))
-            case VjpInputs() | VjpWeights():
-                raise NotImplementedError
+            case VjpInputs():
+                found, stash = made
+                self._put(job.outputs, found, _homes(job, weights=False))
+                if self.abstract:  # It holds the arrays of these as well.
+                    cut, kept = stash
+                    results = [job.outputs[place] for place in cut.results_kept]
+                    kept = (*kept, *map(self.values.buffer, results))
+                    stash = _AbstractStash(cut.stash_bytes, kept)
+                self.values.put(job.stash, stash)
+                nbytes = sum([part.nbytes for part in stash.keeps])
+                self.values.activate(job.stash, nbytes)
+            case VjpWeights():
+                self._put(job.outputs, made, _homes(job, weights=True))
             case Vjp():
                 self._put(job.outputs, made, job.function.in_devices)
             case Sum() | Fill() | Apply():
@@ -254,6 +279,15 @@ def _activation_bytes(job: Forward) -> int:
     return nbytes + sum([pair.out_avals[place].nbytes for place in pair.outputs_kept])
 
 
+class _AbstractStash:
+    """What an abstract I leaves for W: the buffers of `keeps`."""
+
+    __slots__ = ("keeps",)
+
+    def __init__(self, nbytes: int, kept: Sequence[Buffer]) -> None:
+        self.keeps = (Buffer(nbytes), *kept)
+
+
 class _AbstractResiduals:
     """Abstract residuals of a forward, of which only the bytes are known.
 
@@ -282,6 +316,27 @@ def _segment_avals(segment: Any) -> tuple[Any, ...]:
 def _input_avals(pair: Any) -> tuple[Aval, ...]:
     """The types of a vjp's results: those of the tracked inputs, strongly typed."""
     return tuple([aval.strong for aval in compress(pair.avals, pair.tracked)])
+
+
+def _first_avals(of: Halves, residuals: Any, cut: Cut) -> tuple[Any, Any]:
+    """The types of I's results; the cut, and the buffers of residuals in its stash."""
+    pair, (_, *buffers) = of.pair, residuals.keeps
+    args = dict(zip(pair.args_kept, buffers, strict=False))
+    outputs = dict(zip(pair.outputs_kept, buffers[len(args) :], strict=True))
+    kept = [args[i] for i in cut.args_kept] + [outputs[i] for i in cut.outputs_kept]
+    return of.input_avals, (cut, kept)
+
+
+def _second_avals(of: Halves) -> tuple[Aval, ...]:
+    return of.weight_avals
+
+
+def _homes(job: VjpInputs | VjpWeights, *, weights: bool) -> list[str | None] | None:
+    """The devices of the inputs that are weights, or of the others."""
+    if job.function.in_devices is None:
+        return None
+    homes = zip(job.function.in_devices, job.weights, strict=True)
+    return [home for home, weight in homes if weight == weights]
 
 
 def carried_back(pair: Any, residuals: Any, cotangents: Sequence[Sequence[Any]]) -> Any:

@@ -103,7 +103,7 @@ class Node:
         self._buffers = Buffers()
         gone: dict[str, str] = {}
         self._waiters = Waiters()
-        self._host = Host(
+        self._host = host = Host(
             worker,
             Engine(name, self.workers, incarnation),
             Machine("real", leaving_bytes_max=value_bytes_max),
@@ -137,8 +137,7 @@ class Node:
         self.joined, self.lost = peers.joined, peers.lost
         self.received, self.adopt = peers.received, peers.adopt
         self.incarnations = peers.incarnations
-        machine, handle = self._host.machine, self._host.handle
-        self._jobs = Jobs(worker, machine, self._loop, handle, session.steps)
+        self._jobs = Jobs(worker, host.machine, self._loop, host.handle, session.steps)
         self.port = Port(self._host)
         self._here = threading.local()  # `port`: of the program that the thread runs.
         self._here.port = self.port if name == session.main else None

@@ -112,7 +112,7 @@ class ReadyJobs:
                 more = f" and {len(held) - 4} more" if len(held) > 4 else ""
                 return (
                     f"worker {self._worker} waits for {' and '.join(wanted)}, which is "
-                    f"next in its list; behind it {behind}{more} are ready"
+                    f"next in its list; ready behind it: {behind}{more}"
                 )
         return ""
 
