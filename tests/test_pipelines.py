@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import jdag
 from jdag import schedules
 from jdag.errors import JdagError, RemoteError, ScheduleError
-from jdag.sim import DeviceModel, LinkModel
+from jdag.sim import DeviceModel
 from tests.pipeline_cases import (
     ROWS,
     WIDTH,
@@ -140,19 +140,17 @@ def weigh(leaf, x):
 @pytest.mark.parametrize("mode", ["smart", "fast"])
 @pytest.mark.parametrize("dtype", ["f4", "bfloat16"])
 def test_sums_that_begin_early_have_the_bits_of_one_sum(mode, dtype):
-    # Both orders of arrival: one device runs by path, the other as picked.
     found = []
-    for latency_ns in (0, 7):
-        network = LinkModel(latency_ns=latency_ns, jitter_ns=50)
-        with jdag.simulate(["a", "b"], seed=latency_ns, network=network) as cluster:
+    # First contributions come in order; then those of slow c, the first ones, last.
+    for devices in (None, {"c": DeviceModel(backward_ns=1_000)}):
+        with jdag.simulate(["a", "b", "c"], seed=0, devices=devices) as cluster:
             leaf = cluster.put("a", np.linspace(0.1, 3, 64).astype(dtype))
             with cluster.context() as ctx:
-                losses = [
-                    ctx.call(
-                        "ab"[n % 2], waver, leaf, np.linspace(-n, n, 64).astype(dtype)
-                    )
-                    for n in range(29)
-                ]
+                losses = []
+                for n in range(29):
+                    x = np.linspace(-n, n / 3, 64).astype(dtype)
+                    made = ctx.call("a", waver, leaf, x)
+                    losses.append(ctx.call("c" if n < 14 else "b", jnp.sin, made))
                 ctx.backward(*losses, mode=mode)
                 found.append(np.asarray(ctx.gradient(leaf).fetch()).tobytes())
     assert found[0] == found[1]
@@ -237,6 +235,20 @@ def test_a_stage_that_fails_holds_nothing_up():
                     outs.append(ctx.call("w1", jnp.sum, out))
                 ctx.backward(*outs)
         assert cluster.info()["w1"]["values_held"] == 1
+
+
+def test_nothing_waits_for_a_stage_that_cannot_run():
+    schedule = schedules.gpipe(stages=2, micro_batches=3)
+    with simulated(schedule, schedule.workers) as cluster:
+        params = two(cluster)
+        with pytest.raises(RemoteError, match="too large"), cluster.context() as ctx:
+            outs = []
+            for m, x in enumerate(batches(3)):
+                with ctx.tag(stage=0, micro_batch=m):
+                    fn = layer if m else breaks
+                    hidden = ctx.call("w0", fn, params[0], x)
+                outs.append(called(ctx, params, 1, m, hidden))
+            assert outs[1].fetch().shape == (ROWS, WIDTH)
 
 
 def test_contexts_follow_the_list_one_after_the_other():

@@ -34,8 +34,9 @@ from jdag.compute.jaxpr_cutting import cut, inlined, variables
 from jdag.compute.jaxprs import has_callback
 from jdag.compute.pairs import PAIRS_MAX, Pair, refuse_deleted
 from jdag.compute.placed import spread
-from jdag.compute.sums import ADDENDS_MAX, add
+from jdag.compute.sums import add
 from jdag.compute.tracing import Residuals, Traced
+from jdag.engine.share import ADDENDS_MAX
 
 Flags = tuple[bool, ...]
 Places = tuple[int, ...]

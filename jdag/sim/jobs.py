@@ -55,14 +55,18 @@ class Jobs:
 
     def compute(self, host: Host, job: Job, cause: int) -> None:
         """Have a device compute a job; see `jdag.runtime.host.Driver`."""
-        where = host.worker, host.machine.device_of(job)
-        device = self._devices.get(where)
-        if device is None:
-            name = named(host.worker)
-            device = Device(name, self._env.chooser, self._steps.get(name, ()))
-            self._devices[where] = device
+        device = self._device(host, host.machine.device_of(job))
         device.ready.add(job, (job, cause, self._timeline.now_ns))
         self._choose(host, device)
+
+    def _device(self, host: Host, name: str | None) -> Device:
+        device = self._devices.get((host.worker, name))
+        if device is None:
+            worker = named(host.worker)
+            steps = () if name is not None else self._steps.get(worker, ())
+            device = Device(worker, self._env.chooser, steps)
+            self._devices[host.worker, name] = device
+        return device
 
     def _choose(self, host: Host, device: Device) -> None:
         """Have a device that is free choose a job, after the other events of now."""
@@ -73,10 +77,9 @@ class Jobs:
 
     def skip(self, host: Host, skip: Skip) -> None:
         """Have the worker's list wait no more for jobs that will not come."""
-        for (worker, _), device in self._devices.items():
-            if worker == host.worker:
-                device.ready.skip(skip)
-                self._choose(host, device)
+        device = self._device(host, None)  # Only that one follows the list.
+        device.ready.skip(skip)
+        self._choose(host, device)
 
     @property
     def stalled(self) -> str:
