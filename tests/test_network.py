@@ -235,3 +235,11 @@ def test_a_slow_but_clean_network_makes_no_link_resend(sends, jitter_ns):
     assert got == told
     for link in ends.values():
         assert (link.resent, link.duplicates, link.deadline_ns) == (0, 0, NEVER)
+
+
+def test_a_control_lane_is_a_model_a_bool_or_none():
+    lane = LinkModel(latency_ns=3)
+    found = [Network(LinkModel(), control_lane=c) for c in (None, False, True, lane)]
+    assert [one.control_lane for one in found] == [None, None, LinkModel(), lane]
+    with pytest.raises(ScenarioError, match="control_lane = 5: allowed is a LinkModel"):
+        Network(LinkModel(), control_lane=5)  # type: ignore[arg-type]

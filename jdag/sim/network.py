@@ -31,6 +31,7 @@ from jdag.runtime.tables import NS, is_ns
 from jdag.sim.ports import NetworkPort
 
 _SECOND_NS = 1_000_000_000
+_CONTROL = "a LinkModel, True for one that is free, or None for none"
 _LINKS = 'LinkModels by source and destination: {("a", "b"): LinkModel()}'
 
 
@@ -81,14 +82,24 @@ class Network:
     has its own entry or the default. `port_bandwidth_bytes_per_s` is what each worker
     can send over all of its links together, and take; None: as much as they carry.
 
+    `control_lane` gives each directed link a second lane, with this model and without
+    ports, for all but values; True: free and immediate; None or False: no such lane.
+    Messages without values then never occupy, nor wait for, the link's data lane. A
+    message with values has its values' bytes on the data lane and the rest on the
+    control lane; it is delivered when both have arrived. Until then later messages
+    overtake it, except those that depend on it: of the same context, and updates and
+    drops of leaves, as between processes (`jdag.wire.order`).
+
     Raises:
-        ScenarioError: a value is not a LinkModel, a key is not a pair of workers, or
-            the bandwidth of ports is not an int or too small.
+        ScenarioError: a value is not a LinkModel, a key is not a pair of workers, the
+            bandwidth of ports is not an int or too small, or the control lane is
+            neither a LinkModel nor a bool.
     """
 
     default: LinkModel
     links: Mapping[tuple[str, str], LinkModel] = field(default_factory=dict)
     port_bandwidth_bytes_per_s: int | None = None
+    control_lane: LinkModel | bool | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.default, LinkModel):
@@ -100,6 +111,12 @@ class Network:
                 raise ScenarioError(unusable("links", {pair: model}, _LINKS))
         key = "port_bandwidth_bytes_per_s"
         _check_bandwidth(key, self.port_bandwidth_bytes_per_s)
+        control = self.control_lane
+        if not isinstance(control, LinkModel | bool | None):
+            raise ScenarioError(unusable("control_lane", control, _CONTROL))
+        if isinstance(control, bool):
+            control = LinkModel() if control else None
+            object.__setattr__(self, "control_lane", control)
 
     def model(self, source: str, destination: str) -> LinkModel:
         """The model of one directed link."""
@@ -124,6 +141,7 @@ class Lane:
     start_ns: int = 0
     busy_until_ns: int = 0
     arrived_ns: int = 0
+    record: int = -1
 
     def transmit(self, size_bytes: int, now_ns: int, chooser: Chooser) -> int:
         """Send a frame that is ready to leave now; return its time of arrival.
@@ -155,9 +173,19 @@ class Lane:
         return arrival_ns
 
     def passed(self, record: int) -> None:
-        """Note the trace record of the last frame at both ports."""
+        """Note the trace record of the last frame, here and at both ports."""
+        self.record = record
         if self.out is not None and self.into is not None:
             self.out.record = self.into.record = record
+
+    def before(self, now_ns: int, last: int) -> list[int]:
+        """Return the records that the last frame waited for; `last` is its link's."""
+        found = []
+        if self.start_ns > now_ns:
+            found.append(last if self.out is None else self.out.record)
+        if self.held and self.into is not None:
+            found.append(self.into.record)
+        return [record for record in dict.fromkeys(found) if record >= 0]
 
     @property
     def drained_ns(self) -> int:
@@ -175,7 +203,7 @@ class Traffic:
             itself.
     """
 
-    __slots__ = ("_lanes", "_network", "_ports", "_workers")
+    __slots__ = ("_controls", "_lanes", "_network", "_ports", "_workers")
 
     def __init__(self, network: Network, workers: Sequence[str]) -> None:
         for source, destination in network.links:
@@ -190,6 +218,7 @@ class Traffic:
         self._network = network
         self._workers = frozenset(workers)
         self._lanes: dict[tuple[str, str], Lane] = {}
+        self._controls: dict[tuple[str, str], Lane] = {}
         self._ports: dict[tuple[str, str], NetworkPort] = {}
 
     def lane(self, source: str, destination: str) -> Lane:
@@ -202,6 +231,15 @@ class Traffic:
             ports = self._port(source, "out"), self._port(destination, "into")
             lane = Lane(self._network.model(source, destination), *ports)
             self._lanes[source, destination] = lane
+        return lane
+
+    def control(self, source: str, destination: str) -> Lane:
+        """The control lane from `source` to `destination`; the network has one."""
+        lane = self._controls.get((source, destination))
+        if lane is None:
+            model = self._network.control_lane
+            assert isinstance(model, LinkModel), model
+            lane = self._controls[source, destination] = Lane(model, None, None)
         return lane
 
     def _port(self, worker: str, direction: str) -> NetworkPort | None:
