@@ -5,7 +5,7 @@ What a simulated cluster is made of, for `jdag.simulate`: links, faults, devices
 
 from jdag.sim.devices import DeviceModel
 from jdag.sim.faults import Crash, Delay, Drop, Duplicate, Fault, Partition, Slow
-from jdag.sim.network import LinkModel, Network
+from jdag.sim.network import LinkModel, LogGP, Network
 from jdag.wire.link import LinkSettings
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "Fault",
     "LinkModel",
     "LinkSettings",
+    "LogGP",
     "Network",
     "Partition",
     "Slow",

@@ -22,7 +22,7 @@ time until `busy_until_ns`; messages of a worker to itself are not transmitted.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from jdag.errors import ScenarioError, unusable
@@ -51,7 +51,8 @@ class LinkModel:
     """One directed link: latency and jitter in ns, bandwidth in bytes per second.
 
     `bandwidth_bytes_per_s` None is infinite. A frame of n bytes occupies the link for
-    n / bandwidth and arrives `latency_ns` plus 0 to `jitter_ns` later.
+    n / bandwidth and arrives `latency_ns` plus 0 to `jitter_ns` later: the alpha-beta
+    model, with alpha = `latency_ns` and beta = 1 / bandwidth (Hockney 1994).
 
     Raises:
         ScenarioError: a value that is not an int or too small.
@@ -62,9 +63,9 @@ class LinkModel:
     jitter_ns: int = 0
 
     def __post_init__(self) -> None:
-        for key in ("latency_ns", "jitter_ns"):
-            value = getattr(self, key)
-            if not is_ns(value):
+        for field_of in fields(self):
+            key, value = field_of.name, getattr(self, field_of.name)
+            if key.endswith("_ns") and not is_ns(value):
                 raise ScenarioError(unusable(key, value, NS))
         _check_bandwidth("bandwidth_bytes_per_s", self.bandwidth_bytes_per_s)
 
@@ -72,6 +73,52 @@ class LinkModel:
         """How long `size_bytes` occupy the link."""
         rate = self.bandwidth_bytes_per_s
         return 0 if rate is None else -(-size_bytes * _SECOND_NS // rate)
+
+    @property
+    def flight_ns(self) -> int:
+        """From when a frame has left until it arrives, without jitter."""
+        return self.latency_ns
+
+    @property
+    def pause_ns(self) -> int:
+        """From when a frame has left until the next may begin to leave."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class LogGP(LinkModel):
+    """One directed link of the LogGP model; times in ns.
+
+    L is `latency_ns`; o, of the sender and again of the receiver, `overhead_ns`; g, the
+    least time between two messages, `gap_ns`; G, the time of each further byte, is
+    1 / `bandwidth_bytes_per_s`, and (k-1)G is rounded up. A message of k bytes takes
+    o + L + (k-1)G + o; the next may begin max(o, g) + (k-1)G after it. The overheads
+    occupy the link, not the workers' devices.
+
+    Source: Alexandrov, Ionescu, Schauser, Scheiman, "LogGP: Incorporating Long Messages
+    into the LogP Model", SPAA 1995.
+
+    Raises:
+        ScenarioError: a value that is not an int or too small.
+    """
+
+    overhead_ns: int = 0
+    gap_ns: int = 0
+
+    def transfer_ns(self, size_bytes: int) -> int:
+        """How long `size_bytes` take to leave: o + (k-1)G."""
+        further = max(size_bytes - 1, 0)
+        return self.overhead_ns + LinkModel.transfer_ns(self, further)
+
+    @property
+    def flight_ns(self) -> int:
+        """From when a message has left until it is received: L + o."""
+        return self.latency_ns + self.overhead_ns
+
+    @property
+    def pause_ns(self) -> int:
+        """What is left of g after o, until the next message."""
+        return max(self.gap_ns - self.overhead_ns, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,22 +193,22 @@ class Lane:
     def transmit(self, size_bytes: int, now_ns: int, chooser: Chooser) -> int:
         """Send a frame that is ready to leave now; return its time of arrival.
 
-        It starts to leave at `start_ns` and has left at `busy_until_ns`.
+        It starts to leave at `start_ns`; the next may do so at `busy_until_ns`.
         """
         model = self.model
         start_ns = max(self.busy_until_ns, now_ns)
-        is_instant = model.bandwidth_bytes_per_s is None
-        transfer_ns = 0 if is_instant else model.transfer_ns(size_bytes)
+        transfer_ns = model.transfer_ns(size_bytes)
         if self.out is not None:
             passing_ns = self.out.passing_ns(size_bytes)
             start_ns = self.out.reserve(start_ns, passing_ns, now_ns)
             transfer_ns = max(transfer_ns, passing_ns)
         self.start_ns = start_ns
-        self.busy_until_ns = left_ns = start_ns + transfer_ns
+        left_ns = start_ns + transfer_ns
+        self.busy_until_ns = left_ns + model.pause_ns
         self.busy_ns += transfer_ns
         self.bytes += size_bytes
         self.frames += 1
-        arrival_ns = left_ns + model.latency_ns
+        arrival_ns = left_ns + model.flight_ns
         if model.jitter_ns:
             arrival_ns += chooser.amount(0, model.jitter_ns)
         if self.into is not None:  # It passes while it arrives.
@@ -191,7 +238,7 @@ class Lane:
     def drained_ns(self) -> int:
         """When all that was transmitted so far has arrived, jitter at its worst."""
         model = self.model
-        latest_ns = self.busy_until_ns + model.latency_ns + model.jitter_ns
+        latest_ns = self.busy_until_ns + model.flight_ns + model.jitter_ns
         return max(latest_ns, self.arrived_ns)
 
 

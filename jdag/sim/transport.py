@@ -57,7 +57,7 @@ class Parcel(NamedTuple):
 
 def link_settings(there: LinkModel, back: LinkModel) -> LinkSettings:
     """Return timeouts for a pair of links: no resends without faults, prompt with."""
-    trip_ns = there.latency_ns + there.jitter_ns + back.latency_ns + back.jitter_ns
+    trip_ns = there.flight_ns + there.jitter_ns + back.flight_ns + back.jitter_ns
     return LinkSettings(
         resend_ns=4 * ACK_DELAY_NS + 2 * trip_ns,
         resend_max=RESEND_MAX,
