@@ -10,7 +10,9 @@ run. Each pair of workers has two directed links, each a lane of its own:
   receiver as it arrives, which it shares with the frames of all other links there
   (`jdag.sim.ports`);
 - jitter adds up to `jitter_ns`, which the chooser picks for each frame, and so may
-  reorder them, which is for the link above to repair.
+  reorder them, which is for the link above to repair;
+- between workers of a topology (`jdag.sim.topologies`) it passes physical links, which
+  it shares with the frames of other pairs, in the same way as ports.
 
 Inputs:  `transmit(size_bytes, now_ns, chooser)` of a lane, for each frame that leaves,
          in order of time. Frames that a fault drops have left all the same.
@@ -21,9 +23,9 @@ Invariants: a lane, and a port, carries one frame at a time; `busy_ns` never exc
 time until `busy_until_ns`; messages of a worker to itself are not transmitted.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from jdag.errors import ScenarioError, unusable
 from jdag.runtime.chooser import Chooser
@@ -121,6 +123,14 @@ class LogGP(LinkModel):
         return max(self.gap_ns - self.overhead_ns, 0)
 
 
+class Hop(NamedTuple):
+    """One physical link of a path, between workers or switches, and its model."""
+
+    source: str
+    destination: str
+    model: LinkModel
+
+
 @dataclass(frozen=True, slots=True)
 class Network:
     """The network of a run: one model for all directed links, and the exceptions.
@@ -137,16 +147,23 @@ class Network:
     overtake it, except those that depend on it: of the same context, and updates and
     drops of leaves, as between processes (`jdag.wire.order`).
 
+    Messages between two workers in `routed` take the physical links that `route`
+    returns, and share them with other paths; `cut_through`: without waiting at each
+    node for the whole message. `jdag.sim.topologies` has builders.
+
     Raises:
         ScenarioError: a value is not a LinkModel, a key is not a pair of workers, the
-            bandwidth of ports is not an int or too small, or the control lane is
-            neither a LinkModel nor a bool.
+            bandwidth of ports is not an int or too small or given with a route, or the
+            control lane is neither a LinkModel nor a bool.
     """
 
     default: LinkModel
     links: Mapping[tuple[str, str], LinkModel] = field(default_factory=dict)
     port_bandwidth_bytes_per_s: int | None = None
     control_lane: LinkModel | bool | None = None
+    routed: Sequence[str] = ()
+    route: Callable[[str, str], Sequence[Hop]] | None = None
+    cut_through: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.default, LinkModel):
@@ -158,6 +175,13 @@ class Network:
                 raise ScenarioError(unusable("links", {pair: model}, _LINKS))
         key = "port_bandwidth_bytes_per_s"
         _check_bandwidth(key, self.port_bandwidth_bytes_per_s)
+        if self.route is not None and self.port_bandwidth_bytes_per_s is not None:
+            allowed = "none with a topology, whose links are shared themselves"
+            raise ScenarioError(unusable(key, self.port_bandwidth_bytes_per_s, allowed))
+        if type(self.cut_through) is not bool:
+            raise ScenarioError(
+                unusable("cut_through", self.cut_through, "True or False")
+            )
         control = self.control_lane
         if not isinstance(control, LinkModel | bool | None):
             raise ScenarioError(unusable("control_lane", control, _CONTROL))
@@ -166,8 +190,19 @@ class Network:
             object.__setattr__(self, "control_lane", control)
 
     def model(self, source: str, destination: str) -> LinkModel:
-        """The model of one directed link."""
+        """The model of one directed link; of a path its latencies and jitters."""
+        if hops := self.path(source, destination):
+            latency_ns = sum([hop.model.latency_ns for hop in hops])
+            jitter_ns = sum([hop.model.jitter_ns for hop in hops])
+            return LinkModel(latency_ns, None, jitter_ns)
         return self.links.get((source, destination), self.default)
+
+    def path(self, source: str, destination: str) -> tuple[Hop, ...]:
+        """The physical links between two workers; none if they have their own."""
+        routed = self.routed
+        if self.route is None or source not in routed or destination not in routed:
+            return ()
+        return tuple(self.route(source, destination))
 
 
 @dataclass(slots=True, eq=False)
@@ -242,6 +277,62 @@ class Lane:
         return max(latest_ns, self.arrived_ns)
 
 
+@dataclass(slots=True, eq=False)
+class PathLane(Lane):
+    """The path between two workers over shared physical links; `model` is its summary.
+
+    Each link passes one frame at a time, which takes the first long enough gap after
+    its arrival there. `start_ns` and `busy_until_ns` are those of the first link;
+    `waited` are the records of what the last frame waited for.
+    """
+
+    passages: tuple[tuple[NetworkPort, LinkModel], ...] = ()
+    cut_through: bool = False
+    waited: tuple[int, ...] = ()
+
+    def transmit(self, size_bytes: int, now_ns: int, chooser: Chooser) -> int:
+        """Send a frame that is ready to leave now; return its time of arrival."""
+        at_ns, left_ns, takes_ns = now_ns, now_ns, 0
+        waited: list[int] = []
+        self.held = False
+        for index, (port, model) in enumerate(self.passages):
+            own_ns = model.transfer_ns(size_bytes)
+            takes_ns = max(own_ns, takes_ns) if self.cut_through else own_ns
+            start_ns = port.reserve(at_ns, takes_ns, now_ns)
+            if start_ns > at_ns:
+                self.held = True
+                waited.append(port.record)
+            left_ns = start_ns + takes_ns
+            if index == 0:
+                self.start_ns = start_ns
+                self.busy_until_ns = max(self.busy_until_ns, left_ns)
+                self.busy_ns += takes_ns
+            arrival_ns = left_ns + model.flight_ns
+            at_ns = (start_ns if self.cut_through else left_ns) + model.flight_ns
+        self.waited = tuple(waited)
+        self.bytes += size_bytes
+        self.frames += 1
+        if self.model.jitter_ns:
+            arrival_ns += chooser.amount(0, self.model.jitter_ns)
+        self.arrived_ns = max(self.arrived_ns, arrival_ns)
+        return arrival_ns
+
+    def before(self, now_ns: int, last: int) -> list[int]:
+        """Return the records that the last frame waited for."""
+        return [record for record in dict.fromkeys(self.waited) if record >= 0]
+
+    def passed(self, record: int) -> None:
+        """Note the trace record of the last frame at each physical link."""
+        self.record = record
+        for port, _ in self.passages:
+            port.record = record
+
+    @property
+    def drained_ns(self) -> int:
+        """When all that was transmitted so far has arrived."""
+        return self.arrived_ns
+
+
 class Traffic:
     """The lanes of one run over a `Network`, created on first use.
 
@@ -250,9 +341,13 @@ class Traffic:
             itself.
     """
 
-    __slots__ = ("_controls", "_lanes", "_network", "_ports", "_workers")
+    __slots__ = ("_controls", "_lanes", "_links", "_network", "_ports", "_workers")
 
     def __init__(self, network: Network, workers: Sequence[str]) -> None:
+        for worker in network.routed:
+            if worker not in workers:
+                allowed = "one of " + ", ".join(workers)
+                raise ScenarioError(unusable("topology: worker", worker, allowed))
         for source, destination in network.links:
             for worker in (source, destination):
                 if worker not in workers:
@@ -266,6 +361,7 @@ class Traffic:
         self._workers = frozenset(workers)
         self._lanes: dict[tuple[str, str], Lane] = {}
         self._controls: dict[tuple[str, str], Lane] = {}
+        self._links: dict[tuple[str, str], NetworkPort] = {}
         self._ports: dict[tuple[str, str], NetworkPort] = {}
 
     def lane(self, source: str, destination: str) -> Lane:
@@ -275,10 +371,24 @@ class Traffic:
             assert source != destination, source
             assert source in self._workers, source
             assert destination in self._workers, destination
-            ports = self._port(source, "out"), self._port(destination, "into")
-            lane = Lane(self._network.model(source, destination), *ports)
+            model = self._network.model(source, destination)
+            if hops := self._network.path(source, destination):
+                lane = PathLane(model, None, None, passages=self._passages(hops))
+                lane.cut_through = self._network.cut_through
+            else:
+                ports = self._port(source, "out"), self._port(destination, "into")
+                lane = Lane(model, *ports)
             self._lanes[source, destination] = lane
         return lane
+
+    def _passages(
+        self, hops: Sequence[Hop]
+    ) -> tuple[tuple[NetworkPort, LinkModel], ...]:
+        # The rate of these ports is not asked for: their models have it.
+        pairs = [(hop.source, hop.destination) for hop in hops]
+        ports = [self._links.setdefault(pair, NetworkPort(1)) for pair in pairs]
+        models = [hop.model for hop in hops]
+        return tuple(zip(ports, models, strict=True))
 
     def control(self, source: str, destination: str) -> Lane:
         """The control lane from `source` to `destination`; the network has one."""
