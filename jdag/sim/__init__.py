@@ -3,7 +3,7 @@
 What a simulated cluster is made of, for `jdag.simulate`: links, faults, devices.
 """
 
-from jdag.sim.devices import DeviceModel
+from jdag.sim.devices import DeviceModel, Roofline
 from jdag.sim.faults import Crash, Delay, Drop, Duplicate, Fault, Partition, Slow
 from jdag.sim.network import LinkModel, LogGP, Network
 from jdag.wire.link import LinkSettings
@@ -20,5 +20,6 @@ __all__ = [
     "LogGP",
     "Network",
     "Partition",
+    "Roofline",
     "Slow",
 ]
