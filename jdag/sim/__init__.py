@@ -3,6 +3,7 @@
 What a simulated cluster is made of, for `jdag.simulate`: links, faults, devices.
 """
 
+from jdag.sim import presets, topologies
 from jdag.sim.devices import DeviceModel, Roofline
 from jdag.sim.faults import Crash, Delay, Drop, Duplicate, Fault, Partition, Slow
 from jdag.sim.network import LinkModel, LogGP, Network
@@ -22,4 +23,6 @@ __all__ = [
     "Partition",
     "Roofline",
     "Slow",
+    "presets",
+    "topologies",
 ]
