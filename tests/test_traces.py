@@ -37,7 +37,7 @@ PERFETTO = {
     " track_descriptor 60 TrackDescriptor",
     "ProcessDescriptor": "pid 1 int32, process_name 6 string",
     "TrackDescriptor": "uuid 1 uint64, name 2 string, process 3 ProcessDescriptor,"
-    " parent_uuid 5 uint64, child_ordering 11 uint32, sibling_order_rank 12 int32",
+    " parent_uuid 5 uint64, child_ordering 11 uint32",
     "DebugAnnotation": "uint_value 3 uint64, string_value 6 string, name 10 string",
     "TrackEvent": "debug_annotations 4 *DebugAnnotation, type 9 uint32,"
     " track_uuid 11 uint64, categories 22 *string, name 23 string,"
@@ -134,14 +134,15 @@ def test_an_operation_needs_what_the_programs_before_it_waited_for():
 
 def test_chakra_has_every_job_and_both_ends_of_every_message_to_the_nanosecond(slow):
     classes = schema(CHAKRA)
-    jobs, ends = [], {4: [], 5: [], 6: []}
+    jobs: list[Any] = []
+    ends: dict[int, list[Any]] = {5: [], 6: []}
     for rank, data in enumerate(chakra_of(operations_of(slow[0]), STAGES)):
         metadata, *nodes = delimited(data)
         assert classes["GlobalMetadata"].FromString(metadata).version
-        seen = set()
+        seen: set[int] = set()
         for node in map(classes["Node"].FromString, nodes):
             has = held(node.attr)
-            start_ns, end_ns = has["start_time_ns"], 0
+            start_ns = has["start_time_ns"]
             end_ns = start_ns + has["duration_ns"]
             assert node.start_time_micros == start_ns // 1_000
             assert seen.issuperset([*node.ctrl_deps, *node.data_deps])
@@ -203,8 +204,9 @@ def test_a_message_that_did_not_arrive_is_not_in_goal_which_would_wait_for_it():
 
 def read_back(data: bytes):
     """Slices as (track path, name, category, start, end, annotations, flows)."""
-    tracks, open_, slices, instants = {}, {}, [], []
-    last_ns = 0
+    tracks: dict[int, tuple[str, ...]] = {}
+    open_: dict[int, Any] = {}
+    slices, instants, last_ns = [], [], 0
     for packet in schema(PERFETTO)["Trace"].FromString(data).packet:
         if packet.HasField("track_descriptor"):
             one = packet.track_descriptor

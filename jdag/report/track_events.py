@@ -21,7 +21,7 @@ from jdag.report.spans import SpanMark
 
 _BEGIN, _END, _INSTANT = 1, 2, 3
 _SEQUENCE = 1
-_EXPLICIT = 3  # Children of a track lie in the order of their rank.
+_BY_NAME = 1  # The order of a worker's tracks.
 _Event = tuple[int, int, bytes]  # Time, rank among those of one time, packet.
 
 
@@ -34,9 +34,7 @@ class _Tracks:
         self._processes: dict[str, int] = {}
         for pid, worker in enumerate(workers, 1):
             process = nested(3, number(1, pid) + nested(6, worker))
-            self._processes[worker] = self._described(process + number(11, _EXPLICIT))
-        for worker in workers:
-            self.lane(worker, "device", 0, 0)
+            self._processes[worker] = self._described(process + number(11, _BY_NAME))
 
     def lane(self, worker: str, name: str, start_ns: int, end_ns: int) -> int:
         """Return the first lane of this name that is free at a time; take it."""
@@ -47,8 +45,7 @@ class _Tracks:
                 return track
         said = name if not lanes else f"{name}, lane {len(lanes) + 1}"
         parent = number(5, self._processes[worker])
-        order = number(12, len(self.packets))
-        lanes.append((self._described(nested(2, said) + parent + order), end_ns))
+        lanes.append((self._described(nested(2, said) + parent), end_ns))
         return lanes[-1][0]
 
     def _described(self, fields: bytes) -> int:
