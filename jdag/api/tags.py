@@ -54,6 +54,8 @@ def tag_of(frame: Any, worker: str, device: str | None, fn: Any) -> Tag | None:
         return None
     if not tag.listed:
         return tag
+    if frame.state.recording is not None:
+        raise frame.state.recording("ctx.tag under a schedule")
     stage, schedule = tag.stage, frame.state.schedule
     where = named(worker) if device is None else f"{named(worker)}/{device}"
     if where != schedule.worker(stage):

@@ -87,7 +87,7 @@ def delivered(operations: Iterable[Operation]) -> Iterator[Operation]:
 
 
 def _job(record: Record, needs: tuple[int, ...], device: int | None) -> Operation:
-    kind, context, number, path, function, _ = record.detail
+    kind, context, number, path, function, _, _ = record.detail
     at, worker = record.time_ns, record.worker
     said = (context, number, path, at, at)
     return Operation(

@@ -127,7 +127,7 @@ class DeviceModel:
             return sum([count * self._part_ns(*part) for part, count in parts])
         action = job.action if isinstance(job, Vjp | VjpWeights) else "F"
         pair = job.function
-        costs = self._costs(pair.name) or self._default(pair.pair, action)
+        costs = self._costs(pair.name) or self._default(pair, action)
         return self._cost_ns(costs, action)
 
     def costs_ns(self, jobs: Sequence[Job]) -> list[int]:
@@ -148,7 +148,7 @@ class DeviceModel:
         if self.roofline is None:
             return self.forward_ns, self.backward_ns
         kind = "forward" if action == "F" else "vjp"
-        cost_ns = self.roofline.time_ns(*xla_cost(pair, kind))
+        cost_ns = self.roofline.time_ns(*xla_cost(pair.pair, kind))
         return cost_ns, cost_ns
 
     def _part_ns(self, name: str, kind: str) -> int:
