@@ -1,6 +1,6 @@
 """Pipelines whose work follows a schedule: times, bits, memory, and what goes wrong."""
 
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import jdag
 from jdag import schedules
 from jdag.errors import JdagError, RemoteError, ScheduleError
-from jdag.sim import DeviceModel
+from jdag.sim import DeviceModel, LinkModel, Network
 from tests.pipeline_cases import (
     ROWS,
     WIDTH,
@@ -24,6 +24,7 @@ from tests.pipeline_cases import (
     step,
     weights,
 )
+from tests.test_schedules import PUBLISHED
 
 ONE_STAGE = [
     schedules.gpipe,
@@ -61,6 +62,43 @@ def test_a_run_takes_as_long_as_its_schedule_says(p, m, f, i, w, data):
                 found[record.worker].append(record.named["action"])
     wanted = [[str(part) for s in of for part in s.parts] for of in schedule.actions]
     assert list(found.values()) == wanted
+
+
+ROWS_OF_TABLE = [
+    pytest.param(row, marks=[pytest.mark.second] if row[0] * row[1] > 8 * 24 else [])
+    for row in PUBLISHED
+]
+
+
+@pytest.mark.parametrize("row", ROWS_OF_TABLE)
+def test_the_published_pipelines_take_their_time_to_the_nanosecond(row):
+    p, m, layers, costs_us, _ = row
+    f, i, w, comm = [1000 * cost for cost in costs_us]
+    v = layers // p
+    for build, scale in (
+        (schedules.one_f_one_b, 1),
+        (partial(schedules.interleaved, chunks=v), v),
+        (schedules.zb_h1, 1),
+        (schedules.zb_h2, 1),
+    ):
+        schedule = build(stages=p * scale, micro_batches=m)
+        costs = {"layer": (f, i, w), "last_stage": (f, i, w)}
+        with simulated(
+            schedule,
+            schedule.workers,
+            values="abstract",
+            devices=DeviceModel(functions=costs),
+            network=Network(LinkModel(scale * comm), control_lane=LinkModel()),
+        ) as cluster:
+            step(cluster, schedule, fetched=False)
+            ends = [
+                record.time_ns
+                for record in cluster.trace.of_kind("finish")
+                if record.named["action"]
+            ]
+        assert max(ends) == schedule.makespan_ns(
+            forward=f, input_grad=i, weight_grad=w, comm=scale * comm
+        )
 
 
 @pytest.mark.parametrize("p", [1, 3])

@@ -72,8 +72,10 @@ class Virtual:
                 cluster.close()
 
     def figures(self) -> Figures:
-        """Return further figures of the run: none."""
-        return {}
+        """Return further figures of the run: what its last cluster counted."""
+        info = self._made[-1].info() if self._made else {}
+        name, _ = BY_WORKER["peak_activations"]
+        return {"peak_activations": {worker: one[name] for worker, one in info.items()}}
 
     def close(self) -> None:
         """Close everything."""

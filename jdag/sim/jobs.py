@@ -5,9 +5,9 @@ Outputs: Computed, to that engine, when the job's time is over. The job is compu
          its time begins; its values are held from then on, but not visible to the
          engine until it ends.
 
-Invariants: a device runs one job at a time, and chooses it after the other events of
-that time, but before timers; each job runs once, unless its worker dies; `busy_ns` is
-the total cost of started jobs.
+Invariants: a device runs one job at a time, or two that a schedule has as one, and
+chooses it after the other events of that time, but before timers; each job runs once,
+unless its worker dies; `busy_ns` is the total cost of started jobs.
 """
 
 from collections.abc import Mapping, Sequence
