@@ -7,6 +7,7 @@ which checks their values. All errors have one wording: `key = value: allowed is
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, replace
+from inspect import signature
 from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import Field, create_model
@@ -237,9 +238,19 @@ def schedule_of(settings: Settings) -> Schedule | None:
             allowed = f"one of {', '.join(_BUILDERS)}, or lists of actions in its place"
             raise ScenarioError(unusable("kind", kind, allowed))
         found.setdefault("workers", list(settings.names))
+        build: Any = from_lists if kind is None else _BUILDERS[kind]
+        takes = signature(build).parameters
+        for key, value in found.items():
+            if key not in takes:
+                keys = ", ".join([each for each in takes if each != "lists"])
+                raise ScenarioError(unusable(key, value, keys))
         if lists is not None:
             return from_lists([each.split() for each in lists], **found)
-        return _BUILDERS[kind](**found)
+        for key in takes:
+            if key not in found:
+                raise ScenarioError(f"{key} is missing: allowed is an integer >= 1")
+        made: Schedule = build(**found)
+        return made
     except ScheduleError as error:
         raise ScenarioError(f"schedule: {error}") from error
     except ScenarioError as error:
