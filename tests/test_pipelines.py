@@ -116,6 +116,26 @@ def test_no_schedule_changes_a_bit(p):
             assert bits.setdefault(size, found) == found, (schedule, followed)
 
 
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        schedules.one_f_one_b(stages=2, micro_batches=5),
+        pytest.param(
+            schedules.zb_h2(stages=2, micro_batches=5), marks=pytest.mark.second
+        ),
+        pytest.param(
+            schedules.dualpipe_v(stages=4, micro_batches=5), marks=pytest.mark.second
+        ),
+    ],
+)
+def test_processes_follow_a_schedule_and_have_its_bits(schedule):
+    with simulated(schedule, schedule.workers) as cluster:
+        wanted = np.stack(step(cluster, schedule))
+    with jdag.launch(schedule.workers, schedule=schedule, allow=["tests"]) as cluster:
+        for _ in range(3):  # The second and third time are not slow.
+            np.testing.assert_array_equal(np.stack(step(cluster, schedule)), wanted)
+
+
 def test_the_gradients_are_those_of_jax():
     schedule = schedules.zb_h1(stages=3, micro_batches=4)
     with simulated(schedule, schedule.workers) as cluster:
