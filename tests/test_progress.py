@@ -21,7 +21,9 @@ def drawn(monkeypatch: pytest.MonkeyPatch, after_s: float) -> bytes:
                 bar.show(done)
         stderr.write("over")
         stderr.flush()
-        seen = os.read(master, 1 << 16)
+        seen = b""
+        while not seen.endswith(b"over"):  # A terminal hands over piece by piece.
+            seen += os.read(master, 1 << 16)
     os.close(master)
     return seen
 
