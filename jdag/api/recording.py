@@ -71,7 +71,7 @@ _REMEDIES = {
     "ctx.tag": "plans follow no schedule; run it in a context, without jdag.compile",
     _TRACED: "put these inside of the functions that are called",
 }
-_RECORDED = ("ctx.call", "ctx.move", "ctx.replicate", "ctx.all_reduce")
+_RECORDED = ("ctx.call", "ctx.move", "ctx.replicate", "ctx.all_reduce", "ctx.tag")
 
 
 class _Tape:

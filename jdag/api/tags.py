@@ -53,7 +53,7 @@ def tag_of(frame: Any, worker: str, device: str | None, fn: Any) -> Tag | None:
     if fn is transferred:
         return None
     if not tag.listed:
-        return tag
+        return tag if frame.state.recording is None else None
     if frame.state.recording is not None:
         raise frame.state.recording("ctx.tag under a schedule")
     stage, schedule = tag.stage, frame.state.schedule
