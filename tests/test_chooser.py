@@ -124,7 +124,8 @@ def test_jobs_of_equal_keys_come_in_the_order_of_being_added(chooser):
     alike = [Job(0, (1,)) for _ in range(3)]
     for job in alike:
         ready.add(job, job)
-    assert [id(job) for job in iter(ready.take, None)] == [id(job) for job in alike]
+    taken = [id(job) for [job] in iter(ready.take, [])]
+    assert taken == [id(job) for job in alike]
 
 
 def test_a_policy_that_is_not_there_is_refused_with_those_that_are():
