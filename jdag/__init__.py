@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from jdag.api.hosted import Hosted
     from jdag.api.optimizer import Optimizer
     from jdag.api.oracle import oracle
+    from jdag.api.pipeline import Pipeline, pipeline
     from jdag.api.refs import Ref, fetch, stop_gradient
     from jdag.api.tasks import Task, wait
     from jdag.api.transform import value_and_grad
@@ -46,6 +47,7 @@ __all__ = [
     "Hosted",
     "JdagError",
     "Optimizer",
+    "Pipeline",
     "Ref",
     "Task",
     "compile",
@@ -56,6 +58,7 @@ __all__ = [
     "launch",
     "oracle",
     "parallel",
+    "pipeline",
     "program",
     "schedules",
     "sim",
@@ -76,6 +79,7 @@ _LATER = {
     "Hosted": "jdag.api.hosted",
     "JdagError": "jdag.errors",
     "Optimizer": "jdag.api.optimizer",
+    "Pipeline": "jdag.api.pipeline",
     "Ref": "jdag.api.refs",
     "Task": "jdag.api.tasks",
     "compile": "jdag.api.compiling",
@@ -86,6 +90,7 @@ _LATER = {
     "launch": "jdag.api.drivers",
     "oracle": "jdag.api.oracle",
     "parallel": "",
+    "pipeline": "jdag.api.pipeline",
     "program": "jdag.engine.functions",
     "schedules": "",
     "sim": "",

@@ -206,7 +206,8 @@ def pipeline(
             value = jnp.full((rows, width), 0.1 * (number + 1))
             for stage, worker in enumerate(workers):
                 function = layer if stage + 1 < stages else last_layer
-                value = ctx.call(worker, function, params[f"stage{stage}"], value)
+                with ctx.tag(stage=stage, micro_batch=number):
+                    value = ctx.call(worker, function, params[f"stage{stage}"], value)
             losses.append(value)
         return losses
 

@@ -67,7 +67,8 @@ class Workers:
         dead = self.dead
         if not dead:
             return
-        launch = Launch([self.options(name) for name in dead], env=self._env)
+        options = [self.options(name) for name in dead]
+        launch = Launch(options, env=self._env, ready_s=600)  # However slow it is here.
         self._launches.update(dict.fromkeys(dead, launch))
         self._addresses.update(launch.addresses)
         lines = [f'carrier = "{self._carrier}"', f"deadline_s = {self._deadline_s}"]

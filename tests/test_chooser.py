@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jdag.errors import JdagError, ScenarioError
-from jdag.runtime.chooser import Chooser, ReadyJobs, checked
+from jdag.runtime.chooser import Chooser, checked
+from jdag.runtime.ready import ReadyJobs
 from jdag.sim import Delay, DeviceModel, Drop, Duplicate, LinkModel
 from jdag.sim.settings import SimSettings
 from tests.face_cases import total
@@ -53,7 +54,7 @@ def order(chooser, jobs):
     ready = ReadyJobs(chooser, "a")
     for job in jobs:
         ready.add(job, (job.phase, job.path))
-    return list(iter(ready.take, None))
+    return [item for [item] in iter(ready.take, [])]
 
 
 def test_path_order_is_forward_then_passes_each_by_path():
@@ -114,7 +115,7 @@ def test_what_is_cleared_is_not_handed_out():
     for job in JOBS:
         ready.add(job, job)
     ready.clear()
-    assert len(ready) == 0 and ready.take() is None
+    assert len(ready) == 0 and ready.take() == []
 
 
 @pytest.mark.parametrize("chooser", [Chooser(), Picking()])
@@ -123,7 +124,8 @@ def test_jobs_of_equal_keys_come_in_the_order_of_being_added(chooser):
     alike = [Job(0, (1,)) for _ in range(3)]
     for job in alike:
         ready.add(job, job)
-    assert [id(job) for job in iter(ready.take, None)] == [id(job) for job in alike]
+    taken = [id(job) for [job] in iter(ready.take, [])]
+    assert taken == [id(job) for job in alike]
 
 
 def test_a_policy_that_is_not_there_is_refused_with_those_that_are():

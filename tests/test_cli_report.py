@@ -104,3 +104,17 @@ def test_a_report_of_deeply_nested_files_is_one_line_and_2(place: Path, name: st
         said = refused(place, "report", "run")
         assert "allowed is a folder that `jdag run` wrote; " in said
     assert jdag("run", written(place.parent), "--out", "run")[0] == 0
+
+
+def test_a_report_writes_the_trace_for_other_tools(place: Path):
+    assert jdag("run", written(place.parent), "--json")[0] == 0
+    folder = place / "runs" / "mine"
+    before = {path.name for path in folder.glob("[!.]*")}
+    formats = [f"--trace-format={name}" for name in ("perfetto", "chakra", "goal")]
+    assert jdag("report", folder, *formats)[0] == 0
+    workers = json.loads((folder / "result.json").read_text())["workers"]
+    files = {f"trace.{rank}.et" for rank in range(len(workers))}
+    made = {path.name for path in folder.glob("[!.]*")}
+    assert made == before | files | {"trace.pftrace", "trace.goal"}
+    allowed = "allowed is one of perfetto, chakra, goal"
+    assert allowed in refused(place, "report", folder, "--trace-format", "vcd")

@@ -3,8 +3,10 @@
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+import jdag
 import jdag.engine.functions
 from jdag.engine.functions import name_of
 from jdag.engine.protocol import (
@@ -21,7 +23,7 @@ from jdag.engine.protocol import (
     Vjp,
 )
 from jdag.errors import ScenarioError
-from jdag.sim.devices import FREE, MOVED, DeviceModel, models
+from jdag.sim.devices import FREE, MOVED, DeviceModel, Roofline, models
 from jdag.sim.faults import Slow
 from tests.sim_cases import Work, job, play
 
@@ -100,6 +102,9 @@ def test_one_model_serves_all_and_who_is_not_named_is_free():
         ({"functions": {"f": (1, -2)}}, r"functions\['f'\].backward_ns = -2: allowed"),
         ({"functions": {"f": (1,)}}, r"functions\['f'\] = \(1,\): allowed is two"),
         ({"functions": 3}, "functions = 3: allowed is costs by name"),
+        ({"functions": {"f": (1, 2, -3)}}, r"weight_grad_ns = -3: allowed is"),
+        ({"functions": {"f": (1, 2, 3, 4)}}, r"\(1, 2, 3, 4\): allowed is two"),
+        ({"roofline": 3}, "roofline = 3: allowed is a Roofline"),
         ({"functions": {"f": 3}}, r"functions\['f'\] = 3: allowed is two"),
     ],
 )
@@ -160,3 +165,47 @@ def test_a_slow_worker_takes_longer_while_it_is_slow(monkeypatch: pytest.MonkeyP
     played.simulation.settle()
     assert [r.time_ns for r in played.records("start")] == [0, 10, 35]
     assert played.simulation.info()["a"]["busy_ns"] == 45
+
+
+def test_of_three_costs_a_vjp_takes_the_last_two_together():
+    model = DeviceModel(functions={"f": (18, 17, 9), "g": (18, 26)})
+    for name in ("f", "g"):
+        jobs = (forward(name=name), vjp(name=name))
+        assert [model.cost_ns(job) for job in jobs] == [18, 26]
+
+
+@pytest.mark.parametrize("key", ["flops_per_s", "bytes_per_s"])
+def test_an_unusable_rate_of_a_roofline_is_refused_by_name(key: str):
+    with pytest.raises(ScenarioError, match=f"{key} = 0: allowed is an integer >= 1"):
+        Roofline(**{"flops_per_s": 1, "bytes_per_s": 1, key: 0})
+
+
+def times_of(roofline: Roofline, **settings: Any) -> list[int]:
+    """How long forward and vjp of a product of 64 x 32 and 32 x 16 take."""
+    model = DeviceModel(roofline=roofline, **settings)
+    with jdag.simulate(["a"], seed=0, devices=model, values="abstract") as cluster:
+        with cluster.context() as ctx:
+            x = cluster.put("a", np.ones((64, 32), np.float32))
+            w = cluster.put("a", np.ones((32, 16), np.float32))
+            ctx.backward(ctx.call("a", product, x, w))
+        starts = [one for one in cluster.trace if one.kind == "start"]
+        costs = [one.named["cost_ns"] for one in starts]
+    return [cost for cost in costs if cost]
+
+
+def product(x: Any, w: Any) -> Any:
+    return (x @ w).sum()
+
+
+def test_a_roofline_is_bound_by_operations_or_by_bytes_as_xla_counts_them():
+    flops = 2 * 64 * 32 * 16
+    slow = times_of(Roofline(flops_per_s=1_000_000_000, bytes_per_s=10**15))
+    assert flops <= slow[0] <= 1.1 * flops
+    assert len(slow) == 2
+    nbytes = 4 * (64 * 32 + 32 * 16 + 1)  # At least what it reads and returns.
+    narrow = times_of(Roofline(flops_per_s=10**15, bytes_per_s=1_000_000_000))
+    assert nbytes <= narrow[0] <= 4 * nbytes
+    named = times_of(
+        Roofline(flops_per_s=1, bytes_per_s=1), functions={"product": (3, 4)}
+    )
+    assert named[:2] == [3, 4]

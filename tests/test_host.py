@@ -34,6 +34,7 @@ class Driver:
 
     transmit: Any
     compute: Any
+    skip: Any
     alarm: Any
 
     def __init__(self, *effects: Any) -> None:

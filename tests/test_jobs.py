@@ -1,7 +1,7 @@
 """Jobs of a node: what is short runs where the loop does, the rest beside it."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,10 +22,13 @@ from jdag.engine.protocol import (
     Key,
     OutputKey,
     ScratchKey,
+    Skip,
     Sum,
+    Tag,
 )
 from jdag.rpc.jobs import KNOWN_MAX, SHORT_NS, Jobs, Times
 from jdag.rpc.loop import Loop, clock_ns
+from jdag.schedules import Action
 
 CONTEXT = ContextId(0, 1, 0)
 PATIENCE_NS = 60_000_000_000
@@ -41,11 +44,11 @@ def pair_of(fn: Any, *args: Any) -> Any:
 class Bench:
     """Jobs of one machine, and what was done in which thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, steps: Sequence[Action] = ()) -> None:
         self.machine = Machine("real")
         self.loop = Loop(self.run)
         self.over: list[tuple[int, Failure | None]] = []
-        self.jobs = Jobs("a", self.machine, self.loop, self.done)
+        self.jobs = Jobs("a", self.machine, self.loop, self.done, steps)
 
     def run(self) -> None:
         self.jobs.run()
@@ -58,13 +61,20 @@ class Bench:
         self.machine.values.put(key, value)
         return key
 
-    def forward(self, number: int, fn: Any, *args: Any, path: int = 0) -> Key:
+    def forward(
+        self,
+        number: int,
+        fn: Any,
+        *args: Any,
+        path: int = 0,
+        tag: Tag | None = None,
+    ) -> Key:
         keys = [self.put(f"{number}.{n}", arg) for n, arg in enumerate(args)]
         made = pair_of(fn, *args)
         output = OutputKey(CONTEXT, (number,), 0)
         where = (path or number,)
         self.jobs.add(
-            Forward(number, CONTEXT, where, made, tuple(keys), (output,), None)
+            Forward(number, CONTEXT, where, made, tuple(keys), (output,), None, tag)
         )
         return output
 
@@ -111,6 +121,33 @@ def test_what_was_short_several_times_is_done_by_who_drives(
         due = bool(bench.jobs.due)
         bench.wait(number)
     assert due, "the last one was not known to be short"
+
+
+def test_what_a_list_has_runs_in_its_order_and_the_rest_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("jdag.rpc.jobs.SHORT_NS", 1 << 60)
+    bench = Bench([Action("F", 0, m) for m in (2, 0, 1)])
+    try:
+        for number in (1, 2):  # From now on they are known to be short.
+            bench.forward(number, scaled, np.ones(3))
+            bench.wait(number)
+        for micro_batch in (0, 1):
+            tag = Tag(0, micro_batch, listed=True)
+            bench.forward(10 + micro_batch, scaled, np.ones(3), tag=tag)
+        bench.forward(3, scaled, np.ones(3))
+        bench.wait(3)
+        bench.forward(12, scaled, np.ones(3), tag=Tag(0, 2, listed=True))
+        bench.wait(6)
+        assert [number for number, _ in bench.over] == [1, 2, 3, 12, 10, 11]
+        bench.forward(14, scaled, np.ones(3), tag=Tag(0, 0, listed=True))
+        bench.jobs.skip(Skip(CONTEXT, Tag(0, 2), "FBIW"))
+        bench.wait(7)
+    finally:
+        bench.jobs.close()
+        bench.loop.acquire()
+        bench.loop.close()
+        bench.loop.release()
 
 
 def test_a_job_reads_what_was_there_when_it_was_added(bench: Bench) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from jdag.errors import ScenarioError
 from jdag.runtime.chooser import Chooser
-from jdag.sim.network import LinkModel, Network, Traffic
+from jdag.sim.network import LinkModel, LogGP, Network, Traffic
 from jdag.sim.timeline import Timeline
 from jdag.wire.link import NEVER, Frame, Link, LinkSettings
 
@@ -235,3 +235,47 @@ def test_a_slow_but_clean_network_makes_no_link_resend(sends, jitter_ns):
     assert got == told
     for link in ends.values():
         assert (link.resent, link.duplicates, link.deadline_ns) == (0, 0, NEVER)
+
+
+def test_a_control_lane_is_a_model_a_bool_or_none():
+    lane = LinkModel(latency_ns=3)
+    found = [Network(LinkModel(), control_lane=c) for c in (None, False, True, lane)]
+    assert [one.control_lane for one in found] == [None, None, LinkModel(), lane]
+    with pytest.raises(ScenarioError, match="control_lane = 5: allowed is a LinkModel"):
+        Network(LinkModel(), control_lane=5)  # type: ignore[arg-type]
+
+
+def test_in_loggp_a_message_takes_o_plus_l_plus_k_minus_1_g_plus_o():
+    model = LogGP(1_000, 2 * GIGABYTE, overhead_ns=30, gap_ns=50)
+    for size in (1, 2, 1_001):
+        way = traffic(model)
+        assert transmit(way, "a", "b", size, 7) == 7 + 30 + 1_000 + size // 2 + 30
+
+
+@pytest.mark.parametrize(("gap_ns", "least_ns"), [(50, 50), (10, 30)])
+def test_in_loggp_messages_follow_each_other_by_the_gap_or_the_overhead(
+    gap_ns, least_ns
+):
+    way = traffic(LogGP(1_000, GIGABYTE, overhead_ns=30, gap_ns=gap_ns))
+    arrivals = [transmit(way, "a", "b", 101, 0) for _ in range(3)]
+    assert arrivals == [1_160 + n * (100 + least_ns) for n in range(3)]
+
+
+def test_in_the_alpha_beta_model_a_message_takes_alpha_plus_s_times_beta():
+    way = traffic(LinkModel(1_500, 4 * GIGABYTE))
+    assert transmit(way, "a", "b", 4_001, 0) == 1_500 + 1_001
+
+
+@pytest.mark.parametrize("key", ["overhead_ns", "gap_ns"])
+def test_an_unusable_overhead_or_gap_is_refused_by_name(key):
+    with pytest.raises(ScenarioError, match=f"{key} = -1: allowed is an integer >= 0"):
+        LogGP(**{key: -1})
+
+
+def test_a_negative_bandwidth_is_one_line_that_names_it():
+    with pytest.raises(ScenarioError) as caught:
+        LinkModel(bandwidth_bytes_per_s=-5)
+    assert str(caught.value) == (
+        "bandwidth_bytes_per_s = -5: allowed is an integer >= 1, or none given for no"
+        " limit"
+    )

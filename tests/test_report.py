@@ -104,11 +104,11 @@ def noted(*events):
 
 
 def start(at_ns, worker, job="forward", context="0.1"):
-    return (at_ns, "start", worker, (job, context, 1, (1,), "m:f", 5), ())
+    return (at_ns, "start", worker, (job, context, 1, (1,), "m:f", 5, ""), ())
 
 
 def finish(at_ns, worker, cause, job="forward"):
-    detail = (job, "0.1", 1, (1,), "m:f", 5, "")
+    detail = (job, "0.1", 1, (1,), "m:f", 5, "", "")
     return (at_ns, "finish", worker, detail, (cause,))
 
 

@@ -226,6 +226,26 @@ BAD = {
         {},
         "devices.workers.z = 'z': allowed is one of the workers a, b",
     ),
+    "schedule of no kind": (
+        ("[schedule]", 'kind = "zb_h3"', "stages = 2"),
+        {},
+        "schedule.kind = 'zb_h3': allowed is one of gpipe, one_f_one_b",
+    ),
+    "schedule without a size": (
+        ("[schedule]", 'kind = "zb_h1"', "stages = 2"),
+        {},
+        "schedule.micro_batches is missing: allowed is an integer",
+    ),
+    "schedule with a key of another": (
+        ("[schedule]", 'kind = "gpipe"', "chunks = 2"),
+        {},
+        "schedule.chunks = 2: allowed is stages, micro_batches, workers",
+    ),
+    "schedule with a hole": (
+        ("[schedule]", 'lists = ["0F0 0B0", "1F0"]'),
+        {},
+        "schedule: worker b lacks 1B0, or 1I0 and 1W0: each F has a backward",
+    ),
     "link settings in part": (
         ("[link]", "resend_ns = 1"),
         {},

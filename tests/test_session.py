@@ -432,8 +432,7 @@ def test_a_thousand_mutated_requests_hurt_nobody(three):
     "count", [10_000, pytest.param(100_000, marks=pytest.mark.long)]
 )
 def test_mutated_requests_crash_no_handler_and_grow_nothing(three, count: int):
-    rng = np.random.default_rng(1)
-    worker = three["a"]
+    rng, worker = np.random.default_rng(1), three["a"]
     handle = {
         asked: answering(asked, answer, {})
         for asked, answer in worker.seat.answers.items()
@@ -466,6 +465,7 @@ def _example(asked: type) -> bytes:
         "allow": ["mod"],
         "deadline_s": 5.0,
         "nesting_max": 7,
+        "schedule": {"workers": ["a"], "csv": "0F0,0B0"},
         "control": "h:1",
         "handshake": {"jax": "1"},
         "peers": {"b": {"incarnation": 0, "control": "h:1", "data": "d", "allow": []}},

@@ -2,16 +2,37 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
+from msgspec.structs import replace
 
-from jdag.engine.protocol import Arrived, Compute, Computed, Left, Lost, Resume
+from jdag.engine.protocol import (
+    Arrived,
+    Compute,
+    Computed,
+    ContextId,
+    Left,
+    Lost,
+    Resume,
+    Send,
+)
 from jdag.sim.devices import DeviceModel
 from jdag.sim.faults import Delay, Drop, Duplicate, Partition
 from jdag.sim.network import LinkModel, Network
 from jdag.sim.outages import OUT_OF_REACH
 from jdag.sim.transport import link_settings
 from jdag.wire.link import FRAME_BYTES, LinkSettings
-from tests.sim_cases import Work, job, play, resume, send, tag_of
+from tests.sim_cases import (
+    Work,
+    answer,
+    cotangent,
+    job,
+    key,
+    play,
+    resume,
+    send,
+    tag_of,
+)
 
 LATENCY_NS = 100
 NETWORK = LinkModel(latency_ns=LATENCY_NS)
@@ -333,3 +354,67 @@ def test_a_lasting_partition_parts_also_those_who_have_nothing_to_say(monkeypatc
         assert lost(played.engines["c"]) == [(30_500, "a")] * parted
         assert lost(played.engines["b"]) == []
         assert played.port.lost("c") == (OUT_OF_REACH if parted else None)
+
+
+RATE = 1_000_000_000  # Bytes a second: a byte takes a nanosecond.
+VALUE = np.zeros(10_000, np.uint8)
+
+
+def with_value(number, tag):
+    """A cotangent of a context of its own, whose value is VALUE."""
+    return Send("b", replace(cotangent(tag), context=ContextId(0, number, 0)), (KEY,))
+
+
+KEY = key("value")
+
+
+def over_control_lane(monkeypatch, effects, count, **settings):
+    """What b hears if home sends `effects`, over a link of a byte a nanosecond."""
+
+    def react(engine, event):
+        if isinstance(event, Left):
+            return effects
+        if engine.worker == "b" and isinstance(event, Arrived):
+            return [Send("a", answer(0))] if len(engine.heard) == count else None
+        return [Resume(1, None)] if isinstance(event, Arrived) else None
+
+    model = LinkModel(latency_ns=100, bandwidth_bytes_per_s=RATE)
+    lane = LinkModel(latency_ns=7)
+    network = Network(model, control_lane=lane)
+    played = play(monkeypatch, react, network=network, **settings)
+    played.put(KEY, VALUE)
+    played.run()
+    return played, [(now_ns, tag) for now_ns, _, tag in played.engines["b"].heard]
+
+
+def test_on_a_control_lane_messages_neither_wait_for_values_nor_delay_them(monkeypatch):
+    effects = [send("b", 1), with_value(2, 2), send("b", 3), with_value(3, 4)]
+    effects += [send("b", 5)]
+    played, heard = over_control_lane(monkeypatch, effects, 5)
+    assert heard == [(7, 1), (7, 3), (7, 5), (10_100, 2), (20_100, 4)]
+    second = played.records("send")[3]
+    assert second.causes[1:] == (played.records("send")[1].index,)
+    sent = sum(record.named["wire_bytes"] for record in played.records("send")[:5])
+    info = played.simulation.info()["a"]
+    assert info["payload_bytes_sent"] == 20_000
+    assert info["bytes_sent"] == sent
+
+
+def test_on_a_control_lane_what_depends_on_values_still_comes_after_them(monkeypatch):
+    own = ContextId(0, 2, 0)
+    effects = [with_value(2, 1), Send("b", replace(answer(2), context=own))]
+    effects += [send("b", 3)]
+    _, heard = over_control_lane(monkeypatch, effects, 3)
+    assert heard == [(7, 3), (10_100, 1), (10_100, 2)]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_over_a_faulty_control_lane_each_message_arrives_once(monkeypatch, seed):
+    faults = [Drop(0.2), Duplicate(0.3, 500), Delay(0.3, 10, 900)]
+    effects = [with_value(n, n) if n % 3 else send("b", n) for n in range(1, 61)]
+    played, heard = over_control_lane(
+        monkeypatch, effects, 60, seed=seed, faults=faults
+    )
+    tags = [tag for _, tag in heard]
+    assert sorted(tags) == list(range(1, 61)) != tags
+    assert played.simulation.info()["a"]["resends"] > 0

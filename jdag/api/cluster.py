@@ -88,7 +88,7 @@ class Cluster(Collectives):
         """Return for each worker what it holds and has sent so far, without waiting.
 
         Among others `live_contexts`, `live_passes`, `values_held`, `bytes_held`,
-        `bytes_peak`, `messages_sent`, `bytes_sent` (with headers and resends).
+        `bytes_peak`, `activation_bytes_peak`, `messages_sent`, `bytes_sent` (of all).
         """
         return self.state.driver.info()
 

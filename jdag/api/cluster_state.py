@@ -31,6 +31,7 @@ from jdag.errors import ContextError, JdagError, meant
 from jdag.runtime.failures import exception_of
 from jdag.runtime.host import Port
 from jdag.runtime.tables import NESTING_MAX
+from jdag.schedules import Schedule
 
 
 @dataclass(slots=True)
@@ -63,6 +64,7 @@ class ClusterState:
     # While a program is recorded: the error of what it asks of the cluster there.
     recording: Callable[[str], JdagError] | None = None
     is_plain = False  # In the oracle, calls run at once.
+    schedule: Schedule | None = None  # Of the work of pipelines.
 
     def __init__(
         self, workers: Sequence[str], abstract: bool, nesting_max: int = NESTING_MAX

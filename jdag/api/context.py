@@ -14,7 +14,8 @@ from jdag.api.outcome import PassReport, expired, nanoseconds, remarked, stuck
 from jdag.api.program_frame import FramePhase, ProgramFrame
 from jdag.api.python_calls import is_waited_for, run_python
 from jdag.api.refs import Hold, Ref
-from jdag.api.roots import check_hook, seeded
+from jdag.api.roots import check_hook, seeded, unreached
+from jdag.api.tags import Tagged, tagged
 from jdag.api.tasks import Task
 from jdag.compute.callables import called
 from jdag.compute.pytrees import Split, flatten_refs, no_gradient, split, unflatten
@@ -271,6 +272,19 @@ class Context:
         replicas = self._frame.replicas
         return replicas.all_reduce(self, refs_by_worker, how, self.state.place)
 
+    def tag(self, *, stage: int, micro_batch: int) -> Tagged:
+        """Mark the calls in its `with` block as this stage of this micro-batch.
+
+        Both count from 0. The trace tells them, and under a schedule, which has each
+        as one call, jobs run in its order. Moves are not marked.
+
+        Raises:
+            ScheduleError: the schedule has no such number; or, by a call, it has the
+                stage on another worker, or the stage was called before.
+        """
+        self._frame.check("ctx.tag")
+        return tagged(self._frame, stage, micro_batch)
+
     # ---------------------------------------------------------------- backward
 
     def backward(
@@ -354,9 +368,8 @@ class Context:
             key = GradientKey(frame.id, id, result.number)
             hold = Hold(frame.loose, key, id.worker)
             if (leaf := leaves.get(id)) is not None:
-                self._gradients[id] = Ref(
-                    frame, key, id.worker, leaf.aval, False, id, hold=hold
-                )
+                of = (frame, key, id.worker, leaf.aval, False, id)
+                self._gradients[id] = Ref(*of, hold=hold)
         if result.failure is not None:
             raise frame.seen(result.failure)
         stale = sorted(result.stale, key=lambda one: one.leaf.number)
@@ -372,8 +385,6 @@ class Context:
                 "only the program that opened the context takes gradients; return the "
                 "refs to it"
             )
-
-    # ---------------------------------------------------------------- hooks
 
     def on_cotangent(self, ref: Ref, fn: Callable[[Any], Any]) -> None:
         """Have a function see, and perhaps replace, the complete cotangent of a ref.
@@ -460,18 +471,7 @@ class Context:
         if ref.holder is not self.state:
             self.state.check_own(ref)
         if ref.leaf.id not in self._gradients:
-            why = f"was reached by no pass, of {self._passes} in context {self.id}"
-            if not ref.aval.inexact:
-                why = f"is not inexact ({ref.aval}; see allow_int)"
-            elif not ref.leaf.tracked:
-                why = "is untracked, as it was put with tracked=False or kept"
-            elif ref.leaf.dropped:
-                why = "was dropped by cluster.drop"
-            raise GraphError(
-                f"{ref.leaf} {why}, so it has "
-                "no gradient; ctx.gradients() has those that there are, and "
-                "jdag.value_and_grad fills in zeros"
-            )
+            raise unreached(ref, self._passes, self.id)
         return self._gradients[ref.leaf.id]
 
     def gradients(self) -> Mapping[Ref, Ref]:

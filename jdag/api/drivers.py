@@ -48,13 +48,15 @@ from jdag.runtime.tables import (
     is_path,
     only,
 )
+from jdag.schedules import Schedule
+from jdag.schedules.schedule import check_for
 from jdag.sim.settings import SimSettings
 from jdag.sim.simulation import Simulation
 
 # The settings that `simulate` passes to the simulator.
 SIMULATED = (
     *("network", "faults", "devices", "policy", "link", "detect_ns", "events_max"),
-    "trace",
+    *("trace", "schedule"),
 )
 
 
@@ -80,8 +82,8 @@ def simulate(
             and a thousand workers fit on a laptop.
         nesting_max: how deep programs may call each other.
         **settings: `network`, `faults`, `devices`, `policy`, `link`, `detect_ns`,
-            `events_max`, `trace`; see `jdag.sim.settings.SimSettings`. Without a
-            network messages take no time, without devices computing takes none.
+            `events_max`, `trace`, `schedule`; see `jdag.sim.settings.SimSettings`.
+            Without a network messages take no time, without devices computing none.
 
     Raises:
         ScenarioError: names a setting that is unusable, its value and what is allowed.
@@ -96,6 +98,7 @@ def simulate(
         home = next(iter(workers), "") if is_listed(workers) else ""
     made = SimSettings(workers=workers, seed=seed, home=home, values=values, **settings)
     shared = ClusterState(made.workers, values == "abstract", nesting_max)
+    shared.schedule = made.schedule
     shared.driver = Simulation(made, partial(run_program, shared), warn_unportable)
     return Cluster(shared, shared.driver.port)
 
@@ -108,6 +111,7 @@ def _node(
 ) -> Node:
     """Make the node of this process; without a state for its programs make one."""
     state = state or ClusterState(place.workers, False, place.nesting_max)
+    state.schedule = place.schedule
     state.driver = node = Node(
         place,
         run_program=partial(run_program, state),
@@ -151,6 +155,7 @@ def launch(  # noqa: PLR0913 - keyword options.
     logs: str | os.PathLike[str] | None = None,
     nesting_max: int = NESTING_MAX,
     ready_s: float = READY_S,
+    schedule: Schedule | None = None,
     value_bytes_max: int = VALUE_BYTES_MAX,
 ) -> Cluster:
     """Make a cluster of processes on this host; a context manager that ends them.
@@ -172,6 +177,7 @@ def launch(  # noqa: PLR0913 - keyword options.
         logs: a folder for their output; None: a temporary one, kept if one died.
         nesting_max: how deep programs may call each other.
         ready_s: how many seconds they may take until they are ready.
+        schedule: the order of the work of pipelines, such as `jdag.schedules.zb_h1`.
         value_bytes_max: the largest array that leaves the worker it is on, in bytes.
 
     Raises:
@@ -182,11 +188,11 @@ def launch(  # noqa: PLR0913 - keyword options.
     workers = _kept(workers)
     checked(_Launch, locals())
     names = tuple(workers)
+    check_for(schedule, names)
     share_gpu(device)
     with ExitStack() as stack:
-        token, allow, script = fresh_secret(), tuple(allow), main_script()
-        if script is not None:
-            allow = (*allow, MAIN)
+        token, script = fresh_secret(), main_script()
+        allow = tuple(allow) if script is None else (*allow, MAIN)
         made = partial(worker_options, carrier=carrier, allow=allow, token=token)
         made = partial(made, value_bytes_max=value_bytes_max, once=True, script=script)
         options = [made(name, device) for name in names[1:]]
@@ -203,6 +209,7 @@ def launch(  # noqa: PLR0913 - keyword options.
             allow=allow,
             deadline_s=deadline_s,
             nesting_max=nesting_max,
+            schedule=schedule,
             watched=True,
         )
         return _joined(stack, plan, state, started)
@@ -302,6 +309,7 @@ class _Launch(_Simulated):
     env: Annotated[Mapping[str, str], only(_VARIABLES, _are_variables)] | None
     logs: Annotated[Any, only(LOGS, is_path)] | None
     ready_s: WAIT_S
+    schedule: Any
     allow: ALLOW
     deadline_s: WAIT_S
     value_bytes_max: COUNT

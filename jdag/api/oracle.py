@@ -51,6 +51,7 @@ class OracleRun:
 
     closed = True
     is_plain = True
+    schedule = None
     is_named = is_given = staticmethod(is_ref)
 
     def __init__(self, recorded: Sequence[Any] | None, hooks: CotangentHooks) -> None:
@@ -141,6 +142,7 @@ class OracleFrame:
 
     replicas = plain
     phase = FramePhase.OPEN
+    tag = None  # Says nothing here.
 
     def __init__(self, run: OracleRun, prefix: Path, here: str) -> None:
         self.state = run

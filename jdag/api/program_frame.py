@@ -20,6 +20,7 @@ from jdag.api.cluster_state import ClusterState
 from jdag.api.device_placement import Copies, at_home, move
 from jdag.api.hosted import Hosted, is_live
 from jdag.api.refs import Hold, Ref
+from jdag.api.tags import tag_of
 from jdag.api.tasks import Task, collected
 from jdag.compute.avals import aval_of, frozen, is_deleted
 from jdag.compute.placed import placed
@@ -51,6 +52,7 @@ from jdag.engine.protocol import (
     OutputKey,
     Path,
     Return,
+    Tag,
     Worker,
     named,
 )
@@ -58,6 +60,7 @@ from jdag.errors import SAID_MAX, ContextError, JdagError, cut, kind_of
 from jdag.parallel import replicas
 from jdag.runtime.failures import exception_of, traced
 from jdag.runtime.host import Port
+from jdag.schedules import Action
 from jdag.wire.trees import check_travels
 
 Located = tuple[Key, Worker]
@@ -79,6 +82,7 @@ class ProgramFrame:
     """
 
     replicas = replicas
+    tag: Tag | None = None  # Of the calls from now on.
 
     def __init__(
         self, state: ClusterState, port: Port, id: ContextId, prefix: Path, program: str
@@ -102,6 +106,7 @@ class ProgramFrame:
         self.serves = False  # It calls objects alone: no values, so a loss is no error.
         self.tasks: dict[Path, Task] = {}  # Running, or not collected.
         self._taken = 0  # News of these.
+        self.acted: dict[Action, str] = {}  # What a schedule lists, with the function.
 
     def __repr__(self) -> str:
         if self.prefix:
@@ -275,6 +280,7 @@ class ProgramFrame:
             # A move runs at its source.
             there = sources[0] if fn is transferred else device
             made = placed(made, there, sources, [device] * len(made.out_avals))
+        tag = self.tag and tag_of(self, worker, device, fn)
         self.calls += 1
         issued = Issued(
             self.id,
@@ -286,6 +292,7 @@ class ProgramFrame:
             made.out_tracked,
             site,
             self.discarded() if self.loose else (),
+            tag,
         )
         value_of = self.state.value
         stored = [(arguments[index].key, value_of(value)) for index, value in constants]

@@ -68,9 +68,10 @@ _REMEDIES = {
     "ctx.backward": _STEPS,
     "ctx.gradient": _STEPS,
     "ctx.graph": "step.plan.graph() draws a plan",
+    "ctx.tag": "plans follow no schedule; run it in a context, without jdag.compile",
     _TRACED: "put these inside of the functions that are called",
 }
-_RECORDED = ("ctx.call", "ctx.move", "ctx.replicate", "ctx.all_reduce")
+_RECORDED = ("ctx.call", "ctx.move", "ctx.replicate", "ctx.all_reduce", "ctx.tag")
 
 
 class _Tape:

@@ -180,3 +180,19 @@ def seeded(
             key = SeedKey(frame.id, number, index)
             stored.append((key, frame.state.value(seed)))
     return tuple(told), stored
+
+
+def unreached(ref: Ref, passes: int, context: int) -> GraphError:
+    """The error that says why a leaf has no gradient in a context."""
+    assert ref.leaf is not None, ref
+    why = f"was reached by no pass, of {passes} in context {context}"
+    if not ref.aval.inexact:
+        why = f"is not inexact ({ref.aval}; see allow_int)"
+    elif not ref.leaf.tracked:
+        why = "is untracked, as it was put with tracked=False or kept"
+    elif ref.leaf.dropped:
+        why = "was dropped by cluster.drop"
+    return GraphError(
+        f"{ref.leaf} {why}, so it has no gradient; ctx.gradients() has those that "
+        "there are, and jdag.value_and_grad fills in zeros"
+    )

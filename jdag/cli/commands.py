@@ -37,7 +37,16 @@ from jdag.cli import hosting
 from jdag.cli.cli_errors import Exit, errors_in_one_line
 from jdag.engine.drawing import Need
 from jdag.errors import ScenarioError, named_text, reason, spelled, unusable
-from jdag.report import GRAPH, GRAPH_DOT, PAGE, WRITTEN, read_drawings, render
+from jdag.report import (
+    FORMATS,
+    GRAPH,
+    GRAPH_DOT,
+    PAGE,
+    WRITTEN,
+    read_drawings,
+    render,
+    write_traces,
+)
 from jdag.report.formatting import formatted
 from jdag.report.result import RESULT, json_of, read_result
 from jdag.runtime import signals
@@ -372,9 +381,18 @@ def _digest(file: Path, seed: str | None, hash_seed: str) -> str:
 @app.command()
 def report(
     folder: Annotated[Path, typer.Argument(help="What `jdag run` wrote.")],
+    trace_format: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Write the trace so, too: {', '.join(FORMATS)}."),
+    ] = None,
 ) -> None:
     """Make the page of a run again, and print its table."""
+    formats = trace_format or []
     with errors_in_one_line():
+        for name in formats:
+            if name not in FORMATS:
+                allowed = f"one of {', '.join(FORMATS)}"
+                raise ScenarioError(unusable("--trace-format", name, allowed))
         try:
             with reading(folder):
                 read_result(folder)  # Raises before anything is replaced.
@@ -386,6 +404,10 @@ def report(
                 drawings = read_drawings(folder)
                 window = tuple(result["window_ns"])
                 render(made, result, trace, drawings, window=window)
+                if formats and trace is None:
+                    raise ValueError("a run on processes has no trace to write")
+                if trace is not None:
+                    write_traces(made, trace, result["workers"], formats)
         except OSError as error:
             said = f"{error.filename}: " * (error.filename is not None) + reason(error)
             said = f"a folder that `jdag run` wrote; {said}"

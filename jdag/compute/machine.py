@@ -19,8 +19,9 @@ from msgspec.structs import replace
 
 from jdag.compute.avals import Aval, aval_of, is_deleted
 from jdag.compute.devices import put
+from jdag.compute.halves import Cut, Halves, halves
 from jdag.compute.hooks import hooked, seen
-from jdag.compute.sums import ADDENDS_MAX, add, ones, zeros
+from jdag.compute.sums import add, ones, zeros
 from jdag.compute.values import Buffer, Values
 from jdag.engine.functions import name_of, name_on
 from jdag.engine.protocol import (
@@ -37,7 +38,10 @@ from jdag.engine.protocol import (
     RunSegment,
     Sum,
     Vjp,
+    VjpInputs,
+    VjpWeights,
 )
+from jdag.engine.share import ADDENDS_MAX
 from jdag.errors import ScenarioError
 
 KINDS = ("real", "abstract")
@@ -88,6 +92,8 @@ class Machine:
                 compute = partial(_output_avals, job.function)
             case Forward():
                 compute = partial(job.function.forward, [get(k) for k in job.inputs])
+            case VjpInputs() | VjpWeights():
+                compute = self._half(job)
             case Vjp() if abstract:
                 compute = partial(_input_avals, job.function)
             case Vjp():
@@ -116,6 +122,19 @@ class Machine:
         self.values.drop(used_up(job))
         return work
 
+    def _half(self, job: VjpInputs | VjpWeights) -> Callable[[], Any]:
+        of, get = halves(job.function, job.weights), self.values.get
+        if isinstance(job, VjpWeights):
+            if self.abstract:
+                return partial(_second_avals, of)
+            return partial(of.weight_half, get(job.stash))
+        residuals = get(job.residuals)
+        if self.abstract:
+            counts = tuple(map(len, job.cotangents))
+            return partial(_first_avals, of, residuals, of.cut(counts))
+        cotangents = [[get(key) for key in keys] for keys in job.cotangents]
+        return partial(of.input_half, residuals, cotangents)
+
     def hold(self, job: Job, work: Work, made: Any) -> None:
         """Hold the outputs of a job's work."""
         match job:
@@ -126,6 +145,20 @@ class Machine:
                     if self.abstract:
                         residuals = _AbstractResiduals(self.values, job)
                     self.values.put(job.residuals, residuals)
+                    self.values.activate(job.residuals, _activation_bytes(job))
+            case VjpInputs():
+                found, stash = made
+                self._put(job.outputs, found, _homes(job, weights=False))
+                if self.abstract:  # It holds the arrays of these as well.
+                    cut, kept = stash
+                    results = [job.outputs[place] for place in cut.results_kept]
+                    kept = (*kept, *map(self.values.buffer, results))
+                    stash = _AbstractStash(cut.stash_bytes, kept)
+                self.values.put(job.stash, stash)
+                nbytes = sum([part.nbytes for part in stash.keeps])
+                self.values.activate(job.stash, nbytes)
+            case VjpWeights():
+                self._put(job.outputs, made, _homes(job, weights=True))
             case Vjp():
                 self._put(job.outputs, made, job.function.in_devices)
             case Sum() | Fill() | Apply():
@@ -140,9 +173,9 @@ class Machine:
 
     def clear(self) -> None:
         """Drop all values; the peak of held bytes is kept."""
-        peak = self.values.bytes_peak
-        self.values = Values()
-        self.values.bytes_peak = peak
+        before, self.values = self.values, Values()
+        self.values.bytes_peak = before.bytes_peak
+        self.values.activations_peak = before.activations_peak
 
     def device_of(self, job: Job) -> str | None:
         """The name of the device on which a job runs, None for the default.
@@ -150,7 +183,7 @@ class Machine:
         A sum runs on the device of its last addend.
         """
         match job:
-            case Forward() | Vjp():
+            case Forward() | Vjp() | VjpWeights():
                 device: str | None = job.function.device
                 return device
             case Sum():
@@ -236,6 +269,25 @@ class Machine:
             self.values.put(key, array, device)
 
 
+def _activation_bytes(job: Forward) -> int:
+    """What the residuals of a forward hold beyond leaves, which are held anyway."""
+    pair = job.function
+    nbytes: int = pair.residual_bytes
+    for place in pair.args_kept:
+        if job.inputs[place].kind != "leaf":
+            nbytes += pair.avals[place].nbytes
+    return nbytes + sum([pair.out_avals[place].nbytes for place in pair.outputs_kept])
+
+
+class _AbstractStash:
+    """What an abstract I leaves for W: the buffers of `keeps`."""
+
+    __slots__ = ("keeps",)
+
+    def __init__(self, nbytes: int, kept: Sequence[Buffer]) -> None:
+        self.keeps = (Buffer(nbytes), *kept)
+
+
 class _AbstractResiduals:
     """Abstract residuals of a forward, of which only the bytes are known.
 
@@ -266,6 +318,27 @@ def _input_avals(pair: Any) -> tuple[Aval, ...]:
     return tuple([aval.strong for aval in compress(pair.avals, pair.tracked)])
 
 
+def _first_avals(of: Halves, residuals: Any, cut: Cut) -> tuple[Any, Any]:
+    """The types of I's results; the cut, and the buffers of residuals in its stash."""
+    pair, (_, *buffers) = of.pair, residuals.keeps
+    args = dict(zip(pair.args_kept, buffers, strict=False))
+    outputs = dict(zip(pair.outputs_kept, buffers[len(args) :], strict=True))
+    kept = [args[i] for i in cut.args_kept] + [outputs[i] for i in cut.outputs_kept]
+    return of.input_avals, (cut, kept)
+
+
+def _second_avals(of: Halves) -> tuple[Aval, ...]:
+    return of.weight_avals
+
+
+def _homes(job: VjpInputs | VjpWeights, *, weights: bool) -> list[str | None] | None:
+    """The devices of the inputs that are weights, or of the others."""
+    if job.function.in_devices is None:
+        return None
+    homes = zip(job.function.in_devices, job.weights, strict=True)
+    return [home for home, weight in homes if weight == weights]
+
+
 def carried_back(pair: Any, residuals: Any, cotangents: Sequence[Sequence[Any]]) -> Any:
     """The vjp of any number of addends, on the pair's device."""
     if pair.device is not None:
@@ -293,6 +366,8 @@ def used_up(job: Job) -> tuple[Key, ...]:
         case Vjp():
             addends = tuple([key for keys in job.cotangents for key in keys])
             return (*addends, job.residuals) if job.last else addends
+        case VjpWeights():
+            return (job.stash,)
         case Sum():
             return job.addends
         case Apply():
@@ -312,7 +387,7 @@ def kept(job: Job) -> tuple[Key, ...]:
             return () if job.last else (job.residuals,)
         case Sum():
             return () if job.base is None else (job.base,)
-        case Fill():
+        case Fill() | VjpWeights():
             return ()
         case Apply():
             return (job.input,) if job.output is None else ()
@@ -322,27 +397,12 @@ def kept(job: Job) -> tuple[Key, ...]:
             return ()
 
 
-def outputs(job: Job) -> tuple[Key, ...]:
-    """The values that a job makes."""
-    match job:
-        case Forward() if job.residuals is not None:
-            return (*job.outputs, job.residuals)
-        case Forward() | Vjp() | RunSegment():
-            return job.outputs
-        case CompileSegment():
-            return ()
-        case Sum() | Fill():
-            return (job.output,)
-        case Apply():
-            return () if job.output is None else (job.output,)
-
-
 def job_name(job: Job) -> str:
     """The name of a job's function, or of the kind of job if it has none.
 
     With a named device: `function@cpu:1`.
     """
-    if isinstance(job, Forward | Vjp):
+    if isinstance(job, Forward | Vjp | VjpWeights):
         return name_on(job.function)
     if isinstance(job, Apply):
         return name_of(job.function)

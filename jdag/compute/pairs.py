@@ -25,9 +25,9 @@ from jdag.compute.duals import along, any_dual, primal_of, refuse_no_jvp
 from jdag.compute.fingerprint import key_of
 from jdag.compute.jaxprs import Reaches, has_callback, has_move, passed_on
 from jdag.compute.pytrees import Template, unflatten
-from jdag.compute.sums import ADDENDS_MAX
 from jdag.compute.tracing import Function, Residuals, Traced, as_it_is
 from jdag.engine.functions import code_of, is_ours, is_unjitted, name_of, shapes_of
+from jdag.engine.share import ADDENDS_MAX
 from jdag.errors import JdagError
 
 PAIRS_MAX = 4096

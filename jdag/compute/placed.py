@@ -47,7 +47,7 @@ class Placed(Pair):
         """Run the function on its device; see `Pair.forward`."""
         with working_on(self.device):
             outputs, residuals = self.pair.forward(put(args, self.device))
-        return _spread(outputs, self.out_devices), residuals
+        return spread(outputs, self.out_devices), residuals
 
     def vjp(
         self, residuals: Residuals, cotangents: Sequence[Sequence[Any]]
@@ -56,13 +56,14 @@ class Placed(Pair):
         with working_on(self.device):
             here = [put(addends, self.device) for addends in cotangents]
             gradients = self.pair.vjp(residuals, here)
-        return _spread(gradients, self.in_devices)
+        return spread(gradients, self.in_devices)
 
     def __repr__(self) -> str:
         return f"{self.pair} on {self.device or 'the default device'}"
 
 
-def _spread(values: Sequence[Any], devices: Any) -> tuple[Any, ...]:
+def spread(values: Sequence[Any], devices: Any) -> tuple[Any, ...]:
+    """Put each value on its device."""
     both = zip(values, devices, strict=True)
     return tuple([put((value,), device)[0] for value, device in both])
 

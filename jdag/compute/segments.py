@@ -28,10 +28,11 @@ from jdag.compute.devices import put
 from jdag.compute.jaxprs import has_callback
 from jdag.compute.machine import carried_back
 from jdag.compute.pairs import refuse_deleted, stays
-from jdag.compute.sums import ADDENDS_MAX, add, fold, ones, zeros
+from jdag.compute.sums import add, fold, ones, zeros
 from jdag.compute.tracing import Residuals, strong, weakened
 from jdag.engine.functions import name_on
 from jdag.engine.segments import NodeKind, SegmentNode
+from jdag.engine.share import ADDENDS_MAX
 
 FUSED_MAX = 512  # Segments whose executables are kept.
 READY_MAX = 64  # Executables of one: for each layout of its bundles.

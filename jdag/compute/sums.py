@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jdag.compute.avals import Aval
-
-ADDENDS_MAX = 8
+from jdag.engine.share import ADDENDS_MAX
 
 
 def fold(addends: Sequence[Any]) -> Any:

@@ -6,7 +6,7 @@ of forward; the compiled backward rebuilds the vjp from all of them.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
 from operator import not_
@@ -50,6 +50,7 @@ class Traced:
     may_raise: bool | None = None
     backward: Any = None
     dual_backward: Any = None
+    cuts: dict[Any, Any] = field(default_factory=dict)  # Of `jdag.compute.halves`.
 
     def compile(self, vjp: Callable[..., Any], compiled: Callable[..., Any]) -> None:
         """Compile backward from a vjp, a function of residuals and of cotangents."""

@@ -32,13 +32,19 @@ class Values:
     share a buffer count twice, and so does an array that several workers hold. Each
     abstract value counts as its own array, which residuals may hold as well; values
     without `nbytes` count nothing.
+
+    `activations_peak` is the most that was held for backward passes at once, in bytes:
+    what `activate` said of each key, until it is dropped.
     """
 
     __slots__ = (
+        "_activations",
+        "_activations_held",
         "_buffers",
         "_devices",
         "_held",
         "_holds",
+        "activations_peak",
         "bytes_held",
         "bytes_peak",
         "get",
@@ -51,6 +57,9 @@ class Values:
         self._devices: dict[Hashable, str] = {}  # Only of values not on the default.
         self._holds: dict[int, tuple[int, int]] = {}  # By id: how often, bytes.
         self._buffers: dict[Hashable, Buffer] = {}  # Those requested so far.
+        self._activations: dict[Hashable, int] = {}
+        self._activations_held = 0
+        self.activations_peak = 0
         self.bytes_held = 0
         self.bytes_peak = 0
 
@@ -82,6 +91,12 @@ class Values:
             self._let_go(key, replaced)
         self.bytes_peak = max(self.bytes_peak, self.bytes_held)
 
+    def activate(self, key: Hashable, nbytes: int) -> None:
+        """Say how many bytes a value that is held since now keeps for a pass."""
+        self._activations[key] = nbytes
+        self._activations_held += nbytes
+        self.activations_peak = max(self.activations_peak, self._activations_held)
+
     def device(self, key: Hashable) -> str | None:
         """The device on which the value under a key is, None for the default."""
         return self._devices.get(key)
@@ -93,10 +108,12 @@ class Values:
 
     def drop(self, keys: Iterable[Hashable]) -> None:
         """Drop the values under these keys; one that is not held is no error."""
-        held, devices = self._held, self._devices
+        held, devices, activations = self._held, self._devices, self._activations
         for key in keys:
             if key in held:
                 self._let_go(key, held.pop(key))
+                if key in activations:
+                    self._activations_held -= activations.pop(key)
                 if devices:
                     devices.pop(key, None)
 

@@ -28,6 +28,7 @@ from jdag.engine.credit import WHOLE, added
 from jdag.engine.gradients import Gradients
 from jdag.engine.graph import (
     Fragment,
+    LeafEnd,
     Node,
     RecvEnd,
     SendEnd,
@@ -55,10 +56,24 @@ from jdag.engine.protocol import (
     SeedKey,
     Start,
     Vjp,
+    VjpInputs,
+    VjpWeights,
     Worker,
     landing,
+    made_by,
 )
-from jdag.engine.share import SEED, Due, Outgoing, Pass, first, marked, ordered, walk
+from jdag.engine.share import (
+    ADDENDS_MAX,
+    SEED,
+    Due,
+    Outgoing,
+    Pass,
+    expect,
+    first,
+    marked,
+    ordered,
+    walk,
+)
 from jdag.engine.state import State
 
 
@@ -173,6 +188,7 @@ class Backward:
         if live.failed:
             return
         live.failed = True
+        self._state.unlist(live.fragment)
         for outgoing in live.outbox:
             self._state.drop(outgoing.values)
         live.outbox = []
@@ -209,6 +225,9 @@ class Backward:
                 self._fail_spent(live, node)
                 return False
             node.spent = not live.retain
+            for position, value in enumerate(node.inputs):
+                if type(value.producer) is LeafEnd:
+                    expect(live, value, (node.path, position))
         by_source: dict[Worker, dict[RecvEnd, list[bool]]] = {}
         for recv, slot in received if live.mode is Mode.SMART else ():
             value = recv.outputs[slot]
@@ -268,7 +287,7 @@ class Backward:
         job: Any,
     ) -> None:
         if live.fragment.live is not live or live.failed:
-            self._state.drop(job.outputs if type(job) is Vjp else (job.output,))
+            self._state.drop(made_by(job))
             return
         live.busy -= 1
         if failure is not None:
@@ -300,6 +319,9 @@ class Backward:
         due.remaining -= 1
         if due.remaining == 0:
             live.ready.append(vertex)
+        elif type(vertex) is LeafEnd and len(live.expected[vertex]) > ADDENDS_MAX:
+            due.came[path, position] = None
+            self.gradients.fold(live, vertex)
 
     def _work(self, live: Pass) -> None:
         ready = live.ready
@@ -368,6 +390,9 @@ class Backward:
         if not live.retain and node.residuals is not None:
             self._state.drop((node.residuals,))
             node.residuals = None
+        self._state.skip(live.fragment, node, "BIW")
+        if node.tag is not None:
+            node.tag = replace(node.tag, listed=False)
         for position, value in enumerate(node.inputs):
             self._deliver(live, value, node.path, position, None)
 
@@ -375,28 +400,65 @@ class Backward:
         number = self._state.number_job()
         context = live.fragment.context
         assert node.residuals is not None, node.path
-        job = Vjp(
+        of = (number, context, live.number, node.path, node.function, node.residuals)
+        addends = tuple([ordered(addends) for addends in due.addends])
+        last = not live.retain
+        del live.dues[node]  # Freed early, so that a long pass stays small.
+        if not live.retain:
+            node.residuals = None
+        inputs, tag = range(len(node.inputs)), live.fragment.tag(node)
+        if tag is not None and live.retain:  # A second backward is in no schedule.
+            node.tag = replace(tag, listed=False)
+        if tag is not None and tag.halves:
+            weights = tuple([type(of.producer) is LeafEnd for of in node.inputs])
+            outputs = [ScratchKey(context, number, p) for p in inputs if not weights[p]]
+            stash = ScratchKey(context, number, len(inputs))
+            given = (addends, tuple(outputs), last, tag)
+            first = VjpInputs(*of, *given, weights=weights, stash=stash)
+            then = partial(self._first_half, live, node, first)
+            self._compute(live, first, then, node.call_site)
+        else:
+            outputs = [ScratchKey(context, number, p) for p in inputs]
+            job = Vjp(*of, addends, tuple(outputs), last, tag)
+            then = partial(self._vjped, live, node, addends, outputs, inputs)
+            self._compute(live, job, then, node.call_site)
+
+    def _first_half(self, live: Pass, node: Node, first: VjpInputs) -> None:
+        """Ask for the cotangents of weights, and deliver those of all other inputs."""
+        weights, context = first.weights, live.fragment.context
+        number = self._state.number_job()
+        of = [position for position, weight in enumerate(weights) if weight]
+        outputs = tuple([ScratchKey(context, number, position) for position in of])
+        job = VjpWeights(
             number,
             context,
             live.number,
             node.path,
             node.function,
-            node.residuals,
-            tuple([ordered(addends) for addends in due.addends]),
-            tuple([ScratchKey(context, number, p) for p in range(len(node.inputs))]),
-            not live.retain,
+            first.stash,
+            weights,
+            outputs,
+            first.tag,
         )
-        del live.dues[node]  # Freed early, so that a long pass stays small.
-        if not live.retain:
-            node.residuals = None
-        self._compute(live, job, partial(self._vjped, live, node, job), node.call_site)
+        then = partial(self._vjped, live, node, first.cotangents, outputs, of)
+        self._compute(live, job, then, node.call_site)
+        rest = [position for position, weight in enumerate(weights) if not weight]
+        self._vjped(live, node, first.cotangents, first.outputs, rest)
 
-    def _vjped(self, live: Pass, node: Node, job: Vjp) -> None:
-        came = [bool(addends) for addends in job.cotangents]
-        for position, reached in enumerate(node.function.reaches):
-            key: Key | None = job.outputs[position]
-            if not any(map(and_, reached, came)):
-                self._state.drop((job.outputs[position],))
+    def _vjped(
+        self,
+        live: Pass,
+        node: Node,
+        cotangents: Sequence[Sequence[Key]],
+        outputs: Sequence[Key],
+        positions: Sequence[int],
+    ) -> None:
+        """Deliver the cotangents of the inputs at these positions."""
+        came = [bool(addends) for addends in cotangents]
+        for position, output in zip(positions, outputs, strict=True):
+            key: Key | None = output
+            if not any(map(and_, node.function.reaches[position], came)):
+                self._state.drop((output,))
                 key = None
             self._deliver(live, node.inputs[position], node.path, position, key)
 

@@ -124,6 +124,7 @@ class Ends(Struct, eq=False):
     def _release(self, sender: Worker, fragment: Fragment, message: Release) -> None:
         self._remember(message)  # At once, so that horizons follow the owner's order.
         fragment.release = (sender, message)
+        self._state.unlist(fragment)
         if message.abort or fragment.pending == 0:
             self.quiet(fragment)
 
@@ -167,6 +168,7 @@ class Ends(Struct, eq=False):
         """Drop a context's values here once no job reads them; then run `then`."""
         state = self._state
         fragment.gone = True
+        state.unlist(fragment)
         del state.contexts[fragment.context]
         failure = self._forwarding.gone(fragment.context)
         self._passes.abandon(fragment)

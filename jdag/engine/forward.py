@@ -72,7 +72,9 @@ class Forwarding(Struct, eq=False):
             for key, aval in zip(message.inputs, message.function.avals, strict=True):
                 if key.kind == "received" and key.name[0] == path:
                     fragment.recvs[key.name].avals[key.index] = aval
-        node = Node(path, message.function, message.call_site)
+        node = Node(path, message.function, message.call_site, tag=message.tag)
+        if message.tag is not None and message.tag.listed and fragment.release is None:
+            fragment.listed = True
         node.arguments = tuple([self.value(fragment, key) for key in message.inputs])
         for argument in node.arguments:
             argument.users += 1
@@ -118,13 +120,17 @@ class Forwarding(Struct, eq=False):
             if failure.path == node.path:  # The transfer to this call failed.
                 failure = replace(failure, call_site=node.call_site)
                 fragment.failures.append(failure)
+            self._state.skip(fragment, node, "FBIW")
             self._settle(fragment, node, failure)
             return
         context, path, function = fragment.context, node.path, node.function
         inputs = tuple([value.stored for value in node.arguments])
         outputs = tuple([value.key for value in node.results])
         id, residuals = self._state.number_job(), node.residuals
-        job = Forward(id, context, path, function, inputs, outputs, residuals)
+        job = Forward(
+            *(id, context, path, function, inputs, outputs, residuals),
+            fragment.tag(node),
+        )
         self._state.compute(job, partial(self._forwarded, fragment, node), fragment)
 
     def _forwarded(
@@ -137,6 +143,7 @@ class Forwarding(Struct, eq=False):
         if failure is not None:
             failure = replace(failure, call_site=node.call_site)
             fragment.failures.append(failure)
+            self._state.skip(fragment, node, "BIW")
         elif node.residuals is None and job.residuals is not None:
             self._state.drop((job.residuals,))  # Spent before it ran.
         self._settle(fragment, node, failure)

@@ -35,7 +35,7 @@ from jdag.engine.protocol import (
     ScratchKey,
     Sum,
 )
-from jdag.engine.share import Pass, ordered
+from jdag.engine.share import ADDENDS_MAX, FOLDED, Pass, ordered
 from jdag.engine.state import State
 
 Then = Callable[[Key], None]
@@ -84,6 +84,41 @@ class Gradients(Struct, eq=False):
         job = Apply(number, context, live.number, hook.path, hook.function, key, output)
         go_on = partial(self._hook, live, rest, then, output)
         self._compute(live, job, go_on, hook.call_site)
+
+    def fold(self, live: Pass, end: LeafEnd) -> None:
+        """Sum the first contributions to a leaf, if there are enough and more come.
+
+        The sum becomes the first addend: bits are those of one sum of all.
+        """
+        due, order = live.dues[end], live.expected[end]
+        if due.folding:
+            return
+        order.sort()  # Sorted already but for the first time.
+        missing = next((edge for edge in order if edge not in due.came), None)
+        slots = range(len(due.addends))
+        came = sorted([(*addend, s) for s in slots for addend in due.addends[s]])
+        first = [one for one in came if missing is None or one[:2] < missing]
+        first = first[:ADDENDS_MAX]
+        if len(first) < ADDENDS_MAX:
+            return
+        due.folding = True
+        gone = dict.fromkeys([one[:3] for one in first])
+        due.addends = [[one for one in slot if one not in gone] for slot in due.addends]
+        # It counts for the oldest version that it is of.
+        slot = min([one[3] for one in first], key=lambda s: end.outputs[s].key.index)
+        due.remaining += 1
+        keys = tuple([one[2] for one in first])
+        self.total(live, (), keys, partial(self._folded, live, end, slot))
+
+    def _folded(self, live: Pass, end: LeafEnd, slot: int, key: Key) -> None:
+        due = live.dues[end]
+        due.folding = False
+        due.addends[slot].append((FOLDED, 0, key))
+        due.remaining -= 1
+        if due.remaining:
+            self.fold(live, end)
+        else:
+            live.ready.append(end)
 
     def reached(self, live: Pass, end: LeafEnd) -> None:
         """All cotangents of a leaf have arrived: sum them to the pass's gradient."""

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from jdag.engine.protocol import (
     ContextId,
@@ -27,6 +28,7 @@ from jdag.engine.protocol import (
     Path,
     Release,
     Return,
+    Tag,
     Tell,
     Worker,
 )
@@ -100,6 +102,7 @@ class Node(Struct, eq=False):
     failure: Failure | None = None
     spent: bool = False
     waited: bool = False  # A live pass has all its cotangents and waits for it.
+    tag: Tag | None = None
 
 
 class SendEnd(Struct, eq=False):
@@ -182,6 +185,12 @@ class Fragment(Struct, eq=False):
     ended: int = 0  # The number of the last pass that ended.
     gone: bool = False  # Released; its jobs may still run.
     release: tuple[Worker, Release] | None = None  # Waits for `pending` == 0.
+    listed: bool = False  # A schedule says when jobs of calls here run.
+
+    def tag(self, node: Node) -> Tag | None:
+        """The tag of the jobs of a call from now on."""
+        tag = node.tag
+        return replace(tag, listed=False) if tag and not self.listed else tag
 
 
 def path_of(vertex: Vertex | SendEnd) -> Path:

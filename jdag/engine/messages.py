@@ -40,6 +40,7 @@ from jdag.engine.names import (
     Shape,
     SlotKey,
     Stale,
+    Tag,
     Worker,
     Workers,
 )
@@ -89,6 +90,7 @@ class Call(OfCall, tag=0):
     incoming: Several[Incoming]
     call_site: Name
     discarded: Keys = ()  # No program can name these any more.
+    tag: Tag | None = None
 
 
 class Ship(OfCall, tag=1):

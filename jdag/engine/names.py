@@ -20,7 +20,8 @@ TEXT_MAX = 1 << 28
 DATA_MAX_BYTES = 1 << 30
 
 U16 = Annotated[int, Meta(ge=0, le=(1 << 16) - 1)]
-U32 = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
+U32_MAX = (1 << 32) - 1
+U32 = Annotated[int, Meta(ge=0, le=U32_MAX)]
 U48 = Annotated[int, Meta(ge=0, le=(1 << 48) - 1)]
 U64 = Annotated[int, Meta(ge=0)]  # The wire has no ints of more than 64 bits.
 Name = Annotated[str, Meta(max_length=NAME_MAX)]
@@ -44,6 +45,18 @@ else:
 @dataclass_transform(frozen_default=True)
 class Record(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Base of everything that travels."""
+
+
+class Tag(Record, gc=False):
+    """Which stage of which micro-batch a call is.
+
+    `listed`: a schedule says when its jobs run; `halves`: I and W are listed apart.
+    """
+
+    stage: U32
+    micro_batch: U32
+    listed: bool = False
+    halves: bool = False
 
 
 # Call numbers from the top frame down: the order of everything.

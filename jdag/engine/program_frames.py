@@ -134,6 +134,7 @@ class ProgramFrames(Struct, eq=False):
             tuple(incoming),
             event.call_site,
             tuple(frame.notices.pop(worker, ())),
+            event.tag,
         )
         if worker == state.worker:
             self._forwarding.make_call(fragment, call)

@@ -26,7 +26,9 @@ class Forward(Struct, frozen=True):
     inputs: tuple[Key, ...]
     outputs: tuple[Key, ...]
     residuals: Key | None
+    tag: Tag | None = None
     phase: ClassVar[int] = 0
+    action: ClassVar[str] = "F"
 
 
 class PassJob(Struct, frozen=True):
@@ -49,6 +51,33 @@ class Vjp(PassJob, frozen=True):
     cotangents: tuple[tuple[Key, ...], ...]
     outputs: tuple[Key, ...]
     last: bool
+    tag: Tag | None = None
+    action: ClassVar[str] = "B"
+
+
+class VjpInputs(Vjp, frozen=True, kw_only=True):
+    """The first half of a recorded vjp: all but the cotangents of `weights`.
+
+    It writes `stash`, which holds what the second half needs.
+    """
+
+    weights: Mask  # Of the tracked inputs.
+    stash: Key
+    action: ClassVar[str] = "I"
+
+
+class VjpWeights(PassJob, frozen=True):
+    """The second half of a recorded vjp: the cotangents of `weights`.
+
+    The stash is dropped afterwards.
+    """
+
+    function: Any
+    stash: Key
+    weights: Mask
+    outputs: tuple[Key, ...]
+    tag: Tag | None = None
+    action: ClassVar[str] = "W"
 
 
 class Sum(PassJob, frozen=True):
@@ -97,7 +126,27 @@ class CompileSegment(PassJob, frozen=True):
     function: Any
 
 
-Job = Forward | Vjp | Sum | Fill | Apply | RunSegment | CompileSegment
+Job = (
+    Forward | Vjp | VjpInputs | VjpWeights | Sum | Fill | Apply | RunSegment
+    | CompileSegment
+)  # fmt: skip
+
+
+def made_by(job: Job) -> tuple[Key, ...]:
+    """The values that a job makes."""
+    match job:
+        case Forward() if job.residuals is not None:
+            return (*job.outputs, job.residuals)
+        case VjpInputs():
+            return (*job.outputs, job.stash)
+        case Forward() | Vjp() | VjpWeights() | RunSegment():
+            return job.outputs
+        case CompileSegment():
+            return ()
+        case Sum() | Fill():
+            return (job.output,)
+        case Apply():
+            return () if job.output is None else (job.output,)
 
 
 class Computed(Struct, frozen=True):
@@ -157,6 +206,7 @@ class Issued(Struct, frozen=True):
     outputs: tuple[bool, ...]
     call_site: str
     discarded: tuple[tuple[Key, Worker], ...] = ()  # It no longer names these.
+    tag: Tag | None = None
 
 
 class Discarded(Struct, frozen=True):
@@ -390,7 +440,15 @@ class Alarm(Struct, frozen=True):
     after_ns: int
 
 
-Effect = Send | Compute | Drop | Spawn | Resume | Alarm
+class Skip(Struct, frozen=True):
+    """Of this call no jobs with these actions will be asked for; None: of any call."""
+
+    context: ContextId
+    tag: Tag | None
+    actions: str
+
+
+Effect = Send | Compute | Drop | Spawn | Resume | Alarm | Skip
 
 
 class PassResult(Struct, frozen=True):

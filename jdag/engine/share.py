@@ -17,7 +17,7 @@ from typing import Any
 from msgspec import Struct
 
 from jdag.engine.credit import NOTHING, Credit, split
-from jdag.engine.graph import Fragment, Node, RecvEnd, SendEnd, Value, Vertex
+from jdag.engine.graph import Fragment, LeafEnd, Node, RecvEnd, SendEnd, Value, Vertex
 from jdag.engine.protocol import (
     Credited,
     Key,
@@ -32,7 +32,11 @@ from jdag.engine.protocol import (
 
 # Path of the consumer, position there, key of the value.
 Addend = tuple[tuple[float, ...], int, Key]
+Edge = tuple[tuple[float, ...], int]  # An addend without its value.
 SEED = (inf,)  # Sorts after every path: seeds come last.
+FOLDED = ()  # Sorts before every path: the sum of the first ones.
+# So many are summed at once, also by the machine: its bits may depend on that.
+ADDENDS_MAX = 8
 
 
 class Outgoing(Struct):
@@ -53,6 +57,8 @@ class Due(Struct):
     addends: list[list[Addend]]
     remaining: int = 0
     hooked: bool = False  # Hooks were applied.
+    came: dict[Edge, None] = {}  # Of a leaf with many contributions: those that came.
+    folding: bool = False
 
     def taken(self, slot: int) -> tuple[Key, ...]:
         """Remove and return one slot's addends, in order; the caller drops them."""
@@ -87,6 +93,7 @@ class Pass(Struct, eq=False):
     counted: dict[Path, list[bool]] = {}  # Per send, which slots are counted.
     needed: dict[Value, None] = {}  # SMART: slots of recvs that roots need.
     dues: dict[Vertex, Due] = {}
+    expected: dict[LeafEnd, list[Edge]] = {}  # The contributions that are counted.
     ready: list[Any] = []  # Vertices that have all their contributions.
     staged: dict[LeafId, Key | None] = {}
     oldest: dict[LeafId, int] = {}  # The oldest version differentiated.
@@ -117,6 +124,8 @@ class Pass(Struct, eq=False):
 def first(live: Pass) -> list[Value]:
     """Values to count from first: roots here and, in FAST, unspent slots of sends."""
     values = [live.fragment.values[root.key] for root in live.roots]
+    for root, value in zip(live.roots, values, strict=True):
+        expect(live, value, (SEED, root.number))
     if live.mode is Mode.FAST:
         for send in live.fragment.sends.values():
             slots = [slot for slot, spent in enumerate(send.spent) if not spent]
@@ -134,6 +143,12 @@ def marked(live: Pass, transfers: Iterable[Marked]) -> list[Value]:
     return values
 
 
+def expect(live: Pass, value: Value, edge: Edge) -> None:
+    """Note that an edge contributes to the gradient of a leaf, if the value is one."""
+    if type(value.producer) is LeafEnd:
+        live.expected.setdefault(value.producer, []).append(edge)
+
+
 def _owe(live: Pass, send: SendEnd, slots: list[int]) -> list[Value]:
     """Count slots of a send, which is one dependency, owed until answered."""
     counted = live.counted.get(send.path)
@@ -147,6 +162,7 @@ def _owe(live: Pass, send: SendEnd, slots: list[int]) -> list[Value]:
         assert value is not None and not counted[slot], (send.path, slot)
         counted[slot] = True
         send.spent[slot] = send.spent[slot] or not live.retain
+        expect(live, value, (send.path, slot))
         values.append(value)
     return values
 

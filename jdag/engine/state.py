@@ -12,7 +12,15 @@ from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
-from jdag.engine.graph import Fragment, LeafVersions, Pending, RecvEnd, Value, Version
+from jdag.engine.graph import (
+    Fragment,
+    LeafVersions,
+    Node,
+    Pending,
+    RecvEnd,
+    Value,
+    Version,
+)
 from jdag.engine.phases import OwnedFragment
 from jdag.engine.protocol import (
     Compute,
@@ -27,6 +35,7 @@ from jdag.engine.protocol import (
     Path,
     Resume,
     Send,
+    Skip,
     Worker,
     incarnated,
     incarnation_of,
@@ -164,6 +173,17 @@ class State:
         """Request a job; `done(failure, job)` runs afterwards."""
         self.jobs[job.id] = (done, fragment, job)
         self.out.append(Compute(job))
+
+    def skip(self, fragment: Fragment, node: Node, actions: str) -> None:
+        """Say that these actions of a call that is listed will not be asked for."""
+        if fragment.listed and node.tag is not None and node.tag.listed:
+            self.out.append(Skip(fragment.context, node.tag, actions))
+
+    def unlist(self, fragment: Fragment) -> None:
+        """Jobs of this context follow no schedule any more: some will not come."""
+        if fragment.listed:
+            fragment.listed = False
+            self.out.append(Skip(fragment.context, None, ""))
 
     def when_settled(self, values: Sequence[Value], then: Callable[[], None]) -> None:
         """Run `then` once all values have settled; immediately if they have."""

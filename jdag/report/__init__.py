@@ -5,7 +5,7 @@ graph from the run's folder, to render again later.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,16 @@ from msgspec import convert, to_builtins
 from jdag.api.graph import Graph, dot_of, graph_of
 from jdag.engine.drawing import Drawing
 from jdag.errors import JdagError
+from jdag.report.chakra import chakra_of
+from jdag.report.goal import goal_of
+from jdag.report.operations import operations_of
 from jdag.report.page import write_page
 from jdag.report.perfetto import trace_events
 from jdag.report.picture import draw_graph
 from jdag.report.result import json_of
 from jdag.report.spans import spans_of
 from jdag.report.timeline import draw_timeline
+from jdag.report.track_events import track_events
 from jdag.runtime.trace import Trace
 
 TIMELINE = "timeline.png"
@@ -28,6 +32,7 @@ GRAPH_DATA = "graph.json"
 GRAPH_DOT = "graph.dot"
 PERFETTO = "trace.perfetto.json"
 PAGE = "index.html"
+FORMATS = ("perfetto", "chakra", "goal")
 WRITTEN = (TIMELINE, GRAPH, GRAPH_DATA, GRAPH_DOT, PERFETTO, PAGE)
 
 
@@ -71,6 +76,41 @@ def render(
             pictures.append((folder / GRAPH, "Graph", said))
         table = graph.table
     write_page(folder / PAGE, result, pictures, table)
+
+
+def write_traces(
+    folder: Path, trace: Trace, workers: Sequence[str], formats: Iterable[str]
+) -> None:
+    """Write the whole trace of a run into its folder for other tools.
+
+    Args:
+        folder: the target of `trace.pftrace` (perfetto), `trace.goal` (goal) and one
+            `trace.N.et` for each worker (chakra).
+        trace: of the run, from `read_trace`.
+        workers: their names; N and ranks are places among them.
+        formats: of `FORMATS`.
+
+    Raises:
+        JdagError: a format is none of `FORMATS`.
+        OSError: a file cannot be written.
+    """
+    formats = tuple(dict.fromkeys(formats))
+    for name in formats:
+        if name not in FORMATS:
+            said = f"trace format {name!r} is unknown; allowed are {', '.join(FORMATS)}"
+            raise JdagError(said)
+    operations = operations_of(trace) if formats else ()
+    if "perfetto" in formats:
+        marks = spans_of(trace).marks
+        written = track_events(operations, marks, workers)
+        (folder / "trace.pftrace").write_bytes(written)
+    if "chakra" in formats:
+        for rank, nodes in enumerate(chakra_of(operations, workers)):
+            (folder / f"trace.{rank}.et").write_bytes(nodes)
+    if "goal" in formats:
+        (folder / "trace.goal").write_text(
+            goal_of(operations, workers), encoding="utf-8"
+        )
 
 
 def read_drawings(folder: Path) -> Graph | None:

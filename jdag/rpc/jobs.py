@@ -7,7 +7,7 @@ A job is short if earlier runs of the same computation were. It runs on the thre
 drives the loop, as handing it to another thread would cost more than most jobs take.
 Jobs that were never run (which compile), that call back into Python, or that are known
 to be long, run on the thread one at a time, in the order of the program: forward before
-backward, then by pass, then by path.
+backward, then by pass, then by path. So do those that a schedule lists, in its order.
 
 Invariants: a job begins when it is added, so it reads the values of that moment. Values
 are held by the thread that has the loop lock. Done means ready.
@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,11 +30,14 @@ from jdag.engine.protocol import (
     Forward,
     Job,
     RunSegment,
+    Skip,
     Vjp,
 )
 from jdag.rpc.loop import Loop
-from jdag.runtime.chooser import Chooser, ReadyJobs
+from jdag.runtime.chooser import Chooser
 from jdag.runtime.failures import failure_of
+from jdag.runtime.ready import ReadyJobs
+from jdag.schedules.actions import Step
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +78,14 @@ class Times:
 class Jobs:
     """What one node computes; `tell` is called with the loop lock held."""
 
-    def __init__(self, worker: str, machine: Machine, loop: Loop, tell: Tell) -> None:
+    def __init__(
+        self,
+        worker: str,
+        machine: Machine,
+        loop: Loop,
+        tell: Tell,
+        steps: Sequence[Step] = (),
+    ) -> None:
         self.busy_ns = 0
         self.computing: dict[int, None] = {}  # Threads that run a user's function.
         self._worker = worker
@@ -84,7 +94,7 @@ class Jobs:
         self._tell = tell
         self._times = Times()
         self.due: deque[tuple[Job, Any, Work]] = deque()  # What `run` does.
-        self._long = ReadyJobs(Chooser(), worker)
+        self._long = ReadyJobs(Chooser(), worker, steps)
         self._under_way = 0
         self._changed = threading.Condition()
         self._open = True
@@ -110,7 +120,8 @@ class Jobs:
             failure = failure_of(error, self._worker, job.path, job_name(job))
             self._loop.soon(partial(self._tell, Computed(job.id, failure)))
             return
-        if kind is not None and self._times.is_short(kind):
+        short = kind is not None and self._times.is_short(kind)
+        if short and not self._long.lists(job):
             self.due.append((job, kind, work))
             self._loop.dirty = True
             return
@@ -123,6 +134,12 @@ class Jobs:
                     target=self._work, name=name, daemon=True
                 )
                 self._thread.start()
+            self._changed.notify()
+
+    def skip(self, skip: Skip) -> None:
+        """Wait no more for jobs that will not come."""
+        with self._changed:
+            self._long.skip(skip)
             self._changed.notify()
 
     def run(self) -> None:
@@ -172,14 +189,15 @@ class Jobs:
     def _work(self) -> None:
         while True:
             with self._changed:
-                while self._open and not self._long:
+                while self._open and not (found := self._long.take()):
                     self._changed.wait()
                 if not self._open:
                     return
-                job, kind, work = self._long.take()
-            made, error = self._computed(job, kind, work)
-            self._loop.post(partial(self._over, job, work, made, error))
-            del work, made, error
+            for job, kind, work in found:
+                made, error = self._computed(job, kind, work)
+                self._loop.post(partial(self._over, job, work, made, error))
+                del work, made, error
+            del found
 
     def _over(self, job: Job, work: Work, made: Any, error: Any) -> None:
         if self._open:

@@ -37,6 +37,7 @@ from jdag.engine.protocol import (
     Return,
     Returned,
     Send,
+    Skip,
     Spawn,
     incarnated,
 )
@@ -102,7 +103,7 @@ class Node:
         self._buffers = Buffers()
         gone: dict[str, str] = {}
         self._waiters = Waiters()
-        self._host = Host(
+        self._host = host = Host(
             worker,
             Engine(name, self.workers, incarnation),
             Machine("real", leaving_bytes_max=value_bytes_max),
@@ -136,7 +137,7 @@ class Node:
         self.joined, self.lost = peers.joined, peers.lost
         self.received, self.adopt = peers.received, peers.adopt
         self.incarnations = peers.incarnations
-        self._jobs = Jobs(worker, self._host.machine, self._loop, self._host.handle)
+        self._jobs = Jobs(worker, host.machine, self._loop, host.handle, session.steps)
         self.port = Port(self._host)
         self._here = threading.local()  # `port`: of the program that the thread runs.
         self._here.port = self.port if name == session.main else None
@@ -307,6 +308,10 @@ class Node:
     def compute(self, host: Host, job: Job, cause: int) -> None:
         """Compute a job, here or on a thread beside the loop."""
         self._jobs.add(job)
+
+    def skip(self, host: Host, skip: Skip) -> None:
+        """Have the list of a schedule wait no more for jobs that will not come."""
+        self._jobs.skip(skip)
 
     def spawn(self, host: Host, spawn: Spawn, cause: int) -> None:
         """Start a program on a thread of its own."""

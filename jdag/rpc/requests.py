@@ -15,6 +15,7 @@ from jdag.runtime.tables import NESTING_MAX
 
 Name = Annotated[str, Meta(pattern=rf"\A{NAME}\Z")]
 Text = Annotated[str, Meta(max_length=4096)]
+LISTS_MAX = 1 << 19
 Incarnation = Annotated[int, Meta(ge=0, lt=1 << 32)]
 Modules = Annotated[tuple[Text, ...], Meta(max_length=4096)]
 Handshake = Annotated[dict[str, Any], Meta(max_length=64)]
@@ -39,6 +40,13 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True):
         return str(getattr(self, "token", "") or getattr(self, "secret", ""))
 
 
+class Listed(Struct, frozen=True, forbid_unknown_fields=True):
+    """A schedule of pipelines: its workers, and the CSV of their lists."""
+
+    workers: Annotated[tuple[Name, ...], Meta(max_length=WORKERS_MAX)]
+    csv: Annotated[str, Meta(max_length=LISTS_MAX)]
+
+
 class AttachWorker(Request, frozen=True):
     """Begin a session: `main` takes the asked process for its `worker`.
 
@@ -61,6 +69,7 @@ class AttachWorker(Request, frozen=True):
     control: Text = ""
     watched: bool = False
     nesting_max: Annotated[int, Meta(ge=1)] = NESTING_MAX
+    schedule: Listed | None = None
 
 
 class Whereabouts(Struct, frozen=True, forbid_unknown_fields=True):

@@ -32,6 +32,7 @@ from jdag.rpc.requests import (
     Detach,
     Health,
     Info,
+    Listed,
     Mesh,
     Peer,
     Request,
@@ -42,6 +43,7 @@ from jdag.rpc.session_info import SessionInfo
 from jdag.rpc.tickets import fresh_secret, secret_between
 from jdag.rpc.tls import Tls
 from jdag.runtime.tables import NESTING_MAX
+from jdag.schedules import Schedule, to_csv
 
 POLL_S = 1.0
 ASKED_AT_ONCE_MAX = 16
@@ -76,6 +78,7 @@ class SessionPlan:
     deadline_s: float = 10.0
     ready_s: float = 0.0
     nesting_max: int = NESTING_MAX
+    schedule: Schedule | None = None
     rejoin: bool = False
     watched: bool = False
     control: Address | None = None
@@ -120,6 +123,7 @@ class Session:
             dial=self._routes.dial,
             watched=plan.watched,
             nesting_max=plan.nesting_max,
+            schedule=plan.schedule,
         )
         self.node = plan.make_node(info)
         atexit.register(self._goodbye)
@@ -208,6 +212,7 @@ class Session:
             control="" if plan.control is None else str(plan.control),
             watched=plan.watched,
             nesting_max=plan.nesting_max,
+            schedule=_listed(plan.schedule),
             handshake=dict(plan.handshake),
         )
         control = plan.controls[peer]
@@ -373,3 +378,9 @@ def _who(plan: SessionPlan, control: Address) -> str:
     if found.get("worker") == plan.main and found.get("state") != "main":
         said += f" (jdag up --except {plan.main} leaves it to this one)"
     return said
+
+
+def _listed(schedule: Schedule | None) -> Listed | None:
+    if schedule is None:
+        return None
+    return Listed(schedule.workers, to_csv(schedule))

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from jdag.rpc.membership import Membership
 from jdag.rpc.streams import Stream
 from jdag.runtime.tables import NESTING_MAX
+from jdag.schedules import Schedule
+from jdag.schedules.actions import Step
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,8 @@ class SessionInfo:
     `watched`: main is told how each process of a worker ended by its parent. A peer
     that is not reached any more is then lost by that report, which says why.
 
-    `nesting_max`: how deep programs may call each other.
+    `nesting_max`: how deep programs may call each other. `schedule`: the order of the
+    work of pipelines, if there is one.
     """
 
     worker: str
@@ -39,3 +42,10 @@ class SessionInfo:
     look: Callable[[str], object] = lambda peer: None  # The peer is assumed alive.
     watched: bool = False
     nesting_max: int = NESTING_MAX
+    schedule: Schedule | None = None
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """The list of this worker in the schedule; empty if it has none."""
+        lists = {} if self.schedule is None else self.schedule.lists
+        return lists.get(self.worker, ())

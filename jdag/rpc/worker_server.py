@@ -41,6 +41,7 @@ from jdag.rpc.settings import WorkerOptions
 from jdag.rpc.streams import Stream
 from jdag.rpc.tickets import Tickets, proof_of
 from jdag.rpc.tls import Tls
+from jdag.schedules import from_csv
 
 ENDING_S = 5.0
 _SHOWN_MAX = 300
@@ -81,6 +82,9 @@ class CallerLease:
             self.members, self.secrets, tls=tls, timeout_s=asked.deadline_s
         )
         self._lookout = Lookout(self.routes, main, asked.handshake.get("pid"))
+        listed, schedule = asked.schedule, None
+        if listed is not None:
+            schedule = from_csv(listed.csv, workers=listed.workers)
         self.node = make_node(
             SessionInfo(
                 worker=worker,
@@ -92,6 +96,7 @@ class CallerLease:
                 look=self._lookout.look,
                 watched=asked.watched,
                 nesting_max=asked.nesting_max,
+                schedule=schedule,
             )
         )
         self.node.joined(main, where.incarnation)

@@ -14,9 +14,7 @@ Invariants: nothing is asked where the answer is certain: a probability of 0 or 
 amount with equal bounds. A choice changes when things happen, and never gradient bits.
 """
 
-from bisect import insort
 from collections.abc import Callable, Mapping, Sequence
-from heapq import heappop, heappush
 from random import Random
 from typing import Any
 
@@ -37,8 +35,8 @@ class Chooser:
     """Choices by a seed and a policy.
 
     "path" is the order of the program: forward before backward, then by pass, then by
-    path. "backward_first": backward before forward, then the same. With micro-batches
-    called one after another, these are the orders of GPipe and 1F1B.
+    path. "backward_first": backward before forward, then the same. Both take what is
+    ready; the orders of pipelines, which wait for what is not, are `jdag.schedules`.
 
     Raises:
         ScenarioError: there is no such policy; names those there are.
@@ -72,45 +70,6 @@ class Chooser:
         """The index of the event to happen next; each is given as (kind, worker)."""
         del tied
         return 0
-
-
-class ReadyJobs:
-    """The jobs that are ready on one device, handed out as the chooser wants them."""
-
-    __slots__ = ("_added", "_chooser", "_jobs", "_worker")
-
-    def __init__(self, chooser: Chooser, worker: str) -> None:
-        self._chooser = chooser
-        self._worker = worker
-        self._added = 0
-        # (key, order of adding, job, item); a heap, or sorted if the chooser picks.
-        self._jobs: list[tuple[tuple[Any, ...], int, Any, Any]] = []
-
-    def __len__(self) -> int:
-        return len(self._jobs)
-
-    def add(self, job: Any, item: Any) -> None:
-        """Add a job that is ready; `item` is what `take` returns for it."""
-        self._added += 1
-        entry = (self._chooser.job_key(job), self._added, job, item)
-        if self._chooser.picks_jobs:
-            insort(self._jobs, entry)
-        else:
-            heappush(self._jobs, entry)
-
-    def take(self) -> Any:
-        """Remove the job to run now and return its item; None when none is ready."""
-        if not self._jobs:
-            return None
-        if not self._chooser.picks_jobs:
-            return heappop(self._jobs)[3]
-        ready = tuple([entry[2] for entry in self._jobs])
-        index = self._chooser.pick_job(self._worker, ready)
-        return self._jobs.pop(checked(index, len(ready)))[3]
-
-    def clear(self) -> None:
-        """Remove all jobs, as when the worker is gone."""
-        self._jobs.clear()
 
 
 def checked(index: int, count: int) -> int:

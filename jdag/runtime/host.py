@@ -40,6 +40,7 @@ from jdag.engine.protocol import (
     Resume,
     Returned,
     Send,
+    Skip,
     Spawn,
     Stepping,
     Worker,
@@ -83,6 +84,9 @@ class Driver(Protocol):
 
     def compute(self, host: "Host", job: Job, cause: int) -> None:
         """Compute a job; report `Computed` when it is done."""
+
+    def skip(self, host: "Host", skip: Skip) -> None:
+        """Wait no more for jobs that a schedule lists, and that will not come."""
 
     def spawn(self, host: "Host", spawn: Spawn, cause: int) -> None:
         """Start a program."""
@@ -218,6 +222,8 @@ class Host:
                 elif kind is Alarm:
                     alarm = driver.alarm(self, effect, cause)
                     self.waiters.alarms[effect.waiter] = alarm
+                elif kind is Skip:
+                    driver.skip(self, effect)
                 else:
                     assert kind is Spawn, effect
                     driver.spawn(self, effect, cause)

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
-from jdag.compute.machine import job_name, kept, outputs, used_up
+from jdag.compute.machine import job_name, kept, used_up
 from jdag.engine.functions import name_of
 from jdag.engine.protocol import (
     Arrived,
@@ -20,6 +20,7 @@ from jdag.engine.protocol import (
     Drop,
     Effect,
     Event,
+    Forward,
     Job,
     Joined,
     Key,
@@ -29,7 +30,10 @@ from jdag.engine.protocol import (
     ReadingKey,
     Resume,
     Spawn,
+    Vjp,
+    VjpWeights,
     incarnated,
+    made_by,
 )
 from jdag.runtime.trace import Trace
 
@@ -94,7 +98,7 @@ class Recorder:
         detail = (*detail, "" if failure is None else failure.error)
         record = self.note("finish", worker, detail, (start,))
         if failure is None:
-            self._made[worker].update(dict.fromkeys(outputs(job), record))
+            self._made[worker].update(dict.fromkeys(made_by(job), record))
         return record
 
     def effect(self, worker: str, effect: Any, cause: int) -> int:
@@ -145,9 +149,17 @@ class Recorder:
             made.pop(key, None)
         kind = job.__class__.__name__.lower()
         context = "" if job.context is None else str(job.context)
-        detail = (kind, context, job.phase, job.path, job_name(job), cost_ns)
+        action = acted(job)
+        detail = (kind, context, job.phase, job.path, job_name(job), action, cost_ns)
         record = self.note("start", worker, detail, tuple(causes))
         self._running[worker, job.id] = (record, detail, job)
+
+
+def acted(job: Job) -> str:
+    """The action of a pipeline that a job is, such as 0F3; "" for none."""
+    if not isinstance(job, Forward | Vjp | VjpWeights) or job.tag is None:
+        return ""
+    return f"{job.tag.stage}{job.action}{job.tag.micro_batch}"
 
 
 def said(thing: Message | Event | Effect) -> tuple[str, str, int, Path]:

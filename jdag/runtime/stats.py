@@ -33,6 +33,7 @@ def info(host: Host, sent: Sent, busy_ns: int, *, lost: bool) -> dict[str, int |
         "values_held": values.held,
         "bytes_held": values.bytes_held,
         "bytes_peak": values.bytes_peak,
+        "activation_bytes_peak": values.activations_peak,
         "messages_sent": sent.messages,
         "payload_bytes_sent": sent.payload_bytes,
         "zero_bytes_saved": sent.zero_bytes,

@@ -34,7 +34,7 @@ _MARSHAL = 2
 _CHUNK = 4096
 
 _PLACE = ("context", "number", "path")
-_JOB = ("job", *_PLACE, "function", "cost_ns")
+_JOB = ("job", *_PLACE, "function", "action", "cost_ns")
 
 DETAIL: Mapping[str, tuple[str, ...]] = {
     # A program told its engine of something.
@@ -52,7 +52,8 @@ DETAIL: Mapping[str, tuple[str, ...]] = {
     "drop": ("peer", "why"),
     "delay": ("peer", "delay_ns"),
     "duplicate": ("peer", "by"),
-    # A job on a device; `failure` names the error of one that failed.
+    # A job on a device; `action` is such as 0F3 if its call is tagged; `failure` names
+    # the error of one that failed.
     "start": _JOB,
     "finish": (*_JOB, "failure"),
     # A worker stopped; another was told so. It joined anew; another was told so.

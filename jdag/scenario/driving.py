@@ -18,6 +18,7 @@ from jdag.scenario.tables import (
     faults_of,
     link_of,
     network_of,
+    schedule_of,
 )
 
 DRIVERS = ("sim", "rpc")
@@ -26,6 +27,10 @@ DRIVERS = ("sim", "rpc")
 # meaning.
 BY_WORKER = {
     "peak_bytes": ("bytes_peak", "the most that each worker held at one time"),
+    "peak_activations": (
+        "activation_bytes_peak",
+        "the most bytes that each worker held for backward passes at one time",
+    ),
     "sent_messages": ("messages_sent", "protocol messages that each worker sent"),
     "sent_bytes": ("bytes_sent", "all bytes that each worker sent"),
 }
@@ -52,6 +57,7 @@ class Virtual:
             devices=devices_of(settings),
             faults=[] if clean else faults_of(settings),
             policy=settings.policy,
+            schedule=schedule_of(settings),
             link=link_of(settings),
             events_max=settings.events_max,
             nesting_max=settings.nesting_max,
@@ -66,8 +72,10 @@ class Virtual:
                 cluster.close()
 
     def figures(self) -> Figures:
-        """Return further figures of the run: none."""
-        return {}
+        """Return further figures of the run: what its last cluster counted."""
+        info = self._made[-1].info() if self._made else {}
+        name, _ = BY_WORKER["peak_activations"]
+        return {"peak_activations": {worker: one[name] for worker, one in info.items()}}
 
     def close(self) -> None:
         """Close everything."""
@@ -98,6 +106,7 @@ class Real:
                     carrier=self._carrier,
                     allow=[settings.program.partition(":")[0]],
                     nesting_max=settings.nesting_max,
+                    schedule=schedule_of(settings),
                 )
             except JdagError as error:
                 raise ScenarioError(f"--driver rpc: {error}") from error

@@ -7,12 +7,13 @@ which checks their values. All errors have one wording: `key = value: allowed is
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, replace
+from inspect import signature
 from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import Field, create_model
 
 from jdag.engine.protocol import WORKERS_MAX
-from jdag.errors import ScenarioError, meant, unusable
+from jdag.errors import ScenarioError, ScheduleError, meant, unusable
 from jdag.runtime.chooser import POLICIES
 from jdag.runtime.tables import (
     COUNT,
@@ -29,6 +30,18 @@ from jdag.runtime.tables import (
     one_of,
     only,
     up_to,
+)
+from jdag.schedules import (
+    Schedule,
+    dualpipe_v,
+    eager_one_f_one_b,
+    from_lists,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    zb_h1,
+    zb_h2,
+    zb_v,
 )
 from jdag.sim import DeviceModel, Fault, LinkModel, LinkSettings, Network
 from jdag.sim.settings import DETECT_NS, EVENTS_MAX
@@ -56,7 +69,7 @@ def _are_workers(value: Any) -> bool:
 
 
 def _are_costs(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(map(is_ns, value))
+    return isinstance(value, list) and len(value) in (2, 3) and all(map(is_ns, value))
 
 
 _FILE_NAME = Annotated[str, only(_NAME, _matches(r"[A-Za-z0-9][A-Za-z0-9_.-]*"))]
@@ -71,14 +84,26 @@ _SEED = Annotated[int, only("an integer >= 0", at_least(0))]
 _SEEDS = Annotated[int, only("an integer from 1 to 1,000,000", up_to(10**6))]
 _DEVICES = Annotated[int, only("an integer from 1 to 1,024", up_to(1024))]
 _COSTS = Annotated[
-    tuple[int, int],
-    only("two integers >= 0, [forward_ns, backward_ns]", _are_costs),
+    tuple[int, int] | tuple[int, int, int],
+    only(
+        "two integers >= 0, [forward_ns, backward_ns], or three, [forward_ns, "
+        "input_grad_ns, weight_grad_ns]",
+        _are_costs,
+    ),
 ]
 _LIST = Annotated[
     list[dict[str, Any]],
     only("a list of tables", lambda v: isinstance(v, list) and all(map(is_table, v))),
 ]
 _NAMED = only("a table", is_table)
+
+_BUILDERS: dict[str, Callable[..., Schedule]] = {
+    each.__name__: each
+    for each in (
+        *(gpipe, one_f_one_b, eager_one_f_one_b, interleaved, zb_h1, zb_h2),
+        *(zb_v, dualpipe_v),
+    )
+}
 
 
 class Settings(Table):
@@ -103,6 +128,7 @@ class Settings(Table):
     network: TABLE = Field(default={})
     link: TABLE | None = None
     devices: TABLE = Field(default={})
+    schedule: TABLE | None = None
     faults: _LIST = Field(default=[])
 
     @property
@@ -189,6 +215,46 @@ def devices_of(settings: Settings) -> dict[str, DeviceModel]:
         settings.check_worker(key, name)
         found[name], _ = _made(DeviceModel, key, one, **own)
     return found
+
+
+class _Schedule(Table):
+    kind: Annotated[str, one_of(*_BUILDERS)] | None = None
+    stages: COUNT | None = None
+    micro_batches: COUNT | None = None
+    chunks: COUNT | None = None
+    workers: list[str] | None = None
+    lists: list[str] | None = None
+
+
+def schedule_of(settings: Settings) -> Schedule | None:
+    """Return the schedule; its workers are all of the run if none are named."""
+    if settings.schedule is None:
+        return None
+    try:
+        given = checked(_Schedule, settings.schedule)
+        found = {key: value for key, value in vars(given).items() if value is not None}
+        kind, lists = found.pop("kind", None), found.pop("lists", None)
+        if (kind is None) == (lists is None):
+            allowed = f"one of {', '.join(_BUILDERS)}, or lists of actions in its place"
+            raise ScenarioError(unusable("kind", kind, allowed))
+        found.setdefault("workers", list(settings.names))
+        build: Any = from_lists if kind is None else _BUILDERS[kind]
+        takes = signature(build).parameters
+        for key, value in found.items():
+            if key not in takes:
+                keys = ", ".join([each for each in takes if each != "lists"])
+                raise ScenarioError(unusable(key, value, keys))
+        if lists is not None:
+            return from_lists([each.split() for each in lists], **found)
+        for key in takes:
+            if key not in found:
+                raise ScenarioError(f"{key} is missing: allowed is an integer >= 1")
+        made: Schedule = build(**found)
+        return made
+    except ScheduleError as error:
+        raise ScenarioError(f"schedule: {error}") from error
+    except ScenarioError as error:
+        raise ScenarioError(f"schedule.{error}") from error
 
 
 def link_of(settings: Settings) -> LinkSettings | None:

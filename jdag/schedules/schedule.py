@@ -51,6 +51,11 @@ class Schedule:
         """The number of stages."""
         return len(self.placement)
 
+    @property
+    def lists(self) -> dict[str, tuple[Step, ...]]:
+        """The list of actions of each worker."""
+        return dict(zip(self.workers, self.actions, strict=True))
+
     def worker(self, stage: int) -> str:
         """Return the name of the worker that has the stage.
 
@@ -61,6 +66,11 @@ class Schedule:
             allowed = f"an integer from 0 to {self.stages - 1}"
             raise ScheduleError(unusable("stage", stage, allowed))
         return self.workers[self.placement[stage]]
+
+    def halves(self, stage: int, micro_batch: int) -> bool:
+        """Whether this backward is listed as I and W, each by itself."""
+        steps = self.actions[self.placement[stage]]
+        return Action("W", stage, micro_batch) in steps
 
     def check(self) -> None:
         """Raise if the schedule is not complete, or can never end.
@@ -210,3 +220,17 @@ def named(workers: Sequence[str] | None, count: int) -> tuple[str, ...]:
         allowed = f"a list of {count} names, none twice: one for each list of actions"
         raise ScheduleError(unusable("workers", workers, allowed))
     return names
+
+
+def check_for(schedule: object, workers: Sequence[str]) -> None:
+    """Raise ScheduleError unless these workers can follow it; None is no schedule."""
+    if schedule is None:
+        return
+    if not isinstance(schedule, Schedule):
+        allowed = "a jdag.schedules.Schedule, or None"
+        raise ScheduleError(unusable("schedule", schedule, allowed))
+    for worker in schedule.workers:
+        if worker not in workers:
+            allowed = "workers of the cluster: " + ", ".join(workers)
+            raise ScheduleError(unusable("schedule: worker", worker, allowed))
+    schedule.check()

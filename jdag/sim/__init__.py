@@ -3,9 +3,10 @@
 What a simulated cluster is made of, for `jdag.simulate`: links, faults, devices.
 """
 
-from jdag.sim.devices import DeviceModel
+from jdag.sim import presets, topologies
+from jdag.sim.devices import DeviceModel, Roofline
 from jdag.sim.faults import Crash, Delay, Drop, Duplicate, Fault, Partition, Slow
-from jdag.sim.network import LinkModel, Network
+from jdag.sim.network import LinkModel, LogGP, Network
 from jdag.wire.link import LinkSettings
 
 __all__ = [
@@ -17,7 +18,11 @@ __all__ = [
     "Fault",
     "LinkModel",
     "LinkSettings",
+    "LogGP",
     "Network",
     "Partition",
+    "Roofline",
     "Slow",
+    "presets",
+    "topologies",
 ]

@@ -3,7 +3,9 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from jdag.compute.xla_cost import xla_cost
 from jdag.engine.functions import name_of, transferred
 from jdag.engine.protocol import (
     Apply,
@@ -13,12 +15,49 @@ from jdag.engine.protocol import (
     RunSegment,
     Sum,
     Vjp,
+    VjpWeights,
 )
 from jdag.errors import ScenarioError, unusable
 from jdag.runtime.tables import NS, is_ns
 
+_COSTS = {
+    2: ("forward_ns", "backward_ns"),
+    3: ("forward_ns", "input_grad_ns", "weight_grad_ns"),
+}
+
 # The function that `ctx.move` calls.
 MOVED = name_of(transferred)
+# Of the nodes of a segment; others are sums.
+_ACTIONS = {"forward": "F", "vjp": "B", "input_grad": "I", "weight_grad": "W"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roofline:
+    """Times of functions from XLA's counts of their operations and bytes.
+
+    A forward or a vjp takes the larger of flops / `flops_per_s` and bytes accessed /
+    `bytes_per_s`, each rounded up to whole ns; see `jdag.compute.xla_cost`.
+
+    Source: Williams, Waterman, Patterson, "Roofline: An Insightful Visual Performance
+    Model for Multicore Architectures", CACM 2009.
+
+    Raises:
+        ScenarioError: a rate that is not an int or below 1; names it.
+    """
+
+    flops_per_s: int
+    bytes_per_s: int
+
+    def __post_init__(self) -> None:
+        for key in ("flops_per_s", "bytes_per_s"):
+            rate = getattr(self, key)
+            if type(rate) is not int or rate < 1:
+                raise ScenarioError(unusable(key, rate, "an integer >= 1"))
+
+    def time_ns(self, flops: int, nbytes: int) -> int:
+        """How long so many operations and bytes take."""
+        pairs = ((flops, self.flops_per_s), (nbytes, self.bytes_per_s))
+        return max([-(-count * 1_000_000_000 // rate) for count, rate in pairs])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,31 +65,53 @@ class DeviceModel:
     """The durations of jobs on a device, in nanoseconds of virtual time.
 
     A forward takes `forward_ns`, a vjp `backward_ns`; a sum of cotangents, a fill with
-    zeros or ones and a hook `sum_ns`. `functions` overrides these: it maps a function's
-    name, as `module:name` or `name`, to (forward_ns, backward_ns). `ctx.move` is free
-    unless `functions` has an entry for the function that it calls (`transferred`).
+    zeros or ones and a hook `sum_ns`. Where a schedule has the halves of a vjp apart,
+    the first one (I, the cotangents of inputs) takes `input_grad_ns`, None for half of
+    the vjp, and the second one (W, the gradients of weights) the rest. `functions`
+    overrides these: it maps a function's name, as `module:name` or `name`, to
+    (forward_ns, backward_ns), or to F, I and W: (forward_ns, input_grad_ns,
+    weight_grad_ns). `ctx.move` is free unless `functions` has an entry for the function
+    that it calls (`transferred`). A forward and a backward that run as one
+    (OVERLAP_F_B) take `overlap_ns`, None for both. `roofline` takes the place of
+    `forward_ns` and `backward_ns`: other functions take as long as it says. A compiled
+    step has several functions in one segment, so there each needs an entry.
 
     Raises:
-        ScenarioError: a time that is not an int or below 0; names it.
+        ScenarioError: a time that is not an int or below 0, or a roofline that is none;
+            names it. While a run goes on: a segment of a plan has a function without an
+            entry, and there is a roofline.
     """
 
     forward_ns: int = 0
     backward_ns: int = 0
     sum_ns: int = 0
-    functions: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    input_grad_ns: int | None = None
+    overlap_ns: int | None = None
+    functions: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    roofline: Roofline | None = None
 
     def __post_init__(self) -> None:
         for key in ("forward_ns", "backward_ns", "sum_ns"):
             _need_ns(key, getattr(self, key))
+        for key in ("input_grad_ns", "overlap_ns"):
+            if getattr(self, key) is not None:
+                _need_ns(key, getattr(self, key))
+        if (self.input_grad_ns or 0) > self.backward_ns:
+            allowed = f"an integer up to backward_ns = {self.backward_ns}"
+            raise ScenarioError(unusable("input_grad_ns", self.input_grad_ns, allowed))
         if not isinstance(self.functions, Mapping):
             allowed = 'costs by name: {"module:name": (forward_ns, backward_ns)}'
             raise ScenarioError(unusable("functions", self.functions, allowed))
         for name, costs in self.functions.items():
-            if not isinstance(costs, tuple) or len(costs) != 2:
-                allowed = f"two, forward_ns and backward_ns, each {NS}"
+            if not isinstance(costs, tuple) or len(costs) not in _COSTS:
+                allowed = " or ".join([", ".join(keys) for keys in _COSTS.values()])
+                allowed = f"two or three, {allowed}, each {NS}"
                 raise ScenarioError(unusable(f"functions[{name!r}]", costs, allowed))
-            for key, cost_ns in zip(("forward_ns", "backward_ns"), costs, strict=True):
+            for key, cost_ns in zip(_COSTS[len(costs)], costs, strict=True):
                 _need_ns(f"functions[{name!r}].{key}", cost_ns)
+        if not isinstance(self.roofline, Roofline | None):
+            allowed = "a Roofline, or None"
+            raise ScenarioError(unusable("roofline", self.roofline, allowed))
 
     def cost_ns(self, job: Job) -> int:
         """Return the duration of a job, not counting faults.
@@ -63,19 +124,55 @@ class DeviceModel:
             return 0
         if isinstance(job, RunSegment):
             parts = Counter(job.function.costs).items()
-            return sum([count * self._cost_ns(*part) for part, count in parts])
-        kind = "vjp" if isinstance(job, Vjp) else "forward"
-        return self._cost_ns(job.function.name, kind)
+            return sum([count * self._part_ns(*part) for part, count in parts])
+        action = job.action if isinstance(job, Vjp | VjpWeights) else "F"
+        pair = job.function
+        costs = self._costs(pair.name) or self._default(pair, action)
+        return self._cost_ns(costs, action)
 
-    def _cost_ns(self, name: str, kind: str) -> int:
-        if kind not in ("forward", "vjp"):
-            return self.sum_ns
+    def costs_ns(self, jobs: Sequence[Job]) -> list[int]:
+        """Return the durations of jobs that run as one, which add up to its own."""
+        costs = [self.cost_ns(job) for job in jobs]
+        if len(jobs) > 1 and self.overlap_ns is not None:
+            first = min(costs[0], self.overlap_ns)
+            return [first, self.overlap_ns - first]
+        return costs
+
+    def _costs(self, name: str) -> tuple[int, ...] | None:
         functions = self.functions
         costs = functions.get(name) or functions.get(name.rpartition(":")[2])
+        return (0, 0) if costs is None and name == MOVED else costs
+
+    def _default(self, pair: Any, action: str) -> tuple[int, ...]:
+        """The costs of a function without an entry, as far as the action needs them."""
+        if self.roofline is None:
+            return self.forward_ns, self.backward_ns
+        kind = "forward" if action == "F" else "vjp"
+        cost_ns = self.roofline.time_ns(*xla_cost(pair.pair, kind))
+        return cost_ns, cost_ns
+
+    def _part_ns(self, name: str, kind: str) -> int:
+        """The cost of a part of a segment."""
+        if kind not in _ACTIONS:
+            return self.sum_ns
+        costs = self._costs(name)
         if costs is None:
-            is_move = name == MOVED
-            costs = (0, 0) if is_move else (self.forward_ns, self.backward_ns)
-        return costs[kind == "vjp"]
+            if self.roofline is not None:
+                allowed = "an entry for each function of a compiled step"
+                raise ScenarioError(unusable("functions", name, allowed))
+            costs = (self.forward_ns, self.backward_ns)
+        return self._cost_ns(costs, _ACTIONS[kind])
+
+    def _cost_ns(self, costs: tuple[int, ...], action: str) -> int:
+        forward_ns, *backward = costs
+        if action == "F":
+            return forward_ns
+        if action == "B":
+            return sum(backward)
+        first = backward[0]
+        if len(backward) == 1:
+            first = first // 2 if self.input_grad_ns is None else self.input_grad_ns
+        return first if action == "I" else max(0, sum(backward) - first)
 
 
 def _need_ns(key: str, value: object) -> None:

@@ -5,19 +5,21 @@ Outputs: Computed, to that engine, when the job's time is over. The job is compu
          its time begins; its values are held from then on, but not visible to the
          engine until it ends.
 
-Invariants: a device runs one job at a time, and chooses it after the other events of
-that time, but before timers; each job runs once, unless its worker dies; `busy_ns` is
-the total cost of started jobs.
+Invariants: a device runs one job at a time, or two that a schedule has as one, and
+chooses it after the other events of that time, but before timers; each job runs once,
+unless its worker dies; `busy_ns` is the total cost of started jobs.
 """
 
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from jdag.compute.machine import job_name
-from jdag.engine.protocol import Computed, Failure, Job, Worker, named
-from jdag.runtime.chooser import Chooser, ReadyJobs
+from jdag.engine.protocol import Computed, Job, Skip, Worker, named
+from jdag.runtime.chooser import Chooser
 from jdag.runtime.failures import failure_of
 from jdag.runtime.host import Host
+from jdag.runtime.ready import ReadyJobs
 from jdag.runtime.recorder import NO_CAUSE
+from jdag.schedules.actions import Step
 from jdag.sim.devices import models
 from jdag.sim.environment import Environment
 from jdag.sim.timeline import BEGIN, EVENT
@@ -32,9 +34,9 @@ class Device:
 
     __slots__ = ("busy", "finish", "name", "ready")
 
-    def __init__(self, name: str, chooser: Chooser) -> None:
+    def __init__(self, name: str, chooser: Chooser, steps: Sequence[Step]) -> None:
         self.name = name
-        self.ready = ReadyJobs(chooser, name)
+        self.ready = ReadyJobs(chooser, name, steps)
         self.busy = False
         self.finish = NO_CAUSE
 
@@ -47,20 +49,43 @@ class Jobs:
         self._timeline = env.timeline
         self._models = models(env.settings.devices, env.workers)
         self._devices: dict[tuple[Worker, str | None], Device] = {}
+        schedule = env.settings.schedule
+        self._steps: Mapping[str, Sequence[Step]] = schedule.lists if schedule else {}
         self.busy_ns = dict.fromkeys(env.workers, 0)
 
     def compute(self, host: Host, job: Job, cause: int) -> None:
         """Have a device compute a job; see `jdag.runtime.host.Driver`."""
-        where = host.worker, host.machine.device_of(job)
-        device = self._devices.get(where)
+        device = self._device(host, host.machine.device_of(job))
+        device.ready.add(job, (job, cause, self._timeline.now_ns))
+        self._choose(host, device)
+
+    def _device(self, host: Host, name: str | None) -> Device:
+        device = self._devices.get((host.worker, name))
         if device is None:
-            device = Device(named(host.worker), self._env.chooser)
-            self._devices[where] = device
-        now_ns = self._timeline.now_ns
-        device.ready.add(job, (job, cause, now_ns))
-        if not device.busy:
+            worker = named(host.worker)
+            steps = () if name is not None else self._steps.get(worker, ())
+            device = Device(worker, self._env.chooser, steps)
+            self._devices[host.worker, name] = device
+        return device
+
+    def _choose(self, host: Host, device: Device) -> None:
+        """Have a device that is free choose a job, after the other events of now."""
+        if not device.busy and len(device.ready):
             device.busy = True
+            now_ns = self._timeline.now_ns
             self._timeline.push(now_ns, BEGIN, (self._begin, host, device))
+
+    def skip(self, host: Host, skip: Skip) -> None:
+        """Have the worker's list wait no more for jobs that will not come."""
+        device = self._device(host, None)  # Only that one follows the list.
+        device.ready.skip(skip)
+        self._choose(host, device)
+
+    @property
+    def stalled(self) -> str:
+        """What lists wait for while other jobs of them are ready; "" for nothing."""
+        waits = [device.ready.stalled for device in self._devices.values()]
+        return "; ".join([wait for wait in waits if wait])
 
     def forget(self, worker: Worker | None) -> None:
         """Drop the jobs of a lost worker; None: of all workers."""
@@ -69,44 +94,48 @@ class Jobs:
 
     def _begin(self, host: Host, device: Device) -> None:
         device.busy = False
-        found = device.ready.take() if host.alive else None
-        if found is None:
+        found = device.ready.take() if host.alive else ()
+        if not found:
             return
         device.busy = True
-        job, asked, added_ns = found
         env, now_ns = self._env, self._timeline.now_ns
         name = device.name
-        cost_ns = self._models[name].cost_ns(job)
+        costs = self._models[name].costs_ns([job for job, _, _ in found])
         if env.faults.slow:
-            cost_ns = env.faults.stretched_ns(name, cost_ns, now_ns)
+            costs = [env.faults.stretched_ns(name, cost, now_ns) for cost in costs]
+        cost_ns = sum(costs)
         self.busy_ns[name] += cost_ns
-        behind = device.finish if now_ns > added_ns else NO_CAUSE
-        env.recorder.started(host.worker, job, cost_ns, asked=asked, behind=behind)
-        if not host.alive:
-            return  # Recording may trigger a crash (`Crash.at_index`).
-        failure, finish = None, (self._finish, host, device, job)
-        try:
-            error: BaseException | None = host.machine.run(job)
-        except BaseException as interrupt:
-            # Main gets the interrupt; waiters of this job must not wait for ever.
-            failure = failure_of(interrupt, host.worker, job.path, job_name(job))
-            self._timeline.push(now_ns + cost_ns, EVENT, (*finish, failure))
-            raise
-        if error is not None:
-            failure = failure_of(error, host.worker, job.path, job_name(job))
+        computed: list[Computed] = []
+        finish = (self._finish, host, device, computed)
+        for (job, asked, added_ns), cost in zip(found, costs, strict=True):
+            behind = device.finish if now_ns > added_ns else NO_CAUSE
+            env.recorder.started(host.worker, job, cost, asked=asked, behind=behind)
+            if not host.alive:
+                return  # Recording may trigger a crash (`Crash.at_index`).
+            try:
+                error: BaseException | None = host.machine.run(job)
+            except BaseException as interrupt:
+                # Main gets the interrupt; waiters of this job must not wait for ever.
+                failure = failure_of(interrupt, host.worker, job.path, job_name(job))
+                computed.append(Computed(job.id, failure))
+                self._timeline.push(now_ns + cost_ns, EVENT, finish)
+                for left in found[len(computed) :]:
+                    device.ready.add(left[0], left)
+                raise
+            failed = None
+            if error is not None:
+                failed = failure_of(error, host.worker, job.path, job_name(job))
+            computed.append(Computed(job.id, failed))
         if cost_ns:
-            self._timeline.push(now_ns + cost_ns, EVENT, (*finish, failure))
+            self._timeline.push(now_ns + cost_ns, EVENT, finish)
         else:
-            self._finish(host, device, job, failure)
+            self._finish(host, device, computed)
 
-    def _finish(
-        self, host: Host, device: Device, job: Any, failure: Failure | None
-    ) -> None:
-        if not host.alive:
-            return
+    def _finish(self, host: Host, device: Device, computed: list[Computed]) -> None:
+        """The jobs that a device ran as one have ended."""
         device.busy = False
-        device.finish = host.handle(Computed(job.id, failure))
-        if host.alive and not device.busy and len(device.ready):
-            device.busy = True
-            now_ns = self._timeline.now_ns
-            self._timeline.push(now_ns, BEGIN, (self._begin, host, device))
+        for each in computed:
+            if host.alive:
+                device.finish = host.handle(each)
+        if host.alive:
+            self._choose(host, device)

@@ -7,6 +7,8 @@ from jdag.engine.protocol import WORKERS_MAX, is_name
 from jdag.errors import ScenarioError, unusable
 from jdag.runtime.chooser import Chooser
 from jdag.runtime.tables import NS, is_listed, is_ns
+from jdag.schedules import Schedule
+from jdag.schedules.schedule import check_for
 from jdag.sim.devices import Devices
 from jdag.sim.faults import Crash, Fault
 from jdag.sim.network import LinkModel, Network
@@ -37,6 +39,7 @@ class SimSettings:
         detect_ns: the delay until a worker learns that a peer has given it up.
         events_max: the limit for events of the whole run.
         trace: whether a trace is kept.
+        schedule: the order of the work of a pipeline; its workers are some of these.
         chooser: makes all choices; None: a `Chooser` of this seed and policy.
 
     Raises:
@@ -55,6 +58,7 @@ class SimSettings:
     detect_ns: int = DETECT_NS
     events_max: int = EVENTS_MAX
     trace: bool = True
+    schedule: Schedule | None = None
     chooser: Chooser | None = None
 
     def __post_init__(self) -> None:
@@ -81,6 +85,7 @@ class SimSettings:
         ):
             if not is_usable:
                 raise ScenarioError(unusable(key, getattr(self, key), allowed))
+        check_for(self.schedule, names)
         self._check_crashes()
 
     def _check_crashes(self) -> None:

@@ -74,6 +74,7 @@ class Simulation:
         self._jobs = Jobs(env)
         self._outages = Outages(env, self._jobs, self._programs)
         self.compute = self._jobs.compute
+        self.skip = self._jobs.skip
         self.transmit = self._outages.transport.send
         self._closed = False
         self._counted: dict[str, dict[str, int | bool]] | None = None
@@ -175,9 +176,12 @@ class Simulation:
             gc.set_threshold(*thresholds)
             self._programs.hub = None
         if waiter not in self._given and waiter != _NOBODY:
+            why = "no engine will ever resume them"
+            if stalled := self._jobs.stalled:
+                why = f"the schedule cannot go on: {stalled}"
             raise JdagError(
                 f"at {self.now_ns} ns no event is left, and these still wait:"
-                f" {self._env.waiters}; no engine will ever resume them"
+                f" {self._env.waiters}; {why}"
             )
 
     # ----------------------------------------------------------------- what engines ask

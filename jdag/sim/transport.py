@@ -4,18 +4,25 @@ Each pair of workers has two ends of one exactly-once link (`jdag.wire.link`). W
 end puts on the wire occupies its lane (`jdag.sim.network`), meets its verdict
 (`jdag.sim.faults`) and comes out at the twin, as an action on the timeline.
 
-Inputs:  `send(...)` of each message; the actions `frame` and `timer` when they are due.
+Where the network has a control lane, frames take it, and the values of a message take
+the data lane. A frame is dropped, delayed and sent again with its values. A message
+whose values have yet to arrive may be overtaken as between processes
+(`jdag.wire.order`).
+
+Inputs:  `send(...)` of each message; the actions `frame`, `completed` and `timer` when
+         they are due.
 Outputs: from a frame, the messages that may be handed on now, in order, to the host;
          from a timer, the end of a link that has given up its peer, to `gave_up`.
 
-Invariants: a parcel is handed on once and in order, or its link is closed; a closed end
-sends and receives nothing; each end has at most one timer that counts.
+Invariants: a parcel is handed on once and in order (with a control lane in the order of
+`jdag.wire.order`), or its link is closed; a closed end sends and receives nothing; each
+end has at most one timer that counts.
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from jdag.compute.digest import fingerprint
 from jdag.engine.protocol import Key, Message, Send, Worker, incarnated, named
@@ -27,18 +34,30 @@ from jdag.sim.network import Lane, LinkModel, Traffic
 from jdag.sim.timeline import EVENT, TIMER
 from jdag.wire.link import FRAME_BYTES, NEVER, Frame, Link, LinkSettings
 from jdag.wire.messages import size
+from jdag.wire.order import Order
 
 ACK_DELAY_NS = 1_000_000
 RESEND_MAX = 10
 
-# (message, values, wire_bytes, the record of its send): a tuple, as one is made for
-# each message.
-Parcel = tuple[Message, tuple[Any, ...], int, int]
+
+class Parcel(NamedTuple):
+    """One message with its values; a tuple, as one is made for each message.
+
+    `wire_bytes` travel in its frame, `value_bytes` on the data lane beside a control
+    lane, where they have arrived at `whole_ns`. `record` is that of its send.
+    """
+
+    message: Message
+    values: tuple[Any, ...]
+    wire_bytes: int
+    record: int
+    value_bytes: int = 0
+    whole_ns: int = 0
 
 
 def link_settings(there: LinkModel, back: LinkModel) -> LinkSettings:
     """Return timeouts for a pair of links: no resends without faults, prompt with."""
-    trip_ns = there.latency_ns + there.jitter_ns + back.latency_ns + back.jitter_ns
+    trip_ns = there.flight_ns + there.jitter_ns + back.flight_ns + back.jitter_ns
     return LinkSettings(
         resend_ns=4 * ACK_DELAY_NS + 2 * trip_ns,
         resend_max=RESEND_MAX,
@@ -58,7 +77,8 @@ class LinkEnd:
 
     Each incarnation of a worker has its own; `route` are the names of the two, `out`
     and `back` the lanes from and to here. `record` is the last frame that left here,
-    `heard` the last with a message that came.
+    `heard` the last with a message that came. `data` is the lane of values where `out`
+    is a control lane, and `order` that of the messages which arrived over it.
     """
 
     worker: Worker
@@ -67,6 +87,8 @@ class LinkEnd:
     link: Link
     out: Lane
     back: Lane
+    data: Lane | None = None
+    order: Order = field(default_factory=Order)
     twin: "LinkEnd" = field(init=False)
     open: bool = True
     timer_ns: int = NEVER
@@ -97,7 +119,9 @@ class SimTransport:
         """Return the counts of all incarnations of a worker."""
         numbers = range(self._incarnations.get(name, 0) + 1)
         ends = [e for n in numbers for e in self._ends[incarnated(name, n)].values()]
-        lanes = {end.route: end.out for end in ends}.values()
+        lanes = [*{end.route: end.out for end in ends}.values()]
+        data = {end.route: end.data for end in ends}.values()
+        lanes += [lane for lane in data if lane is not None]
         return Sent(
             messages=sum([end.link.sent for end in ends]),
             payload_bytes=sum([end.payload_bytes for end in ends]),
@@ -117,8 +141,13 @@ class SimTransport:
             back = there[1], there[0]
             settings = self._settings or link_settings(model(*there), model(*back))
             out, into = lane(*there), lane(*back)
-            end = LinkEnd(worker, peer, there, Link(peer, settings), out, into)
-            twin = LinkEnd(peer, worker, back, Link(worker, settings), into, out)
+            data: tuple[Lane | None, Lane | None] = None, None
+            if self._network.control_lane is not None:
+                data, control = (out, into), self._traffic.control
+                out, into = control(*there), control(*back)
+            link, other = Link(peer, settings), Link(worker, settings)
+            end = LinkEnd(worker, peer, there, link, out, into, data[0])
+            twin = LinkEnd(peer, worker, back, other, into, out, data[1])
             end.twin, twin.twin = twin, end
             self._ends[worker][peer], self._ends[peer][worker] = end, twin
         return end
@@ -151,18 +180,19 @@ class SimTransport:
         if not end.open:
             recorder.note("drop", worker, (end.peer, "lost"), causes)
             return
-        lane, link = end.out, end.link
-        arrival_ns = lane.transmit(wire_bytes, now_ns, self._chooser)
-        if lane.start_ns > now_ns or lane.held:
-            causes = (*causes, *_before(end, now_ns))
+        link = end.link
+        value_bytes = 0 if end.data is None else payload_bytes
+        frame_bytes = wire_bytes - value_bytes
+        arrival_ns, whole_ns, before = self._transmit(end, frame_bytes, value_bytes)
+        if before:
+            causes = (*causes, *before)
         prints: tuple[int, ...] = ()
         if arrays and recorder.trace is not None:
             prints = tuple(map(fingerprint, arrays))
         detail = (end.peer, *said(message), payload_bytes, wire_bytes, prints)
-        end.record = record = recorder.note("send", worker, detail, causes)
-        if lane.out is not None:
-            lane.passed(record)
-        parcel: Parcel = (message, arrays, wire_bytes, record)
+        record = recorder.note("send", worker, detail, causes)
+        _passed(end, record, value_bytes)
+        parcel = Parcel(message, arrays, frame_bytes, record, value_bytes, whole_ns)
         frame = link.send(parcel, now_ns, arrival_ns - now_ns)
         if self._has_frame_faults:
             self._deliver(end, frame, arrival_ns)
@@ -186,13 +216,50 @@ class SimTransport:
             if link.duplicates != before:
                 detail = (end.peer, "link")
                 self._recorder.note("duplicate", end.worker, detail, (sent,))
-        for message, values, _, record in parcels:
-            if host.alive:  # It may have crashed over the message before.
-                causes = (record,) if record == sent else (record, sent)
-                host.arrived(end.peer, message, values, causes)
+        if end.data is None:
+            self._hand_on(end, parcels, sent)
+        else:
+            self._split(end, parcels, sent)
         # After the answers, as an acknowledgement rides on them.
         if link.deadline_ns < end.timer_ns:
             self._arm(end)
+
+    def _hand_on(self, end: LinkEnd, parcels: Sequence[Parcel], sent: int) -> None:
+        host = self._hosts[end.worker]
+        for message, values, _, record, _, _ in parcels:
+            if host.alive:  # It may have crashed over the message before.
+                causes = (record,) if record == sent else (record, sent)
+                host.arrived(end.peer, message, values, causes)
+
+    def _split(self, end: LinkEnd, parcels: Sequence[Parcel], sent: int) -> None:
+        """Hand on messages that came over a control lane, as their values allow."""
+        now_ns = self._timeline.now_ns
+        for parcel in parcels:
+            whole_ns = parcel.whole_ns
+            self._hand_on(end, end.order.arrived(parcel, whole_ns <= now_ns), sent)
+            if whole_ns > now_ns:
+                self._timeline.push(whole_ns, EVENT, (self.completed, end, parcel))
+
+    def completed(self, end: LinkEnd, parcel: Parcel) -> None:
+        """Receive the last of a message's values at an end."""
+        if self._hosts[end.worker].alive and end.open:
+            self._hand_on(end, end.order.completed(parcel), parcel.record)
+
+    def _transmit(
+        self, end: LinkEnd, frame_bytes: int, value_bytes: int
+    ) -> tuple[int, int, list[int]]:
+        """Send a frame and its values: when each arrives, and what they waited for."""
+        lane, now_ns, chooser = end.out, self._timeline.now_ns, self._chooser
+        whole_ns = arrival_ns = lane.transmit(frame_bytes, now_ns, chooser)
+        before: list[int] = []
+        if lane.start_ns > now_ns or lane.held:
+            before = lane.before(now_ns, end.record)
+        data = end.data
+        if data is not None and value_bytes:
+            whole_ns = data.transmit(value_bytes, now_ns, chooser)
+            if data.start_ns > now_ns or data.held:
+                before += data.before(now_ns, data.record)
+        return arrival_ns, whole_ns, before
 
     def _arm(self, end: LinkEnd) -> None:
         if end.open:
@@ -217,22 +284,21 @@ class SimTransport:
 
     def _again(self, end: LinkEnd, frame: Frame) -> None:
         """Send a frame without a new message: a resend or an acknowledgement."""
-        now_ns = self._timeline.now_ns
-        lane = end.out
+        value_bytes = 0
         if frame.sequence:
-            message, _, wire_bytes, sent = frame.payload
+            message, _, wire_bytes, sent, value_bytes, _ = frame.payload
             kind, causes = "resend", [sent]
             detail: tuple[Any, ...] = (end.peer, *said(message), wire_bytes)
         else:
             wire_bytes = FRAME_BYTES
             kind, causes = "ack", [end.heard]
             detail = (end.peer, wire_bytes)
-        arrival_ns = lane.transmit(wire_bytes, now_ns, self._chooser)
-        if lane.start_ns > now_ns or lane.held:
-            before = _before(end, now_ns)
-            causes += [record for record in before if record not in causes]
-        end.record = self._recorder.note(kind, end.worker, detail, tuple(causes))
-        lane.passed(end.record)
+        arrival_ns, whole_ns, before = self._transmit(end, wire_bytes, value_bytes)
+        causes += [record for record in before if record not in causes]
+        if value_bytes:
+            frame = frame._replace(payload=frame.payload._replace(whole_ns=whole_ns))
+        record = self._recorder.note(kind, end.worker, detail, tuple(causes))
+        _passed(end, record, value_bytes)
         self._deliver(end, frame, arrival_ns)
 
     def _deliver(self, end: LinkEnd, frame: Frame, arrival_ns: int) -> None:
@@ -249,16 +315,19 @@ class SimTransport:
         for _ in copies[1:]:
             note("duplicate", end.worker, (end.peer, "fault"), (record,))
         for extra_ns in copies:
-            action = (self.frame, end.twin, frame, record)
+            if extra_ns and end.data is not None and frame.sequence:
+                whole_ns = frame.payload.whole_ns + extra_ns
+                payload = frame.payload._replace(whole_ns=whole_ns)
+                late = frame._replace(payload=payload)
+            else:
+                late = frame
+            action = (self.frame, end.twin, late, record)
             timeline.push(arrival_ns + extra_ns, EVENT, action)
 
 
-def _before(end: LinkEnd, now_ns: int) -> list[int]:
-    """Return the frames that the last one waited for, on its link or at a port."""
-    lane = end.out
-    found = []
-    if lane.start_ns > now_ns:
-        found.append(end.record if lane.out is None else lane.out.record)
-    if lane.held and lane.into is not None:
-        found.append(lane.into.record)
-    return [record for record in dict.fromkeys(found) if record >= 0]
+def _passed(end: LinkEnd, record: int, value_bytes: int) -> None:
+    """Note the trace record of the last frame that left at an end."""
+    end.record = record
+    end.out.passed(record)
+    if value_bytes and end.data is not None:
+        end.data.passed(record)

@@ -1,0 +1,74 @@
+"""Marks on calls: which stage of which micro-batch they are.
+
+Inputs:  numbers of stage and micro-batch; the schedule of the cluster, if there is one.
+Outputs: the tag of each call that is made under them.
+Invariants: under a schedule, a program calls each stage of each micro-batch once, on
+    the worker that has the stage.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from jdag.engine.functions import name_of, transferred
+from jdag.engine.names import U32_MAX
+from jdag.engine.protocol import Tag, named
+from jdag.errors import ScheduleError, unusable
+from jdag.schedules import Schedule
+from jdag.schedules.actions import Action
+
+Tagged = AbstractContextManager[None]
+
+
+@contextmanager
+def tagged(frame: Any, stage: int, micro_batch: int) -> Iterator[None]:
+    """Have the calls of a frame marked; see `Context.tag`."""
+    schedule: Schedule | None = frame.state.schedule
+    stages = U32_MAX if schedule is None else schedule.stages
+    micro_batches = U32_MAX if schedule is None else schedule.micro_batches
+    for key, value, count in (
+        ("stage", stage, stages),
+        ("micro_batch", micro_batch, micro_batches),
+    ):
+        if type(value) is not int or not 0 <= value < count:
+            of = "" if schedule is None else ", as in the schedule"
+            allowed = f"an integer from 0 to {count - 1}{of}"
+            raise ScheduleError(unusable(f"ctx.tag: {key}", value, allowed))
+    halves = schedule is not None and schedule.halves(stage, micro_batch)
+    tag = Tag(stage, micro_batch, schedule is not None, halves)
+    before, frame.tag = frame.tag, tag
+    try:
+        yield
+    finally:
+        frame.tag = before
+
+
+def tag_of(frame: Any, worker: str, device: str | None, fn: Any) -> Tag | None:
+    """Return the tag of a call; that of a move is none.
+
+    Raises:
+        ScheduleError: the stage is on another worker, or this call is its second one.
+    """
+    tag: Tag = frame.tag
+    if fn is transferred:
+        return None
+    if not tag.listed:
+        return tag if frame.state.recording is None else None
+    if frame.state.recording is not None:
+        raise frame.state.recording("ctx.tag under a schedule")
+    stage, schedule = tag.stage, frame.state.schedule
+    where = named(worker) if device is None else f"{named(worker)}/{device}"
+    if where != schedule.worker(stage):
+        raise ScheduleError(
+            f"{name_of(fn)} is called on {where!r} as stage {stage}, which the "
+            f"schedule has on {schedule.worker(stage)!r}"
+        )
+    forward = Action("F", stage, tag.micro_batch)
+    if forward in frame.acted:
+        raise ScheduleError(
+            f"{name_of(fn)} is a second call of stage {stage} and micro-batch "
+            f"{tag.micro_batch}, after {frame.acted[forward]}: a stage is one "
+            "function; make one of both, or call the other one outside of ctx.tag"
+        )
+    frame.acted[forward] = name_of(fn)
+    return tag

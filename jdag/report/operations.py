@@ -1,0 +1,110 @@
+"""The jobs, sends and receives of a trace, and which of them waits for which.
+
+Traces for other tools have no programs. Here an operation that waited for a program
+depends on what that program waited for.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from jdag.runtime.trace import Record
+
+
+class Operation(NamedTuple):
+    """A job, a send or a receive; `id` is the index of its first record.
+
+    `needs` are the ids of the operations of the same worker that it waited for, data
+    and the program's order alike; `device` is that of the job that ran before it (None:
+    there is none). `peer` is the other worker of a message, and `pair` the index of its
+    send (-1 for a job). A job has no bytes. Times are nanoseconds; a send ends when the
+    message is handed on, None if that did not happen; a receive takes no time.
+    """
+
+    id: int
+    worker: str
+    kind: str
+    name: str
+    context: str
+    number: int
+    path: tuple[int, ...]
+    start_ns: int
+    end_ns: int | None
+    peer: str = ""
+    pair: int = -1
+    payload_bytes: int = 0
+    wire_bytes: int = 0
+    needs: tuple[int, ...] = ()
+    device: int | None = None
+
+
+def operations_of(records: Iterable[Record]) -> tuple[Operation, ...]:
+    """Return the operations of a trace, in order of their first records.
+
+    A job without an end ends when its worker crashed, or with the last record.
+    """
+    waits: list[tuple[int, ...]] = []  # Of each record, the operations it stands for.
+    found: dict[int, Operation] = {}
+    running: dict[int, None] = {}
+    device: dict[str, int] = {}
+    last_ns = 0
+    for record in records:
+        last_ns = record.time_ns
+        before = dict.fromkeys(id for cause in record.causes for id in waits[cause])
+        stands = tuple(before)
+        here = tuple(id for id in before if found[id].worker == record.worker)
+        match record.kind:
+            case "start":
+                job = _job(record, here, device.get(record.worker))
+                found[job.id] = job
+                running[job.id] = None
+                device[job.worker] = job.id
+                stands = (job.id,)
+            case "finish":
+                (id,) = waits[record.causes[0]]
+                running.pop(id, None)
+                found[id] = found[id]._replace(end_ns=record.time_ns)
+            case "send":
+                found[record.index] = _send(record, here)
+                stands = (record.index,)
+            case "deliver":
+                sent = found[record.causes[0]]
+                found[sent.id] = sent._replace(end_ns=record.time_ns)
+                found[record.index] = _receive(record, sent)
+                stands = (record.index,)
+            case "crash":
+                for id in [i for i in running if found[i].worker == record.worker]:
+                    found[id] = found[id]._replace(end_ns=record.time_ns)
+                    del running[id]
+        waits.append(stands)
+    for id in running:
+        found[id] = found[id]._replace(end_ns=last_ns)
+    return tuple(found.values())
+
+
+def delivered(operations: Iterable[Operation]) -> Iterator[Operation]:
+    """Yield the operations without the sends of messages that did not arrive."""
+    return (one for one in operations if one.end_ns is not None)
+
+
+def _job(record: Record, needs: tuple[int, ...], device: int | None) -> Operation:
+    kind, context, number, path, function, _, _ = record.detail
+    at, worker = record.time_ns, record.worker
+    said = (context, number, path, at, at)
+    return Operation(
+        record.index, worker, kind, function, *said, needs=needs, device=device
+    )
+
+
+def _send(record: Record, needs: tuple[int, ...]) -> Operation:
+    peer, message, context, number, path, payload_bytes, wire_bytes, _ = record.detail
+    said = (context, number, path, record.time_ns, None, peer, record.index)
+    sizes = (payload_bytes, wire_bytes)
+    return Operation(record.index, record.worker, "send", message, *said, *sizes, needs)
+
+
+def _receive(record: Record, sent: Operation) -> Operation:
+    at = record.time_ns
+    return sent._replace(
+        id=record.index, worker=record.worker, kind="recv", start_ns=at, end_ns=at,
+        peer=sent.worker, needs=(),
+    )  # fmt: skip
