@@ -12,7 +12,8 @@ backward pass then runs over all of them, and gradients stay where their leaves 
 
 What a simulated cluster is made of (links, faults, devices) is in `jdag.sim`, what
 spreads a function over the devices of one process in `jdag.parallel`, and orders of the
-work of pipelines in `jdag.schedules`.
+work of pipelines in `jdag.schedules`. `jdag.explore` runs a program in many orders, by
+`jdag.strategies`.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
     from jdag.compute.pytrees import static
     from jdag.engine.functions import program, unjitted
     from jdag.errors import JdagError
+    from jdag.lab import strategies
+    from jdag.lab.exploration import explore
+    from jdag.lab.failures import replay
 
 __all__ = [
     "Cluster",
@@ -53,6 +57,7 @@ __all__ = [
     "compile",
     "connect",
     "errors",
+    "explore",
     "fetch",
     "hvp",
     "launch",
@@ -60,11 +65,13 @@ __all__ = [
     "parallel",
     "pipeline",
     "program",
+    "replay",
     "schedules",
     "sim",
     "simulate",
     "static",
     "stop_gradient",
+    "strategies",
     "unjitted",
     "value_and_grad",
     "wait",
@@ -85,6 +92,7 @@ _LATER = {
     "compile": "jdag.api.compiling",
     "connect": "jdag.api.drivers",
     "errors": "",
+    "explore": "jdag.lab.exploration",
     "fetch": "jdag.api.refs",
     "hvp": "jdag.api.hessian",
     "launch": "jdag.api.drivers",
@@ -92,11 +100,13 @@ _LATER = {
     "parallel": "",
     "pipeline": "jdag.api.pipeline",
     "program": "jdag.engine.functions",
+    "replay": "jdag.lab.failures",
     "schedules": "",
     "sim": "",
     "simulate": "jdag.api.drivers",
     "static": "jdag.compute.pytrees",
     "stop_gradient": "jdag.api.refs",
+    "strategies": "jdag.lab",
     "unjitted": "jdag.engine.functions",
     "value_and_grad": "jdag.api.transform",
     "wait": "jdag.api.tasks",

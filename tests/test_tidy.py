@@ -34,6 +34,7 @@ LAYERS = (
     ("api",),
     ("report",),
     ("scenario",),
+    ("lab",),
     ("programs", "cli"),
     ("__main__", "__init__"),
 )
@@ -52,7 +53,7 @@ HOMES = {
     "optax": ("api.leafwise", "api.optimizer"),
     "orbax": ("api.checkpoint", "api.checkpoint_arrays"),
     "greenlet": ("sim",),
-    "random": ("runtime.chooser",),
+    "random": ("runtime.chooser", "lab.strategies"),
     "grpc": ("rpc",),
     "socket": ("rpc",),
     "threading": ("rpc", "parallel.waiting", "sim.programs"),

@@ -97,7 +97,12 @@ def simulate(
     if home is None:
         home = next(iter(workers), "") if is_listed(workers) else ""
     made = SimSettings(workers=workers, seed=seed, home=home, values=values, **settings)
-    shared = ClusterState(made.workers, values == "abstract", nesting_max)
+    return simulated(made, nesting_max)
+
+
+def simulated(made: SimSettings, nesting_max: int = NESTING_MAX) -> Cluster:
+    """Make a cluster in virtual time of checked settings."""
+    shared = ClusterState(made.workers, made.values == "abstract", nesting_max)
     shared.schedule = made.schedule
     shared.driver = Simulation(made, partial(run_program, shared), warn_unportable)
     return Cluster(shared, shared.driver.port)

@@ -44,6 +44,7 @@ class Chooser:
 
     picks_jobs = False
     picks_events = False
+    untimed = False  # Whether it picks the order of all steps: `jdag.sim.untimed`.
 
     def __init__(self, seed: int = 0, policy: str = "path") -> None:
         if not isinstance(policy, str) or policy not in POLICIES:

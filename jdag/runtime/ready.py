@@ -75,12 +75,16 @@ class ReadyJobs:
         """Remove the jobs to run now, as one; return their items, [] if none may."""
         if not (self._chooser.picks_jobs and self._jobs):
             return [heappop(self._jobs)[3]] if self._jobs else self._next(True)
-        ready = [entry[2] for entry in self._jobs] + self._next(False)[:1]
+        ready = self.choices()
         index = self._chooser.pick_job(self._worker, tuple(ready))
         index = checked(index, len(ready))
         if index == len(self._jobs):
             return self._next(True)
         return [self._jobs.pop(index)[3]]
+
+    def choices(self) -> list[Any]:
+        """The jobs of which one may run next; of a step of the list the first."""
+        return [entry[2] for entry in self._jobs] + self._next(False)[:1]
 
     def skip(self, skip: Skip) -> None:
         """Wait for these actions no more; without a tag for none of the context."""

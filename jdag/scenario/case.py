@@ -353,6 +353,18 @@ class Case:
         if played.gradients is None:
             return {"gradient_difference": None, "gradient_bits": None}
 
+        apart = [
+            difference(gradient, expected)
+            for gradient, expected in zip(played.gradients, self.truth(), strict=True)
+        ]
+        return {
+            "gradient_difference": worst(apart),
+            "gradient_bits": bits(played.gradients),
+        }
+
+    def truth(self) -> list[Any]:
+        """The gradients of the parameters by the oracle, over all passes."""
+
         def roots(ctx: Any, params: Any) -> list[Any]:
             return _roots(self.program(ctx, params))
 
@@ -360,15 +372,8 @@ class Case:
             name: jnp.asarray(value) if type(value) in NUMBERS else value
             for name, value in self.params.items()
         }
-        truth = jax.tree.leaves(pullback(roots)(params)[1])
-        apart = [
-            difference(gradient, np.asarray(expected) * self.passes)
-            for gradient, expected in zip(played.gradients, truth, strict=True)
-        ]
-        return {
-            "gradient_difference": worst(apart),
-            "gradient_bits": bits(played.gradients),
-        }
+        found = jax.tree.leaves(pullback(roots)(params)[1])
+        return [np.asarray(expected) * self.passes for expected in found]
 
     def _same_as_clean(self, run: Run, played: Played) -> bool | None:
         if played.gradients is None or not (run.troubled and run.virtual):

@@ -11,6 +11,7 @@ from jdag.runtime.waiters import Waiters
 from jdag.sim.faults import Faults
 from jdag.sim.settings import SimSettings
 from jdag.sim.timeline import Timeline
+from jdag.sim.untimed import UntimedTimeline
 
 
 class Environment:
@@ -29,7 +30,11 @@ class Environment:
         self.settings = settings
         self.workers = tuple(settings.workers)
         self.chooser = settings.chooser or Chooser(settings.seed, settings.policy)
-        self.timeline = Timeline(settings.events_max)
+        self.timeline = (
+            UntimedTimeline(settings.events_max, settings.home)
+            if self.chooser.untimed
+            else Timeline(settings.events_max)
+        )
         self.recorder = Recorder(Trace() if settings.trace else None, self.timeline)
         self.waiters = Waiters()
         self.faults = Faults(settings.faults, self.workers)

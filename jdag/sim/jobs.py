@@ -126,7 +126,7 @@ class Jobs:
             if error is not None:
                 failed = failure_of(error, host.worker, job.path, job_name(job))
             computed.append(Computed(job.id, failed))
-        if cost_ns:
+        if cost_ns or env.chooser.untimed:
             self._timeline.push(now_ns + cost_ns, EVENT, finish)
         else:
             self._finish(host, device, computed)

@@ -29,6 +29,7 @@ from jdag.sim.jobs import Jobs
 from jdag.sim.programs import Programs
 from jdag.sim.timeline import CRASH, EVENT
 from jdag.sim.transport import LinkEnd, SimTransport, gives_up_ns, link_settings
+from jdag.sim.untimed import Fault, Step, UntimedTimeline
 
 CRASHED, OUT_OF_REACH = "it crashed", "it is out of reach"
 
@@ -51,9 +52,25 @@ class Outages:
         for crash in env.faults.crashes:
             if crash.at_ns is not None:
                 env.timeline.push(crash.at_ns, CRASH, (self.crash, crash))
+        if isinstance(env.timeline, UntimedTimeline):
+            env.timeline.faults = self._possible
         if any([crash.at_index is not None for crash in env.faults.crashes]):
             env.recorder.watch(self.look)
             self.look(0)
+
+    def _possible(self) -> list[Fault]:
+        """The crashes, and the returns of crashed workers, that may happen now."""
+        env = self._env
+        found: list[Fault] = []
+        for name in env.workers:
+            host = env.newest(name)
+            if not host.alive:
+                rejoin = (self.restart, host, NO_CAUSE)
+                found.append((Step("rejoin", name), rejoin))
+            elif name != env.settings.home:
+                crash = Crash(name, detect_ns=0, at_ns=env.timeline.now_ns)
+                found.append((Step("crash", name), (self.crash, crash)))
+        return found
 
     def _part(self, at_ns: int, worker: str, peer: str) -> None:
         host, lost = self._env.newest(worker), self._env.newest(peer).worker
@@ -116,7 +133,8 @@ class Outages:
         self.bury(former)  # At equal times `bury` and `restart` come in any order.
         env, name = self._env, named(former.worker)
         host = env.restart(name)
-        detail, causes = (env.incarnations[name],), (crashed,)
+        detail = (env.incarnations[name],)
+        causes = () if crashed == NO_CAUSE else (crashed,)
         record = env.recorder.note("restart", host.worker, detail, causes)
         for other in env.workers:
             if other != name:

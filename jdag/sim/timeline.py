@@ -24,7 +24,7 @@ from jdag.runtime.chooser import Chooser, checked
 # [time_ns, priority, sequence, action]: a list, so that the heap compares it without a
 # call to Python and its action can be taken out in place. No two have one sequence.
 Entry = list[Any]
-_TIME, _PRIORITY, _SEQUENCE, _ACTION = range(4)
+TIME, PRIORITY, SEQUENCE, ACTION = range(4)
 
 # At one time: crashes first, then what happens, then devices choose among all that is
 # ready by then, and timers last, so that acknowledgements can still ride on answers.
@@ -49,7 +49,7 @@ class Timeline:
 
     def __len__(self) -> int:
         """How many actions wait."""
-        return sum([entry[_ACTION] is not None for entry in self._heap])
+        return sum([entry[ACTION] is not None for entry in self._heap])
 
     def push(self, time_ns: int, priority: int, action: tuple[Any, ...]) -> Entry:
         """Queue `action` at `time_ns`, which is not past; lower priorities come first.
@@ -57,6 +57,12 @@ class Timeline:
         Raises:
             JdagError: this is one event more than `events_max`.
         """
+        entry = self.entry(time_ns, priority, action)
+        heappush(self._heap, entry)
+        return entry
+
+    def entry(self, time_ns: int, priority: int, action: tuple[Any, ...]) -> Entry:
+        """What `push` queues, counted."""
         assert time_ns >= self.now_ns, (time_ns, self.now_ns)
         if self._pushed >= self.events_max:
             names = " and ".join(map(name_of, self.programs)) or "none but main's"
@@ -66,23 +72,21 @@ class Timeline:
                 f" programs that began last: {names}); a longer run must ask for more"
             )
         self._pushed = sequence = self._pushed + 1
-        entry = [time_ns, priority, sequence, action]
-        heappush(self._heap, entry)
-        return entry
+        return [time_ns, priority, sequence, action]
 
     def cancel(self, entry: Entry) -> None:
         """Have `entry` not happen, if it has not; it stays queued, empty."""
-        entry[_ACTION] = None
+        entry[ACTION] = None
 
     def run(self, chooser: Chooser, given: Container[int], waiter: int) -> None:
         """Carry out actions until `waiter` is given something, or none is left."""
         heap = self._heap
         while heap and waiter not in given:  # Bounded by events_max.
             entry = self._picked(chooser) if chooser.picks_events else heappop(heap)
-            action = entry[_ACTION]
+            action = entry[ACTION]
             if action is not None:
-                entry[_ACTION] = None  # So that a late cancel finds nothing to do.
-                self.now_ns = entry[_TIME]
+                entry[ACTION] = None  # So that a late cancel finds nothing to do.
+                self.now_ns = entry[TIME]
                 action[0](*action[1:])
 
     def _picked(self, chooser: Chooser) -> Entry:
@@ -90,13 +94,13 @@ class Timeline:
         heap = self._heap
         first = heap[0]
         tied = []
-        while heap and heap[0][:_SEQUENCE] == first[:_SEQUENCE]:
+        while heap and heap[0][:SEQUENCE] == first[:SEQUENCE]:
             entry = heappop(heap)
-            if entry[_ACTION] is not None:
+            if entry[ACTION] is not None:
                 tied.append(entry)
         if not tied:
             return first
-        actions = [entry[_ACTION] for entry in tied]
+        actions = [entry[ACTION] for entry in tied]
         seen = tuple([(a[0].__name__.lstrip("_"), a[1].worker) for a in actions])
         index = checked(chooser.pick_event(seen), len(tied))
         picked = tied.pop(index)

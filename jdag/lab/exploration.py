@@ -1,0 +1,155 @@
+"""Exploration: one program in many orders of its events, each held to a property.
+
+Inputs:  a program and its workers, a property, a strategy, a budget of faults.
+Outputs: a `Report`: how many runs and orders there were, and the first run that breaks
+         the property, as the choices that repeat it.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from jdag.api.cluster import Cluster
+from jdag.errors import ScenarioError, WorkerLost, text_of, unusable
+from jdag.lab.failures import Failure, Property, failure_of
+from jdag.lab.strategies import RandomWalk, Strategy
+from jdag.lab.subject import Explored, Subject
+from jdag.scenario.case import Case, difference, worst
+from jdag.sim.untimed import Step
+
+RELATIVE_MAX = 1e-5  # Of float32; what the oracle fuses may differ in the last bits.
+
+
+@dataclass(slots=True)
+class Report:
+    """What an exploration found.
+
+    Attributes:
+        runs: how many there were.
+        redundant: how many more were given up, as their orders had been seen.
+        picks: how often a step was picked among several, over all runs.
+        failure: the first run that broke the property; None if none did.
+        bound: what the strategy promises; "" for nothing.
+    """
+
+    runs: int = 0
+    redundant: int = 0
+    picks: int = 0
+    failure: Failure | None = None
+    bound: str = ""
+    seen: dict[bytes, None] = field(default_factory=dict, repr=False)
+
+    @property
+    def orders(self) -> int:
+        """How many runs differed in the order of steps on some worker."""
+        return len(self.seen)
+
+    def __str__(self) -> str:
+        found = (
+            "no violation" if self.failure is None else f"violated by {self.failure}"
+        )
+        counts = f"{self.runs:,} runs, {self.orders:,} orders, {self.picks:,} picks"
+        return "; ".join(filter(None, [counts, self.bound, found]))
+
+
+def explore(
+    program: Case | Callable[[Cluster], Any],
+    workers: Sequence[str],
+    property: Property | None = None,
+    *,
+    runs: int = 1_000,
+    strategy: Strategy | None = None,
+    values: Literal["real", "abstract"] = "real",
+    faults: Mapping[str, int] | None = None,
+) -> Report:
+    """Run a program in many orders of its events, until one breaks a property.
+
+    No time passes: each frame at the head of a link, ready job, program to be woken or
+    started, and fault of the budget may be the next thing to happen.
+
+    Args:
+        program: a `jdag.scenario.Case`, which has an oracle; or a function that takes a
+            cluster, and returns a pytree of arrays and refs, if anything.
+        workers: their names; the program runs on the first.
+        property: takes an `Explored` run; returns False or raises AssertionError if the
+            run breaks it. None: `sound`.
+        runs: how many at most.
+        strategy: one of `jdag.strategies`; None: `RandomWalk()`.
+        values: "real", where JAX computes, or "abstract", where shapes alone are known.
+        faults: how many there may be in a run, by kind: "crash", "rejoin", "drop",
+            "duplicate".
+
+    Raises:
+        ScenarioError: a setting that is unusable: names it, its value, what is allowed.
+    """
+    if type(runs) is not int or runs < 1:
+        raise ScenarioError(unusable("runs", runs, "an integer >= 1"))
+    strategy = RandomWalk() if strategy is None else strategy
+    if not isinstance(strategy, Strategy):
+        allowed = "one of jdag.strategies, such as jdag.strategies.PCT(depth=3)"
+        raise ScenarioError(unusable("strategy", strategy, allowed))
+    if property is not None and not callable(property):
+        raise ScenarioError(unusable("property", property, "a function of a run"))
+    subject = Subject(program, workers, values, faults or {})
+    return exploration(subject, property or sound, runs, strategy)
+
+
+def exploration(
+    subject: Subject,
+    property: Property,
+    runs: int,
+    strategy: Strategy,
+    show: Callable[[Report], object] = lambda report: None,
+) -> Report:
+    """Explore a subject; `show` is called after each run."""
+    report = Report()
+    for run in range(runs):
+        pick = strategy.begin(run)
+        if pick is None:
+            break
+        played = subject.play(pick)
+        strategy.ended(len(played.choices))
+        if played.explored is None:
+            report.redundant += 1
+            continue
+        report.runs += 1
+        report.picks += sum([options > 1 for options in played.options])
+        report.seen[order_of(played.steps)] = None
+        report.failure = failure_of(subject, played, property, run)
+        show(report)
+        if report.failure is not None:
+            break
+    report.bound = strategy.bound()
+    return report
+
+
+def sound(run: Explored) -> None:
+    """The default property: what the oracle says, always the same bits, nothing left.
+
+    A run in which a worker crashed may end by that.
+    """
+    if run.error is not None:
+        said = f"{type(run.error).__name__}: {text_of(run.error)}"
+        assert run.crashed and (isinstance(run.error, WorkerLost) or "lost" in said), (
+            said
+        )
+    living = [one for one in run.info.values() if not one["lost"]]
+    for name in ("live_contexts", "live_passes"):
+        held = sum(int(one[name]) for one in living)
+        assert not held, f"{name}: {held} are left"
+    assert run.crashed or not run.left, f"{run.left} values are left"
+    assert run.same_bits, "the result has other bits than in the order of first choices"
+    if run.result is not None and run.expected is not None:
+        apart = worst(list(map(difference, run.result, run.expected)))
+        assert apart <= RELATIVE_MAX, f"a gradient is off the oracle's by {apart:.1e}"
+
+
+def order_of(steps: Iterable[Step]) -> bytes:
+    """A hash of the order of steps on each worker, which is all that workers see."""
+    by_worker: dict[str, Any] = {}
+    for step in steps:
+        taken = by_worker.setdefault(step.worker, hashlib.sha256())
+        taken.update(f"{step};".encode())
+    said = [f"{worker} {by_worker[worker].hexdigest()}" for worker in sorted(by_worker)]
+    return hashlib.sha256(" ".join(said).encode()).digest()

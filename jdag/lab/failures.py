@@ -1,0 +1,237 @@
+"""Runs that broke a property: shrunk, saved, and repeated from a file.
+
+Inputs:  a subject, the choices of a run, a property; or a file.
+Outputs: a `Failure`; a file of JSON from which `replay` repeats the run.
+
+Invariants: a failure's choices repeat it, in any process; a shrunk one breaks the
+property too, and has no more choices that are not the first.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from jdag.api.cluster import Cluster
+from jdag.errors import ScenarioError, reason
+from jdag.lab.strategies import Script
+from jdag.lab.subject import Explored, Played, Subject
+from jdag.scenario.case import Case
+from jdag.sim.untimed import Step
+
+FORMAT = 1
+SHOWN_MAX = 4
+_KEYS = {
+    **{"jdag": str, "program": str, "workers": list, "values": str, "faults": dict},
+    **{"run": int, "why": str, "choices": list, "steps": list, "held": list},
+    "digest": str,
+}
+
+Property = Callable[[Explored], object]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Failure:
+    """A run that broke the property; `choices` repeat it.
+
+    Attributes:
+        run: its number.
+        why: what the property said.
+        choices: for each step the index that was picked; after these, 0.
+        steps: what was picked.
+        options: of how many steps each was picked.
+        digest: of its trace.
+        held: steps that waited until nothing else could happen, where these are all
+            that the order has beside first choices.
+    """
+
+    run: int
+    why: str
+    choices: tuple[int, ...]
+    steps: tuple[Step, ...]
+    options: tuple[int, ...]
+    digest: str
+    subject: Subject
+    property: Property
+    held: tuple[Step, ...] = ()
+
+    def __str__(self) -> str:
+        off = [number for number, choice in enumerate(self.choices) if choice]
+        where = "the first choice everywhere"
+        if self.held:
+            said = [f"{step} waits until nothing else can happen" for step in self.held]
+            where += f", but {', '.join(said)}"
+        elif off:
+            said = [f"step {number}: {self.steps[number]}" for number in off]
+            more = f" and {len(off) - SHOWN_MAX} more" if len(off) > SHOWN_MAX else ""
+            where += f" but {', '.join(said[:SHOWN_MAX])}{more}"
+        return f"run {self.run}: {self.why} ({where})"
+
+    def shrink(self, runs: int = 1_000) -> "Failure":
+        """A failure that is as simple as `runs` runs find.
+
+        The simplest has one step that waits; else as few choices that are not the first
+        as delta debugging leaves (Zeller, Hildebrandt, "Simplifying and Isolating
+        Failure-Inducing Input", IEEE Transactions on Software Engineering 2002).
+        """
+        alone = self.subject.play(_first)
+        found = failure_of(self.subject, alone, self.property, self.run)
+        if found is not None:
+            return found
+        for step in dict.fromkeys(self.steps):
+            if runs <= 0:
+                return self
+            runs -= 1
+            played = self.subject.play(partial(_but, step))
+            found = failure_of(self.subject, played, self.property, self.run)
+            if found is not None:
+                return replace(found, held=(step,))
+        best, width = self, len(self.choices)
+        while width and runs > 0:
+            before, at = best, 0
+            while at < len(best.choices) and runs > 0:
+                end = at + width
+                if any(best.choices[at:end]):
+                    zeros = [0] * len(best.choices[at:end])
+                    tried = [*best.choices[:at], *zeros, *best.choices[end:]]
+                    best = self._smaller(best, tried)
+                    runs -= 1
+                at = end
+            if best is before:
+                width //= 2
+        return best
+
+    def _smaller(self, best: "Failure", choices: Sequence[int]) -> "Failure":
+        found = failure_of(
+            self.subject, repeated(self.subject, choices), self.property, self.run
+        )
+        if found is None or _weight(found) >= _weight(best):
+            return best
+        return found
+
+    def save(self, path: str | Path) -> None:
+        """Write what `jdag.replay` repeats this run from, as JSON.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        subject = self.subject
+        held = {
+            "format": FORMAT,
+            "jdag": version("jdag"),
+            "program": subject.name,
+            "workers": [*subject.workers],
+            "values": subject.values,
+            "faults": subject.faults,
+            "run": self.run,
+            "why": self.why,
+            "choices": self.choices,
+            "steps": [str(step) for step in self.steps],
+            "held": [str(step) for step in self.held],
+            "digest": self.digest,
+        }
+        Path(path).write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
+
+
+def replay(
+    path: str | Path, program: Case | Callable[[Cluster], Any]
+) -> tuple[Explored, tuple[Step, ...]]:
+    """Repeat the run that `Failure.save` wrote.
+
+    Args:
+        path: the file.
+        program: what was explored.
+
+    Returns:
+        The run, and the steps that were picked in it.
+
+    Raises:
+        ScenarioError: the file is no such one, or the run is another than it was; names
+            the first step that differs.
+    """
+    held = read_failure(path)
+    subject = Subject(program, held["workers"], held["values"], held["faults"])
+    played = repeated(subject, held["choices"])
+    assert played.explored is not None
+    steps = [str(step) for step in played.steps]
+    for number, (now, then) in enumerate(zip(steps, held["steps"], strict=False)):
+        if now != then:
+            raise ScenarioError(
+                f"{path}: the run is another one than was saved: pick {number} is "
+                f"{now!r}, and was {then!r}; {held['program']} has changed since, or "
+                f"jdag, which was {held['jdag']}"
+            )
+    return played.explored, tuple(played.steps)
+
+
+def read_failure(path: str | Path) -> dict[str, Any]:
+    """Read what `Failure.save` wrote.
+
+    Raises:
+        ScenarioError: the file is no such one, or cannot be read; names what is wrong.
+    """
+    wrong = f"{path} is no file of Failure.save"
+    try:
+        held = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ScenarioError(f"{path}: {reason(error)}") from error
+    except ValueError as error:
+        raise ScenarioError(f"{wrong}: {error}") from error
+    if not isinstance(held, dict) or held.get("format") != FORMAT:
+        found = held.get("format") if isinstance(held, dict) else held
+        raise ScenarioError(f"{wrong}: format = {found!r}: allowed is {FORMAT}")
+    for key, kind in _KEYS.items():
+        if not isinstance(held.get(key), kind):
+            said = f"{key} = {held.get(key)!r}: allowed is a {kind.__name__}"
+            raise ScenarioError(f"{wrong}: {said}")
+    return held
+
+
+def repeated(subject: Subject, choices: Sequence[int]) -> Played:
+    """Run a subject with these choices."""
+    pick = Script(choices).begin(0)
+    assert pick is not None, choices
+    return subject.play(pick)
+
+
+def failure_of(
+    subject: Subject, played: Played, property: Property, run: int
+) -> Failure | None:
+    """The failure that a run is; None if it keeps the property."""
+    explored = played.explored
+    assert explored is not None, run
+    name, why = getattr(property, "__name__", "the property"), ""
+    try:
+        if property(explored) is False:
+            why = f"{name} is False"
+    except AssertionError as error:
+        why = str(error).partition("\n")[0] or f"{name} does not hold"
+    if not why:
+        return None
+    last = max([n for n, choice in enumerate(played.choices) if choice], default=-1)
+    return Failure(
+        run=run,
+        why=why,
+        choices=tuple(played.choices[: last + 1]),
+        steps=tuple(played.steps),
+        options=tuple(played.options),
+        digest=explored.trace.digest,
+        subject=subject,
+        property=property,
+    )
+
+
+def _first(steps: Sequence[Step]) -> int:
+    return 0
+
+
+def _but(held: Step, steps: Sequence[Step]) -> int:
+    """The first step that is not held, if there is one."""
+    return next((n for n, step in enumerate(steps) if step != held), 0)
+
+
+def _weight(failure: Failure) -> tuple[int, int]:
+    return sum(map(bool, failure.choices)), len(failure.choices)

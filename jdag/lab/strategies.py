@@ -1,0 +1,216 @@
+"""Which of the steps that may happen next does: the strategies of `jdag.explore`.
+
+A strategy is asked to `begin` each run and returns a function that picks the index of
+one of some steps (`jdag.sim.untimed.Step`), or None if there is nothing left to try;
+`ended(steps)` tells it how many steps the run had. One of your own derives from
+`Strategy`.
+
+Invariants: a strategy is a function of its arguments and of the steps that it is shown;
+the same run numbers give the same picks.
+"""
+
+from collections.abc import Callable, Sequence
+from random import Random
+
+from jdag.errors import ScenarioError, unusable
+from jdag.sim.untimed import Step
+
+Pick = Callable[[tuple[Step, ...]], int]
+FAULTS = ("crash", "rejoin", "drop", "duplicate")
+
+
+class Redundant(BaseException):
+    """Every order that goes on from here has been seen; ends the run."""
+
+
+class Strategy:
+    """Base of strategies; by itself, the first choice everywhere."""
+
+    def begin(self, run: int) -> Pick | None:
+        """What picks in this run, which is the first if it is 0; None: no more runs."""
+        del run
+        return lambda steps: 0
+
+    def ended(self, steps: int) -> None:
+        """A run has ended after so many picks."""
+
+    def bound(self) -> str:
+        """What it promises, as a line for the report; "" for nothing."""
+        return ""
+
+
+class RandomWalk(Strategy):
+    """Each step with the same probability, by a seed."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._seed = _natural("seed", seed, 0)
+
+    def begin(self, run: int) -> Pick:
+        """See `Strategy`."""
+        random = Random(f"walk {self._seed} {run}")
+        # As `random` does it, without its loop of draws.
+        return lambda steps: int(random.random() * len(steps))
+
+
+class PCT(Strategy):
+    """Random priorities of links, devices and programs, changed `depth` - 1 times.
+
+    A bug that needs `depth` steps to come in some order is found by one run with a
+    probability of at least 1 / (n k^(depth-1)), for n chains and k picks; the runs so
+    far say how many those are. Faults come at random, within their budget.
+
+    Source: Burckhardt, Kothari, Musuvathi, Nagarakatte, "A Randomized Scheduler with
+    Probabilistic Guarantees of Finding Bugs", ASPLOS 2010.
+    """
+
+    def __init__(self, depth: int = 3, seed: int = 0) -> None:
+        self._depth = _natural("depth", depth, 1)
+        self._seed = _natural("seed", seed, 0)
+        self._chains = 1
+        self._picks = 1
+
+    def begin(self, run: int) -> Pick:
+        """See `Strategy`."""
+        random = Random(f"pct {self._seed} {run}")
+        priorities: dict[tuple[str, ...], float] = {}
+        changes = [random.randrange(self._picks) for _ in range(self._depth - 1)]
+        lowest = {at: -1 - number for number, at in enumerate(changes)}
+        count = 0
+
+        def pick(steps: tuple[Step, ...]) -> int:
+            nonlocal count
+            for step in steps:
+                if step.chain not in priorities:
+                    priorities[step.chain] = random.random()
+            self._chains = max(self._chains, len(priorities))
+            chosen = _highest(steps, priorities)
+            if count in lowest:
+                priorities[steps[chosen].chain] = lowest[count]
+                chosen = _highest(steps, priorities)
+            count += 1
+            return chosen
+
+        return pick
+
+    def ended(self, steps: int) -> None:
+        """See `Strategy`."""
+        self._picks = max(self._picks, steps)
+
+    def bound(self) -> str:
+        """See `Strategy`."""
+        least = self._chains * self._picks ** (self._depth - 1)
+        return (
+            f"a bug of depth {self._depth} is found by one run in {least:,} at least "
+            f"({self._chains} chains, {self._picks} picks)"
+        )
+
+
+class Exhaustive(Strategy):
+    """Every order once, as far as orders differ to any worker; at most `max_runs`.
+
+    Two steps depend on each other if they are on one worker; orders that differ only in
+    independent steps are one (sleep sets: Godefroid, "Partial-Order Methods for the
+    Verification of Concurrent Systems", 1996). With `sleep_sets=False` each sequence of
+    steps is a run of its own.
+    """
+
+    def __init__(self, max_runs: int = 100_000, *, sleep_sets: bool = True) -> None:
+        self.max_runs = _natural("max_runs", max_runs, 1)
+        self._sleep_sets = sleep_sets
+        # The path of the run: at each pick the steps, which one, and the asleep ones.
+        self._path: list[tuple[tuple[Step, ...], int, frozenset[Step]]] = []
+        self.complete = False  # Whether every order has been seen.
+
+    def begin(self, run: int) -> Pick | None:
+        """See `Strategy`."""
+        if run and not self._advance():
+            self.complete = True
+            return None
+        if run >= self.max_runs:
+            return None
+        path, at = self._path, 0
+
+        def pick(steps: tuple[Step, ...]) -> int:
+            nonlocal at
+            if at < len(path):
+                assert path[at][0] == steps, "a run differs from the one before"
+            else:
+                path.append((steps, -1, self._asleep()))
+                if not self._next():
+                    raise Redundant
+            at += 1
+            return path[at - 1][1]
+
+        return pick
+
+    def _asleep(self) -> frozenset[Step]:
+        """The steps of which all that follows has been seen, after the path so far."""
+        if not self._path or not self._sleep_sets:
+            return frozenset()
+        steps, index, asleep = self._path[-1]
+        taken = steps[index]
+        return frozenset([step for step in asleep if step.worker != taken.worker])
+
+    def _next(self) -> bool:
+        """Take the next step at the end of the path that is not asleep."""
+        steps, index, asleep = self._path.pop()
+        if index >= 0 and self._sleep_sets:
+            asleep |= {steps[index]}
+        for other in range(index + 1, len(steps)):
+            if steps[other] not in asleep:
+                self._path.append((steps, other, asleep))
+                return True
+        return False
+
+    def _advance(self) -> bool:
+        """Go to the first path that has not been tried; False if there is none."""
+        while self._path:
+            if self._next():
+                return True
+        return False
+
+    def bound(self) -> str:
+        """See `Strategy`."""
+        return "every order was run" if self.complete else "orders are left"
+
+
+class Script(Strategy):
+    """The picks of a former run, once; what follows them are first choices."""
+
+    def __init__(self, choices: Sequence[int]) -> None:
+        if not all(type(choice) is int and choice >= 0 for choice in choices):
+            raise ScenarioError(unusable("choices", choices, "integers >= 0"))
+        self._choices = tuple(choices)
+
+    def begin(self, run: int) -> Pick | None:
+        """See `Strategy`."""
+        if run:
+            return None
+        left = iter(self._choices)
+        return lambda steps: min(next(left, 0), len(steps) - 1)
+
+
+def parsed(text: str) -> Strategy:
+    """A strategy from "random", "pct:3" or "exhaustive:1000".
+
+    Raises:
+        ScenarioError: there is no such strategy; names those there are.
+    """
+    name, _, number = text.partition(":")
+    allowed = "one of random[:SEED], pct[:DEPTH], exhaustive[:MAX_RUNS]"
+    if name not in ("random", "pct", "exhaustive") or (number and not number.isdigit()):
+        raise ScenarioError(unusable("strategy", text, allowed))
+    given = [int(number)] if number else []
+    if name == "random":
+        return RandomWalk(*given)
+    return PCT(*given) if name == "pct" else Exhaustive(*given)
+
+
+def _highest(steps: Sequence[Step], priorities: dict[tuple[str, ...], float]) -> int:
+    return max(range(len(steps)), key=lambda index: priorities[steps[index].chain])
+
+
+def _natural(key: str, value: object, least: int) -> int:
+    if type(value) is not int or value < least:
+        raise ScenarioError(unusable(key, value, f"an integer >= {least}"))
+    return value

@@ -1,0 +1,195 @@
+"""What is explored: a program that is run again and again, each time in another order.
+
+Inputs:  a `jdag.scenario.Case` or a function of a cluster; workers; a budget of faults;
+         for each run what picks its steps.
+Outputs: what was picked, and what came of the run (`Explored`).
+
+Invariants: a run is a function of the program, the workers, the budget and its choices.
+Nothing of one run is left for the next, but compiled functions.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from jdag.api.cluster import Cluster
+from jdag.api.drivers import simulated
+from jdag.api.refs import Ref, fetch
+from jdag.engine.functions import name_of
+from jdag.errors import JdagError, ScenarioError, unusable
+from jdag.lab.strategies import FAULTS, Redundant
+from jdag.runtime.trace import Trace
+from jdag.scenario.case import Case, bits
+from jdag.sim.settings import SimSettings
+from jdag.sim.untimed import Step, StepChooser
+
+
+@dataclass(frozen=True, slots=True)
+class Explored:
+    """One run, as a property sees it.
+
+    Attributes:
+        error: what the program or a pass raised; None if it finished.
+        result: of a `Case`, the gradients of its parameters, in the order of
+            `jax.tree.leaves`, None for one that no root depends on; of a function, the
+            leaves of what it returned, fetched. None if it failed.
+        expected: the same by the oracle, of a `Case` with real values; else None.
+        same_bits: whether the result has the bits of the run in which each step is the
+            first of those there were; so too if one of the two has none.
+        trace: the record of the run.
+        info: `cluster.info()` after it.
+        crashed: whether a worker crashed in it.
+        left: how many values are held afterwards that are no leaves.
+    """
+
+    error: JdagError | None
+    result: tuple[Any, ...] | None
+    expected: tuple[Any, ...] | None
+    same_bits: bool
+    trace: Trace
+    info: Mapping[str, Mapping[str, int | bool]]
+    crashed: bool
+    left: int
+
+
+@dataclass(slots=True)
+class Played:
+    """What was picked in a run, out of how many steps, and what came of it.
+
+    `explored` is None if it was given up, as its order had been seen.
+    """
+
+    choices: list[int] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    options: list[int] = field(default_factory=list)
+    explored: Explored | None = None
+
+
+class Subject:
+    """A program, its workers, the kind of its values, and the faults there may be.
+
+    Raises:
+        ScenarioError: one of these is unusable: names it, its value, what is allowed.
+    """
+
+    def __init__(
+        self,
+        program: Case | Callable[[Cluster], Any],
+        workers: Sequence[str],
+        values: str,
+        faults: Mapping[str, int],
+    ) -> None:
+        if not (isinstance(program, Case) or callable(program)):
+            allowed = "a jdag.scenario.Case, or a function of a cluster"
+            raise ScenarioError(unusable("program", program, allowed))
+        for kind, number in faults.items():
+            if kind not in FAULTS:
+                allowed = f"one of {', '.join(FAULTS)}"
+                raise ScenarioError(unusable("faults", kind, allowed))
+            if type(number) is not int or number < 0:
+                key = f"faults: {kind}"
+                raise ScenarioError(unusable(key, number, "an integer >= 0"))
+        self.program = program
+        self.workers = workers
+        self.values = values
+        self.faults = dict(faults)
+        self._expected: tuple[Any, ...] | None = None
+        self._bits: str | None = None  # Of the run of first choices.
+        self._begun = False
+        self._settings(None)  # Refuses workers and values.
+
+    def _settings(self, chooser: StepChooser | None) -> SimSettings:
+        return SimSettings(
+            workers=self.workers,
+            seed=0,
+            home=next(iter(self.workers), ""),
+            detect_ns=0,
+            values=self.values,
+            chooser=chooser,
+        )
+
+    @property
+    def name(self) -> str:
+        """The name of the program."""
+        program = self.program
+        return name_of(program.program if isinstance(program, Case) else program)
+
+    def play(self, pick: Callable[[tuple[Step, ...]], int]) -> Played:
+        """Run once, with the steps that are picked."""
+        played = Played()
+
+        def noted(steps: tuple[Step, ...]) -> int:
+            index = pick(steps)
+            played.choices.append(index)
+            played.steps.append(steps[index])
+            played.options.append(len(steps))
+            return index
+
+        cluster = simulated(self._settings(StepChooser(noted, self.faults.items())))
+        try:
+            played.explored = self._explored(cluster)
+        except Redundant:
+            return played
+        finally:
+            cluster.close()
+        return played
+
+    def _explored(self, cluster: Cluster) -> Explored:
+        error: JdagError | None = None
+        result: tuple[Any, ...] | None = None
+        try:
+            result = self._run(cluster)
+        except JdagError as raised:
+            error = raised
+        cluster.driver.settle()
+        expected, same = None, True
+        if result is not None and self.values == "real":
+            said = bits(result)
+            same = said == (self._first_bits() or said)
+            expected = self._truth()
+        info = cluster.info()
+        held = sum(int(one["values_held"]) for one in info.values() if not one["lost"])
+        leaves = sum(not cluster.state.is_lost(leaf) for leaf in cluster.state.leaves)
+        crashed = any(True for _ in cluster.trace.of_kind("crash"))
+        return Explored(
+            *(error, result, expected, same, cluster.trace),
+            *(info, crashed, held - leaves),
+        )
+
+    def _first_bits(self) -> str | None:
+        if not self._begun:
+            self._begun = True
+            explored = self.play(lambda steps: 0).explored
+            if explored is not None and explored.result is not None:
+                self._bits = bits(explored.result)
+        return self._bits
+
+    def _run(self, cluster: Cluster) -> tuple[Any, ...]:
+        case = self.program
+        if not isinstance(case, Case):
+            leaves = jax.tree.leaves(case(cluster))
+            return tuple(one.fetch() if type(one) is Ref else one for one in leaves)
+        refs = {
+            name: cluster.put(case.placement[name], value)
+            for name, value in case.params.items()
+        }
+        with cluster.context() as ctx:
+            returned = case.program(ctx, refs)
+            roots = returned if isinstance(returned, list | tuple) else [returned]
+            for number in range(case.passes):
+                retain = number + 1 < case.passes
+                ctx.backward(*roots, retain_graph=retain, mode=case.mode)
+            if self.values == "abstract":
+                return ()
+            found = ctx.gradients()
+            leaves = jax.tree.leaves(refs)
+            return tuple(fetch(found[r]) if r in found else None for r in leaves)
+
+    def _truth(self) -> tuple[Any, ...] | None:
+        if self._expected is None and isinstance(self.program, Case):
+            truth = self.program.truth()
+            self._expected = tuple(np.asarray(one) for one in truth)
+        return self._expected

@@ -1,0 +1,254 @@
+"""Time that does not pass: the order of all that may happen is the chooser's.
+
+A step is one thing that may happen next: the frame at the head of a link is delivered,
+a device begins a ready job or ends the one that it runs, acknowledgements leave, a
+program begins or goes on, a worker learns of a loss; and faults, as far as the chooser
+has a budget for them. What has to come later (timers) waits until no step is left.
+
+Inputs:  as those of `jdag.sim.timeline`; `faults()`, which workers may crash or rejoin.
+Outputs: each step that was picked, carried out.
+
+Invariants: what a link carries is delivered in its order, as engines could not see
+another; a device runs one job at a time; a run is a function of what was picked. Each
+step is asked for, also where there is no other.
+"""
+
+from collections import deque
+from collections.abc import Callable, Container, Iterable
+from heapq import heappop
+from typing import Any, NamedTuple
+
+from jdag.runtime.chooser import Chooser, checked
+from jdag.sim.timeline import (
+    ACTION,
+    BEGIN,
+    CRASH,
+    EVENT,
+    PRIORITY,
+    SEQUENCE,
+    TIME,
+    Entry,
+    Timeline,
+)
+
+
+class Step(NamedTuple):
+    """One thing that may happen next.
+
+    `worker` is where; the engine of no other takes part. `of` says what it is about: a
+    peer, a job, a program. `number` counts what one link delivers, and `message` is the
+    kind and path of what that is.
+    """
+
+    kind: str
+    worker: str
+    of: str = ""
+    number: int = 0
+    message: tuple[str, tuple[int, ...]] = ("", ())
+
+    @property
+    def chain(self) -> tuple[str, ...]:
+        """What it is the next of: a link, a device, a program, or a kind of fault."""
+        if self.kind == "deliver":
+            return ("link", self.of, self.worker)
+        if self.kind in ("begin", "finish"):
+            return ("device", self.worker)
+        if self.kind in ("spawn", "wake", "main"):
+            return ("program", self.worker, self.of)
+        return (self.kind, self.worker, self.of)
+
+    def __str__(self) -> str:
+        if self.kind == "acknowledge":
+            return f"acknowledge {self.worker} -> {self.of}"
+        if self.number:
+            name, path = self.message
+            what = " ".join(filter(None, [name, ".".join(map(str, path))]))
+            return f"{self.kind} {self.of} -> {self.worker} ({self.number}: {what})"
+        return " ".join(filter(None, [self.kind, self.of, "on", self.worker]))
+
+
+MAIN = "main"
+Fault = tuple[Step, tuple[Any, ...]]
+
+
+class StepChooser(Chooser):
+    """Has the order of all steps picked by a function of those that may happen now.
+
+    Args:
+        pick: returns the index of one of the steps it is given.
+        budget: how many faults there may be, by kind: "crash", "rejoin", "drop",
+            "duplicate".
+    """
+
+    picks_jobs = untimed = True
+
+    def __init__(
+        self,
+        pick: Callable[[tuple[Step, ...]], int],
+        budget: Iterable[tuple[str, int]] = (),
+    ) -> None:
+        super().__init__()
+        self._pick = pick
+        self.budget = dict(budget)
+        self.job = 0
+
+    def pick_step(self, steps: tuple[Step, ...]) -> int:
+        """The index of the step to happen next."""
+        return checked(self._pick(steps), len(steps))
+
+    def pick_job(self, worker: str, ready: Any) -> int:
+        """The job of the step that was picked."""
+        del worker, ready
+        return self.job
+
+
+class UntimedTimeline(Timeline):
+    """A timeline on which what is due now happens in the order that is picked."""
+
+    __slots__ = ("_chains", "_delivered", "_home", "_running", "faults")
+
+    def __init__(self, events_max: int, home: str) -> None:
+        super().__init__(events_max)
+        self._home = home
+        # By chain, what is due now, in its order, with its step (jobs have several).
+        self._chains: dict[tuple[str, ...], deque[tuple[Entry, Step]]] = {}
+        self._delivered: dict[tuple[str, ...], int] = {}
+        self._running: dict[str, str] = {}  # By worker, the job begun last.
+        self.faults: Callable[[], list[Fault]] = list
+
+    def push(self, time_ns: int, priority: int, action: tuple[Any, ...]) -> Entry:
+        """Queue `action`; see `Timeline.push`."""
+        if time_ns > self.now_ns or priority not in (EVENT, BEGIN):
+            return super().push(time_ns, priority, action)
+        entry = self.entry(time_ns, priority, action)
+        step = self._step(action)
+        self._chains.setdefault(step.chain, deque()).append((entry, step))
+        return entry
+
+    def _step(self, action: tuple[Any, ...]) -> Step:
+        kind, at = action[0].__name__.lstrip("_"), action[1]
+        if kind == "frame":
+            link = at.peer, at.worker
+            self._delivered[link] = number = self._delivered.get(link, 0) + 1
+            parcel = action[2].payload
+            said = ("acknowledgement", ()) if parcel is None else _message(parcel[0])
+            return Step("deliver", at.worker, at.peer, number, said)
+        if kind == "begin":
+            return Step(kind, at.worker)
+        if kind == "finish":
+            return Step(kind, at.worker, self._running[at.worker])
+        if kind == "acknowledge":
+            return Step(kind, at.worker, at.peer)
+        of = str(getattr(action[2], "path", action[2]))
+        return Step(kind, at.worker, of)
+
+    def run(self, chooser: Any, given: Container[int], waiter: int) -> None:
+        """Carry out steps until main goes on, or none is left.
+
+        Main may go on once `waiter` is given something; other steps may come first.
+        """
+        heap = self._heap
+        while True:  # Bounded by events_max.
+            if heap and heap[0][TIME] == self.now_ns and heap[0][PRIORITY] == CRASH:
+                self._carry_out(heappop(heap))
+                continue
+            found = self._enabled(waiter in given)
+            faults = self._faults(chooser) if found else []
+            if found:
+                steps = tuple([one[0] for one in found]) + tuple([f[0] for f in faults])
+                index = chooser.pick_step(steps)
+                if index >= len(found):
+                    step, action = faults[index - len(found)]
+                    chooser.budget[step.kind] -= 1
+                    action[0](*action[1:])
+                    continue
+            elif heap:
+                self._carry_out(heappop(heap))
+                continue
+            else:
+                return
+            step, entry, job = found[index]
+            if entry is None:
+                return
+            self._take(step)
+            if step.kind == "begin":
+                self._running[step.worker] = step.of
+            chooser.job = job
+            self._carry_out(entry)
+
+    def _carry_out(self, entry: Entry) -> None:
+        action = entry[ACTION]
+        if action is not None:
+            entry[ACTION] = None
+            self.now_ns = entry[TIME]
+            action[0](*action[1:])
+
+    def _enabled(self, main: bool) -> list[tuple[Step, Entry | None, int]]:
+        """What may happen next, in the order in which it was queued; main first."""
+        heads = []
+        for chain, queue in [*self._chains.items()]:
+            while queue and queue[0][0][ACTION] is None:
+                queue.popleft()  # It was cancelled.
+            if queue:
+                heads.append(queue[0])
+            else:
+                del self._chains[chain]
+        heads.sort(key=_sequence)
+        found: list[tuple[Step, Entry | None, int]] = []
+        if main:
+            found.append((Step(MAIN, self._home), None, 0))
+        for entry, step in heads:
+            if step.kind != "begin":
+                found.append((step, entry, 0))
+                continue
+            ready = entry[ACTION][2].ready.choices()
+            named = [Step("begin", step.worker, _said(job)) for job in ready]
+            found += [(one, entry, index) for index, one in enumerate(named)]
+            if not ready:  # A list waits, or the worker is gone: nothing is begun.
+                found.append((step, entry, 0))
+        return found
+
+    def _faults(self, chooser: Any) -> list[Fault]:
+        left = {kind: number for kind, number in chooser.budget.items() if number > 0}
+        if not left:
+            return []
+        found = [fault for fault in self.faults() if fault[0].kind in left]
+        for kind in ("drop", "duplicate"):
+            for queue in self._chains.values() if kind in left else ():
+                entry, step = queue[0]
+                if step.kind == "deliver":
+                    fault = step._replace(kind=kind)
+                    found.append((fault, (self._befall, kind, step, entry)))
+        return found
+
+    def _befall(self, kind: str, step: Step, entry: Entry) -> None:
+        """Lose the frame at the head of a link, or have it come again behind."""
+        if kind == "drop":
+            self._take(step)
+        else:
+            self.push(self.now_ns, EVENT, entry[ACTION])
+
+    def _take(self, step: Step) -> None:
+        queue = self._chains[step.chain]
+        queue.popleft()
+        if not queue:
+            del self._chains[step.chain]
+
+    def clear(self) -> None:
+        """Drop all queued actions."""
+        super().clear()
+        self._chains.clear()
+
+
+def _sequence(head: tuple[Entry, Step]) -> int:
+    sequence: int = head[0][SEQUENCE]
+    return sequence
+
+
+def _message(message: Any) -> tuple[str, tuple[int, ...]]:
+    return type(message).__name__, getattr(message, "path", ())
+
+
+def _said(job: Any) -> str:
+    path = ".".join(map(str, job.path))
+    return f"{type(job).__name__} {job.phase}:{path}"

@@ -1,0 +1,353 @@
+"""Exploration: every order of a program's events, held to a property."""
+
+import json
+from collections import Counter
+from itertools import pairwise
+from unittest import mock
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import jdag
+from jdag.cli.commands import app
+from jdag.engine import share
+from jdag.errors import ScenarioError
+from jdag.lab.exploration import order_of, sound
+from jdag.lab.strategies import (
+    PCT,
+    Exhaustive,
+    RandomWalk,
+    Script,
+    Strategy,
+    parsed,
+)
+from jdag.lab.subject import Subject
+from jdag.scenario import Case
+from jdag.sim.untimed import Step
+
+
+def scaled(w, x):
+    return jnp.sin(w * x)
+
+
+def total(*terms):
+    return sum(jnp.sum(term) for term in terms)
+
+
+PARAMS = {"w": np.array([0.1, 0.7, 1.3], np.float32)}
+
+
+def three_terms(ctx, params):
+    w = params["w"]
+    terms = [ctx.call(worker, scaled, w, w) for worker in "bcd"]
+    return ctx.call("a", total, *terms)
+
+
+def one_call(ctx, params):
+    return ctx.call("b", total, params["w"])
+
+
+def two_calls(ctx, params):
+    inner = ctx.call("b", scaled, params["w"], params["w"])
+    return ctx.call("a", total, inner)
+
+
+TERMS = Case(three_terms, PARAMS, {"w": "b"})
+ONE = Case(one_call, PARAMS, {"w": "b"})
+TWO = Case(two_calls, PARAMS, {"w": "b"})
+
+
+# ------------------------------------------------------------------------ what it finds
+
+
+@pytest.mark.parametrize("strategy", [RandomWalk(3), PCT(3), PCT(1, seed=5)])
+def test_a_sound_program_is_right_in_every_order_that_is_tried(strategy):
+    report = jdag.explore(TERMS, [*"abcd"], runs=25, strategy=strategy)
+    assert report.failure is None and report.runs == 25
+    assert report.orders > 5 and report.picks > 25
+
+
+def test_values_may_be_shapes_alone():
+    report = jdag.explore(TERMS, [*"abcd"], runs=10, values="abstract")
+    assert report.failure is None and report.runs == 10
+
+
+def test_sums_in_the_order_of_arrival_are_found_shrunk_and_replayed(tmp_path):
+    with mock.patch.object(share, "sorted", list, create=True):
+        report = jdag.explore(TERMS, [*"abcd"], runs=200)
+        failure = report.failure
+        assert failure is not None and "other bits" in failure.why
+        small = failure.shrink()
+        assert small.why == failure.why
+        (held,) = small.held
+        assert f"{held} waits until nothing else can happen" in str(small)
+        small.save(tmp_path / "bug.json")
+        run, steps = jdag.replay(tmp_path / "bug.json", TERMS)
+        assert run.trace.digest == small.digest and steps == small.steps
+    assert jdag.explore(TERMS, [*"abcd"], runs=60).failure is None
+
+
+def test_a_property_of_ones_own_is_told_by_its_name_or_its_words():
+    def never(run):
+        return False
+
+    def says(run):
+        assert len(run.trace) < 3, f"{len(run.trace) // 1000} thousand records"
+
+    assert "never is False" in str(jdag.explore(ONE, [*"ab"], never, runs=5))
+    failure = jdag.explore(ONE, [*"ab"], says, runs=5).failure
+    assert failure.run == 0 and failure.why == "0 thousand records"
+
+
+def test_a_function_of_a_cluster_may_train():
+    def train(cluster):
+        w = cluster.put("b", PARAMS["w"])
+        for _ in range(2):
+            with cluster.context() as ctx:
+                ctx.backward(ctx.call("c", total, ctx.call("b", scaled, w, w)))
+                cluster.update(lambda w, g: w - 0.5 * g, w, ctx.gradient(w))
+        return {"w": w}
+
+    seen = {}
+
+    def notes(run):
+        sound(run)
+        seen[run.result[0].tobytes()] = None
+
+    report = jdag.explore(train, [*"abc"], notes, runs=20)
+    assert report.failure is None and report.orders == 20
+    assert len(seen) == 1
+
+
+# ------------------------------------------------------------------------------- faults
+
+
+def test_faults_befall_a_run_within_their_budget():
+    faults = {"crash": 1, "rejoin": 1, "drop": 2, "duplicate": 2}
+    counts = Counter()
+
+    def counted(run):
+        sound(run)
+        of = Counter(record.kind for record in run.trace)
+        assert of["crash"] <= 1 and of["restart"] <= of["crash"]
+        counts.update({"crash": of["crash"], "restart": of["restart"]})
+        counts.update({"resend": of["resend"], "duplicate": of["duplicate"]})
+
+    report = jdag.explore(TERMS, [*"abcd"], counted, runs=80, faults=faults)
+    assert report.failure is None, report.failure
+    assert min(counts.values()) > 0, counts
+
+
+def test_without_a_budget_no_fault_befalls_a_run():
+    def quiet(run):
+        return not any(run.trace.of_kind("crash", "drop", "duplicate", "resend"))
+
+    assert jdag.explore(TERMS, [*"abcd"], quiet, runs=10).failure is None
+
+
+# --------------------------------------------------------------------------- strategies
+
+
+def test_sleep_sets_see_each_order_once_and_none_is_missed():
+    """Held against all sequences of steps, of which those that differ are counted."""
+
+    def all_orders(strategy):
+        report = jdag.explore(
+            ONE, [*"ab"], runs=10**6, values="abstract", strategy=strategy
+        )
+        assert strategy.complete and report.failure is None
+        return report
+
+    fewer = all_orders(Exhaustive(10**6))
+    every = all_orders(Exhaustive(10**6, sleep_sets=False))
+    assert set(fewer.seen) == set(every.seen)
+    assert fewer.runs == fewer.orders == every.orders < every.runs
+
+
+def test_an_exhaustive_search_ends_at_its_limit():
+    strategy = Exhaustive(7)
+    report = jdag.explore(TWO, [*"ab"], values="abstract", strategy=strategy)
+    assert report.runs + report.redundant == 7 and not strategy.complete
+    assert "orders are left" in str(report)
+
+
+def test_a_script_repeats_the_picks_of_a_run():
+    subject = Subject(TERMS, [*"abcd"], "real", {})
+    played = subject.play(RandomWalk(1).begin(4))
+    again = subject.play(Script(played.choices).begin(0))
+    assert again.steps == played.steps and any(played.choices)
+    assert again.explored.trace.digest == played.explored.trace.digest
+    report = jdag.explore(TERMS, [*"abcd"], strategy=Script(played.choices))
+    assert report.runs == 1
+
+
+def picks_of(strategy, run, points):
+    pick = strategy.begin(run)
+    return [pick(steps) for steps in points]
+
+
+CHAINS = [tuple(Step("deliver", "a", peer, n) for peer in "bcd") for n in range(20)]
+
+
+def test_pct_runs_one_chain_until_a_change_point():
+    strategy = PCT(1)
+    assert len(set(picks_of(strategy, 0, CHAINS))) == 1
+    strategy = PCT(3)
+    strategy.ended(20)
+    changes = [
+        sum(one != other for one, other in pairwise(of))
+        for of in (picks_of(strategy, run, CHAINS) for run in range(40))
+    ]
+    assert max(changes) == 2 and changes.count(2) > 20
+    assert strategy.bound().startswith("a bug of depth 3 is found by one run in 1,200 ")
+
+
+def test_equal_runs_of_a_strategy_pick_alike_and_others_differ():
+    for make in (RandomWalk, PCT):
+        first, other = [picks_of(make(), run, CHAINS) for run in (0, 1)]
+        assert first == picks_of(make(), 0, CHAINS)
+        assert any(picks_of(make(), n, CHAINS) != first for n in range(1, 9)), other
+
+
+def test_what_steps_on_one_worker_differ_in_is_an_order():
+    here, there = Step("deliver", "a", "b", 1), Step("deliver", "b", "a", 1)
+    later = Step("deliver", "a", "b", 2)
+    assert order_of([here, there, later]) == order_of([there, here, later])
+    assert order_of([here, later]) != order_of([later, here])
+
+
+class Second(Strategy):
+    """The last step everywhere."""
+
+    def begin(self, run):
+        return lambda steps: len(steps) - 1
+
+
+def test_a_strategy_of_ones_own_is_a_class():
+    assert jdag.explore(TERMS, [*"abcd"], runs=2, strategy=Second()).failure is None
+
+
+# ---------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"runs": 0}, "runs = 0: allowed is an integer >= 1"),
+        ({"strategy": "pct"}, "strategy = 'pct': allowed is one of jdag.strategies"),
+        ({"property": 3}, "property = 3: allowed is a function of a run"),
+        ({"program": 3}, "program = 3: allowed is a jdag.scenario.Case, or a function"),
+        ({"workers": []}, r"workers = \[\]: allowed is a list of one name or more"),
+        ({"values": "none"}, "values = 'none'"),
+        ({"faults": {"fire": 1}}, "faults = 'fire': allowed is one of crash, rejoin"),
+        ({"faults": {"crash": -1}}, "faults: crash = -1: allowed is an integer >= 0"),
+    ],
+)
+def test_a_setting_that_is_unusable_is_one_line(given, said):
+    settings = {"program": ONE, "workers": ["a", "b"], **given}
+    with pytest.raises(ScenarioError, match=said):
+        jdag.explore(**settings)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: PCT(0), "depth = 0: allowed is an integer >= 1"),
+        (lambda: RandomWalk(-1), "seed = -1: allowed is an integer >= 0"),
+        (lambda: Exhaustive(0), "max_runs = 0"),
+        (lambda: Script([1, -1]), r"choices = \[1, -1\]: allowed is integers >= 0"),
+        (
+            lambda: parsed("fuzz"),
+            r"strategy = 'fuzz': allowed is one of random\[:SEED\]",
+        ),
+        (lambda: parsed("pct:x"), "strategy = 'pct:x'"),
+    ],
+)
+def test_a_strategy_that_is_unusable_is_one_line(make, said):
+    with pytest.raises(ScenarioError, match=said):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda held: held.update(format=0), "format = 0: allowed is 1"),
+        (lambda held: held.pop("choices"), "choices = None: allowed is a list"),
+        (lambda held: held.update(digest=0), "digest = 0: allowed is a str"),
+        (lambda held: held["steps"].reverse(), "pick 0 is '.*', and was '"),
+    ],
+)
+def test_a_file_of_another_run_is_refused(tmp_path, change, said):
+    path = tmp_path / "bug.json"
+    jdag.explore(ONE, [*"ab"], lambda run: False, runs=1).failure.save(path)
+    jdag.replay(path, ONE)
+    held = json.loads(path.read_text())
+    change(held)
+    path.write_text(json.dumps(held))
+    with pytest.raises(ScenarioError, match=said):
+        jdag.replay(path, ONE)
+
+
+def test_a_file_that_is_cut_off_or_absent_is_refused(tmp_path):
+    path = tmp_path / "bug.json"
+    jdag.explore(ONE, [*"ab"], lambda run: False, runs=1).failure.save(path)
+    path.write_text(path.read_text()[:-40])
+    with pytest.raises(ScenarioError, match=r"is no file of Failure\.save: "):
+        jdag.replay(path, ONE)
+    with pytest.raises(ScenarioError, match=r"bug\.jso: No such file"):
+        jdag.replay(str(path)[:-1], ONE)
+
+
+# -------------------------------------------------------------------------- the command
+
+
+CHAIN = "scenarios/chain.toml"
+
+
+def command(*words):
+    done = CliRunner().invoke(app, [str(word) for word in words])
+    assert done.exception is None or isinstance(done.exception, SystemExit)
+    return done.exit_code, done.output
+
+
+def test_the_command_explores_a_scenario():
+    code, said = command("explore", CHAIN, "--runs", 5, "--strategy", "pct:2")
+    assert code == 0 and "5 runs, 5 orders" in said and "all of them are right" in said
+    assert "a bug of depth 2 is found by one run in" in said
+
+
+def test_the_command_writes_a_run_that_is_wrong_and_repeats_it(tmp_path):
+    bug = tmp_path / "bug.json"
+    with mock.patch.object(share, "sorted", list, create=True):
+        options = "--runs", 100, "--out", bug
+        code, said = command("explore", "scenarios/fan_out_24.toml", *options)
+        assert code == 1 and "wrong: run" in said and f"jdag replay {bug}" in said
+        code, said = command("replay", bug, "scenarios/fan_out_24.toml")
+        assert code == 1 and "wrong: the result has other bits" in said
+    code, said = command("replay", bug, "scenarios/fan_out_24.toml")
+    assert code == 0 and "it is right" in said
+    assert any(line.startswith("> ") for line in said.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["explore", CHAIN, "--runs", "0"], "--runs = '0': allowed is an integer >= 1"),
+        (["explore", CHAIN, "--runs", "many"], "--runs = 'many'"),
+        (
+            ["explore", CHAIN, "--strategy", "dfs"],
+            "strategy = 'dfs': allowed is",
+        ),
+        (["explore", CHAIN, "--fault", "crash"], "--fault crash = '': allowed is an"),
+        (["explore", CHAIN, "--values", "x"], "values = 'x'"),
+        (["explore", "scenarios/digits.toml"], "allowed is one that returns a jdag"),
+        (["explore", "nowhere.toml"], "nowhere.toml"),
+        (["replay", "nowhere.json", CHAIN], "nowhere.json: No such file"),
+        (["replay", CHAIN, CHAIN], "chain.toml is no file of Failure.save"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(words, said):
+    code, output = command(*words)
+    assert code == 2 and said in output and output.count("\n") == 1
