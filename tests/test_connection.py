@@ -167,6 +167,16 @@ def test_functions_and_asides_arrive_between_messages(sides: Sides) -> None:
     assert sides.b.asides == [{"ask": 1, "what": "info"}]
 
 
+def test_acknowledgements_are_sent_as_one_message(sides: Sides) -> None:
+    connection = sides.a.connection
+    for number in (1, 2):
+        connection.send(Acknowledge(None, ((number,),)), [])
+        assert not connection.idle
+    sides.run(lambda: bool(sides.b.messages))
+    assert sides.b.messages == [(Acknowledge(None, ((1,), (2,))), [])]
+    assert connection.idle
+
+
 def test_a_message_may_name_a_worker_of_which_a_control_frame_before_it_tells(
     make: Callable[..., Sides],
 ) -> None:

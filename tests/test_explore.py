@@ -101,6 +101,21 @@ def test_a_property_of_ones_own_is_told_by_its_name_or_its_words():
     assert failure.run == 0 and failure.why == "0 thousand records"
 
 
+def test_messages_may_come_while_a_job_runs():
+    def between(run):
+        running = {}
+        for record in run.trace:
+            if record.kind == "start":
+                running[record.worker] = record
+            elif record.kind == "finish":
+                del running[record.worker]
+            elif record.kind == "deliver" and record.worker in running:
+                return False
+        return True
+
+    assert jdag.explore(TERMS, [*"abcd"], between, runs=20).failure is not None
+
+
 def test_a_function_of_a_cluster_may_train():
     def train(cluster):
         w = cluster.put("b", PARAMS["w"])
