@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from jdag.lab import strategies
     from jdag.lab.exploration import explore
     from jdag.lab.failures import replay
+    from jdag.lab.retiming import retime
 
 __all__ = [
     "Cluster",
@@ -66,6 +67,7 @@ __all__ = [
     "pipeline",
     "program",
     "replay",
+    "retime",
     "schedules",
     "sim",
     "simulate",
@@ -101,6 +103,7 @@ _LATER = {
     "pipeline": "jdag.api.pipeline",
     "program": "jdag.engine.functions",
     "replay": "jdag.lab.failures",
+    "retime": "jdag.lab.retiming",
     "schedules": "",
     "sim": "",
     "simulate": "jdag.api.drivers",

@@ -33,7 +33,7 @@ from rich.text import Text
 
 from jdag.api.folders import reading, replacing
 from jdag.api.graph import ContextGraph
-from jdag.cli import exploring, hosting
+from jdag.cli import exploring, hosting, retiming
 from jdag.cli.cli_errors import Exit, errors_in_one_line
 from jdag.engine.drawing import Need
 from jdag.errors import ScenarioError, named_text, reason, spelled, unusable
@@ -420,6 +420,7 @@ def report(
 
 
 app.command()(exploring.explore)
+app.command("what-if")(retiming.what_if)
 app.command("replay")(exploring.replay_file)
 app.command()(hosting.worker)
 app.command()(hosting.up)

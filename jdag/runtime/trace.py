@@ -98,12 +98,14 @@ _FIELDS = tuple(field.name for field in fields(Record))
 class Trace:
     """The records of one run, in order; indexing and iteration give `Record`s."""
 
-    __slots__ = ("_hash", "_hashed", "_rows")
+    __slots__ = ("_hash", "_hashed", "_rows", "settings")
 
     def __init__(self) -> None:
         self._rows: list[bytes] = []
         self._hash = hashlib.sha256()
         self._hashed = 0  # How many rows the hash has taken in.
+        # Of the run, as far as re-timing needs them: data of JSON, not in the digest.
+        self.settings: dict[str, Any] = {}
 
     def add(
         self,
@@ -162,10 +164,15 @@ class Trace:
     def write(self, path: str | Path) -> None:
         """Write one JSON object a line; each has the fields of `Record`.
 
+        The settings, if there are any, are the first line.
+
         Raises:
             OSError: the file cannot be written.
         """
         with Path(path).open("w", encoding="utf-8") as file:
+            if self.settings:
+                head = {"settings": self.settings}
+                file.write(json.dumps(head, separators=(",", ":")) + "\n")
             for record in self:
                 held = {name: getattr(record, name) for name in _FIELDS}
                 file.write(json.dumps(held, separators=(",", ":")) + "\n")
@@ -180,12 +187,15 @@ def read_trace(path: str | Path) -> Trace:
     """
     trace = Trace()
     with Path(path).open(encoding="utf-8") as file:
-        for index, line in enumerate(file):
+        for number, line in enumerate(file, 1):
             try:
-                trace.add(*_row(line, index))
+                if number == 1 and line.startswith('{"settings":'):
+                    trace.settings = dict(json.loads(line)["settings"])
+                else:
+                    trace.add(*_row(line, len(trace)))
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise JdagError(
-                    f"{path}, line {index + 1}: {error!s} is wrong;"
+                    f"{path}, line {number}: {error!s} is wrong;"
                     f" a trace has one JSON object a line, with {', '.join(_FIELDS)}"
                 ) from error
     return trace

@@ -138,6 +138,20 @@ class DeviceModel:
             return [first, self.overlap_ns - first]
         return costs
 
+    def named_ns(self, name: str, action: str) -> int:
+        """The duration of the action F, B, I or W of a function, by its name.
+
+        Raises:
+            ScenarioError: it has no entry, and there is a roofline.
+        """
+        costs = self._costs(name)
+        if costs is None:
+            if self.roofline is not None:
+                allowed = "an entry for each function of a compiled step"
+                raise ScenarioError(unusable("functions", name, allowed))
+            costs = (self.forward_ns, self.backward_ns)
+        return self._cost_ns(costs, action)
+
     def _costs(self, name: str) -> tuple[int, ...] | None:
         functions = self.functions
         costs = functions.get(name) or functions.get(name.rpartition(":")[2])
@@ -155,13 +169,7 @@ class DeviceModel:
         """The cost of a part of a segment."""
         if kind not in _ACTIONS:
             return self.sum_ns
-        costs = self._costs(name)
-        if costs is None:
-            if self.roofline is not None:
-                allowed = "an entry for each function of a compiled step"
-                raise ScenarioError(unusable("functions", name, allowed))
-            costs = (self.forward_ns, self.backward_ns)
-        return self._cost_ns(costs, _ACTIONS[kind])
+        return self.named_ns(name, _ACTIONS[kind])
 
     def _cost_ns(self, costs: tuple[int, ...], action: str) -> int:
         forward_ns, *backward = costs

@@ -36,6 +36,8 @@ class Environment:
             else Timeline(settings.events_max)
         )
         self.recorder = Recorder(Trace() if settings.trace else None, self.timeline)
+        if self.recorder.trace is not None:
+            self.recorder.trace.settings = settings.described()
         self.waiters = Waiters()
         self.faults = Faults(settings.faults, self.workers)
         self.hosts: dict[Worker, Host] = {}

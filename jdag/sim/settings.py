@@ -1,7 +1,8 @@
 """The settings of a simulated run, checked before it begins."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from jdag.engine.protocol import WORKERS_MAX, is_name
 from jdag.errors import ScenarioError, unusable
@@ -103,9 +104,28 @@ class SimSettings:
                 )
                 raise ScenarioError(unusable(key, fault.at_index, allowed))
 
+    def described(self) -> dict[str, Any]:
+        """What a trace says of it, for `jdag.retime`: data of JSON."""
+        network = self.all_links
+        control = network.control_lane
+        return {
+            "schedule": self.schedule is not None,
+            "policy": self.policy,
+            "faults": len(self.faults),
+            "default": _described(network.default),
+            "links": [[*pair, _described(of)] for pair, of in network.links.items()],
+            "port_bandwidth_bytes_per_s": network.port_bandwidth_bytes_per_s,
+            "control_lane": None if control is None else _described(control),
+            "routed": network.route is not None,
+        }
+
     @property
     def all_links(self) -> Network:
         """The network; a single model, or None, applies to all links."""
         if isinstance(self.network, Network):
             return self.network
         return Network(self.network or LinkModel())
+
+
+def _described(model: Any) -> dict[str, Any]:
+    return {"kind": type(model).__name__, **asdict(model)}

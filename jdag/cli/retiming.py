@@ -1,0 +1,113 @@
+"""The command `jdag what-if`: a recorded run with other links and devices."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from jdag.api.folders import reading
+from jdag.cli.cli_errors import errors_in_one_line
+from jdag.errors import JdagError, ScenarioError, reason, unusable
+from jdag.lab.retiming import Retimed, retime
+from jdag.report.formatting import formatted
+from jdag.runtime.trace import read_trace
+from jdag.sim.network import LinkModel, Network
+
+TRACE = "trace.jsonl"
+Folder = Annotated[Path, typer.Argument(help="What `jdag run` wrote.")]
+Change = Annotated[
+    str | None, typer.Option(metavar="xF|N", help="A factor, such as x2, or a value.")
+]
+
+
+def what_if(
+    folder: Folder,
+    *,
+    bandwidth: Change = None,
+    latency: Change = None,
+    compute: Change = None,
+) -> None:
+    """Tell how long a run would have taken with other links and devices.
+
+    `--bandwidth` is in bytes/s, `--latency` in ns, of all links; `--compute` is a
+    factor of the times of all jobs. The run followed a schedule, with a control lane
+    that is free and immediate.
+
+    Exit codes: 0; 2 bad input, or a run whose order depends on time: says why.
+    """
+    with errors_in_one_line():
+        try:
+            with reading(folder):
+                run = retime(read_trace(folder / TRACE))
+        except OSError as error:
+            said = f"a folder that `jdag run` wrote; {reason(error)}"
+            raise ScenarioError(unusable("folder", str(folder), said)) from error
+        except JdagError as error:
+            raise ScenarioError(f"{folder}: {error}") from error
+        network = _changed(run.network, bandwidth, latency)
+        scale = _factor("--compute", compute) if compute else 1.0
+        paths = [run.critical_path(), run.critical_path(network, scale=scale)]
+    _print(run, paths)
+
+
+def _changed(network: Network, bandwidth: str | None, latency: str | None) -> Network:
+    def changed(model: LinkModel) -> LinkModel:
+        rate = model.bandwidth_bytes_per_s
+        if bandwidth is not None:
+            if rate is None and bandwidth.startswith("x"):
+                allowed = "bytes/s, as the links of this run have no bound"
+                raise ScenarioError(unusable("--bandwidth", bandwidth, allowed))
+            model = replace(
+                model,
+                bandwidth_bytes_per_s=_value("--bandwidth", bandwidth, rate or 0, 1),
+            )
+        if latency is not None:
+            ns = _value("--latency", latency, model.latency_ns, 0)
+            model = replace(model, latency_ns=ns)
+        return model
+
+    links = {pair: changed(model) for pair, model in network.links.items()}
+    return replace(network, default=changed(network.default), links=links)
+
+
+def _value(key: str, text: str, now: int, least: int) -> int:
+    if text.startswith("x"):
+        return max(round(_factor(key, text) * now), least)
+    if not (text.isascii() and text.isdigit() and int(text) >= least):
+        allowed = f"a factor such as x2, or an integer >= {least}"
+        raise ScenarioError(unusable(key, text, allowed))
+    return int(text)
+
+
+def _factor(key: str, text: str) -> float:
+    try:
+        factor = float(text.removeprefix("x"))
+    except ValueError:
+        factor = -1.0
+    if not (text.startswith("x") and 0 < factor < 1e9):
+        raise ScenarioError(unusable(key, text, "a factor above 0, such as x2"))
+    return factor
+
+
+def _print(run: Retimed, paths: list[Any]) -> None:
+    console = Console()
+    before, after = (path.makespan_ns for path in paths)
+    ratio = f"{after / before:.3f}" if before else "-"
+    table = Table(title="until the last job ends, and what it waited for")
+    for column in ("", "as it ran", "what if"):
+        table.add_column(column, justify="left" if not column else "right")
+    table.add_row("makespan", *(formatted("makespan_ns", n) for n in (before, after)))
+    for name in ("by_kind", "by_worker", "by_link"):
+        shares = [getattr(path, name) for path in paths]
+        for key in sorted({*shares[0], *shares[1]}):
+            cells = [
+                f"{formatted('share_ns', share.get(key, 0))} "
+                f"({100 * share.get(key, 0) / max(path.makespan_ns, 1):.1f} %)"
+                for share, path in zip(shares, paths, strict=True)
+            ]
+            table.add_row(key, *cells)
+    console.print(table)
+    console.print(f"what if / as it ran: {ratio}", highlight=False)

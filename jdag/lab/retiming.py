@@ -1,0 +1,286 @@
+"""Re-timing: what a recorded run would take with other links and devices, without it.
+
+Under a schedule, with a control lane that is free and immediate, the order of all that
+takes time is fixed, so the run is a graph of longest paths (`jdag.lab.max_plus`): jobs
+wait for the one before on their device and for what they read, values for the one
+before on their link. Costs alone change: latencies, bandwidths, and times of jobs.
+
+Inputs:  the trace of a run, with its settings (`Trace.settings`).
+Outputs: `Retimed`: makespans of other settings, to the ns what a run with them takes
+         until its last job ends; their gradient; the critical path.
+
+Invariants: with the recorded settings the graph gives each job the times of the trace,
+or the run is refused; so is one whose order may depend on time, by what is missing.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jdag.errors import ScenarioError, unusable
+from jdag.lab.max_plus import MaxPlus
+from jdag.lab.run_graph import RunGraph, job_named, refusal
+from jdag.runtime.trace import Trace
+from jdag.sim.devices import DeviceModel
+from jdag.sim.network import LinkModel, LogGP, Network
+
+_SECOND_NS = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class CriticalPath:
+    """What a run waited for, from its begin to the end of its last job.
+
+    Attributes:
+        steps: (what, start_ns, end_ns) of each part that takes time, in order.
+        makespan_ns: their sum, and what the run takes.
+        by_worker, by_link, by_kind: ns of each; kinds are "compute", "latency" and
+            "transfer".
+    """
+
+    steps: tuple[tuple[str, int, int], ...]
+    makespan_ns: int
+    by_worker: Mapping[str, int]
+    by_link: Mapping[str, int]
+    by_kind: Mapping[str, int]
+
+
+class Retimed:
+    """A recorded run as a function of its links and devices; `retime` makes it.
+
+    Attributes:
+        settings: what the run had, as the argument of `makespan_fn`: by link, as
+            "a->b", `latency_ns` and `bandwidth_bytes_per_s` (of links without bound
+            there is none), and by "worker: function action" `job_ns`; floats.
+    """
+
+    def __init__(self, graph: RunGraph, network: Network, costs: Mapping[Any, int]):
+        self._graph = graph
+        self.network = network  # Of the run.
+        self._costs = costs
+        self._paths = MaxPlus(graph.nodes, [edge for edge, _ in graph.edges])
+        links = [f"{a}->{b}" for a, b in graph.links]
+        models = [network.model(*link) for link in graph.links]
+        pairs = list(zip(links, models, strict=True))
+        self.settings: dict[str, dict[str, float]] = {
+            "latency_ns": {link: float(model.flight_ns) for link, model in pairs},
+            "bandwidth_bytes_per_s": {
+                link: float(model.bandwidth_bytes_per_s)
+                for link, model in pairs
+                if model.bandwidth_bytes_per_s is not None
+            },
+            "job_ns": {job_named(key): float(cost) for key, cost in costs.items()},
+        }
+        self.makespan_fn = _relaxed(self)
+
+    def _edge_costs(
+        self, network: Network | LinkModel | None, devices: Any, scale: float = 1.0
+    ) -> list[int]:
+        if isinstance(network, LinkModel):
+            network = Network(network, control_lane=True)
+        network = network or self.network
+        _check_network(network)
+        costs = self._costs if devices is None else _costs_of(self._costs, devices)
+        if scale != 1.0:
+            costs = {key: round(cost * scale) for key, cost in costs.items()}
+        found = []
+        for _, cost in self._graph.edges:
+            if cost.kind == "job":
+                found.append(costs[cost.key])
+            elif cost.kind:
+                model = network.model(cost.key[0], cost.key[1])
+                is_way = cost.kind == "latency"
+                ns = model.flight_ns if is_way else model.transfer_ns(cost.nbytes)
+                found.append(ns)
+            else:
+                found.append(0)
+        return found
+
+    def makespan(
+        self,
+        network: Network | LinkModel | None = None,
+        devices: DeviceModel | Mapping[str, DeviceModel] | None = None,
+    ) -> int:
+        """Until the last job ends, in ns, as a run with these would take.
+
+        Args:
+            network: of the same workers; None: that of the run.
+            devices: of all workers, or by worker; None: those of the run.
+
+        Raises:
+            ScenarioError: a network or devices by which the order of the run would
+                depend on time; names what.
+        """
+        at, _ = self._paths.times(self._edge_costs(network, devices))
+        return max(at[node] for node in self._graph.ends)
+
+    def critical_path(
+        self,
+        network: Network | LinkModel | None = None,
+        devices: DeviceModel | Mapping[str, DeviceModel] | None = None,
+        *,
+        scale: float = 1.0,
+    ) -> CriticalPath:
+        """What the last job waited for, back to the begin; arguments as `makespan`.
+
+        Jobs take `scale` times as long, rounded to ns.
+        """
+        costs = self._edge_costs(network, devices, scale)
+        at, by = self._paths.times(costs)
+        node = max(self._graph.ends, key=at.__getitem__)
+        makespan_ns, steps = at[node], []
+        shares: dict[str, Counter[str]] = {
+            "worker": Counter(),
+            "link": Counter(),
+            "kind": Counter(),
+        }
+        while (edge := by[node]) >= 0:
+            (source, _), cost = self._graph.edges[edge]
+            if ns := costs[edge]:
+                if cost.kind == "job":
+                    what, kind, where = job_named(cost.key), "compute", "worker"
+                    shares[where][cost.key[0]] += ns
+                else:
+                    what = f"{cost.key[0]}->{cost.key[1]} {cost.kind}"
+                    kind, where = cost.kind, "link"
+                    shares[where][f"{cost.key[0]}->{cost.key[1]}"] += ns
+                shares["kind"][kind] += ns
+                steps.append((what, at[source], at[source] + ns))
+            node = source
+        return CriticalPath(
+            *(tuple(reversed(steps)), makespan_ns),
+            *(shares["worker"], shares["link"], shares["kind"]),
+        )
+
+
+def retime(trace: Trace) -> Retimed:
+    """Take a recorded run as a function of its links and devices.
+
+    Args:
+        trace: `cluster.trace`, or what `jdag.runtime.trace.read_trace` read of a run
+            under a schedule with `Network(control_lane=True)`.
+
+    Raises:
+        JdagError: the order of this run may depend on time, or its trace has no
+            settings; names what is missing.
+    """
+    network = _network_of(trace)
+    graph = RunGraph(trace)
+    run = Retimed(graph, network, graph.costs)
+    at, _ = run._paths.times(run._edge_costs(None, None))
+    for node, record in graph.checked:
+        if at[node] != record.time_ns:
+            raise refusal(
+                f"record {record.index} ({record.kind} {record.named['job']} on "
+                f"{record.worker}) came at {record.time_ns} ns, and what it is known "
+                f"to wait for at {at[node]} ns"
+            )
+    return run
+
+
+def _network_of(trace: Trace) -> Network:
+    held: Any = trace.settings
+    if not held:
+        raise refusal("its trace has no settings, as those of older versions")
+    for key, allowed in (("schedule", True), ("faults", 0), ("policy", "path")):
+        if held[key] != allowed:
+            said = "no schedule" if key == "schedule" else f"{key} = {held[key]!r}"
+            raise refusal(f"it has {said}: allowed is {key} = {allowed!r}")
+    if held["routed"]:
+        raise refusal("its network has a topology, whose links are shared")
+    control = held["control_lane"]
+    network = Network(
+        _model(held["default"]),
+        {(a, b): _model(link) for a, b, link in held["links"]},
+        port_bandwidth_bytes_per_s=held["port_bandwidth_bytes_per_s"],
+        control_lane=None if control is None else _model(control),
+    )
+    try:
+        _check_network(network)
+    except ScenarioError as error:
+        raise refusal(str(error)) from None
+    return network
+
+
+def _model(held: Mapping[str, Any]) -> LinkModel:
+    fields_of = dict(held)
+    kind = {"LinkModel": LinkModel, "LogGP": LogGP}[fields_of.pop("kind")]
+    return kind(**fields_of)
+
+
+def _check_network(network: Network) -> None:
+    if network.control_lane is None or network.control_lane != LinkModel():
+        allowed = "True: messages without values free and immediate"
+        raise ScenarioError(unusable("control_lane", network.control_lane, allowed))
+    if network.route is not None:
+        allowed = "none: paths over shared links have no fixed order"
+        raise ScenarioError(unusable("topology", network.route, allowed))
+    if (rate := network.port_bandwidth_bytes_per_s) is not None:
+        allowed = "none: ports fill gaps, so that orders depend on time"
+        raise ScenarioError(unusable("port_bandwidth_bytes_per_s", rate, allowed))
+    for model in (network.default, *network.links.values()):
+        if model.jitter_ns:
+            raise ScenarioError(unusable("jitter_ns", model.jitter_ns, "0"))
+        if model.pause_ns:
+            raise ScenarioError(unusable("gap_ns", model, "at most overhead_ns"))
+
+
+def _costs_of(
+    known: Mapping[Any, int], devices: DeviceModel | Mapping[str, DeviceModel]
+) -> dict[Any, int]:
+    """The times of the jobs of a run on other devices."""
+    found = {}
+    for worker, function, action in known:
+        model = devices.get(worker) if isinstance(devices, Mapping) else devices
+        if not isinstance(model, DeviceModel):
+            allowed = f"a DeviceModel, or one for each worker, {worker} too"
+            raise ScenarioError(unusable("devices", devices, allowed))
+        if model.sum_ns:
+            allowed = "0: fills and sums are in no list"
+            raise ScenarioError(unusable("sum_ns", model.sum_ns, allowed))
+        if model.overlap_ns is not None:
+            raise ScenarioError(unusable("overlap_ns", model.overlap_ns, "None"))
+        found[worker, function, action] = model.named_ns(function, action)
+    return found
+
+
+def _relaxed(run: Retimed) -> Any:
+    """`makespan` without rounding, as a JAX function of a pytree of settings."""
+    names = {key: [*values] for key, values in run.settings.items()}
+    places = [(key, name) for key, of in names.items() for name in of]
+    number = {place: at for at, place in enumerate(places)}
+    rows: list[tuple[int, int, float]] = []
+    for edge, (_, cost) in enumerate(run._graph.edges):
+        if cost.kind == "job":
+            rows.append((edge, number["job_ns", job_named(cost.key)], 1.0))
+        elif cost.kind:
+            link = f"{cost.key[0]}->{cost.key[1]}"
+            if cost.kind == "latency":
+                rows.append((edge, number["latency_ns", link], 1.0))
+            elif ("bandwidth_bytes_per_s", link) in number:
+                at = number["bandwidth_bytes_per_s", link]
+                rows.append((edge, at, cost.nbytes * float(_SECOND_NS)))
+    columns = [np.array([row[n] for row in rows]) for n in range(3)]
+    matrix = (columns[0].astype(int), columns[1].astype(int), columns[2])
+    span = run._paths.longest(matrix, len(places))
+
+    def makespan_fn(settings: Mapping[str, Mapping[str, Any]]) -> Any:
+        """The makespan in ns of settings like `Retimed.settings`, without rounding.
+
+        For `jax.vmap` and `jax.grad`; in float64 inside, and of JAX's width outside
+        (`jax.enable_x64`).
+        """
+        given = []
+        for key, name in places:
+            if name not in settings.get(key, {}):
+                allowed = f"a number for {name!r}, as in run.settings"
+                raise ScenarioError(unusable(key, settings.get(key), allowed))
+            value = jnp.asarray(settings[key][name], float)
+            given.append(1.0 / value if key.startswith("bandwidth") else value)
+        return span(jnp.stack(jnp.broadcast_arrays(*given), -1))
+
+    return makespan_fn

@@ -1,0 +1,248 @@
+"""A recorded run as a graph: what each job and each value waited for.
+
+Inputs:  the trace of a run under a schedule, whose messages without values are free and
+         immediate.
+Outputs: `RunGraph`: nodes, and edges with what they cost.
+
+A job waits for the one before on its device, for what it reads, and for what asked for
+it; a value for the one before on its link; a message for those before it of its context
+(`jdag.wire.order`). Jobs of no list (fills and sums) are taken to be free, and to occupy
+no device: what reads them there comes after the job that they may wait for.
+
+Invariants: edges point forward, and enter nodes in their order. A run is refused whose
+order may be another at other costs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from jdag.errors import JdagError
+from jdag.runtime.trace import Record, Trace
+
+_TROUBLE = ("resend", "drop", "delay", "duplicate", "crash", "lost", "restart", "spawn")
+_FRAMES = ("send", "resend", "ack")
+# Messages of these kinds are ordered with no others on their link, or with all.
+_FREE = ("Reading", "Hop", "Stepped")
+_BARRIER = ("Assign", "Forget", "Step", "Settle")
+_ACTION = {"forward": "F", "vjp": "B", "vjpinputs": "I", "vjpweights": "W"}
+Link = tuple[str, str]
+
+
+class Cost(NamedTuple):
+    """What an edge of the graph costs: nothing, a value's way, or a job's time.
+
+    `kind` is "", "latency", "transfer" (of so many bytes) or "job"; `key` is the link,
+    or (worker, function, action) of the job.
+    """
+
+    kind: str = ""
+    key: tuple[str, ...] = ()
+    nbytes: int = 0
+
+
+FREE = Cost()
+
+
+def job_named(key: Sequence[str]) -> str:
+    """A job by worker, function and action."""
+    worker, function, action = key
+    return f"{worker}: {function.rpartition(':')[2]} {action}"
+
+
+def refusal(why: str) -> JdagError:
+    """The error for a run that cannot be re-timed."""
+    return JdagError(f"this run cannot be re-timed: {why}")
+
+
+@dataclass(slots=True)
+class _Device:
+    """The jobs that a worker's device runs now, and when it is free."""
+
+    starts: list[int] = field(default_factory=list)  # Records of the batch.
+    end: int = -1  # The node at which the batch ends.
+
+
+class RunGraph:
+    """The graph of a trace: `edges` by the node that they enter, with their costs.
+
+    `ends` are the nodes of finishes, `checked` nodes with the record whose time they
+    have, `costs` the times of jobs by (worker, function, action).
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self.nodes = 0
+        self.edges: list[tuple[tuple[int, int], Cost]] = []
+        self.ends: list[int] = []
+        self.checked: list[tuple[int, Record]] = []
+        self.costs: dict[tuple[str, str, str], int] = {}
+        self.links: dict[Link, None] = {}
+        self._trace = trace
+        self._at: list[int] = []  # The node of each record.
+        self._records: list[Record] = []
+        self._left: dict[Link, int] = {}  # Where the last value has left.
+        self._carried: dict[int, int] = {}  # By send, where its values have left.
+        self._lanes: dict[Link, dict[str, int]] = {}
+        self._devices: dict[str, _Device] = {}
+        self._asked: dict[tuple[str, str, Any], list[int]] = {}
+        self._pass_ends: list[int] = []  # Of jobs since the last pass ended.
+        self._answers: dict[tuple[str, int], int] = {}
+        self._loose: dict[int, None] = {}  # Records of jobs that no device orders.
+        self._since: dict[str, int] = {}  # By worker, jobs since the last pass ended.
+        for record in trace:
+            self._records.append(record)
+            if record.kind in _TROUBLE:
+                raise refusal(f"it has a {record.kind} on {record.worker}")
+            handle = getattr(self, f"_{record.kind}", self._event)
+            self._at.append(handle(record))
+        if not self.ends:
+            raise refusal("it has no jobs of its schedule")
+
+    def _node(self, *entering: tuple[int, Cost]) -> int:
+        node = self.nodes
+        self.nodes += 1
+        for source, cost in dict.fromkeys(entering):
+            self.edges.append(((source, node), cost))
+        return node
+
+    def _waits(self, records: Any) -> list[tuple[int, Cost]]:
+        return [(self._at[index], FREE) for index in records]
+
+    def _event(self, record: Record) -> int:
+        """An issue, or a record that nothing waits for."""
+        node = self._node(*self._waits(record.causes))
+        if record.kind == "issue":
+            said = record.named
+            of = record.worker, said["context"], said["path"]
+            self._asked.setdefault(of, []).append(node)
+        return node
+
+    def _resume(self, record: Record) -> int:
+        waits = self._waits(record.causes)
+        if record.named["event"] == "Differentiated":  # It waits for all of the pass.
+            waits += [(node, FREE) for node in self._pass_ends]
+            self._pass_ends.clear()
+            self._since.clear()
+        return self._node(*waits)
+
+    def _send(self, record: Record) -> int:
+        said, worker = record.named, record.worker
+        causes = [i for i in record.causes if self._records[i].kind not in _FRAMES]
+        waits = self._waits(causes)
+        if said["message"] == "Primal":  # It was asked for by a Ship, or here.
+            of = worker, said["context"], said["path"]
+            waits += [(node, FREE) for node in self._asked.get(of, ())]
+        if said["payload_bytes"]:
+            self._check_order(record, causes)
+        node = self._node(*waits)
+        if said["payload_bytes"]:
+            link = worker, said["destination"]
+            self.links[link] = None
+            takes = Cost("transfer", link, said["payload_bytes"])
+            before = [(self._left[link], takes)] if link in self._left else []
+            left = self._node((node, takes), *before)
+            self._left[link] = self._carried[record.index] = left
+        return node
+
+    def _check_order(self, record: Record, causes: list[int]) -> None:
+        """Refuse values whose place in the order of their link depends on time."""
+        event = self._records[causes[0]]
+        here = event.kind == "finish" and event.worker == record.worker
+        if here and causes[0] not in self._loose:
+            return
+        if self._since.get(record.worker):
+            raise refusal(
+                f"the values of a {record.named['message']} (record {record.index}) "
+                f"leave {record.worker} when a message comes, so that their place on "
+                "the link depends on time"
+            )
+
+    def _deliver(self, record: Record) -> int:
+        said = record.named
+        link = said["source"], record.worker
+        sent = record.causes[0]
+        waits = self._waits([sent])
+        if sent in self._carried:
+            waits.append((self._carried[sent], Cost("latency", link)))
+        lanes, kind = self._lanes.setdefault(link, {}), said["message"]
+        if kind in _BARRIER:
+            waits += [(node, FREE) for node in lanes.values()]
+        elif kind not in _FREE and (kind != "Acknowledge" or said["context"]):
+            before = lanes.get(said["context"], lanes.get("all"))
+            waits += [] if before is None else [(before, FREE)]
+        of = record.worker, said["number"]
+        if kind == "Answer":
+            waits += [(self._answers[of], FREE)] if of in self._answers else []
+        node = self._node(*waits)
+        if kind == "Answer":
+            self._answers[of] = node
+        if kind in _BARRIER:
+            lanes.clear()
+            lanes["all"] = node
+        elif kind not in _FREE and (kind != "Acknowledge" or said["context"]):
+            lanes[said["context"]] = node
+        if kind in ("Call", "Ship", "Start", "Go"):
+            path = said["number"] if kind in ("Start", "Go") else said["path"]
+            asked = record.worker, said["context"], path
+            self._asked.setdefault(asked, []).append(node)
+        return node
+
+    def _start(self, record: Record) -> int:
+        said, worker = record.named, record.worker
+        device = self._devices.setdefault(worker, _Device())
+        waits = self._waits(record.causes)
+        path = said["path"] if said["job"] == "forward" else said["number"]
+        of = worker, said["context"], path
+        waits += [(node, FREE) for node in self._asked.get(of, ())]
+        if not said["action"]:
+            return self._unlisted(record, waits)
+        self._since[worker] = self._since.get(worker, 0) + 1
+        if not device.starts and device.end >= 0:
+            waits.append((device.end, FREE))
+        if device.starts:  # Two that run as one begin at once.
+            waits.append((self._at[device.starts[0]], FREE))
+        node = self._node(*waits)
+        device.starts.append(record.index)
+        self.checked.append((node, record))
+        key = worker, said["function"], _ACTION[said["job"]]
+        cost_ns = said["cost_ns"]
+        if self.costs.setdefault(key, cost_ns) != cost_ns:
+            raise refusal(
+                f"{job_named(key)} takes {self.costs[key]} ns and {cost_ns} ns; each job of "
+                "a function must take the same time"
+            )
+        return node
+
+    def _unlisted(self, record: Record, waits: list[tuple[int, Cost]]) -> int:
+        said = record.named
+        if said["cost_ns"]:
+            raise refusal(
+                f"{said['function']} on {record.worker} (record {record.index}) takes "
+                f"{said['cost_ns']} ns and is in no list"
+            )
+        asked = self._records[record.causes[0]]
+        if asked.kind != "finish" or asked.worker != record.worker:
+            self._loose[record.index] = None
+        return self._node(*waits)
+
+    def _finish(self, record: Record) -> int:
+        said, worker = record.named, record.worker
+        (start,) = record.causes
+        if not said["action"]:
+            if start in self._loose:
+                self._loose[record.index] = None
+            return self._node((self._at[start], FREE))
+        device = self._devices[worker]
+        if start in device.starts:  # The first of those that end at once.
+            node = self._at[device.starts[-1]]
+            for index in device.starts:
+                job = self._records[index].named
+                key = worker, job["function"], _ACTION[job["job"]]
+                node = self._node((node, Cost("job", key)))
+            device.starts.clear()
+            device.end = node
+        node = device.end
+        self.checked.append((node, record))
+        self.ends.append(node)
+        self._pass_ends.append(node)
+        return node

@@ -1,0 +1,274 @@
+"""Re-timing: a recorded run with other links and devices, held against running it."""
+
+from random import Random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import jdag
+from jdag import schedules
+from jdag.cli.commands import app
+from jdag.errors import JdagError, ScenarioError
+from jdag.runtime.trace import read_trace
+from jdag.sim import DeviceModel, LinkModel, LogGP, Network
+from tests.pipeline_cases import simulated, step
+from tests.spreading import spread
+
+CASES = 200
+
+
+def schedule_of(rng):
+    p, m = rng.randint(1, 4), rng.randint(1, 6)
+    build = rng.choice(
+        [
+            schedules.gpipe,
+            schedules.one_f_one_b,
+            schedules.eager_one_f_one_b,
+            schedules.zb_h1,
+            schedules.zb_h2,
+            schedules.interleaved,
+            schedules.zb_v,
+            schedules.dualpipe_v,
+        ]
+    )
+    if build is schedules.interleaved:
+        return build(stages=2 * p, chunks=2, micro_batches=m * p)
+    if build in (schedules.zb_v, schedules.dualpipe_v):
+        return build(stages=2 * p, micro_batches=m + 2 * p)
+    return build(stages=p, micro_batches=m)
+
+
+def devices_of(rng, workers):
+    def model():
+        costs = [tuple(rng.randint(0, 900) for _ in range(3)) for _ in range(2)]
+        return DeviceModel(
+            functions=dict(zip(("layer", "last_stage"), costs, strict=True))
+        )
+
+    return {worker: model() for worker in workers} if rng.random() < 0.5 else model()
+
+
+def link_of(rng):
+    rate = rng.choice([None, 10**7, 10**8, 333_333_333])
+    latency_ns = rng.choice([0, 7, 500, 3_000])
+    if rng.random() < 0.3:
+        return LogGP(latency_ns, rate, overhead_ns=rng.randint(0, 90))
+    return LinkModel(latency_ns, rate)
+
+
+def network_of(rng, workers):
+    pairs = [(a, b) for a in workers for b in workers if a != b and rng.random() < 0.3]
+    return Network(link_of(rng), {pair: link_of(rng) for pair in pairs}, None, True)
+
+
+def traced(schedule, network, devices, **settings):
+    with simulated(
+        schedule,
+        schedule.workers,
+        **{"values": "abstract", "network": network, "devices": devices} | settings,
+    ) as cluster:
+        step(cluster, schedule, fetched=False)
+        cluster.driver.settle()
+        return cluster.trace
+
+
+def last_end(trace):
+    jobs = [r for r in trace.of_kind("finish") if r.named["action"]]
+    return max(record.time_ns for record in jobs)
+
+
+@pytest.mark.parametrize("seed", spread(CASES))
+def test_a_run_re_timed_is_the_run_repeated(seed):
+    rng = Random(f"retime {seed}")
+    schedule = schedule_of(rng)
+    workers = schedule.workers
+    first, *others = [
+        (network_of(rng, workers), devices_of(rng, workers)) for _ in range(4)
+    ]
+    trace = traced(schedule, *first)
+    run = jdag.retime(trace)
+    assert run.makespan() == last_end(trace)
+    for network, devices in others:
+        expected = last_end(traced(schedule, network, devices))
+        assert run.makespan(network, devices) == expected
+        path = run.critical_path(network, devices)
+        assert path.makespan_ns == expected == sum(path.by_kind.values())
+        assert sum([*path.by_worker.values(), *path.by_link.values()]) == expected
+        ends = [0, *[end for _, _, end in path.steps]]
+        assert [start for _, start, _ in path.steps] == ends[:-1]
+
+
+LINK = LinkModel(latency_ns=170, bandwidth_bytes_per_s=91_000_000)
+LANES = Network(LINK, control_lane=True)
+DEVICES = DeviceModel(
+    functions={"layer": (900, 810, 430), "last_stage": (700, 610, 290)}
+)
+SCHEDULE = schedules.zb_h1(stages=3, micro_batches=4)
+
+
+@pytest.fixture(scope="module")
+def trace():
+    return traced(SCHEDULE, LANES, DEVICES)
+
+
+def test_the_relaxation_is_the_makespan_but_for_rounding(trace):
+    run = jdag.retime(trace)
+    with jax.enable_x64(True):
+        relaxed = float(run.makespan_fn(run.settings))
+    values = len([r for r in trace.of_kind("send") if r.named["payload_bytes"]])
+    assert 0 <= run.makespan() - relaxed < values
+
+
+def test_its_gradient_is_that_of_finite_differences(trace):
+    run = jdag.retime(trace)
+    with jax.enable_x64(True):
+        slopes = jax.grad(run.makespan_fn)(run.settings)
+        checked = 0
+        for key, of in run.settings.items():
+            for name, value in of.items():
+                ends = []
+                for sign in (1, -1):
+                    changed = {k: dict(v) for k, v in run.settings.items()}
+                    changed[key][name] = value * (1 + sign * 1e-6)
+                    ends.append(float(run.makespan_fn(changed)))
+                found = (ends[0] - ends[1]) / (2e-6 * value)
+                slope = float(slopes[key][name])
+                assert abs(found - slope) <= 1e-6 * max(abs(slope), abs(found), 1e-9)
+                checked += slope != 0
+    assert checked >= 6
+
+
+def test_many_settings_at_once_are_each_of_them(trace):
+    run = jdag.retime(trace)
+    scales = np.array([0.5, 1.0, 2.0, 4.0])
+    with jax.enable_x64(True):
+        many = jax.tree.map(lambda value: value * jnp.asarray(scales), run.settings)
+        found = jax.vmap(run.makespan_fn)(many)
+        one = [
+            run.makespan_fn(jax.tree.map(lambda value, s=s: value * s, run.settings))
+            for s in scales
+        ]
+        slopes = jax.vmap(jax.grad(run.makespan_fn))(many)
+    assert found.tolist() == [float(value) for value in one]
+    assert slopes["job_ns"]["w0: layer F"].shape == (4,)
+
+
+def test_a_trace_that_was_written_is_re_timed_alike(trace, tmp_path):
+    trace.write(tmp_path / "trace.jsonl")
+    again = read_trace(tmp_path / "trace.jsonl")
+    assert again.digest == trace.digest and again.settings == trace.settings
+    fast = LinkModel(10, 10**9)
+    assert jdag.retime(again).makespan(fast) == jdag.retime(trace).makespan(fast)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"schedule": None}, "it has no schedule"),
+        ({"network": LINK}, "control_lane = None: allowed is True"),
+        ({"network": Network(LINK, control_lane=LINK)}, "control_lane = LinkModel"),
+        ({"policy": "backward_first"}, "policy = 'backward_first'"),
+        ({"faults": [jdag.sim.Drop(0.0)]}, "faults = 1: allowed is faults = 0"),
+        (
+            {"network": Network(LinkModel(jitter_ns=5), control_lane=True)},
+            "jitter_ns = 5: allowed is 0",
+        ),
+        (
+            {"network": Network(LINK, {}, 10**9, True)},
+            "port_bandwidth_bytes_per_s = 1000000000: allowed is none",
+        ),
+        ({"devices": DeviceModel(sum_ns=3)}, "takes 3 ns and is in no list"),
+    ],
+)
+def test_a_run_whose_order_depends_on_time_is_refused_by_name(settings, said):
+    given = {"network": LANES, "devices": DEVICES, **settings}
+    with simulated(
+        *(given.pop("schedule", SCHEDULE), SCHEDULE.workers),
+        **{"values": "abstract", **given},
+    ) as cluster:
+        step(cluster, SCHEDULE, fetched=False)
+        with pytest.raises(JdagError, match="this run cannot be re-timed") as raised:
+            jdag.retime(cluster.trace)
+    assert said in str(raised.value)
+
+
+def test_a_topology_is_refused_by_name():
+    ring = jdag.sim.topologies.ring(SCHEDULE.workers, LINK)
+    network = Network(ring.default, routed=ring.routed, route=ring.route)
+    network = Network(LINK, {}, None, True, network.routed, network.route)
+    with pytest.raises(JdagError, match="a topology, whose links are shared"):
+        jdag.retime(traced(SCHEDULE, network, DEVICES))
+
+
+@pytest.mark.parametrize(
+    ("network", "devices", "said"),
+    [
+        (Network(LINK), None, "control_lane = None"),
+        (Network(LinkModel(jitter_ns=1), control_lane=True), None, "jitter_ns = 1"),
+        (LogGP(gap_ns=9), None, "gap_ns = "),
+        (None, DeviceModel(sum_ns=1), "sum_ns = 1"),
+        (None, DeviceModel(overlap_ns=1), "overlap_ns = 1"),
+        (None, {"w0": DEVICES}, "w1 too"),
+        (None, 7, "devices = 7"),
+    ],
+)
+def test_settings_that_would_change_the_order_are_refused(
+    trace, network, devices, said
+):
+    with pytest.raises(ScenarioError, match=said):
+        jdag.retime(trace).makespan(network, devices)
+
+
+def test_settings_without_a_number_are_refused_by_key(trace):
+    run = jdag.retime(trace)
+    with pytest.raises(ScenarioError, match="latency_ns = None: allowed is a number"):
+        run.makespan_fn({"job_ns": run.settings["job_ns"]})
+
+
+# ------------------------------------------------------------------------- the command
+
+
+def command(*words):
+    done = CliRunner().invoke(app, [str(word) for word in words])
+    assert done.exception is None or isinstance(done.exception, SystemExit)
+    return done.exit_code, done.output
+
+
+def test_what_if_prints_both_times_and_what_they_waited_for(trace, tmp_path):
+    trace.write(tmp_path / "trace.jsonl")
+    code, said = command("what-if", tmp_path, "--bandwidth", "x2", "--latency", 0)
+    assert code == 0
+    for words in ("makespan", "compute", "transfer", "latency", "w0->w1", "as it ran"):
+        assert words in said
+    run = jdag.retime(trace)
+    fast = run.makespan(LinkModel(0, 182_000_000))
+    assert f"what if / as it ran: {fast / run.makespan():.3f}" in said
+    code, said = command("what-if", tmp_path, "--compute", "x1")
+    assert code == 0 and "as it ran: 1.000" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--bandwidth", "-5"], "--bandwidth = '-5': allowed is a factor such as x2"),
+        (["--latency", "xx"], "--latency = 'xx': allowed is a factor above 0"),
+        (["--compute", "2"], "--compute = '2': allowed is a factor above 0"),
+        (["--bandwidth", "x0"], "--bandwidth = 'x0'"),
+    ],
+)
+def test_bad_input_is_one_line(trace, tmp_path, words, said):
+    trace.write(tmp_path / "trace.jsonl")
+    code, output = command("what-if", tmp_path, *words)
+    assert code == 2 and said in output and output.count("\n") == 1
+
+
+def test_a_folder_without_such_a_run_is_one_line(tmp_path):
+    code, output = command("what-if", tmp_path)
+    assert code == 2 and "allowed is a folder that `jdag run` wrote" in output
+    with jdag.simulate(["a"], seed=0) as cluster:
+        cluster.trace.write(tmp_path / "trace.jsonl")
+    code, output = command("what-if", tmp_path)
+    assert code == 2 and "this run cannot be re-timed: it has no schedule" in output
