@@ -13,7 +13,7 @@ from jdag.scenario.case import VIRTUAL, Figures, Run, ended
 from jdag.scenario.driving import Driver, Virtual
 from jdag.scenario.expectations import Judged, judge
 from jdag.scenario.program import raised
-from jdag.scenario.tables import network_of
+from jdag.scenario.tables import has_jitter
 
 Progress = Callable[[int, int, Mapping[str, float]], None]
 
@@ -37,13 +37,11 @@ class ScenarioResult:
 
 def _run_of(scenario: Scenario, show: Progress, driver: Driver) -> Run:
     settings = scenario.settings
-    network = network_of(settings, clean=False)
-    jitters = [one.jitter_ns for one in (network.default, *network.links.values())]
     return Run(
         workers=settings.names,
         seeds=tuple(range(settings.seed, settings.seed + settings.seeds)),
         abstract=settings.values == "abstract",
-        troubled=bool(settings.faults) or any(jitters),
+        troubled=bool(settings.faults) or has_jitter(settings.network),
         virtual=driver.virtual,
         driver=driver,
         show=show,
