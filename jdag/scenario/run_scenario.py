@@ -6,6 +6,7 @@ from fractions import Fraction
 from typing import Any
 
 from jdag.api.cluster import Cluster
+from jdag.engine.functions import outermost
 from jdag.errors import JdagError, RootError, ScenarioError, unusable
 from jdag.runtime.tables import wrong
 from jdag.scenario import Scenario, configured
@@ -49,6 +50,7 @@ def _run_of(scenario: Scenario, show: Progress, driver: Driver) -> Run:
     )
 
 
+@outermost  # So that the digest does not depend on who runs it.
 def run_scenario(
     scenario: Scenario, show: Progress, driver: Driver | None = None
 ) -> ScenarioResult:
