@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from jdag.compute.pytrees import static
     from jdag.engine.functions import program, unjitted
     from jdag.errors import JdagError
+    from jdag.scenario.sweep import sweep
 
 __all__ = [
     "Cluster",
@@ -65,6 +66,7 @@ __all__ = [
     "simulate",
     "static",
     "stop_gradient",
+    "sweep",
     "unjitted",
     "value_and_grad",
     "wait",
@@ -97,6 +99,7 @@ _LATER = {
     "simulate": "jdag.api.drivers",
     "static": "jdag.compute.pytrees",
     "stop_gradient": "jdag.api.refs",
+    "sweep": "jdag.scenario.sweep",
     "unjitted": "jdag.engine.functions",
     "value_and_grad": "jdag.api.transform",
     "wait": "jdag.api.tasks",

@@ -1,4 +1,4 @@
-"""The command line: run a scenario, check that it repeats, report; start workers."""
+"""The command line: run, check and report scenarios; sweep; start workers."""
 
 import json
 import math
@@ -33,7 +33,7 @@ from rich.text import Text
 
 from jdag.api.folders import reading, replacing
 from jdag.api.graph import ContextGraph
-from jdag.cli import hosting
+from jdag.cli import hosting, sweeping
 from jdag.cli.cli_errors import Exit, errors_in_one_line
 from jdag.engine.drawing import Need
 from jdag.errors import ScenarioError, named_text, reason, spelled, unusable
@@ -419,6 +419,7 @@ def report(
     _print(Console(), result, folder / PAGE)
 
 
+app.command()(sweeping.sweep)
 app.command()(hosting.worker)
 app.command()(hosting.up)
 
