@@ -55,8 +55,8 @@ def test_a_context_of_an_incarnation_that_nobody_knows_is_refused() -> None:
         with pytest.raises(
             ProtocolError, match="incarnation 2 of 'b' is not known here"
         ):
-            said(Acknowledge(later, (1,)), "c", "a", **known)
-    said(Acknowledge(later, (1,)), "c", "a", b=2)
+            said(Acknowledge(later, ((1,),)), "c", "a", **known)
+    said(Acknowledge(later, ((1,),)), "c", "a", b=2)
 
 
 def test_values_are_from_whom_they_say_and_a_loss_may_be_told_by_others() -> None:
@@ -67,7 +67,7 @@ def test_values_are_from_whom_they_say_and_a_loss_may_be_told_by_others() -> Non
 
 
 def test_what_names_no_context_is_for_the_engine_to_judge() -> None:
-    said(Acknowledge(None, (1,)), "c", "a")
+    said(Acknowledge(None, ((1,),)), "c", "a")
     said(Discard(OF_A, ()), "c", "b")
 
 
@@ -98,7 +98,7 @@ def lost_of(nodes: Breaking, lie: Any) -> str:
         (Release(OF_A, (), abort=True), "a Release of 0.7 from 'c' to 'b': its owner"),
         (Primal(OF_A, (1,), "a", (GONE, None)), "values of 'a' came from 'c'"),
         (Released(OF_A, ()), "a Released of 0.7 from 'c' to 'b': its owner is 'a'"),
-        (Acknowledge(ContextId(0, 7, 3), (1,)), "incarnation 3 of 'a' is not known"),
+        (Acknowledge(ContextId(0, 7, 3), ((1,),)), "incarnation 3 of 'a' is not known"),
     ],
     ids=lambda one: type(one).__name__,
 )

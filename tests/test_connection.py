@@ -159,11 +159,11 @@ def test_functions_and_asides_arrive_between_messages(sides: Sides) -> None:
     digest, data = bytes(range(32)), b"x" * 300_000
     sides.a.connection.define(digest, data)
     sides.a.connection.define(digest, data)
-    sides.a.connection.send(Acknowledge(None, (1,)), [])
+    sides.a.connection.send(Acknowledge(None, ((1,),)), [])
     sides.a.connection.control({"ask": 1, "what": "info"})
     sides.run(lambda: bool(sides.b.asides))
     assert sides.b.functions == [(digest, data)]
-    assert sides.b.messages == [(Acknowledge(None, (1,)), [])]
+    assert sides.b.messages == [(Acknowledge(None, ((1,),)), [])]
     assert sides.b.asides == [{"ask": 1, "what": "info"}]
 
 

@@ -46,10 +46,10 @@ KIND = ArrayType((2,), "int8", False)
 
 
 def test_a_path_has_so_many_numbers_and_no_more():
-    long = Acknowledge(CONTEXT, tuple(range(PATH_MAX)))
+    long = Acknowledge(CONTEXT, (tuple(range(PATH_MAX)),))
     assert read_message(CODEC, CODEC.encode(long)) == long
     with pytest.raises(ProtocolError, match=f"`array` of length <= {PATH_MAX}"):
-        CODEC.encode(Acknowledge(CONTEXT, (0,) * (PATH_MAX + 1)))
+        CODEC.encode(Acknowledge(CONTEXT, ((0,) * (PATH_MAX + 1),)))
 
 
 def test_a_name_has_so_many_characters_and_no_more():
@@ -109,8 +109,8 @@ def test_more_slots_than_a_mask_may_have_are_not_written():
 
 
 def test_a_context_is_of_a_worker_that_there_is():
-    data = CODEC.encode(Acknowledge(ContextId(2, 1, 0), ()))
-    assert read_message(CODEC, data) == Acknowledge(ContextId(2, 1, 0), ())
+    data = CODEC.encode(Acknowledge(ContextId(2, 1, 0), ((),)))
+    assert read_message(CODEC, data) == Acknowledge(ContextId(2, 1, 0), ((),))
     for codec in (Codec(WORKERS[:2]), joined(WORKERS[:2])):
         with pytest.raises(ProtocolError, match=r"context's worker 2: .*2 workers"):
             read_message(codec, data)

@@ -217,10 +217,10 @@ def test_a_message_takes_the_bytes_that_are_written_down_here() -> None:
 @pytest.mark.parametrize(
     ("message", "said"),
     [
-        (Acknowledge(ContextId(1, 1 << 48, 0), (1,)), r"`int` <= 281474976710655"),
-        (Acknowledge(ContextId(1 << 16, 1, 0), (1,)), r"`int` <= 65535"),
-        (Acknowledge(CONTEXT, (1, 1 << 32)), r"`int` <= 4294967295 - at .*\[1\]"),
-        (Acknowledge(CONTEXT, (-1,)), r"`int` >= 0"),
+        (Acknowledge(ContextId(1, 1 << 48, 0), ((1,),)), r"`int` <= 281474976710655"),
+        (Acknowledge(ContextId(1 << 16, 1, 0), ((1,),)), r"`int` <= 65535"),
+        (Acknowledge(CONTEXT, ((1, 1 << 32),)), r"`int` <= 4294967295 - at .*\[1\]"),
+        (Acknowledge(CONTEXT, ((-1,),)), r"`int` >= 0"),
         (Answer(CONTEXT, 1, WHOLE, 1 << 31), r"`int` <= 2147483647"),
         (Answer(CONTEXT, 1, Credit(1, 1 << 32), 0), r"`int` <= 1048576"),
         (Primal(CONTEXT, (1,), "z", ()), r"worker 'z': the cluster has 4 workers"),

@@ -62,7 +62,7 @@ KINDS: tuple[tuple[str, Message, bool], ...] = (
     ("answer", Reading(1, (None,)), True),
     ("assign", Assign((0, 1), ()), True),
     ("forget", Forget(()), False),
-    ("ack", Acknowledge(None, (0, 1)), False),
+    ("ack", Acknowledge(None, ((0, 1),)), False),
 )
 OF = {
     "x": "x",
@@ -235,9 +235,9 @@ def test_the_constants_of_a_call_hold_the_release_of_its_context_up():
 def test_what_is_acknowledged_in_a_context_is_in_its_order():
     order: Order = Order()
     order.arrived(first := large(X), whole=False)
-    mine = Item(Acknowledge(X, (2,)), "of the context")
+    mine = Item(Acknowledge(X, ((2,),)), "of the context")
     assert list(order.arrived(mine, whole=True)) == []
-    free = Item(Acknowledge(None, (0, 1)), "of an assignment")
+    free = Item(Acknowledge(None, ((0, 1),)), "of an assignment")
     assert list(order.arrived(free, whole=True)) == [free]
     assert list(order.completed(first)) == [first, mine]
 

@@ -299,7 +299,9 @@ messages: dict[type[Any], st.SearchStrategy[Any]] = {
         texts,
         _several(keys),
     ),
-    Acknowledge: st.builds(Acknowledge, st.none() | contexts, paths),
+    Acknowledge: st.builds(
+        Acknowledge, st.none() | contexts, st.lists(paths, max_size=3).map(tuple)
+    ),
     Primal: st.builds(Primal, contexts, paths, workers, maybe_failures),
     Run: st.builds(
         Run, contexts, paths, st.just(program), trees, texts, _several(objects)

@@ -59,7 +59,7 @@ class Forwarding(Struct, eq=False):
             self._state.drop(landing(message))
         else:
             self.make_call(fragment, message)
-        self._state.send(sender, Acknowledge(message.context, message.path))
+        self._state.send(sender, Acknowledge(message.context, (message.path,)))
 
     def make_call(self, fragment: Fragment, message: Call) -> None:
         """Record a call that runs here, issued by any worker."""
@@ -200,7 +200,7 @@ class Forwarding(Struct, eq=False):
             failures = (self.gone(message.context),) * len(message.keys)
             primal = Primal(message.context, message.path, state.worker, failures)
             state.send(message.destination, primal)
-        state.send(sender, Acknowledge(message.context, message.path))
+        state.send(sender, Acknowledge(message.context, (message.path,)))
 
     def make_send(self, fragment: Fragment, message: Ship) -> None:
         """Create the sending end of a transfer, issued by any worker."""

@@ -82,7 +82,7 @@ class Leaves(Struct, eq=False):
     def arrived(self, sender: Worker, message: Assign) -> None:
         """Handle an assignment from another worker."""
         self.assign(sender, message)
-        self._state.send(sender, Acknowledge(None, message.path))
+        self._state.send(sender, Acknowledge(None, (message.path,)))
 
     def assign(self, issuer: Worker, message: Assign) -> None:
         """Create the versions; they settle when the functions have run.

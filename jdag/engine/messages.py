@@ -4,7 +4,9 @@ A message is plain data. The wire encodes it as bytes; the driver attaches the v
 and stores them at the receiver under the keys that `landing(message)` gives.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from operator import attrgetter
 from typing import Annotated, Any, TypeVar
 
 from msgspec import Meta
@@ -105,10 +107,20 @@ class Ship(OfCall, tag=1):
 
 
 class Acknowledge(Record, tag=2):
-    """To the issuer: the call, ship or assignment of this path has arrived."""
+    """To the issuer: the calls, ships or assignments of these paths have arrived."""
 
     context: ContextId | None
-    path: Path
+    paths: Several[Path]
+
+
+def acknowledged_at_once(messages: Sequence[Acknowledge]) -> list[Acknowledge]:
+    """As few messages as say the same, in the same order."""
+    if len(messages) == 1:
+        return [*messages]
+    return [
+        Acknowledge(context, tuple([path for one in same for path in one.paths]))
+        for context, same in groupby(messages, attrgetter("context"))
+    ]
 
 
 class Primal(OfCall, tag=3):

@@ -222,14 +222,12 @@ class ProgramFrames(Struct, eq=False):
         self._held = [entry for entry in self._held if entry[0] is not frame]
 
     def acknowledged(self, sender: Worker, message: Acknowledge) -> None:
-        """A call, ship or assignment has arrived."""
-        if message.context is None:
-            self._state.assignments.pop((message.path, sender), None)
-        else:
-            frame = self._issuer(message.context, message.path)
-            if frame is None:
-                return
-            frame.unacknowledged.pop((message.path, sender), None)
+        """Calls, ships or assignments have arrived."""
+        for path in message.paths:
+            if message.context is None:
+                self._state.assignments.pop((path, sender), None)
+            elif (frame := self._issuer(message.context, path)) is not None:
+                frame.unacknowledged.pop((path, sender), None)
         if self._held:
             self.let_go()
 
@@ -259,7 +257,7 @@ class ProgramFrames(Struct, eq=False):
         fragment = self._state.fragment(message.context)
         if fragment is not None:
             _attach(fragment, message.key, message.hook)
-        self._state.send(sender, Acknowledge(message.context, message.hook.path))
+        self._state.send(sender, Acknowledge(message.context, (message.hook.path,)))
 
     # ------------------------------------------------------------------- programs
 

@@ -300,7 +300,7 @@ class Steps(Struct, eq=False):
         """The owner commits a step or drops it, or the whole plan."""
         self.settled(message)
         if message.commits:
-            self._state.send(sender, Acknowledge(None, path_of(message)))
+            self._state.send(sender, Acknowledge(None, (path_of(message),)))
 
     def settled(self, message: Settle) -> None:
         """Commit a step or drop it."""

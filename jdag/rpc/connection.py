@@ -32,7 +32,12 @@ from itertools import islice
 from typing import Any
 
 from jdag.compute.buffers import Buffers, parts
-from jdag.engine.protocol import Message, incarnated
+from jdag.engine.protocol import (
+    Acknowledge,
+    Message,
+    acknowledged_at_once,
+    incarnated,
+)
 from jdag.errors import JdagError
 from jdag.rpc.bulk import (
     FORGOTTEN,
@@ -119,6 +124,8 @@ class Connection:
         self._defined: dict[bytes, None] = {}  # Functions that the peer was sent.
         self._queue: deque[Parcel] = deque()  # Without a number yet.
         self._out: deque[Any] = deque()  # Bytes for the stream.
+        # They leave as one before the next other message, or at the next flush.
+        self._acknowledgements: list[Acknowledge] = []
         self._pool = SharedMemoryPool(name, partial(loop.post, self._has_more))
         self.bulk = BulkQueue(self._pool)
         self._borrowed = BorrowedMemory(
@@ -163,6 +170,7 @@ class Connection:
         self.drop_stream()
         self._timer.cancel()
         self._queue.clear()
+        self._acknowledgements.clear()
         self.numbers.unacknowledged.clear()
         self.waiting_bytes = 0
         self.bulk.clear()
@@ -191,7 +199,8 @@ class Connection:
     @property
     def idle(self) -> bool:
         """Whether nothing is waiting to be sent."""
-        return not (self._queue or self._out or self.bulk.values)
+        waiting = self._acknowledgements or self._queue or self._out
+        return not (waiting or self.bulk.values)
 
     def send(self, message: Message, values: Sequence[Any]) -> None:
         """Send a message with its values.
@@ -201,6 +210,20 @@ class Connection:
         """
         if self.lost:
             return
+        if message.__class__ is Acknowledge:
+            self._acknowledgements.append(message)
+            self._has_more()
+            return
+        if self._acknowledgements:
+            self._acknowledge()
+        self._write(message, values)
+
+    def _acknowledge(self) -> None:
+        held, self._acknowledgements = self._acknowledgements, []
+        for message in acknowledged_at_once(held):
+            self._write(message, ())
+
+    def _write(self, message: Message, values: Sequence[Any]) -> None:
         sent = self.sent
         kinds = list(map(type_of, values))
         head = self._codec.encode(message, kinds)
@@ -284,6 +307,8 @@ class Connection:
     def flush(self) -> None:
         """Write as much to the stream as it accepts."""
         self._flushing = False
+        if self._acknowledgements:
+            self._acknowledge()
         stream = self.stream
         if stream is None or self._waits_to_write:
             return

@@ -27,7 +27,7 @@ from jdag.errors import JoinError
 from jdag.rpc.settings import VALUE_BYTES_MAX
 
 # The version of requests, hello, frames and messages.
-PROTOCOL = 5
+PROTOCOL = 6
 
 Handshake = Mapping[str, Any]
 

@@ -4,13 +4,14 @@ Each pair of workers has two ends of one exactly-once link (`jdag.wire.link`). W
 end puts on the wire occupies its lane (`jdag.sim.network`), meets its verdict
 (`jdag.sim.faults`) and comes out at the twin, as an action on the timeline.
 
-Where the network has a control lane, frames take it, and the values of a message take
-the data lane. A frame is dropped, delayed and sent again with its values. A message
-whose values have yet to arrive may be overtaken as between processes
-(`jdag.wire.order`).
+Acknowledgements of one instant leave as one message, before any other to that worker,
+or when all else of the instant is done. They do not where the network has a control
+lane. There frames take it, and the values of a message take the data lane. A frame is
+dropped, delayed and sent again with its values. A message whose values have yet to
+arrive may be overtaken as between processes (`jdag.wire.order`).
 
-Inputs:  `send(...)` of each message; the actions `frame`, `completed` and `timer` when
-         they are due.
+Inputs:  `send(...)` of each message; the actions `acknowledge`, `frame`, `completed`
+         and `timer` when they are due.
 Outputs: from a frame, the messages that may be handed on now, in order, to the host;
          from a timer, the end of a link that has given up its peer, to `gave_up`.
 
@@ -25,13 +26,22 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jdag.compute.digest import fingerprint
-from jdag.engine.protocol import Key, Message, Send, Worker, incarnated, named
+from jdag.engine.protocol import (
+    Acknowledge,
+    Key,
+    Message,
+    Send,
+    Worker,
+    acknowledged_at_once,
+    incarnated,
+    named,
+)
 from jdag.runtime.host import Host
 from jdag.runtime.recorder import NO_CAUSE, said
 from jdag.runtime.stats import Sent
 from jdag.sim.environment import Environment
 from jdag.sim.network import Lane, LinkModel, Traffic
-from jdag.sim.timeline import EVENT, TIMER
+from jdag.sim.timeline import BEGIN, EVENT, TIMER
 from jdag.wire.link import FRAME_BYTES, NEVER, Frame, Link, LinkSettings
 from jdag.wire.messages import size
 from jdag.wire.order import Order
@@ -96,6 +106,8 @@ class LinkEnd:
     heard: int = NO_CAUSE
     payload_bytes: int = 0
     zero_bytes: int = 0  # Of zeros that were not sent.
+    # Acknowledgements that leave as one, and their causes.
+    waiting: list[tuple[Acknowledge, int]] = field(default_factory=list)
 
 
 class SimTransport:
@@ -107,6 +119,8 @@ class SimTransport:
         self._incarnations = env.incarnations
         self._network = env.settings.all_links
         self._traffic = Traffic(self._network, env.workers)
+        # Beside a control lane each leaves at once, as when depends on nothing else.
+        self._joins = self._network.control_lane is None
         self._faults = env.faults
         self._has_frame_faults = env.faults.on_frames
         self._settings = env.settings.link
@@ -169,14 +183,42 @@ class SimTransport:
         cause: int,
     ) -> None:
         """Send a message of a worker with values; see `jdag.runtime.host.Driver`."""
-        recorder, now_ns, worker = self._recorder, self._timeline.now_ns, host.worker
-        keys, arrays = values
+        worker, (keys, arrays) = host.worker, values
         end = self._ends[worker].get(send.to) or self._end(worker, send.to)
-        causes = recorder.causes(worker, cause, keys) if keys else (cause,)
+        if self._joins:
+            if message.__class__ is Acknowledge:
+                if not end.waiting:
+                    now_ns = self._timeline.now_ns
+                    self._timeline.push(now_ns, BEGIN, (self.acknowledge, end))
+                end.waiting.append((message, cause))
+                return
+            if end.waiting:
+                self.acknowledge(end)
+        if send.zeros:
+            end.zero_bytes += sum([zero.nbytes for zero in send.zeros])
+        causes = self._recorder.causes(worker, cause, keys) if keys else (cause,)
+        self._send(end, message, arrays, causes)
+
+    def acknowledge(self, end: LinkEnd) -> None:
+        """Send the acknowledgements that wait at an end, as few messages."""
+        waiting, end.waiting = end.waiting, []
+        if not self._hosts[end.worker].alive:
+            return
+        causes = tuple(dict.fromkeys([cause for _, cause in waiting]))
+        for message in acknowledged_at_once([message for message, _ in waiting]):
+            self._send(end, message, (), causes)
+
+    def _send(
+        self,
+        end: LinkEnd,
+        message: Message,
+        arrays: tuple[Any, ...],
+        causes: tuple[int, ...],
+    ) -> None:
+        recorder, now_ns, worker = self._recorder, self._timeline.now_ns, end.worker
         payload_bytes, wire_bytes = size(message, arrays)
         wire_bytes += FRAME_BYTES
         end.payload_bytes += payload_bytes
-        end.zero_bytes += sum([zero.nbytes for zero in send.zeros])
         if not end.open:
             recorder.note("drop", worker, (end.peer, "lost"), causes)
             return
