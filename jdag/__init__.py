@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from jdag.lab.exploration import explore
     from jdag.lab.failures import replay
     from jdag.lab.retiming import retime
+    from jdag.lab.sweep import sweep
 
 __all__ = [
     "Cluster",
@@ -74,6 +75,7 @@ __all__ = [
     "static",
     "stop_gradient",
     "strategies",
+    "sweep",
     "unjitted",
     "value_and_grad",
     "wait",
@@ -110,6 +112,7 @@ _LATER = {
     "static": "jdag.compute.pytrees",
     "stop_gradient": "jdag.api.refs",
     "strategies": "jdag.lab",
+    "sweep": "jdag.lab.sweep",
     "unjitted": "jdag.engine.functions",
     "value_and_grad": "jdag.api.transform",
     "wait": "jdag.api.tasks",

@@ -1,5 +1,6 @@
 """Scenarios as texts, and programs as a user writes them, for the tests of both."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,19 @@ def exits(workers, *, where: str):
         return ctx.call(workers[0], square, value)
 
     return Case(program, {"w": jnp.ones(3)}, {"w": workers[0]})
+
+
+def dies(workers, *, code: int = 0):
+    """A program that prints, and ends its process if it is to."""
+    print("called")
+    case = one_leaf(workers)
+
+    def program(ctx, params):
+        if code:
+            os._exit(code)
+        return case.program(ctx, params)
+
+    return Case(program, case.params, case.placement)
 
 
 def no_case(workers):

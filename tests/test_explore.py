@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from itertools import pairwise
+from typing import Any
 from unittest import mock
 
 import jax.numpy as jnp
@@ -97,7 +98,7 @@ def test_a_property_of_ones_own_is_told_by_its_name_or_its_words():
         assert len(run.trace) < 3, f"{len(run.trace) // 1000} thousand records"
 
     assert "never is False" in str(jdag.explore(ONE, [*"ab"], never, runs=5))
-    failure = jdag.explore(ONE, [*"ab"], says, runs=5).failure
+    failure: Any = jdag.explore(ONE, [*"ab"], says, runs=5).failure
     assert failure.run == 0 and failure.why == "0 thousand records"
 
 
@@ -125,7 +126,7 @@ def test_a_function_of_a_cluster_may_train():
                 cluster.update(lambda w, g: w - 0.5 * g, w, ctx.gradient(w))
         return {"w": w}
 
-    seen = {}
+    seen: dict[bytes, None] = {}
 
     def notes(run):
         sound(run)
@@ -141,7 +142,7 @@ def test_a_function_of_a_cluster_may_train():
 
 def test_faults_befall_a_run_within_their_budget():
     faults = {"crash": 1, "rejoin": 1, "drop": 2, "duplicate": 2}
-    counts = Counter()
+    counts: Counter[str] = Counter()
 
     def counted(run):
         sound(run)
@@ -190,8 +191,9 @@ def test_an_exhaustive_search_ends_at_its_limit():
 
 def test_a_script_repeats_the_picks_of_a_run():
     subject = Subject(TERMS, [*"abcd"], "real", {})
-    played = subject.play(RandomWalk(1).begin(4))
-    again = subject.play(Script(played.choices).begin(0))
+    played: Any = subject.play(RandomWalk(1).begin(4))
+    script: Any = Script(played.choices).begin(0)
+    again: Any = subject.play(script)
     assert again.steps == played.steps and any(played.choices)
     assert again.explored.trace.digest == played.explored.trace.digest
     report = jdag.explore(TERMS, [*"abcd"], strategy=Script(played.choices))
@@ -296,7 +298,8 @@ def test_a_strategy_that_is_unusable_is_one_line(make, said):
 )
 def test_a_file_of_another_run_is_refused(tmp_path, change, said):
     path = tmp_path / "bug.json"
-    jdag.explore(ONE, [*"ab"], lambda run: False, runs=1).failure.save(path)
+    failure: Any = jdag.explore(ONE, [*"ab"], lambda run: False, runs=1).failure
+    failure.save(path)
     jdag.replay(path, ONE)
     held = json.loads(path.read_text())
     change(held)
@@ -307,7 +310,8 @@ def test_a_file_of_another_run_is_refused(tmp_path, change, said):
 
 def test_a_file_that_is_cut_off_or_absent_is_refused(tmp_path):
     path = tmp_path / "bug.json"
-    jdag.explore(ONE, [*"ab"], lambda run: False, runs=1).failure.save(path)
+    failure: Any = jdag.explore(ONE, [*"ab"], lambda run: False, runs=1).failure
+    failure.save(path)
     path.write_text(path.read_text()[:-40])
     with pytest.raises(ScenarioError, match=r"is no file of Failure\.save: "):
         jdag.replay(path, ONE)

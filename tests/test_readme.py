@@ -189,6 +189,24 @@ def test_the_scenario_is_met_with_the_program_beside_it(tmp_path: Path):
     assert answer.figures["resends"], answer.figures
 
 
+def test_the_sweep_runs_as_printed(tmp_path: Path):
+    (tmp_path / "scenarios").symlink_to(README.parent / "scenarios")
+    command = block("sh", "jdag sweep").replace("jdag", '"$0" -m jdag', 1)
+    done = subprocess.run(
+        ["sh", "-c", command, sys.executable],
+        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    folder = tmp_path / "runs" / "which_schedule-sweep"
+    head, *rows = [
+        line.split(",") for line in (folder / "sweep.csv").read_text().splitlines()
+    ]
+    places = [head.index(name) for name in ("schedule", "makespan_ns")]
+    first = {row[places[0]]: int(row[places[1]]) for row in rows[:3]}
+    assert len(rows) == 9 and first["zb_h1"] < first["gpipe"] <= first["1f1b"]
+    assert (folder / "makespan_ns.png").stat().st_size > 10_000
+
+
 def test_what_it_links_to_is_there():
     for target in re.findall(r"\]\(([^)#]+)\)", README.read_text()):
         assert (README.parent / target).exists(), target

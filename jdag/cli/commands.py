@@ -1,4 +1,4 @@
-"""The command line: run a scenario, check it, explore, report; start workers."""
+"""The command line: run, check and report scenarios, sweep, explore; workers."""
 
 import json
 import math
@@ -33,7 +33,7 @@ from rich.text import Text
 
 from jdag.api.folders import reading, replacing
 from jdag.api.graph import ContextGraph
-from jdag.cli import exploring, hosting, retiming
+from jdag.cli import exploring, hosting, retiming, sweeping
 from jdag.cli.cli_errors import Exit, errors_in_one_line
 from jdag.engine.drawing import Need
 from jdag.errors import ScenarioError, named_text, reason, spelled, unusable
@@ -422,6 +422,7 @@ def report(
 app.command()(exploring.explore)
 app.command("what-if")(retiming.what_if)
 app.command("replay")(exploring.replay_file)
+app.command()(sweeping.sweep)
 app.command()(hosting.worker)
 app.command()(hosting.up)
 

@@ -220,13 +220,24 @@ def _site(file: str, line: int, function: str) -> str:
     return f"{base}:{line} in {function}"
 
 
+_OUTERMOST: dict[CodeType, None] = {}
+
+
+def outermost(fn: Marked) -> Marked:
+    """Mark a function of jdag whose callers are no call site of what it runs."""
+    _OUTERMOST[fn.__code__] = None
+    return fn
+
+
 def call_site() -> CallSite:
     """Return the call site of the innermost frame outside of jdag.
 
-    If all frames are jdag's own, the outermost one is used.
+    If all frames are jdag's own, up to one that is marked, the outermost one is used.
     """
     frame = sys._getframe(1)
     while is_ours(frame.f_code.co_filename) and frame.f_back is not None:
+        if frame.f_code in _OUTERMOST:
+            break
         frame = frame.f_back
     code = frame.f_code
     return CallSite(code.co_filename, frame.f_lineno, code.co_qualname)

@@ -1,3 +1,3 @@
-"""Runs as experiments: exploration of all orders of a program's events."""
+"""Runs as experiments: sweeps, re-timing, and exploration of all orders of events."""
 
 from jdag.lab import strategies as strategies

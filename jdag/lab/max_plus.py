@@ -62,7 +62,7 @@ class MaxPlus:
             count: how many parameters there are.
         """
         edges, parameters, amounts = matrix
-        shape = jax.ShapeDtypeStruct
+        shape: Any = jax.ShapeDtypeStruct
 
         def forward(values: Any) -> tuple[Any, Any]:
             values = np.asarray(values, np.float64)
@@ -86,7 +86,7 @@ class MaxPlus:
             )
 
         span: Any = jax.custom_vjp(lambda values: called(values)[0])
-        span.defvjp(called, lambda slope, cotangent: (slope * cotangent,))
+        span.defvjp(called, lambda slope, given: (slope * given[..., None],))
         return lambda values: span(jnp.asarray(values))
 
     def _many(

@@ -16,6 +16,7 @@ or the run is refused; so is one whose order may depend on time, by what is miss
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import jax.numpy as jnp
@@ -113,10 +114,29 @@ class Retimed:
 
         Raises:
             ScenarioError: a network or devices by which the order of the run would
-                depend on time; names what.
+                depend on time, or is another; names what.
         """
-        at, _ = self._paths.times(self._edge_costs(network, devices))
+        at, _ = self._times(self._edge_costs(network, devices))
         return max(at[node] for node in self._graph.ends)
+
+    def _times(self, costs: list[int]) -> tuple[list[int], list[int]]:
+        """When each node happens, and the edge that it waited for.
+
+        Raises:
+            ScenarioError: messages of a link would leave it in another order.
+        """
+        at, by = self._paths.times(costs)
+        for link, sent in self._graph.sent.items():
+            for (one, first), (other, second) in pairwise(sent):
+                if at[one] > at[other]:
+                    raise ScenarioError(
+                        f"with these settings the messages of {link[0]} to {link[1]} "
+                        f"leave in another order (records {first} and {second}), so "
+                        "that times cannot be told from this run: run it; orders are "
+                        "fixed where arrays are put on their workers, and fetched "
+                        "once, before they are used"
+                    )
+        return at, by
 
     def critical_path(
         self,
@@ -130,7 +150,7 @@ class Retimed:
         Jobs take `scale` times as long, rounded to ns.
         """
         costs = self._edge_costs(network, devices, scale)
-        at, by = self._paths.times(costs)
+        at, by = self._times(costs)
         node = max(self._graph.ends, key=at.__getitem__)
         makespan_ns, steps = at[node], []
         shares: dict[str, Counter[str]] = {
@@ -177,7 +197,8 @@ def retime(trace: Trace) -> Retimed:
             raise refusal(
                 f"record {record.index} ({record.kind} {record.named['job']} on "
                 f"{record.worker}) came at {record.time_ns} ns, and what it is known "
-                f"to wait for at {at[node]} ns"
+                f"to wait for at {at[node]} ns; put arrays on their workers, and fetch "
+                "them once, before they are used"
             )
     return run
 

@@ -5,17 +5,17 @@ Inputs:  the trace of a run under a schedule, whose messages without values are 
 Outputs: `RunGraph`: nodes, and edges with what they cost.
 
 A job waits for the one before on its device, for what it reads, and for what asked for
-it; a value for the one before on its link; a message for those before it of its context
-(`jdag.wire.order`). Jobs of no list (fills and sums) are taken to be free, and to occupy
-no device: what reads them there comes after the job that they may wait for.
+it; a value for the one before on its link; a message for those of its context before it
+(`jdag.wire.order`). Jobs of no list (fills and sums) are free, and occupy no device:
+what reads them there comes after the job that they may have to wait for.
 
 Invariants: edges point forward, and enter nodes in their order. A run is refused whose
 order may be another at other costs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jdag.errors import JdagError
 from jdag.runtime.trace import Record, Trace
@@ -86,8 +86,14 @@ class RunGraph:
         self._devices: dict[str, _Device] = {}
         self._asked: dict[tuple[str, str, Any], list[int]] = {}
         self._pass_ends: list[int] = []  # Of jobs since the last pass ended.
-        self._answers: dict[tuple[str, int], int] = {}
+        self._answers: dict[tuple[str, str, int], int] = {}
         self._loose: dict[int, None] = {}  # Records of jobs that no device orders.
+        self._running: dict[
+            tuple[str, int], None
+        ] = {}  # Passes of which a job has begun.
+        self._readings: list[int] = []  # Since a program went on by values it read.
+        # By link, the nodes of its messages in their order, with their records.
+        self.sent: dict[Link, list[tuple[int, int]]] = {}
         self._since: dict[str, int] = {}  # By worker, jobs since the last pass ended.
         for record in trace:
             self._records.append(record)
@@ -123,6 +129,9 @@ class RunGraph:
             waits += [(node, FREE) for node in self._pass_ends]
             self._pass_ends.clear()
             self._since.clear()
+        elif record.named["event"] == "Fetched":
+            waits += [(node, FREE) for node in self._readings]
+            self._readings.clear()
         return self._node(*waits)
 
     def _send(self, record: Record) -> int:
@@ -132,11 +141,15 @@ class RunGraph:
         if said["message"] == "Primal":  # It was asked for by a Ship, or here.
             of = worker, said["context"], said["path"]
             waits += [(node, FREE) for node in self._asked.get(of, ())]
+        if said["message"] == "End":  # Of the pass, when all of it is done.
+            waits += [(node, FREE) for node in self._pass_ends]
         if said["payload_bytes"]:
             self._check_order(record, causes)
         node = self._node(*waits)
+        link = worker, said["destination"]
+        if said["message"] != "Answer" or _pass(said) not in self._running:
+            self.sent.setdefault(link, []).append((node, record.index))
         if said["payload_bytes"]:
-            link = worker, said["destination"]
             self.links[link] = None
             takes = Cost("transfer", link, said["payload_bytes"])
             before = [(self._left[link], takes)] if link in self._left else []
@@ -162,6 +175,8 @@ class RunGraph:
         link = said["source"], record.worker
         sent = record.causes[0]
         waits = self._waits([sent])
+        if said["message"] == "Answer" and _pass(said) in self._running:
+            return self._node(*waits)  # Nothing but the end of the pass waits for it.
         if sent in self._carried:
             waits.append((self._carried[sent], Cost("latency", link)))
         lanes, kind = self._lanes.setdefault(link, {}), said["message"]
@@ -170,12 +185,14 @@ class RunGraph:
         elif kind not in _FREE and (kind != "Acknowledge" or said["context"]):
             before = lanes.get(said["context"], lanes.get("all"))
             waits += [] if before is None else [(before, FREE)]
-        of = record.worker, said["number"]
+        of = record.worker, *_pass(said)
         if kind == "Answer":
             waits += [(self._answers[of], FREE)] if of in self._answers else []
         node = self._node(*waits)
         if kind == "Answer":
             self._answers[of] = node
+        if kind == "Reading":
+            self._readings.append(node)
         if kind in _BARRIER:
             lanes.clear()
             lanes["all"] = node
@@ -197,19 +214,20 @@ class RunGraph:
         if not said["action"]:
             return self._unlisted(record, waits)
         self._since[worker] = self._since.get(worker, 0) + 1
+        if said["number"]:
+            self._running[_pass(said)] = None
         if not device.starts and device.end >= 0:
             waits.append((device.end, FREE))
         if device.starts:  # Two that run as one begin at once.
             waits.append((self._at[device.starts[0]], FREE))
         node = self._node(*waits)
         device.starts.append(record.index)
-        self.checked.append((node, record))
         key = worker, said["function"], _ACTION[said["job"]]
         cost_ns = said["cost_ns"]
         if self.costs.setdefault(key, cost_ns) != cost_ns:
             raise refusal(
-                f"{job_named(key)} takes {self.costs[key]} ns and {cost_ns} ns; each job of "
-                "a function must take the same time"
+                f"{job_named(key)} takes {self.costs[key]} ns and {cost_ns} ns; each "
+                "job of a function must take the same time"
             )
         return node
 
@@ -236,6 +254,7 @@ class RunGraph:
         if start in device.starts:  # The first of those that end at once.
             node = self._at[device.starts[-1]]
             for index in device.starts:
+                self.checked.append((self._at[device.starts[-1]], self._records[index]))
                 job = self._records[index].named
                 key = worker, job["function"], _ACTION[job["job"]]
                 node = self._node((node, Cost("job", key)))
@@ -246,3 +265,7 @@ class RunGraph:
         self.ends.append(node)
         self._pass_ends.append(node)
         return node
+
+
+def _pass(said: Mapping[str, Any]) -> tuple[str, int]:
+    return said["context"], said["number"]

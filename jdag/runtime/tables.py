@@ -196,6 +196,18 @@ def parsed(parse: Callable[[str], Any], text: str) -> Any:
         raise ValueError("its values are nested too deep") from None
 
 
+def value_in(text: str) -> Any:
+    """Return the number, text, flag, list or table that a text is in TOML.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    value = parsed(tomllib.loads, f"value = {text}")["value"]
+    if isinstance(value, bool | int | float | str | list | dict):
+        return value
+    raise ValueError(f"{text} is a date or a time")
+
+
 def text_in(path: Path, bytes_max: int = BYTES_MAX) -> str:
     """Return the text of a regular file, in UTF-8 with or without a byte order mark.
 

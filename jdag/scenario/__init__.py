@@ -5,7 +5,7 @@ settings and a program, or raises an error of one line: file, key, value, and wh
 allowed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import takewhile
@@ -17,6 +17,7 @@ import jax
 from jdag.errors import ScenarioError, unusable
 from jdag.runtime.tables import checked, read, wrong
 from jdag.scenario.case import Case, Figures, Player, Run
+from jdag.scenario.changes import changed
 from jdag.scenario.driving import Virtual
 from jdag.scenario.expectations import refuse_unknown
 from jdag.scenario.program import player_of
@@ -44,19 +45,22 @@ class Scenario:
     player: Player
 
 
-def load(path: Path, *, seed: int | None = None) -> Scenario:
+def load(
+    path: Path, *, seed: int | None = None, changes: Mapping[str, Any] | None = None
+) -> Scenario:
     """Read and check a scenario.
 
     Args:
         path: the TOML file.
         seed: in place of the one in the file.
+        changes: values in place of those in the file, by their dotted keys.
 
     Raises:
         ScenarioError: one line: file, key, value, and what is allowed.
     """
     with wrong(path):
         text, table = read(path, _FILE)
-        settings = checked(Settings, table)
+        settings = checked(Settings, changed(table, changes or {}))
         if seed is not None:
             settings = settings.model_copy(update={"seed": seed})
         if settings.home is not None:

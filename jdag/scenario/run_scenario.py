@@ -6,6 +6,7 @@ from fractions import Fraction
 from typing import Any
 
 from jdag.api.cluster import Cluster
+from jdag.engine.functions import outermost
 from jdag.errors import JdagError, RootError, ScenarioError, unusable
 from jdag.runtime.tables import wrong
 from jdag.scenario import Scenario, configured
@@ -13,7 +14,7 @@ from jdag.scenario.case import VIRTUAL, Figures, Run, ended
 from jdag.scenario.driving import Driver, Virtual
 from jdag.scenario.expectations import Judged, judge
 from jdag.scenario.program import raised
-from jdag.scenario.tables import network_of
+from jdag.scenario.tables import has_jitter
 
 Progress = Callable[[int, int, Mapping[str, float]], None]
 
@@ -37,13 +38,11 @@ class ScenarioResult:
 
 def _run_of(scenario: Scenario, show: Progress, driver: Driver) -> Run:
     settings = scenario.settings
-    network = network_of(settings, clean=False)
-    jitters = [one.jitter_ns for one in (network.default, *network.links.values())]
     return Run(
         workers=settings.names,
         seeds=tuple(range(settings.seed, settings.seed + settings.seeds)),
         abstract=settings.values == "abstract",
-        troubled=bool(settings.faults) or any(jitters),
+        troubled=bool(settings.faults) or has_jitter(settings.network),
         virtual=driver.virtual,
         driver=driver,
         show=show,
@@ -51,6 +50,7 @@ def _run_of(scenario: Scenario, show: Progress, driver: Driver) -> Run:
     )
 
 
+@outermost  # So that the digest does not depend on who runs it.
 def run_scenario(
     scenario: Scenario, show: Progress, driver: Driver | None = None
 ) -> ScenarioResult:

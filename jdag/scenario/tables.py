@@ -5,12 +5,13 @@ which checks their values. All errors have one wording: `key = value: allowed is
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, fields, replace
 from inspect import signature
 from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import Field, create_model
+from pydantic import BeforeValidator, Field, create_model
 
 from jdag.engine.protocol import WORKERS_MAX
 from jdag.errors import ScenarioError, ScheduleError, meant, unusable
@@ -43,7 +44,17 @@ from jdag.schedules import (
     zb_h2,
     zb_v,
 )
-from jdag.sim import DeviceModel, Fault, LinkModel, LinkSettings, Network
+from jdag.sim import (
+    DeviceModel,
+    Fault,
+    LinkModel,
+    LinkSettings,
+    LogGP,
+    Network,
+    Roofline,
+    presets,
+    topologies,
+)
 from jdag.sim.settings import DETECT_NS, EVENTS_MAX
 
 _NAME = "letters, digits, _, - and ., beginning with a letter or a digit"
@@ -98,10 +109,26 @@ _LIST = Annotated[
 _NAMED = only("a table", is_table)
 
 _BUILDERS: dict[str, Callable[..., Schedule]] = {
+    **{
+        each.__name__: each
+        for each in (
+            *(gpipe, one_f_one_b, eager_one_f_one_b, interleaved, zb_h1, zb_h2),
+            *(zb_v, dualpipe_v),
+        )
+    },
+    "1f1b": one_f_one_b,
+    "eager_1f1b": eager_one_f_one_b,
+}
+_MODELS: Mapping[str, type[LinkModel]] = {"alpha_beta": LinkModel, "loggp": LogGP}
+_MODEL = Annotated[str, one_of(*_MODELS)]
+_CONTROL = only("true, false or a table", lambda v: isinstance(v, bool | dict))
+_LINK_KEYS = tuple(field.name for field in fields(LinkModel))
+_TOPOLOGIES: dict[str, Callable[..., Network]] = {
     each.__name__: each
     for each in (
-        *(gpipe, one_f_one_b, eager_one_f_one_b, interleaved, zb_h1, zb_h2),
-        *(zb_v, dualpipe_v),
+        *(topologies.ring, topologies.switch, topologies.fully_connected),
+        *(topologies.tree, topologies.torus),
+        *(presets.h100_node, presets.ethernet_100g),
     )
 }
 
@@ -176,35 +203,145 @@ def _made(
         raise ScenarioError(f"{key}.{error}") from error
 
 
+@contextmanager
+def _under(key: str) -> Iterator[None]:
+    """Prefix the key that an error names with that of its table."""
+    try:
+        yield
+    except ScenarioError as error:
+        raise ScenarioError(f"{key}.{error}") from error
+
+
 def network_of(settings: Settings, *, clean: bool) -> Network:
     """Return the network; a clean one has no jitter."""
     port = "port_bandwidth_bytes_per_s"
-    own: dict[str, Any] = {"links": (_LIST, []), port: (COUNT | None, None)}
-    default, table = _made(LinkModel, "network", settings.network, **own)
+    own: dict[str, Any] = {
+        "control_lane": (Annotated[Any, _CONTROL], None),
+        "topology": (TABLE | None, None),
+        "links": (_LIST, []),
+        port: (COUNT | None, None),
+    }
+    default, table = _link("network", settings.network, clean, **own)
+    network = Network(default)
+    if table.topology is not None:
+        with _under("network.topology"):
+            network = _topology(settings, table.topology, clean)
+    control = table.control_lane
+    if isinstance(control, dict):
+        control, _ = _link("network.control_lane", control, clean)
+    links = _links_of(settings, table.links, network.routed, clean)
+    rate = getattr(table, port)
+    with _under("network"):
+        more: Any = {"control_lane": control, port: rate}
+        return replace(network, default=default, links=links, **more)
+
+
+def _link(
+    key: str, table: Mapping[str, Any], clean: bool, **own: Any
+) -> tuple[LinkModel, Any]:
+    """Return the link that a table describes, by the model it names, and the table."""
+    name = table.get("model")
+    kind = _MODELS.get(name, LinkModel) if isinstance(name, str) else LinkModel
+    made, given = _made(kind, key, table, model=(_MODEL, "alpha_beta"), **own)
+    return (replace(made, jitter_ns=0) if clean else made), given
+
+
+def _links_of(
+    settings: Settings, tables: list[Any], routed: Sequence[str], clean: bool
+) -> dict[tuple[str, str], LinkModel]:
+    """Return the links that are not as the others."""
     ends = {"source": (TEXT, ...), "destination": (TEXT, ...)}
     links: dict[tuple[str, str], LinkModel] = {}
-    for number, one in enumerate(table.links):
+    for number, one in enumerate(tables):
         key = f"network.links[{number}]"
-        model, given = _made(LinkModel, key, one, **ends)
+        model, given = _link(key, one, clean, **ends)
         source, destination = given.source, given.destination
         settings.check_worker(f"{key}.source", source)
         settings.check_worker(f"{key}.destination", destination)
+        allowed = None
         if source == destination:
             allowed = f"a worker other than the source, {source}"
-            raise ScenarioError(unusable(f"{key}.destination", destination, allowed))
-        if (source, destination) in links:
+        elif (source, destination) in links:
             allowed = f"one link from {source} to {destination}, and this is the second"
+        elif source in routed and destination in routed:
+            allowed = f"a worker that is not in the topology, as {source} is"
+        if allowed is not None:
             raise ScenarioError(unusable(f"{key}.destination", destination, allowed))
         links[source, destination] = model
+    return links
+
+
+class _Topology(Table):
+    kind: Annotated[str, one_of(*_TOPOLOGIES)] | None = None
+    workers: list[str] | None = None
+    dimensions: _LIST | None = None
+    cut_through: FLAG | None = None
+    arity: COUNT | None = None
+    shape: Any = None
+    latency_ns: Any = None
+    bandwidth_bytes_per_s: Any = None
+    jitter_ns: Any = None
+
+
+def _topology(settings: Settings, table: Mapping[str, Any], clean: bool) -> Network:
+    """Return a topology, of all workers if none are named; links as in the table."""
+    given = checked(_Topology, table)
+    found = {key: value for key, value in vars(given).items() if value is not None}
+    kind, dimensions = found.pop("kind", None), found.get("dimensions")
+    if (kind is None) == (dimensions is None):
+        allowed = f"one of {', '.join(_TOPOLOGIES)}, or dimensions in its place"
+        raise ScenarioError(unusable("kind", kind, allowed))
+    found.setdefault("workers", list(settings.names))
+    for name in found["workers"]:
+        settings.check_worker("workers", name)
+    build = topologies.topology if kind is None else _TOPOLOGIES[kind]
+    takes = dict.fromkeys(signature(build).parameters)
+    has_link = "link" in takes
+    for own in ("default", "control_lane", "link"):  # Other tables have these.
+        takes.pop(own, None)
+    keys = [*takes, *(_LINK_KEYS if has_link else ())]
+    for key, value in found.items():
+        if key not in keys:
+            raise ScenarioError(unusable(key, value, ", ".join(["kind", *keys])))
+    if "shape" in takes and "shape" not in found:
+        raise ScenarioError("shape is missing: allowed is a list of integers >= 1")
+    if has_link:
+        link = {key: found.pop(key) for key in _LINK_KEYS if key in found}
+        found["link"] = LinkModel(**{**link, **({"jitter_ns": 0} if clean else {})})
+    if dimensions is not None:
+        found["dimensions"] = [
+            _dimension(f"dimensions[{number}]", one, clean)
+            for number, one in enumerate(dimensions)
+        ]
+    return build(**found)
+
+
+def _dimension(key: str, table: Mapping[str, Any], clean: bool) -> topologies.Dimension:
+    own: dict[str, Any] = {"kind": (Any, ...), "size": (Any, ...), "arity": (Any, 2)}
+    link, given = _made(LinkModel, key, table, **own)
     if clean:
-        default = replace(default, jitter_ns=0)
-        links = {pair: replace(model, jitter_ns=0) for pair, model in links.items()}
-    return Network(default, links, getattr(table, port))
+        link = replace(link, jitter_ns=0)
+    with _under(key):
+        return topologies.Dimension(given.kind, given.size, link, given.arity)
+
+
+def has_jitter(table: Any) -> bool:
+    """Whether the table of a network, or one inside it, has jitter."""
+    if isinstance(table, dict):
+        return bool(table.get("jitter_ns")) or has_jitter([*table.values()])
+    return isinstance(table, list) and any(map(has_jitter, table))
+
+
+def _roofline(table: Mapping[str, Any]) -> Roofline:
+    return _made(Roofline, "roofline", table)[0]
 
 
 def devices_of(settings: Settings) -> dict[str, DeviceModel]:
     """Return the device of each worker: its own, or that of all."""
-    own: dict[str, Any] = {"functions": (Annotated[dict[str, _COSTS], _NAMED], {})}
+    own: dict[str, Any] = {
+        "functions": (Annotated[dict[str, _COSTS], _NAMED], {}),
+        "roofline": (Annotated[Any, BeforeValidator(_roofline), _NAMED], None),
+    }
     workers: Any = (Annotated[dict[str, TABLE], _NAMED], Field(default={}))
     default, table = _made(
         DeviceModel, "devices", settings.devices, **own, workers=workers

@@ -1,0 +1,167 @@
+"""The command `jdag sweep`: a scenario with each combination of some settings."""
+
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from math import isfinite
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress
+
+from jdag.cli.cli_errors import Exit, errors_in_one_line
+from jdag.errors import ScenarioError, meant, reason, spelled, unusable
+from jdag.lab.parquet import need_pyarrow, write_parquet
+from jdag.lab.sweep import TABLE, Row, combinations
+from jdag.lab.sweep import sweep as run_sweep
+from jdag.report.lines import draw_lines
+from jdag.runtime.tables import value_in
+from jdag.scenario import Scenario, load
+
+PARQUET = "sweep.parquet"
+
+File = Annotated[Path, typer.Argument(help="The scenario, a TOML file.")]
+Set = Annotated[
+    list[str],
+    typer.Option(
+        "--set", metavar="KEY=VALUE,...", help="Values of a key of the file; repeat."
+    ),
+]
+Jobs = Annotated[
+    int | None,
+    typer.Option(min=1, help="Processes at once.  [default: one for each core]"),
+]
+Out = Annotated[
+    Path | None, typer.Option(help="Folder of the table.  [default: runs/NAME-sweep]")
+]
+Parquet = Annotated[
+    bool, typer.Option("--parquet", help=f"Write {PARQUET} as well: jdag[sweep].")
+]
+Plot = Annotated[
+    list[str] | None,
+    typer.Option(help="Draw this figure over the first setting; repeat."),
+]
+
+
+def sweep(
+    file: File,
+    *,
+    settings: Set,
+    jobs: Jobs = None,
+    out: Out = None,
+    parquet: Parquet = False,
+    plot: Plot = None,
+) -> None:
+    """Run a scenario with each combination of values, and write a table of the runs.
+
+    A second call with the same folder, file and values runs what is missing. Exit
+    codes: 0 all expectations met in all runs; 1 one is not met; 2 bad input; 3 a pass
+    was unexpectedly stuck; 130 Ctrl-C; 143 SIGTERM.
+    """
+    console = Console(file=sys.stdout)
+    with errors_in_one_line(), redirect_stdout(sys.stderr):
+        values = _values_of(settings)
+        scenario = load(file, changes=combinations(values)[0])
+        if parquet:
+            need_pyarrow("--parquet")
+        for name in plot or ():
+            _refuse_unknown(name, scenario)
+        folder = out or Path("runs") / f"{scenario.settings.name}-sweep"
+        columns = (*Progress.get_default_columns(), MofNCompleteColumn())
+        with Progress(*columns, console=console) as bar:
+            task = bar.add_task(scenario.settings.name, total=None)
+
+            def show(done: int, total: int, row: Row) -> None:
+                bar.update(task, completed=done, total=total)
+
+            rows = run_sweep(file, values, jobs=jobs, out=folder, show=show)
+            bar.update(task, completed=len(rows), total=len(rows))
+        made = [folder / TABLE]
+        try:
+            if parquet:
+                made.append(folder / PARQUET)
+                write_parquet(made[-1], rows)
+            for name in plot or ():
+                made.append(folder / f"{name}.png")
+                _draw(made[-1], name, values, rows, scenario.settings.name)
+        except OSError as error:
+            allowed = f"a folder that can be written; {reason(error)}"
+            raise ScenarioError(unusable("--out", str(folder), allowed)) from error
+    kinds = Counter([row["expectations"] for row in rows])
+    counts = [f"{count} {kind}" for kind, count in sorted(kinds.items())]
+    for line in (f"{len(rows)} runs: {', '.join(counts)}", *map(spelled, made)):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    failed = Exit.STUCK if kinds["stuck"] else Exit.WRONG
+    raise typer.Exit(Exit.MET if kinds["met"] == len(rows) else failed)
+
+
+def _values_of(settings: Sequence[str]) -> dict[str, list[Any]]:
+    """Return the values of each key, from texts such as `seed=1,2`."""
+    values: dict[str, list[Any]] = {}
+    for text in settings:
+        key, _, listed = text.partition("=")
+        parts = _parts_of(listed)
+        if key in values or not all(parts):
+            allowed = "a key and its values, such as seed=1,2, each key once"
+            raise ScenarioError(unusable("--set", text, allowed))
+        values[key] = [_value_of(part) for part in parts]
+    return values
+
+
+def _parts_of(text: str) -> list[str]:
+    """Split at commas that are neither in brackets nor in quotes."""
+    parts: list[str] = []
+    for piece in text.split(","):
+        last = parts[-1] if parts else ""
+        is_open = any([last.count(a) > last.count(b) for a, b in ("[]", "{}")])
+        if is_open or last.count('"') % 2:
+            parts[-1] += f",{piece}"
+        else:
+            parts.append(piece)
+    return parts
+
+
+def _value_of(text: str) -> Any:
+    """Return a value as TOML has it; a name needs no quotes, and 1e3 is an integer."""
+    try:
+        value = value_in(text)
+    except ValueError:
+        return text
+    if isinstance(value, float) and "e" in text.lower() and value.is_integer():
+        return int(value)
+    return value
+
+
+def _refuse_unknown(name: str, scenario: Scenario) -> None:
+    known = [*scenario.player.figures, "peak_activations", "makespan_ns"]
+    if not any(
+        [name == each or name in (f"{each}_min", f"{each}_max") for each in known]
+    ):
+        allowed = f"one of the figures {', '.join(known)}{meant(name, known)}"
+        raise ScenarioError(unusable("--plot", name, allowed))
+
+
+def _draw(
+    path: Path,
+    figure: str,
+    values: Mapping[str, Sequence[Any]],
+    rows: Sequence[Row],
+    name: str,
+) -> None:
+    """Draw a figure over the first setting that has several values."""
+    several = [key.split(",")[0] for key, each in values.items() if len(each) > 1]
+    x, *others = several or [key.split(",")[0] for key in values][:1]
+    lines: dict[str, list[tuple[Any, float]]] = {}
+    for row in rows:
+        value: Any = row.get(figure)
+        if type(value) in (int, float) and isfinite(value):
+            said = ", ".join([str(row[key]) for key in others])
+            lines.setdefault(said, []).append((row[x], value))
+    if not lines:
+        allowed = "a figure that is a number in some run"
+        raise ScenarioError(unusable("--plot", figure, allowed))
+    title = f"{name}: {figure}"
+    draw_lines(path, lines, title=title, x=x, y=figure, named=",\n".join(others))

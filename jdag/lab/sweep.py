@@ -1,0 +1,245 @@
+"""A sweep: a scenario run with each combination of some settings, as one tidy table.
+
+Its folder has `runs.jsonl`: what is swept, and at once a line for each run that has
+ended; and `sweep.csv`, made of it: a row for each run, in the order of the product.
+Invariant: the table depends neither on the order in which runs end, nor on how often
+the sweep was interrupted.
+"""
+
+import csv
+import fcntl
+import hashlib
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from fractions import Fraction
+from importlib.metadata import version
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import IO, Any
+
+from jdag.errors import ScenarioError, reason, repr_of, unusable
+from jdag.lab.sweep_pool import replies
+from jdag.report.spans import spans_of
+from jdag.runtime.tables import is_listed, is_number
+from jdag.scenario import load
+from jdag.scenario.driving import Virtual
+from jdag.scenario.run_scenario import run_scenario
+
+Row = dict[str, Any]  # Numbers, texts, flags and None, by column.
+
+RUNS, TABLE = "runs.jsonl", "sweep.csv"
+RUNS_MAX = 100_000
+_LAST = ("expectations", "digest", "jdag", "jax", "python")
+_WRITTEN_SHARE = 0.99  # The table is written again when it has fewer of the rows.
+
+
+def combinations(values: Mapping[str, Sequence[Any]]) -> list[Row]:
+    """Return the settings of each run; the last one changes fastest.
+
+    Args:
+        values: those of each key. Keys that are joined by commas change together.
+
+    Raises:
+        ScenarioError: no values, a value or key twice, or more than `RUNS_MAX` runs.
+    """
+    is_usable = isinstance(values, Mapping) and all(
+        [type(key) is str for key in values]
+    )
+    keys = [key for joined in values for key in joined.split(",")] if is_usable else []
+    if not keys or len(dict.fromkeys(keys)) != len(keys):
+        raise ScenarioError(unusable("keys", keys, "one key or more, none twice"))
+    for key, each in values.items():
+        said = [repr(value) for value in each] if is_listed(each) else []
+        if not said or len(dict.fromkeys(said)) != len(said):
+            raise ScenarioError(unusable(key, each, "a list of values, none twice"))
+    if (count := prod(map(len, values.values()))) > RUNS_MAX:
+        raise ScenarioError(unusable("runs", count, f"at most {RUNS_MAX:,}"))
+    joined = [key.split(",") for key in values]
+    return [
+        {key: one for of, one in zip(joined, each, strict=True) for key in of}
+        for each in product(*values.values())
+    ]
+
+
+def run_one(path: Path, changes: Mapping[str, Any]) -> Row:
+    """Run a scenario with some settings changed, in virtual time; return its row.
+
+    The row has figures: of those of each worker the least and the largest, such as
+    `bubble_min` and `bubble_max`, and `makespan_ns`, from the beginning of the first
+    job to the end of the last. `expectations` are met, not met, or stuck: a pass was,
+    and nothing expected that.
+
+    Raises:
+        ScenarioError: as `load` and `run_scenario`.
+    """
+    scenario = load(path, changes=changes)
+    with closing(Virtual(scenario.settings)) as driver:
+        answer = run_scenario(scenario, lambda done, total, numbers: None, driver)
+        trace = answer.cluster.trace
+        jobs = spans_of(trace).within(answer.window).jobs
+        ends_ns = [job.end_ns for job in jobs]
+    figures = {**answer.figures}
+    digest = figures.pop("digest", trace.digest)
+    row = {"seed": scenario.settings.seed, **_flat(figures)}
+    row["makespan_ns"] = max(ends_ns) - jobs[0].start_ns if jobs else 0
+    is_stuck = row.get("outcome") == "stuck"
+    is_stuck = is_stuck and scenario.settings.expect.get("outcome") != "stuck"
+    row["expectations"] = "met" if answer.met else "stuck" if is_stuck else "not met"
+    row |= {"digest": digest, "jdag": version("jdag"), "jax": version("jax")}
+    return row | {"python": ".".join(map(str, sys.version_info[:3]))}
+
+
+def _flat(figures: Mapping[str, Any]) -> Row:
+    row: Row = {}
+    for name, value in figures.items():
+        of_workers = list(value.values()) if isinstance(value, Mapping) else []
+        if of_workers and all([is_number(one) for one in of_workers]):
+            row[f"{name}_min"] = _cell(min(of_workers))
+            row[f"{name}_max"] = _cell(max(of_workers))
+        else:
+            row[name] = _cell(value)
+    return row
+
+
+def _cell(value: Any) -> Any:
+    """Return one value of a row: a fraction as a float, lists and tables as JSON."""
+    if isinstance(value, Mapping | list | tuple):
+        return json.dumps(value, default=str) if value else None
+    return float(value) if isinstance(value, Fraction) else value
+
+
+def attempt(path: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the row of a run, or the text of the error that refuses it."""
+    try:
+        return {"row": run_one(path, changes)}
+    except ScenarioError as error:
+        return {"error": str(error)}
+
+
+def sweep(
+    file: str | os.PathLike[str],
+    values: Mapping[str, Sequence[Any]],
+    *,
+    jobs: int | None = None,
+    out: str | os.PathLike[str] | None = None,
+    show: Callable[[int, int, Row], None] = lambda done, total, row: None,
+) -> list[Row]:
+    """Run a scenario with each combination of values; return a row for each run.
+
+    Runs that the folder has from an earlier call are not repeated. It is refused after
+    a change of the file, of the values or of the program's module; a change of what
+    that module imports is not noticed.
+
+    Args:
+        file: the scenario's TOML file.
+        values: those of each key of the file: `{"network.latency_ns": [0, 1_000]}`;
+            `{"seed,settings.size": [1, 2]}` changes both together. `schedule` is short
+            for `schedule.kind`, and `faults[0].probability` is a key, too.
+        jobs: how many processes run at once; None: one for each core; 1: this one.
+        out: the folder of the table; None: runs/NAME-sweep.
+        show: called after each run with the numbers done and wanted, and its row.
+
+    Raises:
+        ScenarioError: one line, before anything runs: a key or value is unusable, or
+            the folder cannot be written or holds something else. Later: a run raised an
+            error that is not jdag's; what has ended is kept.
+    """
+    path, runs = Path(file), combinations(values)
+    jobs = len(os.sched_getaffinity(0)) if jobs is None else jobs
+    if type(jobs) is not int or jobs < 1:
+        raise ScenarioError(unusable("jobs", jobs, "an integer >= 1"))
+    scenario, *_ = [load(path, changes=changes) for changes in runs]
+    folder = Path(out or f"runs/{scenario.settings.name}-sweep")
+    module = sys.modules[scenario.settings.program.partition(":")[0]]
+    about = {
+        "scenario": path.read_text(encoding="utf-8-sig"),
+        "program": hashlib.sha256(inspect.getsource(module).encode()).hexdigest(),
+        "values": {key: list(each) for key, each in values.items()},
+    }
+    with _journal(folder, json.loads(json.dumps(about))) as (journal, done):
+        written = 0
+        try:
+            for number, row in _played(path, runs, done, jobs):
+                journal.write(f"{json.dumps([number, row])}\n")
+                journal.flush()
+                done[number] = row
+                if written < _WRITTEN_SHARE * len(done):
+                    written = len(done)
+                    _write_table(folder, done)
+                show(len(done), len(runs), row)
+        finally:
+            _write_table(folder, done)
+    return [done[number] for number in range(len(runs))]
+
+
+def _played(
+    path: Path, runs: Sequence[Row], done: Mapping[int, Row], jobs: int
+) -> Iterator[tuple[int, Row]]:
+    """Run what is missing; yield rows as they come, with the numbers of their runs."""
+    missing = [number for number in range(len(runs)) if number not in done]
+    wanted = [runs[number] for number in missing]
+    played: Any = ((at, attempt(path, changes)) for at, changes in enumerate(wanted))
+    if min(jobs, len(missing)) > 1:
+        played = replies(path, wanted, jobs)
+    with closing(played):
+        for at, reply in played:
+            if "error" in reply:
+                said = [f"{k} = {repr_of(v)}" for k, v in wanted[at].items()]
+                raise ScenarioError(f"{reply['error']} (with {', '.join(said)})")
+            cells = {key: _cell(value) for key, value in wanted[at].items()}
+            yield missing[at], {**cells, **reply["row"]}
+
+
+@contextmanager
+def _journal(
+    folder: Path, about: Mapping[str, Any]
+) -> Iterator[tuple[IO[str], dict[int, Row]]]:
+    """Yield the file of runs, which no other process writes, and the rows in it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        others = sorted(os.listdir(folder))
+        if others and RUNS not in others:
+            raise OSError(f"this one has {others[0]!r} in it")
+        with (folder / RUNS).open("a+", encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.seek(0)
+            # A killed sweep may have left half a line.
+            lines = [line for line in file if line.endswith("\n")]
+            try:
+                known, *rows = map(json.loads, lines or [json.dumps(about)])
+                differing = [key for key in about if known[key] != about[key]]
+                done = dict(rows)
+            except (KeyError, TypeError, ValueError) as error:
+                raise OSError(f"{RUNS} is not as jdag wrote it: {error}") from error
+            if differing:
+                raise OSError(f"this one has another {' and another '.join(differing)}")
+            file.truncate(sum([len(line.encode()) for line in lines]))
+            if not lines:
+                file.write(f"{json.dumps(about)}\n")
+            yield file, done
+    except OSError as error:
+        is_locked = isinstance(error, BlockingIOError)
+        why = "another process writes it" if is_locked else reason(error)
+        allowed = f"a new folder, or that of the same sweep; {why}"
+        raise ScenarioError(unusable("out", os.fspath(folder), allowed)) from error
+
+
+def _write_table(folder: Path, done: Mapping[int, Row]) -> None:
+    """Replace the table by one of these rows, in the order of their numbers."""
+    rows = [done[number] for number in sorted(done)]
+    columns = dict.fromkeys([key for row in rows for key in row if key not in _LAST])
+    made = folder / f".{TABLE}"
+    with made.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow([*columns, *_LAST])
+        for row in rows:
+            cells = [row.get(key) for key in (*columns, *_LAST)]
+            writer.writerow(
+                [str(c).lower() if c is True or c is False else c for c in cells]
+            )
+    os.replace(made, folder / TABLE)

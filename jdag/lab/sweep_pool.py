@@ -1,0 +1,72 @@
+"""Processes for the runs of a sweep: a request a line, and a reply a line."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from itertools import islice
+from pathlib import Path
+from selectors import EVENT_READ, DefaultSelector
+from typing import Any
+
+_COMMAND = (
+    "from jdag.lab.sweep import attempt\n"
+    "from jdag.lab.sweep_pool import serve\n"
+    "serve(attempt)"
+)
+
+
+def replies(
+    path: Path, runs: Sequence[Any], processes: int
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the reply to each run with its number, as they come.
+
+    It ends early, after an error as the reply, if a process has died.
+    """
+    waiting = iter(enumerate(runs))
+    paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with ExitStack() as stack, DefaultSelector() as selector:
+
+        def hand(process: subprocess.Popen[bytes]) -> None:
+            assert process.stdin is not None and process.stdout is not None
+            for number, changes in islice(waiting, 1):
+                selector.register(process.stdout, EVENT_READ, (number, process))
+                with suppress(BrokenPipeError):  # Its end is read below.
+                    line = f"{json.dumps([str(path), changes])}\n"
+                    process.stdin.write(line.encode())
+                    process.stdin.flush()
+
+        for _ in range(min(processes, len(runs))):
+            # Ctrl-C in the terminal is for the parent, which kills it.
+            process = subprocess.Popen(
+                [sys.executable, "-c", _COMMAND], env=paths, process_group=0,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            )  # fmt: skip
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            hand(process)
+        while selector.get_map():
+            for key, _ in selector.select():
+                number, process = key.data
+                selector.unregister(key.fileobj)
+                line = process.stdout.readline()
+                if not line.endswith(b"\n"):
+                    said = f"the process of a run ended with code {process.wait()}"
+                    yield number, {"error": said}
+                    return
+                hand(process)
+                yield number, json.loads(line)
+
+
+def serve(attempt: Callable[[Path, Any], dict[str, Any]]) -> None:
+    """Answer the requests on standard input, until it ends."""
+    requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)  # What programs print is no reply.
+    with suppress(BrokenPipeError):
+        for line in requests:
+            path, changes = json.loads(line)
+            answers.write(f"{json.dumps(attempt(Path(path), changes))}\n")
+            answers.flush()

@@ -1,0 +1,72 @@
+"""Pictures of sweeps: each line with its points, scales and names that can be read."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+
+from jdag.report.lines import NAMES_MAX, draw_lines
+
+
+def drawn(
+    lines: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, x: str = "latency_ns"
+) -> Any:
+    """The figure that was written as a picture, which is one."""
+    kept: list[Any] = []
+    save = Figure.savefig
+
+    def savefig(self: Figure, *args: Any, **options: Any) -> None:
+        kept.append(self)
+        save(self, *args, **options)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    path = folder / "lines.png"
+    draw_lines(path, lines, title="t", x=x, y="makespan_ns", named="schedule")
+    height, width, _ = imread(path).shape
+    assert (width, height) == (1040, 585)
+    (figure,) = kept
+    return figure
+
+
+def texts(axis: Any) -> list[str]:
+    return [label.get_text() for label in axis.get_ticklabels()]
+
+
+def test_numbers_are_in_order_with_units_and_lines_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    lines = {"gpipe": [(2_000, 33_000), (0, 0)], "a$b$": [(0, 2_000), (2_000, 9)]}
+    figure = drawn(lines, tmp_path, monkeypatch)
+    (axes,) = figure.axes
+    found = [line.get_xydata().tolist() for line in axes.lines]
+    assert found == [[[0, 0], [2_000, 33_000]], [[0, 2_000], [2_000, 9]]]
+    assert len({(line.get_color(), line.get_marker()) for line in axes.lines}) == 2
+    assert "2 us" in texts(axes.xaxis) and "30 us" in texts(axes.yaxis)
+    assert axes.get_ylim()[0] == 0
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("latency_ns", "makespan_ns")
+    (legend,) = figure.legends
+    assert legend.get_title().get_text() == "schedule"
+    assert [text.get_text() for text in legend.get_texts()] == ["gpipe", "a$b$"]
+
+
+def test_names_stand_side_by_side_in_their_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    lines = {"": [("zb_h1", 2.0), ("gpipe", 3.0)]}
+    figure = drawn(lines, tmp_path, monkeypatch, x="schedule")
+    assert texts(figure.axes[0].xaxis) == ["zb_h1", "gpipe"]
+    assert [*figure.axes[0].lines[0].get_ydata()] == [2.0, 3.0]
+    assert figure.legends == []
+
+
+def test_decades_are_logarithmic_and_too_many_lines_have_no_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    lines = {str(n): [(1_000, 10 + n), (1_000_000, 90)] for n in range(NAMES_MAX + 1)}
+    figure = drawn(lines, tmp_path, monkeypatch)
+    assert figure.axes[0].get_xscale() == "log"
+    assert figure.axes[0].get_yscale() == "linear"
+    assert "1 us" in texts(figure.axes[0].xaxis)
+    assert figure.legends == []

@@ -1,0 +1,327 @@
+"""What a scenario's tables describe is what Python makes: the same digest."""
+
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from jdag.api.drivers import simulate
+from jdag.errors import ScenarioError
+from jdag.scenario import load
+from jdag.scenario.driving import Virtual
+from jdag.scenario.run_scenario import run_scenario
+from jdag.scenario.tables import devices_of, network_of, schedule_of
+from jdag.schedules import one_f_one_b, zb_h1
+from jdag.sim import DeviceModel, LinkModel, LogGP, Network, Roofline
+from jdag.sim.presets import ethernet_100g, h100_node
+from jdag.sim.topologies import (
+    Dimension,
+    fully_connected,
+    ring,
+    switch,
+    topology,
+    torus,
+    tree,
+)
+from tests.scenario_cases import written
+
+FOUR = ["a", "b", "c", "d"]
+LINK = LinkModel(300, 1_000_000_000)
+KEYS = "latency_ns = 300\nbandwidth_bytes_per_s = 1_000_000_000\n"
+RATE = 2_000_000_000
+
+
+def layer(w: Any, x: Any) -> Any:
+    return jnp.tanh(x @ w)
+
+
+def digest(cluster: Any) -> str:
+    """What a pipeline of four micro-batches over the workers leaves as its trace."""
+    with cluster:
+        w = [cluster.put(worker, jnp.eye(16) / 2) for worker in FOUR]
+        with cluster.context() as ctx:
+            losses = []
+            for number in range(4):
+                value: Any = jnp.ones((16, 16))
+                for stage, worker in enumerate(FOUR):
+                    with ctx.tag(stage=stage, micro_batch=number):
+                        value = ctx.call(worker, layer, w[stage], value)
+                losses.append(ctx.call("d", jnp.sum, value))
+            ctx.backward(*losses)
+        return str(cluster.trace.digest)
+
+
+def file_of(folder: Path, *more: str) -> Path:
+    lines = "[schedule]", 'kind = "zb_h1"', "stages = 4", "micro_batches = 4"
+    return written(folder, *lines, *more, workers=f"workers = {FOUR}", x64="")
+
+
+def same(folder: Path, text: str, **settings: Any) -> bool:
+    """Whether the file and Python make the same run, and not that of no settings."""
+    schedule = zb_h1(stages=4, micro_batches=4, workers=FOUR)
+    virtual = Virtual(load(file_of(folder, text)).settings)
+    clusters = [
+        virtual.cluster(0, clean=False),
+        simulate(FOUR, seed=0, schedule=schedule, **settings),
+        simulate(FOUR, seed=0, schedule=schedule),
+    ]
+    told, made, plain = [digest(cluster) for cluster in clusters]
+    return told == made and made != plain
+
+
+NETWORKS = {
+    "a free control lane": (
+        f"[network]\n{KEYS}control_lane = true",
+        Network(LINK, control_lane=True),
+    ),
+    "a control lane with a latency": (
+        f"[network]\n{KEYS}[network.control_lane]\nlatency_ns = 50",
+        Network(LINK, control_lane=LinkModel(50)),
+    ),
+    "a control lane by LogGP": (
+        f'[network]\n{KEYS}control_lane = {{ model = "loggp", overhead_ns = 7 }}',
+        Network(LINK, control_lane=LogGP(overhead_ns=7)),
+    ),
+    "LogGP": (
+        f'[network]\n{KEYS}model = "loggp"\noverhead_ns = 20\ngap_ns = 90',
+        Network(LogGP(300, 1_000_000_000, overhead_ns=20, gap_ns=90)),
+    ),
+    "one link by LogGP": (
+        f'[[network.links]]\n{KEYS}source = "a"\ndestination = "b"\nmodel = "loggp"\n'
+        "gap_ns = 900",
+        Network(LinkModel(), {("a", "b"): LogGP(300, 1_000_000_000, gap_ns=900)}),
+    ),
+    "ports": (
+        f"[network]\n{KEYS}port_bandwidth_bytes_per_s = {RATE}",
+        Network(LINK, port_bandwidth_bytes_per_s=RATE),
+    ),
+    "a ring": (f'[network.topology]\nkind = "ring"\n{KEYS}', ring(FOUR, LINK)),
+    "a switch with cut-through": (
+        f'[network.topology]\nkind = "switch"\ncut_through = true\n{KEYS}',
+        switch(FOUR, LINK, cut_through=True),
+    ),
+    "fully connected": (
+        f'[network.topology]\nkind = "fully_connected"\n{KEYS}',
+        fully_connected(FOUR, LINK),
+    ),
+    "a tree": (
+        f'[network.topology]\nkind = "tree"\narity = 3\n{KEYS}',
+        tree(FOUR, LINK, arity=3),
+    ),
+    "a torus of workers in another order": (
+        '[network.topology]\nkind = "torus"\nshape = [2, 2]\n'
+        f'workers = ["d", "a", "c", "b"]\n{KEYS}',
+        torus(["d", "a", "c", "b"], (2, 2), LINK),
+    ),
+    "several dimensions": (
+        "[network.topology]\ncut_through = true\n"
+        f'[[network.topology.dimensions]]\nkind = "ring"\nsize = 2\n{KEYS}'
+        '[[network.topology.dimensions]]\nkind = "tree"\nsize = 2\narity = 4\n'
+        "latency_ns = 40",
+        topology(
+            FOUR,
+            [Dimension("ring", 2, LINK), Dimension("tree", 2, LinkModel(40), 4)],
+            cut_through=True,
+        ),
+    ),
+    "a dimension with an arity": (
+        f'[[network.topology.dimensions]]\nkind = "tree"\nsize = 4\narity = 3\n{KEYS}',
+        topology(FOUR, [Dimension("tree", 4, LINK, 3)]),
+    ),
+    "an H100 node": (
+        '[network.topology]\nkind = "h100_node"\nlatency_ns = 200',
+        h100_node(FOUR, latency_ns=200),
+    ),
+    "100 Gbit/s Ethernet": (
+        '[network.topology]\nkind = "ethernet_100g"',
+        ethernet_100g(FOUR),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NETWORKS)
+def test_a_network_is_that_of_python(case: str, tmp_path: Path):
+    text, network = NETWORKS[case]
+    assert same(tmp_path, text, network=network)
+
+
+def test_a_topology_of_some_workers_leaves_the_others_their_links(tmp_path: Path):
+    text = (
+        "[network]\nlatency_ns = 11\ncontrol_lane = true\n"
+        f'[network.topology]\nkind = "ring"\nworkers = ["a", "b", "c"]\n{KEYS}'
+        '[[network.links]]\nsource = "c"\ndestination = "d"\nlatency_ns = 5_000'
+    )
+    rings = ring(["a", "b", "c"], LINK)
+    network = Network(
+        LinkModel(11), {("c", "d"): LinkModel(5_000)}, control_lane=True,
+        routed=rings.routed, route=rings.route,
+    )  # fmt: skip
+    assert same(tmp_path, text, network=network)
+
+
+DEVICES = {
+    "F, I and W of a function": (
+        "[devices]\nfunctions = { layer = [30, 50, 70] }",
+        DeviceModel(functions={"layer": (30, 50, 70)}),
+    ),
+    "halves of the default": (
+        "[devices]\nforward_ns = 30\nbackward_ns = 90\ninput_grad_ns = 20",
+        DeviceModel(forward_ns=30, backward_ns=90, input_grad_ns=20),
+    ),
+    "a roofline": (
+        "[devices.roofline]\nflops_per_s = 100_000_000\nbytes_per_s = 50_000_000_000",
+        DeviceModel(roofline=Roofline(flops_per_s=10**8, bytes_per_s=50_000_000_000)),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DEVICES)
+def test_a_device_is_that_of_python(case: str, tmp_path: Path):
+    text, device = DEVICES[case]
+    assert same(tmp_path, text, devices=device)
+
+
+def test_a_device_of_one_worker_has_a_roofline_and_a_cost_of_overlaps(tmp_path: Path):
+    text = (
+        "[devices]\noverlap_ns = 9\n[devices.workers.b]\n"
+        "roofline = { flops_per_s = 3, bytes_per_s = 4 }"
+    )
+    found = devices_of(load(file_of(tmp_path, text)).settings)
+    assert found["a"] == DeviceModel(overlap_ns=9)
+    assert found["b"] == DeviceModel(roofline=Roofline(flops_per_s=3, bytes_per_s=4))
+
+
+def test_1f1b_is_the_same_schedule_by_its_short_name(tmp_path: Path):
+    settings = load(file_of(tmp_path), changes={"schedule": "1f1b"}).settings
+    made = one_f_one_b(stages=4, micro_batches=4, workers=FOUR)
+    assert schedule_of(settings) == made
+
+
+JITTERY = {
+    "topology": f'[network.topology]\nkind = "ring"\n{KEYS}jitter_ns = 900',
+    "dimensions": f'[[network.topology.dimensions]]\nkind = "ring"\nsize = 4\n{KEYS}'
+    "jitter_ns = 900",
+    "control lane": f"[network]\n{KEYS}control_lane = {{ jitter_ns = 900 }}",
+}
+
+
+@pytest.mark.parametrize("case", JITTERY)
+def test_a_clean_network_has_no_jitter_anywhere_and_bits_are_compared_with_it(
+    case: str, tmp_path: Path
+):
+    scenario = load(file_of(tmp_path, JITTERY[case]))
+
+    def jitter_ns(clean: bool) -> int:
+        network = network_of(scenario.settings, clean=clean)
+        lane: Any = network.control_lane or LinkModel()
+        return network.model("a", "b").jitter_ns + int(lane.jitter_ns)
+
+    assert (jitter_ns(False), jitter_ns(True)) == (900, 0)
+    text = file_of(tmp_path, JITTERY[case]).read_text().replace("[schedule]", "[x]")
+    text = text.partition("[x]")[0] + JITTERY[case]
+    (tmp_path / "mine.toml").write_text(text)
+    answer = run_scenario(load(tmp_path / "mine.toml"), lambda *_: None)
+    assert answer.figures["same_bits_as_clean"] is True
+
+
+BAD = {
+    "LogGP's key without its model": (
+        "[network]\ngap_ns = 3",
+        "network.gap_ns = 3: all",
+    ),
+    "no such model": (
+        '[network]\nmodel = "logp"',
+        "network.model = 'logp': allowed is one of alpha_beta, loggp",
+    ),
+    "a model that is no text": (
+        "[network]\nmodel = [3]",
+        "network.model = [3]: allowed",
+    ),
+    "a control lane that is a number": (
+        "[network]\ncontrol_lane = 3",
+        "network.control_lane = 3: allowed is true, false or a table",
+    ),
+    "a wrong value of the control lane": (
+        "[network.control_lane]\nlatency_ns = -1",
+        "network.control_lane.latency_ns = -1: allowed is an integer >= 0",
+    ),
+    "a topology that is no table": (
+        "[network]\ntopology = 3",
+        "network.topology = 3: allowed is a table",
+    ),
+    "no such topology": (
+        '[network.topology]\nkind = "mesh"',
+        "network.topology.kind = 'mesh': allowed is one of ring, switch",
+    ),
+    "a topology without a kind": (
+        "[network.topology]\nlatency_ns = 3",
+        "network.topology.kind = None: allowed is one of ring, switch",
+    ),
+    "a key of another topology": (
+        '[network.topology]\nkind = "ring"\narity = 3',
+        "network.topology.arity = 3: allowed is kind, workers, cut_through, latency_ns",
+    ),
+    "a bandwidth of a preset": (
+        '[network.topology]\nkind = "h100_node"\nbandwidth_bytes_per_s = 3',
+        "network.topology.bandwidth_bytes_per_s = 3: allowed is kind, workers",
+    ),
+    "a torus without a shape": (
+        '[network.topology]\nkind = "torus"',
+        "network.topology.shape is missing: allowed is a list of integers",
+    ),
+    "a torus of another size": (
+        '[network.topology]\nkind = "torus"\nshape = [2, 3]',
+        "network.topology.workers = ['a', 'b', 'c', 'd']: allowed is a list of 6",
+    ),
+    "a tree of no arity": (
+        '[network.topology]\nkind = "tree"\narity = 1',
+        "network.topology.arity = 1: allowed is an integer >= 2",
+    ),
+    "a topology of nobody": (
+        '[network.topology]\nkind = "ring"\nworkers = ["a", "z"]',
+        "network.topology.workers = 'z': allowed is one of the workers a, b, c, d",
+    ),
+    "a wrong latency of a topology": (
+        '[network.topology]\nkind = "ring"\nlatency_ns = 0.5',
+        "network.topology.latency_ns = 0.5: allowed is an integer >= 0",
+    ),
+    "a dimension of no kind": (
+        '[[network.topology.dimensions]]\nkind = "torus"\nsize = 4',
+        "network.topology.dimensions[0].kind = 'torus': allowed is one of ring",
+    ),
+    "a dimension of no size": (
+        '[[network.topology.dimensions]]\nkind = "ring"',
+        "network.topology.dimensions[0].size is missing",
+    ),
+    "ports of a topology": (
+        '[network]\nport_bandwidth_bytes_per_s = 3\n[network.topology]\nkind = "ring"',
+        "network.port_bandwidth_bytes_per_s = 3: allowed is none with a topology",
+    ),
+    "a link inside of a topology": (
+        '[network]\nlinks = [{ source = "a", destination = "b" }]\n'
+        '[network.topology]\nkind = "ring"',
+        "network.links[0].destination = 'b': allowed is a worker that is not in",
+    ),
+    "a roofline that is no table": (
+        "[devices]\nroofline = 3",
+        "devices.roofline = 3: allowed is a table",
+    ),
+    "a roofline without bytes": (
+        "[devices.roofline]\nflops_per_s = 3",
+        "devices.roofline.bytes_per_s is missing",
+    ),
+    "a roofline of no flops": (
+        "[devices.workers.a.roofline]\nflops_per_s = 0\nbytes_per_s = 1",
+        "devices.workers.a.roofline.flops_per_s = 0: allowed is an integer >= 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_wrong_table_is_one_line_with_its_key(case: str, tmp_path: Path):
+    text, said = BAD[case]
+    with pytest.raises(ScenarioError) as raised:
+        load(file_of(tmp_path, text))
+    assert str(raised.value).startswith(f"{tmp_path / 'mine.toml'}: {said}")
+    assert "\n" not in str(raised.value)
