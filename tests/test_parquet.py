@@ -7,7 +7,7 @@ import pytest
 from pyarrow.parquet import read_table
 
 from jdag.errors import ScenarioError
-from jdag.scenario import parquet
+from jdag.lab import parquet
 
 ROWS: list[dict[str, Any]] = [
     {"schedule": "gpipe", "seed": 0, "bubble_min": 0.25, "same": True, "error": None},

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from jdag.cli import commands, sweeping
 from jdag.cli.sweeping import _values_of
-from jdag.scenario import parquet
+from jdag.lab import parquet
 from tests.scenario_cases import scenario_of, written
 
 ROOT = Path(__file__).parent.parent

@@ -133,7 +133,7 @@ OBEDIENT: tuple[tuple[str, str, str], ...] = (
     ("imports_point_down", "jdag/engine/credit.py", "from jdag.engine.graph import x"),
     ("imports_point_down", "jdag/wire/link.py", "from jdag import engine, errors"),
     ("imports_point_down", "jdag/__init__.py", "from jdag.sim import simulate"),
-    ("imports_point_down", "jdag/scenario.py", "from jdag.report import page"),
+    ("imports_point_down", "jdag/lab.py", "from jdag.report import page"),
     ("libraries_stay_at_home", "jdag/compute/pairs.py", "import jax\nf = jax.vjp(g)"),
     (
         "libraries_stay_at_home",
