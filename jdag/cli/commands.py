@@ -48,6 +48,7 @@ from jdag.report import (
     write_traces,
 )
 from jdag.report.formatting import formatted
+from jdag.report.page import WORKER, tables_of
 from jdag.report.result import RESULT, json_of, read_result
 from jdag.runtime import signals
 from jdag.runtime.tables import wrong
@@ -282,12 +283,16 @@ def _print(console: Console, result: Mapping[str, Any], page: Path) -> None:
     table.add_column("value", overflow="fold")
     if is_wide := console.width >= _NARROW:
         table.add_column("what it is", style="dim")
+    apart = [one for one in tables_of(result)[0] if one["by"] != WORKER]
+    shown = [name for one in apart for name in (one["by"], *one["names"])]
     for name, value in result["figures"].items():
-        if value is None or value == [] or name == "digest":
+        if value is None or value == [] or name in ("digest", *shown):
             continue
         meaning = [result["meaning"].get(name, "")] if is_wide else []
         table.add_row(name, Text(formatted(name, value)), *meaning)
     console.print(table)
+    for one in apart:
+        _print_table(console, one)
     for one in result["expect"]:
         mark = "[green]met[/]" if one["met"] else "[red]not met[/]"
         # Unrounded: a rounded value might look as if it were met.
@@ -303,6 +308,21 @@ def _print(console: Console, result: Mapping[str, Any], page: Path) -> None:
     digest = [f"digest: {result['digest']}"] * (result["digest"] is not None)
     for line in (*digest, f"report: {spelled(page)}"):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _print_table(console: Console, of: Mapping[str, Any]) -> None:
+    """Print the figures that have a value for each element of a list."""
+    table = Table(title=f"by {of['by']}", title_justify="left", title_style="bold")
+    for head in of["heads"]:
+        table.add_column(head, overflow="fold")
+    for name, values, what in of["rows"]:
+        table.add_row(name, *map(Text, values), *([] if what is None else [what]))
+    console.print(table)
+    meant: dict[str, list[str]] = {}
+    for name, what in of["said"]:
+        meant.setdefault(what, []).append(name)
+    for what, names in meant.items():
+        console.print(Text(f"{', '.join(names)}: {what}", style="dim"))
 
 
 def _print_graph(console: Console, drawings: Any, folder: Path) -> None:

@@ -15,6 +15,7 @@ from jdag.api.graph import Graph, dot_of, graph_of
 from jdag.engine.drawing import Drawing
 from jdag.errors import JdagError
 from jdag.report.chakra import chakra_of
+from jdag.report.gantt import gantt_of, lists_of
 from jdag.report.goal import goal_of
 from jdag.report.operations import operations_of
 from jdag.report.page import write_page
@@ -25,6 +26,7 @@ from jdag.report.spans import spans_of
 from jdag.report.timeline import draw_timeline
 from jdag.report.track_events import track_events
 from jdag.runtime.trace import Trace
+from jdag.schedules import from_lists, to_csv
 
 TIMELINE = "timeline.png"
 GRAPH = "graph.png"
@@ -32,7 +34,7 @@ GRAPH_DATA = "graph.json"
 GRAPH_DOT = "graph.dot"
 PERFETTO = "trace.perfetto.json"
 PAGE = "index.html"
-FORMATS = ("perfetto", "chakra", "goal")
+FORMATS = ("perfetto", "chakra", "goal", "torch")
 WRITTEN = (TIMELINE, GRAPH, GRAPH_DATA, GRAPH_DOT, PERFETTO, PAGE)
 
 
@@ -58,12 +60,13 @@ def render(
         OSError: a file cannot be written.
     """
     name, workers = result["name"], result["workers"]
-    pictures, table = [], ""
+    pictures, table, gantt = [], "", None
     if trace is not None:
         read = spans_of(trace)
         title = f"{name}: what each worker did"
         draw_timeline(folder / TIMELINE, read, workers, window, title)
         _write_json(folder / PERFETTO, trace_events(read, workers))
+        gantt = gantt_of(read.jobs, workers, window)
         pictures.append((folder / TIMELINE, "Timeline", _ON_TIMELINE))
     if drawings is not None:
         graph = drawings if isinstance(drawings, Graph) else graph_of(drawings)
@@ -75,7 +78,7 @@ def render(
             said = _ON_PLAN if graph.table else _ON_GRAPH
             pictures.append((folder / GRAPH, "Graph", said))
         table = graph.table
-    write_page(folder / PAGE, result, pictures, table)
+    write_page(folder / PAGE, result, pictures, table, gantt)
 
 
 def write_traces(
@@ -85,7 +88,8 @@ def write_traces(
 
     Args:
         folder: the target of `trace.pftrace` (perfetto), `trace.goal` (goal) and one
-            `trace.N.et` for each worker (chakra).
+            `trace.N.et` for each worker (chakra), and of `trace.csv`, the order of the
+            actions of its one step in torch's schedule format, without times (torch).
         trace: of the run, from `read_trace`.
         workers: their names; N and ranks are places among them.
         formats: of `FORMATS`.
@@ -107,6 +111,12 @@ def write_traces(
     if "chakra" in formats:
         for rank, nodes in enumerate(chakra_of(operations, workers)):
             (folder / f"trace.{rank}.et").write_bytes(nodes)
+    if "torch" in formats:
+        lists = lists_of(spans_of(trace).jobs, workers)
+        if not any(lists):
+            raise JdagError("a run without actions of a schedule has none to write")
+        text = to_csv(from_lists([of for of in lists if of]))
+        (folder / "trace.csv").write_text(text, encoding="utf-8")
     if "goal" in formats:
         (folder / "trace.goal").write_text(
             goal_of(operations, workers), encoding="utf-8"
@@ -135,8 +145,9 @@ def _write_json(path: Path, value: Any) -> None:
 
 _ON_TIMELINE = (
     "A row is a worker. Numbers in bars are the paths of calls: a forward and the "
-    "backward of the same number are one call; segments of plans have the names of "
-    "their functions. Below them, arrays on their way from this worker."
+    "backward of the same number are one call. Under a schedule they are "
+    "micro-batches; segments of plans have the names of their functions. Below them, "
+    "arrays on their way from this worker."
 )
 _ON_PLAN = (
     "A column is a worker: its segments, by their numbers in the table below, and the "

@@ -1,5 +1,6 @@
 """A run as one self-contained HTML page with tables and embedded pictures."""
 
+import json
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,9 +19,13 @@ _LONG = ("error_message",)  # Shown below the table, as they have lines of their
 
 
 def write_page(
-    path: Path, result: Mapping[str, Any], pictures: Sequence[Picture], plan: str = ""
+    path: Path,
+    result: Mapping[str, Any],
+    pictures: Sequence[Picture],
+    plan: str = "",
+    gantt: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the page of a result, with these pictures, and a plan's table if any.
+    """Write the page of a result, with these pictures, a plan's table and a chart.
 
     Raises:
         OSError: a picture cannot be read, or the page not be written.
@@ -35,10 +40,8 @@ def write_page(
     # A name may be broken after each underscore.
     breaking = Markup("_<wbr>")
     environment.filters["breakable"] = lambda name: escape(name).replace("_", breaking)
-    figures, workers = result["figures"], result["workers"]
-    given = {name: one for name, one in figures.items() if one not in (None, [], {})}
-    tables = _tables(given, workers)
-    each = [name for names in tables.values() for name in names]
+    given = _given(result)
+    tables, each = tables_of(result)
     text = environment.get_template("page.html").render(
         result=result,
         figures=[
@@ -46,7 +49,7 @@ def write_page(
             for name, value in given.items()
             if name not in (*_LONG, *_ABOVE, *each)
         ],
-        tables=[_table(by, names, given, result) for by, names in tables.items()],
+        tables=tables,
         expected=[
             (
                 one["figure"],
@@ -58,6 +61,9 @@ def write_page(
         ],
         long=[(name, str(given[name])) for name in _LONG if name in given],
         plan=plan,
+        gantt=gantt,
+        # Within a script nothing is escaped; only "</" could end it.
+        gantt_data=Markup(json.dumps(gantt).replace("<", "\\u003c")),
         pictures=[
             (b64encode(file.read_bytes()).decode(), heading, said)
             for file, heading, said in pictures
@@ -65,6 +71,25 @@ def write_page(
     )
     # File names and texts of programs may have surrogates, which UTF-8 cannot encode.
     path.write_text(text, encoding="utf-8", errors="backslashreplace")
+
+
+def tables_of(result: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
+    """The figures with a value for each worker, or each element of a list, as tables.
+
+    Returns:
+        For each table `by`, its `heads` and `rows` of (name, values, what it is or
+        None), and `said` where it has a column for each figure; and the names of all
+        figures in them, with the lists.
+    """
+    given = _given(result)
+    found = _tables(given, result["workers"])
+    tables = [_table(by, names, given, result) for by, names in found.items()]
+    return tables, [name for by, names in found.items() for name in (by, *names)]
+
+
+def _given(result: Mapping[str, Any]) -> dict[str, Any]:
+    figures = result["figures"].items()
+    return {name: one for name, one in figures if one not in (None, [], {})}
 
 
 def _tables(given: Mapping[str, Any], workers: Sequence[str]) -> dict[str, list[str]]:
@@ -94,6 +119,7 @@ def _table(
     if len(names) >= len(keys):
         return {
             "by": by,
+            "names": names,
             "said": [],
             "heads": ["figure", *keys, "what it is"],
             "rows": [(*row, said) for row, said in zip(rows, meanings, strict=True)],
@@ -101,6 +127,7 @@ def _table(
     columns = zip(*[values for _, values in rows], strict=True)
     return {
         "by": by,
+        "names": names,
         "said": list(zip(names, meanings, strict=True)),
         "heads": [by, *names],
         "rows": [

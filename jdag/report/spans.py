@@ -13,7 +13,10 @@ from jdag.runtime.trace import Record
 
 Window = tuple[int, int]  # From when to when, nanoseconds.
 # What is none of these is for a sum.
-_DRAWN_AS = {"vjp": "backward", "apply": "hook", "runsegment": "segment"}
+_DRAWN_AS = {
+    **{"vjp": "backward", "vjpinputs": "input_grad", "vjpweights": "weight_grad"},
+    **{"apply": "hook", "runsegment": "segment"},
+}
 
 
 class Job(NamedTuple):
@@ -27,6 +30,7 @@ class Job(NamedTuple):
     path: tuple[int, ...]
     start_ns: int
     end_ns: int
+    action: str = ""  # Of a pipeline, such as 0F3.
 
     @property
     def drawn_as(self) -> str:
@@ -123,8 +127,8 @@ def spans_of(records: Iterable[Record]) -> Spans:
 
 def _job(start: Record, end_ns: int) -> Job:
     # The detail as it lies, for there may be hundreds of thousands: DETAIL["start"].
-    context, number, path, function = start.detail[1:5]
-    at = start.time_ns, end_ns
+    context, number, path, function, action = start.detail[1:6]
+    at = start.time_ns, end_ns, action
     return Job(start.worker, start.detail[0], function, context, number, path, *at)
 
 

@@ -5,6 +5,7 @@ paths of its calls; the thin strip below shows the arrays that it is sending. Fo
 than `ROWS_MAX` workers a raster shows only the devices.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from matplotlib.patches import Patch
 
 from jdag.api.graph import dotted
 from jdag.report.formatting import formatted, shortened
+from jdag.report.gantt import ACTIONS
 from jdag.report.raster import mixed
 from jdag.report.spans import Job, Spans, Transfer, bubble
 
@@ -34,9 +36,11 @@ _CHARACTERS = 180  # Of a label, on the whole axis.
 # The colours of Okabe and Ito (2008), which colour-blind readers tell apart.
 _IDLE = "#eef0f2"
 _KINDS = {
-    "forward": ("#0072b2", "forward"),
-    "backward": ("#d55e00", "backward"),
-    "sum": ("#009e73", "sums, zeros and ones"),
+    "forward": (ACTIONS["F"][1], "forward"),
+    "backward": (ACTIONS["B"][1], "backward"),
+    "input_grad": (ACTIONS["I"][1], ACTIONS["I"][0]),
+    "weight_grad": (ACTIONS["W"][1], ACTIONS["W"][0]),
+    "sum": ("#8a8a5c", "sums, zeros and ones"),
     "hook": ("#e69f00", "hooks"),
     "update": ("#f0e442", "updates of leaves"),
     "segment": ("#332288", "segments of plans"),
@@ -165,7 +169,7 @@ def _draw_jobs(view: _View, place: int, jobs: Sequence[Job]) -> None:
         for job, (start, width) in zip(mine, bars, strict=True):
             if width < narrow or not job.context:
                 continue
-            text = dotted(job.path)
+            text = re.sub(r"^\d+[FIWB]", "", job.action) or dotted(job.path)
             if kind == "segment":
                 name = job.function.partition(":")[2].rstrip(")")
                 text = shortened(name, int(_CHARACTERS * width / view.length))
