@@ -64,3 +64,11 @@ def test_beside_a_control_lane_each_leaves_at_once(lane):
 def test_those_of_different_instants_stay_apart():
     slow = jdag.sim.LinkModel(latency_ns=1_000, bandwidth_bytes_per_s=1_000_000)
     assert sent_by_b(slow).count("Acknowledge") == 3
+
+
+def test_they_leave_before_an_answer_of_the_same_instant():
+    with jdag.simulate(["a", "b"], seed=0, network=LINK) as cluster:
+        cluster.put("b", np.ones(3, np.float32)).fetch()
+        sends = cluster.trace.of_kind("send")
+        sent = [record.named["message"] for record in sends if record.worker == "b"]
+    assert sent == ["Acknowledge", "Reading"]

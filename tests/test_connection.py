@@ -169,6 +169,7 @@ def test_functions_and_asides_arrive_between_messages(sides: Sides) -> None:
 
 def test_acknowledgements_are_sent_as_one_message(sides: Sides) -> None:
     connection = sides.a.connection
+    sides.run(lambda: connection.idle)
     for number in (1, 2):
         connection.send(Acknowledge(None, ((number,),)), [])
         assert not connection.idle
