@@ -61,57 +61,72 @@ class MaxPlus:
                 an edge may be there with several parameters.
             count: how many parameters there are.
         """
-        edges, parameters, amounts = matrix
         shape: Any = jax.ShapeDtypeStruct
 
-        def forward(values: Any) -> tuple[Any, Any]:
-            values = np.asarray(values, np.float64)
-            flat = values.reshape(-1, count)
-            parts = [
-                self._many(flat[at : at + CHUNK], edges, parameters, amounts)
-                for at in range(0, len(flat), CHUNK)
-            ]
-            spans = np.concatenate([span for span, _ in parts])
-            slopes = np.concatenate([slope for _, slope in parts])
-            return spans.reshape(values.shape[:-1]), slopes.reshape(values.shape)
-
-        def called(values: Any) -> Any:
+        def spans(values: Any) -> Any:
             dtype = values.dtype
-            found = (shape(values.shape[:-1], dtype), shape(values.shape, dtype))
-            return jax.pure_callback(
-                lambda given: tuple(one.astype(dtype) for one in forward(given)),
-                found,
-                values,
-                vmap_method="broadcast_all",
-            )
 
-        span: Any = jax.custom_vjp(lambda values: called(values)[0])
-        span.defvjp(called, lambda slope, given: (slope * given[..., None],))
+            def host(given: Any) -> Any:
+                parts = [self._many(of, matrix)[0] for of in _chunks(given, count)]
+                return np.concatenate(parts).reshape(given.shape[:-1]).astype(dtype)
+
+            found = shape(values.shape[:-1], dtype)
+            return jax.pure_callback(host, found, values, vmap_method="broadcast_all")
+
+        def slopes(values: Any) -> Any:
+            dtype = values.dtype
+
+            def host(given: Any) -> Any:
+                parts = [self._slopes(of, matrix) for of in _chunks(given, count)]
+                return np.concatenate(parts).reshape(given.shape).astype(dtype)
+
+            found = shape(values.shape, dtype)
+            return jax.pure_callback(host, found, values, vmap_method="broadcast_all")
+
+        span: Any = jax.custom_vjp(spans)
+        span.defvjp(
+            lambda values: (spans(values), values),
+            lambda values, given: (slopes(values) * given[..., None],),
+        )
         return lambda values: span(jnp.asarray(values))
 
-    def _many(
-        self, values: Any, edges: Any, parameters: Any, amounts: Any
-    ) -> tuple[Any, Any]:
-        """The spans of some settings, and their gradients by the parameters."""
+    def _many(self, values: Any, matrix: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        """The spans of some settings; when each node happens, and what edges cost."""
+        edges, parameters, amounts = matrix
         costs = np.zeros((len(self.sources), len(values)))
         np.add.at(costs, edges, amounts[:, None] * values.T[parameters])
         at = np.zeros((self.nodes, len(values)))
-        by = np.full((self.nodes, len(values)), -1, np.int32)
+        sources = self.sources.tolist()
         for node, first, end in self._entered:
-            if end == first + 1:
-                np.add(at[self.sources[first]], costs[first], out=at[node])
-                by[node] = first
-            else:
-                times = at[self.sources[first:end]] + costs[first:end]
-                at[node], by[node] = times.max(0), times.argmax(0) + first
-        last = at.argmax(0)
-        slopes = np.zeros_like(values)
+            here = at[node]
+            np.add(at[sources[first]], costs[first], out=here)
+            for edge in range(first + 1, end):
+                np.maximum(here, at[sources[edge]] + costs[edge], out=here)
+        return at.max(0), at, costs
+
+    def _slopes(self, values: Any, matrix: tuple[Any, Any, Any]) -> Any:
+        """The gradients of the spans of some settings by the parameters."""
+        edges, parameters, amounts = matrix
+        _, at, costs = self._many(values, matrix)
         order = np.argsort(edges, kind="stable")
         begins = np.searchsorted(edges[order], np.arange(len(self.sources) + 1))
-        for setting, node in enumerate(last):
+        entered = {node: (first, end) for node, first, end in self._entered}
+        found = np.zeros_like(values)
+        for setting, node in enumerate(at.argmax(0).tolist()):
             here = node
-            while (edge := by[here, setting]) >= 0:
+            while here in entered:
+                first, end = entered[here]
+                sources = self.sources[first:end]
+                edge = first
+                if end > first + 1:
+                    times = at[sources, setting] + costs[first:end, setting]
+                    edge += int(times.argmax())
                 for row in order[begins[edge] : begins[edge + 1]]:
-                    slopes[setting, parameters[row]] += amounts[row]
-                here = self.sources[edge]
-        return at.max(0), slopes
+                    found[setting, parameters[row]] += amounts[row]
+                here = int(self.sources[edge])
+        return found
+
+
+def _chunks(values: Any, count: int) -> list[Any]:
+    flat = np.asarray(values, np.float64).reshape(-1, count)
+    return [flat[at : at + CHUNK] for at in range(0, len(flat), CHUNK)]

@@ -78,6 +78,11 @@ class Retimed:
         }
         self.makespan_fn = _relaxed(self)
 
+    @property
+    def nodes(self) -> int:
+        """How many nodes the graph has: starts, ends, departures and arrivals."""
+        return self._graph.nodes
+
     def _edge_costs(
         self, network: Network | LinkModel | None, devices: Any, scale: float = 1.0
     ) -> list[int]:
