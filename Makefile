@@ -51,6 +51,7 @@ bench: install
 	$(BIN)/python paper/figures.py
 	$(BIN)/python paper/modes.py
 	$(BIN)/python -m paper.replicas
+	$(BIN)/python -m paper.retiming
 	$(BIN)/python -m paper.data_parallel
 
 install: $(VENV)/.installed

@@ -87,8 +87,8 @@ class Cluster(Collectives):
     def info(self) -> Mapping[str, Mapping[str, Any]]:
         """Return for each worker what it holds and has sent so far, without waiting.
 
-        Among others `live_contexts`, `live_passes`, `values_held`, `bytes_held`,
-        `bytes_peak`, `activation_bytes_peak`, `messages_sent`, `bytes_sent` (of all).
+        Among others `live_contexts`, `values_held`, `bytes_held`, `bytes_peak`,
+        `messages_sent`, and `waits_for`, the action for which a schedule's list waits.
         """
         return self.state.driver.info()
 

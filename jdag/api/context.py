@@ -360,7 +360,7 @@ class Context:
         frame = self._frame
         self._passes = result.number
         if result.outcome is Outcome.EXPIRED:
-            raise PassTimeout(expired(result, timeout_s), result.owed)
+            raise PassTimeout(expired(result, timeout_s, frame.state), result.owed)
         if result.outcome is Outcome.STUCK:
             raise UnusedSendError(stuck(result.owed), result.owed)
         leaves, ref_of = frame.state.leaves, frame.state.leaf_ref

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from jdag.api.refs import Ref
 from jdag.engine.functions import name_of, transferred
@@ -63,10 +64,16 @@ def _owed_lines(owed: tuple[Owed, ...]) -> list[str]:
     ]
 
 
-def expired(result: PassResult, timeout_s: float | None) -> str:
-    """Return the error text of a pass that exceeded its time limit."""
+def expired(result: PassResult, timeout_s: float | None, state: Any = None) -> str:
+    """Return the error text of a pass that exceeded its time limit.
+
+    `state`, that of a cluster, tells which actions of a schedule are waited for.
+    """
     assert result.failure is not None, result
+    info = {} if state is None or state.schedule is None else state.driver.info()
+    waits = [one["waits_for"] for one in info.values() if one["waits_for"]]
     text = f"pass {result.number} took longer than timeout_s={timeout_s!r}"
+    text = "; ".join([text, *waits])
     if result.failure.message:
         return f"{text}; it had not begun: it waited for {result.failure.message}"
     if not result.owed:

@@ -50,7 +50,7 @@ class Explored:
     expected: tuple[Any, ...] | None
     same_bits: bool
     trace: Trace
-    info: Mapping[str, Mapping[str, int | bool]]
+    info: Mapping[str, Mapping[str, Any]]
     crashed: bool
     left: int
 

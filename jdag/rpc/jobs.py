@@ -106,6 +106,12 @@ class Jobs:
         return not (self.due or self._under_way)
 
     @property
+    def waits_for(self) -> str:
+        """The action for which the worker's list waits; "" for none."""
+        with self._changed:
+            return self._long.waits_for
+
+    @property
     def is_computing(self) -> bool:
         """Whether this thread is in the middle of a user's function."""
         return threading.get_ident() in self.computing

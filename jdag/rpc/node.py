@@ -190,7 +190,7 @@ class Node:
         """The same; without `within_s` peers are waited for until they are lost."""
         found = self.peers.ask_all({"what": "info"}, within_s)
         found[self.name] = own = self._apart(self._own_info)
-        nothing = dict.fromkeys(own, 0)
+        nothing = {**dict.fromkeys(own, 0), "waits_for": ""}
         living = [peer.name for peer in self.peers.living]
         return {
             worker: found.get(worker) or {**nothing, "lost": worker not in living}
@@ -433,7 +433,9 @@ class Node:
 
     def _own_info(self) -> dict[str, Any]:
         sent = total(peer.sent for peer in self.peers.connections.values())
-        return info(self._host, sent, self._jobs.busy_ns, lost=False)
+        jobs = self._jobs
+        waits_for = jobs.waits_for
+        return info(self._host, sent, jobs.busy_ns, lost=False, waits_for=waits_for)
 
     # ------------------------------------------------------------------ the session's
 

@@ -35,6 +35,7 @@ class ReadyJobs:
         "_chooser",
         "_here",
         "_jobs",
+        "_left",
         "_runs",
         "_steps",
         "_worker",
@@ -48,6 +49,7 @@ class ReadyJobs:
         self._steps = tuple([step.parts for step in steps])
         self._here = frozenset([part for parts in self._steps for part in parts])
         self._at = 0  # The step of the first run that is next.
+        self._left = ""  # What a run waited for that was given up.
         self._added = 0
         # (key, order of adding, job, item); a heap, or sorted if the chooser picks.
         self._jobs: list[tuple[tuple[Any, ...], int, Any, Any]] = []
@@ -61,6 +63,7 @@ class ReadyJobs:
         """Add a job that is ready; `item` is what `take` returns for it."""
         action = self._action(job)
         if action is not None:
+            self._left = ""
             came = self._runs.setdefault((job.context, 0), {})
             if action not in came:
                 came[action] = job, item
@@ -95,6 +98,7 @@ class ReadyJobs:
             if gone:
                 self._runs.setdefault((skip.context, 0), {}).update(dict.fromkeys(gone))
             return
+        self._left = self.stalled
         for run in [run for run in self._runs if run[0] == skip.context]:
             self._over(run)
 
@@ -119,6 +123,11 @@ class ReadyJobs:
                     f"next in its list; ready behind it: {behind}{more}"
                 )
         return ""
+
+    @property
+    def waits_for(self) -> str:
+        """The same; if nothing is held up, what the run waited for that failed last."""
+        return self.stalled or self._left
 
     def _action(self, job: Any) -> Action | None:
         tag = getattr(job, "tag", None)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
+from typing import Any
 
 from jdag.runtime.host import Host
 
@@ -24,8 +25,13 @@ def total(counts: Iterable[Sent]) -> Sent:
     return Sent(*map(sum, zip(*map(astuple, (Sent(), *counts)), strict=True)))
 
 
-def info(host: Host, sent: Sent, busy_ns: int, *, lost: bool) -> dict[str, int | bool]:
-    """Return the counts of a worker; one that crashed holds nothing."""
+def info(
+    host: Host, sent: Sent, busy_ns: int, *, lost: bool, waits_for: str = ""
+) -> dict[str, Any]:
+    """Return the counts of a worker; one that crashed holds nothing.
+
+    `waits_for` names the action for which its list of a schedule waits, if it does.
+    """
     values, engine = host.machine.values, host.engine
     return {
         "live_contexts": 0 if engine is None else engine.live_contexts,
@@ -43,4 +49,5 @@ def info(host: Host, sent: Sent, busy_ns: int, *, lost: bool) -> dict[str, int |
         "duplicates": sent.duplicates,
         "busy_ns": busy_ns,
         "lost": lost,
+        "waits_for": waits_for,
     }

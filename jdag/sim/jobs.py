@@ -87,6 +87,11 @@ class Jobs:
         waits = [device.ready.stalled for device in self._devices.values()]
         return "; ".join([wait for wait in waits if wait])
 
+    def waits_for(self, worker: Worker) -> str:
+        """The action for which the list of a worker waits; "" for none."""
+        device = self._devices.get((worker, None))
+        return "" if device is None else device.ready.waits_for
+
     def forget(self, worker: Worker | None) -> None:
         """Drop the jobs of a lost worker; None: of all workers."""
         for where in [of for of in self._devices if worker in (None, of[0])]:

@@ -77,7 +77,7 @@ class Simulation:
         self.skip = self._jobs.skip
         self.transmit = self._outages.transport.send
         self._closed = False
-        self._counted: dict[str, dict[str, int | bool]] | None = None
+        self._counted: dict[str, dict[str, Any]] | None = None
         self._outages.plan()
 
     # ------------------------------------------------------------------ what users see
@@ -92,7 +92,7 @@ class Simulation:
         """The virtual time."""
         return self._timeline.now_ns
 
-    def info(self) -> dict[str, dict[str, int | bool]]:
+    def info(self) -> dict[str, dict[str, Any]]:
         """For each worker, what it holds and what it has sent and computed so far.
 
         A worker that crashed holds nothing; what it did before still counts.
@@ -103,6 +103,7 @@ class Simulation:
                 self._outages.transport.sent(name),
                 self._jobs.busy_ns[name],
                 lost=host.worker in self._outages.crashed,
+                waits_for=self._jobs.waits_for(host.worker),
             )
             for name in self.workers
         }
