@@ -2,6 +2,7 @@
 
 Both read a cluster's file (`jdag.rpc.settings`), and make the secret beside it that is
 needed where nothing else keeps strangers out; `jdag.connect` joins what they start.
+Under Slurm, `jdag up --slurm` makes the file too (`jdag.rpc.slurm`).
 """
 
 import os
@@ -24,6 +25,7 @@ from jdag.rpc.settings import (
     is_device,
     load,
 )
+from jdag.rpc.slurm import write_cluster_file
 from jdag.rpc.worker import become
 
 # The import path of the node factory; worker processes look it up by name.
@@ -46,6 +48,17 @@ Logs = Annotated[
     Path | None,
     typer.Option(help="Folder for what they print.  [default: a temporary one]"),
 ]
+Slurm = Annotated[
+    bool, typer.Option("--slurm", help="Write FILE from Slurm's variables first.")
+]
+Workers = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MAIN,NAME,...",
+        help="With --slurm, the program that connects, and a name for each task."
+        "  [default: main,w0,w1,...]",
+    ),
+]
 
 
 def worker(file: File, *, name: Name, device: Device = None) -> None:
@@ -62,17 +75,31 @@ def worker(file: File, *, name: Name, device: Device = None) -> None:
 
 
 def up(
-    file: File, *, only: Only = None, leaving: Except = None, logs: Logs = None
+    file: File = Path("cluster.toml"),
+    *,
+    only: Only = None,
+    leaving: Except = None,
+    logs: Logs = None,
+    slurm: Slurm = False,
+    workers: Workers = None,
 ) -> None:
     """Start the workers of a cluster that are on this host, and stop them in the end.
 
-    Ends by Ctrl-C or SIGTERM, or when no worker is left. Exit codes: 0 they were
-    stopped; 1 a worker has died; 2 bad input, or one cannot start.
+    With --slurm, start the worker of this task of srun. Ends by Ctrl-C or SIGTERM, or
+    when no worker is left. Exit codes: 0 they were stopped; 1 a worker has died; 2 bad
+    input, or one cannot start.
     """
     console = Console()
     deaths: list[str] = []
 
     with errors_in_one_line():
+        if slurm:
+            only = [
+                write_cluster_file(file, os.environ, workers and workers.split(","))
+            ]
+        elif workers is not None:
+            allowed = "only with --slurm; a file names its workers itself"
+            raise ScenarioError(unusable("--workers", workers, allowed))
         settings = load(file)
         settings.make_token()
         options = [
