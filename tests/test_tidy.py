@@ -50,6 +50,8 @@ HOMES = {
     "networkx": ("report",),
     "perfetto": ("report",),
     "pyarrow": ("lab.parquet",),
+    "ray": ("rpc.on_ray",),
+    "cryptography": ("rpc.authority",),
     "optax": ("api.leafwise", "api.optimizer"),
     "orbax": ("api.checkpoint", "api.checkpoint_arrays"),
     "greenlet": ("sim",),

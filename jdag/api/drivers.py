@@ -37,6 +37,7 @@ from jdag.rpc.settings import (
     load,
 )
 from jdag.rpc.tickets import fresh_secret
+from jdag.rpc.tls import Tls
 from jdag.rpc.tls import load as load_tls
 from jdag.runtime.tables import (
     COUNT,
@@ -46,6 +47,7 @@ from jdag.runtime.tables import (
     checked,
     is_listed,
     is_path,
+    one_of,
     only,
 )
 from jdag.schedules import Schedule
@@ -159,14 +161,17 @@ def launch(  # noqa: PLR0913 - keyword options.
     env: Mapping[str, str] | None = None,
     logs: str | os.PathLike[str] | None = None,
     nesting_max: int = NESTING_MAX,
+    on: str | None = None,
     ready_s: float = READY_S,
+    resources: Any = None,
     schedule: Schedule | None = None,
     value_bytes_max: int = VALUE_BYTES_MAX,
 ) -> Cluster:
-    """Make a cluster of processes on this host; a context manager that ends them.
+    """Make a cluster of processes; a context manager that ends them.
 
     The caller is the first worker; each other is a process of its own, which computes
-    with the settings of JAX, the cores and the environment of this one.
+    with the settings of JAX, the cores and the environment of this one. They are on
+    this host, or where Ray places them: `on="ray"`, the extra `jdag[ray]`.
 
     Args:
         workers: their names, all different; the first is this process.
@@ -181,7 +186,11 @@ def launch(  # noqa: PLR0913 - keyword options.
         env: variables of the environment for the others, beside those of this process.
         logs: a folder for their output; None: a temporary one, kept if one died.
         nesting_max: how deep programs may call each other.
+        on: "ray": each is a Ray actor, with TLS between them. If one is lost, Ray
+            starts it again, and it joins again, without its leaves.
         ready_s: how many seconds they may take until they are ready.
+        resources: with Ray, what it reserves for each, `{"CPU": 1, "GPU": 1}`, or such
+            a table by worker, or a placement group of Ray. None: one CPU.
         schedule: the order of the work of pipelines, such as `jdag.schedules.zb_h1`.
         value_bytes_max: the largest array that leaves the worker it is on, in bytes.
 
@@ -190,34 +199,67 @@ def launch(  # noqa: PLR0913 - keyword options.
             last lines that it printed. Nothing is left running then.
     """
     refuse_import("jdag.launch")
-    workers = _kept(workers)
-    checked(_Launch, locals())
-    names = tuple(workers)
-    check_for(schedule, names)
-    share_gpu(device)
+    return _launched(checked(_Launch, {**locals(), "workers": _kept(workers)}))
+
+
+def _launched(asked: "_Launch") -> Cluster:
+    names = tuple(asked.workers)
+    check_for(asked.schedule, names)
+    share_gpu(asked.device)
     with ExitStack() as stack:
         token, script = fresh_secret(), main_script()
-        allow = tuple(allow) if script is None else (*allow, MAIN)
-        made = partial(worker_options, carrier=carrier, allow=allow, token=token)
-        made = partial(made, value_bytes_max=value_bytes_max, once=True, script=script)
-        options = [made(name, device) for name in names[1:]]
-        started = Launch(options, env=env, logs=logs, ready_s=ready_s)
+        allow = asked.allow if script is None else (*asked.allow, MAIN)
+        options = [
+            worker_options(
+                name,
+                asked.device,
+                carrier=asked.carrier,
+                allow=allow,
+                token=token,
+                value_bytes_max=asked.value_bytes_max,
+                script=script,
+            )
+            for name in names[1:]
+        ]
+        started, tls = _started(asked, names[0], options)
         stack.callback(started.close)
-        state = ClusterState(names, False, nesting_max)
+        state = ClusterState(names, False, asked.nesting_max)
         plan = SessionPlan(
             main=names[0],
             workers=names,
             controls=started.addresses,
-            handshake=ours(value_bytes_max),
-            make_node=partial(_node, state, allow, value_bytes_max),
+            handshake=ours(asked.value_bytes_max),
+            make_node=partial(_node, state, allow, asked.value_bytes_max),
             token=token,
             allow=allow,
-            deadline_s=deadline_s,
-            nesting_max=nesting_max,
-            schedule=schedule,
-            watched=True,
+            deadline_s=asked.deadline_s,
+            nesting_max=asked.nesting_max,
+            schedule=asked.schedule,
+            rejoin=asked.on is not None,
+            watched=asked.on is None,
+            tls=tls,
         )
         return _joined(stack, plan, state, started)
+
+
+def _started(
+    asked: "_Launch", main: str, options: Sequence[WorkerOptions]
+) -> tuple[Any, Tls | None]:
+    """Start worker processes here or on Ray; return them, and main's TLS."""
+    settings: dict[str, Any]
+    settings = {"env": asked.env, "logs": asked.logs, "ready_s": asked.ready_s}
+    if asked.on is None:
+        if asked.resources is not None:
+            said = unusable("resources", asked.resources, 'None without on="ray"')
+            raise ScenarioError(said)
+        here = [one.model_copy(update={"once": True}) for one in options]
+        return Launch(here, **settings), None
+    from jdag.rpc.on_ray import RayLaunch  # noqa: PLC0415 - it imports Ray.
+
+    # The cores are of another host.
+    there = [one.model_copy(update={"cores": ()}) for one in options]
+    started = RayLaunch(main, there, resources=asked.resources, **settings)
+    return started, started.tls
 
 
 def connect(path: str | os.PathLike[str], *, name: str) -> Cluster:
@@ -269,7 +311,7 @@ def connect(path: str | os.PathLike[str], *, name: str) -> Cluster:
 
 
 def _joined(
-    stack: ExitStack, plan: SessionPlan, state: ClusterState, started: Launch | None
+    stack: ExitStack, plan: SessionPlan, state: ClusterState, started: Any
 ) -> Cluster:
     """Begin a session; unwind the stack when it ends or fails."""
     undo: list[Callable[[], None]] = []
@@ -277,7 +319,7 @@ def _joined(
     session = stack.enter_context(Session(plan))
     node: Any = state.driver
     undo.append(node.guard_signals())
-    if started is not None:
+    if plan.watched:
         started.on_death(session.lost)
     node.session, node.launch = session, started
     state.close = stack.pop_all().close  # Leaves the session, and stops the processes.
@@ -313,7 +355,9 @@ class _Launch(_Simulated):
     carrier: CARRIER
     env: Annotated[Mapping[str, str], only(_VARIABLES, _are_variables)] | None
     logs: Annotated[Any, only(LOGS, is_path)] | None
+    on: Annotated[str, one_of("ray")] | None
     ready_s: WAIT_S
+    resources: Any
     schedule: Any
     allow: ALLOW
     deadline_s: WAIT_S

@@ -1,0 +1,182 @@
+"""Workers and runs on a real local Ray of several nodes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import jax
+import jax.numpy as jnp
+import pytest
+import ray
+
+import jdag
+from jdag.errors import JdagError, JoinError, ScenarioError
+from jdag.rpc import on_ray
+from jdag.rpc.on_ray import replies
+from tests.stream_cases import soon
+
+ROOT = Path(__file__).parent.parent
+ALLOW = ["tests.test_on_ray"]
+WORKERS = ["main", "a", "b"]
+PLACES = {"a": {"CPU": 1, "GPU": 1, "left": 1}, "b": {"CPU": 1, "right": 1}}
+W = jnp.linspace(-1.0, 1.0, 12).reshape(3, 4)
+
+
+def layer(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.tanh(x @ w)
+
+
+@jdag.program
+def facts(ctx):
+    """The process of a worker, and the GPU that it sees by Ray's variable."""
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES") or -1
+    return jnp.asarray([os.getpid(), int(gpu)])
+
+
+def not_there(path: str) -> bool:
+    return not os.path.exists(path)
+
+
+def facts_of(cluster, worker: str) -> list[int]:
+    with cluster.context() as ctx:
+        return [int(one) for one in ctx.call(worker, facts)]
+
+
+def gradients(cluster) -> list[bytes]:
+    """The bits of gradients of leaves on two workers."""
+    v, w = cluster.put("a", W), cluster.put("b", W.T)
+    with cluster.context() as ctx:
+        hidden = ctx.call("a", layer, v, jnp.ones((2, 3)))
+        out = ctx.call("b", layer, w, hidden)
+        ctx.backward(ctx.call("main", jnp.sum, out))
+        return [bytes(ctx.gradient(one).fetch().tobytes()) for one in (v, w)]
+
+
+# In a process of its own, since Ray forks, which JAX does not survive.
+NODES = """
+import json, sys
+from ray.cluster_utils import Cluster
+made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+try:
+    left = made.add_node(num_cpus=2, num_gpus=1, resources={"left": 1})
+    right = made.add_node(num_cpus=2, resources={"right": 1})
+    print(json.dumps([made.address, left.node_id, right.node_id]), flush=True)
+    sys.stdin.read()
+finally:
+    made.shutdown()
+"""
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[tuple[str, str]]:
+    """A Ray of three nodes, to which this process is connected: where a and b go."""
+    # Names of sockets are short: tests have a long path of their own.
+    with (
+        TemporaryDirectory(prefix="ray", dir="/tmp") as folder,
+        subprocess.Popen(
+            [sys.executable, "-c", NODES],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_TMPDIR": folder},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        ) as made,
+    ):
+        assert made.stdin is not None and made.stdout is not None
+        try:
+            address, *places = json.loads(made.stdout.readline())
+            ray.init(address=address, log_to_driver=False, configure_logging=False)
+            yield tuple(places)
+        finally:
+            ray.shutdown()
+            made.stdin.close()
+
+
+@pytest.mark.second
+def test_workers_are_where_ray_places_them_and_have_the_bits_of_a_simulation(nodes):
+    with jdag.simulate(WORKERS, seed=0) as cluster:
+        expected = gradients(cluster)
+    with jdag.launch(WORKERS, on="ray", allow=ALLOW, resources=PLACES) as cluster:
+        soon(lambda: not {"left", "right", "GPU"} & {*ray.available_resources()})
+        assert gradients(cluster) == expected
+        (first, gpu), (second, none) = (facts_of(cluster, name) for name in "ab")
+        assert (gpu, none) == (0, -1)
+    # Nothing is left, and Ray has its resources again.
+    soon(lambda: ray.available_resources().get("GPU") == 1)
+    for path in (f"/proc/{first}", f"/proc/{second}"):
+        soon(partial(not_there, path))
+
+
+@pytest.mark.second
+def test_a_worker_that_dies_is_started_again_by_ray_and_joins_again(nodes):
+    with jdag.launch(WORKERS, on="ray", allow=ALLOW, resources=PLACES) as cluster:
+        expected, (pid, _) = gradients(cluster), facts_of(cluster, "a")
+        os.kill(pid, signal.SIGKILL)
+
+        def has_joined() -> bool:
+            try:
+                return gradients(cluster) == expected
+            except JdagError:
+                return False
+
+        soon(has_joined)
+        assert facts_of(cluster, "a")[0] != pid
+
+
+@pytest.mark.second
+def test_what_ray_cannot_place_is_refused_and_leaves_nothing(nodes):
+    said = r"Ray has no place for \[\{'CPU': 1, 'up': 1\}\] within ready_s=1; all .*CPU"
+    with pytest.raises(JoinError, match=said):
+        jdag.launch(["m", "a"], on="ray", resources={"CPU": 1, "up": 1}, ready_s=1)
+    soon(lambda: ray.available_resources()["CPU"] == 5)
+
+
+@pytest.mark.second
+def test_a_worker_that_does_not_start_says_why(nodes):
+    said = "worker 'a' did not start: allow names no_such"
+    with pytest.raises(JoinError, match=said):
+        jdag.launch(["m", "a"], on="ray", allow=["no_such"])
+    soon(lambda: ray.available_resources()["CPU"] == 5)
+
+
+@pytest.mark.second
+def test_a_placement_group_of_the_user_is_used_and_kept(nodes):
+    group = ray.util.placement_group([PLACES["b"]])
+    with jdag.launch(["m", "a"], on="ray", allow=ALLOW, resources=group) as cluster:
+        assert facts_of(cluster, "a")[1] == -1
+    assert group.wait(1)
+    ray.util.remove_placement_group(group)
+
+
+@pytest.mark.second
+def test_calls_on_ray_give_each_its_own_reply_and_name_what_fails(nodes):
+    got = dict(replies("operator:add", [(1, 2), (3, 4), (5, 6), (7, 8)], 2))
+    assert got == {0: 3, 1: 7, 2: 11, 3: 15}
+    with pytest.raises(JoinError, match="a run on Ray has failed: TypeError: "):
+        list(replies("operator:add", [(1, "2")], 2))
+
+
+@pytest.mark.parametrize(
+    "resources",
+    [{}, {"CPU": 0}, {"CPU": "1"}, [1], 3, {"a": {"CPU": 1}}, {"a": {}, "b": {"x": 1}}],
+)
+def test_resources_that_ray_has_not_are_refused(resources):
+    with pytest.raises(ScenarioError, match=r"resources = .*: allowed is amounts of"):
+        jdag.launch(WORKERS, on="ray", resources=resources)
+
+
+def test_resources_are_for_ray_alone():
+    with pytest.raises(ScenarioError, match='allowed is None without on="ray"'):
+        jdag.launch(WORKERS, resources={"CPU": 1})
+    with pytest.raises(ScenarioError, match="on = 'rays': allowed is one of ray"):
+        jdag.launch(WORKERS, on="rays")
+
+
+def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(on_ray, "ray", None)
+    with pytest.raises(ScenarioError, match=r"not here: pip install 'jdag\[ray\]'"):
+        jdag.launch(WORKERS, on="ray")
