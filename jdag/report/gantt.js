@@ -3,7 +3,7 @@
 (() => {
   const chart = JSON.parse(document.getElementById("gantt-data").textContent);
   const canvas = document.getElementById("gantt"), told = document.getElementById("gantt-told");
-  const LEFT = 110, ROW = 30, BAR = 22, FOOT = 34, whole = chart.length_ns || 1;
+  const LEFT = 110, ROW = 30, BAR = 22, FOOT = 34, FONT = "system-ui, sans-serif", whole = chart.length_ns || 1;
   const hint = "Point at a bar; zoom with the wheel or the buttons, drag to move.";
   let from = 0, to = whole, drag = null, scale = 1;
 
@@ -27,9 +27,10 @@
     canvas.width = width * scale; canvas.height = height * scale;
     const pen = canvas.getContext("2d");
     pen.scale(scale, scale);
-    pen.font = "12px system-ui, sans-serif"; pen.textBaseline = "middle";
+    pen.textBaseline = "middle";
     chart.workers.forEach((worker, row) => {
       const y = row * ROW + 4;
+      pen.font = `12px ${FONT}`;
       pen.fillStyle = "#22272c"; pen.textAlign = "right";
       let name = worker;
       while (pen.measureText(name).width > LEFT - 16) name = `${name.slice(0, -2)}…`;
@@ -37,15 +38,21 @@
       pen.strokeStyle = "#e1e5e9"; pen.strokeRect(LEFT - 0.5, y - 0.5, width - LEFT - 7, BAR + 1);
       pen.save(); pen.beginPath(); pen.rect(LEFT, y, width - LEFT - 8, BAR); pen.clip();
       pen.textAlign = "center";
-      for (const [start, end, kind, stage, batch] of chart.bars[row]) {
+      for (const [start, end, ...parts] of chart.bars[row]) {
         if (end < from || start > to) continue;
-        const x = place(start), w = Math.max(place(end) - x, 0.5);
-        pen.fillStyle = chart.kinds[kind][1]; pen.fillRect(x, y, w, BAR);
-        if (w > 3) { pen.strokeStyle = "white"; pen.strokeRect(x + 0.5, y + 0.5, w - 1, BAR - 1); }
-        if (w > 8 + 7 * `${batch}`.length) { pen.fillStyle = "white"; pen.fillText(batch, x + w / 2, y + BAR / 2 + 1); }
+        const x = place(start), w = Math.max(place(end) - x, 0.5), h = BAR / parts.length;
+        const seen = Math.max(x, LEFT), shown = Math.min(x + w, width - 8) - seen;
+        pen.font = `${parts.length > 1 ? 9 : 12}px ${FONT}`;
+        parts.forEach(([, kind, batch], part) => {
+          const top = y + part * h;
+          pen.fillStyle = chart.kinds[kind][1]; pen.fillRect(x, top, w, h);
+          if (w > 3) { pen.strokeStyle = "white"; pen.strokeRect(x + 0.5, top + 0.5, w - 1, h - 1); }
+          if (shown > 8 + 7 * `${batch}`.length) { pen.fillStyle = "white"; pen.fillText(batch, seen + shown / 2, top + h / 2 + 1); }
+        });
       }
       pen.restore();
     });
+    pen.font = `12px ${FONT}`;
     pen.fillStyle = "#68727c"; pen.strokeStyle = "#c5ccd3"; pen.textAlign = "center";
     const y = chart.workers.length * ROW + 4;
     for (let ns = Math.ceil(from / step()) * step(); ns <= to; ns += step()) {
@@ -67,9 +74,10 @@
     const box = canvas.getBoundingClientRect();
     const ns = moment(event.clientX - box.left), row = Math.floor((event.clientY - box.top) / ROW);
     const bar = (chart.bars[row] || []).find(([start, end]) => start <= ns && ns < end);
+    const said = ([stage, kind, batch]) =>
+      `${stage}${kind}${batch}: ${chart.kinds[kind][0]} of stage ${stage}, micro-batch ${batch}`;
     told.textContent = !bar || event.clientX - box.left < LEFT ? hint
-      : `${bar[3]}${bar[2]}${bar[4]}: ${chart.kinds[bar[2]][0]} of stage ${bar[3]}, micro-batch ${bar[4]}, `
-        + `on ${chart.workers[row]}: from ${time(bar[0])}, for ${time(bar[1] - bar[0])}`;
+      : `${bar.slice(2).map(said).join("; with it ")}; on ${chart.workers[row]}, from ${time(bar[0])}, for ${time(bar[1] - bar[0])}`;
   }
 
   canvas.addEventListener("wheel", event => {
