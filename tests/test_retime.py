@@ -186,7 +186,7 @@ def test_a_trace_that_was_written_is_re_timed_alike(trace, tmp_path):
         ({"network": LINK}, "control_lane = None: allowed is True"),
         ({"network": Network(LINK, control_lane=LINK)}, "control_lane = LinkModel"),
         ({"policy": "backward_first"}, "policy = 'backward_first'"),
-        ({"faults": [jdag.sim.Drop(0.0)]}, "faults = 1: allowed is faults = 0"),
+        ({"faults": [jdag.sim.Drop(0.0)]}, "faults = 1: allowed is 0"),
         (
             {"network": Network(LinkModel(jitter_ns=5), control_lane=True)},
             "jitter_ns = 5: allowed is 0",
@@ -269,7 +269,7 @@ def command(*words):
 
 def test_what_if_prints_both_times_and_what_they_waited_for(trace, tmp_path):
     trace.write(tmp_path / "trace.jsonl")
-    code, said = command("what-if", tmp_path, "--bandwidth", "x2", "--latency", 0)
+    code, said = command("what-if", tmp_path, "--bandwidth", "x2", "--latency", "0e3")
     assert code == 0
     for words in ("makespan", "compute", "transfer", "latency", "w0->w1", "as it ran"):
         assert words in said
@@ -297,7 +297,8 @@ def test_bad_input_is_one_line(trace, tmp_path, words, said):
 
 def test_a_folder_without_such_a_run_is_one_line(tmp_path):
     code, output = command("what-if", tmp_path)
-    assert code == 2 and "allowed is a folder that `jdag run` wrote" in output
+    assert code == 2 and "allowed is a folder that `jdag run` wrote; " in output
+    assert f"{tmp_path / 'trace.jsonl'}: No such file" in output
     with jdag.simulate(["a"], seed=0) as cluster:
         cluster.trace.write(tmp_path / "trace.jsonl")
     code, output = command("what-if", tmp_path)

@@ -226,6 +226,18 @@ def test_a_clean_network_has_no_jitter_anywhere_and_bits_are_compared_with_it(
 
 
 BAD = {
+    "a schedule of other workers": (
+        "workers = ['a', 'b', 'c', 'x']",
+        "schedule.workers = 'x': allowed is one of the workers a, b, c, d",
+    ),
+    "workers of a schedule that are no names": (
+        "workers = ['a', 'b', 'c', 4]",
+        "schedule.workers = ['a', 'b', 'c', 4]: allowed is a list of texts",
+    ),
+    "lists of a schedule that are no texts": (
+        "lists = [['0F0', '0B0']]",
+        "schedule.lists = [['0F0', '0B0']]: allowed is a list of texts",
+    ),
     "LogGP's key without its model": (
         "[network]\ngap_ns = 3",
         "network.gap_ns = 3: all",

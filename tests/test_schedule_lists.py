@@ -114,6 +114,8 @@ def test_what_is_no_list_of_actions_is_refused():
         ScheduleError, match='input_half = \'X\': allowed is "I" or "B"'
     ):
         from_csv("0F0,0B0", "X")  # type: ignore[arg-type]
+    with pytest.raises(ScheduleError, match="the CSV is a bytes: allowed is its text"):
+        from_csv(b"0F0,0B0")  # type: ignore[arg-type]
 
 
 def test_an_action_of_another_worker_or_size_in_a_hand_made_schedule():

@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
+from pathlib import Path
 
 import typer
 
-from jdag.errors import JoinError, ScenarioError
+from jdag.errors import JoinError, ScenarioError, named_text, reason, unusable
 
 
 class Exit(IntEnum):
@@ -29,3 +30,13 @@ def errors_in_one_line() -> Iterator[None]:
     except JoinError as error:  # The last lines of a worker's output are lines.
         typer.echo(f"jdag: {error}", err=True)
         raise typer.Exit(Exit.BAD_INPUT) from None
+
+
+def no_run(folder: Path, error: Exception) -> ScenarioError:
+    """The error for a folder in which a file is missing, or not as `jdag run` wrote."""
+    text = str(error) if isinstance(error, ValueError) else named_text(error)
+    if isinstance(error, OSError):
+        file = error.filename
+        text = f"{file}: " * (file is not None) + reason(error)
+    said = f"a folder that `jdag run` wrote; {text}"
+    return ScenarioError(unusable("folder", str(folder), said))

@@ -34,9 +34,9 @@ from rich.text import Text
 from jdag.api.folders import reading, replacing
 from jdag.api.graph import ContextGraph
 from jdag.cli import exploring, hosting, retiming, sweeping
-from jdag.cli.cli_errors import Exit, errors_in_one_line
+from jdag.cli.cli_errors import Exit, errors_in_one_line, no_run
 from jdag.engine.drawing import Need
-from jdag.errors import ScenarioError, named_text, reason, spelled, unusable
+from jdag.errors import ScenarioError, reason, spelled, unusable
 from jdag.report import (
     FORMATS,
     GRAPH,
@@ -428,14 +428,8 @@ def report(
                     raise ValueError("a run on processes has no trace to write")
                 if trace is not None:
                     write_traces(made, trace, result["workers"], formats)
-        except OSError as error:
-            said = f"{error.filename}: " * (error.filename is not None) + reason(error)
-            said = f"a folder that `jdag run` wrote; {said}"
-            raise ScenarioError(unusable("folder", str(folder), said)) from error
         except Exception as error:  # Other programs may have edited the files.
-            text = str(error) if isinstance(error, ValueError) else named_text(error)
-            said = f"a folder that `jdag run` wrote; {text}"
-            raise ScenarioError(unusable("folder", str(folder), said)) from error
+            raise no_run(folder, error) from error
     _print(Console(), result, folder / PAGE)
 
 

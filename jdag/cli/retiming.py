@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from jdag.api.folders import reading
-from jdag.cli.cli_errors import errors_in_one_line
-from jdag.errors import JdagError, ScenarioError, reason, unusable
+from jdag.cli.cli_errors import errors_in_one_line, no_run
+from jdag.cli.sweeping import value_of
+from jdag.errors import JdagError, ScenarioError, unusable
 from jdag.lab.retiming import Retimed, retime
 from jdag.report.formatting import formatted
 from jdag.runtime.trace import read_trace
@@ -43,8 +44,7 @@ def what_if(
             with reading(folder):
                 run = retime(read_trace(folder / TRACE))
         except OSError as error:
-            said = f"a folder that `jdag run` wrote; {reason(error)}"
-            raise ScenarioError(unusable("folder", str(folder), said)) from error
+            raise no_run(folder, error) from error
         except JdagError as error:
             raise ScenarioError(f"{folder}: {error}") from error
         network = _changed(run.network, bandwidth, latency)
@@ -76,10 +76,11 @@ def _changed(network: Network, bandwidth: str | None, latency: str | None) -> Ne
 def _value(key: str, text: str, now: int, least: int) -> int:
     if text.startswith("x"):
         return max(round(_factor(key, text) * now), least)
-    if not (text.isascii() and text.isdigit() and int(text) >= least):
+    value = value_of(text)
+    if type(value) is not int or value < least:
         allowed = f"a factor such as x2, or an integer >= {least}"
         raise ScenarioError(unusable(key, text, allowed))
-    return int(text)
+    return value
 
 
 def _factor(key: str, text: str) -> float:

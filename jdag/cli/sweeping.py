@@ -107,7 +107,7 @@ def _values_of(settings: Sequence[str]) -> dict[str, list[Any]]:
         if key in values or not all(parts):
             allowed = "a key and its values, such as seed=1,2, each key once"
             raise ScenarioError(unusable("--set", text, allowed))
-        values[key] = [_value_of(part) for part in parts]
+        values[key] = [value_of(part) for part in parts]
     return values
 
 
@@ -124,7 +124,7 @@ def _parts_of(text: str) -> list[str]:
     return parts
 
 
-def _value_of(text: str) -> Any:
+def value_of(text: str) -> Any:
     """Return a value as TOML has it; a name needs no quotes, and 1e3 is an integer."""
     try:
         value = value_in(text)

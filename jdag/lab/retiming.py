@@ -212,10 +212,11 @@ def _network_of(trace: Trace) -> Network:
     held: Any = trace.settings
     if not held:
         raise refusal("its trace has no settings, as those of older versions")
-    for key, allowed in (("schedule", True), ("faults", 0), ("policy", "path")):
+    if not held["schedule"]:
+        raise refusal("it has no schedule")
+    for key, allowed in (("faults", 0), ("policy", "path")):
         if held[key] != allowed:
-            said = "no schedule" if key == "schedule" else f"{key} = {held[key]!r}"
-            raise refusal(f"it has {said}: allowed is {key} = {allowed!r}")
+            raise refusal(unusable(key, held[key], repr(allowed)))
     if held["routed"]:
         raise refusal("its network has a topology, whose links are shared")
     control = held["control_lane"]

@@ -26,6 +26,7 @@ from jdag.runtime.tables import (
     Table,
     at_least,
     checked,
+    is_listed,
     is_ns,
     is_table,
     one_of,
@@ -107,6 +108,12 @@ _LIST = Annotated[
     only("a list of tables", lambda v: isinstance(v, list) and all(map(is_table, v))),
 ]
 _NAMED = only("a table", is_table)
+_TEXTS = Annotated[
+    list[str],
+    only(
+        "a list of texts", lambda v: is_listed(v) and all(isinstance(t, str) for t in v)
+    ),
+]
 
 _BUILDERS: dict[str, Callable[..., Schedule]] = {
     **{
@@ -273,7 +280,7 @@ def _links_of(
 
 class _Topology(Table):
     kind: Annotated[str, one_of(*_TOPOLOGIES)] | None = None
-    workers: list[str] | None = None
+    workers: _TEXTS | None = None
     dimensions: _LIST | None = None
     cut_through: FLAG | None = None
     arity: COUNT | None = None
@@ -359,8 +366,8 @@ class _Schedule(Table):
     stages: COUNT | None = None
     micro_batches: COUNT | None = None
     chunks: COUNT | None = None
-    workers: list[str] | None = None
-    lists: list[str] | None = None
+    workers: _TEXTS | None = None
+    lists: _TEXTS | None = None
 
 
 def schedule_of(settings: Settings) -> Schedule | None:
@@ -375,6 +382,8 @@ def schedule_of(settings: Settings) -> Schedule | None:
             allowed = f"one of {', '.join(_BUILDERS)}, or lists of actions in its place"
             raise ScenarioError(unusable("kind", kind, allowed))
         found.setdefault("workers", list(settings.names))
+        for name in found["workers"]:
+            settings.check_worker("workers", name)
         build: Any = from_lists if kind is None else _BUILDERS[kind]
         takes = signature(build).parameters
         for key, value in found.items():

@@ -63,6 +63,8 @@ def from_csv(
         ScheduleError: not a CSV, or what `from_lists` raises.
     """
     _check_half(input_half)
+    if not isinstance(text, str):
+        raise ScheduleError(f"the CSV is {kind_of(text)}: allowed is its text")
     try:
         rows = [*csv.reader(StringIO(text.removeprefix("\ufeff"), newline=""))]
     except csv.Error as error:
