@@ -21,7 +21,7 @@ from jdag.engine.segments import NodeKind, SegmentNode
 from jdag.runtime.failures import failure_of
 from tests.segment_cases import Tape, array, dense, mlp, mlp_of, square
 
-FORWARD, VJP, SUM, FILL = NodeKind
+FORWARD, VJP, SUM, FILL, *_ = NodeKind
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from jdag.api.recording import (
 )
 from jdag.api.refs import Hold, Ref
 from jdag.api.roots import checked_roots
+from jdag.api.tags import check_steps
 from jdag.api.transform import check_leaf, check_program, filled
 from jdag.compute.avals import Aval, aval_of
 from jdag.compute.buffers import delivered
@@ -328,6 +329,7 @@ class Plan:
             stages=stages,
             exact=exact,
         )
+        check_steps(self.name, cluster.state.schedule, made)
         self.cut: Cut = made
         self._inputs = made.inputs
         sent = dict.fromkeys([slot for _, of in made.inputs for slot in of])

@@ -7,6 +7,7 @@ from jdag.compute.cutting import Cut, Piece
 from jdag.engine.protocol import LeafId, Worker, named
 
 NAMES_MAX = 4  # Functions of a segment that are named.
+_OF = {"vjp": "vjp of ", "input_grad": "I of ", "weight_grad": "W of "}
 _SEGMENTS = ("segment", "worker", "level", "nodes", "functions")
 _HOPS = ("from", "to", "for segments", "values", "bytes")
 
@@ -89,13 +90,15 @@ def _said(piece: Piece) -> str:
     """What a segment computes, in few words."""
     names = dict.fromkeys(
         [
-            ("vjp of " if kind == "vjp" else "") + name.rpartition(":")[2].rstrip(")")
+            _OF.get(kind, "") + name.rpartition(":")[2].rstrip(")")
             for name, kind in piece.segment.function.costs
         ]
     )
+    tag, action = piece.segment.tag, piece.segment.action
+    acts = f"{tag.stage}{action}{tag.micro_batch} " if tag else ""
     shown, more = list(names)[:NAMES_MAX], len(names) - NAMES_MAX
     text = ", ".join(shown) + f" and {more} more" * (more > 0)
-    return text + " (update)" * piece.update if piece.nodes else "sends leaves"
+    return acts + text + " (update)" * piece.update if piece.nodes else "sends leaves"
 
 
 def _columns(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

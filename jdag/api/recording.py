@@ -68,7 +68,6 @@ _REMEDIES = {
     "ctx.backward": _STEPS,
     "ctx.gradient": _STEPS,
     "ctx.graph": "step.plan.graph() draws a plan",
-    "ctx.tag": "plans follow no schedule; run it in a context, without jdag.compile",
     _TRACED: "put these inside of the functions that are called",
 }
 _RECORDED = ("ctx.call", "ctx.move", "ctx.replicate", "ctx.all_reduce", "ctx.tag")
@@ -266,7 +265,7 @@ def check_same(one: Recording, other: Recording) -> None:
 def _told(call: Issued) -> Any:
     made = call.function
     places = (made.device, made.in_devices, made.out_devices)
-    return call.worker, made.pair, places, call.arguments, call.call_site
+    return call.worker, made.pair, places, call.arguments, call.call_site, call.tag
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -343,7 +342,10 @@ class Drawn:
             inputs = [self.value(one.key, one.owner, aval) for one, aval in sources]
             tracked = [one.tracked for one in call.arguments]
             said = call.name, call.call_site
-            outputs = self.graph.call(call.worker, made, inputs, tracked, *said)
+            tag = call.tag if call.tag is not None and call.tag.listed else None
+            outputs = self.graph.call(
+                call.worker, made, inputs, tracked, *said, tag=tag
+            )
             for index, output in enumerate(outputs):
                 self.name(OutputKey(call.context, call.path, index), output)
 

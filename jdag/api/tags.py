@@ -1,15 +1,18 @@
 """Marks on calls: which stage of which micro-batch they are.
 
 Inputs:  numbers of stage and micro-batch; the schedule of the cluster, if there is one.
-Outputs: the tag of each call that is made under them.
+Outputs: the tag of each call that is made under them; whether a plan can follow.
 Invariants: under a schedule, a program calls each stage of each micro-batch once, on
     the worker that has the stage.
 """
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from typing import Any
 
+from jdag.compute.cutting import Cut
 from jdag.engine.functions import name_of, transferred
 from jdag.engine.names import U32_MAX
 from jdag.engine.protocol import Tag, named
@@ -53,9 +56,7 @@ def tag_of(frame: Any, worker: str, device: str | None, fn: Any) -> Tag | None:
     if fn is transferred:
         return None
     if not tag.listed:
-        return tag if frame.state.recording is None else None
-    if frame.state.recording is not None:
-        raise frame.state.recording("ctx.tag under a schedule")
+        return tag
     stage, schedule = tag.stage, frame.state.schedule
     where = named(worker) if device is None else f"{named(worker)}/{device}"
     if where != schedule.worker(stage):
@@ -72,3 +73,39 @@ def tag_of(frame: Any, worker: str, device: str | None, fn: Any) -> Tag | None:
         )
     frame.acted[forward] = name_of(fn)
     return tag
+
+
+def check_steps(program: str, schedule: Schedule | None, cut: Cut) -> None:
+    """Raise ScheduleError if a step of a plan would wait for a list for ever."""
+    pieces = [piece.segment for piece in cut.pieces]
+    said = {
+        index: Action(one.action, one.tag.stage, one.tag.micro_batch)
+        for index, one in enumerate(pieces)
+        if one.tag is not None
+    }
+    if schedule is None or not said:
+        return
+    index_of = {action: index for index, action in said.items()}
+    before: dict[int, list[int]] = {edge.target: [] for edge in cut.edges}
+    for edge in cut.edges:
+        before[edge.target].append(edge.source)
+    for worker, steps in schedule.lists.items():
+        parts = [part for step in steps for part in step.parts]
+        missing = [part for part in parts if part.kind == "F" and part not in index_of]
+        if missing:
+            raise ScheduleError(
+                f"{program} has no call of {missing[0]}, for which worker {worker} "
+                "would wait: a program that is compiled calls each stage of each "
+                "micro-batch of the schedule, or none of them"
+            )
+        for one, other in pairwise([index_of[p] for p in parts if p in index_of]):
+            before.setdefault(other, []).append(one)
+    try:
+        TopologicalSorter(before).prepare()
+    except CycleError as error:
+        waits = [str(said[index]) for index in error.args[1][::-1] if index in said]
+        raise ScheduleError(
+            f"{program} cannot follow the schedule: {' waits for '.join(waits)}, by "
+            "its calls and the lists of the workers; gradients of a sum of all losses "
+            "wait for all of them, so return the losses instead"
+        ) from None

@@ -8,6 +8,9 @@ workers, and for which the same nodes wait there: what fans out and comes togeth
 one segment, and micro-batches of a pipeline are several. Sums of gradients join one of
 these only if all addends come from it. Updates have segments of their own, so has what
 runs as Python, with levels of its own, and long segments are split in program order.
+Under a schedule each action is a segment, with levels of its own too: a call or (half
+of) its vjp, and the sums and seeds that nothing else reads. So what depends on actions
+is not merged over micro-batches, which would have an action wait for a later one.
 
 Segments are convex. Levels never fall along a path, so on a path between two nodes of a
 segment they are all equal: nothing crosses on it, it stays on the worker, and in the
@@ -29,7 +32,10 @@ from jdag.engine.names import ContextId, LeafId, Worker
 from jdag.engine.segments import NodeKind, SegmentNode, Slots
 
 NODES_MAX = 256  # Of a segment, which bounds the time to compile it.
-Group = tuple[bool, int, Worker, bool]  # Of nodes: update, level, and if alone.
+PYTHON = (-1,)
+# Of nodes: update, level, worker, and what they are apart for: an action of a schedule
+# (stage, micro-batch, kind), PYTHON, or nothing.
+Group = tuple[bool, int, Worker, tuple[int, ...]]
 Wanted = dict[int, dict[Worker, None]]  # By value, the workers that read it.
 
 
@@ -142,17 +148,24 @@ def cut(
 
 def _pieces(graph: Graph, nodes_max: int, exact: bool) -> list[Piece]:
     """The segments with nodes, in order, without their bundles."""
-    levels: dict[int, int] = {}
+    levels: dict[int, tuple[int, tuple[int, ...], NodeKind | None]] = {}
     groups: dict[Group, list[int]] = defaultdict(list)
+    apart = _apart(graph, exact)
+    # The nodes of each action that come before the call or vjp, which has its level.
+    before: dict[tuple[int, ...], list[int]] = {of: [] for of in apart if len(of) > 1}
     for place, node in enumerate(graph.nodes):
-        # What runs as Python would make its segment run node by node.
-        alone = not exact and node.pair is not None and node.pair.pair.source.unjitted
-        level = 0
+        own, level = apart[place], 0
         for name in chain(*node.inputs):
-            crosses = name >= 0 and graph.crosses(name, node.worker)
-            level = max(level, levels.get(name, 0) + (crosses or alone))
-        levels.update(dict.fromkeys((~place, *node.outputs), level + alone))
-        groups[node.update, level, node.worker, alone].append(place)
+            at, of, kind = levels.get(name, (0, own, None))
+            rises = (name >= 0 and graph.crosses(name, node.worker)) or own != of
+            rises = rises or own == PYTHON or node.kind is kind is NodeKind.SUM
+            level = max(level, at + rises)
+        known = level, own, node.kind
+        levels.update(dict.fromkeys((~place, *node.outputs), known))
+        if own in before and not node.action:
+            before[own].append(place)
+            continue
+        groups[node.update, level, node.worker, own] += [*before.get(own, ()), place]
     pieces = []
     for (update, level, worker, _), places in _sets(graph, groups):
         for start in range(0, len(places), nodes_max):
@@ -162,6 +175,26 @@ def _pieces(graph: Graph, nodes_max: int, exact: bool) -> list[Piece]:
             reads = tuple([name for name in dict.fromkeys(read) if name not in made])
             pieces.append(Piece(worker, level, update, part, reads))
     return pieces
+
+
+def _apart(graph: Graph, exact: bool) -> list[tuple[int, ...]]:
+    """Of each node what it is apart for."""
+    found: list[tuple[int, ...]] = [()] * len(graph.nodes)
+    readers: dict[int, dict[tuple[Worker, tuple[int, ...]], None]] = defaultdict(dict)
+    for place, node in reversed([*enumerate(graph.nodes)]):
+        if node.tag is not None:
+            kind = "FBIW".index(node.action)
+            found[place] = (node.tag.stage, node.tag.micro_batch, kind)
+        elif node.kind in (NodeKind.SUM, NodeKind.FILL):
+            few = readers[node.outputs[0]]
+            if len(few) == 1 and (only := next(iter(few)))[0] == node.worker:
+                found[place] = only[1] if len(only[1]) > 1 else ()
+        # What runs as Python would make its segment run node by node.
+        elif not exact and node.pair is not None and node.pair.pair.source.unjitted:
+            found[place] = PYTHON
+        for name in chain(*node.inputs):
+            readers[name][node.worker, found[place]] = None
+    return found
 
 
 def _sets(
@@ -180,6 +213,11 @@ def _sets(
             above[place] = place = above[above[place]]
         return place
 
+    def is_far(at: int, place: int) -> bool:
+        one, other = group_of[at], group_of[place]
+        acts = len(one[3]) > 1 or len(other[3]) > 1
+        return one[2] != other[2] or (acts and one[3] != other[3])
+
     after: dict[int, dict[int, None]] = defaultdict(dict)
     for place, near in enumerate(reads):
         joined = [at for at in near if group_of[at] == group_of[place]]
@@ -188,14 +226,18 @@ def _sets(
             above[other] = one
     for place, near in enumerate(reads):
         for at in near:
-            if graph.nodes[at].worker != graph.nodes[place].worker:
+            if is_far(at, place):
                 after[part(at)][part(place)] = None
     made: dict[int, int] = {}  # By node, the number of its set.
     for key, places in sorted(groups.items()):
+        if len(key[3]) > 1:
+            made.update(dict.fromkeys(places, len(made)))
+            yield key, places
+            continue
         sets: dict[Any, list[int]] = defaultdict(list)
         before: dict[int, dict[int, None]] = defaultdict(dict)
         for place in places:
-            far = [made[at] for at in reads[place] if graph.nodes[at].worker != key[2]]
+            far = [made[at] for at in reads[place] if is_far(at, place)]
             before[part(place)].update(dict.fromkeys(far))
         for place in [place for place in places if not sums[place]]:
             ends = before[part(place)], after[part(place)]
@@ -245,7 +287,8 @@ def _segment(
     inner = []
     for place, node in zip(piece.nodes, nodes, strict=True):
         inputs, keeps = tuple(map(at, node.inputs)), node.keeps or ~place in read
-        inner.append(SegmentNode(node.kind, index.get(id(node.pair), 0), inputs, keeps))
+        of = index.get(id(node.pair), 0)
+        inner.append(SegmentNode(node.kind, of, inputs, keeps, node.weights))
     makes = [value for node in nodes for value in node.outputs if value in made]
     hops: dict[Worker, list[int]] = defaultdict(list)
     for value in makes if nodes else piece.reads:
@@ -263,7 +306,10 @@ def _segment(
         exact,
     )
     going = tuple([Outgoing(to, tuple(few)) for to, few in hops.items()])
-    return Segment(function, (*arrays, *piece.taken), (*makes, *piece.given), going)
+    acts: list[Any] = [(node.tag, node.action) for node in nodes if node.action]
+    (act,) = acts or [(None, "")]  # A segment is one action at most.
+    ends = (*arrays, *piece.taken), (*makes, *piece.given)
+    return Segment(function, *ends, going, *act)
 
 
 def _is_awaited(piece: Piece, wanted: Wanted) -> bool:

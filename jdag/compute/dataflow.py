@@ -14,8 +14,9 @@ from operator import and_
 from typing import Any, NamedTuple
 
 from jdag.compute.avals import Aval
-from jdag.engine.names import LeafId, Worker
+from jdag.engine.names import LeafId, Tag, Worker
 from jdag.engine.segments import NodeKind
+from jdag.engine.share import ADDENDS_MAX
 
 Numbers = tuple[int, ...]
 SENT = ("input", "constant")  # By the caller of a step, straight to their readers.
@@ -43,6 +44,9 @@ class Node(NamedTuple):
     site: str = ""
     keeps: bool = False
     update: bool = False
+    tag: Tag | None = None  # Of a call that a schedule lists, and of its vjp;
+    action: str = ""  # the action: F, B, I or W.
+    weights: tuple[bool, ...] = ()
 
 
 class Graph:
@@ -57,6 +61,7 @@ class Graph:
         self._cotangents: dict[int, list[tuple[Worker, int, int, int]]]
         self._cotangents = defaultdict(list)
         self._seeds: dict[int, list[int]] = defaultdict(list)
+        self._listed = False  # Whether a schedule lists a call.
 
     def worker(self, value: int) -> Worker:
         """The worker where a value is made, or lives."""
@@ -99,11 +104,13 @@ class Graph:
         site: str,
         *,
         update: bool = False,
+        tag: Tag | None = None,
     ) -> Numbers:
         """Add a call, in program order; return the numbers of its outputs.
 
         Cotangents flow back to `tracked` inputs. An `update` makes new versions of
-        leaves there, from older ones and gradients; no call reads what it makes.
+        leaves there, from older ones and gradients; no call reads what it makes. A
+        schedule lists a call with a `tag`.
         """
         slots: dict[Worker, int] = defaultdict(int)
         for value, on in zip(inputs, tracked, strict=True):
@@ -113,7 +120,9 @@ class Graph:
                 slots[owner] += 1
         avals, about = _on(pair.out_avals, pair.out_devices), (pair, name, site)
         made = (NodeKind.FORWARD, worker, (tuple(inputs),), avals, *about)
-        return self._add(*made, tracked=pair.out_tracked, update=update)
+        acts: Any = {"tag": tag, "action": "F"} if tag else {}
+        self._listed = self._listed or tag is not None
+        return self._add(*made, tracked=pair.out_tracked, update=update, **acts)
 
     def differentiate(self, roots: Sequence[int]) -> dict[LeafId, int]:
         """Add the nodes of a backward pass from these values, seeded by ones; once.
@@ -147,15 +156,36 @@ class Graph:
     def _carry_back(self, place: int, node: Node, addends: Sequence[Numbers]) -> None:
         worker, pair = node.worker, node.pair
         avals = [aval.strong for aval in compress(pair.avals, pair.tracked)]
-        read, about = ((~place,), *addends), (pair, node.name, node.site)
-        made = self._add(
-            NodeKind.VJP, worker, read, _on(avals, pair.in_devices), *about
-        )
-        inputs, came = compress(node.inputs[0], pair.tracked), list(map(bool, addends))
+        inputs, came = [*compress(node.inputs[0], pair.tracked)], [*map(bool, addends)]
+        read, avals = ((~place,), *addends), _on(avals, pair.in_devices)
+        made = self._vjp(node, read, inputs, avals)
         for position, value in enumerate(inputs):
             if any(map(and_, pair.reaches[position], came)):  # Else it is a zero.
                 cotangent = (worker, place, position, made[position])
                 self._cotangents[value].append(cotangent)
+
+    def _vjp(
+        self,
+        node: Node,
+        read: tuple[Numbers, ...],
+        inputs: Sequence[int],
+        avals: Sequence[Aval],
+    ) -> Numbers:
+        """Add the vjp of a call, or both halves where a schedule has these."""
+        worker, tag, about = node.worker, node.tag, (node.pair, node.name, node.site)
+        if tag is None or not tag.halves:
+            acts: Any = {"tag": tag, "action": "B"} if tag else {}
+            return self._add(NodeKind.VJP, worker, read, avals, *about, **acts)
+        homes = [(self.values[value].source, self.worker(value)) for value in inputs]
+        weights = tuple([home == ("leaf", worker) for home in homes])
+        acts = {"tag": tag, "weights": weights}
+        few = [aval for aval, late in zip(avals, weights, strict=True) if not late]
+        kinds = NodeKind.INPUTS, NodeKind.WEIGHTS
+        first = self._add(kinds[0], worker, read, few, *about, action="I", **acts)
+        stash, few = ((~(len(self.nodes) - 1),),), [*compress(avals, weights)]
+        second = self._add(kinds[1], worker, stash, few, *about, action="W", **acts)
+        made = iter(first), iter(second)
+        return tuple([next(made[late]) for late in weights])
 
     def _addends(self, value: int) -> Numbers:
         """The addends of a value's cotangent, in order; none is a symbolic zero.
@@ -175,7 +205,11 @@ class Graph:
         if len(addends) == 1:
             return addends[0]
         avals = [self.aval(addends[-1], worker)]  # On the device of its last addend.
-        return self._add(NodeKind.SUM, worker, (tuple(addends),), avals)[0]
+        first, rest = addends, addends[:0]
+        if self._listed:  # Few gradients wait for the last action.
+            first, rest = addends[:ADDENDS_MAX], addends[ADDENDS_MAX:]
+        total = self._add(NodeKind.SUM, worker, (tuple(first),), avals)[0]
+        return self._sum(worker, (total, *rest)) if rest else total
 
     def _filled(self, like: int, *, ones: bool) -> int:
         worker, aval, *_ = self.values[like]

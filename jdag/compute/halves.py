@@ -112,6 +112,7 @@ class Halves:
                 "tracked inputs: give one flag for each"
             )
         self.pair, self.weights = pair, weights
+        self._placed = pair.in_devices is not None
         avals = [aval.strong for aval in compress(pair.avals, pair.tracked)]
         homes = pair.in_devices or (None,) * tracked
         avals = [aval.on(device) for aval, device in zip(avals, homes, strict=True)]
@@ -146,7 +147,7 @@ class Halves:
         traced, here = residuals.traced, self._here()
         assert len(cotangents) == sum(traced.out_tracked), (name, len(cotangents))
         with here:
-            if pair.in_devices is not None:
+            if self._placed:
                 cotangents = [put(addends, pair.device) for addends in cotangents]
             few = [c if len(c) <= ADDENDS_MAX else [add(c)] for c in cotangents]
             sums = list(map(list, few))
@@ -165,7 +166,7 @@ class Halves:
             raise
         values = (*values, *made)
         keeps = tuple([values[place] for place in halves.stashed])
-        results = spread(made[: halves.results], self._homes[0])
+        results = self._spread(made[: halves.results], 0)
         return results, Stash(name, keeps, found.stash_bytes, halves)
 
     def weight_half(self, stash: Stash) -> tuple[Any, ...]:
@@ -179,11 +180,15 @@ class Halves:
             refuse_deleted(stash.name, "stashed {}".format, stash.keeps, error)
             raise
         found = [next(made) if at is None else stash.keeps[at] for at in halves.handed]
-        return spread(found, self._homes[1])
+        return self._spread(found, 1)
 
     def _here(self) -> Any:
-        placed = self.pair.in_devices is not None
-        return working_on(self.pair.device) if placed else nullcontext()
+        return working_on(self.pair.device) if self._placed else nullcontext()
+
+    def _spread(self, values: Sequence[Any], half: int) -> tuple[Any, ...]:
+        if not self._placed:  # They may be tracers, in a segment of a plan.
+            return tuple(values)
+        return spread(values, self._homes[half])
 
     def _split(self, few: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         inputs = compress(few, map(not_, self.weights))

@@ -166,6 +166,10 @@ class Machine:
                     self.values.put(job.output, made, work.device)
             case RunSegment():
                 self._put(job.outputs, made, None)
+                bundles = job.function.carried
+                keys = job.outputs[len(job.outputs) - len(bundles) :]
+                for key, bundle in zip(keys, bundles, strict=True):
+                    self.values.activate(key, _carried_bytes(job, bundle))
             case CompileSegment():
                 pass
             case _:
@@ -279,6 +283,13 @@ def _activation_bytes(job: Forward) -> int:
     return nbytes + sum([pair.out_avals[place].nbytes for place in pair.outputs_kept])
 
 
+def _carried_bytes(job: RunSegment, bundle: Any) -> int:
+    """The same of residuals that a segment makes for another one."""
+    inputs = [at for at in bundle.inputs if job.inputs[at].kind != "leaf"]
+    nbytes: int = bundle.nbytes_most
+    return nbytes + sum([job.function.avals[at].nbytes for at in inputs])
+
+
 class _AbstractStash:
     """What an abstract I leaves for W: the buffers of `keeps`."""
 
@@ -310,7 +321,8 @@ def _output_avals(pair: Any) -> tuple[tuple[Aval, ...], None]:
 
 
 def _segment_avals(segment: Any) -> tuple[Any, ...]:
-    return (*segment.out_avals, *map(Buffer, segment.carried_bytes))
+    bundles = [Buffer(one.nbytes) for one in segment.carried]
+    return (*segment.out_avals, *bundles)
 
 
 def _input_avals(pair: Any) -> tuple[Aval, ...]:

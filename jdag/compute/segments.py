@@ -25,9 +25,11 @@ from jdag.compute.avals import Aval, aval_of
 from jdag.compute.bundles import Bundle, Layout, Packing, Places, bundled, layout
 from jdag.compute.configuration import configuration
 from jdag.compute.devices import put
+from jdag.compute.halves import Stash, halves
 from jdag.compute.jaxprs import has_callback
 from jdag.compute.machine import carried_back
 from jdag.compute.pairs import refuse_deleted, stays
+from jdag.compute.segment_types import Carried, held, types_of
 from jdag.compute.sums import add, fold, ones, zeros
 from jdag.compute.tracing import Residuals, strong, weakened
 from jdag.engine.functions import name_on
@@ -133,6 +135,11 @@ class _Fused:
                     held.rest, held.args, held.outputs, sums
                 )
                 return cotangents
+            case NodeKind.INPUTS:
+                sums = tuple([(fold(one),) if one else () for one in others])
+                return _first_half(self.pairs[node.pair], node, first[0], sums)
+            case NodeKind.WEIGHTS:
+                return _second_half(self.pairs[node.pair], node, first[0])
             case NodeKind.SUM:
                 return (fold(first),)
             case NodeKind.FILL:
@@ -148,6 +155,21 @@ def _forward(pair: Any, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Residua
     args_kept = tuple([args[place] for place in traced.args_kept])
     outputs_kept = tuple([outputs[place] for place in traced.outputs_kept])
     return outputs, Residuals(traced, args_kept, outputs_kept, made.rest, False)
+
+
+def _first_half(
+    pair: Any, node: SegmentNode, held: Residuals, cotangents: Sequence[Sequence[Any]]
+) -> tuple[Any, ...]:
+    """The cotangents of inputs, and the stash, which a bundle has as residuals."""
+    found, stash = halves(pair, node.weights).input_half(held, cotangents)
+    made: Any = stash.halves  # As their trace.
+    return (*found, Residuals(made, (), (), stash.keeps, False))
+
+
+def _second_half(pair: Any, node: SegmentNode, held: Residuals) -> tuple[Any, ...]:
+    made: Any = held.traced
+    stash = Stash(pair.name, held.rest, 0, made)
+    return halves(pair, node.weights).weight_half(stash)
 
 
 def _donated(
@@ -205,7 +227,7 @@ class SegmentFunction:
         known: list[Any] = [*self.avals, *[None] * sum(self.bundles)]
         try:
             for node in self.nodes:
-                known += _types(node, self.pairs, known)
+                known += types_of(node, self.pairs, known)
             self.out_avals = tuple([known[one].strong for one in self.outputs])
             held = [known[one] for one in chain(*self.carries)]
         except (LookupError, AttributeError, TypeError) as error:
@@ -223,16 +245,23 @@ class SegmentFunction:
         return tuple([(_named(one, self.pairs), one.kind.value) for one in self.nodes])
 
     @cached_property
-    def carried_bytes(self) -> list[int]:
-        """Of each bundle that it makes, at least: the bytes that its residuals hold."""
-        made: dict[int, int] = {}
+    def carried(self) -> list[Carried]:
+        """What each bundle that it makes holds, at least."""
+        made: dict[int, Carried] = {}
         number = len(self.avals) + sum(self.bundles)
         for node in self.nodes:
-            types = _types(node, self.pairs, self._known)
+            types = types_of(node, self.pairs, self._known)
             number += len(types)
             if types and types[-1] is None:
-                made[number - 1] = self.pairs[node.pair].residual_bytes
-        return [sum([made[one] for one in carried]) for carried in self.carries]
+                made[number - 1] = held(node, self.pairs, len(self.avals), self.exact)
+        return [
+            Carried(
+                sum([made[one].nbytes for one in few]),
+                sum([made[one].nbytes_most for one in few]),
+                tuple(chain(*[made[one].inputs for one in few])),
+            )
+            for few in self.carries
+        ]
 
     @property
     def may_raise(self) -> bool:
@@ -360,6 +389,10 @@ class SegmentFunction:
                 return (*outputs, held) if node.keeps else outputs
             case NodeKind.VJP:
                 return carried_back(self.pairs[node.pair], first[0], others)
+            case NodeKind.INPUTS:
+                return _first_half(self.pairs[node.pair], node, first[0], others)
+            case NodeKind.WEIGHTS:
+                return _second_half(self.pairs[node.pair], node, first[0])
             case NodeKind.SUM:
                 return (add(first),)
             case NodeKind.FILL:
@@ -409,7 +442,7 @@ def _compile_pair(pair: Any, node: SegmentNode) -> None:
 
 
 def _named(node: SegmentNode, pairs: Sequence[Any]) -> str:
-    has_pair = node.kind in (NodeKind.FORWARD, NodeKind.VJP)
+    has_pair = node.kind not in (NodeKind.SUM, NodeKind.FILL)
     return name_on(pairs[node.pair]) if has_pair else node.kind.value
 
 
@@ -420,28 +453,3 @@ def _some(texts: Sequence[str], count: int) -> str:
     last = [f"{more} more"] if more > 0 else found[-1:]
     shown = ", ".join(found[:count] if more > 0 else found[:-1])
     return " and ".join(filter(None, [shown, *last]))
-
-
-def _types(node: SegmentNode, pairs: Sequence[Any], known: Sequence[Any]) -> list[Any]:
-    """The types of what a node makes, None for residuals; ValueError if it cannot."""
-    first, *others = [[known[number] for number in slots] for slots in node.inputs]
-    pair: Any = pairs[node.pair] if pairs else None
-    match node.kind:
-        case NodeKind.FORWARD:
-            made, where = pair.out_avals, pair.out_devices
-            both = zip(first, pair.avals, strict=True)
-            fits = not others and all([a in (aval, aval.strong) for a, aval in both])
-        case NodeKind.VJP:
-            made, where = compress(pair.avals, pair.tracked), pair.in_devices
-            outputs = compress(pair.out_avals, pair.out_tracked)
-            sides = zip(others, outputs, strict=True)
-            fits = first == [None] and all([{*a} <= {aval} for a, aval in sides])
-        case NodeKind.SUM | NodeKind.FILL:
-            made, where = first[-1:], [one.device for one in first[-1:]]
-            fits = {*first} == {first[0]} and not others
-    if not fits:
-        raise ValueError(f"what a node takes does not fit: {node}")
-    found = [aval.strong for aval in made]
-    if where:
-        found = [aval.on(at) for aval, at in zip(found, where, strict=True)]
-    return [*found, None] if node.keeps and node.kind is NodeKind.FORWARD else found

@@ -7,7 +7,7 @@ and stores them at the receiver under the keys that `landing(message)` gives.
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from operator import attrgetter
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from msgspec import Meta
 
@@ -332,12 +332,17 @@ class Outgoing(Record):
 
 
 class Segment(Record):
-    """What one job of a plan computes: slots that it needs and makes, and sends."""
+    """What one job of a plan computes: slots that it needs and makes, and sends.
+
+    Under a schedule each action is a segment of its own.
+    """
 
     function: Function
     needs: Slots
     makes: Slots
     hops: Several[Outgoing] = ()
+    tag: Tag | None = None  # Of the action that it is.
+    action: Literal["", "F", "B", "I", "W"] = ""
 
 
 class Slotted(Record):

@@ -118,6 +118,8 @@ class RunSegment(PassJob, frozen=True):
     inputs: tuple[Key, ...]
     outputs: tuple[Key, ...]
     last: tuple[Key, ...]
+    tag: Tag | None = None
+    action: str = ""
 
 
 class CompileSegment(PassJob, frozen=True):
@@ -441,11 +443,15 @@ class Alarm(Struct, frozen=True):
 
 
 class Skip(Struct, frozen=True):
-    """Of this call no jobs with these actions will be asked for; None: of any call."""
+    """Of this call no jobs with these actions will be asked for; None: of any call.
+
+    `number` is the step, if the context is a plan's.
+    """
 
     context: ContextId
     tag: Tag | None
     actions: str
+    number: int = 0
 
 
 Effect = Send | Compute | Drop | Spawn | Resume | Alarm | Skip

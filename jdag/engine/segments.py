@@ -6,6 +6,8 @@ segments made for it, then what its nodes make, in order. A node makes:
     FORWARD  the outputs of a pair for `inputs[0]`; if `keeps`, then its residuals
     VJP      a cotangent for each tracked input of a pair; `inputs[0]` is the residuals,
              the others are the addends for each tracked output, in order
+    INPUTS   the same for inputs that are no `weights`, then the stash for WEIGHTS
+    WEIGHTS  a cotangent for each of `weights`; `inputs[0]` is the stash
     SUM      the sum of `inputs[0]`, left to right
     FILL     zeros, or ones if `keeps`, like the value `inputs[0]`
 """
@@ -15,7 +17,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from jdag.engine.names import SLOTS_MAX, U32, Record
+from jdag.engine.names import SLOTS_MAX, U32, Mask, Record
 
 Slots = Annotated[tuple[U32, ...], Meta(max_length=SLOTS_MAX)]
 Several = Annotated[tuple[Slots, ...], Meta(max_length=SLOTS_MAX)]
@@ -28,6 +30,8 @@ class NodeKind(Enum):
     VJP = "vjp"
     SUM = "sum"
     FILL = "fill"
+    INPUTS = "input_grad"
+    WEIGHTS = "weight_grad"
 
 
 class SegmentNode(Record):
@@ -37,3 +41,4 @@ class SegmentNode(Record):
     pair: U32
     inputs: Several
     keeps: bool = False
+    weights: Mask = ()  # Of the tracked inputs.

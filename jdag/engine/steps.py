@@ -38,9 +38,11 @@ from jdag.engine.protocol import (
     Prepare,
     RunSegment,
     Settle,
+    Skip,
     SlotKey,
     Step,
     Stepped,
+    Tag,
     Worker,
     landing,
 )
@@ -72,6 +74,8 @@ class Part(Struct, eq=False):
     uses: dict[int, int] = {}
     needs: list[int] = []  # By segment, how many slots.
     free: list[int] = []  # Segments that need none.
+    unread: tuple[Tag, ...] = ()  # Of calls of which nothing is differentiated.
+    listed: bool = False  # Whether it has actions of a schedule.
     runs: dict[int, Run] = {}
     over: int = 0  # The last step that is over.
 
@@ -116,6 +120,10 @@ class Steps(Struct, eq=False):
             id = state.number_job()
             job = CompileSegment(id, context, 0, (index,), segment.function)
             state.compute(job, partial(self._compiled, context), None)
+        acts = [(one.tag, one.action) for one in message.segments if one.tag]
+        back = {tag for tag, action in acts if action != "F"}
+        part.unread = tuple([tag for tag, _ in acts if tag not in back])
+        part.listed = bool(acts)
         kept = [one.slot for one in message.stages]
         for slot in (*results, *message.constants, *kept):
             uses[slot] = uses.get(slot, 0) + 1
@@ -165,6 +173,8 @@ class Steps(Struct, eq=False):
             self._failed(part, run, failure)
             return
         run.begun = True
+        for tag in part.unread:
+            self._state.out.append(Skip(run.context, tag, "BIW", run.number))
         for slot in part.prepare.constants:
             run.here[slot] = SlotKey(run.context, 0, slot)
         for read, value in zip(part.prepare.reads, values, strict=True):
@@ -232,6 +242,8 @@ class Steps(Struct, eq=False):
             tuple(inputs),
             tuple(outputs),
             tuple(last),
+            segment.tag,
+            segment.action,
         )
         run.jobs[id] = None
         self._state.compute(job, partial(self._computed, part, run, index), None)
@@ -324,6 +336,8 @@ class Steps(Struct, eq=False):
         """Drop a step, and its values when its jobs have ended."""
         del part.runs[run.number]
         part.over = max(part.over, run.number)
+        if part.listed and run.undone:  # Some of its actions will not come.
+            self._state.out.append(Skip(run.context, None, "", run.number))
         self._let_go(run, ())
 
     def _let_go(self, run: Run, kept: Sequence[Key]) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import Any
 
-from jdag.engine.protocol import ContextId, Skip
+from jdag.engine.protocol import ContextId, RunSegment, Skip
 from jdag.runtime.chooser import Chooser, checked
 from jdag.schedules import Action
 from jdag.schedules.actions import Step
@@ -64,7 +64,8 @@ class ReadyJobs:
         action = self._action(job)
         if action is not None:
             self._left = ""
-            came = self._runs.setdefault((job.context, 0), {})
+            number = job.phase if isinstance(job, RunSegment) else 0
+            came = self._runs.setdefault((job.context, number), {})
             if action not in came:
                 came[action] = job, item
                 return
@@ -91,15 +92,15 @@ class ReadyJobs:
 
     def skip(self, skip: Skip) -> None:
         """Wait for these actions no more; without a tag for none of the context."""
-        tag = skip.tag
+        tag, run = skip.tag, (skip.context, skip.number)
         if tag is not None:
             gone = [Action(kind, tag.stage, tag.micro_batch) for kind in skip.actions]
             gone = [action for action in gone if action in self._here]
             if gone:
-                self._runs.setdefault((skip.context, 0), {}).update(dict.fromkeys(gone))
+                self._runs.setdefault(run, {}).update(dict.fromkeys(gone))
             return
         self._left = self.stalled
-        for run in [run for run in self._runs if run[0] == skip.context]:
+        if run in self._runs:
             self._over(run)
 
     def clear(self) -> None:

@@ -29,6 +29,7 @@ from jdag.engine.protocol import (
     Path,
     ReadingKey,
     Resume,
+    RunSegment,
     Spawn,
     Vjp,
     VjpWeights,
@@ -157,7 +158,7 @@ class Recorder:
 
 def acted(job: Job) -> str:
     """The action of a pipeline that a job is, such as 0F3; "" for none."""
-    if not isinstance(job, Forward | Vjp | VjpWeights) or job.tag is None:
+    if not isinstance(job, Forward | Vjp | VjpWeights | RunSegment) or job.tag is None:
         return ""
     return f"{job.tag.stage}{job.action}{job.tag.micro_batch}"
 
