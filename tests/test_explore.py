@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,7 +15,10 @@ from typer.testing import CliRunner
 import jdag
 from jdag.cli.commands import app
 from jdag.engine import share
+from jdag.engine.phases import TRIPLES
 from jdag.errors import ScenarioError
+from jdag.lab import campaign as campaigns
+from jdag.lab.campaign import campaign
 from jdag.lab.exploration import order_of, sound
 from jdag.lab.strategies import (
     PCT,
@@ -137,6 +141,19 @@ def test_a_function_of_a_cluster_may_train():
     assert len(seen) == 1
 
 
+def test_what_came_in_each_phase_is_counted_and_what_did_not_is_named():
+    report = jdag.explore(TERMS, [*"abcd"], runs=5, values="abstract")
+    marking = ("owner", "marking", "Mark")
+    assert marking in report.reached or marking in report.unreached
+    assert report.reached["owner", "open", "Differentiated"] == 5
+    assert ("participant", "open", "Lost") in report.unreached
+    assert not [one for one in report.unreached if one in report.reached]
+    assert sorted([*report.reached, *report.unreached]) == sorted(TRIPLES)
+    first, *rest = report.coverage()
+    assert first.startswith(f"{len(report.reached)} of {len(TRIPLES)} triples")
+    assert any(line.startswith("  participant, absent: ") for line in rest)
+
+
 # ------------------------------------------------------------------------------- faults
 
 
@@ -153,6 +170,8 @@ def test_faults_befall_a_run_within_their_budget():
 
     report = jdag.explore(TERMS, [*"abcd"], counted, runs=80, faults=faults)
     assert report.failure is None, report.failure
+    assert [one for one in report.reached if one not in TRIPLES] == []
+    assert report.reached["participant", "open", "Lost"]
     assert min(counts.values()) > 0, counts
 
 
@@ -212,13 +231,13 @@ def test_pct_runs_one_chain_until_a_change_point():
     strategy = PCT(1)
     assert len(set(picks_of(strategy, 0, CHAINS))) == 1
     strategy = PCT(3)
-    strategy.ended(20)
+    strategy.planned(20)
     changes = [
         sum(one != other for one, other in pairwise(of))
         for of in (picks_of(strategy, run, CHAINS) for run in range(40))
     ]
-    assert max(changes) == 2 and changes.count(2) > 20
-    assert strategy.bound().startswith("a bug of depth 3 is found by one run in 1,200 ")
+    assert max(changes) == 2 and changes.count(2) > 8
+    assert strategy.bound().startswith("a bug of depth 3 is found by one run in 2,700 ")
 
 
 def test_equal_runs_of_a_strategy_pick_alike_and_others_differ():
@@ -259,6 +278,7 @@ def test_a_strategy_of_ones_own_is_a_class():
         ({"workers": []}, r"workers = \[\]: allowed is a list of one name or more"),
         ({"values": "none"}, "values = 'none'"),
         ({"faults": {"fire": 1}}, "faults = 'fire': allowed is one of crash, rejoin"),
+        ({"faults": {"delay": 1}}, "without a fault, a frame may be as late as it can"),
         ({"faults": {"crash": -1}}, "faults: crash = -1: allowed is an integer >= 0"),
     ],
 )
@@ -338,21 +358,104 @@ def test_the_command_explores_a_scenario():
 
 
 def test_the_command_writes_a_run_that_is_wrong_and_repeats_it(tmp_path):
-    bug = tmp_path / "bug.json"
+    bug, file = tmp_path / "bug.json", fan_out(tmp_path)
     with mock.patch.object(share, "sorted", list, create=True):
         options = "--runs", 100, "--out", bug
-        code, said = command("explore", "scenarios/fan_out_24.toml", *options)
+        code, said = command("explore", file, *options)
         assert code == 1 and "wrong: run" in said and f"jdag replay {bug}" in said
-        code, said = command("replay", bug, "scenarios/fan_out_24.toml")
+        code, said = command("replay", bug, file)
         assert code == 1 and "wrong: the result has other bits" in said
-    code, said = command("replay", bug, "scenarios/fan_out_24.toml")
+    code, said = command("replay", bug, file)
     assert code == 0 and "it is right" in said
     assert any(line.startswith("> ") for line in said.splitlines())
+
+
+WANTED = {"values": "abstract", "strategy": "pct:2", "faults": {"drop": 1}}
+
+
+def shape(report):
+    return str(report), [*report.seen], report.reached
+
+
+def test_a_report_is_the_same_for_any_number_of_processes_and_after_an_end(tmp_path):
+    whole = campaign(Path(CHAIN), WANTED, runs=60)
+    spread = campaign(Path(CHAIN), WANTED, runs=60, jobs=3)
+    assert shape(spread) == shape(whole) and whole.runs == 60
+
+    def end(runs):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        campaign(Path(CHAIN), WANTED, runs=60, folder=tmp_path, show=end)
+    shown: list[int] = []
+    with mock.patch.object(campaigns, "attempt", wraps=campaigns.attempt) as attempt:
+        after = campaign(
+            Path(CHAIN), WANTED, runs=60, folder=tmp_path, show=shown.append
+        )
+    assert shape(after) == shape(whole)
+    assert attempt.call_count == 2 and shown == [25, 50, 60]
+
+
+def test_an_exhaustive_search_goes_on_where_it_was_interrupted(tmp_path):
+    wanted = {"values": "abstract", "strategy": "exhaustive", "faults": {}}
+    whole = campaign(Path(CHAIN), wanted, runs=60)
+    file = tmp_path / "runs.jsonl"
+    campaign(Path(CHAIN), wanted, runs=60, folder=tmp_path)
+    about, first, *_ = file.read_text().splitlines()
+    file.write_text(f"{about}\n{first}\n")
+    assert shape(campaign(Path(CHAIN), wanted, runs=60, folder=tmp_path)) == shape(
+        whole
+    )
+    assert whole.orders == whole.runs
+
+
+def fan_out(folder):
+    """A scenario of six workers and five terms."""
+    text = Path("scenarios/fan_out_24.toml").read_text()
+    text = text.replace("workers = 25", "workers = 6").replace(
+        "calls = 24", "calls = 5"
+    )
+    path = folder / "fan_out.toml"
+    path.write_text(text)
+    return path
+
+
+def test_the_first_failure_is_that_of_the_lowest_run_in_whatever_order_chunks_end(
+    tmp_path,
+):
+    def backwards(attempt, path, chunks, jobs):
+        for at, chunk in reversed([*enumerate(chunks)]):
+            yield at, attempt(path, chunk)
+
+    wanted: Any = {"values": None, "strategy": "random:1", "faults": {}}
+    with (
+        mock.patch.object(share, "sorted", list, create=True),
+        mock.patch.object(campaigns, "CHUNK", 2),
+    ):
+        first: Any = campaign(fan_out(tmp_path), wanted, runs=8)
+        with mock.patch.object(campaigns, "replies", backwards):
+            report: Any = campaign(fan_out(tmp_path), wanted, runs=8)
+    assert first.failure.run + 1 == first.runs < 8
+    assert shape(report) == shape(first)
+
+
+def test_a_folder_of_another_exploration_is_refused(tmp_path):
+    options = "--runs", 1, "--values", "abstract", "--resume", tmp_path
+    code, _ = command("explore", CHAIN, *options)
+    assert code == 0
+    code, said = command("explore", CHAIN, *options, "--strategy", "pct")
+    assert code == 2 and "this one has another strategy" in said
+    assert said.startswith("jdag: --resume = ") and said.count("\n") == 1
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["explore", CHAIN, "--jobs", "0"], "--jobs = '0': allowed is an integer >= 1"),
+        (
+            ["explore", CHAIN, "--jobs", "2", "--strategy", "exhaustive"],
+            "--jobs = 2: allowed is 1 with exhaustive",
+        ),
         (["explore", CHAIN, "--runs", "0"], "--runs = '0': allowed is an integer >= 1"),
         (["explore", CHAIN, "--runs", "many"], "--runs = 'many'"),
         (

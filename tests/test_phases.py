@@ -1,16 +1,19 @@
 """The table of phases: whole, and the error messages read it."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from jdag.engine.phases import NEXT, OwnedFragment, Phase
+from jdag.engine.engine import Engine
+from jdag.engine.phases import NEXT, TAKES, TRIPLES, OwnedFragment, Part, Phase, Triple
 from jdag.engine.protocol import (
     Attached,
     ContextId,
     Differentiated,
     End,
     Ended,
+    Event,
     Failure,
     Go,
     Issued,
@@ -25,8 +28,10 @@ from jdag.engine.protocol import (
 )
 from jdag.errors import ContextError, WorkerLost
 from tests.engine_cases import holding, net_of, pausing
+from tests.engine_faults import FAULTS, happen
 from tests.engine_net import Net, Scope
 from tests.engine_values import DOUBLE, SAME, Linear
+from tests.test_engine_random import run_program
 
 CONTEXT = ContextId(0, 7, 0)
 CAUSES = (
@@ -55,6 +60,26 @@ def test_every_phase_can_be_reached_and_every_one_leads_to_released():
     assert sorted(p.name for p in reached(Phase.OPEN)) == sorted(p.name for p in Phase)
     for phase in Phase:
         assert Phase.RELEASED in reached(phase)
+
+
+def test_nothing_comes_in_a_phase_that_does_not_take_it():
+    """Held against random programs, undisturbed and with each kind of fault."""
+    assert list(TAKES) == [*Phase, *Part]
+    assert len(dict.fromkeys(TRIPLES)) == len(TRIPLES)
+    reached: dict[Triple, None] = {}
+    handle = Engine.handle
+
+    def watched(engine: Engine, event: Event) -> Any:
+        reached.update(dict.fromkeys(engine.situations(event)))
+        return handle(engine, event)
+
+    with mock.patch.object(Engine, "handle", watched):
+        for seed in range(3):
+            run_program(seed)
+            for fault in FAULTS:
+                happen(fault, seed)
+    assert [triple for triple in reached if triple not in TRIPLES] == []
+    assert len(reached) > 70
 
 
 @pytest.mark.parametrize(

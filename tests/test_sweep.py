@@ -9,7 +9,8 @@ import pytest
 
 import jdag
 from jdag.errors import ScenarioError
-from jdag.lab.sweep import RUNS, RUNS_MAX, TABLE, combinations, run_one, sweep
+from jdag.lab.journal import RUNS
+from jdag.lab.sweep import RUNS_MAX, TABLE, combinations, run_one, sweep
 from jdag.scenario import load
 from jdag.scenario.run_scenario import run_scenario
 from tests.scenario_cases import scenario_of, written

@@ -1,7 +1,7 @@
 """The commands `jdag explore` and `jdag replay`: a scenario in many orders."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -9,12 +9,10 @@ from rich.console import Console
 from jdag.api.progress import Bar
 from jdag.cli.cli_errors import errors_in_one_line
 from jdag.errors import ScenarioError, reason, unusable
-from jdag.lab.exploration import Report, exploration, sound
+from jdag.lab.campaign import campaign, case_of
+from jdag.lab.exploration import Report, sound
 from jdag.lab.failures import read_failure, replay
-from jdag.lab.strategies import parsed
-from jdag.lab.subject import Subject
-from jdag.scenario import Scenario, configured, load
-from jdag.scenario.case import Case
+from jdag.scenario import configured, load
 
 BUG = "bug.json"
 
@@ -32,10 +30,18 @@ Faults = Annotated[
     typer.Option(
         "--fault",
         metavar="KIND=N",
-        help="At most N of crash, rejoin, drop or duplicate in a run; repeat.",
+        help="At most N of crash, rejoin, drop or duplicate in a run; repeat. "
+        "A delay is no fault: each frame may be late.",
     ),
 ]
 Out = Annotated[Path, typer.Option(help="Where a run that fails is written.")]
+Jobs = Annotated[
+    str, typer.Option(metavar="J", help="Processes at once; the report is the same.")
+]
+Resume = Annotated[
+    Path | None,
+    typer.Option(help="Folder that keeps the runs; the same call again goes on."),
+]
 
 
 def explore(
@@ -45,6 +51,8 @@ def explore(
     strategy: StrategyName = "random",
     values: Values = None,
     fault: Faults = None,
+    jobs: Jobs = "1",
+    resume: Resume = None,
     out: Out = Path(BUG),
 ) -> None:
     """Run a scenario's case in many orders of its events, until one is wrong.
@@ -54,21 +62,22 @@ def explore(
     Exit codes: 0 all runs are right; 1 one is not; 2 bad input; 130 Ctrl-C.
     """
     with errors_in_one_line():
-        most = _natural("--runs", runs, 1)
+        most, processes = _natural("--runs", runs, 1), _natural("--jobs", jobs, 1)
+        faults = dict(map(_fault, fault or ()))
+        wanted = {"values": values, "strategy": strategy, "faults": faults}
         scenario = load(file)
-        subject = _subject(scenario, values, dict(map(_fault, fault or ())))
-        chosen = parsed(strategy)
         console = Console()
-        with Bar(scenario.settings.name, most) as bar, configured(scenario.settings):
-            report = exploration(
-                *(subject, sound, most, chosen), lambda report: bar.show(report.runs)
+        with Bar(scenario.settings.name, most) as bar:
+            report = campaign(
+                *(file, wanted), runs=most, jobs=processes, folder=resume, show=bar.show
             )
-            if report.failure is not None:
+        if report.failure is not None:
+            with configured(scenario.settings):
                 report.failure = report.failure.shrink()
-                try:
-                    report.failure.save(out)
-                except OSError as error:
-                    raise ScenarioError(f"{out}: {reason(error)}") from error
+            try:
+                report.failure.save(out)
+            except OSError as error:
+                raise ScenarioError(f"{out}: {reason(error)}") from error
         counts = f"{report.runs:,} runs, {report.orders:,} orders"
         console.print(counts, highlight=False)
         _say(console, report, file, out)
@@ -78,6 +87,8 @@ def explore(
 def _say(console: Console, report: Report, file: Path, out: Path) -> None:
     if report.bound:
         console.print(report.bound, highlight=False, soft_wrap=True)
+    for line in report.coverage():
+        console.print(line, highlight=False, soft_wrap=True)
     if report.failure is None:
         console.print("all of them are right")
         return
@@ -99,7 +110,7 @@ def replay_file(bug: Bug, file: File) -> None:
     with errors_in_one_line():
         scenario = load(file)
         held = read_failure(bug)
-        case = _case(scenario)
+        case = case_of(scenario)
         with configured(scenario.settings):
             run, steps = replay(bug, case)
         console = Console()
@@ -114,18 +125,6 @@ def replay_file(bug: Bug, file: File) -> None:
             console.print(f"wrong: {error}", highlight=False, soft_wrap=True)
             raise typer.Exit(1) from None
         console.print("it is right")
-
-
-def _case(scenario: Scenario) -> Case:
-    case: Any = scenario.player
-    if not isinstance(case, Case):
-        raise scenario.settings.refused("one that returns a jdag.scenario.Case")
-    return case
-
-
-def _subject(scenario: Scenario, values: str | None, faults: dict[str, int]) -> Subject:
-    settings = scenario.settings
-    return Subject(_case(scenario), settings.names, values or settings.values, faults)
 
 
 def _fault(text: str) -> tuple[str, int]:

@@ -9,9 +9,11 @@ from jdag.engine.backward import Backward
 from jdag.engine.drawing import Drawing, draw
 from jdag.engine.ends import Ends
 from jdag.engine.forward import Forwarding
+from jdag.engine.graph import Fragment
 from jdag.engine.leaves import Leaves
 from jdag.engine.lives import Lives
 from jdag.engine.passes import Passes
+from jdag.engine.phases import OF_CONTEXTS, Part, Phase, Triple, phase_of, triple
 from jdag.engine.plans import Plans
 from jdag.engine.program_frames import ProgramFrames
 from jdag.engine.protocol import Worker, landing
@@ -87,6 +89,32 @@ class Engine:
         """This worker's fragment of a context's graph; None if there is none."""
         fragment = self._state.contexts.get(context)
         return None if fragment is None else draw(fragment)
+
+    def situations(self, event: protocol.Event) -> list[Triple]:
+        """Role, phase and event, for each context that an event is about.
+
+        To be asked before the event is handled; of what is in `phases.TAKES`.
+        """
+        state, contexts = self._state, self._state.contexts
+        given: Any = event
+        if isinstance(event, protocol.Lost | protocol.Joined):
+            return [triple(phase_of(part), type(event)) for part in contexts.values()]
+        if isinstance(event, protocol.Computed):
+            part = state.jobs[event.job][1]
+            of_context = isinstance(part, Fragment)
+            return [triple(phase_of(part), type(event))] if of_context else []
+        if isinstance(event, protocol.Arrived):
+            given = None if event.sender in state.lost else event.message
+        context = getattr(given, "context", None)
+        if context is None or type(given) not in OF_CONTEXTS:
+            return []
+        part = contexts.get(context)
+        phase: Phase | Part = Part.RELEASED if state.gone(context) else Part.ABSENT
+        if part is not None:
+            phase = phase_of(part)
+        elif state.owner(context) == state.worker:
+            phase = Phase.RELEASED
+        return [triple(phase, type(given))]
 
     def handle(self, event: protocol.Event) -> list[protocol.Effect]:
         """Process one event; return the effects that it requests, in order.

@@ -1,4 +1,8 @@
-"""The phases of a context at its owner: one table, used by code and errors."""
+"""The phases of a context, at its owner and at participants, as tables.
+
+`NEXT` has an owner's transitions, and is what code and errors read. `TAKES` has what
+may come to an engine in each phase: coverage of explored orders is counted against it.
+"""
 
 from collections.abc import Mapping
 from enum import Enum
@@ -7,21 +11,44 @@ from msgspec import field
 
 from jdag.engine.graph import Fragment
 from jdag.engine.protocol import (
+    Acknowledge,
+    Answer,
+    Answered,
+    Asked,
+    Attach,
     Attached,
+    Awaited,
+    Call,
+    Collected,
+    Computed,
+    Cotangent,
     Differentiated,
+    Discard,
+    Discarded,
     End,
     Ended,
+    Expired,
+    Fail,
     Failure,
     Go,
     Issued,
+    Joined,
     Launched,
     Left,
     Lost,
     Mark,
     Outcome,
+    Primal,
+    Release,
     Released,
+    Return,
+    Returned,
     Root,
+    Run,
+    Ship,
     Start,
+    Tell,
+    TimedOut,
     Worker,
 )
 from jdag.errors import ContextError, WorkerLost
@@ -68,6 +95,82 @@ NEXT: Mapping[Phase, Mapping[type, Phase]] = {
 }
 
 
+class Part(Enum):
+    """What a context is doing on a worker that does not own it."""
+
+    ABSENT = "absent"
+    OPEN = "open"
+    PASS = "in a pass"
+    FAILED = "in a failed pass"
+    LEAVING = "leaving"  # Released, but calls have not run or values are not sent.
+    RELEASED = "released"
+
+
+Triple = tuple[str, str, str]  # Role, phase, event.
+
+
+def triple(phase: Phase | Part, event: type) -> Triple:
+    """Return an event in a phase, in words."""
+    role = "owner" if isinstance(phase, Phase) else "participant"
+    return role, phase.value, event.__name__
+
+
+# What programs do in frames that are not their context's top one, and what comes of it.
+_FRAMES = (Issued, Launched, Attached, Discarded, Collected, TimedOut, Answered)
+_CALLS = (Call, Ship, Run, Return, Tell, Attach, Discard)
+_WORKERS = (Lost, Joined)  # Concerns all contexts.
+
+# What may come to an engine, by the phase of the context that it is about.
+TAKES: Mapping[Phase | Part, tuple[type, ...]] = {
+    Phase.OPEN: (
+        *(Computed, Primal, Acknowledge, Awaited, Asked, Returned, Differentiated),
+        *(Left, *_FRAMES, *_CALLS, *_WORKERS),
+    ),
+    Phase.GATHERING: (Computed, Primal, Acknowledge, Expired, Left, *_WORKERS),
+    Phase.ANNOUNCING: (Computed, Primal, Answer, Fail, Expired, Left, *_WORKERS),
+    Phase.MARKING: (Computed, Primal, Mark, Answer, Fail, Expired, Left, *_WORKERS),
+    Phase.RUNNING: (
+        *(Computed, Primal, Cotangent, Answer, Fail, Expired, Left, *_WORKERS),
+    ),
+    Phase.ENDING: (
+        *(Computed, Primal, Acknowledge, Mark, Cotangent, Answer, Fail, Ended),
+        *(Expired, Left, *_WORKERS),
+    ),
+    Phase.FAILED: (
+        *(Computed, Primal, Acknowledge, Differentiated, Returned, Left),
+        *(*_FRAMES, *_CALLS, *_WORKERS),
+    ),
+    Phase.LEAVING: (
+        *(Computed, Primal, Acknowledge, Mark, Cotangent, Answer, Fail, Ended),
+        *(Released, *_CALLS, *_WORKERS),
+    ),
+    Phase.RELEASED: (Computed, Issued, Returned, Released),
+    Part.ABSENT: (Primal, Call, Ship, Run, Attach, Release),
+    Part.OPEN: (
+        *(Computed, Primal, Acknowledge, Start, Mark, Cotangent, Fail, End, Release),
+        *(Asked, Returned, *_FRAMES, *_CALLS, *_WORKERS),
+    ),
+    Part.PASS: (
+        *(Computed, Primal, Start, Mark, Go, Cotangent, Fail, End, Release, Discard),
+        *_WORKERS,
+    ),
+    Part.FAILED: (
+        *(Computed, Primal, Start, Mark, Go, Cotangent, Fail, End, Release, Discard),
+        *_WORKERS,
+    ),
+    Part.LEAVING: (Computed, Primal, Release, *_WORKERS),
+    Part.RELEASED: (
+        *(Computed, Primal, Acknowledge, Call, Ship, Run, Attach, Mark, Cotangent),
+        *(Fail, Release, Issued, Returned),
+    ),
+}
+
+TRIPLES: tuple[Triple, ...] = tuple(
+    [triple(phase, event) for phase, events in TAKES.items() for event in events]
+)
+OF_CONTEXTS = frozenset([event for events in TAKES.values() for event in events])
+
+
 class OwnedFragment(Fragment, eq=False):
     """The fragment of a context on its owner."""
 
@@ -97,3 +200,14 @@ class OwnedFragment(Fragment, eq=False):
                 f"{cause.__name__}; it takes {allowed}"
             )
         self.phase = following
+
+
+def phase_of(part: Fragment) -> Phase | Part:
+    """Return the phase of a context on a worker that has a part of it."""
+    if isinstance(part, OwnedFragment):
+        return part.phase
+    if part.release is not None:
+        return Part.LEAVING
+    if part.live is not None:
+        return Part.FAILED if part.live.failed else Part.PASS
+    return Part.RELEASED if part.gone else Part.OPEN

@@ -6,11 +6,15 @@ Outputs: a `Report`: how many runs and orders there were, and the first run that
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, Literal
 
 from jdag.api.cluster import Cluster
+from jdag.engine.phases import TRIPLES, Triple
 from jdag.errors import ScenarioError, WorkerLost, text_of, unusable
 from jdag.lab.failures import Failure, Property, failure_of
 from jdag.lab.strategies import RandomWalk, Strategy
@@ -31,6 +35,8 @@ class Report:
         picks: how often a step was picked among several, over all runs.
         failure: the first run that broke the property; None if none did.
         bound: what the strategy promises; "" for nothing.
+        reached: in how many runs an event came in a phase: by role, phase and event
+            (`jdag.engine.phases`).
     """
 
     runs: int = 0
@@ -39,6 +45,33 @@ class Report:
     failure: Failure | None = None
     bound: str = ""
     seen: dict[bytes, None] = field(default_factory=dict, repr=False)
+    reached: Counter[Triple] = field(default_factory=Counter, repr=False)
+
+    @property
+    def unreached(self) -> tuple[Triple, ...]:
+        """What may come to an engine, and has not in any run."""
+        return tuple([triple for triple in TRIPLES if triple not in self.reached])
+
+    def coverage(self) -> list[str]:
+        """Lines that say how much was reached, and what was not, by role and phase."""
+        left = self.unreached
+        lines = [
+            f"{len(TRIPLES) - len(left)} of {len(TRIPLES)} triples of role, phase and"
+            f" event reached{', but not:' if left else ''}"
+        ]
+        for (role, phase), of in groupby(left, itemgetter(0, 1)):
+            lines.append(f"  {role}, {phase}: {', '.join([event for *_, event in of])}")
+        return lines
+
+    def add(self, other: "Report") -> None:
+        """Add what further runs found; they count as long as there is no failure."""
+        if self.failure is None:
+            self.runs += other.runs
+            self.redundant += other.redundant
+            self.picks += other.picks
+            self.failure, self.bound = other.failure, other.bound
+            self.seen |= other.seen
+            self.reached += other.reached
 
     @property
     def orders(self) -> int:
@@ -50,7 +83,8 @@ class Report:
             "no violation" if self.failure is None else f"violated by {self.failure}"
         )
         counts = f"{self.runs:,} runs, {self.orders:,} orders, {self.picks:,} picks"
-        return "; ".join(filter(None, [counts, self.bound, found]))
+        covered = f"{len(self.reached)} of {len(TRIPLES)} triples"
+        return "; ".join(filter(None, [counts, covered, self.bound, found]))
 
 
 def explore(
@@ -78,7 +112,7 @@ def explore(
         strategy: one of `jdag.strategies`; None: `RandomWalk()`.
         values: "real", where JAX computes, or "abstract", where shapes alone are known.
         faults: how many there may be in a run, by kind: "crash", "rejoin", "drop",
-            "duplicate".
+            "duplicate". Delays are no fault: each frame may be late in any order.
 
     Raises:
         ScenarioError: a setting that is unusable: names it, its value, what is allowed.
@@ -92,19 +126,16 @@ def explore(
     if property is not None and not callable(property):
         raise ScenarioError(unusable("property", property, "a function of a run"))
     subject = Subject(program, workers, values, faults or {})
-    return exploration(subject, property or sound, runs, strategy)
+    return exploration(subject, property or sound, range(runs), strategy)
 
 
 def exploration(
-    subject: Subject,
-    property: Property,
-    runs: int,
-    strategy: Strategy,
-    show: Callable[[Report], object] = lambda report: None,
+    subject: Subject, property: Property, runs: Iterable[int], strategy: Strategy
 ) -> Report:
-    """Explore a subject; `show` is called after each run."""
+    """Explore a subject by the runs of these numbers."""
     report = Report()
-    for run in range(runs):
+    strategy.planned(len(subject.first().choices))
+    for run in runs:
         pick = strategy.begin(run)
         if pick is None:
             break
@@ -116,8 +147,8 @@ def exploration(
         report.runs += 1
         report.picks += sum([options > 1 for options in played.options])
         report.seen[order_of(played.steps)] = None
+        report.reached.update([*played.reached])
         report.failure = failure_of(subject, played, property, run)
-        show(report)
         if report.failure is not None:
             break
     report.bound = strategy.bound()

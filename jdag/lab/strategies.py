@@ -2,11 +2,12 @@
 
 A strategy is asked to `begin` each run and returns a function that picks the index of
 one of some steps (`jdag.sim.untimed.Step`), or None if there is nothing left to try;
-`ended(steps)` tells it how many steps the run had. One of your own derives from
-`Strategy`.
+`planned(steps)` tells it how many steps the run of first choices has, `ended(steps)`
+how many each run had. One of your own derives from `Strategy`.
 
 Invariants: a strategy is a function of its arguments and of the steps that it is shown;
-the same run numbers give the same picks.
+the same run numbers give the same picks, in any process, but for `Exhaustive`, where a
+run follows from the one before.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +25,22 @@ class Redundant(BaseException):
 
 
 class Strategy:
-    """Base of strategies; by itself, the first choice everywhere."""
+    """Base of strategies; by itself, the first choice everywhere.
+
+    `learned` is what its bound and its next runs depend on, as integers; a strategy
+    that is told them by `learn` goes on where another one stopped.
+    """
+
+    @property
+    def learned(self) -> tuple[int, ...]:
+        """What is kept from run to run."""
+        return ()
+
+    def learn(self, learned: Sequence[int]) -> None:
+        """Take up what another strategy of this kind has learned."""
+
+    def planned(self, steps: int) -> None:
+        """The run of first choices has so many picks; told before the first run."""
 
     def begin(self, run: int) -> Pick | None:
         """What picks in this run, which is the first if it is 0; None: no more runs."""
@@ -56,8 +72,8 @@ class PCT(Strategy):
     """Random priorities of links, devices and programs, changed `depth` - 1 times.
 
     A bug that needs `depth` steps to come in some order is found by one run with a
-    probability of at least 1 / (n k^(depth-1)), for n chains and k picks; the runs so
-    far say how many those are. Faults come at random, within their budget.
+    probability of at least 1 / (n k^(depth-1)), for n chains and k picks: half as many
+    again as the run of first choices has. Faults come at random, within their budget.
 
     Source: Burckhardt, Kothari, Musuvathi, Nagarakatte, "A Randomized Scheduler with
     Probabilistic Guarantees of Finding Bugs", ASPLOS 2010.
@@ -67,13 +83,29 @@ class PCT(Strategy):
         self._depth = _natural("depth", depth, 1)
         self._seed = _natural("seed", seed, 0)
         self._chains = 1
-        self._picks = 1
+        self._picks = 1  # The most that a run had.
+        self._planned = 1
+
+    @property
+    def learned(self) -> tuple[int, ...]:
+        """The most chains and picks that a run had."""
+        return self._chains, self._picks
+
+    def learn(self, learned: Sequence[int]) -> None:
+        """See `Strategy`."""
+        chains, picks = learned
+        self._chains, self._picks = max(self._chains, chains), max(self._picks, picks)
+
+    def planned(self, steps: int) -> None:
+        """See `Strategy`."""
+        self._planned = max(1, steps + steps // 2)
+        self._picks = max(self._picks, self._planned)
 
     def begin(self, run: int) -> Pick:
         """See `Strategy`."""
         random = Random(f"pct {self._seed} {run}")
         priorities: dict[tuple[str, ...], float] = {}
-        changes = [random.randrange(self._picks) for _ in range(self._depth - 1)]
+        changes = [random.randrange(self._planned) for _ in range(self._depth - 1)]
         lowest = {at: -1 - number for number, at in enumerate(changes)}
         count = 0
 
@@ -119,29 +151,47 @@ class Exhaustive(Strategy):
         self._sleep_sets = sleep_sets
         # The path of the run: at each pick the steps, which one, and the asleep ones.
         self._path: list[tuple[tuple[Step, ...], int, frozenset[Step]]] = []
+        self._taken: tuple[int, ...] = ()  # Of a path that another strategy made.
         self.complete = False  # Whether every order has been seen.
+
+    @property
+    def learned(self) -> tuple[int, ...]:
+        """The picks with which the next run begins; none after the last."""
+        return tuple([index for _, index, _ in self._path])
+
+    def learn(self, learned: Sequence[int]) -> None:
+        """See `Strategy`."""
+        self._path, self._taken = [], tuple(learned)
+        self.complete = not self._taken
 
     def begin(self, run: int) -> Pick | None:
         """See `Strategy`."""
-        if run and not self._advance():
-            self.complete = True
+        if self.complete or run >= self.max_runs:
             return None
-        if run >= self.max_runs:
-            return None
-        path, at = self._path, 0
+        path, taken, at, is_over = self._path, self._taken, 0, False
+        self._taken = ()
 
         def pick(steps: tuple[Step, ...]) -> int:
-            nonlocal at
+            nonlocal at, is_over
+            if is_over:  # The program still leaves its context.
+                raise Redundant
             if at < len(path):
                 assert path[at][0] == steps, "a run differs from the one before"
+            elif at < len(taken):
+                seen = frozenset(steps[: taken[at]] if self._sleep_sets else ())
+                path.append((steps, taken[at], self._asleep() | seen))
             else:
                 path.append((steps, -1, self._asleep()))
-                if not self._next():
+                if is_over := not self._next():
                     raise Redundant
             at += 1
             return path[at - 1][1]
 
         return pick
+
+    def ended(self, steps: int) -> None:
+        """See `Strategy`."""
+        self.complete = not self._advance()
 
     def _asleep(self) -> frozenset[Step]:
         """The steps of which all that follows has been seen, after the path so far."""

@@ -19,6 +19,7 @@ from jdag.api.cluster import Cluster
 from jdag.api.drivers import simulated
 from jdag.api.refs import Ref, fetch
 from jdag.engine.functions import name_of
+from jdag.engine.phases import Triple
 from jdag.errors import JdagError, ScenarioError, unusable
 from jdag.lab.strategies import FAULTS, Redundant
 from jdag.runtime.trace import Trace
@@ -59,12 +60,14 @@ class Explored:
 class Played:
     """What was picked in a run, out of how many steps, and what came of it.
 
-    `explored` is None if it was given up, as its order had been seen.
+    `explored` is None if it was given up, as its order had been seen; `reached` has
+    role, phase and event of what came to engines.
     """
 
     choices: list[int] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     options: list[int] = field(default_factory=list)
+    reached: dict[Triple, None] = field(default_factory=dict)
     explored: Explored | None = None
 
 
@@ -88,6 +91,8 @@ class Subject:
         for kind, number in faults.items():
             if kind not in FAULTS:
                 allowed = f"one of {', '.join(FAULTS)}"
+                if kind == "delay":
+                    allowed += "; without a fault, a frame may be as late as it can"
                 raise ScenarioError(unusable("faults", kind, allowed))
             if type(number) is not int or number < 0:
                 key = f"faults: {kind}"
@@ -98,7 +103,7 @@ class Subject:
         self.faults = dict(faults)
         self._expected: tuple[Any, ...] | None = None
         self._bits: str | None = None  # Of the run of first choices.
-        self._begun = False
+        self._first: Played | None = None
         self._settings(None)  # Refuses workers and values.
 
     def _settings(self, chooser: StepChooser | None) -> SimSettings:
@@ -128,7 +133,9 @@ class Subject:
             played.options.append(len(steps))
             return index
 
-        cluster = simulated(self._settings(StepChooser(noted, self.faults.items())))
+        chooser = StepChooser(noted, self.faults.items())
+        cluster = simulated(self._settings(chooser))
+        played.reached = chooser.reached
         try:
             played.explored = self._explored(cluster)
         except Redundant:
@@ -159,12 +166,18 @@ class Subject:
             *(info, crashed, held - leaves),
         )
 
-    def _first_bits(self) -> str | None:
-        if not self._begun:
-            self._begun = True
-            explored = self.play(lambda steps: 0).explored
+    def first(self) -> Played:
+        """The run of first choices."""
+        if self._first is None:
+            self._first = Played()  # It is compared with nothing itself.
+            self._first = self.play(lambda steps: 0)
+            explored = self._first.explored
             if explored is not None and explored.result is not None:
                 self._bits = bits(explored.result)
+        return self._first
+
+    def _first_bits(self) -> str | None:
+        self.first()
         return self._bits
 
     def _run(self, cluster: Cluster) -> tuple[Any, ...]:

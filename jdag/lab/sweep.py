@@ -7,22 +7,20 @@ the sweep was interrupted.
 """
 
 import csv
-import fcntl
-import hashlib
-import inspect
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from fractions import Fraction
 from importlib.metadata import version
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from jdag.errors import ScenarioError, reason, repr_of, unusable
+from jdag.errors import ScenarioError, repr_of, unusable
+from jdag.lab.journal import identity, journal
 from jdag.lab.sweep_pool import replies
 from jdag.report.spans import spans_of
 from jdag.runtime.tables import is_listed, is_number
@@ -32,7 +30,7 @@ from jdag.scenario.run_scenario import run_scenario
 
 Row = dict[str, Any]  # Numbers, texts, flags and None, by column.
 
-RUNS, TABLE = "runs.jsonl", "sweep.csv"
+TABLE = "sweep.csv"
 RUNS_MAX = 100_000
 _LAST = ("expectations", "digest", "jdag", "jax", "python")
 _WRITTEN_SHARE = 0.99  # The table is written again when it has fewer of the rows.
@@ -155,18 +153,14 @@ def sweep(
         raise ScenarioError(unusable("jobs", jobs, "an integer >= 1"))
     scenario, *_ = [load(path, changes=changes) for changes in runs]
     folder = Path(out or f"runs/{scenario.settings.name}-sweep")
-    module = sys.modules[scenario.settings.program.partition(":")[0]]
-    about = {
-        "scenario": path.read_text(encoding="utf-8-sig"),
-        "program": hashlib.sha256(inspect.getsource(module).encode()).hexdigest(),
-        "values": {key: list(each) for key, each in values.items()},
-    }
-    with _journal(folder, json.loads(json.dumps(about))) as (journal, done):
+    listed = {key: list(each) for key, each in values.items()}
+    about = {**identity(path, scenario), "values": listed}
+    with journal("out", folder, about) as (file_of_runs, done):
         written = 0
         try:
             for number, row in _played(path, runs, done, jobs):
-                journal.write(f"{json.dumps([number, row])}\n")
-                journal.flush()
+                file_of_runs.write(f"{json.dumps([number, row])}\n")
+                file_of_runs.flush()
                 done[number] = row
                 if written < _WRITTEN_SHARE * len(done):
                     written = len(done)
@@ -183,50 +177,13 @@ def _played(
     """Run what is missing; yield rows as they come, with the numbers of their runs."""
     missing = [number for number in range(len(runs)) if number not in done]
     wanted = [runs[number] for number in missing]
-    played: Any = ((at, attempt(path, changes)) for at, changes in enumerate(wanted))
-    if min(jobs, len(missing)) > 1:
-        played = replies(path, wanted, jobs)
-    with closing(played):
+    with closing(replies(attempt, path, wanted, jobs)) as played:
         for at, reply in played:
             if "error" in reply:
                 said = [f"{k} = {repr_of(v)}" for k, v in wanted[at].items()]
                 raise ScenarioError(f"{reply['error']} (with {', '.join(said)})")
             cells = {key: _cell(value) for key, value in wanted[at].items()}
             yield missing[at], {**cells, **reply["row"]}
-
-
-@contextmanager
-def _journal(
-    folder: Path, about: Mapping[str, Any]
-) -> Iterator[tuple[IO[str], dict[int, Row]]]:
-    """Yield the file of runs, which no other process writes, and the rows in it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        others = sorted(os.listdir(folder))
-        if others and RUNS not in others:
-            raise OSError(f"this one has {others[0]!r} in it")
-        with (folder / RUNS).open("a+", encoding="utf-8") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            file.seek(0)
-            # A killed sweep may have left half a line.
-            lines = [line for line in file if line.endswith("\n")]
-            try:
-                known, *rows = map(json.loads, lines or [json.dumps(about)])
-                differing = [key for key in about if known[key] != about[key]]
-                done = dict(rows)
-            except (KeyError, TypeError, ValueError) as error:
-                raise OSError(f"{RUNS} is not as jdag wrote it: {error}") from error
-            if differing:
-                raise OSError(f"this one has another {' and another '.join(differing)}")
-            file.truncate(sum([len(line.encode()) for line in lines]))
-            if not lines:
-                file.write(f"{json.dumps(about)}\n")
-            yield file, done
-    except OSError as error:
-        is_locked = isinstance(error, BlockingIOError)
-        why = "another process writes it" if is_locked else reason(error)
-        allowed = f"a new folder, or that of the same sweep; {why}"
-        raise ScenarioError(unusable("out", os.fspath(folder), allowed)) from error
 
 
 def _write_table(folder: Path, done: Mapping[int, Row]) -> None:

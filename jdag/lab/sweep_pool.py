@@ -1,30 +1,37 @@
-"""Processes for the runs of a sweep: a request a line, and a reply a line."""
+"""Processes for many runs of a scenario: a request a line, and a reply a line."""
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, suppress
 from itertools import islice
 from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
 from typing import Any
 
+Attempt = Callable[[Path, Any], dict[str, Any]]
+
 _COMMAND = (
-    "from jdag.lab.sweep import attempt\n"
+    "from {0.__module__} import {0.__name__} as attempt\n"
     "from jdag.lab.sweep_pool import serve\n"
     "serve(attempt)"
 )
 
 
 def replies(
-    path: Path, runs: Sequence[Any], processes: int
-) -> Iterator[tuple[int, dict[str, Any]]]:
+    attempt: Attempt, path: Path, runs: Sequence[Any], processes: int
+) -> Generator[tuple[int, dict[str, Any]]]:
     """Yield the reply to each run with its number, as they come.
 
-    It ends early, after an error as the reply, if a process has died.
+    One process is this one. Of several it ends early, after an error as the reply, if
+    one has died.
     """
+    if min(processes, len(runs)) <= 1:
+        yield from ((at, attempt(path, run)) for at, run in enumerate(runs))
+        return
+    command = _COMMAND.format(attempt)
     waiting = iter(enumerate(runs))
     paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with ExitStack() as stack, DefaultSelector() as selector:
@@ -41,7 +48,7 @@ def replies(
         for _ in range(min(processes, len(runs))):
             # Ctrl-C in the terminal is for the parent, which kills it.
             process = subprocess.Popen(
-                [sys.executable, "-c", _COMMAND], env=paths, process_group=0,
+                [sys.executable, "-c", command], env=paths, process_group=0,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             )  # fmt: skip
             stack.enter_context(process)
@@ -60,7 +67,7 @@ def replies(
                 yield number, json.loads(line)
 
 
-def serve(attempt: Callable[[Path, Any], dict[str, Any]]) -> None:
+def serve(attempt: Attempt) -> None:
     """Answer the requests on standard input, until it ends."""
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -11,7 +11,7 @@ from jdag.runtime.waiters import Waiters
 from jdag.sim.faults import Faults
 from jdag.sim.settings import SimSettings
 from jdag.sim.timeline import Timeline
-from jdag.sim.untimed import UntimedTimeline
+from jdag.sim.untimed import StepChooser, UntimedTimeline
 
 
 class Environment:
@@ -49,10 +49,13 @@ class Environment:
 
     def _start(self, name: str, incarnation: int, machine: Machine) -> None:
         worker = incarnated(name, incarnation)
+        engine = Engine(name, self.workers, incarnation)
+        if isinstance(self.chooser, StepChooser):
+            self.chooser.watch(engine)
         self.lost[worker] = {}
         self.hosts[worker] = Host(
             worker,
-            Engine(name, self.workers, incarnation),
+            engine,
             machine,
             driver=self._driver,
             waiters=self.waiters,

@@ -78,6 +78,9 @@ class StepChooser(Chooser):
         pick: returns the index of one of the steps it is given.
         budget: how many faults there may be, by kind: "crash", "rejoin", "drop",
             "duplicate".
+
+    Attributes:
+        reached: role, phase and event of what came to engines about contexts.
     """
 
     picks_jobs = untimed = True
@@ -91,10 +94,22 @@ class StepChooser(Chooser):
         self._pick = pick
         self.budget = dict(budget)
         self.job = 0
+        self.reached: dict[tuple[str, str, str], None] = {}
 
     def pick_step(self, steps: tuple[Step, ...]) -> int:
         """The index of the step to happen next."""
         return checked(self._pick(steps), len(steps))
+
+    def watch(self, engine: Any) -> None:
+        """Note what comes to an engine, before it is handled."""
+        handle, situations, reached = engine.handle, engine.situations, self.reached
+
+        def watched(event: Any) -> Any:
+            for triple in situations(event):
+                reached[triple] = None
+            return handle(event)
+
+        engine.handle = watched
 
     def pick_job(self, worker: str, ready: Any) -> int:
         """The job of the step that was picked."""
