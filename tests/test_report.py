@@ -384,6 +384,14 @@ def test_figures_by_the_elements_of_another_have_a_table_of_their_own(tmp_path):
     assert "a: 1, d: 2" in page  # By no worker of the run, and by no other figure.
 
 
+def test_figures_of_one_meaning_share_its_line(tmp_path):
+    figures = {name: {"a": 1, "b": 2, "c": 3} for name in ("one", "two")}
+    meaning = dict.fromkeys(figures, "a share")
+    result = {**result_of("abc", **figures), "meaning": meaning}
+    render(tmp_path, result, None, None, window=(0, 0))
+    assert "<b>one, two</b>: a share" in (tmp_path / "index.html").read_text()
+
+
 def test_figures_by_what_is_twice_in_another_have_each_row_once(tmp_path):
     figures = {"worker": [9], "counts": [2, 2, 1], "apart": {"2": 5, "1": 6}}
     render(tmp_path, result_of("a", **figures), None, None, window=(0, 0))

@@ -69,7 +69,7 @@ def test_a_row_has_the_least_and_largest_of_workers_and_the_makespan():
     row = run_one(SCENARIOS / "zero_bubble.toml", {"schedule": "gpipe"})
     assert row["bubble_min"] == row["bubble_max"] == 3 / 11
     assert row["makespan_ns"] == row["virtual_time_ns"] == 33_000
-    assert row["peak_activations_min"] < row["peak_activations_max"]
+    assert row["peak_activation_bytes_min"] < row["peak_activation_bytes_max"]
     assert "bubble" not in row and row["owed_functions"] is None
     assert row["expectations"] == "not met"  # It expects those of ZB-H1.
     apart = {"network.latency_ns": 1_000}

@@ -89,7 +89,7 @@ def replacing(
             yield made
             written = sorted(os.listdir(made))
             _refuse_others(folder, marker, kind, written)
-            kept = [name for name in marker.names if name in keep]
+            kept = [n for n in marker.names if n in keep and n not in written]
             files = [*_files(made, written), *_files(folder, kept)]
             next_one = Marker(kind, [*written, *kept], marker.names, files)
             (then / "marker").write_bytes(msgspec.json.encode(next_one))

@@ -304,10 +304,14 @@ def _print(console: Console, result: Mapping[str, Any], page: Path) -> None:
         said = "run on processes: time, network and devices are those of this host"
         if result["not_asked"]:
             said += f"; not asked of it: {', '.join(result['not_asked'])}"
-        console.print(said, highlight=False, markup=False, soft_wrap=True)
+        _say(console, said)
     digest = [f"digest: {result['digest']}"] * (result["digest"] is not None)
     for line in (*digest, f"report: {spelled(page)}"):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        _say(console, line)
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _print_table(console: Console, of: Mapping[str, Any]) -> None:
@@ -318,11 +322,8 @@ def _print_table(console: Console, of: Mapping[str, Any]) -> None:
     for name, values, what in of["rows"]:
         table.add_row(name, *map(Text, values), *([] if what is None else [what]))
     console.print(table)
-    meant: dict[str, list[str]] = {}
-    for name, what in of["said"]:
-        meant.setdefault(what, []).append(name)
-    for what, names in meant.items():
-        console.print(Text(f"{', '.join(names)}: {what}", style="dim"))
+    for names, what in of["said"]:
+        console.print(Text(f"{names}: {what}", style="dim"))
 
 
 def _print_graph(console: Console, drawings: Any, folder: Path) -> None:
@@ -344,8 +345,7 @@ def _print_graph(console: Console, drawings: Any, folder: Path) -> None:
     console.print(table)
     for name in (GRAPH, GRAPH_DOT):
         if (folder / name).exists():
-            line = f"graph: {spelled(folder / name)}"
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            _say(console, f"graph: {spelled(folder / name)}")
 
 
 def _code(answer: ScenarioResult) -> Exit:
@@ -416,7 +416,9 @@ def report(
         try:
             with reading(folder):
                 read_result(folder)  # Raises before anything is replaced.
-            keep = (RESULT, TRACE)
+            # Other formats that were asked for before are of the same trace.
+            keep = [one.name for one in folder.glob("trace.*")]
+            keep = [RESULT, *[name for name in keep if name not in WRITTEN]]
             with replacing(folder, RUN, WRITTEN, _unmarked, keep) as made:
                 result = read_result(folder)
                 is_traced = result["digest"] is not None
@@ -426,11 +428,15 @@ def report(
                 render(made, result, trace, drawings, window=window)
                 if formats and trace is None:
                     raise ValueError("a run on processes has no trace to write")
+                written: list[str] = []
                 if trace is not None:
-                    write_traces(made, trace, result["workers"], formats)
+                    written = write_traces(made, trace, result["workers"], formats)
         except Exception as error:  # Other programs may have edited the files.
             raise no_run(folder, error) from error
-    _print(Console(), result, folder / PAGE)
+    console = Console()
+    _print(console, result, folder / PAGE)
+    for name in written:
+        _say(console, f"trace: {spelled(folder / name)}")
 
 
 app.command()(exploring.explore)

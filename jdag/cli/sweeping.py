@@ -136,7 +136,7 @@ def value_of(text: str) -> Any:
 
 
 def _refuse_unknown(name: str, scenario: Scenario) -> None:
-    known = [*scenario.player.figures, "peak_activations", "makespan_ns"]
+    known = [*scenario.player.figures, "peak_activation_bytes", "makespan_ns"]
     if not any(
         [name == each or name in (f"{each}_min", f"{each}_max") for each in known]
     ):

@@ -83,7 +83,7 @@ def render(
 
 def write_traces(
     folder: Path, trace: Trace, workers: Sequence[str], formats: Iterable[str]
-) -> None:
+) -> list[str]:
     """Write the whole trace of a run into its folder for other tools.
 
     Args:
@@ -93,6 +93,9 @@ def write_traces(
         trace: of the run, from `read_trace`.
         workers: their names; N and ranks are places among them.
         formats: of `FORMATS`.
+
+    Returns:
+        The names of the files.
 
     Raises:
         JdagError: a format is none of `FORMATS`.
@@ -104,23 +107,23 @@ def write_traces(
             said = f"trace format {name!r} is unknown; allowed are {', '.join(FORMATS)}"
             raise JdagError(said)
     operations = operations_of(trace) if formats else ()
+    files: dict[str, bytes] = {}
     if "perfetto" in formats:
         marks = spans_of(trace).marks
-        written = track_events(operations, marks, workers)
-        (folder / "trace.pftrace").write_bytes(written)
+        files["trace.pftrace"] = track_events(operations, marks, workers)
     if "chakra" in formats:
         for rank, nodes in enumerate(chakra_of(operations, workers)):
-            (folder / f"trace.{rank}.et").write_bytes(nodes)
+            files[f"trace.{rank}.et"] = nodes
     if "torch" in formats:
         lists = lists_of(spans_of(trace).jobs, workers)
         if not any(lists):
             raise JdagError("a run without actions of a schedule has none to write")
-        text = to_csv(from_lists([of for of in lists if of]))
-        (folder / "trace.csv").write_text(text, encoding="utf-8")
+        files["trace.csv"] = to_csv(from_lists([of for of in lists if of])).encode()
     if "goal" in formats:
-        (folder / "trace.goal").write_text(
-            goal_of(operations, workers), encoding="utf-8"
-        )
+        files["trace.goal"] = goal_of(operations, workers).encode()
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    return [*files]
 
 
 def read_drawings(folder: Path) -> Graph | None:

@@ -78,8 +78,8 @@ def tables_of(result: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[str
 
     Returns:
         For each table `by`, its `heads` and `rows` of (name, values, what it is or
-        None), and `said` where it has a column for each figure; and the names of all
-        figures in them, with the lists.
+        None), and `said`, of (names, what they are), where it has a column for each
+        figure; and the names of all figures in them, with the lists.
     """
     given = _given(result)
     found = _tables(given, result["workers"])
@@ -125,10 +125,13 @@ def _table(
             "rows": [(*row, said) for row, said in zip(rows, meanings, strict=True)],
         }
     columns = zip(*[values for _, values in rows], strict=True)
+    said: dict[str, list[str]] = {}
+    for name, meaning in zip(names, meanings, strict=True):
+        said.setdefault(meaning, []).append(name)
     return {
         "by": by,
         "names": names,
-        "said": list(zip(names, meanings, strict=True)),
+        "said": [(", ".join(of), meaning) for meaning, of in said.items()],
         "heads": [by, *names],
         "rows": [
             (key, values, None) for key, values in zip(keys, columns, strict=True)

@@ -27,9 +27,9 @@ DRIVERS = ("sim", "rpc")
 # meaning.
 BY_WORKER = {
     "peak_bytes": ("bytes_peak", "the most that each worker held at one time"),
-    "peak_activations": (
+    "peak_activation_bytes": (
         "activation_bytes_peak",
-        "the most bytes that each worker held for backward passes at one time",
+        "the most that each worker held for backward passes at one time",
     ),
     "sent_messages": ("messages_sent", "protocol messages that each worker sent"),
     "sent_bytes": ("bytes_sent", "all bytes that each worker sent"),
@@ -74,8 +74,9 @@ class Virtual:
     def figures(self) -> Figures:
         """Return further figures of the run: what its last cluster counted."""
         info = self._made[-1].info() if self._made else {}
-        name, _ = BY_WORKER["peak_activations"]
-        return {"peak_activations": {worker: one[name] for worker, one in info.items()}}
+        figure = "peak_activation_bytes"
+        name, _ = BY_WORKER[figure]
+        return {figure: {worker: one[name] for worker, one in info.items()}}
 
     def close(self) -> None:
         """Close everything."""
