@@ -46,6 +46,16 @@ def all_kinds(among, cluster):
     return found
 
 
+def exchanges(among, cluster):
+    """Sums and lists of shares, which are the own tree times powers of two."""
+    tree, found = own(cluster), {}
+    shares = [jax.tree.map(lambda x, n=n: x * 2.0**n, tree) for n in range(len(among))]
+    for how in HOW:
+        found[how] = bits(cluster.reduce_scatter(shares, among, how))
+    found["all"] = bits(cluster.all_to_all(shares, among))
+    return found
+
+
 def trains(steps, how, cluster):
     """A replica in a loop of its own, as with DDP: its bits after each step."""
     first = {"w": jnp.asarray(own(cluster)["w"]), "b": jnp.zeros(5, jnp.float32)}

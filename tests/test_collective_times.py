@@ -52,35 +52,21 @@ def test_a_ring_all_reduce_takes_2_n_minus_1_steps_of_an_nth(count):
     assert count != 8 or took_ns == 37_580_970
 
 
-def add(a: Any, b: Any) -> Any:
-    return a + b
+def shares(refs: dict[str, Any]) -> dict[str, Any]:
+    """Each array stands for all shares of its worker."""
+    return {name: [ref] * len(refs) for name, ref in refs.items()}
 
 
 def all_gather(ctx: Any, refs: dict[str, Any]) -> None:
-    """Each shard goes around the ring."""
-    names = list(refs)
-    for first, ref in enumerate(refs.values()):
-        shard = ref
-        for step in range(1, len(names)):
-            shard = ctx.move(names[(first + step) % len(names)], shard)
+    ctx.all_gather(refs, "ring")
 
 
 def reduce_scatter(ctx: Any, refs: dict[str, Any]) -> None:
-    """The sum of each shard goes around the ring; `refs` stand for all shards."""
-    names = list(refs)
-    for first, ref in enumerate(refs.values()):
-        total = ref
-        for step in range(1, len(names)):
-            here = names[(first + step) % len(names)]
-            total = ctx.call(here, add, total, refs[here])
+    ctx.reduce_scatter(shares(refs), "ring")
 
 
 def all_to_all(ctx: Any, refs: dict[str, Any]) -> None:
-    """In round k each worker sends a shard of its own to the k-th after it."""
-    names = list(refs)
-    for step in range(1, len(names)):
-        for first, shard in enumerate(refs.values()):
-            ctx.move(names[(first + step) % len(names)], shard)
+    ctx.all_to_all(shares(refs))
 
 
 @pytest.mark.parametrize(
@@ -96,6 +82,26 @@ def test_collectives_of_n_shards_take_n_minus_1_steps_or_one_if_all_links_differ
 ):
     steps = 1 if kind == "fully_connected" else 7
     assert timed(kind, 8, GIB // 8, program) == steps * step_ns(GIB // 8)
+
+
+@pytest.mark.parametrize(("how", "steps"), [("owner", 1), ("tree", 2)])
+def test_without_a_ring_each_level_of_the_tree_is_a_step_if_all_links_differ(
+    how, steps
+):
+    def gather(ctx: Any, refs: Any) -> None:
+        ctx.all_gather(refs, how)
+
+    def scatter(ctx: Any, refs: Any) -> None:
+        ctx.reduce_scatter(shares(refs), how)
+
+    def reduce(ctx: Any, refs: Any) -> None:
+        ctx.all_reduce(refs, how)
+
+    kind, step = "fully_connected", step_ns(GIB // 8)
+    assert timed(kind, 7, GIB // 8, reduce) == 2 * steps * step
+    for program in (gather, scatter):  # Routes of other workers share links.
+        took_ns = timed(kind, 7, GIB // 8, program)
+        assert took_ns == step if how == "owner" else 2 * step <= took_ns <= 6 * step
 
 
 @pytest.mark.parametrize(("cut_through", "steps"), [(True, 7), (False, 8)])

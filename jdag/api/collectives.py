@@ -3,7 +3,7 @@
 A program puts its arrays on its own worker, as values of the run's context, and asks
 the main program, which waits in `Cluster.run` and knows which programs have ended. When
 all members of a group have asked, main moves and adds their values along the routes of
-`ctx.replicate` and `ctx.all_reduce`, and answers each member with refs on its worker.
+`jdag.api.exchanges`, and answers each member with refs on its worker.
 
 Lifetimes: asking hands a member's values to main. Main holds them until the collective
 is issued, and those of an answer until the same member asks again or ends.
@@ -69,6 +69,22 @@ class Collectives:
     def all_gather(self, tree: Any, among: Among = None, how: How = "owner") -> Any:
         """Return a tuple of the members' pytrees, in order; see `all_reduce`."""
         return self._together("all_gather", tree, among, how)
+
+    def reduce_scatter(
+        self, shares: Any, among: Among = None, how: How = "owner"
+    ) -> Any:
+        """Return the sum of the shares that all members have for this one.
+
+        `shares` is a list of pytrees, one for each member, in order; see `all_reduce`.
+        """
+        return self._together("reduce_scatter", shares, among, how)
+
+    def all_to_all(self, shares: Any, among: Among = None) -> Any:
+        """Return a tuple of the shares that all members have for this one, in order.
+
+        Shares need not be equal; see `reduce_scatter`.
+        """
+        return self._together("all_to_all", shares, among, "owner")
 
     def broadcast(
         self, tree: Any, root: str, among: Among = None, how: How = "owner"
@@ -193,12 +209,16 @@ class Coordinator:
             return dict(zip(trees, copies, strict=True))
         if kind == "all_gather":
             return replicas.all_gather(ctx, trees, how, check)
+        if kind == "all_to_all":
+            return replicas.all_to_all(ctx, trees, how, check)
+        if kind == "reduce_scatter":
+            return replicas.reduce_scatter(ctx, trees, how, check)
         adds = kind == "all_reduce" and len(trees) > 1
         return replicas.all_reduce(ctx, trees, how, check) if adds else trees
 
 
 def _agreed(tree: Any, agreed: dict[str, object]) -> dict[str, object]:
-    if agreed["the call"] in ("all_reduce", "all_gather"):
+    if agreed["the call"] in ("all_reduce", "all_gather", "reduce_scatter"):
         refs, agreed["the structure"] = flatten_refs(tree, is_ref)
         for where, ref in zip(paths(tree, is_ref), refs, strict=True):
             agreed[where or "the array"] = ref.aval.strong

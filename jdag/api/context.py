@@ -4,11 +4,12 @@ Only the program that opened a context differentiates in it. Invariant: `_gradie
 has, for each leaf that a finished pass has reached, the gradient after the last one.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from jdag.api.cluster_state import ClusterState
 from jdag.api.device_placement import move
+from jdag.api.exchanges import Exchanges
 from jdag.api.graph import ContextGraph
 from jdag.api.outcome import PassReport, expired, nanoseconds, remarked, stuck
 from jdag.api.program_frame import FramePhase, ProgramFrame
@@ -40,12 +41,11 @@ from jdag.errors import (
     PassTimeout,
     UnusedSendError,
 )
-from jdag.parallel.routes import How
 
 _MODES = {mode.value: mode for mode in (Mode.SMART, Mode.FAST)}
 
 
-class Context:
+class Context(Exchanges):
     """One forward pass and its backward passes over all workers; a context manager.
 
     Made by `cluster.context()`; a program that runs on a worker takes one as its first
@@ -235,42 +235,6 @@ class Context:
         self._frame.check("ctx.move")
         self.state.place(worker, "ctx.move")
         return move(self.call, worker, refs)
-
-    def replicate(self, workers: Sequence[str], refs: Any, how: How = "owner") -> Any:
-        """Copy arrays to workers; cotangents are added on their way back.
-
-        Args:
-            workers: workers, or devices of them.
-            refs: a pytree of refs; what is untracked is copied as well.
-            how: "owner", "tree" or "ring"; see `jdag.parallel.routes`.
-
-        Returns:
-            A tuple of such pytrees of refs, one for each worker, in order.
-
-        Raises:
-            JdagError: no workers, one twice or unknown; no refs; no such `how`.
-        """
-        self._frame.check("ctx.replicate")
-        replicas = self._frame.replicas
-        return replicas.replicate(self, workers, refs, how, self.state.place)
-
-    def all_reduce(self, refs_by_worker: Mapping[str, Any], how: How = "owner") -> Any:
-        """Add up equal pytrees, such as gradients, for each worker that gives one.
-
-        Args:
-            refs_by_worker: for each worker, or device of one, its pytree of refs.
-            how: "owner", "tree" or "ring"; see `jdag.parallel.routes`.
-
-        Returns:
-            For each worker the sum, the same to the last bit; tracked.
-
-        Raises:
-            JdagError: two are not equal in structure, shapes and dtypes, which cannot
-                be added; or as `replicate` does.
-        """
-        self._frame.check("ctx.all_reduce")
-        replicas = self._frame.replicas
-        return replicas.all_reduce(self, refs_by_worker, how, self.state.place)
 
     def tag(self, *, stage: int, micro_batch: int) -> Tagged:
         """Mark the calls in its `with` block as this stage of this micro-batch.

@@ -70,7 +70,10 @@ _REMEDIES = {
     "ctx.graph": "step.plan.graph() draws a plan",
     _TRACED: "put these inside of the functions that are called",
 }
-_RECORDED = ("ctx.call", "ctx.move", "ctx.replicate", "ctx.all_reduce", "ctx.tag")
+_RECORDED = (
+    *("ctx.call", "ctx.move", "ctx.replicate", "ctx.tag", "ctx.all_reduce"),
+    *("ctx.all_gather", "ctx.reduce_scatter", "ctx.all_to_all"),
+)
 
 
 class _Tape:

@@ -6,7 +6,15 @@ from typing import Any
 import jax
 
 from jdag.compute.pytrees import unflatten
-from jdag.parallel.replicas import Check, checked, equals_of, refs_of, workers_of
+from jdag.parallel import replicas
+from jdag.parallel.replicas import (
+    Check,
+    checked,
+    checked_trees,
+    equals_of,
+    refs_of,
+    shares_of,
+)
 from jdag.parallel.routes import How
 
 
@@ -23,14 +31,38 @@ def all_reduce(
     ctx: Any, trees: Mapping[str, Any], how: How, check: Check
 ) -> dict[str, Any]:
     """Return the sum of all pytrees for each worker; `how` is only checked."""
-    checked("ctx.all_reduce", workers_of(trees), how, check)
+    checked_trees("ctx.all_reduce", trees, how, check)
     lists, forms = equals_of("ctx.all_reduce", trees)
-    columns = list(zip(*lists, strict=True))
-    found = {}
-    for worker, form in zip(trees, forms, strict=True):
-        refs = [ctx.call(worker, total, *column) for column in columns]
-        found[worker] = unflatten(form, refs)
-    return found
+    both = zip(trees, forms, strict=True)
+    return {worker: _total(ctx, worker, lists, form) for worker, form in both}
+
+
+def all_gather(
+    ctx: Any, trees: Mapping[str, Any], how: How, check: Check
+) -> dict[str, tuple[Any, ...]]:
+    """Return the pytrees of all workers for each of them; `how` is only checked."""
+    workers = checked_trees("ctx.all_gather", trees, how, check)
+    for tree in trees.values():
+        refs_of("ctx.all_gather", tree)
+    return {w: tuple([ctx.move(w, tree) for tree in trees.values()]) for w in workers}
+
+
+def reduce_scatter(
+    ctx: Any, trees: Mapping[str, Any], how: How, check: Check
+) -> dict[str, Any]:
+    """Return, for each worker, the sum of its shares; `how` is only checked."""
+    shares = shares_of("ctx.reduce_scatter", trees, how, check)
+    found = [equals_of("ctx.reduce_scatter", few) for few in shares]
+    both = zip(trees, found, strict=True)
+    return {worker: _total(ctx, worker, of[0], of[1][0]) for worker, of in both}
+
+
+def _total(ctx: Any, worker: str, lists: Sequence[Any], form: Any) -> Any:
+    columns = zip(*lists, strict=True)
+    return unflatten(form, [ctx.call(worker, total, *column) for column in columns])
+
+
+all_to_all = replicas.all_to_all  # It has no routes.
 
 
 def total(*arrays: jax.Array) -> Any:

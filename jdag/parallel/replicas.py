@@ -21,6 +21,7 @@ from jdag.parallel.routes import (
     How,
     Route,
     check_how,
+    route_of,
     routes_among,
     routes_from,
     routes_up,
@@ -65,14 +66,33 @@ def checked(what: str, workers: Any, how: object, check: Check) -> tuple[str, ..
     return names
 
 
-def workers_of(trees: Any) -> tuple[Any, ...]:
-    """Return the workers of `all_reduce`'s pytrees."""
+def workers_of(what: str, trees: Any) -> tuple[Any, ...]:
+    """Return the workers of these pytrees."""
     if not isinstance(trees, Mapping):
         raise JdagError(
-            "ctx.all_reduce takes the pytree of each worker by its name, as in "
+            f"{what} takes the pytree of each worker by its name, as in "
             f"{{'ps0': refs, 'ps1': refs}}, not {kind_of(trees)}"
         )
     return tuple(trees)
+
+
+def checked_trees(what: str, trees: Any, how: object, check: Check) -> tuple[str, ...]:
+    """Check the workers of these pytrees; return them in order."""
+    return checked(what, workers_of(what, trees), how, check)
+
+
+def shares_of(what: str, trees: Any, how: object, check: Check) -> list[dict[str, Any]]:
+    """Return, for each worker, the shares that all have for it; check how many."""
+    workers = checked_trees(what, trees, how, check)
+    for name in workers:
+        few = trees[name]
+        if not isinstance(few, list | tuple) or len(few) != len(workers):
+            said = len(few) if isinstance(few, list | tuple) else kind_of(few)
+            raise JdagError(
+                f"{what} takes of each worker a list of {len(workers)} pytrees, one "
+                f"for each worker in order, and of {name!r} it got {said}"
+            )
+    return [{name: trees[name][to] for name in workers} for to in range(len(workers))]
 
 
 def refs_of(what: str, tree: Any) -> tuple[list[Ref], Any]:
@@ -145,7 +165,7 @@ def all_reduce(
     ctx: Any, trees: Mapping[str, Any], how: How, check: Check
 ) -> dict[str, Any]:
     """Return the sum of all pytrees for each worker; see `jdag.Context.all_reduce`."""
-    workers = checked("ctx.all_reduce", workers_of(trees), how, check)
+    workers = checked_trees("ctx.all_reduce", trees, how, check)
     lists, forms = equals_of("ctx.all_reduce", trees)
     ups, downs = routes_up(len(workers), how), routes_among(len(workers), how)
     found: list[list[Any]] = [[None] * len(lists[0]) for _ in workers]
@@ -172,9 +192,51 @@ def all_gather(
     ctx: Any, trees: Mapping[str, Any], how: How, check: Check
 ) -> dict[str, tuple[Any, ...]]:
     """Return the pytrees of all workers, in order, for each of them."""
-    names = tuple(trees)
-    copies = [replicate(ctx, names, tree, how, check) for tree in trees.values()]
-    return dict(zip(names, zip(*copies, strict=True), strict=True))
+    workers = checked_trees("ctx.all_gather", trees, how, check)
+    gathered = []
+    for number, worker in enumerate(workers):
+        refs, form = refs_of("ctx.all_gather", trees[worker])
+        found: list[list[Any]] = [[None] * len(refs) for _ in workers]
+        route = route_of(number, len(workers), how, 1)
+        for group in _groups([ref.tracked for ref in refs]):
+            some = [refs[index] for index in group]
+            sent = _handed_on(ctx, worker, some, route, workers)
+            _gather(ctx, workers, group, [sent], found, some)
+        gathered.append([unflatten(form, each) for each in found])
+    return dict(zip(workers, zip(*gathered, strict=True), strict=True))
+
+
+def reduce_scatter(
+    ctx: Any, trees: Mapping[str, Any], how: How, check: Check
+) -> dict[str, Any]:
+    """Return, for each worker, the sum of its shares."""
+    summed = {}
+    several, workers = shares_of("ctx.reduce_scatter", trees, how, check), tuple(trees)
+    for to, shares in enumerate(several):
+        lists, forms = equals_of("ctx.reduce_scatter", shares)
+        route = route_of(to, len(workers), how, -1)
+        found: list[Any] = [None] * len(lists[0])
+        tracked = [any(one.tracked for one in few) for few in zip(*lists, strict=True)]
+        for group in _groups(tracked):
+            own = [[refs[number] for number in group] for refs in lists]
+            total = _summed(ctx, own, route, workers)
+            for number, ref in zip(group, total, strict=True):
+                found[number] = ref
+        summed[workers[to]] = unflatten(forms[to], found)
+    return summed
+
+
+def all_to_all(
+    ctx: Any, trees: Mapping[str, Any], how: How, check: Check
+) -> dict[str, Any]:
+    """Return, for each worker, a tuple of its shares, sent in n - 1 rounds."""
+    shares, workers = shares_of("ctx.all_to_all", trees, how, check), tuple(trees)
+    found: list[list[Any]] = [[None] * len(workers) for _ in workers]
+    for step in range(len(workers)):
+        for number, name in enumerate(workers):
+            to = (number + step) % len(workers)
+            found[to][number] = ctx.move(workers[to], shares[to][name])
+    return dict(zip(workers, map(tuple, found), strict=True))
 
 
 def _groups(kinds: Iterable[Any]) -> list[list[int]]:

@@ -1,6 +1,6 @@
 """Routes between replicas: which replica sends which part of the arrays to which.
 
-`how` of `ctx.replicate` and `ctx.all_reduce` selects one of three:
+`how` of `ctx.replicate`, `ctx.all_reduce` and their like selects one of three:
 
 - "owner": the owner of the arrays (for `all_reduce`, the first worker) sends them to
   each replica, and adds the replicas' values in order.
@@ -72,9 +72,20 @@ def routes_up(count: int, how: How) -> tuple[Route, ...]:
 
 def routes_among(count: int, how: How) -> tuple[Route, ...]:
     """Return the routes that distribute sums: from the first replica, or on a ring."""
-    if how == "owner":
-        return (Route(tuple(range(count)), (None, *(0,) * (count - 1))),)
-    return routes_from(0, count, how)
+    return (
+        routes_from(0, count, how) if how == "ring" else (route_of(0, count, how, 1),)
+    )
+
+
+def route_of(root: int, count: int, how: How, step: int) -> Route:
+    """Return the route from one replica to all, or, for step -1, of a sum to it."""
+    if how == "ring":
+        return _chain(root, count, step)
+    if how == "tree":
+        return _tree(root, count)
+    others = [one for one in range(count) if one != root]
+    parents = [root if one != root else None for one in range(count)]
+    return Route((root, *others), tuple(parents))
 
 
 def _tree(source: int | None, count: int) -> Route:

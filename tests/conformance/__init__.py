@@ -87,8 +87,12 @@ Replicas
 - DistributedDataParallel's all-reduce: all replicas get one sum:
     replicas.an_all_reduce_gives_each_the_same_sum_to_the_last_bit
     replicas.unequal_replicas_are_refused_on_every_driver
+- torch.distributed.nn's gather, reduce-scatter and all-to-all, and their gradients:
+    replicas.shares_are_gathered_summed_and_exchanged_in_the_order_of_workers
+    replicas.gradients_of_exchanges_are_those_of_the_oracle
 - DDP's programs, one on each worker, meet in collectives:
     collectives.four_collectives_give_each_member_the_same_bits
+    collectives.shares_are_summed_and_exchanged_between_members
     collectives.replicas_that_train_in_loops_of_their_own_stay_equal
 - A member that is absent, differs, dies or waits elsewhere is named to all who wait:
     collectives.a_member_that_returns_early_is_named_to_all_who_wait

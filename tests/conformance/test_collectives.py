@@ -1,18 +1,21 @@
 """Collectives between programs of cluster.run: values and errors, on every driver."""
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
+import jax
 import pytest
 
 import jdag
 from jdag.errors import CollectiveError, RemoteError, WorkerLost
+from jdag.parallel.routes import route_of
 from tests.collective_programs import (
     HOW,
     adds_of_length,
     all_kinds,
     bits,
     dies,
+    exchanges,
     in_order,
     raises,
     returns,
@@ -20,7 +23,14 @@ from tests.collective_programs import (
     trains,
 )
 from tests.conformance.drivers import Driver, leaving_nothing
-from tests.replica_cases import NAMES, SHAPES, expected, factors
+from tests.replica_cases import (
+    NAMES,
+    SHAPES,
+    added_up,
+    expected,
+    factors,
+    one_part,
+)
 
 WORKERS = ("a", "b", "c", "d")
 WAITS = "waits in cluster.all_reduce, called at collective_programs.py"
@@ -37,6 +47,20 @@ def test_four_collectives_give_each_member_the_same_bits(driver: Driver, cluster
             assert found[f"sum {how}"] == bits(right)
             assert found[f"all {how}"] == "".join(map(bits, trees))
             assert tuple(found[f"one {how}"]) == ("a", bits(trees[1]))
+
+
+def test_shares_are_summed_and_exchanged_between_members(driver: Driver, cluster: Any):
+    among = ("c", "a", "d", "b")
+    trees = [factors(WORKERS.index(name), SHAPES) for name in among]
+    with leaving_nothing(driver, cluster):
+        done = cluster.run(dict.fromkeys(WORKERS, partial(exchanges, among)))
+    for to, name in enumerate(among):
+        shares = [jax.tree.map(lambda x, n=to: x * 2.0**n, tree) for tree in trees]
+        vectors = [one_part(tree, NAMES) for tree in shares]
+        for how in HOW:
+            (right,) = added_up(route_of(to, 4, cast(Any, how), -1), vectors)
+            assert done[name][how] == right.tobytes().hex()
+        assert done[name]["all"] == bits(shares)
 
 
 def test_replicas_that_train_in_loops_of_their_own_stay_equal(driver: Driver):
